@@ -1,0 +1,2 @@
+//! The `dcp` command.
+fn main() {}

@@ -1,0 +1,1 @@
+//! How ranks talk: threads in one process, or processes over TCP.

@@ -1,0 +1,1 @@
+//! Conformance suites and fault-injecting decorators for dcp plug-ins.

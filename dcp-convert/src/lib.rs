@@ -1,0 +1,1 @@
+//! Offline jobs on whole checkpoints: convert, reshard, verify.

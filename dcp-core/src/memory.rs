@@ -1,0 +1,455 @@
+//! Host memory that is lent out piece by piece: the one module of this crate with `unsafe`.
+//!
+//! A tensor's bytes belong to a [`HostMemory`]. A writer borrows them shared, as [`Bytes`]; a
+//! reader borrows disjoint ranges exclusively, as [`Buffer`]s, which it owns for as long as the
+//! I/O takes and which it may move to another thread or into the kernel. Both kinds of loan end
+//! when the borrowed piece is dropped, wherever that happens, so that a dropped future never
+//! leaves anyone writing into freed or otherwise visible memory.
+//!
+//! # Safety
+//!
+//! The invariants that the `unsafe` blocks rely on:
+//!
+//! 1. `Allocation::ptr` is valid for reads and (unless `read_only`) writes of `len` bytes for as
+//!    long as the allocation lives. The owner inside the allocation keeps it so, and the caller of
+//!    the one unsafe constructor promises it. It is freed only when the last `Arc` goes, and every
+//!    loan holds one.
+//! 2. Nobody reaches the bytes but through loans. `Book` records every outstanding loan under a
+//!    mutex; it grants an exclusive range only when no shared loan is out and no exclusive range
+//!    overlaps, and a shared loan only when no exclusive one is out.
+//! 3. A loan is returned exactly once, by `Drop`.
+
+#![allow(unsafe_code, reason = "the leaf module that proves its loans sound, see above")]
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::{Deref, DerefMut, Range};
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+
+/// Bytes in host memory, owned or foreign, that can be lent for reading or, range by range, for
+/// writing. Cloning shares the same memory.
+///
+/// ```
+/// use dcp_core::HostMemory;
+///
+/// let memory = HostMemory::zeroed(8);
+/// let mut tail = memory.lend(4..8)?;
+/// tail.copy_from_slice(&[1, 2, 3, 4]);
+/// assert!(memory.read().is_err(), "a writer is still at work");
+/// drop(tail);
+/// assert_eq!(memory.read()?, [0, 0, 0, 0, 1, 2, 3, 4][..]);
+/// # Ok::<(), dcp_core::LoanError>(())
+/// ```
+#[derive(Clone)]
+pub struct HostMemory(Arc<Allocation>);
+
+struct Allocation {
+    ptr: NonNull<u8>,
+    len: usize,
+    read_only: bool,
+    book: Mutex<Book>,
+    /// Keeps `ptr` valid; never looked at.
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the pointer is only followed through loans, which exclude each other (invariant 2), and
+// the owner is itself `Send + Sync`.
+unsafe impl Send for Allocation {}
+// SAFETY: as above; the book is behind a mutex.
+unsafe impl Sync for Allocation {}
+
+#[derive(Default)]
+struct Book {
+    shared: usize,
+    /// Exclusive ranges that are out, start to end, never overlapping.
+    exclusive: BTreeMap<usize, usize>,
+}
+
+/// Why memory could not be lent.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoanError {
+    /// The range ends behind the memory.
+    #[error("bytes {start}..{end} are outside a memory of {len} bytes")]
+    OutOfBounds {
+        /// First byte asked for.
+        start: usize,
+        /// End of the bytes asked for.
+        end: usize,
+        /// Bytes there are.
+        len: usize,
+    },
+    /// Another loan of the same bytes is out.
+    #[error("bytes {start}..{end} are in use by another read or write")]
+    InUse {
+        /// First byte asked for.
+        start: usize,
+        /// End of the bytes asked for.
+        end: usize,
+    },
+    /// The memory wraps immutable bytes.
+    #[error("the memory is read-only")]
+    ReadOnly,
+}
+
+impl HostMemory {
+    /// `len` zero bytes.
+    #[must_use]
+    pub fn zeroed(len: usize) -> Self {
+        Self::from_vec(vec![0; len])
+    }
+
+    /// Takes over a vector.
+    #[must_use]
+    pub fn from_vec(bytes: Vec<u8>) -> Self {
+        let len = bytes.len();
+        let raw = Box::into_raw(bytes.into_boxed_slice());
+        // SAFETY: the box was just turned into this pointer; `OwnedBox` frees it once, on drop.
+        let owner = unsafe { OwnedBox::new(raw) };
+        let ptr = NonNull::new(raw.cast::<u8>()).unwrap_or(NonNull::dangling());
+        // SAFETY: `ptr` points to the `len` bytes that `owner` frees on drop, and nothing else
+        // refers to them.
+        unsafe { Self::from_raw_parts(ptr, len, owner) }
+    }
+
+    /// Wraps immutable bytes: they can be read, not lent for writing.
+    #[must_use]
+    pub fn from_bytes(bytes: Bytes) -> Self {
+        let ptr = NonNull::new(bytes.as_ptr().cast_mut()).unwrap_or(NonNull::dangling());
+        let len = bytes.len();
+        Self(Arc::new(Allocation {
+            ptr,
+            len,
+            read_only: true,
+            book: Mutex::default(),
+            _owner: Box::new(bytes),
+        }))
+    }
+
+    /// Wraps foreign memory: a map, a pinned buffer, an array of another framework.
+    ///
+    /// `owner` is dropped when the memory and every loan of it are gone.
+    ///
+    /// # Safety
+    ///
+    /// Until `owner` is dropped, `ptr` must be valid for reads and writes of `len` bytes, all of
+    /// them initialized, and nothing else may access them while a loan is out.
+    #[must_use]
+    pub unsafe fn from_raw_parts(
+        ptr: NonNull<u8>,
+        len: usize,
+        owner: impl Any + Send + Sync,
+    ) -> Self {
+        Self(Arc::new(Allocation {
+            ptr,
+            len,
+            read_only: false,
+            book: Mutex::default(),
+            _owner: Box::new(owner),
+        }))
+    }
+
+    /// Bytes there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
+    /// Whether the memory can only be read.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.0.read_only
+    }
+
+    /// Borrows all bytes for reading, without a copy, until the returned value and every slice
+    /// of it are dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`LoanError::InUse`] while any range is lent for writing.
+    pub fn read(&self) -> Result<Bytes, LoanError> {
+        if self.0.len == 0 {
+            return Ok(Bytes::new());
+        }
+        let mut book = self.0.book();
+        if let Some((&start, &end)) = book.exclusive.first_key_value() {
+            return Err(LoanError::InUse { start, end });
+        }
+        book.shared += 1;
+        drop(book);
+        Ok(Bytes::from_owner(SharedLoan(Arc::clone(&self.0))))
+    }
+
+    /// Borrows `range` for writing until the buffer is dropped.
+    ///
+    /// # Errors
+    ///
+    /// When the range is out of bounds, the memory is read-only, or a loan of any of the bytes
+    /// is out.
+    pub fn lend(&self, range: Range<usize>) -> Result<Buffer, LoanError> {
+        let Range { start, end } = range;
+        if start > end || end > self.0.len {
+            return Err(LoanError::OutOfBounds { start, end, len: self.0.len });
+        }
+        if self.0.read_only {
+            return Err(LoanError::ReadOnly);
+        }
+        if start < end {
+            let mut book = self.0.book();
+            let before = book.exclusive.range(..end).next_back();
+            if book.shared > 0 || before.is_some_and(|(_, &other_end)| other_end > start) {
+                return Err(LoanError::InUse { start, end });
+            }
+            book.exclusive.insert(start, end);
+        }
+        Ok(Buffer { memory: Arc::clone(&self.0), start, end })
+    }
+
+    /// A copy of all bytes.
+    ///
+    /// # Errors
+    ///
+    /// As [`HostMemory::read`].
+    pub fn to_vec(&self) -> Result<Vec<u8>, LoanError> {
+        Ok(self.read()?.to_vec())
+    }
+}
+
+impl Allocation {
+    fn book(&self) -> std::sync::MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl From<Vec<u8>> for HostMemory {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::from_vec(bytes)
+    }
+}
+
+impl fmt::Debug for HostMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostMemory").field("len", &self.0.len).finish_non_exhaustive()
+    }
+}
+
+/// Frees a boxed slice on drop without ever claiming its bytes before, so that pointers made from
+/// it stay valid.
+struct OwnedBox(*mut [u8]);
+
+impl OwnedBox {
+    /// # Safety
+    ///
+    /// `raw` must come from `Box::into_raw` and be freed by nobody else.
+    unsafe fn new(raw: *mut [u8]) -> Self {
+        Self(raw)
+    }
+}
+
+impl Drop for OwnedBox {
+    fn drop(&mut self) {
+        // SAFETY: by the promise of `new`, and `drop` runs once.
+        drop(unsafe { Box::from_raw(self.0) });
+    }
+}
+
+// SAFETY: a boxed slice of bytes may be sent to and shared with other threads.
+unsafe impl Send for OwnedBox {}
+// SAFETY: as above.
+unsafe impl Sync for OwnedBox {}
+
+/// The owner behind the `Bytes` of a shared loan.
+struct SharedLoan(Arc<Allocation>);
+
+impl AsRef<[u8]> for SharedLoan {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: valid by invariant 1; no exclusive loan is out while this one is, by
+        // invariant 2.
+        unsafe { std::slice::from_raw_parts(self.0.ptr.as_ptr(), self.0.len) }
+    }
+}
+
+impl Drop for SharedLoan {
+    fn drop(&mut self) {
+        self.0.book().shared -= 1;
+    }
+}
+
+/// Exclusive, owned access to a range of bytes: what a storage fills on a read.
+///
+/// It derefs to a slice, can be moved anywhere, and returns its range on drop.
+pub struct Buffer {
+    memory: Arc<Allocation>,
+    start: usize,
+    end: usize,
+}
+
+impl Buffer {
+    /// A buffer of its own, of `len` zero bytes.
+    #[must_use]
+    pub fn zeroed(len: usize) -> Self {
+        Self::from_vec(vec![0; len])
+    }
+
+    /// A buffer of its own, over a vector.
+    #[must_use]
+    pub fn from_vec(bytes: Vec<u8>) -> Self {
+        let HostMemory(memory) = HostMemory::from_vec(bytes);
+        let end = memory.len;
+        if end > 0 {
+            memory.book().exclusive.insert(0, end);
+        }
+        Self { memory, start: 0, end }
+    }
+
+    /// Divides the buffer: keeps the bytes from `at` on and returns those before it.
+    ///
+    /// # Panics
+    ///
+    /// When `at` exceeds the length.
+    #[must_use = "the front part is returned"]
+    pub fn split_to(&mut self, at: usize) -> Buffer {
+        assert!(at <= self.len(), "split at {at} of a buffer of {} bytes", self.len());
+        let middle = self.start + at;
+        let mut book = self.memory.book();
+        if self.start < self.end {
+            book.exclusive.remove(&self.start);
+        }
+        if self.start < middle {
+            book.exclusive.insert(self.start, middle);
+        }
+        if middle < self.end {
+            book.exclusive.insert(middle, self.end);
+        }
+        drop(book);
+        let front = Buffer { memory: Arc::clone(&self.memory), start: self.start, end: middle };
+        self.start = middle;
+        front
+    }
+
+    /// Gives up writing: the same bytes as immutable [`Bytes`], without a copy.
+    #[must_use]
+    pub fn freeze(self) -> Bytes {
+        if self.start == self.end { Bytes::new() } else { Bytes::from_owner(self) }
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the range lies within the allocation, is valid by invariant 1, and no other
+        // loan of it is out by invariant 2. `start` may equal `len` only for an empty range.
+        unsafe {
+            std::slice::from_raw_parts(
+                self.memory.ptr.as_ptr().add(self.start),
+                self.end - self.start,
+            )
+        }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`, and `&mut self` excludes other references through this buffer.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.memory.ptr.as_ptr().add(self.start),
+                self.end - self.start,
+            )
+        }
+    }
+}
+
+impl AsRef<[u8]> for Buffer {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if self.start < self.end {
+            self.memory.book().exclusive.remove(&self.start);
+        }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disjoint_ranges_are_lent_at_once() {
+        let memory = HostMemory::zeroed(10);
+        let mut a = memory.lend(0..4).unwrap();
+        let mut b = memory.lend(4..10).unwrap();
+        a.fill(1);
+        b.fill(2);
+        assert_eq!(memory.lend(3..5).unwrap_err(), LoanError::InUse { start: 3, end: 5 });
+        assert!(memory.read().is_err());
+        drop((a, b));
+        assert_eq!(memory.to_vec().unwrap(), [1, 1, 1, 1, 2, 2, 2, 2, 2, 2]);
+    }
+
+    #[test]
+    fn readers_exclude_writers() {
+        let memory = HostMemory::from_vec(vec![7; 4]);
+        let bytes = memory.read().unwrap();
+        let slice = bytes.slice(1..2);
+        drop(bytes);
+        assert!(memory.lend(0..1).is_err(), "a slice of the loan is still out");
+        drop(slice);
+        assert!(memory.lend(0..1).is_ok());
+    }
+
+    #[test]
+    fn split_buffers_return_their_own_ranges() {
+        let memory = HostMemory::zeroed(6);
+        let mut rest = memory.lend(0..6).unwrap();
+        let front = rest.split_to(2);
+        assert_eq!((front.len(), rest.len()), (2, 4));
+        drop(front);
+        assert!(memory.lend(0..2).is_ok());
+        assert!(memory.lend(2..3).is_err());
+        let empty = rest.split_to(0);
+        drop((empty, rest));
+        assert!(memory.lend(0..6).is_ok());
+    }
+
+    #[test]
+    fn loans_outlive_the_memory() {
+        let memory = HostMemory::from_vec(vec![1, 2, 3]);
+        let mut buffer = memory.lend(1..3).unwrap();
+        drop(memory);
+        buffer[0] = 9;
+        assert_eq!(buffer.freeze(), [9, 3][..]);
+    }
+
+    #[test]
+    fn immutable_and_empty_memory() {
+        let memory = HostMemory::from_bytes(Bytes::from_static(b"abc"));
+        assert_eq!(memory.lend(0..1).unwrap_err(), LoanError::ReadOnly);
+        assert_eq!(memory.read().unwrap(), b"abc"[..]);
+        let empty = HostMemory::zeroed(0);
+        let _reader = empty.read().unwrap();
+        assert!(empty.lend(0..0).is_ok());
+        assert!(empty.lend(0..1).is_err());
+    }
+}

@@ -1,0 +1,80 @@
+//! What is written: a list of byte pieces that never has to be made one.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+/// Bytes to write, as a gather list: pieces in order, without a copy to join them.
+#[derive(Clone, Debug, Default)]
+pub struct Payload {
+    pieces: Arc<[Bytes]>,
+    len: u64,
+}
+
+impl Payload {
+    /// The number of bytes in all pieces.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there is no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The pieces, in order; none is empty.
+    #[must_use]
+    pub fn pieces(&self) -> &[Bytes] {
+        &self.pieces
+    }
+
+    /// One buffer of all bytes; free when there is only one piece, a copy otherwise.
+    #[must_use]
+    pub fn to_bytes(&self) -> Bytes {
+        match &*self.pieces {
+            [] => Bytes::new(),
+            [one] => one.clone(),
+            many => many.concat().into(),
+        }
+    }
+}
+
+impl FromIterator<Bytes> for Payload {
+    fn from_iter<I: IntoIterator<Item = Bytes>>(pieces: I) -> Self {
+        let pieces: Arc<[Bytes]> = pieces.into_iter().filter(|p| !p.is_empty()).collect();
+        let len = pieces.iter().map(|p| p.len() as u64).sum();
+        Self { pieces, len }
+    }
+}
+
+impl From<Bytes> for Payload {
+    fn from(bytes: Bytes) -> Self {
+        Self::from_iter([bytes])
+    }
+}
+
+impl From<Vec<u8>> for Payload {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::from(Bytes::from(bytes))
+    }
+}
+
+impl From<Vec<Bytes>> for Payload {
+    fn from(pieces: Vec<Bytes>) -> Self {
+        pieces.into_iter().collect()
+    }
+}
+
+impl From<&'static [u8]> for Payload {
+    fn from(bytes: &'static [u8]) -> Self {
+        Self::from(Bytes::from_static(bytes))
+    }
+}
+
+impl From<&'static str> for Payload {
+    fn from(text: &'static str) -> Self {
+        Self::from(text.as_bytes())
+    }
+}

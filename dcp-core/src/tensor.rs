@@ -1,0 +1,515 @@
+//! Tensors as a rank holds them: shards of a global tensor over host memory.
+
+use crate::dims::Dims;
+use crate::dtype::DType;
+use crate::error::PlanError;
+use crate::memory::{Buffer, HostMemory, LoanError};
+use crate::payload::Payload;
+use crate::region::Region;
+
+/// A tensor as this rank holds it: dtype and shape of the whole, and the parts that are here.
+///
+/// Cloning shares the memory.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    dtype: DType,
+    shape: Dims,
+    sharded: bool,
+    shards: Vec<Shard>,
+}
+
+/// A part of a tensor in this rank's memory.
+#[derive(Clone, Debug)]
+pub struct Shard {
+    region: Region,
+    view: TensorView,
+}
+
+/// A box of elements laid out in memory by strides.
+#[derive(Clone, Debug)]
+pub struct TensorView {
+    memory: HostMemory,
+    dtype: DType,
+    shape: Dims,
+    /// In elements; never negative, one per axis.
+    strides: Vec<u64>,
+    byte_offset: usize,
+}
+
+impl Tensor {
+    /// A tensor of which every rank holds all, in row-major order; on a save one of the ranks
+    /// writes it.
+    ///
+    /// # Errors
+    ///
+    /// When the memory does not have exactly the bytes that dtype and shape call for.
+    pub fn replicated(
+        dtype: DType,
+        shape: impl Into<Dims>,
+        memory: impl Into<HostMemory>,
+    ) -> Result<Self, PlanError> {
+        let shape = shape.into();
+        let region = full(&shape)?;
+        let shard = Shard::new(dtype, region, memory)?;
+        Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
+    }
+
+    /// A tensor of which this rank holds `shards`, perhaps none.
+    ///
+    /// # Errors
+    ///
+    /// When a shard lies outside `shape` or has another dtype.
+    pub fn sharded(
+        dtype: DType,
+        shape: impl Into<Dims>,
+        shards: Vec<Shard>,
+    ) -> Result<Self, PlanError> {
+        let shape = shape.into();
+        let whole = full(&shape)?;
+        for shard in &shards {
+            if !whole.contains(&shard.region) {
+                return Err(PlanError::OutOfBounds {
+                    fqn: String::new(),
+                    shape: shape.to_string(),
+                    chunk: shard.region.to_string(),
+                    rank: None,
+                });
+            }
+            if shard.view.dtype != dtype {
+                return Err(PlanError::Unsupported {
+                    fqn: String::new(),
+                    problem: format!("a {} shard in a {dtype} tensor", shard.view.dtype),
+                });
+            }
+        }
+        Ok(Self { dtype, shape, sharded: true, shards })
+    }
+
+    /// A replicated tensor of zeros, as a destination of a load.
+    ///
+    /// # Errors
+    ///
+    /// When the bytes do not fit in this machine's address space.
+    pub fn zeros(dtype: DType, shape: impl Into<Dims>) -> Result<Self, PlanError> {
+        let shape = shape.into();
+        let bytes = byte_len(dtype, &shape)?;
+        Self::replicated(dtype, shape, HostMemory::zeroed(bytes))
+    }
+
+    /// A sharded tensor of zeros that holds `regions`, as a destination of a load.
+    ///
+    /// # Errors
+    ///
+    /// As [`Tensor::zeros`] and [`Tensor::sharded`].
+    pub fn zeros_sharded(
+        dtype: DType,
+        shape: impl Into<Dims>,
+        regions: impl IntoIterator<Item = Region>,
+    ) -> Result<Self, PlanError> {
+        let shards = regions
+            .into_iter()
+            .map(|region| {
+                let bytes = byte_len(dtype, region.sizes())?;
+                Shard::new(dtype, region, HostMemory::zeroed(bytes))
+            })
+            .collect::<Result<_, PlanError>>()?;
+        Self::sharded(dtype, shape, shards)
+    }
+
+    /// The element type.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The shape of the whole tensor.
+    #[must_use]
+    pub fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// Whether ranks hold different parts of it.
+    #[must_use]
+    pub fn is_sharded(&self) -> bool {
+        self.sharded
+    }
+
+    /// The parts that are here.
+    #[must_use]
+    pub fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
+    /// All bytes in row-major order, when the whole tensor is here in one shard.
+    #[must_use]
+    pub fn to_vec(&self) -> Option<Vec<u8>> {
+        match &*self.shards {
+            [shard] if shard.region.sizes() == &self.shape => {
+                Some(shard.view.payload().ok()?.to_bytes().to_vec())
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether dtype, shape, shards and bytes are the same.
+    #[must_use]
+    pub fn same(&self, other: &Tensor) -> bool {
+        self.dtype == other.dtype
+            && self.shape == other.shape
+            && self.shards.len() == other.shards.len()
+            && self.shards.iter().zip(&other.shards).all(|(a, b)| {
+                let bytes = |shard: &Shard| shard.view.payload().map(|p| p.to_bytes());
+                a.region == b.region && bytes(a).is_ok_and(|a| Ok(a) == bytes(b))
+            })
+    }
+}
+
+impl Shard {
+    /// `region` of a tensor, in row-major order in all of `memory`.
+    ///
+    /// # Errors
+    ///
+    /// When the memory does not have exactly the bytes that dtype and region call for.
+    pub fn new(
+        dtype: DType,
+        region: Region,
+        memory: impl Into<HostMemory>,
+    ) -> Result<Self, PlanError> {
+        let memory = memory.into();
+        let expected = byte_len(dtype, region.sizes())?;
+        if memory.len() != expected {
+            return Err(PlanError::ShardMemory {
+                fqn: String::new(),
+                region: region.to_string(),
+                expected: expected as u64,
+                found: memory.len() as u64,
+            });
+        }
+        let view = TensorView::contiguous(memory, dtype, region.sizes().clone(), 0)?;
+        Ok(Self { region, view })
+    }
+
+    /// `region` of a tensor, laid out as `view`: inside a padded or flattened buffer, transposed.
+    ///
+    /// # Errors
+    ///
+    /// When the view's shape is not the region's.
+    pub fn with_view(region: Region, view: TensorView) -> Result<Self, PlanError> {
+        if region.sizes() != &view.shape {
+            return Err(PlanError::Unsupported {
+                fqn: String::new(),
+                problem: format!("region {region} over a view of shape {}", view.shape),
+            });
+        }
+        Ok(Self { region, view })
+    }
+
+    /// Where the part lies in the whole tensor.
+    #[must_use]
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// Where the part lies in memory.
+    #[must_use]
+    pub fn view(&self) -> &TensorView {
+        &self.view
+    }
+}
+
+impl TensorView {
+    /// Row-major elements of `shape` from `byte_offset` on.
+    ///
+    /// # Errors
+    ///
+    /// When they end behind the memory.
+    pub fn contiguous(
+        memory: HostMemory,
+        dtype: DType,
+        shape: impl Into<Dims>,
+        byte_offset: usize,
+    ) -> Result<Self, PlanError> {
+        let shape = shape.into();
+        let strides =
+            shape.contiguous_strides().into_iter().map(|s| u64::try_from(s).unwrap_or(0)).collect();
+        Self::strided(memory, dtype, shape, strides, byte_offset)
+    }
+
+    /// Elements of `shape` at `strides` (in elements) from `byte_offset` on.
+    ///
+    /// # Errors
+    ///
+    /// When there is not one stride per axis, or an element lies outside the memory.
+    pub fn strided(
+        memory: HostMemory,
+        dtype: DType,
+        shape: impl Into<Dims>,
+        strides: Vec<u64>,
+        byte_offset: usize,
+    ) -> Result<Self, PlanError> {
+        let shape = shape.into();
+        if strides.len() != shape.ndim() {
+            return Err(PlanError::Unsupported {
+                fqn: String::new(),
+                problem: format!("{} strides for a view of shape {shape}", strides.len()),
+            });
+        }
+        let end = view_end(dtype, &shape, &strides, byte_offset);
+        if end.is_none_or(|end| end > memory.len() as u64) {
+            return Err(PlanError::ShardMemory {
+                fqn: String::new(),
+                region: shape.to_string(),
+                expected: end.unwrap_or(u64::MAX),
+                found: memory.len() as u64,
+            });
+        }
+        Ok(Self { memory, dtype, shape, strides, byte_offset })
+    }
+
+    /// The memory.
+    #[must_use]
+    pub fn memory(&self) -> &HostMemory {
+        &self.memory
+    }
+
+    /// The element type.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Elements per axis.
+    #[must_use]
+    pub fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// The number of bytes of all elements.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.shape.checked_volume().unwrap_or(0) * self.dtype.size() as u64
+    }
+
+    /// The part `region` of this view, counted from its first element.
+    ///
+    /// # Errors
+    ///
+    /// When the region lies outside.
+    pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
+        let whole = full(&self.shape)?;
+        if !whole.contains(region) {
+            return Err(PlanError::OutOfBounds {
+                fqn: String::new(),
+                shape: self.shape.to_string(),
+                chunk: region.to_string(),
+                rank: None,
+            });
+        }
+        let skipped: u64 = region.offsets().iter().zip(&self.strides).map(|(o, s)| o * s).sum();
+        let skipped = usize::try_from(skipped).unwrap_or(usize::MAX) * self.dtype.size();
+        let byte_offset =
+            if region.is_empty() { self.byte_offset } else { self.byte_offset + skipped };
+        Ok(Self {
+            memory: self.memory.clone(),
+            dtype: self.dtype,
+            shape: region.sizes().clone(),
+            strides: self.strides.clone(),
+            byte_offset,
+        })
+    }
+
+    /// How many bytes of the view, taken in row-major order, lie together in memory at a time:
+    /// all of them when the view is contiguous.
+    #[must_use]
+    pub fn run_bytes(&self) -> u64 {
+        let mut run = 1_u64;
+        for axis in (0..self.shape.ndim()).rev() {
+            if self.shape[axis] != 1 && self.strides[axis] != run {
+                break;
+            }
+            run *= self.shape[axis];
+        }
+        run * self.dtype.size() as u64
+    }
+
+    /// Whether the elements lie in memory in row-major order without gaps.
+    #[must_use]
+    pub fn is_contiguous(&self) -> bool {
+        self.run_bytes() == self.byte_len()
+    }
+
+    /// The byte ranges of the memory that hold the view's elements in row-major order, each
+    /// [`run_bytes`](Self::run_bytes) long; none for an empty view.
+    pub fn runs(&self) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
+        let run_bytes = self.run_bytes();
+        let total = self.byte_len();
+        // The axes in front of those that make up a run are walked one index at a time.
+        let mut outer = self.shape.ndim();
+        let mut run = self.dtype.size() as u64;
+        while outer > 0 && run < run_bytes {
+            outer -= 1;
+            run *= self.shape[outer];
+        }
+        while outer > 0 && self.shape[outer - 1] == 1 {
+            outer -= 1;
+        }
+        let shape: Vec<u64> = self.shape[..outer].to_vec();
+        let element = self.dtype.size() as u64;
+        let strides: Vec<u64> = self.strides[..outer].iter().map(|s| s * element).collect();
+        let count = if total == 0 { 0 } else { total / run_bytes };
+        let mut index = vec![0_u64; outer];
+        let mut at = self.byte_offset as u64;
+        (0..count).map(move |_| {
+            let start = at;
+            for axis in (0..index.len()).rev() {
+                index[axis] += 1;
+                at += strides[axis];
+                if index[axis] < shape[axis] {
+                    break;
+                }
+                at -= strides[axis] * shape[axis];
+                index[axis] = 0;
+            }
+            // Both fit: the constructor saw the last element end inside the memory.
+            start as usize..(start + run_bytes) as usize
+        })
+    }
+
+    /// The elements in row-major order, borrowed where they lie together by at least 4 KiB at a
+    /// time and gathered into a copy otherwise.
+    ///
+    /// # Errors
+    ///
+    /// While the memory is lent for writing.
+    pub fn payload(&self) -> Result<Payload, LoanError> {
+        const WORTH_A_PIECE: u64 = 4096;
+        let bytes = self.memory.read()?;
+        if self.byte_len() == 0 {
+            return Ok(Payload::default());
+        }
+        if self.is_contiguous() || self.run_bytes() >= WORTH_A_PIECE {
+            return Ok(self.runs().map(|run| bytes.slice(run)).collect());
+        }
+        let mut gathered = Vec::with_capacity(usize::try_from(self.byte_len()).unwrap_or(0));
+        for run in self.runs() {
+            gathered.extend_from_slice(&bytes[run]);
+        }
+        Ok(Payload::from(gathered))
+    }
+
+    /// Borrows the whole view for writing, when it is contiguous.
+    ///
+    /// # Errors
+    ///
+    /// As [`HostMemory::lend`]; a view that is not contiguous is lent run by run through
+    /// [`TensorView::runs`].
+    pub fn lend(&self) -> Result<Buffer, LoanError> {
+        let len = usize::try_from(self.byte_len()).unwrap_or(usize::MAX);
+        self.memory.lend(self.byte_offset..self.byte_offset.saturating_add(len))
+    }
+
+    /// Copies elements, given in row-major order, into the view.
+    ///
+    /// # Errors
+    ///
+    /// When `bytes` has another length, or the memory is in use.
+    pub fn fill_from(&self, bytes: &[u8]) -> Result<(), LoanError> {
+        if bytes.len() as u64 != self.byte_len() {
+            return Err(LoanError::OutOfBounds {
+                start: 0,
+                end: bytes.len(),
+                len: usize::try_from(self.byte_len()).unwrap_or(usize::MAX),
+            });
+        }
+        let mut rest = bytes;
+        for run in self.runs() {
+            let (front, back) = rest.split_at(run.len());
+            self.memory.lend(run)?.copy_from_slice(front);
+            rest = back;
+        }
+        Ok(())
+    }
+}
+
+fn full(shape: &Dims) -> Result<Region, PlanError> {
+    Region::full(shape.clone())
+        .map_err(|error| PlanError::Unsupported { fqn: String::new(), problem: error.to_string() })
+}
+
+fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, PlanError> {
+    sizes
+        .checked_volume()
+        .and_then(|volume| volume.checked_mul(dtype.size() as u64))
+        .and_then(|bytes| usize::try_from(bytes).ok())
+        .filter(|bytes| isize::try_from(*bytes).is_ok())
+        .ok_or_else(|| PlanError::Unsupported {
+            fqn: String::new(),
+            problem: format!("{dtype} of shape {sizes} does not fit in memory"),
+        })
+}
+
+/// Where the last element of a view ends, in bytes; `None` past `u64`.
+fn view_end(dtype: DType, shape: &Dims, strides: &[u64], byte_offset: usize) -> Option<u64> {
+    let start = byte_offset as u64;
+    if shape.contains(&0) {
+        return Some(start);
+    }
+    let last = shape.iter().zip(strides).try_fold(0_u64, |last, (size, stride)| {
+        last.checked_add((size - 1).checked_mul(*stride)?)
+    })?;
+    last.checked_add(1)?.checked_mul(dtype.size() as u64)?.checked_add(start)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(shape: &[u64], strides: &[u64], offset: usize) -> TensorView {
+        let memory = HostMemory::from_vec((0..24).collect());
+        TensorView::strided(memory, DType::UInt8, shape, strides.to_vec(), offset).unwrap()
+    }
+
+    #[test]
+    fn a_transposed_view_gathers_by_element() {
+        let transposed = view(&[4, 6], &[1, 4], 0);
+        assert_eq!((transposed.run_bytes(), transposed.is_contiguous()), (1, false));
+        let bytes = transposed.payload().unwrap().to_bytes();
+        assert_eq!(&bytes[..7], [0, 4, 8, 12, 16, 20, 1]);
+    }
+
+    #[test]
+    fn rows_of_a_padded_view_are_runs() {
+        let padded = view(&[3, 2], &[8, 1], 1);
+        assert_eq!(padded.runs().collect::<Vec<_>>(), [1..3, 9..11, 17..19]);
+        padded.fill_from(&[90, 91, 92, 93, 94, 95]).unwrap();
+        assert_eq!(padded.payload().unwrap().to_bytes(), [90, 91, 92, 93, 94, 95][..]);
+    }
+
+    #[test]
+    fn narrowing_keeps_contiguity_where_there_is_some() {
+        let whole = view(&[4, 6], &[6, 1], 0);
+        let rows = whole.narrow(&Region::new([1, 0], [2, 6]).unwrap()).unwrap();
+        assert!(rows.is_contiguous());
+        assert_eq!(rows.runs().collect::<Vec<_>>(), [6..18]);
+        let column = whole.narrow(&Region::new([0, 5], [4, 1]).unwrap()).unwrap();
+        assert_eq!(column.payload().unwrap().to_bytes(), [5, 11, 17, 23][..]);
+        assert!(whole.narrow(&Region::new([0, 5], [4, 2]).unwrap()).is_err());
+    }
+
+    #[test]
+    fn degenerate_views() {
+        assert_eq!(view(&[], &[], 23).payload().unwrap().to_bytes(), [23][..]);
+        assert!(view(&[0, 5], &[5, 1], 0).payload().unwrap().is_empty());
+        assert_eq!(view(&[1, 3, 1], &[99, 1, 7], 2).runs().collect::<Vec<_>>(), [2..5]);
+        let memory = HostMemory::zeroed(4);
+        assert!(TensorView::strided(memory, DType::Int32, [2], vec![1], 0).is_err());
+    }
+
+    #[test]
+    fn contiguous_memory_is_borrowed_not_copied() {
+        let tensor = Tensor::zeros(DType::Float32, [16]).unwrap();
+        let memory = tensor.shards()[0].view().memory();
+        let payload = tensor.shards()[0].view().payload().unwrap();
+        assert_eq!(payload.pieces()[0].as_ptr(), memory.read().unwrap().as_ptr());
+    }
+}

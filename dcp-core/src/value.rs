@@ -1,0 +1,499 @@
+//! What a state dict holds besides tensors: Python's plain data, as data.
+
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use indexmap::{Equivalent, IndexMap};
+
+use crate::tensor::Tensor;
+
+/// A value of a state dict.
+///
+/// It is plain data: reading one never runs anything. What Python can express and this tree
+/// cannot (shared or cyclic references, classes without a meaning here) is an [`Opaque`], shown
+/// as far as it was understood and written back byte for byte.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Value {
+    /// `None`.
+    None,
+    /// `True` or `False`.
+    Bool(bool),
+    /// An integer of up to 64 bits.
+    Int(i64),
+    /// A larger integer.
+    BigInt(BigInt),
+    /// A float.
+    Float(f64),
+    /// A complex number: real and imaginary part.
+    Complex(f64, f64),
+    /// Text.
+    Str(Arc<str>),
+    /// Immutable bytes.
+    Bytes(Bytes),
+    /// A `bytearray`.
+    ByteArray(Bytes),
+    /// A list; descended by flattening when it holds tensors or dicts.
+    List(Vec<Value>),
+    /// A tuple; always a leaf, even with tensors in it (PyTorch 2.15).
+    Tuple(Vec<Value>),
+    /// A dict; always descended by flattening.
+    Dict(Dict),
+    /// A set, in the order it was stored.
+    Set(Vec<Value>),
+    /// A frozen set, in the order it was stored.
+    FrozenSet(Vec<Value>),
+    /// A tensor, replicated or sharded.
+    Tensor(Tensor),
+    /// A class or function by name, such as `torch.float32`; never looked up.
+    Global(Global),
+    /// An instance of a class, by its parts; never constructed.
+    Object(Box<Object>),
+    /// Bytes read from elsewhere that are written back unchanged.
+    Opaque(Arc<Opaque>),
+}
+
+/// The name of something in Python.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Global {
+    /// The module, as stored (`__builtin__` and other Python 2 names are mapped to Python 3's).
+    pub module: Arc<str>,
+    /// The name in it.
+    pub name: Arc<str>,
+}
+
+impl Global {
+    /// `module.name`.
+    #[must_use]
+    pub fn new(module: impl Into<Arc<str>>, name: impl Into<Arc<str>>) -> Self {
+        Self { module: module.into(), name: name.into() }
+    }
+
+    /// Whether it is this module and name.
+    #[must_use]
+    pub fn is(&self, module: &str, name: &str) -> bool {
+        &*self.module == module && &*self.name == name
+    }
+}
+
+impl fmt::Display for Global {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.module, self.name)
+    }
+}
+
+/// A Python object by its parts, as pickle stores them: what would be called with which
+/// arguments, and the state and items that would be put in afterwards.
+#[derive(Clone, Debug)]
+pub struct Object {
+    /// The class or function.
+    pub class: Global,
+    /// Arguments of the call.
+    pub args: Vec<Value>,
+    /// What `__setstate__` or the instance's dict would get.
+    pub state: Option<Value>,
+    /// What would be appended, for subclasses of list and their like.
+    pub items: Vec<Value>,
+    /// What would be set by key, for subclasses of dict.
+    pub entries: Vec<(Value, Value)>,
+}
+
+impl Object {
+    /// `class(*args)`, without state or items.
+    #[must_use]
+    pub fn new(class: Global, args: Vec<Value>) -> Self {
+        Self { class, args, state: None, items: Vec::new(), entries: Vec::new() }
+    }
+}
+
+/// An object kept in its encoded form.
+#[derive(Clone, Debug)]
+pub struct Opaque {
+    /// The encoding: for PyTorch's formats, a whole `torch.save` archive.
+    pub encoded: Bytes,
+    /// What could be understood of it, for people to look at.
+    pub view: Value,
+}
+
+/// An integer beyond 64 bits: little-endian two's complement of minimal length, as pickle's
+/// `LONG1` stores it.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct BigInt(Bytes);
+
+impl BigInt {
+    /// From little-endian two's complement of any length.
+    #[must_use]
+    pub fn from_le_bytes(bytes: impl Into<Bytes>) -> Self {
+        let bytes = bytes.into();
+        let mut len = bytes.len();
+        while len > 1 {
+            let (last, before) = (bytes[len - 1], bytes[len - 2]);
+            let redundant = (last == 0 && before < 0x80) || (last == 0xff && before >= 0x80);
+            if !redundant {
+                break;
+            }
+            len -= 1;
+        }
+        Self(bytes.slice(..len))
+    }
+
+    /// Minimal little-endian two's complement.
+    #[must_use]
+    pub fn to_le_bytes(&self) -> &Bytes {
+        &self.0
+    }
+
+    /// The number, if it fits.
+    #[must_use]
+    pub fn to_i64(&self) -> Option<i64> {
+        let sign = if self.0.last().is_some_and(|b| *b >= 0x80) { 0xff } else { 0 };
+        let mut all = [sign; 8];
+        all.get_mut(..self.0.len())?.copy_from_slice(&self.0);
+        Some(i64::from_le_bytes(all))
+    }
+}
+
+impl fmt::Display for BigInt {
+    /// Decimal for up to 4096 bits, hexadecimal beyond, where decimal would take quadratic time.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let negative = self.0.last().is_some_and(|b| *b >= 0x80);
+        let mut magnitude = self.0.to_vec();
+        if negative {
+            let mut carry = true;
+            for byte in &mut magnitude {
+                let (flipped, overflow) = (!*byte).overflowing_add(u8::from(carry));
+                *byte = flipped;
+                carry = overflow;
+            }
+            if carry {
+                magnitude.push(1);
+            }
+        }
+        let mut text = String::new();
+        if magnitude.len() > 512 {
+            text = magnitude
+                .iter()
+                .rev()
+                .fold(String::from("0x"), |text, b| text + &format!("{b:02x}"));
+        } else {
+            while magnitude.iter().any(|b| *b != 0) {
+                let mut rest = 0_u32;
+                for byte in magnitude.iter_mut().rev() {
+                    let n = rest << 8 | u32::from(*byte);
+                    *byte = u8::try_from(n / 10).unwrap_or(u8::MAX);
+                    rest = n % 10;
+                }
+                text.insert(0, char::from_digit(rest, 10).unwrap_or('?'));
+            }
+            if text.is_empty() {
+                text.push('0');
+            }
+        }
+        f.pad_integral(!negative, "", &text)
+    }
+}
+
+impl fmt::Debug for BigInt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// A dict that remembers the order of insertion, as Python's does.
+#[derive(Clone, Default)]
+pub struct Dict(IndexMap<DictKey, Value>);
+
+#[derive(Clone, Debug)]
+struct DictKey(Value);
+
+struct StrKey<'a>(&'a str);
+
+impl Dict {
+    /// An empty dict.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The number of entries.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there are no entries.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Sets `key`, keeping its place if it is already there, and returns the value it had.
+    pub fn insert(&mut self, key: impl Into<Value>, value: impl Into<Value>) -> Option<Value> {
+        self.0.insert(DictKey(key.into()), value.into())
+    }
+
+    /// The value of a string key.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.0.get(&StrKey(key))
+    }
+
+    /// The value of a string key, to change.
+    #[must_use]
+    pub fn get_mut(&mut self, key: &str) -> Option<&mut Value> {
+        self.0.get_mut(&StrKey(key))
+    }
+
+    /// The value of a key of any kind.
+    #[must_use]
+    pub fn get_value(&self, key: &Value) -> Option<&Value> {
+        self.0.get(&DictKey(key.clone()))
+    }
+
+    /// Removes a string key, keeping the order of the rest.
+    pub fn remove(&mut self, key: &str) -> Option<Value> {
+        self.0.shift_remove(&StrKey(key))
+    }
+
+    /// Keys and values in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&Value, &Value)> {
+        self.0.iter().map(|(key, value)| (&key.0, value))
+    }
+
+    /// Keys and values in order, values to change.
+    pub fn iter_mut(&mut self) -> impl ExactSizeIterator<Item = (&Value, &mut Value)> {
+        self.0.iter_mut().map(|(key, value)| (&key.0, value))
+    }
+}
+
+impl fmt::Debug for Dict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.iter()).finish()
+    }
+}
+
+impl IntoIterator for Dict {
+    type Item = (Value, Value);
+    type IntoIter = std::vec::IntoIter<(Value, Value)>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter().map(|(key, value)| (key.0, value)).collect::<Vec<_>>().into_iter()
+    }
+}
+
+impl<K: Into<Value>, V: Into<Value>> FromIterator<(K, V)> for Dict {
+    fn from_iter<I: IntoIterator<Item = (K, V)>>(entries: I) -> Self {
+        Self(entries.into_iter().map(|(k, v)| (DictKey(k.into()), v.into())).collect())
+    }
+}
+
+impl<K: Into<Value>, V: Into<Value>, const N: usize> From<[(K, V); N]> for Dict {
+    fn from(entries: [(K, V); N]) -> Self {
+        entries.into_iter().collect()
+    }
+}
+
+impl Equivalent<DictKey> for StrKey<'_> {
+    fn equivalent(&self, key: &DictKey) -> bool {
+        matches!(&key.0, Value::Str(text) if **text == *self.0)
+    }
+}
+
+impl Hash for StrKey<'_> {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.hash(state);
+    }
+}
+
+impl PartialEq for DictKey {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.same(&other.0)
+    }
+}
+
+impl Eq for DictKey {}
+
+impl Hash for DictKey {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        match &self.0 {
+            Value::Str(text) => text.hash(state),
+            Value::Bool(b) => b.hash(state),
+            Value::Int(n) => n.hash(state),
+            Value::BigInt(n) => n.hash(state),
+            Value::Float(x) => x.to_bits().hash(state),
+            Value::Bytes(bytes) => bytes.hash(state),
+            Value::Tuple(items) => items.len().hash(state),
+            Value::Global(global) => global.hash(state),
+            // Rare as keys: all of a kind share a bucket, equality tells them apart.
+            other => std::mem::discriminant(other).hash(state),
+        }
+    }
+}
+
+impl Value {
+    /// Whether two values are the same data, bit for bit: floats by their bits, tensors by dtype,
+    /// shape, shards and bytes.
+    #[must_use]
+    pub fn same(&self, other: &Value) -> bool {
+        let all = |a: &[Value], b: &[Value]| {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.same(b))
+        };
+        match (self, other) {
+            (Self::None, Self::None) => true,
+            (Self::Bool(a), Self::Bool(b)) => a == b,
+            (Self::Int(a), Self::Int(b)) => a == b,
+            (Self::BigInt(a), Self::BigInt(b)) => a == b,
+            (Self::Float(a), Self::Float(b)) => a.to_bits() == b.to_bits(),
+            (Self::Complex(a, b), Self::Complex(c, d)) => {
+                (a.to_bits(), b.to_bits()) == (c.to_bits(), d.to_bits())
+            }
+            (Self::Str(a), Self::Str(b)) => a == b,
+            (Self::Bytes(a), Self::Bytes(b)) | (Self::ByteArray(a), Self::ByteArray(b)) => a == b,
+            (Self::List(a), Self::List(b))
+            | (Self::Tuple(a), Self::Tuple(b))
+            | (Self::Set(a), Self::Set(b))
+            | (Self::FrozenSet(a), Self::FrozenSet(b)) => all(a, b),
+            (Self::Dict(a), Self::Dict(b)) => {
+                a.len() == b.len()
+                    && a.iter().zip(b.iter()).all(|((k, v), (l, w))| k.same(l) && v.same(w))
+            }
+            (Self::Tensor(a), Self::Tensor(b)) => a.same(b),
+            (Self::Global(a), Self::Global(b)) => a == b,
+            (Self::Object(a), Self::Object(b)) => {
+                let state = match (&a.state, &b.state) {
+                    (Some(a), Some(b)) => a.same(b),
+                    (a, b) => a.is_none() && b.is_none(),
+                };
+                let entries = a.entries.len() == b.entries.len()
+                    && a.entries
+                        .iter()
+                        .zip(&b.entries)
+                        .all(|((k, v), (l, w))| k.same(l) && v.same(w));
+                a.class == b.class
+                    && all(&a.args, &b.args)
+                    && state
+                    && all(&a.items, &b.items)
+                    && entries
+            }
+            (Self::Opaque(a), Self::Opaque(b)) => a.encoded == b.encoded,
+            _ => false,
+        }
+    }
+
+    /// The text, if it is one.
+    #[must_use]
+    pub fn as_str(&self) -> Option<&str> {
+        if let Self::Str(text) = self { Some(text) } else { None }
+    }
+
+    /// The integer, if it is one of up to 64 bits.
+    #[must_use]
+    pub fn as_int(&self) -> Option<i64> {
+        if let Self::Int(n) = self { Some(*n) } else { None }
+    }
+
+    /// The float, if it is one.
+    #[must_use]
+    pub fn as_float(&self) -> Option<f64> {
+        if let Self::Float(x) = self { Some(*x) } else { None }
+    }
+
+    /// The dict, if it is one.
+    #[must_use]
+    pub fn as_dict(&self) -> Option<&Dict> {
+        if let Self::Dict(dict) = self { Some(dict) } else { None }
+    }
+
+    /// The tensor, if it is one.
+    #[must_use]
+    pub fn as_tensor(&self) -> Option<&Tensor> {
+        if let Self::Tensor(tensor) = self { Some(tensor) } else { None }
+    }
+
+    /// What there is to look at: the view of an opaque value, itself otherwise.
+    #[must_use]
+    pub fn view(&self) -> &Value {
+        if let Self::Opaque(opaque) = self { &opaque.view } else { self }
+    }
+
+    /// The name of the kind, as Python would say it.
+    #[must_use]
+    pub fn kind(&self) -> &str {
+        match self {
+            Self::None => "None",
+            Self::Bool(_) => "bool",
+            Self::Int(_) | Self::BigInt(_) => "int",
+            Self::Float(_) => "float",
+            Self::Complex(..) => "complex",
+            Self::Str(_) => "str",
+            Self::Bytes(_) => "bytes",
+            Self::ByteArray(_) => "bytearray",
+            Self::List(_) => "list",
+            Self::Tuple(_) => "tuple",
+            Self::Dict(_) => "dict",
+            Self::Set(_) => "set",
+            Self::FrozenSet(_) => "frozenset",
+            Self::Tensor(_) => "tensor",
+            Self::Global(_) => "global",
+            Self::Object(object) => &object.class.name,
+            Self::Opaque(opaque) => opaque.view.kind(),
+        }
+    }
+}
+
+macro_rules! from {
+    ($($from:ty => |$x:ident| $into:expr;)*) => {$(
+        impl From<$from> for Value {
+            fn from($x: $from) -> Self {
+                $into
+            }
+        }
+    )*};
+}
+
+from! {
+    bool => |x| Value::Bool(x);
+    i64 => |x| Value::Int(x);
+    i32 => |x| Value::Int(x.into());
+    u32 => |x| Value::Int(x.into());
+    f64 => |x| Value::Float(x);
+    &str => |x| Value::Str(x.into());
+    String => |x| Value::Str(x.into());
+    Arc<str> => |x| Value::Str(x);
+    Bytes => |x| Value::Bytes(x);
+    Vec<Value> => |x| Value::List(x);
+    Dict => |x| Value::Dict(x);
+    Tensor => |x| Value::Tensor(x);
+    Object => |x| Value::Object(Box::new(x));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn big_integers_print_in_decimal() {
+        let two_to_70 = BigInt::from_le_bytes(vec![0, 0, 0, 0, 0, 0, 0, 0, 0x40, 0, 0]);
+        assert_eq!(two_to_70.to_string(), "1180591620717411303424");
+        assert_eq!(two_to_70.to_le_bytes().len(), 9);
+        assert_eq!(two_to_70.to_i64(), None);
+        let minus_one = BigInt::from_le_bytes(vec![0xff, 0xff, 0xff]);
+        assert_eq!((minus_one.to_string().as_str(), minus_one.to_i64()), ("-1", Some(-1)));
+        assert_eq!(BigInt::from_le_bytes(vec![0, 0x80]).to_string(), "-32768");
+    }
+
+    #[test]
+    fn a_dict_keeps_order_and_kinds_apart() {
+        let mut dict = Dict::new();
+        dict.insert("1", 1);
+        dict.insert(1, 2);
+        dict.insert(true, 3);
+        assert_eq!(dict.len(), 3);
+        assert!(matches!(dict.get("1"), Some(Value::Int(1))));
+        assert!(matches!(dict.get_value(&Value::Int(1)), Some(Value::Int(2))));
+        dict.insert("1", 4);
+        assert!(matches!(dict.iter().next(), Some((Value::Str(_), Value::Int(4)))));
+    }
+}

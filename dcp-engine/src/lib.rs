@@ -1,0 +1,1 @@
+//! The save and load protocols over the traits of dcp-core.

@@ -1,0 +1,1 @@
+//! On-disk formats: pickle, torch archives, PyTorch DCP metadata, safetensors.

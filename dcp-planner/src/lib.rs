@@ -1,0 +1,1 @@
+//! Geometry and policy: save and load planners, flattening, sharding arithmetic, dedup and validation.

@@ -1,0 +1,1 @@
+//! Checkpoint bytes on a file system: durable, atomic, concurrent.

@@ -1,0 +1,1 @@
+//! Distributed model checkpoints: PyTorch DCP from Rust.

@@ -1,24 +1,66 @@
 //! Vocabulary and contracts of distributed checkpoints.
+//!
+//! This crate knows no file, no runtime and no format. It says what a tensor, a state dict, a
+//! checkpoint's index and a plan are, and what a storage, a collective, a planner and a format
+//! have to do:
+//!
+//! | you have | you implement |
+//! |---|---|
+//! | a place to keep bytes | [`Storage`], [`Upload`] |
+//! | a way for ranks to talk | [`Collective`] |
+//! | a checkpoint format | [`StorageWriter`], [`StorageReader`] |
+//! | a policy of who writes what | [`SavePlanner`], [`LoadPlanner`] |
+//! | tensors of your own | [`DataSource`], [`DataSink`] |
+//! | something with state | [`Stateful`] |
+//!
+//! Traits here have no default methods, so that a new method cannot be forgotten silently;
+//! conveniences for callers are in extension traits such as [`StorageExt`].
+//!
+//! Words: a *shard* is what a rank holds in memory, a *chunk* what is stored, a *region* a box of
+//! elements. Offsets and sizes are in elements per axis; `byte_offset` and `byte_len` in bytes.
+
+mod checkpoint;
 mod collective;
 mod dims;
 mod dtype;
 mod error;
 mod key;
 mod memory;
+mod metadata;
 mod payload;
+mod plan;
 mod region;
 mod storage;
 mod tensor;
 mod value;
+mod wire;
 
+pub use checkpoint::{
+    DataSink, DataSource, ReadReport, SaveSession, StateDict, Stateful, StorageReader,
+    StorageWriter, WriteReport,
+};
 pub use collective::Collective;
 pub use dims::{Dims, checked_volume};
 pub use dtype::{DType, UnknownDType};
-pub use error::*;
+pub use error::{
+    CheckpointError, CollectiveError, FormatError, Phase, PlanError, Rank, RankFailure,
+    StorageError, StorageErrorKind, StorageOp, error_chain,
+};
 pub use key::{InvalidKey, Key};
 pub use memory::{Buffer, HostMemory, LoanError};
+pub use metadata::{
+    CheckpointMetadata, ChunkRef, ChunkTable, Encoding, Entry, FileId, Layout, ObjectEntry,
+    PathItem, Placement, Provenance, StatePath, TensorEntry, TensorProperties,
+};
 pub use payload::Payload;
+pub use plan::{
+    GlobalPlan, LeafKind, LoadPlan, LoadPlanner, LoadReport, PlanContext, PlanKey, ReadItem,
+    ReadKind, SavePlan, SavePlanner, SelectedItem, StateIndex, StateLeaf, TensorSpec, WriteItem,
+    WriteOrder, WritePlan,
+};
 pub use region::{Region, RegionError, Runs};
-pub use storage::*;
+pub use storage::{
+    Capabilities, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,
+};
 pub use tensor::{Shard, Tensor, TensorView};
 pub use value::{BigInt, Dict, Global, Object, Opaque, Value};

@@ -1,5 +1,6 @@
 //! What is written: a list of byte pieces that never has to be made one.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -28,6 +29,23 @@ impl Payload {
     #[must_use]
     pub fn pieces(&self) -> &[Bytes] {
         &self.pieces
+    }
+
+    /// The bytes in `range`, sharing memory; what lies behind the end is left out.
+    #[must_use]
+    pub fn slice(&self, range: Range<u64>) -> Payload {
+        let mut start = 0_u64;
+        let mut pieces = Vec::new();
+        for piece in &*self.pieces {
+            let end = start + piece.len() as u64;
+            let (from, to) = (range.start.max(start), range.end.min(end));
+            if from < to {
+                // Both lie within the piece, whose length is a `usize`.
+                pieces.push(piece.slice((from - start) as usize..(to - start) as usize));
+            }
+            start = end;
+        }
+        pieces.into()
     }
 
     /// One buffer of all bytes; free when there is only one piece, a copy otherwise.
@@ -76,5 +94,26 @@ impl From<&'static [u8]> for Payload {
 impl From<&'static str> for Payload {
     fn from(text: &'static str) -> Self {
         Self::from(text.as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_cross_pieces_and_share_memory() {
+        let payload = Payload::from(vec![
+            Bytes::from_static(b"abc"),
+            Bytes::new(),
+            Bytes::from_static(b"defg"),
+        ]);
+        assert_eq!((payload.len(), payload.pieces().len()), (7, 2));
+        assert_eq!(payload.slice(2..5).to_bytes(), b"cde"[..]);
+        assert_eq!(payload.slice(3..4).to_bytes(), b"d"[..]);
+        assert_eq!(payload.slice(5..99).to_bytes(), b"fg"[..]);
+        assert!(payload.slice(4..4).is_empty());
+        let whole = payload.slice(0..7);
+        assert_eq!(whole.pieces()[1].as_ptr(), payload.pieces()[1].as_ptr());
     }
 }

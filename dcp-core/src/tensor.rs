@@ -490,7 +490,7 @@ mod tests {
         let whole = view(&[4, 6], &[6, 1], 0);
         let rows = whole.narrow(&Region::new([1, 0], [2, 6]).unwrap()).unwrap();
         assert!(rows.is_contiguous());
-        assert_eq!(rows.runs().collect::<Vec<_>>(), [6..18]);
+        assert!(rows.runs().eq(std::iter::once(6..18)));
         let column = whole.narrow(&Region::new([0, 5], [4, 1]).unwrap()).unwrap();
         assert_eq!(column.payload().unwrap().to_bytes(), [5, 11, 17, 23][..]);
         assert!(whole.narrow(&Region::new([0, 5], [4, 2]).unwrap()).is_err());
@@ -500,7 +500,7 @@ mod tests {
     fn degenerate_views() {
         assert_eq!(view(&[], &[], 23).payload().unwrap().to_bytes(), [23][..]);
         assert!(view(&[0, 5], &[5, 1], 0).payload().unwrap().is_empty());
-        assert_eq!(view(&[1, 3, 1], &[99, 1, 7], 2).runs().collect::<Vec<_>>(), [2..5]);
+        assert!(view(&[1, 3, 1], &[99, 1, 7], 2).runs().eq(std::iter::once(2..5)));
         let memory = HostMemory::zeroed(4);
         assert!(TensorView::strided(memory, DType::Int32, [2], vec![1], 0).is_err());
     }

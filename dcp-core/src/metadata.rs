@@ -1,0 +1,500 @@
+//! What a checkpoint holds and where: the index that every format is read into and written from.
+//!
+//! Chunks are kept in columns and names are interned, because a checkpoint of thousands of ranks
+//! has millions of chunks. Numbers of elements are per axis; places in files are in bytes.
+
+use std::collections::HashMap;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use indexmap::IndexMap;
+
+use crate::dims::Dims;
+use crate::dtype::DType;
+use crate::key::Key;
+use crate::region::{Region, RegionError};
+
+/// Everything a checkpoint says of itself: its tensors and objects by FQN, where their bytes lie,
+/// and how the flat names nest.
+///
+/// Entries keep the order of insertion, which a writer makes deterministic. FQNs may be any
+/// text, the empty one included: never use one as a file name.
+#[derive(Clone, Debug, Default)]
+pub struct CheckpointMetadata {
+    entries: IndexMap<Arc<str>, Entry>,
+    files: Vec<Key>,
+    file_ids: HashMap<Key, FileId>,
+    encodings: Vec<Encoding>,
+    provenance: Provenance,
+}
+
+/// What is stored under one FQN.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Entry {
+    /// A tensor, in chunks.
+    Tensor(TensorEntry),
+    /// Any other value, encoded as one object.
+    Object(ObjectEntry),
+}
+
+/// A stored tensor.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TensorEntry {
+    /// The element type.
+    pub dtype: DType,
+    /// The shape of the whole tensor.
+    pub shape: Dims,
+    /// Its parts and where they lie.
+    pub chunks: ChunkTable,
+    /// Its place in the nested state dict, where known.
+    pub path: Option<StatePath>,
+    /// What PyTorch remembers of one rank's tensor.
+    pub properties: TensorProperties,
+}
+
+/// A stored object.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ObjectEntry {
+    /// Where its bytes lie; `None` in a checkpoint that lost them.
+    pub placement: Option<Placement>,
+    /// Its place in the nested state dict, where known.
+    pub path: Option<StatePath>,
+}
+
+/// Advisory properties in PyTorch's metadata; they describe some rank's local tensor and change
+/// nothing about the data.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TensorProperties {
+    /// Whether the tensor took part in autograd.
+    pub requires_grad: bool,
+    /// Whether it lay in pinned memory.
+    pub pin_memory: bool,
+    /// PyTorch's memory format: 0 contiguous, 1 channels last, 2 preserve.
+    pub memory_format: u8,
+    /// The local strides, in elements (torch 2.15 and later).
+    pub strides: Option<Vec<i64>>,
+}
+
+/// Where a value sits in a nested state dict, from the outside in.
+pub type StatePath = Arc<[PathItem]>;
+
+/// One step into a nested state dict.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum PathItem {
+    /// An entry of a dict; keys of other types are stored as text (PyTorch's rule).
+    Key(Arc<str>),
+    /// An element of a list.
+    Index(u64),
+}
+
+/// A file of the checkpoint, as the metadata that made it counts them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FileId(NonZeroU32);
+
+impl FileId {
+    /// The id of the `index`-th file.
+    ///
+    /// Returns `None` past 2^32 - 2 files.
+    #[must_use]
+    pub fn from_index(index: usize) -> Option<Self> {
+        u32::try_from(index).ok()?.checked_add(1).and_then(NonZeroU32::new).map(Self)
+    }
+
+    /// The position in [`CheckpointMetadata::files`].
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0.get() as usize - 1
+    }
+}
+
+/// Where the stored bytes of a chunk or object lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// The file.
+    pub file: FileId,
+    /// The encoding: a position in [`CheckpointMetadata::encodings`].
+    pub encoding: u16,
+    /// First byte in the file.
+    pub byte_offset: u64,
+    /// Stored bytes, after all transforms.
+    pub byte_len: u64,
+}
+
+/// How stored bytes become a tensor or object.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Encoding {
+    /// The innermost form.
+    pub layout: Layout,
+    /// Stream transforms in PyTorch's list order (`stream.zstd/1`); undone last first.
+    pub transforms: Vec<Arc<str>>,
+}
+
+impl Encoding {
+    /// `layout` without transforms.
+    #[must_use]
+    pub fn new(layout: Layout) -> Self {
+        Self { layout, transforms: Vec::new() }
+    }
+
+    /// The same, with stream transforms.
+    #[must_use]
+    pub fn with_transforms(mut self, transforms: impl IntoIterator<Item = Arc<str>>) -> Self {
+        self.transforms = transforms.into_iter().collect();
+        self
+    }
+}
+
+/// The innermost form of stored bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Layout {
+    /// A whole `torch.save` archive, as in PyTorch's `.distcp` files.
+    #[default]
+    TorchArchive,
+    /// The elements themselves, row-major and little-endian, as in safetensors.
+    Raw,
+}
+
+/// What a checkpoint says of its origin; informational, never trusted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Provenance {
+    /// The format's name here, such as `torch_dcp`.
+    pub format: Option<Arc<str>>,
+    /// The version that the format claims.
+    pub version: Option<Arc<str>>,
+    /// The path or URL it was first saved under.
+    pub checkpoint_id: Option<Arc<str>>,
+    /// The id of the save.
+    pub save_id: Option<Arc<str>>,
+}
+
+impl CheckpointMetadata {
+    /// An empty checkpoint.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The number of FQNs.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there is nothing in it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// What is stored under `fqn`.
+    #[must_use]
+    pub fn get(&self, fqn: &str) -> Option<&Entry> {
+        self.entries.get(fqn)
+    }
+
+    /// What is stored under `fqn`, to change.
+    #[must_use]
+    pub fn get_mut(&mut self, fqn: &str) -> Option<&mut Entry> {
+        self.entries.get_mut(fqn)
+    }
+
+    /// The entry at a position in the order.
+    #[must_use]
+    pub fn at(&self, index: usize) -> Option<(&Arc<str>, &Entry)> {
+        self.entries.get_index(index)
+    }
+
+    /// The entry at a position in the order, to change.
+    #[must_use]
+    pub fn at_mut(&mut self, index: usize) -> Option<(&Arc<str>, &mut Entry)> {
+        self.entries.get_index_mut(index)
+    }
+
+    /// The position of `fqn` in the order.
+    #[must_use]
+    pub fn index_of(&self, fqn: &str) -> Option<usize> {
+        self.entries.get_index_of(fqn)
+    }
+
+    /// All entries in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&Arc<str>, &Entry)> {
+        self.entries.iter()
+    }
+
+    /// Adds or replaces an entry and returns its position.
+    pub fn insert(&mut self, fqn: impl Into<Arc<str>>, entry: Entry) -> usize {
+        self.entries.insert_full(fqn.into(), entry).0
+    }
+
+    /// Keeps only the entries that `keep` accepts, in their order.
+    pub fn retain(&mut self, mut keep: impl FnMut(&str, &Entry) -> bool) {
+        self.entries.retain(|fqn, entry| keep(fqn, entry));
+    }
+
+    /// The files that placements refer to, by [`FileId::index`].
+    #[must_use]
+    pub fn files(&self) -> &[Key] {
+        &self.files
+    }
+
+    /// The name of a file.
+    #[must_use]
+    pub fn file(&self, id: FileId) -> Option<&Key> {
+        self.files.get(id.index())
+    }
+
+    /// The id of a file of that name, new if need be.
+    ///
+    /// Returns `None` past 2^32 - 2 files.
+    pub fn intern_file(&mut self, key: &Key) -> Option<FileId> {
+        if let Some(id) = self.file_ids.get(key) {
+            return Some(*id);
+        }
+        let id = FileId::from_index(self.files.len())?;
+        self.files.push(key.clone());
+        self.file_ids.insert(key.clone(), id);
+        Some(id)
+    }
+
+    /// The encodings that placements refer to.
+    #[must_use]
+    pub fn encodings(&self) -> &[Encoding] {
+        &self.encodings
+    }
+
+    /// The encoding of a placement.
+    #[must_use]
+    pub fn encoding(&self, placement: &Placement) -> Option<&Encoding> {
+        self.encodings.get(usize::from(placement.encoding))
+    }
+
+    /// The position of an encoding, added if need be.
+    ///
+    /// Returns `None` past 2^16 different encodings.
+    pub fn intern_encoding(&mut self, encoding: &Encoding) -> Option<u16> {
+        let known = self.encodings.iter().position(|e| e == encoding);
+        let index = known.unwrap_or(self.encodings.len());
+        let id = u16::try_from(index).ok()?;
+        if known.is_none() {
+            self.encodings.push(encoding.clone());
+        }
+        Some(id)
+    }
+
+    /// What the checkpoint says of its origin.
+    #[must_use]
+    pub fn provenance(&self) -> &Provenance {
+        &self.provenance
+    }
+
+    /// What the checkpoint says of its origin, to change.
+    #[must_use]
+    pub fn provenance_mut(&mut self) -> &mut Provenance {
+        &mut self.provenance
+    }
+}
+
+impl TensorEntry {
+    /// A tensor without chunks.
+    #[must_use]
+    pub fn new(dtype: DType, shape: impl Into<Dims>) -> Self {
+        let shape = shape.into();
+        Self {
+            dtype,
+            chunks: ChunkTable::new(shape.ndim()),
+            shape,
+            path: None,
+            properties: TensorProperties::default(),
+        }
+    }
+
+    /// Bytes of all elements, or `None` where that exceeds `u64`.
+    #[must_use]
+    pub fn byte_len(&self) -> Option<u64> {
+        self.shape.checked_volume()?.checked_mul(self.dtype.size() as u64)
+    }
+}
+
+impl ObjectEntry {
+    /// An object at `placement`.
+    #[must_use]
+    pub fn new(placement: Option<Placement>) -> Self {
+        Self { placement, path: None }
+    }
+}
+
+impl Entry {
+    /// The tensor, if it is one.
+    #[must_use]
+    pub fn as_tensor(&self) -> Option<&TensorEntry> {
+        if let Self::Tensor(tensor) = self { Some(tensor) } else { None }
+    }
+
+    /// The object, if it is one.
+    #[must_use]
+    pub fn as_object(&self) -> Option<&ObjectEntry> {
+        if let Self::Object(object) = self { Some(object) } else { None }
+    }
+
+    /// The place in the nested state dict, where known.
+    #[must_use]
+    pub fn path(&self) -> Option<&StatePath> {
+        match self {
+            Self::Tensor(tensor) => tensor.path.as_ref(),
+            Self::Object(object) => object.path.as_ref(),
+        }
+    }
+}
+
+/// The chunks of one tensor, in columns: boxes and where their bytes lie.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ChunkTable {
+    ndim: usize,
+    /// Offsets, then sizes, of one chunk after the other.
+    geometry: Vec<u64>,
+    placements: Vec<Option<Placement>>,
+}
+
+/// One row of a [`ChunkTable`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkRef<'a> {
+    /// Where the chunk begins, per axis.
+    pub offsets: &'a [u64],
+    /// How long it is, per axis.
+    pub sizes: &'a [u64],
+    /// Where its bytes lie; `None` before a writer placed it, or in a checkpoint that lost them.
+    pub placement: Option<Placement>,
+}
+
+impl ChunkTable {
+    /// A table for chunks of `ndim` axes.
+    #[must_use]
+    pub fn new(ndim: usize) -> Self {
+        Self { ndim, geometry: Vec::new(), placements: Vec::new() }
+    }
+
+    /// The number of chunks.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.placements.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.placements.is_empty()
+    }
+
+    /// The number of axes.
+    #[must_use]
+    pub fn ndim(&self) -> usize {
+        self.ndim
+    }
+
+    /// Appends a chunk and returns its position.
+    ///
+    /// # Errors
+    ///
+    /// When the chunk does not have the table's number of axes.
+    pub fn push(
+        &mut self,
+        offsets: &[u64],
+        sizes: &[u64],
+        placement: Option<Placement>,
+    ) -> Result<usize, RegionError> {
+        if offsets.len() != self.ndim || sizes.len() != self.ndim {
+            return Err(RegionError::Axes { offsets: offsets.len(), sizes: sizes.len() });
+        }
+        self.geometry.extend_from_slice(offsets);
+        self.geometry.extend_from_slice(sizes);
+        self.placements.push(placement);
+        Ok(self.placements.len() - 1)
+    }
+
+    /// The chunk at `index`.
+    #[must_use]
+    pub fn get(&self, index: usize) -> Option<ChunkRef<'_>> {
+        let placement = *self.placements.get(index)?;
+        let row = self.geometry.get(index * 2 * self.ndim..(index + 1) * 2 * self.ndim)?;
+        let (offsets, sizes) = row.split_at(self.ndim);
+        Some(ChunkRef { offsets, sizes, placement })
+    }
+
+    /// Sets where a chunk's bytes lie. Does nothing past the end.
+    pub fn place(&mut self, index: usize, placement: Placement) {
+        if let Some(slot) = self.placements.get_mut(index) {
+            *slot = Some(placement);
+        }
+    }
+
+    /// All chunks in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = ChunkRef<'_>> {
+        (0..self.len()).map(|index| {
+            let row = &self.geometry[index * 2 * self.ndim..(index + 1) * 2 * self.ndim];
+            let (offsets, sizes) = row.split_at(self.ndim);
+            ChunkRef { offsets, sizes, placement: self.placements[index] }
+        })
+    }
+}
+
+impl ChunkRef<'_> {
+    /// The chunk as a box.
+    ///
+    /// # Errors
+    ///
+    /// When its end or volume exceeds `u64`, which only an unvalidated file can say.
+    pub fn region(&self) -> Result<Region, RegionError> {
+        Region::new(self.offsets, self.sizes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_compact_and_come_back() {
+        assert!(size_of::<Option<Placement>>() <= 24);
+        let mut table = ChunkTable::new(2);
+        table.push(&[0, 0], &[2, 3], None).unwrap();
+        table.push(&[2, 0], &[1, 3], None).unwrap();
+        assert!(table.push(&[0], &[1], None).is_err());
+        let file = FileId::from_index(0).unwrap();
+        let placement = Placement { file, encoding: 0, byte_offset: 7, byte_len: 9 };
+        table.place(1, placement);
+        let rows: Vec<_> = table.iter().collect();
+        assert_eq!((rows[0].sizes, rows[0].placement), (&[2, 3][..], None));
+        assert_eq!(table.get(1), Some(rows[1]));
+        assert_eq!(rows[1].placement, Some(placement));
+        assert_eq!(table.get(2), None);
+    }
+
+    #[test]
+    fn chunks_without_axes_are_rows_too() {
+        let mut table = ChunkTable::new(0);
+        table.push(&[], &[], None).unwrap();
+        table.push(&[], &[], None).unwrap();
+        assert_eq!(table.iter().len(), 2);
+        assert_eq!(table.get(1).unwrap().region().unwrap().volume(), 1);
+    }
+
+    #[test]
+    fn files_and_encodings_are_interned() {
+        let mut metadata = CheckpointMetadata::new();
+        let a = metadata.intern_file(&Key::new("a").unwrap()).unwrap();
+        let b = metadata.intern_file(&Key::new("b").unwrap()).unwrap();
+        assert_eq!(metadata.intern_file(&Key::new("a").unwrap()), Some(a));
+        assert_eq!((a.index(), b.index(), metadata.files().len()), (0, 1, 2));
+        let raw = Encoding::new(Layout::Raw);
+        assert_eq!(metadata.intern_encoding(&Encoding::default()), Some(0));
+        assert_eq!(metadata.intern_encoding(&raw), Some(1));
+        assert_eq!(metadata.intern_encoding(&raw), Some(1));
+    }
+}

@@ -1,0 +1,448 @@
+//! Plans: who writes which bytes where, and who reads which.
+//!
+//! A rank describes its state as a [`StateIndex`]; a [`SavePlanner`] turns that into a
+//! [`SavePlan`], one row an item. The coordinator sees all ranks' plans and selects which rank
+//! writes what ([`GlobalPlan`]); a [`StorageWriter`](crate::StorageWriter) gives every selected
+//! item its place and each rank its [`WritePlan`]. Nothing here touches data, files or clocks.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::dims::Dims;
+use crate::dtype::DType;
+use crate::error::{PlanError, Rank};
+use crate::key::Key;
+use crate::metadata::{CheckpointMetadata, Encoding, Placement, StatePath};
+use crate::region::Region;
+
+/// Who is planning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PlanContext {
+    /// This rank in its group.
+    pub rank: Rank,
+    /// Ranks in the group.
+    pub world_size: u32,
+    /// The rank that merges plans and commits.
+    pub coordinator: Rank,
+}
+
+impl PlanContext {
+    /// `rank` of `world_size`, with rank 0 as the coordinator.
+    #[must_use]
+    pub fn new(rank: Rank, world_size: u32) -> Self {
+        Self { rank, world_size, coordinator: 0 }
+    }
+
+    /// A process on its own.
+    #[must_use]
+    pub fn solo() -> Self {
+        Self::new(0, 1)
+    }
+
+    /// The same group with another coordinator.
+    #[must_use]
+    pub fn with_coordinator(mut self, coordinator: Rank) -> Self {
+        self.coordinator = coordinator;
+        self
+    }
+
+    /// Whether this rank is the coordinator.
+    #[must_use]
+    pub fn is_coordinator(&self) -> bool {
+        self.rank == self.coordinator
+    }
+}
+
+/// The flat state of one rank, without its data: what planners see.
+#[derive(Clone, Debug, Default)]
+pub struct StateIndex {
+    /// The leaves, in the order of the state dict.
+    pub leaves: Vec<StateLeaf>,
+}
+
+/// One leaf of a flattened state dict.
+#[derive(Clone, Debug)]
+pub struct StateLeaf {
+    /// The flat name.
+    pub fqn: Arc<str>,
+    /// The nested place; `None` when the state dict is saved unflattened.
+    pub path: Option<StatePath>,
+    /// What it is.
+    pub kind: LeafKind,
+}
+
+/// What a leaf is.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum LeafKind {
+    /// A tensor, of which this rank holds `regions`.
+    Tensor {
+        /// Element type.
+        dtype: DType,
+        /// Shape of the whole tensor.
+        shape: Dims,
+        /// Whether ranks hold different parts; a replicated tensor has one region, the whole.
+        sharded: bool,
+        /// What is here, in the order of the shards.
+        regions: Vec<Region>,
+    },
+    /// Anything else.
+    Object {
+        /// Bytes of the encoded object: exact when saving, unused when loading.
+        byte_len: u64,
+    },
+}
+
+/// What one rank offers to write: rows of items over a table of keys.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SavePlan {
+    pub(crate) keys: Vec<PlanKey>,
+    /// The key of each item.
+    pub(crate) item_keys: Vec<u32>,
+    /// For a tensor: first number of its offsets and sizes in `geometry`; for an object: its
+    /// bytes.
+    pub(crate) item_data: Vec<u64>,
+    pub(crate) geometry: Vec<u64>,
+}
+
+/// One FQN of a [`SavePlan`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlanKey {
+    /// The flat name.
+    pub fqn: Arc<str>,
+    /// The nested place.
+    pub path: Option<StatePath>,
+    /// The tensor's description; `None` for an object.
+    pub tensor: Option<TensorSpec>,
+}
+
+/// What all chunks of a tensor share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Element type.
+    pub dtype: DType,
+    /// Shape of the whole tensor.
+    pub shape: Dims,
+    /// Whether ranks hold different parts.
+    pub sharded: bool,
+}
+
+/// One row of a [`SavePlan`].
+#[derive(Clone, Copy, Debug)]
+pub struct WriteItem<'a> {
+    /// Position of the key in [`SavePlan::keys`].
+    pub key_index: usize,
+    /// The key.
+    pub key: &'a PlanKey,
+    /// The part of the tensor: offsets and sizes; empty lists for an object.
+    pub offsets: &'a [u64],
+    /// See `offsets`.
+    pub sizes: &'a [u64],
+    /// Bytes of the elements, or of the encoded object.
+    pub byte_len: u64,
+}
+
+impl WriteItem<'_> {
+    /// Whether the item is a part of a tensor.
+    #[must_use]
+    pub fn is_tensor(&self) -> bool {
+        self.key.tensor.is_some()
+    }
+}
+
+impl SavePlan {
+    /// An empty plan.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a key, to which items are then pushed, and returns its position.
+    pub fn push_key(&mut self, key: PlanKey) -> usize {
+        self.keys.push(key);
+        self.keys.len() - 1
+    }
+
+    /// Adds a part of the tensor at `key_index`.
+    ///
+    /// # Errors
+    ///
+    /// When the key is no tensor, the region has another number of axes, or a table is full.
+    pub fn push_chunk(&mut self, key_index: usize, region: &Region) -> Result<(), PlanError> {
+        let fqn = || self.keys.get(key_index).map_or_else(String::new, |key| key.fqn.to_string());
+        let spec = self.keys.get(key_index).and_then(|key| key.tensor.as_ref());
+        if spec.is_none_or(|spec| spec.shape.ndim() != region.ndim()) {
+            return Err(PlanError::Unsupported {
+                fqn: fqn(),
+                problem: format!("chunk {region} does not fit its tensor"),
+            });
+        }
+        let key = u32::try_from(key_index)
+            .map_err(|_| PlanError::Unsupported { fqn: fqn(), problem: "too many keys".into() })?;
+        self.item_keys.push(key);
+        self.item_data.push(self.geometry.len() as u64);
+        self.geometry.extend_from_slice(region.offsets());
+        self.geometry.extend_from_slice(region.sizes());
+        Ok(())
+    }
+
+    /// Adds the object at `key_index`, of `byte_len` encoded bytes.
+    ///
+    /// # Errors
+    ///
+    /// When the key is a tensor or the table is full.
+    pub fn push_object(&mut self, key_index: usize, byte_len: u64) -> Result<(), PlanError> {
+        let is_object = self.keys.get(key_index).is_some_and(|key| key.tensor.is_none());
+        match u32::try_from(key_index) {
+            Ok(key) if is_object => {
+                self.item_keys.push(key);
+                self.item_data.push(byte_len);
+                Ok(())
+            }
+            _ => Err(PlanError::Unsupported {
+                fqn: self.keys.get(key_index).map_or_else(String::new, |k| k.fqn.to_string()),
+                problem: "an object item needs an object key".into(),
+            }),
+        }
+    }
+
+    /// The keys.
+    #[must_use]
+    pub fn keys(&self) -> &[PlanKey] {
+        &self.keys
+    }
+
+    /// The number of items.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.item_keys.len()
+    }
+
+    /// Whether there is no item.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.item_keys.is_empty()
+    }
+
+    /// The item at `index`.
+    #[must_use]
+    pub fn item(&self, index: usize) -> Option<WriteItem<'_>> {
+        let key_index = *self.item_keys.get(index)? as usize;
+        let key = self.keys.get(key_index)?;
+        let data = *self.item_data.get(index)?;
+        let Some(spec) = &key.tensor else {
+            return Some(WriteItem { key_index, key, offsets: &[], sizes: &[], byte_len: data });
+        };
+        let ndim = spec.shape.ndim();
+        let start = usize::try_from(data).ok()?;
+        let row = self.geometry.get(start..start.checked_add(2 * ndim)?)?;
+        let (offsets, sizes) = row.split_at(ndim);
+        let volume = crate::dims::checked_volume(sizes)?;
+        let byte_len = volume.checked_mul(spec.dtype.size() as u64)?;
+        Some(WriteItem { key_index, key, offsets, sizes, byte_len })
+    }
+
+    /// All items in order.
+    pub fn items(&self) -> impl Iterator<Item = WriteItem<'_>> {
+        (0..self.len()).filter_map(|index| self.item(index))
+    }
+}
+
+/// The coordinator's decision: what the checkpoint will hold and which rank writes what.
+#[derive(Clone, Debug, Default)]
+pub struct GlobalPlan {
+    /// Everything in the checkpoint; placements are still open.
+    pub metadata: CheckpointMetadata,
+    /// For each rank, in rank order, the items of its [`SavePlan`] that it writes, in order.
+    pub selections: Vec<Vec<SelectedItem>>,
+}
+
+/// An item that a rank was chosen to write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SelectedItem {
+    /// Position in the rank's [`SavePlan`].
+    pub item: u32,
+    /// Position of its entry in the metadata.
+    pub entry: u32,
+    /// Position in the entry's [`ChunkTable`](crate::ChunkTable); 0 for an object.
+    pub chunk: u32,
+}
+
+/// What one rank writes, and exactly where.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WritePlan {
+    /// The files that the placements refer to, by [`FileId::index`](crate::FileId::index). Files
+    /// without an order are created empty.
+    pub files: Vec<Key>,
+    /// The encodings that the placements refer to.
+    pub encodings: Vec<Encoding>,
+    /// The items in the order of their bytes.
+    pub orders: Vec<WriteOrder>,
+}
+
+/// One item to write and its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WriteOrder {
+    /// Position in the rank's [`SavePlan`].
+    pub item: u32,
+    /// Where its stored bytes go.
+    pub placement: Placement,
+}
+
+/// What one rank reads.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadPlan {
+    /// The items; no two fill the same element.
+    pub items: Vec<ReadItem>,
+}
+
+/// One copy from the checkpoint into a rank's memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReadItem {
+    /// Position of the entry in the [`CheckpointMetadata`].
+    pub entry: u32,
+    /// Position of the leaf in the [`StateIndex`] of the load.
+    pub leaf: u32,
+    /// What to copy.
+    pub kind: ReadKind,
+}
+
+/// What a [`ReadItem`] copies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ReadKind {
+    /// Elements of a tensor.
+    Tensor {
+        /// The stored chunk they come from.
+        chunk: u32,
+        /// The shard of the leaf that they go to.
+        shard: u32,
+        /// The elements, in the coordinates of the whole tensor; inside both chunk and shard.
+        region: Region,
+    },
+    /// The whole object.
+    Object,
+}
+
+/// How a checkpoint and the state that is to be loaded differ.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LoadReport {
+    /// Asked for, not stored.
+    pub missing: Vec<Arc<str>>,
+    /// Stored, not asked for.
+    pub unexpected: Vec<Arc<str>>,
+    /// Stored with another shape: FQN, stored, asked for.
+    pub shapes: Vec<(Arc<str>, Dims, Dims)>,
+    /// Stored with another element type: FQN, stored, asked for.
+    pub dtypes: Vec<(Arc<str>, DType, DType)>,
+    /// A tensor on one side, an object on the other: FQN and whether the stored one is the
+    /// tensor.
+    pub kinds: Vec<(Arc<str>, bool)>,
+    /// Elements asked for that no stored chunk holds: FQN, and how many.
+    pub uncovered: Vec<(Arc<str>, u64)>,
+}
+
+impl LoadReport {
+    /// Whether everything that was asked for can be loaded, exactly and completely. Unexpected
+    /// entries do not count.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.missing.is_empty()
+            && self.shapes.is_empty()
+            && self.dtypes.is_empty()
+            && self.kinds.is_empty()
+            && self.uncovered.is_empty()
+    }
+}
+
+impl fmt::Display for LoadReport {
+    /// The first few differences of each kind, in words, in one line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 5;
+        let mut separator = "";
+        let mut part = |f: &mut fmt::Formatter<'_>, what: &str, all: Vec<String>| {
+            if all.is_empty() {
+                return Ok(());
+            }
+            let more = all.len().saturating_sub(SHOWN);
+            let shown = all.into_iter().take(SHOWN).collect::<Vec<_>>().join(", ");
+            write!(f, "{separator}{what} {shown}")?;
+            separator = "; ";
+            if more > 0 { write!(f, " and {more} more") } else { Ok(()) }
+        };
+        let quoted = |all: &[Arc<str>]| all.iter().map(|fqn| format!("{fqn:?}")).collect();
+        part(f, "missing", quoted(&self.missing))?;
+        let shapes = self.shapes.iter();
+        part(
+            f,
+            "shape of",
+            shapes
+                .map(|(fqn, has, want)| format!("{fqn:?} (stored {has}, wanted {want})"))
+                .collect(),
+        )?;
+        let dtypes = self.dtypes.iter();
+        part(
+            f,
+            "dtype of",
+            dtypes
+                .map(|(fqn, has, want)| format!("{fqn:?} (stored {has}, wanted {want})"))
+                .collect(),
+        )?;
+        let kinds = self.kinds.iter();
+        let kind = |tensor: bool| if tensor { "tensor" } else { "object" };
+        part(
+            f,
+            "kind of",
+            kinds
+                .map(|(fqn, tensor)| {
+                    format!("{fqn:?} (stored {}, wanted {})", kind(*tensor), kind(!*tensor))
+                })
+                .collect(),
+        )?;
+        let uncovered = self.uncovered.iter();
+        part(
+            f,
+            "elements absent from",
+            uncovered.map(|(fqn, n)| format!("{fqn:?} ({n})")).collect(),
+        )?;
+        part(f, "unexpected", quoted(&self.unexpected))
+    }
+}
+
+/// Makes plans for saving. Pure: the same input gives the same plan, in any order of ranks.
+pub trait SavePlanner: fmt::Debug + Send + Sync {
+    /// What this rank offers to write.
+    ///
+    /// # Errors
+    ///
+    /// When the state cannot be saved.
+    #[doc(alias = "create_local_plan")]
+    fn local_plan(&self, state: &StateIndex, context: &PlanContext) -> Result<SavePlan, PlanError>;
+
+    /// On the coordinator: who writes what, given every rank's offer in rank order.
+    ///
+    /// # Errors
+    ///
+    /// When ranks contradict each other, or the chunks do not make whole tensors.
+    #[doc(alias = "create_global_plan")]
+    fn global_plan(&self, locals: &[SavePlan]) -> Result<GlobalPlan, PlanError>;
+}
+
+/// Makes plans for loading. Pure, as [`SavePlanner`].
+pub trait LoadPlanner: fmt::Debug + Send + Sync {
+    /// What this rank reads, and how the checkpoint differs from what was asked for. What
+    /// differs is left out of the plan; whether that is an error is the caller's decision.
+    ///
+    /// # Errors
+    ///
+    /// When the request itself makes no sense.
+    #[doc(alias = "create_local_plan")]
+    fn local_plan(
+        &self,
+        wanted: &StateIndex,
+        stored: &CheckpointMetadata,
+        context: &PlanContext,
+    ) -> Result<(LoadPlan, LoadReport), PlanError>;
+}

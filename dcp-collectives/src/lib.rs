@@ -1,1 +1,11 @@
-//! How ranks talk: threads in one process, or processes over TCP.
+#![doc = include_str!("../README.md")]
+
+mod call;
+mod deadline;
+mod local;
+mod poison;
+mod solo;
+
+pub use deadline::DEFAULT_DEADLINE;
+pub use local::{LocalCollective, LocalGroup};
+pub use solo::Solo;

@@ -1,0 +1,156 @@
+//! What a rank called, in a form that ranks can compare.
+
+use std::fmt;
+
+use bytes::Bytes;
+use dcp_core::{CollectiveError, Rank};
+
+/// The operations of [`Collective`](dcp_core::Collective).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Op {
+    Gather = 1,
+    Scatter = 2,
+    Broadcast = 3,
+    AllGather = 4,
+    Barrier = 5,
+}
+
+impl Op {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Gather => "gather",
+            Self::Scatter => "scatter",
+            Self::Broadcast => "broadcast",
+            Self::AllGather => "all_gather",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+/// One call: the operation and its root (0 where there is none).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Call {
+    pub(crate) op: Op,
+    pub(crate) root: Rank,
+}
+
+impl Call {
+    pub(crate) const fn new(op: Op, root: Rank) -> Self {
+        Self { op, root }
+    }
+
+    /// Checks what `rank` of `world_size` passes, before anybody else is involved.
+    ///
+    /// # Errors
+    ///
+    /// [`CollectiveError::Mismatch`] naming `rank`.
+    pub(crate) fn check(
+        self,
+        rank: Rank,
+        world_size: u32,
+        passed: Passed<'_>,
+    ) -> Result<(), CollectiveError> {
+        let wrong = |message| Err(CollectiveError::Mismatch { rank, op: self.op.name(), message });
+        if self.root >= world_size {
+            return wrong(format!(
+                "its root is rank {}, the group has {world_size} ranks",
+                self.root
+            ));
+        }
+        match (passed, rank == self.root) {
+            (Passed::Mine, _) | (Passed::Maybe(true), true) | (Passed::Maybe(false), false) => {
+                Ok(())
+            }
+            (Passed::All(Some(all)), true) if all.len() as u64 == u64::from(world_size) => Ok(()),
+            (Passed::All(None), false) => Ok(()),
+            (Passed::All(Some(all)), true) => wrong(format!(
+                "it is the root and passes {} messages for {world_size} ranks",
+                all.len()
+            )),
+            (Passed::Maybe(_) | Passed::All(_), true) => {
+                wrong("it is the root and passes no message".to_owned())
+            }
+            (Passed::Maybe(_) | Passed::All(_), false) => {
+                wrong(format!("it passes a message, but rank {} is the root", self.root))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.op {
+            Op::Gather | Op::Scatter | Op::Broadcast => {
+                write!(f, "{} with root {}", self.op.name(), self.root)
+            }
+            Op::AllGather | Op::Barrier => f.write_str(self.op.name()),
+        }
+    }
+}
+
+/// What a caller passes along with a call, as far as it can be wrong.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Passed<'a> {
+    /// A message (or nothing) whoever the root is.
+    Mine,
+    /// Whether there is a message; only the root has one.
+    Maybe(bool),
+    /// One message for each rank; only the root has them.
+    All(Option<&'a [Bytes]>),
+}
+
+/// Where `rank` stands in `ranks`, a subgroup of a group of `world_size`.
+///
+/// # Errors
+///
+/// [`CollectiveError::Rendezvous`] when `ranks` is empty, names a rank twice or one that does not
+/// exist, or leaves out `rank`.
+pub(crate) fn position_in(
+    ranks: &[Rank],
+    rank: Rank,
+    world_size: u32,
+) -> Result<Rank, CollectiveError> {
+    let wrong = |message| Err(CollectiveError::Rendezvous { message });
+    let mut sorted = ranks.to_vec();
+    sorted.sort_unstable();
+    if let Some(pair) = sorted.windows(2).find(|pair| pair.first() == pair.last()) {
+        return wrong(format!("the subgroup names rank {} twice", pair.first().unwrap_or(&0)));
+    }
+    if let Some(last) = sorted.last().filter(|last| **last >= world_size) {
+        return wrong(format!("the subgroup names rank {last}, the group has {world_size} ranks"));
+    }
+    match (0..).zip(ranks).find(|(_, member)| **member == rank) {
+        Some((position, _)) => Ok(position),
+        None => wrong(format!("rank {rank} is not in the subgroup {ranks:?}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_root_passes_messages_and_one_for_each_rank() {
+        let scatter = Call::new(Op::Scatter, 1);
+        let three = vec![Bytes::new(); 3];
+        assert!(scatter.check(1, 3, Passed::All(Some(&three))).is_ok());
+        assert!(scatter.check(0, 3, Passed::All(None)).is_ok());
+        assert!(scatter.check(1, 3, Passed::All(Some(&three[1..]))).is_err());
+        assert!(scatter.check(1, 3, Passed::All(None)).is_err());
+        assert!(scatter.check(0, 3, Passed::All(Some(&three))).is_err());
+        let broadcast = Call::new(Op::Broadcast, 2);
+        assert!(broadcast.check(2, 3, Passed::Maybe(true)).is_ok());
+        assert!(broadcast.check(2, 3, Passed::Maybe(false)).is_err());
+        assert!(broadcast.check(0, 3, Passed::Maybe(true)).is_err());
+        assert!(Call::new(Op::Gather, 3).check(0, 3, Passed::Mine).is_err());
+    }
+
+    #[test]
+    fn a_subgroup_is_a_set_of_ranks_with_this_one_in_it() {
+        assert_eq!(position_in(&[4, 0, 2], 2, 5), Ok(2));
+        for bad in [&[][..], &[0, 0], &[0, 5], &[1, 2]] {
+            assert!(position_in(bad, 0, 5).is_err(), "{bad:?}");
+        }
+    }
+}

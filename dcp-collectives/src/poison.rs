@@ -1,0 +1,95 @@
+//! Why a group is of no more use, and how each of its ranks is told.
+
+use std::time::Duration;
+
+use dcp_core::{CollectiveError, Rank};
+
+use crate::call::Call;
+
+/// The first thing that went wrong in a group. It stays; every later call returns it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Poison {
+    Lost {
+        rank: Rank,
+        op: &'static str,
+        message: String,
+    },
+    Timeout {
+        rank: Rank,
+        op: &'static str,
+        deadline: Duration,
+    },
+    Aborted {
+        rank: Rank,
+        reason: String,
+    },
+    /// Two ranks made different calls at the same place of the sequence.
+    Differ {
+        one: (Rank, Call),
+        other: (Rank, Call),
+    },
+    /// A rank did what no rank may do.
+    Wrong {
+        rank: Rank,
+        op: &'static str,
+        message: String,
+    },
+}
+
+impl Poison {
+    /// The error as `me` sees it: where two ranks disagree, each is told of the other.
+    pub(crate) fn seen_by(&self, me: Rank) -> CollectiveError {
+        match self {
+            Self::Lost { rank, op, message } => {
+                CollectiveError::PeerLost { rank: *rank, op, message: message.clone() }
+            }
+            Self::Timeout { rank, op, deadline } => {
+                CollectiveError::Timeout { rank: *rank, op, deadline: *deadline }
+            }
+            Self::Aborted { rank, reason } => {
+                CollectiveError::Aborted { rank: *rank, reason: reason.clone() }
+            }
+            Self::Differ { one, other } => {
+                let (mine, theirs) = if other.0 == me { (other, one) } else { (one, other) };
+                let who =
+                    if mine.0 == me { "this rank".to_owned() } else { format!("rank {}", mine.0) };
+                CollectiveError::Mismatch {
+                    rank: theirs.0,
+                    op: mine.1.op.name(),
+                    message: format!("it called {}, {who} called {}", theirs.1, mine.1),
+                }
+            }
+            Self::Wrong { rank, op, message } => {
+                CollectiveError::Mismatch { rank: *rank, op, message: message.clone() }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::Op;
+
+    #[test]
+    fn each_of_two_ranks_that_differ_is_told_of_the_other() {
+        let poison = Poison::Differ {
+            one: (1, Call::new(Op::Barrier, 0)),
+            other: (2, Call::new(Op::Gather, 3)),
+        };
+        assert_eq!(
+            poison.seen_by(1).to_string(),
+            "rank 2 is out of step in barrier: it called gather with root 3, this rank called \
+             barrier"
+        );
+        assert_eq!(
+            poison.seen_by(2).to_string(),
+            "rank 1 is out of step in gather: it called barrier, this rank called gather with \
+             root 3"
+        );
+        assert_eq!(
+            poison.seen_by(0).to_string(),
+            "rank 2 is out of step in barrier: it called gather with root 3, rank 1 called barrier"
+        );
+    }
+}

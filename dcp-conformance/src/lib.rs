@@ -1,1 +1,37 @@
 //! Conformance suites and fault-injecting decorators for dcp plug-ins.
+//!
+//! The author of a [`Storage`](dcp_core::Storage) or a [`Collective`](dcp_core::Collective) proves
+//! it here: every clause of the trait's documentation is a named test.
+//!
+//! ```toml
+//! [[test]]
+//! name = "conformance"
+//! harness = false
+//! ```
+//!
+//! ```no_run
+//! // tests/conformance.rs
+//! use std::process::ExitCode;
+//! use std::sync::Arc;
+//!
+//! use dcp_conformance::{MemoryStorage, storage};
+//!
+//! fn main() -> ExitCode {
+//!     storage::main("memory", || async { Arc::new(MemoryStorage::new()) as _ })
+//! }
+//! ```
+//!
+//! The binary takes the arguments of `cargo test`, filters included. Several suites go into one
+//! binary with [`run`]. A clause that the plug-in's capabilities exclude is shown as ignored, by
+//! name and with the capability it lacks; a clause that takes longer than [`CASE_TIMEOUT`] fails.
+//! A new clause comes with a minor version of this crate.
+//!
+//! For tests of what *uses* a plug-in there are [`MemoryStorage`] and decorators that count, slow
+//! down and break: [`CountingStorage`], [`SlowStorage`], [`FaultStorage`], [`SlowCollective`] and
+//! [`FaultCollective`].
+
+mod case;
+pub mod collective;
+
+pub use case::{CASE_TIMEOUT, run};
+pub use libtest_mimic::Trial;

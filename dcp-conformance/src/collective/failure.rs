@@ -1,0 +1,285 @@
+//! Clauses on groups in which a rank dies, stalls, gives up or errs.
+
+use std::time::Instant;
+
+use bytes::Bytes;
+use dcp_core::{Collective, CollectiveError};
+
+use super::Subject;
+use super::group::{PATIENT, SHORT, SLACK, blamed, message, until_error};
+use crate::case::{Failure, Outcome, ensure};
+
+super::clauses![
+    abort_reaches_every_waiting_rank_with_its_rank_and_reason,
+    abort_reaches_the_next_call_of_every_rank,
+    abort_is_seen_even_when_the_rank_then_leaves,
+    abort_poisons_the_rank_that_aborts,
+    abort_does_not_block,
+    a_rank_that_dies_is_named_by_the_others_within_the_deadline,
+    a_rank_that_dies_between_operations_is_named,
+    a_silent_rank_is_named_within_the_deadline,
+    ranks_at_different_operations_are_a_mismatch,
+    different_roots_are_noticed,
+    a_root_outside_of_the_group_is_an_error,
+    scatter_of_too_few_messages_is_an_error,
+    broadcast_of_nothing_is_an_error,
+    an_error_poisons_every_later_call,
+];
+
+const WORLD_SIZE: u32 = 4;
+
+/// Ranks whose trouble is told differently where ranks are arranged in a star, a tree or a ring.
+const CULPRITS: [u32; 3] = [0, 1, WORLD_SIZE - 1];
+
+const REASON: &str = "disk full at step 7, é";
+
+fn is_abort_of(error: &CollectiveError, culprit: u32) -> Outcome {
+    match error {
+        CollectiveError::Aborted { rank, reason } if *rank == culprit && reason == REASON => Ok(()),
+        error => Err(Failure::new(format!(
+            "it should have seen that rank {culprit} aborted with {REASON:?}, but got: {error:?}"
+        ))),
+    }
+}
+
+fn abort_reaches_every_waiting_rank_with_its_rank_and_reason(subject: &Subject) -> Outcome {
+    for culprit in CULPRITS {
+        let begun = Instant::now();
+        subject.on_ranks(WORLD_SIZE, PATIENT, |member| {
+            if member.rank == culprit {
+                std::thread::sleep(std::time::Duration::from_millis(100));
+                member.collective.abort(REASON);
+                std::thread::sleep(std::time::Duration::from_millis(300));
+                return Ok(());
+            }
+            let error = until_error(PATIENT, || member.collective.barrier())?;
+            is_abort_of(&error, culprit)
+        })?;
+        let taken = begun.elapsed();
+        ensure!(taken < PATIENT / 2, "the abort of rank {culprit} took {taken:?} to be seen");
+    }
+    Ok(())
+}
+
+fn abort_reaches_the_next_call_of_every_rank(subject: &Subject) -> Outcome {
+    for culprit in CULPRITS {
+        subject.on_ranks(WORLD_SIZE, PATIENT, |member| {
+            member.collective.barrier()?;
+            if member.rank == culprit {
+                member.collective.abort(REASON);
+                std::thread::sleep(std::time::Duration::from_millis(400));
+                return Ok(());
+            }
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            let all_gather = || member.collective.all_gather(Bytes::from_static(b"x"));
+            let error = until_error(PATIENT, all_gather)?;
+            is_abort_of(&error, culprit)
+        })?;
+    }
+    Ok(())
+}
+
+fn abort_is_seen_even_when_the_rank_then_leaves(subject: &Subject) -> Outcome {
+    for culprit in CULPRITS {
+        subject.on_ranks(WORLD_SIZE, PATIENT, |member| {
+            member.collective.barrier()?;
+            if member.rank == culprit {
+                member.collective.abort(REASON);
+                return Ok(());
+            }
+            let error = until_error(PATIENT, || member.collective.barrier())?;
+            is_abort_of(&error, culprit)
+        })?;
+    }
+    Ok(())
+}
+
+fn abort_poisons_the_rank_that_aborts(subject: &Subject) -> Outcome {
+    for world_size in [1, 3] {
+        subject.on_ranks(world_size, SHORT, |member| {
+            member.collective.barrier()?;
+            if member.rank == 0 {
+                member.collective.abort(REASON);
+                let outcome = member.collective.barrier();
+                ensure!(outcome.is_err(), "it goes on after its own abort");
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+fn abort_does_not_block(subject: &Subject) -> Outcome {
+    subject.on_ranks(WORLD_SIZE, PATIENT, |member| {
+        if member.rank == 1 {
+            let begun = Instant::now();
+            member.collective.abort(REASON);
+            let taken = begun.elapsed();
+            ensure!(taken < SLACK, "abort took {taken:?} while no peer was in a call");
+        } else {
+            std::thread::sleep(SLACK);
+        }
+        Ok(())
+    })?;
+    Ok(())
+}
+
+fn a_rank_that_dies_is_named_by_the_others_within_the_deadline(subject: &Subject) -> Outcome {
+    for culprit in CULPRITS {
+        subject.on_ranks(WORLD_SIZE, SHORT, |member| {
+            if member.rank == culprit {
+                return Ok(());
+            }
+            let error = until_error(SHORT, || member.collective.barrier())?;
+            ensure!(blamed(&error) == Some(culprit), "rank {culprit} died, but it got: {error}");
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+fn a_rank_that_dies_between_operations_is_named(subject: &Subject) -> Outcome {
+    for culprit in CULPRITS {
+        subject.on_ranks(WORLD_SIZE, SHORT, |member| {
+            member.collective.barrier()?;
+            member.collective.all_gather(message(0, member.rank, 0))?;
+            if member.rank == culprit {
+                return Ok(());
+            }
+            let mine = || message(1, member.rank, 0);
+            let error = until_error(SHORT, || member.collective.all_gather(mine()))?;
+            ensure!(blamed(&error) == Some(culprit), "rank {culprit} died, but it got: {error}");
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+fn a_silent_rank_is_named_within_the_deadline(subject: &Subject) -> Outcome {
+    for culprit in CULPRITS {
+        subject.on_ranks(WORLD_SIZE, SHORT, |member| {
+            if member.rank == culprit {
+                std::thread::sleep(2 * SHORT + SLACK / 2);
+                return Ok(());
+            }
+            let error = until_error(SHORT, || member.collective.barrier())?;
+            ensure!(
+                blamed(&error) == Some(culprit),
+                "rank {culprit} is silent, but it got: {error}"
+            );
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+fn ranks_at_different_operations_are_a_mismatch(subject: &Subject) -> Outcome {
+    for culprit in CULPRITS {
+        let errors = subject.on_ranks(WORLD_SIZE, SHORT, |member| {
+            let first = if member.rank == culprit {
+                member.collective.all_gather(Bytes::from_static(b"early")).map(drop)
+            } else {
+                member.collective.barrier()
+            };
+            match first {
+                Err(error) => Ok(error),
+                Ok(()) => until_error(SHORT, || member.collective.barrier()),
+            }
+        })?;
+        ensure!(
+            errors.iter().any(|error| matches!(error, CollectiveError::Mismatch { .. })),
+            "no rank saw that rank {culprit} is at another operation: {errors:?}"
+        );
+    }
+    Ok(())
+}
+
+fn different_roots_are_noticed(subject: &Subject) -> Outcome {
+    subject.on_ranks(3, SHORT, |member| {
+        let root = u32::from(member.rank == 1);
+        if member.collective.gather(root, message(0, member.rank, root)).is_ok() {
+            until_error(SHORT, || member.collective.barrier())?;
+        }
+        Ok(())
+    })?;
+    Ok(())
+}
+
+fn a_root_outside_of_the_group_is_an_error(subject: &Subject) -> Outcome {
+    for world_size in [1, 3] {
+        subject.on_ranks(world_size, SHORT, |member| {
+            let collective = &member.collective;
+            for root in [world_size, u32::MAX] {
+                ensure!(
+                    collective.gather(root, Bytes::new()).is_err(),
+                    "a gather to rank {root} of {world_size} succeeded"
+                );
+                ensure!(
+                    collective.broadcast(root, None).is_err(),
+                    "a broadcast from rank {root} of {world_size} succeeded"
+                );
+                ensure!(
+                    collective.scatter(root, None).is_err(),
+                    "a scatter from rank {root} of {world_size} succeeded"
+                );
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+fn scatter_of_too_few_messages_is_an_error(subject: &Subject) -> Outcome {
+    fails_on_every_rank(subject, |collective| {
+        let is_root = collective.rank() == 1;
+        let all = is_root.then(|| vec![Bytes::new(); WORLD_SIZE as usize - 1]);
+        collective.scatter(1, all).map(drop)
+    })?;
+    fails_on_every_rank(subject, |collective| collective.scatter(1, None).map(drop))
+}
+
+fn broadcast_of_nothing_is_an_error(subject: &Subject) -> Outcome {
+    fails_on_every_rank(subject, |collective| collective.broadcast(1, None).map(drop))
+}
+
+fn fails_on_every_rank(
+    subject: &Subject,
+    op: fn(&dyn Collective) -> Result<(), CollectiveError>,
+) -> Outcome {
+    subject.on_ranks(WORLD_SIZE, SHORT, |member| {
+        let error = until_error(SHORT, || op(&*member.collective))?;
+        let is_culprit = member.rank == 1;
+        ensure!(is_culprit || blamed(&error) == Some(1), "rank 1 erred, but it got: {error}");
+        Ok(())
+    })?;
+    Ok(())
+}
+
+fn an_error_poisons_every_later_call(subject: &Subject) -> Outcome {
+    subject.on_ranks(WORLD_SIZE, SHORT, |member| {
+        if member.rank == 2 {
+            return Ok(());
+        }
+        let collective = &member.collective;
+        let first = until_error(SHORT, || collective.barrier())?;
+        let begun = Instant::now();
+        let is_root = member.rank == 0;
+        let later = [
+            ("barrier", collective.barrier()),
+            ("gather", collective.gather(0, Bytes::new()).map(drop)),
+            ("scatter", {
+                let all = is_root.then(|| vec![Bytes::new(); WORLD_SIZE as usize]);
+                collective.scatter(0, all).map(drop)
+            }),
+            ("broadcast", collective.broadcast(0, is_root.then(Bytes::new)).map(drop)),
+            ("all_gather", collective.all_gather(Bytes::new()).map(drop)),
+        ];
+        let taken = begun.elapsed();
+        for (op, outcome) in later {
+            ensure!(outcome.is_err(), "after {first:?}, {op} succeeded");
+        }
+        ensure!(taken < SHORT, "calls on a poisoned group took {taken:?}");
+        Ok(())
+    })?;
+    Ok(())
+}

@@ -1,0 +1,139 @@
+//! Running the ranks of a group, and the messages they exchange.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use dcp_core::{Collective, CollectiveError, Rank};
+
+use super::Subject;
+use crate::case::{Failure, ensure};
+
+/// For clauses in which every rank does as it should: long enough for a busy machine.
+pub(super) const PATIENT: Duration = Duration::from_secs(20);
+
+/// For clauses in which a rank is missing.
+pub(super) const SHORT: Duration = Duration::from_secs(2);
+
+/// What a rank's thread may take beyond the deadline: to be scheduled, and to tell its peers.
+pub(super) const SLACK: Duration = Duration::from_secs(3);
+
+/// One member of a group, on its thread.
+pub(super) struct Member {
+    pub(super) rank: Rank,
+    pub(super) collective: Box<dyn Collective>,
+}
+
+impl Subject {
+    /// Builds a group and runs `work` on every rank; each rank gives up its member on returning.
+    ///
+    /// The first rank that fails decides, and is named.
+    pub(super) fn on_ranks<T, F>(
+        &self,
+        world_size: u32,
+        deadline: Duration,
+        work: F,
+    ) -> Result<Vec<T>, Failure>
+    where
+        T: Send,
+        F: Fn(Member) -> Result<T, Failure> + Sync,
+    {
+        let group = (self.build)(world_size, deadline);
+        ensure!(
+            group.len() == world_size as usize,
+            "the group has {} members, {world_size} were asked for",
+            group.len()
+        );
+        let work = &work;
+        let outcomes = std::thread::scope(|scope| {
+            let threads = (0..)
+                .zip(group)
+                .map(|(rank, collective)| scope.spawn(move || work(Member { rank, collective })))
+                .collect::<Vec<_>>();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or_else(|_| Err(Failure::new("it panicked"))))
+                .collect::<Vec<_>>()
+        });
+        (0..)
+            .zip(outcomes)
+            .map(|(rank, outcome): (Rank, _)| {
+                outcome.map_err(|failure| {
+                    Failure::new(format!("rank {rank} of {world_size}: {}", failure.message()))
+                })
+            })
+            .collect()
+    }
+}
+
+/// A message that tells whence it comes and for which turn, of a length that differs by rank.
+pub(super) fn message(turn: u32, from: Rank, to: Rank) -> Bytes {
+    let mut bytes = format!("turn {turn}, from {from} to {to};").into_bytes();
+    bytes.resize(bytes.len() + 7 * from as usize, b'.');
+    bytes.into()
+}
+
+/// `len` bytes in a pattern that differs by rank.
+pub(super) fn bulk(len: usize, from: Rank) -> Bytes {
+    (0..len).map(|i| (i % 251) as u8 ^ from as u8).collect::<Vec<_>>().into()
+}
+
+/// Fails unless `got` are the messages of ranks 0, 1, …, as `expected` makes them.
+pub(super) fn in_rank_order(
+    got: &[Bytes],
+    world_size: u32,
+    expected: impl Fn(Rank) -> Bytes,
+) -> Result<(), Failure> {
+    ensure!(
+        got.len() == world_size as usize,
+        "it got {} messages of {world_size} ranks",
+        got.len()
+    );
+    for (rank, message) in (0..).zip(got) {
+        let expected = expected(rank);
+        ensure!(
+            *message == expected,
+            "message {rank} is {}, it should be {}",
+            shown(message),
+            shown(&expected)
+        );
+    }
+    Ok(())
+}
+
+/// The beginning of a message, for people.
+pub(super) fn shown(message: &Bytes) -> String {
+    let head = message.iter().take(40).copied().collect::<Vec<_>>();
+    format!("{:?} ({} bytes)", String::from_utf8_lossy(&head), message.len())
+}
+
+/// The rank that an error blames.
+pub(super) fn blamed(error: &CollectiveError) -> Option<Rank> {
+    match error {
+        CollectiveError::PeerLost { rank, .. }
+        | CollectiveError::Timeout { rank, .. }
+        | CollectiveError::Aborted { rank, .. }
+        | CollectiveError::Mismatch { rank, .. } => Some(*rank),
+        _ => None,
+    }
+}
+
+/// Calls `op` until it fails, and fails itself when it takes too long or succeeds too often.
+///
+/// An operation in which this rank only sends may succeed once or twice before the trouble of
+/// another rank is known here.
+pub(super) fn until_error<T>(
+    deadline: Duration,
+    mut op: impl FnMut() -> Result<T, CollectiveError>,
+) -> Result<CollectiveError, Failure> {
+    const TRIES: u32 = 3;
+    for _ in 0..TRIES {
+        let begun = Instant::now();
+        let outcome = op();
+        let taken = begun.elapsed();
+        ensure!(taken <= deadline + SLACK, "a call took {taken:?}, the deadline is {deadline:?}");
+        if let Err(error) = outcome {
+            return Ok(error);
+        }
+    }
+    Err(Failure::new(format!("{TRIES} calls succeeded though the group is broken")))
+}

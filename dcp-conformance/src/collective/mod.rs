@@ -1,0 +1,81 @@
+//! The suite for [`Collective`]: each rank of a group runs on a thread of its own.
+
+mod exchange;
+mod failure;
+mod group;
+
+use std::fmt;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dcp_core::Collective;
+use libtest_mimic::Trial;
+
+use crate::case::{CASE_TIMEOUT, Outcome, report, run_thread};
+
+/// Builds a group of so many ranks whose calls wait no longer than the deadline, and returns its
+/// members in rank order.
+pub type Build = dyn Fn(u32, Duration) -> Vec<Box<dyn Collective>> + Send + Sync;
+
+/// Runs the whole suite as a test binary; see [`trials`].
+pub fn main<F>(name: &str, build: F) -> ExitCode
+where
+    F: Fn(u32, Duration) -> Vec<Box<dyn Collective>> + Send + Sync + 'static,
+{
+    crate::run(trials(name, Arc::new(build)))
+}
+
+/// One trial per clause of the documentation of [`Collective`], named `name::clause`.
+///
+/// `build` is called for each group that a clause needs, possibly from several threads at once.
+/// It must return `world_size` members, rank by rank; panicking is how it says that it cannot.
+///
+/// ```no_run
+/// # fn local(_: u32, _: std::time::Duration) -> Vec<Box<dyn dcp_core::Collective>> { vec![] }
+/// use std::sync::Arc;
+///
+/// let trials = dcp_conformance::collective::trials("local", Arc::new(local));
+/// # drop(trials);
+/// ```
+#[must_use]
+pub fn trials(name: &str, build: Arc<Build>) -> Vec<Trial> {
+    cases()
+        .map(|case| {
+            let subject = Subject { build: Arc::clone(&build) };
+            Trial::test(format!("{name}::{}", case.name), move || {
+                report(run_thread(CASE_TIMEOUT, move || (case.run)(&subject)))
+            })
+            .with_kind("collective")
+        })
+        .collect()
+}
+
+struct Case {
+    name: &'static str,
+    run: fn(&Subject) -> Outcome,
+}
+
+fn cases() -> impl Iterator<Item = Case> {
+    exchange::CASES.iter().chain(failure::CASES).map(|&(name, run)| Case { name, run })
+}
+
+/// What is under test.
+struct Subject {
+    build: Arc<Build>,
+}
+
+impl fmt::Debug for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Subject").finish_non_exhaustive()
+    }
+}
+
+/// Names the functions of a module as its cases.
+macro_rules! clauses {
+    ($($name:ident),+ $(,)?) => {
+        pub(super) const CASES: &[(&str, fn(&super::Subject) -> crate::case::Outcome)] =
+            &[$((stringify!($name), $name)),+];
+    };
+}
+use clauses;

@@ -32,6 +32,19 @@
 
 mod case;
 pub mod collective;
+mod counting_storage;
+mod fault_collective;
+mod fault_storage;
+mod memory_storage;
+mod slow_collective;
+mod slow_storage;
+pub mod storage;
 
 pub use case::{CASE_TIMEOUT, run};
+pub use counting_storage::{CountingStorage, Counts};
+pub use fault_collective::{CollectiveFault, FaultCollective};
+pub use fault_storage::{Fault, FaultStorage};
 pub use libtest_mimic::Trial;
+pub use memory_storage::MemoryStorage;
+pub use slow_collective::SlowCollective;
+pub use slow_storage::SlowStorage;

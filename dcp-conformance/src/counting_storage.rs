@@ -1,0 +1,230 @@
+//! A decorator that counts what is asked of a storage.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use dcp_core::{
+    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
+    StorageError, Upload,
+};
+
+/// Passes everything on to another storage and counts it; clones share the counts.
+///
+/// A request counts when it is made, whatever becomes of it; bytes count when it succeeded.
+#[derive(Clone, Debug)]
+pub struct CountingStorage {
+    inner: Arc<dyn Storage>,
+    tally: Arc<Mutex<Tally>>,
+}
+
+#[derive(Debug, Default)]
+struct Tally {
+    counts: Counts,
+    by_key: BTreeMap<Key, u64>,
+}
+
+/// What was asked of a [`CountingStorage`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Counts {
+    /// Calls of [`Storage::stat`].
+    pub stats: u64,
+    /// Calls of [`Storage::read`].
+    pub reads: u64,
+    /// Ranges in all reads together.
+    pub ranges: u64,
+    /// Calls of [`Storage::put`].
+    pub puts: u64,
+    /// Calls of [`Storage::start_upload`].
+    pub uploads: u64,
+    /// Calls of [`Upload::put_part`].
+    pub parts: u64,
+    /// Calls of [`Upload::complete`].
+    pub completes: u64,
+    /// Calls of [`Upload::abort`].
+    pub aborts: u64,
+    /// Calls of [`Storage::list`].
+    pub lists: u64,
+    /// Calls of [`Storage::delete`].
+    pub deletes: u64,
+    /// Bytes that reads brought.
+    pub bytes_read: u64,
+    /// Bytes that puts and parts took.
+    pub bytes_written: u64,
+}
+
+impl Counts {
+    /// All calls together.
+    #[must_use]
+    pub fn operations(&self) -> u64 {
+        let of_objects = self.stats + self.reads + self.puts + self.lists + self.deletes;
+        of_objects + self.uploads + self.parts + self.completes + self.aborts
+    }
+}
+
+impl CountingStorage {
+    /// Counts from zero what passes to `inner`.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Storage>) -> Self {
+        Self { inner, tally: Arc::default() }
+    }
+
+    /// What was asked so far.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.tally().counts
+    }
+
+    /// How often that key was asked for: calls of `stat`, `read`, `put`, `start_upload` and
+    /// `delete`, and those on its uploads.
+    #[must_use]
+    pub fn requests(&self, key: &Key) -> u64 {
+        self.tally().by_key.get(key).copied().unwrap_or(0)
+    }
+
+    /// Every key that was asked for, in order, and how often.
+    #[must_use]
+    pub fn requests_by_key(&self) -> Vec<(Key, u64)> {
+        self.tally().by_key.iter().map(|(key, &requests)| (key.clone(), requests)).collect()
+    }
+
+    /// Begins again at zero, and returns what was counted.
+    pub fn reset(&self) -> Counts {
+        std::mem::take(&mut *self.tally()).counts
+    }
+
+    fn tally(&self) -> MutexGuard<'_, Tally> {
+        self.tally.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count(&self, key: &Key, counter: impl FnOnce(&mut Counts)) {
+        let mut tally = self.tally();
+        counter(&mut tally.counts);
+        *tally.by_key.entry(key.clone()).or_default() += 1;
+    }
+}
+
+#[async_trait]
+impl Storage for CountingStorage {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        self.count(key, |counts| counts.stats += 1);
+        self.inner.stat(key).await
+    }
+
+    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        let ranges = reads.len() as u64;
+        let bytes = reads.iter().map(|read| read.buffer.len() as u64).sum::<u64>();
+        self.count(key, |counts| {
+            counts.reads += 1;
+            counts.ranges += ranges;
+        });
+        let buffers = self.inner.read(key, reads).await?;
+        self.tally().counts.bytes_read += bytes;
+        Ok(buffers)
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        let bytes = payload.len();
+        self.count(key, |counts| counts.puts += 1);
+        self.inner.put(key, payload, mode).await?;
+        self.tally().counts.bytes_written += bytes;
+        Ok(())
+    }
+
+    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+        self.count(key, |counts| counts.uploads += 1);
+        let inner = self.inner.start_upload(key).await?;
+        Ok(Box::new(CountingUpload { inner, storage: self.clone(), key: key.clone() }))
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        self.tally().counts.lists += 1;
+        self.inner.list(prefix)
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        self.count(key, |counts| counts.deletes += 1);
+        self.inner.delete(key).await
+    }
+}
+
+#[derive(Debug)]
+struct CountingUpload {
+    inner: Box<dyn Upload>,
+    storage: CountingStorage,
+    key: Key,
+}
+
+#[async_trait]
+impl Upload for CountingUpload {
+    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+        let bytes = part.len();
+        self.storage.count(&self.key, |counts| counts.parts += 1);
+        self.inner.put_part(part).await?;
+        self.storage.tally().counts.bytes_written += bytes;
+        Ok(())
+    }
+
+    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+        self.storage.count(&self.key, |counts| counts.completes += 1);
+        self.inner.complete().await
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        self.storage.count(&self.key, |counts| counts.aborts += 1);
+        self.inner.abort().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::StorageExt;
+
+    use super::*;
+    use crate::MemoryStorage;
+    use crate::case::runtime;
+
+    #[test]
+    fn requests_and_bytes_are_counted() {
+        let storage = CountingStorage::new(Arc::new(MemoryStorage::new()));
+        let [a, b] = ["a", "b"].map(|name| Key::new(name).unwrap());
+        runtime().block_on(async {
+            storage.put(&a, "hello".into(), PutMode::Create).await.unwrap();
+            storage.put(&a, "again".into(), PutMode::Create).await.unwrap_err();
+            let mut upload = storage.start_upload(&b).await.unwrap();
+            upload.put_part("abc".into()).await.unwrap();
+            upload.complete().await.unwrap();
+            storage.start_upload(&Key::new("c").unwrap()).await.unwrap().abort().await.unwrap();
+            assert_eq!(storage.read_all(&a).await.unwrap(), "hello");
+            storage.read_range(&a, 3..9).await.unwrap_err();
+            storage.delete(&b).await.unwrap();
+            drop(storage.list(None));
+        });
+        let counts = storage.counts();
+        let expected = Counts {
+            stats: 1,
+            reads: 2,
+            ranges: 2,
+            puts: 2,
+            uploads: 2,
+            parts: 1,
+            completes: 1,
+            aborts: 1,
+            lists: 1,
+            deletes: 1,
+            bytes_read: 5,
+            bytes_written: 8,
+        };
+        assert_eq!(counts, expected);
+        assert_eq!(counts.operations(), 12);
+        assert_eq!((storage.requests(&a), storage.requests(&b)), (5, 4));
+        assert_eq!(storage.requests_by_key().len(), 3);
+        assert_eq!(storage.reset(), expected);
+        assert_eq!((storage.counts(), storage.requests(&a)), (Counts::default(), 0));
+    }
+}

@@ -1,0 +1,140 @@
+//! A decorator that breaks one rank at a chosen operation.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use dcp_core::{Collective, CollectiveError, Rank};
+
+/// What happens to a rank in the broken operation of a [`FaultCollective`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CollectiveFault {
+    /// The rank is gone: its member of the group is dropped, and every call on it fails from now
+    /// on. The others see a peer that died.
+    Die,
+    /// The rank aborts the group for this reason.
+    Abort(String),
+    /// The operation fails on this rank, now and in every later call, but nobody tells the
+    /// others: they see a peer that stays silent.
+    Fail(CollectiveError),
+    /// The rank comes late by this much.
+    Stall(Duration),
+}
+
+/// One member of a group that breaks in one of its operations.
+///
+/// Each call but `rank`, `world_size` and `abort` is one operation, counted from 1.
+pub struct FaultCollective {
+    rank: Rank,
+    world_size: u32,
+    /// `None` once the rank is gone.
+    inner: Mutex<Option<Arc<dyn Collective>>>,
+    operation: u64,
+    fault: CollectiveFault,
+    begun: AtomicU64,
+}
+
+impl FaultCollective {
+    /// Breaks the `operation`-th operation of `inner`, counted from 1.
+    #[must_use]
+    pub fn new(inner: Box<dyn Collective>, operation: u64, fault: CollectiveFault) -> Self {
+        Self {
+            rank: inner.rank(),
+            world_size: inner.world_size(),
+            inner: Mutex::new(Some(Arc::from(inner))),
+            operation,
+            fault,
+            begun: AtomicU64::new(0),
+        }
+    }
+
+    /// How many operations have begun, the failed ones included.
+    #[must_use]
+    pub fn operations(&self) -> u64 {
+        self.begun.load(Ordering::SeqCst)
+    }
+
+    fn inner(&self) -> Option<Arc<dyn Collective>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn run<T>(
+        &self,
+        op: &'static str,
+        run: impl FnOnce(&dyn Collective) -> Result<T, CollectiveError>,
+    ) -> Result<T, CollectiveError> {
+        let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        if number == self.operation {
+            match &self.fault {
+                CollectiveFault::Die => {
+                    self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+                }
+                CollectiveFault::Abort(reason) => self.abort(reason),
+                CollectiveFault::Stall(delay) => std::thread::sleep(*delay),
+                CollectiveFault::Fail(_) => {}
+            }
+        }
+        if let CollectiveFault::Fail(error) = &self.fault
+            && number >= self.operation
+        {
+            return Err(error.clone());
+        }
+        match self.inner() {
+            Some(inner) => run(&*inner),
+            None => Err(CollectiveError::PeerLost {
+                rank: self.rank,
+                op,
+                message: format!("injected at operation {}", self.operation),
+            }),
+        }
+    }
+}
+
+impl fmt::Debug for FaultCollective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FaultCollective")
+            .field("rank", &self.rank)
+            .field("operation", &self.operation)
+            .field("fault", &self.fault)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Collective for FaultCollective {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn world_size(&self) -> u32 {
+        self.world_size
+    }
+
+    fn gather(&self, root: Rank, mine: Bytes) -> Result<Option<Vec<Bytes>>, CollectiveError> {
+        self.run("gather", |inner| inner.gather(root, mine))
+    }
+
+    fn scatter(&self, root: Rank, all: Option<Vec<Bytes>>) -> Result<Bytes, CollectiveError> {
+        self.run("scatter", |inner| inner.scatter(root, all))
+    }
+
+    fn broadcast(&self, root: Rank, from_root: Option<Bytes>) -> Result<Bytes, CollectiveError> {
+        self.run("broadcast", |inner| inner.broadcast(root, from_root))
+    }
+
+    fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CollectiveError> {
+        self.run("all_gather", |inner| inner.all_gather(mine))
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        self.run("barrier", |inner| inner.barrier())
+    }
+
+    fn abort(&self, reason: &str) {
+        if let Some(inner) = self.inner() {
+            inner.abort(reason);
+        }
+    }
+}

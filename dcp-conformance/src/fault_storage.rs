@@ -1,0 +1,282 @@
+//! A decorator that breaks a storage at a chosen operation.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
+    StorageError, StorageErrorKind, StorageOp, Upload,
+};
+use futures_util::stream;
+
+/// What happens to an operation of a [`FaultStorage`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// It fails with an error of this kind, and has no effect.
+    Fail(StorageErrorKind),
+    /// It takes effect, but its reply is lost: the caller sees
+    /// [`Transient`](StorageErrorKind::Transient).
+    LoseReply,
+    /// A read brings fewer bytes than there are, which a storage must report as
+    /// [`Truncated`](StorageErrorKind::Truncated). Another operation fails as with
+    /// [`Fault::Fail`] of that kind.
+    ShortRead,
+    /// The process dies in the middle of it: of a part of an upload the first half is sent,
+    /// anything else has no effect, and every later operation fails.
+    Tear,
+}
+
+/// Passes operations on to another storage and counts them; some fail, as told.
+///
+/// Each call of a method of [`Storage`] but `capabilities`, and of [`Upload`], is one operation,
+/// counted from 1 when it begins, over all clones together. So a test that runs one operation
+/// after another breaks at the same place every time, and can try every place: until
+/// [`operations`](Self::operations) stays below the number at which the fault is set.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
+/// use dcp_core::{Key, PutMode, Storage, StorageErrorKind};
+/// use futures_util::FutureExt;
+///
+/// let memory = Arc::new(MemoryStorage::new());
+/// let storage = FaultStorage::new(memory.clone()).with_fault(2, Fault::Fail(StorageErrorKind::Full));
+/// let put = |name| {
+///     let key = Key::new(name).unwrap();
+///     storage.put(&key, "x".into(), PutMode::Create).now_or_never().unwrap()
+/// };
+/// put("a")?;
+/// assert_eq!(put("b").unwrap_err().kind(), StorageErrorKind::Full);
+/// put("b")?;
+/// # Ok::<(), dcp_core::StorageError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct FaultStorage {
+    inner: Arc<dyn Storage>,
+    faults: Arc<BTreeMap<u64, Fault>>,
+    last: u64,
+    begun: Arc<AtomicU64>,
+}
+
+impl FaultStorage {
+    /// No faults yet.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Storage>) -> Self {
+        Self { inner, faults: Arc::default(), last: u64::MAX, begun: Arc::default() }
+    }
+
+    /// Breaks the `operation`-th operation, counted from 1.
+    #[must_use]
+    pub fn with_fault(mut self, operation: u64, fault: Fault) -> Self {
+        Arc::make_mut(&mut self.faults).insert(operation, fault);
+        self
+    }
+
+    /// Lets `operations` operations pass, and every later one fail without effect, as if the
+    /// process were gone. Uploads in progress then are neither aborted nor dropped: what they
+    /// have sent stays where it is, as after a `kill -9`.
+    #[must_use]
+    pub fn dying_after(mut self, operations: u64) -> Self {
+        self.last = self.last.min(operations);
+        self
+    }
+
+    /// How many operations have begun, the failed ones included.
+    #[must_use]
+    pub fn operations(&self) -> u64 {
+        self.begun.load(Ordering::SeqCst)
+    }
+
+    /// Whether every further operation fails.
+    #[must_use]
+    pub fn is_dead(&self) -> bool {
+        self.dead_at(self.operations().saturating_add(1))
+    }
+
+    fn dead_at(&self, operation: u64) -> bool {
+        let torn = self.faults.range(..operation).any(|(_, &fault)| fault == Fault::Tear);
+        torn || operation > self.last
+    }
+
+    /// Counts an operation, and tells what is to happen to it.
+    fn begin(&self) -> Verdict {
+        let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        match self.faults.get(&number) {
+            _ if self.dead_at(number) => Verdict::Die { number, torn: false },
+            Some(Fault::Fail(kind)) => Verdict::Fail { number, kind: *kind },
+            Some(Fault::ShortRead) => Verdict::Fail { number, kind: StorageErrorKind::Truncated },
+            Some(Fault::LoseReply) => Verdict::LoseReply { number },
+            Some(Fault::Tear) => Verdict::Die { number, torn: true },
+            None => Verdict::Pass,
+        }
+    }
+
+    /// Runs one operation that has no half-way state.
+    async fn run<T>(
+        &self,
+        op: StorageOp,
+        key: &Key,
+        operation: impl Future<Output = Result<T, StorageError>>,
+    ) -> Result<T, StorageError> {
+        let verdict = self.begin();
+        match verdict {
+            Verdict::Pass => operation.await,
+            Verdict::LoseReply { .. } => {
+                operation.await?;
+                Err(verdict.error(op, Some(key)))
+            }
+            Verdict::Fail { .. } | Verdict::Die { .. } => Err(verdict.error(op, Some(key))),
+        }
+    }
+}
+
+/// What is to happen to an operation, and its number.
+#[derive(Clone, Copy)]
+enum Verdict {
+    Pass,
+    Fail { number: u64, kind: StorageErrorKind },
+    LoseReply { number: u64 },
+    Die { number: u64, torn: bool },
+}
+
+impl Verdict {
+    fn error(self, op: StorageOp, key: Option<&Key>) -> StorageError {
+        let (kind, message) = match self {
+            Self::Pass => (StorageErrorKind::Other, "no fault".to_owned()),
+            Self::Fail { number, kind } => (kind, format!("injected into operation {number}")),
+            Self::LoseReply { number } => {
+                let message = format!("injected: the reply of operation {number} is lost");
+                (StorageErrorKind::Transient, message)
+            }
+            Self::Die { number, .. } => {
+                let message = format!("injected: the process is gone at operation {number}");
+                (StorageErrorKind::Other, message)
+            }
+        };
+        StorageError::new(kind, op, key.cloned()).with_message(message)
+    }
+}
+
+#[async_trait]
+impl Storage for FaultStorage {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        self.run(StorageOp::Stat, key, self.inner.stat(key)).await
+    }
+
+    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        self.run(StorageOp::Read, key, self.inner.read(key, reads)).await
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        self.run(StorageOp::Put, key, self.inner.put(key, payload, mode)).await
+    }
+
+    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+        let inner = self.run(StorageOp::Upload, key, self.inner.start_upload(key)).await?;
+        let upload = FaultUpload { inner: Some(inner), storage: self.clone(), key: key.clone() };
+        Ok(Box::new(upload))
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        match self.begin() {
+            Verdict::Pass => self.inner.list(prefix),
+            verdict => {
+                let error = verdict.error(StorageOp::List, prefix);
+                Box::pin(stream::once(async { Err(error) }))
+            }
+        }
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        self.run(StorageOp::Delete, key, self.inner.delete(key)).await
+    }
+}
+
+#[derive(Debug)]
+struct FaultUpload {
+    /// `None` once it was completed or aborted.
+    inner: Option<Box<dyn Upload>>,
+    storage: FaultStorage,
+    key: Key,
+}
+
+impl FaultUpload {
+    fn gone(&self) -> StorageError {
+        StorageError::new(StorageErrorKind::Invalid, StorageOp::Upload, Some(self.key.clone()))
+            .with_message("the upload has ended")
+    }
+}
+
+#[async_trait]
+impl Upload for FaultUpload {
+    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+        let gone = self.gone();
+        let inner = self.inner.as_mut().ok_or(gone)?;
+        let verdict = self.storage.begin();
+        let sent = match verdict {
+            Verdict::Pass | Verdict::LoseReply { .. } => part,
+            Verdict::Die { torn: true, .. } => first_half(&part),
+            Verdict::Fail { .. } | Verdict::Die { .. } => {
+                return Err(verdict.error(StorageOp::Upload, Some(&self.key)));
+            }
+        };
+        inner.put_part(sent).await?;
+        match verdict {
+            Verdict::Pass => Ok(()),
+            _ => Err(verdict.error(StorageOp::Upload, Some(&self.key))),
+        }
+    }
+
+    async fn complete(mut self: Box<Self>) -> Result<(), StorageError> {
+        let storage = self.storage.clone();
+        let key = self.key.clone();
+        let completion = async {
+            let inner = self.inner.take().ok_or_else(|| self.gone())?;
+            inner.complete().await
+        };
+        storage.run(StorageOp::Upload, &key, completion).await
+    }
+
+    async fn abort(mut self: Box<Self>) -> Result<(), StorageError> {
+        let storage = self.storage.clone();
+        let key = self.key.clone();
+        let abortion = async {
+            let inner = self.inner.take().ok_or_else(|| self.gone())?;
+            inner.abort().await
+        };
+        storage.run(StorageOp::Upload, &key, abortion).await
+    }
+}
+
+impl Drop for FaultUpload {
+    fn drop(&mut self) {
+        if self.storage.is_dead() {
+            // A process that is gone does not clean up either.
+            std::mem::forget(self.inner.take());
+        }
+    }
+}
+
+fn first_half(part: &Payload) -> Payload {
+    let mut left = part.len() / 2;
+    part.pieces()
+        .iter()
+        .map(|piece| {
+            let taken = left.min(piece.len() as u64);
+            left -= taken;
+            piece.get(..taken as usize).map_or_else(Bytes::new, |half| piece.slice_ref(half))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests;

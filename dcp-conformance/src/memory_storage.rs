@@ -1,0 +1,217 @@
+//! A storage in memory, for tests and short-lived tools.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
+    StorageError, StorageErrorKind, StorageOp, Upload,
+};
+use futures_util::stream;
+
+/// Objects in the memory of this process; clones share them.
+///
+/// It keeps every clause of the contract but durability, and needs no runtime: no call ever
+/// waits.
+///
+/// ```
+/// use dcp_conformance::MemoryStorage;
+/// use dcp_core::{Key, PutMode, Storage, StorageExt};
+/// use futures_util::FutureExt;
+///
+/// let storage = MemoryStorage::new();
+/// let key = Key::new("step_1/a")?;
+/// storage.put(&key, "hello".into(), PutMode::Create).now_or_never().unwrap()?;
+/// assert_eq!(storage.read_all(&key).now_or_never().unwrap()?, "hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct MemoryStorage {
+    objects: Arc<Mutex<BTreeMap<Key, Object>>>,
+    capabilities: Capabilities,
+}
+
+struct Object {
+    bytes: Bytes,
+    modified: SystemTime,
+}
+
+impl MemoryStorage {
+    /// An empty storage.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut capabilities = Capabilities::none();
+        capabilities.atomic_create = true;
+        capabilities.ranged_reads = true;
+        capabilities.parallelism = 4;
+        Self { objects: Arc::default(), capabilities }
+    }
+
+    /// The same objects, with other things promised: for tests of how callers get along with a
+    /// lesser storage. What is really done does not change.
+    #[must_use]
+    pub fn with_capabilities(mut self, capabilities: Capabilities) -> Self {
+        self.capabilities = capabilities;
+        self
+    }
+
+    fn objects(&self) -> MutexGuard<'_, BTreeMap<Key, Object>> {
+        self.objects.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn get(&self, op: StorageOp, key: &Key) -> Result<(Bytes, SystemTime), StorageError> {
+        match self.objects().get(key) {
+            Some(object) => Ok((object.bytes.clone(), object.modified)),
+            None => Err(StorageError::new(StorageErrorKind::NotFound, op, Some(key.clone()))),
+        }
+    }
+
+    fn insert(
+        &self,
+        op: StorageOp,
+        key: &Key,
+        bytes: Bytes,
+        mode: PutMode,
+    ) -> Result<(), StorageError> {
+        let mut objects = self.objects();
+        if mode == PutMode::Create && objects.contains_key(key) {
+            return Err(StorageError::new(StorageErrorKind::AlreadyExists, op, Some(key.clone())));
+        }
+        objects.insert(key.clone(), Object { bytes, modified: SystemTime::now() });
+        Ok(())
+    }
+}
+
+impl Default for MemoryStorage {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for MemoryStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryStorage").field("objects", &self.objects().len()).finish()
+    }
+}
+
+/// Always a copy: to keep the caller's pieces would keep a loan of its memory for as long as the
+/// object lives.
+fn copied(payload: &Payload) -> Bytes {
+    payload.pieces().concat().into()
+}
+
+#[async_trait]
+impl Storage for MemoryStorage {
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        let (bytes, modified) = self.get(StorageOp::Stat, key)?;
+        Ok(ObjectMeta::new(key.clone(), bytes.len() as u64).with_modified(Some(modified)))
+    }
+
+    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        let (bytes, _) = self.get(StorageOp::Read, key)?;
+        reads
+            .into_iter()
+            .map(|ReadInto { byte_offset, mut buffer }| {
+                if buffer.is_empty() {
+                    return Ok(buffer);
+                }
+                let source = usize::try_from(byte_offset)
+                    .ok()
+                    .and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
+                let Some(source) = source else {
+                    let kind = StorageErrorKind::Truncated;
+                    return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone()))
+                        .with_message(format!(
+                            "{} bytes at {byte_offset} were asked for, the object has {}",
+                            buffer.len(),
+                            bytes.len()
+                        )));
+                };
+                buffer.copy_from_slice(source);
+                Ok(buffer)
+            })
+            .collect()
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        self.insert(StorageOp::Put, key, copied(&payload), mode)
+    }
+
+    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+        if self.objects().contains_key(key) {
+            let kind = StorageErrorKind::AlreadyExists;
+            return Err(StorageError::new(kind, StorageOp::Upload, Some(key.clone())));
+        }
+        Ok(Box::new(MemoryUpload { storage: self.clone(), key: key.clone(), bytes: Vec::new() }))
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        let found = self
+            .objects()
+            .iter()
+            .filter(|(key, _)| prefix.is_none_or(|prefix| *key != prefix && key.is_under(prefix)))
+            .map(|(key, object)| {
+                Ok(ObjectMeta::new(key.clone(), object.bytes.len() as u64)
+                    .with_modified(Some(object.modified)))
+            })
+            .collect::<Vec<_>>();
+        Box::pin(stream::iter(found))
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        self.objects().remove(key);
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct MemoryUpload {
+    storage: MemoryStorage,
+    key: Key,
+    bytes: Vec<u8>,
+}
+
+#[async_trait]
+impl Upload for MemoryUpload {
+    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+        for piece in part.pieces() {
+            self.bytes.extend_from_slice(piece);
+        }
+        Ok(())
+    }
+
+    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+        let Self { storage, key, bytes } = *self;
+        storage.insert(StorageOp::Upload, &key, bytes.into(), PutMode::Create)
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::HostMemory;
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    #[test]
+    fn an_object_does_not_hold_on_to_the_memory_it_was_written_from() {
+        let storage = MemoryStorage::new();
+        let memory = HostMemory::zeroed(16);
+        let payload = Payload::from(memory.read().unwrap());
+        let key = Key::new("a").unwrap();
+        storage.put(&key, payload, PutMode::Create).now_or_never().unwrap().unwrap();
+        assert!(memory.lend(0..16).is_ok());
+    }
+}

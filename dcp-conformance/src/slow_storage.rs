@@ -1,0 +1,146 @@
+//! A decorator that makes a storage slow.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use dcp_core::{
+    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
+    StorageError, Upload,
+};
+use futures_util::{StreamExt, stream};
+use tokio::time::sleep;
+
+/// Lets every call wait before it passes it on to another storage: a fixed latency, and
+/// optionally a time by the byte. Calls wait side by side, as they do on a network.
+///
+/// It needs a tokio runtime with its timer.
+#[derive(Clone, Debug)]
+pub struct SlowStorage {
+    inner: Arc<dyn Storage>,
+    pace: Pace,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    latency: Duration,
+    bytes_per_second: Option<u64>,
+}
+
+impl Pace {
+    async fn wait(self, bytes: u64) {
+        let transfer = match self.bytes_per_second {
+            Some(rate) => Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64),
+            None => Duration::ZERO,
+        };
+        sleep(self.latency + transfer).await;
+    }
+}
+
+impl SlowStorage {
+    /// Lets every call to `inner` wait for `latency` first.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Storage>, latency: Duration) -> Self {
+        Self { inner, pace: Pace { latency, bytes_per_second: None } }
+    }
+
+    /// Makes calls that carry bytes wait for them too.
+    #[must_use]
+    pub fn with_bytes_per_second(mut self, bytes_per_second: u64) -> Self {
+        self.pace.bytes_per_second = Some(bytes_per_second);
+        self
+    }
+}
+
+#[async_trait]
+impl Storage for SlowStorage {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        self.pace.wait(0).await;
+        self.inner.stat(key).await
+    }
+
+    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        self.pace.wait(reads.iter().map(|read| read.buffer.len() as u64).sum()).await;
+        self.inner.read(key, reads).await
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        self.pace.wait(payload.len()).await;
+        self.inner.put(key, payload, mode).await
+    }
+
+    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+        self.pace.wait(0).await;
+        let inner = self.inner.start_upload(key).await?;
+        Ok(Box::new(SlowUpload { inner, pace: self.pace }))
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        let (inner, pace) = (Arc::clone(&self.inner), self.pace);
+        let prefix = prefix.cloned();
+        let listing = async move {
+            pace.wait(0).await;
+            inner.list(prefix.as_ref())
+        };
+        Box::pin(stream::once(listing).flatten())
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        self.pace.wait(0).await;
+        self.inner.delete(key).await
+    }
+}
+
+#[derive(Debug)]
+struct SlowUpload {
+    inner: Box<dyn Upload>,
+    pace: Pace,
+}
+
+#[async_trait]
+impl Upload for SlowUpload {
+    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+        self.pace.wait(part.len()).await;
+        self.inner.put_part(part).await
+    }
+
+    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+        self.pace.wait(0).await;
+        self.inner.complete().await
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        self.pace.wait(0).await;
+        self.inner.abort().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::MemoryStorage;
+    use crate::case::runtime;
+
+    #[test]
+    fn calls_wait_for_latency_and_bytes_side_by_side() {
+        let storage = SlowStorage::new(Arc::new(MemoryStorage::new()), Duration::from_millis(40))
+            .with_bytes_per_second(1000);
+        let keys = ["a", "b", "c"].map(|name| Key::new(name).unwrap());
+        let begun = Instant::now();
+        runtime().block_on(async {
+            let puts = keys
+                .iter()
+                .map(|key| storage.put(key, Payload::from(vec![0; 60]), PutMode::Create));
+            futures_util::future::try_join_all(puts).await.unwrap();
+        });
+        let taken = begun.elapsed();
+        assert!(taken >= Duration::from_millis(100), "{taken:?}");
+        assert!(taken < Duration::from_millis(290), "{taken:?} is as long as one after another");
+    }
+}

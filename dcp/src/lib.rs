@@ -1,1 +1,81 @@
-//! Distributed model checkpoints: PyTorch DCP from Rust.
+//! Distributed model checkpoints, in PyTorch's own on-disk format, from Rust.
+//!
+//! ```
+//! use dcp::{DType, StateDict, Tensor};
+//!
+//! # let dir = tempfile::tempdir()?;
+//! # let url = dir.path().join("step_1").display().to_string();
+//! let mut state = StateDict::new();
+//! state.insert("weight", Tensor::replicated(DType::Float32, [2, 2], vec![1; 16])?);
+//! state.insert("step", 1);
+//! dcp::blocking::save(&state, &url)?;
+//!
+//! let mut restored = StateDict::new();
+//! restored.insert("weight", Tensor::zeros(DType::Float32, [2, 2])?);
+//! restored.insert("step", 0);
+//! dcp::blocking::load(&mut restored, &url)?;
+//! assert!(restored.get("weight").unwrap().same(state.get("weight").unwrap()));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! The crates behind it can be used on their own: [`core`] for the vocabulary and the traits that
+//! plug-ins implement, [`planner`] for geometry and policy, [`formats`] for the bytes,
+//! [`engine`] for the protocols.
+//!
+//! # Features
+//!
+//! | feature | default | what it brings |
+//! |---|---|---|
+//! | `fs` | yes | checkpoints on a file system: `file://` URLs and plain paths |
+//! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
+//! | `convert` | yes | offline jobs: inspect, verify, get, convert, reshard |
+//! | `blocking` | yes | the API for callers without a runtime |
+//! | `zstd` | yes | reading checkpoints saved through PyTorch's zstd extension |
+
+#[cfg(feature = "blocking")]
+pub mod blocking;
+mod uri;
+
+#[cfg(feature = "collectives")]
+pub use dcp_collectives as collectives;
+#[cfg(feature = "convert")]
+pub use dcp_convert as convert;
+pub use dcp_core as core;
+pub use dcp_engine as engine;
+pub use dcp_formats as formats;
+pub use dcp_planner as planner;
+#[cfg(feature = "fs")]
+pub use dcp_storage_fs as fs;
+
+#[cfg(feature = "collectives")]
+pub use dcp_collectives::{LocalCollective, TcpCollective};
+pub use dcp_core::{
+    CheckpointError, Collective, DType, HostMemory, Key, Region, Shard, StateDict, Stateful,
+    Storage, StorageReader, StorageWriter, Tensor, Value,
+};
+pub use dcp_engine::{
+    AppState, BackgroundSaver, LoadMode, LoadSummary, Loader, SaveSummary, Saver,
+};
+pub use dcp_formats::dcp::{DcpReader, DcpWriter};
+pub use uri::{Access, StorageRegistry};
+
+/// Saves `state` to `url` from this process alone, in PyTorch's format.
+///
+/// # Errors
+///
+/// When the place cannot be written or the state cannot be saved; the place then holds what it
+/// held before.
+pub async fn save(state: &StateDict, url: &str) -> Result<SaveSummary, CheckpointError> {
+    let storage = StorageRegistry::with_defaults().open(url, Access::Write)?;
+    Saver::new().save(state, &DcpWriter::new(storage)).await
+}
+
+/// Loads `url` into `state`, in this process alone: tensors in place, objects by replacing them.
+///
+/// # Errors
+///
+/// When there is no checkpoint, it is damaged, or it does not hold all that `state` asks for.
+pub async fn load(state: &mut StateDict, url: &str) -> Result<LoadSummary, CheckpointError> {
+    let storage = StorageRegistry::with_defaults().open(url, Access::Read)?;
+    Loader::new().load(state, &DcpReader::new(storage)).await
+}

@@ -1,0 +1,135 @@
+//! Saving while training goes on.
+
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, Dict, HostMemory, PlanError, Shard, StateDict, StorageWriter, Tensor, Value,
+};
+use tokio::sync::Mutex;
+use tokio::task::JoinHandle;
+
+use crate::save::{SaveSummary, Saver};
+
+/// Saves in the background: the state is copied before [`start`](Self::start) returns, so that
+/// training may change it at once; planning, writing and commit follow on the runtime.
+///
+/// Saves of one background saver never overlap: a second one waits for the first. Give it a group
+/// of its own, not the one that training uses.
+#[derive(Clone, Debug)]
+pub struct BackgroundSaver {
+    saver: Saver,
+    turn: Arc<Mutex<()>>,
+}
+
+/// A save that is under way.
+///
+/// Dropping it lets the save finish unobserved; its error is then logged. To notice a failure,
+/// [`wait`](Self::wait).
+#[derive(Debug)]
+pub struct PendingSave(JoinHandle<Result<SaveSummary, CheckpointError>>);
+
+impl BackgroundSaver {
+    /// Saves as `saver` does.
+    #[must_use]
+    pub fn new(saver: Saver) -> Self {
+        Self { saver, turn: Arc::default() }
+    }
+
+    /// Copies `state` and begins to save the copy. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// When the state cannot be copied because some of its memory is lent for writing. What fails
+    /// later is reported by [`PendingSave::wait`].
+    pub fn start(
+        &self,
+        state: &StateDict,
+        writer: Arc<dyn StorageWriter>,
+    ) -> Result<PendingSave, CheckpointError> {
+        let staged = copy_dict(state, "")?;
+        let (saver, turn) = (self.saver.clone(), Arc::clone(&self.turn));
+        Ok(PendingSave(tokio::spawn(async move {
+            let _turn = turn.lock().await;
+            let result = saver.save(&staged, &*writer).await;
+            if let Err(error) = &result {
+                tracing::error!(error = dcp_core::error_chain(error), "background save failed");
+            }
+            result
+        })))
+    }
+}
+
+impl PendingSave {
+    /// Waits for the end and tells how it went.
+    ///
+    /// # Errors
+    ///
+    /// As [`Saver::save`], and when the save panicked.
+    pub async fn wait(self) -> Result<SaveSummary, CheckpointError> {
+        self.0.await.unwrap_or_else(|error| {
+            Err(PlanError::Unsupported {
+                fqn: String::new(),
+                problem: format!("the background save did not finish: {error}"),
+            }
+            .into())
+        })
+    }
+
+    /// Whether it has ended, well or not.
+    #[must_use]
+    pub fn is_finished(&self) -> bool {
+        self.0.is_finished()
+    }
+}
+
+fn copy_dict(dict: &Dict, path: &str) -> Result<Dict, CheckpointError> {
+    dict.iter()
+        .map(|(key, value)| {
+            let name = key.as_str().unwrap_or("?");
+            Ok((key.clone(), copy(value, &format!("{path}.{name}"))?))
+        })
+        .collect()
+}
+
+fn copy(value: &Value, path: &str) -> Result<Value, CheckpointError> {
+    let copy_all = |items: &[Value]| -> Result<Vec<Value>, CheckpointError> {
+        items.iter().map(|item| copy(item, path)).collect()
+    };
+    Ok(match value {
+        Value::Tensor(tensor) => Value::Tensor(copy_tensor(tensor, path)?),
+        Value::Dict(dict) => Value::Dict(copy_dict(dict, path)?),
+        Value::List(items) => Value::List(copy_all(items)?),
+        Value::Tuple(items) => Value::Tuple(copy_all(items)?),
+        // All else is immutable.
+        other => other.clone(),
+    })
+}
+
+fn copy_tensor(tensor: &Tensor, path: &str) -> Result<Tensor, CheckpointError> {
+    let fqn = || path.trim_start_matches('.').to_owned();
+    let shards = tensor
+        .shards()
+        .iter()
+        .map(|shard| {
+            let payload = shard
+                .view()
+                .payload()
+                .map_err(|source| CheckpointError::Memory { fqn: fqn(), source })?;
+            let mut bytes = Vec::with_capacity(usize::try_from(payload.len()).unwrap_or(0));
+            payload.pieces().iter().for_each(|piece| bytes.extend_from_slice(piece));
+            let memory = HostMemory::from_vec(bytes);
+            Ok((shard.region().clone(), memory))
+        })
+        .collect::<Result<Vec<_>, CheckpointError>>()?;
+    let dtype = tensor.dtype();
+    if !tensor.is_sharded()
+        && let [(_, memory)] = &*shards
+    {
+        return Ok(Tensor::replicated(dtype, tensor.shape().clone(), memory.clone())?);
+    }
+    let shards = shards
+        .into_iter()
+        .map(|(region, memory)| Shard::new(dtype, region, memory))
+        .collect::<Result<Vec<_>, PlanError>>()?;
+    Ok(Tensor::sharded(dtype, tensor.shape().clone(), shards)?)
+}

@@ -1,0 +1,260 @@
+//! A collective on a thread of its own, and the ways in which ranks succeed or fail together.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, Collective, CollectiveError, Phase, PlanContext, PlanError, Rank, RankFailure,
+    error_chain,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
+
+type Job = Box<dyn FnOnce(&dyn Collective) + Send>;
+
+/// The ranks of one save or load; without a collective, this process alone.
+///
+/// Collectives block, so each operation gets a thread for them; the async side awaits the
+/// results. An operation that ends in any way the others do not know of (a panic, a canceled
+/// future, an error outside the protocol) aborts the group, so that no rank waits in vain.
+pub(crate) struct Group {
+    collective: Option<Arc<dyn Collective>>,
+    jobs: Option<mpsc::Sender<Job>>,
+    coordinator: Rank,
+    concluded: bool,
+}
+
+/// What one rank made of a step, on the wire.
+#[derive(Debug, Serialize, Deserialize)]
+enum Verdict<T> {
+    Done(T),
+    Failed(Vec<(Rank, String)>),
+}
+
+impl Group {
+    pub(crate) fn new(
+        collective: Option<Arc<dyn Collective>>,
+        coordinator: Rank,
+    ) -> Result<Self, CheckpointError> {
+        let world_size = collective.as_ref().map_or(1, |c| c.world_size());
+        if coordinator >= world_size {
+            return Err(CollectiveError::Rendezvous {
+                message: format!("coordinator {coordinator} of a group of {world_size} ranks"),
+            }
+            .into());
+        }
+        let jobs = collective.clone().map(start_thread).transpose()?;
+        Ok(Self { collective, jobs, coordinator, concluded: false })
+    }
+
+    pub(crate) fn context(&self) -> PlanContext {
+        self.collective.as_ref().map_or_else(PlanContext::solo, |c| {
+            PlanContext::new(c.rank(), c.world_size()).with_coordinator(self.coordinator)
+        })
+    }
+
+    /// The operation ended with `result`, and every rank knows it, unless the error says
+    /// otherwise.
+    pub(crate) fn conclude<T>(mut self, result: &Result<T, CheckpointError>) {
+        self.concluded = matches!(result, Ok(_) | Err(CheckpointError::Ranks { .. }));
+    }
+
+    /// Brings each rank's outcome to the coordinator, which alone gets `Some`: every rank's value
+    /// in rank order, or one error that lists all who failed.
+    pub(crate) async fn collect<T>(
+        &self,
+        phase: Phase,
+        mine: Result<T, CheckpointError>,
+    ) -> Result<Option<Result<Vec<T>, CheckpointError>>, CheckpointError>
+    where
+        T: Serialize + DeserializeOwned,
+    {
+        if self.collective.is_none() {
+            return Ok(Some(mine.map(|value| vec![value])));
+        }
+        let (root, bytes) = (self.coordinator, self.verdict(mine)?);
+        let all = self.call(move |c| c.gather(root, bytes)).await?;
+        all.map(|all| judge(phase, &all)).transpose()
+    }
+
+    /// Tells all ranks what the coordinator decided, which alone passes `Some`. It keeps the
+    /// second half of its value to itself.
+    pub(crate) async fn decide<T, K>(
+        &self,
+        phase: Phase,
+        decision: Option<Result<(T, K), CheckpointError>>,
+    ) -> Result<(T, Option<K>), CheckpointError>
+    where
+        T: Serialize + DeserializeOwned,
+    {
+        if self.collective.is_none() {
+            let (told, kept) = decision.ok_or_else(no_decision)??;
+            return Ok((told, Some(kept)));
+        }
+        let root = self.coordinator;
+        let (bytes, kept) = match decision {
+            None => (None, None),
+            Some(Ok((told, kept))) => (Some(self.verdict(Ok(told))?), Some(kept)),
+            Some(Err(error)) => (Some(self.verdict::<T>(Err(error))?), None),
+        };
+        let bytes = self.call(move |c| c.broadcast(root, bytes)).await?;
+        let told = judge(phase, &[bytes])??.pop().ok_or_else(no_decision)?;
+        Ok((told, kept))
+    }
+
+    /// Brings each rank's outcome to every rank: all values in rank order, or on every rank the
+    /// same error that lists all who failed.
+    pub(crate) async fn agree<T>(
+        &self,
+        phase: Phase,
+        mine: Result<T, CheckpointError>,
+    ) -> Result<Vec<T>, CheckpointError>
+    where
+        T: Serialize + DeserializeOwned,
+    {
+        if self.collective.is_none() {
+            return Ok(vec![mine?]);
+        }
+        let bytes = self.verdict(mine)?;
+        let all = self.call(move |c| c.all_gather(bytes)).await?;
+        judge(phase, &all)?
+    }
+
+    /// Every rank's message in rank order, on the coordinator.
+    pub(crate) async fn gather(&self, mine: Bytes) -> Result<Option<Vec<Bytes>>, CheckpointError> {
+        if self.collective.is_none() {
+            return Ok(Some(vec![mine]));
+        }
+        let root = self.coordinator;
+        Ok(self.call(move |c| c.gather(root, mine)).await?)
+    }
+
+    /// Hands each rank its message from the coordinator, which alone passes `Some`, or on every
+    /// rank the coordinator's error.
+    pub(crate) async fn hand_out<K>(
+        &self,
+        phase: Phase,
+        all: Option<Result<(Vec<Bytes>, K), CheckpointError>>,
+    ) -> Result<(Bytes, Option<K>), CheckpointError> {
+        const MESSAGE: u8 = 0;
+        const FAILURE: u8 = 1;
+        if self.collective.is_none() {
+            let (mut messages, kept) = all.ok_or_else(no_decision)??;
+            return Ok((messages.pop().unwrap_or_default(), Some(kept)));
+        }
+        let tagged = |tag: u8, body: &[u8]| Bytes::from([&[tag], body].concat());
+        let (messages, kept) = match all {
+            None => (None, None),
+            Some(Ok((messages, kept))) => {
+                (Some(messages.iter().map(|m| tagged(MESSAGE, m)).collect()), Some(kept))
+            }
+            Some(Err(error)) => {
+                let failure = tagged(FAILURE, &self.verdict::<()>(Err(error))?);
+                (Some(vec![failure; self.context().world_size as usize]), None)
+            }
+        };
+        let root = self.coordinator;
+        let mine = self.call(move |c| c.scatter(root, messages)).await?;
+        match mine.split_first() {
+            Some((&MESSAGE, _)) => Ok((mine.slice(1..), kept)),
+            Some((&FAILURE, failure)) => {
+                judge::<()>(phase, &[Bytes::copy_from_slice(failure)])??;
+                Err(no_decision())
+            }
+            _ => Err(no_decision()),
+        }
+    }
+
+    fn verdict<T: Serialize>(
+        &self,
+        mine: Result<T, CheckpointError>,
+    ) -> Result<Bytes, CheckpointError> {
+        let verdict = match mine {
+            Ok(value) => Verdict::Done(value),
+            // An error that already lists ranks is not wrapped again.
+            Err(CheckpointError::Ranks { failures, .. }) => {
+                Verdict::Failed(failures.into_iter().map(|f| (f.rank, f.message)).collect())
+            }
+            Err(error) => Verdict::Failed(vec![(self.context().rank, error_chain(&error))]),
+        };
+        let mut bytes = Vec::new();
+        ciborium::into_writer(&verdict, &mut bytes).map_err(|error| wire(&error))?;
+        Ok(bytes.into())
+    }
+
+    async fn call<T: Send + 'static>(
+        &self,
+        operation: impl FnOnce(&dyn Collective) -> Result<T, CollectiveError> + Send + 'static,
+    ) -> Result<T, CollectiveError> {
+        let lost = || CollectiveError::Rendezvous {
+            message: "the thread of the collective is gone; it panicked".into(),
+        };
+        let jobs = self.jobs.as_ref().ok_or_else(lost)?;
+        let (done, result) = oneshot::channel();
+        let job: Job = Box::new(move |collective| {
+            // Nobody listens any more only when the operation was canceled.
+            let _ = done.send(operation(collective));
+        });
+        jobs.send(job).map_err(|_| lost())?;
+        result.await.map_err(|_| lost())?
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(collective) = &self.collective
+            && !self.concluded
+        {
+            collective.abort("the rank left a save or load before its end");
+        }
+    }
+}
+
+impl std::fmt::Debug for Group {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Group").field("context", &self.context()).finish_non_exhaustive()
+    }
+}
+
+fn start_thread(collective: Arc<dyn Collective>) -> Result<mpsc::Sender<Job>, CheckpointError> {
+    let (sender, jobs) = mpsc::channel::<Job>();
+    std::thread::Builder::new()
+        .name("dcp-collective".into())
+        .spawn(move || jobs.into_iter().for_each(|job| job(&*collective)))
+        .map_err(|error| CollectiveError::Rendezvous {
+            message: format!("no thread for the collective: {error}"),
+        })?;
+    Ok(sender)
+}
+
+/// Folds the verdicts of ranks: the outer error is a message that cannot be read.
+fn judge<T: DeserializeOwned>(
+    phase: Phase,
+    all: &[Bytes],
+) -> Result<Result<Vec<T>, CheckpointError>, CheckpointError> {
+    let (mut values, mut failures) = (Vec::new(), Vec::new());
+    for bytes in all {
+        match ciborium::from_reader(&**bytes).map_err(|error| wire(&error))? {
+            Verdict::Done(value) => values.push(value),
+            Verdict::Failed(some) => {
+                failures.extend(some.into_iter().map(|(rank, text)| RankFailure::new(rank, text)));
+            }
+        }
+    }
+    failures.sort_by_key(|failure| failure.rank);
+    Ok(if failures.is_empty() {
+        Ok(values)
+    } else {
+        Err(CheckpointError::Ranks { phase, failures })
+    })
+}
+
+fn wire(error: &dyn std::error::Error) -> CheckpointError {
+    PlanError::Wire { problem: error.to_string() }.into()
+}
+
+fn no_decision() -> CheckpointError {
+    PlanError::Wire { problem: "the coordinator did not say what to do".into() }.into()
+}

@@ -1,0 +1,298 @@
+//! The load protocol: look, plan, agree, read, agree.
+
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Collective, Entry, LoadPlan, LoadPlanner, LoadReport,
+    Phase, Rank, ReadReport, StateDict, StatePath, StorageReader, Tensor, Value,
+};
+use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_of, set_at_path};
+use serde::{Deserialize, Serialize};
+
+use crate::group::Group;
+use crate::sink::StateSink;
+
+/// Loads checkpoints into state dicts, in place.
+///
+/// Every rank of the group makes one with the same settings and calls [`load`](Self::load) with
+/// its own state dict, in whatever topology it likes, and a reader of the same place. Without a
+/// group, this process loads alone.
+#[derive(Clone, Debug)]
+pub struct Loader {
+    planner: Arc<dyn LoadPlanner>,
+    group: Option<Arc<dyn Collective>>,
+    coordinator: Rank,
+    rule: Option<FlattenRule>,
+    mode: LoadMode,
+}
+
+/// How closely a checkpoint must fit the state dict.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LoadMode {
+    /// Both must hold the same names, shapes and dtypes.
+    Exact,
+    /// Everything in the state dict must be in the checkpoint, whole, with the same shape and
+    /// dtype; what else is stored is reported.
+    #[default]
+    Strict,
+    /// Loads what fits and reports the rest. Values that do not fit keep what they hold.
+    Partial,
+}
+
+/// What a load did on this rank.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LoadSummary {
+    /// How checkpoint and state dict differ.
+    pub report: LoadReport,
+    /// What it cost.
+    pub read: ReadReport,
+    /// The checkpoint's index.
+    pub metadata: Arc<CheckpointMetadata>,
+}
+
+/// This rank's part of a load, ready to be read.
+#[derive(Debug)]
+struct Prepared {
+    metadata: Arc<CheckpointMetadata>,
+    plan: LoadPlan,
+    report: LoadReport,
+    sink: Arc<StateSink>,
+    places: Vec<Place>,
+}
+
+/// Where a leaf sits in the state dict.
+#[derive(Clone, Debug)]
+enum Place {
+    Path(StatePath),
+    TopLevel(Arc<str>),
+}
+
+/// What a rank says of the checkpoint it sees, so that all load the same one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Sight {
+    entries: u64,
+    digest: u64,
+}
+
+impl Default for Loader {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Loader {
+    /// A strict loader for this process alone.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            planner: Arc::new(DefaultLoadPlanner::default()),
+            group: None,
+            coordinator: 0,
+            rule: None,
+            mode: LoadMode::Strict,
+        }
+    }
+
+    /// Loads together with the other ranks of `group`.
+    #[must_use]
+    pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
+        self.group = Some(group);
+        self
+    }
+
+    /// Makes `rank` the coordinator; rank 0 by default.
+    #[must_use]
+    pub fn coordinator(mut self, rank: Rank) -> Self {
+        self.coordinator = rank;
+        self
+    }
+
+    /// Plans with another policy.
+    #[must_use]
+    pub fn planner(mut self, planner: Arc<dyn LoadPlanner>) -> Self {
+        self.planner = planner;
+        self
+    }
+
+    /// How closely the checkpoint must fit.
+    #[must_use]
+    pub fn mode(mut self, mode: LoadMode) -> Self {
+        self.mode = mode;
+        self
+    }
+
+    /// Flattens the state dict by this rule. By default the checkpoint's keys decide, as in
+    /// PyTorch since 2.5: by today's rule, unless only that of 2.0 to 2.3 finds them.
+    #[must_use]
+    pub fn flatten_rule(mut self, rule: FlattenRule) -> Self {
+        self.rule = Some(rule);
+        self
+    }
+
+    /// Loads into `state`: tensors in place, in the memory they have; objects by replacing them.
+    ///
+    /// Nothing is changed before every rank has seen the same checkpoint and found that it fits.
+    /// An error after that leaves tensors partly filled, and objects as they were. Every rank
+    /// gets the same outcome. Dropping the future gives up and aborts the group.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Mismatch`] when the checkpoint does not fit as [`LoadMode`] demands,
+    /// and whatever storage and format find. In a group, [`CheckpointError::Ranks`] on every rank
+    /// with the errors of all.
+    pub async fn load(
+        &self,
+        state: &mut StateDict,
+        reader: &dyn StorageReader,
+    ) -> Result<LoadSummary, CheckpointError> {
+        let group = Group::new(self.group.clone(), self.coordinator)?;
+        let result = self.run(&group, state, reader).await;
+        group.conclude(&result);
+        result
+    }
+
+    async fn run(
+        &self,
+        group: &Group,
+        state: &mut StateDict,
+        reader: &dyn StorageReader,
+    ) -> Result<LoadSummary, CheckpointError> {
+        let prepared = match reader.metadata().await {
+            Ok(metadata) => self.prepare(state, metadata, group),
+            Err(error) => Err(error),
+        };
+        let (sight, prepared) = match prepared {
+            Ok(mine) => (Ok(sight(&mine.metadata)), Some(mine)),
+            Err(error) => (Err(error), None),
+        };
+        let sights = group.agree(Phase::Plan, sight).await?;
+        let Some(Prepared { metadata, plan, report, sink, places }) = prepared else {
+            return Err(CheckpointError::Canceled);
+        };
+        same_sight(&sights)?;
+        tracing::debug!(items = plan.items.len(), "planned");
+
+        let read = reader.read(&metadata, &plan, Arc::clone(&sink) as _).await;
+        let (done, read) = match read {
+            Ok(read) => (Ok(()), read),
+            Err(error) => (Err(error), ReadReport::default()),
+        };
+        group.agree(Phase::Read, done).await?;
+
+        for (leaf, value) in sink.take_objects() {
+            match places.get(leaf) {
+                Some(Place::Path(path)) => set_at_path(state, path, value)?,
+                Some(Place::TopLevel(key)) => {
+                    state.insert(Arc::clone(key), value);
+                }
+                None => {}
+            }
+        }
+        Ok(LoadSummary { report, read, metadata })
+    }
+
+    fn prepare(
+        &self,
+        state: &StateDict,
+        metadata: Arc<CheckpointMetadata>,
+        group: &Group,
+    ) -> Result<Prepared, CheckpointError> {
+        let rule = self.rule.unwrap_or_else(|| choose_rule(state, &metadata));
+        let flat = flatten(state, rule)?;
+        let index = index_of(&flat, |_, _| Ok(0))?;
+        let (plan, report) = self.planner.local_plan(&index, &metadata, &group.context())?;
+        let fits = match self.mode {
+            LoadMode::Exact => report.is_complete() && report.unexpected.is_empty(),
+            LoadMode::Strict => report.is_complete(),
+            LoadMode::Partial => true,
+        };
+        if !fits {
+            let mut told = report;
+            if self.mode == LoadMode::Strict {
+                // What is merely not asked for is no reason to fail, so it is not given as one.
+                told.unexpected.clear();
+            }
+            return Err(CheckpointError::Mismatch { summary: told.to_string() });
+        }
+        let leaves = flat
+            .iter()
+            .map(|entry| (Arc::clone(&entry.fqn), entry.value.as_tensor().cloned()))
+            .collect::<Vec<(Arc<str>, Option<Tensor>)>>();
+        let places = flat
+            .iter()
+            .map(|entry| match &entry.path {
+                Some(path) => Place::Path(Arc::clone(path)),
+                None => Place::TopLevel(Arc::clone(&entry.fqn)),
+            })
+            .collect();
+        Ok(Prepared { metadata, plan, report, sink: Arc::new(StateSink::new(leaves)), places })
+    }
+}
+
+/// A few bytes that differ when two ranks see different checkpoints, as on a network file system
+/// that lags behind.
+fn sight(metadata: &CheckpointMetadata) -> Sight {
+    let mut digest = Digest::new();
+    for (fqn, entry) in metadata.iter() {
+        digest.bytes(fqn.as_bytes());
+        match entry {
+            Entry::Tensor(tensor) => {
+                digest.bytes(tensor.dtype.name().as_bytes());
+                tensor.shape.iter().for_each(|size| digest.number(*size));
+                for chunk in tensor.chunks.iter() {
+                    chunk.offsets.iter().chain(chunk.sizes).for_each(|n| digest.number(*n));
+                    digest.placement(metadata, chunk.placement.as_ref());
+                }
+            }
+            Entry::Object(object) => digest.placement(metadata, object.placement.as_ref()),
+            _ => {}
+        }
+    }
+    Sight { entries: metadata.len() as u64, digest: digest.0 }
+}
+
+struct Digest(u64);
+
+impl Digest {
+    fn new() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+
+    fn number(&mut self, n: u64) {
+        // FNV-1a by words: a checksum among ranks that trust each other, not a hash table's.
+        self.0 = (self.0 ^ n).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.number(bytes.len() as u64);
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.number(u64::from_le_bytes(word));
+        }
+    }
+
+    fn placement(&mut self, metadata: &CheckpointMetadata, placement: Option<&dcp_core::Placement>) {
+        let Some(placement) = placement else { return self.number(u64::MAX) };
+        if let Some(file) = metadata.file(placement.file) {
+            self.bytes(file.as_str().as_bytes());
+        }
+        self.number(placement.byte_offset);
+        self.number(placement.byte_len);
+    }
+}
+
+fn same_sight(sights: &[Sight]) -> Result<(), CheckpointError> {
+    let differs = sights.iter().position(|sight| Some(sight) != sights.first());
+    let Some(rank) = differs else { return Ok(()) };
+    // Every rank sees the same list, so every rank returns this.
+    Err(CheckpointError::Ranks {
+        phase: Phase::Open,
+        failures: vec![dcp_core::RankFailure::new(
+            u32::try_from(rank).unwrap_or(u32::MAX),
+            "it sees another checkpoint than rank 0; the storage may not have settled, try again",
+        )],
+    })
+}

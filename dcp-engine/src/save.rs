@@ -1,0 +1,402 @@
+//! The save protocol: plan, merge, write, commit.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Key, Phase,
+    PlanError, Rank, SavePlan, SavePlanner, SaveSession, StateDict, StorageWriter, Value,
+    WritePlan, WriteReport,
+};
+use dcp_planner::{DefaultSavePlanner, FlattenRule, PlanCache, flatten, index_of};
+use serde::{Deserialize, Serialize};
+
+use crate::group::Group;
+use crate::source::{Leaf, StateSource};
+
+/// Saves state dicts, one after the other.
+///
+/// Every rank of the group makes one with the same settings and calls [`save`](Self::save) with
+/// its own state dict and a writer to the same place. Without a group, this process saves alone.
+///
+/// A saver remembers the plan of its last save. When no rank's structure changed, the next save
+/// exchanges a few bytes per rank instead of plans. Dtypes, shapes, placements, nesting and the
+/// length of encoded objects all count as structure, so a remembered plan is never stale
+/// (PyTorch 2.15's plan cache ignores dtypes).
+#[derive(Clone, Debug)]
+pub struct Saver {
+    planner: Arc<dyn SavePlanner>,
+    group: Option<Arc<dyn Collective>>,
+    coordinator: Rank,
+    rule: FlattenRule,
+    memory: Option<Arc<Memory>>,
+}
+
+/// What a saver remembers of earlier saves.
+#[derive(Debug, Default)]
+struct Memory {
+    /// On the coordinator: placed plans, by all ranks' fingerprints and the generation of names.
+    plans: PlanCache,
+    /// This rank's part of the last one.
+    mine: Mutex<Option<Remembered>>,
+}
+
+#[derive(Clone, Debug)]
+struct Remembered {
+    fingerprint: u128,
+    generation: u64,
+    plan: Arc<WritePlan>,
+}
+
+/// What a save did; the same on every rank, but for the metadata.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct SaveSummary {
+    /// Tensors and objects in the checkpoint.
+    pub entries: u64,
+    /// Bytes that all ranks wrote to data files.
+    pub bytes_written: u64,
+    /// Data files of all ranks.
+    pub files: u64,
+    /// Whether the plan of an earlier save served again.
+    pub reused_plan: bool,
+    plan: Option<Arc<GlobalPlan>>,
+}
+
+impl SaveSummary {
+    /// The index of the new checkpoint; on the coordinator only.
+    #[must_use]
+    pub fn metadata(&self) -> Option<&CheckpointMetadata> {
+        self.plan.as_ref().map(|plan| &plan.metadata)
+    }
+}
+
+/// This rank's state, ready to be planned and written.
+#[derive(Debug)]
+struct Prepared {
+    plan: SavePlan,
+    fingerprint: u128,
+    source: Arc<dyn DataSource>,
+}
+
+/// What a rank tells the coordinator first: its structure, and the generation of names for which
+/// it remembers what to write.
+#[derive(Debug, Serialize, Deserialize)]
+struct Offer {
+    fingerprint: (u64, u64),
+    remembers: Option<u64>,
+}
+
+/// What the coordinator answers.
+#[derive(Debug, Serialize, Deserialize)]
+enum Decision {
+    /// Everybody writes what it wrote last time.
+    Reuse,
+    /// Everybody sends its plan, to be given names of this generation.
+    Plan { generation: u64 },
+}
+
+/// What the coordinator knows until the commit.
+#[derive(Debug)]
+struct Lead {
+    session: SaveSession,
+    fingerprints: Vec<u128>,
+    plan: Option<Arc<GlobalPlan>>,
+    reused: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Totals {
+    entries: u64,
+    bytes_written: u64,
+    files: u64,
+    reused_plan: bool,
+}
+
+impl Default for Saver {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Saver {
+    /// A saver for this process alone, with the default planner.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            planner: Arc::new(DefaultSavePlanner::default()),
+            group: None,
+            coordinator: 0,
+            rule: FlattenRule::default(),
+            memory: Some(Arc::default()),
+        }
+    }
+
+    /// Saves together with the other ranks of `group`.
+    #[must_use]
+    pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
+        self.group = Some(group);
+        self
+    }
+
+    /// Lets `rank` merge the plans and commit; rank 0 by default.
+    #[must_use]
+    pub fn coordinator(mut self, rank: Rank) -> Self {
+        self.coordinator = rank;
+        self
+    }
+
+    /// Plans with another policy.
+    #[must_use]
+    pub fn planner(mut self, planner: Arc<dyn SavePlanner>) -> Self {
+        self.planner = planner;
+        self
+    }
+
+    /// Flattens nested state by another rule; by default as PyTorch does since 2.4.
+    #[must_use]
+    pub fn flatten_rule(mut self, rule: FlattenRule) -> Self {
+        self.rule = rule;
+        self
+    }
+
+    /// Whether to remember plans between saves. On by default; may differ between ranks.
+    #[must_use]
+    pub fn remember_plans(mut self, remember: bool) -> Self {
+        self.memory = remember.then(Arc::default);
+        self
+    }
+
+    /// Saves `state` through `writer`.
+    ///
+    /// When this returns, the checkpoint is durable and visible as a whole. After an error the
+    /// place holds what it held before, and at most files that nothing refers to, which the next
+    /// save removes. Every rank gets the same outcome. Dropping the future gives up: the group is
+    /// aborted, so that the other ranks return too.
+    ///
+    /// # Errors
+    ///
+    /// Without a group, the first error as it is. In a group, [`CheckpointError::Ranks`] on every
+    /// rank, listing all that failed, or [`CheckpointError::Collective`] when a rank was lost.
+    pub async fn save(
+        &self,
+        state: &StateDict,
+        writer: &dyn StorageWriter,
+    ) -> Result<SaveSummary, CheckpointError> {
+        let group = Group::new(self.group.clone(), self.coordinator)?;
+        let result = self.run(&group, state, writer).await;
+        group.conclude(&result);
+        result
+    }
+
+    async fn run(
+        &self,
+        group: &Group,
+        state: &StateDict,
+        writer: &dyn StorageWriter,
+    ) -> Result<SaveSummary, CheckpointError> {
+        let prepared = self.prepare(state, writer, group);
+        let (prepared, plan, lead) = self.plan(group, prepared, writer).await?;
+        tracing::debug!(items = plan.orders.len(), "planned");
+
+        let written = writer.write(&prepared.plan, &plan, Arc::clone(&prepared.source)).await;
+        let reports = group.collect(Phase::Write, written.map(|report| lines(&report))).await?;
+        let reports = reports.map(|reports| reports.map(|reports| ((), reports)));
+        let reports = match group.decide(Phase::Write, reports).await {
+            Ok(((), reports)) => reports,
+            Err(error) => {
+                writer.abandon(&plan).await;
+                return Err(error);
+            }
+        };
+
+        // From here on nothing is removed after a failure: the commit may have become visible
+        // although it could not say so.
+        let committed = match (&lead, reports) {
+            (Some(lead), Some(reports)) => Some(commit(lead, reports, writer).await),
+            _ => None,
+        };
+        let (totals, _): (Totals, _) = group.decide(Phase::Commit, committed).await?;
+        Ok(SaveSummary {
+            entries: totals.entries,
+            bytes_written: totals.bytes_written,
+            files: totals.files,
+            reused_plan: totals.reused_plan,
+            plan: lead.and_then(|lead| lead.plan),
+        })
+    }
+
+    /// Flattens the state and encodes its objects, whose lengths the plan needs.
+    fn prepare(
+        &self,
+        state: &StateDict,
+        writer: &dyn StorageWriter,
+        group: &Group,
+    ) -> Result<Prepared, CheckpointError> {
+        let flat = flatten(state, self.rule)?;
+        let mut leaves = HashMap::with_capacity(flat.len());
+        for entry in &flat {
+            let leaf = match entry.value {
+                Value::Tensor(tensor) => Leaf::Tensor(tensor.clone()),
+                object => Leaf::Object(writer.encode_object(&entry.fqn, object)?),
+            };
+            leaves.insert(&*entry.fqn, leaf);
+        }
+        let index = index_of(&flat, |fqn, _| match leaves.get(fqn) {
+            Some(Leaf::Object(bytes)) => Ok(bytes.len() as u64),
+            _ => Err(PlanError::Unsupported {
+                fqn: fqn.to_owned(),
+                problem: "it is no object".into(),
+            }),
+        })?;
+        let plan = self.planner.local_plan(&index, &group.context())?;
+        let source = Arc::new(StateSource::new(&plan, &leaves)?);
+        Ok(Prepared { fingerprint: plan.fingerprint(), plan, source })
+    }
+
+    /// Agrees on who writes what, and where.
+    async fn plan(
+        &self,
+        group: &Group,
+        prepared: Result<Prepared, CheckpointError>,
+        writer: &dyn StorageWriter,
+    ) -> Result<(Prepared, Arc<WritePlan>, Option<Lead>), CheckpointError> {
+        let remembered = prepared.as_ref().ok().and_then(|mine| self.recall(mine.fingerprint));
+        let offer = prepared.as_ref().map(|mine| Offer {
+            fingerprint: ((mine.fingerprint >> 64) as u64, mine.fingerprint as u64),
+            remembers: remembered.as_ref().map(|last| last.generation),
+        });
+        let (offer, prepared) = match (offer, prepared) {
+            (Ok(offer), Ok(mine)) => (Ok(offer), Some(mine)),
+            (_, Err(error)) => (Err(error), None),
+            (Err(_), Ok(_)) => (Err(no_plan()), None),
+        };
+        let opened = match group.collect(Phase::Plan, offer).await? {
+            None => None,
+            Some(Err(error)) => Some(Err(error)),
+            Some(Ok(offers)) => Some(self.open(&offers, writer).await),
+        };
+        let (decision, lead) = group.decide(Phase::Plan, opened).await?;
+        let prepared = prepared.ok_or_else(no_plan)?;
+
+        let generation = match decision {
+            Decision::Reuse => {
+                let last = remembered.ok_or_else(no_plan)?;
+                return Ok((prepared, last.plan, lead));
+            }
+            Decision::Plan { generation } => generation,
+        };
+        let plans = group.gather(prepared.plan.to_wire()).await?;
+        let merged = lead.zip(plans).map(|(lead, plans)| self.merge(lead, &plans, writer));
+        let (mine, lead) = group.hand_out(Phase::Plan, merged).await?;
+        let plan = Arc::new(WritePlan::from_wire(&mine)?);
+        if let Some(memory) = &self.memory {
+            *memory.mine.lock().unwrap_or_else(PoisonError::into_inner) = Some(Remembered {
+                fingerprint: prepared.fingerprint,
+                generation,
+                plan: Arc::clone(&plan),
+            });
+        }
+        Ok((prepared, plan, lead))
+    }
+
+    fn recall(&self, fingerprint: u128) -> Option<Remembered> {
+        let mine = self.memory.as_ref()?.mine.lock().unwrap_or_else(PoisonError::into_inner);
+        mine.clone().filter(|last| last.fingerprint == fingerprint)
+    }
+
+    /// On the coordinator: looks at the place, and whether the last plan serves again.
+    async fn open(
+        &self,
+        offers: &[Offer],
+        writer: &dyn StorageWriter,
+    ) -> Result<(Decision, Lead), CheckpointError> {
+        let session = writer.begin().await?;
+        let generation = session.generation;
+        let fingerprints: Vec<u128> = offers
+            .iter()
+            .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1))
+            .collect();
+        let all_remember = offers.iter().all(|offer| offer.remembers == Some(generation));
+        let plan = self
+            .memory
+            .as_ref()
+            .filter(|_| all_remember)
+            .and_then(|memory| memory.plans.get(&cache_key(&fingerprints, generation)));
+        let decision = match plan {
+            Some(_) => Decision::Reuse,
+            None => Decision::Plan { generation },
+        };
+        let reused = plan.is_some();
+        Ok((decision, Lead { session, fingerprints, plan, reused }))
+    }
+
+    /// On the coordinator: one plan for all, with a place for every byte.
+    fn merge(
+        &self,
+        mut lead: Lead,
+        plans: &[Bytes],
+        writer: &dyn StorageWriter,
+    ) -> Result<(Vec<Bytes>, Lead), CheckpointError> {
+        let locals = plans
+            .iter()
+            .map(|plan| SavePlan::from_wire(plan))
+            .collect::<Result<Vec<_>, PlanError>>()?;
+        let mut global = self.planner.global_plan(&locals)?;
+        let write_plans = writer.place(&lead.session, &locals, &mut global)?;
+        if write_plans.len() != locals.len() {
+            return Err(no_plan());
+        }
+        // What each rank writes is in its write plan; the index is all that is needed later.
+        global.selections = Vec::new();
+        let global = Arc::new(global);
+        if let Some(memory) = &self.memory {
+            let key = cache_key(&lead.fingerprints, lead.session.generation);
+            memory.plans.insert(key, Arc::clone(&global));
+        }
+        lead.plan = Some(global);
+        Ok((write_plans.iter().map(WritePlan::to_wire).collect(), lead))
+    }
+}
+
+/// Fingerprints say who writes what; the generation, under which names.
+fn cache_key(fingerprints: &[u128], generation: u64) -> Vec<u128> {
+    fingerprints.iter().copied().chain([u128::from(generation)]).collect()
+}
+
+fn no_plan() -> CheckpointError {
+    PlanError::Wire { problem: "the coordinator asked for a plan that is not there".into() }.into()
+}
+
+/// A report as it travels.
+fn lines(report: &WriteReport) -> Vec<(String, u64)> {
+    report.files.iter().map(|(key, len)| (key.to_string(), *len)).collect()
+}
+
+async fn commit(
+    lead: &Lead,
+    reports: Vec<Vec<(String, u64)>>,
+    writer: &dyn StorageWriter,
+) -> Result<(Totals, ()), CheckpointError> {
+    let plan = lead.plan.as_ref().ok_or_else(no_plan)?;
+    let all = reports.iter().flatten();
+    let totals = Totals {
+        entries: plan.metadata.len() as u64,
+        bytes_written: all.clone().map(|(_, len)| *len).sum(),
+        files: all.count() as u64,
+        reused_plan: lead.reused,
+    };
+    let reports = reports
+        .into_iter()
+        .map(|files| {
+            let files = files
+                .into_iter()
+                .map(|(name, len)| Ok((Key::new(name)?, len)))
+                .collect::<Result<_, dcp_core::InvalidKey>>();
+            files.map(WriteReport::new).map_err(|e| dcp_core::StorageError::from(e).into())
+        })
+        .collect::<Result<Vec<_>, CheckpointError>>()?;
+    writer.commit(lead.session.clone(), &plan.metadata, reports).await?;
+    Ok((totals, ()))
+}

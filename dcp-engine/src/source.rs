@@ -1,0 +1,94 @@
+//! The bytes of a state dict, item by item.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, DataSource, Payload, PlanError, Region, SavePlan, Tensor, TensorView,
+};
+
+/// A [`DataSource`] over host tensors and encoded objects, without a copy of contiguous data.
+#[derive(Debug)]
+pub(crate) struct StateSource {
+    items: Vec<(Box<str>, Data)>,
+}
+
+#[derive(Debug)]
+enum Data {
+    View(TensorView),
+    Object(Bytes),
+}
+
+/// One leaf's data.
+#[derive(Clone, Debug)]
+pub(crate) enum Leaf {
+    Tensor(Tensor),
+    Object(Bytes),
+}
+
+impl StateSource {
+    /// Finds the data of every item of `plan` in `leaves`, by FQN and region. A planner may have
+    /// divided a shard: an item may be any part of one.
+    pub(crate) fn new(
+        plan: &SavePlan,
+        leaves: &HashMap<&str, Leaf>,
+    ) -> Result<Self, CheckpointError> {
+        let items = plan
+            .items()
+            .map(|item| {
+                let fqn = &*item.key.fqn;
+                let unsupported = |problem: &str| PlanError::Unsupported {
+                    fqn: fqn.to_owned(),
+                    problem: problem.to_owned(),
+                };
+                let data = match leaves.get(fqn) {
+                    Some(Leaf::Object(bytes)) if !item.is_tensor() => Data::Object(bytes.clone()),
+                    Some(Leaf::Tensor(tensor)) if item.is_tensor() => {
+                        let region = Region::new(item.offsets, item.sizes)
+                            .map_err(|error| unsupported(&error.to_string()))?;
+                        Data::View(find(tensor, &region).ok_or_else(|| {
+                            unsupported("the planner asks for a part that this rank does not hold")
+                        })??)
+                    }
+                    _ => return Err(unsupported("the planner made it up").into()),
+                };
+                Ok((fqn.into(), data))
+            })
+            .collect::<Result<_, CheckpointError>>()?;
+        Ok(Self { items })
+    }
+}
+
+fn find(tensor: &Tensor, region: &Region) -> Option<Result<TensorView, PlanError>> {
+    let exact = tensor.shards().iter().find(|shard| shard.region() == region);
+    let shard = exact.or_else(|| tensor.shards().iter().find(|s| s.region().contains(region)))?;
+    let inner = region.relative_to(shard.region().offsets())?;
+    Some(shard.view().narrow(&inner))
+}
+
+#[async_trait]
+impl DataSource for StateSource {
+    async fn resolve(
+        &self,
+        item: usize,
+        byte_range: Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        let (fqn, data) = self.items.get(item).ok_or_else(|| PlanError::Wire {
+            problem: format!("item {item} of a plan of {}", self.items.len()),
+        })?;
+        let payload = match data {
+            Data::Object(bytes) => Payload::from(bytes.clone()),
+            Data::View(view) => view
+                .payload()
+                .map_err(|source| CheckpointError::Memory { fqn: fqn.to_string(), source })?,
+        };
+        let whole = byte_range.start == 0 && byte_range.end == payload.len();
+        Ok(if whole { payload } else { payload.slice(byte_range) })
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        u64::MAX
+    }
+}

@@ -1,1 +1,4 @@
 //! On-disk formats: pickle, torch archives, PyTorch DCP metadata, safetensors.
+
+pub mod pickle;
+pub mod torch_zip;

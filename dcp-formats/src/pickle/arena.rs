@@ -1,0 +1,322 @@
+//! What a pickle builds, as nodes that refer to each other by number.
+
+use std::borrow::Cow;
+use std::num::NonZeroU32;
+
+/// A node of a [`Pickle`], by number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(NonZeroU32);
+
+/// A value, as the opcodes made it.
+///
+/// Strings and bytes borrow from the input except where the opcode escapes them.
+#[derive(Clone, Debug)]
+pub enum Node<'a> {
+    /// `None`.
+    None,
+    /// A bool.
+    Bool(bool),
+    /// An integer of up to 64 bits.
+    Int(i64),
+    /// A larger one: little-endian two's complement of minimal length.
+    BigInt(Cow<'a, [u8]>),
+    /// A float.
+    Float(f64),
+    /// Text.
+    Str(Cow<'a, str>),
+    /// Text with lone surrogates, in Python's `surrogatepass` form of UTF-8.
+    SurrogateStr(&'a [u8]),
+    /// Immutable bytes, or a Python 2 string that is not UTF-8.
+    Bytes(Cow<'a, [u8]>),
+    /// A `bytearray` of protocol 5.
+    ByteArray(&'a [u8]),
+    /// A tuple.
+    Tuple(Span),
+    /// A list.
+    List(Span),
+    /// A dict: keys and values in turn.
+    Dict(Span),
+    /// A set.
+    Set(Span),
+    /// A frozen set.
+    FrozenSet(Span),
+    /// A name that Python would import; each name is one node.
+    Global(u32),
+    /// What Python would make by a call.
+    Object(u32),
+    /// What `persistent_load` would make of this id; `torch.save` refers to storages that way.
+    Persistent(NodeId),
+}
+
+/// The children of a node: a run of node numbers.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Span {
+    start: u32,
+    len: u32,
+    capacity: u32,
+}
+
+/// A name that Python would import.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct GlobalName<'a> {
+    /// The module, with Python 2 names mapped to Python 3's.
+    pub module: Cow<'a, str>,
+    /// The qualified name in it.
+    pub name: Cow<'a, str>,
+}
+
+/// How Python would make an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Construction {
+    /// `class(*args)`: `REDUCE`, `INST`, `OBJ`.
+    Call,
+    /// `class.__new__(class, *args)`: `NEWOBJ`, `NEWOBJ_EX`.
+    New,
+}
+
+/// An object by its parts.
+#[derive(Clone, Copy, Debug)]
+pub struct ObjectNode {
+    /// What would be called: nearly always a [`Node::Global`].
+    pub class: NodeId,
+    /// The arguments, a [`Node::Tuple`].
+    pub args: NodeId,
+    /// What `BUILD` would hand to `__setstate__` or put in the instance's dict.
+    pub state: Option<NodeId>,
+    /// How it would be called.
+    pub construction: Construction,
+    /// Number of its rare parts, from 1.
+    pub(super) rare: Option<NonZeroU32>,
+}
+
+/// Parts that few objects have.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Rare {
+    pub(super) kwargs: Option<NodeId>,
+    pub(super) items: Span,
+    pub(super) entries: Span,
+}
+
+/// A parsed pickle: an arena of nodes, one of which is the result.
+#[derive(Debug)]
+pub struct Pickle<'a> {
+    pub(super) nodes: Vec<Node<'a>>,
+    pub(super) pool: Vec<NodeId>,
+    pub(super) globals: Vec<GlobalName<'a>>,
+    pub(super) objects: Vec<ObjectNode>,
+    pub(super) rare: Vec<Rare>,
+    pub(super) root: NodeId,
+    pub(super) byte_len: usize,
+    pub(super) protocol: u8,
+}
+
+impl NodeId {
+    /// The node that is always there: `None`.
+    pub(super) const NONE: Self = Self(NonZeroU32::MIN);
+
+    pub(super) fn from_index(index: usize) -> Option<Self> {
+        u32::try_from(index).ok()?.checked_add(1).and_then(NonZeroU32::new).map(Self)
+    }
+
+    pub(super) fn number(self) -> NonZeroU32 {
+        self.0
+    }
+
+    /// A number from 0 below [`Pickle::node_count`], to keep tables by.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0.get() as usize - 1
+    }
+}
+
+impl Span {
+    /// The number of children; a dict has two per entry.
+    #[must_use]
+    pub fn len(self) -> usize {
+        self.len as usize
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+}
+
+impl<'a> Pickle<'a> {
+    /// The result: what the stack had on top at `STOP`.
+    #[must_use]
+    pub fn root(&self) -> NodeId {
+        self.root
+    }
+
+    /// How many bytes of the input the pickle takes, through `STOP`.
+    #[must_use]
+    pub fn byte_len(&self) -> usize {
+        self.byte_len
+    }
+
+    /// The protocol that it declares, 0 where it declares none.
+    #[must_use]
+    pub fn protocol(&self) -> u8 {
+        self.protocol
+    }
+
+    /// The number of nodes.
+    #[must_use]
+    pub fn node_count(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// The number of references from node to node.
+    #[must_use]
+    pub fn reference_count(&self) -> usize {
+        self.pool.len()
+    }
+
+    /// A node of this pickle; `None` (Python's) for the number of another one's.
+    #[must_use]
+    pub fn node(&self, id: NodeId) -> &Node<'a> {
+        self.nodes.get(id.index()).unwrap_or(&Node::None)
+    }
+
+    /// The children of a node.
+    #[must_use]
+    pub fn children(&self, span: Span) -> &[NodeId] {
+        let start = span.start as usize;
+        self.pool.get(start..start + span.len as usize).unwrap_or_default()
+    }
+
+    /// The keys and values of a dict.
+    pub fn entries(&self, span: Span) -> impl ExactSizeIterator<Item = (NodeId, NodeId)> {
+        self.children(span).as_chunks::<2>().0.iter().map(|[key, value]| (*key, *value))
+    }
+
+    /// All names that Python would import, each once.
+    #[must_use]
+    pub fn globals(&self) -> &[GlobalName<'a>] {
+        &self.globals
+    }
+
+    /// The name, if the node is one.
+    #[must_use]
+    pub fn global(&self, id: NodeId) -> Option<&GlobalName<'a>> {
+        match self.node(id) {
+            Node::Global(n) => self.globals.get(*n as usize),
+            _ => None,
+        }
+    }
+
+    /// Module and name, if the node is a global.
+    #[must_use]
+    pub fn global_name(&self, id: NodeId) -> Option<(&str, &str)> {
+        self.global(id).map(|global| (&*global.module, &*global.name))
+    }
+
+    /// The parts, if the node is an object.
+    #[must_use]
+    pub fn object(&self, id: NodeId) -> Option<&ObjectNode> {
+        match self.node(id) {
+            Node::Object(n) => self.objects.get(*n as usize),
+            _ => None,
+        }
+    }
+
+    /// The elements of a tuple node; none for any other.
+    #[must_use]
+    pub fn tuple(&self, id: NodeId) -> &[NodeId] {
+        match self.node(id) {
+            Node::Tuple(span) => self.children(*span),
+            _ => &[],
+        }
+    }
+
+    /// The text, if the node is one.
+    #[must_use]
+    pub fn str(&self, id: NodeId) -> Option<&str> {
+        match self.node(id) {
+            Node::Str(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The integer, if the node is one of up to 64 bits.
+    #[must_use]
+    pub fn int(&self, id: NodeId) -> Option<i64> {
+        match self.node(id) {
+            Node::Int(n) => Some(*n),
+            _ => None,
+        }
+    }
+
+    /// The float, if the node is one.
+    #[must_use]
+    pub fn float(&self, id: NodeId) -> Option<f64> {
+        match self.node(id) {
+            Node::Float(x) => Some(*x),
+            _ => None,
+        }
+    }
+
+    /// Keyword arguments of an object, a dict node.
+    #[must_use]
+    pub fn kwargs(&self, object: &ObjectNode) -> Option<NodeId> {
+        self.rare_of(object).kwargs
+    }
+
+    /// What would be appended to an object.
+    #[must_use]
+    pub fn object_items(&self, object: &ObjectNode) -> &[NodeId] {
+        self.children(self.rare_of(object).items)
+    }
+
+    /// What would be set by key in an object: keys and values in turn.
+    #[must_use]
+    pub fn object_entries(&self, object: &ObjectNode) -> &[NodeId] {
+        self.children(self.rare_of(object).entries)
+    }
+
+    fn rare_of(&self, object: &ObjectNode) -> Rare {
+        let index = object.rare.map(|rare| rare.get() as usize - 1);
+        index.and_then(|index| self.rare.get(index)).copied().unwrap_or_default()
+    }
+
+    /// Appends the children to a span, which moves to the end of the pool when it has to grow
+    /// and something follows it; doubling keeps the moves proportional to what is appended.
+    ///
+    /// `None` when the pool is full.
+    pub(super) fn extend(&mut self, span: Span, children: &[NodeId]) -> Option<Span> {
+        let len = u32::try_from(children.len()).ok()?.checked_add(span.len)?;
+        let used = span.start as usize + span.len as usize;
+        if len <= span.capacity {
+            let room = self.pool.get_mut(used..used + children.len())?;
+            room.copy_from_slice(children);
+            return Some(Span { len, ..span });
+        }
+        if span.start as usize + span.capacity as usize == self.pool.len() {
+            self.pool.truncate(used);
+            self.pool.extend_from_slice(children);
+            u32::try_from(self.pool.len()).ok()?;
+            return Some(Span { start: span.start, len, capacity: len });
+        }
+        let start = u32::try_from(self.pool.len()).ok()?;
+        let capacity = if span.len == 0 { len } else { len.checked_mul(2)? };
+        let end = u32::try_from(self.pool.len() + capacity as usize).ok()?;
+        self.pool.extend_from_within(span.start as usize..used);
+        self.pool.extend_from_slice(children);
+        self.pool.resize(end as usize, NodeId::NONE);
+        Some(Span { start, len, capacity })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_compact() {
+        assert!(size_of::<Node<'_>>() <= 24);
+        assert!(size_of::<ObjectNode>() <= 20);
+        assert_eq!(size_of::<Option<NodeId>>(), 4);
+    }
+}

@@ -1,0 +1,362 @@
+//! Nodes to values.
+
+use std::collections::HashMap;
+
+use bytes::Bytes;
+use dcp_core::{BigInt, Dict, FormatError, Global, Object, Value};
+
+use super::arena::{Node, NodeId, ObjectNode, Pickle, Span};
+use super::limits::Limits;
+
+/// Gives values to objects that the pickle only refers to, above all tensors.
+pub trait Hook {
+    /// The value of an object or persistent node, and whether writing that value would restore
+    /// the object; `None` to have it converted by its parts.
+    ///
+    /// # Errors
+    ///
+    /// When it is damaged. That ends the conversion.
+    fn object(&mut self, pickle: &Pickle<'_>, id: NodeId)
+    -> Result<Option<Converted>, FormatError>;
+}
+
+/// A hook that knows no objects.
+impl Hook for () {
+    fn object(&mut self, _: &Pickle<'_>, _: NodeId) -> Result<Option<Converted>, FormatError> {
+        Ok(None)
+    }
+}
+
+/// A value, and whether it is all there was.
+#[derive(Clone, Debug)]
+pub struct Converted {
+    /// The value, or what could be understood.
+    pub value: Value,
+    /// Whether writing the value would restore the object: not when it had parts that are shared
+    /// or contain themselves, objects of classes, names, or more than the limits allow. What is
+    /// left out is a [`Value::Global`] without a module, by the name `<cycle>`, `<deeper>` or
+    /// `<more>`.
+    pub faithful: bool,
+}
+
+/// Turns nodes of one pickle into values.
+///
+/// `set`, `frozenset`, `complex`, `bytes` and `bytearray` become what they are; an `OrderedDict`
+/// without attributes becomes a dict and a `torch.Size` a tuple, which counts as not faithful;
+/// every other class becomes a [`Value::Object`].
+pub struct Converter<'p, 'a> {
+    pickle: &'p Pickle<'a>,
+    hook: &'p mut dyn Hook,
+    depth: usize,
+    budget: usize,
+    faithful: bool,
+    seen: Vec<Seen>,
+    /// Values without children by node, so that shared ones are shared and not copied.
+    leaves: HashMap<NodeId, Value>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Seen {
+    Never,
+    Open,
+    Done,
+}
+
+impl std::fmt::Debug for Converter<'_, '_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Converter").field("budget", &self.budget).finish_non_exhaustive()
+    }
+}
+
+impl<'p, 'a> Converter<'p, 'a> {
+    /// Prepares to convert nodes of `pickle`.
+    pub fn new(pickle: &'p Pickle<'a>, limits: &Limits, hook: &'p mut dyn Hook) -> Self {
+        let size = pickle.node_count().saturating_add(pickle.reference_count());
+        Self {
+            pickle,
+            hook,
+            depth: limits.depth,
+            budget: size.saturating_mul(limits.values_per_node),
+            faithful: true,
+            seen: vec![Seen::Never; pickle.node_count()],
+            leaves: HashMap::new(),
+        }
+    }
+
+    /// Converts a node and all below it.
+    ///
+    /// # Errors
+    ///
+    /// Those of the hook.
+    pub fn convert(mut self, id: NodeId) -> Result<Converted, FormatError> {
+        let depth = self.depth;
+        let value = self.value(id, depth)?;
+        Ok(Converted { value, faithful: self.faithful })
+    }
+
+    /// Recursion ends with `depth`, which the limits keep small.
+    fn value(&mut self, id: NodeId, depth: usize) -> Result<Value, FormatError> {
+        let Some(budget) = self.budget.checked_sub(1) else { return Ok(self.left_out("<more>")) };
+        self.budget = budget;
+        Ok(match self.pickle.node(id) {
+            Node::None => Value::None,
+            Node::Bool(b) => Value::Bool(*b),
+            Node::Int(n) => Value::Int(*n),
+            Node::Float(x) => Value::Float(*x),
+            Node::Global(_)
+            | Node::Str(_)
+            | Node::SurrogateStr(_)
+            | Node::Bytes(_)
+            | Node::ByteArray(_)
+            | Node::BigInt(_) => self.leaf(id),
+            Node::Tuple(_)
+            | Node::List(_)
+            | Node::Dict(_)
+            | Node::Set(_)
+            | Node::FrozenSet(_)
+            | Node::Object(_)
+            | Node::Persistent(_) => self.container(id, depth)?,
+        })
+    }
+
+    fn left_out(&mut self, why: &str) -> Value {
+        self.faithful = false;
+        Value::Global(Global::new("", why))
+    }
+
+    fn leaf(&mut self, id: NodeId) -> Value {
+        let known = self.leaves.get(&id).cloned();
+        let node = self.pickle.node(id);
+        if matches!(node, Node::Global(_) | Node::SurrogateStr(_))
+            || (known.is_some() && matches!(node, Node::ByteArray(_)))
+        {
+            self.faithful = false;
+        }
+        if let Some(known) = known {
+            return known;
+        }
+        let value = match node {
+            Node::Str(text) => Value::Str(text.as_ref().into()),
+            Node::SurrogateStr(bytes) => Value::Str(String::from_utf8_lossy(bytes).into()),
+            Node::Bytes(bytes) => Value::Bytes(Bytes::copy_from_slice(bytes)),
+            Node::ByteArray(bytes) => Value::ByteArray(Bytes::copy_from_slice(bytes)),
+            Node::BigInt(bytes) => Value::BigInt(BigInt::from_le_bytes(bytes.to_vec())),
+            _ => match self.pickle.global_name(id) {
+                Some((module, name)) => Value::Global(Global::new(module, name)),
+                None => Value::None,
+            },
+        };
+        self.leaves.insert(id, value.clone());
+        value
+    }
+
+    fn container(&mut self, id: NodeId, depth: usize) -> Result<Value, FormatError> {
+        let Some(depth) = depth.checked_sub(1) else { return Ok(self.left_out("<deeper>")) };
+        if let Some(value) = self.leaves.get(&id).cloned() {
+            // Of what ends up here, only bytes cannot be told from a copy.
+            self.faithful &= matches!(value, Value::Bytes(_));
+            return Ok(value);
+        }
+        let before = self.seen.get(id.index()).copied().unwrap_or(Seen::Open);
+        let immutable = matches!(self.pickle.node(id), Node::Tuple(_) | Node::FrozenSet(_));
+        match before {
+            Seen::Open => return Ok(self.left_out("<cycle>")),
+            Seen::Done if !immutable => self.faithful = false,
+            _ => {}
+        }
+        self.mark(id, Seen::Open);
+        let value = match *self.pickle.node(id) {
+            Node::Tuple(span) => Value::Tuple(self.values(span, depth)?),
+            Node::List(span) => Value::List(self.values(span, depth)?),
+            Node::Set(span) => Value::Set(self.values(span, depth)?),
+            Node::FrozenSet(span) => Value::FrozenSet(self.values(span, depth)?),
+            Node::Dict(span) => {
+                let entries = self.pairs(self.pickle.children(span), depth)?;
+                self.dict(entries)
+            }
+            _ => self.object(id, depth)?,
+        };
+        self.mark(id, Seen::Done);
+        Ok(value)
+    }
+
+    fn mark(&mut self, id: NodeId, seen: Seen) {
+        if let Some(slot) = self.seen.get_mut(id.index()) {
+            *slot = seen;
+        }
+    }
+
+    fn values(&mut self, span: Span, depth: usize) -> Result<Vec<Value>, FormatError> {
+        let pickle = self.pickle;
+        self.each(pickle.children(span), depth)
+    }
+
+    fn each(&mut self, ids: &[NodeId], depth: usize) -> Result<Vec<Value>, FormatError> {
+        let mut values = Vec::new();
+        for id in ids {
+            if self.budget == 0 {
+                values.push(self.left_out("<more>"));
+                break;
+            }
+            values.push(self.value(*id, depth)?);
+        }
+        Ok(values)
+    }
+
+    fn pairs(&mut self, ids: &[NodeId], depth: usize) -> Result<Vec<(Value, Value)>, FormatError> {
+        let mut values = self.each(ids, depth)?.into_iter();
+        let mut entries = Vec::with_capacity(values.len() / 2);
+        while let (Some(key), Some(value)) = (values.next(), values.next()) {
+            entries.push((key, value));
+        }
+        Ok(entries)
+    }
+
+    /// A dict, or by its parts where keys are of kinds that no lookup is made for.
+    fn dict(&mut self, entries: Vec<(Value, Value)>) -> Value {
+        if !entries.iter().all(|(key, _)| is_plain_key(key)) {
+            self.faithful = false;
+            let mut object = Object::new(Global::new("builtins", "dict"), Vec::new());
+            object.entries = entries;
+            return Value::Object(Box::new(object));
+        }
+        let len = entries.len();
+        let dict: Dict = entries.into_iter().collect();
+        self.faithful &= dict.len() == len;
+        Value::Dict(dict)
+    }
+
+    fn object(&mut self, id: NodeId, depth: usize) -> Result<Value, FormatError> {
+        if let Some(Converted { value, faithful }) = self.hook.object(self.pickle, id)? {
+            self.faithful &= faithful;
+            self.leaves.insert(id, value.clone());
+            return Ok(value);
+        }
+        let Some(object) = self.pickle.object(id).copied() else {
+            return self.persistent(id, depth);
+        };
+        if let Some(value) = self.known(&object, depth)? {
+            if matches!(value, Value::Bytes(_) | Value::ByteArray(_)) {
+                self.leaves.insert(id, value.clone());
+            }
+            return Ok(value);
+        }
+        self.faithful = false;
+        let pickle = self.pickle;
+        let mut args = self.each(pickle.tuple(object.args), depth)?;
+        let class = match pickle.global_name(object.class) {
+            Some((module, name)) => Global::new(module, name),
+            None => {
+                args.insert(0, self.value(object.class, depth)?);
+                Global::new("", "<call>")
+            }
+        };
+        if let Some(kwargs) = pickle.kwargs(&object) {
+            args.push(self.value(kwargs, depth)?);
+        }
+        let state = object.state.map(|state| self.value(state, depth)).transpose()?;
+        let items = self.each(pickle.object_items(&object), depth)?;
+        let entries = self.pairs(pickle.object_entries(&object), depth)?;
+        Ok(Value::Object(Box::new(Object { class, args, state, items, entries })))
+    }
+
+    fn persistent(&mut self, id: NodeId, depth: usize) -> Result<Value, FormatError> {
+        self.faithful = false;
+        let args = match *self.pickle.node(id) {
+            Node::Persistent(pid) => vec![self.value(pid, depth)?],
+            _ => Vec::new(),
+        };
+        Ok(Value::Object(Box::new(Object::new(Global::new("", "<persistent>"), args))))
+    }
+
+    /// The value of an object of a class that has a kind of value of its own.
+    fn known(&mut self, object: &ObjectNode, depth: usize) -> Result<Option<Value>, FormatError> {
+        let pickle = self.pickle;
+        let Some(name) = pickle.global_name(object.class) else { return Ok(None) };
+        let args = pickle.tuple(object.args);
+        let entries = pickle.object_entries(object);
+        if object.state.is_some()
+            || pickle.kwargs(object).is_some()
+            || !pickle.object_items(object).is_empty()
+            || !(entries.is_empty() || name == ("collections", "OrderedDict"))
+        {
+            return Ok(None);
+        }
+        let list = |id: NodeId| match pickle.node(id) {
+            Node::List(span) => Some(pickle.children(*span)),
+            _ => None,
+        };
+        Ok(match (name, args) {
+            (("builtins", "set"), [items]) if let Some(items) = list(*items) => {
+                Some(Value::Set(self.each(items, depth)?))
+            }
+            (("builtins", "frozenset"), [items]) if let Some(items) = list(*items) => {
+                Some(Value::FrozenSet(self.each(items, depth)?))
+            }
+            (("builtins", "complex"), [re, im]) => {
+                let parts = pickle.float(*re).zip(pickle.float(*im));
+                parts.map(|(re, im)| Value::Complex(re, im))
+            }
+            (("_codecs", "encode"), [_, _]) => latin1(pickle, args).map(Value::Bytes),
+            (("builtins", "bytes"), []) => Some(Value::Bytes(Bytes::new())),
+            (("builtins", "bytearray"), _) => bytearray(pickle, args).map(Value::ByteArray),
+            (("collections", "OrderedDict"), []) => {
+                self.faithful = false;
+                let entries = self.pairs(entries, depth)?;
+                Some(self.dict(entries))
+            }
+            (("torch", "Size"), [sizes]) => {
+                self.faithful = false;
+                Some(Value::Tuple(self.each(pickle.tuple(*sizes), depth)?))
+            }
+            _ => None,
+        })
+    }
+}
+
+/// Kinds of keys that hash well.
+fn is_plain_key(key: &Value) -> bool {
+    match key {
+        Value::Tuple(items) => items.iter().all(is_plain_key),
+        Value::None
+        | Value::Bool(_)
+        | Value::Int(_)
+        | Value::BigInt(_)
+        | Value::Float(_)
+        | Value::Str(_)
+        | Value::Bytes(_)
+        | Value::Global(_) => true,
+        _ => false,
+    }
+}
+
+/// The bytes of `(text, "latin1")`.
+fn latin1(pickle: &Pickle<'_>, args: &[NodeId]) -> Option<Bytes> {
+    let [text, encoding] = args else { return None };
+    matches!(pickle.str(*encoding)?, "latin1" | "latin-1").then_some(())?;
+    pickle
+        .str(*text)?
+        .chars()
+        .map(|c| u8::try_from(c).ok())
+        .collect::<Option<Vec<u8>>>()
+        .map(Into::into)
+}
+
+fn bytearray(pickle: &Pickle<'_>, args: &[NodeId]) -> Option<Bytes> {
+    match args {
+        [] => Some(Bytes::new()),
+        [bytes] => match pickle.node(*bytes) {
+            Node::Bytes(bytes) => Some(Bytes::copy_from_slice(bytes)),
+            _ => {
+                let object = pickle.object(*bytes)?;
+                let name = pickle.global_name(object.class)?;
+                match (name, pickle.tuple(object.args)) {
+                    (("_codecs", "encode"), args) => latin1(pickle, args),
+                    (("builtins", "bytes"), []) => Some(Bytes::new()),
+                    _ => None,
+                }
+            }
+        },
+        _ => latin1(pickle, args),
+    }
+}

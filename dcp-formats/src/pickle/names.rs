@@ -1,0 +1,82 @@
+//! Names of Python 2, which protocols 0 to 2 use to this day (`fix_imports`).
+
+/// Module and name.
+type Name = (&'static str, &'static str);
+
+/// Names that moved one by one, of those that pickled data has.
+const NAMES: &[(Name, Name)] = &[
+    (("__builtin__", "xrange"), ("builtins", "range")),
+    (("__builtin__", "unicode"), ("builtins", "str")),
+    (("__builtin__", "long"), ("builtins", "int")),
+    (("__builtin__", "unichr"), ("builtins", "chr")),
+    (("__builtin__", "reduce"), ("functools", "reduce")),
+    (("__builtin__", "intern"), ("sys", "intern")),
+    (("itertools", "izip"), ("builtins", "zip")),
+    (("itertools", "imap"), ("builtins", "map")),
+    (("itertools", "ifilter"), ("builtins", "filter")),
+    (("itertools", "ifilterfalse"), ("itertools", "filterfalse")),
+    (("itertools", "izip_longest"), ("itertools", "zip_longest")),
+    (("UserDict", "IterableUserDict"), ("collections", "UserDict")),
+    (("UserList", "UserList"), ("collections", "UserList")),
+    (("UserString", "UserString"), ("collections", "UserString")),
+];
+
+/// Modules that moved as a whole, of those that pickled data names.
+const MODULES: &[(&str, &str)] = &[
+    ("__builtin__", "builtins"),
+    ("exceptions", "builtins"),
+    ("copy_reg", "copyreg"),
+    ("cPickle", "pickle"),
+    ("cStringIO", "io"),
+    ("StringIO", "io"),
+    ("Queue", "queue"),
+    ("ConfigParser", "configparser"),
+    ("thread", "_thread"),
+    ("repr", "reprlib"),
+    ("_abcoll", "collections.abc"),
+];
+
+/// The name in Python 3 of a name as stored.
+pub(super) fn to_python3<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
+    if let Some((_, new)) = NAMES.iter().find(|(old, _)| *old == (module, name)) {
+        return *new;
+    }
+    let moved = MODULES.iter().find(|(old, _)| *old == module);
+    (moved.map_or(module, |(_, new)| new), name)
+}
+
+/// The name that protocol 2 stores for a name in Python 3.
+///
+/// Only built-ins and `copyreg`: of the names in the tables above no other occurs in the pickles
+/// that are written here.
+pub(super) fn to_python2<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
+    match (module, name) {
+        ("builtins", "range") => ("__builtin__", "xrange"),
+        ("builtins", "str") => ("__builtin__", "unicode"),
+        ("builtins", "int") => ("__builtin__", "long"),
+        ("builtins", "chr") => ("__builtin__", "unichr"),
+        ("builtins", "zip") => ("itertools", "izip"),
+        ("builtins", "map") => ("itertools", "imap"),
+        ("builtins", "filter") => ("itertools", "ifilter"),
+        ("builtins", _) => ("__builtin__", name),
+        ("copyreg", _) => ("copy_reg", name),
+        _ => (module, name),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn f11_python_2_names_are_mapped() {
+        assert_eq!(to_python3("__builtin__", "xrange"), ("builtins", "range"));
+        assert_eq!(to_python3("__builtin__", "set"), ("builtins", "set"));
+        assert_eq!(to_python3("copy_reg", "_reconstructor"), ("copyreg", "_reconstructor"));
+        assert_eq!(to_python3("torch", "float32"), ("torch", "float32"));
+        for (module, name) in [("builtins", "set"), ("builtins", "range"), ("torch", "Size")] {
+            let (old_module, old_name) = to_python2(module, name);
+            assert_eq!(to_python3(old_module, old_name), (module, name));
+        }
+    }
+}

@@ -1,0 +1,356 @@
+//! The state of the machine: stack, marks, memo, and the arena being built.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use dcp_core::FormatError;
+
+use super::arena::{Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, Rare, Span};
+use super::cursor::{Cursor, Integer};
+use super::limits::Limits;
+use super::names::to_python3;
+
+pub(super) struct Machine<'a> {
+    pub(super) cursor: Cursor<'a>,
+    pub(super) node_limit: usize,
+    pub(super) stack: Vec<NodeId>,
+    /// Lengths of the stack at each open `MARK`.
+    pub(super) marks: Vec<usize>,
+    pub(super) memo: Vec<Option<NodeId>>,
+    pub(super) memo_len: usize,
+    pub(super) by_name: HashMap<GlobalName<'a>, NodeId>,
+    pub(super) out: Pickle<'a>,
+    pub(super) constants: Constants,
+}
+
+/// Values of which every occurrence is the same node.
+pub(super) struct Constants {
+    pub(super) yes: NodeId,
+    pub(super) no: NodeId,
+    pub(super) empty_tuple: NodeId,
+}
+
+impl<'a> Machine<'a> {
+    pub(super) fn new(input: &'a [u8], limits: &Limits) -> Self {
+        let nodes =
+            vec![Node::None, Node::Bool(true), Node::Bool(false), Node::Tuple(Span::default())];
+        let constant = |index| NodeId::from_index(index).unwrap_or(NodeId::NONE);
+        Self {
+            cursor: Cursor::new(input),
+            node_limit: limits.nodes as usize,
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: Vec::new(),
+            memo_len: 0,
+            by_name: HashMap::new(),
+            out: Pickle {
+                nodes,
+                pool: Vec::new(),
+                globals: Vec::new(),
+                objects: Vec::new(),
+                rare: Vec::new(),
+                root: NodeId::NONE,
+                byte_len: 0,
+                protocol: 0,
+            },
+            constants: Constants { yes: constant(1), no: constant(2), empty_tuple: constant(3) },
+        }
+    }
+
+    pub(super) fn finish(mut self, root: NodeId) -> Pickle<'a> {
+        self.out.root = root;
+        self.out.byte_len = self.cursor.position();
+        self.out
+    }
+
+    pub(super) fn add(&mut self, node: Node<'a>) -> Result<NodeId, FormatError> {
+        if self.out.nodes.len() >= self.node_limit {
+            let problem = format!("it makes more than {} objects", self.node_limit);
+            return Err(self.cursor.bad(problem));
+        }
+        let id = NodeId::from_index(self.out.nodes.len());
+        self.out.nodes.push(node);
+        id.ok_or_else(|| self.cursor.bad("it makes too many objects"))
+    }
+
+    pub(super) fn push(&mut self, node: Node<'a>) -> Result<(), FormatError> {
+        let id = self.add(node)?;
+        self.stack.push(id);
+        Ok(())
+    }
+
+    pub(super) fn push_integer(&mut self, integer: Integer<'a>) -> Result<(), FormatError> {
+        self.push(match integer {
+            Integer::Small(n) => Node::Int(n),
+            Integer::Big(bytes) => Node::BigInt(bytes),
+        })
+    }
+
+    pub(super) fn push_str(&mut self, bytes: &'a [u8]) -> Result<(), FormatError> {
+        self.push(match str::from_utf8(bytes) {
+            Ok(text) => Node::Str(text.into()),
+            Err(_) if is_surrogatepass(bytes) => Node::SurrogateStr(bytes),
+            Err(_) => return Err(self.cursor.bad("a string is not UTF-8")),
+        })
+    }
+
+    pub(super) fn push_python2_str(&mut self, bytes: Cow<'a, [u8]>) -> Result<(), FormatError> {
+        self.push(match bytes {
+            Cow::Borrowed(bytes) => match str::from_utf8(bytes) {
+                Ok(text) => Node::Str(text.into()),
+                Err(_) => Node::Bytes(bytes.into()),
+            },
+            Cow::Owned(bytes) => match String::from_utf8(bytes) {
+                Ok(text) => Node::Str(text.into()),
+                Err(error) => Node::Bytes(error.into_bytes().into()),
+            },
+        })
+    }
+
+    /// The stack may not be emptied below the last mark.
+    fn floor(&self) -> usize {
+        self.marks.last().copied().unwrap_or(0)
+    }
+
+    pub(super) fn top(&self) -> Result<NodeId, FormatError> {
+        match self.stack.last() {
+            Some(id) if self.stack.len() > self.floor() => Ok(*id),
+            _ => Err(self.cursor.bad("the stack is empty")),
+        }
+    }
+
+    pub(super) fn pop(&mut self) -> Result<NodeId, FormatError> {
+        let top = self.top()?;
+        self.stack.pop();
+        Ok(top)
+    }
+
+    pub(super) fn mark(&mut self) -> Result<usize, FormatError> {
+        self.marks.pop().ok_or_else(|| self.cursor.bad("there is no mark"))
+    }
+
+    /// Takes everything above the mark as children.
+    pub(super) fn collect(&mut self) -> Result<Span, FormatError> {
+        let start = self.mark()?;
+        self.collect_into(Span::default(), start)
+    }
+
+    /// Takes everything from `start` on as further children of a span.
+    fn collect_into(&mut self, span: Span, start: usize) -> Result<Span, FormatError> {
+        let children = self.stack.get(start..).unwrap_or_default();
+        let span = self
+            .out
+            .extend(span, children)
+            .ok_or_else(|| self.cursor.bad("it has more references than can be numbered"))?;
+        self.stack.truncate(start);
+        Ok(span)
+    }
+
+    pub(super) fn push_tuple(&mut self, start: usize) -> Result<(), FormatError> {
+        let span = self.collect_into(Span::default(), start)?;
+        self.push(Node::Tuple(span))
+    }
+
+    pub(super) fn pop_tuple(&mut self) -> Result<NodeId, FormatError> {
+        let id = self.pop()?;
+        match self.out.node(id) {
+            Node::Tuple(_) => Ok(id),
+            _ => Err(self.cursor.bad("arguments are not in a tuple")),
+        }
+    }
+
+    pub(super) fn pop_str(&mut self) -> Result<Cow<'a, str>, FormatError> {
+        let id = self.pop()?;
+        match self.out.node(id) {
+            Node::Str(text) => Ok(text.clone()),
+            _ => Err(self.cursor.bad("a name is not a string")),
+        }
+    }
+
+    pub(super) fn require_pairs(&self, len: usize) -> Result<(), FormatError> {
+        match len % 2 {
+            0 => Ok(()),
+            _ => Err(self.cursor.bad("a dict has a key without a value")),
+        }
+    }
+
+    /// Where the `len` uppermost values begin, all of them above the last mark.
+    pub(super) fn uppermost(&self, len: usize) -> Result<usize, FormatError> {
+        let start = self.stack.len().checked_sub(len).filter(|start| *start >= self.floor());
+        start.ok_or_else(|| self.cursor.bad("the stack is empty"))
+    }
+
+    /// The value below `start`, which what lies above is put into.
+    fn below(&self, start: usize) -> Result<NodeId, FormatError> {
+        match start.checked_sub(1).filter(|at| *at >= self.floor()) {
+            Some(at) => Ok(self.stack.get(at).copied().unwrap_or(NodeId::NONE)),
+            None => Err(self.cursor.bad("the stack is empty")),
+        }
+    }
+
+    pub(super) fn append_from(&mut self, start: usize) -> Result<(), FormatError> {
+        let target = self.below(start)?;
+        match *self.out.node(target) {
+            Node::List(span) => {
+                let span = self.collect_into(span, start)?;
+                self.replace(target, Node::List(span));
+            }
+            Node::Set(span) => {
+                let span = self.collect_into(span, start)?;
+                self.replace(target, Node::Set(span));
+            }
+            Node::Object(object) => {
+                let rare = self.rare(object)?;
+                let span = self.out.rare.get(rare).map(|rare| rare.items).unwrap_or_default();
+                let span = self.collect_into(span, start)?;
+                if let Some(rare) = self.out.rare.get_mut(rare) {
+                    rare.items = span;
+                }
+            }
+            _ => return Err(self.cursor.bad("items are added to what is no list")),
+        }
+        Ok(())
+    }
+
+    pub(super) fn set_from(&mut self, start: usize) -> Result<(), FormatError> {
+        self.require_pairs(self.stack.len() - start)?;
+        let target = self.below(start)?;
+        match *self.out.node(target) {
+            Node::Dict(span) => {
+                let span = self.collect_into(span, start)?;
+                self.replace(target, Node::Dict(span));
+            }
+            Node::Object(object) => {
+                let rare = self.rare(object)?;
+                let span = self.out.rare.get(rare).map(|rare| rare.entries).unwrap_or_default();
+                let span = self.collect_into(span, start)?;
+                if let Some(rare) = self.out.rare.get_mut(rare) {
+                    rare.entries = span;
+                }
+            }
+            _ => return Err(self.cursor.bad("entries are set in what is no dict")),
+        }
+        Ok(())
+    }
+
+    fn replace(&mut self, id: NodeId, node: Node<'a>) {
+        if let Some(slot) = self.out.nodes.get_mut(id.index()) {
+            *slot = node;
+        }
+    }
+
+    /// The index of the rare parts of an object, made on first use.
+    fn rare(&mut self, object: u32) -> Result<usize, FormatError> {
+        let next = NodeId::from_index(self.out.rare.len());
+        let Some(object) = self.out.objects.get_mut(object as usize) else {
+            return Err(self.cursor.bad("there is no such object"));
+        };
+        if let Some(rare) = object.rare {
+            return Ok(rare.get() as usize - 1);
+        }
+        let next = next.ok_or_else(|| self.cursor.bad("it makes too many objects"))?;
+        object.rare = Some(next.number());
+        self.out.rare.push(Rare::default());
+        Ok(next.index())
+    }
+
+    pub(super) fn put(&mut self, index: u64) -> Result<(), FormatError> {
+        let top = self.top()?;
+        // A pickler numbers its memo from 0, and every entry took at least a byte of input.
+        let index = usize::try_from(index).ok().filter(|index| *index < self.cursor.input_len());
+        let Some(index) = index else {
+            return Err(self.cursor.bad("a memo index is larger than the pickle is long"));
+        };
+        if index >= self.memo.len() {
+            self.memo.resize(index + 1, None);
+        }
+        if let Some(slot) = self.memo.get_mut(index)
+            && slot.replace(top).is_none()
+        {
+            self.memo_len += 1;
+        }
+        Ok(())
+    }
+
+    pub(super) fn get(&mut self, index: u64) -> Result<(), FormatError> {
+        let found = usize::try_from(index).ok().and_then(|index| *self.memo.get(index)?);
+        let id = found.ok_or_else(|| self.cursor.bad(format!("memo {index} is not set")))?;
+        self.stack.push(id);
+        Ok(())
+    }
+
+    pub(super) fn global(
+        &mut self,
+        module: Cow<'a, str>,
+        name: Cow<'a, str>,
+    ) -> Result<NodeId, FormatError> {
+        let mapped = match to_python3(&module, &name) {
+            (m, n) if m == module && n == name => None,
+            (m, n) => Some((m.to_owned(), n.to_owned())),
+        };
+        let global = match mapped {
+            Some((module, name)) => GlobalName { module: module.into(), name: name.into() },
+            None => GlobalName { module, name },
+        };
+        if let Some(id) = self.by_name.get(&global) {
+            return Ok(*id);
+        }
+        let number = u32::try_from(self.out.globals.len())
+            .map_err(|_| self.cursor.bad("it names too many classes"))?;
+        let id = self.add(Node::Global(number))?;
+        self.out.globals.push(global.clone());
+        self.by_name.insert(global, id);
+        Ok(id)
+    }
+
+    pub(super) fn push_object(
+        &mut self,
+        construction: Construction,
+        class: NodeId,
+        args: NodeId,
+        kwargs: Option<NodeId>,
+    ) -> Result<(), FormatError> {
+        let number = u32::try_from(self.out.objects.len())
+            .map_err(|_| self.cursor.bad("it makes too many objects"))?;
+        self.out.objects.push(ObjectNode { class, args, state: None, construction, rare: None });
+        if kwargs.is_some() {
+            let rare = self.rare(number)?;
+            if let Some(rare) = self.out.rare.get_mut(rare) {
+                rare.kwargs = kwargs;
+            }
+        }
+        self.push(Node::Object(number))
+    }
+
+    pub(super) fn build(&mut self, state: NodeId) -> Result<(), FormatError> {
+        let target = self.top()?;
+        let Node::Object(number) = *self.out.node(target) else {
+            return Err(self.cursor.bad("state is given to what has none"));
+        };
+        let object = self.out.objects.get_mut(number as usize);
+        match object {
+            Some(object) if object.state.is_none() => {
+                object.state = Some(state);
+                Ok(())
+            }
+            _ => Err(self.cursor.bad("state is given twice")),
+        }
+    }
+}
+
+/// Whether it is UTF-8 but for encoded surrogates, which Python strings can hold.
+fn is_surrogatepass(bytes: &[u8]) -> bool {
+    let mut rest = bytes;
+    loop {
+        match str::from_utf8(rest) {
+            Ok(_) => return true,
+            Err(error) => {
+                let bad = rest.get(error.valid_up_to()..).unwrap_or_default();
+                match bad {
+                    [0xed, 0xa0..=0xbf, 0x80..=0xbf, after @ ..] => rest = after,
+                    _ => return false,
+                }
+            }
+        }
+    }
+}

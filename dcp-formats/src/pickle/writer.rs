@@ -1,0 +1,367 @@
+//! Writing pickles of protocol 2, byte for byte as CPython's C pickler does.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{BigInt, FormatError};
+
+use super::names::to_python2;
+use super::opcode as op;
+
+/// Items that one `APPENDS` or `SETITEMS` takes.
+const BATCH: usize = 1000;
+
+/// Writes the opcodes of protocol 2 and numbers the memo.
+///
+/// CPython puts every string, tuple, list, dict, global and object into the memo in the order it
+/// meets them, and writes a reference when it meets the same object again. Which strings are the
+/// same object is an accident of the program that made them, so here it is a rule:
+///
+/// * globals are shared by name;
+/// * [`constant`](Self::constant)s are shared by value, as string literals of a module are;
+/// * an [`Arc`] is shared with itself, through [`shared_str`](Self::shared_str);
+/// * the empty string and strings of one Latin-1 character are shared by value, as CPython has
+///   only one object of each;
+/// * all other strings, and all tuples, lists and dicts, are written anew.
+///
+/// Names are Python 3's; those that Python 2 had elsewhere are stored by their old names, as with
+/// `fix_imports`.
+#[derive(Debug)]
+pub struct Writer {
+    out: Vec<u8>,
+    memo_len: u32,
+    by_name: HashMap<(Box<str>, Box<str>), u32>,
+    by_value: HashMap<Box<str>, u32>,
+    /// By address; the clone keeps the address from being used again.
+    by_identity: HashMap<usize, (u32, Arc<str>)>,
+    too_long: bool,
+}
+
+impl Default for Writer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Writer {
+    /// Begins a pickle.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            out: vec![op::PROTO, 2],
+            memo_len: 0,
+            by_name: HashMap::new(),
+            by_value: HashMap::new(),
+            by_identity: HashMap::new(),
+            too_long: false,
+        }
+    }
+
+    /// Ends the pickle.
+    ///
+    /// # Errors
+    ///
+    /// When a string was 4 GiB or longer, for which protocol 2 has no opcode.
+    pub fn finish(mut self) -> Result<Bytes, FormatError> {
+        if self.too_long {
+            return Err(FormatError::new("pickle", "protocol 2 has no strings of 4 GiB or more"));
+        }
+        self.out.push(op::STOP);
+        Ok(self.out.into())
+    }
+
+    /// `None`.
+    pub fn none(&mut self) {
+        self.out.push(op::NONE);
+    }
+
+    /// `True` or `False`.
+    pub fn bool(&mut self, value: bool) {
+        self.out.push(if value { op::NEWTRUE } else { op::NEWFALSE });
+    }
+
+    /// An integer.
+    pub fn int(&mut self, value: i64) {
+        if let Ok(n) = u8::try_from(value) {
+            self.out.extend([op::BININT1, n]);
+        } else if let Ok(n) = u16::try_from(value) {
+            self.out.push(op::BININT2);
+            self.out.extend(n.to_le_bytes());
+        } else if let Ok(n) = i32::try_from(value) {
+            self.out.push(op::BININT);
+            self.out.extend(n.to_le_bytes());
+        } else {
+            self.big_int(&BigInt::from_le_bytes(value.to_le_bytes().to_vec()));
+        }
+    }
+
+    /// An unsigned integer.
+    pub fn uint(&mut self, value: u64) {
+        match i64::try_from(value) {
+            Ok(value) => self.int(value),
+            Err(_) => {
+                let mut bytes = value.to_le_bytes().to_vec();
+                bytes.push(0);
+                self.big_int(&BigInt::from_le_bytes(bytes));
+            }
+        }
+    }
+
+    /// An integer beyond 64 bits.
+    pub fn big_int(&mut self, value: &BigInt) {
+        let bytes = value.to_le_bytes();
+        match (u8::try_from(bytes.len()), u32::try_from(bytes.len())) {
+            (Ok(len), _) => self.out.extend([op::LONG1, len]),
+            (_, Ok(len)) => {
+                self.out.push(op::LONG4);
+                self.out.extend(len.to_le_bytes());
+            }
+            _ => self.too_long = true,
+        }
+        self.out.extend_from_slice(bytes);
+    }
+
+    /// A float.
+    pub fn float(&mut self, value: f64) {
+        self.out.push(op::BINFLOAT);
+        self.out.extend(value.to_be_bytes());
+    }
+
+    /// A string of its own.
+    pub fn str(&mut self, text: &str) {
+        let mut chars = text.chars();
+        match (chars.next(), chars.next()) {
+            (None, _) => self.constant(text),
+            (Some(only), None) if u32::from(only) < 0x100 => self.constant(text),
+            _ => {
+                self.text(text);
+                self.memoize();
+            }
+        }
+    }
+
+    /// A string that is the same object as every equal constant.
+    pub fn constant(&mut self, text: &str) {
+        if let Some(memo) = self.by_value.get(text) {
+            return self.get(*memo);
+        }
+        self.text(text);
+        let memo = self.memoize();
+        self.by_value.insert(text.into(), memo);
+    }
+
+    /// A string that is the same object wherever this `Arc` is.
+    pub fn shared_str(&mut self, text: &Arc<str>) {
+        if text.chars().nth(1).is_none() {
+            return self.str(text);
+        }
+        let address = Arc::as_ptr(text).cast::<u8>().addr();
+        if let Some((memo, _)) = self.by_identity.get(&address) {
+            return self.get(*memo);
+        }
+        let memo = self.memo_len;
+        self.str(text);
+        self.by_identity.insert(address, (memo, Arc::clone(text)));
+    }
+
+    /// Bytes, which protocol 2 spells as Latin-1 text to be encoded.
+    pub fn bytes(&mut self, bytes: &[u8]) {
+        if bytes.is_empty() {
+            self.global("builtins", "bytes");
+            self.empty_tuple();
+        } else {
+            self.global("_codecs", "encode");
+            self.str(&bytes.iter().map(|byte| char::from(*byte)).collect::<String>());
+            self.constant("latin1");
+            self.end_tuple(2);
+        }
+        self.call();
+    }
+
+    /// A name to import.
+    pub fn global(&mut self, module: &str, name: &str) {
+        let (module, name) = to_python2(module, name);
+        let key = (Box::from(module), Box::from(name));
+        if let Some(memo) = self.by_name.get(&key) {
+            return self.get(*memo);
+        }
+        self.out.push(op::GLOBAL);
+        for line in [module, name] {
+            self.out.extend_from_slice(line.as_bytes());
+            self.out.push(b'\n');
+        }
+        let memo = self.memoize();
+        self.by_name.insert(key, memo);
+    }
+
+    /// `()`.
+    pub fn empty_tuple(&mut self) {
+        self.out.push(op::EMPTY_TUPLE);
+    }
+
+    /// A tuple of the `len` values that `items` writes.
+    ///
+    /// # Errors
+    ///
+    /// Those of `items`.
+    pub fn tuple<E>(
+        &mut self,
+        len: usize,
+        items: impl FnOnce(&mut Self) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if len > 3 {
+            self.out.push(op::MARK);
+        }
+        items(self)?;
+        self.end_tuple(len);
+        Ok(())
+    }
+
+    fn end_tuple(&mut self, len: usize) {
+        self.out.push(match len {
+            0 => return self.empty_tuple(),
+            1 => op::TUPLE1,
+            2 => op::TUPLE2,
+            3 => op::TUPLE3,
+            _ => op::TUPLE,
+        });
+        self.memoize();
+    }
+
+    /// A tuple of integers.
+    pub fn uint_tuple(&mut self, values: &[u64]) {
+        let Ok(()) = self.tuple(values.len(), |writer| {
+            values.iter().for_each(|value| writer.uint(*value));
+            Ok::<(), std::convert::Infallible>(())
+        });
+    }
+
+    /// A list whose items `each` writes.
+    ///
+    /// # Errors
+    ///
+    /// Those of `each`.
+    pub fn list<T, E>(
+        &mut self,
+        items: impl ExactSizeIterator<Item = T>,
+        mut each: impl FnMut(&mut Self, T) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.out.push(op::EMPTY_LIST);
+        self.memoize();
+        if items.len() == 1 {
+            for item in items {
+                each(self, item)?;
+            }
+            self.out.push(op::APPEND);
+            return Ok(());
+        }
+        let mut open = 0;
+        for item in items {
+            if open == 0 {
+                self.out.push(op::MARK);
+            }
+            each(self, item)?;
+            open += 1;
+            if open == BATCH {
+                self.out.push(op::APPENDS);
+                open = 0;
+            }
+        }
+        if open > 0 {
+            self.out.push(op::APPENDS);
+        }
+        Ok(())
+    }
+
+    /// A dict whose keys and values `each` writes.
+    ///
+    /// # Errors
+    ///
+    /// Those of `each`.
+    pub fn dict<T, E>(
+        &mut self,
+        entries: impl ExactSizeIterator<Item = T>,
+        mut each: impl FnMut(&mut Self, T) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.out.push(op::EMPTY_DICT);
+        self.memoize();
+        let len = entries.len();
+        if len == 1 {
+            for entry in entries {
+                each(self, entry)?;
+            }
+            self.out.push(op::SETITEM);
+            return Ok(());
+        }
+        if len == 0 {
+            return Ok(());
+        }
+        // Unlike with lists, a last batch that is full is followed by an empty one.
+        self.out.push(op::MARK);
+        let mut open = 0;
+        for entry in entries {
+            each(self, entry)?;
+            open += 1;
+            if open == BATCH {
+                self.out.extend([op::SETITEMS, op::MARK]);
+                open = 0;
+            }
+        }
+        self.out.push(op::SETITEMS);
+        Ok(())
+    }
+
+    /// Calls the global below with the arguments on top.
+    pub fn call(&mut self) {
+        self.out.push(op::REDUCE);
+        self.memoize();
+    }
+
+    /// Makes an instance of the class below with the arguments on top.
+    pub fn new_object(&mut self) {
+        self.out.push(op::NEWOBJ);
+        self.memoize();
+    }
+
+    /// Gives the state on top to the object below.
+    pub fn build(&mut self) {
+        self.out.push(op::BUILD);
+    }
+
+    /// Replaces the id on top by what it stands for.
+    pub fn persistent(&mut self) {
+        self.out.push(op::BINPERSID);
+    }
+
+    fn text(&mut self, text: &str) {
+        match u32::try_from(text.len()) {
+            Ok(len) => {
+                self.out.push(op::BINUNICODE);
+                self.out.extend(len.to_le_bytes());
+                self.out.extend_from_slice(text.as_bytes());
+            }
+            Err(_) => self.too_long = true,
+        }
+    }
+
+    fn memoize(&mut self) -> u32 {
+        let memo = self.memo_len;
+        self.indexed(op::BINPUT, op::LONG_BINPUT, memo);
+        self.memo_len = memo.saturating_add(1);
+        memo
+    }
+
+    fn get(&mut self, memo: u32) {
+        self.indexed(op::BINGET, op::LONG_BINGET, memo);
+    }
+
+    fn indexed(&mut self, short: u8, long: u8, memo: u32) {
+        if let Ok(memo) = u8::try_from(memo) {
+            self.out.extend([short, memo]);
+        } else {
+            self.out.push(long);
+            self.out.extend(memo.to_le_bytes());
+        }
+    }
+}

@@ -1,0 +1,397 @@
+//! Finding the records of an archive from its end.
+
+use std::fmt;
+use std::ops::Range;
+
+use dcp_core::FormatError;
+use indexmap::IndexMap;
+
+use super::le::{u16_at, u32_at, u64_at};
+use super::{
+    CENTRAL_ENTRY, CENTRAL_ENTRY_LEN, END, END_LEN, Halt, LOCAL_HEADER, LOCAL_HEADER_LEN, Method,
+    Progress, Record, Sparse, ZIP64_END, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR,
+    ZIP64_LOCATOR_LEN,
+};
+
+/// The longest comment that may follow the end record, in bytes.
+const COMMENT_MAX: u64 = 0xffff;
+/// Deflate never makes data more than this many times smaller.
+const DEFLATE_RATIO_MAX: u64 = 1032;
+
+/// The central directory of an archive, checked: no two records share a name or a byte.
+#[derive(Clone, Debug)]
+pub struct ArchiveIndex {
+    root: Box<str>,
+    entries: IndexMap<Box<str>, Entry>,
+}
+
+/// A record, as the central directory describes it.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    name: Box<str>,
+    method: Method,
+    crc32: u32,
+    kept_len: u64,
+    byte_len: u64,
+    header_offset: u64,
+    /// Where the next record or the directory begins.
+    limit: u64,
+}
+
+impl ArchiveIndex {
+    /// Reads the directory.
+    ///
+    /// # Errors
+    ///
+    /// When there is none or it makes no sense: records that overlap, lie outside, occur twice,
+    /// are encrypted, or claim to inflate to more than is possible.
+    pub fn parse(blob: &Sparse<'_>) -> Result<Progress<Self>, FormatError> {
+        Progress::from_halting(Self::read(blob))
+    }
+
+    /// Reads the directory of an archive of `byte_len` bytes from its last bytes.
+    ///
+    /// # Errors
+    ///
+    /// As [`ArchiveIndex::parse`].
+    pub fn from_tail(tail: &[u8], byte_len: u64) -> Result<Progress<Self>, FormatError> {
+        Self::parse(&Sparse::tail(byte_len, tail))
+    }
+
+    pub(crate) fn read(blob: &Sparse<'_>) -> Result<Self, Halt> {
+        let directory = Directory::find(blob)?;
+        let bytes = blob.need("the central directory", directory.range.clone())?;
+        if directory.entries > bytes.len() as u64 / CENTRAL_ENTRY_LEN {
+            let claimed = directory.entries;
+            return Err(bad(directory.range.start, format!("no room for {claimed} records")));
+        }
+        let mut entries = IndexMap::new();
+        let mut at = 0;
+        for _ in 0..directory.entries {
+            let offset = directory.range.start + at as u64;
+            let (entry, len) = Entry::parse(bytes.get(at..).unwrap_or_default())
+                .map_err(|problem| bad(offset, problem))?;
+            at += len;
+            if let Some(twice) = entries.insert(entry.name.clone(), entry) {
+                return Err(bad(offset, format!("there are two records {:?}", twice.name)));
+            }
+        }
+        limit(&mut entries, directory.range.start)?;
+        let root = match entries.first().and_then(|(name, _)| name.split_once('/')) {
+            Some((root, _)) => root.into(),
+            None => {
+                let problem = "its records have no common root, so it is no torch.save archive";
+                return Err(bad(directory.range.start, problem));
+            }
+        };
+        Ok(Self { root, entries })
+    }
+
+    /// The first component of all names: `archive`, or the stem of the file that `torch.save`
+    /// wrote.
+    #[must_use]
+    pub fn root(&self) -> &str {
+        &self.root
+    }
+
+    /// All records in the order of the directory.
+    pub fn entries(&self) -> impl ExactSizeIterator<Item = &Entry> {
+        self.entries.values()
+    }
+
+    /// The record of this name under the root, such as `data.pkl` or `data/0`.
+    #[must_use]
+    pub fn entry(&self, name: &str) -> Option<&Entry> {
+        self.entries.get(format!("{}/{name}", self.root).as_str())
+    }
+
+    /// The record of this name under the root.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    pub fn require(&self, name: &str) -> Result<&Entry, FormatError> {
+        self.entry(name)
+            .ok_or_else(|| FormatError::new("torch archive", format!("it has no record {name:?}")))
+    }
+}
+
+impl Entry {
+    /// The name with the root.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Length of the content in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.byte_len
+    }
+
+    /// Where the local header begins, in bytes from the start of the archive.
+    #[must_use]
+    pub fn header_offset(&self) -> u64 {
+        self.header_offset
+    }
+
+    /// The bytes of the local header that [`locate`](Self::locate) looks at.
+    #[must_use]
+    pub fn header_range(&self) -> Range<u64> {
+        let start = self.header_offset;
+        start..start.saturating_add(LOCAL_HEADER_LEN).saturating_add(self.name.len() as u64)
+    }
+
+    /// Where the data lies: only the local header says how long it is itself.
+    ///
+    /// # Errors
+    ///
+    /// When header and directory disagree, or the data would reach into another record.
+    pub fn locate(&self, blob: &Sparse<'_>) -> Result<Progress<Record>, FormatError> {
+        Progress::from_halting(self.find(blob))
+    }
+
+    /// [`locate`](Self::locate) from the bytes of [`header_range`](Self::header_range).
+    ///
+    /// # Errors
+    ///
+    /// As [`locate`](Self::locate), and when there are too few bytes.
+    pub fn data_range(&self, local_header: &[u8]) -> Result<Record, FormatError> {
+        let blob = Sparse::new(self.limit).with(self.header_offset, local_header);
+        self.locate(&blob)?.ready()
+    }
+
+    pub(crate) fn find(&self, blob: &Sparse<'_>) -> Result<Record, Halt> {
+        let header = blob.need("a local header", self.header_range())?;
+        let start = self
+            .data_start(header)
+            .filter(|start| *start <= self.limit && self.kept_len <= self.limit - start)
+            .ok_or_else(|| {
+                let name = &self.name;
+                bad(self.header_offset, format!("header and directory disagree about {name:?}"))
+            })?;
+        // PyTorch can be told not to compute CRCs; it then stores 0.
+        let crc32 = (self.crc32 != 0 || self.byte_len == 0).then_some(self.crc32);
+        let data = start..start + self.kept_len;
+        Ok(Record { data, byte_len: self.byte_len, crc32, method: self.method })
+    }
+
+    fn data_start(&self, header: &[u8]) -> Option<u64> {
+        let agrees = u32_at(header, 0)? == LOCAL_HEADER
+            && u16_at(header, 8)? == if self.method == Method::Stored { 0 } else { 8 }
+            && usize::from(u16_at(header, 26)?) == self.name.len()
+            && header.get(LOCAL_HEADER_LEN as usize..)? == self.name.as_bytes();
+        let len = LOCAL_HEADER_LEN + self.name.len() as u64 + u64::from(u16_at(header, 28)?);
+        self.header_offset.checked_add(len).filter(|_| agrees)
+    }
+
+    /// The entry at the start of `bytes`, and how many bytes it takes.
+    fn parse(bytes: &[u8]) -> Result<(Self, usize), String> {
+        let fixed = Fixed::parse(bytes)
+            .filter(|fixed| fixed.signature == CENTRAL_ENTRY)
+            .ok_or("the directory ends early or is damaged")?;
+        let rest = bytes.get(CENTRAL_ENTRY_LEN as usize..).unwrap_or_default();
+        let (name, rest) =
+            rest.split_at_checked(fixed.name_len.into()).ok_or("a name is cut off")?;
+        let extra = rest.get(..fixed.extra_len.into()).ok_or("an extra field is cut off")?;
+        let len = CENTRAL_ENTRY_LEN as usize
+            + usize::from(fixed.name_len)
+            + usize::from(fixed.extra_len)
+            + usize::from(fixed.comment_len);
+        let name: Box<str> =
+            str::from_utf8(name).map_err(|_| "a record's name is not UTF-8")?.into();
+
+        let mut entry = Self {
+            method: match fixed.method {
+                0 => Method::Stored,
+                8 => Method::Deflated,
+                other => return Err(format!("{name:?} is compressed by unknown method {other}")),
+            },
+            crc32: fixed.crc32,
+            kept_len: fixed.kept_len.into(),
+            byte_len: fixed.byte_len.into(),
+            header_offset: fixed.header_offset.into(),
+            limit: 0,
+            name,
+        };
+        let large = [&mut entry.byte_len, &mut entry.kept_len, &mut entry.header_offset];
+        zip64(extra, large).ok_or_else(|| format!("{:?} lacks a zip64 field", entry.name))?;
+        let name = &entry.name;
+        if fixed.flags & 1 != 0 {
+            return Err(format!("{name:?} is encrypted"));
+        }
+        match entry.method {
+            Method::Stored if entry.kept_len != entry.byte_len => {
+                Err(format!("{name:?} is stored, but with two different lengths"))
+            }
+            Method::Deflated if entry.byte_len / DEFLATE_RATIO_MAX > entry.kept_len => {
+                Err(format!("{name:?} claims to inflate to more than is possible"))
+            }
+            _ => Ok((entry, len)),
+        }
+    }
+}
+
+/// The part of a directory entry that is always there.
+struct Fixed {
+    signature: u32,
+    flags: u16,
+    method: u16,
+    crc32: u32,
+    kept_len: u32,
+    byte_len: u32,
+    name_len: u16,
+    extra_len: u16,
+    comment_len: u16,
+    header_offset: u32,
+}
+
+impl Fixed {
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        Some(Self {
+            signature: u32_at(bytes, 0)?,
+            flags: u16_at(bytes, 8)?,
+            method: u16_at(bytes, 10)?,
+            crc32: u32_at(bytes, 16)?,
+            kept_len: u32_at(bytes, 20)?,
+            byte_len: u32_at(bytes, 24)?,
+            name_len: u16_at(bytes, 28)?,
+            extra_len: u16_at(bytes, 30)?,
+            comment_len: u16_at(bytes, 32)?,
+            header_offset: u32_at(bytes, 42)?,
+        })
+    }
+}
+
+/// Replaces the values that say so by those of the zip64 field, which holds only these, in order.
+fn zip64(mut extra: &[u8], values: [&mut u64; 3]) -> Option<()> {
+    if values.iter().all(|value| **value < ZIP64_FROM) {
+        return Some(());
+    }
+    loop {
+        let (id, len) = (u16_at(extra, 0)?, usize::from(u16_at(extra, 2)?));
+        let field = extra.get(4..4 + len)?;
+        if id == 1 {
+            let mut at = 0;
+            for value in values.into_iter().filter(|value| **value >= ZIP64_FROM) {
+                *value = u64_at(field, at)?;
+                at += 8;
+            }
+            return Some(());
+        }
+        extra = extra.get(4 + len..)?;
+    }
+}
+
+/// Sets how far each record may reach, and refuses records that share bytes.
+fn limit(entries: &mut IndexMap<Box<str>, Entry>, directory: u64) -> Result<(), Halt> {
+    let mut by_offset: Vec<&mut Entry> = entries.values_mut().collect();
+    by_offset.sort_by_key(|entry| std::cmp::Reverse(entry.header_offset));
+    let mut limit = directory;
+    for entry in by_offset {
+        let end = entry.header_range().end.checked_add(entry.kept_len);
+        if end.is_none_or(|end| end > limit) {
+            let problem = format!("{:?} reaches into what follows it", entry.name);
+            return Err(bad(entry.header_offset, problem));
+        }
+        entry.limit = limit;
+        limit = entry.header_offset;
+    }
+    Ok(())
+}
+
+/// Where the central directory lies and how many entries it has.
+struct Directory {
+    range: Range<u64>,
+    entries: u64,
+}
+
+impl Directory {
+    fn find(blob: &Sparse<'_>) -> Result<Self, Halt> {
+        let end_at = find_end(blob)?;
+        let end = blob.need("the end record", end_at..end_at + END_LEN)?;
+        let field = |at| u64::from(u16_at(end, at).unwrap_or(0));
+        if field(4) != 0 || field(6) != 0 || field(8) != field(10) {
+            return Err(bad(end_at, "it is one volume of several"));
+        }
+        let (entries, len, start) = (
+            field(10),
+            u64::from(u32_at(end, 12).unwrap_or(0)),
+            u64::from(u32_at(end, 16).unwrap_or(0)),
+        );
+        let plain = Self { range: start..start.saturating_add(len), entries };
+        let (found, upper) = match find_zip64(blob, end_at)? {
+            Some((large, at)) => {
+                let agrees = |short: u64, long: u64, mark: u64| short == long || short == mark;
+                let large_len = large.range.end - large.range.start;
+                if !agrees(entries, large.entries, 0xffff)
+                    || !agrees(len, large_len, ZIP64_FROM)
+                    || !agrees(start, large.range.start, ZIP64_FROM)
+                {
+                    return Err(bad(end_at, "the two end records disagree"));
+                }
+                (large, at)
+            }
+            None => (plain, end_at),
+        };
+        if found.range.end > upper {
+            return Err(bad(end_at, "the central directory reaches past the end"));
+        }
+        Ok(found)
+    }
+}
+
+/// Where the end record begins: in front of a comment, which PyTorch never writes.
+fn find_end(blob: &Sparse<'_>) -> Result<u64, Halt> {
+    let total = blob.byte_len();
+    let Some(without_comment) = total.checked_sub(END_LEN) else {
+        return Err(bad(0, "it is too short for an archive"));
+    };
+    let last = blob.need("the end record", without_comment..total)?;
+    if u32_at(last, 0) == Some(END) && u16_at(last, 20) == Some(0) {
+        return Ok(without_comment);
+    }
+    let from = without_comment.saturating_sub(COMMENT_MAX);
+    let tail = blob.need("the end record", from..total)?;
+    let comment_fits = |at: usize| {
+        let comment = tail.len() - at - END_LEN as usize;
+        u32_at(tail, at) == Some(END) && u16_at(tail, at + 20).map(usize::from) == Some(comment)
+    };
+    match (0..=tail.len() - END_LEN as usize).rev().find(|at| comment_fits(*at)) {
+        Some(at) => Ok(from + at as u64),
+        None => Err(bad(from, "it has no end record: it is no zip archive, or cut short")),
+    }
+}
+
+/// The directory according to the zip64 end record, and where that record begins.
+fn find_zip64(blob: &Sparse<'_>, end_at: u64) -> Result<Option<(Directory, u64)>, Halt> {
+    let Some(locator_at) = end_at.checked_sub(ZIP64_LOCATOR_LEN) else { return Ok(None) };
+    let locator = blob.need("the zip64 locator", locator_at..end_at)?;
+    if u32_at(locator, 0) != Some(ZIP64_LOCATOR) {
+        return Ok(None);
+    }
+    let at = u64_at(locator, 8).unwrap_or(u64::MAX);
+    let after = at.checked_add(ZIP64_END_LEN).filter(|after| *after <= locator_at);
+    let Some(after) = after else {
+        return Err(bad(locator_at, "the zip64 end record lies outside"));
+    };
+    let record = blob.need("the zip64 end record", at..after)?;
+    let field = |at| u64_at(record, at).unwrap_or(u64::MAX);
+    let (entries, len, start) = (field(32), field(40), field(48));
+    let range = start.checked_add(len).map(|end| start..end);
+    match range {
+        Some(range)
+            if u32_at(record, 0) == Some(ZIP64_END)
+                && field(16) == 0
+                && field(24) == entries
+                && range.end <= at =>
+        {
+            Ok(Some((Directory { range, entries }, at)))
+        }
+        _ => Err(bad(at, "the zip64 end record is damaged")),
+    }
+}
+
+fn bad(byte_offset: u64, problem: impl fmt::Display) -> Halt {
+    FormatError::new("torch archive", problem.to_string()).at(byte_offset).into()
+}

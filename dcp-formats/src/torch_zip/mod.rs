@@ -1,0 +1,39 @@
+//! The zip container of `torch.save`: stored records, each aligned to 64 bytes.
+//!
+//! Every item of a `.distcp` file, and every `.pt` file since PyTorch 1.6, is such an archive.
+//! [`ArchiveEncoder`] lays one out byte for byte as PyTorch does, in one pass and with the length
+//! known before the first byte; [`ArchiveIndex`] finds the records of one from its end, without
+//! reading what lies between. Neither does I/O: the caller brings the bytes it holds as a
+//! [`Sparse`] and is told in [`Progress`] which ones to bring next.
+
+mod directory;
+mod encode;
+mod le;
+mod record;
+mod sparse;
+
+pub use directory::{ArchiveIndex, Entry};
+pub use encode::{ArchiveEncoder, RecordSet, StorageSlot};
+pub use record::{Method, Record};
+pub use sparse::{Progress, Sparse};
+
+pub(crate) use sparse::Halt;
+
+/// Where the data of a record begins is a multiple of this, in bytes from the archive's start.
+pub const ALIGNMENT: u64 = 64;
+
+const LOCAL_HEADER: u32 = 0x0403_4b50;
+const DESCRIPTOR: u32 = 0x0807_4b50;
+const CENTRAL_ENTRY: u32 = 0x0201_4b50;
+const ZIP64_END: u32 = 0x0606_4b50;
+const ZIP64_LOCATOR: u32 = 0x0706_4b50;
+const END: u32 = 0x0605_4b50;
+
+const LOCAL_HEADER_LEN: u64 = 30;
+const CENTRAL_ENTRY_LEN: u64 = 46;
+const ZIP64_END_LEN: u64 = 56;
+const ZIP64_LOCATOR_LEN: u64 = 20;
+const END_LEN: u64 = 22;
+
+/// From this size or offset on, zip64 fields take over.
+const ZIP64_FROM: u64 = 0xffff_ffff;

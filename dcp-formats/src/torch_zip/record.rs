@@ -1,0 +1,81 @@
+//! The data of one record.
+
+use std::borrow::Cow;
+use std::io::Read;
+use std::ops::Range;
+
+use dcp_core::FormatError;
+
+/// How the data of a record is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// As it is; all that PyTorch writes.
+    Stored,
+    /// Deflated; PyTorch reads such archives when others wrote them.
+    Deflated,
+}
+
+/// Where the data of a record lies, and what it must be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Where the data lies as it is kept, in bytes from the start of the archive.
+    pub data: Range<u64>,
+    /// Length in bytes once decoded.
+    pub byte_len: u64,
+    /// CRC-32 of the decoded bytes; `None` where a writer left it out.
+    pub crc32: Option<u32>,
+    /// How the data is kept.
+    pub method: Method,
+}
+
+impl Record {
+    /// The content, from the bytes of [`data`](Self::data).
+    ///
+    /// # Errors
+    ///
+    /// When `kept` has another length, does not inflate to what the directory promises, the CRC
+    /// differs, or the content is longer than `limit` bytes and would have to be inflated.
+    pub fn decode<'a>(&self, kept: &'a [u8], limit: u64) -> Result<Cow<'a, [u8]>, FormatError> {
+        let bad = |problem: String| FormatError::new("archive record", problem).at(self.data.start);
+        let expected = self.data.end.saturating_sub(self.data.start);
+        if kept.len() as u64 != expected {
+            return Err(bad(format!("{} bytes were read instead of {expected}", kept.len())));
+        }
+        let content = match self.method {
+            Method::Stored => Cow::Borrowed(kept),
+            Method::Deflated => {
+                if self.byte_len > limit {
+                    return Err(bad(format!("{} bytes, at most {limit} allowed", self.byte_len)));
+                }
+                let mut inflated = Vec::new();
+                flate2::read::DeflateDecoder::new(kept)
+                    .take(self.byte_len.saturating_add(1))
+                    .read_to_end(&mut inflated)
+                    .map_err(|error| bad("it does not inflate".into()).with_source(error))?;
+                Cow::Owned(inflated)
+            }
+        };
+        if content.len() as u64 != self.byte_len {
+            let (is, should) = (content.len(), self.byte_len);
+            return Err(bad(format!("its content has not {should} bytes (stops at {is})")));
+        }
+        self.check_crc32(crc32fast::hash(&content))?;
+        Ok(content)
+    }
+
+    /// Compares with the CRC-32 of the decoded bytes, for callers that stream them.
+    ///
+    /// # Errors
+    ///
+    /// When it differs. PyTorch itself (2.15) loads such a record without a word.
+    pub fn check_crc32(&self, found: u32) -> Result<(), FormatError> {
+        match self.crc32 {
+            Some(expected) if expected != found => {
+                let problem =
+                    format!("its CRC-32 is {found:08x}, not {expected:08x}: the data is damaged");
+                Err(FormatError::new("archive record", problem).at(self.data.start))
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,1 +1,24 @@
-//! Geometry and policy: save and load planners, flattening, sharding arithmetic, dedup and validation.
+//! Geometry and policy: save and load planners, flattening, sharding arithmetic, dedup and
+//! validation.
+//!
+//! Everything here is pure: no I/O, no clock, no randomness, and no order that depends on a hash.
+//! Descriptions go in, plans come out; data never passes through.
+//!
+//! A save: [`flatten()`] the state dict, describe it with [`index_of`], let a
+//! [`DefaultSavePlanner`] make each rank's plan and the coordinator's global one. A load: either
+//! the caller's state dict, flattened by the rule that [`choose_rule`] finds, or a [`Template`] of
+//! what is stored; then a [`DefaultLoadPlanner`].
+
+mod flatten;
+mod load;
+mod overlap;
+mod python_str;
+mod save;
+mod unflatten;
+mod validate;
+
+pub use flatten::{FlatEntry, FlattenRule, choose_rule, flatten, index_of};
+pub use load::DefaultLoadPlanner;
+pub use save::{DedupPolicy, DefaultSavePlanner};
+pub use unflatten::{set_at_path, unflatten};
+pub use validate::validate_metadata;

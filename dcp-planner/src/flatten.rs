@@ -1,0 +1,244 @@
+//! State dicts as flat lists of leaves, by PyTorch's rules.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointMetadata, LeafKind, PathItem, PlanError, StateDict, StateIndex, StateLeaf, StatePath,
+    Tensor, Value,
+};
+
+use crate::python_str::python_str;
+
+/// Containers within containers that are still descended; CPython's own limit on recursion stops
+/// PyTorch at about as many.
+pub(crate) const MAX_DEPTH: usize = 512;
+
+/// Which containers become part of the names, and which stay one value.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum FlattenRule {
+    /// PyTorch 2.4 and later: every dict is descended, and every list that holds, at any depth of
+    /// lists, a tensor or a dict. Empty dicts vanish. Everything else is a leaf, tuples of
+    /// tensors included.
+    #[default]
+    Torch24,
+    /// PyTorch 2.0 to 2.3: dicts and lists are descended only when they hold a tensor at some
+    /// depth, so `{"lr": 0.1}` is one object.
+    Torch20,
+    /// `flatten_state_dict=False`: the entries of the top level, which have no path.
+    TopLevel,
+}
+
+/// A leaf of a flattened state dict.
+#[derive(Clone, Debug)]
+pub struct FlatEntry<'a> {
+    /// The flat name: the steps of the path, joined by dots without any escape.
+    pub fqn: Arc<str>,
+    /// The steps; `None` under [`FlattenRule::TopLevel`].
+    pub path: Option<StatePath>,
+    /// The leaf.
+    pub value: &'a Value,
+}
+
+/// The leaves of a state dict in its order.
+///
+/// Keys of dicts become text as Python's `str()` prints them. Instances of `OrderedDict`,
+/// `defaultdict` and `Counter` are dicts; a [`Value::Opaque`] is a leaf whatever it shows.
+///
+/// # Errors
+///
+/// [`PlanError::DuplicateFqn`] when two leaves get the same name, and
+/// [`PlanError::Unsupported`] for keys that have no text of their own and for containers nested
+/// more than 512 deep.
+pub fn flatten(state: &StateDict, rule: FlattenRule) -> Result<Vec<FlatEntry<'_>>, PlanError> {
+    let mut walk = Walk { rule, path: Vec::new(), leaves: Vec::new() };
+    for (key, value) in state.iter() {
+        walk.step_into(key, value)?;
+    }
+    let mut seen = HashSet::with_capacity(walk.leaves.len());
+    for leaf in &walk.leaves {
+        if !seen.insert(&*leaf.fqn) {
+            return Err(PlanError::DuplicateFqn { fqn: leaf.fqn.to_string() });
+        }
+    }
+    drop(seen);
+    Ok(walk.leaves)
+}
+
+/// Describes flat leaves to planners. `object_len` says how many bytes an object has when
+/// encoded; it is called once for each leaf that is no tensor, in order.
+///
+/// # Errors
+///
+/// The first error of `object_len`.
+pub fn index_of<E>(
+    entries: &[FlatEntry<'_>],
+    mut object_len: impl FnMut(&str, &Value) -> Result<u64, E>,
+) -> Result<StateIndex, E> {
+    let leaves = entries
+        .iter()
+        .map(|entry| {
+            let kind = match entry.value {
+                Value::Tensor(tensor) => tensor_kind(tensor),
+                object => LeafKind::Object { byte_len: object_len(&entry.fqn, object)? },
+            };
+            Ok(StateLeaf { fqn: Arc::clone(&entry.fqn), path: entry.path.clone(), kind })
+        })
+        .collect::<Result<_, E>>()?;
+    Ok(StateIndex { leaves })
+}
+
+fn tensor_kind(tensor: &Tensor) -> LeafKind {
+    LeafKind::Tensor {
+        dtype: tensor.dtype(),
+        shape: tensor.shape().clone(),
+        sharded: tensor.is_sharded(),
+        regions: tensor.shards().iter().map(|shard| shard.region().clone()).collect(),
+    }
+}
+
+/// The rule by which a state dict has to be flattened to meet the names of a checkpoint.
+///
+/// PyTorch 2.5 and later do the same on every load: the old rule is taken for the whole load as
+/// soon as it produces a name that the checkpoint has and the present rule does not produce.
+///
+/// # Errors
+///
+/// As [`flatten`].
+pub fn choose_rule(
+    state: &StateDict,
+    stored: &CheckpointMetadata,
+) -> Result<FlattenRule, PlanError> {
+    let present = flatten(state, FlattenRule::Torch24)?;
+    let present: HashSet<&str> = present.iter().map(|leaf| &*leaf.fqn).collect();
+    if stored.iter().all(|(fqn, _)| present.contains(&**fqn)) {
+        return Ok(FlattenRule::Torch24);
+    }
+    // Names that clash under the old rule alone are no reason to refuse the present one.
+    let Ok(old) = flatten(state, FlattenRule::Torch20) else { return Ok(FlattenRule::Torch24) };
+    let met =
+        old.iter().any(|leaf| !present.contains(&*leaf.fqn) && stored.get(&leaf.fqn).is_some());
+    Ok(if met { FlattenRule::Torch20 } else { FlattenRule::Torch24 })
+}
+
+/// The entries of a value that Python would call a mapping.
+pub(crate) fn mapping(value: &Value) -> Option<Mapping<'_>> {
+    match value {
+        Value::Dict(dict) => Some(Box::new(dict.iter())),
+        Value::Object(object) if &*object.class.module == "collections" => {
+            match &*object.class.name {
+                "OrderedDict" | "defaultdict" => {
+                    Some(Box::new(object.entries.iter().map(|(key, value)| (key, value))))
+                }
+                "Counter" => {
+                    let counted = object.args.iter().filter_map(Value::as_dict);
+                    let set = object.entries.iter().map(|(key, value)| (key, value));
+                    Some(Box::new(counted.flat_map(|dict| dict.iter()).chain(set)))
+                }
+                _ => None,
+            }
+        }
+        _ => None,
+    }
+}
+
+pub(crate) type Mapping<'a> = Box<dyn Iterator<Item = (&'a Value, &'a Value)> + 'a>;
+
+struct Walk<'a> {
+    rule: FlattenRule,
+    path: Vec<PathItem>,
+    leaves: Vec<FlatEntry<'a>>,
+}
+
+impl<'a> Walk<'a> {
+    fn step_into(&mut self, key: &Value, value: &'a Value) -> Result<(), PlanError> {
+        let text = python_str(key).ok_or_else(|| {
+            self.unsupported(format!("a dict key of type {} has no text", key.kind()))
+        })?;
+        self.visit(PathItem::Key(text.into()), value)
+    }
+
+    fn visit(&mut self, step: PathItem, value: &'a Value) -> Result<(), PlanError> {
+        if self.path.len() >= MAX_DEPTH {
+            return Err(self.unsupported(format!("it is nested more than {MAX_DEPTH} deep")));
+        }
+        self.path.push(step);
+        if !self.is_descended(value)? {
+            let path = (self.rule != FlattenRule::TopLevel).then(|| self.path.as_slice().into());
+            self.leaves.push(FlatEntry { fqn: joined(&self.path).into(), path, value });
+        } else if let Some(entries) = mapping(value) {
+            for (key, value) in entries {
+                self.step_into(key, value)?;
+            }
+        } else if let Value::List(items) = value {
+            for (index, item) in items.iter().enumerate() {
+                self.visit(PathItem::Index(index as u64), item)?;
+            }
+        }
+        self.path.pop();
+        Ok(())
+    }
+
+    fn is_descended(&self, value: &Value) -> Result<bool, PlanError> {
+        match self.rule {
+            FlattenRule::TopLevel => Ok(false),
+            FlattenRule::Torch24 if mapping(value).is_some() => Ok(true),
+            FlattenRule::Torch24 | FlattenRule::Torch20 => {
+                holds_more(value, self.rule, MAX_DEPTH - self.path.len() + 1).ok_or_else(|| {
+                    self.unsupported(format!("it is nested more than {MAX_DEPTH} deep"))
+                })
+            }
+        }
+    }
+
+    fn unsupported(&self, problem: String) -> PlanError {
+        // The name of something nested too deep would fill the screen.
+        let shown = self.path.len().min(16);
+        let mut fqn = joined(&self.path[..shown]);
+        if shown < self.path.len() {
+            fqn.push_str(".…");
+        }
+        PlanError::Unsupported { fqn, problem }
+    }
+}
+
+/// PyTorch's test of what is no terminal; `None` when `depth` levels do not suffice to tell.
+fn holds_more(value: &Value, rule: FlattenRule, depth: usize) -> Option<bool> {
+    let depth = depth.checked_sub(1)?;
+    let more = |item: &Value| match item {
+        Value::Tensor(_) => Some(true),
+        Value::List(_) => holds_more(item, rule, depth),
+        _ if rule == FlattenRule::Torch24 => Some(mapping(item).is_some()),
+        _ => holds_more(item, rule, depth),
+    };
+    let mut items: Box<dyn Iterator<Item = &Value>> = match value {
+        Value::List(items) => Box::new(items.iter()),
+        _ if rule == FlattenRule::Torch20 => match mapping(value) {
+            Some(entries) => Box::new(entries.map(|(_, value)| value)),
+            None => return Some(false),
+        },
+        _ => return Some(false),
+    };
+    items
+        .find_map(|item| match more(item) {
+            Some(false) => None,
+            found => Some(found),
+        })
+        .unwrap_or(Some(false))
+}
+
+/// The flat name of a path.
+pub(crate) fn joined(path: &[PathItem]) -> String {
+    let mut name = String::new();
+    for (position, step) in path.iter().enumerate() {
+        if position > 0 {
+            name.push('.');
+        }
+        match step {
+            PathItem::Key(key) => name.push_str(key),
+            PathItem::Index(index) => name.push_str(&index.to_string()),
+        }
+    }
+    name
+}

@@ -199,7 +199,7 @@ impl Loader {
         metadata: Arc<CheckpointMetadata>,
         group: &Group,
     ) -> Result<Prepared, CheckpointError> {
-        let rule = self.rule.unwrap_or_else(|| choose_rule(state, &metadata));
+        let rule = self.rule.map_or_else(|| choose_rule(state, &metadata), Ok)?;
         let flat = flatten(state, rule)?;
         let index = index_of(&flat, |_, _| Ok(0))?;
         let (plan, report) = self.planner.local_plan(&index, &metadata, &group.context())?;

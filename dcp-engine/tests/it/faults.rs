@@ -1,0 +1,171 @@
+//! Whatever fails, every rank returns, nobody is blamed wrongly, and no checkpoint is lost.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dcp_conformance::{Fault, FaultStorage};
+use dcp_core::{CheckpointError, Phase, StateDict, Storage, StorageErrorKind, Value};
+use dcp_engine::Saver;
+use dcp_formats::dcp::DcpWriter;
+
+use crate::harness::{block_on, holds_sample, memory, on_ranks, sample, save, save_sample};
+
+/// T1: PyTorch 2.15 loses errors of writer threads and commits a checkpoint with holes.
+#[test]
+fn t01_one_failing_rank_fails_the_save_on_all() {
+    for failing in 0..3 {
+        let storage = memory();
+        save_sample(2, &storage, 1);
+        let results = on_ranks(3, |rank, group| {
+            let mut mine = Arc::clone(&storage);
+            if rank == failing {
+                // The first operations of the coordinator look at the place; fail the writing.
+                let full = Fault::Fail(StorageErrorKind::Full);
+                let faulty = (0..20).fold(FaultStorage::new(mine), |s, n| match n {
+                    0..=3 if rank == 0 => s,
+                    n => s.with_fault(n, full),
+                });
+                mine = Arc::new(faulty);
+            }
+            save(group, &sample(rank, 3, 2), &mine)
+        });
+        for result in results {
+            let error = result.unwrap_err();
+            let CheckpointError::Ranks { failures, .. } = &error else { panic!("{error}") };
+            assert_eq!(failures.iter().map(|f| f.rank).collect::<Vec<_>>(), [failing], "{error}");
+            assert!(error.to_string().contains("full"), "{error}");
+        }
+        assert!(holds_sample(&storage, 1), "the old checkpoint is untouched");
+    }
+}
+
+/// T2, T3: PyTorch 2.15 truncates the old files first, and unlinks the old metadata before it
+/// renames the new one into place.
+#[test]
+fn t02_t03_a_death_at_any_operation_keeps_one_whole_checkpoint() {
+    let count = {
+        let storage = memory();
+        save_sample(1, &storage, 1);
+        let counted = Arc::new(FaultStorage::new(storage));
+        let place: Arc<dyn Storage> = Arc::clone(&counted) as _;
+        block_on(Saver::new().save(&sample(0, 1, 2), &DcpWriter::new(place))).unwrap();
+        counted.operations()
+    };
+    assert!(count > 5, "{count}");
+    let (mut kept_old, mut has_new) = (0, 0);
+    for alive in 0..=count {
+        let storage = memory();
+        save_sample(1, &storage, 1);
+        let dying: Arc<dyn Storage> =
+            Arc::new(FaultStorage::new(Arc::clone(&storage)).dying_after(alive));
+        let result = block_on(Saver::new().save(&sample(0, 1, 2), &DcpWriter::new(dying)));
+        // The storage still holds what the dead process left.
+        if result.is_ok() || !holds_sample(&storage, 1) {
+            assert!(holds_sample(&storage, 2), "after {alive} operations");
+            has_new += 1;
+        } else {
+            kept_old += 1;
+        }
+        save_sample(1, &storage, 3);
+        assert!(holds_sample(&storage, 3), "the next save works after {alive} operations");
+    }
+    assert!(kept_old > 0 && has_new > 0, "{kept_old} {has_new}");
+}
+
+#[test]
+fn leftovers_of_a_dead_save_are_gone_after_the_next_one() {
+    use futures_util::StreamExt;
+    let storage = memory();
+    let dying: Arc<dyn Storage> =
+        Arc::new(FaultStorage::new(Arc::clone(&storage)).dying_after(4));
+    assert!(block_on(Saver::new().save(&sample(0, 1, 2), &DcpWriter::new(dying))).is_err());
+    save_sample(1, &storage, 3);
+    save_sample(1, &storage, 4);
+    let files = block_on(async { storage.list(None).count().await });
+    let fresh = memory();
+    save_sample(1, &fresh, 4);
+    assert_eq!(files, block_on(async { fresh.list(None).count().await }));
+}
+
+#[test]
+fn a_value_that_cannot_be_saved_names_rank_and_key() {
+    let storage = memory();
+    let results = on_ranks(2, |rank, group| {
+        let mut state = sample(rank, 2, 0);
+        if rank == 1 {
+            state.insert("model.bias", 1);
+        }
+        save(group, &state, &storage)
+    });
+    for result in results {
+        let error = result.unwrap_err();
+        assert!(matches!(error, CheckpointError::Ranks { phase: Phase::Plan, .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("rank 1") && text.contains("model.bias"), "{text}");
+    }
+}
+
+/// T8: PyTorch 2.15 picks one of several differing replicas without a word.
+#[test]
+fn t08_ranks_that_contradict_each_other_are_refused() {
+    let storage = memory();
+    let results = on_ranks(2, |rank, group| {
+        let value: Value = if rank == 0 {
+            crate::harness::counting_whole(&[3], 0).into()
+        } else {
+            crate::harness::counting_whole(&[4], 0).into()
+        };
+        save(group, &StateDict::from([("t", value)]), &storage)
+    });
+    for result in results {
+        let text = result.unwrap_err().to_string();
+        assert!(text.contains("\"t\"") && text.contains("rank 1"), "{text}");
+    }
+}
+
+#[test]
+fn a_panicking_rank_does_not_leave_the_others_waiting() {
+    let storage = memory();
+    let begin = Instant::now();
+    let results = on_ranks(3, |rank, group| {
+        if rank == 2 {
+            let thread = std::thread::spawn(move || {
+                let _group = group;
+                std::panic::panic_any("rank 2 has a bug");
+            });
+            assert!(thread.join().is_err());
+            return None;
+        }
+        Some(save(group, &sample(rank, 3, 0), &storage))
+    });
+    assert!(begin.elapsed() < Duration::from_secs(15));
+    for result in results.into_iter().flatten() {
+        let text = dcp_core::error_chain(&result.unwrap_err());
+        assert!(text.contains("rank 2"), "{text}");
+    }
+}
+
+#[test]
+fn a_canceled_save_releases_the_other_ranks() {
+    let storage = memory();
+    let results = on_ranks(2, |rank, group| {
+        if rank == 1 {
+            // Rank 1 gives up before rank 0 even begins.
+            drop_a_save(group, &storage);
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        Some(save(group, &sample(rank, 2, 0), &storage))
+    });
+    let text = dcp_core::error_chain(results[0].as_ref().unwrap().as_ref().unwrap_err());
+    assert!(text.contains("rank 1"), "{text}");
+}
+
+fn drop_a_save(group: Arc<dyn dcp_core::Collective>, storage: &Arc<dyn Storage>) {
+    block_on(async {
+        let (state, writer) = (sample(1, 2, 0), DcpWriter::new(Arc::clone(storage)));
+        let saver = Saver::new().group(group);
+        let save = saver.save(&state, &writer);
+        assert!(tokio::time::timeout(Duration::from_millis(5), save).await.is_err());
+    });
+}

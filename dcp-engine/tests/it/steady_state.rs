@@ -1,0 +1,83 @@
+//! Saves of an unchanged structure reuse the plan.
+
+use std::sync::Arc;
+
+use dcp_core::{Collective, DType, StateDict, Tensor};
+use dcp_engine::{SaveSummary, Saver};
+use dcp_formats::dcp::DcpWriter;
+
+use crate::harness::{block_on, holds_sample, memory, on_ranks, sample};
+
+#[test]
+fn the_second_save_reuses_the_plan() {
+    let places = [memory(), memory(), memory()];
+    let runs = on_ranks(3, |rank, group| {
+        let saver = Saver::new().group(group);
+        places
+            .iter()
+            .zip([10, 20, 30])
+            .map(|(place, first)| {
+                let writer = DcpWriter::new(Arc::clone(place));
+                block_on(saver.save(&sample(rank, 3, first), &writer)).unwrap().reused_plan
+            })
+            .collect::<Vec<_>>()
+    });
+    assert!(runs.iter().all(|run| run == &[false, true, true]), "{runs:?}");
+    for (place, first) in places.iter().zip([10, 20, 30]) {
+        assert!(holds_sample(place, first));
+    }
+}
+
+#[test]
+fn an_overwrite_gets_new_names_and_so_a_new_plan() {
+    let place = memory();
+    let runs = on_ranks(2, |rank, group| {
+        let saver = Saver::new().group(group);
+        (0..3)
+            .map(|step| {
+                let writer = DcpWriter::new(Arc::clone(&place));
+                block_on(saver.save(&sample(rank, 2, step), &writer)).unwrap().reused_plan
+            })
+            .collect::<Vec<_>>()
+    });
+    assert!(runs.iter().all(|run| run == &[false, false, false]), "{runs:?}");
+    assert!(holds_sample(&place, 2));
+}
+
+fn save_twice(
+    group: Arc<dyn Collective>,
+    first: &StateDict,
+    second: &StateDict,
+) -> (SaveSummary, Option<DType>) {
+    let saver = Saver::new().group(group);
+    block_on(async {
+        saver.save(first, &DcpWriter::new(memory())).await.unwrap();
+        let summary = saver.save(second, &DcpWriter::new(memory())).await.unwrap();
+        let entry = summary.metadata().and_then(|m| m.get("t")).and_then(|e| e.as_tensor());
+        let dtype = entry.map(|tensor| tensor.dtype);
+        (summary, dtype)
+    })
+}
+
+/// T9: PyTorch 2.15's plan cache ignores dtypes and writes metadata that contradicts the data.
+#[test]
+fn t09_a_change_of_dtype_is_a_change_of_plan() {
+    let state = |dtype| StateDict::from([("t", Tensor::zeros(dtype, [4]).unwrap())]);
+    let results = on_ranks(2, |_, group| {
+        save_twice(group, &state(DType::Float32), &state(DType::Int32))
+    });
+    assert!(results.iter().all(|(summary, _)| !summary.reused_plan));
+    assert_eq!(results[0].1, Some(DType::Int32));
+}
+
+#[test]
+fn one_changed_rank_is_enough_for_a_new_plan() {
+    let results = on_ranks(3, |rank, group| {
+        let mut second = sample(rank, 3, 1);
+        if rank == 2 {
+            second.insert("note", "longer than it was before");
+        }
+        save_twice(group, &sample(rank, 3, 1), &second)
+    });
+    assert!(results.iter().all(|(summary, _)| !summary.reused_plan));
+}

@@ -1,0 +1,152 @@
+//! Python objects as `torch.save` stores them: archives of a pickle and, where the object holds
+//! tensors, their storages.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{FormatError, Opaque, Tensor, Value};
+
+use crate::pickle::{Converted, Converter, Hook, Limits, NodeId, Pickle, TensorSink, Writer};
+use crate::torch_tensor::{ByteOrder, TensorLayout, byte_order, check_storage, small_record};
+use crate::torch_zip::{ArchiveEncoder, ArchiveIndex, Halt, RecordSet, Sparse};
+
+/// A deflated record may grow to this; PyTorch's own are stored.
+const INFLATED_MAX: u64 = 1 << 30;
+/// Tensors with strides of 0 may together be larger than the archive by this much.
+const EXPANDED_MAX: u64 = 16 << 20;
+
+/// The object in an archive of `torch.save`.
+///
+/// Plain data becomes plain values, tensors in it included. Whatever else it holds (objects of
+/// classes, shared or cyclic containers, tensors that share a storage) makes the whole a
+/// [`Value::Opaque`], which [`encode_object`] writes back unchanged.
+///
+/// # Errors
+///
+/// When archive or pickle are damaged, or a record's CRC differs.
+pub fn decode_object(blob: &Bytes) -> Result<Value, FormatError> {
+    let converted = read(blob).map_err(|halt| match halt {
+        Halt::Bad(error) => error,
+        Halt::Need(range) => FormatError::new("torch archive", "it is cut short").at(range.start),
+    })?;
+    if converted.faithful {
+        return Ok(converted.value);
+    }
+    let opaque = Opaque { encoded: blob.clone(), view: converted.value };
+    Ok(Value::Opaque(Arc::new(opaque)))
+}
+
+/// The archive that `torch.save` of PyTorch 2.15 makes of a value, byte for byte except for the
+/// serialization id, where Python's objects are shared as [`Writer`] says.
+///
+/// # Errors
+///
+/// When the value holds an object of a class, or an opaque value inside of other data, or a
+/// tensor that is not all here.
+pub fn encode_object(value: &Value) -> Result<Bytes, FormatError> {
+    if let Value::Opaque(opaque) = value {
+        return Ok(opaque.encoded.clone());
+    }
+    let mut writer = Writer::new();
+    let mut storages = Storages::default();
+    writer.value(value, &mut storages)?;
+    let slices: Vec<&[u8]> = storages.0.iter().map(|bytes| &**bytes).collect();
+    ArchiveEncoder::encode(RecordSet::default(), writer.finish()?, &slices)
+}
+
+#[derive(Default)]
+struct Storages(Vec<Vec<u8>>);
+
+impl TensorSink for Storages {
+    fn tensor(&mut self, writer: &mut Writer, tensor: &Tensor) -> Result<(), FormatError> {
+        let bad = |problem: &str| FormatError::new("tensor in an object", problem);
+        if tensor.dtype().is_quantized() {
+            return Err(bad("a quantized tensor needs its scale, which is not known here"));
+        }
+        let bytes = tensor.to_vec().ok_or_else(|| bad("not all of the tensor is here"))?;
+        TensorLayout::contiguous(tensor.dtype(), tensor.shape().clone())?
+            .with_storage_key(self.0.len().to_string())
+            .write(writer);
+        self.0.push(bytes);
+        Ok(())
+    }
+}
+
+fn read(blob: &Bytes) -> Result<Converted, Halt> {
+    let sparse = Sparse::whole(blob);
+    let index = ArchiveIndex::read(&sparse)?;
+    let pickle = small_record(&sparse, index.require("data.pkl")?, INFLATED_MAX)?;
+    let pickle = Pickle::parse(&pickle, &Limits::DEFAULT)?;
+    let mut tensors = Tensors {
+        byte_order: byte_order(&sparse, &index)?,
+        budget: (blob.len() as u64).saturating_mul(2).saturating_add(EXPANDED_MAX),
+        blob: sparse,
+        index: &index,
+        storages: HashMap::new(),
+    };
+    Ok(Converter::new(&pickle, &Limits::DEFAULT, &mut tensors).convert(pickle.root())?)
+}
+
+/// Gives tensors in a pickle the bytes of their storages.
+struct Tensors<'a> {
+    blob: Sparse<'a>,
+    index: &'a ArchiveIndex,
+    byte_order: ByteOrder,
+    /// Bytes that tensors may still take.
+    budget: u64,
+    storages: HashMap<Box<str>, Cow<'a, [u8]>>,
+}
+
+impl Tensors<'_> {
+    /// The tensor, and whether no other tensor had this storage before.
+    fn tensor(&mut self, layout: &TensorLayout) -> Result<(Tensor, bool), Halt> {
+        let key = &layout.storage().key;
+        let fresh = !self.storages.contains_key(key);
+        if fresh {
+            let entry = self.index.require(&format!("data/{key}"))?;
+            check_storage(layout, entry.byte_len())?;
+            let record = entry.find(&self.blob)?;
+            let kept = self.blob.need(entry.name(), record.data.clone())?;
+            let storage = record.decode(kept, INFLATED_MAX)?;
+            self.storages.insert(key.clone(), storage);
+        }
+        let storage = self.storages.get(key).map(|bytes| &**bytes).unwrap_or_default();
+        let elements = layout.gather(storage, self.byte_order, self.budget)?;
+        self.budget = self.budget.saturating_sub(elements.len() as u64);
+        let tensor = Tensor::replicated(layout.dtype(), layout.sizes().clone(), elements)
+            .map_err(|error| FormatError::new("tensor in an object", error.to_string()))?;
+        Ok((tensor, fresh))
+    }
+}
+
+impl Hook for Tensors<'_> {
+    fn object(
+        &mut self,
+        pickle: &Pickle<'_>,
+        id: NodeId,
+    ) -> Result<Option<Converted>, FormatError> {
+        let Some(layout) = TensorLayout::from_node(pickle, id)? else { return Ok(None) };
+        // Packed types have fewer bytes than a tensor of their shape; too large ones stay parts.
+        let elements = layout.sizes().checked_volume().unwrap_or(u64::MAX);
+        let unpacked = elements.checked_mul(layout.dtype().size() as u64);
+        if unpacked != Some(layout.byte_len()) || layout.byte_len() > self.budget {
+            return Ok(None);
+        }
+        let (tensor, fresh) = self.tensor(&layout).map_err(|halt| match halt {
+            Halt::Bad(error) => error,
+            Halt::Need(range) => {
+                FormatError::new("torch archive", "it is cut short").at(range.start)
+            }
+        })?;
+        let whole = layout.byte_len() == layout.storage().byte_len;
+        let plain = layout.contiguous_range().is_some()
+            && !layout.requires_grad()
+            && !layout.is_parameter()
+            && layout.quantizer().is_none()
+            && &*layout.storage().location == "cpu";
+        let faithful = fresh && whole && plain && self.byte_order == ByteOrder::Little;
+        Ok(Some(Converted { value: Value::Tensor(tensor), faithful }))
+    }
+}

@@ -1,0 +1,165 @@
+//! The archive of one tensor.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use dcp_core::FormatError;
+
+use super::layout::TensorLayout;
+use crate::pickle::{Limits, Pickle};
+use crate::torch_zip::{
+    ArchiveEncoder, ArchiveIndex, Entry, Halt, Method, Progress, Record, RecordSet, Sparse,
+};
+
+/// A tensor's pickle takes a few hundred bytes.
+const PICKLE_LEN_MAX: u64 = 1 << 20;
+/// Where PyTorch's archives have the pickle: behind one header, padded.
+const PICKLE_OFFSET: usize = 64;
+
+/// The order of the bytes of a number in a storage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ByteOrder {
+    /// Least significant first; also where an archive does not say (PyTorch up to 2.0).
+    #[default]
+    Little,
+    /// Most significant first.
+    Big,
+}
+
+/// A tensor in an archive, found without reading its elements.
+#[derive(Clone, Debug)]
+pub struct TensorBlob {
+    layout: TensorLayout,
+    byte_order: ByteOrder,
+    storage: Record,
+}
+
+impl TensorBlob {
+    /// Finds out what the tensor is and where its elements are.
+    ///
+    /// Of an archive that PyTorch wrote, the last 1 KiB and the first 4 KiB are enough.
+    ///
+    /// # Errors
+    ///
+    /// When it is no archive of one tensor, or the storage has another length than the tensor's
+    /// pickle says.
+    pub fn parse(blob: &Sparse<'_>) -> Result<Progress<Self>, FormatError> {
+        Progress::from_halting(Self::read(blob))
+    }
+
+    fn read(blob: &Sparse<'_>) -> Result<Self, Halt> {
+        let index = ArchiveIndex::read(blob)?;
+        let pickle = small_record(blob, index.require("data.pkl")?, PICKLE_LEN_MAX)?;
+        let layout = TensorLayout::from_pickle(&pickle)?;
+        let byte_order = byte_order(blob, &index)?;
+        let key = &layout.storage().key;
+        let entry = index.require(&format!("data/{key}"))?;
+        check_storage(&layout, entry.byte_len())?;
+        Ok(Self { byte_order, storage: entry.find(blob)?, layout })
+    }
+
+    /// The same from the first bytes alone, where that is certain: the archive of `byte_len` bytes
+    /// must be laid out exactly as PyTorch 2.1 or later does, with nothing but this tensor.
+    ///
+    /// The CRC is not known then, since PyTorch writes it behind the data.
+    #[must_use]
+    pub fn locate_from_head(head: &[u8], byte_len: u64) -> Option<Self> {
+        let from_pickle = head.get(PICKLE_OFFSET..)?;
+        let pickle_len = Pickle::parse(from_pickle, &Limits::DEFAULT).ok()?.byte_len();
+        let pickle = from_pickle.get(..pickle_len)?;
+        let layout = TensorLayout::from_pickle(pickle).ok()?;
+        if &*layout.storage().key != "0" {
+            return None;
+        }
+        [RecordSet::Torch2_7, RecordSet::Torch2_1].into_iter().find_map(|records| {
+            let pickle = Bytes::copy_from_slice(pickle);
+            let lens = [layout.storage().byte_len];
+            let encoder = ArchiveEncoder::new(records, pickle, &lens).ok()?;
+            let agrees = encoder.byte_len() == byte_len && head.starts_with(&encoder.head());
+            let slot = encoder.storages().first().copied().filter(|_| agrees)?;
+            let storage = Record {
+                data: slot.byte_offset..slot.byte_offset.checked_add(slot.byte_len)?,
+                byte_len: slot.byte_len,
+                crc32: None,
+                method: Method::Stored,
+            };
+            Some(Self { layout: layout.clone(), byte_order: ByteOrder::Little, storage })
+        })
+    }
+
+    /// The tensor.
+    #[must_use]
+    pub fn layout(&self) -> &TensorLayout {
+        &self.layout
+    }
+
+    /// The byte order of the storage.
+    #[must_use]
+    pub fn byte_order(&self) -> ByteOrder {
+        self.byte_order
+    }
+
+    /// The record of the storage: where it lies in the blob, its length and CRC.
+    #[must_use]
+    pub fn storage(&self) -> &Record {
+        &self.storage
+    }
+
+    /// Where the elements lie in the blob, in bytes, when they lie there in row-major order,
+    /// little-endian and as they are: then any run of them can be read directly.
+    #[must_use]
+    pub fn element_range(&self) -> Option<Range<u64>> {
+        let swapped = self.byte_order == ByteOrder::Big && self.layout.dtype().scalar_size() > 1;
+        if swapped || self.storage.method != Method::Stored {
+            return None;
+        }
+        let range = self.layout.contiguous_range()?;
+        let start = self.storage.data.start;
+        Some(start.checked_add(range.start)?..start.checked_add(range.end)?)
+    }
+
+    /// The elements in row-major order and little-endian, from the bytes of
+    /// [`storage().data`](Self::storage); checks the CRC.
+    ///
+    /// `limit` bounds the result in bytes.
+    ///
+    /// # Errors
+    ///
+    /// As [`Record::decode`] and [`TensorLayout::gather`].
+    pub fn decode(&self, kept: &[u8], limit: u64) -> Result<Vec<u8>, FormatError> {
+        let storage = self.storage.decode(kept, self.layout.storage().byte_len)?;
+        self.layout.gather(&storage, self.byte_order, limit)
+    }
+}
+
+/// The content of a record that is read whole.
+pub(crate) fn small_record(blob: &Sparse<'_>, entry: &Entry, limit: u64) -> Result<Vec<u8>, Halt> {
+    if entry.byte_len() > limit {
+        let problem = format!("{:?} has more than {limit} bytes", entry.name());
+        return Err(FormatError::new("torch archive", problem).at(entry.header_offset()).into());
+    }
+    let record = entry.find(blob)?;
+    let kept = blob.need(entry.name(), record.data.clone())?;
+    Ok(record.decode(kept, limit)?.into_owned())
+}
+
+pub(crate) fn byte_order(blob: &Sparse<'_>, index: &ArchiveIndex) -> Result<ByteOrder, Halt> {
+    let Some(entry) = index.entry("byteorder") else { return Ok(ByteOrder::Little) };
+    match &*small_record(blob, entry, 16)? {
+        b"little" => Ok(ByteOrder::Little),
+        b"big" => Ok(ByteOrder::Big),
+        _ => Err(FormatError::new("torch archive", "its byte order is neither little nor big")
+            .at(entry.header_offset())
+            .into()),
+    }
+}
+
+pub(crate) fn check_storage(layout: &TensorLayout, found: u64) -> Result<(), FormatError> {
+    let storage = layout.storage();
+    if storage.byte_len == found {
+        return Ok(());
+    }
+    let (key, expected) = (&storage.key, storage.byte_len);
+    let problem = format!("storage {key:?} has {found} bytes, the tensor's pickle says {expected}");
+    Err(FormatError::new("torch archive", problem))
+}

@@ -12,6 +12,7 @@
 mod flatten;
 mod load;
 mod overlap;
+mod placement;
 mod python_str;
 mod save;
 mod unflatten;
@@ -19,6 +20,7 @@ mod validate;
 
 pub use flatten::{FlatEntry, FlattenRule, choose_rule, flatten, index_of};
 pub use load::DefaultLoadPlanner;
+pub use placement::{Mesh, Placement, chunk_along, local_regions, longest_axis, recorded_box};
 pub use save::{DedupPolicy, DefaultSavePlanner};
 pub use unflatten::{set_at_path, unflatten};
 pub use validate::validate_metadata;

@@ -1,0 +1,125 @@
+//! The Rust half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
+//!
+//! - `save DIR GIB`, `load DIR GIB`: a state dict of tensors of 32 MiB, without a group.
+//! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit.
+//! - `save-one DIR`, `slice DIR rows|columns`: one tensor of 1 GiB, and the part of rank 37 of 64.
+
+use std::error::Error;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use dcp::core::ReadReport;
+use dcp::{DType, Region, StateDict, Tensor};
+
+type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
+
+const TENSOR: [u64; 2] = [2048, 4096];
+const TENSOR_BYTES: usize = 32 << 20;
+const LARGE: [u64; 2] = [65536, 4096];
+const PIECE: usize = 8 << 20;
+
+fn main() -> Result {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let (time, read) = match *args {
+        ["save", dir, gib] => {
+            let state = model(tensors(gib)?)?;
+            warm_up(dir)?;
+            let start = Instant::now();
+            dcp::blocking::save(&state, dir)?;
+            (start.elapsed(), None)
+        }
+        ["load", dir, gib] => {
+            let mut state = model(tensors(gib)?)?;
+            warm_up(dir)?;
+            let start = Instant::now();
+            let summary = dcp::blocking::load(&mut state, dir)?;
+            (start.elapsed(), Some(summary.read))
+        }
+        ["write", file, gib] => (write(file, tensors(gib)?)?, None),
+        ["read", file, gib] => (read(file, tensors(gib)?)?, None),
+        ["save-one", dir] => {
+            let mut state = StateDict::new();
+            let bytes = 4 * LARGE.iter().product::<u64>();
+            let memory = vec![1; usize::try_from(bytes)?];
+            state.insert("large", Tensor::replicated(DType::Float32, LARGE, memory)?);
+            let start = Instant::now();
+            dcp::blocking::save(&state, dir)?;
+            (start.elapsed(), None)
+        }
+        ["slice", dir, by] => {
+            let [rows, columns] = LARGE;
+            let region = match by {
+                "rows" => Region::new([37 * rows / 64, 0], [rows / 64, columns])?,
+                _ => Region::new([0, 37 * columns / 64], [rows, columns / 64])?,
+            };
+            let mut state = StateDict::new();
+            state.insert("large", Tensor::zeros_sharded(DType::Float32, LARGE, [region])?);
+            let before = bytes_read()?;
+            let start = Instant::now();
+            let summary = dcp::blocking::load(&mut state, dir)?;
+            let (time, bytes) = (start.elapsed(), bytes_read()? - before);
+            let needed = summary.read.bytes_needed;
+            (time, Some(ReadReport::new(needed, bytes)))
+        }
+        _ => return Err("see the comment at the top of this example".into()),
+    };
+    let (needed, read) = read.map_or((0, 0), |read| (read.bytes_needed, read.bytes_read));
+    let seconds = time.as_secs_f64();
+    println!("{{\"seconds\": {seconds}, \"bytes_needed\": {needed}, \"bytes_read\": {read}}}");
+    Ok(())
+}
+
+fn tensors(gib: &str) -> Result<usize> {
+    Ok(gib.parse::<usize>()? * (1 << 30) / TENSOR_BYTES)
+}
+
+/// Memory is touched here, so that no page fault is measured later.
+fn model(tensors: usize) -> Result<StateDict> {
+    let mut state = StateDict::new();
+    for number in 0..tensors {
+        let memory = vec![u8::try_from(number % 251 + 1)?; TENSOR_BYTES];
+        let name = format!("layers.{number}.weight");
+        state.insert(name, Tensor::replicated(DType::Float32, TENSOR, memory)?);
+    }
+    Ok(state)
+}
+
+/// A small save and load: code and directory are then in memory, for PyTorch just the same.
+fn warm_up(dir: &str) -> Result {
+    let url = format!("{dir}.warm-up");
+    let mut state = StateDict::new();
+    state.insert("small", Tensor::zeros(DType::Float32, [4])?);
+    dcp::blocking::save(&state, &url)?;
+    dcp::blocking::load(&mut state, &url)?;
+    Ok(std::fs::remove_dir_all(url)?)
+}
+
+fn write(file: &str, tensors: usize) -> Result<Duration> {
+    let pieces: Vec<Vec<u8>> = (0..tensors).map(|_| vec![7; TENSOR_BYTES]).collect();
+    let start = Instant::now();
+    let mut file = File::create(file)?;
+    for piece in pieces.iter().flat_map(|tensor| tensor.chunks(PIECE)) {
+        file.write_all(piece)?;
+    }
+    file.sync_all()?;
+    Ok(start.elapsed())
+}
+
+fn read(file: &str, tensors: usize) -> Result<Duration> {
+    let mut pieces: Vec<Vec<u8>> = (0..tensors).map(|_| vec![7; TENSOR_BYTES]).collect();
+    let start = Instant::now();
+    let mut file = File::open(file)?;
+    for piece in pieces.iter_mut().flat_map(|tensor| tensor.chunks_mut(PIECE)) {
+        file.read_exact(piece)?;
+    }
+    Ok(start.elapsed())
+}
+
+/// Bytes that this process has asked the kernel for so far.
+fn bytes_read() -> Result<u64> {
+    let counters = std::fs::read_to_string("/proc/self/io")?;
+    let line = counters.lines().find_map(|line| line.strip_prefix("rchar: "));
+    Ok(line.ok_or("/proc/self/io has no rchar")?.parse()?)
+}

@@ -1,0 +1,159 @@
+//! The Rust half of `cargo xtask interop`, which proves that PyTorch reads what we write and that
+//! we read what it writes.
+//!
+//! Start it once per rank with `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` set, as any
+//! launcher does:
+//!
+//! - `load CHECKPOINT...` loads each into a layout of its own and compares it bit for bit with the
+//!   `expected.safetensors` and `expected.json` beside it.
+//! - `save STATE.json CHECKPOINT plain|by-size SALT` saves tensors whose bytes follow from their
+//!   name, and the objects of the file.
+//! - `rewrite FROM TO` carries every object over without understanding it.
+
+mod expected;
+mod layout;
+
+use std::error::Error;
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dcp::collectives::TcpConfig;
+use dcp::core::Entry;
+use dcp::formats::dcp::FileLayout;
+use dcp::planner::set_at_path;
+use dcp::{
+    Access, Collective, DType, DcpReader, DcpWriter, LoadMode, Loader, Saver, StateDict, Storage,
+    StorageReader, StorageRegistry, Tensor, Value,
+};
+use expected::Contents;
+use serde_json::Value as Json;
+
+type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
+
+fn main() -> Result {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let group = TcpConfig::from_env()?.deadline(Duration::from_secs(60)).connect()?;
+    let group: Arc<dyn Collective> = Arc::new(group);
+    let work = async {
+        match *args {
+            ["load", ref checkpoints @ ..] => {
+                for checkpoint in checkpoints {
+                    load(checkpoint, &group).await.map_err(|e| format!("{checkpoint}: {e}"))?;
+                }
+                Ok(())
+            }
+            ["save", state, checkpoint, files, salt] => {
+                save(state, checkpoint, files, salt.parse()?, &group).await
+            }
+            ["rewrite", from, to] => rewrite(from, to, &group).await,
+            _ => Err("usage: load DIR... | save STATE DIR plain|by-size SALT | rewrite DIR DIR".into()),
+        }
+    };
+    dcp::blocking::run(work)?
+}
+
+fn storage(path: &str, access: Access) -> Result<Arc<dyn Storage>> {
+    Ok(StorageRegistry::with_defaults().open(path, access)?)
+}
+
+async fn load(checkpoint: &str, group: &Arc<dyn Collective>) -> Result {
+    let expected = Contents::read(Path::new(checkpoint))?;
+    let reader = DcpReader::new(storage(checkpoint, Access::Read)?);
+
+    let metadata = reader.metadata().await?;
+    let mut state = StateDict::new();
+    for (number, (fqn, entry)) in metadata.iter().enumerate() {
+        let target = match entry {
+            Entry::Tensor(tensor) => {
+                let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
+                let (rank, world) = (group.rank(), group.world_size());
+                Value::from(match layout::any(number, &shape, rank, world)? {
+                    None => Tensor::zeros(dtype, shape)?,
+                    Some(regions) => Tensor::zeros_sharded(dtype, shape, regions)?,
+                })
+            }
+            _ => Value::from("untouched"),
+        };
+        state.insert(Arc::clone(fqn), target);
+    }
+
+    let loader = Loader::new().group(Arc::clone(group)).mode(LoadMode::Exact);
+    loader.load(&mut state, &reader).await?;
+    expected.compare(&state)
+}
+
+async fn save(
+    state: &str,
+    checkpoint: &str,
+    files: &str,
+    salt: u32,
+    group: &Arc<dyn Collective>,
+) -> Result {
+    let spec: Json = serde_json::from_slice(&std::fs::read(state)?)?;
+    let list = |name: &str| spec.get(name).and_then(Json::as_array).cloned().unwrap_or_default();
+    let mut state = StateDict::new();
+    for tensor in list("tensors") {
+        let value = tensor_of(&tensor, salt, group.rank(), group.world_size())?;
+        set_at_path(&mut state, &expected::path(&tensor)?, value.into())?;
+    }
+    for object in list("objects") {
+        let value = expected::value_of(object.get("value").unwrap_or(&Json::Null))?;
+        set_at_path(&mut state, &expected::path(&object)?, value)?;
+    }
+    let writer = DcpWriter::builder(storage(checkpoint, Access::Write)?);
+    let writer = match files {
+        "plain" => writer.build(),
+        "by-size" => writer.files(FileLayout::SplitBySize(NonZeroUsize::MIN.saturating_add(2))).build(),
+        other => return Err(format!("unknown way to save: {other}").into()),
+    };
+    Saver::new().group(Arc::clone(group)).save(&state, &writer).await?;
+    Ok(())
+}
+
+/// This rank's part of a tensor whose bytes follow from its name.
+fn tensor_of(spec: &Json, salt: u32, rank: u32, world: u32) -> Result<Tensor> {
+    let shape = expected::numbers(Some(spec), "shape")?;
+    let fqn = expected::text(spec, "fqn")?;
+    let dtype: DType = expected::text(spec, "dtype")?.parse()?;
+    let count: u64 = shape.iter().product::<u64>() * dtype.size() as u64;
+    let start = crc32(fqn.as_bytes()).wrapping_add(salt);
+    let whole: Vec<u8> = (0..count)
+        .map(|index| {
+            let byte = (u64::from(start) + 31 * index + index / 251) as u8;
+            if dtype == DType::Bool { byte & 1 } else { byte }
+        })
+        .collect();
+    Ok(match layout::by_name(expected::text(spec, "layout")?, &shape, rank, world)? {
+        None => Tensor::replicated(dtype, shape, whole)?,
+        Some(regions) => layout::cut(dtype, &shape, &whole, regions)?,
+    })
+}
+
+/// CRC-32 as zlib computes it: what both halves derive a tensor's contents from.
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(u32::MAX, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
+            crc >> 1 ^ if crc & 1 == 1 { 0xedb8_8320 } else { 0 }
+        })
+    })
+}
+
+async fn rewrite(from: &str, to: &str, group: &Arc<dyn Collective>) -> Result {
+    let reader = DcpReader::new(storage(from, Access::Read)?);
+    let metadata = reader.metadata().await?;
+    let mut state = StateDict::new();
+    for (fqn, entry) in metadata.iter() {
+        let target = match entry {
+            Entry::Tensor(tensor) => Tensor::zeros(tensor.dtype, tensor.shape.clone())?.into(),
+            _ => Value::from("untouched"),
+        };
+        state.insert(Arc::clone(fqn), target);
+    }
+    Loader::new().group(Arc::clone(group)).load(&mut state, &reader).await?;
+    let writer = DcpWriter::new(storage(to, Access::Write)?);
+    Saver::new().group(Arc::clone(group)).save(&state, &writer).await?;
+    Ok(())
+}

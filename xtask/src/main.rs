@@ -1,2 +1,66 @@
-//! Developer automation.
-fn main() {}
+//! Developer automation: `cargo xtask <command>`.
+//!
+//! The rules of the tree (who may depend on whom, sizes, documents that must agree with the
+//! code) are ordinary tests of this crate, so that `cargo test` alone catches a breach.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
+
+mod bench;
+mod features;
+mod fuzz;
+mod interop;
+mod process;
+mod readme;
+mod venv;
+mod workspace;
+
+#[cfg(test)]
+mod layers;
+#[cfg(test)]
+mod reliability;
+#[cfg(test)]
+mod tidy;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+/// What every command returns.
+type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
+
+const USAGE: &str = "\
+cargo xtask <command>
+
+  interop [--torch VERSION] [--keep]  both directions against real PyTorch, on live data
+  bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
+  features                            each package alone, each feature combination
+  readme                              runs the first command of README.md
+  fuzz TARGET [SECONDS]               runs one fuzz target with cargo-fuzz
+
+Environment: DCP_INTEROP_CACHE is where virtual environments with PyTorch are kept
+(default: $XDG_CACHE_HOME/dcp-interop, else ~/.cache/dcp-interop).";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let outcome = match *args {
+        ["interop", ref rest @ ..] => interop::main(rest),
+        ["bench", ref rest @ ..] => bench::main(rest),
+        ["features"] => features::main(),
+        ["readme"] => readme::main(),
+        ["fuzz", ref rest @ ..] => fuzz::main(rest),
+        [] | ["help" | "--help" | "-h"] => {
+            println!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        _ => {
+            eprintln!("unknown command: {}\n\n{USAGE}", args.join(" "));
+            return ExitCode::from(2);
+        }
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

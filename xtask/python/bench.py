@@ -1,0 +1,98 @@
+"""The PyTorch half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
+
+save DIR GIB [THREADS] | load DIR GIB | save-one DIR | slice DIR rows|columns | inspect DIR | evict PATH
+"""
+import json
+import os
+import shutil
+import sys
+import time
+
+TENSOR = (2048, 4096)
+LARGE = (65536, 4096)
+
+
+def evict(path):
+    """Drops files from the page cache, so that the disk is measured and not memory."""
+    files = [path] if os.path.isfile(path) else [os.path.join(path, name) for name in os.listdir(path)]
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def bytes_read():
+    with open("/proc/self/io") as counters:
+        return int(dict(line.split(": ") for line in counters)["rchar"])
+
+
+def model(gib):
+    import torch
+
+    count = int(gib) * 1024 // 32
+    return {"layers.%d.weight" % n: torch.full(TENSOR, float(n % 251 + 1)) for n in range(count)}
+
+
+def warm_up(path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    path += ".warm-up"
+    state = {"small": torch.zeros(4)}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    shutil.rmtree(path)
+
+
+def timed(function):
+    before, start = bytes_read(), time.perf_counter()
+    function()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "bytes_read": bytes_read() - before}
+
+
+def main(what, path, *args):
+    if what == "evict":
+        return evict(path)
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    if what == "inspect":
+        # What `dcp inspect` lists: every key with its dtype and shape.
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        for fqn, entry in sorted(metadata.state_dict_metadata.items()):
+            if hasattr(entry, "size"):
+                print(fqn, entry.properties.dtype, list(entry.size), len(entry.chunks))
+            else:
+                print(fqn, "object")
+        return
+    if what == "save":
+        state = model(args[0])
+        warm_up(path)
+        writer = dcp.FileSystemWriter(path, thread_count=int(args[1]) if args[1:] else 1)
+        result = timed(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+    elif what == "load":
+        state = model(args[0])
+        warm_up(path)
+        result = timed(lambda: dcp.load(state, checkpoint_id=path, no_dist=True))
+    elif what == "save-one":
+        state = {"large": torch.ones(LARGE)}
+        result = timed(lambda: dcp.save(state, checkpoint_id=path, no_dist=True))
+    elif what == "slice":
+        rows, columns = LARGE
+        offset, size = ((37 * rows // 64, 0), (rows // 64, columns)) if args[0] == "rows" else ((0, 37 * columns // 64), (rows, columns // 64))
+        # A part of a larger tensor without a process group: 2.15's CheckpointableTensor protocol.
+        part = torch.zeros(size)
+        part.global_shape, part.global_offsets, part.local_offsets, part.local_sizes = LARGE, (offset,), ((0, 0),), (size,)
+        result = timed(lambda: dcp.load({"large": part}, checkpoint_id=path, no_dist=True))
+        assert (part == 1 if part.any() else part != 0).all() and part.numel() * 4 == 16 << 20
+        result["bytes_needed"] = part.numel() * 4
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

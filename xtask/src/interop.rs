@@ -1,0 +1,134 @@
+//! Both directions against a real PyTorch, on data made on the spot.
+//!
+//! torch saves on 4 processes, Rust loads on 2 and on 3 and compares bit for bit; Rust saves on
+//! 3 processes over TCP, torch loads on 1, 2 and 4. The Rust half is
+//! `dcp/examples/interop.rs`, the Python half is in `xtask/python/`.
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::process::{Scratch, run, run_ranks};
+use crate::{Result, process, venv, workspace};
+
+/// Far more than any step takes; a hang is a failure, not a wait.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// What Rust saves on 3 ranks and on one: the name of the checkpoint, how it is saved, and the
+/// salt of its contents.
+const SAVES: &[(&str, u32, &str, u32)] = &[
+    ("three", 3, "plain", 0),
+    // Generation names: the second save into the same folder must not touch the first one's files.
+    ("overwritten", 3, "plain", 1),
+    ("overwritten", 3, "plain", 2),
+    ("by_size", 3, "by-size", 3),
+    ("one", 1, "plain", 4),
+];
+
+/// Runs everything; the first difference is an error.
+pub(crate) fn main(args: &[&str]) -> Result {
+    let (mut torch, mut keep) = (venv::NEWEST, false);
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        match *arg {
+            "--torch" => torch = args.next().ok_or("--torch needs a version")?,
+            "--keep" => keep = true,
+            other => return Err(format!("unknown argument {other}").into()),
+        }
+    }
+    let python = venv::python(torch)?;
+    let rust = example("interop", false)?;
+    let scratch = Scratch::new(&std::env::temp_dir(), "dcp-interop", keep)?;
+    let run = Run { python, rust, folder: scratch.path() };
+
+    let start = Instant::now();
+    run.torch_to_rust()?;
+    run.rust_to_torch()?;
+    println!("interop with torch {torch}: both directions agree ({:.0?})", start.elapsed());
+    Ok(())
+}
+
+struct Run<'a> {
+    python: PathBuf,
+    rust: PathBuf,
+    folder: &'a Path,
+}
+
+impl Run<'_> {
+    fn torch_to_rust(&self) -> Result {
+        let saved = self.folder.join("torch");
+        run(self.script("interop_save.py").arg(&saved))?;
+        let mut checkpoints = Vec::new();
+        for entry in std::fs::read_dir(&saved)? {
+            checkpoints.push(entry?.path());
+        }
+        checkpoints.sort();
+        for ranks in [2, 3] {
+            println!("torch → Rust on {ranks} ranks");
+            self.rust(ranks, |rust| rust.arg("load").args(&checkpoints))?;
+        }
+        let carried = self.folder.join("carried");
+        println!("torch → Rust → torch: objects that Rust does not understand");
+        self.rust(1, |rust| rust.arg("rewrite").arg(saved.join("objects")).arg(&carried))?;
+        run(self.script("interop_load.py").arg("objects").arg(&carried))
+    }
+
+    fn rust_to_torch(&self) -> Result {
+        let state = self.folder.join("state.json");
+        run(self.script("interop_state.py").arg(&state))?;
+        let saved = self.folder.join("rust");
+        let mut names = Vec::new();
+        for (name, ranks, how, salt) in SAVES {
+            println!("Rust saves {name} on {ranks} ranks");
+            let (path, salt) = (saved.join(name), salt.to_string());
+            self.rust(*ranks, |rust| {
+                rust.arg("save").arg(&state).arg(&path).args([how, salt.as_str()])
+            })?;
+            names.retain(|(earlier, _)| earlier != name);
+            names.push((*name, salt));
+        }
+        let names: Vec<_> = names.iter().map(|(name, salt)| format!("{name}={salt}")).collect();
+        for ranks in ["1", "2", "4"] {
+            println!("Rust → torch on {ranks} ranks");
+            let mut load = self.script("interop_load.py");
+            run(load.arg("state").arg(&state).arg(&saved).arg(ranks).args(&names))?;
+        }
+        Ok(())
+    }
+
+    fn script(&self, name: &str) -> Command {
+        let mut python = Command::new(&self.python);
+        python.arg(workspace::root().join("xtask/python").join(name));
+        // Nothing is written into the checkout.
+        python.env("PYTHONDONTWRITEBYTECODE", "1");
+        python
+    }
+
+    /// Runs the Rust half as one group of processes over TCP, as a launcher would start it.
+    fn rust(&self, ranks: u32, arguments: impl Fn(&mut Command) -> &mut Command) -> Result {
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string();
+        let commands = (0..ranks).map(|rank| {
+            let mut command = Command::new(&self.rust);
+            arguments(&mut command);
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+            command
+        });
+        run_ranks(commands.collect(), LIMIT)
+    }
+}
+
+/// Builds an example of the facade and says where it is.
+pub(crate) fn example(name: &str, release: bool) -> Result<PathBuf> {
+    // The whole workspace, because that is what the tests were built as: the same features, so
+    // nothing is compiled twice.
+    let mut build = process::cargo();
+    build.args(["build", "--quiet", "--workspace", "--example", name]);
+    if release {
+        build.arg("--release");
+    }
+    run(&mut build)?;
+    let profile = if release { "release" } else { "debug" };
+    Ok(workspace::target()?.join(profile).join("examples").join(name))
+}

@@ -1,0 +1,135 @@
+//! The table of RELIABILITY.md: each of PyTorch's traps has a test that carries its name.
+
+use std::collections::BTreeMap;
+
+use crate::workspace;
+
+const DOCUMENT: &str = "RELIABILITY.md";
+
+/// Traps T1–T23 lose or corrupt data in PyTorch itself, F1–F19 trip readers of its files.
+const TRAPS: &[(char, u32)] = &[('T', 23), ('F', 19)];
+
+/// A row: the trap, and the tests of its last column as `(crate, function)`.
+struct Row {
+    trap: String,
+    tests: Vec<(String, String)>,
+}
+
+/// Rows `| T1 | what happens | what we do | crate::test_name |`, several tests separated by
+/// anything that is not part of a name.
+fn rows(text: &str) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for line in text.lines() {
+        let Some(inner) = line.trim().strip_prefix('|') else { continue };
+        let cells: Vec<&str> = inner.trim_end_matches('|').split('|').map(str::trim).collect();
+        let (Some(trap), Some(tests)) = (cells.first(), cells.last()) else { continue };
+        let trap = trap.trim_matches('*');
+        let is_trap = TRAPS.iter().any(|(kind, _)| {
+            trap.strip_prefix(*kind).is_some_and(|number| number.parse::<u32>().is_ok())
+        });
+        if !is_trap {
+            continue;
+        }
+        let of_a_name = |c: char| c.is_ascii_alphanumeric() || "_:-".contains(c);
+        let tests = tests
+            .split(|c| !of_a_name(c))
+            .filter_map(|path| Some((path.split_once("::")?.0, path.rsplit_once("::")?.1)))
+            .map(|(package, test)| (package.replace('_', "-"), test.to_owned()))
+            .collect();
+        rows.push(Row { trap: trap.to_owned(), tests });
+    }
+    rows
+}
+
+/// `t01` for T1: the word that the name of its tests starts with.
+fn word(trap: &str) -> String {
+    let (kind, number) = trap.split_at(1);
+    format!("{}{:02}", kind.to_lowercase(), number.parse::<u32>().unwrap_or_default())
+}
+
+/// Every test function of the workspace: name to the folders of the crates that have it.
+fn tests() -> BTreeMap<String, Vec<String>> {
+    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for file in workspace::files().unwrap() {
+        if file.extension().is_none_or(|extension| extension != "rs") {
+            continue;
+        }
+        let folder = file.iter().next().unwrap().to_string_lossy().into_owned();
+        let source = std::fs::read_to_string(workspace::root().join(&file)).unwrap();
+        let mut is_test = false;
+        for line in source.lines().map(str::trim) {
+            if let Some(attribute) = line.strip_prefix("#[") {
+                is_test |= attribute.contains("test]") || attribute.contains("test(");
+            } else if let Some((_, rest)) = line.split_once("fn ") {
+                let name = rest.split(|c: char| c != '_' && !c.is_ascii_alphanumeric()).next();
+                if let Some(name) = name.filter(|_| is_test) {
+                    found.entry(name.to_owned()).or_default().push(folder.clone());
+                }
+                is_test = false;
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn every_trap_has_its_test() {
+    let text = std::fs::read_to_string(workspace::root().join(DOCUMENT))
+        .unwrap_or_else(|error| panic!("{DOCUMENT} holds the table of traps: {error}"));
+    let rows = rows(&text);
+    let tests = tests();
+    let folder_of: BTreeMap<String, String> = workspace::packages()
+        .unwrap()
+        .into_iter()
+        .flat_map(|package| {
+            let dir = package.dir.display().to_string();
+            [(package.name, dir.clone()), (dir.clone(), dir)]
+        })
+        .collect();
+    let mut wrong = Vec::new();
+    for (kind, last) in TRAPS {
+        for trap in (1..=*last).map(|number| format!("{kind}{number}")) {
+            let of_it: Vec<&Row> = rows.iter().filter(|row| row.trap == trap).collect();
+            if of_it.len() != 1 {
+                wrong.push(format!("{trap} has {} rows", of_it.len()));
+            }
+            if of_it.iter().any(|row| row.tests.is_empty()) {
+                wrong.push(format!("{trap} names no test"));
+            }
+        }
+    }
+    for row in &rows {
+        let word = word(&row.trap);
+        if !row.tests.is_empty() && !row.tests.iter().any(|(_, test)| test.contains(&word)) {
+            wrong.push(format!("{}: no test with {word} in its name", row.trap));
+        }
+        for (package, test) in &row.tests {
+            let folder = folder_of.get(package);
+            let there = folder.is_some_and(|folder| {
+                tests.get(test).is_some_and(|folders| folders.contains(folder))
+            });
+            if !there {
+                wrong.push(format!("{}: no test {test} in {package}", row.trap));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{DOCUMENT}:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn rows_of_the_table_are_understood() {
+    let table = "| trap | PyTorch | here | test |\n|---|---|---|---|\n\
+        | T1 | loses threads | does not | `dcp_engine::tests::t01_lost`, dcp-core::t01_more |\n\
+        | F19 | order | any | `dcp-formats::f19_order` |\n| Total | | | 2 |\n";
+    let rows = rows(table);
+    assert_eq!(rows.len(), 2);
+    let expected = [("dcp-engine", "t01_lost"), ("dcp-core", "t01_more")];
+    assert_eq!(rows[0].tests, expected.map(|(a, b)| (a.to_owned(), b.to_owned())));
+    assert_eq!((rows[1].trap.as_str(), word(&rows[1].trap)), ("F19", "f19".to_owned()));
+}
+
+#[test]
+fn test_functions_are_found() {
+    assert!(tests()["test_functions_are_found"].contains(&"xtask".to_owned()));
+    assert!(!tests().contains_key("word"));
+}

@@ -1,0 +1,130 @@
+//! Habits of this tree that a compiler does not check.
+
+use std::path::{Path, PathBuf};
+
+use crate::workspace;
+
+/// Lines of one file, tests not counted. A longer one is probably two ideas.
+const LONGEST_FILE: usize = 500;
+
+/// Files that may be longer, each with its reason.
+const MAY_BE_LONGER: &[(&str, &str)] = &[];
+
+/// Documents that list the crates.
+const CRATE_MAPS: &[&str] = &["README.md", "ARCHITECTURE.md"];
+
+/// The lines in front of the test module, which is the last thing of a file here.
+pub(crate) fn lines_before_tests(source: &str) -> std::str::Lines<'_> {
+    let end = source.find("\n#[cfg(test)]\nmod tests {").unwrap_or(source.len());
+    source[..end].lines()
+}
+
+fn rust_sources() -> Vec<(PathBuf, String)> {
+    let files = workspace::files().unwrap();
+    let rust = files.into_iter().filter(|file| file.extension().is_some_and(|e| e == "rs"));
+    rust.map(|file| {
+        let source = std::fs::read_to_string(workspace::root().join(&file)).unwrap();
+        (file, source)
+    })
+    .collect()
+}
+
+#[test]
+fn every_module_opens_with_what_it_is() {
+    let silent: Vec<_> = rust_sources()
+        .into_iter()
+        .filter(|(_, source)| !source.starts_with("//!") && !source.starts_with("#![doc = "))
+        .map(|(file, _)| file.display().to_string())
+        .collect();
+    assert!(silent.is_empty(), "no //! on the first line:\n{}", silent.join("\n"));
+}
+
+#[test]
+fn no_file_holds_more_than_one_idea() {
+    let mut long = Vec::new();
+    for (file, source) in rust_sources() {
+        let lines = lines_before_tests(&source).count();
+        let exempt = MAY_BE_LONGER.iter().any(|(path, _)| file == Path::new(path));
+        if lines > LONGEST_FILE && !exempt {
+            long.push(format!("{lines} lines: {}", file.display()));
+        }
+    }
+    assert!(long.is_empty(), "over {LONGEST_FILE} lines before tests:\n{}", long.join("\n"));
+}
+
+#[test]
+fn nothing_is_left_undone() {
+    // Spelled in two halves, so that this file does not find itself.
+    let marks = [
+        concat!("todo", "!("),
+        concat!("unimplement", "ed!("),
+        concat!("FIX", "ME"),
+        concat!("TO", "DO"),
+        concat!("XX", "X"),
+        concat!("#[ig", "nore"),
+    ];
+    let mut found = Vec::new();
+    for (file, source) in rust_sources() {
+        for (number, line) in source.lines().enumerate() {
+            if marks.iter().any(|mark| line.contains(mark)) {
+                found.push(format!("{}:{}: {}", file.display(), number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
+#[test]
+fn no_paths_of_a_developers_machine() {
+    let machine = [concat!("/", "work/"), concat!("/", "root/"), concat!("/", "farm/")];
+    let mut found = Vec::new();
+    for file in workspace::files().unwrap() {
+        // Checkpoints of PyTorch hold the folder they were first saved to; those are not text.
+        let Ok(text) = std::fs::read_to_string(workspace::root().join(&file)) else { continue };
+        for (number, line) in text.lines().enumerate() {
+            let starts =
+                |at: usize| !line[..at].ends_with(|c: char| c.is_alphanumeric() || c == '.');
+            if machine.iter().any(|path| line.match_indices(path).any(|(at, _)| starts(at))) {
+                found.push(format!("{}:{}", file.display(), number + 1));
+            }
+        }
+    }
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
+#[test]
+fn crate_maps_are_complete() {
+    let crates: Vec<String> = workspace::packages()
+        .unwrap()
+        .into_iter()
+        .map(|package| package.dir.display().to_string())
+        .collect();
+    let mut wrong = Vec::new();
+    for document in CRATE_MAPS {
+        let Ok(text) = std::fs::read_to_string(workspace::root().join(document)) else { continue };
+        for dir in &crates {
+            if ![format!("`{dir}`"), format!("{dir}/")].iter().any(|name| text.contains(name)) {
+                wrong.push(format!("{document} does not mention {dir}"));
+            }
+        }
+        for listed in text.lines().filter_map(first_cell).filter(|cell| cell.starts_with("dcp-")) {
+            if !crates.iter().any(|dir| dir == listed) {
+                wrong.push(format!("{document} lists {listed}, which is no crate"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// `name` of a table row that starts with a code span.
+fn first_cell(line: &str) -> Option<&str> {
+    let cell = line.strip_prefix('|')?.split('|').next()?.trim();
+    Some(cell.strip_prefix('`')?.split('`').next()?.trim_end_matches('/'))
+}
+
+#[test]
+fn rows_of_a_crate_map() {
+    assert_eq!(first_cell("| `dcp-core/` | vocabulary |"), Some("dcp-core"));
+    assert_eq!(first_cell("| a crate | what |"), None);
+    assert_eq!(first_cell("`dcp-core` is no row"), None);
+}

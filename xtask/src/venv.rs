@@ -1,0 +1,69 @@
+//! Virtual environments with a real PyTorch, kept outside the checkout.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::{Result, process};
+
+/// The PyTorch that CI proves interoperability with.
+pub(crate) const NEWEST: &str = "2.15.0";
+
+/// Written last, so that half an environment is not taken for one.
+const COMPLETE: &str = ".complete";
+
+/// The Python of an environment with this torch; makes the environment if there is none yet.
+pub(crate) fn python(torch: &str) -> Result<PathBuf> {
+    let folder = cache()?.join(format!("torch-{torch}"));
+    let python = folder.join("bin").join("python");
+    if !folder.join(COMPLETE).is_file() {
+        create(&folder, &python, torch).map_err(|error| {
+            format!(
+                "cannot make a virtual environment with torch {torch} in {}: {error}\n\
+                 It needs python3 with its venv module (Debian: apt-get install python3-venv) and \
+                 a package index that pip can reach, and a Python that torch {torch} has wheels for.",
+                folder.display()
+            )
+        })?;
+    }
+    Ok(python)
+}
+
+fn create(folder: &Path, python: &Path, torch: &str) -> Result {
+    println!("making {}", folder.display());
+    process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(folder))?;
+    let numpy = if before(torch, (2, 5)) { "numpy<2" } else { "numpy" };
+    let torch = format!("torch=={torch}");
+    let mut pip = Command::new(python);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    process::run(pip.args([&torch, numpy, "safetensors"]))?;
+    std::fs::write(folder.join(COMPLETE), "")?;
+    Ok(())
+}
+
+/// Whether `version` is older than this major and minor number. Wheels until 2.4 were built
+/// against numpy 1.
+fn before(version: &str, (major, minor): (u32, u32)) -> bool {
+    let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+    (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) < (major, minor)
+}
+
+/// `$DCP_INTEROP_CACHE`, else `dcp-interop` in the user's cache folder.
+fn cache() -> Result<PathBuf> {
+    let folder = |name: &str| std::env::var_os(name).filter(|f| !f.is_empty()).map(PathBuf::from);
+    folder("DCP_INTEROP_CACHE")
+        .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("dcp-interop")))
+        .or_else(|| Some(folder("HOME")?.join(".cache").join("dcp-interop")))
+        .ok_or_else(|| "neither DCP_INTEROP_CACHE, XDG_CACHE_HOME nor HOME is set".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_by_number() {
+        assert!(before("2.4.1", (2, 5)));
+        assert!(!before("2.15.0", (2, 5)));
+        assert!(!before("2.5", (2, 5)));
+    }
+}

@@ -1,0 +1,125 @@
+//! What cargo and git know about this tree.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::{Result, process};
+
+/// The root of the checkout.
+pub(crate) fn root() -> &'static Path {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here)
+}
+
+/// A crate of this workspace.
+#[derive(Debug)]
+pub(crate) struct Package {
+    /// Its name for cargo.
+    pub(crate) name: String,
+    /// Its folder, relative to the root.
+    pub(crate) dir: PathBuf,
+    /// Its features but `default`, sorted.
+    pub(crate) features: Vec<String>,
+}
+
+/// `cargo metadata` with all features, for this platform.
+#[cfg(test)]
+pub(crate) fn resolved() -> Result<Value> {
+    let rustc = process::output(Command::new("rustc").arg("-vV"))?;
+    let host = rustc.lines().find_map(|line| line.strip_prefix("host: "));
+    metadata(&["--all-features", "--filter-platform", host.ok_or("rustc names no host")?])
+}
+
+/// The crates of this workspace, in the order of `Cargo.toml`.
+pub(crate) fn packages() -> Result<Vec<Package>> {
+    let metadata = metadata(&["--no-deps"])?;
+    let mut packages = Vec::new();
+    for package in list(&metadata, "packages") {
+        let manifest = Path::new(text(package, "manifest_path"));
+        let dir = manifest.parent().and_then(|dir| dir.strip_prefix(root()).ok());
+        let features = package.get("features").and_then(Value::as_object);
+        let mut features: Vec<String> =
+            features.into_iter().flat_map(|f| f.keys().cloned()).collect();
+        features.retain(|feature| feature != "default");
+        features.sort();
+        packages.push(Package {
+            name: text(package, "name").to_owned(),
+            dir: dir.ok_or("a crate outside the checkout")?.to_owned(),
+            features,
+        });
+    }
+    Ok(packages)
+}
+
+/// Where cargo builds.
+pub(crate) fn target() -> Result<PathBuf> {
+    let metadata = metadata(&["--no-deps"])?;
+    Ok(PathBuf::from(text(&metadata, "target_directory")))
+}
+
+fn metadata(args: &[&str]) -> Result<Value> {
+    let json =
+        process::output(process::cargo().args(["metadata", "--format-version=1"]).args(args))?;
+    Ok(serde_json::from_str(&json)?)
+}
+
+/// A field that is a list, empty if it is not there.
+pub(crate) fn list<'a>(value: &'a Value, field: &str) -> &'a [Value] {
+    value.get(field).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+}
+
+/// A field that is a text, empty if it is not there.
+pub(crate) fn text<'a>(value: &'a Value, field: &str) -> &'a str {
+    value.get(field).and_then(Value::as_str).unwrap_or_default()
+}
+
+/// Every file that belongs to the checkout, relative to the root and sorted: what git tracks or
+/// would track, or in an exported tree without git everything but build output.
+#[cfg(test)]
+pub(crate) fn files() -> Result<Vec<PathBuf>> {
+    let mut git = Command::new("git");
+    git.current_dir(root()).args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
+    let mut files = match git.output() {
+        Ok(output) if output.status.success() => String::from_utf8(output.stdout)?
+            .split_terminator('\0')
+            .map(PathBuf::from)
+            .filter(|file| root().join(file).is_file())
+            .collect(),
+        _ => walk(root())?,
+    };
+    files.sort();
+    files.dedup();
+    Ok(files)
+}
+
+#[cfg(test)]
+fn walk(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder)? {
+            let entry = entry?;
+            let path = entry.path();
+            if !entry.file_type()?.is_dir() {
+                files.push(path.strip_prefix(root())?.to_owned());
+            } else if entry.file_name() != "target" && entry.file_name() != ".git" {
+                folders.push(path);
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// Commit of the checkout, or `unknown`.
+pub(crate) fn commit() -> String {
+    let mut git = Command::new("git");
+    git.current_dir(root()).args(["rev-parse", "--short", "HEAD"]);
+    match git.output() {
+        Ok(output) if output.status.success() => {
+            String::from_utf8_lossy(&output.stdout).trim().to_owned()
+        }
+        _ => "unknown".to_owned(),
+    }
+}

@@ -76,6 +76,7 @@ proptest! {
         let read: Vec<u64> =
             bytes.chunks(2).map(|b| u64::from(u16::from_le_bytes([b[0], b[1]]))).collect();
         prop_assert_eq!(&read, &walk(&shape, &region));
+        drop(bytes);
 
         let filled: Vec<u8> = read.iter().flat_map(|n| (!(*n as u16)).to_le_bytes()).collect();
         part.fill_from(&filled).unwrap();

@@ -1,4 +1,6 @@
 //! On-disk formats: pickle, torch archives, PyTorch DCP metadata, safetensors.
 
 pub mod pickle;
+pub mod torch_object;
+pub mod torch_tensor;
 pub mod torch_zip;

@@ -9,7 +9,8 @@ pub struct NodeId(NonZeroU32);
 
 /// A value, as the opcodes made it.
 ///
-/// Strings and bytes borrow from the input except where the opcode escapes them.
+/// Strings and bytes borrow from the input except where the opcode escapes them; [`Pickle::str`]
+/// and [`Pickle::bytes`] read both.
 #[derive(Clone, Debug)]
 pub enum Node<'a> {
     /// `None`.
@@ -19,15 +20,19 @@ pub enum Node<'a> {
     /// An integer of up to 64 bits.
     Int(i64),
     /// A larger one: little-endian two's complement of minimal length.
-    BigInt(Cow<'a, [u8]>),
+    BigInt(Box<[u8]>),
     /// A float.
     Float(f64),
     /// Text.
-    Str(Cow<'a, str>),
+    Str(&'a str),
+    /// Text that is written with escapes.
+    EscapedStr(Box<str>),
     /// Text with lone surrogates, in Python's `surrogatepass` form of UTF-8.
     SurrogateStr(&'a [u8]),
     /// Immutable bytes, or a Python 2 string that is not UTF-8.
-    Bytes(Cow<'a, [u8]>),
+    Bytes(&'a [u8]),
+    /// The same, written with escapes.
+    EscapedBytes(Box<[u8]>),
     /// A `bytearray` of protocol 5.
     ByteArray(&'a [u8]),
     /// A tuple.
@@ -236,6 +241,17 @@ impl<'a> Pickle<'a> {
     pub fn str(&self, id: NodeId) -> Option<&str> {
         match self.node(id) {
             Node::Str(text) => Some(text),
+            Node::EscapedStr(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The bytes, if the node is some.
+    #[must_use]
+    pub fn bytes(&self, id: NodeId) -> Option<&[u8]> {
+        match self.node(id) {
+            Node::Bytes(bytes) => Some(bytes),
+            Node::EscapedBytes(bytes) => Some(bytes),
             _ => None,
         }
     }

@@ -105,6 +105,8 @@ impl<'p, 'a> Converter<'p, 'a> {
             Node::Float(x) => Value::Float(*x),
             Node::Global(_)
             | Node::Str(_)
+            | Node::EscapedStr(_)
+            | Node::EscapedBytes(_)
             | Node::SurrogateStr(_)
             | Node::Bytes(_)
             | Node::ByteArray(_)
@@ -136,7 +138,9 @@ impl<'p, 'a> Converter<'p, 'a> {
             return known;
         }
         let value = match node {
-            Node::Str(text) => Value::Str(text.as_ref().into()),
+            Node::Str(text) => Value::Str((*text).into()),
+            Node::EscapedStr(text) => Value::Str((&**text).into()),
+            Node::EscapedBytes(bytes) => Value::Bytes(Bytes::copy_from_slice(bytes)),
             Node::SurrogateStr(bytes) => Value::Str(String::from_utf8_lossy(bytes).into()),
             Node::Bytes(bytes) => Value::Bytes(Bytes::copy_from_slice(bytes)),
             Node::ByteArray(bytes) => Value::ByteArray(Bytes::copy_from_slice(bytes)),
@@ -345,9 +349,9 @@ fn latin1(pickle: &Pickle<'_>, args: &[NodeId]) -> Option<Bytes> {
 fn bytearray(pickle: &Pickle<'_>, args: &[NodeId]) -> Option<Bytes> {
     match args {
         [] => Some(Bytes::new()),
-        [bytes] => match pickle.node(*bytes) {
-            Node::Bytes(bytes) => Some(Bytes::copy_from_slice(bytes)),
-            _ => {
+        [bytes] => match pickle.bytes(*bytes) {
+            Some(bytes) => Some(Bytes::copy_from_slice(bytes)),
+            None => {
                 let object = pickle.object(*bytes)?;
                 let name = pickle.global_name(object.class)?;
                 match (name, pickle.tuple(object.args)) {

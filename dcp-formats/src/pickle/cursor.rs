@@ -16,9 +16,9 @@ pub(super) struct Cursor<'a> {
 
 /// An integer that may not fit in 64 bits: then little-endian two's complement.
 #[derive(Debug, PartialEq)]
-pub(super) enum Integer<'a> {
+pub(super) enum Integer {
     Small(i64),
-    Big(Cow<'a, [u8]>),
+    Big(Box<[u8]>),
 }
 
 impl<'a> Cursor<'a> {
@@ -87,7 +87,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// The number in the text of a line.
-    pub(super) fn decimal(&self, line: &str) -> Result<Integer<'static>, FormatError> {
+    pub(super) fn decimal(&self, line: &str) -> Result<Integer, FormatError> {
         let line = line.trim();
         let digits = line.strip_suffix('L').unwrap_or(line);
         decimal(digits).ok_or_else(|| self.bad("a decimal integer is malformed or too long"))
@@ -106,7 +106,7 @@ impl<'a> Cursor<'a> {
 }
 
 /// An integer from little-endian two's complement of any length.
-pub(super) fn long(bytes: &[u8]) -> Integer<'_> {
+pub(super) fn long(bytes: &[u8]) -> Integer {
     let Some(last) = bytes.last() else { return Integer::Small(0) };
     let mut all = if *last >= 0x80 { [0xff; 8] } else { [0; 8] };
     match all.get_mut(..bytes.len()) {
@@ -118,13 +118,13 @@ pub(super) fn long(bytes: &[u8]) -> Integer<'_> {
             let big = dcp_core::BigInt::from_le_bytes(bytes.to_vec());
             match big.to_i64() {
                 Some(small) => Integer::Small(small),
-                None => Integer::Big(Cow::Borrowed(&bytes[..big.to_le_bytes().len()])),
+                None => Integer::Big(Box::from(&**big.to_le_bytes())),
             }
         }
     }
 }
 
-fn decimal(text: &str) -> Option<Integer<'static>> {
+fn decimal(text: &str) -> Option<Integer> {
     if let Ok(small) = text.parse() {
         return Some(Integer::Small(small));
     }
@@ -155,10 +155,7 @@ fn decimal(text: &str) -> Option<Integer<'static>> {
             (*byte, carry) = (!*byte).overflowing_add(u8::from(carry));
         }
     }
-    Some(match long(&magnitude) {
-        Integer::Small(small) => Integer::Small(small),
-        Integer::Big(bytes) => Integer::Big(Cow::Owned(bytes.into_owned())),
-    })
+    Some(long(&magnitude))
 }
 
 /// The bytes of a quoted `STRING` operand, with Python 2's escapes.

@@ -130,7 +130,7 @@ impl Machine<'_> {
                 let line = self.cursor.line()?;
                 let text = raw_unicode_escape(line)
                     .ok_or_else(|| self.cursor.bad("an escaped string is malformed"))?;
-                self.push(Node::Str(text.into()))?;
+                self.push(Node::EscapedStr(text.into()))?;
             }
             op::BINUNICODE => {
                 let bytes = self.cursor.sized::<4>()?;
@@ -146,15 +146,15 @@ impl Machine<'_> {
             }
             op::BINBYTES => {
                 let bytes = self.cursor.sized::<4>()?;
-                self.push(Node::Bytes(bytes.into()))?;
+                self.push(Node::Bytes(bytes))?;
             }
             op::SHORT_BINBYTES => {
                 let bytes = self.cursor.sized::<1>()?;
-                self.push(Node::Bytes(bytes.into()))?;
+                self.push(Node::Bytes(bytes))?;
             }
             op::BINBYTES8 => {
                 let bytes = self.cursor.sized::<8>()?;
-                self.push(Node::Bytes(bytes.into()))?;
+                self.push(Node::Bytes(bytes))?;
             }
             op::BYTEARRAY8 => {
                 let bytes = self.cursor.sized::<8>()?;
@@ -292,7 +292,7 @@ impl Machine<'_> {
             }
             op::PERSID => {
                 let text = self.cursor.utf8_line()?;
-                let id = self.add(Node::Str(text.into()))?;
+                let id = self.add(Node::Str(text))?;
                 self.push(Node::Persistent(id))?;
             }
             op::BINPERSID => {

@@ -79,7 +79,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    pub(super) fn push_integer(&mut self, integer: Integer<'a>) -> Result<(), FormatError> {
+    pub(super) fn push_integer(&mut self, integer: Integer) -> Result<(), FormatError> {
         self.push(match integer {
             Integer::Small(n) => Node::Int(n),
             Integer::Big(bytes) => Node::BigInt(bytes),
@@ -88,7 +88,7 @@ impl<'a> Machine<'a> {
 
     pub(super) fn push_str(&mut self, bytes: &'a [u8]) -> Result<(), FormatError> {
         self.push(match str::from_utf8(bytes) {
-            Ok(text) => Node::Str(text.into()),
+            Ok(text) => Node::Str(text),
             Err(_) if is_surrogatepass(bytes) => Node::SurrogateStr(bytes),
             Err(_) => return Err(self.cursor.bad("a string is not UTF-8")),
         })
@@ -97,12 +97,12 @@ impl<'a> Machine<'a> {
     pub(super) fn push_python2_str(&mut self, bytes: Cow<'a, [u8]>) -> Result<(), FormatError> {
         self.push(match bytes {
             Cow::Borrowed(bytes) => match str::from_utf8(bytes) {
-                Ok(text) => Node::Str(text.into()),
-                Err(_) => Node::Bytes(bytes.into()),
+                Ok(text) => Node::Str(text),
+                Err(_) => Node::Bytes(bytes),
             },
             Cow::Owned(bytes) => match String::from_utf8(bytes) {
-                Ok(text) => Node::Str(text.into()),
-                Err(error) => Node::Bytes(error.into_bytes().into()),
+                Ok(text) => Node::EscapedStr(text.into()),
+                Err(error) => Node::EscapedBytes(error.into_bytes().into()),
             },
         })
     }
@@ -162,7 +162,8 @@ impl<'a> Machine<'a> {
     pub(super) fn pop_str(&mut self) -> Result<Cow<'a, str>, FormatError> {
         let id = self.pop()?;
         match self.out.node(id) {
-            Node::Str(text) => Ok(text.clone()),
+            Node::Str(text) => Ok(Cow::Borrowed(text)),
+            Node::EscapedStr(text) => Ok(Cow::Owned(text.to_string())),
             _ => Err(self.cursor.bad("a name is not a string")),
         }
     }

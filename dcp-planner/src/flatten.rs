@@ -89,7 +89,7 @@ pub fn index_of<E>(
     Ok(StateIndex { leaves })
 }
 
-fn tensor_kind(tensor: &Tensor) -> LeafKind {
+pub(crate) fn tensor_kind(tensor: &Tensor) -> LeafKind {
     LeafKind::Tensor {
         dtype: tensor.dtype(),
         shape: tensor.shape().clone(),

@@ -9,18 +9,24 @@
 //! the caller's state dict, flattened by the rule that [`choose_rule`] finds, or a [`Template`] of
 //! what is stored; then a [`DefaultLoadPlanner`].
 
+mod cache;
+mod filter;
 mod flatten;
 mod load;
 mod overlap;
 mod placement;
 mod python_str;
 mod save;
+mod template;
 mod unflatten;
 mod validate;
 
+pub use cache::{CachedPlan, PlanCache};
+pub use filter::KeyFilter;
 pub use flatten::{FlatEntry, FlattenRule, choose_rule, flatten, index_of};
 pub use load::DefaultLoadPlanner;
 pub use placement::{Mesh, Placement, chunk_along, local_regions, longest_axis, recorded_box};
 pub use save::{DedupPolicy, DefaultSavePlanner};
+pub use template::{Cut, Template, TemplateLeaf};
 pub use unflatten::{set_at_path, unflatten};
 pub use validate::validate_metadata;

@@ -1,0 +1,182 @@
+//! State made from a checkpoint alone, to load into when there is no model at hand.
+
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointMetadata, Entry, LeafKind, PathItem, PlanError, Rank, StateDict, StateIndex,
+    StateLeaf, StatePath, Tensor, TensorEntry, Value, checked_volume,
+};
+
+use crate::filter::KeyFilter;
+use crate::flatten::tensor_kind;
+use crate::placement::{chunk_along, longest_axis};
+use crate::unflatten::unflatten;
+use crate::validate::unsupported;
+
+/// How many bytes a compressed byte may stand for; Zstandard stays below.
+const MAX_EXPANSION: u64 = 1 << 16;
+
+/// Flat state with zeroed memory for what a checkpoint holds, as PyTorch's
+/// `_EmptyStateDictLoadPlanner` allocates it.
+///
+/// It stays flat while it is loaded. PyTorch flattens the nested state dict again, and then asks
+/// for the gaps in lists that held empty dicts, which are not stored (2.15).
+#[derive(Clone, Debug, Default)]
+pub struct Template {
+    leaves: Vec<TemplateLeaf>,
+}
+
+/// A leaf of a [`Template`].
+#[derive(Clone, Debug)]
+pub struct TemplateLeaf {
+    /// The flat name.
+    pub fqn: Arc<str>,
+    /// The nested place, where the checkpoint knows it.
+    pub path: Option<StatePath>,
+    /// A tensor of zeros, or `None` in the place of an object.
+    pub value: Value,
+}
+
+/// How whole tensors are cut for the ranks of a group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Cut {
+    /// Along axis 0, as FSDP does.
+    #[default]
+    Rows,
+    /// Along the longest axis, so that more ranks get a part.
+    LongestAxis,
+}
+
+impl Template {
+    /// Whole tensors of what `filter` selects.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError::Uncovered`] for a tensor of which fewer bytes are stored than it claims to
+    /// have, so that no memory is claimed for data that does not exist.
+    pub fn whole(metadata: &CheckpointMetadata, filter: &KeyFilter) -> Result<Self, PlanError> {
+        Self::of(metadata, filter, |tensor| Tensor::zeros(tensor.dtype, tensor.shape.clone()))
+    }
+
+    /// What `rank` of `world_size` gets of the tensors that `filter` selects, in consecutive
+    /// parts of equal length but for the last. Tensors without axes are replicated; ranks behind
+    /// the end of a tensor get no part of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Template::whole`].
+    pub fn sharded(
+        metadata: &CheckpointMetadata,
+        filter: &KeyFilter,
+        rank: Rank,
+        world_size: u32,
+        cut: Cut,
+    ) -> Result<Self, PlanError> {
+        Self::of(metadata, filter, |tensor| {
+            let axis = match cut {
+                Cut::Rows => (tensor.shape.ndim() > 0).then_some(0),
+                Cut::LongestAxis => longest_axis(&tensor.shape),
+            };
+            let Some(axis) = axis else {
+                return Tensor::zeros(tensor.dtype, tensor.shape.clone());
+            };
+            let region = chunk_along(&tensor.shape, axis, world_size, rank);
+            Tensor::zeros_sharded(tensor.dtype, tensor.shape.clone(), region)
+        })
+    }
+
+    fn of(
+        metadata: &CheckpointMetadata,
+        filter: &KeyFilter,
+        mut zeros: impl FnMut(&TensorEntry) -> Result<Tensor, PlanError>,
+    ) -> Result<Self, PlanError> {
+        let mut leaves = Vec::new();
+        for (fqn, entry) in metadata.iter().filter(|(fqn, entry)| filter.selects(fqn, entry.path()))
+        {
+            let value = match entry {
+                Entry::Tensor(tensor) => {
+                    check_claim(fqn, metadata, tensor)?;
+                    Value::Tensor(zeros(tensor)?)
+                }
+                Entry::Object(_) => Value::None,
+                _ => return Err(unsupported(fqn, "this planner does not know its kind")),
+            };
+            leaves.push(TemplateLeaf { fqn: Arc::clone(fqn), path: entry.path().cloned(), value });
+        }
+        Ok(Self { leaves })
+    }
+
+    /// The leaves, in the order of the checkpoint.
+    #[must_use]
+    pub fn leaves(&self) -> &[TemplateLeaf] {
+        &self.leaves
+    }
+
+    /// The leaves, to put loaded objects into.
+    #[must_use]
+    pub fn leaves_mut(&mut self) -> &mut [TemplateLeaf] {
+        &mut self.leaves
+    }
+
+    /// The leaves as planners see them.
+    #[must_use]
+    pub fn index(&self) -> StateIndex {
+        let leaf = |leaf: &TemplateLeaf| StateLeaf {
+            fqn: Arc::clone(&leaf.fqn),
+            path: leaf.path.clone(),
+            kind: match &leaf.value {
+                Value::Tensor(tensor) => tensor_kind(tensor),
+                _ => LeafKind::Object { byte_len: 0 },
+            },
+        };
+        StateIndex { leaves: self.leaves.iter().map(leaf).collect() }
+    }
+
+    /// The leaves as a nested state dict. Tensors share their memory with the template. A leaf
+    /// without a path becomes an entry of the top level.
+    ///
+    /// # Errors
+    ///
+    /// As [`unflatten`], when paths contradict each other.
+    pub fn to_state_dict(&self) -> Result<StateDict, PlanError> {
+        unflatten(self.leaves.iter().map(|leaf| (leaf.place(), leaf.value.clone())))
+    }
+}
+
+impl TemplateLeaf {
+    /// The nested place, or one step of the flat name.
+    #[must_use]
+    pub fn place(&self) -> StatePath {
+        match &self.path {
+            Some(path) => Arc::clone(path),
+            None => [PathItem::Key(Arc::clone(&self.fqn))].into(),
+        }
+    }
+}
+
+/// Whether the chunks of a tensor can hold what its shape claims.
+fn check_claim(
+    fqn: &str,
+    metadata: &CheckpointMetadata,
+    tensor: &TensorEntry,
+) -> Result<(), PlanError> {
+    let element = tensor.dtype.size() as u64;
+    let expected = tensor
+        .shape
+        .checked_volume()
+        .filter(|volume| volume.checked_mul(element).is_some())
+        .ok_or_else(|| unsupported(fqn, &format!("shape {} is too large", tensor.shape)))?;
+    let found = tensor.chunks.iter().fold(0_u64, |found, chunk| {
+        let Some(placement) = chunk.placement else { return found };
+        let packed = metadata.encoding(&placement).is_some_and(|e| !e.transforms.is_empty());
+        let expansion = if packed { MAX_EXPANSION } else { 1 };
+        let stored = placement.byte_len.saturating_mul(expansion) / element;
+        let held = checked_volume(chunk.sizes).unwrap_or(u64::MAX).min(stored);
+        found.saturating_add(held)
+    });
+    if found < expected {
+        return Err(PlanError::Uncovered { fqn: fqn.to_owned(), expected, found });
+    }
+    Ok(())
+}

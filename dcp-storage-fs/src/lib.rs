@@ -1,1 +1,56 @@
 //! Checkpoint bytes on a file system: durable, atomic, concurrent.
+//!
+//! [`FsStorage`] keeps each object in a file of its own, at the object's key below a root folder.
+//! It promises more than a file system by itself:
+//!
+//! - **Whole or absent.** Bytes go to a temporary file in the object's folder, which is renamed to
+//!   the object's name when it is complete. A process may be killed at any moment: what is
+//!   visible is whole.
+//! - **One creator.** Creating is decided by the file system (`renameat2` with
+//!   `RENAME_NOREPLACE`, or a hard link where that is missing, as on NFS), never by looking first.
+//! - **Durable.** When a write returns, the file, its folder, and the folders above up to the root
+//!   are synced, unless [`Builder::sync`] turned that off.
+//! - **Inside the root.** No key leads out of the root, whatever symbolic links there are; see
+//!   [`Builder::follow_links`].
+//!
+//! Reads go from the file straight into the lent memory by `pread`, writes from the gather list by
+//! `writev`, on the blocking threads of the current tokio runtime. Without a runtime they block the
+//! caller.
+//!
+//! A writer that is killed leaves its temporary file behind. It is never listed, and
+//! [`FsStorage::clean_leftovers`] removes it.
+//!
+//! ```
+//! use dcp_core::{Key, PutMode, Storage, StorageExt};
+//! use dcp_storage_fs::FsStorage;
+//!
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let root = folder.path().join("checkpoints");
+//! # let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+//! # runtime.block_on(async {
+//! let storage = FsStorage::builder(&root).create(true).open()?;
+//! let key = Key::new("step_10/note")?;
+//! storage.put(&key, "hello".into(), PutMode::Create).await?;
+//! assert_eq!(storage.read_all(&key).await?, "hello");
+//! # Ok::<(), dcp_core::StorageError>(())
+//! # }).unwrap();
+//! ```
+
+#![cfg(unix)]
+
+mod blocking;
+mod builder;
+mod error;
+mod folder;
+mod leftovers;
+mod owner;
+mod read;
+mod root;
+mod storage;
+mod temp;
+mod upload;
+mod walk;
+mod write;
+
+pub use builder::Builder;
+pub use storage::FsStorage;

@@ -1,0 +1,33 @@
+//! Handing file work to the runtime's blocking threads.
+
+use dcp_core::{Key, StorageError, StorageErrorKind, StorageOp};
+use tokio::runtime::Handle;
+use tokio::task::JoinError;
+
+/// Runs `work` on a blocking thread of the current runtime, or here where there is none.
+///
+/// The future may be dropped; work that has begun goes on, with everything it owns.
+pub(crate) async fn blocking<T, F>(
+    op: StorageOp,
+    key: Option<&Key>,
+    work: F,
+) -> Result<T, StorageError>
+where
+    T: Send + 'static,
+    F: FnOnce() -> Result<T, StorageError> + Send + 'static,
+{
+    match Handle::try_current() {
+        Ok(runtime) => match runtime.spawn_blocking(work).await {
+            Ok(outcome) => outcome,
+            Err(error) => Err(lost(op, key, error)),
+        },
+        Err(_) => work(),
+    }
+}
+
+/// The error of work that panicked, or that the runtime did not begin before it shut down.
+pub(crate) fn lost(op: StorageOp, key: Option<&Key>, error: JoinError) -> StorageError {
+    StorageError::new(StorageErrorKind::Other, op, key.cloned())
+        .with_message("the thread at work on it did not finish")
+        .with_source(error)
+}

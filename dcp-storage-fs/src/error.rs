@@ -1,0 +1,43 @@
+//! What an error of the file system means for an object.
+
+use std::io;
+
+use dcp_core::{Key, StorageError, StorageErrorKind, StorageOp};
+use rustix::io::Errno;
+
+/// Classifies an error of an operation on `key`.
+pub(crate) fn on_key(op: StorageOp, key: &Key) -> impl Fn(io::Error) -> StorageError {
+    move |error| classify(op, Some(key), error)
+}
+
+pub(crate) fn classify(op: StorageOp, key: Option<&Key>, error: io::Error) -> StorageError {
+    let invalid = |why: &str| {
+        StorageError::new(StorageErrorKind::Invalid, op, key.cloned()).with_message(why)
+    };
+    match Errno::from_io_error(&error) {
+        Some(Errno::XDEV) => {
+            invalid("a symbolic link leads out of the storage; `follow_links` would allow that")
+                .with_source(error)
+        }
+        Some(Errno::LOOP) => {
+            invalid("a symbolic link is in the way; `follow_links` would allow that")
+                .with_source(error)
+        }
+        Some(Errno::NOTDIR) => {
+            invalid("something that is no folder is in the way").with_source(error)
+        }
+        Some(Errno::ISDIR | Errno::NOTEMPTY) => is_folder(op, key).with_source(error),
+        _ => StorageError::from_io(op, key.cloned(), error),
+    }
+}
+
+/// The error of writing an object where a folder is.
+pub(crate) fn is_folder(op: StorageOp, key: Option<&Key>) -> StorageError {
+    StorageError::new(StorageErrorKind::Invalid, op, key.cloned())
+        .with_message("there is a folder of that name")
+}
+
+/// Whether the error says that the file, or a folder on the way to it, is not there.
+pub(crate) fn is_absence(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::NOENT | Errno::NOTDIR))
+}

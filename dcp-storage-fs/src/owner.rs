@@ -1,0 +1,149 @@
+//! The names of temporary files, which tell who is writing them.
+
+use std::fmt;
+use std::fs;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::process::{Pid, test_kill_process};
+
+/// Temporary files begin with this, and go on with place, process, its start, and a number.
+const PREFIX: &str = ".dcp-tmp.";
+
+/// A process that writes, as it can be told from others on the same file system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    /// Where its process id counts: a machine, since it was booted, and a container on it.
+    place: u64,
+    pid: u32,
+    /// When it began, in ticks since boot, because process ids are used again; 0 where unknown.
+    started: u64,
+}
+
+impl Owner {
+    /// This process.
+    pub(crate) fn current() -> Self {
+        let pid = std::process::id();
+        // Not remembered: a forked child is another process.
+        Self { place: place(), pid, started: started(pid).unwrap_or(0) }
+    }
+
+    /// A name for a new temporary file of this owner.
+    pub(crate) fn temp_name(self) -> String {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        format!("{PREFIX}{self}.{}", NUMBER.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Who writes, or wrote, the temporary file of that name; `None` for any other name.
+    pub(crate) fn of_temp(name: &str) -> Option<Self> {
+        let mut fields = name.strip_prefix(PREFIX)?.split('.');
+        let (place, pid, started) = (fields.next()?, fields.next()?, fields.next()?);
+        let number = fields.next()?;
+        let is_decimal = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+        let well_formed = place.len() == 16
+            && [pid, started, number].into_iter().all(is_decimal)
+            && fields.next().is_none();
+        if !well_formed {
+            return None;
+        }
+        number.parse::<u64>().ok()?;
+        Some(Self {
+            place: u64::from_str_radix(place, 16).ok()?,
+            pid: pid.parse().ok()?,
+            started: started.parse().ok()?,
+        })
+    }
+
+    /// Whether it surely still runs. Of another machine nothing is known.
+    pub(crate) fn is_alive(self) -> bool {
+        if self.place != place() {
+            return false;
+        }
+        if let (Some(started), 1..) = (started(self.pid), self.started) {
+            return started == self.started;
+        }
+        match i32::try_from(self.pid).ok().and_then(Pid::from_raw) {
+            // A process of another user answers with EPERM.
+            Some(pid) => test_kill_process(pid) != Err(rustix::io::Errno::SRCH),
+            None => false,
+        }
+    }
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}.{}.{}", self.place, self.pid, self.started)
+    }
+}
+
+/// Whether that is the name of a temporary file.
+pub(crate) fn is_temp(name: &str) -> bool {
+    Owner::of_temp(name).is_some()
+}
+
+/// A fingerprint of what makes process ids unique: host name, boot, and pid namespace.
+fn place() -> u64 {
+    static PLACE: OnceLock<u64> = OnceLock::new();
+    *PLACE.get_or_init(|| {
+        let uname = rustix::system::uname();
+        let boot = fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let namespace = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        let parts = [uname.nodename().to_bytes(), &boot, namespace.as_os_str().as_encoded_bytes()];
+        // FNV-1a, because names outlive the version of the program that made them.
+        parts.join(&0).iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, &byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+    })
+}
+
+/// When a process began, in ticks since boot; `None` if it does not run, or the system does not
+/// tell.
+fn started(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is the program's name in parentheses and may hold anything; the start is
+    // the twenty-second.
+    let (_, after_name) = stat.rsplit_once(')')?;
+    after_name.split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_temporary_files_tell_their_owner() {
+        let me = Owner::current();
+        assert!(me.is_alive());
+        let (a, b) = (me.temp_name(), me.temp_name());
+        assert_ne!(a, b);
+        assert_eq!(Owner::of_temp(&a), Some(me));
+        assert!(a.len() < 100, "{a}");
+        for other in [
+            ".metadata",
+            ".dcp-tmp.",
+            ".dcp-tmp.x.1.2.3",
+            ".dcp-tmp.0123456789abcdef.1.2",
+            ".dcp-tmp.0123456789abcdef.1.2.3.4",
+            ".dcp-tmp.0123456789abcdef.+1.2.3",
+            ".dcp-tmp.0123456789abcdef.1.2.",
+        ] {
+            assert!(!is_temp(other), "{other}");
+        }
+        assert!(is_temp(".dcp-tmp.0123456789abcdef.1.2.3"));
+    }
+
+    #[test]
+    fn the_dead_and_the_distant_are_not_alive() {
+        let me = Owner::current();
+        assert!(!Owner { place: me.place ^ 1, ..me }.is_alive());
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = child.id();
+        child.wait().unwrap();
+        assert!(!Owner { pid, ..me }.is_alive());
+        assert!(!Owner { pid: 0, ..me }.is_alive());
+        assert!(!Owner { pid: u32::MAX, ..me }.is_alive());
+        if cfg!(target_os = "linux") {
+            assert!(!Owner { started: me.started + 1, ..me }.is_alive(), "a pid used again");
+        }
+    }
+}

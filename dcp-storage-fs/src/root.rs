@@ -1,0 +1,152 @@
+//! Opening paths below the root, and nowhere else.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags, openat};
+
+/// How a file is opened that is only looked at: without any right on its bytes where the system
+/// knows such a thing, and else so that a pipe without a writer does not block.
+#[cfg(target_os = "linux")]
+pub(crate) const LOOK: OFlags = OFlags::PATH;
+#[cfg(not(target_os = "linux"))]
+pub(crate) const LOOK: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
+
+/// How a file is opened that is read. A key may name a pipe, which must not block.
+pub(crate) const READ: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
+
+/// How a folder is opened: for reading, because only such a descriptor can be synced.
+pub(crate) const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY);
+
+/// The root folder, held open: what is opened below it stays below it even if somebody renames
+/// folders or plants symbolic links meanwhile.
+#[derive(Debug)]
+pub(crate) struct Root {
+    path: PathBuf,
+    fd: OwnedFd,
+    follow_links: bool,
+}
+
+impl Root {
+    pub(crate) fn open(path: PathBuf, follow_links: bool) -> io::Result<Self> {
+        let fd = rustix::fs::open(&path, FOLDER | OFlags::CLOEXEC, Mode::empty())?;
+        Ok(Self { path, fd, follow_links })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens what is at `path`, relative to the root; the empty path is the root.
+    ///
+    /// Linux resolves the path itself and refuses with `EXDEV` what leads out (`openat2` with
+    /// `RESOLVE_BENEATH`, since 5.6). Elsewhere, and where a sandbox denies that call, the path is
+    /// walked step by step and any symbolic link is refused.
+    pub(crate) fn open_below(&self, path: &str, flags: OFlags) -> io::Result<OwnedFd> {
+        let flags = flags | OFlags::CLOEXEC;
+        if self.follow_links {
+            let path = if path.is_empty() { "." } else { path };
+            return Ok(openat(&self.fd, path, flags, Mode::empty())?);
+        }
+        #[cfg(target_os = "linux")]
+        if let Some(outcome) = open_beneath(&self.fd, path, flags) {
+            return outcome;
+        }
+        open_step_by_step(&self.fd, path, flags)
+    }
+}
+
+/// `None` where the system cannot do it.
+#[cfg(target_os = "linux")]
+fn open_beneath(root: impl AsFd, path: &str, flags: OFlags) -> Option<io::Result<OwnedFd>> {
+    use rustix::fs::{ResolveFlags, openat2};
+    use rustix::io::Errno;
+
+    /// The kernel gives up on `..` in a link while somebody renames folders.
+    const TRIES: u32 = 8;
+    let path = if path.is_empty() { "." } else { path };
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    for _ in 0..TRIES {
+        match openat2(&root, path, flags, Mode::empty(), resolve) {
+            Ok(fd) => return Some(Ok(fd)),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            // Sandboxes answer EPERM to calls that they do not know.
+            Err(Errno::NOSYS | Errno::PERM) => return None,
+            Err(error) => return Some(Err(error.into())),
+        }
+    }
+    None
+}
+
+fn open_step_by_step(root: impl AsFd, path: &str, flags: OFlags) -> io::Result<OwnedFd> {
+    let mut here = openat(root, ".", FOLDER | OFlags::CLOEXEC, Mode::empty())?;
+    let Some((folders, name)) = split(path) else {
+        return Ok(openat(&here, ".", flags, Mode::empty())?);
+    };
+    let guarded = OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    for folder in folders.split('/').filter(|folder| !folder.is_empty()) {
+        here = openat(&here, folder, FOLDER | guarded, Mode::empty())?;
+    }
+    Ok(openat(&here, name, flags | guarded, Mode::empty())?)
+}
+
+/// The folder, empty for the root, and the name in it; `None` for the root itself.
+pub(crate) fn split(path: &str) -> Option<(&str, &str)> {
+    match path.rsplit_once('/') {
+        Some(parts) => Some(parts),
+        None if path.is_empty() => None,
+        None => Some(("", path)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    type Open<'a> = &'a dyn Fn(&str) -> io::Result<OwnedFd>;
+
+    /// A root with links that stay inside and links that lead out, and whether opening a path
+    /// succeeds.
+    fn check(open_in: impl Fn(&Path, &str) -> io::Result<OwnedFd>, inner_links: bool) {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("root");
+        fs::create_dir_all(root.join("a/b")).unwrap();
+        fs::write(folder.path().join("secret"), "s").unwrap();
+        fs::write(root.join("a/b/file"), "f").unwrap();
+        symlink("a/b", root.join("inside")).unwrap();
+        symlink("..", root.join("outside")).unwrap();
+        symlink("../secret", root.join("secret")).unwrap();
+        symlink(folder.path().join("secret"), root.join("absolute")).unwrap();
+        symlink("../../../secret", root.join("a/b/up")).unwrap();
+        let open: Open<'_> = &|path| open_in(&root, path);
+        assert!(open("").is_ok());
+        assert!(open("a").is_ok());
+        assert!(open("a/b/file").is_ok());
+        assert_eq!(open("inside/file").is_ok(), inner_links);
+        for out in ["outside/secret", "outside/root/a/b/file", "secret", "absolute", "a/b/up"] {
+            assert!(open(out).is_err(), "{out} leads out");
+        }
+        assert!(super::super::error::is_absence(&open("a/none").unwrap_err()));
+        assert!(super::super::error::is_absence(&open("a/b/file/x").unwrap_err()));
+    }
+
+    #[test]
+    fn nothing_outside_is_reached() {
+        check(
+            |root, path| Root::open(root.to_owned(), false)?.open_below(path, READ),
+            cfg!(target_os = "linux"),
+        );
+    }
+
+    #[test]
+    fn nothing_outside_is_reached_step_by_step() {
+        check(
+            |root, path| open_step_by_step(Root::open(root.to_owned(), false)?.fd, path, READ),
+            false,
+        );
+    }
+}

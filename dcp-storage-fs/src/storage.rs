@@ -1,0 +1,268 @@
+//! [`Storage`] on a folder.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use dcp_core::{
+    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
+    StorageError, StorageErrorKind, StorageOp, Upload,
+};
+use futures_util::{TryStreamExt, stream};
+use rustix::fs::{AtFlags, FileType, statat, unlinkat};
+use rustix::io::Errno;
+
+use crate::blocking::blocking;
+use crate::builder::Builder;
+use crate::error::{classify, is_absence, is_folder, on_key};
+use crate::folder::{self, Settled, holds_folder, open_or_create, settle};
+use crate::leftovers;
+use crate::owner::is_temp;
+use crate::root::{FOLDER, LOOK, Root, split};
+use crate::temp::Temp;
+use crate::upload::FsUpload;
+use crate::walk::look_into;
+use crate::write::write_payload;
+
+/// Objects as files below a root folder; clones share it. See the [crate](crate) documentation.
+#[derive(Clone, Debug)]
+pub struct FsStorage(Arc<Shared>);
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) root: Arc<Root>,
+    pub(crate) sync: bool,
+    pub(crate) parallelism: u16,
+    pub(crate) settled: Settled,
+}
+
+impl FsStorage {
+    pub(crate) fn new(shared: Shared) -> Self {
+        Self(Arc::new(shared))
+    }
+
+    /// Opens an existing root folder, with the default options.
+    ///
+    /// # Errors
+    ///
+    /// When the root is not there, is no folder, or may not be read.
+    pub fn open(root: impl Into<PathBuf>) -> Result<Self, StorageError> {
+        Self::builder(root).open()
+    }
+
+    /// Options to open a root folder with.
+    pub fn builder(root: impl Into<PathBuf>) -> Builder {
+        Builder::new(root.into())
+    }
+
+    /// The root folder as it was given.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        self.0.root.path()
+    }
+
+    /// Removes temporary files of writers that were killed, in all folders, and returns how many.
+    ///
+    /// A file goes when nobody has written to it for `min_age` and its writer does not run any
+    /// more. Of writers on other machines the latter is not known, so on a shared file system
+    /// `min_age` should be longer than any write takes.
+    ///
+    /// # Errors
+    ///
+    /// When a folder cannot be read, or a file not be removed.
+    pub async fn clean_leftovers(&self, min_age: Duration) -> Result<u64, StorageError> {
+        let Shared { root, sync, .. } = &*self.0;
+        let (root, sync) = (Arc::clone(root), *sync);
+        blocking(StorageOp::Delete, None, move || {
+            leftovers::clean(&root, min_age, sync)
+                .map_err(|error| classify(StorageOp::Delete, None, error))
+        })
+        .await
+    }
+}
+
+impl Shared {
+    /// A temporary file in the folder of `key`, which is made if it is missing.
+    pub(crate) fn create_temp(&self, op: StorageOp, key: &Key) -> Result<Temp, StorageError> {
+        if is_reserved(key) {
+            return Err(StorageError::new(StorageErrorKind::Invalid, op, Some(key.clone()))
+                .with_message("names of that form are kept for temporary files"));
+        }
+        let (path, _) = parts(key);
+        let create = || {
+            let folder = open_or_create(&self.root, path)?;
+            if self.sync {
+                settle(&self.root, path, &folder, &self.settled)?;
+            }
+            Temp::create(folder)
+        };
+        create().map_err(on_key(op, key))
+    }
+
+    /// Makes the temporary file the object.
+    pub(crate) fn publish(
+        &self,
+        op: StorageOp,
+        key: &Key,
+        temp: Temp,
+        mode: PutMode,
+    ) -> Result<(), StorageError> {
+        let (path, name) = parts(key);
+        temp.publish(name, mode, self.sync).map_err(|error| {
+            let taken = error.kind() == io::ErrorKind::AlreadyExists;
+            let open = || self.root.open_below(path, FOLDER);
+            if taken && open().is_ok_and(|folder| holds_folder(&folder, name)) {
+                is_folder(op, Some(key)).with_source(error)
+            } else {
+                on_key(op, key)(error)
+            }
+        })
+    }
+
+    pub(crate) fn stat(&self, op: StorageOp, key: &Key) -> Result<ObjectMeta, StorageError> {
+        let absent = || StorageError::new(StorageErrorKind::NotFound, op, Some(key.clone()));
+        if is_reserved(key) {
+            return Err(absent());
+        }
+        let look = || File::from(self.root.open_below(key.as_str(), LOOK)?).metadata();
+        match look() {
+            Ok(meta) if meta.is_file() => {
+                Ok(ObjectMeta::new(key.clone(), meta.len()).with_modified(meta.modified().ok()))
+            }
+            Ok(_) => Err(absent().with_message("it is no regular file")),
+            Err(error) if is_absence(&error) => Err(absent().with_source(error)),
+            Err(error) => Err(on_key(op, key)(error)),
+        }
+    }
+
+    fn delete(&self, key: &Key) -> io::Result<()> {
+        let (path, name) = parts(key);
+        let folder: OwnedFd = match self.root.open_below(path, FOLDER) {
+            Err(error) if is_absence(&error) => return Ok(()),
+            outcome => outcome?,
+        };
+        match statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => {
+                let kind = FileType::from_raw_mode(stat.st_mode);
+                if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
+                    return Ok(());
+                }
+            }
+            Err(Errno::NOENT) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+        match unlinkat(&folder, name, AtFlags::empty()) {
+            Err(Errno::NOENT) => return Ok(()),
+            outcome => outcome?,
+        }
+        if self.sync { folder::sync(&folder) } else { Ok(()) }
+    }
+}
+
+/// The folder and the name of an object.
+fn parts(key: &Key) -> (&str, &str) {
+    split(key.as_str()).unwrap_or(("", key.as_str()))
+}
+
+/// Whether the key would be taken for a temporary file.
+fn is_reserved(key: &Key) -> bool {
+    is_temp(key.file_name())
+}
+
+#[async_trait]
+impl Storage for FsStorage {
+    fn capabilities(&self) -> Capabilities {
+        let mut capabilities = Capabilities::none();
+        capabilities.atomic_create = true;
+        capabilities.durable = self.0.sync;
+        capabilities.ranged_reads = true;
+        // What a disk or a file server moves in the time of one more request.
+        capabilities.coalesce_gap = 64 << 10;
+        capabilities.parallelism = self.0.parallelism;
+        capabilities
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
+        blocking(StorageOp::Stat, Some(key), move || shared.stat(StorageOp::Stat, &for_thread))
+            .await
+    }
+
+    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        if is_reserved(key) {
+            let kind = StorageErrorKind::NotFound;
+            return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone())));
+        }
+        crate::read::read(Arc::clone(&self.0.root), key, reads, self.0.parallelism).await
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
+        blocking(StorageOp::Put, Some(key), move || {
+            let (op, key) = (StorageOp::Put, &for_thread);
+            let temp = shared.create_temp(op, key)?;
+            write_payload(&mut temp.file(), &payload).map_err(on_key(op, key))?;
+            shared.publish(op, key, temp, mode)
+        })
+        .await
+    }
+
+    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+        let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
+        let temp = blocking(StorageOp::Upload, Some(key), move || {
+            let (op, key) = (StorageOp::Upload, &for_thread);
+            match shared.stat(op, key) {
+                Ok(_) => {
+                    let kind = StorageErrorKind::AlreadyExists;
+                    Err(StorageError::new(kind, op, Some(key.clone())))
+                }
+                Err(error) if error.kind() == StorageErrorKind::NotFound => {
+                    shared.create_temp(op, key)
+                }
+                Err(error) => Err(error),
+            }
+        })
+        .await?;
+        Ok(Box::new(FsUpload::new(Arc::clone(&self.0), key.clone(), temp)))
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        let root = Arc::clone(&self.0.root);
+        let folders = vec![prefix.map(|prefix| prefix.as_str().to_owned()).unwrap_or_default()];
+        let prefix = prefix.cloned();
+        Box::pin(
+            stream::try_unfold(folders, move |mut folders| {
+                let (root, prefix) = (Arc::clone(&root), prefix.clone());
+                async move {
+                    let Some(path) = folders.pop() else { return Ok::<_, StorageError>(None) };
+                    let op = StorageOp::List;
+                    let for_thread = prefix.clone();
+                    let found = blocking(op, prefix.as_ref(), move || {
+                        look_into(&root, &path)
+                            .map_err(|error| classify(op, for_thread.as_ref(), error))
+                    })
+                    .await?;
+                    let found = found.map(|(_, found)| found).unwrap_or_default();
+                    folders.extend(found.folders);
+                    Ok(Some((stream::iter(found.objects.into_iter().map(Ok)), folders)))
+                }
+            })
+            .try_flatten(),
+        )
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        if is_reserved(key) {
+            return Ok(());
+        }
+        let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
+        blocking(StorageOp::Delete, Some(key), move || {
+            shared.delete(&for_thread).map_err(on_key(StorageOp::Delete, &for_thread))
+        })
+        .await
+    }
+}

@@ -1,0 +1,136 @@
+//! A file in the making, and the one step that makes it an object.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+
+use dcp_core::PutMode;
+use rustix::fs::{AtFlags, Mode, OFlags, linkat, openat, renameat, unlinkat};
+use rustix::io::Errno;
+
+use crate::folder;
+use crate::owner::Owner;
+
+/// A temporary file, removed on drop unless it was published.
+#[derive(Debug)]
+pub(crate) struct Temp {
+    folder: OwnedFd,
+    name: String,
+    file: File,
+    /// Whether the file still has its temporary name.
+    named: bool,
+}
+
+impl Temp {
+    /// A new empty file in `folder`.
+    pub(crate) fn create(folder: OwnedFd) -> io::Result<Self> {
+        let owner = Owner::current();
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        loop {
+            let name = owner.temp_name();
+            match openat(&folder, &name, flags, Mode::from_raw_mode(0o666)) {
+                Ok(file) => return Ok(Self { folder, name, file: file.into(), named: true }),
+                Err(Errno::EXIST) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Gives the file its name in the same folder, in one step; with `sync`, its bytes are durable
+    /// before and its name after.
+    pub(crate) fn publish(mut self, name: &str, mode: PutMode, sync: bool) -> io::Result<()> {
+        if sync {
+            self.file.sync_data()?;
+        }
+        match mode {
+            PutMode::Overwrite => renameat(&self.folder, &self.name, &self.folder, name)?,
+            _ => self.rename_to_free(name)?,
+        }
+        self.named = false;
+        if sync {
+            folder::sync(&self.folder)?;
+        }
+        Ok(())
+    }
+
+    /// Renames, and fails with `EEXIST` if the name is taken.
+    fn rename_to_free(&self, name: &str) -> io::Result<()> {
+        #[cfg(any(target_os = "linux", target_os = "android", target_vendor = "apple"))]
+        {
+            use rustix::fs::{RenameFlags, renameat_with};
+
+            let (folder, flags) = (&self.folder, RenameFlags::NOREPLACE);
+            match renameat_with(folder, &self.name, folder, name, flags) {
+                // The file system, or the kernel, cannot do it.
+                Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP | Errno::PERM) => {}
+                outcome => return Ok(outcome?),
+            }
+        }
+        self.link_to_free(name)
+    }
+
+    fn link_to_free(&self, name: &str) -> io::Result<()> {
+        let folder = &self.folder;
+        match linkat(folder, &self.name, folder, name, AtFlags::empty()) {
+            Ok(()) => {}
+            // NFS may lose the reply, repeat the request and find its own link.
+            Err(Errno::EXIST) if self.file.metadata()?.nlink() == 2 => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(unlinkat(folder, &self.name, AtFlags::empty())?)
+    }
+}
+
+impl Drop for Temp {
+    fn drop(&mut self) {
+        if self.named
+            && let Err(error) = unlinkat(&self.folder, &self.name, AtFlags::empty())
+        {
+            tracing::warn!(name = %self.name, %error, "cannot remove a temporary file");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Write;
+
+    use super::*;
+    use crate::root::{FOLDER, Root};
+
+    fn temp(root: &std::path::Path, bytes: &[u8]) -> Temp {
+        let root = Root::open(root.to_owned(), false).unwrap();
+        let temp = Temp::create(root.open_below("", FOLDER).unwrap()).unwrap();
+        temp.file().write_all(bytes).unwrap();
+        temp
+    }
+
+    #[test]
+    fn an_unpublished_file_is_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let temp = temp(root.path(), b"x");
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+        drop(temp);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_link_takes_a_free_name_only() {
+        let root = tempfile::tempdir().unwrap();
+        let mut first = temp(root.path(), b"first");
+        first.link_to_free("a").unwrap();
+        first.named = false;
+        let second = temp(root.path(), b"second");
+        let error = second.link_to_free("a").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        drop((first, second));
+        assert_eq!(fs::read(root.path().join("a")).unwrap(), b"first");
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,91 @@
+//! Looking through folders.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use dcp_core::{Key, ObjectMeta};
+use rustix::fs::{AtFlags, Dir, FileType, Stat, statat};
+use rustix::io::Errno;
+
+use crate::error::is_absence;
+use crate::owner::is_temp;
+use crate::root::{FOLDER, LOOK, Root};
+
+/// What there is in one folder.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    pub(crate) objects: Vec<ObjectMeta>,
+    /// Paths below the root.
+    pub(crate) folders: Vec<String>,
+    pub(crate) temps: Vec<FoundTemp>,
+}
+
+/// A temporary file.
+#[derive(Debug)]
+pub(crate) struct FoundTemp {
+    pub(crate) name: String,
+    pub(crate) modified: Option<SystemTime>,
+}
+
+/// Looks into the folder at `path`; `None` if it is not there.
+///
+/// What disappears meanwhile is left out, and so is what cannot be an object: names that are no
+/// key, and anything but regular files. A symbolic link to a regular file that may be opened
+/// counts as that file; one to a folder is not followed, because it could lead in a circle.
+pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, Found)>> {
+    let folder = match root.open_below(path, FOLDER) {
+        Ok(folder) => folder,
+        Err(error) if is_absence(&error) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let mut found = Found::default();
+    for entry in Dir::read_from(&folder)? {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().to_str() else { continue };
+        if matches!(name, "." | "..") {
+            continue;
+        }
+        let below = if path.is_empty() { name.to_owned() } else { format!("{path}/{name}") };
+        let stat = match statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => stat,
+            Err(Errno::NOENT) => continue,
+            Err(error) => return Err(error.into()),
+        };
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile if is_temp(name) => {
+                let modified = modified(&stat);
+                found.temps.push(FoundTemp { name: name.to_owned(), modified });
+            }
+            FileType::RegularFile => {
+                if let Ok(key) = Key::new(&below) {
+                    let byte_len = u64::try_from(stat.st_size).unwrap_or(0);
+                    let meta = ObjectMeta::new(key, byte_len).with_modified(modified(&stat));
+                    found.objects.push(meta);
+                }
+            }
+            FileType::Symlink if !is_temp(name) => found.objects.extend(linked(root, &below)),
+            FileType::Directory if Key::new(&below).is_ok() => found.folders.push(below),
+            _ => {}
+        }
+    }
+    Ok(Some((folder, found)))
+}
+
+/// The regular file that a symbolic link leads to, if one may go there.
+fn linked(root: &Root, path: &str) -> Option<ObjectMeta> {
+    let key = Key::new(path).ok()?;
+    let meta = File::from(root.open_below(path, LOOK).ok()?).metadata().ok()?;
+    let modified = meta.modified().ok();
+    meta.is_file().then(|| ObjectMeta::new(key, meta.len()).with_modified(modified))
+}
+
+fn modified(stat: &Stat) -> Option<SystemTime> {
+    #[allow(clippy::unnecessary_cast, reason = "the types differ by system")]
+    let (seconds, nanos) = (stat.st_mtime as i64, stat.st_mtime_nsec as u32);
+    let whole = Duration::from_secs(seconds.unsigned_abs());
+    let second =
+        if seconds < 0 { UNIX_EPOCH.checked_sub(whole) } else { UNIX_EPOCH.checked_add(whole) };
+    second?.checked_add(Duration::from_nanos(nanos.into()))
+}

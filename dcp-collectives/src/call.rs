@@ -4,32 +4,48 @@ use std::fmt;
 
 use bytes::Bytes;
 use dcp_core::{CollectiveError, Rank};
+use serde::{Deserialize, Serialize};
 
-/// The operations of [`Collective`](dcp_core::Collective).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+use crate::poison::Poison;
+
+/// What a rank does: the operations of [`Collective`](dcp_core::Collective), forming a
+/// group, or nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub(crate) enum Op {
+    Idle = 0,
     Gather = 1,
     Scatter = 2,
     Broadcast = 3,
     AllGather = 4,
     Barrier = 5,
+    Rendezvous = 6,
 }
 
 impl Op {
     pub(crate) const fn name(self) -> &'static str {
         match self {
+            Self::Idle => "no operation",
             Self::Gather => "gather",
             Self::Scatter => "scatter",
             Self::Broadcast => "broadcast",
             Self::AllGather => "all_gather",
             Self::Barrier => "barrier",
+            Self::Rendezvous => "rendezvous",
         }
+    }
+
+    /// The operation with this number.
+    pub(crate) fn from_wire(code: u8) -> Option<Self> {
+        use Op::{AllGather, Barrier, Broadcast, Gather, Idle, Rendezvous, Scatter};
+        [Idle, Gather, Scatter, Broadcast, AllGather, Barrier, Rendezvous]
+            .into_iter()
+            .find(|op| *op as u8 == code)
     }
 }
 
 /// One call: the operation and its root (0 where there is none).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Call {
     pub(crate) op: Op,
     pub(crate) root: Rank,
@@ -44,14 +60,14 @@ impl Call {
     ///
     /// # Errors
     ///
-    /// [`CollectiveError::Mismatch`] naming `rank`.
+    /// [`Poison::Wrong`] naming `rank`.
     pub(crate) fn check(
         self,
         rank: Rank,
         world_size: u32,
         passed: Passed<'_>,
-    ) -> Result<(), CollectiveError> {
-        let wrong = |message| Err(CollectiveError::Mismatch { rank, op: self.op.name(), message });
+    ) -> Result<(), Poison> {
+        let wrong = |message| Err(Poison::Wrong { rank, op: self.op, message });
         if self.root >= world_size {
             return wrong(format!(
                 "its root is rank {}, the group has {world_size} ranks",
@@ -84,7 +100,7 @@ impl fmt::Display for Call {
             Op::Gather | Op::Scatter | Op::Broadcast => {
                 write!(f, "{} with root {}", self.op.name(), self.root)
             }
-            Op::AllGather | Op::Barrier => f.write_str(self.op.name()),
+            _ => f.write_str(self.op.name()),
         }
     }
 }

@@ -5,7 +5,10 @@ mod deadline;
 mod local;
 mod poison;
 mod solo;
+mod tcp;
+mod tree;
 
 pub use deadline::DEFAULT_DEADLINE;
 pub use local::{LocalCollective, LocalGroup};
 pub use solo::Solo;
+pub use tcp::{DEFAULT_CONNECT_TIMEOUT, DEFAULT_MAX_MESSAGE, EnvError, TcpCollective, TcpConfig};

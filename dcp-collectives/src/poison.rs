@@ -3,20 +3,21 @@
 use std::time::Duration;
 
 use dcp_core::{CollectiveError, Rank};
+use serde::{Deserialize, Serialize};
 
-use crate::call::Call;
+use crate::call::{Call, Op};
 
 /// The first thing that went wrong in a group. It stays; every later call returns it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Poison {
     Lost {
         rank: Rank,
-        op: &'static str,
+        op: Op,
         message: String,
     },
     Timeout {
         rank: Rank,
-        op: &'static str,
+        op: Op,
         deadline: Duration,
     },
     Aborted {
@@ -31,7 +32,7 @@ pub(crate) enum Poison {
     /// A rank did what no rank may do.
     Wrong {
         rank: Rank,
-        op: &'static str,
+        op: Op,
         message: String,
     },
 }
@@ -41,10 +42,10 @@ impl Poison {
     pub(crate) fn seen_by(&self, me: Rank) -> CollectiveError {
         match self {
             Self::Lost { rank, op, message } => {
-                CollectiveError::PeerLost { rank: *rank, op, message: message.clone() }
+                CollectiveError::PeerLost { rank: *rank, op: op.name(), message: message.clone() }
             }
             Self::Timeout { rank, op, deadline } => {
-                CollectiveError::Timeout { rank: *rank, op, deadline: *deadline }
+                CollectiveError::Timeout { rank: *rank, op: op.name(), deadline: *deadline }
             }
             Self::Aborted { rank, reason } => {
                 CollectiveError::Aborted { rank: *rank, reason: reason.clone() }
@@ -60,7 +61,7 @@ impl Poison {
                 }
             }
             Self::Wrong { rank, op, message } => {
-                CollectiveError::Mismatch { rank: *rank, op, message: message.clone() }
+                CollectiveError::Mismatch { rank: *rank, op: op.name(), message: message.clone() }
             }
         }
     }
@@ -69,7 +70,6 @@ impl Poison {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Op;
 
     #[test]
     fn each_of_two_ranks_that_differ_is_told_of_the_other() {

@@ -24,7 +24,8 @@ impl Solo {
         if let Some(error) = self.failed.get() {
             return Err(error.clone());
         }
-        call.check(0, 1, passed).map_err(|error| self.failed.get_or_init(|| error).clone())
+        call.check(0, 1, passed)
+            .map_err(|poison| self.failed.get_or_init(|| poison.seen_by(0)).clone())
     }
 }
 

@@ -133,12 +133,8 @@ impl Shared {
         call: Call,
         passed: Passed<'_>,
     ) -> Result<(), CollectiveError> {
-        call.check(rank, self.world_size, passed).map_err(|error| match error {
-            CollectiveError::Mismatch { rank, op, message } => {
-                self.poison(&mut self.lock(), rank, Poison::Wrong { rank, op, message })
-            }
-            other => other,
-        })
+        call.check(rank, self.world_size, passed)
+            .map_err(|poison| self.poison(&mut self.lock(), rank, poison))
     }
 
     /// Makes a call: waits for every rank, then returns this one's share.
@@ -149,7 +145,7 @@ impl Shared {
         deposit: Deposit,
     ) -> Result<Output, CollectiveError> {
         let deadline = Deadline::after(self.deadline);
-        let op = call.op.name();
+        let op = call.op;
         let mut state = self.lock();
         if let Some(poison) = &state.poison {
             return Err(poison.seen_by(rank));
@@ -202,7 +198,7 @@ impl Shared {
         }
         state.for_each_unjoined(rank, |subgroup, position| subgroup.leave(position, leaving));
         if let Some((_, call)) = state.call {
-            let (op, message) = (call.op.name(), leaving.message());
+            let (op, message) = (call.op, leaving.message());
             self.poison(&mut state, rank, Poison::Lost { rank, op, message });
         }
     }
@@ -288,7 +284,9 @@ impl State {
         };
         let outputs = self.outputs.iter_mut();
         match call.op {
-            Op::Barrier => outputs.for_each(|slot| *slot = Some(Output::Nothing)),
+            Op::Barrier | Op::Idle | Op::Rendezvous => {
+                outputs.for_each(|slot| *slot = Some(Output::Nothing))
+            }
             Op::Broadcast => {
                 let message = one(deposits.get_mut(root).and_then(Option::take));
                 outputs.for_each(|slot| *slot = Some(Output::One(message.clone())));

@@ -1,0 +1,3 @@
+//! Latency of the collectives over loopback TCP, with threads as ranks.
+
+fn main() {}

@@ -1,0 +1,57 @@
+//! Connecting to a rank that listens.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use socket2::{SockRef, TcpKeepalive};
+
+use super::wire::{self, Hello, MAX_ITEM, Patience, Reply};
+
+/// The longest that one attempt waits for the other host.
+const ATTEMPT: Duration = Duration::from_secs(5);
+
+/// How soon a silent host is asked for a sign of life, and how often.
+const KEEPALIVE: Duration = Duration::from_secs(30);
+
+/// Why there is no connection.
+#[derive(Debug)]
+pub(super) enum DialError {
+    Io(io::Error),
+    Refused { reason: String, retry: bool },
+}
+
+impl From<io::Error> for DialError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+/// Connects and shakes hands.
+pub(super) fn dial(
+    address: SocketAddr,
+    hello: &Hello,
+    patience: Patience<'_>,
+) -> Result<TcpStream, DialError> {
+    let left = patience.deadline.left().ok_or(io::Error::from(io::ErrorKind::TimedOut))?;
+    let stream = TcpStream::connect_timeout(&address, left.min(ATTEMPT))?;
+    if stream.local_addr()? == stream.peer_addr()? {
+        // On one host, a port that nobody listens at may be given to the caller itself.
+        return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
+    }
+    configure(&stream)?;
+    wire::send(&stream, hello, patience)?;
+    match wire::receive(&stream, MAX_ITEM, patience)? {
+        Reply::Welcome => Ok(stream),
+        Reply::Refused { reason, retry } => Err(DialError::Refused { reason, retry }),
+        Reply::Table(_) => Err(wire::invalid("an address table out of turn").into()),
+    }
+}
+
+/// Sets what every connection needs: small messages go out at once, and a host that vanished
+/// without a word is noticed.
+pub(super) fn configure(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 3);
+    SockRef::from(stream).set_tcp_keepalive(&keepalive)
+}

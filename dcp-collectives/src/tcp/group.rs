@@ -1,0 +1,410 @@
+//! What a rank knows of its group: whether it still stands, and what the others are doing.
+//!
+//! The ranks form a control tree (that of root 0). News travel along its edges, each of which is
+//! a connection with a thread on either end: a rank that died is noticed by its neighbors there,
+//! who tell everybody.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io::Write;
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use dcp_core::Rank;
+
+use super::node::Inbox;
+use super::wire::{self, Control, TICK};
+use crate::call::{Call, Op};
+use crate::deadline::Deadline;
+use crate::poison::Poison;
+
+/// How long a control connection may refuse a few bytes before it is given up.
+const CONTROL_WRITE: Duration = Duration::from_secs(1);
+
+/// How long to wait for the reason after a connection closed without one. A rank may close because
+/// it heard bad news that has not arrived here yet.
+const REASON_GRACE: Duration = Duration::from_secs(1);
+
+/// How long a rank whose process ended without a farewell may have been done with everything.
+const FAREWELL_GRACE: Duration = Duration::from_millis(250);
+
+/// Calls that a child may be ahead of this rank.
+const MAX_AHEAD: usize = 1 << 20;
+
+/// One rank's view of one group.
+#[derive(Debug)]
+pub(super) struct Group {
+    pub(super) id: u64,
+    pub(super) rank: Rank,
+    pub(super) world_size: u32,
+    pub(super) deadline: Duration,
+    pub(super) inbox: Arc<Inbox>,
+    edges: Vec<Edge>,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Held while news is being sent, so that a farewell cannot overtake it.
+    telling: Mutex<()>,
+    closing: AtomicBool,
+}
+
+/// A neighbor in the control tree, and the connection to it.
+#[derive(Debug)]
+pub(super) struct Neighbor {
+    pub(super) rank: Rank,
+    pub(super) is_parent: bool,
+    pub(super) stream: Arc<TcpStream>,
+}
+
+/// The sending end of a connection to a neighbor.
+#[derive(Debug)]
+struct Edge {
+    peer: Rank,
+    is_parent: bool,
+    writer: Mutex<Option<Arc<TcpStream>>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    poison: Option<Poison>,
+    /// Calls that this rank has begun.
+    calls: u64,
+    current: Option<Call>,
+    ledgers: HashMap<Rank, Ledger>,
+    /// Neighbors that left, and after how many calls.
+    byes: HashMap<Rank, u64>,
+    /// Neighbors from which nothing more will be heard.
+    ended: HashSet<Rank>,
+    waits: HashMap<Rank, Wait>,
+    announced: Option<Instant>,
+}
+
+/// The calls that only one side of an edge has made so far.
+#[derive(Debug, Default)]
+struct Ledger {
+    mine: VecDeque<Call>,
+    theirs: VecDeque<Call>,
+}
+
+/// Whom a rank said it was waiting for.
+#[derive(Debug)]
+struct Wait {
+    seq: u64,
+    on: Rank,
+    heard: Instant,
+}
+
+impl State {
+    fn op(&self) -> Op {
+        self.current.map_or(Op::Idle, |call| call.op)
+    }
+}
+
+impl Group {
+    /// A group whose control connections are open.
+    pub(super) fn new(
+        id: u64,
+        rank: Rank,
+        world_size: u32,
+        deadline: Duration,
+        inbox: Arc<Inbox>,
+        neighbors: Vec<Neighbor>,
+    ) -> Self {
+        let children = neighbors.iter().filter(|neighbor| !neighbor.is_parent);
+        let ledgers = children.map(|child| (child.rank, Ledger::default())).collect();
+        let edges = neighbors.into_iter().map(|neighbor| Edge {
+            peer: neighbor.rank,
+            is_parent: neighbor.is_parent,
+            writer: Mutex::new(Some(neighbor.stream)),
+        });
+        Self {
+            id,
+            rank,
+            world_size,
+            deadline,
+            inbox,
+            edges: edges.collect(),
+            state: Mutex::new(State { ledgers, ..State::default() }),
+            changed: Condvar::new(),
+            telling: Mutex::new(()),
+            closing: AtomicBool::new(false),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn poison(&self) -> Option<Poison> {
+        self.lock().poison.clone()
+    }
+
+    /// Begins a call and returns its number.
+    pub(super) fn enter(&self, call: Call) -> Result<u64, Poison> {
+        let mut state = self.lock();
+        if let Some(poison) = &state.poison {
+            return Err(poison.clone());
+        }
+        let seq = state.calls;
+        state.calls += 1;
+        state.current = Some(call);
+        let gone = state.byes.iter().find(|(_, calls)| **calls <= seq).map(|(rank, _)| *rank);
+        let trouble = gone.map(|rank| left(rank, call.op)).or_else(|| {
+            let mut first = None;
+            for (peer, ledger) in &mut state.ledgers {
+                match ledger.theirs.pop_front() {
+                    Some(theirs) if theirs == call => {}
+                    Some(theirs) => {
+                        let (one, other) = ((*peer, theirs), (self.rank, call));
+                        first = Some(Poison::Differ { one, other });
+                    }
+                    None => ledger.mine.push_back(call),
+                }
+            }
+            first
+        });
+        drop(state);
+        if let Some(trouble) = trouble {
+            return Err(self.fail(trouble));
+        }
+        if let Some(edge) = self.edges.iter().find(|edge| edge.is_parent) {
+            edge.tell(&Control::Enter(call));
+        }
+        Ok(seq)
+    }
+
+    /// Ends the call.
+    pub(super) fn exit(&self) {
+        self.lock().current = None;
+    }
+
+    /// Breaks the group, and tells everybody why. Returns the first reason there was.
+    pub(super) fn fail(&self, poison: Poison) -> Poison {
+        self.fail_from(poison, None)
+    }
+
+    fn fail_from(&self, poison: Poison, source: Option<Rank>) -> Poison {
+        if let Some(first) = self.poison() {
+            return first;
+        }
+        let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        {
+            let mut state = self.lock();
+            if let Some(first) = &state.poison {
+                return first.clone();
+            }
+            state.poison = Some(poison.clone());
+        }
+        self.changed.notify_all();
+        tracing::debug!(rank = self.rank, ?poison, "the group is broken");
+        self.tell_all(&Control::Poison(poison.clone()), source);
+        poison
+    }
+
+    fn tell_all(&self, news: &Control, source: Option<Rank>) {
+        for edge in self.edges.iter().filter(|edge| Some(edge.peer) != source) {
+            edge.tell(news);
+        }
+    }
+
+    /// Breaks the group because a connection to `peer` is closed, unless the true reason turns up.
+    pub(super) fn lost(&self, peer: Rank, message: &str) -> Poison {
+        let state = self.lock();
+        let no_reason = |state: &mut State| state.poison.is_none() && !state.ended.contains(&peer);
+        let waited = self.changed.wait_timeout_while(state, REASON_GRACE, no_reason);
+        let state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let op = state.op();
+        drop(state);
+        self.fail(Poison::Lost { rank: peer, op, message: message.to_owned() })
+    }
+
+    /// Says whether to wait on for `peer`; called every now and then by who waits.
+    pub(super) fn keep_waiting(
+        &self,
+        peer: Rank,
+        seq: u64,
+        deadline: Deadline,
+    ) -> Result<(), Poison> {
+        let left = deadline.left().unwrap_or_default();
+        let state = self.lock();
+        if let Some(poison) = &state.poison {
+            return Err(poison.clone());
+        }
+        if left.is_zero() {
+            let (rank, op) = (self.who_is_late(&state, peer, seq), state.op());
+            drop(state);
+            return Err(self.fail(Poison::Timeout { rank, op, deadline: self.deadline }));
+        }
+        let is_long = self.deadline.saturating_sub(left) > self.deadline / 4;
+        let is_due = state.announced.is_none_or(|last| last.elapsed() > self.deadline / 8);
+        drop(state);
+        if is_long && is_due {
+            self.lock().announced = Some(Instant::now());
+            self.tell_all(&Control::Waiting { who: self.rank, seq, on: peer }, None);
+        }
+        Ok(())
+    }
+
+    /// The rank at the end of the chain of those that wait for each other.
+    fn who_is_late(&self, state: &State, peer: Rank, seq: u64) -> Rank {
+        let is_fresh =
+            |wait: &&Wait| wait.seq <= seq && wait.heard.elapsed() < self.deadline * 3 / 8;
+        let mut late = peer;
+        for _ in 0..self.world_size {
+            match state.waits.get(&late).filter(is_fresh) {
+                Some(wait) if wait.on != self.rank => late = wait.on,
+                Some(_) => return peer,
+                None => return late,
+            }
+        }
+        peer
+    }
+
+    /// Hears a neighbor out; runs on a thread of its own until the connection ends.
+    pub(super) fn listen(&self, peer: Rank, stream: &TcpStream) {
+        let outcome = self.hear(peer, stream);
+        let said_bye = {
+            let mut state = self.lock();
+            state.ended.insert(peer);
+            state.byes.contains_key(&peer)
+        };
+        self.changed.notify_all();
+        if self.is_closing() || said_bye {
+            return;
+        }
+        let message = match outcome {
+            Ok(()) => "its process ended".to_owned(),
+            Err(error) => format!("its connection broke: {error}"),
+        };
+        let until = Deadline::after(FAREWELL_GRACE);
+        let mut state = self.lock();
+        while let (Some(left), None, false) = (until.left(), &state.poison, self.is_closing()) {
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let op = state.op();
+        drop(state);
+        if !self.is_closing() {
+            self.fail(Poison::Lost { rank: peer, op, message });
+        }
+    }
+
+    fn hear(&self, peer: Rank, mut stream: &TcpStream) -> std::io::Result<()> {
+        use std::io::Read;
+
+        /// How long to listen on after a farewell, so that closing does not cut it off.
+        const LINGER: Duration = Duration::from_secs(2);
+        let mut linger = None;
+        let mut buffer = Vec::new();
+        let mut piece = [0; 4096];
+        stream.set_read_timeout(Some(8 * TICK))?;
+        loop {
+            if self.is_closing() {
+                let until = *linger.get_or_insert_with(|| Deadline::after(LINGER));
+                if until.left().is_none() {
+                    return Ok(());
+                }
+            }
+            match stream.read(&mut piece) {
+                Ok(0) => return Ok(()),
+                Ok(len) => buffer.extend_from_slice(piece.get(..len).unwrap_or_default()),
+                Err(error) if wire::is_pause(&error) => continue,
+                Err(error) => return Err(error),
+            }
+            while let Some(news) = wire::take_item(&mut buffer)? {
+                self.take(peer, news);
+            }
+        }
+    }
+
+    fn take(&self, peer: Rank, news: Control) {
+        match news {
+            Control::Enter(call) => self.child_entered(peer, call),
+            Control::Poison(poison) => drop(self.fail_from(poison, Some(peer))),
+            Control::Waiting { who, seq, on } => {
+                if who < self.world_size && on < self.world_size {
+                    let wait = Wait { seq, on, heard: Instant::now() };
+                    self.lock().waits.insert(who, wait);
+                    self.tell_all(&Control::Waiting { who, seq, on }, Some(peer));
+                }
+            }
+            Control::Bye { calls } => {
+                let mut state = self.lock();
+                state.byes.insert(peer, calls);
+                state.ended.insert(peer);
+                let is_missed = state.calls > calls;
+                let op = state.op();
+                drop(state);
+                self.changed.notify_all();
+                if is_missed && !self.is_closing() {
+                    self.fail(left(peer, op));
+                }
+            }
+        }
+    }
+
+    fn child_entered(&self, peer: Rank, call: Call) {
+        let mut state = self.lock();
+        let op = state.op();
+        let Some(ledger) = state.ledgers.get_mut(&peer) else { return };
+        let trouble = match ledger.mine.pop_front() {
+            Some(mine) if mine == call => None,
+            Some(mine) => Some(Poison::Differ { one: (peer, call), other: (self.rank, mine) }),
+            None if ledger.theirs.len() >= MAX_AHEAD => {
+                let message = format!("it is {MAX_AHEAD} calls ahead");
+                Some(Poison::Wrong { rank: peer, op, message })
+            }
+            None => {
+                ledger.theirs.push_back(call);
+                None
+            }
+        };
+        drop(state);
+        if let Some(trouble) = trouble {
+            self.fail(trouble);
+        }
+    }
+
+    /// Takes leave of the neighbors.
+    pub(super) fn close(&self) {
+        let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        self.closing.store(true, Ordering::SeqCst);
+        let calls = self.lock().calls;
+        self.changed.notify_all();
+        for edge in &self.edges {
+            edge.tell(&Control::Bye { calls });
+            if let Some(stream) = edge.lock().take() {
+                drop(stream.shutdown(Shutdown::Write));
+            }
+        }
+    }
+}
+
+impl Edge {
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<TcpStream>>> {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends what a neighbor that still listens will hear. That it does not is found out by who
+    /// listens to it.
+    fn tell(&self, news: &Control) {
+        let mut writer = self.lock();
+        let Some(mut stream) = writer.as_deref() else { return };
+        let sent = stream
+            .set_write_timeout(Some(CONTROL_WRITE))
+            .and_then(|()| wire::encode(news))
+            .and_then(|bytes| stream.write_all(&bytes));
+        if let Err(error) = sent {
+            tracing::debug!(peer = self.peer, %error, "a neighbor does not listen");
+            *writer = None;
+        }
+    }
+}
+
+fn left(rank: Rank, op: Op) -> Poison {
+    Poison::Lost { rank, op, message: "it left the group".to_owned() }
+}

@@ -1,0 +1,324 @@
+//! What a process shares among its groups: a listener, and the addresses of the other ranks.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use dcp_core::Rank;
+
+use super::dial;
+use super::wire::{self, Hello, MAX_ITEM, Patience, Purpose, Reply, TICK};
+use crate::deadline::Deadline;
+
+/// How long a stranger may take to say what it wants.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// Handshakes that go on at the same time.
+const MAX_HANDSHAKES: u32 = 128;
+
+/// Groups that others may ask for before this rank does.
+const MAX_INBOXES: usize = 1024;
+
+/// The group of all ranks.
+pub(super) const WORLD: u64 = 0;
+
+/// A rank that wants to take part, and where it listens.
+#[derive(Debug)]
+pub(super) struct Joiner {
+    pub(super) rank: Rank,
+    pub(super) address: SocketAddr,
+    pub(super) stream: TcpStream,
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Kind {
+    Control,
+    Data,
+}
+
+/// The connections that other ranks made for a group, until it takes them.
+#[derive(Debug, Default)]
+pub(super) struct Inbox {
+    streams: Mutex<HashMap<(Rank, Kind), TcpStream>>,
+    arrived: Condvar,
+}
+
+impl Inbox {
+    fn lock(&self) -> MutexGuard<'_, HashMap<(Rank, Kind), TcpStream>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the connection that `rank` makes, and asks every [`TICK`] whether to go on.
+    pub(super) fn take<E>(
+        &self,
+        rank: Rank,
+        kind: Kind,
+        mut go_on: impl FnMut() -> Result<(), E>,
+    ) -> Result<TcpStream, E> {
+        loop {
+            let mut streams = self.lock();
+            if !streams.contains_key(&(rank, kind)) {
+                let wait = self.arrived.wait_timeout(streams, TICK);
+                streams = wait.unwrap_or_else(PoisonError::into_inner).0;
+            }
+            if let Some(stream) = streams.remove(&(rank, kind)) {
+                return Ok(stream);
+            }
+            drop(streams);
+            go_on()?;
+        }
+    }
+
+    /// Welcomes a connection, unless there is one of its kind.
+    fn put(&self, rank: Rank, kind: Kind, stream: TcpStream, limit: usize) -> io::Result<()> {
+        let mut streams = self.lock();
+        if streams.contains_key(&(rank, kind)) || streams.len() >= limit {
+            return refuse(&stream, "there is such a connection already", false);
+        }
+        answer(&stream, &Reply::Welcome)?;
+        streams.insert((rank, kind), stream);
+        self.arrived.notify_all();
+        Ok(())
+    }
+}
+
+/// What the threads that shake hands know.
+#[derive(Debug)]
+struct Desk {
+    job: String,
+    rank: Rank,
+    world_size: u32,
+    stop: AtomicBool,
+    joiners: Mutex<Option<Sender<Joiner>>>,
+    inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
+    handshakes: Mutex<u32>,
+    finished: Condvar,
+}
+
+/// This process among the others. Dropping it closes the listener.
+#[derive(Debug)]
+pub(super) struct Node {
+    desk: Arc<Desk>,
+    local: SocketAddr,
+    /// Where each rank listens.
+    addresses: Vec<SocketAddr>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+impl Node {
+    /// Begins to accept connections.
+    pub(super) fn start(
+        listener: TcpListener,
+        job: &str,
+        rank: Rank,
+        world_size: u32,
+    ) -> io::Result<Self> {
+        let desk = Arc::new(Desk {
+            job: job.to_owned(),
+            rank,
+            world_size,
+            stop: AtomicBool::new(false),
+            joiners: Mutex::new(None),
+            inboxes: Mutex::new(HashMap::new()),
+            handshakes: Mutex::new(0),
+            finished: Condvar::new(),
+        });
+        listener.set_nonblocking(false)?;
+        let local = listener.local_addr()?;
+        let acceptor = thread::Builder::new().name(format!("dcp accept {rank}")).spawn({
+            let desk = Arc::clone(&desk);
+            move || accept(&desk, &listener)
+        })?;
+        Ok(Self { desk, local, addresses: Vec::new(), acceptor: Some(acceptor) })
+    }
+
+    pub(super) fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    pub(super) fn set_addresses(&mut self, addresses: Vec<SocketAddr>) {
+        self.addresses = addresses;
+    }
+
+    pub(super) fn address(&self, rank: Rank) -> Option<SocketAddr> {
+        self.addresses.get(rank as usize).copied()
+    }
+
+    pub(super) fn job(&self) -> &str {
+        &self.desk.job
+    }
+
+    /// Where ranks that want to join are announced from now on.
+    pub(super) fn open_desk(&self) -> Receiver<Joiner> {
+        let (sender, receiver) = mpsc::channel();
+        *self.desk.joiners() = Some(sender);
+        receiver
+    }
+
+    /// Turns away who wants to join from now on.
+    pub(super) fn close_desk(&self) {
+        *self.desk.joiners() = None;
+    }
+
+    pub(super) fn inbox(&self, group: u64) -> Arc<Inbox> {
+        Arc::clone(self.desk.inboxes().entry(group).or_default())
+    }
+
+    pub(super) fn forget(&self, group: u64) {
+        self.desk.inboxes().remove(&group);
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.desk.stop.store(true, Ordering::SeqCst);
+        let mut wake = self.local;
+        if wake.ip().is_unspecified() {
+            wake.set_ip(match wake {
+                SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+                SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::LOCALHOST),
+            });
+        }
+        let woken = TcpStream::connect_timeout(&wake, Duration::from_secs(1)).is_ok();
+        if let Some(acceptor) = self.acceptor.take().filter(|_| woken) {
+            drop(acceptor.join());
+        }
+    }
+}
+
+fn accept(desk: &Arc<Desk>, listener: &TcpListener) {
+    while !desk.stop.load(Ordering::SeqCst) {
+        let stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                thread::sleep(TICK);
+                continue;
+            }
+        };
+        desk.begin_handshake();
+        let guest = Arc::clone(desk);
+        let spawned = thread::Builder::new().name("dcp handshake".to_owned()).spawn(move || {
+            if let Err(error) = guest.admit(stream) {
+                tracing::debug!(%error, "turned a connection away");
+            }
+            guest.end_handshake();
+        });
+        if let Err(error) = spawned {
+            tracing::warn!(%error, "cannot answer a connection");
+            desk.end_handshake();
+        }
+    }
+}
+
+impl Desk {
+    fn joiners(&self) -> MutexGuard<'_, Option<Sender<Joiner>>> {
+        self.joiners.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn inboxes(&self) -> MutexGuard<'_, HashMap<u64, Arc<Inbox>>> {
+        self.inboxes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin_handshake(&self) {
+        let count = self.handshakes.lock().unwrap_or_else(PoisonError::into_inner);
+        let busy = |count: &mut u32| *count >= MAX_HANDSHAKES && !self.stop.load(Ordering::SeqCst);
+        let mut count =
+            self.finished.wait_while(count, busy).unwrap_or_else(PoisonError::into_inner);
+        *count += 1;
+    }
+
+    fn end_handshake(&self) {
+        *self.handshakes.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.finished.notify_one();
+    }
+
+    /// Hears what a connection is for and passes it on.
+    fn admit(&self, stream: TcpStream) -> io::Result<()> {
+        let patience = Patience {
+            deadline: Deadline::after(HANDSHAKE),
+            give_up: &|| self.stop.load(Ordering::SeqCst),
+        };
+        let hello: Hello = wire::receive(&stream, MAX_ITEM, patience)?;
+        if hello.job != self.job {
+            return refuse(&stream, "this is another job (DCP_JOB_ID)", false);
+        }
+        dial::configure(&stream)?;
+        match hello.purpose {
+            Purpose::Join { port, ip } => self.admit_joiner(&hello, port, ip, stream),
+            Purpose::Control { group } => self.admit_peer(&hello, group, Kind::Control, stream),
+            Purpose::Data { group } => self.admit_peer(&hello, group, Kind::Data, stream),
+        }
+    }
+
+    fn admit_joiner(
+        &self,
+        hello: &Hello,
+        port: u16,
+        ip: Option<IpAddr>,
+        stream: TcpStream,
+    ) -> io::Result<()> {
+        if hello.world_size != self.world_size {
+            let reason = format!(
+                "rank {} has WORLD_SIZE {}, rank {} has {}",
+                hello.rank, hello.world_size, self.rank, self.world_size
+            );
+            return refuse(&stream, reason, false);
+        }
+        if hello.rank >= self.world_size {
+            let reason = format!("there is no rank {} of {}", hello.rank, self.world_size);
+            return refuse(&stream, reason, false);
+        }
+        let ip = match ip {
+            Some(ip) => ip,
+            None => stream.peer_addr()?.ip().to_canonical(),
+        };
+        let joiner = Joiner { rank: hello.rank, address: SocketAddr::new(ip, port), stream };
+        let joiner = match &*self.joiners() {
+            Some(joiners) => joiners.send(joiner).err().map(|error| error.0),
+            None => Some(joiner),
+        };
+        match joiner {
+            Some(joiner) => refuse(&joiner.stream, "all ranks have joined already", true),
+            None => Ok(()),
+        }
+    }
+
+    fn admit_peer(
+        &self,
+        hello: &Hello,
+        group: u64,
+        kind: Kind,
+        stream: TcpStream,
+    ) -> io::Result<()> {
+        if hello.rank >= hello.world_size || hello.world_size > self.world_size {
+            return refuse(&stream, "there is no such rank", false);
+        }
+        let inbox = {
+            let mut inboxes = self.inboxes();
+            if inboxes.len() >= MAX_INBOXES && !inboxes.contains_key(&group) {
+                drop(inboxes);
+                return refuse(&stream, "too many groups", true);
+            }
+            Arc::clone(inboxes.entry(group).or_default())
+        };
+        inbox.put(hello.rank, kind, stream, 2 * self.world_size as usize)
+    }
+}
+
+/// Sends an answer that fits the socket's buffer.
+pub(super) fn answer(stream: &TcpStream, reply: &Reply) -> io::Result<()> {
+    wire::send(stream, reply, Patience::until(Deadline::after(HANDSHAKE)))
+}
+
+pub(super) fn refuse(stream: &TcpStream, reason: impl Into<String>, retry: bool) -> io::Result<()> {
+    let reason = reason.into();
+    tracing::debug!(%reason, "refused a connection");
+    answer(stream, &Reply::Refused { reason, retry })
+}

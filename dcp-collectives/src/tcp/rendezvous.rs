@@ -1,0 +1,224 @@
+//! How processes find each other: rank 0 listens, the others come, and all get the addresses of
+//! all.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::mpsc::RecvTimeoutError;
+use std::thread;
+use std::time::Duration;
+
+use dcp_core::{CollectiveError, Rank};
+
+use super::config::TcpConfig;
+use super::dial::{DialError, dial};
+use super::node::{Joiner, Node, answer, refuse};
+use super::wire::{self, Hello, MAX_TABLE, Patience, Purpose, Reply};
+use crate::deadline::Deadline;
+
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// Finds the other ranks.
+pub(super) fn meet(config: &mut TcpConfig) -> Result<Node, CollectiveError> {
+    let deadline = Deadline::after(config.connect_timeout);
+    if config.rank == 0 { host(config, deadline) } else { join(config, deadline) }
+}
+
+fn failed(message: String) -> CollectiveError {
+    CollectiveError::Rendezvous { message }
+}
+
+fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveError> {
+    let cannot_listen = |error: io::Error| {
+        failed(format!(
+            "rank 0 cannot listen at port {}: {error}; set DCP_MASTER_PORT to a free port on all \
+             ranks",
+            config.master_port
+        ))
+    };
+    let listener = match config.listener.take() {
+        Some(listener) => listener,
+        None => listen_as_master(config).map_err(cannot_listen)?,
+    };
+    let mut node =
+        Node::start(listener, &config.job, 0, config.world_size).map_err(cannot_listen)?;
+    let joined = collect(&node, config, deadline)?;
+    node.close_desk();
+    let own = config.advertise.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+    let mut addresses = vec![SocketAddr::new(own, node.local().port())];
+    addresses.extend((1..config.world_size).filter_map(|rank| Some(joined.get(&rank)?.address)));
+    let table = Reply::Table(addresses.clone());
+    for (rank, joiner) in &joined {
+        wire::send(&joiner.stream, &table, Patience::until(deadline)).map_err(|error| {
+            CollectiveError::PeerLost { rank: *rank, op: "rendezvous", message: error.to_string() }
+        })?;
+    }
+    node.set_addresses(addresses);
+    Ok(node)
+}
+
+fn listen_as_master(config: &TcpConfig) -> io::Result<TcpListener> {
+    let resolved = (config.master_host.as_str(), config.master_port)
+        .to_socket_addrs()
+        .map(Iterator::collect::<Vec<_>>)
+        .unwrap_or_default();
+    if config.is_on_one_host() {
+        return TcpListener::bind(&*resolved);
+    }
+    let everywhere = SocketAddr::from((Ipv4Addr::UNSPECIFIED, config.master_port));
+    if resolved.iter().any(SocketAddr::is_ipv6) {
+        let with_ipv6 = SocketAddr::from((Ipv6Addr::UNSPECIFIED, config.master_port));
+        return TcpListener::bind(&[with_ipv6, everywhere][..]);
+    }
+    TcpListener::bind(everywhere)
+}
+
+/// Waits until every other rank has come and is still there.
+fn collect(
+    node: &Node,
+    config: &TcpConfig,
+    deadline: Deadline,
+) -> Result<HashMap<Rank, Joiner>, CollectiveError> {
+    let desk = node.open_desk();
+    let mut joined = HashMap::<Rank, Joiner>::new();
+    loop {
+        if joined.len() as u64 == u64::from(config.world_size) - 1 {
+            joined.retain(|_, joiner| is_there(&joiner.stream));
+            if joined.len() as u64 == u64::from(config.world_size) - 1 {
+                return Ok(joined);
+            }
+        }
+        let Some(left) = deadline.left() else {
+            return Err(give_up(config, &joined));
+        };
+        let joiner = match desk.recv_timeout(left.min(Duration::from_secs(60))) {
+            Ok(joiner) => joiner,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => return Err(give_up(config, &joined)),
+        };
+        let rank = joiner.rank;
+        if rank == 0 || joined.get(&rank).is_some_and(|earlier| is_there(&earlier.stream)) {
+            drop(refuse(&joiner.stream, format!("there is a rank {rank} already"), false));
+        } else if answer(&joiner.stream, &Reply::Welcome).is_ok() {
+            joined.insert(rank, joiner);
+        }
+    }
+}
+
+/// Tells who came that somebody did not.
+fn give_up(config: &TcpConfig, joined: &HashMap<Rank, Joiner>) -> CollectiveError {
+    const SHOWN: usize = 10;
+    let missing = (1..config.world_size).filter(|rank| !joined.contains_key(rank));
+    let names = missing.clone().take(SHOWN).map(|rank| rank.to_string()).collect::<Vec<_>>();
+    let count = missing.count();
+    let more = if count > SHOWN { format!(" and {} more", count - SHOWN) } else { String::new() };
+    let message = format!(
+        "after {:?}, {count} of {} ranks are missing: {}{more}",
+        config.connect_timeout,
+        config.world_size,
+        names.join(", ")
+    );
+    for joiner in joined.values() {
+        drop(refuse(&joiner.stream, message.clone(), false));
+    }
+    failed(message)
+}
+
+/// Whether a rank that has nothing to say yet keeps its connection open.
+fn is_there(stream: &TcpStream) -> bool {
+    let probe = || {
+        stream.set_nonblocking(true)?;
+        let seen = stream.peek(&mut [0]);
+        stream.set_nonblocking(false)?;
+        seen
+    };
+    matches!(probe(), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+}
+
+fn join(config: &TcpConfig, deadline: Deadline) -> Result<Node, CollectiveError> {
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let problem = match attempt(config, deadline) {
+            Ok(node) => return Ok(node),
+            Err(DialError::Refused { reason, retry: false }) => return Err(failed(reason)),
+            Err(DialError::Refused { reason, retry: true }) => reason,
+            Err(DialError::Io(error)) => error.to_string(),
+        };
+        match deadline.left() {
+            Some(left) => thread::sleep(pause.min(left)),
+            None => {
+                return Err(failed(format!(
+                    "rank {} cannot join rank 0 at {} within {:?}: {problem}",
+                    config.rank,
+                    config.master(),
+                    config.connect_timeout
+                )));
+            }
+        }
+        pause = (2 * pause).min(LONGEST_PAUSE);
+    }
+}
+
+/// Tries each address of the master once.
+fn attempt(config: &TcpConfig, deadline: Deadline) -> Result<Node, DialError> {
+    let mut problem = DialError::Io(io::Error::other("its name has no address"));
+    for master in (config.master_host.as_str(), config.master_port).to_socket_addrs()? {
+        match join_at(config, master, deadline) {
+            Err(error @ DialError::Io(_)) => problem = error,
+            done => return done,
+        }
+    }
+    Err(problem)
+}
+
+fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result<Node, DialError> {
+    let listen_at = match master.ip() {
+        ip if config.is_on_one_host() => ip,
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    };
+    let listener = TcpListener::bind((listen_at, 0))?;
+    let hello = Hello {
+        job: config.job.clone(),
+        world_size: config.world_size,
+        rank: config.rank,
+        purpose: Purpose::Join { port: listener.local_addr()?.port(), ip: config.advertise },
+    };
+    let patience = Patience::until(deadline);
+    let stream = dial(master, &hello, patience)?;
+    let addresses = match wire::receive(&stream, MAX_TABLE, patience)? {
+        Reply::Table(addresses) if addresses.len() as u64 == u64::from(config.world_size) => {
+            addresses
+        }
+        Reply::Refused { reason, retry } => return Err(DialError::Refused { reason, retry }),
+        _ => return Err(wire::invalid("rank 0 sent no address table").into()),
+    };
+    let mut node = Node::start(listener, &config.job, config.rank, config.world_size)?;
+    node.set_addresses(addresses.into_iter().map(|at| seen_from_here(at, master)).collect());
+    Ok(node)
+}
+
+/// Rank 0 does not know under which address it is reached, and sees ranks on its own host at a
+/// loopback address; both are where this rank found the master.
+fn seen_from_here(address: SocketAddr, master: SocketAddr) -> SocketAddr {
+    let ip = address.ip();
+    let is_with_master = ip.is_unspecified() || (ip.is_loopback() && !master.ip().is_loopback());
+    if is_with_master { SocketAddr::new(master.ip(), address.port()) } else { address }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_beside_the_master_are_reached_where_the_master_is() {
+        let seen = |address: &str, master: &str| {
+            seen_from_here(address.parse().unwrap(), master.parse().unwrap()).to_string()
+        };
+        assert_eq!(seen("0.0.0.0:7", "10.0.0.1:1"), "10.0.0.1:7");
+        assert_eq!(seen("127.0.0.1:7", "10.0.0.1:1"), "10.0.0.1:7");
+        assert_eq!(seen("127.0.0.1:7", "127.0.0.1:1"), "127.0.0.1:7");
+        assert_eq!(seen("10.0.0.2:7", "10.0.0.1:1"), "10.0.0.2:7");
+    }
+}

@@ -1,0 +1,42 @@
+//! Every clause of `Collective`, on threads and on sockets.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "panicking is how the suite is told of a group that cannot be"
+)]
+
+use std::net::TcpListener;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use dcp_collectives::{LocalCollective, TcpConfig};
+use dcp_conformance::collective::trials;
+use dcp_core::Collective;
+
+fn local(world_size: u32, deadline: Duration) -> Vec<Box<dyn Collective>> {
+    let group = LocalCollective::builder(world_size).deadline(deadline).build();
+    group.into_iter().map(|member| Box::new(member) as _).collect()
+}
+
+fn tcp(world_size: u32, deadline: Duration) -> Vec<Box<dyn Collective>> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let config = |rank| TcpConfig::new(rank, world_size, "127.0.0.1", port).deadline(deadline);
+    let mut master = Some(listener);
+    let ranks = (0..world_size)
+        .map(|rank| match master.take() {
+            Some(listener) => config(rank).listener(listener),
+            None => config(rank),
+        })
+        .map(|config| thread::spawn(move || Box::new(config.connect().unwrap()) as _))
+        .collect::<Vec<_>>();
+    ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+fn main() -> ExitCode {
+    let mut all = trials("local", Arc::new(local));
+    all.extend(trials("tcp", Arc::new(tcp)));
+    dcp_conformance::run(all)
+}

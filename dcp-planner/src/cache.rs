@@ -4,40 +4,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dashmap::DashMap;
-use dcp_core::{GlobalPlan, SavePlan};
+use dcp_core::GlobalPlan;
 
 /// Keeps the plans of the last few saves.
 ///
-/// In a steady state every rank sends the coordinator only [`SavePlan::fingerprint`] and the
-/// coordinator looks here. A plan is found only when the fingerprint of every rank is that of the
-/// cached save, so everything that planning depends on is unchanged: names, paths, element types,
-/// shapes, places and object lengths. (PyTorch 2.15 compares less, decides rank by rank, and
-/// stores stale element types.)
-///
-/// `scope` tells apart what fingerprints do not: it names the group, the planner with its options,
-/// and anything else that the plan depends on.
+/// In a steady state every rank sends the coordinator only
+/// [`SavePlan::fingerprint`](dcp_core::SavePlan::fingerprint), and the coordinator looks here. The
+/// key is the fingerprint of every rank, in rank order, followed by whatever else the plan depends
+/// on, such as the generation of file names. So a plan is found only when everything is as it was:
+/// names, paths, element types, shapes, places and object lengths, on every rank. (PyTorch 2.15
+/// compares less, decides rank by rank, and stores stale element types.)
 #[derive(Debug)]
 pub struct PlanCache {
     capacity: usize,
     clock: AtomicU64,
-    plans: DashMap<CacheKey, Slot>,
+    plans: DashMap<Arc<[u128]>, Slot>,
 }
-
-type CacheKey = (Arc<str>, Arc<[u128]>);
 
 #[derive(Debug)]
 struct Slot {
-    plan: Arc<CachedPlan>,
+    plan: Arc<GlobalPlan>,
     last_used: AtomicU64,
-}
-
-/// What a coordinator needs to save again without hearing the ranks' plans.
-#[derive(Clone, Debug, Default)]
-pub struct CachedPlan {
-    /// Every rank's offer, in rank order.
-    pub locals: Vec<SavePlan>,
-    /// What was made of them, before any placement.
-    pub global: GlobalPlan,
 }
 
 impl PlanCache {
@@ -47,38 +34,31 @@ impl PlanCache {
         Self { capacity, clock: AtomicU64::new(0), plans: DashMap::new() }
     }
 
-    /// The plan of a save with these fingerprints, in rank order.
+    /// The plan that was kept under exactly this key.
     #[must_use]
-    pub fn get(&self, scope: &str, fingerprints: &[u128]) -> Option<Arc<CachedPlan>> {
-        let slot = self.plans.get(&(Arc::from(scope), Arc::from(fingerprints)))?;
+    pub fn get(&self, key: &[u128]) -> Option<Arc<GlobalPlan>> {
+        let slot = self.plans.get(key)?;
         slot.last_used.store(self.tick(), Ordering::Relaxed);
         Some(Arc::clone(&slot.plan))
     }
 
-    /// Keeps a plan under the fingerprints of its offers, and forgets the one that was not used
-    /// for longest where there is no room.
-    pub fn insert(&self, scope: &str, plan: CachedPlan) -> Arc<CachedPlan> {
-        let plan = Arc::new(plan);
-        if self.capacity == 0 {
-            return plan;
-        }
-        let fingerprints = plan.locals.iter().map(SavePlan::fingerprint).collect();
-        let slot = Slot { plan: Arc::clone(&plan), last_used: AtomicU64::new(self.tick()) };
-        self.plans.insert((scope.into(), fingerprints), slot);
+    /// Keeps a plan, and forgets the one that was not used for longest where there is no room.
+    pub fn insert(&self, key: impl Into<Arc<[u128]>>, plan: Arc<GlobalPlan>) {
+        let slot = Slot { plan, last_used: AtomicU64::new(self.tick()) };
+        self.plans.insert(key.into(), slot);
         while self.plans.len() > self.capacity {
             // Ticks are distinct, so the order of iteration does not matter.
             let oldest = self
                 .plans
                 .iter()
                 .min_by_key(|slot| slot.last_used.load(Ordering::Relaxed))
-                .map(|slot| slot.key().clone());
+                .map(|slot| Arc::clone(slot.key()));
             let Some(oldest) = oldest else { break };
             self.plans.remove(&oldest);
         }
-        plan
     }
 
-    /// Saves in the cache.
+    /// Plans in the cache.
     #[must_use]
     pub fn len(&self) -> usize {
         self.plans.len()
@@ -90,7 +70,7 @@ impl PlanCache {
         self.plans.is_empty()
     }
 
-    /// Forgets everything, such as after a failed save.
+    /// Forgets everything.
     pub fn clear(&self) {
         self.plans.clear();
     }
@@ -104,5 +84,28 @@ impl Default for PlanCache {
     /// Room for the saves of a few state dicts in turn.
     fn default() -> Self {
         Self::new(4)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_plan_not_used_for_longest_is_forgotten() {
+        let cache = PlanCache::new(2);
+        let plan = || Arc::new(GlobalPlan::default());
+        cache.insert([1, 1], plan());
+        cache.insert([2, 2], plan());
+        assert!(cache.get(&[1, 1]).is_some());
+        cache.insert([3, 3], plan());
+        assert_eq!(cache.len(), 2);
+        assert!(cache.get(&[1, 1]).is_some() && cache.get(&[2, 2]).is_none());
+        assert!(cache.get(&[1]).is_none() && cache.get(&[1, 1, 1]).is_none());
+        cache.clear();
+        assert!(cache.is_empty());
+        let none = PlanCache::new(0);
+        none.insert([1], plan());
+        assert!(none.is_empty());
     }
 }

@@ -21,7 +21,7 @@ mod template;
 mod unflatten;
 mod validate;
 
-pub use cache::{CachedPlan, PlanCache};
+pub use cache::PlanCache;
 pub use filter::KeyFilter;
 pub use flatten::{FlatEntry, FlattenRule, choose_rule, flatten, index_of};
 pub use load::DefaultLoadPlanner;

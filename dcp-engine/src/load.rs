@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, Entry, LoadPlan, LoadPlanner, LoadReport,
-    Phase, Rank, ReadReport, StateDict, StatePath, StorageReader, Tensor, Value,
+    Phase, Rank, ReadReport, StateDict, StatePath, StorageReader, Tensor,
 };
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_of, set_at_path};
 use serde::{Deserialize, Serialize};
@@ -201,7 +201,7 @@ impl Loader {
     ) -> Result<Prepared, CheckpointError> {
         let rule = self.rule.map_or_else(|| choose_rule(state, &metadata), Ok)?;
         let flat = flatten(state, rule)?;
-        let index = index_of(&flat, |_, _| Ok(0))?;
+        let index = index_of(&flat, |_, _| Ok::<_, CheckpointError>(0))?;
         let (plan, report) = self.planner.local_plan(&index, &metadata, &group.context())?;
         let fits = match self.mode {
             LoadMode::Exact => report.is_complete() && report.unexpected.is_empty(),
@@ -274,7 +274,11 @@ impl Digest {
         }
     }
 
-    fn placement(&mut self, metadata: &CheckpointMetadata, placement: Option<&dcp_core::Placement>) {
+    fn placement(
+        &mut self,
+        metadata: &CheckpointMetadata,
+        placement: Option<&dcp_core::Placement>,
+    ) {
         let Some(placement) = placement else { return self.number(u64::MAX) };
         if let Some(file) = metadata.file(placement.file) {
             self.bytes(file.as_str().as_bytes());

@@ -1,13 +1,13 @@
 //! The save protocol: plan, merge, write, commit.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Key, Phase,
-    PlanError, Rank, SavePlan, SavePlanner, SaveSession, StateDict, StorageWriter, Value,
-    WritePlan, WriteReport,
+    CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Key, Phase, PlanError,
+    Rank, SavePlan, SavePlanner, SaveSession, StateDict, StorageWriter, Value, WritePlan,
+    WriteReport,
 };
 use dcp_planner::{DefaultSavePlanner, FlattenRule, PlanCache, flatten, index_of};
 use serde::{Deserialize, Serialize};
@@ -34,11 +34,12 @@ pub struct Saver {
 }
 
 /// What a saver remembers of earlier saves.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Memory {
-    /// On the coordinator: placed plans, by all ranks' fingerprints and the generation of names.
+    /// On the coordinator: plans with their places, by all ranks' fingerprints and the
+    /// generation of names.
     plans: PlanCache,
-    /// This rank's part of the last one.
+    /// This rank's part of the last save.
     mine: Mutex<Option<Remembered>>,
 }
 
@@ -47,6 +48,19 @@ struct Remembered {
     fingerprint: u128,
     generation: u64,
     plan: Arc<WritePlan>,
+}
+
+/// Plans to remember: a trainer has one or two kinds of save.
+const PLANS_KEPT: usize = 2;
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self { plans: PlanCache::new(PLANS_KEPT), mine: Mutex::default() }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a save did; the same on every rank, but for the metadata.
@@ -80,6 +94,16 @@ struct Prepared {
     source: Arc<dyn DataSource>,
 }
 
+/// What this rank is to write, and on the coordinator what is to be committed.
+#[derive(Debug)]
+struct Planned {
+    prepared: Prepared,
+    plan: Arc<WritePlan>,
+    lead: Option<Lead>,
+    /// Whether no plan had to be sent.
+    reused: bool,
+}
+
 /// What a rank tells the coordinator first: its structure, and the generation of names for which
 /// it remembers what to write.
 #[derive(Debug, Serialize, Deserialize)]
@@ -91,8 +115,8 @@ struct Offer {
 /// What the coordinator answers.
 #[derive(Debug, Serialize, Deserialize)]
 enum Decision {
-    /// Everybody writes what it wrote last time.
-    Reuse,
+    /// Everybody writes what it wrote last time, under the same names.
+    Repeat,
     /// Everybody sends its plan, to be given names of this generation.
     Plan { generation: u64 },
 }
@@ -101,9 +125,10 @@ enum Decision {
 #[derive(Debug)]
 struct Lead {
     session: SaveSession,
-    fingerprints: Vec<u128>,
+    /// Fingerprints and generation: what the plan depends on.
+    key: Vec<u128>,
+    /// The plan with its places.
     plan: Option<Arc<GlobalPlan>>,
-    reused: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -197,7 +222,7 @@ impl Saver {
         writer: &dyn StorageWriter,
     ) -> Result<SaveSummary, CheckpointError> {
         let prepared = self.prepare(state, writer, group);
-        let (prepared, plan, lead) = self.plan(group, prepared, writer).await?;
+        let Planned { prepared, plan, lead, reused } = self.plan(group, prepared, writer).await?;
         tracing::debug!(items = plan.orders.len(), "planned");
 
         let written = writer.write(&prepared.plan, &plan, Arc::clone(&prepared.source)).await;
@@ -214,7 +239,7 @@ impl Saver {
         // From here on nothing is removed after a failure: the commit may have become visible
         // although it could not say so.
         let committed = match (&lead, reports) {
-            (Some(lead), Some(reports)) => Some(commit(lead, reports, writer).await),
+            (Some(lead), Some(reports)) => Some(commit(lead, reused, reports, writer).await),
             _ => None,
         };
         let (totals, _): (Totals, _) = group.decide(Phase::Commit, committed).await?;
@@ -261,16 +286,15 @@ impl Saver {
         group: &Group,
         prepared: Result<Prepared, CheckpointError>,
         writer: &dyn StorageWriter,
-    ) -> Result<(Prepared, Arc<WritePlan>, Option<Lead>), CheckpointError> {
+    ) -> Result<Planned, CheckpointError> {
         let remembered = prepared.as_ref().ok().and_then(|mine| self.recall(mine.fingerprint));
-        let offer = prepared.as_ref().map(|mine| Offer {
-            fingerprint: ((mine.fingerprint >> 64) as u64, mine.fingerprint as u64),
-            remembers: remembered.as_ref().map(|last| last.generation),
-        });
-        let (offer, prepared) = match (offer, prepared) {
-            (Ok(offer), Ok(mine)) => (Ok(offer), Some(mine)),
-            (_, Err(error)) => (Err(error), None),
-            (Err(_), Ok(_)) => (Err(no_plan()), None),
+        let (offer, prepared) = match prepared {
+            Err(error) => (Err(error), None),
+            Ok(mine) => {
+                let fingerprint = ((mine.fingerprint >> 64) as u64, mine.fingerprint as u64);
+                let remembers = remembered.as_ref().map(|last| last.generation);
+                (Ok(Offer { fingerprint, remembers }), Some(mine))
+            }
         };
         let opened = match group.collect(Phase::Plan, offer).await? {
             None => None,
@@ -281,32 +305,32 @@ impl Saver {
         let prepared = prepared.ok_or_else(no_plan)?;
 
         let generation = match decision {
-            Decision::Reuse => {
+            Decision::Repeat => {
                 let last = remembered.ok_or_else(no_plan)?;
-                return Ok((prepared, last.plan, lead));
+                return Ok(Planned { prepared, plan: last.plan, lead, reused: true });
             }
             Decision::Plan { generation } => generation,
         };
         let plans = group.gather(prepared.plan.to_wire()).await?;
-        let merged = lead.zip(plans).map(|(lead, plans)| self.merge(lead, &plans, writer));
-        let (mine, lead) = group.hand_out(Phase::Plan, merged).await?;
+        let placed = lead.zip(plans).map(|(lead, plans)| self.place(lead, &plans, writer));
+        let (mine, lead) = group.hand_out(Phase::Plan, placed).await?;
         let plan = Arc::new(WritePlan::from_wire(&mine)?);
         if let Some(memory) = &self.memory {
-            *memory.mine.lock().unwrap_or_else(PoisonError::into_inner) = Some(Remembered {
+            *lock(&memory.mine) = Some(Remembered {
                 fingerprint: prepared.fingerprint,
                 generation,
                 plan: Arc::clone(&plan),
             });
         }
-        Ok((prepared, plan, lead))
+        Ok(Planned { prepared, plan, lead, reused: false })
     }
 
     fn recall(&self, fingerprint: u128) -> Option<Remembered> {
-        let mine = self.memory.as_ref()?.mine.lock().unwrap_or_else(PoisonError::into_inner);
+        let mine = lock(&self.memory.as_ref()?.mine);
         mine.clone().filter(|last| last.fingerprint == fingerprint)
     }
 
-    /// On the coordinator: looks at the place, and whether the last plan serves again.
+    /// On the coordinator: looks at the place, and at how much of the last plan serves again.
     async fn open(
         &self,
         offers: &[Offer],
@@ -314,26 +338,24 @@ impl Saver {
     ) -> Result<(Decision, Lead), CheckpointError> {
         let session = writer.begin().await?;
         let generation = session.generation;
-        let fingerprints: Vec<u128> = offers
+        let fingerprints = offers
             .iter()
-            .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1))
-            .collect();
-        let all_remember = offers.iter().all(|offer| offer.remembers == Some(generation));
+            .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1));
+        let key: Vec<u128> = fingerprints.chain([u128::from(generation)]).collect();
         let plan = self
             .memory
             .as_ref()
-            .filter(|_| all_remember)
-            .and_then(|memory| memory.plans.get(&cache_key(&fingerprints, generation)));
+            .filter(|_| offers.iter().all(|offer| offer.remembers == Some(generation)))
+            .and_then(|memory| memory.plans.get(&key));
         let decision = match plan {
-            Some(_) => Decision::Reuse,
+            Some(_) => Decision::Repeat,
             None => Decision::Plan { generation },
         };
-        let reused = plan.is_some();
-        Ok((decision, Lead { session, fingerprints, plan, reused }))
+        Ok((decision, Lead { session, key, plan }))
     }
 
     /// On the coordinator: one plan for all, with a place for every byte.
-    fn merge(
+    fn place(
         &self,
         mut lead: Lead,
         plans: &[Bytes],
@@ -348,21 +370,15 @@ impl Saver {
         if write_plans.len() != locals.len() {
             return Err(no_plan());
         }
-        // What each rank writes is in its write plan; the index is all that is needed later.
+        // What each rank writes is in its write plan; later only the index is needed.
         global.selections = Vec::new();
         let global = Arc::new(global);
         if let Some(memory) = &self.memory {
-            let key = cache_key(&lead.fingerprints, lead.session.generation);
-            memory.plans.insert(key, Arc::clone(&global));
+            memory.plans.insert(lead.key.clone(), Arc::clone(&global));
         }
         lead.plan = Some(global);
         Ok((write_plans.iter().map(WritePlan::to_wire).collect(), lead))
     }
-}
-
-/// Fingerprints say who writes what; the generation, under which names.
-fn cache_key(fingerprints: &[u128], generation: u64) -> Vec<u128> {
-    fingerprints.iter().copied().chain([u128::from(generation)]).collect()
 }
 
 fn no_plan() -> CheckpointError {
@@ -376,6 +392,7 @@ fn lines(report: &WriteReport) -> Vec<(String, u64)> {
 
 async fn commit(
     lead: &Lead,
+    reused: bool,
     reports: Vec<Vec<(String, u64)>>,
     writer: &dyn StorageWriter,
 ) -> Result<(Totals, ()), CheckpointError> {
@@ -385,7 +402,7 @@ async fn commit(
         entries: plan.metadata.len() as u64,
         bytes_written: all.clone().map(|(_, len)| *len).sum(),
         files: all.count() as u64,
-        reused_plan: lead.reused,
+        reused_plan: reused,
     };
     let reports = reports
         .into_iter()

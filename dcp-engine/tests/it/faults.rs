@@ -76,8 +76,7 @@ fn t02_t03_a_death_at_any_operation_keeps_one_whole_checkpoint() {
 fn leftovers_of_a_dead_save_are_gone_after_the_next_one() {
     use futures_util::StreamExt;
     let storage = memory();
-    let dying: Arc<dyn Storage> =
-        Arc::new(FaultStorage::new(Arc::clone(&storage)).dying_after(4));
+    let dying: Arc<dyn Storage> = Arc::new(FaultStorage::new(Arc::clone(&storage)).dying_after(4));
     assert!(block_on(Saver::new().save(&sample(0, 1, 2), &DcpWriter::new(dying))).is_err());
     save_sample(1, &storage, 3);
     save_sample(1, &storage, 4);

@@ -63,9 +63,8 @@ fn save_twice(
 #[test]
 fn t09_a_change_of_dtype_is_a_change_of_plan() {
     let state = |dtype| StateDict::from([("t", Tensor::zeros(dtype, [4]).unwrap())]);
-    let results = on_ranks(2, |_, group| {
-        save_twice(group, &state(DType::Float32), &state(DType::Int32))
-    });
+    let results =
+        on_ranks(2, |_, group| save_twice(group, &state(DType::Float32), &state(DType::Int32)));
     assert!(results.iter().all(|(summary, _)| !summary.reused_plan));
     assert_eq!(results[0].1, Some(DType::Int32));
 }

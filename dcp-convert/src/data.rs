@@ -1,0 +1,90 @@
+//! Stored bytes as a [`DataSource`]: what is written is read from the old checkpoint when its
+//! turn comes, so that a checkpoint of any size goes through a little memory.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{CheckpointError, DataSource, Key, Payload, PlanError, Region, Storage, StorageExt};
+
+use crate::job::JobOptions;
+use crate::runs::boxes;
+use crate::tensor_read::TensorReader;
+
+/// What one item of a plan is made from.
+#[derive(Clone, Debug)]
+pub(crate) enum Part {
+    /// A box of a stored tensor.
+    Tensor { reader: Arc<TensorReader>, region: Region, element_bytes: u64 },
+    /// Bytes of a file, as they are.
+    Stored { key: Key, byte_offset: u64 },
+    /// Bytes at hand.
+    Encoded(Bytes),
+}
+
+/// The items of one rank's plan, by their position.
+#[derive(Debug)]
+pub(crate) struct CheckpointData {
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) parts: Vec<Part>,
+    pub(crate) segment_bytes: u64,
+    pub(crate) options: JobOptions,
+}
+
+#[async_trait]
+impl DataSource for CheckpointData {
+    async fn resolve(
+        &self,
+        item: usize,
+        byte_range: Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        let len = byte_range.end.saturating_sub(byte_range.start);
+        let payload = match self.parts.get(item) {
+            Some(Part::Tensor { reader, region, element_bytes }) => {
+                read_tensor(reader, region, *element_bytes, byte_range).await?
+            }
+            Some(Part::Stored { key, byte_offset }) => {
+                let start = byte_offset.saturating_add(byte_range.start);
+                let end = byte_offset.saturating_add(byte_range.end);
+                Payload::from(self.storage.read_range(key, start..end).await?)
+            }
+            Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
+            None => {
+                return Err(PlanError::Unsupported {
+                    fqn: String::new(),
+                    problem: format!("item {item} was asked for, there are {}", self.parts.len()),
+                }
+                .into());
+            }
+        };
+        self.options.advance(len);
+        Ok(payload)
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.segment_bytes
+    }
+}
+
+/// The bytes `byte_range` of the row-major elements of `region`.
+pub(crate) async fn read_tensor(
+    reader: &TensorReader,
+    region: &Region,
+    element_bytes: u64,
+    byte_range: Range<u64>,
+) -> Result<Payload, CheckpointError> {
+    let element_bytes = element_bytes.max(1);
+    let first = byte_range.start / element_bytes;
+    let wanted = boxes(region.sizes(), first..byte_range.end.div_ceil(element_bytes))
+        .iter()
+        .map(|inner| inner.translate(region.offsets()))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| PlanError::Unsupported {
+            fqn: String::new(),
+            problem: error.to_string(),
+        })?;
+    let bytes = reader.read(&wanted).await?;
+    let skipped = byte_range.start - first * element_bytes;
+    Ok(Payload::from(bytes).slice(skipped..skipped + (byte_range.end - byte_range.start)))
+}

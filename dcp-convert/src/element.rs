@@ -1,0 +1,233 @@
+//! One element of a tensor as a number, for every dtype.
+
+use std::fmt;
+
+use dcp_core::DType;
+
+/// An element, in the widest type of its kind.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Element {
+    /// A float of any width.
+    Float(f64),
+    /// A signed integer, quantized ones by their stored number.
+    Int(i64),
+    /// An unsigned integer.
+    UInt(u64),
+    /// A truth value.
+    Bool(bool),
+    /// A real and an imaginary part.
+    Complex(f64, f64),
+    /// Two numbers in a byte, the low nibble first.
+    Pair(f64, f64),
+    /// Bits without a meaning of their own, and their number.
+    Bits(u64, u8),
+}
+
+/// Decodes one element from its little-endian bytes; `None` when they are not
+/// [`DType::size`] many.
+#[must_use]
+pub fn decode(dtype: DType, bytes: &[u8]) -> Option<Element> {
+    if bytes.len() != dtype.size() {
+        return None;
+    }
+    let mut wide = [0; 8];
+    if bytes.len() <= 8 {
+        wide.get_mut(..bytes.len())?.copy_from_slice(bytes);
+    }
+    let raw = u64::from_le_bytes(wide);
+    let [b0, b1, b2, b3, ..] = wide;
+    let signed = |bits: u32| (raw as i64) << (64 - bits) >> (64 - bits);
+    let half = |lo: u8, hi: u8| small_float(u32::from(u16::from_le_bytes([lo, hi])), F16);
+    let brain = |lo: u8, hi: u8| f64::from(f32::from_le_bytes([0, 0, lo, hi]));
+    let byte = u32::from(b0);
+    Some(match dtype {
+        DType::Float64 => Element::Float(f64::from_bits(raw)),
+        DType::Float32 => Element::Float(f64::from(f32::from_le_bytes([b0, b1, b2, b3]))),
+        DType::Float16 => Element::Float(half(b0, b1)),
+        DType::BFloat16 => Element::Float(brain(b0, b1)),
+        DType::Int64 => Element::Int(raw as i64),
+        DType::Int32 | DType::QInt32 => Element::Int(signed(32)),
+        DType::Int16 => Element::Int(signed(16)),
+        DType::Int8 | DType::QInt8 => Element::Int(signed(8)),
+        DType::UInt64 | DType::UInt32 | DType::UInt16 | DType::UInt8 | DType::QUInt8 => {
+            Element::UInt(raw)
+        }
+        DType::Bool => Element::Bool(raw != 0),
+        DType::Complex128 => {
+            let (re, im) = bytes.split_at(8);
+            let part = |part: &[u8]| part.try_into().map(f64::from_le_bytes);
+            Element::Complex(part(re).ok()?, part(im).ok()?)
+        }
+        DType::Complex64 => {
+            let part = |bits: u64| f64::from(f32::from_bits(bits as u32));
+            Element::Complex(part(raw), part(raw >> 32))
+        }
+        DType::Complex32 => Element::Complex(half(b0, b1), half(b2, b3)),
+        DType::BComplex32 => Element::Complex(brain(b0, b1), brain(b2, b3)),
+        DType::Float8E4M3Fn => Element::Float(small_float(byte, E4M3FN)),
+        DType::Float8E5M2 => Element::Float(small_float(byte, E5M2)),
+        DType::Float8E4M3FnUz => Element::Float(small_float(byte, E4M3FNUZ)),
+        DType::Float8E5M2FnUz => Element::Float(small_float(byte, E5M2FNUZ)),
+        DType::Float8E8M0Fnu => Element::Float(match b0 {
+            0xff => f64::NAN,
+            exponent => 2_f64.powi(i32::from(exponent) - 127),
+        }),
+        DType::Float4E2M1FnX2 => {
+            Element::Pair(small_float(byte & 15, E2M1), small_float(byte >> 4, E2M1))
+        }
+        _ => Element::Bits(raw, u8::try_from(8 * bytes.len()).unwrap_or(u8::MAX)),
+    })
+}
+
+/// What the all-ones exponent of a small float means.
+#[derive(Clone, Copy, PartialEq)]
+enum Specials {
+    /// Infinities and NaNs, as IEEE 754 has them.
+    Ieee,
+    /// NaN only where the mantissa is all ones too.
+    NanAllOnes,
+    /// No special value but NaN in the place of negative zero.
+    NanNegativeZero,
+    /// None at all.
+    Finite,
+}
+
+/// The layout of a float of up to 16 bits: a sign, `exponent` and `mantissa` bits.
+#[derive(Clone, Copy)]
+struct SmallFloat {
+    exponent: u32,
+    mantissa: u32,
+    bias: i32,
+    specials: Specials,
+}
+
+const fn layout(exponent: u32, mantissa: u32, bias: i32, specials: Specials) -> SmallFloat {
+    SmallFloat { exponent, mantissa, bias, specials }
+}
+
+const F16: SmallFloat = layout(5, 10, 15, Specials::Ieee);
+const E4M3FN: SmallFloat = layout(4, 3, 7, Specials::NanAllOnes);
+const E5M2: SmallFloat = layout(5, 2, 15, Specials::Ieee);
+const E4M3FNUZ: SmallFloat = layout(4, 3, 8, Specials::NanNegativeZero);
+const E5M2FNUZ: SmallFloat = layout(5, 2, 16, Specials::NanNegativeZero);
+const E2M1: SmallFloat = layout(2, 1, 1, Specials::Finite);
+
+fn small_float(bits: u32, layout: SmallFloat) -> f64 {
+    let SmallFloat { exponent: exponent_bits, mantissa: mantissa_bits, bias, specials } = layout;
+    let mantissa = bits & ((1 << mantissa_bits) - 1);
+    let exponent_ones = (1 << exponent_bits) - 1;
+    let exponent = bits >> mantissa_bits & exponent_ones;
+    let negative = bits >> (mantissa_bits + exponent_bits) & 1 == 1;
+    let sign = if negative { -1.0 } else { 1.0 };
+    let ones = exponent == exponent_ones;
+    match specials {
+        Specials::Ieee if ones && mantissa == 0 => return sign * f64::INFINITY,
+        Specials::Ieee if ones => return f64::NAN,
+        Specials::NanAllOnes if ones && mantissa == (1 << mantissa_bits) - 1 => return f64::NAN,
+        Specials::NanNegativeZero if negative && exponent == 0 && mantissa == 0 => return f64::NAN,
+        _ => {}
+    }
+    let fraction = f64::from(mantissa) / f64::from(1_u32 << mantissa_bits);
+    let exponent = i32::try_from(exponent).unwrap_or(i32::MAX);
+    // Every value is a few bits times a power of two, so this is exact.
+    if exponent == 0 {
+        sign * fraction * 2_f64.powi(1 - bias)
+    } else {
+        sign * (1.0 + fraction) * 2_f64.powi(exponent - bias)
+    }
+}
+
+impl fmt::Display for Element {
+    /// The shortest text that tells the number, as Python's `repr` would.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Float(x) => f.write_str(&float(*x)),
+            Self::Int(n) => n.fmt(f),
+            Self::UInt(n) => n.fmt(f),
+            Self::Bool(b) => f.write_str(if *b { "True" } else { "False" }),
+            Self::Complex(re, im) => {
+                let sign = if im.is_sign_negative() && !im.is_nan() { "" } else { "+" };
+                write!(f, "{}{sign}{}j", float(*re), float(*im))
+            }
+            Self::Pair(low, high) => write!(f, "({}, {})", float(*low), float(*high)),
+            Self::Bits(bits, len) => write!(f, "0x{bits:0width$x}", width = usize::from(*len) / 4),
+        }
+    }
+}
+
+/// A float as Python writes it.
+pub(crate) fn float(x: f64) -> String {
+    if x.is_nan() {
+        "nan".to_owned()
+    } else if x.is_infinite() {
+        if x > 0.0 { "inf" } else { "-inf" }.to_owned()
+    } else if x != 0.0 && !(1e-4..1e16).contains(&x.abs()) {
+        let text = format!("{x:e}");
+        match text.split_once('e') {
+            Some((digits, power)) => {
+                let (sign, power) = power.strip_prefix('-').map_or(("+", power), |p| ("-", p));
+                format!("{digits}e{sign}{power:0>2}")
+            }
+            None => text,
+        }
+    } else {
+        format!("{x:?}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn value(dtype: DType, bytes: &[u8]) -> f64 {
+        match decode(dtype, bytes) {
+            Some(Element::Float(x)) => x,
+            other => panic!("{dtype}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn small_floats_at_their_limits() {
+        assert_eq!(value(DType::Float16, &0x7bff_u16.to_le_bytes()), 65504.0);
+        assert_eq!(value(DType::Float16, &1_u16.to_le_bytes()), 2_f64.powi(-24));
+        assert_eq!(value(DType::Float16, &0xfc00_u16.to_le_bytes()), f64::NEG_INFINITY);
+        assert_eq!(value(DType::BFloat16, &0x3f80_u16.to_le_bytes()), 1.0);
+        assert_eq!(value(DType::Float8E4M3Fn, &[0x7e]), 448.0);
+        assert!(value(DType::Float8E4M3Fn, &[0x7f]).is_nan());
+        assert_eq!(value(DType::Float8E5M2, &[0x7b]), 57344.0);
+        assert_eq!(value(DType::Float8E5M2, &[0x7c]), f64::INFINITY);
+        assert_eq!(value(DType::Float8E4M3FnUz, &[0x7f]), 240.0);
+        assert!(value(DType::Float8E4M3FnUz, &[0x80]).is_nan());
+        assert_eq!(value(DType::Float8E5M2FnUz, &[0x7f]), 57344.0);
+        assert_eq!(value(DType::Float8E8M0Fnu, &[127]), 1.0);
+        assert!(value(DType::Float8E8M0Fnu, &[255]).is_nan());
+        assert_eq!(decode(DType::Float4E2M1FnX2, &[0xf1]), Some(Element::Pair(0.5, -6.0)));
+    }
+
+    #[test]
+    fn integers_keep_their_sign() {
+        assert_eq!(decode(DType::Int8, &[0xff]), Some(Element::Int(-1)));
+        assert_eq!(decode(DType::UInt8, &[0xff]), Some(Element::UInt(255)));
+        assert_eq!(decode(DType::Int32, &[0, 0, 0, 0x80]), Some(Element::Int(-1 << 31)));
+        assert_eq!(decode(DType::Int32, &[0]), None);
+    }
+
+    #[test]
+    fn text_is_pythons() {
+        let complex = Element::Complex(1.0, -0.5);
+        assert_eq!(complex.to_string(), "1.0-0.5j");
+        assert_eq!(float(1e-7), "1e-07");
+        assert_eq!(float(1.5e300), "1.5e+300");
+        assert_eq!(float(0.1), "0.1");
+        assert_eq!(float(-0.0), "-0.0");
+        assert_eq!(Element::Bits(5, 16).to_string(), "0x0005");
+    }
+
+    #[test]
+    fn every_dtype_decodes() {
+        for &dtype in DType::ALL {
+            assert!(decode(dtype, &vec![1; dtype.size()]).is_some(), "{dtype}");
+        }
+    }
+}

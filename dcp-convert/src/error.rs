@@ -1,0 +1,74 @@
+//! Why an offline job could not be done.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
+
+/// An offline job failed, or was refused before anything was written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConvertError {
+    /// The checkpoint, or the place it lies in.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// There is nothing of that name.
+    #[error("there is no {fqn:?} in this checkpoint")]
+    UnknownFqn {
+        /// The name asked for.
+        fqn: String,
+        /// Names there are that look like it, best first.
+        similar: Vec<Arc<str>>,
+    },
+    /// A slice that makes no sense for the tensor, or at all.
+    #[error("bad slice {slice:?}: {problem}")]
+    BadSlice {
+        /// The slice as given.
+        slice: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The target exists, and replacing it was not asked for.
+    #[error("{target:?} exists already")]
+    TargetExists {
+        /// The target.
+        target: String,
+    },
+    /// Source and target are the same place.
+    #[error("source and target are the same: {target:?}")]
+    SameTarget {
+        /// The place.
+        target: String,
+    },
+    /// Something that the target's format has no way to hold, or that makes no sense.
+    #[error("{what} {problem}")]
+    Unsupported {
+        /// What it is about, such as a tensor by name.
+        what: String,
+        /// Why it cannot be done, and what can.
+        problem: String,
+    },
+}
+
+impl ConvertError {
+    pub(crate) fn unsupported(what: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Unsupported { what: what.into(), problem: problem.into() }
+    }
+}
+
+impl From<StorageError> for ConvertError {
+    fn from(error: StorageError) -> Self {
+        Self::Checkpoint(error.into())
+    }
+}
+
+impl From<PlanError> for ConvertError {
+    fn from(error: PlanError) -> Self {
+        Self::Checkpoint(error.into())
+    }
+}
+
+impl From<FormatError> for ConvertError {
+    fn from(error: FormatError) -> Self {
+        Self::Checkpoint(error.into())
+    }
+}

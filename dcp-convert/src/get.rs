@@ -1,0 +1,310 @@
+//! One tensor, or a part of it: as text, as JSON, or as a file.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, Dims, Entry, Payload, PlanError, PutMode, Region,
+    StorageErrorKind, checked_volume,
+};
+use dcp_formats::safetensors::{self, SafetensorsItem};
+use indexmap::IndexMap;
+use serde_json::json;
+
+use crate::data::{CheckpointData, Part, read_tensor};
+use crate::element::decode;
+use crate::error::ConvertError;
+use crate::job::{JobOptions, Source};
+use crate::npy::{npy_header, npy_type};
+use crate::objects::read_objects;
+use crate::print::Excerpt;
+use crate::slice::TensorSlice;
+use crate::suggest::unknown_fqn;
+use crate::target::Target;
+use crate::tensor_read::TensorReader;
+use crate::value_json::{JsonLimits, element_json, value_json};
+
+/// Stored bytes never become more than this many times as many elements: what zstd makes of
+/// zeros, rounded up.
+const EXPANSION_MAX: u64 = 1 << 16;
+
+/// What there is under a name.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Found {
+    /// A tensor, or the part of it that was asked for.
+    Tensor(FoundTensor),
+    /// Another value, as [`value_json`] writes it.
+    Object(serde_json::Value),
+}
+
+/// A tensor to read, or a part of one.
+#[derive(Clone, Debug)]
+pub struct FoundTensor {
+    fqn: Arc<str>,
+    dtype: DType,
+    slice: TensorSlice,
+    source: Source,
+    reader: Arc<TensorReader>,
+}
+
+/// Looks up `fqn`, and the part of it that `slice` names in [`TensorSlice::parse`]'s notation.
+/// An object is read at once, a tensor later.
+///
+/// # Errors
+///
+/// When there is nothing of that name ([`ConvertError::UnknownFqn`] names what looks like it),
+/// the slice is not one of the tensor, or the checkpoint cannot be read.
+pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Found, ConvertError> {
+    let metadata = source.metadata().await?;
+    let Some(index) = metadata.index_of(fqn) else { return Err(unknown_fqn(&metadata, fqn)) };
+    match metadata.at(index) {
+        Some((fqn, Entry::Tensor(tensor))) => {
+            let slice = match slice {
+                Some(text) => TensorSlice::parse(text, &tensor.shape)?,
+                None => TensorSlice::whole(&tensor.shape)?,
+            };
+            let (reader, fqn) = (Arc::clone(&source.reader), Arc::clone(fqn));
+            let dtype = tensor.dtype;
+            let reader = TensorReader::new(reader, Arc::clone(&metadata), index)?;
+            let (source, reader) = (source.clone(), Arc::new(reader));
+            Ok(Found::Tensor(FoundTensor { fqn, dtype, slice, source, reader }))
+        }
+        _ => {
+            if slice.is_some() {
+                let problem = "is no tensor, so it has no slices";
+                return Err(ConvertError::unsupported(format!("{fqn:?}"), problem));
+            }
+            let mut values = read_objects(source, &metadata, &[index]).await;
+            let value = values.remove(&index).unwrap_or_else(|| {
+                let problem = "it could not be read".to_owned();
+                Err(PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into())
+            })?;
+            Ok(Found::Object(value_json(&value, &JsonLimits::default())))
+        }
+    }
+}
+
+impl FoundTensor {
+    /// The name of the tensor.
+    #[must_use]
+    pub fn fqn(&self) -> &str {
+        &self.fqn
+    }
+
+    /// The element type.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The shape of what was asked for.
+    #[must_use]
+    pub fn shape(&self) -> &Dims {
+        &self.slice.shape
+    }
+
+    /// Bytes of what was asked for.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.slice.region.volume().saturating_mul(self.dtype.size() as u64)
+    }
+
+    /// The text that PyTorch would print. Of a large tensor only the elements that are shown are
+    /// read.
+    ///
+    /// # Errors
+    ///
+    /// When the tensor cannot be read, or has too many axes to be shown.
+    pub async fn to_text(&self) -> Result<String, ConvertError> {
+        let excerpt = Excerpt::of(&self.slice.shape)?;
+        let mut boxes = Vec::new();
+        for shown in excerpt.boxes() {
+            boxes.push(self.in_tensor(&shown)?);
+        }
+        let bytes = self.reader.read(&boxes).await?;
+        Ok(excerpt.print(self.dtype, &bytes))
+    }
+
+    /// A box of the part, in the coordinates of the whole tensor.
+    fn in_tensor(&self, inner: &Region) -> Result<Region, ConvertError> {
+        let outer = &self.slice.region;
+        let mut given = inner.offsets().iter().zip(inner.sizes().iter()).peekable();
+        let axes = self.slice.indexed.iter().zip(outer.offsets().iter());
+        let (offsets, sizes): (Vec<u64>, Vec<u64>) = axes
+            .map(|(indexed, start)| match given.next_if(|_| !indexed) {
+                Some((offset, size)) => (start + offset, *size),
+                None => (*start, 1),
+            })
+            .unzip();
+        Region::new(offsets, sizes)
+            .map_err(|error| ConvertError::unsupported("a slice", error.to_string()))
+    }
+
+    /// All elements, row-major and little-endian.
+    ///
+    /// # Errors
+    ///
+    /// When the stored bytes cannot possibly hold that many elements, or cannot be read.
+    pub async fn read(&self) -> Result<Bytes, ConvertError> {
+        self.refuse_implausible().await?;
+        Ok(self.reader.read(std::slice::from_ref(&self.slice.region)).await?)
+    }
+
+    /// `{"kind": "tensor", "dtype", "shape", "values"}`, the values as nested lists.
+    ///
+    /// # Errors
+    ///
+    /// As [`FoundTensor::read`], and when there are more than a million elements.
+    pub async fn to_json(&self) -> Result<serde_json::Value, ConvertError> {
+        const MAX_VALUES: u64 = 1_000_000;
+        // Without elements there may still be any number of empty rows.
+        let rows = |sizes: &[u64]| checked_volume(sizes.split_last().map_or(&[], |(_, rest)| rest));
+        let listed = rows(&self.slice.shape).map(|rows| rows.max(self.slice.region.volume()));
+        if listed.is_none_or(|listed| listed > MAX_VALUES) {
+            let problem = "has more than a million elements; write it to a file, or take a slice";
+            return Err(ConvertError::unsupported(format!("{:?}", self.fqn), problem));
+        }
+        let bytes = self.read().await?;
+        let elements = bytes.chunks_exact(self.dtype.size());
+        let elements = elements.filter_map(|bytes| decode(self.dtype, bytes));
+        let mut values: Vec<_> = elements.map(|value| element_json(&value)).collect();
+        for axis in (0..self.slice.shape.ndim()).rev() {
+            let rows = self.slice.shape.iter().take(axis).product::<u64>();
+            let len = usize::try_from(self.slice.shape[axis]).unwrap_or(0);
+            let mut items = values.into_iter();
+            values = (0..rows).map(|_| items.by_ref().take(len).collect()).collect();
+        }
+        let values = values.into_iter().next();
+        Ok(json!({
+            "kind": "tensor",
+            "dtype": self.dtype.name(),
+            "shape": &*self.slice.shape,
+            "values": values,
+        }))
+    }
+
+    /// Writes a `.npy` file. A type that NumPy lacks is written as unsigned integers of its size;
+    /// the returned note says so.
+    ///
+    /// # Errors
+    ///
+    /// When the target exists, or reading or writing fails; then there is no new file.
+    pub async fn to_npy(
+        &self,
+        target: &Target,
+        options: &JobOptions,
+    ) -> Result<Option<String>, ConvertError> {
+        target.check().await?;
+        let mut ready = npy_header(self.dtype, &self.slice.shape)?;
+        options.start(self.byte_len());
+        let storage = target.creator();
+        let segment = options.segment_bytes(4);
+        let (region, element_bytes) = (&self.slice.region, self.dtype.size() as u64);
+        let total = self.byte_len();
+        let read = |start: u64| {
+            let end = total.min(start.saturating_add(segment));
+            async move {
+                let part = read_tensor(&self.reader, region, element_bytes, start..end).await?;
+                options.advance(end - start);
+                Ok::<_, CheckpointError>((part, end))
+            }
+        };
+        if total <= segment {
+            let (part, _) = read(0).await?;
+            let whole = [ready].into_iter().chain(part.pieces().iter().cloned());
+            storage.put(&target.key, whole.collect(), PutMode::Create).await?;
+        } else {
+            let mut upload = storage.start_upload(&target.key).await?;
+            let mut at = 0;
+            let sent = async {
+                while at < total {
+                    let (part, end) = read(at).await?;
+                    let header = std::mem::take(&mut ready);
+                    let pieces = [header].into_iter().chain(part.pieces().iter().cloned());
+                    upload.put_part(pieces.collect::<Payload>()).await?;
+                    at = end;
+                }
+                Ok::<_, CheckpointError>(())
+            };
+            if let Err(error) = sent.await {
+                if let Err(left) = upload.abort().await {
+                    tracing::debug!(error = %left, "cannot abort an upload");
+                }
+                return Err(error.into());
+            }
+            upload.complete().await?;
+        }
+        let kind = npy_type(self.dtype);
+        Ok((!kind.exact).then(|| {
+            format!("NumPy has no {}; the file holds its bits as {:?}", self.dtype, kind.descr)
+        }))
+    }
+
+    /// Writes a `.safetensors` file with this one tensor, under its FQN.
+    ///
+    /// # Errors
+    ///
+    /// When the format has no name for the type, the target exists, or reading or writing fails;
+    /// then there is no new file.
+    pub async fn to_safetensors(
+        &self,
+        target: &Target,
+        options: &JobOptions,
+    ) -> Result<(), ConvertError> {
+        target.check().await?;
+        options.start(self.byte_len());
+        let item = SafetensorsItem {
+            name: Arc::clone(&self.fqn),
+            dtype: self.dtype,
+            shape: self.slice.shape.clone(),
+        };
+        let part = Part::Tensor {
+            reader: Arc::clone(&self.reader),
+            region: self.slice.region.clone(),
+            element_bytes: self.dtype.size() as u64,
+        };
+        let data = Arc::new(CheckpointData {
+            storage: Arc::clone(&self.source.storage),
+            parts: vec![part],
+            segment_bytes: options.segment_bytes(4),
+            options: options.clone(),
+        });
+        let header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+        let storage = target.creator();
+        safetensors::write(&*storage, &target.key, &[item], &header, data, None).await?;
+        Ok(())
+    }
+
+    /// Fails when the files are too short for so many elements, so that a shape from a hostile
+    /// index claims no memory.
+    async fn refuse_implausible(&self) -> Result<(), ConvertError> {
+        const HARMLESS: u64 = 1 << 20;
+        if self.byte_len() <= HARMLESS {
+            return Ok(());
+        }
+        let tensor = self.reader.tensor()?;
+        let metadata: &CheckpointMetadata = self.reader.metadata();
+        let mut room = 0_u64;
+        for placement in tensor.chunks.iter().filter_map(|chunk| chunk.placement) {
+            let Some(key) = metadata.file(placement.file) else { continue };
+            let len = match self.source.storage.stat(key).await {
+                Ok(meta) => meta.byte_len.min(placement.byte_len),
+                Err(error) if error.kind() == StorageErrorKind::NotFound => 0,
+                Err(error) => return Err(error.into()),
+            };
+            let plain = metadata.encoding(&placement).is_some_and(|e| e.transforms.is_empty());
+            let most = if plain { len } else { len.saturating_mul(EXPANSION_MAX) };
+            room = room.saturating_add(most);
+        }
+        if room >= self.byte_len() {
+            return Ok(());
+        }
+        Err(PlanError::Uncovered {
+            fqn: self.fqn.to_string(),
+            expected: self.slice.region.volume(),
+            found: room / self.dtype.size() as u64,
+        }
+        .into())
+    }
+}

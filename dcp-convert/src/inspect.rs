@@ -1,0 +1,195 @@
+//! What a checkpoint holds, as one value to look at or to print as JSON.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointError, Entry, PathItem, StorageErrorKind, TensorEntry, error_chain};
+use futures_util::{StreamExt, TryStreamExt, stream};
+use indexmap::IndexMap;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::job::{JobOptions, Source};
+use crate::objects::{object_entries, read_objects};
+use crate::value_json::{JsonLimits, value_json};
+
+/// A checkpoint at a glance. Serialized, it is the output of `dcp inspect --json`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Summary {
+    /// The format, such as `torch_dcp`.
+    pub format: String,
+    /// What is stored, by FQN, in the order of the checkpoint.
+    pub keys: IndexMap<Arc<str>, KeySummary>,
+    /// The files that the checkpoint refers to and their bytes; `None` for one that is missing.
+    pub files: IndexMap<String, Option<u64>>,
+    /// The version that the format claims.
+    #[serde(skip)]
+    pub version: Option<Arc<str>>,
+    /// Where each key sits in the nested state dict, where known: dict keys and list indices.
+    #[serde(skip)]
+    pub paths: IndexMap<Arc<str>, Vec<String>>,
+}
+
+/// What is stored under one FQN.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum KeySummary {
+    /// A tensor.
+    Tensor(TensorSummary),
+    /// Any other value.
+    Object {
+        /// It, as [`value_json`] writes it. One that cannot be read is
+        /// `{"type": "unreadable", "error": …}`.
+        value: serde_json::Value,
+    },
+}
+
+/// A stored tensor.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct TensorSummary {
+    /// The element type, by PyTorch's name without `torch.`.
+    pub dtype: &'static str,
+    /// Elements per axis of the whole tensor.
+    pub shape: Vec<u64>,
+    /// Bytes of all elements.
+    pub bytes: u64,
+    /// Its parts, in the order of the checkpoint.
+    pub chunks: Vec<ChunkSummary>,
+}
+
+/// A part of a stored tensor.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct ChunkSummary {
+    /// Where it begins in the tensor, per axis.
+    pub offsets: Vec<u64>,
+    /// Elements per axis.
+    pub sizes: Vec<u64>,
+    /// The file it lies in; `None` when the checkpoint does not say.
+    pub file: Option<String>,
+    /// First stored byte in the file.
+    pub byte_offset: Option<u64>,
+    /// Stored bytes, with all that the format adds.
+    pub byte_len: Option<u64>,
+}
+
+impl Summary {
+    /// Bytes of all tensors.
+    #[must_use]
+    pub fn tensor_bytes(&self) -> u64 {
+        let tensors = self.keys.values().filter_map(KeySummary::as_tensor);
+        tensors.fold(0, |sum, tensor| sum.saturating_add(tensor.bytes))
+    }
+
+    /// The number of tensors.
+    #[must_use]
+    pub fn tensor_count(&self) -> usize {
+        self.keys.values().filter_map(KeySummary::as_tensor).count()
+    }
+}
+
+impl KeySummary {
+    /// The tensor, if it is one.
+    #[must_use]
+    pub fn as_tensor(&self) -> Option<&TensorSummary> {
+        if let Self::Tensor(tensor) = self { Some(tensor) } else { None }
+    }
+}
+
+/// Summarizes a checkpoint: reads its index, its objects, and the sizes of its files, but no
+/// tensor. `wanted` chooses the keys; files are those that the chosen keys lie in.
+///
+/// What is bad but readable is shown as it is; [`verify`](crate::verify) judges.
+///
+/// # Errors
+///
+/// When there is no checkpoint, its index is bad, or the storage fails.
+pub async fn inspect(
+    source: &Source,
+    options: &JobOptions,
+    wanted: impl Fn(&str) -> bool,
+) -> Result<Summary, CheckpointError> {
+    let metadata = source.metadata().await?;
+    let provenance = metadata.provenance();
+    let format = provenance.format.as_deref().unwrap_or("unknown").to_owned();
+    let mut entries = object_entries(&metadata);
+    entries.retain(|entry| metadata.at(*entry).is_some_and(|(fqn, _)| wanted(fqn)));
+    let mut values = read_objects(source, &metadata, &entries).await;
+    let limits = JsonLimits::default();
+    let mut used = vec![false; metadata.files().len()];
+    let mut summary = Summary {
+        format,
+        keys: IndexMap::new(),
+        files: IndexMap::new(),
+        version: provenance.version.clone(),
+        paths: IndexMap::new(),
+    };
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        if !wanted(fqn) {
+            continue;
+        }
+        let mut mark = |file: dcp_core::FileId| {
+            if let Some(used) = used.get_mut(file.index()) {
+                *used = true;
+            }
+        };
+        let key = match entry {
+            Entry::Tensor(tensor) => {
+                tensor.chunks.iter().filter_map(|c| c.placement).for_each(|p| mark(p.file));
+                KeySummary::Tensor(tensor_summary(tensor, &metadata))
+            }
+            Entry::Object(object) => {
+                object.placement.iter().for_each(|p| mark(p.file));
+                let value = match values.remove(&at) {
+                    Some(Ok(value)) => value_json(&value, &limits),
+                    Some(Err(error)) => {
+                        json!({ "type": "unreadable", "error": error_chain(&error) })
+                    }
+                    None => json!({ "type": "unreadable" }),
+                };
+                KeySummary::Object { value }
+            }
+            _ => continue,
+        };
+        summary.keys.insert(Arc::clone(fqn), key);
+        if let Some(path) = entry.path() {
+            let steps = path.iter().map(|step| match step {
+                PathItem::Key(key) => key.to_string(),
+                PathItem::Index(index) => index.to_string(),
+            });
+            summary.paths.insert(Arc::clone(fqn), steps.collect());
+        }
+    }
+    let files: Vec<_> = metadata.files().iter().zip(used).filter(|(_, used)| *used).collect();
+    let sizes = stream::iter(files.into_iter().map(|(key, _)| async move {
+        match source.storage.stat(key).await {
+            Ok(meta) => Ok((key.to_string(), Some(meta.byte_len))),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => Ok((key.to_string(), None)),
+            Err(error) => Err(CheckpointError::from(error)),
+        }
+    }));
+    summary.files = sizes.buffered(options.parallelism.max(1)).try_collect().await?;
+    summary.files.sort_keys();
+    Ok(summary)
+}
+
+fn tensor_summary(tensor: &TensorEntry, metadata: &dcp_core::CheckpointMetadata) -> TensorSummary {
+    let chunks = tensor.chunks.iter().map(|chunk| {
+        let file = chunk.placement.and_then(|placement| metadata.file(placement.file));
+        ChunkSummary {
+            offsets: chunk.offsets.to_vec(),
+            sizes: chunk.sizes.to_vec(),
+            file: file.map(ToString::to_string),
+            byte_offset: chunk.placement.map(|placement| placement.byte_offset),
+            byte_len: chunk.placement.map(|placement| placement.byte_len),
+        }
+    });
+    TensorSummary {
+        dtype: tensor.dtype.name(),
+        shape: tensor.shape.to_vec(),
+        bytes: tensor.byte_len().unwrap_or(u64::MAX),
+        chunks: chunks.collect(),
+    }
+}

@@ -1,0 +1,171 @@
+//! NumPy's scalars and arrays, as their pickles describe them.
+
+use bytes::Bytes;
+use dcp_core::{DType, Object, Value};
+
+/// A NumPy value found in an object.
+#[derive(Debug)]
+pub(crate) enum Numpy {
+    /// `numpy.float32(2.5)` and its like.
+    Scalar {
+        /// NumPy's name of the type, or its type string where that has no name.
+        kind: String,
+        /// Type and little-endian bytes, where the type is a number.
+        value: Option<(DType, Bytes)>,
+    },
+    /// An array.
+    Array {
+        /// As above.
+        kind: String,
+        shape: Vec<u64>,
+        /// Whether the first axis is the fastest.
+        fortran: bool,
+        /// As above, in the order they lie in memory.
+        data: Option<(DType, Bytes)>,
+    },
+}
+
+impl Numpy {
+    /// The NumPy value that `object` rebuilds, or `None` when it is something else or not in the
+    /// form that NumPy 1 and 2 write.
+    pub(crate) fn of(object: &Object) -> Option<Self> {
+        let module = &*object.class.module;
+        if !matches!(module, "numpy.core.multiarray" | "numpy._core.multiarray") {
+            return None;
+        }
+        match (&*object.class.name, &*object.args) {
+            ("scalar", [dtype, rest @ ..]) => {
+                let kind = Kind::of(dtype)?;
+                let value = rest.first().and_then(bytes).and_then(|bytes| kind.numbers(bytes, 1));
+                Some(Self::Scalar { kind: kind.name(), value })
+            }
+            ("_reconstruct", _) => {
+                let Some(Value::Tuple(state)) = &object.state else { return None };
+                let [.., shape, dtype, Value::Bool(fortran), data] = &**state else { return None };
+                let Value::Tuple(sizes) = shape else { return None };
+                let shape = sizes
+                    .iter()
+                    .map(|size| u64::try_from(size.as_int()?).ok())
+                    .collect::<Option<Vec<_>>>()?;
+                let kind = Kind::of(dtype)?;
+                let count = dcp_core::checked_volume(&shape)?;
+                let data = bytes(data).and_then(|bytes| kind.numbers(bytes, count));
+                Some(Self::Array { kind: kind.name(), shape, fortran: *fortran, data })
+            }
+            _ => None,
+        }
+    }
+}
+
+fn bytes(value: &Value) -> Option<&Bytes> {
+    match value.view() {
+        Value::Bytes(bytes) | Value::ByteArray(bytes) => Some(bytes),
+        _ => None,
+    }
+}
+
+/// A NumPy type: its letter and size, as in `f8`, and whether it is big-endian.
+struct Kind {
+    code: String,
+    big_endian: bool,
+}
+
+impl Kind {
+    fn of(dtype: &Value) -> Option<Self> {
+        let Value::Object(object) = dtype.view() else { return None };
+        if !object.class.is("numpy", "dtype") {
+            return None;
+        }
+        let code = object.args.first()?.as_str()?.to_owned();
+        let order = match &object.state {
+            Some(Value::Tuple(state)) => state.get(1).and_then(Value::as_str),
+            _ => None,
+        };
+        Some(Self { code, big_endian: order == Some(">") })
+    }
+
+    fn dtype(&self) -> Option<DType> {
+        Some(match &*self.code {
+            "f8" => DType::Float64,
+            "f4" => DType::Float32,
+            "f2" => DType::Float16,
+            "i8" => DType::Int64,
+            "i4" => DType::Int32,
+            "i2" => DType::Int16,
+            "i1" => DType::Int8,
+            "u8" => DType::UInt64,
+            "u4" => DType::UInt32,
+            "u2" => DType::UInt16,
+            "u1" => DType::UInt8,
+            "b1" => DType::Bool,
+            "c16" => DType::Complex128,
+            "c8" => DType::Complex64,
+            _ => return None,
+        })
+    }
+
+    fn name(&self) -> String {
+        self.dtype().map_or_else(|| self.code.clone(), |dtype| dtype.name().to_owned())
+    }
+
+    /// `count` numbers, little-endian.
+    fn numbers(&self, bytes: &Bytes, count: u64) -> Option<(DType, Bytes)> {
+        let dtype = self.dtype()?;
+        if count.checked_mul(dtype.size() as u64)? != bytes.len() as u64 {
+            return None;
+        }
+        if !self.big_endian {
+            return Some((dtype, bytes.clone()));
+        }
+        let mut swapped = bytes.to_vec();
+        for scalar in swapped.chunks_exact_mut(dtype.scalar_size()) {
+            scalar.reverse();
+        }
+        Some((dtype, swapped.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::Global;
+
+    use super::*;
+
+    fn dtype(code: &str, order: &str) -> Value {
+        let mut object = Object::new(Global::new("numpy", "dtype"), vec![code.into()]);
+        object.state = Some(Value::Tuple(vec![3_i32.into(), order.into()]));
+        object.into()
+    }
+
+    fn scalar(code: &str, order: &str, data: &'static [u8]) -> Option<Numpy> {
+        let args = vec![dtype(code, order), Bytes::from_static(data).into()];
+        Numpy::of(&Object::new(Global::new("numpy._core.multiarray", "scalar"), args))
+    }
+
+    #[test]
+    fn scalars_of_both_byte_orders() {
+        for (order, data) in [("<", &[1_u8, 0][..]), (">", &[0, 1])] {
+            let Some(Numpy::Scalar { kind, value }) = scalar("i2", order, data) else { panic!() };
+            assert_eq!((kind.as_str(), value.unwrap().1), ("int16", Bytes::from_static(&[1, 0])));
+        }
+        let Some(Numpy::Scalar { kind, value: None }) = scalar("M8", "<", &[0; 8]) else {
+            panic!("a datetime has no number here")
+        };
+        assert_eq!(kind, "M8");
+        let Some(Numpy::Scalar { value: None, .. }) = scalar("i2", "<", &[0; 3]) else {
+            panic!("a wrong length has no value")
+        };
+    }
+
+    #[test]
+    fn an_array_has_a_shape() {
+        let class = Global::new("numpy.core.multiarray", "_reconstruct");
+        let mut object = Object::new(class, vec![]);
+        let shape = Value::Tuple(vec![2_i32.into(), 1_i32.into()]);
+        let data = Bytes::from_static(&[1, 2]).into();
+        let state = vec![1_i32.into(), shape, dtype("u1", "|"), Value::Bool(true), data];
+        object.state = Some(Value::Tuple(state));
+        let Some(Numpy::Array { shape, fortran, data, .. }) = Numpy::of(&object) else { panic!() };
+        assert_eq!((shape, fortran, data.unwrap().0), (vec![2, 1], true, DType::UInt8));
+    }
+}

@@ -1,0 +1,99 @@
+//! Reading the objects of a checkpoint.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSink, Entry, LoadPlan, PlanError, ReadItem, ReadKind,
+    TensorView, Value,
+};
+
+use crate::job::Source;
+
+/// Objects to ask for in one read.
+const BATCH: usize = 1024;
+
+/// The value of an object, or why it could not be read.
+pub(crate) type ObjectResult = Result<Value, CheckpointError>;
+
+/// Reads the objects at positions `entries` of the metadata; each is there in the result. One
+/// that cannot be read does not keep the others from being read.
+pub(crate) async fn read_objects(
+    source: &Source,
+    metadata: &Arc<CheckpointMetadata>,
+    entries: &[usize],
+) -> HashMap<usize, ObjectResult> {
+    let mut results = HashMap::with_capacity(entries.len());
+    for batch in entries.chunks(BATCH) {
+        match read_batch(source, metadata, batch).await {
+            Ok(values) => results.extend(values.into_iter().map(|(at, value)| (at, Ok(value)))),
+            Err(_) => {
+                // Somewhere in it is a bad one: find it.
+                for &entry in batch {
+                    let one = read_batch(source, metadata, &[entry]).await;
+                    let value = one.and_then(|mut values| {
+                        values.remove(&entry).ok_or_else(|| missing(metadata, entry))
+                    });
+                    results.insert(entry, value);
+                }
+            }
+        }
+    }
+    results
+}
+
+/// All positions of objects.
+pub(crate) fn object_entries(metadata: &CheckpointMetadata) -> Vec<usize> {
+    let objects = metadata.iter().enumerate();
+    objects.filter(|(_, (_, entry))| matches!(entry, Entry::Object(_))).map(|(at, _)| at).collect()
+}
+
+async fn read_batch(
+    source: &Source,
+    metadata: &Arc<CheckpointMetadata>,
+    entries: &[usize],
+) -> Result<HashMap<usize, Value>, CheckpointError> {
+    let mut plan = LoadPlan::default();
+    for &entry in entries {
+        let placed = metadata.at(entry).and_then(|(_, e)| e.as_object()?.placement);
+        let (Some(_), Ok(entry)) = (placed, u32::try_from(entry)) else {
+            return Err(missing(metadata, entry));
+        };
+        plan.items.push(ReadItem { entry, leaf: entry, kind: ReadKind::Object });
+    }
+    if plan.items.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let sink = Arc::new(ObjectSink::default());
+    source.reader.read(metadata, &plan, Arc::clone(&sink) as Arc<dyn DataSink>).await?;
+    let mut values = sink.0.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(std::mem::take(&mut *values))
+}
+
+fn missing(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
+    let fqn = metadata.at(entry).map_or_else(String::new, |(fqn, _)| fqn.to_string());
+    PlanError::Unsupported { fqn, problem: "the metadata does not say where its bytes are".into() }
+        .into()
+}
+
+#[derive(Debug, Default)]
+struct ObjectSink(Mutex<HashMap<usize, Value>>);
+
+impl DataSink for ObjectSink {
+    fn destination(&self, _item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        Err(PlanError::Unsupported {
+            fqn: String::new(),
+            problem: "a tensor where an object was asked for".to_owned(),
+        }
+        .into())
+    }
+
+    fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {
+        Ok(())
+    }
+
+    fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(item.entry as usize, value);
+        Ok(())
+    }
+}

@@ -1,0 +1,46 @@
+//! All stored items of a checkpoint, in the order of their bytes.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, Entry, Placement};
+
+/// A chunk or object and where it lies.
+#[derive(Clone, Debug)]
+pub(crate) struct Placed {
+    pub(crate) fqn: Arc<str>,
+    /// Position of the entry.
+    pub(crate) entry: usize,
+    /// Position of the chunk; `None` for an object.
+    pub(crate) chunk: Option<u32>,
+    pub(crate) placement: Placement,
+}
+
+impl Placed {
+    /// Where its bytes end in the file.
+    pub(crate) fn end(&self) -> u64 {
+        self.placement.byte_offset.saturating_add(self.placement.byte_len)
+    }
+}
+
+/// Everything that has a place, file by file and from front to back.
+pub(crate) fn placed_items(metadata: &CheckpointMetadata) -> Vec<Placed> {
+    let mut items = Vec::new();
+    for (index, (fqn, entry)) in metadata.iter().enumerate() {
+        let mut push = |chunk, placement: Option<Placement>| {
+            if let Some(placement) = placement {
+                items.push(Placed { fqn: Arc::clone(fqn), entry: index, chunk, placement });
+            }
+        };
+        match entry {
+            Entry::Tensor(tensor) => {
+                for (at, chunk) in (0_u32..).zip(tensor.chunks.iter()) {
+                    push(Some(at), chunk.placement);
+                }
+            }
+            Entry::Object(object) => push(None, object.placement),
+            _ => {}
+        }
+    }
+    items.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
+    items
+}

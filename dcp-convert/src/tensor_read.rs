@@ -1,0 +1,162 @@
+//! Reading boxes of one stored tensor into memory, whatever chunks they lie in.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError,
+    ReadItem, ReadKind, Region, StorageReader, TensorEntry, TensorView, Value,
+};
+
+/// One stored tensor, to be read box by box.
+#[derive(Clone, Debug)]
+pub(crate) struct TensorReader {
+    reader: Arc<dyn StorageReader>,
+    metadata: Arc<CheckpointMetadata>,
+    fqn: Arc<str>,
+    entry: u32,
+    /// The boxes of all chunks, and their positions in the table.
+    chunks: Arc<[(u32, Region)]>,
+}
+
+impl TensorReader {
+    /// The tensor at position `entry` of `metadata`.
+    ///
+    /// # Errors
+    ///
+    /// When there is none, or a chunk's box cannot be.
+    pub(crate) fn new(
+        reader: Arc<dyn StorageReader>,
+        metadata: Arc<CheckpointMetadata>,
+        entry: usize,
+    ) -> Result<Self, CheckpointError> {
+        let at = metadata.at(entry);
+        let tensor = at.and_then(|(fqn, entry)| Some((Arc::clone(fqn), entry.as_tensor()?)));
+        let (Some((fqn, tensor)), Ok(entry)) = (tensor, u32::try_from(entry)) else {
+            return Err(bad_plan("", format!("entry {entry} of the metadata is no tensor")));
+        };
+        let mut chunks = Vec::with_capacity(tensor.chunks.len());
+        for (index, chunk) in (0_u32..).zip(tensor.chunks.iter()) {
+            let region = chunk.region().map_err(|error| bad_plan(&fqn, error.to_string()))?;
+            if !region.is_empty() {
+                chunks.push((index, region));
+            }
+        }
+        Ok(Self { reader, entry, fqn, chunks: chunks.into(), metadata })
+    }
+
+    /// The tensor's description.
+    pub(crate) fn tensor(&self) -> Result<&TensorEntry, CheckpointError> {
+        let entry = self.metadata.at(self.entry as usize);
+        entry
+            .and_then(|(_, entry)| entry.as_tensor())
+            .ok_or_else(|| bad_plan(&self.fqn, "it is no tensor".to_owned()))
+    }
+
+    /// The index that the tensor is described in.
+    pub(crate) fn metadata(&self) -> &CheckpointMetadata {
+        &self.metadata
+    }
+
+    /// The elements of `boxes`, row-major and one box after the other. All of them are held in
+    /// memory: the caller keeps the boxes small, or has checked that the storage really has them.
+    ///
+    /// # Errors
+    ///
+    /// When a chunk cannot be read, or the chunks do not hold every element exactly once.
+    pub(crate) async fn read(&self, boxes: &[Region]) -> Result<Bytes, CheckpointError> {
+        let dtype = self.tensor()?.dtype;
+        let mut plan = LoadPlan::default();
+        let mut total = 0_u64;
+        for (leaf, wanted) in (0_u32..).zip(boxes) {
+            self.plan_box(leaf, wanted, &mut plan)?;
+            total = total.saturating_add(wanted.volume().saturating_mul(dtype.size() as u64));
+        }
+        let len = usize::try_from(total)
+            .ok()
+            .filter(|len| isize::try_from(*len).is_ok())
+            .ok_or_else(|| bad_plan(&self.fqn, format!("{total} bytes do not fit in memory")))?;
+        let memory = HostMemory::zeroed(len);
+        if !plan.items.is_empty() {
+            let sink = Arc::new(BoxSink { boxes: self.views(boxes, dtype, &memory)? });
+            self.reader.read(&self.metadata, &plan, sink).await?;
+        }
+        let read = memory.read();
+        read.map_err(|source| CheckpointError::Memory { fqn: self.fqn.to_string(), source })
+    }
+
+    /// Adds what fills `wanted` from every chunk, and checks that nothing is left open.
+    fn plan_box(
+        &self,
+        leaf: u32,
+        wanted: &Region,
+        plan: &mut LoadPlan,
+    ) -> Result<(), CheckpointError> {
+        let mut found = 0_u64;
+        for (chunk, region) in &*self.chunks {
+            let Some(region) = region.intersect(wanted) else { continue };
+            found = found.saturating_add(region.volume());
+            let kind = ReadKind::Tensor { chunk: *chunk, shard: 0, region };
+            plan.items.push(ReadItem { entry: self.entry, leaf, kind });
+        }
+        if found == wanted.volume() {
+            return Ok(());
+        }
+        let fqn = self.fqn.to_string();
+        let expected = wanted.volume();
+        Err(CheckpointError::Plan(if found < expected {
+            PlanError::Uncovered { fqn, expected, found }
+        } else {
+            PlanError::Unsupported { fqn, problem: format!("chunks overlap in {wanted}") }
+        }))
+    }
+
+    fn views(
+        &self,
+        boxes: &[Region],
+        dtype: DType,
+        memory: &HostMemory,
+    ) -> Result<Vec<(Region, TensorView)>, CheckpointError> {
+        let mut start = 0_usize;
+        let mut views = Vec::with_capacity(boxes.len());
+        for region in boxes {
+            let sizes = region.sizes().clone();
+            let view = TensorView::contiguous(memory.clone(), dtype, sizes, start)?;
+            // The sum of all was seen to fit.
+            start += usize::try_from(view.byte_len()).unwrap_or(0);
+            views.push((region.clone(), view));
+        }
+        Ok(views)
+    }
+}
+
+fn bad_plan(fqn: &str, problem: String) -> CheckpointError {
+    PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into()
+}
+
+/// The memory of some boxes of one tensor, by the leaf of their items.
+#[derive(Debug)]
+struct BoxSink {
+    boxes: Vec<(Region, TensorView)>,
+}
+
+impl DataSink for BoxSink {
+    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        let (ReadKind::Tensor { region, .. }, Some((whole, view))) =
+            (&item.kind, self.boxes.get(item.leaf as usize))
+        else {
+            return Err(bad_plan("", "an item that was not asked for".to_owned()));
+        };
+        let inner = region.relative_to(whole.offsets());
+        let inner = inner.ok_or_else(|| bad_plan("", format!("{region} outside of {whole}")))?;
+        Ok(view.narrow(&inner)?)
+    }
+
+    fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {
+        Ok(())
+    }
+
+    fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
+        Err(bad_plan("", "an object where a tensor was asked for".to_owned()))
+    }
+}

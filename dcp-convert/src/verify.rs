@@ -1,0 +1,296 @@
+//! Whether a checkpoint is whole: its index, its files, and every stored byte.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, error_chain,
+};
+use dcp_planner::validate_metadata;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use serde::Serialize;
+
+use crate::deep;
+use crate::error::ConvertError;
+use crate::job::{JobOptions, Source};
+use crate::placed::{Placed, placed_items};
+
+/// What was found in a checkpoint. Serialized, it is the output of `dcp verify --json`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct VerifyReport {
+    /// Whether there is no problem.
+    pub ok: bool,
+    /// Whether stored bytes were read and compared with their checksums, or only the index with
+    /// the files' lengths.
+    pub deep: bool,
+    /// The format, such as `torch_dcp`.
+    pub format: String,
+    /// Tensors in the index.
+    pub tensors: usize,
+    /// Objects in the index.
+    pub objects: usize,
+    /// Files that the index refers to.
+    pub files: usize,
+    /// Stored bytes that were read and found right.
+    pub bytes_checked: u64,
+    /// What is wrong.
+    pub problems: Vec<Problem>,
+    /// What is no harm, but good to know.
+    pub notes: Vec<String>,
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Problem {
+    /// The kind.
+    pub kind: ProblemKind,
+    /// The tensor or object.
+    pub key: Option<Arc<str>>,
+    /// The file.
+    pub file: Option<String>,
+    /// Where in the file the bytes in question begin.
+    pub byte_offset: Option<u64>,
+    /// What is wrong, in words.
+    pub message: String,
+}
+
+/// What kind of problem it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ProblemKind {
+    /// The index contradicts itself.
+    #[default]
+    Index,
+    /// A chunk lies partly outside its tensor.
+    OutOfBounds,
+    /// Two chunks hold the same elements.
+    Overlap,
+    /// Elements that no chunk holds.
+    Uncovered,
+    /// A file does not exist.
+    MissingFile,
+    /// A file ends before the bytes that should be in it.
+    ShortFile,
+    /// Two items claim the same bytes of a file.
+    SharedBytes,
+    /// Bytes differ from their checksum, or cannot be decoded.
+    Corrupt,
+}
+
+impl Problem {
+    pub(crate) fn new(kind: ProblemKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), ..Self::default() }
+    }
+
+    pub(crate) fn at(mut self, metadata: &CheckpointMetadata, item: &Placed) -> Self {
+        self.key = Some(Arc::clone(&item.fqn));
+        self.file = metadata.file(item.placement.file).map(ToString::to_string);
+        self.byte_offset = Some(item.placement.byte_offset);
+        self
+    }
+}
+
+/// Checks a checkpoint and collects everything that is wrong with it.
+///
+/// Always: every chunk inside its tensor, none overlapping, none missing; every file there and
+/// long enough; no two items over the same bytes. With `deep`, too: every record's CRC-32, every
+/// blob's own dtype and shape, every object decoded. Bytes go through
+/// [`JobOptions::max_memory`], whatever the size of a tensor.
+///
+/// # Errors
+///
+/// When there is no checkpoint, its index cannot be read at all, or the storage fails for
+/// reasons of its own, such as permissions. What is wrong with the checkpoint is in the report.
+pub async fn verify(
+    source: &Source,
+    deep: bool,
+    options: &JobOptions,
+) -> Result<VerifyReport, ConvertError> {
+    let metadata = source.metadata().await?;
+    let mut report = VerifyReport { deep, ..VerifyReport::default() };
+    report.format = metadata.provenance().format.as_deref().unwrap_or("unknown").to_owned();
+    for (_, entry) in metadata.iter() {
+        match entry {
+            Entry::Tensor(_) => report.tensors += 1,
+            _ => report.objects += 1,
+        }
+    }
+    report.files = metadata.files().len();
+    for error in validate_metadata(&metadata) {
+        index_problems(error, &mut report.problems);
+    }
+    let items = placed_items(&metadata);
+    shared_bytes(&metadata, &items, &mut report.problems);
+    let sizes = file_sizes(source, &metadata, options).await?;
+    let readable = files(&metadata, &items, &sizes, &mut report.problems);
+    report.notes = notes(source, &metadata).await?;
+    if deep {
+        let checked = deep::check(source, &metadata, readable, options).await?;
+        report.bytes_checked = checked.bytes;
+        report.problems.extend(checked.problems);
+    }
+    report.ok = report.problems.is_empty();
+    Ok(report)
+}
+
+/// What the planner finds wrong, as problems.
+fn index_problems(error: PlanError, problems: &mut Vec<Problem>) {
+    let message = error.to_string();
+    let (kind, fqn) = match error {
+        PlanError::Many(all) => {
+            all.into_iter().for_each(|error| index_problems(error, problems));
+            return;
+        }
+        PlanError::OutOfBounds { fqn, .. } => (ProblemKind::OutOfBounds, fqn),
+        PlanError::Overlap { fqn, .. } => (ProblemKind::Overlap, fqn),
+        PlanError::Uncovered { fqn, .. } => (ProblemKind::Uncovered, fqn),
+        PlanError::Unsupported { fqn, .. } | PlanError::ShardMemory { fqn, .. } => {
+            (ProblemKind::Index, fqn)
+        }
+        _ => (ProblemKind::Index, String::new()),
+    };
+    let mut problem = Problem::new(kind, message);
+    problem.key = Some(fqn.into());
+    problems.push(problem);
+}
+
+/// Items that claim bytes of others. The very same bytes may be shared: that loses nothing.
+fn shared_bytes(metadata: &CheckpointMetadata, items: &[Placed], problems: &mut Vec<Problem>) {
+    let mut sorted: Vec<&Placed> = items.iter().filter(|i| i.placement.byte_len > 0).collect();
+    sorted.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
+    let mut furthest: Option<&Placed> = None;
+    for item in sorted {
+        let before = furthest.filter(|before| before.placement.file == item.placement.file);
+        if let Some(before) = before
+            && before.end() > item.placement.byte_offset
+            && before.placement != item.placement
+        {
+            let message = format!(
+                "its bytes {}..{} are also claimed by {:?} ({}..{})",
+                item.placement.byte_offset,
+                item.end(),
+                before.fqn,
+                before.placement.byte_offset,
+                before.end()
+            );
+            problems.push(Problem::new(ProblemKind::SharedBytes, message).at(metadata, item));
+        }
+        if before.is_none_or(|before| before.end() < item.end()) {
+            furthest = Some(item);
+        }
+    }
+}
+
+/// The length of every file, by its position; `None` for one that is missing.
+async fn file_sizes(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+    options: &JobOptions,
+) -> Result<Vec<Option<u64>>, CheckpointError> {
+    let stats = metadata.files().iter().map(|key| async move {
+        match source.storage.stat(key).await {
+            Ok(meta) => Ok(Some(meta.byte_len)),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+            Err(error) => Err(CheckpointError::from(error)),
+        }
+    });
+    stream::iter(stats).buffered(options.parallelism.max(1)).try_collect().await
+}
+
+/// Compares places with files, and returns the items whose bytes are there.
+fn files(
+    metadata: &CheckpointMetadata,
+    items: &[Placed],
+    sizes: &[Option<u64>],
+    problems: &mut Vec<Problem>,
+) -> Vec<Placed> {
+    let mut missing: HashMap<usize, (usize, &Placed)> = HashMap::new();
+    let mut readable = Vec::with_capacity(items.len());
+    for item in items {
+        let index = item.placement.file.index();
+        match sizes.get(index).copied().flatten() {
+            None => missing.entry(index).or_insert((0, item)).0 += 1,
+            Some(len) if len < item.end() => {
+                let message = format!(
+                    "the file has {len} bytes, but bytes {}..{} should be in it",
+                    item.placement.byte_offset,
+                    item.end()
+                );
+                problems.push(Problem::new(ProblemKind::ShortFile, message).at(metadata, item));
+            }
+            Some(_) => readable.push(item.clone()),
+        }
+    }
+    let mut missing: Vec<_> = missing.into_iter().collect();
+    missing.sort_by_key(|(index, _)| *index);
+    for (index, (count, first)) in missing {
+        let others = match count {
+            1 => String::new(),
+            n => format!(" and {} more", n - 1),
+        };
+        let message = format!("the file is missing; it should hold {:?}{others}", first.fqn);
+        let mut problem = Problem::new(ProblemKind::MissingFile, message);
+        problem.file = metadata.files().get(index).map(ToString::to_string);
+        problems.push(problem);
+    }
+    readable
+}
+
+/// Files that are in the way of nobody: left by dead saves, or by a save with more ranks.
+async fn notes(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+) -> Result<Vec<String>, CheckpointError> {
+    const LISTED: usize = 100_000;
+    const NAMED: usize = 5;
+    let mut stale = Vec::new();
+    let mut objects = source.storage.list(None).take(LISTED);
+    while let Some(meta) = objects.next().await {
+        // A place that cannot be listed, such as plain HTTP, has no notes.
+        let Ok(meta) = meta else { return Ok(Vec::new()) };
+        let data = meta.key.as_str().ends_with(".distcp") && meta.byte_len > 0;
+        let unfinished = meta.key.as_str().ends_with(".metadata.tmp");
+        let top = !meta.key.as_str().contains('/');
+        if top && (data || unfinished) && !metadata.files().contains(&meta.key) {
+            stale.push((meta.key, meta.byte_len));
+        }
+    }
+    stale.sort_by(|a, b| a.0.cmp(&b.0));
+    if stale.is_empty() {
+        return Ok(Vec::new());
+    }
+    let bytes: u64 = stale.iter().map(|(_, len)| len).sum();
+    let mut names: Vec<_> = stale.iter().take(NAMED).map(|(key, _)| key.to_string()).collect();
+    if stale.len() > NAMED {
+        names.push(format!("and {} more", stale.len() - NAMED));
+    }
+    let (count, names) = (stale.len(), names.join(", "));
+    Ok(vec![format!("{count} unreferenced files of {bytes} bytes, left by another save: {names}")])
+}
+
+/// A failure while one item was looked at: a problem of the checkpoint, or of the machine.
+pub(crate) fn judge(
+    error: CheckpointError,
+    metadata: &CheckpointMetadata,
+    item: &Placed,
+) -> Result<Problem, CheckpointError> {
+    let kind = match &error {
+        CheckpointError::Storage(storage) => match storage.kind() {
+            StorageErrorKind::NotFound => ProblemKind::MissingFile,
+            StorageErrorKind::Truncated => ProblemKind::ShortFile,
+            _ => return Err(error),
+        },
+        CheckpointError::Format(_) | CheckpointError::Plan(_) => ProblemKind::Corrupt,
+        _ => return Err(error),
+    };
+    let mut problem = Problem::new(kind, error_chain(&error)).at(metadata, item);
+    if let CheckpointError::Format(format) = &error
+        && let (Some(_), Some(offset)) = (format.file(), format.byte_offset())
+    {
+        problem.byte_offset = Some(offset);
+    }
+    Ok(problem)
+}

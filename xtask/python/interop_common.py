@@ -273,20 +273,6 @@ def tagged(value):
     return {"t": type(value).__module__ + "." + type(value).__qualname__, "repr": repr(value)}
 
 
-def untagged(json_value):
-    """The inverse, for what Rust writes."""
-    if not isinstance(json_value, dict):
-        return json_value
-    kind, items = json_value["t"], json_value.get("v")
-    if kind == "float":
-        return float(np.uint64(int(json_value["bits"], 16)).view(np.float64))
-    if kind == "bytes":
-        return bytes.fromhex(json_value["hex"])
-    if kind == "int":
-        return int(items)
-    return {"list": list, "tuple": tuple}[kind](map(untagged, items))
-
-
 def main(function):
     """A failed check ends the program with its message alone; everything else is a bug here."""
     try:

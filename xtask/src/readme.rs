@@ -1,7 +1,4 @@
 //! The two commands of README.md: they are what a reader tries first, so they are run as written.
-//!
-//! In README.md each stands in a code block behind a comment that is not rendered:
-//! `<!-- run: show -->` the one that shows the main job, `<!-- run: test -->` the tests.
 
 use std::process::Command;
 
@@ -12,20 +9,19 @@ pub(crate) fn main() -> Result {
     let path = workspace::root().join("README.md");
     let text = std::fs::read_to_string(&path)
         .map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-    let script = block(&text, "show").ok_or("README.md has no code block behind `run: show`")?;
+    let [show, _] = commands(&text).ok_or("README.md has no two commands")?;
     let mut bash = Command::new("bash");
-    bash.current_dir(workspace::root()).args(["-euo", "pipefail", "-c", &script]);
+    bash.current_dir(workspace::root()).args(["-euo", "pipefail", "-c", &show]);
     process::run(&mut bash)
 }
 
-/// The commands of the code block behind `<!-- run: name -->`, prompts removed.
-fn block(text: &str, name: &str) -> Option<String> {
-    let (_, behind) = text.split_once(&format!("<!-- run: {name} -->"))?;
-    let (_, fenced) = behind.split_once("```")?;
-    let (_, body) = fenced.split_once('\n')?;
-    let (body, _) = body.split_once("```")?;
-    let lines = body.lines().map(|line| line.strip_prefix("$ ").unwrap_or(line));
-    Some(lines.collect::<Vec<_>>().join("\n").trim().to_owned())
+/// The code blocks of the section "Two commands": what shows the main job, and the tests.
+fn commands(text: &str) -> Option<[String; 2]> {
+    let (_, behind) = text.split_once("\n## Two commands\n")?;
+    let section = behind.split("\n## ").next()?;
+    let mut blocks = section.split("```").skip(1).step_by(2);
+    let mut next = || Some(blocks.next()?.split_once('\n')?.1.trim().to_owned());
+    Some([next()?, next()?])
 }
 
 #[cfg(test)]
@@ -33,18 +29,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_marked_block_is_found() {
-        let text = "# X\n```\nno\n```\n<!-- run: show -->\n```sh\n$ one \\\n    two\n```\nend\n";
-        assert_eq!(block(text, "show").as_deref(), Some("one \\\n    two"));
-        assert_eq!(block(text, "test"), None);
+    fn both_blocks_of_the_section_are_found() {
+        let text = "# X\n```\nno\n```\n## Two commands\nfirst\n```sh\none \\\n  two\n```\n\
+            then\n```sh\nthree\n```\n## More\n```\nfour\n```\n";
+        let expected = ["one \\\n  two", "three"].map(str::to_owned);
+        assert_eq!(commands(text), Some(expected));
+        assert_eq!(
+            commands("# X\n\n## Two commands\n```\none\n```\n## More\n```\ntwo\n```\n"),
+            None
+        );
     }
 
     #[test]
     fn ci_runs_the_commands_of_the_readme() {
         let read = |file: &str| std::fs::read_to_string(workspace::root().join(file)).unwrap();
         let (readme, ci) = (read("README.md"), read(".ci/run"));
-        assert!(block(&readme, "show").is_some(), "no command that shows the main job");
-        let test = block(&readme, "test").unwrap();
+        let [_, test] = commands(&readme).unwrap();
         assert!(ci.contains(&test), "README's `{test}` is not what CI runs");
+        assert!(ci.contains("cargo xtask readme"));
     }
 }

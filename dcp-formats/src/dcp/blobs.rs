@@ -1,0 +1,231 @@
+//! The stored items that a load needs, in the order in which they lie in the files.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, Dims, Encoding, Entry, FormatError, Key, LoadPlan,
+    Placement, PlanError, ReadItem, ReadKind, Region, StorageError, StorageErrorKind, TensorView,
+};
+
+use super::names::METADATA;
+use super::pieces::ScatterError;
+use crate::torch_tensor::TensorLayout;
+
+/// A stored chunk or object, with what is wanted of it.
+#[derive(Debug)]
+pub(super) struct Blob {
+    pub(super) fqn: Arc<str>,
+    pub(super) key: Key,
+    pub(super) placement: Placement,
+    pub(super) encoding: Encoding,
+    pub(super) content: Content,
+}
+
+#[derive(Debug)]
+pub(super) enum Content {
+    Tensor { dtype: DType, sizes: Dims, targets: Vec<Target> },
+    Object { items: Vec<ReadItem> },
+}
+
+/// A part of a chunk that goes to one destination.
+#[derive(Debug)]
+pub(super) struct Target {
+    pub(super) item: ReadItem,
+    /// The part, in the coordinates of the chunk.
+    pub(super) region: Region,
+    pub(super) byte_len: u64,
+}
+
+/// The blobs of a plan by file and offset, and the bytes that the plan's items have.
+pub(super) fn group(
+    metadata: &CheckpointMetadata,
+    plan: &LoadPlan,
+) -> Result<(Vec<Blob>, u64), CheckpointError> {
+    let mut blobs: Vec<Blob> = Vec::new();
+    let mut known: HashMap<(u32, Option<u32>), usize> = HashMap::new();
+    let mut needed = 0_u64;
+    for item in &plan.items {
+        let Some((fqn, entry)) = metadata.at(item.entry as usize) else {
+            return Err(wire(format!("there is no entry {}", item.entry)));
+        };
+        let chunk = match &item.kind {
+            ReadKind::Tensor { chunk, .. } => Some(*chunk),
+            _ => None,
+        };
+        let index = match known.get(&(item.entry, chunk)) {
+            Some(index) => *index,
+            None => {
+                blobs.push(Blob::find(metadata, fqn, entry, chunk)?);
+                known.insert((item.entry, chunk), blobs.len() - 1);
+                blobs.len() - 1
+            }
+        };
+        if let Some(blob) = blobs.get_mut(index) {
+            let origin = entry.as_tensor().zip(chunk);
+            let offsets = origin
+                .and_then(|(tensor, chunk)| tensor.chunks.get(chunk as usize))
+                .map_or(&[][..], |chunk| chunk.offsets);
+            needed = needed.saturating_add(blob.want(item, offsets)?);
+        }
+    }
+    blobs.sort_by_key(|blob| (blob.placement.file, blob.placement.byte_offset));
+    Ok((blobs, needed))
+}
+
+impl Blob {
+    fn find(
+        metadata: &CheckpointMetadata,
+        fqn: &Arc<str>,
+        entry: &Entry,
+        chunk: Option<u32>,
+    ) -> Result<Self, CheckpointError> {
+        let (placement, content) = match (entry, chunk) {
+            (Entry::Tensor(tensor), Some(chunk)) => {
+                let Some(chunk) = tensor.chunks.get(chunk as usize) else {
+                    return Err(wire(format!("{fqn:?} has no chunk {chunk}")));
+                };
+                let sizes = Dims::from(chunk.sizes);
+                let content = Content::Tensor { dtype: tensor.dtype, sizes, targets: Vec::new() };
+                (chunk.placement, content)
+            }
+            (Entry::Object(object), None) => {
+                (object.placement, Content::Object { items: Vec::new() })
+            }
+            _ => return Err(wire(format!("{fqn:?} is not of the kind that was planned"))),
+        };
+        let known = placement.and_then(|placement| {
+            Some((placement, metadata.file(placement.file)?, metadata.encoding(&placement)?))
+        });
+        let Some((placement, key, encoding)) = known else {
+            let problem = format!(
+                "{fqn:?} is listed, but where its bytes are is not: the save that made this \
+                 checkpoint lost them"
+            );
+            return Err(FormatError::new("checkpoint", problem).in_file(METADATA, 0).into());
+        };
+        Ok(Self {
+            fqn: Arc::clone(fqn),
+            key: key.clone(),
+            placement,
+            encoding: encoding.clone(),
+            content,
+        })
+    }
+
+    /// Adds an item and returns its bytes.
+    fn want(&mut self, item: &ReadItem, offsets: &[u64]) -> Result<u64, CheckpointError> {
+        match (&mut self.content, &item.kind) {
+            (Content::Tensor { dtype, sizes, targets }, ReadKind::Tensor { region, .. }) => {
+                let whole = Region::full(sizes.clone()).ok();
+                let inside = region
+                    .relative_to(offsets)
+                    .filter(|inside| whole.is_some_and(|whole| whole.contains(inside)));
+                let Some(inside) = inside else {
+                    return Err(wire(format!("{region} is not in a chunk of {:?}", self.fqn)));
+                };
+                let byte_len = inside.volume().saturating_mul(dtype.size() as u64);
+                targets.push(Target { item: item.clone(), region: inside, byte_len });
+                Ok(byte_len)
+            }
+            (Content::Object { items }, _) => {
+                items.push(item.clone());
+                Ok(self.placement.byte_len)
+            }
+            _ => Err(wire(format!("{:?} is not of the kind that was planned", self.fqn))),
+        }
+    }
+
+    /// Bytes of the chunk's elements; 0 for an object.
+    pub(super) fn raw_len(&self) -> u64 {
+        match &self.content {
+            Content::Tensor { dtype, sizes, .. } => {
+                sizes.checked_volume().unwrap_or(u64::MAX).saturating_mul(dtype.size() as u64)
+            }
+            Content::Object { .. } => 0,
+        }
+    }
+
+    /// Where the blob ends in its file.
+    pub(super) fn end(&self) -> u64 {
+        self.placement.byte_offset.saturating_add(self.placement.byte_len)
+    }
+
+    /// The metadata and the blob itself must agree on what it is: PyTorch (2.15) has bugs by
+    /// which they do not, and loads wrong data then.
+    pub(super) fn check_layout(&self, found: &TensorLayout) -> Result<(), FormatError> {
+        match &self.content {
+            Content::Tensor { dtype, sizes, .. }
+                if (found.dtype(), found.sizes()) != (*dtype, sizes) =>
+            {
+                Err(FormatError::new(
+                    "tensor",
+                    format!(
+                        "it is {} of shape {}, the metadata says {dtype} of {sizes}",
+                        found.dtype(),
+                        found.sizes()
+                    ),
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// `error`, found `at` bytes into the blob's file, with the name of the item and the file.
+    pub(super) fn locate(&self, error: FormatError) -> CheckpointError {
+        let at = error.byte_offset().unwrap_or(0);
+        let problem = format!("{:?}: {}", self.fqn, error.problem());
+        FormatError::new(error.what(), problem)
+            .at(at)
+            .with_source(error)
+            .in_file(self.key.as_str(), self.placement.byte_offset)
+            .into()
+    }
+
+    /// A storage error; that the file is short or gone is the checkpoint's fault, and says whose
+    /// bytes are missing.
+    pub(super) fn storage_error(&self, error: StorageError) -> CheckpointError {
+        match error.kind() {
+            StorageErrorKind::Truncated | StorageErrorKind::NotFound => {
+                let problem = format!("{:?}: its bytes are missing", self.fqn);
+                FormatError::new("checkpoint", problem)
+                    .with_source(error)
+                    .in_file(self.key.as_str(), self.placement.byte_offset)
+                    .into()
+            }
+            _ => error.into(),
+        }
+    }
+
+    pub(super) fn scatter_error(&self, error: ScatterError) -> CheckpointError {
+        match error {
+            ScatterError::Loan(source) => {
+                CheckpointError::Memory { fqn: self.fqn.to_string(), source }
+            }
+            ScatterError::Short => {
+                let problem = format!("it has fewer than its {} bytes", self.raw_len());
+                self.locate(FormatError::new("tensor", problem))
+            }
+        }
+    }
+}
+
+impl Target {
+    /// The destination must be of the region's shape and the stored element size.
+    pub(super) fn check_view(&self, view: &TensorView, fqn: &str) -> Result<(), CheckpointError> {
+        if view.shape() == self.region.sizes() && view.byte_len() == self.byte_len {
+            return Ok(());
+        }
+        Err(PlanError::ShardMemory {
+            fqn: fqn.to_owned(),
+            region: self.region.to_string(),
+            expected: self.byte_len,
+            found: view.byte_len(),
+        }
+        .into())
+    }
+}
+
+fn wire(problem: String) -> CheckpointError {
+    PlanError::Wire { problem }.into()
+}

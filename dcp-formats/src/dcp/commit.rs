@@ -1,0 +1,89 @@
+//! Making a checkpoint visible: one atomic replacement, after everything it needs is there.
+
+use std::collections::{HashMap, HashSet};
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PutMode, SaveSession, Storage,
+    StorageError, WriteReport,
+};
+use futures_util::StreamExt as _;
+use futures_util::stream;
+
+use super::names::{METADATA, sidecar as sidecar_name};
+use super::sidecar::Sidecar;
+use super::writer::Options;
+
+pub(super) async fn commit(
+    storage: &dyn Storage,
+    options: &Options,
+    session: SaveSession,
+    metadata: &CheckpointMetadata,
+    reports: Vec<WriteReport>,
+) -> Result<(), CheckpointError> {
+    let world_size = u32::try_from(reports.len()).unwrap_or(u32::MAX);
+    let mut files: Vec<_> = reports.into_iter().flat_map(|report| report.files).collect();
+    files.sort_unstable();
+    check_files(storage, metadata, &files).await?;
+
+    let bytes = crate::metadata::encode(metadata, options.profile)?;
+    let crc32 = crc32fast::hash(&bytes);
+    let mut kept: HashSet<Key> = files.iter().map(|(key, _)| key.clone()).collect();
+    if options.sidecar {
+        let sidecar = Sidecar::new(world_size, session.generation, crc32, &files).encode()?;
+        let key = sidecar_name(crc32).map_err(StorageError::from)?;
+        storage.put(&key, Payload::from(sidecar), PutMode::Overwrite).await?;
+        kept.insert(key);
+    }
+    let key = Key::new(METADATA).map_err(StorageError::from)?;
+    storage.put(&key, Payload::from(bytes), PutMode::Overwrite).await?;
+
+    let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
+    remove(storage, stale).await;
+    Ok(())
+}
+
+/// Every file that a placement refers to was written, and every written file has its length.
+async fn check_files(
+    storage: &dyn Storage,
+    metadata: &CheckpointMetadata,
+    files: &[(Key, u64)],
+) -> Result<(), CheckpointError> {
+    let written: HashMap<&Key, u64> = files.iter().map(|(key, len)| (key, *len)).collect();
+    if let Some(missing) = metadata.files().iter().find(|key| !written.contains_key(key)) {
+        let problem = "no rank reported that it wrote this file";
+        return Err(FormatError::new("checkpoint", problem).in_file(missing.as_str(), 0).into());
+    }
+    let stats = files
+        .iter()
+        .map(|(key, len)| async move { storage.stat(key).await.map(|meta| (key, *len, meta)) })
+        .collect::<Vec<_>>();
+    let mut stats = stream::iter(stats).buffer_unordered(parallelism(storage));
+    while let Some(stat) = stats.next().await {
+        let (key, len, meta) = stat?;
+        if meta.byte_len != len {
+            let problem = format!("it has {} bytes, {len} were written", meta.byte_len);
+            return Err(FormatError::new("data file", problem)
+                .in_file(key.as_str(), meta.byte_len.min(len))
+                .into());
+        }
+    }
+    Ok(())
+}
+
+/// Removes files; what cannot be removed is reported and stays, referred to by nothing.
+pub(super) async fn remove(storage: &dyn Storage, keys: Vec<Key>) {
+    let deletions = keys
+        .into_iter()
+        .map(|key| async move { (storage.delete(&key).await, key) })
+        .collect::<Vec<_>>();
+    let mut deletions = stream::iter(deletions).buffer_unordered(parallelism(storage));
+    while let Some((result, key)) = deletions.next().await {
+        if let Err(error) = result {
+            tracing::warn!(file = %key, %error, "cannot remove a file that is no longer needed");
+        }
+    }
+}
+
+fn parallelism(storage: &dyn Storage) -> usize {
+    usize::from(storage.capabilities().parallelism.max(1))
+}

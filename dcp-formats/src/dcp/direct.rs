@@ -1,0 +1,310 @@
+//! Large chunks: only the bytes that are needed, into the memory where they belong.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+use dcp_core::{
+    Buffer, CheckpointError, FormatError, Key, Layout, LoanError, ReadInto, TensorView,
+};
+
+use super::blobs::{Blob, Content, Target};
+use super::pieces::{Fetch, Fetches, Piece, Span, scatter};
+use super::read::Context;
+use crate::torch_tensor::TensorBlob;
+use crate::torch_zip::{Progress, Record, Sparse};
+
+/// The bytes of an archive's beginning and end that describe a tensor.
+const HEADER_BYTES: u64 = 1024;
+/// A description that wants more than this at once is not read.
+const NEED_MAX: u64 = 1 << 20;
+/// How often a description may want more.
+const NEEDS_MAX: usize = 8;
+
+/// A request that is ready to be sent.
+pub(super) struct Request {
+    chunk: Arc<Chunk>,
+    target: usize,
+    fetch: Fetch,
+}
+
+/// The requests of one blob, made when they are about to be sent.
+#[derive(Default)]
+pub(super) struct Requests(Option<Box<dyn Iterator<Item = Request> + Send>>);
+
+impl Iterator for Requests {
+    type Item = Request;
+
+    fn next(&mut self) -> Option<Request> {
+        self.0.as_mut()?.next()
+    }
+}
+
+/// A blob whose elements lie in the file as they are.
+struct Chunk {
+    blob: Blob,
+    targets: Vec<Destination>,
+    /// Where the elements begin in the file.
+    start: u64,
+    /// Bytes that no request has brought yet.
+    left: AtomicU64,
+    check: Option<Check>,
+}
+
+struct Destination {
+    view: TensorView,
+    left: AtomicU64,
+}
+
+/// What was seen of a record whose CRC can be checked because all of it is read.
+struct Check {
+    record: Record,
+    /// First byte, length and CRC-32 of each range that was read.
+    seen: Mutex<Vec<(u64, u64, u32)>>,
+}
+
+/// Finds the elements of a blob. Gives it back when they have to be decoded.
+pub(super) async fn prepare(
+    ctx: &Context,
+    blob: Blob,
+) -> Result<Result<Requests, Blob>, CheckpointError> {
+    let blob_start = blob.placement.byte_offset;
+    let (elements, record) = if blob.encoding.layout == Layout::Raw {
+        (0..blob.placement.byte_len, None)
+    } else {
+        let tensor = describe(ctx, &blob).await?;
+        blob.check_layout(tensor.layout()).map_err(|error| blob.locate(error))?;
+        match tensor.element_range() {
+            None => return Ok(Err(blob)),
+            Some(range) => {
+                let record = Some(tensor.storage().clone()).filter(|record| record.data == range);
+                (range, record)
+            }
+        }
+    };
+    if elements.end - elements.start != blob.raw_len() || elements.end > blob.placement.byte_len {
+        let problem = format!("{} bytes are stored", elements.end - elements.start);
+        return Err(blob.locate(FormatError::new("tensor", problem)));
+    }
+    let Content::Tensor { targets, .. } = &blob.content else { return Ok(Err(blob)) };
+    let mut destinations = Vec::with_capacity(targets.len());
+    for target in targets {
+        let view = ctx.sink.destination(&target.item)?;
+        target.check_view(&view, &blob.fqn)?;
+        if target.byte_len == 0 {
+            ctx.sink.commit(&target.item)?;
+        }
+        destinations.push(Destination { view, left: AtomicU64::new(target.byte_len) });
+    }
+    let wanted = targets.iter().map(|target| target.byte_len).fold(0, u64::saturating_add);
+    let check = record
+        .filter(|record| ctx.verify && record.crc32.is_some() && wanted >= blob.raw_len())
+        .map(|record| Check { record, seen: Mutex::default() });
+    let chunk = Arc::new(Chunk {
+        start: blob_start.saturating_add(elements.start),
+        targets: destinations,
+        left: AtomicU64::new(wanted),
+        check,
+        blob,
+    });
+    let (gap, scratch) = (ctx.coalesce_gap, ctx.scratch_per_request);
+    let requests = (0..chunk.targets.len()).flat_map(move |target| {
+        let fetches = chunk.fetches(target, gap, scratch);
+        let chunk = Arc::clone(&chunk);
+        fetches.into_iter().flatten().map(move |fetch| Request {
+            chunk: Arc::clone(&chunk),
+            target,
+            fetch,
+        })
+    });
+    Ok(Ok(Requests(Some(Box::new(requests)))))
+}
+
+/// Reads as much of an archive as it takes to know where its tensor lies.
+async fn describe(ctx: &Context, blob: &Blob) -> Result<TensorBlob, CheckpointError> {
+    let len = blob.placement.byte_len;
+    let head = 0..HEADER_BYTES.min(len);
+    let tail = len.saturating_sub(HEADER_BYTES)..len;
+    let mut parts = read_parts(ctx, blob, vec![head, tail]).await?;
+    for _ in 0..NEEDS_MAX {
+        let sparse =
+            parts.iter().fold(Sparse::new(len), |sparse, (at, bytes)| sparse.with(*at, bytes));
+        match TensorBlob::parse(&sparse).map_err(|error| blob.locate(error))? {
+            Progress::Ready(tensor) => return Ok(tensor),
+            Progress::Need(range) if range.end.saturating_sub(range.start) <= NEED_MAX => {
+                parts.extend(read_parts(ctx, blob, vec![range]).await?);
+            }
+            Progress::Need(_) => break,
+        }
+    }
+    let problem = "its description is too long";
+    Err(blob.locate(FormatError::new("torch archive", problem)))
+}
+
+async fn read_parts(
+    ctx: &Context,
+    blob: &Blob,
+    ranges: Vec<Range<u64>>,
+) -> Result<Vec<(u64, Bytes)>, CheckpointError> {
+    let reads = ranges
+        .iter()
+        .map(|range| ReadInto {
+            byte_offset: blob.placement.byte_offset.saturating_add(range.start),
+            // At most NEED_MAX or HEADER_BYTES.
+            buffer: Buffer::zeroed((range.end - range.start) as usize),
+        })
+        .collect();
+    let buffers = ctx.read(&blob.key, reads).await.map_err(|error| blob.storage_error(error))?;
+    Ok(ranges
+        .iter()
+        .map(|range| range.start)
+        .zip(buffers.into_iter().map(Buffer::freeze))
+        .collect())
+}
+
+/// Sends a request and puts what it brings into place.
+pub(super) async fn execute(ctx: &Context, request: Request) -> Result<(), CheckpointError> {
+    let Request { chunk, target, fetch } = request;
+    let brought = match fetch {
+        Fetch::Direct(pieces) => chunk.fill(ctx, target, pieces).await?,
+        Fetch::Scatter(spans) => chunk.scatter(ctx, target, spans).await?,
+    };
+    ctx.report(brought);
+    chunk.account(ctx, target, brought)
+}
+
+impl Chunk {
+    fn key(&self) -> &Key {
+        &self.blob.key
+    }
+
+    fn wanted(&self) -> &[Target] {
+        match &self.blob.content {
+            Content::Tensor { targets, .. } => targets,
+            Content::Object { .. } => &[],
+        }
+    }
+
+    fn fetches(&self, target: usize, gap: u64, scratch: u64) -> Option<Fetches> {
+        let Content::Tensor { sizes, targets, .. } = &self.blob.content else { return None };
+        let (target, destination) = (targets.get(target)?, self.targets.get(target)?);
+        Some(Fetches::new(&target.region, sizes, &destination.view, gap, scratch))
+    }
+
+    fn view(&self, target: usize) -> Result<&TensorView, CheckpointError> {
+        let destination = self.targets.get(target);
+        destination.map(|destination| &destination.view).ok_or_else(|| {
+            self.blob.locate(FormatError::new("tensor", "it has no such destination"))
+        })
+    }
+
+    async fn fill(
+        &self,
+        ctx: &Context,
+        target: usize,
+        pieces: Vec<Piece>,
+    ) -> Result<u64, CheckpointError> {
+        let memory = self.view(target)?.memory();
+        let reads = pieces
+            .iter()
+            .map(|piece| {
+                let buffer = memory.lend(piece.dst.clone())?;
+                Ok(ReadInto { byte_offset: self.start.saturating_add(piece.src), buffer })
+            })
+            .collect::<Result<Vec<_>, LoanError>>()
+            .map_err(|source| CheckpointError::Memory { fqn: self.blob.fqn.to_string(), source })?;
+        let buffers = self.read(ctx, reads).await?;
+        let mut brought = 0;
+        for (piece, buffer) in pieces.iter().zip(&buffers) {
+            self.see(piece.src, buffer);
+            brought += buffer.len() as u64;
+        }
+        Ok(brought)
+    }
+
+    async fn scatter(
+        &self,
+        ctx: &Context,
+        target: usize,
+        spans: Vec<Span>,
+    ) -> Result<u64, CheckpointError> {
+        let span_len =
+            |span: &Span| usize::try_from(span.src.end - span.src.start).unwrap_or(usize::MAX);
+        let mut scratch = Buffer::zeroed(spans.iter().map(span_len).fold(0, usize::saturating_add));
+        let reads = spans
+            .iter()
+            .map(|span| ReadInto {
+                byte_offset: self.start.saturating_add(span.src.start),
+                buffer: scratch.split_to(span_len(span)),
+            })
+            .collect();
+        let buffers = self.read(ctx, reads).await?;
+        let view = self.view(target)?;
+        let mut brought = 0;
+        for (span, buffer) in spans.into_iter().zip(&buffers) {
+            self.see(span.src.start, buffer);
+            brought += span.pieces.iter().map(|piece| piece.dst.len() as u64).sum::<u64>();
+            scatter(view, span.pieces, buffer, span.src.start)
+                .map_err(|error| self.blob.scatter_error(error))?;
+        }
+        Ok(brought)
+    }
+
+    async fn read(
+        &self,
+        ctx: &Context,
+        reads: Vec<ReadInto>,
+    ) -> Result<Vec<Buffer>, CheckpointError> {
+        ctx.read(self.key(), reads).await.map_err(|error| self.blob.storage_error(error))
+    }
+
+    fn see(&self, start: u64, bytes: &[u8]) {
+        if let Some(check) = &self.check {
+            let crc32 = crc32fast::hash(bytes);
+            let mut seen = check.seen.lock().unwrap_or_else(PoisonError::into_inner);
+            seen.push((start, bytes.len() as u64, crc32));
+        }
+    }
+
+    /// Notes what a request brought. Destinations are committed when they are full; where the
+    /// CRC is checked, when all of them are and it was right.
+    fn account(&self, ctx: &Context, target: usize, brought: u64) -> Result<(), CheckpointError> {
+        let (Some(destination), Some(wanted)) =
+            (self.targets.get(target), self.wanted().get(target))
+        else {
+            return Ok(());
+        };
+        let target_done = destination.left.fetch_sub(brought, Ordering::AcqRel) == brought;
+        let all_done = self.left.fetch_sub(brought, Ordering::AcqRel) == brought;
+        match &self.check {
+            None if target_done => ctx.sink.commit(&wanted.item),
+            Some(check) if all_done => {
+                check.verify().map_err(|error| self.blob.locate(error))?;
+                let filled = self.wanted().iter().filter(|wanted| wanted.byte_len > 0);
+                filled.map(|wanted| ctx.sink.commit(&wanted.item)).collect()
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Check {
+    /// Compares the CRC when the ranges seen make up the record; when they repeat some bytes and
+    /// leave out others, there is nothing to compare.
+    fn verify(&self) -> Result<(), FormatError> {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.sort_unstable();
+        seen.dedup();
+        let mut crc32 = crc32fast::Hasher::new();
+        let mut end = 0;
+        for (start, len, part) in seen.drain(..) {
+            if start != end {
+                return Ok(());
+            }
+            end += len;
+            crc32.combine(&crc32fast::Hasher::new_with_initial_len(part, len));
+        }
+        if end == self.record.byte_len { self.record.check_crc32(crc32.finalize()) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,219 @@
+//! Reading a checkpoint's index: one `.metadata`, or those of all ranks merged; made whole where
+//! PyTorch left it wrong, and checked against the files.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Placement, Storage, StorageError,
+    StorageErrorKind, StorageExt as _,
+};
+use futures_util::stream;
+use futures_util::{StreamExt as _, TryStreamExt as _};
+
+use super::merge::Merger;
+use super::names::{METADATA, METADATA_TMP, Named};
+use super::{overlap, safetensors_files};
+use crate::detect::detect;
+
+/// A checked index.
+#[derive(Clone, Debug)]
+pub(super) struct Index {
+    pub(super) metadata: Arc<CheckpointMetadata>,
+    /// CRC-32 of the `.metadata`; `None` for a merged one.
+    pub(super) crc32: Option<u32>,
+    pub(super) warnings: Arc<[String]>,
+}
+
+pub(super) async fn load(storage: &Arc<dyn Storage>) -> Result<Index, CheckpointError> {
+    let mut warnings = Vec::new();
+    let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
+        Some(bytes) => {
+            warn_of_rank_files(&**storage, &mut warnings).await?;
+            (decode(METADATA, &bytes)?, Some(crc32fast::hash(&bytes)))
+        }
+        None => (merge_ranks(storage, &mut warnings).await?, None),
+    };
+    check_geometry(&metadata, &mut warnings)?;
+    let file_lens = stat_files(&**storage, &metadata).await?;
+    safetensors_files::locate(&**storage, &mut metadata, &file_lens).await?;
+    check_placements(&metadata, &file_lens)?;
+    warn_of_lost_chunks(&metadata, &mut warnings);
+    for warning in &warnings {
+        tracing::warn!("{warning}");
+    }
+    Ok(Index { metadata: Arc::new(metadata), crc32, warnings: warnings.into() })
+}
+
+async fn read_if_there(
+    storage: &dyn Storage,
+    name: &str,
+) -> Result<Option<Bytes>, CheckpointError> {
+    let key = Key::new(name).map_err(StorageError::from)?;
+    match storage.read_all(&key).await {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn decode(file: &str, bytes: &Bytes) -> Result<CheckpointMetadata, FormatError> {
+    crate::metadata::decode(bytes).map_err(|error| error.in_file(file, 0))
+}
+
+/// PyTorch (2.15) never looks at rank-local metadata while there is a `.metadata`, even a stale
+/// one; at least this is said.
+async fn warn_of_rank_files(
+    storage: &dyn Storage,
+    warnings: &mut Vec<String>,
+) -> Result<(), CheckpointError> {
+    let first = Key::new("__0.metadata").map_err(StorageError::from)?;
+    if storage.contains(&first).await? {
+        warnings.push(
+            "there are both a .metadata, which is used, and the __*.metadata of a save without \
+             collectives: one of the two is of another save"
+                .into(),
+        );
+    }
+    Ok(())
+}
+
+/// Unites what the ranks of a save without collectives wrote each for itself.
+async fn merge_ranks(
+    storage: &Arc<dyn Storage>,
+    warnings: &mut Vec<String>,
+) -> Result<CheckpointMetadata, CheckpointError> {
+    let mut ranks = Vec::new();
+    let mut objects = storage.list(None);
+    while let Some(meta) = objects.next().await {
+        let key = meta?.key;
+        if let Some(Named::RankMetadata { rank }) = Named::parse(&key) {
+            ranks.push((rank, key));
+        }
+    }
+    if ranks.is_empty() {
+        let mut message = detect(storage).await?.hint();
+        if message.is_empty() {
+            message = format!("there is no {METADATA} and no {METADATA_TMP}");
+        }
+        return Err(CheckpointError::NotACheckpoint { message });
+    }
+    ranks.sort_unstable();
+    let absent = (0..).zip(&ranks).find(|(expected, (rank, _))| expected != rank);
+    if let Some((absent, _)) = absent {
+        warnings
+            .push(format!("the metadata of rank {absent} is missing: what only it had is lost"));
+    }
+    let reads = ranks
+        .into_iter()
+        .map(|(_, key)| {
+            let storage = Arc::clone(storage);
+            async move {
+                let bytes = storage.read_all(&key).await?;
+                Ok::<_, CheckpointError>(decode(key.as_str(), &bytes)?)
+            }
+        })
+        .collect::<Vec<_>>();
+    let mut all = stream::iter(reads).buffered(parallelism(&**storage));
+    let mut merger = Merger::default();
+    while let Some(metadata) = all.try_next().await? {
+        merger.add(&metadata)?;
+    }
+    Ok(merger.finish(warnings))
+}
+
+fn check_geometry(
+    metadata: &CheckpointMetadata,
+    warnings: &mut Vec<String>,
+) -> Result<(), FormatError> {
+    for (fqn, entry) in metadata.iter() {
+        if let Entry::Tensor(tensor) = entry {
+            let bad = |problem| {
+                FormatError::new("metadata", format!("{fqn:?}: {problem}")).in_file(METADATA, 0)
+            };
+            if let Some(warning) = overlap::check(tensor).map_err(bad)? {
+                warnings.push(format!("{fqn:?}: {warning}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The length of every file; `None` where there is none.
+async fn stat_files(
+    storage: &dyn Storage,
+    metadata: &CheckpointMetadata,
+) -> Result<Vec<Option<u64>>, CheckpointError> {
+    let stats = metadata
+        .files()
+        .iter()
+        .map(|key| async move {
+            match storage.stat(key).await {
+                Ok(meta) => Ok(Some(meta.byte_len)),
+                Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+                Err(error) => Err(CheckpointError::from(error)),
+            }
+        })
+        .collect::<Vec<_>>();
+    stream::iter(stats).buffered(parallelism(storage)).try_collect().await
+}
+
+/// Every placement of every entry, with the entry's name.
+fn placements(metadata: &CheckpointMetadata) -> impl Iterator<Item = (&Arc<str>, Placement)> {
+    metadata.iter().flat_map(|(fqn, entry)| {
+        let (chunks, object) = match entry {
+            Entry::Tensor(tensor) => (Some(tensor.chunks.iter()), None),
+            Entry::Object(object) => (None, object.placement),
+            _ => (None, None),
+        };
+        let chunks = chunks.into_iter().flatten().filter_map(|chunk| chunk.placement);
+        chunks.chain(object).map(move |placement| (fqn, placement))
+    })
+}
+
+/// Every placement lies within a file that exists.
+fn check_placements(
+    metadata: &CheckpointMetadata,
+    file_lens: &[Option<u64>],
+) -> Result<(), FormatError> {
+    for (fqn, placement) in placements(metadata) {
+        let Some(file) = metadata.file(placement.file) else {
+            let problem = format!("{fqn:?} lies in a file that has no name");
+            return Err(FormatError::new("metadata", problem).in_file(METADATA, 0));
+        };
+        let Placement { byte_offset, byte_len, .. } = placement;
+        let problem = match file_lens.get(placement.file.index()).copied().flatten() {
+            None => "the file is missing".to_owned(),
+            Some(len) => match byte_offset.checked_add(byte_len) {
+                Some(end) if end <= len => continue,
+                _ => format!("the file ends at {len}"),
+            },
+        };
+        let problem = format!("{fqn:?} has {byte_len} bytes here, but {problem}");
+        return Err(FormatError::new("checkpoint", problem).in_file(file.as_str(), byte_offset));
+    }
+    Ok(())
+}
+
+/// A save whose writer thread died commits all the same (PyTorch 2.15), with keys whose bytes
+/// are nowhere.
+fn warn_of_lost_chunks(metadata: &CheckpointMetadata, warnings: &mut Vec<String>) {
+    for (fqn, entry) in metadata.iter() {
+        let lost = match entry {
+            Entry::Tensor(tensor) => {
+                tensor.chunks.iter().filter(|chunk| chunk.placement.is_none()).count()
+            }
+            Entry::Object(object) => usize::from(object.placement.is_none()),
+            _ => 0,
+        };
+        if lost > 0 {
+            warnings.push(format!(
+                "{fqn:?} is listed, but the bytes of {lost} of its chunks were never stored"
+            ));
+        }
+    }
+}
+
+pub(super) fn parallelism(storage: &dyn Storage) -> usize {
+    usize::from(storage.capabilities().parallelism.max(1))
+}

@@ -1,0 +1,28 @@
+//! PyTorch's distributed checkpoints (DCP): a directory of `.distcp` files and a `.metadata`.
+//!
+//! [`DcpWriter`] and [`DcpReader`] implement dcp-core's contracts over any
+//! [`Storage`](dcp_core::Storage), in both directions with PyTorch 2.1 to 2.15.
+
+mod blobs;
+mod commit;
+mod direct;
+mod index;
+mod merge;
+pub(crate) mod names;
+mod overlap;
+mod pieces;
+mod place;
+mod read;
+mod reader;
+mod safetensors_files;
+mod sidecar;
+mod split;
+mod transform;
+mod whole;
+mod write;
+mod writer;
+
+pub use reader::{DcpReader, DcpReaderBuilder};
+pub use sidecar::{Sidecar, SidecarFile};
+pub use split::FileLayout;
+pub use writer::{DcpWriter, DcpWriterBuilder};

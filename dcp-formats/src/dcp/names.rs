@@ -1,0 +1,116 @@
+//! The names of the files in a DCP directory.
+
+use dcp_core::{InvalidKey, Key};
+
+/// The index; its presence makes a directory a checkpoint.
+pub(crate) const METADATA: &str = ".metadata";
+/// What PyTorch writes before it renames it to [`METADATA`].
+pub(crate) const METADATA_TMP: &str = ".metadata.tmp";
+
+/// What a file name at the top of a DCP directory says. Any other name is nobody's business.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Named {
+    Metadata,
+    MetadataTmp,
+    /// `__{rank}.metadata`, of a save without collectives.
+    RankMetadata {
+        rank: u32,
+    },
+    /// The same, not renamed yet.
+    RankMetadataTmp,
+    /// `__{rank}_{n}.distcp`, or `__{rank}_{n}.g{generation}.distcp`.
+    Data {
+        generation: u64,
+    },
+    /// `.dcp-{crc32}.cbor`.
+    Sidecar,
+}
+
+impl Named {
+    pub(crate) fn parse(key: &Key) -> Option<Self> {
+        let name = key.as_str();
+        match name {
+            METADATA => return Some(Self::Metadata),
+            METADATA_TMP => return Some(Self::MetadataTmp),
+            _ => {}
+        }
+        if let Some(digits) = name.strip_prefix(".dcp-").and_then(|n| n.strip_suffix(".cbor")) {
+            let hex = digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+            return (hex && digits.len() == 8).then_some(Self::Sidecar);
+        }
+        let rest = name.strip_prefix("__")?;
+        if let Some(rank) = rest.strip_suffix(".metadata") {
+            return Some(Self::RankMetadata { rank: number(rank)? });
+        }
+        if let Some(rank) = rest.strip_suffix(".metadata.tmp") {
+            return number::<u32>(rank).map(|_| Self::RankMetadataTmp);
+        }
+        let (rank, rest) = rest.strip_suffix(".distcp")?.split_once('_')?;
+        let (n, generation) = match rest.split_once(".g") {
+            Some((n, generation)) => (n, number(generation).filter(|g| *g > 0)?),
+            None => (rest, 0),
+        };
+        number::<u32>(rank).zip(number::<u64>(n)).map(|_| Self::Data { generation })
+    }
+}
+
+/// A decimal number as PyTorch prints it: no sign, no leading zero.
+fn number<T: std::str::FromStr>(digits: &str) -> Option<T> {
+    let plain = digits.bytes().all(|b| b.is_ascii_digit())
+        && (digits.len() == 1 || !digits.starts_with('0'));
+    digits.parse().ok().filter(|_| plain)
+}
+
+/// The data file number `n` of a rank.
+pub(crate) fn data_file(rank: usize, n: usize, generation: u64) -> Result<Key, InvalidKey> {
+    match generation {
+        0 => Key::new(format!("__{rank}_{n}.distcp")),
+        _ => Key::new(format!("__{rank}_{n}.g{generation}.distcp")),
+    }
+}
+
+/// The sidecar of the metadata that has this CRC-32.
+pub(crate) fn sidecar(crc32: u32) -> Result<Key, InvalidKey> {
+    Key::new(format!(".dcp-{crc32:08x}.cbor"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(name: &str) -> Option<Named> {
+        Named::parse(&Key::new(name).unwrap())
+    }
+
+    #[test]
+    fn own_names_come_back() {
+        let data = |rank, n, generation| Named::parse(&data_file(rank, n, generation).unwrap());
+        assert_eq!(data(0, 0, 0), Some(Named::Data { generation: 0 }));
+        assert_eq!(data(12, 345, 6), Some(Named::Data { generation: 6 }));
+        assert_eq!(Named::parse(&sidecar(0xab).unwrap()), Some(Named::Sidecar));
+        assert_eq!(parse("__7.metadata"), Some(Named::RankMetadata { rank: 7 }));
+        assert_eq!(parse("__7.metadata.tmp"), Some(Named::RankMetadataTmp));
+    }
+
+    #[test]
+    fn foreign_names_are_left_alone() {
+        let foreign = [
+            "data.bin",
+            "model.distcp",
+            "__0.distcp",
+            "__a_0.distcp",
+            "__00_0.distcp",
+            "__0_+1.distcp",
+            "__0_1.g0.distcp",
+            "__0_1.gx.distcp",
+            "__0_0.distcp.bak",
+            "sub/__0_0.distcp",
+            "sub/.metadata",
+            ".dcp-1.cbor",
+            ".metadata.json",
+        ];
+        for name in foreign {
+            assert_eq!(parse(name), None, "{name}");
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! From the runs of a region to requests: which bytes of a stored chunk go where in memory, and
+//! which are worth one request.
+
+use std::iter::Peekable;
+use std::ops::Range;
+
+use dcp_core::{LoanError, Region, Runs, TensorView};
+
+/// Pieces from this length on are read straight into their destination.
+const DIRECT_MIN: u64 = 4096;
+/// The most bytes of one piece, and of one request of direct pieces.
+const DIRECT_MAX: u64 = 8 << 20;
+/// The most pieces in a request of direct ones, and the most ranges in a request through scratch.
+const RANGES_MAX: usize = 256;
+/// The most pieces scattered from one scratch.
+const SCATTER_MAX: usize = 16_384;
+/// A gap up to this length is never worth skipping, whatever the storage says.
+const GAP_MIN: u64 = 256;
+
+/// Bytes that lie together both in the stored chunk and in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// First byte, counted from the first element of the chunk.
+    pub(super) src: u64,
+    /// The bytes of the destination's memory.
+    pub(super) dst: Range<usize>,
+}
+
+impl Piece {
+    fn src_end(&self) -> u64 {
+        self.src + self.dst.len() as u64
+    }
+}
+
+/// The pieces of one item, in the row-major order of its region.
+pub(super) struct Pieces {
+    src: Runs,
+    dst: Box<dyn Iterator<Item = Range<usize>> + Send>,
+    element: u64,
+    max: u64,
+    src_left: Range<u64>,
+    dst_left: Range<usize>,
+}
+
+impl Pieces {
+    /// `region`, in the coordinates of a chunk of `sizes`, goes to all of `view`. No piece is
+    /// longer than `max` bytes.
+    pub(super) fn new(region: &Region, sizes: &[u64], view: &TensorView, max: u64) -> Self {
+        Self {
+            src: region.runs_in(sizes),
+            dst: Box::new(view.runs()),
+            element: view.dtype().size() as u64,
+            max: max.max(1),
+            src_left: 0..0,
+            dst_left: 0..0,
+        }
+    }
+}
+
+impl Iterator for Pieces {
+    type Item = Piece;
+
+    fn next(&mut self) -> Option<Piece> {
+        if self.src_left.is_empty() {
+            let (start, len) = self.src.next()?;
+            self.src_left = start * self.element..(start + len) * self.element;
+        }
+        if self.dst_left.is_empty() {
+            self.dst_left = self.dst.next()?;
+        }
+        let dst_len = self.dst_left.len() as u64;
+        let len = (self.src_left.end - self.src_left.start).min(dst_len).min(self.max);
+        // At most the length of a range of `usize`.
+        let dst_end = self.dst_left.start + len as usize;
+        let piece = Piece { src: self.src_left.start, dst: self.dst_left.start..dst_end };
+        self.src_left.start += len;
+        self.dst_left.start = dst_end;
+        Some(piece)
+    }
+}
+
+/// What one call of [`Storage::read`](dcp_core::Storage::read) fetches.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Fetch {
+    /// Every piece straight into its place.
+    Direct(Vec<Piece>),
+    /// Ranges into scratch memory, from where pieces are copied.
+    Scatter(Vec<Span>),
+}
+
+/// A range of the chunk that is read at once, with the pieces in it.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) src: Range<u64>,
+    pub(super) pieces: Vec<Piece>,
+}
+
+/// Groups the pieces of one item into fetches, lazily.
+pub(super) struct Fetches {
+    pieces: Peekable<Pieces>,
+    /// The gap that is read rather than skipped, and the bytes of scratch; `None` for direct.
+    scatter: Option<(u64, u64)>,
+}
+
+impl Fetches {
+    /// As [`Pieces::new`]; gaps up to `coalesce_gap` bytes are read rather than skipped where
+    /// that takes scratch memory anyway, at most `scratch` bytes of it.
+    pub(super) fn new(
+        region: &Region,
+        sizes: &[u64],
+        view: &TensorView,
+        coalesce_gap: u64,
+        scratch: u64,
+    ) -> Self {
+        let element = view.dtype().size() as u64;
+        let mut runs = region.runs_in(sizes);
+        let src_run = runs.run_len() * element;
+        let gap = match (runs.next(), runs.next()) {
+            (Some((first, len)), Some((second, _))) => Some((second - first - len) * element),
+            _ => None,
+        };
+        let gap_max = coalesce_gap.max(GAP_MIN);
+        let shortest = src_run.min(view.run_bytes());
+        let one_piece = gap.is_none() && view.is_contiguous();
+        let direct = one_piece || shortest >= DIRECT_MIN && gap.is_none_or(|gap| gap > gap_max);
+        let scratch = scratch.max(DIRECT_MIN);
+        let max = if direct { DIRECT_MAX } else { scratch };
+        Self {
+            pieces: Pieces::new(region, sizes, view, max).peekable(),
+            scatter: (!direct).then_some((gap_max, scratch)),
+        }
+    }
+
+    fn direct(&mut self) -> Option<Fetch> {
+        let mut pieces = Vec::new();
+        let mut bytes = 0;
+        while let Some(piece) = self.pieces.next_if(|piece| {
+            pieces.len() < RANGES_MAX
+                && (bytes == 0 || bytes + piece.dst.len() as u64 <= DIRECT_MAX)
+        }) {
+            bytes += piece.dst.len() as u64;
+            pieces.push(piece);
+        }
+        (!pieces.is_empty()).then_some(Fetch::Direct(pieces))
+    }
+
+    fn scatter(&mut self, gap_max: u64, scratch: u64) -> Option<Fetch> {
+        let mut spans: Vec<Span> = Vec::new();
+        let (mut bytes, mut count) = (0, 0);
+        while let Some(piece) = self.pieces.peek() {
+            let len = piece.dst.len() as u64;
+            let joins = spans.last().is_some_and(|span| {
+                piece.src.checked_sub(span.src.end).is_some_and(|gap| gap <= gap_max)
+            });
+            let grown = match spans.last() {
+                Some(span) if joins => piece.src_end() - span.src.end,
+                _ => len,
+            };
+            let full = count > 0 && bytes + grown > scratch || count >= SCATTER_MAX;
+            if full || (!joins && spans.len() >= RANGES_MAX) {
+                break;
+            }
+            let Some(piece) = self.pieces.next() else { break };
+            bytes += grown;
+            count += 1;
+            match spans.last_mut() {
+                Some(span) if joins => {
+                    span.src.end = piece.src_end();
+                    span.pieces.push(piece);
+                }
+                _ => spans.push(Span { src: piece.src..piece.src_end(), pieces: vec![piece] }),
+            }
+        }
+        (!spans.is_empty()).then_some(Fetch::Scatter(spans))
+    }
+}
+
+impl Iterator for Fetches {
+    type Item = Fetch;
+
+    fn next(&mut self) -> Option<Fetch> {
+        match self.scatter {
+            None => self.direct(),
+            Some((gap_max, scratch)) => self.scatter(gap_max, scratch),
+        }
+    }
+}
+
+/// Copies pieces out of `bytes`, which begin at byte `start` of the chunk.
+///
+/// Pieces that lie together in memory share a loan.
+pub(super) fn scatter(
+    view: &TensorView,
+    pieces: impl IntoIterator<Item = Piece>,
+    bytes: &[u8],
+    start: u64,
+) -> Result<(), ScatterError> {
+    let mut pieces = pieces.into_iter().peekable();
+    let mut group: Vec<Piece> = Vec::new();
+    while let Some(first) = pieces.next() {
+        let mut whole = first.dst.clone();
+        group.clear();
+        group.push(first);
+        while let Some(next) = pieces.next_if(|next| next.dst.start == whole.end) {
+            whole.end = next.dst.end;
+            group.push(next);
+        }
+        let mut loan = view.memory().lend(whole.clone()).map_err(ScatterError::Loan)?;
+        for piece in &group {
+            let from = usize::try_from(piece.src.saturating_sub(start)).unwrap_or(usize::MAX);
+            let source = from
+                .checked_add(piece.dst.len())
+                .and_then(|to| bytes.get(from..to))
+                .ok_or(ScatterError::Short)?;
+            let at = piece.dst.start - whole.start;
+            loan[at..at + source.len()].copy_from_slice(source);
+        }
+    }
+    Ok(())
+}
+
+/// Why pieces could not be copied.
+#[derive(Debug)]
+pub(super) enum ScatterError {
+    /// The destination is in use.
+    Loan(LoanError),
+    /// The source has fewer bytes than the pieces say.
+    Short,
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::{DType, Dims, HostMemory};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn view(region: &Region, padding: u64) -> TensorView {
+        let mut strides = vec![1; region.ndim()];
+        let mut stride = 1;
+        for axis in (0..region.ndim()).rev() {
+            strides[axis] = stride;
+            stride *= region.sizes()[axis] + padding;
+        }
+        let memory = HostMemory::zeroed(2 * stride as usize);
+        TensorView::strided(memory, DType::Int16, region.sizes().clone(), strides, 0).unwrap()
+    }
+
+    fn boxes() -> impl Strategy<Value = (Vec<u64>, Region)> {
+        prop::collection::vec((1..7_u64, 0..7_u64, 1..7_u64), 0..4).prop_map(|axes| {
+            let sizes: Vec<u64> = axes.iter().map(|(size, ..)| *size).collect();
+            let offsets: Vec<u64> = axes.iter().map(|(size, at, _)| at % size).collect();
+            let lens: Vec<u64> = axes
+                .iter()
+                .zip(&offsets)
+                .map(|((size, _, len), at)| 1 + len % (size - at))
+                .collect();
+            (sizes, Region::new(offsets, lens).unwrap())
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+        #[test]
+        fn fetches_move_every_element_once(
+            (sizes, region) in boxes(), padding in 0..2_u64, gap in 0..400_u64,
+        ) {
+            let volume: u64 = sizes.iter().product();
+            let chunk: Vec<u8> =
+                (0..volume as u16).flat_map(|n| (n + 1).to_le_bytes()).collect();
+            let view = view(&region, padding);
+            let mut fetched = 0;
+            for fetch in Fetches::new(&region, &sizes, &view, gap, 64) {
+                match fetch {
+                    Fetch::Direct(pieces) => {
+                        fetched += pieces.iter().map(|p| p.dst.len()).sum::<usize>();
+                        scatter(&view, pieces, &chunk, 0).unwrap();
+                    }
+                    Fetch::Scatter(spans) => for span in spans {
+                        fetched += span.pieces.iter().map(|p| p.dst.len()).sum::<usize>();
+                        let bytes = &chunk[span.src.start as usize..span.src.end as usize];
+                        scatter(&view, span.pieces, bytes, span.src.start).unwrap();
+                    }
+                }
+            }
+            prop_assert_eq!(fetched as u64, view.byte_len());
+            let expected: Vec<u8> = region
+                .runs_in(&sizes)
+                .flat_map(|(at, n)| chunk[2 * at as usize..2 * (at + n) as usize].to_vec())
+                .collect();
+            prop_assert_eq!(view.payload().unwrap().to_bytes(), expected);
+        }
+    }
+
+    #[test]
+    fn rows_are_read_in_place_and_columns_through_scratch() {
+        let sizes = [64_u64, 8192];
+        let rows = Region::new([8, 0], [8, 8192]).unwrap();
+        let fetches: Vec<_> = Fetches::new(&rows, &sizes, &view(&rows, 0), 0, 1 << 20).collect();
+        assert_eq!(fetches, [Fetch::Direct(vec![Piece { src: 131_072, dst: 0..131_072 }])]);
+
+        let columns = Region::new([0, 16], [64, 16]).unwrap();
+        let near: Vec<_> =
+            Fetches::new(&columns, &sizes, &view(&columns, 0), 1 << 20, 100_000).collect();
+        let spans = |fetch: &Fetch| match fetch {
+            Fetch::Scatter(spans) => spans.len(),
+            Fetch::Direct(_) => panic!("direct"),
+        };
+        assert_eq!((near.len(), spans(&near[0])), (11, 1));
+        let far: Vec<_> = Fetches::new(&columns, &sizes, &view(&columns, 0), 0, 100_000).collect();
+        assert_eq!((far.len(), spans(&far[0])), (1, 64));
+    }
+
+    #[test]
+    fn a_source_that_is_too_short_is_noticed() {
+        let whole = Region::full(Dims::from([4])).unwrap();
+        let view = view(&whole, 0);
+        let pieces = || Pieces::new(&whole, &[4], &view, 1 << 20);
+        assert!(matches!(scatter(&view, pieces(), &[0; 7], 0), Err(ScatterError::Short)));
+        let _reader = view.memory().read().unwrap();
+        assert!(matches!(scatter(&view, pieces(), &[0; 8], 0), Err(ScatterError::Loan(_))));
+    }
+}

@@ -1,0 +1,112 @@
+//! Where every item's bytes go: arithmetic on lengths that are known before the first byte.
+
+use std::collections::HashMap;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, Dims, Encoding, Entry, FileId, GlobalPlan, Key,
+    Placement, PlanError, SavePlan, SelectedItem, StorageError, WriteItem, WriteOrder, WritePlan,
+};
+
+use super::names::data_file;
+use super::split::{FileLayout, ItemSize};
+use super::write::encoded_len;
+
+pub(super) fn place(
+    layout: FileLayout,
+    generation: u64,
+    locals: &[SavePlan],
+    global: &mut GlobalPlan,
+) -> Result<Vec<WritePlan>, CheckpointError> {
+    let GlobalPlan { metadata, selections, .. } = global;
+    if selections.len() != locals.len() {
+        let problem = format!("{} selections for {} plans", selections.len(), locals.len());
+        return Err(PlanError::Wire { problem }.into());
+    }
+    let mut lens = Lengths::default();
+    let mut plans = Vec::with_capacity(locals.len());
+    for (rank, (local, selected)) in locals.iter().zip(&*selections).enumerate() {
+        let sizes = selected
+            .iter()
+            .map(|selected| lens.size(item(local, selected)?))
+            .collect::<Result<Vec<_>, CheckpointError>>()?;
+        let mut plan = WritePlan { encodings: vec![Encoding::default()], ..WritePlan::default() };
+        for (n, items) in layout.split(&sizes).into_iter().enumerate() {
+            let key = data_file(rank, n, generation).map_err(StorageError::from)?;
+            let file = FileId::from_index(plan.files.len()).ok_or_else(too_many)?;
+            let mut at = 0_u64;
+            for index in items {
+                let (Some(size), Some(selected)) = (sizes.get(index), selected.get(index)) else {
+                    continue;
+                };
+                let end = at.checked_add(size.byte_len).ok_or_else(too_many)?;
+                let placement =
+                    Placement { file, encoding: 0, byte_offset: at, byte_len: size.byte_len };
+                plan.orders.push(WriteOrder { item: selected.item, placement });
+                record(metadata, selected, &key, placement)?;
+                at = end;
+            }
+            plan.files.push(key);
+        }
+        plans.push(plan);
+    }
+    Ok(plans)
+}
+
+fn item<'a>(local: &'a SavePlan, selected: &SelectedItem) -> Result<WriteItem<'a>, PlanError> {
+    let problem = || format!("item {} of {} was selected", selected.item, local.len());
+    local.item(selected.item as usize).ok_or_else(|| PlanError::Wire { problem: problem() })
+}
+
+/// Puts an item's place into the metadata, whose file ids are its own.
+fn record(
+    metadata: &mut CheckpointMetadata,
+    selected: &SelectedItem,
+    key: &Key,
+    placement: Placement,
+) -> Result<(), PlanError> {
+    let file = metadata.intern_file(key).ok_or_else(too_many)?;
+    let encoding = metadata.intern_encoding(&Encoding::default()).ok_or_else(too_many)?;
+    let placement = Placement { file, encoding, ..placement };
+    match metadata.at_mut(selected.entry as usize) {
+        Some((_, Entry::Tensor(tensor))) if (selected.chunk as usize) < tensor.chunks.len() => {
+            tensor.chunks.place(selected.chunk as usize, placement);
+            Ok(())
+        }
+        Some((_, Entry::Object(object))) => {
+            object.placement = Some(placement);
+            Ok(())
+        }
+        _ => {
+            let problem = format!("no chunk {} of entry {}", selected.chunk, selected.entry);
+            Err(PlanError::Wire { problem })
+        }
+    }
+}
+
+/// Encoded lengths, each computed once: most chunks of a sharded tensor are alike.
+#[derive(Default)]
+struct Lengths(HashMap<(DType, Dims), u64>);
+
+impl Lengths {
+    fn size(&mut self, item: WriteItem<'_>) -> Result<ItemSize, CheckpointError> {
+        let Some(spec) = &item.key.tensor else {
+            return Ok(ItemSize { is_tensor: false, byte_len: item.byte_len, global_bytes: 0 });
+        };
+        let key = (spec.dtype, Dims::from(item.sizes));
+        let byte_len = match self.0.get(&key) {
+            Some(len) => *len,
+            None => {
+                let len = encoded_len(&item.key.fqn, spec.dtype, item.sizes)?;
+                self.0.insert(key, len);
+                len
+            }
+        };
+        let volume = spec.shape.checked_volume().unwrap_or(u64::MAX);
+        let global_bytes = volume.saturating_mul(spec.dtype.size() as u64);
+        Ok(ItemSize { is_tensor: true, byte_len, global_bytes })
+    }
+}
+
+fn too_many() -> PlanError {
+    PlanError::Wire { problem: "too many files, or a file of more than 2^64 bytes".into() }
+}

@@ -1,0 +1,183 @@
+//! Carrying out a load plan: what is read in which request, and how much at a time.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+use dcp_core::{
+    Buffer, CheckpointError, CheckpointMetadata, DataSink, Key, LoadPlan, ReadInto, ReadReport,
+    Storage, StorageError, StorageExt as _,
+};
+use futures_util::stream;
+use futures_util::{StreamExt as _, TryStreamExt as _};
+
+use super::blobs::{Blob, Content, group};
+use super::direct::{Requests, execute, prepare};
+use super::whole::read_span;
+use crate::upload::Progress;
+
+/// Blobs up to this length are read whole, with their neighbors.
+const SMALL_BLOB: u64 = 64 << 10;
+/// The bounds of what one request may take of the scratch memory.
+const SCRATCH_PER_REQUEST: Range<u64> = SMALL_BLOB..4 << 20;
+
+/// What all parts of a load share.
+pub(super) struct Context {
+    pub(super) storage: Arc<dyn Storage>,
+    pub(super) sink: Arc<dyn DataSink>,
+    pub(super) verify: bool,
+    pub(super) coalesce_gap: u64,
+    pub(super) scratch_per_request: u64,
+    progress: Option<Progress>,
+    parallelism: usize,
+    scratch: u64,
+    bytes_read: AtomicU64,
+    /// Large blobs that turned out to need decoding.
+    to_decode: Mutex<Vec<Blob>>,
+}
+
+impl Context {
+    pub(super) fn new(
+        storage: Arc<dyn Storage>,
+        sink: Arc<dyn DataSink>,
+        verify: bool,
+        scratch: u64,
+        progress: Option<Progress>,
+    ) -> Self {
+        let capabilities = storage.capabilities();
+        let parallelism = usize::from(capabilities.parallelism.max(1));
+        let Range { start, end } = SCRATCH_PER_REQUEST;
+        Self {
+            storage,
+            sink,
+            verify,
+            coalesce_gap: capabilities.coalesce_gap,
+            scratch_per_request: (scratch / parallelism as u64).clamp(start, end),
+            progress,
+            parallelism,
+            scratch,
+            bytes_read: AtomicU64::new(0),
+            to_decode: Mutex::default(),
+        }
+    }
+
+    /// Reads and counts.
+    pub(super) async fn read(
+        &self,
+        key: &Key,
+        reads: Vec<ReadInto>,
+    ) -> Result<Vec<Buffer>, StorageError> {
+        let bytes: u64 = reads.iter().map(|read| read.buffer.len() as u64).sum();
+        self.bytes_read.fetch_add(bytes, Ordering::Relaxed);
+        self.storage.read(key, reads).await
+    }
+
+    /// Reads a range into new memory and counts.
+    pub(super) async fn read_range(
+        &self,
+        key: &Key,
+        range: Range<u64>,
+    ) -> Result<Bytes, StorageError> {
+        self.bytes_read.fetch_add(range.end.saturating_sub(range.start), Ordering::Relaxed);
+        self.storage.read_range(key, range).await
+    }
+
+    pub(super) fn report(&self, bytes: u64) {
+        if let Some(progress) = &self.progress {
+            progress(bytes);
+        }
+    }
+
+    fn to_decode(&self) -> std::sync::MutexGuard<'_, Vec<Blob>> {
+        self.to_decode.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What is done on its own.
+enum Task {
+    /// Small blobs of one file, close together.
+    Span(Vec<Blob>),
+    /// A large one, whose elements probably lie there as they are.
+    Direct(Blob),
+}
+
+pub(super) async fn run(
+    ctx: Arc<Context>,
+    metadata: &CheckpointMetadata,
+    plan: &LoadPlan,
+) -> Result<ReadReport, CheckpointError> {
+    let (blobs, needed) = group(metadata, plan)?;
+    let tasks = divide(&ctx, blobs);
+    let started = stream::iter(tasks).map(|task| begin(Arc::clone(&ctx), task));
+    let requests = started
+        .buffer_unordered(ctx.parallelism)
+        .map_ok(|requests| stream::iter(requests.map(Ok::<_, CheckpointError>)))
+        .try_flatten();
+    let done = requests.map(|request: Result<_, CheckpointError>| {
+        let ctx = Arc::clone(&ctx);
+        async move { execute(&ctx, request?).await }
+    });
+    done.buffer_unordered(ctx.parallelism).try_collect::<()>().await?;
+
+    let large = std::mem::take(&mut *ctx.to_decode());
+    let largest = large.iter().map(memory_to_decode).max().unwrap_or(1).max(1);
+    let at_once = usize::try_from(ctx.scratch / largest).unwrap_or(1).clamp(1, ctx.parallelism);
+    let decoded = stream::iter(large).map(|blob| {
+        let ctx = Arc::clone(&ctx);
+        async move { read_span(&ctx, vec![blob]).await }
+    });
+    decoded.buffer_unordered(at_once).try_collect::<()>().await?;
+    Ok(ReadReport::new(needed, ctx.bytes_read.load(Ordering::Relaxed)))
+}
+
+/// Does a task, but for the requests that it returns.
+async fn begin(ctx: Arc<Context>, task: Task) -> Result<Requests, CheckpointError> {
+    match task {
+        Task::Span(blobs) => read_span(&ctx, blobs).await?,
+        Task::Direct(blob) => match prepare(&ctx, blob).await? {
+            Ok(requests) => return Ok(requests),
+            Err(blob) => ctx.to_decode().push(blob),
+        },
+    }
+    Ok(Requests::default())
+}
+
+/// Divides blobs, sorted by file and offset, into tasks; what takes much memory is put off.
+fn divide(ctx: &Context, blobs: Vec<Blob>) -> Vec<Task> {
+    let mut tasks: Vec<Task> = Vec::new();
+    for blob in blobs {
+        let object = matches!(blob.content, Content::Object { .. });
+        let coded = !blob.encoding.transforms.is_empty();
+        if !object && !coded && blob.placement.byte_len > SMALL_BLOB {
+            tasks.push(Task::Direct(blob));
+            continue;
+        }
+        if memory_to_decode(&blob) > ctx.scratch_per_request {
+            ctx.to_decode().push(blob);
+            continue;
+        }
+        match tasks.last_mut() {
+            Some(Task::Span(span)) if joins(ctx, span, &blob) => span.push(blob),
+            _ => tasks.push(Task::Span(vec![blob])),
+        }
+    }
+    tasks
+}
+
+fn joins(ctx: &Context, span: &[Blob], blob: &Blob) -> bool {
+    let (Some(first), Some(end)) = (span.first(), span.iter().map(Blob::end).max()) else {
+        return false;
+    };
+    first.placement.file == blob.placement.file
+        && blob.placement.byte_offset <= end.saturating_add(ctx.coalesce_gap)
+        && blob.end().max(end).saturating_sub(first.placement.byte_offset)
+            <= ctx.scratch_per_request
+}
+
+/// What a blob takes in memory while it is decoded, in bytes. How large a compressed object gets
+/// is not known before.
+fn memory_to_decode(blob: &Blob) -> u64 {
+    let decoded = if blob.encoding.transforms.is_empty() { 0 } else { blob.raw_len() };
+    blob.placement.byte_len.saturating_add(decoded)
+}

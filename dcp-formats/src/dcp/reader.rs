@@ -1,0 +1,165 @@
+//! Loading PyTorch's layout.
+
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSink, LoadPlan, ReadReport, Storage, StorageError,
+    StorageErrorKind, StorageExt as _, StorageReader,
+};
+use futures_util::lock::Mutex;
+
+use super::index::{Index, load};
+use super::names::sidecar;
+use super::read::{Context, run};
+use super::sidecar::Sidecar;
+use crate::upload::Progress;
+
+const SCRATCH_BYTES: u64 = 64 << 20;
+
+/// Reads checkpoints of PyTorch's DCP: those of `FileSystemWriter` from PyTorch 2.1 on, in all its
+/// variants (files per rank or per item, zstd extension, safetensors serialization, rank-local
+/// metadata), and those of [`DcpWriter`](super::DcpWriter).
+///
+/// The index is read and checked once; every file is looked at, so that a missing or short one
+/// is noticed before any data is read. Of a stored tensor only the bytes that the plan asks for
+/// are read, straight into their destination where they lie together.
+///
+/// The CRC-32 of a tensor is checked whenever all of it is read, in however many pieces; a part
+/// alone cannot be checked.
+pub struct DcpReader {
+    storage: Arc<dyn Storage>,
+    verify_checksums: bool,
+    scratch_bytes: u64,
+    progress: Option<Progress>,
+    index: Mutex<Option<Index>>,
+}
+
+/// Options of a [`DcpReader`].
+#[must_use = "call `build`"]
+pub struct DcpReaderBuilder {
+    reader: DcpReader,
+}
+
+impl DcpReader {
+    /// A reader that checks everything.
+    #[must_use]
+    pub fn new(storage: Arc<dyn Storage>) -> Self {
+        Self::builder(storage).build()
+    }
+
+    /// A reader with options.
+    pub fn builder(storage: Arc<dyn Storage>) -> DcpReaderBuilder {
+        let reader = Self {
+            storage,
+            verify_checksums: true,
+            scratch_bytes: SCRATCH_BYTES,
+            progress: None,
+            index: Mutex::new(None),
+        };
+        DcpReaderBuilder { reader }
+    }
+
+    /// What is odd about the checkpoint but does not keep it from being read.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn warnings(&self) -> Result<Arc<[String]>, CheckpointError> {
+        Ok(self.index().await?.warnings)
+    }
+
+    /// What [`DcpWriter`](super::DcpWriter) noted beside the checkpoint; `None` where there is
+    /// none, as in PyTorch's own.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`], and when there is a sidecar that is damaged.
+    pub async fn sidecar(&self) -> Result<Option<Sidecar>, CheckpointError> {
+        let Some(crc32) = self.index().await?.crc32 else { return Ok(None) };
+        let key = sidecar(crc32).map_err(StorageError::from)?;
+        match self.storage.read_all(&key).await {
+            Ok(bytes) => Sidecar::decode(&bytes, crc32)
+                .map(Some)
+                .map_err(|error| error.in_file(key.as_str(), 0).into()),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn index(&self) -> Result<Index, CheckpointError> {
+        let mut index = self.index.lock().await;
+        if let Some(index) = &*index {
+            return Ok(index.clone());
+        }
+        let loaded = load(&self.storage).await?;
+        Ok(index.insert(loaded).clone())
+    }
+}
+
+impl DcpReaderBuilder {
+    /// Whether CRCs are checked; by default they are.
+    pub fn verify_checksums(mut self, verify: bool) -> Self {
+        self.reader.verify_checksums = verify;
+        self
+    }
+
+    /// The memory for what cannot be read straight into place, in bytes; 64 MiB by default. One
+    /// tensor that has to be decoded as a whole (compressed, transposed) may take more.
+    pub fn scratch_bytes(mut self, bytes: u64) -> Self {
+        self.reader.scratch_bytes = bytes;
+        self
+    }
+
+    /// Is told how many of the bytes that the plan needs have arrived, request by request.
+    pub fn progress(mut self, progress: Progress) -> Self {
+        self.reader.progress = Some(progress);
+        self
+    }
+
+    /// The reader.
+    #[must_use]
+    pub fn build(self) -> DcpReader {
+        self.reader
+    }
+}
+
+#[async_trait]
+impl StorageReader for DcpReader {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        Ok(self.index().await?.metadata)
+    }
+
+    async fn read(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let context = Context::new(
+            Arc::clone(&self.storage),
+            sink,
+            self.verify_checksums,
+            self.scratch_bytes,
+            self.progress.clone(),
+        );
+        run(Arc::new(context), metadata, plan).await
+    }
+}
+
+impl fmt::Debug for DcpReader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DcpReader")
+            .field("storage", &self.storage)
+            .field("verify_checksums", &self.verify_checksums)
+            .field("scratch_bytes", &self.scratch_bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for DcpReaderBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DcpReaderBuilder").field(&self.reader).finish()
+    }
+}

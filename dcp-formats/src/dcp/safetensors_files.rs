@@ -1,0 +1,178 @@
+//! Finding tensors in `.distcp` files that are safetensors images.
+//!
+//! PyTorch's `FileSystemWriter` with `SerializationFormat.SAFETENSORS` (2.8 and later) writes
+//! placements that nothing can be read by, itself included: the same offset for all tensors of a
+//! file, and bare lengths. Where the tensors lie is in the image's own header, which follows the
+//! objects of the file, if there are any.
+
+use std::collections::BTreeMap;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Dims, Encoding, Entry, FileId, FormatError, Key, Layout,
+    Placement, Storage, StorageExt as _,
+};
+use futures_util::stream;
+use futures_util::{StreamExt as _, TryStreamExt as _};
+use indexmap::IndexMap;
+
+use super::index::parallelism;
+use crate::safetensors::{Header, PREFIX_LEN, header_len};
+
+/// The header's key for where each tensor belongs in the whole one.
+const SHARDING: &str = "DCP_SHARDING_INFO";
+
+/// A chunk whose placement is not that of an archive.
+struct Suspect {
+    entry: usize,
+    chunk: usize,
+}
+
+/// An image inside a file.
+struct Image {
+    header: Header,
+    /// Where its data begins in the file.
+    data_start: u64,
+    sharding: IndexMap<String, Sharding>,
+}
+
+#[derive(serde::Deserialize)]
+struct Sharding {
+    saved_offsets: Vec<u64>,
+}
+
+/// Corrects the placements of chunks in such files; other files are not touched.
+pub(super) async fn locate(
+    storage: &dyn Storage,
+    metadata: &mut CheckpointMetadata,
+    file_lens: &[Option<u64>],
+) -> Result<(), CheckpointError> {
+    let suspects = suspects(metadata);
+    if suspects.is_empty() {
+        return Ok(());
+    }
+    let objects_end = objects_end(metadata);
+    let reads = suspects
+        .keys()
+        .filter_map(|file| {
+            let key = metadata.file(*file)?.clone();
+            let len = file_lens.get(file.index()).copied().flatten()?;
+            let start = objects_end.get(file).copied().unwrap_or(0);
+            Some(async move {
+                Ok::<_, CheckpointError>((*file, read(storage, &key, start, len).await?))
+            })
+        })
+        .collect::<Vec<_>>();
+    let images: BTreeMap<FileId, Image> =
+        stream::iter(reads).buffer_unordered(parallelism(storage)).try_collect().await?;
+    let raw = metadata
+        .intern_encoding(&Encoding::new(Layout::Raw))
+        .ok_or_else(|| FormatError::new("metadata", "too many encodings"))?;
+    for (file, chunks) in suspects {
+        let (Some(image), Some(key)) = (images.get(&file), metadata.file(file).cloned()) else {
+            continue;
+        };
+        for suspect in chunks {
+            let placement = image.find(metadata, &suspect, file, raw).map_err(|problem| {
+                FormatError::new("safetensors image", problem).in_file(key.as_str(), 0)
+            })?;
+            if let Some((_, Entry::Tensor(tensor))) = metadata.at_mut(suspect.entry) {
+                tensor.chunks.place(suspect.chunk, placement);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The chunks that have room for their elements at most, but not for an archive around them.
+fn suspects(metadata: &CheckpointMetadata) -> BTreeMap<FileId, Vec<Suspect>> {
+    let mut found: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for (entry, (_, value)) in metadata.iter().enumerate() {
+        let Entry::Tensor(tensor) = value else { continue };
+        for (index, chunk) in tensor.chunks.iter().enumerate() {
+            let Some(placement) = chunk.placement else { continue };
+            let archive = metadata
+                .encoding(&placement)
+                .is_some_and(|e| e.layout == Layout::TorchArchive && e.transforms.is_empty());
+            let bytes = Dims::from(chunk.sizes)
+                .checked_volume()
+                .and_then(|volume| volume.checked_mul(tensor.dtype.size() as u64));
+            if archive && bytes == Some(placement.byte_len) {
+                let suspect = Suspect { entry, chunk: index };
+                found.entry(placement.file).or_default().push(suspect);
+            }
+        }
+    }
+    found
+}
+
+/// Where the objects of each file end.
+fn objects_end(metadata: &CheckpointMetadata) -> BTreeMap<FileId, u64> {
+    let mut ends = BTreeMap::new();
+    for (_, entry) in metadata.iter() {
+        if let Some(placement) = entry.as_object().and_then(|object| object.placement) {
+            let end = placement.byte_offset.saturating_add(placement.byte_len);
+            let known = ends.entry(placement.file).or_insert(0);
+            *known = end.max(*known);
+        }
+    }
+    ends
+}
+
+async fn read(
+    storage: &dyn Storage,
+    key: &Key,
+    start: u64,
+    file_len: u64,
+) -> Result<Image, CheckpointError> {
+    let located = |error: FormatError| error.in_file(key.as_str(), start);
+    let image_len = file_len.saturating_sub(start);
+    let prefix = storage.read_range(key, start..start + PREFIX_LEN.min(image_len)).await?;
+    let json_len = header_len(&prefix, image_len).map_err(located)?;
+    let json_start = start + PREFIX_LEN;
+    let json = storage.read_range(key, json_start..json_start + json_len).await?;
+    let data_len = image_len - PREFIX_LEN - json_len;
+    let header = Header::parse(&json, data_len).map_err(located)?;
+    let sharding = match header.metadata().get(SHARDING) {
+        None => IndexMap::new(),
+        Some(text) => serde_json::from_str(text).map_err(|error| {
+            located(FormatError::new("safetensors header", format!("{SHARDING}: {error}")))
+        })?,
+    };
+    Ok(Image { header, data_start: json_start + json_len, sharding })
+}
+
+impl Image {
+    fn find(
+        &self,
+        metadata: &CheckpointMetadata,
+        suspect: &Suspect,
+        file: FileId,
+        encoding: u16,
+    ) -> Result<Placement, String> {
+        let Some((fqn, Entry::Tensor(tensor))) = metadata.at(suspect.entry) else {
+            return Err("an entry is gone".into());
+        };
+        let chunk = tensor.chunks.get(suspect.chunk).ok_or("a chunk is gone")?;
+        let info = self.header.get(fqn).ok_or_else(|| format!("it does not hold {fqn:?}"))?;
+        let saved = self.sharding.get(&**fqn).map(|sharding| &*sharding.saved_offsets);
+        if saved.is_some_and(|saved| saved != chunk.offsets) {
+            return Err(format!(
+                "it holds {fqn:?} at {saved:?}, not at {:?}: PyTorch keeps only the last of \
+                 several chunks in a file, the others are lost",
+                chunk.offsets
+            ));
+        }
+        if info.dtype != tensor.dtype || *info.shape != *chunk.sizes {
+            return Err(format!(
+                "it holds {fqn:?} as {} of {}, the metadata says {} of {:?}",
+                info.dtype, info.shape, tensor.dtype, chunk.sizes
+            ));
+        }
+        Ok(Placement {
+            file,
+            encoding,
+            byte_offset: self.data_start + info.byte_range.start,
+            byte_len: info.byte_range.end - info.byte_range.start,
+        })
+    }
+}

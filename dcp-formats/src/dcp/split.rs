@@ -1,0 +1,151 @@
+//! Dividing a rank's items among its files.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::num::NonZeroUsize;
+
+/// How many files a rank writes, and what goes where. In every file, objects come before tensors,
+/// as in PyTorch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FileLayout {
+    /// All in one file, in the order of the plan: PyTorch's default.
+    #[default]
+    OnePerRank,
+    /// This many files with about the same number of bytes in each; items of a file stay in the
+    /// order of the plan.
+    SplitBySize(NonZeroUsize),
+    /// This many files with PyTorch's division for `thread_count` (2.15): objects in turn,
+    /// tensors by descending size of the whole tensor, which balances badly when it is sharded.
+    TorchCompatible(NonZeroUsize),
+    /// A file for each item: PyTorch's `single_file_per_rank=False`.
+    OnePerItem,
+}
+
+/// What decides where an item goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ItemSize {
+    pub(crate) is_tensor: bool,
+    /// Encoded bytes of the item.
+    pub(crate) byte_len: u64,
+    /// Bytes of the elements of the whole tensor.
+    pub(crate) global_bytes: u64,
+}
+
+impl FileLayout {
+    /// For each file, the positions of its items in the order of their bytes.
+    pub(crate) fn split(self, items: &[ItemSize]) -> Vec<Vec<usize>> {
+        match self {
+            Self::OnePerRank => vec![objects_first(items, (0..items.len()).collect())],
+            Self::OnePerItem => (0..items.len()).map(|index| vec![index]).collect(),
+            Self::SplitBySize(files) => {
+                let order = (0..items.len()).collect();
+                let mut split = vec![Vec::new(); files.get()];
+                spread(order, &mut split, |index| items[index].byte_len);
+                split
+                    .into_iter()
+                    .map(|mut file| {
+                        file.sort_unstable();
+                        objects_first(items, file)
+                    })
+                    .collect()
+            }
+            Self::TorchCompatible(files) => {
+                let (tensors, objects): (Vec<_>, Vec<_>) =
+                    (0..items.len()).partition(|index| items[*index].is_tensor);
+                let mut split = vec![Vec::new(); files.get()];
+                for (turn, index) in objects.into_iter().enumerate() {
+                    split[turn % files.get()].push(index);
+                }
+                if files.get() == 1 {
+                    split[0].extend(tensors);
+                } else {
+                    spread(tensors, &mut split, |index| items[index].global_bytes);
+                }
+                split
+            }
+        }
+    }
+}
+
+fn objects_first(items: &[ItemSize], mut file: Vec<usize>) -> Vec<usize> {
+    file.sort_by_key(|index| items[*index].is_tensor);
+    file
+}
+
+/// Appends each item, largest first, to the list with the fewest bytes so far, the first of
+/// these on a tie.
+fn spread(mut order: Vec<usize>, lists: &mut [Vec<usize>], size: impl Fn(usize) -> u64) {
+    order.sort_by_key(|index| Reverse(size(*index)));
+    let mut heap: BinaryHeap<_> = (0..lists.len()).map(|list| Reverse((0_u64, list))).collect();
+    for index in order {
+        let Some(mut least) = heap.peek_mut() else { return };
+        let Reverse((bytes, list)) = *least;
+        lists[list].push(index);
+        *least = Reverse((bytes.saturating_add(size(index)), list));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What PyTorch 2.15 did, as `vectors/split_buckets.json` has it.
+    #[test]
+    fn torch_compatible_equals_pytorch() {
+        let text = include_str!("../../../fixtures/pytorch/vectors/split_buckets.json");
+        let cases: serde_json::Value = serde_json::from_str(text).unwrap();
+        let cases = cases.as_array().unwrap();
+        assert_eq!(cases.len(), 20);
+        for case in cases {
+            let mut names = Vec::new();
+            let mut items = Vec::new();
+            for item in case["items"].as_array().unwrap() {
+                names.push(item["fqn"].as_str().unwrap());
+                let is_tensor = item["type"] != "BYTE_IO";
+                let global_bytes = if is_tensor {
+                    let size = item["size"].as_array().unwrap();
+                    let volume: u64 = size.iter().map(|s| s.as_u64().unwrap()).product();
+                    let dtype: dcp_core::DType = item["dtype"].as_str().unwrap().parse().unwrap();
+                    volume * dtype.size() as u64
+                } else {
+                    0
+                };
+                items.push(ItemSize { is_tensor, byte_len: 1, global_bytes });
+            }
+            let bins = usize::try_from(case["bins"].as_u64().unwrap()).unwrap();
+            let layout = FileLayout::TorchCompatible(bins.try_into().unwrap());
+            let split: Vec<Vec<&str>> = layout
+                .split(&items)
+                .iter()
+                .map(|file| file.iter().map(|index| names[*index]).collect())
+                .collect();
+            assert_eq!(serde_json::json!(split), case["buckets"]);
+        }
+    }
+
+    #[test]
+    fn bytes_are_balanced_and_objects_come_first() {
+        let size = |is_tensor, byte_len| ItemSize { is_tensor, byte_len, global_bytes: 1_000_000 };
+        let items = [
+            size(true, 10),
+            size(true, 40),
+            size(false, 30),
+            size(true, 20),
+            size(false, 0),
+            size(true, 5),
+        ];
+        let two = NonZeroUsize::new(2).unwrap();
+        assert_eq!(
+            FileLayout::SplitBySize(two).split(&items),
+            [vec![1, 0, 5], vec![2, 4, 3]].map(|mut file| {
+                file.sort_unstable();
+                objects_first(&items, file)
+            })
+        );
+        assert_eq!(FileLayout::OnePerRank.split(&items), [[2, 4, 0, 1, 3, 5]]);
+        assert_eq!(FileLayout::OnePerItem.split(&items).len(), 6);
+        assert_eq!(FileLayout::OnePerRank.split(&[]), [[]; 1]);
+        assert_eq!(FileLayout::OnePerItem.split(&[]), Vec::<Vec<usize>>::new());
+    }
+}

@@ -1,0 +1,106 @@
+//! Undoing the stream transforms of PyTorch's storage extensions.
+
+use std::borrow::Cow;
+
+use dcp_core::FormatError;
+
+/// The stored bytes as they were before `transforms`, given in PyTorch's list order.
+///
+/// PyTorch (2.15) lists what it applied last first and also undoes it in that order, which fails
+/// for more than one; the bytes are right all the same, so the last listed is undone first, and
+/// the other order is tried after.
+///
+/// # Errors
+///
+/// When a transform is unknown, the bytes are damaged, or they would become more than `limit`.
+pub(super) fn undo<'a>(
+    stored: &'a [u8],
+    transforms: &[impl AsRef<str>],
+    limit: u64,
+) -> Result<Cow<'a, [u8]>, FormatError> {
+    let last_first = run(stored, transforms.iter().rev().map(AsRef::as_ref), limit);
+    match last_first {
+        Err(error) if transforms.len() > 1 => {
+            run(stored, transforms.iter().map(AsRef::as_ref), limit).map_err(|_| error)
+        }
+        result => result,
+    }
+}
+
+fn run<'a, 't>(
+    stored: &'a [u8],
+    transforms: impl Iterator<Item = &'t str>,
+    limit: u64,
+) -> Result<Cow<'a, [u8]>, FormatError> {
+    let mut bytes = Cow::Borrowed(stored);
+    for transform in transforms {
+        bytes = Cow::Owned(undo_one(&bytes, transform, limit)?);
+    }
+    Ok(bytes)
+}
+
+/// A descriptor is `name[@domain][/version]`; extensions take any version that begins with
+/// theirs up to the first dot.
+fn undo_one(bytes: &[u8], transform: &str, limit: u64) -> Result<Vec<u8>, FormatError> {
+    let (name, version) = transform.split_once('/').unwrap_or((transform, "1"));
+    let major = version.split('.').next().unwrap_or(version);
+    match (name, major) {
+        ("stream.zstd", "1") => unzstd(bytes, limit),
+        _ => Err(FormatError::new("stored bytes", format!("unknown extension {transform:?}"))),
+    }
+}
+
+#[cfg(feature = "zstd")]
+fn unzstd(bytes: &[u8], limit: u64) -> Result<Vec<u8>, FormatError> {
+    use std::io::Read as _;
+
+    let bad = |error: std::io::Error| {
+        FormatError::new("zstd stream", "it does not decompress").with_source(error)
+    };
+    let mut out = Vec::new();
+    let mut decoder = zstd::stream::read::Decoder::with_buffer(bytes).map_err(bad)?;
+    // Windows beyond 128 MiB are only for those who ask for `--ultra --long`.
+    decoder.window_log_max(27).map_err(bad)?;
+    decoder.take(limit.saturating_add(1)).read_to_end(&mut out).map_err(bad)?;
+    if out.len() as u64 > limit {
+        let problem = format!("it decompresses to more than {limit} bytes");
+        return Err(FormatError::new("zstd stream", problem));
+    }
+    Ok(out)
+}
+
+#[cfg(not(feature = "zstd"))]
+fn unzstd(_: &[u8], _: u64) -> Result<Vec<u8>, FormatError> {
+    let problem = "compressed with zstd, which this build cannot read (feature `zstd`)";
+    Err(FormatError::new("stored bytes", problem))
+}
+
+#[cfg(all(test, feature = "zstd"))]
+mod tests {
+    use super::*;
+
+    fn pack(bytes: &[u8]) -> Vec<u8> {
+        zstd::stream::encode_all(bytes, 3).unwrap()
+    }
+
+    #[test]
+    fn zstd_is_undone_within_its_limit() {
+        let bomb = pack(&vec![0; 1 << 20]);
+        assert_eq!(undo(&bomb, &["stream.zstd/1"], 1 << 20).unwrap().len(), 1 << 20);
+        let error = undo(&bomb, &["stream.zstd/1.7"], (1 << 20) - 1).unwrap_err();
+        assert!(error.to_string().contains("more than"));
+        for len in 0..bomb.len() {
+            let cut = undo(&bomb[..len], &["stream.zstd"], 1 << 20);
+            assert!(cut.is_err(), "{len} of {} bytes", bomb.len());
+        }
+    }
+
+    #[test]
+    fn several_transforms_are_undone_last_listed_first() {
+        let twice = pack(&pack(b"abc"));
+        assert_eq!(*undo(&twice, &["stream.zstd/1", "stream.zstd/1"], 99).unwrap(), *b"abc");
+        assert!(undo(b"abc", &["stream.zstd/2"], 99).is_err());
+        assert!(undo(b"abc", &["rot13"], 99).is_err());
+        assert_eq!(*undo(b"abc", &[""; 0], 0).unwrap(), *b"abc");
+    }
+}

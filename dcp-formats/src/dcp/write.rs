@@ -1,0 +1,146 @@
+//! One rank's files: archives one behind the other.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, DType, DataSource, Encoding, FormatError, Key, PlanError, SavePlan, Storage,
+    WritePlan,
+};
+
+use crate::torch_tensor::TensorLayout;
+use crate::torch_zip::{ArchiveEncoder, RecordSet};
+use crate::upload::{FileItem, FileSpec, Framing, Progress, write_file};
+
+/// The bytes that a tensor chunk takes in a file.
+pub(super) fn encoded_len(fqn: &str, dtype: DType, sizes: &[u64]) -> Result<u64, CheckpointError> {
+    if dtype.is_quantized() {
+        let problem = format!("{dtype} needs a scale, which the state dict has no place for");
+        return Err(PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into());
+    }
+    Ok(archive(dtype, sizes)?.byte_len())
+}
+
+fn archive(dtype: DType, sizes: &[u64]) -> Result<ArchiveEncoder, FormatError> {
+    let layout = TensorLayout::contiguous(dtype, sizes)?;
+    ArchiveEncoder::new(RecordSet::default(), layout.to_pickle()?, &[layout.byte_len()])
+}
+
+/// A file that this rank writes.
+#[derive(Debug)]
+pub(super) struct FileJob {
+    key: Key,
+    byte_len: u64,
+    items: Vec<FileItem>,
+    framing: Archives,
+}
+
+/// The archives of a file: what each tensor is, or `None` for an object, which is an archive as
+/// it comes.
+#[derive(Debug)]
+struct Archives {
+    items: Vec<(Arc<str>, Option<(DType, Box<[u64]>)>)>,
+    checksums: bool,
+}
+
+impl FileJob {
+    /// The files of a plan, after checking that its places are those of the items' lengths.
+    pub(super) fn for_plan(
+        local: &SavePlan,
+        plan: &WritePlan,
+        checksums: bool,
+    ) -> Result<Vec<Self>, CheckpointError> {
+        let bad = |problem: String| CheckpointError::from(PlanError::Wire { problem });
+        let mut jobs: Vec<Self> = plan
+            .files
+            .iter()
+            .map(|key| Self {
+                key: key.clone(),
+                byte_len: 0,
+                items: Vec::new(),
+                framing: Archives { items: Vec::new(), checksums },
+            })
+            .collect();
+        for order in &plan.orders {
+            let placement = order.placement;
+            let index = order.item as usize;
+            let item = local
+                .item(index)
+                .ok_or_else(|| bad(format!("there is no item {index} to write")))?;
+            let encoding = plan.encodings.get(usize::from(placement.encoding));
+            if encoding != Some(&Encoding::default()) {
+                return Err(bad(format!("{:?} is to be encoded in an unknown way", item.key.fqn)));
+            }
+            let job = jobs
+                .get_mut(placement.file.index())
+                .ok_or_else(|| bad(format!("{:?} is to be in no file", item.key.fqn)))?;
+            let (byte_len, tensor) = match &item.key.tensor {
+                None => (item.byte_len, None),
+                Some(spec) => {
+                    let len = encoded_len(&item.key.fqn, spec.dtype, item.sizes)?;
+                    (len, Some((spec.dtype, item.sizes.into())))
+                }
+            };
+            if placement.byte_offset != job.byte_len || placement.byte_len != byte_len {
+                return Err(bad(format!(
+                    "{:?} is placed at {}+{} of {:?}, its place is {}+{byte_len}",
+                    item.key.fqn, placement.byte_offset, placement.byte_len, job.key, job.byte_len
+                )));
+            }
+            job.byte_len = job.byte_len.saturating_add(byte_len);
+            job.items.push(FileItem { item: index, byte_len: item.byte_len });
+            job.framing.items.push((Arc::clone(&item.key.fqn), tensor));
+        }
+        Ok(jobs)
+    }
+
+    pub(super) fn key(&self) -> &Key {
+        &self.key
+    }
+
+    pub(super) fn byte_len(&self) -> u64 {
+        self.byte_len
+    }
+
+    pub(super) async fn write(
+        &self,
+        storage: &dyn Storage,
+        data: &dyn DataSource,
+        progress: Option<&Progress>,
+    ) -> Result<(), CheckpointError> {
+        let spec = FileSpec {
+            key: &self.key,
+            byte_len: self.byte_len,
+            items: &self.items,
+            framing: &self.framing,
+        };
+        write_file(storage, spec, data, progress).await
+    }
+}
+
+impl Framing for Archives {
+    fn before(&self, position: usize) -> Result<Bytes, FormatError> {
+        match self.items.get(position) {
+            Some((_, Some((dtype, sizes)))) => Ok(archive(*dtype, sizes)?.head()),
+            _ => Ok(Bytes::new()),
+        }
+    }
+
+    fn after(&self, position: usize, crc32: u32) -> Result<Bytes, FormatError> {
+        match self.items.get(position) {
+            Some((_, Some((dtype, sizes)))) => {
+                let crc32 = if self.checksums { crc32 } else { 0 };
+                Ok(archive(*dtype, sizes)?.tail(&[crc32]))
+            }
+            _ => Ok(Bytes::new()),
+        }
+    }
+
+    fn needs_crc(&self, position: usize) -> bool {
+        self.checksums && self.items.get(position).is_some_and(|(_, tensor)| tensor.is_some())
+    }
+
+    fn name(&self, position: usize) -> &str {
+        self.items.get(position).map_or("", |(fqn, _)| fqn)
+    }
+}

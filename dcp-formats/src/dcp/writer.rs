@@ -1,0 +1,300 @@
+//! Saving in PyTorch's layout.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSource, FormatError, GlobalPlan, Key, ObjectMeta,
+    SavePlan, SaveSession, Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter,
+    Value, WritePlan, WriteReport,
+};
+use futures_util::StreamExt as _;
+use futures_util::stream;
+
+use super::commit;
+use super::names::{METADATA, Named};
+use super::place;
+use super::split::FileLayout;
+use super::write::FileJob;
+use crate::metadata::Profile;
+use crate::upload::Progress;
+
+/// Writes checkpoints as PyTorch's `FileSystemWriter` does: `__{rank}_{n}.distcp` files of
+/// `torch.save` archives and a `.metadata` pickle that PyTorch 2.1 and later load.
+///
+/// A save into a directory that holds anything of an earlier one gets names of its own
+/// (`__{rank}_{n}.g{generation}.distcp`; loaders take file names from the metadata). So the old
+/// checkpoint stays loadable until the new `.metadata` replaces the old one in a single step,
+/// and only then are the old files removed, none but those named as PyTorch or this writer name
+/// them.
+///
+/// One save at a time can go on in a directory. Files are created exclusively and the commit
+/// checks that no other save was committed since [`begin`](StorageWriter::begin): a second saver
+/// gets an error, and bytes of two saves are never mixed.
+pub struct DcpWriter {
+    pub(super) storage: Arc<dyn Storage>,
+    pub(super) options: Options,
+    /// Files that this writer made, and so may remove.
+    created: Mutex<HashSet<Key>>,
+    /// The `.metadata` that [`begin`](StorageWriter::begin) saw, with the session's generation.
+    replaced: Mutex<Option<(u64, Option<ObjectMeta>)>>,
+}
+
+#[derive(Clone)]
+pub(super) struct Options {
+    pub(super) profile: Profile,
+    pub(super) layout: FileLayout,
+    pub(super) overwrite: bool,
+    pub(super) sidecar: bool,
+    pub(super) checksums: bool,
+    pub(super) progress: Option<Progress>,
+}
+
+/// Options of a [`DcpWriter`].
+#[must_use = "call `build`"]
+pub struct DcpWriterBuilder {
+    storage: Arc<dyn Storage>,
+    options: Options,
+}
+
+impl DcpWriter {
+    /// A writer with PyTorch's defaults.
+    #[must_use]
+    pub fn new(storage: Arc<dyn Storage>) -> Self {
+        Self::builder(storage).build()
+    }
+
+    /// A writer with options.
+    pub fn builder(storage: Arc<dyn Storage>) -> DcpWriterBuilder {
+        let options = Options {
+            profile: Profile::default(),
+            layout: FileLayout::default(),
+            overwrite: true,
+            sidecar: true,
+            checksums: true,
+            progress: None,
+        };
+        DcpWriterBuilder { storage, options }
+    }
+
+    fn created(&self) -> std::sync::MutexGuard<'_, HashSet<Key>> {
+        self.created.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn replaced(&self) -> std::sync::MutexGuard<'_, Option<(u64, Option<ObjectMeta>)>> {
+        self.replaced.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn write_one(
+        &self,
+        job: &FileJob,
+        data: &dyn DataSource,
+    ) -> Result<(Key, u64), CheckpointError> {
+        job.write(&*self.storage, data, self.options.progress.as_ref()).await?;
+        self.created().insert(job.key().clone());
+        Ok((job.key().clone(), job.byte_len()))
+    }
+
+    /// Fails when the `.metadata` is not the one that `begin` saw.
+    async fn check_still_alone(&self, session: &SaveSession) -> Result<(), CheckpointError> {
+        let seen =
+            self.replaced().take().filter(|(generation, _)| *generation == session.generation);
+        let Some((_, seen)) = seen else { return Ok(()) };
+        let key = Key::new(METADATA).map_err(StorageError::from)?;
+        let now = match self.storage.stat(&key).await {
+            Ok(meta) => Some(meta),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => None,
+            Err(error) => return Err(error.into()),
+        };
+        if now.as_ref().map(age) == seen.as_ref().map(age) {
+            return Ok(());
+        }
+        let message = "another save was committed here since this one began";
+        Err(StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key))
+            .with_message(message)
+            .into())
+    }
+}
+
+/// What changes when an object is replaced, as far as the storage tells.
+fn age(meta: &ObjectMeta) -> (u64, Option<std::time::SystemTime>) {
+    (meta.byte_len, meta.modified)
+}
+
+impl DcpWriterBuilder {
+    /// The form of the `.metadata` pickle; by default the one that PyTorch 2.1 and later load.
+    pub fn profile(mut self, profile: Profile) -> Self {
+        self.options.profile = profile;
+        self
+    }
+
+    /// How many files each rank writes; one by default.
+    pub fn files(mut self, layout: FileLayout) -> Self {
+        self.options.layout = layout;
+        self
+    }
+
+    /// Whether a checkpoint that is there already is replaced (the default) or an error.
+    pub fn overwrite(mut self, overwrite: bool) -> Self {
+        self.options.overwrite = overwrite;
+        self
+    }
+
+    /// Whether a [`Sidecar`](super::Sidecar) is written; by default it is.
+    pub fn sidecar(mut self, sidecar: bool) -> Self {
+        self.options.sidecar = sidecar;
+        self
+    }
+
+    /// Whether archives carry the CRC-32 of tensor data (the default), or 0 for "not computed",
+    /// as PyTorch with `set_crc32_options(False)`.
+    pub fn checksums(mut self, checksums: bool) -> Self {
+        self.options.checksums = checksums;
+        self
+    }
+
+    /// Is told how many bytes were written, part by part.
+    pub fn progress(mut self, progress: Progress) -> Self {
+        self.options.progress = Some(progress);
+        self
+    }
+
+    /// The writer.
+    #[must_use]
+    pub fn build(self) -> DcpWriter {
+        DcpWriter {
+            storage: self.storage,
+            options: self.options,
+            created: Mutex::default(),
+            replaced: Mutex::default(),
+        }
+    }
+}
+
+#[async_trait]
+impl StorageWriter for DcpWriter {
+    fn encode_object(&self, fqn: &str, value: &Value) -> Result<Bytes, CheckpointError> {
+        crate::torch_object::encode_object(value).map_err(|error| {
+            FormatError::new("object to save", format!("{fqn:?}: {}", error.problem()))
+                .with_source(error)
+                .into()
+        })
+    }
+
+    async fn begin(&self) -> Result<SaveSession, CheckpointError> {
+        let mut metadata = None;
+        let mut rank_metadata = None;
+        let mut highest = None;
+        let mut stale = Vec::new();
+        let mut objects = self.storage.list(None);
+        while let Some(meta) = objects.next().await {
+            let meta = meta?;
+            let Some(named) = Named::parse(&meta.key) else { continue };
+            let generation = if let Named::Data { generation } = named { generation } else { 0 };
+            highest = highest.max(Some(generation));
+            match named {
+                Named::Metadata => metadata = Some(meta),
+                Named::RankMetadata { .. } => {
+                    rank_metadata = Some(meta.key.clone());
+                    stale.push(meta.key);
+                }
+                _ => stale.push(meta.key),
+            }
+        }
+        let there = metadata.as_ref().map(|meta| meta.key.clone()).or(rank_metadata);
+        if let (Some(key), false) = (there, self.options.overwrite) {
+            let message = "there is a checkpoint here, and overwriting is off";
+            return Err(StorageError::new(
+                StorageErrorKind::AlreadyExists,
+                StorageOp::Put,
+                Some(key),
+            )
+            .with_message(message)
+            .into());
+        }
+        stale.sort_unstable();
+        let generation = highest.map_or(0, |highest| highest.saturating_add(1));
+        *self.replaced() = Some((generation, metadata));
+        Ok(SaveSession::new(generation, stale))
+    }
+
+    fn place(
+        &self,
+        session: &SaveSession,
+        locals: &[SavePlan],
+        global: &mut GlobalPlan,
+    ) -> Result<Vec<WritePlan>, CheckpointError> {
+        place::place(self.options.layout, session.generation, locals, global)
+    }
+
+    async fn write(
+        &self,
+        local: &SavePlan,
+        plan: &WritePlan,
+        data: Arc<dyn DataSource>,
+    ) -> Result<WriteReport, CheckpointError> {
+        let jobs = FileJob::for_plan(local, plan, self.options.checksums)?;
+        let parallelism = usize::from(self.storage.capabilities().parallelism.max(1));
+        let writes = jobs.iter().map(|job| self.write_one(job, &*data)).collect::<Vec<_>>();
+        let mut written = stream::iter(writes).buffer_unordered(parallelism);
+        let mut files = Vec::with_capacity(jobs.len());
+        while let Some(file) = written.next().await {
+            files.push(file?);
+        }
+        files.sort_unstable();
+        Ok(WriteReport::new(files))
+    }
+
+    async fn commit(
+        &self,
+        session: SaveSession,
+        metadata: &CheckpointMetadata,
+        reports: Vec<WriteReport>,
+    ) -> Result<(), CheckpointError> {
+        self.check_still_alone(&session).await?;
+        commit::commit(&*self.storage, &self.options, session, metadata, reports).await?;
+        self.created().clear();
+        Ok(())
+    }
+
+    async fn abandon(&self, plan: &WritePlan) {
+        let own: Vec<Key> = {
+            let mut created = self.created();
+            plan.files.iter().filter(|key| created.remove(*key)).cloned().collect()
+        };
+        commit::remove(&*self.storage, own).await;
+    }
+}
+
+impl fmt::Debug for DcpWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DcpWriter")
+            .field("storage", &self.storage)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for DcpWriterBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DcpWriterBuilder")
+            .field("storage", &self.storage)
+            .field("options", &self.options)
+            .finish()
+    }
+}
+
+impl fmt::Debug for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Options")
+            .field("profile", &self.profile)
+            .field("layout", &self.layout)
+            .field("overwrite", &self.overwrite)
+            .field("sidecar", &self.sidecar)
+            .field("checksums", &self.checksums)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,276 @@
+//! What a directory holds, judged by content as far as names are not proof.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
+
+use dcp_core::{Key, Storage, StorageError, StorageExt as _};
+use futures_util::StreamExt as _;
+
+use crate::dcp::names::Named;
+
+/// Objects looked at before a listing is given up; a directory that holds a checkpoint at its
+/// top shows it much earlier.
+const LISTED_MAX: usize = 200_000;
+/// How deep a checkpoint is looked for below the directory.
+const DEPTH_MAX: usize = 2;
+/// How many files are opened to see what they are.
+const OPENED_MAX: usize = 4;
+
+/// What a directory holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Detected {
+    /// A PyTorch DCP checkpoint: there is a `.metadata`.
+    Dcp,
+    /// One that was saved without collectives: there are only `__{rank}.metadata`.
+    DcpRankLocal {
+        /// The ranks, ascending.
+        ranks: Vec<u32>,
+    },
+    /// Data files of a DCP checkpoint, but no `.metadata`: a save that did not finish.
+    DcpUnfinished {
+        /// Whether there is a `.metadata.tmp`, which is complete if the save died in its last
+        /// step (PyTorch removes the old `.metadata` before it renames the new one).
+        metadata_tmp: bool,
+    },
+    /// safetensors files, as Hugging Face repositories have them.
+    Safetensors {
+        /// How many at the top.
+        files: usize,
+        /// Whether there is a `model.safetensors.index.json`.
+        indexed: bool,
+    },
+    /// Files of `torch.save`.
+    TorchSave {
+        /// One of them.
+        example: Key,
+    },
+    /// A training run of Megatron-LM: `latest_checkpointed_iteration.txt` and `iter_*` folders.
+    MegatronRun,
+    /// A training run or checkpoint of OLMo-core: `step*` folders or a `model_and_optim` one.
+    OlmoRun,
+    /// No objects: the directory is empty, or there is none.
+    Empty,
+    /// Anything else.
+    Unknown,
+}
+
+/// A directory, and the checkpoints below it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Detection {
+    /// What the directory itself holds.
+    pub kind: Detected,
+    /// Folders, at most two levels down, that are DCP checkpoints; in natural order, so that the
+    /// last one of a run comes last.
+    pub checkpoints: Vec<Key>,
+}
+
+/// Looks at the names in a directory, and into a few files where names do not suffice.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn detect(storage: &Arc<dyn Storage>) -> Result<Detection, StorageError> {
+    let names = Names::collect(&**storage).await?;
+    let kind = names.kind(&**storage).await?;
+    Ok(Detection { kind, checkpoints: names.checkpoints() })
+}
+
+#[derive(Default)]
+struct Names {
+    top: BTreeSet<Key>,
+    folders: BTreeSet<String>,
+    /// Folders with a `.metadata` or `__0.metadata` in them.
+    committed: BTreeSet<Key>,
+}
+
+impl Names {
+    async fn collect(storage: &dyn Storage) -> Result<Self, StorageError> {
+        let mut names = Self::default();
+        let mut objects = storage.list(None).take(LISTED_MAX);
+        while let Some(meta) = objects.next().await {
+            names.add(meta?.key);
+        }
+        Ok(names)
+    }
+
+    fn add(&mut self, key: Key) {
+        let Some((folder, file)) = key.as_str().rsplit_once('/') else {
+            self.top.insert(key);
+            return;
+        };
+        let first = folder.split('/').next().unwrap_or(folder);
+        if !self.folders.contains(first) {
+            self.folders.insert(first.to_owned());
+        }
+        if matches!(file, ".metadata" | "__0.metadata")
+            && folder.split('/').count() <= DEPTH_MAX
+            && let Ok(folder) = Key::new(folder)
+        {
+            self.committed.insert(folder);
+        }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.top.iter().any(|key| key.as_str() == name)
+    }
+
+    fn checkpoints(&self) -> Vec<Key> {
+        let mut all: Vec<_> = self.committed.iter().cloned().collect();
+        all.sort_by_key(|key| natural(key.as_str()));
+        all
+    }
+
+    async fn kind(&self, storage: &dyn Storage) -> Result<Detected, StorageError> {
+        let named: BTreeMap<&Key, Named> =
+            self.top.iter().filter_map(|key| Some((key, Named::parse(key)?))).collect();
+        let any = |wanted: fn(&Named) -> bool| named.values().any(wanted);
+        if any(|named| *named == Named::Metadata) {
+            return Ok(Detected::Dcp);
+        }
+        let rank = |named: &Named| match named {
+            Named::RankMetadata { rank } => Some(*rank),
+            _ => None,
+        };
+        let mut ranks: Vec<u32> = named.values().filter_map(rank).collect();
+        if !ranks.is_empty() {
+            ranks.sort_unstable();
+            return Ok(Detected::DcpRankLocal { ranks });
+        }
+        let metadata_tmp = any(|named| *named == Named::MetadataTmp);
+        if metadata_tmp || any(|named| matches!(named, Named::Data { .. })) {
+            return Ok(Detected::DcpUnfinished { metadata_tmp });
+        }
+        let ending = |endings: &'static [&str]| {
+            self.top.iter().filter(|key| endings.iter().any(|e| key.as_str().ends_with(e)))
+        };
+        let files = ending(&[".safetensors"]).count();
+        let indexed = self.has("model.safetensors.index.json");
+        if files > 0 || indexed {
+            return Ok(Detected::Safetensors { files, indexed });
+        }
+        if self.has("latest_checkpointed_iteration.txt")
+            || self.folders.iter().any(|folder| numbered(folder, "iter_"))
+        {
+            return Ok(Detected::MegatronRun);
+        }
+        if self.folders.contains("model_and_optim")
+            || self.folders.iter().any(|folder| numbered(folder, "step"))
+        {
+            return Ok(Detected::OlmoRun);
+        }
+        for key in ending(&[".pt", ".pth", ".bin", ".ckpt"]).take(OPENED_MAX) {
+            if is_torch_save(storage, key).await? {
+                return Ok(Detected::TorchSave { example: key.clone() });
+            }
+        }
+        let nothing = self.top.is_empty() && self.folders.is_empty();
+        Ok(if nothing { Detected::Empty } else { Detected::Unknown })
+    }
+}
+
+/// Whether a file begins as an archive of `torch.save`, or as its stream before PyTorch 1.6.
+async fn is_torch_save(storage: &dyn Storage, key: &Key) -> Result<bool, StorageError> {
+    const ZIP: &[u8] = b"PK\x03\x04";
+    const LEGACY: &[u8] = b"\x80\x02\x8a\x0a";
+    if storage.stat(key).await?.byte_len < 4 {
+        return Ok(false);
+    }
+    let magic = storage.read_range(key, 0..4).await?;
+    Ok(magic == ZIP || magic == LEGACY)
+}
+
+fn numbered(name: &str, prefix: &str) -> bool {
+    name.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+/// A sort key in which `step_9` comes before `step_10`.
+fn natural(name: &str) -> Vec<(String, u128)> {
+    let mut parts = Vec::new();
+    let mut rest = name;
+    while !rest.is_empty() {
+        let digits_at = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
+        let (text, tail) = rest.split_at(digits_at);
+        let end = tail.find(|c: char| !c.is_ascii_digit()).unwrap_or(tail.len());
+        let (digits, tail) = tail.split_at(end);
+        parts.push((text.to_owned(), digits.parse().unwrap_or(u128::MAX)));
+        rest = tail;
+    }
+    parts
+}
+
+impl fmt::Display for Detected {
+    /// A sentence without its subject: "is empty or does not exist".
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dcp => f.write_str("is a PyTorch DCP checkpoint"),
+            Self::DcpRankLocal { ranks } => {
+                let n = ranks.len();
+                write!(f, "is a PyTorch DCP checkpoint of {n} ranks saved without collectives")
+            }
+            Self::DcpUnfinished { metadata_tmp: false } => f.write_str(
+                "has data files of a PyTorch DCP checkpoint but no .metadata: the save did not \
+                 finish",
+            ),
+            Self::DcpUnfinished { metadata_tmp: true } => f.write_str(
+                "has a .metadata.tmp but no .metadata: a save died before its last step; the file \
+                 may be complete, and renaming it to .metadata then completes the checkpoint",
+            ),
+            Self::Safetensors { files, .. } => {
+                write!(
+                    f,
+                    "holds {files} safetensors files, as Hugging Face models do, not a DCP \
+                           checkpoint"
+                )
+            }
+            Self::TorchSave { example } => {
+                write!(f, "holds files of torch.save, such as {example:?}, not a DCP checkpoint")
+            }
+            Self::MegatronRun => f.write_str("is the directory of a Megatron-LM run"),
+            Self::OlmoRun => f.write_str("is a directory of OLMo-core"),
+            Self::Empty => f.write_str("is empty or does not exist"),
+            Self::Unknown => f.write_str("has no .metadata"),
+        }
+    }
+}
+
+impl Detection {
+    /// What to tell someone who expected a DCP checkpoint here.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        let mut text = format!("not a checkpoint: the directory {}", self.kind);
+        match &*self.checkpoints {
+            [] => {}
+            [one] => text.push_str(&format!("; there is a checkpoint in {one:?}")),
+            [.., last] => text.push_str(&format!(
+                "; there are {} checkpoints in folders below it, such as {last:?}",
+                self.checkpoints.len()
+            )),
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_sort_as_numbers() {
+        let mut names = vec!["step_10", "step_9", "step_9/ema", "a", "step_100"];
+        names.sort_by_key(|name| natural(name));
+        assert_eq!(names, ["a", "step_9", "step_9/ema", "step_10", "step_100"]);
+    }
+
+    #[test]
+    fn hints_name_the_last_checkpoint() {
+        let key = |name| Key::new(name).unwrap();
+        let detection = Detection {
+            kind: Detected::OlmoRun,
+            checkpoints: vec![key("step9/model_and_optim"), key("step10/model_and_optim")],
+        };
+        assert!(detection.hint().ends_with(r#"such as "step10/model_and_optim""#));
+    }
+}

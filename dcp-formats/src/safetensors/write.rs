@@ -1,0 +1,66 @@
+//! Writing a whole safetensors file to a storage.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{CheckpointError, DataSource, FormatError, Key, Storage};
+use indexmap::IndexMap;
+
+use super::encode::{EncodedHeader, SafetensorsItem, encode_header};
+use crate::upload::{FileItem, FileSpec, Framing, Progress, write_file};
+
+/// Writes a file that must not exist yet, and returns its header. `data` counts items as
+/// `items` does; their bytes are streamed.
+///
+/// # Errors
+///
+/// When the header cannot be made (see [`encode_header`]), or data or storage fail; then there
+/// is no file.
+pub async fn write(
+    storage: &dyn Storage,
+    key: &Key,
+    items: &[SafetensorsItem],
+    metadata: &IndexMap<String, String>,
+    data: Arc<dyn DataSource>,
+    progress: Option<&Progress>,
+) -> Result<EncodedHeader, CheckpointError> {
+    let encoded = encode_header(items, metadata)?;
+    let mut file_items = vec![FileItem { item: 0, byte_len: 0 }];
+    let mut names = vec![Arc::from("")];
+    for &index in &encoded.order {
+        let Some(item) = items.get(index) else { continue };
+        let byte_range = encoded.header.get(&item.name).map(|info| info.byte_range.clone());
+        let byte_len = byte_range.map_or(0, |range| range.end - range.start);
+        file_items.push(FileItem { item: index, byte_len });
+        names.push(Arc::clone(&item.name));
+    }
+    let framing = Image { header: encoded.bytes.clone(), names };
+    let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
+    write_file(storage, spec, &*data, progress).await?;
+    Ok(encoded)
+}
+
+/// The header, as what comes before an empty first item; nothing is between tensors.
+#[derive(Debug)]
+struct Image {
+    header: Bytes,
+    names: Vec<Arc<str>>,
+}
+
+impl Framing for Image {
+    fn before(&self, position: usize) -> Result<Bytes, FormatError> {
+        Ok(if position == 0 { self.header.clone() } else { Bytes::new() })
+    }
+
+    fn after(&self, _: usize, _: u32) -> Result<Bytes, FormatError> {
+        Ok(Bytes::new())
+    }
+
+    fn needs_crc(&self, _: usize) -> bool {
+        false
+    }
+
+    fn name(&self, position: usize) -> &str {
+        self.names.get(position).map_or("", |name| name)
+    }
+}

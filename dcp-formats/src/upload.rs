@@ -1,0 +1,235 @@
+//! Streaming items into a file: bounded memory, no copy of tensor data, CRCs on the way.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use dcp_core::{
+    CheckpointError, DataSource, FormatError, Key, Payload, PlanError, PutMode, Storage, Upload,
+};
+use futures_util::future::join;
+
+/// Called with the number of bytes each time some were written or read.
+pub type Progress = Arc<dyn Fn(u64) + Send + Sync>;
+
+/// Bytes that are sent at a time.
+const PART_BYTES: u64 = 64 << 20;
+/// Files up to this length are put whole, in one request.
+const SINGLE_PUT_BYTES: u64 = 8 << 20;
+/// Pieces below this length are copied together, so that a part is not a list of crumbs.
+const CRUMB_BYTES: usize = 4096;
+
+/// What a file has around the bytes of each item.
+pub(crate) trait Framing: fmt::Debug + Send + Sync {
+    /// What comes before the item at `position` of the file.
+    fn before(&self, position: usize) -> Result<Bytes, FormatError>;
+
+    /// What comes after it, when the item's bytes have this CRC-32.
+    fn after(&self, position: usize, crc32: u32) -> Result<Bytes, FormatError>;
+
+    /// Whether [`after`](Self::after) looks at the CRC.
+    fn needs_crc(&self, position: usize) -> bool;
+
+    /// The item's name, for errors.
+    fn name(&self, position: usize) -> &str;
+}
+
+/// An item of a file: its position in the [`DataSource`], and its length in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FileItem {
+    pub(crate) item: usize,
+    pub(crate) byte_len: u64,
+}
+
+/// A file to write: `byte_len` bytes in all.
+#[derive(Debug)]
+pub(crate) struct FileSpec<'a> {
+    pub(crate) key: &'a Key,
+    pub(crate) byte_len: u64,
+    pub(crate) items: &'a [FileItem],
+    pub(crate) framing: &'a dyn Framing,
+}
+
+/// Writes one file that must not exist yet; when this fails there is none.
+pub(crate) async fn write_file(
+    storage: &dyn Storage,
+    file: FileSpec<'_>,
+    data: &dyn DataSource,
+    progress: Option<&Progress>,
+) -> Result<(), CheckpointError> {
+    let report = |written: u64| {
+        if let Some(progress) = progress {
+            progress(written);
+        }
+    };
+    let mut parts = Parts::new(&file, data);
+    if file.byte_len <= SINGLE_PUT_BYTES {
+        let whole = parts.next(u64::MAX).await?.unwrap_or_default();
+        check_len(&file, whole.len())?;
+        let len = whole.len();
+        storage.put(file.key, whole, PutMode::Create).await?;
+        report(len);
+        return Ok(());
+    }
+    let mut upload = storage.start_upload(file.key).await?;
+    let sent = send(&mut *upload, &mut parts, &report).await;
+    match sent.and_then(|len| check_len(&file, len)) {
+        Ok(()) => Ok(upload.complete().await?),
+        Err(error) => {
+            if let Err(left) = upload.abort().await {
+                tracing::debug!(file = %file.key, error = %left, "cannot abort an upload");
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Sends all parts; while one is on its way, the next is made.
+async fn send(
+    upload: &mut dyn Upload,
+    parts: &mut Parts<'_>,
+    report: &(dyn Fn(u64) + Send + Sync),
+) -> Result<u64, CheckpointError> {
+    let mut total = 0;
+    let mut ready = parts.next(PART_BYTES).await?;
+    while let Some(part) = ready {
+        let len = part.len();
+        let (sent, next) = join(upload.put_part(part), parts.next(PART_BYTES)).await;
+        sent?;
+        report(len);
+        total += len;
+        ready = next?;
+    }
+    Ok(total)
+}
+
+fn check_len(file: &FileSpec<'_>, len: u64) -> Result<(), CheckpointError> {
+    if len == file.byte_len {
+        return Ok(());
+    }
+    let problem = format!("{len} bytes were made of the {} planned", file.byte_len);
+    Err(FormatError::new("file to write", problem).in_file(file.key.as_str(), len).into())
+}
+
+/// Makes the parts of a file, in order.
+struct Parts<'a> {
+    items: &'a [FileItem],
+    framing: &'a dyn Framing,
+    data: &'a dyn DataSource,
+    position: usize,
+    /// Bytes of the current item that were resolved; `None` before its head was made.
+    resolved: Option<u64>,
+    /// Resolved bytes that did not fit into the last part.
+    rest: Payload,
+    crc32: crc32fast::Hasher,
+}
+
+impl<'a> Parts<'a> {
+    fn new(file: &FileSpec<'a>, data: &'a dyn DataSource) -> Self {
+        Self {
+            items: file.items,
+            framing: file.framing,
+            data,
+            position: 0,
+            resolved: None,
+            rest: Payload::default(),
+            crc32: crc32fast::Hasher::new(),
+        }
+    }
+
+    /// The next part, of about `limit` bytes; `None` at the end of the file.
+    async fn next(&mut self, limit: u64) -> Result<Option<Payload>, CheckpointError> {
+        let mut part = Gather::default();
+        while part.len < limit {
+            let Some(&FileItem { item, byte_len }) = self.items.get(self.position) else { break };
+            match self.resolved {
+                None => {
+                    part.push(self.framing.before(self.position)?);
+                    self.crc32 = crc32fast::Hasher::new();
+                    self.resolved = Some(0);
+                }
+                _ if !self.rest.is_empty() => self.take(&mut part, limit),
+                Some(done) if done < byte_len => self.resolve(item, done, byte_len).await?,
+                Some(_) => {
+                    let crc32 = std::mem::take(&mut self.crc32).finalize();
+                    part.push(self.framing.after(self.position, crc32)?);
+                    self.resolved = None;
+                    self.position += 1;
+                }
+            }
+        }
+        Ok(part.finish())
+    }
+
+    async fn resolve(
+        &mut self,
+        item: usize,
+        done: u64,
+        byte_len: u64,
+    ) -> Result<(), CheckpointError> {
+        let end = byte_len.min(done.saturating_add(self.data.segment_bytes().max(1)));
+        let payload = self.data.resolve(item, done..end).await?;
+        if payload.len() != end - done {
+            return Err(PlanError::Unsupported {
+                fqn: self.framing.name(self.position).to_owned(),
+                problem: format!(
+                    "bytes {done}..{end} of {byte_len} were asked for, the source gave {}",
+                    payload.len()
+                ),
+            }
+            .into());
+        }
+        self.resolved = Some(end);
+        self.rest = payload;
+        Ok(())
+    }
+
+    /// Moves what fits from the resolved bytes to the part.
+    fn take(&mut self, part: &mut Gather, limit: u64) {
+        let room = limit - part.len;
+        let rest = std::mem::take(&mut self.rest);
+        let now = if rest.len() > room {
+            self.rest = rest.slice(room..rest.len());
+            rest.slice(0..room)
+        } else {
+            rest
+        };
+        for piece in now.pieces() {
+            if self.framing.needs_crc(self.position) {
+                self.crc32.update(piece);
+            }
+            part.push(piece.clone());
+        }
+    }
+}
+
+/// A payload in the making.
+#[derive(Default)]
+struct Gather {
+    pieces: Vec<Bytes>,
+    crumbs: BytesMut,
+    len: u64,
+}
+
+impl Gather {
+    fn push(&mut self, piece: Bytes) {
+        self.len += piece.len() as u64;
+        if piece.len() < CRUMB_BYTES {
+            self.crumbs.extend_from_slice(&piece);
+        } else {
+            self.flush();
+            self.pieces.push(piece);
+        }
+    }
+
+    fn flush(&mut self) {
+        if !self.crumbs.is_empty() {
+            self.pieces.push(self.crumbs.split().freeze());
+        }
+    }
+
+    fn finish(mut self) -> Option<Payload> {
+        self.flush();
+        if self.pieces.is_empty() { None } else { Some(Payload::from(self.pieces)) }
+    }
+}

@@ -53,9 +53,7 @@ pub struct FlatEntry<'a> {
 /// more than 512 deep.
 pub fn flatten(state: &StateDict, rule: FlattenRule) -> Result<Vec<FlatEntry<'_>>, PlanError> {
     let mut walk = Walk { rule, path: Vec::new(), leaves: Vec::new() };
-    for (key, value) in state.iter() {
-        walk.step_into(key, value)?;
-    }
+    walk.run(state)?;
     let mut seen = HashSet::with_capacity(walk.leaves.len());
     for leaf in &walk.leaves {
         if !seen.insert(&*leaf.fqn) {
@@ -145,87 +143,122 @@ pub(crate) fn mapping(value: &Value) -> Option<Mapping<'_>> {
 
 pub(crate) type Mapping<'a> = Box<dyn Iterator<Item = (&'a Value, &'a Value)> + 'a>;
 
+/// The way through a state dict, on a stack of its own: hostile nesting must not use up the
+/// thread's.
 struct Walk<'a> {
     rule: FlattenRule,
     path: Vec<PathItem>,
     leaves: Vec<FlatEntry<'a>>,
 }
 
-impl<'a> Walk<'a> {
-    fn step_into(&mut self, key: &Value, value: &'a Value) -> Result<(), PlanError> {
-        let text = python_str(key).ok_or_else(|| {
-            self.unsupported(format!("a dict key of type {} has no text", key.kind()))
-        })?;
-        self.visit(PathItem::Key(text.into()), value)
-    }
+/// What is left of a container.
+enum Level<'a> {
+    Mapping(Mapping<'a>),
+    List(std::iter::Enumerate<std::slice::Iter<'a, Value>>),
+}
 
-    fn visit(&mut self, step: PathItem, value: &'a Value) -> Result<(), PlanError> {
-        if self.path.len() >= MAX_DEPTH {
-            return Err(self.unsupported(format!("it is nested more than {MAX_DEPTH} deep")));
-        }
-        self.path.push(step);
-        if !self.is_descended(value)? {
-            let path = (self.rule != FlattenRule::TopLevel).then(|| self.path.as_slice().into());
-            self.leaves.push(FlatEntry { fqn: joined(&self.path).into(), path, value });
-        } else if let Some(entries) = mapping(value) {
-            for (key, value) in entries {
-                self.step_into(key, value)?;
+impl<'a> Walk<'a> {
+    fn run(&mut self, state: &'a StateDict) -> Result<(), PlanError> {
+        let mut levels = vec![Level::Mapping(Box::new(state.iter()))];
+        while let Some(level) = levels.last_mut() {
+            let next = match level {
+                Level::Mapping(entries) => match entries.next() {
+                    Some((key, value)) => Some((self.step(key)?, value)),
+                    None => None,
+                },
+                Level::List(items) => {
+                    items.next().map(|(index, item)| (PathItem::Index(index as u64), item))
+                }
+            };
+            let Some((step, value)) = next else {
+                levels.pop();
+                self.path.pop();
+                continue;
+            };
+            if self.path.len() >= MAX_DEPTH {
+                return Err(self.too_deep());
             }
-        } else if let Value::List(items) = value {
-            for (index, item) in items.iter().enumerate() {
-                self.visit(PathItem::Index(index as u64), item)?;
+            self.path.push(step);
+            match self.descend(value)? {
+                Some(level) => levels.push(level),
+                None => {
+                    let nested = self.rule != FlattenRule::TopLevel;
+                    let path = nested.then(|| self.path.as_slice().into());
+                    self.leaves.push(FlatEntry { fqn: joined(&self.path).into(), path, value });
+                    self.path.pop();
+                }
             }
         }
-        self.path.pop();
         Ok(())
     }
 
-    fn is_descended(&self, value: &Value) -> Result<bool, PlanError> {
-        match self.rule {
-            FlattenRule::TopLevel => Ok(false),
-            FlattenRule::Torch24 if mapping(value).is_some() => Ok(true),
+    fn step(&self, key: &Value) -> Result<PathItem, PlanError> {
+        let text = python_str(key).ok_or_else(|| {
+            self.unsupported(format!("a dict key of type {} has no text", key.kind()))
+        })?;
+        Ok(PathItem::Key(text.into()))
+    }
+
+    /// The container that `value` is, unless it is a leaf.
+    fn descend(&self, value: &'a Value) -> Result<Option<Level<'a>>, PlanError> {
+        let descended = match self.rule {
+            FlattenRule::TopLevel => false,
+            FlattenRule::Torch24 if mapping(value).is_some() => true,
             FlattenRule::Torch24 | FlattenRule::Torch20 => {
-                holds_more(value, self.rule, MAX_DEPTH - self.path.len() + 1).ok_or_else(|| {
-                    self.unsupported(format!("it is nested more than {MAX_DEPTH} deep"))
-                })
+                is_not_terminal(value, self.rule).ok_or_else(|| self.too_deep())?
             }
-        }
+        };
+        Ok(match value {
+            _ if !descended => None,
+            Value::List(items) => Some(Level::List(items.iter().enumerate())),
+            _ => mapping(value).map(Level::Mapping),
+        })
+    }
+
+    fn too_deep(&self) -> PlanError {
+        self.unsupported(format!("it is nested more than {MAX_DEPTH} deep"))
     }
 
     fn unsupported(&self, problem: String) -> PlanError {
         // The name of something nested too deep would fill the screen.
-        let shown = self.path.len().min(16);
-        let mut fqn = joined(&self.path[..shown]);
-        if shown < self.path.len() {
+        let shown = self.path.get(..16).unwrap_or(&self.path);
+        let mut fqn = joined(shown);
+        if shown.len() < self.path.len() {
             fqn.push_str(".…");
         }
         PlanError::Unsupported { fqn, problem }
     }
 }
 
-/// PyTorch's test of what is no terminal; `None` when `depth` levels do not suffice to tell.
-fn holds_more(value: &Value, rule: FlattenRule, depth: usize) -> Option<bool> {
-    let depth = depth.checked_sub(1)?;
-    let more = |item: &Value| match item {
-        Value::Tensor(_) => Some(true),
-        Value::List(_) => holds_more(item, rule, depth),
-        _ if rule == FlattenRule::Torch24 => Some(mapping(item).is_some()),
-        _ => holds_more(item, rule, depth),
-    };
-    let mut items: Box<dyn Iterator<Item = &Value>> = match value {
-        Value::List(items) => Box::new(items.iter()),
-        _ if rule == FlattenRule::Torch20 => match mapping(value) {
-            Some(entries) => Box::new(entries.map(|(_, value)| value)),
-            None => return Some(false),
-        },
-        _ => return Some(false),
-    };
-    items
-        .find_map(|item| match more(item) {
-            Some(false) => None,
-            found => Some(found),
-        })
-        .unwrap_or(Some(false))
+/// PyTorch's test of what is no terminal; `None` for nesting beyond the limit.
+fn is_not_terminal(value: &Value, rule: FlattenRule) -> Option<bool> {
+    let mut levels = Vec::from_iter(inside(value, rule));
+    while let Some(level) = levels.last_mut() {
+        let Some(item) = level.next() else {
+            levels.pop();
+            continue;
+        };
+        let is_dict = || rule == FlattenRule::Torch24 && mapping(item).is_some();
+        if matches!(item, Value::Tensor(_)) || is_dict() {
+            return Some(true);
+        }
+        if levels.len() > MAX_DEPTH {
+            return None;
+        }
+        levels.extend(inside(item, rule));
+    }
+    Some(false)
+}
+
+/// What the test of [`is_not_terminal`] looks into.
+fn inside(value: &Value, rule: FlattenRule) -> Option<Box<dyn Iterator<Item = &Value> + '_>> {
+    match value {
+        Value::List(items) => Some(Box::new(items.iter())),
+        _ if rule == FlattenRule::Torch20 => {
+            Some(Box::new(mapping(value)?.map(|(_, value)| value)))
+        }
+        _ => None,
+    }
 }
 
 /// The flat name of a path.

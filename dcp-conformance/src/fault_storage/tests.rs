@@ -16,7 +16,7 @@ fn memory() -> (Arc<MemoryStorage>, FaultStorage) {
     (Arc::clone(&memory), FaultStorage::new(memory))
 }
 
-/// Every method once: twelve operations.
+/// Every method once: ten operations.
 async fn everything(storage: &FaultStorage) -> Vec<Option<StorageErrorKind>> {
     let mut outcomes = Vec::new();
     let mut note =

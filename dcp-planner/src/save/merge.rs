@@ -49,6 +49,7 @@ pub(super) struct MergedKey<'a> {
     rank: Rank,
     /// The last rank that listed the name.
     last_rank: Rank,
+    contradicted: bool,
     items: u32,
 }
 
@@ -63,11 +64,11 @@ pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
     if u32::try_from(total).is_err() || u32::try_from(locals.len()).is_err() {
         return Err(unsupported("", "more than 2^32 items in one save"));
     }
-    let mut errors = Vec::new();
-    let (mut keys, ids) = intern(locals, &mut errors)?;
+    let (mut keys, ids) = intern(locals)?;
     let rows = group_by_key(locals, &mut keys, &ids, total)?;
     let mut merged =
         Merged { locals, bases, keys, owners: Vec::with_capacity(total), chunks: Vec::new() };
+    let mut errors = Vec::new();
     let mut sorted = Vec::new();
     let mut start = 0_usize;
     for key in 0..merged.keys.len() {
@@ -88,8 +89,14 @@ pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
         }
         start = end;
     }
+    none_of(errors)?;
+    Ok(merged)
+}
+
+/// One error, or several as one.
+fn none_of(mut errors: Vec<PlanError>) -> Result<(), PlanError> {
     match errors.len() {
-        0 => Ok(merged),
+        0 => Ok(()),
         1 => Err(errors.remove(0)),
         _ => Err(PlanError::Many(errors)),
     }
@@ -98,12 +105,10 @@ pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
 type Ids = Vec<Vec<u32>>;
 
 /// Gives every name a number, in the order of first appearance.
-fn intern<'a>(
-    locals: &'a [SavePlan],
-    errors: &mut Vec<PlanError>,
-) -> Result<(Vec<MergedKey<'a>>, Ids), PlanError> {
+fn intern(locals: &[SavePlan]) -> Result<(Vec<MergedKey<'_>>, Ids), PlanError> {
     let mut numbers: HashMap<&str, u32> = HashMap::new();
-    let mut keys: Vec<MergedKey<'a>> = Vec::new();
+    let mut errors = Vec::new();
+    let mut keys: Vec<MergedKey<'_>> = Vec::new();
     let mut ids: Ids = Vec::with_capacity(locals.len());
     for (rank, local) in locals.iter().enumerate() {
         let rank = rank as Rank;
@@ -119,7 +124,8 @@ fn intern<'a>(
                     }
                     known.last_rank = rank;
                     known.path = known.path.or(key.path.as_ref());
-                    if known.spec != key.tensor.as_ref() {
+                    if known.spec != key.tensor.as_ref() && !known.contradicted {
+                        known.contradicted = true;
                         errors.push(disagreement(known, key, rank));
                     }
                     id
@@ -136,6 +142,7 @@ fn intern<'a>(
                         spec: key.tensor.as_ref(),
                         rank,
                         last_rank: rank,
+                        contradicted: false,
                         items: 0,
                     });
                     id
@@ -145,6 +152,7 @@ fn intern<'a>(
         }
         ids.push(mine);
     }
+    none_of(errors)?;
     Ok((keys, ids))
 }
 
@@ -298,11 +306,8 @@ impl<'a> Merged<'a> {
             }
             metadata.insert(Arc::clone(fqn), entry);
         }
-        match errors.len() {
-            0 => Ok(GlobalPlan { metadata, selections }),
-            1 => Err(errors.remove(0)),
-            _ => Err(PlanError::Many(errors)),
-        }
+        none_of(errors)?;
+        Ok(GlobalPlan { metadata, selections })
     }
 
     fn entry(&self, key: usize) -> Entry {

@@ -2,7 +2,7 @@
 //!
 //! - `save DIR GIB`, `load DIR GIB`: a state dict of tensors of 32 MiB, without a group.
 //! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit.
-//! - `save-one DIR`, `slice DIR rows|columns`: one tensor of 1 GiB, and the part of rank 37 of 64.
+//! - `slice DIR rows|columns`: the part of rank 37 of 64 of one tensor of 1 GiB.
 
 use std::error::Error;
 use std::fs::File;
@@ -39,15 +39,6 @@ fn main() -> Result {
         }
         ["write", file, gib] => (write(file, tensors(gib)?)?, None),
         ["read", file, gib] => (read(file, tensors(gib)?)?, None),
-        ["save-one", dir] => {
-            let mut state = StateDict::new();
-            let bytes = 4 * LARGE.iter().product::<u64>();
-            let memory = vec![1; usize::try_from(bytes)?];
-            state.insert("large", Tensor::replicated(DType::Float32, LARGE, memory)?);
-            let start = Instant::now();
-            dcp::blocking::save(&state, dir)?;
-            (start.elapsed(), None)
-        }
         ["slice", dir, by] => {
             let [rows, columns] = LARGE;
             let region = match by {

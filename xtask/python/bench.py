@@ -89,7 +89,7 @@ def main(what, path, *args):
         part = torch.zeros(size)
         part.global_shape, part.global_offsets, part.local_offsets, part.local_sizes = LARGE, (offset,), ((0, 0),), (size,)
         result = timed(lambda: dcp.load({"large": part}, checkpoint_id=path, no_dist=True))
-        assert (part == 1 if part.any() else part != 0).all() and part.numel() * 4 == 16 << 20
+        assert (part == 1).all()
         result["bytes_needed"] = part.numel() * 4
     print(json.dumps(result))
 

@@ -122,7 +122,7 @@ impl Bench {
     /// What one of 64 ranks reads for its part of a tensor that one rank saved.
     fn slices(&self, folder: &Path, rows: &mut Vec<Row>) -> Result {
         let saved = folder.join("one");
-        self.rust("save-one", &saved, &[])?;
+        self.torch("save-one", &saved, &[])?;
         for by in ["rows", "columns"] {
             let ratio = |report: &Value| {
                 let number = |field| report.get(field).and_then(Value::as_f64).unwrap_or(f64::NAN);

@@ -1,5 +1,6 @@
 //! On-disk formats: pickle, torch archives, PyTorch DCP metadata, safetensors.
 
+pub mod metadata;
 pub mod pickle;
 pub mod torch_object;
 pub mod torch_tensor;

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use dcp_core::{FormatError, Opaque, Tensor, Value};
 
 use crate::pickle::{Converted, Converter, Hook, Limits, NodeId, Pickle, TensorSink, Writer};
-use crate::torch_tensor::{ByteOrder, TensorLayout, byte_order, check_storage, small_record};
+use crate::torch_tensor::{ByteOrder, TensorLayout, byte_order, small_record, storage_record};
 use crate::torch_zip::{ArchiveEncoder, ArchiveIndex, Halt, RecordSet, Sparse};
 
 /// A deflated record may grow to this; PyTorch's own are stored.
@@ -105,10 +105,8 @@ impl Tensors<'_> {
         let key = &layout.storage().key;
         let fresh = !self.storages.contains_key(key);
         if fresh {
-            let entry = self.index.require(&format!("data/{key}"))?;
-            check_storage(layout, entry.byte_len())?;
-            let record = entry.find(&self.blob)?;
-            let kept = self.blob.need(entry.name(), record.data.clone())?;
+            let record = storage_record(&self.blob, self.index, layout)?;
+            let kept = self.blob.need("a storage", record.data.clone())?;
             let storage = record.decode(kept, INFLATED_MAX)?;
             self.storages.insert(key.clone(), storage);
         }

@@ -1,5 +1,7 @@
 //! Every blob of every fixture, taken apart and put together again.
 
+#![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
+
 mod support;
 
 use bytes::Bytes;
@@ -83,7 +85,7 @@ fn tensor_pickles_are_rebuilt_byte_for_byte() {
         }
         rebuilt += 1;
     }
-    assert!(row_major > 500 && rebuilt > row_major + 15, "{row_major} of {rebuilt}");
+    assert!(row_major > 500 && rebuilt > row_major + 10, "{row_major} of {rebuilt}");
 }
 
 #[test]

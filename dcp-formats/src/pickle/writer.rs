@@ -31,7 +31,8 @@ const BATCH: usize = 1000;
 pub struct Writer {
     out: Vec<u8>,
     memo_len: u32,
-    by_name: HashMap<(Box<str>, Box<str>), u32>,
+    /// By module, then by name.
+    by_name: HashMap<Box<str>, HashMap<Box<str>, u32>>,
     by_value: HashMap<Box<str>, u32>,
     /// By address; the clone keeps the address from being used again.
     by_identity: HashMap<usize, (u32, Arc<str>)>,
@@ -182,8 +183,7 @@ impl Writer {
     /// A name to import.
     pub fn global(&mut self, module: &str, name: &str) {
         let (module, name) = to_python2(module, name);
-        let key = (Box::from(module), Box::from(name));
-        if let Some(memo) = self.by_name.get(&key) {
+        if let Some(memo) = self.by_name.get(module).and_then(|names| names.get(name)) {
             return self.get(*memo);
         }
         self.out.push(op::GLOBAL);
@@ -192,7 +192,7 @@ impl Writer {
             self.out.push(b'\n');
         }
         let memo = self.memoize();
-        self.by_name.insert(key, memo);
+        self.by_name.entry(module.into()).or_default().insert(name.into(), memo);
     }
 
     /// `()`.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use dcp_core::FormatError;
 
-use super::layout::TensorLayout;
+use super::layout::{StorageRef, TensorLayout};
 use crate::pickle::{Limits, Pickle};
 use crate::torch_zip::{
     ArchiveEncoder, ArchiveIndex, Entry, Halt, Method, Progress, Record, RecordSet, Sparse,
@@ -52,10 +52,8 @@ impl TensorBlob {
         let pickle = small_record(blob, index.require("data.pkl")?, PICKLE_LEN_MAX)?;
         let layout = TensorLayout::from_pickle(&pickle)?;
         let byte_order = byte_order(blob, &index)?;
-        let key = &layout.storage().key;
-        let entry = index.require(&format!("data/{key}"))?;
-        check_storage(&layout, entry.byte_len())?;
-        Ok(Self { byte_order, storage: entry.find(blob)?, layout })
+        let storage = storage_record(blob, &index, &layout)?;
+        Ok(Self { byte_order, storage, layout })
     }
 
     /// The same from the first bytes alone, where that is certain: the archive of `byte_len` bytes
@@ -154,12 +152,27 @@ pub(crate) fn byte_order(blob: &Sparse<'_>, index: &ArchiveIndex) -> Result<Byte
     }
 }
 
-pub(crate) fn check_storage(layout: &TensorLayout, found: u64) -> Result<(), FormatError> {
-    let storage = layout.storage();
-    if storage.byte_len == found {
-        return Ok(());
+/// The record of a tensor's storage.
+pub(crate) fn storage_record(
+    blob: &Sparse<'_>,
+    index: &ArchiveIndex,
+    layout: &TensorLayout,
+) -> Result<Record, Halt> {
+    let StorageRef { key, byte_len: expected, .. } = layout.storage();
+    let name = format!("data/{key}");
+    let entry = match index.entry(&name) {
+        // OLMo-core writes no record for an empty storage.
+        None if *expected == 0 => {
+            return Ok(Record { data: 0..0, byte_len: 0, crc32: None, method: Method::Stored });
+        }
+        None => index.require(&name)?,
+        Some(entry) => entry,
+    };
+    let found = entry.byte_len();
+    if found != *expected {
+        let problem =
+            format!("storage {key:?} has {found} bytes, the tensor's pickle says {expected}");
+        return Err(FormatError::new("torch archive", problem).at(entry.header_offset()).into());
     }
-    let (key, expected) = (&storage.key, storage.byte_len);
-    let problem = format!("storage {key:?} has {found} bytes, the tensor's pickle says {expected}");
-    Err(FormatError::new("torch archive", problem))
+    entry.find(blob)
 }

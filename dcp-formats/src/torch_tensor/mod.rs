@@ -12,5 +12,5 @@ mod storage_class;
 mod write;
 
 pub use blob::{ByteOrder, TensorBlob};
-pub(crate) use blob::{byte_order, check_storage, small_record};
+pub(crate) use blob::{byte_order, small_record, storage_record};
 pub use layout::{Quantizer, StorageRef, TensorLayout};

@@ -1,0 +1,174 @@
+//! Dataclass instances and numbers out of a pickle's nodes.
+
+use std::cell::Cell;
+
+use dcp_core::FormatError;
+
+use super::class::{Class, describe};
+use crate::pickle::{Node, NodeId, Pickle};
+
+/// A pickle whose globals are known by meaning.
+#[derive(Debug)]
+pub(super) struct Graph<'p, 'a> {
+    pub(super) pickle: &'p Pickle<'a>,
+    classes: Vec<Class>,
+    /// Numbers and chunks that may still be read. A pickle can refer to one long list from
+    /// everywhere; a checkpoint has no reason to.
+    allowance: Cell<usize>,
+}
+
+/// Numbers and chunks read per node or reference of the pickle; real ones have less than one.
+const ALLOWANCE: usize = 16;
+/// Bytes of text that count as one number.
+const TEXT_UNIT: usize = 16;
+/// More than any of PyTorch's classes has.
+const ATTRIBUTES_MAX: usize = 64;
+
+/// The attributes of one instance: names and values in turn.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Attributes<'p> {
+    entries: &'p [NodeId],
+}
+
+impl<'p, 'a> Graph<'p, 'a> {
+    pub(super) fn new(pickle: &'p Pickle<'a>) -> Self {
+        let classes =
+            pickle.globals().iter().map(|global| Class::of(&global.module, &global.name)).collect();
+        let size = pickle.node_count().saturating_add(pickle.reference_count());
+        Self { pickle, classes, allowance: Cell::new(size.saturating_mul(ALLOWANCE)) }
+    }
+
+    /// Takes `count` from what may be read.
+    pub(super) fn spend(&self, count: usize) -> Result<(), FormatError> {
+        match self.allowance.get().checked_sub(count) {
+            Some(left) => {
+                self.allowance.set(left);
+                Ok(())
+            }
+            None => Err(bad("it refers to the same lists over and over")),
+        }
+    }
+
+    /// What a global node means.
+    pub(super) fn meaning(&self, id: NodeId) -> Option<Class> {
+        match self.pickle.node(id) {
+            Node::Global(n) => self.classes.get(*n as usize).copied(),
+            _ => None,
+        }
+    }
+
+    /// The class of an object node.
+    pub(super) fn class(&self, id: NodeId) -> Option<Class> {
+        self.meaning(self.pickle.object(id)?.class)
+    }
+
+    /// The attributes of an instance of `class`.
+    pub(super) fn instance(
+        &self,
+        id: NodeId,
+        class: Class,
+        what: &str,
+    ) -> Result<Attributes<'p>, FormatError> {
+        if self.class(id) != Some(class) {
+            return Err(self.unexpected(what, id));
+        }
+        let state = self.pickle.object(id).and_then(|object| object.state);
+        let entries = match state.map(|state| self.pickle.node(state)) {
+            None | Some(Node::None) => &[],
+            Some(Node::Dict(entries)) => self.pickle.children(*entries),
+            Some(_) => return Err(bad(format!("{what} has no dict of attributes"))),
+        };
+        if entries.len() > 2 * ATTRIBUTES_MAX {
+            return Err(bad(format!("{what} has more than {ATTRIBUTES_MAX} attributes")));
+        }
+        Ok(Attributes { entries })
+    }
+
+    /// The value of an attribute.
+    pub(super) fn attribute(&self, attributes: Attributes<'p>, name: &str) -> Option<NodeId> {
+        let entries = attributes.entries.as_chunks::<2>().0;
+        let found = entries.iter().find(|[key, _]| self.pickle.str(*key) == Some(name));
+        found.map(|[_, value]| *value)
+    }
+
+    /// The value of an attribute that must be there.
+    pub(super) fn require(
+        &self,
+        attributes: Attributes<'p>,
+        name: &str,
+        what: &str,
+    ) -> Result<NodeId, FormatError> {
+        self.attribute(attributes, name).ok_or_else(|| bad(format!("{what} has no {name:?}")))
+    }
+
+    /// Keys and values of a dict; none for `None`.
+    pub(super) fn entries(&self, id: NodeId, what: &str) -> Result<&'p [[NodeId; 2]], FormatError> {
+        match self.pickle.node(id) {
+            Node::Dict(span) => Ok(self.pickle.children(*span).as_chunks::<2>().0),
+            Node::None => Ok(&[]),
+            _ => Err(self.unexpected(what, id)),
+        }
+    }
+
+    pub(super) fn str(&self, id: NodeId, what: &str) -> Result<&'p str, FormatError> {
+        let text = self.pickle.str(id).ok_or_else(|| self.unexpected(what, id))?;
+        self.spend(text.len() / TEXT_UNIT)?;
+        Ok(text)
+    }
+
+    pub(super) fn uint(&self, id: NodeId, what: &str) -> Result<u64, FormatError> {
+        match self.pickle.node(id) {
+            Node::Int(n) => u64::try_from(*n).map_err(|_| bad(format!("{what} is negative ({n})"))),
+            Node::BigInt(_) => Err(bad(format!("{what} exceeds 64 bits"))),
+            _ => Err(self.unexpected(what, id)),
+        }
+    }
+
+    /// The elements of a `torch.Size`, a tuple or a list, which all loaders take alike.
+    fn sequence(&self, id: NodeId) -> Option<&'p [NodeId]> {
+        match self.pickle.node(id) {
+            Node::Tuple(span) | Node::List(span) => Some(self.pickle.children(*span)),
+            Node::Object(_) if self.class(id) == Some(Class::Size) => {
+                let object = self.pickle.object(id)?;
+                let args = self.pickle.tuple(object.args);
+                match (args, args.first().map(|first| self.pickle.node(*first))) {
+                    ([], _) => Some(&[]),
+                    ([_], Some(Node::Tuple(span) | Node::List(span))) => {
+                        Some(self.pickle.children(*span))
+                    }
+                    _ => None,
+                }
+            }
+            _ => None,
+        }
+    }
+
+    /// Appends sizes or offsets.
+    pub(super) fn dims(
+        &self,
+        id: NodeId,
+        what: &str,
+        out: &mut Vec<u64>,
+    ) -> Result<(), FormatError> {
+        let numbers = self.sequence(id).ok_or_else(|| self.unexpected(what, id))?;
+        self.spend(numbers.len())?;
+        out.reserve(numbers.len());
+        for number in numbers {
+            out.push(self.uint(*number, what)?);
+        }
+        Ok(())
+    }
+
+    /// Strides, which are signed.
+    pub(super) fn strides(&self, id: NodeId) -> Option<Vec<i64>> {
+        self.sequence(id)?.iter().map(|stride| self.pickle.int(*stride)).collect()
+    }
+
+    pub(super) fn unexpected(&self, what: &str, id: NodeId) -> FormatError {
+        bad(format!("{what} is {}", describe(self.pickle, id)))
+    }
+}
+
+pub(super) fn bad(problem: impl Into<String>) -> FormatError {
+    FormatError::new("metadata", problem)
+}

@@ -1,0 +1,78 @@
+//! The classes that a `.metadata` names.
+
+use dcp_core::DType;
+
+use crate::pickle::{NodeId, Pickle};
+
+pub(super) const METADATA: &str = "torch.distributed.checkpoint.metadata";
+/// Where `TensorProperties` was up to PyTorch 2.2.
+pub(super) const SHARDED_METADATA: &str = "torch.distributed._shard.sharded_tensor.metadata";
+pub(super) const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
+const OLMO_FILESYSTEM: &str = "olmo_core.distributed.checkpoint.filesystem";
+
+/// What a global means here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Class {
+    Metadata,
+    TensorMetadata,
+    BytesMetadata,
+    Chunk,
+    Properties,
+    MemoryFormat,
+    Index,
+    StorageInfo,
+    StorageMeta,
+    Size,
+    Path,
+    DType(DType),
+    Other,
+}
+
+impl Class {
+    pub(super) fn of(module: &str, name: &str) -> Self {
+        match (module, name) {
+            (METADATA, "Metadata") => Self::Metadata,
+            (METADATA, "TensorStorageMetadata") => Self::TensorMetadata,
+            (METADATA, "BytesStorageMetadata") => Self::BytesMetadata,
+            (METADATA, "ChunkStorageMetadata") => Self::Chunk,
+            (METADATA, "MetadataIndex") => Self::Index,
+            (METADATA, "StorageMeta") => Self::StorageMeta,
+            (METADATA | SHARDED_METADATA, "TensorProperties") => Self::Properties,
+            (METADATA, "_MEM_FORMAT_ENCODING") | (SHARDED_METADATA, "MEM_FORMAT_ENCODING") => {
+                Self::MemoryFormat
+            }
+            (FILESYSTEM | OLMO_FILESYSTEM, "_StorageInfo") => Self::StorageInfo,
+            // Python 3.13 moved them to a module that earlier versions cannot import.
+            ("pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath") => {
+                Self::Path
+            }
+            ("torch", "Size") => Self::Size,
+            ("torch", dtype) => dtype.parse().map_or(Self::Other, Self::DType),
+            _ => Self::Other,
+        }
+    }
+}
+
+/// What a node is, for messages: a class by its full name, or a kind of data.
+pub(super) fn describe(pickle: &Pickle<'_>, id: NodeId) -> String {
+    use crate::pickle::Node;
+    let named = |id| pickle.global_name(id).map(|(module, name)| format!("{module}.{name}"));
+    match pickle.node(id) {
+        Node::None => "None".into(),
+        Node::Bool(_) => "a bool".into(),
+        Node::Int(_) | Node::BigInt(_) => "an int".into(),
+        Node::Float(_) => "a float".into(),
+        Node::Str(_) | Node::EscapedStr(_) | Node::SurrogateStr(_) => "a str".into(),
+        Node::Bytes(_) | Node::EscapedBytes(_) | Node::ByteArray(_) => "bytes".into(),
+        Node::Tuple(_) => "a tuple".into(),
+        Node::List(_) => "a list".into(),
+        Node::Dict(_) => "a dict".into(),
+        Node::Set(_) | Node::FrozenSet(_) => "a set".into(),
+        Node::Global(_) => named(id).unwrap_or_default(),
+        Node::Object(_) => match pickle.object(id).and_then(|object| named(object.class)) {
+            Some(class) => format!("an object of class {class}"),
+            None => "an object of unknown class".into(),
+        },
+        Node::Persistent(_) => "a persistent id".into(),
+    }
+}

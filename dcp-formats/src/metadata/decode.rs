@@ -1,0 +1,198 @@
+//! From pickle to index.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointMetadata, DType, Entry, FormatError, ObjectEntry, PathItem, StatePath, TensorEntry,
+    TensorProperties,
+};
+
+use super::attributes::{Graph, bad};
+use super::class::{Class, describe};
+use super::places::Places;
+use crate::pickle::{Limits, Node, NodeId, Pickle};
+
+/// What [`dcp_core::Provenance::format`] says of these checkpoints.
+const FORMAT: &str = "torch_dcp";
+
+/// The index that a `.metadata`, or the `__R.metadata` of one rank, holds.
+///
+/// Chunks and objects without a place, which PyTorch commits when a writer thread failed (2.15),
+/// have no placement. Geometry is taken as it is written: whether chunks lie inside their tensor,
+/// and bytes inside their file, is for the reader to check. Places of unknown FQNs or chunks are
+/// ignored, since nothing can refer to them.
+///
+/// # Errors
+///
+/// When it is no pickle, no `Metadata`, or holds classes that are not PyTorch's own, which the
+/// error names; when a file name would leave the checkpoint's directory; and for negative numbers.
+pub fn decode(bytes: &[u8]) -> Result<CheckpointMetadata, FormatError> {
+    let pickle = Pickle::parse(bytes, &Limits::DEFAULT)?;
+    let graph = Graph::new(&pickle);
+    let root = pickle.root();
+    let metadata = graph.instance(root, Class::Metadata, "the whole")?;
+
+    let mut out = CheckpointMetadata::new();
+    if let Some(entries) = graph.attribute(metadata, "state_dict_metadata") {
+        for [key, value] in graph.entries(entries, "state_dict_metadata")? {
+            let fqn = graph.str(*key, "a name in state_dict_metadata")?;
+            let entry = entry(&graph, fqn, *value)?;
+            out.insert(fqn, entry);
+        }
+    }
+    if let Some(places) = graph.attribute(metadata, "storage_data") {
+        let entries = graph.entries(places, "storage_data")?;
+        let mut places = Places::new(&graph, &mut out);
+        for [index, info] in entries {
+            places.place(*index, *info)?;
+        }
+    }
+    if let Some(paths) = graph.attribute(metadata, "planner_data") {
+        set_paths(&graph, paths, &mut out);
+    }
+    let provenance = out.provenance_mut();
+    provenance.format = Some(FORMAT.into());
+    let text = |id: Option<NodeId>| id.and_then(|id| pickle.str(id)).map(Arc::from);
+    provenance.version = text(graph.attribute(metadata, "version"));
+    let storage_meta = graph.attribute(metadata, "storage_meta");
+    if let Some(storage_meta) = storage_meta.filter(|id| !matches!(pickle.node(*id), Node::None)) {
+        let storage_meta = graph.instance(storage_meta, Class::StorageMeta, "storage_meta")?;
+        let id = graph.attribute(storage_meta, "checkpoint_id");
+        provenance.checkpoint_id = id.and_then(|id| path_text(&graph, id)).map(Arc::from);
+        provenance.save_id = text(graph.attribute(storage_meta, "save_id"));
+    }
+    Ok(out)
+}
+
+fn entry(graph: &Graph<'_, '_>, fqn: &str, id: NodeId) -> Result<Entry, FormatError> {
+    match graph.class(id) {
+        Some(Class::BytesMetadata) => Ok(Entry::Object(ObjectEntry::new(None))),
+        Some(Class::TensorMetadata) => tensor(graph, fqn, id).map(Entry::Tensor),
+        _ => Err(graph.unexpected(&format!("{fqn:?}"), id)),
+    }
+}
+
+fn tensor(graph: &Graph<'_, '_>, fqn: &str, id: NodeId) -> Result<TensorEntry, FormatError> {
+    let what = format!("tensor {fqn:?}");
+    let attributes = graph.instance(id, Class::TensorMetadata, &what)?;
+    let (dtype, properties) =
+        properties(graph, &what, graph.require(attributes, "properties", &what)?)?;
+    let mut shape = Vec::new();
+    graph.dims(graph.require(attributes, "size", &what)?, &format!("{what}: size"), &mut shape)?;
+    let mut tensor = TensorEntry::new(dtype, shape);
+    tensor.properties = properties;
+
+    let chunks = graph.require(attributes, "chunks", &what)?;
+    let Node::List(chunks) = *graph.pickle.node(chunks) else {
+        return Err(graph.unexpected(&format!("{what}: chunks"), chunks));
+    };
+    let (mut offsets, mut sizes) = (Vec::new(), Vec::new());
+    graph.spend(chunks.len())?;
+    for chunk in graph.pickle.children(chunks) {
+        let chunk = graph.instance(*chunk, Class::Chunk, &what)?;
+        offsets.clear();
+        sizes.clear();
+        graph.dims(graph.require(chunk, "offsets", &what)?, &what, &mut offsets)?;
+        graph.dims(graph.require(chunk, "sizes", &what)?, &what, &mut sizes)?;
+        tensor.chunks.push(&offsets, &sizes, None).map_err(|error| {
+            bad(format!("{what} of {} axes has a chunk of others", tensor.shape.ndim()))
+                .with_source(error)
+        })?;
+    }
+    Ok(tensor)
+}
+
+/// From a state of five items (PyTorch up to 2.14) or six, with strides (2.15).
+fn properties(
+    graph: &Graph<'_, '_>,
+    what: &str,
+    id: NodeId,
+) -> Result<(DType, TensorProperties), FormatError> {
+    let pickle = graph.pickle;
+    if graph.class(id) != Some(Class::Properties) {
+        return Err(graph.unexpected(&format!("{what}: properties"), id));
+    }
+    let state = pickle.object(id).and_then(|object| object.state).map(|id| pickle.tuple(id));
+    let (dtype, requires_grad, memory_format, pin_memory, strides) = match state {
+        Some([dtype, _layout, grad, format, pin]) => (*dtype, *grad, *format, *pin, None),
+        Some([dtype, _layout, grad, format, pin, strides]) => {
+            (*dtype, *grad, *format, *pin, Some(*strides))
+        }
+        _ => return Err(bad(format!("{what}: properties are not the five or six that are known"))),
+    };
+    let Some(Class::DType(dtype)) = graph.meaning(dtype) else {
+        let found = describe(pickle, dtype);
+        return Err(bad(format!("{what}: its dtype is {found}, which is not known")));
+    };
+    let is_true = |id| matches!(pickle.node(id), Node::Bool(true));
+    let mut properties = TensorProperties::default();
+    properties.requires_grad = is_true(requires_grad);
+    properties.pin_memory = is_true(pin_memory);
+    properties.memory_format = memory_code(graph, memory_format).unwrap_or(0);
+    properties.strides = strides.and_then(|strides| graph.strides(strides));
+    Ok((dtype, properties))
+}
+
+/// The number of a memory format; an enum is called with it.
+fn memory_code(graph: &Graph<'_, '_>, id: NodeId) -> Option<u8> {
+    let object = graph.pickle.object(id)?;
+    (graph.class(id)? == Class::MemoryFormat).then_some(())?;
+    let code = graph.pickle.tuple(object.args).first()?;
+    u8::try_from(graph.pickle.int(*code)?).ok()
+}
+
+/// Sets the paths of `planner_data`, which custom planners may fill with anything: what is no
+/// path is left out.
+fn set_paths(graph: &Graph<'_, '_>, paths: NodeId, out: &mut CheckpointMetadata) {
+    let Ok(entries) = graph.entries(paths, "planner_data") else {
+        tracing::warn!("planner_data is {}: names stay flat", describe(graph.pickle, paths));
+        return;
+    };
+    let (mut keys, mut paths) = (HashMap::new(), HashMap::new());
+    for [fqn, items] in entries {
+        let fqn = graph.str(*fqn, "a name in planner_data").ok();
+        let Some(entry) = fqn.and_then(|fqn| out.get_mut(fqn)) else { continue };
+        let path = paths.entry(*items).or_insert_with(|| path(graph, *items, &mut keys)).clone();
+        match entry {
+            Entry::Tensor(tensor) => tensor.path = path,
+            Entry::Object(object) => object.path = path,
+            _ => {}
+        }
+    }
+}
+
+fn path<'p>(
+    graph: &Graph<'p, '_>,
+    id: NodeId,
+    keys: &mut HashMap<&'p str, Arc<str>>,
+) -> Option<StatePath> {
+    let Node::Tuple(items) = *graph.pickle.node(id) else { return None };
+    let item = |id: &NodeId| match graph.pickle.int(*id) {
+        Some(index) => u64::try_from(index).ok().map(PathItem::Index),
+        None => {
+            let key = graph.str(*id, "a path").ok()?;
+            let key = keys.entry(key).or_insert_with(|| key.into());
+            Some(PathItem::Key(Arc::clone(key)))
+        }
+    };
+    graph.pickle.children(items).iter().map(item).collect()
+}
+
+/// A path as text: a plain string (fsspec), a `PosixPath` of its parts (Python up to 3.12), or
+/// one of whole strings (3.13).
+fn path_text(graph: &Graph<'_, '_>, id: NodeId) -> Option<String> {
+    if let Some(text) = graph.pickle.str(id) {
+        return Some(text.to_owned());
+    }
+    (graph.class(id)? == Class::Path).then_some(())?;
+    let object = graph.pickle.object(id)?;
+    let mut text = String::new();
+    for part in graph.pickle.tuple(object.args) {
+        if !text.is_empty() && !text.ends_with(['/', '\\']) {
+            text.push('/');
+        }
+        text.push_str(graph.pickle.str(*part)?);
+    }
+    Some(text)
+}

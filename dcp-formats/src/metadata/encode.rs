@@ -1,0 +1,306 @@
+//! From index to pickle.
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointMetadata, DType, Entry, FormatError, Layout, PathItem, Placement, TensorEntry,
+};
+
+use super::attributes::bad;
+use super::class::{FILESYSTEM, METADATA, SHARDED_METADATA};
+use crate::pickle::Writer;
+
+/// Which versions of PyTorch can read a `.metadata`; each later form is unreadable before its
+/// version.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Profile {
+    /// PyTorch 2.1 and later.
+    #[default]
+    Compat,
+    /// PyTorch 2.3 and later: classes where they are since 2.3.
+    Torch2_3,
+    /// PyTorch 2.15 and later: with strides, version and the ids of the save.
+    Torch2_15,
+}
+
+/// The `.metadata` of an index, a pickle of protocol 2.
+///
+/// What lies where comes in the order of the entries. Paths that are not known are written as one
+/// key, the FQN; `planner_data` is `None` when none is known.
+///
+/// # Errors
+///
+/// When a chunk or object has no place, or one that PyTorch's metadata cannot express: bytes that
+/// are no `torch.save` archive.
+pub fn encode(metadata: &CheckpointMetadata, profile: Profile) -> Result<Bytes, FormatError> {
+    let mut encoder = Encoder { writer: Writer::new(), metadata, profile };
+    encoder.whole()?;
+    encoder.writer.finish()
+}
+
+struct Encoder<'m> {
+    writer: Writer,
+    metadata: &'m CheckpointMetadata,
+    profile: Profile,
+}
+
+/// A place in `storage_data`: FQN, position and offsets of the chunk, bytes.
+struct Place<'m> {
+    fqn: &'m std::sync::Arc<str>,
+    chunk: Option<(usize, &'m [u64])>,
+    placement: Placement,
+}
+
+impl Encoder<'_> {
+    fn whole(&mut self) -> Result<(), FormatError> {
+        let (metadata, profile) = (self.metadata, self.profile);
+        let places = places(metadata)?;
+        let with_origin = profile == Profile::Torch2_15;
+        let mut attributes = vec!["state_dict_metadata", "planner_data", "storage_data"];
+        if with_origin {
+            attributes.extend(["storage_meta", "version"]);
+        }
+        self.instance(METADATA, "Metadata");
+        self.writer.dict(attributes.into_iter(), |writer, name| {
+            writer.constant(name);
+            match name {
+                "state_dict_metadata" => writer.dict(metadata.iter(), |writer, (fqn, entry)| {
+                    writer.shared_str(fqn);
+                    put_entry(writer, profile, entry)
+                }),
+                "planner_data" => put_paths(writer, metadata),
+                "storage_data" => writer.dict(places.iter(), |writer, place| {
+                    put_index(writer, place)?;
+                    put_info(writer, metadata, place)
+                }),
+                "storage_meta" => put_origin(writer, metadata),
+                _ => {
+                    let version = metadata.provenance().version.as_deref();
+                    writer.constant(version.unwrap_or("1.0.0"));
+                    Ok(())
+                }
+            }
+        })?;
+        self.writer.build();
+        Ok(())
+    }
+
+    fn instance(&mut self, module: &str, class: &str) {
+        instance(&mut self.writer, module, class);
+    }
+}
+
+fn instance(writer: &mut Writer, module: &str, class: &str) {
+    writer.global(module, class);
+    writer.empty_tuple();
+    writer.new_object();
+}
+
+fn places(metadata: &CheckpointMetadata) -> Result<Vec<Place<'_>>, FormatError> {
+    let mut places = Vec::new();
+    for (fqn, entry) in metadata.iter() {
+        let lost = || bad(format!("{fqn:?} cannot be written: not all of it was stored"));
+        match entry {
+            Entry::Tensor(tensor) => {
+                for (n, chunk) in tensor.chunks.iter().enumerate() {
+                    let placement = chunk.placement.ok_or_else(lost)?;
+                    places.push(Place { fqn, chunk: Some((n, chunk.offsets)), placement });
+                }
+            }
+            Entry::Object(object) => {
+                let placement = object.placement.ok_or_else(lost)?;
+                places.push(Place { fqn, chunk: None, placement });
+            }
+            _ => return Err(bad(format!("{fqn:?} is of a kind that PyTorch does not know"))),
+        }
+    }
+    Ok(places)
+}
+
+fn put_entry(writer: &mut Writer, profile: Profile, entry: &Entry) -> Result<(), FormatError> {
+    let Entry::Tensor(tensor) = entry else {
+        instance(writer, METADATA, "BytesStorageMetadata");
+        return Ok(());
+    };
+    instance(writer, METADATA, "TensorStorageMetadata");
+    writer.dict(["properties", "size", "chunks"].into_iter(), |writer, name| {
+        writer.constant(name);
+        match name {
+            "properties" => put_properties(writer, profile, tensor),
+            "size" => put_size(writer, &tensor.shape),
+            _ => writer.list(tensor.chunks.iter(), |writer, chunk| {
+                instance(writer, METADATA, "ChunkStorageMetadata");
+                let attributes = [("offsets", chunk.offsets), ("sizes", chunk.sizes)];
+                writer.dict(attributes.into_iter(), |writer, (name, dims)| {
+                    writer.constant(name);
+                    put_size(writer, dims)
+                })?;
+                writer.build();
+                Ok(())
+            }),
+        }
+    })?;
+    writer.build();
+    Ok(())
+}
+
+fn put_properties(
+    writer: &mut Writer,
+    profile: Profile,
+    tensor: &TensorEntry,
+) -> Result<(), FormatError> {
+    let properties = &tensor.properties;
+    let (module, memory_format) = match profile {
+        Profile::Compat => (SHARDED_METADATA, "MEM_FORMAT_ENCODING"),
+        Profile::Torch2_3 | Profile::Torch2_15 => (METADATA, "_MEM_FORMAT_ENCODING"),
+    };
+    let with_strides = profile == Profile::Torch2_15;
+    instance(writer, module, "TensorProperties");
+    writer.tuple(5 + usize::from(with_strides), |writer| {
+        put_dtype(writer, tensor.dtype);
+        writer.global("torch.serialization", "_get_layout");
+        one(writer, |writer| writer.constant("torch.strided"));
+        writer.call();
+        writer.bool(properties.requires_grad);
+        writer.global(module, memory_format);
+        one(writer, |writer| writer.int(properties.memory_format.into()));
+        writer.call();
+        writer.bool(properties.pin_memory);
+        match &properties.strides {
+            _ if !with_strides => {}
+            None => writer.none(),
+            Some(strides) => writer.tuple(strides.len(), |writer| {
+                strides.iter().for_each(|stride| writer.int(*stride));
+                Ok::<(), FormatError>(())
+            })?,
+        }
+        Ok::<(), FormatError>(())
+    })?;
+    writer.build();
+    Ok(())
+}
+
+fn put_dtype(writer: &mut Writer, dtype: DType) {
+    writer.global("torch", dtype.name());
+}
+
+/// A tuple of one.
+fn one(writer: &mut Writer, item: impl FnOnce(&mut Writer)) {
+    let Ok(()) = writer.tuple(1, |writer| {
+        item(writer);
+        Ok::<(), std::convert::Infallible>(())
+    });
+}
+
+/// A `torch.Size`.
+fn put_size(writer: &mut Writer, dims: &[u64]) -> Result<(), FormatError> {
+    writer.global("torch", "Size");
+    one(writer, |writer| writer.uint_tuple(dims));
+    writer.call();
+    Ok(())
+}
+
+fn put_paths(writer: &mut Writer, metadata: &CheckpointMetadata) -> Result<(), FormatError> {
+    if metadata.iter().all(|(_, entry)| entry.path().is_none()) && !metadata.is_empty() {
+        writer.none();
+        return Ok(());
+    }
+    writer.dict(metadata.iter(), |writer, (fqn, entry)| {
+        writer.shared_str(fqn);
+        let Some(path) = entry.path() else {
+            one(writer, |writer| writer.shared_str(fqn));
+            return Ok(());
+        };
+        writer.tuple(path.len(), |writer| {
+            for item in path.iter() {
+                match item {
+                    PathItem::Key(key) => writer.constant(key),
+                    PathItem::Index(index) => writer.uint(*index),
+                }
+            }
+            Ok(())
+        })
+    })
+}
+
+fn put_index(writer: &mut Writer, place: &Place<'_>) -> Result<(), FormatError> {
+    instance(writer, METADATA, "MetadataIndex");
+    let attributes: &[&str] = match place.chunk {
+        Some(_) => &["fqn", "index", "offset"],
+        None => &["fqn", "index"],
+    };
+    writer.dict(attributes.iter(), |writer, name| {
+        writer.constant(name);
+        match (*name, place.chunk) {
+            ("fqn", _) => writer.shared_str(place.fqn),
+            ("index", Some((n, _))) => writer.uint(n as u64),
+            ("offset", Some((_, offsets))) => return put_size(writer, offsets),
+            _ => writer.none(),
+        }
+        Ok(())
+    })?;
+    writer.build();
+    Ok(())
+}
+
+fn put_info(
+    writer: &mut Writer,
+    metadata: &CheckpointMetadata,
+    place: &Place<'_>,
+) -> Result<(), FormatError> {
+    let (fqn, placement) = (place.fqn, &place.placement);
+    let file = metadata.file(placement.file);
+    let file = file.ok_or_else(|| bad(format!("the file of {fqn:?} has no name")))?;
+    let encoding = metadata
+        .encoding(placement)
+        .filter(|encoding| encoding.layout == Layout::TorchArchive)
+        .ok_or_else(|| bad(format!("{fqn:?} is not stored as PyTorch's archives")))?;
+    instance(writer, FILESYSTEM, "_StorageInfo");
+    let mut attributes = vec!["relative_path", "offset", "length"];
+    if !encoding.transforms.is_empty() {
+        attributes.push("transform_descriptors");
+    }
+    writer.dict(attributes.into_iter(), |writer, name| {
+        writer.constant(name);
+        match name {
+            "relative_path" => writer.constant(file.as_str()),
+            "offset" => writer.uint(placement.byte_offset),
+            "length" => writer.uint(placement.byte_len),
+            _ => {
+                return writer.list(encoding.transforms.iter(), |writer, transform| {
+                    writer.constant(transform);
+                    Ok(())
+                });
+            }
+        }
+        Ok(())
+    })?;
+    writer.build();
+    Ok(())
+}
+
+/// `StorageMeta`, with the checkpoint's id as text: a `PosixPath` of Python 3.13 cannot be read
+/// by earlier versions.
+fn put_origin(writer: &mut Writer, metadata: &CheckpointMetadata) -> Result<(), FormatError> {
+    let provenance = metadata.provenance();
+    instance(writer, METADATA, "StorageMeta");
+    let attributes = ["checkpoint_id", "save_id", "load_id", "modules"];
+    writer.dict(attributes.into_iter(), |writer, name| {
+        writer.constant(name);
+        let text = match name {
+            "checkpoint_id" => &provenance.checkpoint_id,
+            "save_id" => &provenance.save_id,
+            "modules" => {
+                return writer.list(std::iter::empty::<()>(), |_, ()| Ok::<(), FormatError>(()));
+            }
+            _ => &None,
+        };
+        match text {
+            Some(text) => writer.shared_str(text),
+            None => writer.none(),
+        }
+        Ok(())
+    })?;
+    writer.build();
+    Ok(())
+}

@@ -1,0 +1,14 @@
+//! The `.metadata` of PyTorch's distributed checkpoints: a pickle of `Metadata`, as written by
+//! PyTorch 2.1 to 2.15 and by OLMo-core.
+//!
+//! [`decode`] walks the pickle's nodes and makes no Python object on the way; [`encode`] writes
+//! one that PyTorch reads, for the versions that a [`Profile`] names.
+
+mod attributes;
+mod class;
+mod decode;
+mod encode;
+mod places;
+
+pub use decode::decode;
+pub use encode::{Profile, encode};

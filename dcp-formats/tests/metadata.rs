@@ -1,0 +1,410 @@
+//! Every `.metadata` of every fixture, against what PyTorch says it holds.
+
+#![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use dcp_core::{
+    CheckpointMetadata, DType, Encoding, Entry, FormatError, Key, Layout, ObjectEntry, PathItem,
+    Placement, TensorEntry,
+};
+use dcp_formats::metadata::{Profile, decode, encode};
+use dcp_formats::pickle::{Limits, Pickle, Writer};
+use serde_json::{Value as Json, json};
+
+const PROFILES: [Profile; 3] = [Profile::Compat, Profile::Torch2_3, Profile::Torch2_15];
+
+/// The parts of an `expected_metadata.json` that an index keeps; places sorted, since their order
+/// means nothing.
+fn to_json(metadata: &CheckpointMetadata) -> Json {
+    let mut places = BTreeMap::new();
+    let mut place = |key: Json, placement: Placement| {
+        let mut info = json!({
+            "relative_path": metadata.file(placement.file).unwrap().as_str(),
+            "offset": placement.byte_offset,
+            "length": placement.byte_len,
+        });
+        let encoding = metadata.encoding(&placement).unwrap();
+        assert_eq!(encoding.layout, Layout::TorchArchive);
+        if !encoding.transforms.is_empty() {
+            let names: Vec<_> = encoding.transforms.iter().map(|name| json!(**name)).collect();
+            info["transform_descriptors"] = names.into();
+        }
+        places.insert(key.to_string(), info);
+    };
+    let mut entries = Vec::new();
+    for (fqn, entry) in metadata.iter() {
+        let body = match entry {
+            Entry::Object(object) => {
+                if let Some(placement) = object.placement {
+                    place(json!({"fqn": **fqn, "offset": null, "index": null}), placement);
+                }
+                json!({"kind": "bytes"})
+            }
+            Entry::Tensor(tensor) => {
+                for (n, chunk) in tensor.chunks.iter().enumerate() {
+                    if let Some(placement) = chunk.placement {
+                        let key = json!({"fqn": **fqn, "offset": chunk.offsets, "index": n});
+                        place(key, placement);
+                    }
+                }
+                let formats = ["contiguous_format", "channels_last", "preserve_format"];
+                let format = formats[usize::from(tensor.properties.memory_format)];
+                json!({
+                    "kind": "tensor",
+                    "size": tensor.shape.to_vec(),
+                    "dtype": tensor.dtype.name(),
+                    "layout": "torch.strided",
+                    "requires_grad": tensor.properties.requires_grad,
+                    "memory_format": format!("torch.{format}"),
+                    "pin_memory": tensor.properties.pin_memory,
+                    "strides": tensor.properties.strides,
+                    "chunks": tensor.chunks.iter().map(|c| json!([c.offsets, c.sizes])).collect::<Vec<_>>(),
+                })
+            }
+            other => panic!("{other:?}"),
+        };
+        entries.push(json!([**fqn, body]));
+    }
+    let item = |item: &PathItem| match item {
+        PathItem::Key(key) => json!(**key),
+        PathItem::Index(n) => json!({"i": n}),
+    };
+    let paths: Vec<_> = metadata
+        .iter()
+        .filter_map(|(fqn, entry)| {
+            let path: Vec<_> = entry.path()?.iter().map(item).collect();
+            Some(json!([**fqn, path]))
+        })
+        .collect();
+    let provenance = metadata.provenance();
+    json!({
+        "version": provenance.version.as_deref(),
+        "checkpoint_id": provenance.checkpoint_id.as_deref(),
+        "save_id": provenance.save_id.as_deref(),
+        "state_dict_metadata": entries,
+        "planner_data": paths,
+        "storage_data": places,
+    })
+}
+
+fn expected(json: &Json) -> Json {
+    let mut entries = json["state_dict_metadata"].clone();
+    for entry in entries.as_array_mut().unwrap() {
+        entry[1].as_object_mut().unwrap().remove("properties_class");
+    }
+    let places: BTreeMap<_, _> = json["storage_data"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|entry| (entry[0].to_string(), entry[1].clone()))
+        .collect();
+    let paths = json["planner_data"].as_array().cloned().unwrap_or_default();
+    json!({
+        "version": json["version"],
+        "checkpoint_id": json["storage_meta"].get("checkpoint_id").unwrap_or(&Json::Null),
+        "save_id": json["storage_meta"].get("save_id").unwrap_or(&Json::Null),
+        "state_dict_metadata": entries,
+        "planner_data": sorted(paths),
+        "storage_data": places,
+    })
+}
+
+fn sorted(paths: Vec<Json>) -> Json {
+    let mut paths = paths;
+    paths.sort_by_key(Json::to_string);
+    paths.into()
+}
+
+#[test]
+fn f06_f07_f14_every_metadata_decodes_to_what_pytorch_says() {
+    let mut files = 0;
+    for name in support::names() {
+        for (file, json) in support::metadata_files(&name) {
+            let metadata = decode(&fs::read(&file).unwrap()).unwrap();
+            let mut ours = to_json(&metadata);
+            ours["planner_data"] = sorted(ours["planner_data"].as_array().unwrap().clone());
+            assert_eq!(ours, expected(&support::json(&json)), "{name}");
+            files += 1;
+        }
+    }
+    assert!(files > 35, "{files}");
+}
+
+/// Names that a pickle would import.
+fn globals(bytes: &[u8]) -> Vec<String> {
+    let pickle = Pickle::parse(bytes, &Limits::DEFAULT).unwrap();
+    assert_eq!((pickle.protocol(), pickle.byte_len()), (2, bytes.len()));
+    pickle.globals().iter().map(|global| format!("{}.{}", global.module, global.name)).collect()
+}
+
+#[test]
+fn t05_t06_what_is_encoded_decodes_again_and_each_profile_keeps_to_its_classes() {
+    for name in support::names() {
+        for (file, _) in support::metadata_files(&name) {
+            let metadata = decode(&fs::read(&file).unwrap()).unwrap();
+            for profile in PROFILES {
+                let bytes = encode(&metadata, profile).unwrap();
+                let again = decode(&bytes).unwrap();
+                let (mut before, mut after) = (to_json(&metadata), to_json(&again));
+                if profile != Profile::Torch2_15 {
+                    for key in ["version", "checkpoint_id", "save_id"] {
+                        before[key] = Json::Null;
+                    }
+                    for entry in before["state_dict_metadata"].as_array_mut().unwrap() {
+                        if entry[1]["kind"] == "tensor" {
+                            entry[1]["strides"] = Json::Null;
+                        }
+                    }
+                } else if before["version"].is_null() {
+                    after["version"] = Json::Null;
+                }
+                assert_eq!(before, after, "{name} {profile:?}");
+
+                let globals = globals(&bytes);
+                let has = |name: &str| globals.iter().any(|global| global == name);
+                let checkpoint = "torch.distributed.checkpoint.metadata";
+                assert!(!globals.iter().any(|global| global.starts_with("pathlib")));
+                assert_eq!(
+                    has(&format!("{checkpoint}.StorageMeta")),
+                    profile == Profile::Torch2_15
+                );
+                if profile == Profile::Compat {
+                    assert!(!has(&format!("{checkpoint}.TensorProperties")));
+                    assert!(!has(&format!("{checkpoint}._MEM_FORMAT_ENCODING")));
+                } else {
+                    assert!(!globals.iter().any(|global| global.contains("_shard")));
+                }
+            }
+        }
+    }
+}
+
+fn refused(bytes: &[u8]) -> FormatError {
+    decode(bytes).unwrap_err()
+}
+
+fn small() -> CheckpointMetadata {
+    let mut metadata = CheckpointMetadata::new();
+    let file = metadata.intern_file(&Key::new("__0_0.distcp").unwrap()).unwrap();
+    let encoding = metadata.intern_encoding(&Encoding::default()).unwrap();
+    let placement = Placement { file, encoding, byte_offset: 1 << 40, byte_len: 1577 };
+    let mut tensor = TensorEntry::new(DType::BFloat16, [4, 2]);
+    tensor.chunks.push(&[0, 0], &[2, 2], Some(placement)).unwrap();
+    tensor.chunks.push(&[2, 0], &[2, 2], Some(placement)).unwrap();
+    metadata.insert("w", Entry::Tensor(tensor));
+    metadata.insert("step", Entry::Object(ObjectEntry::new(Some(placement))));
+    metadata
+}
+
+/// `bytes` with the only occurrence of a text replaced by one of the same length.
+fn replaced(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
+    assert_eq!(from.len(), to.len());
+    let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).unwrap();
+    let mut bytes = bytes.to_vec();
+    bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
+    bytes
+}
+
+#[test]
+fn the_compat_profile_is_the_documented_bytes() {
+    let bytes = encode(&small(), Profile::Compat).unwrap();
+    let old = "torch.distributed._shard.sharded_tensor.metadata";
+    let properties = format!("c{old}\nTensorProperties\n");
+    let at = bytes.windows(properties.len()).position(|w| w == properties.as_bytes()).unwrap();
+    let text: Vec<u8> = bytes[at..].to_vec();
+    // Without memo numbers.
+    let expected: Vec<&[u8]> = vec![
+        b")\x81",
+        b"(ctorch\nbfloat16\n",
+        b"ctorch.serialization\n_get_layout\n",
+        b"X\x0d\0\0\0torch.strided",
+        b"\x85",
+        b"R",
+        b"\x89",
+        b"MEM_FORMAT_ENCODING\n",
+        b"K\0\x85",
+        b"\x89t",
+        b"b",
+    ];
+    let mut from = 0;
+    for part in expected {
+        from += text[from..].windows(part.len()).position(|window| window == part).unwrap();
+    }
+    assert!(from < 400, "{from}");
+}
+
+/// `bytes` with the last occurrence of a pattern replaced.
+fn last_replaced(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
+    let at = bytes.windows(from.len()).rposition(|window| window == from).unwrap();
+    let mut bytes = bytes.to_vec();
+    bytes.splice(at..at + from.len(), to.iter().copied());
+    bytes
+}
+
+#[test]
+fn t01_chunks_that_lost_their_place_have_none() {
+    // A writer thread died: the key is there, its entry in storage_data is not.
+    let bytes = encode(&small(), Profile::Compat).unwrap();
+    let lost = decode(&last_replaced(&bytes, b"K\x02K\0\x86", b"K\x03K\0\x86")).unwrap();
+    let tensor = lost.get("w").unwrap().as_tensor().unwrap();
+    let placed: Vec<_> = tensor.chunks.iter().map(|chunk| chunk.placement.is_some()).collect();
+    assert_eq!(placed, [true, false]);
+    let error = encode(&lost, Profile::Compat).unwrap_err();
+    assert!(error.problem().contains("\"w\" cannot be written"), "{error}");
+}
+
+#[test]
+fn index_hints_are_only_hints() {
+    let bytes = encode(&small(), Profile::Compat).unwrap();
+    // The position of the second chunk in its MetadataIndex, in front of the key "offset".
+    let hint: Vec<_> =
+        bytes.windows(3).filter(|w| w[0] == b'K' && w[1] == 1 && w[2] == b'h').collect();
+    assert_eq!(hint.len(), 1);
+    let wrong = decode(&last_replaced(&bytes, hint[0], b"K\x4dh")).unwrap();
+    let tensor = wrong.get("w").unwrap().as_tensor().unwrap();
+    assert!(tensor.chunks.iter().all(|chunk| chunk.placement.is_some()));
+}
+
+#[test]
+fn metadata_without_places_versions_or_paths_is_read() {
+    let mut writer = Writer::new();
+    writer.global("torch.distributed.checkpoint.metadata", "Metadata");
+    writer.empty_tuple();
+    writer.new_object();
+    assert!(decode(&writer.finish().unwrap()).unwrap().is_empty());
+
+    let bytes = encode(&small(), Profile::Compat).unwrap();
+    let without = replaced(&bytes, "storage_data", "storage_tada");
+    let metadata = decode(&without).unwrap();
+    let tensor = metadata.get("w").unwrap().as_tensor().unwrap();
+    assert_eq!(tensor.chunks.len(), 2);
+    assert!(tensor.chunks.iter().all(|chunk| chunk.placement.is_none()));
+    assert_eq!(metadata.get("step").unwrap().as_object().unwrap().placement, None);
+}
+
+#[test]
+fn f12_file_names_cannot_leave_the_directory() {
+    let bytes = encode(&small(), Profile::Compat).unwrap();
+    for name in ["/etc/passwds", "../../secret", "a/../../bcde", "C:/windows/x"] {
+        let error = refused(&replaced(&bytes, "__0_0.distcp", name));
+        assert!(error.problem().contains("not allowed"), "{error}");
+    }
+}
+
+#[test]
+fn unknown_classes_are_named() {
+    let bytes = encode(&small(), Profile::Compat).unwrap();
+    let error = refused(&replaced(&bytes, "BytesStorageMetadata", "CustomStorageMetaaaa"));
+    let class = "torch.distributed.checkpoint.metadata.CustomStorageMetaaaa";
+    assert!(error.problem().contains(class), "{error}");
+    let error = refused(&replaced(&bytes, "\nbfloat16\n", "\nbfloat17\n"));
+    assert!(error.problem().contains("torch.bfloat17"), "{error}");
+    assert!(refused(b"\x80\x02}.").problem().contains("a dict"));
+}
+
+#[test]
+fn olmo_places_are_read_as_pytorch_ones() {
+    let mut bytes = encode(&small(), Profile::Torch2_15).unwrap().to_vec();
+    let (torch, olmo) = ("torch.distributed", "olmo_core.distributed");
+    let name = format!("{torch}.checkpoint.filesystem");
+    let at = bytes.windows(name.len()).position(|w| w == name.as_bytes()).unwrap();
+    bytes.splice(at..at + torch.len(), olmo.bytes());
+    let metadata = decode(&bytes).unwrap();
+    assert!(metadata.get("step").unwrap().as_object().unwrap().placement.is_some());
+}
+
+#[test]
+fn t06_paths_of_all_pythons_are_text() {
+    let with_id = |put: &dyn Fn(&mut Writer)| {
+        let mut writer = Writer::new();
+        let module = "torch.distributed.checkpoint.metadata";
+        writer.global(module, "Metadata");
+        writer.empty_tuple();
+        writer.new_object();
+        let never = |_: &mut Writer| Ok::<(), FormatError>(());
+        writer
+            .dict(std::iter::once(()), |writer, ()| {
+                writer.constant("storage_meta");
+                writer.global(module, "StorageMeta");
+                writer.empty_tuple();
+                writer.new_object();
+                writer.dict(std::iter::once(()), |writer, ()| {
+                    writer.constant("checkpoint_id");
+                    put(writer);
+                    never(writer)
+                })?;
+                writer.build();
+                never(writer)
+            })
+            .unwrap();
+        writer.build();
+        let metadata = decode(&writer.finish().unwrap()).unwrap();
+        metadata.provenance().checkpoint_id.as_deref().map(str::to_owned)
+    };
+    let path = |module: &'static str, parts: &'static [&'static str]| {
+        move |writer: &mut Writer| {
+            writer.global(module, "PosixPath");
+            writer
+                .tuple(parts.len(), |writer| {
+                    parts.iter().for_each(|part| writer.constant(part));
+                    Ok::<(), FormatError>(())
+                })
+                .unwrap();
+            writer.call();
+        }
+    };
+    let expected = Some("/mnt/a".to_owned());
+    assert_eq!(with_id(&path("pathlib", &["/", "mnt", "a"])), expected);
+    assert_eq!(with_id(&path("pathlib._local", &["/mnt/a"])), expected);
+    assert_eq!(with_id(&|writer| writer.str("/mnt/a")), expected);
+    assert_eq!(with_id(&|writer| writer.none()), None);
+}
+
+#[test]
+fn lists_that_are_shared_over_and_over_are_refused() {
+    // 2000 tensors that all refer to one list of 2000 chunks.
+    const COUNT: usize = 2000;
+    let mut metadata = small();
+    let mut tensor = TensorEntry::new(DType::Float32, [1]);
+    let place = metadata.get("step").unwrap().as_object().unwrap().placement;
+    for _ in 0..COUNT {
+        tensor.chunks.push(&[0], &[1], place).unwrap();
+    }
+    metadata.insert("many", Entry::Tensor(tensor));
+    let bytes = encode(&metadata, Profile::Compat).unwrap();
+    decode(&bytes).unwrap();
+
+    let module = "torch.distributed.checkpoint.metadata";
+    let mut bytes = Vec::from(&b"\x80\x02"[..]);
+    bytes.extend(format!("c{module}\nMetadata\n)\x7f}}X\x13\0\0\0state_dict_metadata}}(").bytes());
+    let fix = bytes.iter().position(|b| *b == 0x7f).unwrap();
+    bytes[fix] = 0x81;
+    for n in 0..COUNT {
+        let fqn = format!("t{n:05}");
+        bytes.extend(b"X\x06\0\0\0");
+        bytes.extend(fqn.bytes());
+        bytes.extend(format!("c{module}\nTensorStorageMetadata\n)").bytes());
+        bytes.extend(b"\x81}(X\x0a\0\0\0properties");
+        bytes.extend(format!("c{module}\nTensorProperties\n)").bytes());
+        bytes
+            .extend(b"\x81(ctorch\nfloat32\nN\x89N\x89tbX\x04\0\0\0sizeK\x01\x85X\x06\0\0\0chunks");
+        if n == 0 {
+            bytes.extend(b"](");
+            for _ in 0..COUNT {
+                bytes.extend(format!("c{module}\nChunkStorageMetadata\n)").bytes());
+                bytes.extend(b"\x81}(X\x07\0\0\0offsetsK\0\x85X\x05\0\0\0sizesK\x01\x85ub");
+            }
+            bytes.extend(b"eq\x00");
+        } else {
+            bytes.extend(b"h\x00");
+        }
+        bytes.extend(b"ub");
+    }
+    bytes.extend(b"usb.");
+    let error = refused(&bytes);
+    assert!(error.problem().contains("over and over"), "{error}");
+}

@@ -43,15 +43,22 @@ pub(super) fn form(
     let world_size = u32::try_from(members.len()).unwrap_or(u32::MAX);
     let inbox = node.map(|node| node.inbox(plan.id)).unwrap_or_default();
     let deadline = Deadline::after(plan.limits.connect_timeout);
-    let neighbors = plan
-        .meet_neighbors(node, members, Tree::new(world_size, 0, plan.rank), &inbox, deadline)
-        .map_err(|poison| poison.seen_by(plan.rank))?;
+    let tree = Tree::new(world_size, 0, plan.rank);
+    let mut neighbors = Vec::new();
+    let met = plan.meet_neighbors(node, members, tree, &inbox, deadline, &mut neighbors);
     let listeners = neighbors
         .iter()
         .map(|neighbor| (neighbor.rank, Arc::clone(&neighbor.stream)))
         .collect::<Vec<_>>();
     let deadline = plan.limits.deadline;
     let group = Arc::new(Group::new(plan.id, plan.rank, world_size, deadline, inbox, neighbors));
+    if let Err(poison) = met {
+        if (plan.broken)().is_none() {
+            group.fail(poison.clone());
+        }
+        group.close();
+        return Err(poison.seen_by(plan.rank));
+    }
     for (peer, stream) in listeners {
         let name = format!("dcp rank {} hears {peer}", plan.rank);
         let listener = Arc::clone(&group);
@@ -74,8 +81,8 @@ impl Plan<'_> {
         tree: Tree,
         inbox: &Inbox,
         deadline: Deadline,
-    ) -> Result<Vec<Neighbor>, Poison> {
-        let mut neighbors = Vec::new();
+        neighbors: &mut Vec<Neighbor>,
+    ) -> Result<(), Poison> {
         if let (Some(rank), Some(node)) = (tree.parent(), node) {
             let stream = Arc::new(self.dial_parent(node, members, rank, deadline)?);
             neighbors.push(Neighbor { rank, is_parent: true, stream });
@@ -85,7 +92,7 @@ impl Plan<'_> {
             let stream = Arc::new(inbox.take(child.rank, Kind::Control, go_on)?);
             neighbors.push(Neighbor { rank: child.rank, is_parent: false, stream });
         }
-        Ok(neighbors)
+        Ok(())
     }
 
     fn dial_parent(

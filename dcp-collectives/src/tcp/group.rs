@@ -143,6 +143,13 @@ impl Group {
         self.lock().poison.clone()
     }
 
+    /// The reason why the group is broken, if it is or is about to be.
+    pub(super) fn poison_within_grace(&self) -> Option<Poison> {
+        let whole = |state: &mut State| state.poison.is_none();
+        let waited = self.changed.wait_timeout_while(self.lock(), REASON_GRACE, whole);
+        waited.unwrap_or_else(PoisonError::into_inner).0.poison.clone()
+    }
+
     /// Begins a call and returns its number.
     pub(super) fn enter(&self, call: Call) -> Result<u64, Poison> {
         let mut state = self.lock();

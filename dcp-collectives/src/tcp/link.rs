@@ -244,3 +244,62 @@ fn send(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::call::Op;
+
+    const CALL: Call = Call { op: Op::Broadcast, root: 1 };
+    const LIMIT: u64 = 64 << 30;
+
+    /// What rank 0 gets when rank 1 sends these bytes and leaves.
+    fn hear(bytes: &[u8]) -> Result<Bytes, Poison> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut link = Link::new(1, listener.accept().unwrap().0).unwrap();
+        peer.write_all(bytes).unwrap();
+        drop(peer);
+        let deadline = Duration::from_secs(20);
+        let group = Group::new(0, 0, 2, deadline, Default::default(), Vec::new());
+        let deadline = Deadline::after(deadline);
+        let turn = Turn { group: &group, call: CALL, seq: 3, deadline, max_message: LIMIT };
+        link.expect(&turn, 1)?;
+        link.read_message(&turn)
+    }
+
+    fn frame(call: Call, seq: u64, count: u32, len: u64) -> Vec<u8> {
+        let mut bytes = Header { call, seq, count }.to_bytes().to_vec();
+        bytes.extend_from_slice(&len.to_le_bytes());
+        bytes
+    }
+
+    #[test]
+    fn a_message_arrives() {
+        let mut bytes = frame(CALL, 3, 1, 5);
+        bytes.extend_from_slice(b"hello");
+        assert_eq!(hear(&bytes), Ok(Bytes::from_static(b"hello")));
+    }
+
+    #[test]
+    fn a_length_is_no_reason_to_allocate() {
+        let mut bytes = frame(CALL, 3, 1, LIMIT);
+        bytes.extend_from_slice(&[7; 1000]);
+        assert!(matches!(hear(&bytes), Err(Poison::Lost { rank: 1, .. })));
+        let error = hear(&frame(CALL, 3, 1, LIMIT + 1)).unwrap_err();
+        assert!(matches!(error, Poison::Wrong { rank: 1, op: Op::Broadcast, .. }), "{error:?}");
+    }
+
+    #[test]
+    fn a_frame_of_another_call_is_noticed() {
+        let other = Call::new(Op::Scatter, 1);
+        let differ = Poison::Differ { one: (1, other), other: (0, CALL) };
+        assert_eq!(hear(&frame(other, 3, 1, 0)), Err(differ));
+        for bad in [frame(CALL, 2, 1, 0), frame(CALL, 3, 2, 0), vec![0xff; 100]] {
+            assert!(matches!(hear(&bad), Err(Poison::Wrong { rank: 1, .. })));
+        }
+    }
+}

@@ -75,8 +75,8 @@ impl TcpCollective {
 
     /// A group of some ranks of this one, numbered as they stand in `ranks`.
     ///
-    /// Every rank in `ranks`, and no other, calls this with the same `ranks`; it waits until they
-    /// can talk. Calls of the two groups are independent; so are failures, but that the end of a
+    /// Every rank in `ranks`, and no other, calls this with the same `ranks`; it waits for all of
+    /// them. Calls of the two groups are independent; so are failures, but that the end of a
     /// process is one in each of its groups.
     ///
     /// # Errors
@@ -99,9 +99,15 @@ impl TcpCollective {
             return Err(poison.seen_by(self.group.rank));
         }
         let plan = Plan { id, rank, limits: self.limits, broken: &broken };
-        Self::form(self.node.clone(), &plan, members)
+        Self::form(self.node.clone(), &plan, members).map_err(|error| {
+            match self.group.poison_within_grace() {
+                Some(poison) => poison.seen_by(self.group.rank),
+                None => renumbered(error, ranks),
+            }
+        })
     }
 
+    /// Forms a group, in which every rank is then known to be there.
     fn form(
         node: Option<Arc<Node>>,
         plan: &Plan<'_>,
@@ -110,7 +116,9 @@ impl TcpCollective {
         let group = form(node.as_deref(), &members, plan)?;
         let limits = plan.limits;
         let links = Mutex::new(Links::new(node.clone(), members.clone()));
-        Ok(Self { node, group, members, limits, links, made: Mutex::default() })
+        let formed = Self { node, group, members, limits, links, made: Mutex::default() };
+        formed.barrier()?;
+        Ok(formed)
     }
 
     /// Makes one call: checks it, counts it, and lets `exchange` move the messages.
@@ -144,6 +152,18 @@ fn subgroup_id(parent: u64, ranks: &[Rank], made: u64) -> u64 {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3_u64)
     });
     hash.max(WORLD + 1)
+}
+
+/// An error in forming a subgroup, with the rank as the group counts from which it is made.
+fn renumbered(mut error: CollectiveError, ranks: &[Rank]) -> CollectiveError {
+    if let CollectiveError::PeerLost { rank, .. }
+    | CollectiveError::Timeout { rank, .. }
+    | CollectiveError::Aborted { rank, .. }
+    | CollectiveError::Mismatch { rank, .. } = &mut error
+    {
+        *rank = ranks.get(*rank as usize).copied().unwrap_or(*rank);
+    }
+    error
 }
 
 /// Puts messages that are in order of place into rank order.

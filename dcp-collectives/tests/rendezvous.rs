@@ -1,0 +1,241 @@
+//! Forming a group over TCP when not everybody is who should come, or in time.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{PATIENT, config, free_port, listener, on_ranks, tcp_group};
+use dcp_collectives::TcpCollective;
+use dcp_core::{Collective, CollectiveError};
+
+type Connected = Result<TcpCollective, CollectiveError>;
+
+fn barriers(group: Vec<Connected>) {
+    let group = group.into_iter().map(Result::unwrap).collect();
+    let results = on_ranks(group, |rank| rank.barrier());
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+}
+
+fn refusal(connected: Connected) -> String {
+    match connected {
+        Err(CollectiveError::Rendezvous { message }) => message,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_late_master_is_waited_for() {
+    let port = free_port();
+    let group = thread::scope(|scope| {
+        let early = [1, 2].map(|rank| scope.spawn(move || config(rank, 3, port).connect()));
+        thread::sleep(Duration::from_millis(400));
+        let master = config(0, 3, port).connect();
+        std::iter::once(master).chain(early.map(|rank| rank.join().unwrap())).collect()
+    });
+    barriers(group);
+}
+
+#[test]
+fn strangers_disturb_nobody() {
+    let (listener, port) = listener();
+    let strangers = [
+        &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
+        b"",
+        b"dcp-coll",
+        b"dcp-coll\x02\0\0\0\x04\0\0\0abcd",
+        b"dcp-coll\x01\0\0\0\xff\xff\xff\xff",
+        b"dcp-coll\x01\0\0\0\x04\0\0\0\xff\xff\xff\xff",
+        &[0xff; 5000],
+    ]
+    .map(|bytes| {
+        let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        stranger.write_all(bytes).unwrap();
+        stranger
+    });
+    let group = thread::scope(|scope| {
+        let others = [1, 2].map(|rank| scope.spawn(move || config(rank, 3, port).connect()));
+        let master = config(0, 3, port).listener(listener).connect();
+        std::iter::once(master).chain(others.map(|rank| rank.join().unwrap())).collect()
+    });
+    drop(strangers);
+    barriers(group);
+}
+
+#[test]
+fn who_does_not_belong_is_told_why_and_the_group_forms() {
+    let (listener, port) = listener();
+    thread::scope(|scope| {
+        let master = scope.spawn(move || config(0, 3, port).listener(listener).connect());
+        let one = scope.spawn(move || config(1, 3, port).connect());
+        // Rank 2 is still missing, so the group cannot be complete yet.
+        thread::sleep(Duration::from_millis(300));
+        let message = refusal(config(1, 3, port).connect());
+        assert!(message.contains("a rank 1 already"), "{message}");
+        let message = refusal(config(2, 4, port).connect());
+        assert!(message.contains("WORLD_SIZE 4"), "{message}");
+        let message = refusal(config(2, 3, port).job("other").connect());
+        assert!(message.contains("DCP_JOB_ID"), "{message}");
+        let two = config(2, 3, port).connect();
+        barriers(vec![master.join().unwrap(), one.join().unwrap(), two]);
+    });
+    let message = refusal(config(3, 3, port).connect());
+    assert!(message.contains("no rank 3 of 3"), "{message}");
+}
+
+#[test]
+fn missing_ranks_are_named_to_everybody() {
+    let (listener, port) = listener();
+    let timeout = Duration::from_millis(500);
+    let begin = Instant::now();
+    let (zero, two) = thread::scope(|scope| {
+        let two = scope.spawn(move || config(2, 4, port).connect());
+        let zero = config(0, 4, port).listener(listener).connect_timeout(timeout).connect();
+        (zero, two.join().unwrap())
+    });
+    assert!(begin.elapsed() < PATIENT / 2);
+    for message in [refusal(zero), refusal(two)] {
+        assert!(message.contains("2 of 4 ranks are missing: 1, 3"), "{message}");
+    }
+}
+
+#[test]
+fn a_master_that_never_comes_or_is_something_else_is_named() {
+    let timeout = Duration::from_millis(300);
+    let port = free_port();
+    let message = refusal(config(1, 2, port).connect_timeout(timeout).connect());
+    assert!(message.contains(&format!("127.0.0.1:{port}")), "{message}");
+
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = other.local_addr().unwrap().port();
+    let server = thread::spawn(move || {
+        let (mut stream, _) = other.accept().unwrap();
+        let _ = stream.read(&mut [0; 1000]);
+        let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+    });
+    let message = refusal(config(1, 2, port).connect_timeout(timeout).connect());
+    assert!(message.contains("cannot join rank 0"), "{message}");
+    server.join().unwrap();
+}
+
+#[test]
+fn a_taken_port_is_an_error_that_says_what_to_do() {
+    let (_taken, port) = listener();
+    let message = refusal(config(0, 2, port).connect());
+    assert!(message.contains("DCP_MASTER_PORT"), "{message}");
+}
+
+#[test]
+fn a_rank_that_died_while_waiting_can_come_again() {
+    let (listener, port) = listener();
+    thread::scope(|scope| {
+        let master = scope.spawn(move || config(0, 3, port).listener(listener).connect());
+        let impatient = config(1, 3, port).connect_timeout(Duration::from_millis(200)).connect();
+        assert!(impatient.is_err());
+        let one = scope.spawn(move || config(1, 3, port).connect());
+        thread::sleep(Duration::from_millis(100));
+        let two = config(2, 3, port).connect();
+        barriers(vec![master.join().unwrap(), one.join().unwrap(), two]);
+    });
+}
+
+#[test]
+fn one_port_serves_one_group_after_the_other() {
+    let port = free_port();
+    thread::scope(|scope| {
+        let ranks = [0, 1, 2].map(|rank| {
+            scope.spawn(move || {
+                for _ in 0..5 {
+                    config(rank, 3, port).connect()?.barrier()?;
+                }
+                Ok::<_, CollectiveError>(())
+            })
+        });
+        for rank in ranks {
+            assert_eq!(rank.join().unwrap(), Ok(()));
+        }
+    });
+}
+
+#[test]
+fn alone_there_is_nothing_to_wait_for() {
+    let alone = config(0, 1, 1).connect().unwrap();
+    assert_eq!(alone.all_gather("x".into()), Ok(vec!["x".into()]));
+    assert_eq!(alone.subgroup(&[0]).unwrap().barrier(), Ok(()));
+}
+
+#[test]
+fn subgroups_count_their_own_ranks_and_calls() {
+    let results = on_ranks(tcp_group(6, |config| config), |group| {
+        let rank = group.rank();
+        let ranks: &[u32] = if rank % 2 == 1 { &[5, 1, 3] } else { &[0, 2, 4] };
+        let half = group.subgroup(ranks)?;
+        let again = group.subgroup(ranks)?;
+        if rank % 2 == 1 {
+            half.barrier()?;
+        }
+        let all = half.all_gather(vec![rank as u8].into())?;
+        assert!(all.iter().map(|message| u32::from(message[0])).eq(ranks.iter().copied()));
+        let got = again.gather(2, vec![again.rank() as u8].into())?;
+        assert_eq!(got.is_some(), rank == ranks[2]);
+        let pair = if rank < 2 { Some(half.subgroup(&[rank; 1]).is_ok()) } else { None };
+        drop(half);
+        group.barrier()?;
+        Ok(pair)
+    });
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+}
+
+#[test]
+fn a_subgroup_fails_with_its_member_and_the_group_goes_on() {
+    let results = on_ranks(tcp_group(4, |config| config), |group| {
+        if group.rank() == 0 {
+            group.barrier()?;
+            return Ok(());
+        }
+        let subgroup = group.subgroup(&[1, 2, 3])?;
+        if group.rank() == 2 {
+            drop(subgroup);
+        } else {
+            match subgroup.barrier() {
+                Err(CollectiveError::PeerLost { rank: 1, .. }) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        group.barrier()
+    });
+    assert_eq!(results, vec![Ok(()); 4]);
+}
+
+#[test]
+fn a_rank_that_does_not_join_a_subgroup_is_named_as_the_group_counts() {
+    let timeout = Duration::from_secs(2);
+    let group = tcp_group(4, |config| config.connect_timeout(timeout));
+    let results = on_ranks(group, |group| match group.rank() {
+        0 | 3 => {
+            thread::sleep(2 * timeout);
+            Ok(())
+        }
+        _ => group.subgroup(&[2, 1, 3]).map(drop),
+    });
+    let late = CollectiveError::Timeout { rank: 3, op: "rendezvous", deadline: timeout };
+    assert_eq!(results, [Ok(()), Err(late.clone()), Err(late), Ok(())]);
+}
+
+#[test]
+fn a_member_that_aborts_the_group_ends_the_wait_for_a_subgroup() {
+    let begin = Instant::now();
+    let results = on_ranks(tcp_group(3, |config| config), |group| {
+        if group.rank() == 2 {
+            group.abort("out of memory");
+            return Ok(());
+        }
+        group.subgroup(&[0, 1, 2]).map(drop)
+    });
+    assert!(begin.elapsed() < PATIENT / 2);
+    let aborted = CollectiveError::Aborted { rank: 2, reason: "out of memory".to_owned() };
+    assert_eq!(results, [Err(aborted.clone()), Err(aborted), Ok(())]);
+}

@@ -87,7 +87,7 @@ impl Loader {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            planner: Arc::new(DefaultLoadPlanner::default()),
+            planner: Arc::new(DefaultLoadPlanner::new()),
             group: None,
             coordinator: 0,
             rule: None,

@@ -1,2 +1,58 @@
 //! The `dcp` command.
-fn main() {}
+
+mod args;
+mod command;
+mod failure;
+mod open;
+mod output;
+mod progress;
+mod render;
+mod style;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+
+use crate::args::{Cli, Command};
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::style::Style;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let errors = Style::for_stream(cli.global.color, &std::io::stderr());
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) if failure.is_broken_pipe() => ExitCode::SUCCESS,
+        Err(failure) => failure.report(errors),
+    }
+}
+
+fn run(cli: Cli) -> Result<(), Failure> {
+    trace(cli.global.verbose);
+    let out = Output::new(cli.global);
+    match cli.command {
+        Command::Inspect(args) => command::inspect(&args, &out),
+        Command::Verify(args) => command::verify(&args, &out),
+        Command::Get(args) => command::get(&args, &out),
+        Command::Convert(args) => command::convert(&args, &out),
+        Command::Reshard(args) => command::reshard(&args, &out),
+        Command::Completions(args) => {
+            let mut script = Vec::new();
+            clap_complete::generate(args.shell, &mut Cli::command(), "dcp", &mut script);
+            out.write(&String::from_utf8_lossy(&script))
+        }
+    }
+}
+
+/// Events of the libraries, on stderr: `-v` and `-vv`, or what `DCP_LOG` asks for.
+fn trace(verbose: u8) {
+    let asked = std::env::var("DCP_LOG").ok().filter(|filter| !filter.is_empty());
+    let filter = match (verbose, asked) {
+        (0, None) => return,
+        (0, Some(filter)) => filter,
+        (1, _) => "info".to_owned(),
+        (_, _) => "debug".to_owned(),
+    };
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+}

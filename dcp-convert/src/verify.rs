@@ -286,7 +286,12 @@ pub(crate) fn judge(
         CheckpointError::Format(_) | CheckpointError::Plan(_) => ProblemKind::Corrupt,
         _ => return Err(error),
     };
-    let mut problem = Problem::new(kind, error_chain(&error)).at(metadata, item);
+    // Where it is, the problem says itself.
+    let message = match &error {
+        CheckpointError::Format(error) => format!("bad {}: {}", error.what(), error.problem()),
+        other => error_chain(other),
+    };
+    let mut problem = Problem::new(kind, message).at(metadata, item);
     if let CheckpointError::Format(format) = &error
         && let (Some(_), Some(offset)) = (format.file(), format.byte_offset())
     {

@@ -1,0 +1,278 @@
+//! The command line: what can be asked for, and the help that teaches it.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
+
+/// Look into, check, convert and reshard distributed model checkpoints.
+///
+/// dcp reads what PyTorch's torch.distributed.checkpoint and its FSDP, HSDP and tensor-parallel
+/// users write, whatever the number of ranks, and safetensors files. It needs no Python, no GPU
+/// and no trust in the file: nothing in a checkpoint is ever executed.
+#[derive(Debug, Parser)]
+#[command(
+    name = "dcp",
+    version,
+    arg_required_else_help = true,
+    disable_help_subcommand = true,
+    subcommand_required = true,
+    max_term_width = 100,
+    after_help = "Exit codes: 0 fine, 1 the checkpoint is bad, 2 wrong usage, 3 input or output \
+                  failed. `dcp --help` says more.",
+    after_long_help = AFTER_LONG_HELP
+)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+const AFTER_LONG_HELP: &str = "\
+Examples:
+  dcp inspect runs/step_1000                      what is in it
+  dcp inspect runs/step_1000 --shards lm_head     how a tensor is cut, and which file has which part
+  dcp verify runs/step_1000 --deep                compare every byte with its checksum
+  dcp get runs/step_1000 model.embed.weight --slice 0:2,:
+  dcp convert runs/step_1000 model.safetensors --to safetensors
+  dcp reshard runs/step_1000 resharded --ranks 8
+
+URIs:
+  A plain path or file://PATH: the directory of a checkpoint, or one .safetensors file.
+
+Exit codes:
+  0  fine
+  1  the checkpoint is bad: damaged, incomplete, or no checkpoint at all
+  2  wrong usage: bad arguments, no such key, a target that exists already
+  3  input or output failed: no such path, no permission, a full disk";
+
+/// Options of every command.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct Global {
+    /// Whether to color the output.
+    #[arg(
+        long,
+        global = true,
+        value_name = "WHEN",
+        default_value = "auto",
+        help_heading = "Output"
+    )]
+    pub(crate) color: ColorChoice,
+
+    /// No progress bar and no notes; errors only.
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Output")]
+    pub(crate) quiet: bool,
+
+    /// Say what is being done, on stderr; twice for more.
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Output")]
+    pub(crate) verbose: u8,
+}
+
+/// When to color.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ColorChoice {
+    /// On a terminal, unless NO_COLOR is set.
+    Auto,
+    /// Always.
+    Always,
+    /// Never.
+    Never,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Inspect(Inspect),
+    Verify(Verify),
+    Get(Get),
+    Convert(Convert),
+    Reshard(Reshard),
+    Completions(Completions),
+}
+
+/// Show what a checkpoint holds.
+///
+/// Prints the tree of its tensors and objects with dtype, shape, bytes and number of shards, and
+/// its files. No tensor data is read, so it is quick however large the checkpoint is.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp inspect runs/step_1000
+  dcp inspect runs/step_1000 --filter 'model.*'
+  dcp inspect runs/step_1000 --shards model.embed.weight
+  dcp inspect runs/step_1000 --json | jq '.keys | length'
+
+JSON:
+  {\"format\": …, \"keys\": {FQN: KEY, …}, \"files\": {NAME: BYTES, …}}
+  KEY is {\"kind\": \"tensor\", \"dtype\", \"shape\", \"bytes\",
+          \"chunks\": [{\"offsets\", \"sizes\", \"file\", \"byte_offset\", \"byte_len\"}, …]}
+      or {\"kind\": \"object\", \"value\"}; a value that JSON lacks is tagged {\"type\": …, …}.
+  dtypes have PyTorch's names without `torch.`; the bytes of a missing file are null.")]
+pub(crate) struct Inspect {
+    /// The checkpoint.
+    pub(crate) uri: String,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Draw how the chunks of this tensor lie in it, and list which file holds each.
+    #[arg(long, value_name = "FQN", conflicts_with = "json")]
+    pub(crate) shards: Option<String>,
+
+    /// Show only names that match: `*` stands for any text, `?` for one character.
+    #[arg(long, value_name = "GLOB")]
+    pub(crate) filter: Option<String>,
+
+    /// Show every layer, also those that are alike.
+    #[arg(long)]
+    pub(crate) all: bool,
+}
+
+/// Check that a checkpoint is whole.
+///
+/// Looks at the structure: every file there and long enough, every chunk inside its tensor, no
+/// two overlapping, no element missing. With --deep, reads all of it: the CRC of every record,
+/// every blob's own dtype and shape against the index, every object decoded. All problems are
+/// listed, each with its key, file and offset; the exit code is 1 if there is one.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp verify runs/step_1000
+  dcp verify runs/step_1000 --deep
+  dcp verify runs/step_1000 --json | jq '.problems[]'")]
+pub(crate) struct Verify {
+    /// The checkpoint.
+    pub(crate) uri: String,
+
+    /// Read every byte and compare it with its checksum.
+    #[arg(long)]
+    pub(crate) deep: bool,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Print one tensor or object, or write a tensor to a file.
+///
+/// Reads only the bytes that are needed: of a large tensor that is printed, its corners.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp get runs/step_1000 model.embed.weight
+  dcp get runs/step_1000 model.embed.weight --slice 0:2,:
+  dcp get runs/step_1000 model.embed.weight --slice=-1 --output last_row.npy
+  dcp get runs/step_1000 model.embed.weight --output embed.safetensors
+  dcp get runs/step_1000 optimizer.param_groups.0.lr --json
+
+Slices:
+  Per axis START:STOP (either may be left out or negative) or one index, which drops the axis;
+  `...` stands for all axes that are not mentioned.")]
+pub(crate) struct Get {
+    /// The checkpoint.
+    pub(crate) uri: String,
+
+    /// The name of the tensor or object, as `dcp inspect` shows it.
+    pub(crate) fqn: String,
+
+    /// Write the tensor to this .npy or .safetensors file.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// Take only this part of the tensor.
+    #[arg(short, long, allow_hyphen_values = true)]
+    pub(crate) slice: Option<String>,
+
+    /// Replace the output file if there is one.
+    #[arg(long, requires = "output")]
+    pub(crate) overwrite: bool,
+
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Write a checkpoint in another format.
+///
+/// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
+/// format cannot hold, are left out and listed. `dcp` is a directory in PyTorch's format. Data is
+/// streamed: memory does not grow with the checkpoint. The target appears when it is complete.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp convert runs/step_1000 model.safetensors --to safetensors
+  dcp convert model.safetensors as_dcp --to dcp")]
+pub(crate) struct Convert {
+    /// The checkpoint: a directory, or a .safetensors file.
+    pub(crate) source: String,
+
+    /// What to write: a file for safetensors, a directory for dcp.
+    pub(crate) target: String,
+
+    /// The format to write.
+    #[arg(long, value_name = "FORMAT")]
+    pub(crate) to: Format,
+
+    #[command(flatten)]
+    pub(crate) writing: Writing,
+}
+
+/// A format to convert to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// One safetensors file.
+    Safetensors,
+    /// A directory of PyTorch's torch.distributed.checkpoint.
+    Dcp,
+}
+
+/// Rewrite a checkpoint as if another number of ranks had saved it.
+///
+/// Tensors are cut along their first axis, as FSDP2 does; objects are kept byte for byte. PyTorch
+/// loads any checkpoint into any number of ranks, but one that is cut as it will be loaded is
+/// read in fewer and larger pieces.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp reshard runs/step_1000 resharded --ranks 8
+  dcp reshard runs/step_1000 merged --ranks 1")]
+pub(crate) struct Reshard {
+    /// The checkpoint: a directory, or a .safetensors file.
+    pub(crate) source: String,
+
+    /// The directory to write.
+    pub(crate) target: String,
+
+    /// How many ranks to write for; each gets a file.
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) ranks: u32,
+
+    #[command(flatten)]
+    pub(crate) writing: Writing,
+}
+
+/// Options of commands that write a checkpoint.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct Writing {
+    /// Replace the target if it exists; until the new one is complete, the old one stays.
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+
+    /// Print a JSON report.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Print completions for a shell.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp completions bash > ~/.local/share/bash-completion/completions/dcp
+  dcp completions zsh > ~/.zfunc/_dcp
+  dcp completions fish > ~/.config/fish/completions/dcp.fish")]
+pub(crate) struct Completions {
+    /// The shell.
+    pub(crate) shell: Shell,
+}

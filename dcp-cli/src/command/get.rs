@@ -1,0 +1,83 @@
+//! `dcp get`.
+
+use dcp::convert::{Found, FoundTensor};
+use serde_json::json;
+
+use crate::args;
+use crate::failure::{Exit, Failure};
+use crate::open;
+use crate::output::Output;
+use crate::progress::Bar;
+use crate::render::value::python;
+use crate::style::{printable, size};
+
+pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
+    open::run(args.output.is_some(), async {
+        let source = open::source(&args.uri).await?;
+        let found = dcp::convert::find(&source, &args.fqn, args.slice.as_deref()).await?;
+        match (found, &args.output) {
+            (Found::Tensor(tensor), Some(path)) => {
+                let path = path.to_string_lossy();
+                save(args, &tensor, &path, out).await
+            }
+            (Found::Tensor(tensor), None) if args.json => out.json(&tensor.to_json().await?),
+            (Found::Tensor(tensor), None) => {
+                let text = tensor.to_text().await?;
+                out.write(&format!("{text}\n"))
+            }
+            (Found::Object(_), Some(_)) => {
+                let message = format!("{:?} is no tensor, so no file can hold it", args.fqn);
+                Err(Failure::new(Exit::Usage, message)
+                    .hint("without --output it is printed as JSON"))
+            }
+            (Found::Object(value), None) if args.json => {
+                out.json(&json!({ "kind": "object", "value": value }))
+            }
+            (Found::Object(value), None) => {
+                let text = printable(&python(&value, usize::MAX));
+                out.write(&format!("{text}\n"))
+            }
+            _ => Err(Failure::new(Exit::Usage, format!("{:?} cannot be shown", args.fqn))),
+        }
+    })
+}
+
+async fn save(
+    args: &args::Get,
+    tensor: &FoundTensor,
+    path: &str,
+    out: &Output,
+) -> Result<(), Failure> {
+    let is = |ending: &str| path.ends_with(ending);
+    if !is(".npy") && !is(".safetensors") {
+        let message = format!("cannot tell what kind of file {path:?} should be");
+        return Err(Failure::new(Exit::Usage, message).hint("end its name in .npy or .safetensors"));
+    }
+    let target = open::target_file(path, args.overwrite)?;
+    let bar = Bar::new(out, "writing");
+    let note = if is(".npy") {
+        tensor.to_npy(&target, &bar.options()).await?
+    } else {
+        tensor.to_safetensors(&target, &bar.options()).await?;
+        None
+    };
+    drop(bar);
+    if let Some(note) = &note {
+        out.note(note);
+    }
+    if args.json {
+        return out.json(&json!({
+            "output": path,
+            "dtype": tensor.dtype().name(),
+            "shape": &**tensor.shape(),
+            "bytes": tensor.byte_len(),
+            "note": note,
+        }));
+    }
+    if !out.quiet {
+        let (dtype, shape) = (tensor.dtype(), tensor.shape());
+        let bytes = size(tensor.byte_len());
+        out.write(&format!("{path}: {} {dtype} {shape}, {bytes}\n", tensor.fqn()))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,13 @@
+//! One function a command: open, do the job in `dcp::convert`, print.
+
+mod convert;
+mod get;
+mod inspect;
+mod reshard;
+mod verify;
+
+pub(crate) use convert::convert;
+pub(crate) use get::get;
+pub(crate) use inspect::inspect;
+pub(crate) use reshard::reshard;
+pub(crate) use verify::verify;

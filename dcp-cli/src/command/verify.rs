@@ -1,0 +1,22 @@
+//! `dcp verify`.
+
+use crate::args;
+use crate::failure::{Exit, Failure};
+use crate::open;
+use crate::output::Output;
+use crate::progress::Bar;
+use crate::render::problems;
+
+pub(crate) fn verify(args: &args::Verify, out: &Output) -> Result<(), Failure> {
+    let report = open::run(args.deep, async {
+        let source = open::source(&args.uri).await?;
+        let bar = Bar::new(out, "verifying");
+        Ok(dcp::convert::verify(&source, args.deep, &bar.options()).await?)
+    })?;
+    if args.json {
+        out.json(&report)?;
+    } else {
+        out.write(&problems::render(&args.uri, &report, out))?;
+    }
+    if report.ok { Ok(()) } else { Err(Failure::reported(Exit::Bad)) }
+}

@@ -1,0 +1,173 @@
+//! What went wrong, for people and for scripts: `error:`, `caused by:`, `hint:`, an exit code.
+
+use std::error::Error;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use dcp::convert::ConvertError;
+use dcp::core::{CheckpointError, StorageError, StorageErrorKind};
+
+use crate::style::Style;
+
+/// Why the command stopped. Documented in `dcp --help`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// The checkpoint is bad.
+    Bad = 1,
+    /// The command was used wrongly.
+    Usage = 2,
+    /// Input or output failed.
+    Io = 3,
+}
+
+/// An error on its way to the user.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    exit: Exit,
+    message: String,
+    causes: Vec<String>,
+    hint: Option<String>,
+    silent: bool,
+}
+
+impl Failure {
+    pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
+        Self { exit, message: message.into(), causes: Vec::new(), hint: None, silent: false }
+    }
+
+    /// Nothing more to say: what is wrong was printed already.
+    pub(crate) fn reported(exit: Exit) -> Self {
+        Self { silent: true, ..Self::new(exit, "") }
+    }
+
+    pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// Says what was being done; what was known so far becomes the cause.
+    pub(crate) fn context(mut self, message: impl Into<String>) -> Self {
+        let cause = std::mem::replace(&mut self.message, message.into());
+        self.causes.insert(0, cause);
+        self
+    }
+
+    fn of(exit: Exit, error: &(dyn Error + 'static)) -> Self {
+        let mut failure = Self::new(exit, error.to_string());
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            failure.causes.push(error.to_string());
+            cause = error.source();
+        }
+        failure
+    }
+
+    /// The same without advice.
+    pub(crate) fn without_hint(mut self) -> Self {
+        self.hint = None;
+        self
+    }
+
+    /// Prints the error to stderr.
+    pub(crate) fn report(&self, style: Style) -> ExitCode {
+        if !self.silent {
+            let mut text = format!("{} {}\n", style.bad("error:"), self.message);
+            for cause in &self.causes {
+                text.push_str(&format!("  {} {cause}\n", style.dim("caused by:")));
+            }
+            if let Some(hint) = &self.hint {
+                text.push_str(&format!("{} {hint}\n", style.good("hint:")));
+            }
+            // There is nowhere left to say that stderr is closed.
+            let _ = io::stderr().write_all(text.as_bytes());
+        }
+        ExitCode::from(self.exit as u8)
+    }
+}
+
+/// Whose fault a storage's failure is: bytes that end too early are the checkpoint's.
+fn storage_exit(error: &StorageError) -> Exit {
+    match error.kind() {
+        StorageErrorKind::Truncated => Exit::Bad,
+        StorageErrorKind::Invalid => Exit::Usage,
+        _ => Exit::Io,
+    }
+}
+
+impl From<CheckpointError> for Failure {
+    fn from(error: CheckpointError) -> Self {
+        let exit = match &error {
+            CheckpointError::Storage(storage) => storage_exit(storage),
+            CheckpointError::Format(_)
+            | CheckpointError::Plan(_)
+            | CheckpointError::Mismatch { .. }
+            | CheckpointError::NotACheckpoint { .. } => Exit::Bad,
+            _ => Exit::Io,
+        };
+        let hint = match &error {
+            CheckpointError::Format(_) | CheckpointError::Plan(_) => {
+                Some("`dcp verify --deep` lists everything that is wrong with the checkpoint")
+            }
+            _ => None,
+        };
+        let failure = Self::of(exit, &error);
+        match hint {
+            Some(hint) => failure.hint(hint),
+            None => failure,
+        }
+    }
+}
+
+impl From<StorageError> for Failure {
+    fn from(error: StorageError) -> Self {
+        Self::of(storage_exit(&error), &error)
+    }
+}
+
+impl From<ConvertError> for Failure {
+    fn from(error: ConvertError) -> Self {
+        let hint = match &error {
+            ConvertError::Checkpoint(_) => None,
+            ConvertError::UnknownFqn { similar, .. } if similar.is_empty() => {
+                Some("`dcp inspect` lists the names there are".to_owned())
+            }
+            ConvertError::UnknownFqn { similar, .. } => {
+                let names: Vec<_> = similar.iter().map(|name| format!("{name:?}")).collect();
+                Some(format!("did you mean {}?", names.join(" or ")))
+            }
+            ConvertError::BadSlice { .. } => {
+                Some("per axis START:STOP or an index, such as 0:2,: or -1".to_owned())
+            }
+            ConvertError::TargetExists { .. } => Some("pass --overwrite to replace it".to_owned()),
+            ConvertError::SameTarget { .. } => {
+                Some("write to another place, then remove the old one".to_owned())
+            }
+            _ => None,
+        };
+        let failure = match error {
+            ConvertError::Checkpoint(error) => Self::from(error),
+            other => Self::of(Exit::Usage, &other),
+        };
+        match hint {
+            Some(hint) => failure.hint(hint),
+            None => failure,
+        }
+    }
+}
+
+impl From<io::Error> for Failure {
+    /// Output that nobody reads any more, as in `dcp … | head`, is no failure.
+    fn from(error: io::Error) -> Self {
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            return Self { silent: true, ..Self::new(Exit::Io, "") };
+        }
+        Self::of(Exit::Io, &error).context("cannot write the output")
+    }
+}
+
+impl Failure {
+    /// Whether the reader of the output went away.
+    pub(crate) fn is_broken_pipe(&self) -> bool {
+        self.silent && self.exit == Exit::Io
+    }
+}

@@ -1,0 +1,198 @@
+//! From what was typed to a checkpoint to read or a place to write.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use dcp::convert::{ConvertError, SafetensorsFile, Source, Target};
+use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
+use dcp::formats::detect::{Detected, detect};
+use dcp::{Access, DcpReader, DcpWriter, StorageRegistry};
+
+use crate::failure::{Exit, Failure};
+
+/// Runs a command's work. A runtime of several threads is worth its start only for long work.
+pub(crate) fn run<T>(
+    long: bool,
+    work: impl Future<Output = Result<T, Failure>>,
+) -> Result<T, Failure> {
+    let mut builder = if long {
+        tokio::runtime::Builder::new_multi_thread()
+    } else {
+        tokio::runtime::Builder::new_current_thread()
+    };
+    builder.enable_time().build().map_err(Failure::from)?.block_on(work)
+}
+
+/// Opens a checkpoint to read: a directory, or one safetensors file.
+pub(crate) async fn source(uri: &str) -> Result<Source, Failure> {
+    let directory = StorageRegistry::with_defaults().open(uri, Access::Read);
+    let storage = match directory {
+        Ok(storage) => storage,
+        Err(error) => {
+            return match file(uri).await {
+                Some((storage, key)) => file_source(uri, storage, key).await,
+                None => Err(cannot_open(uri, &error)),
+            };
+        }
+    };
+    let reader = DcpReader::new(Arc::clone(&storage));
+    let source = Source::new(storage, Arc::new(reader));
+    match source.metadata().await {
+        Ok(_) => Ok(source),
+        Err(error) => Err(no_checkpoint(uri, &source.storage, error).await),
+    }
+}
+
+fn cannot_open(uri: &str, error: &StorageError) -> Failure {
+    match error.kind() {
+        StorageErrorKind::NotFound => {
+            Failure::new(Exit::Io, format!("there is nothing at {uri:?}"))
+        }
+        StorageErrorKind::Unsupported => Failure::new(Exit::Usage, error.to_string()),
+        _ => Failure::new(Exit::Io, dcp::core::error_chain(error))
+            .context(format!("cannot open {uri:?}")),
+    }
+}
+
+/// The storage and key of a URI that names a file.
+async fn file(uri: &str) -> Option<(Arc<dyn Storage>, Key)> {
+    let (parent, name) = split(uri)?;
+    let storage = StorageRegistry::with_defaults().open(&parent, Access::Read).ok()?;
+    let key = Key::new(name).ok()?;
+    storage.stat(&key).await.ok()?;
+    Some((storage, key))
+}
+
+/// The folder that a URI lies in, and its name there.
+fn split(uri: &str) -> Option<(String, String)> {
+    let (scheme, path) = match uri.split_once("://") {
+        Some((scheme, path)) => (format!("{scheme}://"), path),
+        None => (String::new(), uri),
+    };
+    let path = path.trim_end_matches('/');
+    let (parent, name) = match path.rsplit_once('/') {
+        Some(("", name)) => ("/", name),
+        Some((parent, name)) => (parent, name),
+        None => (".", path),
+    };
+    (!name.is_empty()).then(|| (format!("{scheme}{parent}"), name.to_owned()))
+}
+
+async fn file_source(uri: &str, storage: Arc<dyn Storage>, key: Key) -> Result<Source, Failure> {
+    let name = key.file_name();
+    if name.ends_with(".distcp") || name.ends_with(".metadata") {
+        let (parent, _) = split(uri).unwrap_or_default();
+        return Err(Failure::new(Exit::Bad, format!("{uri:?} is one file of a checkpoint"))
+            .hint(format!("pass the directory: {parent}")));
+    }
+    let len = storage.stat(&key).await?.byte_len;
+    let magic = storage.read_range(&key, 0..len.min(9)).await?;
+    if magic.starts_with(b"PK\x03\x04") {
+        let message = format!("{uri:?} is a zip archive, such as torch.save writes, no checkpoint");
+        return Err(Failure::new(Exit::Bad, message)
+            .hint("a checkpoint is a directory with a .metadata, or a .safetensors file"));
+    }
+    let looks_right = magic.get(8) == Some(&b'{');
+    if !looks_right && !name.ends_with(".safetensors") {
+        return Err(Failure::new(Exit::Bad, format!("{uri:?} is a file, but no checkpoint"))
+            .hint("a checkpoint is a directory with a .metadata, or a .safetensors file"));
+    }
+    let reader = SafetensorsFile::new(Arc::clone(&storage), key);
+    let source = Source::new(storage, Arc::new(reader));
+    source.metadata().await.map_err(|error| {
+        Failure::from(error).context(format!("cannot read {uri:?}")).without_hint()
+    })?;
+    Ok(source)
+}
+
+/// Explains why a directory is no checkpoint, and names one that is near.
+async fn no_checkpoint(uri: &str, storage: &Arc<dyn Storage>, error: CheckpointError) -> Failure {
+    let missing = match &error {
+        CheckpointError::NotACheckpoint { .. } => true,
+        CheckpointError::Storage(error) => error.kind() == StorageErrorKind::NotFound,
+        _ => false,
+    };
+    if !missing {
+        return Failure::from(error).context(format!("cannot read {uri:?}")).without_hint();
+    }
+    let Ok(detection) = detect(storage).await else { return Failure::from(error) };
+    let failure = match &detection.kind {
+        Detected::Dcp | Detected::DcpRankLocal { .. } => return Failure::from(error),
+        Detected::Empty => Failure::new(Exit::Bad, format!("{uri:?} is an empty directory")),
+        kind => Failure::new(Exit::Bad, format!("{uri:?} is no checkpoint: the directory {kind}")),
+    };
+    let base = uri.trim_end_matches('/');
+    match &*detection.checkpoints {
+        [] => failure,
+        [one] => failure.hint(format!("there is a checkpoint below it: {base}/{one}")),
+        [.., last] => failure.hint(format!(
+            "there are {} checkpoints below it, such as {base}/{last}",
+            detection.checkpoints.len()
+        )),
+    }
+}
+
+/// A file to write.
+pub(crate) fn target_file(uri: &str, overwrite: bool) -> Result<Target, Failure> {
+    if StorageRegistry::with_defaults().open(uri, Access::Read).is_ok() {
+        let base = uri.trim_end_matches('/');
+        return Err(Failure::new(Exit::Usage, format!("{uri:?} is a directory"))
+            .hint(format!("name a file, such as {base}/model.safetensors")));
+    }
+    let no_name = || Failure::new(Exit::Usage, format!("{uri:?} is no name for a file"));
+    let (parent, name) = split(uri).ok_or_else(no_name)?;
+    let key = Key::new(name).map_err(|_| no_name())?;
+    let storage = StorageRegistry::with_defaults()
+        .open(&parent, Access::Write)
+        .map_err(|error| Failure::from(error).context(format!("cannot write to {parent:?}")))?;
+    Ok(Target::new(storage, key).overwriting(overwrite))
+}
+
+/// A directory to write a checkpoint into. A checkpoint that is there is an error, unless it may
+/// be replaced.
+pub(crate) async fn target_directory(uri: &str, overwrite: bool) -> Result<DcpWriter, Failure> {
+    let cannot =
+        |error: StorageError| Failure::from(error).context(format!("cannot write to {uri:?}"));
+    let storage = StorageRegistry::with_defaults().open(uri, Access::Write).map_err(cannot)?;
+    for name in [".metadata", "__0.metadata"] {
+        let key = Key::new(name).map_err(|error| cannot(error.into()))?;
+        if !overwrite && storage.contains(&key).await.map_err(cannot)? {
+            return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
+        }
+    }
+    Ok(DcpWriter::builder(storage).overwrite(overwrite).build())
+}
+
+/// Refuses to write a place onto itself.
+pub(crate) fn refuse_same(source: &str, target: &str) -> Result<(), Failure> {
+    let place = |uri: &str| {
+        let path = uri.strip_prefix("file://").unwrap_or(uri);
+        Path::new(path).canonicalize().or_else(|_| std::path::absolute(path)).ok()
+    };
+    if source == target || place(source).is_some_and(|from| Some(from) == place(target)) {
+        return Err(ConvertError::SameTarget { target: target.to_owned() }.into());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uris_split_into_folder_and_name() {
+        let split = |uri| split(uri).unwrap();
+        assert_eq!(split("a/b.npy"), ("a".into(), "b.npy".into()));
+        assert_eq!(split("b.npy"), (".".into(), "b.npy".into()));
+        assert_eq!(split("/b"), ("/".into(), "b".into()));
+        assert_eq!(split("file:///x/y/"), ("file:///x".into(), "y".into()));
+        assert!(super::split("/").is_none());
+    }
+
+    #[test]
+    fn one_place_has_many_names() {
+        assert!(refuse_same("src", "./src").is_err());
+        assert!(refuse_same("src", "file://src/../src").is_err());
+        assert!(refuse_same("src", "src2").is_ok());
+    }
+}

@@ -1,0 +1,171 @@
+//! Color, which never carries meaning alone, and the width of the terminal.
+
+use std::io::IsTerminal;
+
+use crate::args::ColorChoice;
+
+/// How to color, or not.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Style {
+    color: bool,
+}
+
+impl Style {
+    pub(crate) fn for_stream(choice: ColorChoice, stream: &impl IsTerminal) -> Self {
+        let color = match choice {
+            ColorChoice::Always => true,
+            ColorChoice::Never => false,
+            ColorChoice::Auto => {
+                let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+                let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+                stream.is_terminal() && !no_color && !dumb
+            }
+        };
+        Self { color }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn plain() -> Self {
+        Self { color: false }
+    }
+
+    fn paint(self, code: &str, text: &str) -> String {
+        if self.color && !text.is_empty() {
+            format!("\x1b[{code}m{text}\x1b[0m")
+        } else {
+            text.to_owned()
+        }
+    }
+
+    pub(crate) fn bold(self, text: &str) -> String {
+        self.paint("1", text)
+    }
+
+    pub(crate) fn dim(self, text: &str) -> String {
+        self.paint("2", text)
+    }
+
+    pub(crate) fn bad(self, text: &str) -> String {
+        self.paint("1;31", text)
+    }
+
+    pub(crate) fn good(self, text: &str) -> String {
+        self.paint("1;32", text)
+    }
+
+    pub(crate) fn dtype(self, text: &str) -> String {
+        self.paint("36", text)
+    }
+
+    pub(crate) fn value(self, text: &str) -> String {
+        self.paint("33", text)
+    }
+
+    /// A color of its own for each of a few neighbors.
+    pub(crate) fn hue(self, index: usize, text: &str) -> String {
+        const HUES: [&str; 6] = ["34", "35", "32", "33", "36", "31"];
+        self.paint(HUES.get(index % HUES.len()).copied().unwrap_or("0"), text)
+    }
+}
+
+/// Columns to write in: those of the terminal, or what `COLUMNS` says; `None` where output goes
+/// to a file or a program, which has no use for cut lines.
+pub(crate) fn terminal_width() -> Option<usize> {
+    let asked = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse::<usize>().ok());
+    let width = asked.or_else(|| comfy_table::Table::new().width().map(usize::from));
+    width.map(|width| width.clamp(40, 400))
+}
+
+/// The columns that a text takes, when no character is wider than one.
+pub(crate) fn columns(text: &str) -> usize {
+    text.chars().count()
+}
+
+/// The text in at most `width` columns, its middle replaced by `…` if it is longer.
+pub(crate) fn shorten(text: &str, width: usize) -> String {
+    let len = columns(text);
+    if len <= width {
+        return text.to_owned();
+    }
+    let kept = width.saturating_sub(1);
+    let front = kept.div_ceil(2);
+    let start: String = text.chars().take(front).collect();
+    let end: String = text.chars().skip(len - (kept - front)).collect();
+    format!("{start}…{end}")
+}
+
+/// A text on one line: control characters, which could fool a terminal, are escaped.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars()
+        .flat_map(|c| {
+            let escaped: Vec<char> =
+                if c.is_control() { c.escape_default().collect() } else { vec![c] };
+            escaped
+        })
+        .collect()
+}
+
+/// Bytes as people say them: `1.5 GiB`.
+pub(crate) fn size(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut shift = 10;
+    let mut unit = UNITS.iter();
+    let mut name = unit.next();
+    while bytes >> shift >= 1024 {
+        shift += 10;
+        name = unit.next();
+    }
+    // Rounded to a tenth; the quotient has at most four digits before the point.
+    let whole = bytes >> shift;
+    let rest = bytes & ((1 << shift) - 1);
+    let tenths = (whole as f64 + rest as f64 / (1_u64 << shift) as f64) * 10.0;
+    let rounded = tenths.round() / 10.0;
+    let text = if rounded >= 100.0 { format!("{rounded:.0}") } else { format!("{rounded:.1}") };
+    format!("{text} {}", name.copied().unwrap_or_default())
+}
+
+/// A number with its thousands apart: `12,345`.
+pub(crate) fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index) % 3 == 0 {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// `1 shard`, `2 shards`.
+pub(crate) fn count(number: usize, what: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{} {what}{plural}", thousands(number as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_counts() {
+        assert_eq!(size(0), "0 B");
+        assert_eq!(size(1023), "1023 B");
+        assert_eq!(size(1536), "1.5 KiB");
+        assert_eq!(size(150 << 20), "150 MiB");
+        assert_eq!(size(u64::MAX), "16.0 EiB");
+        assert_eq!(thousands(1_234_567), "1,234,567");
+        assert_eq!(thousands(999), "999");
+        assert_eq!(count(1, "shard"), "1 shard");
+    }
+
+    #[test]
+    fn long_and_hostile_texts() {
+        assert_eq!(shorten("abcdefgh", 5), "ab…gh");
+        assert_eq!(shorten("abc", 5), "abc");
+        assert_eq!(printable("a\x1b[31mb\n"), "a\\u{1b}[31mb\\n");
+    }
+}

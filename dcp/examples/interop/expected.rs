@@ -12,14 +12,14 @@ use serde_json::Value as Json;
 use crate::{Result, layout};
 
 /// The expected contents of a checkpoint.
-pub struct Contents {
+pub(crate) struct Contents {
     tensors: BTreeMap<String, (String, Vec<u64>, Vec<u8>)>,
     objects: BTreeMap<String, Json>,
 }
 
 impl Contents {
     /// Reads the two files beside the checkpoint.
-    pub fn read(folder: &Path) -> Result<Self> {
+    pub(crate) fn read(folder: &Path) -> Result<Self> {
         let json: Json = serde_json::from_slice(&std::fs::read(folder.join("expected.json"))?)?;
         let file = std::fs::read(folder.join("expected.safetensors"))?;
         let (len, rest) = file.split_first_chunk::<8>().ok_or("expected.safetensors is short")?;
@@ -44,7 +44,7 @@ impl Contents {
 
     /// Fails unless `state`, flat, holds exactly these names with these contents; of a sharded
     /// tensor, the parts that are here.
-    pub fn compare(&self, state: &StateDict) -> Result {
+    pub(crate) fn compare(&self, state: &StateDict) -> Result {
         let found: Vec<&str> = state.iter().filter_map(|(fqn, _)| fqn.as_str()).collect();
         for fqn in self.tensors.keys().chain(self.objects.keys()) {
             if !found.contains(&&**fqn) {
@@ -83,7 +83,7 @@ fn same_tensor(tensor: &Tensor, (dtype, shape, whole): &(String, Vec<u64>, Vec<u
 }
 
 /// Whether a value is what the tagged JSON says.
-pub fn matches(value: &Value, json: &Json) -> bool {
+pub(crate) fn matches(value: &Value, json: &Json) -> bool {
     let all = |values: &[Value], items: &[Json]| {
         values.len() == items.len() && values.iter().zip(items).all(|(v, j)| matches(v, j))
     };
@@ -146,9 +146,10 @@ pub fn matches(value: &Value, json: &Json) -> bool {
 fn mentions(object: &Object, class: &str) -> bool {
     let name = class.rsplit('.').next().unwrap_or(class);
     object.class.name.ends_with(name)
-        || object.args.iter().any(|arg| {
-            matches!(arg, Value::Global(global) if global.to_string() == class)
-        })
+        || object
+            .args
+            .iter()
+            .any(|arg| matches!(arg, Value::Global(global) if global.to_string() == class))
 }
 
 fn last_bytes(object: &Object) -> Option<Vec<u8>> {
@@ -163,7 +164,7 @@ fn last_bytes(object: &Object) -> Option<Vec<u8>> {
 }
 
 /// The value of tagged JSON.
-pub fn value_of(json: &Json) -> Result<Value> {
+pub(crate) fn value_of(json: &Json) -> Result<Value> {
     let tag = json.get("t").and_then(Json::as_str);
     let items = || {
         let items = json.get("v").and_then(Json::as_array).ok_or("a tag without its items")?;
@@ -214,19 +215,19 @@ fn object<'a>(json: &'a Json, field: &str) -> Result<&'a serde_json::Map<String,
 }
 
 /// A field that is a text.
-pub fn text<'a>(json: &'a Json, field: &str) -> Result<&'a str> {
+pub(crate) fn text<'a>(json: &'a Json, field: &str) -> Result<&'a str> {
     json.get(field).and_then(Json::as_str).ok_or_else(|| format!("no {field}").into())
 }
 
 /// A field that is a list of numbers.
-pub fn numbers(json: Option<&Json>, field: &str) -> Result<Vec<u64>> {
+pub(crate) fn numbers(json: Option<&Json>, field: &str) -> Result<Vec<u64>> {
     let list = json.and_then(|json| json.get(field)).and_then(Json::as_array);
     let list = list.ok_or_else(|| format!("no {field}"))?;
     list.iter().map(|n| n.as_u64().ok_or_else(|| "no number".into())).collect()
 }
 
 /// A path of a state dict: names and numbers of list elements.
-pub fn path(json: &Json) -> Result<dcp::core::StatePath> {
+pub(crate) fn path(json: &Json) -> Result<dcp::core::StatePath> {
     use dcp::core::PathItem;
     let items = json.get("path").and_then(Json::as_array).ok_or("no path")?;
     let items = items.iter().map(|item| match item {

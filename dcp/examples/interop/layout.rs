@@ -5,7 +5,12 @@ use dcp::{DType, Region, Shard, Tensor};
 use crate::Result;
 
 /// The boxes of one rank in the layout of this name; `None` when every rank holds everything.
-pub fn by_name(name: &str, shape: &[u64], rank: u32, world: u32) -> Result<Option<Vec<Region>>> {
+pub(crate) fn by_name(
+    name: &str,
+    shape: &[u64],
+    rank: u32,
+    world: u32,
+) -> Result<Option<Vec<Region>>> {
     let (rank, world) = (u64::from(rank), u64::from(world));
     let all = || Ok::<_, Box<dyn std::error::Error>>(vec![Region::full(shape)?]);
     let regions = match name {
@@ -32,7 +37,8 @@ pub fn by_name(name: &str, shape: &[u64], rank: u32, world: u32) -> Result<Optio
             }]
         }
         _ => {
-            let axis = name.strip_prefix("shard").ok_or_else(|| format!("unknown layout {name}"))?;
+            let axis =
+                name.strip_prefix("shard").ok_or_else(|| format!("unknown layout {name}"))?;
             let axis: usize = axis.parse()?;
             let size = *shape.get(axis).ok_or("a layout along an axis that is not there")?;
             let (begin, end) = even(size, rank, world);
@@ -43,7 +49,12 @@ pub fn by_name(name: &str, shape: &[u64], rank: u32, world: u32) -> Result<Optio
 }
 
 /// A layout for the `number`-th tensor of a checkpoint, so that all are tried on many shapes.
-pub fn any(number: usize, shape: &[u64], rank: u32, world: u32) -> Result<Option<Vec<Region>>> {
+pub(crate) fn any(
+    number: usize,
+    shape: &[u64],
+    rank: u32,
+    world: u32,
+) -> Result<Option<Vec<Region>>> {
     let last = format!("shard{}", shape.len().saturating_sub(1));
     let name = match (number % 5, shape.len()) {
         (_, 0) | (0, _) => "replicated",
@@ -56,7 +67,12 @@ pub fn any(number: usize, shape: &[u64], rank: u32, world: u32) -> Result<Option
 }
 
 /// A sharded tensor with these boxes of `whole`.
-pub fn cut(dtype: DType, shape: &[u64], whole: &[u8], regions: Vec<Region>) -> Result<Tensor> {
+pub(crate) fn cut(
+    dtype: DType,
+    shape: &[u64],
+    whole: &[u8],
+    regions: Vec<Region>,
+) -> Result<Tensor> {
     let shards = regions
         .into_iter()
         .map(|region| {
@@ -68,7 +84,12 @@ pub fn cut(dtype: DType, shape: &[u64], whole: &[u8], regions: Vec<Region>) -> R
 }
 
 /// The bytes of a box, in row-major order.
-pub fn bytes_of(dtype: DType, shape: &[u64], whole: &[u8], region: &Region) -> Result<Vec<u8>> {
+pub(crate) fn bytes_of(
+    dtype: DType,
+    shape: &[u64],
+    whole: &[u8],
+    region: &Region,
+) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     for (first, count) in region.runs_in(shape) {
         let begin = usize::try_from(first)? * dtype.size();

@@ -49,7 +49,10 @@ fn main() -> Result {
                 save(state, checkpoint, files, salt.parse()?, &group).await
             }
             ["rewrite", from, to] => rewrite(from, to, &group).await,
-            _ => Err("usage: load DIR... | save STATE DIR plain|by-size SALT | rewrite DIR DIR".into()),
+            _ => {
+                Err("usage: load DIR... | save STATE DIR plain|by-size SALT | rewrite DIR DIR"
+                    .into())
+            }
         }
     };
     dcp::blocking::run(work)?
@@ -106,7 +109,9 @@ async fn save(
     let writer = DcpWriter::builder(storage(checkpoint, Access::Write)?);
     let writer = match files {
         "plain" => writer.build(),
-        "by-size" => writer.files(FileLayout::SplitBySize(NonZeroUsize::MIN.saturating_add(2))).build(),
+        "by-size" => {
+            writer.files(FileLayout::SplitBySize(NonZeroUsize::MIN.saturating_add(2))).build()
+        }
         other => return Err(format!("unknown way to save: {other}").into()),
     };
     Saver::new().group(Arc::clone(group)).save(&state, &writer).await?;

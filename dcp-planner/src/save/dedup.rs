@@ -1,39 +1,53 @@
 //! Who writes a chunk that several ranks have.
 
-use dcp_core::{Rank, TensorSpec};
+use std::cmp::Reverse;
+
+use dcp_core::Rank;
 
 use super::DedupPolicy;
-use super::merge::{Chunk, Merged, Origin};
+use super::merge::{Merged, MergedKey};
 
-/// For every chunk the item that is written.
-pub(super) fn choose(policy: DedupPolicy, merged: &Merged<'_>) -> Vec<Origin> {
-    let mut writers: Vec<Origin> =
-        merged.chunks.iter().map(|chunk| merged.owners_of(chunk)[0]).collect();
-    let mut load = Load(vec![0; merged.locals.len()]);
+/// For every name, the rows that are written: one for each chunk, in the order of the chunks.
+pub(super) fn choose(policy: DedupPolicy, merged: &Merged<'_>) -> Vec<Vec<u32>> {
+    let mut writers: Vec<Vec<u32>> = merged
+        .keys
+        .iter()
+        .map(|key| key.chunks.iter().map(|chunk| key.owners_of(chunk)[0]).collect())
+        .collect();
+    let mut load = Load(vec![0; merged.lens.len()]);
+    let keys = || merged.keys.iter().enumerate();
     match policy {
         DedupPolicy::LowestRank => {}
         DedupPolicy::Balanced => {
             let mut shared = Vec::new();
-            for (index, chunk) in merged.chunks.iter().enumerate() {
-                match merged.owners_of(chunk) {
-                    [only] => load.add(only.rank, chunk.byte_len),
-                    _ => shared.push(index),
+            for (at, key) in keys() {
+                for (position, chunk) in key.chunks.iter().enumerate() {
+                    match key.owners_of(chunk) {
+                        [only] => load.add(key.origin(*only).rank, chunk.byte_len),
+                        _ => shared.push((Reverse(chunk.byte_len), at, position)),
+                    }
                 }
             }
-            shared.sort_by_key(|index| std::cmp::Reverse(merged.chunks[*index].byte_len));
-            for index in shared {
-                let chunk = &merged.chunks[index];
-                writers[index] = load.least(merged.owners_of(chunk), writers[index]);
-                load.add(writers[index].rank, chunk.byte_len);
+            shared.sort_unstable();
+            for (Reverse(byte_len), at, position) in shared {
+                let key = &merged.keys[at];
+                let row = load.least(key, key.owners_of(&key.chunks[position]));
+                load.add(key.origin(row).rank, byte_len);
+                writers[at][position] = row;
             }
         }
         DedupPolicy::TorchCompatible => {
-            let order = merged.in_order(writers.clone().into_iter());
-            for index in order {
-                let Some(chunk) = merged.chunks.get(index as usize) else { continue };
-                let index = index as usize;
-                writers[index] = load.least(merged.owners_of(chunk), writers[index]);
-                load.add(writers[index].rank, torch_size(merged, chunk));
+            let firsts = keys().flat_map(|(at, key)| {
+                let first = |chunk| key.origin(key.owners_of(chunk)[0]);
+                key.chunks.iter().enumerate().map(move |(n, chunk)| (first(chunk), at, n))
+            });
+            let mut order: Vec<_> = firsts.collect();
+            order.sort_unstable();
+            for (_, at, position) in order {
+                let key = &merged.keys[at];
+                let row = load.least(key, key.owners_of(&key.chunks[position]));
+                load.add(key.origin(row).rank, torch_size(key));
+                writers[at][position] = row;
             }
         }
     }
@@ -42,11 +56,11 @@ pub(super) fn choose(policy: DedupPolicy, merged: &Merged<'_>) -> Vec<Origin> {
 
 /// What PyTorch counts for an item (`tensor_storage_size() or 1`): the bytes of the whole tensor,
 /// even for a chunk.
-fn torch_size(merged: &Merged<'_>, chunk: &Chunk) -> u64 {
-    let bytes = |spec: &TensorSpec| {
+fn torch_size(key: &MergedKey<'_>) -> u64 {
+    let bytes = key.spec.map_or(0, |spec| {
         spec.shape.checked_volume().unwrap_or(u64::MAX).saturating_mul(spec.dtype.size() as u64)
-    };
-    merged.keys[chunk.key as usize].spec.map_or(0, bytes).max(1)
+    });
+    bytes.max(1)
 }
 
 /// Bytes given to each rank so far.
@@ -60,7 +74,8 @@ impl Load {
 
     /// The owner with the least load, the lowest rank among equals. All calls together look at
     /// every offered item once, so no heap would be faster.
-    fn least(&self, owners: &[Origin], default: Origin) -> Origin {
-        owners.iter().copied().min_by_key(|owner| self.0[owner.rank as usize]).unwrap_or(default)
+    fn least(&self, key: &MergedKey<'_>, owners: &[u32]) -> u32 {
+        let load = |row: &u32| self.0[key.origin(*row).rank as usize];
+        owners.iter().copied().min_by_key(load).unwrap_or(0)
     }
 }

@@ -1,100 +1,103 @@
 //! All ranks' offers as one table of distinct chunks and who has them.
 //!
-//! Names are interned once, rows are grouped by name and sorted by place. Ranks mostly list the
-//! same names in the same order, so most names are found without hashing.
+//! With thousands of ranks the offers are far larger than any cache, so they are gone through
+//! once, rank by rank, and copied apart by name; everything else works on one name at a time.
+//! Ranks mostly list the same names in the same order, so most names are found without hashing.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointMetadata, ChunkRef, Entry, GlobalPlan, ObjectEntry, PlanError, PlanKey, Rank,
-    SavePlan, SelectedItem, StatePath, TensorEntry, TensorSpec, WriteItem,
+    ChunkRef, PlanError, PlanKey, Rank, SavePlan, StatePath, TensorSpec, WriteItem, checked_volume,
 };
 
-use crate::validate::{check_chunks, shown, unsupported};
-
-const NONE: u32 = u32::MAX;
+use crate::validate::{shown, unsupported};
 
 /// An item of a rank's offer.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Origin {
-    pub(super) rank: u32,
+    pub(super) rank: Rank,
     pub(super) item: u32,
+}
+
+/// All offers, by name.
+pub(super) struct Merged<'a> {
+    /// Items of each rank.
+    pub(super) lens: Vec<usize>,
+    /// The name of every item, rank by rank.
+    pub(super) item_keys: Vec<u32>,
+    /// The names, in the order of first appearance.
+    pub(super) keys: Vec<MergedKey<'a>>,
+}
+
+/// A name and all that is offered under it: rows in the order of ranks and their items.
+pub(super) struct MergedKey<'a> {
+    pub(super) fqn: &'a Arc<str>,
+    /// The path on the lowest rank that has one.
+    pub(super) path: Option<&'a StatePath>,
+    /// The tensor as the lowest rank describes it; `None` for an object.
+    pub(super) spec: Option<&'a TensorSpec>,
+    rank: Rank,
+    last_rank: Rank,
+    contradicted: bool,
+    /// Offsets and sizes of each row; the number of bytes for an object.
+    numbers: Vec<u64>,
+    origins: Vec<Origin>,
+    /// Distinct chunks, by place.
+    pub(super) chunks: Vec<Chunk>,
+    /// Rows of the owners of the chunks.
+    owners: Vec<u32>,
 }
 
 /// A distinct chunk or object.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunk {
-    pub(super) key: u32,
-    /// Its owners, lowest rank first: a range of [`Merged::owners`].
     first_owner: u32,
     end_owner: u32,
     pub(super) byte_len: u64,
 }
 
-pub(super) struct Merged<'a> {
-    pub(super) locals: &'a [SavePlan],
-    /// For each rank, the number of all items of the ranks before it.
-    pub(super) bases: Vec<usize>,
-    pub(super) keys: Vec<MergedKey<'a>>,
-    pub(super) owners: Vec<Origin>,
-    pub(super) chunks: Vec<Chunk>,
-}
-
-pub(super) struct MergedKey<'a> {
-    fqn: &'a Arc<str>,
-    path: Option<&'a StatePath>,
-    pub(super) spec: Option<&'a TensorSpec>,
-    /// The rank whose description this is.
-    rank: Rank,
-    /// The last rank that listed the name.
-    last_rank: Rank,
-    contradicted: bool,
-    items: u32,
-}
-
 /// Merges offers, given in rank order.
 pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
-    let mut bases = Vec::with_capacity(locals.len());
-    let mut total = 0_usize;
-    for local in locals {
-        bases.push(total);
-        total += local.len();
-    }
-    if u32::try_from(total).is_err() || u32::try_from(locals.len()).is_err() {
+    let total = locals.iter().try_fold(0_usize, |sum, local| sum.checked_add(local.len()));
+    let Some(total) = total.filter(|total| u32::try_from(*total).is_ok()) else {
         return Err(unsupported("", "more than 2^32 items in one save"));
-    }
-    let (mut keys, ids) = intern(locals)?;
-    let rows = group_by_key(locals, &mut keys, &ids, total)?;
-    let mut merged =
-        Merged { locals, bases, keys, owners: Vec::with_capacity(total), chunks: Vec::new() };
+    };
+    let mut merged = Merged {
+        lens: locals.iter().map(SavePlan::len).collect(),
+        item_keys: Vec::with_capacity(total),
+        keys: Vec::new(),
+    };
     let mut errors = Vec::new();
-    let mut sorted = Vec::new();
-    let mut start = 0_usize;
-    for key in 0..merged.keys.len() {
-        let end = start + merged.keys[key].items as usize;
-        sorted.clear();
-        sorted.extend(rows[start..end].iter().filter_map(|origin| {
-            let item = locals[origin.rank as usize].item(origin.item as usize)?;
-            Some((item, *origin))
-        }));
-        // A stable sort keeps the ranks of each place in order, and takes linear time for the
-        // usual layouts, which are sorted already.
-        sorted.sort_by(|(a, _), (b, _)| a.offsets.cmp(b.offsets));
-        for place in sorted.chunk_by(|(a, _), (b, _)| a.offsets == b.offsets) {
-            if let Err(error) = merged.add_place(key, place) {
-                errors.push(error);
-                break;
-            }
+    let mut numbers = HashMap::new();
+    let mut ids = Vec::new();
+    for (rank, local) in locals.iter().enumerate() {
+        let rank = Rank::try_from(rank).map_err(|_| unsupported("", "too many ranks"))?;
+        merged.intern(rank, local, &mut ids, &mut numbers, &mut errors)?;
+        for item in 0..local.len() {
+            let found = local.item(item);
+            let found = found.and_then(|found| Some((*ids.get(found.key_index)?, found)));
+            let Some((id, found)) = found else {
+                return Err(unsupported("", "an item has more than 2^64 bytes"));
+            };
+            merged.item_keys.push(id);
+            // Fewer than the total, which fits.
+            merged.keys[id as usize].push(&found, Origin { rank, item: item as u32 });
         }
-        start = end;
+    }
+    // Rows of contradictory descriptions cannot be compared.
+    none_of(std::mem::take(&mut errors))?;
+    for key in &mut merged.keys {
+        if let Err(error) = key.find_chunks() {
+            errors.push(error);
+        }
     }
     none_of(errors)?;
     Ok(merged)
 }
 
 /// One error, or several as one.
-fn none_of(mut errors: Vec<PlanError>) -> Result<(), PlanError> {
+pub(super) fn none_of(mut errors: Vec<PlanError>) -> Result<(), PlanError> {
     match errors.len() {
         0 => Ok(()),
         1 => Err(errors.remove(0)),
@@ -102,244 +105,180 @@ fn none_of(mut errors: Vec<PlanError>) -> Result<(), PlanError> {
     }
 }
 
-type Ids = Vec<Vec<u32>>;
-
-/// Gives every name a number, in the order of first appearance.
-fn intern(locals: &[SavePlan]) -> Result<(Vec<MergedKey<'_>>, Ids), PlanError> {
-    let mut numbers: HashMap<&str, u32> = HashMap::new();
-    let mut errors = Vec::new();
-    let mut keys: Vec<MergedKey<'_>> = Vec::new();
-    let mut ids: Ids = Vec::with_capacity(locals.len());
-    for (rank, local) in locals.iter().enumerate() {
-        let rank = rank as Rank;
-        let mut mine = Vec::with_capacity(local.keys().len());
+impl<'a> Merged<'a> {
+    /// Makes `ids` the numbers of a rank's names; before, they are those of the rank before it.
+    fn intern(
+        &mut self,
+        rank: Rank,
+        local: &'a SavePlan,
+        ids: &mut Vec<u32>,
+        numbers: &mut HashMap<&'a str, u32>,
+        errors: &mut Vec<PlanError>,
+    ) -> Result<(), PlanError> {
+        ids.truncate(local.keys().len());
         for (position, key) in local.keys().iter().enumerate() {
-            let before = ids.last().and_then(|ids| ids.get(position)).copied();
-            let guess = before.filter(|id| *keys[*id as usize].fqn == key.fqn);
-            let id = match guess.or_else(|| numbers.get(&*key.fqn).copied()) {
-                Some(id) => {
-                    let known = &mut keys[id as usize];
-                    if known.last_rank == rank {
-                        return Err(PlanError::DuplicateFqn { fqn: key.fqn.to_string() });
-                    }
-                    known.last_rank = rank;
-                    known.path = known.path.or(key.path.as_ref());
-                    if known.spec != key.tensor.as_ref() && !known.contradicted {
-                        known.contradicted = true;
-                        errors.push(disagreement(known, key, rank));
-                    }
-                    id
-                }
+            let guess = ids.get(position).copied();
+            let guess = guess.filter(|id| *self.keys[*id as usize].fqn == key.fqn);
+            let known = guess.or_else(|| numbers.get(&*key.fqn).copied());
+            let id = match known {
+                Some(id) => id,
                 None => {
-                    let id = u32::try_from(keys.len())
-                        .ok()
-                        .filter(|id| *id != NONE)
-                        .ok_or_else(|| unsupported(&key.fqn, "too many names"))?;
+                    let id = u32::try_from(self.keys.len())
+                        .map_err(|_| unsupported(&key.fqn, "more than 2^32 names"))?;
                     numbers.insert(&key.fqn, id);
-                    keys.push(MergedKey {
-                        fqn: &key.fqn,
-                        path: key.path.as_ref(),
-                        spec: key.tensor.as_ref(),
-                        rank,
-                        last_rank: rank,
-                        contradicted: false,
-                        items: 0,
-                    });
+                    self.keys.push(MergedKey::new(key, rank));
                     id
                 }
             };
-            mine.push(id);
-        }
-        ids.push(mine);
-    }
-    none_of(errors)?;
-    Ok((keys, ids))
-}
-
-/// All items, sorted by key and then by rank; counts the items of each key.
-fn group_by_key(
-    locals: &[SavePlan],
-    keys: &mut [MergedKey<'_>],
-    ids: &Ids,
-    total: usize,
-) -> Result<Vec<Origin>, PlanError> {
-    let ids_of = |rank: usize| {
-        let (local, ids) = (&locals[rank], &ids[rank]);
-        (0..local.len()).map(move |index| {
-            let id = local.item(index).and_then(|item| ids.get(item.key_index)).copied();
-            id.ok_or_else(|| unsupported("", "an item has more than 2^64 bytes"))
-        })
-    };
-    for rank in 0..locals.len() {
-        for id in ids_of(rank) {
-            keys[id? as usize].items += 1;
-        }
-    }
-    let mut next = Vec::with_capacity(keys.len());
-    let mut start = 0_usize;
-    for key in &*keys {
-        next.push(start);
-        start += key.items as usize;
-    }
-    let mut rows = vec![Origin { rank: 0, item: 0 }; total];
-    for rank in 0..locals.len() {
-        for (item, id) in ids_of(rank).enumerate() {
-            let slot = &mut next[id? as usize];
-            rows[*slot] = Origin { rank: rank as u32, item: item as u32 };
-            *slot += 1;
-        }
-    }
-    Ok(rows)
-}
-
-impl<'a> Merged<'a> {
-    /// The ranks that have a chunk, lowest first; at least one.
-    pub(super) fn owners_of(&self, chunk: &Chunk) -> &[Origin] {
-        &self.owners[chunk.first_owner as usize..chunk.end_owner as usize]
-    }
-
-    /// Items in the order of all ranks, each with the chunk that `origins` assigns to it, one
-    /// item per chunk.
-    pub(super) fn in_order(&self, origins: impl Iterator<Item = Origin>) -> Vec<u32> {
-        let total = self.bases.last().zip(self.locals.last()).map_or(0, |(b, l)| b + l.len());
-        let mut slots = vec![NONE; total];
-        for (chunk, origin) in origins.enumerate() {
-            slots[self.bases[origin.rank as usize] + origin.item as usize] = chunk as u32;
-        }
-        slots
-    }
-
-    fn item(&self, origin: Origin) -> Option<WriteItem<'a>> {
-        self.locals[origin.rank as usize].item(origin.item as usize)
-    }
-
-    /// Adds what all ranks have at one place of a key.
-    fn add_place(
-        &mut self,
-        key: usize,
-        place: &[(WriteItem<'a>, Origin)],
-    ) -> Result<(), PlanError> {
-        let holds_elements = |item: &WriteItem<'_>| !item.sizes.contains(&0);
-        let lead = place.iter().find(|(item, _)| holds_elements(item)).or(place.first());
-        let Some((lead, lead_origin)) = lead else { return Ok(()) };
-        let first_owner = self.owners.len() as u32;
-        let mut last_rank = None;
-        for (item, origin) in place {
-            if item.sizes == lead.sizes {
-                if last_rank != Some(origin.rank) {
-                    self.owners.push(*origin);
-                    last_rank = Some(origin.rank);
-                }
-            } else if holds_elements(item) {
-                let words = |item: &WriteItem<'_>| {
-                    shown(ChunkRef { offsets: item.offsets, sizes: item.sizes, placement: None })
-                };
-                return Err(PlanError::Disagreement {
-                    fqn: lead.key.fqn.to_string(),
-                    left: words(lead),
-                    left_rank: lead_origin.rank,
-                    right: words(item),
-                    right_rank: origin.rank,
-                });
+            if known.is_some() {
+                self.keys[id as usize].meet(key, rank, errors)?;
+            }
+            match ids.get_mut(position) {
+                Some(slot) => *slot = id,
+                None => ids.push(id),
             }
         }
-        let end_owner = self.owners.len() as u32;
-        let byte_len = lead.byte_len;
-        self.chunks.push(Chunk { key: key as u32, first_owner, end_owner, byte_len });
+        Ok(())
+    }
+}
+
+impl<'a> MergedKey<'a> {
+    fn new(key: &'a PlanKey, rank: Rank) -> Self {
+        Self {
+            fqn: &key.fqn,
+            path: key.path.as_ref(),
+            spec: key.tensor.as_ref(),
+            rank,
+            last_rank: rank,
+            contradicted: false,
+            numbers: Vec::new(),
+            origins: Vec::new(),
+            chunks: Vec::new(),
+            owners: Vec::new(),
+        }
+    }
+
+    /// Takes in the description of another rank.
+    fn meet(
+        &mut self,
+        key: &'a PlanKey,
+        rank: Rank,
+        errors: &mut Vec<PlanError>,
+    ) -> Result<(), PlanError> {
+        if self.last_rank == rank {
+            return Err(PlanError::DuplicateFqn { fqn: key.fqn.to_string() });
+        }
+        self.last_rank = rank;
+        self.path = self.path.or(key.path.as_ref());
+        if self.spec != key.tensor.as_ref() && !self.contradicted {
+            self.contradicted = true;
+            errors.push(PlanError::Disagreement {
+                fqn: key.fqn.to_string(),
+                left: described(self.spec),
+                left_rank: self.rank,
+                right: described(key.tensor.as_ref()),
+                right_rank: rank,
+            });
+        }
         Ok(())
     }
 
-    /// The plan in which `writers` write the chunks, one each.
-    pub(super) fn into_plan(
-        self,
-        writers: &[Origin],
-        validate: bool,
-    ) -> Result<GlobalPlan, PlanError> {
-        let slots = self.in_order(writers.iter().copied());
-        let mut entries: Vec<(usize, Entry)> = Vec::with_capacity(self.keys.len());
-        let mut entry_of = vec![NONE; self.keys.len()];
-        let mut selections = Vec::with_capacity(self.locals.len());
-        let mut chunk_ranks: Vec<Vec<Rank>> = Vec::with_capacity(self.keys.len());
-        for (rank, local) in self.locals.iter().enumerate() {
-            let base = self.bases[rank];
-            let mine = &slots[base..base + local.len()];
-            let mut selected = Vec::new();
-            for (item, chunk) in mine.iter().enumerate().filter(|(_, chunk)| **chunk != NONE) {
-                let key = self.chunks[*chunk as usize].key as usize;
-                if entry_of[key] == NONE {
-                    entry_of[key] = entries.len() as u32;
-                    entries.push((key, self.entry(key)));
-                    chunk_ranks.push(Vec::new());
-                }
-                let entry = entry_of[key];
-                let origin = Origin { rank: rank as u32, item: item as u32 };
-                let mut position = 0;
-                if let (Entry::Tensor(tensor), Some(item)) =
-                    (&mut entries[entry as usize].1, self.item(origin))
-                {
-                    position = tensor
-                        .chunks
-                        .push(item.offsets, item.sizes, None)
-                        .map_err(|error| unsupported(self.keys[key].fqn, &error.to_string()))?;
-                    chunk_ranks[entry as usize].push(rank as Rank);
-                }
-                selected.push(SelectedItem { item: origin.item, entry, chunk: position as u32 });
-            }
-            selections.push(selected);
+    fn push(&mut self, item: &WriteItem<'_>, origin: Origin) {
+        self.origins.push(origin);
+        if item.is_tensor() {
+            self.numbers.extend_from_slice(item.offsets);
+            self.numbers.extend_from_slice(item.sizes);
+        } else {
+            self.numbers.push(item.byte_len);
         }
-        let several = self.locals.len() > 1;
-        for key in (0..self.keys.len()).filter(|key| entry_of[*key] == NONE) {
-            // A tensor without elements stays in the checkpoint although nobody holds a chunk.
-            let elements = self.keys[key].spec.map_or(0, |s| s.shape.checked_volume().unwrap_or(1));
-            if self.keys[key].spec.is_some() && (elements == 0 || (several && validate)) {
-                entries.push((key, self.entry(key)));
-                chunk_ranks.push(Vec::new());
-            }
-        }
-        let mut errors = Vec::new();
-        let mut metadata = CheckpointMetadata::new();
-        for ((key, entry), ranks) in entries.into_iter().zip(chunk_ranks) {
-            let fqn = self.keys[key].fqn;
-            if let (true, Entry::Tensor(tensor)) = (validate, &entry) {
-                let rank = |chunk: usize| ranks.get(chunk).copied();
-                check_chunks(fqn, &tensor.shape, &tensor.chunks, several, rank, &mut errors);
-            }
-            metadata.insert(Arc::clone(fqn), entry);
-        }
-        none_of(errors)?;
-        Ok(GlobalPlan { metadata, selections })
     }
 
-    fn entry(&self, key: usize) -> Entry {
-        let key = &self.keys[key];
-        match key.spec {
+    fn ndim(&self) -> usize {
+        self.spec.map_or(0, |spec| spec.shape.ndim())
+    }
+
+    /// Offsets and sizes of a row; empty for an object.
+    pub(super) fn row(&self, row: u32) -> (&[u64], &[u64]) {
+        let ndim = self.ndim();
+        let start = row as usize * 2 * ndim;
+        let (offsets, sizes) = self.numbers[start..start + 2 * ndim].split_at(ndim);
+        (offsets, sizes)
+    }
+
+    /// Whose item a row is.
+    pub(super) fn origin(&self, row: u32) -> Origin {
+        self.origins[row as usize]
+    }
+
+    fn byte_len(&self, row: u32) -> u64 {
+        match self.spec {
+            None => self.numbers[row as usize],
             Some(spec) => {
-                let mut tensor = TensorEntry::new(spec.dtype, spec.shape.clone());
-                tensor.path = key.path.cloned();
-                Entry::Tensor(tensor)
-            }
-            None => {
-                let mut object = ObjectEntry::new(None);
-                object.path = key.path.cloned();
-                Entry::Object(object)
+                let volume = checked_volume(self.row(row).1).unwrap_or(0);
+                volume.saturating_mul(spec.dtype.size() as u64)
             }
         }
+    }
+
+    /// The rows of those who have a chunk, lowest rank first; at least one.
+    pub(super) fn owners_of(&self, chunk: &Chunk) -> &[u32] {
+        &self.owners[chunk.first_owner as usize..chunk.end_owner as usize]
+    }
+
+    fn find_chunks(&mut self) -> Result<(), PlanError> {
+        let mut rows: Vec<u32> = (0..self.origins.len() as u32).collect();
+        // Stable, so that the ranks at each place stay in order; and linear for the usual
+        // layouts, which are sorted already.
+        rows.sort_by(|a, b| self.row(*a).0.cmp(self.row(*b).0));
+        let mut owners = Vec::with_capacity(rows.len());
+        let mut chunks = Vec::new();
+        for place in rows.chunk_by(|a, b| self.row(*a).0 == self.row(*b).0) {
+            chunks.extend(self.find_chunk(place, &mut owners)?);
+        }
+        (self.chunks, self.owners) = (chunks, owners);
+        Ok(())
+    }
+
+    /// The one chunk that begins at a place.
+    fn find_chunk(&self, place: &[u32], owners: &mut Vec<u32>) -> Result<Option<Chunk>, PlanError> {
+        let holds_elements = |row: &&u32| !self.row(**row).1.contains(&0);
+        let Some(&lead) = place.iter().find(holds_elements).or(place.first()) else {
+            return Ok(None);
+        };
+        let first_owner = owners.len() as u32;
+        let mut last_rank = None;
+        for row in place {
+            if self.row(*row).1 == self.row(lead).1 {
+                let rank = self.origin(*row).rank;
+                if last_rank != Some(rank) {
+                    owners.push(*row);
+                    last_rank = Some(rank);
+                }
+            } else if holds_elements(&row) {
+                let words = |row: u32| {
+                    let (offsets, sizes) = self.row(row);
+                    shown(ChunkRef { offsets, sizes, placement: None })
+                };
+                return Err(PlanError::Disagreement {
+                    fqn: self.fqn.to_string(),
+                    left: words(lead),
+                    left_rank: self.origin(lead).rank,
+                    right: words(*row),
+                    right_rank: self.origin(*row).rank,
+                });
+            }
+        }
+        let end_owner = owners.len() as u32;
+        Ok(Some(Chunk { first_owner, end_owner, byte_len: self.byte_len(lead) }))
     }
 }
 
-fn disagreement(known: &MergedKey<'_>, other: &PlanKey, rank: Rank) -> PlanError {
-    let words = |spec: Option<&TensorSpec>| match spec {
+fn described(spec: Option<&TensorSpec>) -> String {
+    match spec {
         None => "an object".to_owned(),
         Some(TensorSpec { dtype, shape, sharded }) => {
             let kind = if *sharded { "sharded" } else { "replicated" };
             format!("a {kind} {dtype} tensor of shape {shape}")
         }
-    };
-    PlanError::Disagreement {
-        fqn: known.fqn.to_string(),
-        left: words(known.spec),
-        left_rank: known.rank,
-        right: words(other.tensor.as_ref()),
-        right_rank: rank,
     }
 }

@@ -1,5 +1,6 @@
 //! The default planner of saves.
 
+mod assemble;
 mod dedup;
 mod merge;
 
@@ -135,6 +136,6 @@ impl SavePlanner for DefaultSavePlanner {
     fn global_plan(&self, locals: &[SavePlan]) -> Result<GlobalPlan, PlanError> {
         let merged = merge::merge(locals)?;
         let writers = dedup::choose(self.dedup, &merged);
-        merged.into_plan(&writers, self.validate)
+        assemble::assemble(&merged, writers, self.validate)
     }
 }

@@ -534,6 +534,17 @@ mod tests {
         assert!(size_of::<FormatError>() <= 96);
     }
 
+    /// T19: PyTorch's `CheckpointException` is a `BaseException`, which `except Exception` misses.
+    #[test]
+    fn t19_errors_are_ordinary_errors() {
+        fn through_any_handler() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+            let failure = RankFailure::new(3, "disk full");
+            Err(CheckpointError::Ranks { phase: Phase::Write, failures: vec![failure] })?
+        }
+        let error = through_any_handler().unwrap_err();
+        assert_eq!(error.to_string(), "write failed on rank 3: disk full");
+    }
+
     #[test]
     fn a_format_error_moves_into_its_file_once() {
         let error = FormatError::new("pickle", "memo bomb").at(5).in_file("a", 100).in_file("b", 7);

@@ -113,3 +113,20 @@ fn t22_ranks_that_see_different_checkpoints_say_so() {
         assert!(error.contains("rank 1: it sees another checkpoint"), "{error}");
     }
 }
+
+/// F16: an optimizer's `step` was a Python int in old PyTorch and is a 0-dim tensor now.
+#[test]
+fn f16_an_object_where_a_tensor_was_is_a_difference() {
+    let storage = memory();
+    let old = StateDict::from([("step", Value::Int(7))]);
+    block_on(Saver::new().save(&old, &DcpWriter::new(Arc::clone(&storage)))).unwrap();
+
+    let mut new = StateDict::from([("step", zeros(DType::Float32, &[]))]);
+    let reader = DcpReader::new(Arc::clone(&storage));
+    let error = block_on(Loader::new().load(&mut new, &reader)).unwrap_err();
+    assert!(error.to_string().contains("\"step\" (stored object, wanted tensor)"), "{error}");
+
+    let mut same = StateDict::from([("step", Value::Int(0))]);
+    block_on(Loader::new().load(&mut same, &reader)).unwrap();
+    assert!(matches!(same.get("step"), Some(Value::Int(7))));
+}

@@ -9,3 +9,5 @@ pub mod torch_object;
 pub mod torch_tensor;
 pub mod torch_zip;
 mod upload;
+
+pub use upload::Progress;

@@ -3,8 +3,8 @@
 use std::collections::{HashMap, HashSet};
 
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PutMode, SaveSession, Storage,
-    StorageError, WriteReport,
+    CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Payload, PutMode, SaveSession,
+    Storage, StorageError, StorageErrorKind, StorageExt as _, WriteReport,
 };
 use futures_util::StreamExt as _;
 use futures_util::stream;
@@ -35,7 +35,13 @@ pub(super) async fn commit(
         kept.insert(key);
     }
     let key = Key::new(METADATA).map_err(StorageError::from)?;
-    storage.put(&key, Payload::from(bytes), PutMode::Overwrite).await?;
+    if let Err(error) = storage.put(&key, bytes.clone().into(), PutMode::Overwrite).await {
+        // The reply may have been lost, not the request.
+        let found = if error.is_retryable() { storage.read_all(&key).await.ok() } else { None };
+        if found.as_ref() != Some(&bytes) {
+            return Err(error.into());
+        }
+    }
 
     let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
     remove(storage, stale).await;
@@ -48,6 +54,10 @@ async fn check_files(
     metadata: &CheckpointMetadata,
     files: &[(Key, u64)],
 ) -> Result<(), CheckpointError> {
+    if let Some((fqn, _)) = metadata.iter().find(|(_, entry)| !is_placed(entry)) {
+        let problem = format!("{fqn:?} was planned, but not all of it is written by any rank");
+        return Err(FormatError::new("checkpoint", problem).into());
+    }
     let written: HashMap<&Key, u64> = files.iter().map(|(key, len)| (key, *len)).collect();
     if let Some(missing) = metadata.files().iter().find(|key| !written.contains_key(key)) {
         let problem = "no rank reported that it wrote this file";
@@ -68,6 +78,29 @@ async fn check_files(
         }
     }
     Ok(())
+}
+
+fn is_placed(entry: &Entry) -> bool {
+    match entry {
+        Entry::Tensor(tensor) => tensor.chunks.iter().all(|chunk| chunk.placement.is_some()),
+        Entry::Object(object) => object.placement.is_some(),
+        _ => false,
+    }
+}
+
+/// Removes what a failed save wrote, unless a `.metadata` refers to it: that a commit was reported
+/// as failed does not prove that it was.
+pub(super) async fn remove_uncommitted(storage: &dyn Storage, mut keys: Vec<Key>) {
+    let Ok(key) = Key::new(METADATA) else { return };
+    match storage.read_all(&key).await {
+        Ok(bytes) => match crate::metadata::decode(&bytes) {
+            Ok(metadata) => keys.retain(|key| !metadata.files().contains(key)),
+            Err(error) => return tracing::warn!(%error, "files of a failed save are left"),
+        },
+        Err(error) if error.kind() == StorageErrorKind::NotFound => {}
+        Err(error) => return tracing::warn!(%error, "files of a failed save are left"),
+    }
+    remove(storage, keys).await;
 }
 
 /// Removes files; what cannot be removed is reported and stays, referred to by nothing.

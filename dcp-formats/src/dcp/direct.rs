@@ -281,8 +281,8 @@ impl Chunk {
             None if target_done => ctx.sink.commit(&wanted.item),
             Some(check) if all_done => {
                 check.verify().map_err(|error| self.blob.locate(error))?;
-                let filled = self.wanted().iter().filter(|wanted| wanted.byte_len > 0);
-                filled.map(|wanted| ctx.sink.commit(&wanted.item)).collect()
+                let mut filled = self.wanted().iter().filter(|wanted| wanted.byte_len > 0);
+                filled.try_for_each(|wanted| ctx.sink.commit(&wanted.item))
             }
             _ => Ok(()),
         }

@@ -12,7 +12,7 @@ use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use super::merge::Merger;
-use super::names::{METADATA, METADATA_TMP, Named};
+use super::names::{METADATA, Named};
 use super::{overlap, safetensors_files};
 use crate::detect::detect;
 
@@ -92,10 +92,7 @@ async fn merge_ranks(
         }
     }
     if ranks.is_empty() {
-        let mut message = detect(storage).await?.hint();
-        if message.is_empty() {
-            message = format!("there is no {METADATA} and no {METADATA_TMP}");
-        }
+        let message = detect(storage).await?.hint();
         return Err(CheckpointError::NotACheckpoint { message });
     }
     ranks.sort_unstable();

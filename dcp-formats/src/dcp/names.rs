@@ -5,7 +5,7 @@ use dcp_core::{InvalidKey, Key};
 /// The index; its presence makes a directory a checkpoint.
 pub(crate) const METADATA: &str = ".metadata";
 /// What PyTorch writes before it renames it to [`METADATA`].
-pub(crate) const METADATA_TMP: &str = ".metadata.tmp";
+const METADATA_TMP: &str = ".metadata.tmp";
 
 /// What a file name at the top of a DCP directory says. Any other name is nobody's business.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

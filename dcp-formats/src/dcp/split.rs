@@ -120,7 +120,16 @@ mod tests {
                 .iter()
                 .map(|file| file.iter().map(|index| names[*index]).collect())
                 .collect();
-            assert_eq!(serde_json::json!(split), case["buckets"]);
+            // PyTorch moves objects to the front of a file only when it writes it.
+            let expected = case["buckets"].as_array().unwrap().iter().map(|bucket| {
+                let mut bucket: Vec<_> =
+                    bucket.as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
+                bucket.sort_by_key(|name| {
+                    items[names.iter().position(|other| other == name).unwrap()].is_tensor
+                });
+                bucket
+            });
+            assert_eq!(split, expected.collect::<Vec<_>>());
         }
     }
 
@@ -136,16 +145,11 @@ mod tests {
             size(true, 5),
         ];
         let two = NonZeroUsize::new(2).unwrap();
-        assert_eq!(
-            FileLayout::SplitBySize(two).split(&items),
-            [vec![1, 0, 5], vec![2, 4, 3]].map(|mut file| {
-                file.sort_unstable();
-                objects_first(&items, file)
-            })
-        );
+        // 40 + 10 + 5 against 30 + 20 + 0: by descending size, each to the emptier file.
+        assert_eq!(FileLayout::SplitBySize(two).split(&items), [vec![0, 1, 5], vec![2, 4, 3]]);
         assert_eq!(FileLayout::OnePerRank.split(&items), [[2, 4, 0, 1, 3, 5]]);
         assert_eq!(FileLayout::OnePerItem.split(&items).len(), 6);
-        assert_eq!(FileLayout::OnePerRank.split(&[]), [[]; 1]);
+        assert_eq!(FileLayout::OnePerRank.split(&[]), [Vec::<usize>::new()]);
         assert_eq!(FileLayout::OnePerItem.split(&[]), Vec::<Vec<usize>>::new());
     }
 }

@@ -35,12 +35,17 @@ pub(super) struct FileJob {
     framing: Archives,
 }
 
-/// The archives of a file: what each tensor is, or `None` for an object, which is an archive as
-/// it comes.
 #[derive(Debug)]
 struct Archives {
-    items: Vec<(Arc<str>, Option<(DType, Box<[u64]>)>)>,
+    items: Vec<Archive>,
     checksums: bool,
+}
+
+#[derive(Debug)]
+struct Archive {
+    fqn: Arc<str>,
+    /// What the tensor is; `None` for an object, which is an archive as it comes.
+    tensor: Option<(DType, Box<[u64]>)>,
 }
 
 impl FileJob {
@@ -89,7 +94,7 @@ impl FileJob {
             }
             job.byte_len = job.byte_len.saturating_add(byte_len);
             job.items.push(FileItem { item: index, byte_len: item.byte_len });
-            job.framing.items.push((Arc::clone(&item.key.fqn), tensor));
+            job.framing.items.push(Archive { fqn: Arc::clone(&item.key.fqn), tensor });
         }
         Ok(jobs)
     }
@@ -118,29 +123,35 @@ impl FileJob {
     }
 }
 
+impl Archives {
+    fn tensor(&self, position: usize) -> Option<&(DType, Box<[u64]>)> {
+        self.items.get(position)?.tensor.as_ref()
+    }
+}
+
 impl Framing for Archives {
     fn before(&self, position: usize) -> Result<Bytes, FormatError> {
-        match self.items.get(position) {
-            Some((_, Some((dtype, sizes)))) => Ok(archive(*dtype, sizes)?.head()),
-            _ => Ok(Bytes::new()),
+        match self.tensor(position) {
+            Some((dtype, sizes)) => Ok(archive(*dtype, sizes)?.head()),
+            None => Ok(Bytes::new()),
         }
     }
 
     fn after(&self, position: usize, crc32: u32) -> Result<Bytes, FormatError> {
-        match self.items.get(position) {
-            Some((_, Some((dtype, sizes)))) => {
+        match self.tensor(position) {
+            Some((dtype, sizes)) => {
                 let crc32 = if self.checksums { crc32 } else { 0 };
                 Ok(archive(*dtype, sizes)?.tail(&[crc32]))
             }
-            _ => Ok(Bytes::new()),
+            None => Ok(Bytes::new()),
         }
     }
 
     fn needs_crc(&self, position: usize) -> bool {
-        self.checksums && self.items.get(position).is_some_and(|(_, tensor)| tensor.is_some())
+        self.checksums && self.tensor(position).is_some()
     }
 
     fn name(&self, position: usize) -> &str {
-        self.items.get(position).map_or("", |(fqn, _)| fqn)
+        self.items.get(position).map_or("", |archive| &archive.fqn)
     }
 }

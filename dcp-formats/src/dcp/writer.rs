@@ -265,7 +265,9 @@ impl StorageWriter for DcpWriter {
             let mut created = self.created();
             plan.files.iter().filter(|key| created.remove(*key)).cloned().collect()
         };
-        commit::remove(&*self.storage, own).await;
+        if !own.is_empty() {
+            commit::remove_uncommitted(&*self.storage, own).await;
+        }
     }
 }
 

@@ -1,0 +1,136 @@
+//! Only the bytes that are needed are read, and put where they belong.
+
+use std::sync::Arc;
+
+use dcp_conformance::{CountingStorage, MemoryStorage};
+use dcp_core::{
+    Capabilities, DType, HostMemory, LoadPlan, ReadItem, ReadKind, ReadReport, Region, Shard,
+    Storage, StorageReader as _, Tensor, TensorView,
+};
+use dcp_formats::dcp::{DcpReader, DcpWriter};
+use proptest::prelude::*;
+
+use crate::harness::{Leaf, Sink, State, block_on, cut, fixture, save};
+
+/// Fills `region` of entry 0 from all chunks that hold some of it; returns its bytes.
+fn load_region(storage: Arc<dyn Storage>, region: &Region, padding: u64) -> (Vec<u8>, ReadReport) {
+    block_on(async {
+        let reader = DcpReader::builder(storage).scratch_bytes(1 << 20).build();
+        let metadata = reader.metadata().await.unwrap();
+        let entry = metadata.at(0).unwrap().1.as_tensor().unwrap();
+        let mut strides = vec![1; region.ndim()];
+        let mut stride = 1;
+        for axis in (0..region.ndim()).rev() {
+            strides[axis] = stride;
+            stride *= region.sizes()[axis] + padding;
+        }
+        let memory = HostMemory::zeroed(stride as usize * entry.dtype.size());
+        let view =
+            TensorView::strided(memory, entry.dtype, region.sizes().clone(), strides, 0).unwrap();
+        let shard = Shard::with_view(region.clone(), view.clone()).unwrap();
+        let tensor = Tensor::sharded(entry.dtype, entry.shape.clone(), vec![shard]).unwrap();
+        let items = (0..)
+            .zip(entry.chunks.iter())
+            .filter_map(|(chunk, stored)| {
+                let region = stored.region().unwrap().intersect(region)?;
+                let kind = ReadKind::Tensor { chunk, shard: 0, region };
+                Some(ReadItem { entry: 0, leaf: 0, kind })
+            })
+            .collect();
+        let sink = Sink::new(vec![Some(tensor)]);
+        let report = reader.read(&metadata, &LoadPlan { items }, sink).await.unwrap();
+        (view.payload().unwrap().to_bytes().to_vec(), report)
+    })
+}
+
+fn one_tensor(world: usize, dtype: DType, shape: &[u64]) -> (Arc<MemoryStorage>, Vec<u8>) {
+    let storage = Arc::new(MemoryStorage::new());
+    let state = State::new(world).rows("w", dtype, shape, 5);
+    save(&DcpWriter::new(storage.clone()), &state).unwrap();
+    let Leaf::Tensor { bytes, .. } = state.leaves.into_iter().next().unwrap().1 else {
+        panic!("no tensor")
+    };
+    (storage, bytes)
+}
+
+#[test]
+fn a_row_slice_costs_what_it_has() {
+    let shape = [4096, 4096];
+    let (storage, bytes) = one_tensor(1, DType::UInt8, &shape);
+    let counting = CountingStorage::new(storage);
+    let region = Region::new([64 * 17, 0], [64, 4096]).unwrap();
+    let (found, report) = load_region(Arc::new(counting.clone()), &region, 0);
+    assert!(found == cut(&bytes, DType::UInt8, &shape, &region));
+    assert_eq!(report.bytes_needed, 64 * 4096);
+    let ratio = report.bytes_read as f64 / report.bytes_needed as f64;
+    assert!(ratio < 1.01, "{ratio}");
+    let index = counting.counts().bytes_read - report.bytes_read;
+    assert!(index < 2000, "{index} bytes of metadata");
+}
+
+#[test]
+fn a_column_slice_skips_what_is_worth_skipping() {
+    let shape = [256, 65_536];
+    let (storage, bytes) = one_tensor(1, DType::UInt8, &shape);
+    let region = Region::new([0, 1000], [256, 128]).unwrap();
+    let expected = cut(&bytes, DType::UInt8, &shape, &region);
+    let mut capabilities = Capabilities::none();
+    capabilities.parallelism = 3;
+    for (gap, most) in [(0, 1.1), (1 << 20, 520.0)] {
+        capabilities.coalesce_gap = gap;
+        let counting =
+            CountingStorage::new(Arc::new((*storage).clone().with_capabilities(capabilities)));
+        let (found, report) = load_region(Arc::new(counting.clone()), &region, 0);
+        assert!(found == expected, "gap {gap}");
+        let ratio = report.bytes_read as f64 / report.bytes_needed as f64;
+        assert!(ratio < most, "gap {gap}: {ratio}");
+        // The data takes a few requests: as many as the scratch is often filled.
+        assert!(counting.counts().reads < 50, "{:?}", counting.counts());
+    }
+}
+
+#[test]
+fn t16_parts_of_transposed_tensors_follow_the_strides() {
+    let storage = fixture("views");
+    let metadata = block_on(DcpReader::new(storage.clone()).metadata()).unwrap();
+    let (index, entry) = (0..)
+        .zip(metadata.iter())
+        .find_map(|(index, (fqn, entry))| fqn.contains("transposed").then_some((index, entry)))
+        .unwrap();
+    let entry = entry.as_tensor().unwrap();
+    let shape = entry.shape.clone();
+    let load = |region: Region| {
+        let shard = Tensor::zeros_sharded(entry.dtype, shape.clone(), [region.clone()]).unwrap();
+        let view = shard.shards()[0].view().clone();
+        let kind = ReadKind::Tensor { chunk: 0, shard: 0, region };
+        let items = vec![ReadItem { entry: index, leaf: 0, kind }];
+        let sink = Sink::new(vec![Some(shard)]);
+        let reader = DcpReader::new(storage.clone());
+        block_on(reader.read(&metadata, &LoadPlan { items }, sink)).unwrap();
+        view.payload().unwrap().to_bytes().to_vec()
+    };
+    let whole = load(Region::full(shape.clone()).unwrap());
+    let part = Region::new([1, 1], [2, 1]).unwrap();
+    assert_eq!(load(part.clone()), cut(&whole, entry.dtype, &shape, &part));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn any_region_of_any_sharding_is_right(
+        world in 1..4_usize,
+        rows in 1..40_u64,
+        columns in 1..3000_u64,
+        at in (0..40_u64, 0..3000_u64),
+        len in (1..40_u64, 1..3000_u64),
+        padding in 0..3_u64,
+    ) {
+        let shape = [rows, columns];
+        let (storage, bytes) = one_tensor(world, DType::Float32, &shape);
+        let offsets = [at.0 % rows, at.1 % columns];
+        let sizes = [1 + len.0 % (rows - offsets[0]), 1 + len.1 % (columns - offsets[1])];
+        let region = Region::new(offsets, sizes).unwrap();
+        let (found, _) = load_region(storage, &region, padding);
+        prop_assert!(found == cut(&bytes, DType::Float32, &shape, &region));
+    }
+}

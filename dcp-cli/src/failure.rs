@@ -89,7 +89,9 @@ impl Failure {
 fn storage_exit(error: &StorageError) -> Exit {
     match error.kind() {
         StorageErrorKind::Truncated => Exit::Bad,
-        StorageErrorKind::Invalid => Exit::Usage,
+        StorageErrorKind::Invalid
+        | StorageErrorKind::AlreadyExists
+        | StorageErrorKind::Unsupported => Exit::Usage,
         _ => Exit::Io,
     }
 }

@@ -121,19 +121,23 @@ async fn no_checkpoint(uri: &str, storage: &Arc<dyn Storage>, error: CheckpointE
         Detected::Empty => Failure::new(Exit::Bad, format!("{uri:?} is an empty directory")),
         kind => Failure::new(Exit::Bad, format!("{uri:?} is no checkpoint: the directory {kind}")),
     };
-    let base = uri.trim_end_matches('/');
+    let below = |key: &Key| match uri.trim_end_matches('/') {
+        "." => key.to_string(),
+        base => format!("{base}/{key}"),
+    };
     match &*detection.checkpoints {
         [] => failure,
-        [one] => failure.hint(format!("there is a checkpoint below it: {base}/{one}")),
+        [one] => failure.hint(format!("there is a checkpoint below it: {}", below(one))),
         [.., last] => failure.hint(format!(
-            "there are {} checkpoints below it, such as {base}/{last}",
-            detection.checkpoints.len()
+            "there are {} checkpoints below it, such as {}",
+            detection.checkpoints.len(),
+            below(last)
         )),
     }
 }
 
-/// A file to write.
-pub(crate) fn target_file(uri: &str, overwrite: bool) -> Result<Target, Failure> {
+/// A file to write. One that is there is an error, unless it may be replaced.
+pub(crate) async fn target_file(uri: &str, overwrite: bool) -> Result<Target, Failure> {
     if StorageRegistry::with_defaults().open(uri, Access::Read).is_ok() {
         let base = uri.trim_end_matches('/');
         return Err(Failure::new(Exit::Usage, format!("{uri:?} is a directory"))
@@ -142,9 +146,12 @@ pub(crate) fn target_file(uri: &str, overwrite: bool) -> Result<Target, Failure>
     let no_name = || Failure::new(Exit::Usage, format!("{uri:?} is no name for a file"));
     let (parent, name) = split(uri).ok_or_else(no_name)?;
     let key = Key::new(name).map_err(|_| no_name())?;
-    let storage = StorageRegistry::with_defaults()
-        .open(&parent, Access::Write)
-        .map_err(|error| Failure::from(error).context(format!("cannot write to {parent:?}")))?;
+    let cannot =
+        |error: StorageError| Failure::from(error).context(format!("cannot write to {parent:?}"));
+    let storage = StorageRegistry::with_defaults().open(&parent, Access::Write).map_err(cannot)?;
+    if !overwrite && storage.contains(&key).await.map_err(cannot)? {
+        return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
+    }
     Ok(Target::new(storage, key).overwriting(overwrite))
 }
 

@@ -24,11 +24,6 @@ impl Style {
         Self { color }
     }
 
-    #[cfg(test)]
-    pub(crate) fn plain() -> Self {
-        Self { color: false }
-    }
-
     fn paint(self, code: &str, text: &str) -> String {
         if self.color && !text.is_empty() {
             format!("\x1b[{code}m{text}\x1b[0m")
@@ -132,7 +127,7 @@ pub(crate) fn thousands(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index) % 3 == 0 {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
             text.push(',');
         }
         text.push(digit);

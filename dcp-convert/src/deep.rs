@@ -152,9 +152,12 @@ impl Blob<'_> {
     async fn check(&self) -> Result<(), CheckpointError> {
         let len = self.byte_len();
         let mut windows = Windows { byte_len: len, known: Vec::new() };
-        let first = if len <= SMALL { vec![0..len] } else { vec![0..ENDS, len - ENDS..len] };
-        for range in first {
-            windows.known.push((range.start, self.read(range).await?));
+        let (head, tail) =
+            if len <= SMALL { (0..len, len..len) } else { (0..ENDS, len - ENDS..len) };
+        for range in [head, tail] {
+            if !range.is_empty() {
+                windows.known.push((range.start, self.read(range).await?));
+            }
         }
         let index = self.parse(&mut windows, ArchiveIndex::parse).await?;
         if let Some(chunk) = self.item.chunk {

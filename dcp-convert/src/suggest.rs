@@ -19,7 +19,10 @@ pub(crate) fn unknown_fqn(metadata: &CheckpointMetadata, fqn: &str) -> ConvertEr
         .filter_map(|(name, _)| Some((distance(fqn, name)?, name)))
         .collect();
     scored.sort();
-    let similar = scored.into_iter().take(SHOWN).map(|(_, name)| Arc::clone(name)).collect();
+    // A name that is much further away than the best one is no help beside it.
+    let far = scored.first().map_or(0, |(best, _)| best + 1);
+    let near = scored.into_iter().take(SHOWN).filter(|(distance, _)| *distance <= far);
+    let similar = near.map(|(_, name)| Arc::clone(name)).collect();
     ConvertError::UnknownFqn { fqn: fqn.to_owned(), similar }
 }
 

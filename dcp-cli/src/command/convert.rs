@@ -19,7 +19,7 @@ pub(crate) fn convert(args: &args::Convert, out: &Output) -> Result<(), Failure>
 fn to_safetensors(args: &args::Convert, out: &Output) -> Result<(), Failure> {
     let report = open::run(true, async {
         let source = open::source(&args.source).await?;
-        let target = open::target_file(&args.target, args.writing.overwrite)?;
+        let target = open::target_file(&args.target, args.writing.overwrite).await?;
         let bar = Bar::new(out, "converting");
         Ok(dcp::convert::to_safetensors(&source, &target, &bar.options()).await?)
     })?;

@@ -53,7 +53,7 @@ async fn save(
         let message = format!("cannot tell what kind of file {path:?} should be");
         return Err(Failure::new(Exit::Usage, message).hint("end its name in .npy or .safetensors"));
     }
-    let target = open::target_file(path, args.overwrite)?;
+    let target = open::target_file(path, args.overwrite).await?;
     let bar = Bar::new(out, "writing");
     let note = if is(".npy") {
         tensor.to_npy(&target, &bar.options()).await?

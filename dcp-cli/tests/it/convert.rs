@@ -1,0 +1,95 @@
+//! `convert`: to one safetensors file and back.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::support::{all_fixtures, assert_same_tensors, dcp, expected, fixtures, path, tensors};
+
+#[test]
+fn every_fixture_becomes_one_file() {
+    let folder = tempfile::tempdir().unwrap();
+    for fixture in all_fixtures() {
+        let file = path(&folder, &format!("{fixture}.safetensors"));
+        let report = dcp(["convert", &fixture, &file, "--to", "safetensors", "--json"]).json();
+        let mut found = tensors(file.as_ref());
+        let wanted = expected(&fixture);
+        // A dtype that only we can name in the file is in its metadata, and the shape with it.
+        for name in report["raw"].as_array().unwrap() {
+            let name = name.as_str().unwrap();
+            assert_eq!(wanted["tensors"][name]["encoding"], "raw_u8", "{fixture} {name}");
+            let described = dcp(["inspect", &file, "--json"]).json()["keys"][name].clone();
+            assert_eq!(described["dtype"], wanted["tensors"][name]["dtype"], "{fixture} {name}");
+            assert_eq!(described["shape"], wanted["tensors"][name]["shape"], "{fixture} {name}");
+            found.get_mut(name).unwrap().0 = "uint8".to_owned();
+        }
+        assert_same_tensors(&found, &fixture);
+        let mut left_out: Vec<_> = report["left_out"].as_array().unwrap().clone();
+        left_out.sort_by_key(ToString::to_string);
+        let objects = wanted["objects"].as_object().unwrap().keys().map(|key| json!(key));
+        let mut objects: Vec<Value> = objects.collect();
+        objects.sort_by_key(ToString::to_string);
+        assert_eq!(left_out, objects, "{fixture}");
+        assert_eq!(report["bytes"], fs::metadata(&file).unwrap().len(), "{fixture}");
+    }
+}
+
+#[test]
+fn what_is_left_out_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.safetensors");
+    let run = dcp(["convert", "fsdp2_adam_2r", &file, "--to", "safetensors"]);
+    assert_eq!(run.stdout, format!("{file}: 39 tensors, 7.9 KiB\n"));
+    assert!(run.stderr.starts_with("note: left out 17 objects: optimizer.param_groups.0.lr, "));
+    let header = fs::read(&file).unwrap();
+    let header = String::from_utf8_lossy(&header);
+    assert!(header.contains(r#""__metadata__":{"format":"pt","dcp.left_out":"[\"optimizer."#));
+
+    let run = dcp(["-q", "convert", "fsdp2_adam_2r", &file, "--to", "safetensors", "--overwrite"]);
+    assert_eq!((run.code, &*run.stdout, &*run.stderr), (0, "", ""));
+}
+
+#[test]
+fn a_file_becomes_a_checkpoint_and_a_file_again() {
+    let folder = tempfile::tempdir().unwrap();
+    for fixture in ["all_dtypes", "fsdp2_adam_2r", "empty_zero"] {
+        let at = |name: &str| path(&folder, &format!("{fixture}{name}"));
+        let (first, middle, last) = (at("_1.safetensors"), at("_dcp"), at("_2.safetensors"));
+        dcp(["convert", fixture, &first, "--to", "safetensors"]).ok();
+        dcp(["convert", &first, &middle, "--to", "dcp"]).ok();
+        dcp(["verify", &middle, "--deep"]).ok();
+        dcp(["convert", &middle, &last, "--to", "safetensors"]).ok();
+        assert_eq!(tensors(first.as_ref()), tensors(last.as_ref()), "{fixture}");
+    }
+}
+
+#[test]
+fn a_target_is_replaced_only_when_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.safetensors");
+    fs::write(&file, "precious").unwrap();
+    let convert = ["convert", "zstd_2r", &file, "--to", "safetensors"];
+    dcp(convert).fails(2, &[&format!("{file:?} exists already"), "hint: pass --overwrite"]);
+    assert_eq!(fs::read(&file).unwrap(), b"precious");
+    dcp(convert.iter().chain(&["--overwrite"])).ok();
+    assert_same_tensors(&tensors(file.as_ref()), "zstd_2r");
+
+    // What cannot be read replaces nothing.
+    fs::write(&file, "precious").unwrap();
+    let broken = crate::support::copy_of("fsdp2_adam_2r");
+    fs::remove_file(broken.path().join("__1_0.distcp")).unwrap();
+    let source = broken.path().display().to_string();
+    let run = dcp(["convert", &source, &file, "--to", "safetensors", "--overwrite"]);
+    run.fails(1, &["__1_0.distcp"]);
+    assert_eq!(fs::read(&file).unwrap(), b"precious");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left behind");
+}
+
+#[test]
+fn a_file_without_objects_needs_no_note() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.safetensors");
+    let run = dcp(["convert", "strided_4r", &file, "--to", "safetensors"]);
+    assert_eq!((run.code, &*run.stderr), (0, ""));
+    assert!(fixtures().join("strided_4r").exists());
+}

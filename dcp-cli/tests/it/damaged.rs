@@ -1,0 +1,142 @@
+//! Damage, and what is said about it.
+
+use std::fs::{self, OpenOptions};
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::support::{copy_of, dcp};
+
+/// Where the elements of the second half of this tensor are: the chunk begins at byte 31539 of
+/// the file, its elements at byte 704 of the chunk.
+const TENSOR: &str = "model.norm.bias";
+const FILE: &str = "__1_0.distcp";
+const CHUNK: u64 = 31539;
+
+fn flip(file: &Path, at: u64) {
+    let mut bytes = fs::read(file).unwrap();
+    bytes[usize::try_from(at).unwrap()] ^= 0x10;
+    fs::write(file, bytes).unwrap();
+}
+
+fn verify(folder: &tempfile::TempDir, args: &[&str]) -> (i32, Value) {
+    let uri = folder.path().display().to_string();
+    let run = dcp([&["verify", &uri, "--json"], args].concat());
+    assert_eq!(run.stderr, "");
+    (run.code, serde_json::from_str(&run.stdout).unwrap())
+}
+
+#[test]
+fn a_flipped_bit_is_found_by_reading() {
+    let folder = copy_of("fsdp2_adam_2r");
+    flip(&folder.path().join(FILE), CHUNK + 704);
+    let (code, report) = verify(&folder, &[]);
+    assert_eq!((code, &report["ok"]), (0, &Value::Bool(true)));
+    let (code, report) = verify(&folder, &["--deep"]);
+    assert_eq!((code, &report["ok"]), (1, &Value::Bool(false)));
+    let problems = report["problems"].as_array().unwrap();
+    assert_eq!(problems.len(), 1, "{report}");
+    assert_eq!(problems[0]["kind"], "corrupt");
+    assert_eq!(problems[0]["key"], TENSOR);
+    assert_eq!(problems[0]["file"], FILE);
+    assert_eq!(problems[0]["byte_offset"], CHUNK + 704);
+}
+
+#[test]
+fn every_flipped_bit_of_a_record_is_found() {
+    let clean = copy_of("zstd_2r");
+    let (code, report) = verify(&clean, &["--deep"]);
+    assert_eq!(code, 0, "{report}");
+    // Bytes of a tensor's pickle, of its data, and of the central directory.
+    for at in [64, 70, 150, 704, 720, 735, 1100, 1300] {
+        let folder = copy_of("strided_4r");
+        flip(&folder.path().join("__0_0.distcp"), at);
+        let (code, report) = verify(&folder, &["--deep"]);
+        let found = report["problems"].as_array().unwrap();
+        assert!(code == 1 && found.len() == 1, "a flip at {at} gave {report}");
+        assert_eq!(found[0]["file"], "__0_0.distcp");
+    }
+}
+
+#[test]
+fn a_damaged_stream_is_found_too() {
+    let folder = copy_of("zstd_2r");
+    flip(&folder.path().join("__0_0.distcp"), 1000);
+    let (code, report) = verify(&folder, &["--deep"]);
+    assert_eq!(code, 1, "{report}");
+    assert_eq!(report["problems"][0]["key"], "w");
+}
+
+#[test]
+fn a_missing_file_is_named_once() {
+    let folder = copy_of("fsdp2_adam_2r");
+    fs::remove_file(folder.path().join(FILE)).unwrap();
+    let (code, report) = verify(&folder, &["--deep"]);
+    assert_eq!(code, 1);
+    let problems = report["problems"].as_array().unwrap();
+    assert_eq!(problems.len(), 1, "{report}");
+    assert_eq!(problems[0]["kind"], "missing_file");
+    assert_eq!(problems[0]["file"], FILE);
+
+    let uri = folder.path().display().to_string();
+    let found = dcp(["inspect", &uri, "--json"]).json();
+    assert_eq!(found["files"][FILE], Value::Null);
+    assert!(dcp(["inspect", &uri]).ok().contains("missing"));
+    dcp(["get", &uri, TENSOR]).fails(1, &[FILE]);
+    // What lies in the other file can still be read.
+    dcp(["get", &uri, TENSOR, "--slice", "0:4"]).ok();
+}
+
+#[test]
+fn a_short_file_is_found_without_reading_it() {
+    let folder = copy_of("fsdp2_adam_2r");
+    let file = OpenOptions::new().write(true).open(folder.path().join(FILE)).unwrap();
+    file.set_len(CHUNK + 100).unwrap();
+    let (code, report) = verify(&folder, &[]);
+    assert_eq!(code, 1);
+    let problems = report["problems"].as_array().unwrap();
+    assert!(problems.len() > 10 && problems.iter().all(|p| p["kind"] == "short_file"));
+    assert!(problems.iter().any(|p| p["key"] == TENSOR && p["byte_offset"] == CHUNK));
+    let uri = folder.path().display().to_string();
+    dcp(["get", &uri, TENSOR]).fails(1, &[FILE]);
+}
+
+#[test]
+fn bad_metadata_is_refused() {
+    let folder = copy_of("fsdp2_adam_2r");
+    let metadata = folder.path().join(".metadata");
+    let whole = fs::read(&metadata).unwrap();
+    let uri = folder.path().display().to_string();
+    for len in [0, 1, 100, whole.len() - 1] {
+        fs::write(&metadata, &whole[..len]).unwrap();
+        for command in ["inspect", "verify"] {
+            dcp([command, &uri]).fails(1, &["cannot read", ".metadata"]);
+        }
+    }
+    // Runs `echo` if it were executed.
+    fs::write(&metadata, b"cos\nsystem\n(S'echo owned'\ntR.").unwrap();
+    let run = dcp(["inspect", &uri]);
+    assert!(!run.stdout.contains("owned"));
+    run.fails(1, &[".metadata"]);
+}
+
+#[test]
+fn leftovers_are_noted() {
+    let folder = copy_of("fsdp2_adam_2r");
+    fs::write(folder.path().join("__7_0.distcp"), "stale").unwrap();
+    let (code, report) = verify(&folder, &[]);
+    assert_eq!(code, 0);
+    let note = report["notes"][0].as_str().unwrap();
+    assert!(note.contains("__7_0.distcp") && note.contains("5 bytes"), "{note}");
+}
+
+#[test]
+fn t02_a_failed_overwrite_is_found_by_reading_deep() {
+    // What PyTorch leaves when a second save into the same folder dies: old metadata over new
+    // data.
+    let folder = copy_of("t24_plain");
+    let other = copy_of("t21_plain");
+    fs::copy(other.path().join("__0_0.distcp"), folder.path().join("__0_0.distcp")).unwrap();
+    let (code, report) = verify(&folder, &["--deep"]);
+    assert_eq!(code, 1, "{report}");
+}

@@ -1,0 +1,94 @@
+//! `get`: single tensors, whole and in part, to the terminal and to files.
+
+use std::fs;
+
+use serde_json::json;
+
+use crate::support::{assert_same_tensors, dcp, expected, expected_tensors, path, tensors};
+
+const FIXTURES: [&str; 7] = [
+    "all_dtypes",
+    "dtensor_uneven_4r",
+    "empty_zero",
+    "strided_4r",
+    "tp_fsdp_2x2",
+    "views",
+    "safetensors_fmt_2r",
+];
+
+#[test]
+fn files_hold_what_was_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    for fixture in FIXTURES {
+        let mut found = expected_tensors(fixture);
+        for (index, (name, tensor)) in found.iter_mut().enumerate() {
+            if expected(fixture)["tensors"][name]["encoding"] == "native" {
+                let file = path(&folder, &format!("{fixture}_{index}.safetensors"));
+                dcp(["get", fixture, name, "--output", &file]).ok();
+                let mut all = tensors(file.as_ref());
+                assert_eq!(all.len(), 1);
+                *tensor = all.remove(name).unwrap();
+            } else {
+                let file = path(&folder, &format!("{fixture}_{index}.npy"));
+                dcp(["get", fixture, name, "--output", &file]).ok();
+                tensor.2 = npy(&file).1;
+            }
+        }
+        assert_same_tensors(&found, fixture);
+    }
+}
+
+/// The header's text and the data of an `.npy` file.
+fn npy(file: &str) -> (String, Vec<u8>) {
+    let bytes = fs::read(file).unwrap();
+    assert_eq!(&bytes[..8], b"\x93NUMPY\x01\x00");
+    let end = 10 + usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
+    assert_eq!(end % 64, 0);
+    (String::from_utf8(bytes[10..end].to_vec()).unwrap(), bytes[end..].to_vec())
+}
+
+#[test]
+fn npy_files_say_what_they_hold() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.npy");
+    let run = dcp(["get", "fsdp2_adam_2r", "model.embed.weight", "-o", &file, "--slice", "4:6,1:"]);
+    assert_eq!((run.code, &*run.stderr), (0, ""));
+    let (header, data) = npy(&file);
+    assert!(header.starts_with("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 7), }"));
+    // Rows 4 and 5 lie in different shards.
+    let whole = &expected_tensors("fsdp2_adam_2r")["model.embed.weight"].2;
+    let row = |row: usize| &whole[row * 32 + 4..row * 32 + 32];
+    assert_eq!(data, [row(4), row(5)].concat());
+
+    let run = dcp(["get", "all_dtypes", "bfloat16", "-o", &path(&folder, "b.npy")]);
+    assert!(run.stderr.contains("note: NumPy has no bfloat16"), "{}", run.stderr);
+    assert!(npy(&path(&folder, "b.npy")).0.contains("'descr': '<u2'"));
+}
+
+#[test]
+fn tensors_print_as_pytorch_prints_them() {
+    let get = |args: &[&str]| dcp([&["get"], args].concat()).ok();
+    assert_eq!(
+        get(&["fsdp2_adam_2r", "model.embed.weight", "--slice", "0:2,:"]),
+        "tensor([[-1.1238, -1.1543, -0.2525, -0.4320,  0.8493,  0.6901, -0.3155, -2.1137],\n        \
+         [ 0.3211, -1.2628,  0.3520,  0.3101,  0.1179,  1.2357,  1.1150, -0.2489]])\n"
+    );
+    assert_eq!(get(&["fsdp2_adam_2r", "model.bn.num_batches_tracked"]), "tensor(0)\n");
+    let last = get(&["fsdp2_adam_2r", "model.embed.weight", "--slice=-1,-2:"]);
+    assert_eq!(last, "tensor([-0.1398,  0.8051])\n");
+    assert!(get(&["all_dtypes", "bfloat16"]).ends_with(", dtype=torch.bfloat16)\n"));
+    assert!(get(&["objects", "rng_cpu"]).contains(" ..., "));
+}
+
+#[test]
+fn json_has_nested_values() {
+    let get = |args: &[&str]| dcp([&["get", "--json"], args].concat()).json();
+    let found = get(&["sharded_tensor_raw_4r", "st_multi", "--slice", "0:2,0"]);
+    assert_eq!(found["shape"], json!([2]));
+    assert_eq!(found["kind"], "tensor");
+    let values = found["values"].as_array().unwrap();
+    assert!(values.len() == 2 && values.iter().all(|value| value.is_f64()), "{found}");
+    assert_eq!(get(&["empty_zero", "empty2d_b"])["values"], json!([[], [], [], [], []]));
+    let empty = get(&["empty_zero", "empty2d"]);
+    assert_eq!(empty["values"], json!([]));
+}

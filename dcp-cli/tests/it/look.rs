@@ -1,0 +1,88 @@
+//! How it looks: help, trees and shard maps, held as files.
+//!
+//! `UPDATE_SNAPSHOTS=1 cargo test -p dcp-cli` writes them anew; look at the difference.
+
+use std::path::Path;
+
+use crate::support::{command, dcp, finish};
+
+#[track_caller]
+fn snapshot(name: &str, args: &[&str], columns: &str) {
+    let output = command().args(args).env("COLUMNS", columns).output().unwrap();
+    let run = finish(output);
+    let text = format!("{}{}", run.stdout, run.stderr);
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(name);
+    if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
+        std::fs::write(&file, &text).unwrap();
+    }
+    let held = std::fs::read_to_string(&file).unwrap_or_default();
+    assert_eq!(text, held, "{name}: run with UPDATE_SNAPSHOTS=1 and look at the difference");
+    let widest = text.lines().map(|line| line.chars().count()).max().unwrap_or(0);
+    if args.first() != Some(&"--help") {
+        assert!(widest <= columns.parse().unwrap(), "{widest} columns");
+    }
+}
+
+#[test]
+fn help() {
+    snapshot("help.txt", &["--help"], "100");
+    snapshot("help_short.txt", &["-h"], "100");
+    snapshot("help_inspect.txt", &["inspect", "--help"], "100");
+    snapshot("help_convert.txt", &["convert", "--help"], "100");
+}
+
+#[test]
+fn trees() {
+    snapshot("tree_fsdp2_80.txt", &["inspect", "fsdp2_adam_2r"], "80");
+    snapshot("tree_fsdp2_50.txt", &["inspect", "fsdp2_adam_2r", "--filter", "model.*"], "50");
+    snapshot("tree_nested.txt", &["inspect", "nested"], "80");
+    snapshot("tree_objects.txt", &["inspect", "objects"], "100");
+    snapshot("tree_file_per_item.txt", &["inspect", "threads4_file_per_item"], "80");
+}
+
+#[test]
+fn shard_maps() {
+    let shards = |name: &str, fixture: &str, fqn: &str| {
+        snapshot(name, &["inspect", fixture, "--shards", fqn], "80");
+    };
+    shards("shards_rows.txt", "fsdp2_adam_2r", "model.embed.weight");
+    shards("shards_line.txt", "dtensor_uneven_4r", "vec5");
+    shards("shards_grid.txt", "tp_fsdp_2x2", "model.layers.1.weight");
+    shards("shards_middle_axis.txt", "dtensor_uneven_4r", "d3_mid");
+    shards("shards_many.txt", "sharded_tensor_raw_4r", "st_multi");
+    shards("shards_scalar.txt", "empty_zero", "scalar_f32");
+    shards("shards_nothing.txt", "dtensor_uneven_4r", "zero_other");
+}
+
+#[test]
+fn verification() {
+    snapshot("verify_ok.txt", &["verify", "fsdp2_adam_2r", "--deep"], "80");
+}
+
+#[test]
+fn color_only_where_it_is_wanted() {
+    let inspect = |color: &str| dcp(["inspect", "zstd_2r", "--color", color]).ok();
+    assert!(!inspect("auto").contains('\x1b'), "no terminal, no color");
+    assert!(!inspect("never").contains('\x1b'));
+    let colored = inspect("always");
+    assert!(colored.contains("\x1b[1m"));
+    // Without its color it is the same text.
+    let mut plain = String::new();
+    let mut rest = colored.as_str();
+    while let Some((text, code)) = rest.split_once('\x1b') {
+        plain.push_str(text);
+        rest = code.split_once('m').unwrap().1;
+    }
+    plain.push_str(rest);
+    let trimmed = |text: &str| text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n");
+    assert_eq!(trimmed(&plain), trimmed(&inspect("never")));
+}
+
+#[test]
+fn shells_get_completions() {
+    for (shell, mark) in [("bash", "_dcp()"), ("zsh", "#compdef dcp"), ("fish", "complete -c dcp")]
+    {
+        let script = dcp(["completions", shell]).ok();
+        assert!(script.contains(mark) && script.contains("reshard"), "{shell}");
+    }
+}

@@ -1,0 +1,113 @@
+//! `reshard`: other ranks, the same contents.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use dcp::core::{Entry, Placement, StorageExt, StorageReader};
+use dcp::{Access, DcpReader, StorageRegistry};
+use serde_json::Value;
+
+use crate::support::{assert_same_tensors, dcp, fixtures, path, tensors};
+
+const FIXTURES: [&str; 8] = [
+    "all_dtypes",
+    "dtensor_uneven_4r",
+    "empty_zero",
+    "nested",
+    "objects",
+    "t21_plain",
+    "tp_fsdp_2x2",
+    "views",
+];
+
+/// The stored bytes of every object.
+fn objects(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let uri = folder.display().to_string();
+    let storage = StorageRegistry::with_defaults().open(&uri, Access::Read).unwrap();
+    let reader = DcpReader::new(Arc::clone(&storage));
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        let metadata = reader.metadata().await.unwrap();
+        let mut all = BTreeMap::new();
+        for (fqn, entry) in metadata.iter() {
+            let Entry::Object(object) = entry else { continue };
+            let Placement { file, byte_offset, byte_len, .. } = object.placement.unwrap();
+            let key = metadata.file(file).unwrap();
+            let bytes = storage.read_range(key, byte_offset..byte_offset + byte_len).await.unwrap();
+            all.insert(fqn.to_string(), bytes.to_vec());
+        }
+        all
+    })
+}
+
+#[test]
+fn contents_stay_whatever_the_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    for fixture in FIXTURES {
+        for ranks in ["1", "3", "8"] {
+            let target = path(&folder, &format!("{fixture}_{ranks}"));
+            let file = format!("{target}.safetensors");
+            dcp(["reshard", fixture, &target, "--ranks", ranks]).ok();
+            dcp(["verify", &target, "--deep"]).ok();
+            dcp(["convert", &target, &file, "--to", "safetensors"]).ok();
+            let mut found = tensors(file.as_ref());
+            for (name, tensor) in &mut found {
+                let wanted = crate::support::expected(fixture)["tensors"][name].clone();
+                if wanted["encoding"] != "native" {
+                    tensor.0 = "uint8".to_owned();
+                }
+            }
+            assert_same_tensors(&found, fixture);
+            let kept = objects(target.as_ref());
+            assert!(kept == objects(&fixtures().join(fixture)), "objects of {fixture}");
+        }
+    }
+}
+
+#[test]
+fn tensors_are_cut_along_their_first_axis() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "r4");
+    let report = dcp(["reshard", "fsdp2_adam_2r", &target, "-n", "4", "--json"]).json();
+    assert_eq!(report["tensors"], 39);
+    assert_eq!(report["objects"], 17);
+    assert_eq!(report["files"].as_array().unwrap().len(), 4);
+    let found = dcp(["inspect", &target, "--json"]).json();
+    let rows = |name: &str| -> Vec<Value> {
+        let chunks = found["keys"][name]["chunks"].as_array().unwrap();
+        chunks.iter().map(|chunk| chunk["sizes"][0].clone()).collect()
+    };
+    assert_eq!(rows("model.embed.weight"), [3, 3, 3, 1]);
+    assert_eq!(rows("model.norm.bias"), [2, 2, 2, 2]);
+    let files = found["files"].as_object().unwrap();
+    let names: Vec<_> = files.keys().collect();
+    assert_eq!(names, ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp"]);
+}
+
+#[test]
+fn the_same_checkpoint_gives_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, b) = (path(&folder, "a"), path(&folder, "b"));
+    for target in [&a, &b] {
+        dcp(["reshard", "tp_fsdp_2x2", target, "--ranks", "2"]).ok();
+    }
+    for name in [".metadata", "__0_0.distcp", "__1_0.distcp"] {
+        let read = |folder: &str| fs::read(Path::new(folder).join(name)).unwrap();
+        assert!(read(&a) == read(&b), "{name} differs");
+    }
+}
+
+#[test]
+fn a_checkpoint_is_replaced_only_when_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "x");
+    dcp(["reshard", "tp_fsdp_2x2", &target, "--ranks", "2"]).ok();
+    dcp(["reshard", "zstd_2r", &target, "--ranks", "1"]).fails(2, &["exists already", "hint:"]);
+    assert_eq!(dcp(["inspect", &target, "--json"]).json()["files"].as_object().unwrap().len(), 2);
+    dcp(["reshard", "zstd_2r", &target, "--ranks", "1", "--overwrite"]).ok();
+    let found = dcp(["inspect", &target, "--json"]).json();
+    assert_eq!(found["keys"].as_object().unwrap().len(), 3);
+    dcp(["verify", &target, "--deep"]).ok();
+}

@@ -1,0 +1,138 @@
+//! Wrong use: clear words, the right exit code, nothing written.
+
+use std::fs;
+use std::io::Read;
+use std::process::Stdio;
+
+use crate::support::{command, copy_of, dcp, finish, path};
+
+#[test]
+fn t20_missing_source_is_an_error() {
+    // `python -m torch.distributed.checkpoint.format_utils` prints a line and exits with 0.
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "x");
+    let missing = path(&folder, "no_such_checkpoint");
+    let commands: [&[&str]; 5] = [
+        &["inspect", &missing],
+        &["verify", &missing],
+        &["get", &missing, "w"],
+        &["convert", &missing, &target, "--to", "safetensors"],
+        &["reshard", &missing, &target, "--ranks", "2"],
+    ];
+    for args in commands {
+        dcp(args).fails(3, &["there is nothing at", "no_such_checkpoint"]);
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing was written");
+}
+
+#[test]
+fn a_folder_of_checkpoints_names_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let runs = folder.path().join("runs");
+    for step in ["step_9", "step_10"] {
+        fs::create_dir_all(runs.join(step)).unwrap();
+        for entry in fs::read_dir(copy_of("zstd_2r").path()).unwrap() {
+            let entry = entry.unwrap();
+            fs::copy(entry.path(), runs.join(step).join(entry.file_name())).unwrap();
+        }
+    }
+    let uri = runs.display().to_string();
+    for command in ["inspect", "verify"] {
+        dcp([command, &uri]).fails(1, &["no checkpoint", &format!("such as {uri}/step_10")]);
+    }
+    fs::remove_dir_all(runs.join("step_9")).unwrap();
+    dcp(["inspect", &uri])
+        .fails(1, &[&format!("hint: there is a checkpoint below it: {uri}/step_10")]);
+}
+
+#[test]
+fn other_things_are_no_checkpoints() {
+    let folder = tempfile::tempdir().unwrap();
+    let uri = folder.path().display().to_string();
+    dcp(["inspect", &uri]).fails(1, &["empty directory"]);
+    fs::write(folder.path().join("__0_0.distcp"), "x").unwrap();
+    dcp(["inspect", &uri]).fails(1, &["the save did not finish"]);
+    dcp(["inspect", "fsdp2_adam_2r/expected.json"]).fails(1, &["is a file, but no checkpoint"]);
+    dcp(["inspect", "fsdp2_adam_2r/.metadata"]).fails(1, &["hint: pass the directory"]);
+    let archive = path(&folder, "model.pt");
+    fs::write(&archive, b"PK\x03\x04....").unwrap();
+    dcp(["inspect", &archive]).fails(1, &["zip archive"]);
+    let lying = path(&folder, "model.safetensors");
+    fs::write(&lying, [0xff; 64]).unwrap();
+    dcp(["inspect", &lying]).fails(1, &["bad safetensors header"]);
+    dcp(["inspect", "tape://0/x"]).fails(2, &["tape://0/x"]);
+}
+
+#[test]
+fn names_and_slices_are_checked() {
+    dcp(["get", "fsdp2_adam_2r", "model.embed.wieght"])
+        .fails(2, &["there is no \"model.embed.wieght\"", "did you mean \"model.embed.weight\"?"]);
+    dcp(["inspect", "fsdp2_adam_2r", "--shards", "embed.weight"])
+        .fails(2, &["did you mean \"model.embed.weight\""]);
+    dcp(["get", "fsdp2_adam_2r", "zzz"]).fails(2, &["`dcp inspect` lists the names"]);
+    let slice = |slice: &str| {
+        dcp(["get", "fsdp2_adam_2r", "model.embed.weight", &format!("--slice={slice}")])
+    };
+    slice("0:99").fails(2, &["99 is outside of 10 on axis 0 of a tensor of shape [10, 8]"]);
+    slice("0:1,0:1,0:1").fails(2, &["it has 3 axes"]);
+    slice("::2").fails(2, &["has a step"]);
+    slice("x").fails(2, &["\"x\" is no number"]);
+    dcp(["get", "fsdp2_adam_2r", "step", "--slice", "0"]).fails(2, &["is no tensor"]);
+    dcp(["inspect", "fsdp2_adam_2r", "--shards", "step"]).fails(2, &["is no tensor"]);
+}
+
+#[test]
+fn targets_are_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = path(&folder, "x.csv");
+    dcp(["get", "zstd_2r", "w", "-o", &output]).fails(2, &["hint: end its name in .npy"]);
+    dcp(["get", "zstd_2r", "obj.a", "-o", &path(&folder, "x.npy")]).fails(2, &["is no tensor"]);
+    let place = folder.path().display().to_string();
+    dcp(["convert", "zstd_2r", &place, "--to", "safetensors"]).fails(2, &["is a directory"]);
+    dcp(["reshard", "zstd_2r", "./zstd_2r", "-n", "2", "--overwrite"])
+        .fails(2, &["source and target are the same"]);
+    dcp(["convert", "zstd_2r", "zstd_2r", "--to", "dcp"]).fails(2, &["the same"]);
+    let file = path(&folder, "file");
+    fs::write(&file, "x").unwrap();
+    dcp(["reshard", "zstd_2r", &file, "-n", "2"]).fails(2, &["cannot write to"]);
+    let npy = path(&folder, "taken.npy");
+    fs::write(&npy, "x").unwrap();
+    dcp(["get", "zstd_2r", "w", "-o", &npy]).fails(2, &["exists already"]);
+    dcp(["get", "zstd_2r", "w", "-o", &npy, "--overwrite"]).ok();
+}
+
+#[test]
+fn usage_errors_are_claps_and_exit_with_2() {
+    for args in [
+        &["inspekt"][..],
+        &["inspect"],
+        &["reshard", "a", "b"],
+        &["reshard", "a", "b", "--ranks", "0"],
+        &["convert", "a", "b", "--to", "gguf"],
+        &["inspect", "a", "--json", "--shards", "w"],
+    ] {
+        let run = dcp(args);
+        assert_eq!(run.code, 2, "{args:?}");
+        assert!(run.stderr.contains("error:") && run.stderr.contains("--help"), "{}", run.stderr);
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_an_io_failure() {
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let run = finish(command().args(["inspect", "fsdp2_adam_2r"]).stdout(full).output().unwrap());
+    assert_eq!(run.code, 3);
+    assert!(run.stderr.starts_with("error: cannot write the output"), "{}", run.stderr);
+}
+
+#[test]
+fn a_reader_that_leaves_early_is_no_failure() {
+    let mut command = command();
+    command.args(["inspect", "fsdp2_adam_2r", "--json"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let mut stderr = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    assert_eq!((child.wait().unwrap().code(), &*stderr), (Some(0), ""));
+}

@@ -9,7 +9,8 @@ use std::time::Duration;
 use dcp_core::{CollectiveError, Rank};
 
 use super::dial::{DialError, dial};
-use super::group::{Group, Neighbor};
+use super::edge::Neighbor;
+use super::group::Group;
 use super::node::{Inbox, Kind, Node};
 use super::wire::{Hello, Patience, Purpose};
 use crate::call::Op;

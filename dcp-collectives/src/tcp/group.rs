@@ -5,22 +5,20 @@
 //! who tell everybody.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::io::Write;
-use std::net::{Shutdown, TcpStream};
+use std::io::{self, Read};
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dcp_core::Rank;
 
+use super::edge::{Edge, Neighbor};
 use super::node::Inbox;
 use super::wire::{self, Control, TICK};
 use crate::call::{Call, Op};
 use crate::deadline::Deadline;
 use crate::poison::Poison;
-
-/// How long a control connection may refuse a few bytes before it is given up.
-const CONTROL_WRITE: Duration = Duration::from_secs(1);
 
 /// How long to wait for the reason after a connection closed without one. A rank may close because
 /// it heard bad news that has not arrived here yet.
@@ -28,6 +26,10 @@ const REASON_GRACE: Duration = Duration::from_secs(1);
 
 /// How long a rank whose process ended without a farewell may have been done with everything.
 const FAREWELL_GRACE: Duration = Duration::from_millis(250);
+
+/// How often in a deadline a rank says for whom it waits. It begins after one such period, and what
+/// it said holds for three.
+const ANNOUNCEMENTS: u32 = 16;
 
 /// Calls that a child may be ahead of this rank.
 const MAX_AHEAD: usize = 1 << 20;
@@ -48,22 +50,6 @@ pub(super) struct Group {
     closing: AtomicBool,
 }
 
-/// A neighbor in the control tree, and the connection to it.
-#[derive(Debug)]
-pub(super) struct Neighbor {
-    pub(super) rank: Rank,
-    pub(super) is_parent: bool,
-    pub(super) stream: Arc<TcpStream>,
-}
-
-/// The sending end of a connection to a neighbor.
-#[derive(Debug)]
-struct Edge {
-    peer: Rank,
-    is_parent: bool,
-    writer: Mutex<Option<Arc<TcpStream>>>,
-}
-
 #[derive(Debug, Default)]
 struct State {
     poison: Option<Poison>,
@@ -76,7 +62,8 @@ struct State {
     /// Neighbors from which nothing more will be heard.
     ended: HashSet<Rank>,
     waits: HashMap<Rank, Wait>,
-    announced: Option<Instant>,
+    /// What this rank last said so about itself.
+    announced: Option<Wait>,
 }
 
 /// The calls that only one side of an edge has made so far.
@@ -91,7 +78,7 @@ struct Ledger {
 struct Wait {
     seq: u64,
     on: Rank,
-    heard: Instant,
+    since: Instant,
 }
 
 impl State {
@@ -112,11 +99,7 @@ impl Group {
     ) -> Self {
         let children = neighbors.iter().filter(|neighbor| !neighbor.is_parent);
         let ledgers = children.map(|child| (child.rank, Ledger::default())).collect();
-        let edges = neighbors.into_iter().map(|neighbor| Edge {
-            peer: neighbor.rank,
-            is_parent: neighbor.is_parent,
-            writer: Mutex::new(Some(neighbor.stream)),
-        });
+        let edges = neighbors.into_iter().map(Edge::new);
         Self {
             id,
             rank,
@@ -237,7 +220,7 @@ impl Group {
         deadline: Deadline,
     ) -> Result<(), Poison> {
         let left = deadline.left().unwrap_or_default();
-        let state = self.lock();
+        let mut state = self.lock();
         if let Some(poison) = &state.poison {
             return Err(poison.clone());
         }
@@ -246,11 +229,14 @@ impl Group {
             drop(state);
             return Err(self.fail(Poison::Timeout { rank, op, deadline: self.deadline }));
         }
-        let is_long = self.deadline.saturating_sub(left) > self.deadline / 4;
-        let is_due = state.announced.is_none_or(|last| last.elapsed() > self.deadline / 8);
-        drop(state);
-        if is_long && is_due {
-            self.lock().announced = Some(Instant::now());
+        let period = self.deadline / ANNOUNCEMENTS;
+        let is_long = self.deadline.saturating_sub(left) > period;
+        let is_known = state.announced.as_ref().is_some_and(|last| {
+            (last.seq, last.on) == (seq, peer) && last.since.elapsed() < period
+        });
+        if is_long && !is_known {
+            state.announced = Some(Wait { seq, on: peer, since: Instant::now() });
+            drop(state);
             self.tell_all(&Control::Waiting { who: self.rank, seq, on: peer }, None);
         }
         Ok(())
@@ -258,8 +244,8 @@ impl Group {
 
     /// The rank at the end of the chain of those that wait for each other.
     fn who_is_late(&self, state: &State, peer: Rank, seq: u64) -> Rank {
-        let is_fresh =
-            |wait: &&Wait| wait.seq <= seq && wait.heard.elapsed() < self.deadline * 3 / 8;
+        let valid = self.deadline / ANNOUNCEMENTS * 3;
+        let is_fresh = |wait: &&Wait| wait.seq <= seq && wait.since.elapsed() < valid;
         let mut late = peer;
         for _ in 0..self.world_size {
             match state.waits.get(&late).filter(is_fresh) {
@@ -300,9 +286,7 @@ impl Group {
         }
     }
 
-    fn hear(&self, peer: Rank, mut stream: &TcpStream) -> std::io::Result<()> {
-        use std::io::Read;
-
+    fn hear(&self, peer: Rank, mut stream: &TcpStream) -> io::Result<()> {
         /// How long to listen on after a farewell, so that closing does not cut it off.
         const LINGER: Duration = Duration::from_secs(2);
         let mut linger = None;
@@ -334,7 +318,7 @@ impl Group {
             Control::Poison(poison) => drop(self.fail_from(poison, Some(peer))),
             Control::Waiting { who, seq, on } => {
                 if who < self.world_size && on < self.world_size {
-                    let wait = Wait { seq, on, heard: Instant::now() };
+                    let wait = Wait { seq, on, since: Instant::now() };
                     self.lock().waits.insert(who, wait);
                     self.tell_all(&Control::Waiting { who, seq, on }, Some(peer));
                 }
@@ -384,30 +368,7 @@ impl Group {
         self.changed.notify_all();
         for edge in &self.edges {
             edge.tell(&Control::Bye { calls });
-            if let Some(stream) = edge.lock().take() {
-                drop(stream.shutdown(Shutdown::Write));
-            }
-        }
-    }
-}
-
-impl Edge {
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<TcpStream>>> {
-        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Sends what a neighbor that still listens will hear. That it does not is found out by who
-    /// listens to it.
-    fn tell(&self, news: &Control) {
-        let mut writer = self.lock();
-        let Some(mut stream) = writer.as_deref() else { return };
-        let sent = stream
-            .set_write_timeout(Some(CONTROL_WRITE))
-            .and_then(|()| wire::encode(news))
-            .and_then(|bytes| stream.write_all(&bytes));
-        if let Err(error) = sent {
-            tracing::debug!(peer = self.peer, %error, "a neighbor does not listen");
-            *writer = None;
+            edge.close();
         }
     }
 }

@@ -2,6 +2,7 @@
 
 mod config;
 mod dial;
+mod edge;
 mod exchange;
 mod form;
 mod group;

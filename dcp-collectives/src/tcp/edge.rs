@@ -1,0 +1,62 @@
+//! The connection to a neighbor in the control tree.
+
+use std::io::Write;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use dcp_core::Rank;
+
+use super::wire::{self, Control};
+
+/// How long a control connection may refuse a few bytes before it is given up.
+const CONTROL_WRITE: Duration = Duration::from_secs(1);
+
+/// A neighbor in the control tree, and the connection to it.
+#[derive(Debug)]
+pub(super) struct Neighbor {
+    pub(super) rank: Rank,
+    pub(super) is_parent: bool,
+    pub(super) stream: Arc<TcpStream>,
+}
+
+/// The sending end of a connection to a neighbor.
+#[derive(Debug)]
+pub(super) struct Edge {
+    pub(super) peer: Rank,
+    pub(super) is_parent: bool,
+    writer: Mutex<Option<Arc<TcpStream>>>,
+}
+
+impl Edge {
+    pub(super) fn new(neighbor: Neighbor) -> Self {
+        let Neighbor { rank: peer, is_parent, stream } = neighbor;
+        Self { peer, is_parent, writer: Mutex::new(Some(stream)) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<TcpStream>>> {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends what a neighbor that still listens will hear. That it does not is found out by who
+    /// listens to it.
+    pub(super) fn tell(&self, news: &Control) {
+        let mut writer = self.lock();
+        let Some(mut stream) = writer.as_deref() else { return };
+        let sent = stream
+            .set_write_timeout(Some(CONTROL_WRITE))
+            .and_then(|()| wire::encode(news))
+            .and_then(|bytes| stream.write_all(&bytes));
+        if let Err(error) = sent {
+            tracing::debug!(peer = self.peer, %error, "a neighbor does not listen");
+            *writer = None;
+        }
+    }
+
+    /// Says that nothing more will be sent.
+    pub(super) fn close(&self) {
+        if let Some(stream) = self.lock().take() {
+            drop(stream.shutdown(Shutdown::Write));
+        }
+    }
+}

@@ -237,6 +237,9 @@ impl StorageWriter for DcpWriter {
         data: Arc<dyn DataSource>,
     ) -> Result<WriteReport, CheckpointError> {
         let jobs = FileJob::for_plan(local, plan, self.options.checksums)?;
+        // What earlier saves made is settled, one way or the other.
+        let own = plan.files.first().and_then(Named::parse);
+        self.created().retain(|key| Named::parse(key) == own);
         let parallelism = usize::from(self.storage.capabilities().parallelism.max(1));
         let writes = jobs.iter().map(|job| self.write_one(job, &*data)).collect::<Vec<_>>();
         let mut written = stream::iter(writes).buffer_unordered(parallelism);

@@ -2,41 +2,40 @@
 
 use dcp_core::DType;
 
-/// Names of safetensors 0.8, ours, and the type's alignment class in bits by which the library
-/// orders a file.
-const NAMES: &[(&str, DType, u8)] = &[
-    ("BOOL", DType::Bool, 8),
-    ("F4", DType::Float4E2M1FnX2, 4),
-    ("U8", DType::UInt8, 8),
-    ("I8", DType::Int8, 8),
-    ("F8_E5M2", DType::Float8E5M2, 8),
-    ("F8_E4M3", DType::Float8E4M3Fn, 8),
-    ("F8_E8M0", DType::Float8E8M0Fnu, 8),
-    ("F8_E4M3FNUZ", DType::Float8E4M3FnUz, 8),
-    ("F8_E5M2FNUZ", DType::Float8E5M2FnUz, 8),
-    ("I16", DType::Int16, 16),
-    ("U16", DType::UInt16, 16),
-    ("F16", DType::Float16, 16),
-    ("BF16", DType::BFloat16, 16),
-    ("I32", DType::Int32, 32),
-    ("U32", DType::UInt32, 32),
-    ("F32", DType::Float32, 32),
-    ("C64", DType::Complex64, 64),
-    ("F64", DType::Float64, 64),
-    ("I64", DType::Int64, 64),
-    ("U64", DType::UInt64, 64),
+/// Names of safetensors 0.8 and ours, in the order of the library's own list.
+const NAMES: &[(&str, DType)] = &[
+    ("BOOL", DType::Bool),
+    ("F4", DType::Float4E2M1FnX2),
+    ("U8", DType::UInt8),
+    ("I8", DType::Int8),
+    ("F8_E5M2", DType::Float8E5M2),
+    ("F8_E4M3", DType::Float8E4M3Fn),
+    ("F8_E8M0", DType::Float8E8M0Fnu),
+    ("F8_E4M3FNUZ", DType::Float8E4M3FnUz),
+    ("F8_E5M2FNUZ", DType::Float8E5M2FnUz),
+    ("I16", DType::Int16),
+    ("U16", DType::UInt16),
+    ("F16", DType::Float16),
+    ("BF16", DType::BFloat16),
+    ("I32", DType::Int32),
+    ("U32", DType::UInt32),
+    ("F32", DType::Float32),
+    ("C64", DType::Complex64),
+    ("F64", DType::Float64),
+    ("I64", DType::Int64),
+    ("U64", DType::UInt64),
 ];
 
 /// The name of an element type, or `None` where the format has none, as for `complex128`.
 #[must_use]
 pub fn dtype_name(dtype: DType) -> Option<&'static str> {
-    NAMES.iter().find(|(_, known, _)| *known == dtype).map(|(name, ..)| *name)
+    NAMES.iter().find(|(_, known)| *known == dtype).map(|(name, _)| *name)
 }
 
 /// The element type of that name.
 #[must_use]
 pub fn parse_dtype(name: &str) -> Option<DType> {
-    NAMES.iter().find(|(known, ..)| *known == name).map(|(_, dtype, _)| *dtype)
+    NAMES.iter().find(|(known, _)| *known == name).map(|(_, dtype)| *dtype)
 }
 
 /// Elements of the format per element of ours along the last axis: shapes of packed types count
@@ -45,9 +44,10 @@ pub(super) fn packing(dtype: DType) -> u64 {
     if dtype == DType::Float4E2M1FnX2 { 2 } else { 1 }
 }
 
-/// Where tensors of the type come in a file: the library puts large alignments first.
-pub(super) fn rank(dtype: DType) -> u8 {
-    NAMES.iter().find(|(_, known, _)| *known == dtype).map_or(0, |(.., bits)| *bits)
+/// Where tensors of the type come in a file: the library puts the types that are last in its list
+/// first, so that large alignments come before small ones.
+pub(super) fn rank(dtype: DType) -> usize {
+    NAMES.iter().position(|(_, known)| *known == dtype).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn names_and_types_are_one_to_one() {
-        for (name, dtype, _) in NAMES {
+        for (name, dtype) in NAMES {
             assert_eq!(parse_dtype(name), Some(*dtype));
             assert_eq!(dtype_name(*dtype), Some(*name));
         }

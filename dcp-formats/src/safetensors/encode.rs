@@ -34,8 +34,8 @@ pub struct EncodedHeader {
     pub byte_len: u64,
 }
 
-/// Lays out an image as the safetensors library (0.8) does: tensors by descending alignment, then
-/// by name; `__metadata__` in the order given.
+/// Lays out an image as the safetensors library (0.8) does: tensors by element type, those of large
+/// alignment first, then by name; `__metadata__` in the order given.
 ///
 /// Loaders that dispatch on it want `("format", "pt")` among the metadata.
 ///
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn large_alignments_come_first_then_names() {
+    fn types_come_in_the_order_of_the_library_then_names() {
         let item =
             |name: &str, dtype| SafetensorsItem { name: name.into(), dtype, shape: [2].into() };
         let items = [

@@ -14,6 +14,9 @@ use crate::support::{self, tagged::tagged};
 #[test]
 fn every_fixture_equals_what_pytorch_saved() {
     for name in support::names() {
+        if name == "zstd_2r" && cfg!(not(feature = "zstd")) {
+            continue;
+        }
         let loaded = load(fixture(&name)).unwrap_or_else(|error| panic!("{name}: {error:?}"));
         let expected = support::json(&support::root().join(&name).join("expected.json"));
         let tensors = support::expected_tensors(&name);

@@ -9,5 +9,6 @@ mod fixtures;
 mod harness;
 mod ranges;
 mod roundtrip;
+mod safetensors;
 #[path = "../support/mod.rs"]
 mod support;

@@ -36,6 +36,7 @@ mod counting_storage;
 mod fault_collective;
 mod fault_storage;
 mod memory_storage;
+pub mod planner;
 mod slow_collective;
 mod slow_storage;
 pub mod storage;

@@ -12,22 +12,32 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use dcp_conformance::{Trial, run};
-use dcp_core::{Key, Payload, PutMode, Storage, StorageExt};
+use dcp_core::{Key, Payload, PutMode, Storage, StorageErrorKind, StorageExt};
 use dcp_storage_fs::FsStorage;
 use futures_util::TryStreamExt;
 use tokio::runtime::{Builder, Runtime};
 
 const CHILD: &str = "DCP_CRASH_TEST_FOLDER";
+const LIMITED_CHILD: &str = "DCP_LIMIT_TEST_FOLDER";
 
 fn main() -> ExitCode {
     if let Some(folder) = std::env::var_os(CHILD) {
         write_without_end(Path::new(&folder));
     }
+    if let Some(folder) = std::env::var_os(LIMITED_CHILD) {
+        write_too_much(Path::new(&folder));
+        return ExitCode::SUCCESS;
+    }
+    let trial = |name, test: fn()| {
+        Trial::test(name, move || {
+            test();
+            Ok(())
+        })
+    };
     run(vec![
-        Trial::test("after_a_kill_every_visible_object_is_whole", || Ok(kill_writers())),
-        Trial::test("leftovers_of_the_dead_are_removed_and_those_of_the_living_kept", || {
-            Ok(clean_up())
-        }),
+        trial("a_write_beyond_the_limit_of_the_process_is_full", limit_writer),
+        trial("after_a_kill_every_visible_object_is_whole", kill_writers),
+        trial("leftovers_of_the_dead_are_removed_and_those_of_the_living_kept", clean_up),
     ])
 }
 
@@ -118,6 +128,36 @@ fn kill_writers() {
     }
     assert!(whole > 0, "no child wrote anything");
     assert!(leftovers > 0, "no child was killed while it wrote; the test shows nothing");
+}
+
+/// Runs in a process that may not write files of more than 64 KiB.
+fn write_too_much(folder: &Path) {
+    let storage = FsStorage::open(folder).unwrap();
+    let runtime = runtime();
+    let key = Key::new("object").unwrap();
+    let large = || Payload::from(vec![1; 300_000]);
+    let error = runtime.block_on(storage.put(&key, large(), PutMode::Create)).unwrap_err();
+    assert_eq!(error.kind(), StorageErrorKind::Full, "{error}");
+    let mut upload = runtime.block_on(storage.start_upload(&key)).unwrap();
+    let error = runtime.block_on(upload.put_part(large())).unwrap_err();
+    assert_eq!(error.kind(), StorageErrorKind::Full, "{error}");
+    runtime.block_on(upload.complete()).unwrap_err();
+    assert_eq!(files(folder).len(), 0, "a temporary file is left");
+    runtime.block_on(storage.put(&key, "small".into(), PutMode::Create)).unwrap();
+}
+
+fn limit_writer() {
+    let folder = tempfile::tempdir().unwrap();
+    // The signal would kill the child; ignored, the write fails. Shells count in units of 512 or
+    // 1024 bytes.
+    let status = Command::new("sh")
+        .args(["-c", "trap '' XFSZ; ulimit -f 64; exec \"$0\""])
+        .arg(std::env::current_exe().unwrap())
+        .env(LIMITED_CHILD, folder.path())
+        .status()
+        .unwrap();
+    assert!(status.success(), "{status}");
+    assert_eq!(files(folder.path()).len(), 1);
 }
 
 fn clean_up() {

@@ -1,5 +1,7 @@
 //! Full disks, missing rights, symbolic links, and other things that are no checkpoint's fault.
 
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;

@@ -79,3 +79,6 @@ macro_rules! clauses {
     };
 }
 use clauses;
+
+#[cfg(test)]
+mod tests;

@@ -25,7 +25,11 @@ pub(super) struct Index {
     pub(super) warnings: Arc<[String]>,
 }
 
-pub(super) async fn load(storage: &Arc<dyn Storage>) -> Result<Index, CheckpointError> {
+/// Reads the index. A tolerant reader takes one that files and chunks do not bear out.
+pub(super) async fn load(
+    storage: &Arc<dyn Storage>,
+    tolerant: bool,
+) -> Result<Index, CheckpointError> {
     let mut warnings = Vec::new();
     let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
         Some(bytes) => {
@@ -34,10 +38,13 @@ pub(super) async fn load(storage: &Arc<dyn Storage>) -> Result<Index, Checkpoint
         }
         None => (merge_ranks(storage, &mut warnings).await?, None),
     };
-    check_geometry(&metadata, &mut warnings)?;
+    check_geometry(&metadata, tolerant, &mut warnings)?;
     let file_lens = stat_files(&**storage, &metadata).await?;
     safetensors_files::locate(&**storage, &mut metadata, &file_lens).await?;
-    check_placements(&metadata, &file_lens)?;
+    match check_placements(&metadata, &file_lens) {
+        Err(damage) if tolerant => warnings.push(damage.to_string()),
+        checked => checked?,
+    }
     warn_of_lost_chunks(&metadata, &mut warnings);
     for warning in &warnings {
         tracing::warn!("{warning}");
@@ -121,6 +128,7 @@ async fn merge_ranks(
 
 fn check_geometry(
     metadata: &CheckpointMetadata,
+    tolerant: bool,
     warnings: &mut Vec<String>,
 ) -> Result<(), FormatError> {
     for (fqn, entry) in metadata.iter() {
@@ -128,8 +136,11 @@ fn check_geometry(
             let bad = |problem| {
                 FormatError::new("metadata", format!("{fqn:?}: {problem}")).in_file(METADATA, 0)
             };
-            if let Some(warning) = overlap::check(tensor).map_err(bad)? {
-                warnings.push(format!("{fqn:?}: {warning}"));
+            match overlap::check(tensor) {
+                Ok(None) => {}
+                Ok(Some(warning)) => warnings.push(format!("{fqn:?}: {warning}")),
+                Err(problem) if tolerant => warnings.push(format!("{fqn:?}: {problem}")),
+                Err(problem) => return Err(bad(problem)),
             }
         }
     }

@@ -31,6 +31,7 @@ const SCRATCH_BYTES: u64 = 64 << 20;
 pub struct DcpReader {
     storage: Arc<dyn Storage>,
     verify_checksums: bool,
+    tolerant: bool,
     scratch_bytes: u64,
     progress: Option<Progress>,
     index: Mutex<Option<Index>>,
@@ -54,6 +55,7 @@ impl DcpReader {
         let reader = Self {
             storage,
             verify_checksums: true,
+            tolerant: false,
             scratch_bytes: SCRATCH_BYTES,
             progress: None,
             index: Mutex::new(None),
@@ -93,7 +95,7 @@ impl DcpReader {
         if let Some(index) = &*index {
             return Ok(index.clone());
         }
-        let loaded = load(&self.storage).await?;
+        let loaded = load(&self.storage, self.tolerant).await?;
         Ok(index.insert(loaded).clone())
     }
 }
@@ -102,6 +104,14 @@ impl DcpReaderBuilder {
     /// Whether CRCs are checked; by default they are.
     pub fn verify_checksums(mut self, verify: bool) -> Self {
         self.reader.verify_checksums = verify;
+        self
+    }
+
+    /// Whether to take an index that is not borne out, for looking at a damaged checkpoint: files
+    /// missing or short, chunks outside of their tensor or over each other. Then it is a warning,
+    /// and an error only when such a part is read. By default it is an error at once.
+    pub fn tolerant(mut self, tolerant: bool) -> Self {
+        self.reader.tolerant = tolerant;
         self
     }
 

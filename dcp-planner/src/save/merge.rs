@@ -242,7 +242,9 @@ impl<'a> MergedKey<'a> {
     /// The one chunk that begins at a place.
     fn find_chunk(&self, place: &[u32], owners: &mut Vec<u32>) -> Result<Option<Chunk>, PlanError> {
         let holds_elements = |row: &&u32| !self.row(**row).1.contains(&0);
-        let Some(&lead) = place.iter().find(holds_elements).or(place.first()) else {
+        // Of empty chunks the one of the smallest sizes, so that the order of ranks is irrelevant.
+        let emptiest = || place.iter().min_by_key(|row| self.row(**row).1);
+        let Some(&lead) = place.iter().find(holds_elements).or_else(emptiest) else {
             return Ok(None);
         };
         let first_owner = owners.len() as u32;

@@ -53,7 +53,10 @@ impl<'a> Cursor<'a> {
     }
 
     pub(super) fn u8(&mut self) -> Result<u8, FormatError> {
-        Ok(self.array::<1>()?[0])
+        let byte = self.input.get(self.at).copied();
+        let byte = byte.ok_or_else(|| self.bad("it ends early"))?;
+        self.at += 1;
+        Ok(byte)
     }
 
     /// Bytes behind their length in `N` bytes.

@@ -89,7 +89,7 @@ impl Machine<'_> {
             }
             op::BININT1 => {
                 let n = self.cursor.u8()?;
-                self.push(Node::Int(n.into()))?;
+                self.push_byte(n)?;
             }
             op::BININT2 => {
                 let n = u16::from_le_bytes(self.cursor.array()?);

@@ -28,6 +28,8 @@ pub(super) struct Constants {
     pub(super) yes: NodeId,
     pub(super) no: NodeId,
     pub(super) empty_tuple: NodeId,
+    /// The integers of one byte, once they occur: half of all nodes of a `.metadata`.
+    pub(super) bytes: [Option<NodeId>; 256],
 }
 
 impl<'a> Machine<'a> {
@@ -53,7 +55,12 @@ impl<'a> Machine<'a> {
                 byte_len: 0,
                 protocol: 0,
             },
-            constants: Constants { yes: constant(1), no: constant(2), empty_tuple: constant(3) },
+            constants: Constants {
+                yes: constant(1),
+                no: constant(2),
+                empty_tuple: constant(3),
+                bytes: [None; 256],
+            },
         }
     }
 
@@ -75,6 +82,21 @@ impl<'a> Machine<'a> {
 
     pub(super) fn push(&mut self, node: Node<'a>) -> Result<(), FormatError> {
         let id = self.add(node)?;
+        self.stack.push(id);
+        Ok(())
+    }
+
+    pub(super) fn push_byte(&mut self, n: u8) -> Result<(), FormatError> {
+        let id = match self.constants.bytes.get(usize::from(n)).copied().flatten() {
+            Some(id) => id,
+            None => {
+                let id = self.add(Node::Int(n.into()))?;
+                if let Some(slot) = self.constants.bytes.get_mut(usize::from(n)) {
+                    *slot = Some(id);
+                }
+                id
+            }
+        };
         self.stack.push(id);
         Ok(())
     }

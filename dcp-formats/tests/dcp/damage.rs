@@ -336,3 +336,35 @@ proptest! {
         }
     }
 }
+
+/// T10: PyTorch 2.15's reader of MXFP4 folders fills a fraction of each tensor. Such a folder is
+/// no DCP checkpoint, and is not read as if its packed blocks were the tensors.
+#[test]
+fn t10_a_quantized_folder_is_not_read_as_if_it_were_plain() {
+    let storage = Arc::new(MemoryStorage::new());
+    let header = br#"{"w_blocks":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
+    let mut image = (header.len() as u64).to_le_bytes().to_vec();
+    image.extend_from_slice(header);
+    image.extend_from_slice(&[0x21, 0x43]);
+    put(&*storage, "model-00001-of-00001.safetensors", image);
+    put(&*storage, "model.safetensors.index.json", b"{}".to_vec());
+    match load(storage) {
+        Err(CheckpointError::NotACheckpoint { message }) => {
+            assert!(message.contains("safetensors"), "{message}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// T21: in PyTorch's view of an item, a seek from the end lands behind it. Here the ends of items
+/// are found by arithmetic, and a storage refuses what lies behind the last one.
+#[test]
+fn t21_reads_stay_inside_their_blob() {
+    for len in [1, 5_000, 70_000, 300_000] {
+        let state = State::new(1)
+            .rows("first", DType::UInt8, &[len], 3)
+            .rows("second", DType::UInt8, &[len], 77);
+        let loaded = load(saved(&state)).unwrap();
+        assert!(loaded.same(&state.loaded()), "{len}");
+    }
+}

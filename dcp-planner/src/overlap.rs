@@ -25,6 +25,9 @@ pub(crate) fn find_overlap(rows: &[Row<'_>]) -> Result<Option<(usize, usize)>, T
     let all: Vec<usize> = (0..rows.len()).filter(|index| !rows[*index].1.contains(&0)).collect();
     let [first, second, ..] = *all else { return Ok(None) };
     let (lead_offsets, lead_sizes) = rows[first];
+    if (0..lead_offsets.len()).any(|axis| ascend(rows, &all, axis)) {
+        return Ok(None);
+    }
     let axes: Vec<usize> = (0..lead_offsets.len())
         .filter(|&axis| {
             let lead = (lead_offsets[axis], lead_sizes[axis]);
@@ -48,6 +51,17 @@ pub(crate) fn find_overlap(rows: &[Row<'_>]) -> Result<Option<(usize, usize)>, T
     }
     let last = search.axes.len() - 1;
     search.join(&all, &all, last)
+}
+
+/// Whether each box begins behind the one before it, as the shards of ranks in order do.
+fn ascend(rows: &[Row<'_>], indices: &[usize], axis: usize) -> bool {
+    let mut free_from = 0;
+    indices.iter().all(|&index| {
+        let (start, size) = (rows[index].0[axis], rows[index].1[axis]);
+        let apart = start >= free_from;
+        free_from = start.saturating_add(size);
+        apart
+    })
 }
 
 struct Search<'a> {

@@ -317,18 +317,22 @@ impl Eq for DictKey {}
 
 impl Hash for DictKey {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        match &self.0 {
-            Value::Str(text) => text.hash(state),
-            Value::Bool(b) => b.hash(state),
-            Value::Int(n) => n.hash(state),
-            Value::BigInt(n) => n.hash(state),
-            Value::Float(x) => x.to_bits().hash(state),
-            Value::Bytes(bytes) => bytes.hash(state),
-            Value::Tuple(items) => items.len().hash(state),
-            Value::Global(global) => global.hash(state),
-            // Rare as keys: all of a kind share a bucket, equality tells them apart.
-            other => std::mem::discriminant(other).hash(state),
-        }
+        hash_key(&self.0, state);
+    }
+}
+
+fn hash_key<H: Hasher>(key: &Value, state: &mut H) {
+    match key {
+        Value::Str(text) => text.hash(state),
+        Value::Bool(b) => b.hash(state),
+        Value::Int(n) => n.hash(state),
+        Value::BigInt(n) => n.hash(state),
+        Value::Float(x) => x.to_bits().hash(state),
+        Value::Bytes(bytes) => bytes.hash(state),
+        Value::Tuple(items) => items.iter().for_each(|item| hash_key(item, state)),
+        Value::Global(global) => global.hash(state),
+        // Rare as keys: all of a kind share a bucket, equality tells them apart.
+        other => std::mem::discriminant(other).hash(state),
     }
 }
 

@@ -21,8 +21,8 @@ const BATCH: usize = 1000;
 /// * globals are shared by name;
 /// * [`constant`](Self::constant)s are shared by value, as string literals of a module are;
 /// * an [`Arc`] is shared with itself, through [`shared_str`](Self::shared_str);
-/// * the empty string and strings of one Latin-1 character are shared by value, as CPython has
-///   only one object of each;
+/// * empty strings and bytes, strings of one Latin-1 character, and single bytes are shared by
+///   value, as CPython has only one object of each;
 /// * all other strings, and all tuples, lists and dicts, are written anew.
 ///
 /// Names are Python 3's; those that Python 2 had elsewhere are stored by their old names, as with
@@ -34,6 +34,8 @@ pub struct Writer {
     /// By module, then by name.
     by_name: HashMap<Box<str>, HashMap<Box<str>, u32>>,
     by_value: HashMap<Box<str>, u32>,
+    /// Bytes objects of one byte, or none.
+    short_bytes: HashMap<Option<u8>, u32>,
     /// By address; the clone keeps the address from being used again.
     by_identity: HashMap<usize, (u32, Arc<str>)>,
     too_long: bool,
@@ -54,6 +56,7 @@ impl Writer {
             memo_len: 0,
             by_name: HashMap::new(),
             by_value: HashMap::new(),
+            short_bytes: HashMap::new(),
             by_identity: HashMap::new(),
             too_long: false,
         }
@@ -168,6 +171,10 @@ impl Writer {
 
     /// Bytes, which protocol 2 spells as Latin-1 text to be encoded.
     pub fn bytes(&mut self, bytes: &[u8]) {
+        let short = (bytes.len() <= 1).then(|| bytes.first().copied());
+        if let Some(memo) = short.and_then(|short| self.short_bytes.get(&short)) {
+            return self.get(*memo);
+        }
         if bytes.is_empty() {
             self.global("builtins", "bytes");
             self.empty_tuple();
@@ -177,7 +184,11 @@ impl Writer {
             self.constant("latin1");
             self.end_tuple(2);
         }
+        let memo = self.memo_len;
         self.call();
+        if let Some(short) = short {
+            self.short_bytes.insert(short, memo);
+        }
     }
 
     /// A name to import.

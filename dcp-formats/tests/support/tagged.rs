@@ -10,7 +10,7 @@ pub fn tagged(value: &Value) -> Json {
     match value {
         Value::None => Json::Null,
         Value::Bool(b) => json!(b),
-        Value::Int(n) if n.abs() < 1 << 53 => json!(n),
+        Value::Int(n) if n.unsigned_abs() < 1 << 53 => json!(n),
         Value::Int(n) => json!({"t": "int", "v": n.to_string()}),
         Value::BigInt(n) => json!({"t": "int", "v": n.to_string()}),
         Value::Float(x) => json!({"t": "float", "v": float(*x)}),

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use dcp::convert::ConvertError;
-use dcp::core::{CheckpointError, StorageError, StorageErrorKind};
+use dcp::core::{CheckpointError, StorageError, StorageErrorKind, StorageOp};
 
 use crate::style::Style;
 
@@ -85,10 +85,14 @@ impl Failure {
     }
 }
 
-/// Whose fault a storage's failure is: bytes that end too early are the checkpoint's.
+/// Whose fault a storage's failure is: bytes that are missing are the checkpoint's.
 fn storage_exit(error: &StorageError) -> Exit {
     match error.kind() {
         StorageErrorKind::Truncated => Exit::Bad,
+        // Of a checkpoint that was opened; a path with nothing there is said before.
+        StorageErrorKind::NotFound if matches!(error.op(), StorageOp::Read | StorageOp::Stat) => {
+            Exit::Bad
+        }
         StorageErrorKind::Invalid
         | StorageErrorKind::AlreadyExists
         | StorageErrorKind::Unsupported => Exit::Usage,

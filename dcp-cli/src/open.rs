@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::convert::{ConvertError, SafetensorsFile, Source, Target};
+use dcp::convert::{ConvertError, Source, Target};
 use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, detect};
-use dcp::{Access, DcpReader, DcpWriter, StorageRegistry};
+use dcp::{Access, DcpWriter, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
 
@@ -23,8 +23,17 @@ pub(crate) fn run<T>(
     builder.enable_time().build().map_err(Failure::from)?.block_on(work)
 }
 
+/// How whole a checkpoint has to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// It is only looked at, as far as it can be.
+    Readable,
+    /// All of it is taken somewhere.
+    Whole,
+}
+
 /// Opens a checkpoint to read: a directory, or one safetensors file.
-pub(crate) async fn source(uri: &str) -> Result<Source, Failure> {
+pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
     let directory = StorageRegistry::with_defaults().open(uri, Access::Read);
     let storage = match directory {
         Ok(storage) => storage,
@@ -35,8 +44,7 @@ pub(crate) async fn source(uri: &str) -> Result<Source, Failure> {
             };
         }
     };
-    let reader = DcpReader::new(Arc::clone(&storage));
-    let source = Source::new(storage, Arc::new(reader));
+    let source = Source::dcp(storage, need == Need::Readable);
     match source.metadata().await {
         Ok(_) => Ok(source),
         Err(error) => Err(no_checkpoint(uri, &source.storage, error).await),
@@ -97,8 +105,7 @@ async fn file_source(uri: &str, storage: Arc<dyn Storage>, key: Key) -> Result<S
         return Err(Failure::new(Exit::Bad, format!("{uri:?} is a file, but no checkpoint"))
             .hint("a checkpoint is a directory with a .metadata, or a .safetensors file"));
     }
-    let reader = SafetensorsFile::new(Arc::clone(&storage), key);
-    let source = Source::new(storage, Arc::new(reader));
+    let source = Source::safetensors(storage, key);
     source.metadata().await.map_err(|error| {
         Failure::from(error).context(format!("cannot read {uri:?}")).without_hint()
     })?;

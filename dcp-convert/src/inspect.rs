@@ -171,8 +171,31 @@ pub async fn inspect(
         }
     }));
     summary.files = sizes.buffered(options.parallelism.max(1)).try_collect().await?;
-    summary.files.sort_keys();
+    summary.files.sort_by_cached_key(|name, _| natural(name));
     Ok(summary)
+}
+
+/// A sort key by which `__0_10` comes after `__0_9`.
+fn natural(name: &str) -> Vec<(u128, String)> {
+    let mut parts = vec![(0_u128, String::new())];
+    let mut digits = false;
+    for c in name.chars() {
+        match (c.to_digit(10), parts.last_mut()) {
+            (Some(digit), Some((number, _))) if digits => {
+                *number = number.saturating_mul(10).saturating_add(digit.into());
+            }
+            (Some(digit), _) => {
+                parts.push((digit.into(), String::new()));
+                digits = true;
+            }
+            (None, Some((_, text))) => {
+                text.push(c);
+                digits = false;
+            }
+            (None, None) => {}
+        }
+    }
+    parts
 }
 
 fn tensor_summary(tensor: &TensorEntry, metadata: &dcp_core::CheckpointMetadata) -> TensorSummary {
@@ -191,5 +214,17 @@ fn tensor_summary(tensor: &TensorEntry, metadata: &dcp_core::CheckpointMetadata)
         shape: tensor.shape.to_vec(),
         bytes: tensor.byte_len().unwrap_or(u64::MAX),
         chunks: chunks.collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::natural;
+
+    #[test]
+    fn ranks_sort_as_numbers() {
+        let mut names = ["__10_0", "__0_10", "__0_9", "__1_0", "a"];
+        names.sort_by_cached_key(|name| natural(name));
+        assert_eq!(names, ["__0_9", "__0_10", "__1_0", "__10_0", "a"]);
     }
 }

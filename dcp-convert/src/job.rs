@@ -3,7 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageReader};
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
+use dcp_formats::dcp::DcpReader;
+
+use crate::safetensors_file::SafetensorsFile;
 
 /// A checkpoint to read: its format's reader, and the storage that holds its files.
 #[derive(Clone, Debug)]
@@ -12,13 +15,32 @@ pub struct Source {
     pub storage: Arc<dyn Storage>,
     /// The meaning of the bytes.
     pub reader: Arc<dyn StorageReader>,
+    /// The same reader, when it is PyTorch's format: it knows more than the trait asks for.
+    pub(crate) dcp: Option<Arc<DcpReader>>,
 }
 
 impl Source {
     /// A checkpoint whose files lie in `storage` and are understood by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader }
+        Self { storage, reader, dcp: None }
+    }
+
+    /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far
+    /// as it is whole; otherwise its index must be borne out by its files.
+    #[must_use]
+    pub fn dcp(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
+        let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).build();
+        let reader = Arc::new(reader);
+        let dcp = Some(Arc::clone(&reader));
+        Self { storage, reader, dcp }
+    }
+
+    /// One safetensors file.
+    #[must_use]
+    pub fn safetensors(storage: Arc<dyn Storage>, key: Key) -> Self {
+        let reader = SafetensorsFile::new(Arc::clone(&storage), key);
+        Self::new(storage, Arc::new(reader))
     }
 
     /// The checkpoint's index.

@@ -74,6 +74,8 @@ pub enum ProblemKind {
     MissingFile,
     /// A file ends before the bytes that should be in it.
     ShortFile,
+    /// A file has another length than when the checkpoint was committed.
+    ChangedFile,
     /// Two items claim the same bytes of a file.
     SharedBytes,
     /// Bytes differ from their checksum, or cannot be decoded.
@@ -127,6 +129,7 @@ pub async fn verify(
     let sizes = file_sizes(source, &metadata, options).await?;
     let readable = files(&metadata, &items, &sizes, &mut report.problems);
     report.notes = notes(source, &metadata).await?;
+    sidecar(source, &metadata, &sizes, &mut report).await?;
     if deep {
         let checked = deep::check(source, &metadata, readable, options).await?;
         report.bytes_checked = checked.bytes;
@@ -269,6 +272,38 @@ async fn notes(
     }
     let (count, names) = (stale.len(), names.join(", "));
     Ok(vec![format!("{count} unreferenced files of {bytes} bytes, left by another save: {names}")])
+}
+
+/// Compares the files with what our own writer noted when it committed the checkpoint.
+async fn sidecar(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+    sizes: &[Option<u64>],
+    report: &mut VerifyReport,
+) -> Result<(), CheckpointError> {
+    let Some(dcp) = &source.dcp else { return Ok(()) };
+    let sidecar = match dcp.sidecar().await {
+        Ok(Some(sidecar)) => sidecar,
+        Ok(None) => return Ok(()),
+        Err(CheckpointError::Format(error)) => {
+            report.notes.push(error.to_string());
+            return Ok(());
+        }
+        Err(error) => return Err(error),
+    };
+    for (key, len) in metadata.files().iter().zip(sizes) {
+        let noted = sidecar.files.iter().find(|file| file.name == key.as_str());
+        if let (Some(noted), Some(len)) = (noted, len)
+            && noted.byte_len != *len
+        {
+            let message =
+                format!("the file has {len} bytes, it had {} when it was saved", noted.byte_len);
+            let mut problem = Problem::new(ProblemKind::ChangedFile, message);
+            problem.file = Some(key.to_string());
+            report.problems.push(problem);
+        }
+    }
+    Ok(())
 }
 
 /// A failure while one item was looked at: a problem of the checkpoint, or of the machine.

@@ -19,6 +19,7 @@ use dcp_core::{
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, encode_header, header_len};
+use futures_util::StreamExt;
 use indexmap::IndexMap;
 use proptest::prelude::*;
 
@@ -220,6 +221,32 @@ fn a_replacement_that_fails_to_be_made_leaves_the_old_file() {
         let source = Source::safetensors(Arc::clone(&storage), key("in.safetensors"));
         to_safetensors(&source, &target, &small()).await.unwrap();
         assert_eq!(tensors_of(&*storage, "out.safetensors").await, tensors);
+        let names = storage.list(None).map(|meta| meta.unwrap().key.to_string());
+        let mut names = names.collect::<Vec<_>>().await;
+        names.sort();
+        assert_eq!(names, ["in.safetensors", "out.safetensors"], "nothing is left beside it");
+
+        // Wherever the replacement fails, the old file or the new one is there, whole.
+        let new = storage.read_all(&out).await.unwrap();
+        for operation in 1.. {
+            let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+            place.put(&out, "old".into(), PutMode::Create).await.unwrap();
+            let fault = Fault::Fail(StorageErrorKind::Full);
+            let faulty = FaultStorage::new(Arc::clone(&place)).with_fault(operation, fault);
+            let target = Target::new(Arc::new(faulty.clone()), out.clone()).overwriting(true);
+            let done = to_safetensors(&source, &target, &small()).await;
+            if faulty.operations() < operation {
+                done.unwrap();
+                assert!(operation > 5);
+                break;
+            }
+            let there = place.read_all(&out).await.ok();
+            let beside = place.read_all(&key(".out.safetensors.partial")).await.ok();
+            let whole = there.as_deref() == Some(b"old")
+                || there.as_ref() == Some(&new)
+                || (there.is_none() && beside.as_ref() == Some(&new));
+            assert!(whole, "operation {operation}");
+        }
     });
 }
 
@@ -343,7 +370,10 @@ fn unsound_checkpoints_are_not_converted() {
         let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         let target = Target::new(Arc::clone(&place), key("x.safetensors"));
         let error = to_safetensors(&source, &target, &small()).await.unwrap_err();
-        assert!(error.to_string().contains("overlapping chunks [0:6] and [4:8]"), "{error}");
+        assert!(
+            error.to_string().contains("overlapping chunks chunk [0:6] and chunk [4:8]"),
+            "{error}"
+        );
         let writer = DcpWriter::new(Arc::clone(&place));
         reshard(&source, &writer, 2, &small()).await.unwrap_err();
         assert!(reshard(&source, &writer, 0, &small()).await.is_err());

@@ -3,7 +3,7 @@
 use crate::args::{self, Format};
 use crate::command::reshard::write_checkpoint;
 use crate::failure::Failure;
-use crate::open;
+use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::{count, printable, size};
@@ -18,7 +18,7 @@ pub(crate) fn convert(args: &args::Convert, out: &Output) -> Result<(), Failure>
 
 fn to_safetensors(args: &args::Convert, out: &Output) -> Result<(), Failure> {
     let report = open::run(true, async {
-        let source = open::source(&args.source).await?;
+        let source = open::source(&args.source, Need::Whole).await?;
         let target = open::target_file(&args.target, args.writing.overwrite).await?;
         let bar = Bar::new(out, "converting");
         Ok(dcp::convert::to_safetensors(&source, &target, &bar.options()).await?)

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use crate::args;
 use crate::failure::{Exit, Failure};
-use crate::open;
+use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::value::python;
@@ -13,7 +13,7 @@ use crate::style::{printable, size};
 
 pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
     open::run(args.output.is_some(), async {
-        let source = open::source(&args.uri).await?;
+        let source = open::source(&args.uri, Need::Readable).await?;
         let found = dcp::convert::find(&source, &args.fqn, args.slice.as_deref()).await?;
         match (found, &args.output) {
             (Found::Tensor(tensor), Some(path)) => {

@@ -4,13 +4,13 @@ use dcp::convert::{ConvertError, JobOptions, KeySummary};
 
 use crate::args;
 use crate::failure::{Exit, Failure};
-use crate::open;
+use crate::open::{self, Need};
 use crate::output::Output;
 use crate::render::{shards, tree};
 
 pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure> {
     let summary = open::run(false, async {
-        let source = open::source(&args.uri).await?;
+        let source = open::source(&args.uri, Need::Readable).await?;
         let options = JobOptions::default();
         if let Some(fqn) = &args.shards {
             // Looks the name up as `get` does, so that a typo gets the same advice.

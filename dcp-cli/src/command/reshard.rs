@@ -2,7 +2,7 @@
 
 use crate::args::{self, Writing};
 use crate::failure::Failure;
-use crate::open;
+use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::{count, size};
@@ -21,7 +21,7 @@ pub(crate) fn write_checkpoint(
     out: &Output,
 ) -> Result<(), Failure> {
     let report = open::run(true, async {
-        let source = open::source(source).await?;
+        let source = open::source(source, Need::Whole).await?;
         let writer = open::target_directory(target, writing.overwrite).await?;
         let bar = Bar::new(out, "writing");
         Ok(dcp::convert::reshard(&source, &writer, ranks, &bar.options()).await?)

@@ -2,14 +2,14 @@
 
 use crate::args;
 use crate::failure::{Exit, Failure};
-use crate::open;
+use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::problems;
 
 pub(crate) fn verify(args: &args::Verify, out: &Output) -> Result<(), Failure> {
     let report = open::run(args.deep, async {
-        let source = open::source(&args.uri).await?;
+        let source = open::source(&args.uri, Need::Readable).await?;
         let bar = Bar::new(out, "verifying");
         Ok(dcp::convert::verify(&source, args.deep, &bar.options()).await?)
     })?;

@@ -66,6 +66,10 @@ impl Builder {
     fn finish(self, name: String, summary: &Summary) -> Node {
         let mut children: Vec<Node> =
             self.children.into_iter().map(|(name, child)| child.finish(name, summary)).collect();
+        // Formats that sort by name put layer 10 before layer 2.
+        if children.iter().all(Node::is_numbered) {
+            children.sort_by_key(Node::number);
+        }
         let mut keys = self.keys.into_iter();
         let mut key = keys.next();
         if !children.is_empty() || keys.len() > 0 {

@@ -8,7 +8,7 @@ use crate::output::Output;
 use crate::render::files;
 use crate::render::nest::{Node, nest};
 use crate::render::value::python;
-use crate::style::{Style, columns, count, printable, shorten, size};
+use crate::style::{columns, count, printable, shorten, size};
 
 /// Layers that are alike are shown as one from this many on.
 const FOLD_FROM: usize = 3;
@@ -16,11 +16,14 @@ const FOLD_FROM: usize = 3;
 const GAP: usize = 2;
 /// Bytes of a value that are shown, however wide the terminal is.
 const VALUE_MAX: usize = 160;
-/// The most a name may take when the terminal is narrow.
-const NAME_MIN: usize = 16;
+/// The least that a file's name is worth showing in.
+const FILE_MIN: usize = 5;
+/// What a name gets before the number of shards gets anything.
+const NAME_WANTED: usize = 28;
+/// What a name gets in any case.
+const NAME_MIN: usize = 12;
 
 pub(crate) fn render(uri: &str, summary: &Summary, all: bool, out: &Output) -> String {
-    let style = out.style;
     let mut rows = Vec::new();
     let root = nest(summary);
     let fold = if all { usize::MAX } else { FOLD_FROM };
@@ -28,13 +31,13 @@ pub(crate) fn render(uri: &str, summary: &Summary, all: bool, out: &Output) -> S
     for child in &root.children {
         walk.node(child, "", "", "");
     }
-    let mut text = title(uri, summary, style);
+    let mut text = title(uri, summary, out);
     text.push_str(&table(&rows, out));
     text.push_str(&files::render(summary, out));
     text
 }
 
-fn title(uri: &str, summary: &Summary, style: Style) -> String {
+fn title(uri: &str, summary: &Summary, out: &Output) -> String {
     let tensors = summary.tensor_count();
     let objects = summary.keys.len() - tensors;
     let version =
@@ -45,7 +48,20 @@ fn title(uri: &str, summary: &Summary, style: Style) -> String {
         count(objects, "object"),
         count(summary.files.len(), "file"),
     ];
-    format!("{}\n{}\n\n", style.bold(&printable(uri)), style.dim(&parts.join(" · ")))
+    let mut lines = vec![String::new()];
+    for part in parts {
+        let width = out.width.unwrap_or(usize::MAX);
+        match lines.last_mut() {
+            Some(line) if line.is_empty() => *line = part,
+            Some(line) if columns(line) + columns(&part) + 3 <= width => {
+                line.push_str(" · ");
+                line.push_str(&part);
+            }
+            _ => lines.push(part),
+        }
+    }
+    let lines: Vec<_> = lines.iter().map(|line| out.style.dim(line)).collect();
+    format!("{}\n{}\n\n", out.style.bold(&printable(uri)), lines.join("\n"))
 }
 
 /// One line of the table.
@@ -182,8 +198,13 @@ fn table(rows: &[Row], out: &Output) -> String {
     let dtype = widest(&|row| tensor(row, &|dtype, _, _, _| dtype.len()));
     let shape = widest(&|row| tensor(row, &|_, shape, _, _| shape.len()));
     let bytes = widest(&|row| tensor(row, &|_, _, bytes, _| bytes.len()));
-    let shards = widest(&|row| tensor(row, &|_, _, _, shards| shards.len()));
-    let fixed = dtype + shape + bytes + shards + 4 * GAP;
+    let mut shards = widest(&|row| tensor(row, &|_, _, _, shards| shards.len()));
+    let mut fixed = dtype + shape + bytes + shards + 4 * GAP;
+    if out.width.is_some_and(|width| width < fixed + name.min(NAME_WANTED)) {
+        // The number of shards is what a narrow terminal can do without.
+        fixed -= shards + GAP;
+        shards = 0;
+    }
     if let Some(width) = out.width {
         name = name.min(width.saturating_sub(fixed).max(NAME_MIN));
     }
@@ -204,8 +225,12 @@ fn table(rows: &[Row], out: &Output) -> String {
                 format!("{branches}{}{pad}{indent}{}", style.bold(&shown), style.dim(&total))
             }
             Cells::Tensor { dtype: kind, shape: sizes, bytes: len, shards: n, files } => {
-                let n = format!("{:<shards$}", count(*n, "shard"));
-                let files = shorten(files, rest(name + fixed + GAP));
+                let mut n = format!("{:<shards$}", count(*n, "shard"));
+                if shards == 0 {
+                    n.clear();
+                }
+                let room = rest(name + fixed);
+                let files = if room < FILE_MIN { String::new() } else { shorten(files, room) };
                 let kind = style.dtype(&format!("{kind:<dtype$}"));
                 let len = size(*len);
                 format!(

@@ -48,7 +48,7 @@ fn every_flipped_bit_of_a_record_is_found() {
     let (code, report) = verify(&clean, &["--deep"]);
     assert_eq!(code, 0, "{report}");
     // Bytes of a tensor's pickle, of its data, and of the central directory.
-    for at in [64, 70, 150, 704, 720, 735, 1100, 1300] {
+    for at in [64, 70, 150, 704, 720, 723, 1100, 1300] {
         let folder = copy_of("strided_4r");
         flip(&folder.path().join("__0_0.distcp"), at);
         let (code, report) = verify(&folder, &["--deep"]);

@@ -4,7 +4,10 @@
 
 use std::path::Path;
 
-use crate::support::{command, dcp, finish};
+use dcp::DType;
+use dcp::formats::safetensors::{SafetensorsItem, encode_header};
+
+use crate::support::{command, dcp, finish, path};
 
 #[track_caller]
 fn snapshot(name: &str, args: &[&str], columns: &str) {
@@ -38,6 +41,50 @@ fn trees() {
     snapshot("tree_nested.txt", &["inspect", "nested"], "80");
     snapshot("tree_objects.txt", &["inspect", "objects"], "100");
     snapshot("tree_file_per_item.txt", &["inspect", "threads4_file_per_item"], "80");
+}
+
+/// A model of alike layers, but for the last.
+fn layers(folder: &tempfile::TempDir) -> String {
+    let tensor = |name: String, shape: &[u64]| SafetensorsItem {
+        name: name.into(),
+        dtype: DType::BFloat16,
+        shape: shape.into(),
+    };
+    let mut items = vec![tensor("model.embed.weight".to_owned(), &[64, 8])];
+    for layer in 0..12 {
+        let rows = if layer < 11 { 8 } else { 16 };
+        items.push(tensor(format!("model.layers.{layer}.mlp.up.weight"), &[rows, 8]));
+        items.push(tensor(format!("model.layers.{layer}.norm.weight"), &[8]));
+    }
+    let encoded = encode_header(&items, &Default::default()).unwrap();
+    let mut file = encoded.bytes.to_vec();
+    file.resize(usize::try_from(encoded.byte_len).unwrap(), 0);
+    let path = path(folder, "layers.safetensors");
+    std::fs::write(&path, file).unwrap();
+    path
+}
+
+#[test]
+fn layers_that_are_alike_are_shown_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = layers(&folder);
+    let tree = dcp(["inspect", &file]).ok();
+    let lines: Vec<&str> = tree.lines().map(str::trim_end).collect();
+    let at = lines.iter().position(|line| line.contains("0…10 ×11")).unwrap();
+    assert!(lines[at].ends_with("1.5 KiB"), "the bytes of all: {}", lines[at]);
+    assert!(lines[at + 1].contains("mlp.up.weight") && lines[at + 1].contains("[8, 8]"));
+    assert!(lines[at + 3].starts_with("│  └─ 11") || lines[at + 3].starts_with("   └─ 11"));
+    let all = dcp(["inspect", &file, "--all"]).ok();
+    assert_eq!(all.matches("mlp.up.weight").count(), 12);
+}
+
+#[test]
+fn many_chunks_are_still_drawn() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, target) = (layers(&folder), path(&folder, "r32"));
+    dcp(["reshard", &file, &target, "--ranks", "32"]).ok();
+    let map = dcp(["inspect", &target, "--shards", "model.embed.weight"]).ok();
+    assert!(map.contains("│          AF           │"), "{map}");
 }
 
 #[test]

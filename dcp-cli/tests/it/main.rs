@@ -1,5 +1,7 @@
 //! The real binary on real checkpoints.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
+
 mod convert;
 mod damaged;
 mod get;

@@ -61,10 +61,13 @@ impl TensorLayout {
     ///
     /// # Errors
     ///
-    /// When its bytes cannot be counted in 64 bits, or an axis is longer than PyTorch's signed
-    /// sizes can say.
+    /// When its bytes cannot be counted in 64 bits, an axis is longer than PyTorch's signed sizes
+    /// can say, or the type is a quantized one, whose elements mean nothing without a scale.
     pub fn contiguous(dtype: DType, sizes: impl Into<Dims>) -> Result<Self, FormatError> {
         let sizes = sizes.into();
+        if dtype.is_quantized() {
+            return Err(bad(format!("{dtype} needs a scale, which is not known here")));
+        }
         let strides =
             sizes.contiguous_strides().iter().map(|stride| stride.unsigned_abs()).collect();
         let mut layout = Self {

@@ -1,0 +1,63 @@
+//! What each fuzz target does with its input; also run on the seeds by an ordinary test.
+
+#![allow(dead_code, unreachable_pub, reason = "each fuzz target uses one of them")]
+
+use bytes::Bytes;
+use dcp_core::Value;
+use dcp_formats::metadata::{Profile, decode, encode};
+use dcp_formats::pickle::{Converter, Limits, Pickle, dump};
+use dcp_formats::torch_object::{decode_object, encode_object};
+use dcp_formats::torch_tensor::TensorBlob;
+use dcp_formats::torch_zip::{ArchiveIndex, Progress, Sparse};
+
+pub fn pickle(bytes: &[u8]) {
+    if let Ok(pickle) = Pickle::parse(bytes, &Limits::DEFAULT) {
+        let converted =
+            Converter::new(&pickle, &Limits::DEFAULT, &mut ()).convert(pickle.root()).unwrap();
+        if converted.faithful {
+            dump(&converted.value).unwrap();
+        }
+    }
+}
+
+pub fn torch_zip(bytes: &[u8]) {
+    let blob = Sparse::whole(bytes);
+    let Ok(index) = ArchiveIndex::parse(&blob).and_then(Progress::ready) else { return };
+    for entry in index.entries() {
+        if let Ok(record) = entry.locate(&blob).and_then(Progress::ready) {
+            let kept = blob.get(record.data.clone()).unwrap();
+            let _ = record.decode(kept, 1 << 21);
+        }
+    }
+}
+
+pub fn metadata(bytes: &[u8]) {
+    if let Ok(metadata) = decode(bytes)
+        && let Ok(again) = encode(&metadata, Profile::Compat)
+    {
+        decode(&again).unwrap();
+    }
+}
+
+pub fn tensor_blob(bytes: &[u8]) {
+    let blob = Sparse::whole(bytes);
+    if let Some(located) = TensorBlob::locate_from_head(bytes, bytes.len() as u64) {
+        assert!(located.storage().data.end <= bytes.len() as u64);
+    }
+    let Ok(tensor) = TensorBlob::parse(&blob).and_then(Progress::ready) else { return };
+    let kept = blob.get(tensor.storage().data.clone()).unwrap();
+    if let Ok(elements) = tensor.decode(kept, 1 << 21)
+        && let Some(range) = tensor.element_range()
+    {
+        assert_eq!(blob.get(range), Some(elements.as_slice()));
+    }
+}
+
+pub fn object_blob(bytes: &[u8]) {
+    if let Ok(value) = decode_object(&Bytes::copy_from_slice(bytes)) {
+        let again = encode_object(&value).unwrap();
+        if !matches!(value, Value::Opaque(_)) {
+            assert!(value.same(&decode_object(&again).unwrap()));
+        }
+    }
+}

@@ -11,6 +11,8 @@ const EDGE: u64 = 3;
 const THRESHOLD: u64 = 1000;
 /// Columns of text.
 const WIDTH: usize = 80;
+/// What comes before the numbers.
+const PREFIX: &str = "tensor(";
 /// Boxes that a summary may need at most.
 const MAX_BOXES: usize = 4096;
 
@@ -67,23 +69,32 @@ impl Excerpt {
         let shown: Vec<u64> =
             self.axes.iter().map(|ranges| ranges.iter().map(|(_, len)| len).sum()).collect();
         let elements = self.gather(dtype, bytes, &shown);
-        let suffix =
-            if is_default(dtype) { String::new() } else { format!(", dtype=torch.{dtype}") };
+        let mut out = String::from(PREFIX);
+        let mut suffixes = Vec::new();
         if self.shape.contains(&0) {
-            let size = match &*self.shape {
-                [0] => String::new(),
-                sizes => {
-                    let sizes: Vec<_> = sizes.iter().map(ToString::to_string).collect();
-                    format!(", size=({})", sizes.join(", "))
-                }
-            };
-            return format!("tensor([]{size}{suffix})");
+            out.push_str("[]");
+            if self.shape.ndim() != 1 {
+                let sizes: Vec<_> = self.shape.iter().map(ToString::to_string).collect();
+                suffixes.push(format!("size=({})", sizes.join(", ")));
+            }
+        } else {
+            let text = Formatter::new(&elements);
+            self.write(&mut out, 0, PREFIX.len(), &text, &elements);
         }
-        let text = Formatter::new(&elements);
-        let mut out = String::from("tensor(");
-        let indent = out.len();
-        self.write(&mut out, 0, indent, &text, &elements);
-        out.push_str(&suffix);
+        if !is_default(dtype) {
+            suffixes.push(format!("dtype=torch.{dtype}"));
+        }
+        // PyTorch counts two columns more than the last line has, for the next separator.
+        let mut column = out.len() - out.rfind('\n').map_or(0, |at| at + 1) + 2;
+        for suffix in suffixes {
+            if column + suffix.len() + 2 > WIDTH {
+                out.push_str(&format!(",\n{:1$}{suffix}", "", PREFIX.len()));
+                column = PREFIX.len() + suffix.len();
+            } else {
+                out.push_str(&format!(", {suffix}"));
+                column += suffix.len() + 2;
+            }
+        }
         out.push(')');
         out
     }
@@ -348,6 +359,8 @@ mod tests {
             Excerpt::of(&shape).unwrap().print(dtype, bytes)
         };
         assert_eq!(print(DType::UInt8, &[1, 20]), "tensor([ 1, 20], dtype=torch.uint8)");
+        let wide = vec![0x80; 12];
+        assert!(print(DType::Int8, &wide).ends_with("-128],\n       dtype=torch.int8)"));
         assert_eq!(print(DType::Bool, &[1, 0]), "tensor([ True, False])");
         let complex: Vec<u8> =
             [1_f32, -2.0, 0.5, 3.0].into_iter().flat_map(f32::to_le_bytes).collect();

@@ -1,5 +1,7 @@
 //! Conversions to safetensors, checked by reading the image with the format's own rules.
 
+#![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
+
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use dcp_core::{StorageError, StorageOp};
 
 use crate::folder::Settled;
+use crate::leftovers;
 use crate::root::Root;
 use crate::storage::{FsStorage, Shared};
 
@@ -20,13 +21,14 @@ pub struct Builder {
     parallelism: u16,
     create: bool,
     follow_links: bool,
+    clean: bool,
 }
 
 impl Builder {
     pub(crate) fn new(root: PathBuf) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let parallelism = u16::try_from(cores.clamp(4, 32)).unwrap_or(32);
-        Self { root, sync: true, parallelism, create: false, follow_links: false }
+        Self { root, sync: true, parallelism, create: false, follow_links: false, clean: false }
     }
 
     /// Whether a write returns only when its bytes and names would survive a crash of the
@@ -58,6 +60,14 @@ impl Builder {
         self
     }
 
+    /// Whether to remove, on opening, temporary files in the root folder that killed writers of
+    /// this machine left behind, and those of other machines that are a day old. By default they
+    /// stay, as they do where they cannot be removed; they are never listed.
+    pub fn clean(mut self, clean: bool) -> Self {
+        self.clean = clean;
+        self
+    }
+
     /// Opens the root folder.
     ///
     /// # Errors
@@ -72,6 +82,11 @@ impl Builder {
             create_folders(&self.root, self.sync).map_err(failed)?;
         }
         let root = Root::open(self.root.clone(), self.follow_links).map_err(failed)?;
+        if self.clean
+            && let Err(error) = leftovers::clean_root(&root, self.sync)
+        {
+            tracing::warn!(root = %self.root.display(), %error, "cannot remove leftovers");
+        }
         Ok(FsStorage::new(Shared {
             root: Arc::new(root),
             sync: self.sync,

@@ -11,36 +11,60 @@ use crate::owner::Owner;
 use crate::root::Root;
 use crate::walk::look_into;
 
+/// How long a temporary file of another machine, whose processes cannot be asked after, must have
+/// been left alone before it counts as dead.
+const DISTANT_AGE: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// Removes temporary files that nobody has written to for `min_age` and whose writer is not known
 /// to run, in all folders, and returns how many.
 pub(crate) fn clean(root: &Root, min_age: Duration, sync: bool) -> io::Result<u64> {
-    let now = SystemTime::now();
-    let is_dead = |name: &str, modified: Option<SystemTime>| {
-        // A time in the future is that of another machine's clock: it is young.
-        let age = modified.and_then(|modified| now.duration_since(modified).ok());
-        age.is_some_and(|age| age >= min_age)
-            && Owner::of_temp(name).is_some_and(|owner| !owner.is_alive())
-    };
+    let is_dead = |owner: Owner, age: Option<Duration>| age >= Some(min_age) && !owner.is_alive();
     let mut removed = 0;
     let mut folders = vec![String::new()];
     while let Some(path) = folders.pop() {
-        let Some((fd, found)) = look_into(root, &path)? else { continue };
-        folders.extend(found.folders);
-        let mut changed = false;
-        for temp in found.temps.iter().filter(|temp| is_dead(&temp.name, temp.modified)) {
-            match unlinkat(&fd, &temp.name, AtFlags::empty()) {
-                Ok(()) => {
-                    tracing::info!(folder = %path, name = %temp.name, "removed a leftover");
-                    removed += 1;
-                    changed = true;
-                }
-                Err(Errno::NOENT) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        if changed && sync {
-            folder::sync(&fd)?;
-        }
+        let (some, below) = clean_folder(root, &path, is_dead, sync)?;
+        removed += some;
+        folders.extend(below);
     }
     Ok(removed)
+}
+
+/// The same for the root folder alone: what dead processes of this machine left, and what has
+/// been lying there for a day.
+pub(crate) fn clean_root(root: &Root, sync: bool) -> io::Result<u64> {
+    let is_dead = |owner: Owner, age: Option<Duration>| {
+        !owner.is_alive() && (owner.is_here() || age >= Some(DISTANT_AGE))
+    };
+    Ok(clean_folder(root, "", is_dead, sync)?.0)
+}
+
+/// Returns how many files were removed, and the folders in this one.
+fn clean_folder(
+    root: &Root,
+    path: &str,
+    is_dead: impl Fn(Owner, Option<Duration>) -> bool,
+    sync: bool,
+) -> io::Result<(u64, Vec<String>)> {
+    let Some((fd, found)) = look_into(root, path)? else { return Ok((0, Vec::new())) };
+    let now = SystemTime::now();
+    let mut removed = 0;
+    for temp in &found.temps {
+        // A time in the future is that of another machine's clock: it is young.
+        let age = temp.modified.and_then(|modified| now.duration_since(modified).ok());
+        if !Owner::of_temp(&temp.name).is_some_and(|owner| is_dead(owner, age)) {
+            continue;
+        }
+        match unlinkat(&fd, &temp.name, AtFlags::empty()) {
+            Ok(()) => {
+                tracing::info!(folder = %path, name = %temp.name, "removed a leftover");
+                removed += 1;
+            }
+            Err(Errno::NOENT) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    if removed > 0 && sync {
+        folder::sync(&fd)?;
+    }
+    Ok((removed, found.folders))
 }

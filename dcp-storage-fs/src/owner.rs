@@ -54,9 +54,14 @@ impl Owner {
         })
     }
 
+    /// Whether it runs, or ran, where this process does, so that its end can be told.
+    pub(crate) fn is_here(self) -> bool {
+        self.place == place()
+    }
+
     /// Whether it surely still runs. Of another machine nothing is known.
     pub(crate) fn is_alive(self) -> bool {
-        if self.place != place() {
+        if !self.is_here() {
             return false;
         }
         if let (Some(started), 1..) = (started(self.pid), self.started) {

@@ -64,7 +64,9 @@ pub fn run<F: Future>(future: F) -> Result<F::Output, CheckpointError> {
         .map_err(|error| StorageError::from_io(StorageOp::Open, None, error))?;
     if tokio::runtime::Handle::try_current().is_ok() {
         return Err(StorageError::new(StorageErrorKind::Unsupported, StorageOp::Open, None)
-            .with_message("blocking calls cannot be made inside an async runtime; use the async API")
+            .with_message(
+                "blocking calls cannot be made inside an async runtime; use the async API",
+            )
             .into());
     }
     Ok(runtime.block_on(future))

@@ -54,6 +54,7 @@ impl StorageRegistry {
             let path = url.strip_prefix("file://").unwrap_or(url);
             let storage = dcp_storage_fs::FsStorage::builder(path)
                 .create(access == Access::Write)
+                .clean(access == Access::Write)
                 .open()?;
             Ok(Arc::new(storage))
         });

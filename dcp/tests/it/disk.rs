@@ -1,0 +1,78 @@
+//! A disk that is full, and a folder that must not be written.
+
+use std::path::Path;
+use std::process::Command;
+
+use dcp::core::{CheckpointError, StorageErrorKind};
+
+use crate::state::{load, state};
+
+/// A small file system of its own, unmounted on drop; `None` where mounting is not allowed.
+struct Mount(tempfile::TempDir);
+
+impl Mount {
+    fn new(options: &str) -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let status = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", options, "tmpfs"])
+            .arg(folder.path())
+            .stderr(std::process::Stdio::null())
+            .status();
+        status.is_ok_and(|status| status.success()).then(|| Self(folder))
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn remount(&self, options: &str) {
+        let remount = format!("remount,{options}");
+        let status = Command::new("mount").args(["-o", &remount]).arg(self.path()).status();
+        assert!(status.unwrap().success());
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.path()).status();
+    }
+}
+
+fn kind(error: &CheckpointError) -> Option<StorageErrorKind> {
+    match error {
+        CheckpointError::Storage(error) => Some(error.kind()),
+        _ => None,
+    }
+}
+
+#[test]
+fn a_full_disk_keeps_the_old_checkpoint() {
+    let Some(mount) = Mount::new("size=800k") else {
+        println!("skipped: a file system of one's own needs the right to mount");
+        return;
+    };
+    let place = mount.path().join("run").display().to_string();
+    dcp::blocking::save(&state(1, 0, 1), &place).unwrap();
+    let error = dcp::blocking::save(&state(2, 0, 1), &place).unwrap_err();
+    // A checkpoint has 460 KB, so a second one does not fit beside it.
+    assert_eq!(kind(&error), Some(StorageErrorKind::Full), "{error}");
+    assert_eq!(load(&place).unwrap(), 1);
+    mount.remount("size=8m");
+    dcp::blocking::save(&state(3, 0, 1), &place).unwrap();
+    assert_eq!(load(&place).unwrap(), 3);
+}
+
+#[test]
+fn a_read_only_place_is_denied_and_still_readable() {
+    let Some(mount) = Mount::new("size=4m") else {
+        println!("skipped: a file system of one's own needs the right to mount");
+        return;
+    };
+    let place = mount.path().join("run").display().to_string();
+    dcp::blocking::save(&state(1, 0, 1), &place).unwrap();
+    mount.remount("ro");
+    let error = dcp::blocking::save(&state(2, 0, 1), &place).unwrap_err();
+    assert_eq!(kind(&error), Some(StorageErrorKind::Denied), "{error}");
+    // PyTorch 2.15 wants a writable parent folder even to read.
+    assert_eq!(load(&place).unwrap(), 1);
+}

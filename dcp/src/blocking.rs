@@ -58,16 +58,23 @@ pub fn load_with(
 ///
 /// When no runtime can be made.
 pub fn run<F: Future>(future: F) -> Result<F::Output, CheckpointError> {
+    if tokio::runtime::Handle::try_current().is_ok() {
+        return Err(StorageError::new(StorageErrorKind::Unsupported, StorageOp::Open, None)
+            .with_message("a blocking call inside an async runtime; use the async API there")
+            .into());
+    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .build()
         .map_err(|error| StorageError::from_io(StorageOp::Open, None, error))?;
-    if tokio::runtime::Handle::try_current().is_ok() {
-        return Err(StorageError::new(StorageErrorKind::Unsupported, StorageOp::Open, None)
-            .with_message(
-                "blocking calls cannot be made inside an async runtime; use the async API",
-            )
-            .into());
-    }
     Ok(runtime.block_on(future))
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_blocking_call_inside_a_runtime_is_an_error_not_a_panic() {
+        let inner = super::run(async { super::run(async {}) }).unwrap();
+        assert!(inner.unwrap_err().to_string().contains("async API"));
+    }
 }

@@ -59,6 +59,11 @@ pub use dcp_engine::{
 pub use dcp_formats::dcp::{DcpReader, DcpWriter};
 pub use uri::{Access, StorageRegistry};
 
+/// The examples of the README compile.
+#[cfg(all(doctest, feature = "blocking", feature = "fs"))]
+#[doc = include_str!("../../README.md")]
+struct Readme;
+
 /// Saves `state` to `url` from this process alone, in PyTorch's format.
 ///
 /// # Errors

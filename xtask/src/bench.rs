@@ -1,8 +1,9 @@
 //! Speeds, ours beside PyTorch's, from one run on one machine.
 //!
 //! The Rust half is `dcp/examples/bench.rs`, PyTorch's is `xtask/python/bench.py`. Every
-//! measurement is a process of its own that prints seconds; the median of three counts. Files on
-//! disk are dropped from the page cache before they are read.
+//! measurement is a process of its own that prints seconds; the fastest of five counts, as the one
+//! that other work on the machine disturbed least. Files on disk are dropped from the page cache
+//! before they are read.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,9 +12,9 @@ use std::time::Instant;
 use serde_json::Value;
 
 use crate::process::{Scratch, output};
-use crate::{Result, interop, process, venv, workspace};
+use crate::{Result, process, venv, workspace};
 
-const RUNS: usize = 3;
+const ROUNDS: usize = 5;
 const STARTS: usize = 9;
 
 /// Prints the table.
@@ -31,9 +32,10 @@ pub(crate) fn main(args: &[&str]) -> Result {
             other => return Err(format!("unknown argument {other}").into()),
         }
     }
-    let bench =
-        Bench { python: venv::python(venv::NEWEST)?, rust: interop::example("bench", true)?, gib };
-    let command = command_line_tool()?;
+    let python = venv::python(venv::NEWEST)?;
+    let (rust, command) = build()?;
+    let bench = Bench { python, rust, gib };
+    let machine = machine();
 
     let mut rows = Vec::new();
     for (place, folder, cold) in [("tmpfs", &tmpfs, false), ("disk", &disk, true)] {
@@ -44,7 +46,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     bench.slices(scratch.path(), &mut rows)?;
     bench.start_up(&command, &mut rows)?;
 
-    println!("\n{}\n", machine());
+    println!("\n{machine}\n");
     println!("| what | ours | PyTorch {} | plain system calls |", venv::NEWEST);
     println!("|---|---:|---:|---:|");
     for row in rows {
@@ -85,36 +87,30 @@ impl Bench {
             output(self.script("evict").arg(path)).map(drop)
         };
 
-        let limit = self.median(|| fresh(&plain), || self.rust("write", &plain, &[&gib]))?;
-        let save = self.median(|| fresh(&ours), || self.rust("save", &ours, &[&gib]))?;
-        let torch = self.median(|| fresh(&theirs), || self.torch("save", &theirs, &[&gib]))?;
+        let [limit, save, torch, threads] = rounds([
+            &|| fresh(&plain).and_then(|()| self.rust("write", &plain, &[&gib])),
+            &|| fresh(&ours).and_then(|()| self.rust("save", &ours, &[&gib])),
+            &|| fresh(&theirs).and_then(|()| self.torch("save", &theirs, &[&gib])),
+            &|| fresh(&theirs).and_then(|()| self.torch("save", &theirs, &[&gib, "2"])),
+        ])?;
         let what = |what: &str| format!("{what} {gib} GiB, {place}, one process");
         rows.push(Row {
             what: what("save"),
             ours: speed(save),
-            torch: speed(torch),
+            torch: format!("{}; with `thread_count=2` {}", speed(torch), speed(threads)),
             limit: speed(limit),
         });
 
-        let limit = self.median(|| evict(&plain), || self.rust("read", &plain, &[&gib]))?;
-        fresh(&plain)?;
-        let load = self.median(|| evict(&ours), || self.rust("load", &ours, &[&gib]))?;
-        fresh(&ours)?;
-        let torch = self.median(|| evict(&theirs), || self.torch("load", &theirs, &[&gib]))?;
+        let [limit, load, torch] = rounds([
+            &|| evict(&plain).and_then(|()| self.rust("read", &plain, &[&gib])),
+            &|| evict(&ours).and_then(|()| self.rust("load", &ours, &[&gib])),
+            &|| evict(&theirs).and_then(|()| self.torch("load", &theirs, &[&gib])),
+        ])?;
         rows.push(Row {
-            what: what(if cold { "load, page cache dropped," } else { "load" }),
+            what: what(if cold { "load with the page cache dropped," } else { "load" }),
             ours: speed(load),
             torch: speed(torch),
             limit: speed(limit),
-        });
-
-        let threads =
-            self.median(|| fresh(&theirs), || self.torch("save", &theirs, &[&gib, "2"]))?;
-        rows.push(Row {
-            what: what("save with PyTorch's `thread_count=2`,"),
-            ours: "—".into(),
-            torch: speed(threads),
-            limit: "—".into(),
         });
         Ok(())
     }
@@ -164,20 +160,6 @@ impl Bench {
         Ok(())
     }
 
-    fn median(
-        &self,
-        prepare: impl Fn() -> Result,
-        measure: impl Fn() -> Result<Value>,
-    ) -> Result<f64> {
-        let mut seconds = Vec::new();
-        for _ in 0..RUNS {
-            prepare()?;
-            let report = measure()?;
-            seconds.push(report.get("seconds").and_then(Value::as_f64).ok_or("no seconds")?);
-        }
-        Ok(middle(seconds))
-    }
-
     fn script(&self, what: &str) -> Command {
         let mut python = Command::new(&self.python);
         python.env("PYTHONDONTWRITEBYTECODE", "1");
@@ -195,28 +177,40 @@ impl Bench {
     }
 }
 
+type Measurement<'a> = &'a dyn Fn() -> Result<Value>;
+
+/// The fewest seconds of each. All take turns, so that what else the machine does meets all.
+fn rounds<const N: usize>(measurements: [Measurement<'_>; N]) -> Result<[f64; N]> {
+    let mut fastest = [f64::INFINITY; N];
+    for _ in 0..ROUNDS {
+        for (fastest, measure) in fastest.iter_mut().zip(measurements) {
+            let seconds = measure()?.get("seconds").and_then(Value::as_f64);
+            *fastest = fastest.min(seconds.ok_or("no seconds")?);
+        }
+    }
+    Ok(fastest)
+}
+
 fn wall(command: impl Fn() -> Command) -> Result<f64> {
-    let mut seconds = Vec::new();
+    let mut fastest = f64::INFINITY;
     for _ in 0..STARTS {
         let mut command = command();
         let start = Instant::now();
         let status = command.stdout(Stdio::null()).status()?;
-        seconds.push(start.elapsed().as_secs_f64());
+        fastest = fastest.min(start.elapsed().as_secs_f64());
         if !status.success() {
             return Err(format!("{status}: {command:?}").into());
         }
     }
-    Ok(middle(seconds))
+    Ok(fastest)
 }
 
-fn middle(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-fn command_line_tool() -> Result<PathBuf> {
-    process::run(process::cargo().args(["build", "--quiet", "--release", "-p", "dcp-cli"]))?;
-    Ok(workspace::target()?.join("release").join("dcp"))
+/// Builds the example and the `dcp` command.
+fn build() -> Result<(PathBuf, PathBuf)> {
+    let arguments = ["build", "--quiet", "--release", "--workspace", "--example", "bench"];
+    process::run(process::cargo().args(arguments).args(["--bin", "dcp"]))?;
+    let built = workspace::target()?.join("release");
+    Ok((built.join("examples").join("bench"), built.join("dcp")))
 }
 
 /// Cores, memory and kernel, without naming the machine.
@@ -230,17 +224,11 @@ fn machine() -> String {
         >> 20;
     let kernel = first("/proc/sys/kernel/osrelease");
     let kernel = kernel.split('-').next().unwrap_or_default().trim().to_owned();
+    let load = first("/proc/loadavg");
+    let load = load.split(' ').next().unwrap_or_default();
     let commit = workspace::commit();
-    format!("{cores} cores, {memory} GiB of memory, Linux {kernel}; commit {commit}.")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_middle_is_the_median() {
-        assert!((middle(vec![3.0, 1.0, 2.0]) - 2.0).abs() < f64::EPSILON);
-        assert!(middle(Vec::new()).is_nan());
-    }
+    format!(
+        "{cores} cores, {memory} GiB of memory, Linux {kernel}, load {load} from other work at \
+         the start; commit {commit}."
+    )
 }

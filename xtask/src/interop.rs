@@ -38,7 +38,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
         }
     }
     let python = venv::python(torch)?;
-    let rust = example("interop", false)?;
+    let rust = build()?;
     let scratch = Scratch::new(&std::env::temp_dir(), "dcp-interop", keep)?;
     let run = Run { python, rust, folder: scratch.path() };
 
@@ -119,16 +119,10 @@ impl Run<'_> {
     }
 }
 
-/// Builds an example of the facade and says where it is.
-pub(crate) fn example(name: &str, release: bool) -> Result<PathBuf> {
+/// Builds the Rust half and says where it is.
+fn build() -> Result<PathBuf> {
     // The whole workspace, because that is what the tests were built as: the same features, so
     // nothing is compiled twice.
-    let mut build = process::cargo();
-    build.args(["build", "--quiet", "--workspace", "--example", name]);
-    if release {
-        build.arg("--release");
-    }
-    run(&mut build)?;
-    let profile = if release { "release" } else { "debug" };
-    Ok(workspace::target()?.join(profile).join("examples").join(name))
+    run(process::cargo().args(["build", "--quiet", "--workspace", "--example", "interop"]))?;
+    Ok(workspace::target()?.join("debug").join("examples").join("interop"))
 }

@@ -361,9 +361,12 @@ fn t10_a_quantized_folder_is_not_read_as_if_it_were_plain() {
 #[test]
 fn t21_reads_stay_inside_their_blob() {
     for len in [1, 5_000, 70_000, 300_000] {
-        let state = State::new(1)
-            .rows("first", DType::UInt8, &[len], 3)
-            .rows("second", DType::UInt8, &[len], 77);
+        let state = State::new(1).rows("first", DType::UInt8, &[len], 3).rows(
+            "second",
+            DType::UInt8,
+            &[len],
+            77,
+        );
         let loaded = load(saved(&state)).unwrap();
         assert!(loaded.same(&state.loaded()), "{len}");
     }

@@ -5,6 +5,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use dcp::convert::{KeySummary, Summary};
 
+/// Names inside each other; what is deeper stays one name. No model is that deep, but a hostile
+/// file may be.
+const DEPTH_MAX: usize = 64;
+
 /// A name, and the names below it.
 #[derive(Debug, Default)]
 pub(crate) struct Node {
@@ -23,13 +27,17 @@ pub(crate) struct Node {
 pub(crate) fn nest(summary: &Summary) -> Node {
     let mut root = Builder::default();
     for (index, (fqn, _)) in summary.keys.iter().enumerate() {
-        let steps = match summary.paths.get(fqn) {
+        let steps: Vec<&str> = match summary.paths.get(fqn) {
             Some(path) => path.iter().flat_map(|step| split(step)).collect(),
             None => split(fqn),
         };
+        let (nested, rest) = steps.split_at(steps.len().min(DEPTH_MAX));
         let mut at = &mut root;
-        for step in steps {
+        for step in nested {
             at = at.child(step);
+        }
+        if !rest.is_empty() {
+            at = at.child(&rest.join("."));
         }
         at.keys.push(index);
     }

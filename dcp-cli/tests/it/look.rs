@@ -79,6 +79,22 @@ fn layers_that_are_alike_are_shown_once() {
 }
 
 #[test]
+fn hostile_names_are_harmless() {
+    let folder = tempfile::tempdir().unwrap();
+    let item =
+        |name: &str| SafetensorsItem { name: name.into(), dtype: DType::UInt8, shape: [0].into() };
+    let deep = "a.".repeat(200_000) + "b";
+    let items = [item(&deep), item("\x1b[2Jclear"), item(""), item("..")];
+    let file = path(&folder, "names.safetensors");
+    std::fs::write(&file, encode_header(&items, &Default::default()).unwrap().bytes).unwrap();
+    let output = command().args(["inspect", &file]).env("COLUMNS", "80").output().unwrap();
+    let tree = finish(output).ok();
+    assert!(!tree.contains('\x1b') && tree.contains("\\u{1b}[2Jclear"), "{tree}");
+    assert!(tree.lines().count() < 12, "{tree}");
+    dcp(["get", &file, "\x1b[2Jcleer"]).fails(2, &["did you mean \"\\u{1b}[2Jclear\"?"]);
+}
+
+#[test]
 fn many_chunks_are_still_drawn() {
     let folder = tempfile::tempdir().unwrap();
     let (file, target) = (layers(&folder), path(&folder, "r32"));

@@ -3,6 +3,7 @@
 //! - `save DIR GIB`, `load DIR GIB`: a state dict of tensors of 32 MiB, without a group.
 //! - `write FILE GIB`, `read FILE GIB`: the same bytes by plain system calls, the limit.
 //! - `slice DIR rows|columns`: the part of rank 37 of 64 of one tensor of 1 GiB.
+#![allow(clippy::print_stdout, reason = "a program that prints")]
 
 use std::error::Error;
 use std::fs::File;

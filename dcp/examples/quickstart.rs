@@ -5,6 +5,7 @@
 //! ```sh
 //! cargo run --release -p distcp --example quickstart
 //! ```
+#![allow(clippy::print_stdout, reason = "a program that prints")]
 
 use std::collections::BTreeSet;
 use std::error::Error;

@@ -408,3 +408,30 @@ fn lists_that_are_shared_over_and_over_are_refused() {
     let error = refused(&bytes);
     assert!(error.problem().contains("over and over"), "{error}");
 }
+
+#[test]
+fn f09_paths_tell_dotted_names_apart() {
+    let paths: [(&str, &[&str]); 4] = [
+        ("a.b.c", &["a", "b.c"]),
+        ("x.y.z", &["x.y", "z"]),
+        ("", &[""]),
+        ("a/../b\n\u{e9}", &["a/../b\n\u{e9}"]),
+    ];
+    let mut metadata = small();
+    let step = metadata.get("step").unwrap().clone();
+    for (fqn, path) in paths {
+        let Entry::Object(mut object) = step.clone() else { panic!() };
+        object.path = Some(path.iter().map(|key| PathItem::Key((*key).into())).collect());
+        metadata.insert(fqn, Entry::Object(object));
+    }
+    for profile in PROFILES {
+        let again = decode(&encode(&metadata, profile).unwrap()).unwrap();
+        for (fqn, path) in paths {
+            let found: Vec<_> = again.get(fqn).unwrap().path().unwrap().to_vec();
+            let keys: Vec<_> = path.iter().map(|key| PathItem::Key((*key).into())).collect();
+            assert_eq!(found, keys);
+        }
+        // A name without a known path is one key.
+        assert_eq!(again.get("w").unwrap().path().unwrap()[..], [PathItem::Key("w".into())]);
+    }
+}

@@ -136,9 +136,13 @@ impl Storage for CountingStorage {
         Ok(())
     }
 
-    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
         self.count(key, |counts| counts.uploads += 1);
-        let inner = self.inner.start_upload(key).await?;
+        let inner = self.inner.start_upload(key, mode).await?;
         Ok(Box::new(CountingUpload { inner, storage: self.clone(), key: key.clone() }))
     }
 
@@ -196,10 +200,16 @@ mod tests {
         runtime().block_on(async {
             storage.put(&a, "hello".into(), PutMode::Create).await.unwrap();
             storage.put(&a, "again".into(), PutMode::Create).await.unwrap_err();
-            let mut upload = storage.start_upload(&b).await.unwrap();
+            let mut upload = storage.start_upload(&b, PutMode::Create).await.unwrap();
             upload.put_part("abc".into()).await.unwrap();
             upload.complete().await.unwrap();
-            storage.start_upload(&Key::new("c").unwrap()).await.unwrap().abort().await.unwrap();
+            storage
+                .start_upload(&Key::new("c").unwrap(), PutMode::Create)
+                .await
+                .unwrap()
+                .abort()
+                .await
+                .unwrap();
             assert_eq!(storage.read_all(&a).await.unwrap(), "hello");
             storage.read_range(&a, 3..9).await.unwrap_err();
             storage.delete(&b).await.unwrap();

@@ -180,8 +180,12 @@ impl Storage for FaultStorage {
         self.run(StorageOp::Put, key, self.inner.put(key, payload, mode)).await
     }
 
-    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
-        let inner = self.run(StorageOp::Upload, key, self.inner.start_upload(key)).await?;
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        let inner = self.run(StorageOp::Upload, key, self.inner.start_upload(key, mode)).await?;
         let upload = FaultUpload { inner: Some(inner), storage: self.clone(), key: key.clone() };
         Ok(Box::new(upload))
     }

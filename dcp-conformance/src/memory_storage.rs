@@ -145,12 +145,17 @@ impl Storage for MemoryStorage {
         self.insert(StorageOp::Put, key, copied(&payload), mode)
     }
 
-    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
-        if self.objects().contains_key(key) {
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        if mode == PutMode::Create && self.objects().contains_key(key) {
             let kind = StorageErrorKind::AlreadyExists;
             return Err(StorageError::new(kind, StorageOp::Upload, Some(key.clone())));
         }
-        Ok(Box::new(MemoryUpload { storage: self.clone(), key: key.clone(), bytes: Vec::new() }))
+        let (storage, key) = (self.clone(), key.clone());
+        Ok(Box::new(MemoryUpload { storage, key, mode, bytes: Vec::new() }))
     }
 
     fn list(&self, prefix: Option<&Key>) -> ObjectStream {
@@ -176,6 +181,7 @@ impl Storage for MemoryStorage {
 struct MemoryUpload {
     storage: MemoryStorage,
     key: Key,
+    mode: PutMode,
     bytes: Vec<u8>,
 }
 
@@ -189,8 +195,8 @@ impl Upload for MemoryUpload {
     }
 
     async fn complete(self: Box<Self>) -> Result<(), StorageError> {
-        let Self { storage, key, bytes } = *self;
-        storage.insert(StorageOp::Upload, &key, bytes.into(), PutMode::Create)
+        let Self { storage, key, mode, bytes } = *self;
+        storage.insert(StorageOp::Upload, &key, bytes.into(), mode)
     }
 
     async fn abort(self: Box<Self>) -> Result<(), StorageError> {

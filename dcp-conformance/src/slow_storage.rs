@@ -73,9 +73,13 @@ impl Storage for SlowStorage {
         self.inner.put(key, payload, mode).await
     }
 
-    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
         self.pace.wait(0).await;
-        let inner = self.inner.start_upload(key).await?;
+        let inner = self.inner.start_upload(key, mode).await?;
         Ok(Box::new(SlowUpload { inner, pace: self.pace }))
     }
 

@@ -215,7 +215,7 @@ impl FoundTensor {
             let whole = [ready].into_iter().chain(part.pieces().iter().cloned());
             storage.put(&target.key, whole.collect(), PutMode::Create).await?;
         } else {
-            let mut upload = storage.start_upload(&target.key).await?;
+            let mut upload = storage.start_upload(&target.key, PutMode::Create).await?;
             let mut at = 0;
             let sent = async {
                 while at < total {

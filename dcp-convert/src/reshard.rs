@@ -21,7 +21,7 @@ use crate::tensor_read::TensorReader;
 
 /// Memory that writing one rank takes besides its segments, in bytes: what the format gathers
 /// into a part, and the part on its way.
-const RANK_OVERHEAD: u64 = 160 << 20;
+const RANK_OVERHEAD: u64 = 40 << 20;
 
 /// Objects to hold as values at once.
 const OBJECTS_AT_ONCE: usize = 256;

@@ -62,13 +62,15 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
     async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError>;
 
     /// Begins an object that is written in parts. It appears under its key only on
-    /// [`Upload::complete`], and only if the key is then free.
+    /// [`Upload::complete`], whole: with [`PutMode::Create`] only if the key is then free, with
+    /// [`PutMode::Overwrite`] in place of what is there.
     ///
     /// # Errors
     ///
-    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) here or on completion when there is an
-    /// object of that key.
-    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError>;
+    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) here or on completion with
+    /// [`PutMode::Create`] when there is an object of that key.
+    async fn start_upload(&self, key: &Key, mode: PutMode)
+    -> Result<Box<dyn Upload>, StorageError>;
 
     /// All objects, or those under the folder `prefix`, in no particular order; objects that are
     /// being written are not among them. A folder that does not exist lists nothing.
@@ -103,7 +105,7 @@ pub struct ReadInto {
     pub buffer: Buffer,
 }
 
-/// What [`Storage::put`] does with an object that is already there.
+/// What a write does with an object that is already there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PutMode {

@@ -1,5 +1,7 @@
 //! Laws of regions, views and loans, against plain models.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 use std::collections::BTreeSet;
 
 use dcp_core::{Buffer, DType, HostMemory, Region, TensorView};
@@ -22,11 +24,11 @@ fn boxed(max_ndim: usize) -> impl Strategy<Value = (Vec<u64>, Region)> {
 /// The row-major positions of a box, element by element.
 fn walk(shape: &[u64], region: &Region) -> Vec<u64> {
     let mut positions = vec![0];
-    for axis in 0..shape.len() {
+    for (axis, size) in shape.iter().enumerate() {
         let range = region.offsets()[axis]..region.end(axis);
         positions = positions
             .iter()
-            .flat_map(|at| range.clone().map(move |index| at * shape[axis] + index))
+            .flat_map(|at| range.clone().map(move |index| at * size + index))
             .collect();
     }
     positions

@@ -12,8 +12,10 @@ use futures_util::future::join;
 /// Called with the number of bytes each time some were written or read.
 pub type Progress = Arc<dyn Fn(u64) + Send + Sync>;
 
-/// Bytes that are sent at a time.
-const PART_BYTES: u64 = 64 << 20;
+/// The fewest bytes that are sent at a time.
+const PART_BYTES: u64 = 16 << 20;
+/// The most parts of a file; S3 allows 10 000.
+const PARTS_MAX: u64 = 8192;
 /// Files up to this length are put whole, in one request.
 const SINGLE_PUT_BYTES: u64 = 8 << 20;
 /// Pieces below this length are copied together, so that a part is not a list of crumbs.
@@ -71,8 +73,9 @@ pub(crate) async fn write_file(
         report(len);
         return Ok(());
     }
-    let mut upload = storage.start_upload(file.key).await?;
-    let sent = send(&mut *upload, &mut parts, &report).await;
+    let mut upload = storage.start_upload(file.key, PutMode::Create).await?;
+    let part_bytes = PART_BYTES.max(file.byte_len.div_ceil(PARTS_MAX));
+    let sent = send(&mut *upload, &mut parts, part_bytes, &report).await;
     match sent.and_then(|len| check_len(&file, len)) {
         Ok(()) => Ok(upload.complete().await?),
         Err(error) => {
@@ -88,13 +91,14 @@ pub(crate) async fn write_file(
 async fn send(
     upload: &mut dyn Upload,
     parts: &mut Parts<'_>,
+    part_bytes: u64,
     report: &(dyn Fn(u64) + Send + Sync),
 ) -> Result<u64, CheckpointError> {
     let mut total = 0;
-    let mut ready = parts.next(PART_BYTES).await?;
+    let mut ready = parts.next(part_bytes).await?;
     while let Some(part) = ready {
         let len = part.len();
-        let (sent, next) = join(upload.put_part(part), parts.next(PART_BYTES)).await;
+        let (sent, next) = join(upload.put_part(part), parts.next(part_bytes)).await;
         sent?;
         report(len);
         total += len;

@@ -55,3 +55,18 @@ fn tensors() {
 fn objects() {
     replay("object_blob", targets::object_blob);
 }
+
+#[test]
+fn safetensors_headers() {
+    replay("safetensors", targets::safetensors);
+}
+
+#[test]
+fn plans_on_the_wire() {
+    replay("plan_wire", targets::plan_wire);
+}
+
+#[test]
+fn sidecars() {
+    replay("sidecar", targets::sidecar);
+}

@@ -180,8 +180,9 @@ impl Storage for FsStorage {
         capabilities.atomic_create = true;
         capabilities.durable = self.0.sync;
         capabilities.ranged_reads = true;
-        // What a disk or a file server moves in the time of one more request.
-        capabilities.coalesce_gap = 64 << 10;
+        // A page: what the system reads anyway. More would be read faster from a disk that spins,
+        // but many ranks that each read their columns share one file server.
+        capabilities.coalesce_gap = 4 << 10;
         capabilities.parallelism = self.0.parallelism;
         capabilities
     }
@@ -211,23 +212,25 @@ impl Storage for FsStorage {
         .await
     }
 
-    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
         let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
         let temp = blocking(StorageOp::Upload, Some(key), move || {
             let (op, key) = (StorageOp::Upload, &for_thread);
             match shared.stat(op, key) {
-                Ok(_) => {
+                Ok(_) if mode == PutMode::Create => {
                     let kind = StorageErrorKind::AlreadyExists;
                     Err(StorageError::new(kind, op, Some(key.clone())))
                 }
-                Err(error) if error.kind() == StorageErrorKind::NotFound => {
-                    shared.create_temp(op, key)
-                }
-                Err(error) => Err(error),
+                Err(error) if error.kind() != StorageErrorKind::NotFound => Err(error),
+                _ => shared.create_temp(op, key),
             }
         })
         .await?;
-        Ok(Box::new(FsUpload::new(Arc::clone(&self.0), key.clone(), temp)))
+        Ok(Box::new(FsUpload::new(Arc::clone(&self.0), key.clone(), mode, temp)))
     }
 
     fn list(&self, prefix: Option<&Key>) -> ObjectStream {

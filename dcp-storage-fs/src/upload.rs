@@ -21,6 +21,7 @@ const OP: StorageOp = StorageOp::Upload;
 pub(crate) struct FsUpload {
     shared: Arc<Shared>,
     key: Key,
+    mode: PutMode,
     state: State,
 }
 
@@ -35,8 +36,8 @@ enum State {
 }
 
 impl FsUpload {
-    pub(crate) fn new(shared: Arc<Shared>, key: Key, temp: Temp) -> Self {
-        Self { shared, key, state: State::Ready(temp) }
+    pub(crate) fn new(shared: Arc<Shared>, key: Key, mode: PutMode, temp: Temp) -> Self {
+        Self { shared, key, mode, state: State::Ready(temp) }
     }
 
     /// Waits until no part is being written, and takes the file.
@@ -78,10 +79,9 @@ impl Upload for FsUpload {
 
     async fn complete(mut self: Box<Self>) -> Result<(), StorageError> {
         let temp = self.take().await?;
-        let Self { shared, key, .. } = *self;
+        let Self { shared, key, mode, .. } = *self;
         let for_thread = key.clone();
-        blocking(OP, Some(&key), move || shared.publish(OP, &for_thread, temp, PutMode::Create))
-            .await
+        blocking(OP, Some(&key), move || shared.publish(OP, &for_thread, temp, mode)).await
     }
 
     async fn abort(mut self: Box<Self>) -> Result<(), StorageError> {

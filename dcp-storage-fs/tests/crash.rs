@@ -71,7 +71,7 @@ fn write_without_end(folder: &Path) -> ! {
             let key = Key::new(format!("overwritten/{}", number % 3)).unwrap();
             storage.put(&key, object(seed), PutMode::Overwrite).await.unwrap();
             let key = Key::new(format!("uploaded/{seed}")).unwrap();
-            let mut upload = storage.start_upload(&key).await.unwrap();
+            let mut upload = storage.start_upload(&key, PutMode::Create).await.unwrap();
             for piece in object(seed).pieces() {
                 upload.put_part(piece.clone().into()).await.unwrap();
             }
@@ -138,7 +138,7 @@ fn write_too_much(folder: &Path) {
     let large = || Payload::from(vec![1; 300_000]);
     let error = runtime.block_on(storage.put(&key, large(), PutMode::Create)).unwrap_err();
     assert_eq!(error.kind(), StorageErrorKind::Full, "{error}");
-    let mut upload = runtime.block_on(storage.start_upload(&key)).unwrap();
+    let mut upload = runtime.block_on(storage.start_upload(&key, PutMode::Create)).unwrap();
     let error = runtime.block_on(upload.put_part(large())).unwrap_err();
     assert_eq!(error.kind(), StorageErrorKind::Full, "{error}");
     runtime.block_on(upload.complete()).unwrap_err();
@@ -185,7 +185,8 @@ fn clean_up() {
         }
     };
     let living = runtime();
-    let mut upload = living.block_on(storage.start_upload(&key("put/mine"))).unwrap();
+    let mut upload =
+        living.block_on(storage.start_upload(&key("put/mine"), PutMode::Create)).unwrap();
     living.block_on(upload.put_part("abc".into())).unwrap();
     let objects = runtime().block_on(storage.list(None).try_collect::<Vec<_>>()).unwrap();
 

@@ -30,7 +30,7 @@ fn names(storage: &FsStorage) -> Vec<String> {
 }
 
 async fn upload(storage: &FsStorage, name: &str, part: Payload) -> Result<(), StorageError> {
-    let mut upload = storage.start_upload(&key(name)).await?;
+    let mut upload = storage.start_upload(&key(name), PutMode::Create).await?;
     upload.put_part(part).await?;
     upload.complete().await
 }
@@ -222,7 +222,8 @@ fn a_storage_works_without_a_runtime() {
 
     let folder = tempfile::tempdir().unwrap();
     let storage = FsStorage::open(folder.path()).unwrap();
-    let mut writing = storage.start_upload(&key("a")).now_or_never().unwrap().unwrap();
+    let mut writing =
+        storage.start_upload(&key("a"), PutMode::Create).now_or_never().unwrap().unwrap();
     writing.put_part("abc".into()).now_or_never().unwrap().unwrap();
     writing.put_part("def".into()).now_or_never().unwrap().unwrap();
     writing.complete().now_or_never().unwrap().unwrap();

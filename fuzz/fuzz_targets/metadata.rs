@@ -1,3 +1,5 @@
+//! `.metadata` files.
+
 #![no_main]
 
 #[path = "../../dcp-formats/tests/support/targets.rs"]

@@ -1,3 +1,5 @@
+//! Stored objects.
+
 #![no_main]
 
 #[path = "../../dcp-formats/tests/support/targets.rs"]

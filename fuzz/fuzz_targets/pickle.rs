@@ -1,3 +1,5 @@
+//! Pickles of any protocol.
+
 #![no_main]
 
 #[path = "../../dcp-formats/tests/support/targets.rs"]

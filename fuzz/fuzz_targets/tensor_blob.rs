@@ -1,3 +1,5 @@
+//! Stored tensors.
+
 #![no_main]
 
 #[path = "../../dcp-formats/tests/support/targets.rs"]

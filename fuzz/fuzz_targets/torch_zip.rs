@@ -1,3 +1,5 @@
+//! Archives of `torch.save`.
+
 #![no_main]
 
 #[path = "../../dcp-formats/tests/support/targets.rs"]

@@ -1,6 +1,6 @@
 //! Faults strike where they are set, and only there.
 
-use dcp_core::StorageExt;
+use dcp_core::{PutMode, StorageExt};
 use futures_util::TryStreamExt;
 
 use super::*;
@@ -25,7 +25,7 @@ async fn everything(storage: &FaultStorage) -> Vec<Option<StorageErrorKind>> {
     note(storage.stat(&key("a")).await.map(drop));
     note(storage.read_range(&key("a"), 0..4).await.map(drop));
     note(storage.list(None).try_collect::<Vec<_>>().await.map(drop));
-    note(match storage.start_upload(&key("b")).await {
+    note(match storage.start_upload(&key("b"), PutMode::Create).await {
         Ok(mut upload) => {
             let part = upload.put_part("efgh".into()).await;
             let completion = upload.complete().await;
@@ -33,7 +33,7 @@ async fn everything(storage: &FaultStorage) -> Vec<Option<StorageErrorKind>> {
         }
         Err(error) => Err(error),
     });
-    note(match storage.start_upload(&key("c")).await {
+    note(match storage.start_upload(&key("c"), PutMode::Create).await {
         Ok(upload) => upload.abort().await,
         Err(error) => Err(error),
     });

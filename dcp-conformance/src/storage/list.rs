@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use dcp_core::Key;
+use dcp_core::{Key, PutMode};
 use futures_util::TryStreamExt;
 use futures_util::future::try_join_all;
 
@@ -94,7 +94,8 @@ async fn list_finds_each_of_many_objects_once(subject: Subject) -> Outcome {
 
 async fn list_leaves_out_objects_that_are_being_written(subject: Subject) -> Outcome {
     fill(&subject, &[("folder/old", 5)]).await?;
-    let mut upload = subject.storage.start_upload(&subject.key("folder/new")?).await?;
+    let mut upload =
+        subject.storage.start_upload(&subject.key("folder/new")?, PutMode::Create).await?;
     lists(&subject, None, &[("folder/old", 5)]).await?;
     upload.put_part(pattern(2, 100_000).into()).await?;
     lists(&subject, Some("folder"), &[("folder/old", 5)]).await?;

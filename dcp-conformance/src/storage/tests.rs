@@ -130,10 +130,14 @@ impl Storage for Flawed {
         }
     }
 
-    async fn start_upload(&self, key: &Key) -> Result<Box<dyn Upload>, StorageError> {
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
         let inner = match self.flaw {
             Flaw::UploadReplaces => None,
-            _ => Some(self.inner.start_upload(key).await?),
+            _ => Some(self.inner.start_upload(key, mode).await?),
         };
         if self.has(Flaw::ListsUploads) {
             let part = key.join("part").unwrap();
@@ -271,7 +275,10 @@ fn each_broken_promise_breaks_its_clause() {
         (Flaw::KeepsLoans, "a_failed_read_returns_the_memory_it_was_lent"),
     ];
     for (flaw, clause) in expected {
-        assert!(check(clause, Flawed::new(flaw)).is_err(), "{flaw:?} is not found");
+        // Whether a race is lost is up to the scheduler; a promise that is broken at times is
+        // found at times.
+        let found = (0..20).any(|_| check(clause, Flawed::new(flaw)).is_err());
+        assert!(found, "{flaw:?} is not found");
         let other = "read_fills_a_buffer_from_its_offset";
         check(other, Flawed::new(flaw)).unwrap_or_else(|failure| panic!("{flaw:?}: {failure:?}"));
     }

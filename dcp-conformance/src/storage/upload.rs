@@ -20,6 +20,8 @@ super::clauses![
     a_dropped_upload_leaves_no_object,
     an_upload_to_a_taken_key_is_already_exists,
     an_upload_to_a_key_taken_meanwhile_is_already_exists,
+    an_overwriting_upload_replaces_the_object_when_it_completes,
+    an_overwriting_upload_makes_an_object_that_was_not_there,
     of_several_concurrent_uploads_exactly_one_succeeds if AtomicCreate,
     uploads_run_side_by_side,
     a_dropped_part_leaves_the_order_intact,
@@ -34,7 +36,7 @@ async fn begin(
     bytes: &Bytes,
     part_len: usize,
 ) -> Result<Box<dyn dcp_core::Upload>, Failure> {
-    let mut upload = subject.storage.start_upload(key).await?;
+    let mut upload = subject.storage.start_upload(key, PutMode::Create).await?;
     for part in in_pieces(bytes, part_len).pieces() {
         upload.put_part(part.clone().into()).await?;
     }
@@ -49,7 +51,7 @@ async fn the_order_of_parts_is_the_order_of_bytes(subject: Subject) -> Outcome {
         subject.holds(&key, &bytes).await?;
     }
     let key = subject.key("gathered")?;
-    let mut upload = subject.storage.start_upload(&key).await?;
+    let mut upload = subject.storage.start_upload(&key, PutMode::Create).await?;
     upload.put_part(in_pieces(&bytes.slice(..50_000), 77)).await?;
     upload.put_part(Payload::default()).await?;
     upload.put_part(in_pieces(&bytes.slice(50_000..), 7777)).await?;
@@ -59,7 +61,7 @@ async fn the_order_of_parts_is_the_order_of_bytes(subject: Subject) -> Outcome {
 
 async fn an_upload_of_no_parts_makes_an_empty_object(subject: Subject) -> Outcome {
     let key = subject.key("folder/object")?;
-    subject.storage.start_upload(&key).await?.complete().await?;
+    subject.storage.start_upload(&key, PutMode::Create).await?.complete().await?;
     subject.holds(&key, &Bytes::new()).await
 }
 
@@ -73,7 +75,7 @@ async fn an_upload_of_large_parts_is_whole(subject: Subject) -> Outcome {
 async fn an_upload_appears_only_on_complete(subject: Subject) -> Outcome {
     let bytes = pattern(3, 50_000);
     let key = subject.key("object")?;
-    let mut upload = subject.storage.start_upload(&key).await?;
+    let mut upload = subject.storage.start_upload(&key, PutMode::Create).await?;
     subject.is_absent(&key).await?;
     for part in in_pieces(&bytes, 20_000).pieces() {
         upload.put_part(part.clone().into()).await?;
@@ -86,7 +88,7 @@ async fn an_upload_appears_only_on_complete(subject: Subject) -> Outcome {
 async fn an_aborted_upload_leaves_nothing(subject: Subject) -> Outcome {
     let bytes = pattern(4, 50_000);
     let key = subject.key("object")?;
-    subject.storage.start_upload(&key).await?.abort().await?;
+    subject.storage.start_upload(&key, PutMode::Create).await?.abort().await?;
     subject.is_absent(&key).await?;
     begin(&subject, &key, &bytes, 20_000).await?.abort().await?;
     subject.is_absent(&key).await?;
@@ -109,7 +111,7 @@ async fn a_dropped_upload_leaves_no_object(subject: Subject) -> Outcome {
 
 /// Fails unless starting or completing an upload to the key is refused.
 async fn is_refused(subject: &Subject, key: &Key) -> Outcome {
-    let outcome = match subject.storage.start_upload(key).await {
+    let outcome = match subject.storage.start_upload(key, PutMode::Create).await {
         Ok(mut upload) => {
             upload.put_part(Payload::from("new")).await?;
             upload.complete().await
@@ -138,6 +140,31 @@ async fn an_upload_to_a_key_taken_meanwhile_is_already_exists(subject: Subject) 
     subject.holds(&other, &pattern(8, 700)).await
 }
 
+async fn an_overwriting_upload_replaces_the_object_when_it_completes(subject: Subject) -> Outcome {
+    let (old, new) = (pattern(20, 70_000), pattern(21, 50_000));
+    let key = subject.key("object")?;
+    subject.create("object", &old).await?;
+    let abandoned = subject.storage.start_upload(&key, PutMode::Overwrite).await?;
+    abandoned.abort().await?;
+    subject.holds(&key, &old).await?;
+    let mut upload = subject.storage.start_upload(&key, PutMode::Overwrite).await?;
+    for part in in_pieces(&new, 20_000).pieces() {
+        upload.put_part(part.clone().into()).await?;
+        subject.holds(&key, &old).await?;
+    }
+    upload.complete().await?;
+    subject.holds(&key, &new).await
+}
+
+async fn an_overwriting_upload_makes_an_object_that_was_not_there(subject: Subject) -> Outcome {
+    let bytes = pattern(22, 1000);
+    let key = subject.key("folder/object")?;
+    let mut upload = subject.storage.start_upload(&key, PutMode::Overwrite).await?;
+    upload.put_part(bytes.clone().into()).await?;
+    upload.complete().await?;
+    subject.holds(&key, &bytes).await
+}
+
 async fn of_several_concurrent_uploads_exactly_one_succeeds(subject: Subject) -> Outcome {
     const UPLOADS: u64 = 16;
     for round in 0..4 {
@@ -149,7 +176,7 @@ async fn of_several_concurrent_uploads_exactly_one_succeeds(subject: Subject) ->
                     let bytes = pattern(number, 3000);
                     return storage.put(&key, bytes.into(), PutMode::Create).await;
                 }
-                let mut upload = storage.start_upload(&key).await?;
+                let mut upload = storage.start_upload(&key, PutMode::Create).await?;
                 for part in in_pieces(&pattern(number, 3000), 1000).pieces() {
                     upload.put_part(part.clone().into()).await?;
                 }
@@ -179,7 +206,7 @@ async fn uploads_run_side_by_side(subject: Subject) -> Outcome {
     let mut uploads = Vec::new();
     for number in 0..UPLOADS {
         let key = subject.key(&format!("object {number}"))?;
-        uploads.push((key.clone(), subject.storage.start_upload(&key).await?));
+        uploads.push((key.clone(), subject.storage.start_upload(&key, PutMode::Create).await?));
     }
     for part in 0..3 {
         for (number, (_, upload)) in (0..).zip(&mut uploads) {

@@ -3,9 +3,11 @@
 #![allow(dead_code, unreachable_pub, reason = "each fuzz target uses one of them")]
 
 use bytes::Bytes;
-use dcp_core::Value;
+use dcp_core::{SavePlan, Value, WritePlan};
+use dcp_formats::dcp::Sidecar;
 use dcp_formats::metadata::{Profile, decode, encode};
 use dcp_formats::pickle::{Converter, Limits, Pickle, dump};
+use dcp_formats::safetensors::{Header, PREFIX_LEN, header_len};
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_tensor::TensorBlob;
 use dcp_formats::torch_zip::{ArchiveIndex, Progress, Sparse};
@@ -60,4 +62,29 @@ pub fn object_blob(bytes: &[u8]) {
             assert!(value.same(&decode_object(&again).unwrap()));
         }
     }
+}
+
+pub fn safetensors(bytes: &[u8]) {
+    let len = bytes.len() as u64;
+    let Ok(json) = header_len(bytes, len) else { return };
+    let start = (PREFIX_LEN + json) as usize;
+    if let Ok(header) = Header::parse(&bytes[PREFIX_LEN as usize..start], len - start as u64) {
+        for (_, info) in header.tensors() {
+            assert!(bytes.len() as u64 >= start as u64 + info.byte_range.end);
+        }
+    }
+}
+
+pub fn plan_wire(bytes: &[u8]) {
+    if let Ok(plan) = SavePlan::from_wire(bytes) {
+        assert_eq!(SavePlan::from_wire(&plan.to_wire()).unwrap().to_wire(), plan.to_wire());
+    }
+    if let Ok(plan) = WritePlan::from_wire(bytes) {
+        assert_eq!(WritePlan::from_wire(&plan.to_wire()).unwrap(), plan);
+    }
+}
+
+pub fn sidecar(bytes: &[u8]) {
+    let Some((crc32, bytes)) = bytes.split_first_chunk::<4>() else { return };
+    let _ = Sidecar::decode(bytes, u32::from_le_bytes(*crc32));
 }

@@ -1,5 +1,7 @@
 //! The whole stack on a real file system: real processes, real kills, real TCP.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 mod child;
 mod disk;
 mod kills;

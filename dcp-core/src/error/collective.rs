@@ -1,0 +1,53 @@
+//! What a group says when its ranks lose each other.
+
+use super::Rank;
+
+/// Ranks cannot talk to each other.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CollectiveError {
+    /// A peer died, left, or closed its connection.
+    #[error("rank {rank} is gone during {op}: {message}")]
+    PeerLost {
+        /// The peer.
+        rank: Rank,
+        /// What was being done.
+        op: &'static str,
+        /// How that was noticed.
+        message: String,
+    },
+    /// A peer did not answer in time.
+    #[error("rank {rank} did not answer within {deadline:?} in {op}")]
+    Timeout {
+        /// The peer waited for.
+        rank: Rank,
+        /// What was being done.
+        op: &'static str,
+        /// The deadline.
+        deadline: std::time::Duration,
+    },
+    /// Some rank gave up and told the others.
+    #[error("rank {rank} aborted the group: {reason}")]
+    Aborted {
+        /// Who gave up.
+        rank: Rank,
+        /// Why.
+        reason: String,
+    },
+    /// Ranks are at different operations, or talk different versions.
+    #[error("rank {rank} is out of step in {op}: {message}")]
+    Mismatch {
+        /// The peer.
+        rank: Rank,
+        /// What this rank was doing.
+        op: &'static str,
+        /// What the peer did.
+        message: String,
+    },
+    /// The group could not be formed.
+    #[error("cannot form the group: {message}")]
+    Rendezvous {
+        /// What went wrong and what to check.
+        message: String,
+    },
+}

@@ -1,0 +1,94 @@
+//! What a parser says of bytes that are not what they should be.
+
+use std::fmt;
+
+use super::Source;
+
+/// Bytes do not have the form they should have.
+///
+/// Never a panic, never an allocation beyond what the input really holds.
+#[derive(Debug, thiserror::Error)]
+pub struct FormatError {
+    what: Box<str>,
+    problem: Box<str>,
+    file: Option<Box<str>>,
+    byte_offset: Option<u64>,
+    #[source]
+    source: Option<Source>,
+}
+
+impl FormatError {
+    /// `what` was being read (such as "pickle" or "zip directory") when `problem` was found.
+    #[must_use]
+    pub fn new(what: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self {
+            what: what.into().into_boxed_str(),
+            problem: problem.into().into_boxed_str(),
+            file: None,
+            byte_offset: None,
+            source: None,
+        }
+    }
+
+    /// Adds where the problem lies, in bytes from the beginning of the file, or of what was being
+    /// read while no file is known.
+    #[must_use]
+    pub fn at(mut self, byte_offset: u64) -> Self {
+        self.byte_offset = Some(byte_offset);
+        self
+    }
+
+    /// Adds the file, and moves a known offset from the start of the item to that of the file.
+    #[must_use]
+    pub fn in_file(mut self, file: impl Into<String>, item_start: u64) -> Self {
+        if self.file.is_none() {
+            self.file = Some(file.into().into_boxed_str());
+            self.byte_offset = Some(self.byte_offset.unwrap_or(0).saturating_add(item_start));
+        }
+        self
+    }
+
+    /// Adds the cause.
+    #[must_use]
+    pub fn with_source(mut self, source: impl Into<Source>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// What was being read.
+    #[must_use]
+    pub fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// What is wrong with it.
+    #[must_use]
+    pub fn problem(&self) -> &str {
+        &self.problem
+    }
+
+    /// The file concerned, where known.
+    #[must_use]
+    pub fn file(&self) -> Option<&str> {
+        self.file.as_deref()
+    }
+
+    /// Where the problem lies, in bytes.
+    #[must_use]
+    pub fn byte_offset(&self) -> Option<u64> {
+        self.byte_offset
+    }
+}
+
+impl fmt::Display for FormatError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "bad {}", self.what)?;
+        if let Some(file) = &self.file {
+            write!(f, " in {file:?}")?;
+        }
+        if let Some(offset) = self.byte_offset {
+            write!(f, " at byte {offset}")?;
+        }
+        write!(f, ": {}", self.problem)
+    }
+}

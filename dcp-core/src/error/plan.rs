@@ -1,0 +1,99 @@
+//! What a planner says of a state that cannot be saved or loaded.
+
+use super::Rank;
+
+/// A plan cannot be made, or makes no sense.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// Two paths of the state dict flatten to the same name.
+    #[error("two entries of the state dict flatten to {fqn:?}; rename one of them")]
+    DuplicateFqn {
+        /// The name.
+        fqn: String,
+    },
+    /// Ranks describe one tensor differently.
+    #[error("{fqn:?} is {left} on rank {left_rank} but {right} on rank {right_rank}")]
+    Disagreement {
+        /// The tensor or object.
+        fqn: String,
+        /// What one rank says.
+        left: String,
+        /// The rank that says it.
+        left_rank: Rank,
+        /// What another rank says.
+        right: String,
+        /// That other rank.
+        right_rank: Rank,
+    },
+    /// A chunk lies partly outside its tensor.
+    #[error("{fqn:?} has shape {shape}, but a chunk of rank {rank:?} lies at {chunk}")]
+    OutOfBounds {
+        /// The tensor.
+        fqn: String,
+        /// Its shape.
+        shape: String,
+        /// The chunk.
+        chunk: String,
+        /// Whose chunk it is, where known.
+        rank: Option<Rank>,
+    },
+    /// Two chunks share elements.
+    #[error("{fqn:?} has overlapping chunks {first} and {second}")]
+    Overlap {
+        /// The tensor.
+        fqn: String,
+        /// One chunk.
+        first: String,
+        /// The other.
+        second: String,
+    },
+    /// The chunks leave elements out.
+    #[error("the chunks of {fqn:?} hold {found} of its {expected} elements")]
+    Uncovered {
+        /// The tensor.
+        fqn: String,
+        /// Elements of the tensor.
+        expected: u64,
+        /// Elements of all chunks together.
+        found: u64,
+    },
+    /// The memory of a shard does not have the size that its region says.
+    #[error("shard {region} of {fqn:?} needs {expected} bytes, its memory has {found}")]
+    ShardMemory {
+        /// The tensor.
+        fqn: String,
+        /// The shard's region.
+        region: String,
+        /// Bytes that region and dtype call for.
+        expected: u64,
+        /// Bytes there are.
+        found: u64,
+    },
+    /// Something that cannot be saved or loaded.
+    #[error("{fqn:?} cannot be planned: {problem}")]
+    Unsupported {
+        /// The tensor or object.
+        fqn: String,
+        /// Why not, and what to do.
+        problem: String,
+    },
+    /// Bytes that are no plan of this version.
+    #[error("bad plan on the wire: {problem}")]
+    Wire {
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Several problems at once.
+    #[error("{}", list(.0))]
+    Many(Vec<PlanError>),
+}
+
+fn list(errors: &[PlanError]) -> String {
+    const SHOWN: usize = 10;
+    let mut text = errors.iter().take(SHOWN).map(ToString::to_string).collect::<Vec<_>>();
+    if errors.len() > SHOWN {
+        text.push(format!("and {} more", errors.len() - SHOWN));
+    }
+    text.join("; ")
+}

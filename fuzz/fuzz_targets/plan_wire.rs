@@ -1,0 +1,8 @@
+//! Plans as they travel between ranks.
+
+#![no_main]
+
+#[path = "../../dcp-formats/tests/support/targets.rs"]
+mod targets;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| targets::plan_wire(bytes));

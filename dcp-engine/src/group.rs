@@ -55,10 +55,15 @@ impl Group {
         })
     }
 
+    /// Whether every rank has this error, so that none goes on.
+    pub(crate) fn is_agreed(&self, error: &CheckpointError) -> bool {
+        self.collective.is_none() || matches!(error, CheckpointError::Ranks { .. })
+    }
+
     /// The operation ended with `result`, and every rank knows it, unless the error says
     /// otherwise.
     pub(crate) fn conclude<T>(mut self, result: &Result<T, CheckpointError>) {
-        self.concluded = matches!(result, Ok(_) | Err(CheckpointError::Ranks { .. }));
+        self.concluded = result.as_ref().err().is_none_or(|error| self.is_agreed(error));
     }
 
     /// Brings each rank's outcome to the coordinator, which alone gets `Some`: every rank's value

@@ -231,7 +231,11 @@ impl Saver {
         let reports = match group.decide(Phase::Write, reports).await {
             Ok(((), reports)) => reports,
             Err(error) => {
-                writer.abandon(&plan).await;
+                // Only when all know that nothing will be committed: a rank that merely lost the
+                // coordinator cannot tell whether the commit is under way.
+                if group.is_agreed(&error) {
+                    writer.abandon(&plan).await;
+                }
                 return Err(error);
             }
         };

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dcp_conformance::{Fault, FaultStorage};
+use dcp_conformance::{CollectiveFault, Fault, FaultCollective, FaultStorage};
 use dcp_core::{CheckpointError, Phase, StateDict, Storage, StorageErrorKind, Value};
 use dcp_engine::Saver;
 use dcp_formats::dcp::DcpWriter;
 
-use crate::harness::{block_on, holds_sample, memory, on_ranks, sample, save, save_sample};
+use crate::harness::{
+    block_on, holds_sample, memory, on_boxed_ranks, on_ranks, sample, save, save_sample,
+};
 
 /// T1: PyTorch 2.15 loses errors of writer threads and commits a checkpoint with holes.
 #[test]
@@ -167,4 +169,34 @@ fn drop_a_save(group: Arc<dyn dcp_core::Collective>, storage: &Arc<dyn Storage>)
         let save = saver.save(&state, &writer);
         assert!(tokio::time::timeout(Duration::from_millis(5), save).await.is_err());
     });
+}
+
+/// A rank that loses the group between the last write and the commit must not take its files
+/// with it: the coordinator may be committing them.
+#[test]
+fn a_rank_that_loses_the_group_at_any_step_leaves_a_whole_checkpoint() {
+    let (mut failed, mut committed) = (0, 0);
+    for failing in 0..3 {
+        for operation in 1..=8 {
+            let storage = memory();
+            save_sample(3, &storage, 1);
+            let results = on_boxed_ranks(3, |rank, group| {
+                let group: Arc<dyn dcp_core::Collective> = if rank == failing {
+                    Arc::new(FaultCollective::new(group, operation, CollectiveFault::Die))
+                } else {
+                    group.into()
+                };
+                save(group, &sample(rank, 3, 2), &storage)
+            });
+            failed += results.iter().filter(|result| result.is_err()).count();
+            // Panics when what is visible is not whole.
+            if holds_sample(&storage, 2) {
+                committed += 1;
+            } else {
+                assert!(results.iter().all(Result::is_err));
+                assert!(holds_sample(&storage, 1), "rank {failing}, operation {operation}");
+            }
+        }
+    }
+    assert!(failed > 0 && committed > 0, "{failed} {committed}");
 }

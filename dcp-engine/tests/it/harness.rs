@@ -24,13 +24,21 @@ pub(crate) fn on_ranks<T: Send>(
     n: u32,
     main: impl Fn(u32, Arc<dyn Collective>) -> T + Sync,
 ) -> Vec<T> {
+    on_boxed_ranks(n, |rank, collective| main(rank, collective.into()))
+}
+
+/// The same, for those who put something around the collective.
+pub(crate) fn on_boxed_ranks<T: Send>(
+    n: u32,
+    main: impl Fn(u32, Box<dyn Collective>) -> T + Sync,
+) -> Vec<T> {
     let group = LocalCollective::builder(n).deadline(Duration::from_secs(20)).build();
     std::thread::scope(|scope| {
         let threads: Vec<_> = group
             .into_iter()
             .map(|collective| {
                 let main = &main;
-                scope.spawn(move || main(collective.rank(), Arc::new(collective)))
+                scope.spawn(move || main(collective.rank(), Box::new(collective)))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()

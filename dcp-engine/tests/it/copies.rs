@@ -1,0 +1,138 @@
+//! Tensor bytes go from memory to the storage and back without a copy in between.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use dcp_conformance::MemoryStorage;
+use dcp_core::{
+    Buffer, Capabilities, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    StateDict, Storage, StorageError, Tensor, Upload,
+};
+use dcp_engine::{Loader, Saver};
+use dcp_formats::dcp::{DcpReader, DcpWriter};
+
+use crate::harness::block_on;
+
+/// A storage that notes which memory it is handed.
+#[derive(Clone, Debug)]
+struct Watching {
+    inner: Arc<dyn Storage>,
+    written: Arc<Mutex<Vec<Range<usize>>>>,
+    filled: Arc<Mutex<Vec<Range<usize>>>>,
+}
+
+fn addresses(bytes: &[u8]) -> Range<usize> {
+    let start = bytes.as_ptr().addr();
+    start..start + bytes.len()
+}
+
+impl Watching {
+    fn note(&self, payload: &Payload) {
+        let pieces = payload.pieces().iter().map(|piece| addresses(piece));
+        self.written.lock().unwrap().extend(pieces);
+    }
+}
+
+#[async_trait]
+impl Storage for Watching {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        self.inner.stat(key).await
+    }
+
+    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        let buffers = reads.iter().map(|read| addresses(&read.buffer));
+        self.filled.lock().unwrap().extend(buffers);
+        self.inner.read(key, reads).await
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        self.note(&payload);
+        self.inner.put(key, payload, mode).await
+    }
+
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        let inner = self.inner.start_upload(key, mode).await?;
+        Ok(Box::new(WatchingUpload { inner, storage: self.clone() }))
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        self.inner.list(prefix)
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        self.inner.delete(key).await
+    }
+}
+
+#[derive(Debug)]
+struct WatchingUpload {
+    inner: Box<dyn Upload>,
+    storage: Watching,
+}
+
+#[async_trait]
+impl Upload for WatchingUpload {
+    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+        self.storage.note(&part);
+        self.inner.put_part(part).await
+    }
+
+    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+        self.inner.complete().await
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        self.inner.abort().await
+    }
+}
+
+/// Bytes of `memory` that lie in some of the ranges.
+fn covered(memory: &Range<usize>, ranges: &[Range<usize>]) -> usize {
+    let within = ranges
+        .iter()
+        .map(|range| range.end.min(memory.end).saturating_sub(range.start.max(memory.start)));
+    within.sum()
+}
+
+#[test]
+fn contiguous_tensors_are_written_from_and_read_into_their_own_memory() {
+    let storage = Watching {
+        inner: Arc::new(MemoryStorage::new()),
+        written: Arc::default(),
+        filled: Arc::default(),
+    };
+    let place: Arc<dyn Storage> = Arc::new(storage.clone());
+    // 12 MiB, so that the file is uploaded in parts.
+    let shape = [3 << 20];
+    let tensor = |fill: u8| {
+        let tensor = Tensor::zeros(DType::Float32, shape).unwrap();
+        tensor.shards()[0].view().fill_from(&vec![fill; 12 << 20]).unwrap();
+        tensor
+    };
+    let memory = |tensor: &Tensor| {
+        let memory = tensor.shards()[0].view().memory().read().unwrap();
+        addresses(&memory)
+    };
+
+    let saved = tensor(7);
+    let state = StateDict::from([("t", saved.clone())]);
+    block_on(Saver::new().save(&state, &DcpWriter::new(Arc::clone(&place)))).unwrap();
+    let written = storage.written.lock().unwrap();
+    assert_eq!(covered(&memory(&saved), &written), 12 << 20);
+
+    let loaded = tensor(0);
+    let mut state = StateDict::from([("t", loaded.clone())]);
+    block_on(Loader::new().load(&mut state, &DcpReader::new(place))).unwrap();
+    let filled = storage.filled.lock().unwrap();
+    assert_eq!(covered(&memory(&loaded), &filled), 12 << 20);
+    assert!(loaded.same(&saved));
+}

@@ -1,10 +1,15 @@
 //! Whatever fails, every rank returns, nobody is blamed wrongly, and no checkpoint is lost.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use dcp_conformance::{CollectiveFault, Fault, FaultCollective, FaultStorage};
-use dcp_core::{CheckpointError, Phase, StateDict, Storage, StorageErrorKind, Value};
+use bytes::Bytes;
+use dcp_conformance::{CollectiveFault, Fault, FaultCollective, FaultStorage, SlowStorage};
+use dcp_core::{
+    CheckpointError, Collective, CollectiveError, Phase, StateDict, Storage, StorageErrorKind,
+    Value,
+};
 use dcp_engine::Saver;
 use dcp_formats::dcp::DcpWriter;
 
@@ -162,7 +167,7 @@ fn a_canceled_save_releases_the_other_ranks() {
     assert!(text.contains("rank 1"), "{text}");
 }
 
-fn drop_a_save(group: Arc<dyn dcp_core::Collective>, storage: &Arc<dyn Storage>) {
+fn drop_a_save(group: Arc<dyn Collective>, storage: &Arc<dyn Storage>) {
     block_on(async {
         let (state, writer) = (sample(1, 2, 0), DcpWriter::new(Arc::clone(storage)));
         let saver = Saver::new().group(group);
@@ -181,7 +186,7 @@ fn a_rank_that_loses_the_group_at_any_step_leaves_a_whole_checkpoint() {
             let storage = memory();
             save_sample(3, &storage, 1);
             let results = on_boxed_ranks(3, |rank, group| {
-                let group: Arc<dyn dcp_core::Collective> = if rank == failing {
+                let group: Arc<dyn Collective> = if rank == failing {
                     Arc::new(FaultCollective::new(group, operation, CollectiveFault::Die))
                 } else {
                     group.into()
@@ -199,4 +204,69 @@ fn a_rank_that_loses_the_group_at_any_step_leaves_a_whole_checkpoint() {
         }
     }
     assert!(failed > 0 && committed > 0, "{failed} {committed}");
+}
+
+/// A group whose second broadcast, the one that says that all ranks have written, arrives and is
+/// lost all the same.
+#[derive(Debug)]
+struct LosesTheVerdict {
+    inner: Box<dyn Collective>,
+    broadcasts: AtomicU32,
+}
+
+impl Collective for LosesTheVerdict {
+    fn rank(&self) -> u32 {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> u32 {
+        self.inner.world_size()
+    }
+
+    fn gather(&self, root: u32, mine: Bytes) -> Result<Option<Vec<Bytes>>, CollectiveError> {
+        self.inner.gather(root, mine)
+    }
+
+    fn scatter(&self, root: u32, all: Option<Vec<Bytes>>) -> Result<Bytes, CollectiveError> {
+        self.inner.scatter(root, all)
+    }
+
+    fn broadcast(&self, root: u32, from: Option<Bytes>) -> Result<Bytes, CollectiveError> {
+        let message = self.inner.broadcast(root, from)?;
+        if self.broadcasts.fetch_add(1, Ordering::SeqCst) == 1 {
+            let message = "its answer was lost".into();
+            return Err(CollectiveError::PeerLost { rank: root, op: "broadcast", message });
+        }
+        Ok(message)
+    }
+
+    fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CollectiveError> {
+        self.inner.all_gather(mine)
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        self.inner.barrier()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_hear_the_verdict_leaves_its_files_to_the_commit() {
+    let storage = memory();
+    save_sample(2, &storage, 1);
+    let results = on_boxed_ranks(2, |rank, inner| {
+        if rank == 1 {
+            let group = LosesTheVerdict { inner, broadcasts: AtomicU32::new(0) };
+            return save(Arc::new(group), &sample(rank, 2, 2), &storage);
+        }
+        // The commit takes its time, so that the other rank could do harm meanwhile.
+        let slow: Arc<dyn Storage> =
+            Arc::new(SlowStorage::new(Arc::clone(&storage), Duration::from_millis(10)));
+        save(inner.into(), &sample(rank, 2, 2), &slow)
+    });
+    assert!(results[1].is_err());
+    assert!(holds_sample(&storage, 2), "what was committed is whole");
 }

@@ -169,13 +169,23 @@ pub struct SaveSession {
     pub generation: u64,
     /// Files of the checkpoint that is replaced and of dead saves, for removal after the commit.
     pub stale: Vec<Key>,
+    /// A fingerprint of the writer's own settings that [`place`](StorageWriter::place) depends
+    /// on, such as how items are divided into files. Plans are only reused under the same one.
+    pub layout: u64,
 }
 
 impl SaveSession {
     /// A session with names of `generation`, to remove `stale` after the commit.
     #[must_use]
     pub fn new(generation: u64, stale: Vec<Key>) -> Self {
-        Self { generation, stale }
+        Self { generation, stale, layout: 0 }
+    }
+
+    /// The same, for a writer with these settings.
+    #[must_use]
+    pub fn with_layout(mut self, layout: u64) -> Self {
+        self.layout = layout;
+        self
     }
 }
 

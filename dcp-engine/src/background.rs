@@ -1,11 +1,11 @@
 //! Saving while training goes on.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use dcp_core::{
     CheckpointError, Dict, HostMemory, PlanError, Shard, StateDict, StorageWriter, Tensor, Value,
 };
-use tokio::sync::Mutex;
+use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use crate::save::{SaveSummary, Saver};
@@ -13,12 +13,13 @@ use crate::save::{SaveSummary, Saver};
 /// Saves in the background: the state is copied before [`start`](Self::start) returns, so that
 /// training may change it at once; planning, writing and commit follow on the runtime.
 ///
-/// Saves of one background saver never overlap: a second one waits for the first. Give it a group
-/// of its own, not the one that training uses.
+/// Saves happen one after the other, in the order of the calls, which is the same on all ranks.
+/// Give it a group of its own, not the one that training uses.
 #[derive(Clone, Debug)]
 pub struct BackgroundSaver {
     saver: Saver,
-    turn: Arc<Mutex<()>>,
+    /// Ends with the save that was started last.
+    last: Arc<Mutex<Option<oneshot::Receiver<()>>>>,
 }
 
 /// A save that is under way.
@@ -32,7 +33,7 @@ impl BackgroundSaver {
     /// Saves as `saver` does.
     #[must_use]
     pub fn new(saver: Saver) -> Self {
-        Self { saver, turn: Arc::default() }
+        Self { saver, last: Arc::default() }
     }
 
     /// Copies `state` and begins to save the copy. Must be called within a tokio runtime.
@@ -47,10 +48,17 @@ impl BackgroundSaver {
         writer: Arc<dyn StorageWriter>,
     ) -> Result<PendingSave, CheckpointError> {
         let staged = copy_dict(state, "")?;
-        let (saver, turn) = (self.saver.clone(), Arc::clone(&self.turn));
+        let saver = self.saver.clone();
+        // The turn is taken here and not in the task, because tasks may run in any order.
+        let (done, mine) = oneshot::channel::<()>();
+        let before = self.last.lock().unwrap_or_else(PoisonError::into_inner).replace(mine);
         Ok(PendingSave(tokio::spawn(async move {
-            let _turn = turn.lock().await;
+            if let Some(before) = before {
+                // It ends with an error when its sender is dropped, which is all it ever does.
+                let _ = before.await;
+            }
             let result = saver.save(&staged, &*writer).await;
+            drop(done);
             if let Err(error) = &result {
                 tracing::error!(error = dcp_core::error_chain(error), "background save failed");
             }

@@ -175,21 +175,15 @@ impl Loader {
         tracing::debug!(items = plan.items.len(), "planned");
 
         let read = reader.read(&metadata, &plan, Arc::clone(&sink) as _).await;
-        let (done, read) = match read {
-            Ok(read) => (Ok(()), read),
-            Err(error) => (Err(error), ReadReport::default()),
+        // Objects go into a copy first, so that no rank takes any before all have everything.
+        let done = read.and_then(|read| Ok((read, with_objects(state, &places, &sink)?)));
+        let (outcome, done) = match done {
+            Ok(done) => (Ok(()), Some(done)),
+            Err(error) => (Err(error), None),
         };
-        group.agree(Phase::Read, done).await?;
-
-        for (leaf, value) in sink.take_objects() {
-            match places.get(leaf) {
-                Some(Place::Path(path)) => set_at_path(state, path, value)?,
-                Some(Place::TopLevel(key)) => {
-                    state.insert(Arc::clone(key), value);
-                }
-                None => {}
-            }
-        }
+        group.agree(Phase::Read, outcome).await?;
+        let Some((read, loaded)) = done else { return Err(CheckpointError::Canceled) };
+        *state = loaded;
         Ok(LoadSummary { report, read, metadata })
     }
 
@@ -229,6 +223,25 @@ impl Loader {
             .collect();
         Ok(Prepared { metadata, plan, report, sink: Arc::new(StateSink::new(leaves)), places })
     }
+}
+
+/// The state with the objects that were read; tensors share their memory with it.
+fn with_objects(
+    state: &StateDict,
+    places: &[Place],
+    sink: &StateSink,
+) -> Result<StateDict, CheckpointError> {
+    let mut state = state.clone();
+    for (leaf, value) in sink.take_objects() {
+        match places.get(leaf) {
+            Some(Place::Path(path)) => set_at_path(&mut state, path, value)?,
+            Some(Place::TopLevel(key)) => {
+                state.insert(Arc::clone(key), value);
+            }
+            None => {}
+        }
+    }
+    Ok(state)
 }
 
 /// A few bytes that differ when two ranks see different checkpoints, as on a network file system

@@ -1,6 +1,7 @@
 //! The save protocol: plan, merge, write, commit.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
@@ -31,13 +32,14 @@ pub struct Saver {
     coordinator: Rank,
     rule: FlattenRule,
     memory: Option<Arc<Memory>>,
+    /// How many saves have begun, so that ranks notice when they are at different ones.
+    begun: Arc<AtomicU64>,
 }
 
 /// What a saver remembers of earlier saves.
 #[derive(Debug)]
 struct Memory {
-    /// On the coordinator: plans with their places, by all ranks' fingerprints and the
-    /// generation of names.
+    /// On the coordinator: plans with their places, by all that they depend on.
     plans: PlanCache,
     /// This rank's part of the last save.
     mine: Mutex<Option<Remembered>>,
@@ -46,7 +48,8 @@ struct Memory {
 #[derive(Clone, Debug)]
 struct Remembered {
     fingerprint: u128,
-    generation: u64,
+    /// Which of the coordinator's plans it is a part of.
+    plan_id: u64,
     plan: Arc<WritePlan>,
 }
 
@@ -104,10 +107,12 @@ struct Planned {
     reused: bool,
 }
 
-/// What a rank tells the coordinator first: its structure, and the generation of names for which
-/// it remembers what to write.
+/// What a rank tells the coordinator first: its structure, and the plan of which it remembers its
+/// part.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
+    /// Which save of its saver this is.
+    sequence: u64,
     fingerprint: (u64, u64),
     remembers: Option<u64>,
 }
@@ -117,15 +122,15 @@ struct Offer {
 enum Decision {
     /// Everybody writes what it wrote last time, under the same names.
     Repeat,
-    /// Everybody sends its plan, to be given names of this generation.
-    Plan { generation: u64 },
+    /// Everybody sends its plan, to be made part of this one.
+    Plan { plan_id: u64 },
 }
 
 /// What the coordinator knows until the commit.
 #[derive(Debug)]
 struct Lead {
     session: SaveSession,
-    /// Fingerprints and generation: what the plan depends on.
+    /// What the plan depends on: fingerprints, generation of names, and layout.
     key: Vec<u128>,
     /// The plan with its places.
     plan: Option<Arc<GlobalPlan>>,
@@ -155,6 +160,7 @@ impl Saver {
             coordinator: 0,
             rule: FlattenRule::default(),
             memory: Some(Arc::default()),
+            begun: Arc::default(),
         }
     }
 
@@ -162,28 +168,28 @@ impl Saver {
     #[must_use]
     pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
         self.group = Some(group);
-        self
+        self.afresh()
     }
 
     /// Lets `rank` merge the plans and commit; rank 0 by default.
     #[must_use]
     pub fn coordinator(mut self, rank: Rank) -> Self {
         self.coordinator = rank;
-        self
+        self.afresh()
     }
 
     /// Plans with another policy.
     #[must_use]
     pub fn planner(mut self, planner: Arc<dyn SavePlanner>) -> Self {
         self.planner = planner;
-        self
+        self.afresh()
     }
 
     /// Flattens nested state by another rule; by default as PyTorch does since 2.4.
     #[must_use]
     pub fn flatten_rule(mut self, rule: FlattenRule) -> Self {
         self.rule = rule;
-        self
+        self.afresh()
     }
 
     /// Whether to remember plans between saves. On by default; may differ between ranks.
@@ -193,12 +199,21 @@ impl Saver {
         self
     }
 
+    /// Forgets what was remembered under other settings, which a clone may still have.
+    fn afresh(mut self) -> Self {
+        self.memory = self.memory.map(|_| Arc::default());
+        self.begun = Arc::default();
+        self
+    }
+
     /// Saves `state` through `writer`.
     ///
     /// When this returns, the checkpoint is durable and visible as a whole. After an error the
     /// place holds what it held before, and at most files that nothing refers to, which the next
-    /// save removes. Every rank gets the same outcome. Dropping the future gives up: the group is
-    /// aborted, so that the other ranks return too.
+    /// save removes; only when the commit itself failed ([`Phase::Commit`]), or the group was lost
+    /// during it, may the new checkpoint be there all the same, whole. Failures that ranks report
+    /// reach all ranks alike. Dropping the future gives up: the group is aborted, so that the
+    /// other ranks return too.
     ///
     /// # Errors
     ///
@@ -296,8 +311,9 @@ impl Saver {
             Err(error) => (Err(error), None),
             Ok(mine) => {
                 let fingerprint = ((mine.fingerprint >> 64) as u64, mine.fingerprint as u64);
-                let remembers = remembered.as_ref().map(|last| last.generation);
-                (Ok(Offer { fingerprint, remembers }), Some(mine))
+                let remembers = remembered.as_ref().map(|last| last.plan_id);
+                let sequence = self.begun.fetch_add(1, Ordering::Relaxed);
+                (Ok(Offer { sequence, fingerprint, remembers }), Some(mine))
             }
         };
         let opened = match group.collect(Phase::Plan, offer).await? {
@@ -308,12 +324,12 @@ impl Saver {
         let (decision, lead) = group.decide(Phase::Plan, opened).await?;
         let prepared = prepared.ok_or_else(no_plan)?;
 
-        let generation = match decision {
+        let plan_id = match decision {
             Decision::Repeat => {
                 let last = remembered.ok_or_else(no_plan)?;
                 return Ok(Planned { prepared, plan: last.plan, lead, reused: true });
             }
-            Decision::Plan { generation } => generation,
+            Decision::Plan { plan_id } => plan_id,
         };
         let plans = group.gather(prepared.plan.to_wire()).await?;
         let placed = lead.zip(plans).map(|(lead, plans)| self.place(lead, &plans, writer));
@@ -322,7 +338,7 @@ impl Saver {
         if let Some(memory) = &self.memory {
             *lock(&memory.mine) = Some(Remembered {
                 fingerprint: prepared.fingerprint,
-                generation,
+                plan_id,
                 plan: Arc::clone(&plan),
             });
         }
@@ -340,20 +356,22 @@ impl Saver {
         offers: &[Offer],
         writer: &dyn StorageWriter,
     ) -> Result<(Decision, Lead), CheckpointError> {
+        same_save(offers)?;
         let session = writer.begin().await?;
-        let generation = session.generation;
         let fingerprints = offers
             .iter()
             .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1));
-        let key: Vec<u128> = fingerprints.chain([u128::from(generation)]).collect();
+        let places = [session.generation.into(), session.layout.into()];
+        let key: Vec<u128> = fingerprints.chain(places).collect();
+        let plan_id = plan_id(&key);
         let plan = self
             .memory
             .as_ref()
-            .filter(|_| offers.iter().all(|offer| offer.remembers == Some(generation)))
+            .filter(|_| offers.iter().all(|offer| offer.remembers == Some(plan_id)))
             .and_then(|memory| memory.plans.get(&key));
         let decision = match plan {
             Some(_) => Decision::Repeat,
-            None => Decision::Plan { generation },
+            None => Decision::Plan { plan_id },
         };
         Ok((decision, Lead { session, key, plan }))
     }
@@ -383,6 +401,27 @@ impl Saver {
         lead.plan = Some(global);
         Ok((write_plans.iter().map(WritePlan::to_wire).collect(), lead))
     }
+}
+
+/// A number for all that a plan depends on.
+fn plan_id(key: &[u128]) -> u64 {
+    key.iter().flat_map(|part| part.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+/// Refuses to mix saves: ranks whose calls got out of step would write parts of different ones.
+fn same_save(offers: &[Offer]) -> Result<(), PlanError> {
+    let first = offers.first().map_or(0, |offer| offer.sequence);
+    let Some(rank) = offers.iter().position(|offer| offer.sequence != first) else { return Ok(()) };
+    let numbered = |offer: &Offer| format!("save number {}", offer.sequence + 1);
+    Err(PlanError::Disagreement {
+        fqn: "the whole state".into(),
+        left: numbered(&offers[0]),
+        left_rank: 0,
+        right: numbered(&offers[rank]),
+        right_rank: Rank::try_from(rank).unwrap_or(Rank::MAX),
+    })
 }
 
 fn no_plan() -> CheckpointError {

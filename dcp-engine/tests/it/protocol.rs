@@ -168,6 +168,25 @@ fn a_background_save_keeps_the_state_of_its_start() {
     assert!(holds_sample(&storage, 40));
 }
 
+/// Tasks may run in any order; saves may not.
+#[test]
+fn background_saves_keep_the_order_of_their_starts() {
+    let storage = memory();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
+    runtime.block_on(async {
+        let saver = BackgroundSaver::new(Saver::new());
+        let start = |step| {
+            let writer = Arc::new(DcpWriter::new(Arc::clone(&storage)));
+            saver.start(&sample(0, 1, step), writer).unwrap()
+        };
+        let pending: Vec<_> = (0..20).map(start).collect();
+        for save in pending {
+            save.wait().await.unwrap();
+        }
+    });
+    assert!(holds_sample(&storage, 19));
+}
+
 /// T14: PyTorch 2.15 reports success of staging although it failed.
 #[test]
 fn t14_failed_staging_is_an_error_of_the_call() {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use dcp_core::{Collective, DType, StateDict, Storage, Tensor};
 use dcp_engine::{SaveSummary, Saver};
 use dcp_formats::dcp::DcpWriter;
+use dcp_planner::{DedupPolicy, DefaultSavePlanner};
 
 use crate::harness::{block_on, holds_sample, memory, on_ranks, sample};
 
@@ -83,4 +84,38 @@ fn one_changed_rank_is_enough_for_a_new_plan() {
         save_twice(group, &places, [&sample(rank, 3, 1), &second])
     });
     assert!(results.iter().all(|(summary, _)| !summary.reused_plan));
+}
+
+#[test]
+fn another_policy_is_another_plan() {
+    let place = [memory(), memory()];
+    let runs = on_ranks(2, |rank, group| {
+        let saver = Saver::new().group(Arc::clone(&group));
+        let state = sample(rank, 2, 1);
+        let first = DcpWriter::new(Arc::clone(&place[0]));
+        block_on(saver.save(&state, &first)).unwrap();
+        let lowest = DefaultSavePlanner::new().with_dedup(DedupPolicy::LowestRank);
+        let saver = saver.clone().planner(Arc::new(lowest));
+        let second = DcpWriter::new(Arc::clone(&place[1]));
+        block_on(saver.save(&state, &second)).unwrap().reused_plan
+    });
+    assert_eq!(runs, [false, false]);
+}
+
+/// Ranks whose calls got out of step must not write parts of two saves into one checkpoint.
+#[test]
+fn ranks_at_different_saves_are_refused() {
+    let place = memory();
+    let results = on_ranks(2, |rank, group| {
+        let saver = Saver::new().group(Arc::clone(&group));
+        let (writer, state) = (DcpWriter::new(Arc::clone(&place)), sample(rank, 2, 1));
+        block_on(saver.save(&state, &writer)).unwrap();
+        // Rank 1 begins anew, as after a restart that the other rank knows nothing of.
+        let saver = if rank == 1 { Saver::new().group(group) } else { saver };
+        block_on(saver.save(&state, &writer))
+    });
+    for result in results {
+        let text = result.unwrap_err().to_string();
+        assert!(text.contains("save number 2") && text.contains("save number 1"), "{text}");
+    }
 }

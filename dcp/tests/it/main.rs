@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod child;
-mod disk;
 mod kills;
 mod ranks;
+#[path = "../support/state.rs"]
 mod state;

@@ -1,11 +1,39 @@
 //! A disk that is full, and a folder that must not be written.
+//!
+//! Both need a small file system of their own. Where mounting is not allowed, the tests are
+//! reported as ignored.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 use dcp::core::{CheckpointError, StorageErrorKind};
+use libtest_mimic::{Arguments, Trial};
 
-use crate::state::{load, state};
+#[path = "support/state.rs"]
+mod state;
+
+use state::{load, state};
+
+fn main() -> ExitCode {
+    let cannot_mount = Mount::new("size=4k").is_none();
+    let trial = |name: &str, run: fn()| {
+        Trial::test(name, move || {
+            run();
+            Ok(())
+        })
+        .with_ignored_flag(cannot_mount)
+    };
+    let trials = vec![
+        trial("a_full_disk_keeps_the_old_checkpoint", a_full_disk_keeps_the_old_checkpoint),
+        trial(
+            "a_read_only_place_is_denied_and_still_readable",
+            a_read_only_place_is_denied_and_still_readable,
+        ),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
 
 /// A small file system of its own, unmounted on drop; `None` where mounting is not allowed.
 struct Mount(tempfile::TempDir);
@@ -45,12 +73,8 @@ fn kind(error: &CheckpointError) -> Option<StorageErrorKind> {
     }
 }
 
-#[test]
 fn a_full_disk_keeps_the_old_checkpoint() {
-    let Some(mount) = Mount::new("size=800k") else {
-        println!("skipped: a file system of one's own needs the right to mount");
-        return;
-    };
+    let mount = Mount::new("size=800k").unwrap();
     let place = mount.path().join("run").display().to_string();
     dcp::blocking::save(&state(1, 0, 1), &place).unwrap();
     let error = dcp::blocking::save(&state(2, 0, 1), &place).unwrap_err();
@@ -62,12 +86,8 @@ fn a_full_disk_keeps_the_old_checkpoint() {
     assert_eq!(load(&place).unwrap(), 3);
 }
 
-#[test]
 fn a_read_only_place_is_denied_and_still_readable() {
-    let Some(mount) = Mount::new("size=4m") else {
-        println!("skipped: a file system of one's own needs the right to mount");
-        return;
-    };
+    let mount = Mount::new("size=4m").unwrap();
     let place = mount.path().join("run").display().to_string();
     dcp::blocking::save(&state(1, 0, 1), &place).unwrap();
     mount.remount("ro");

@@ -34,10 +34,13 @@ async fn tour() -> Result<(), Box<dyn Error>> {
     for (fqn, key) in &summary.keys {
         match key {
             KeySummary::Tensor(tensor) => println!(
-                "   {fqn:<44} {:<8} {:<9} in {} chunks",
+                "   {fqn:<44} {:<8} {:<9} {}",
                 tensor.dtype,
                 format!("{:?}", tensor.shape),
-                tensor.chunks.len()
+                match tensor.chunks.len() {
+                    1 => "in one chunk".to_owned(),
+                    chunks => format!("in {chunks} chunks"),
+                }
             ),
             KeySummary::Object { value } => println!("   {fqn:<44} = {}", short(value)),
             _ => {}

@@ -42,12 +42,7 @@ pub(crate) async fn check(
     options: &JobOptions,
 ) -> Result<Checked, ConvertError> {
     options.start(items.iter().map(|item| item.placement.byte_len).fold(0, u64::saturating_add));
-    let job = Arc::new(Job {
-        source: source.clone(),
-        metadata: Arc::clone(metadata),
-        segment: options.segment_bytes(2 * options.parallelism),
-        options: options.clone(),
-    });
+    let job = Arc::new(Job::new(source, metadata, options));
     let mut results = stream::iter(items)
         .map(|item| {
             let job = Arc::clone(&job);
@@ -73,7 +68,8 @@ pub(crate) async fn check(
     Ok(checked)
 }
 
-struct Job {
+/// Checks item by item.
+pub(crate) struct Job {
     source: Source,
     metadata: Arc<CheckpointMetadata>,
     /// Bytes to hold of one item at once.
@@ -82,7 +78,21 @@ struct Job {
 }
 
 impl Job {
-    async fn item(&self, item: &Placed) -> Result<(), CheckpointError> {
+    pub(crate) fn new(
+        source: &Source,
+        metadata: &Arc<CheckpointMetadata>,
+        options: &JobOptions,
+    ) -> Self {
+        Self {
+            source: source.clone(),
+            metadata: Arc::clone(metadata),
+            segment: options.segment_bytes(2 * options.parallelism),
+            options: options.clone(),
+        }
+    }
+
+    /// Reads one item, whose bytes are all there, and fails when it is damaged.
+    pub(crate) async fn item(&self, item: &Placed) -> Result<(), CheckpointError> {
         let encoding = self.metadata.encoding(&item.placement);
         let file = self.metadata.file(item.placement.file);
         let (Some(encoding), Some(file)) = (encoding, file) else {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Dims, Entry, Payload, PlanError, PutMode, Region,
-    StorageErrorKind, checked_volume,
+    CheckpointError, DType, Dims, Entry, Payload, PlanError, PutMode, Region, StorageErrorKind,
+    checked_volume,
 };
 use dcp_formats::safetensors::{self, SafetensorsItem};
 use indexmap::IndexMap;
@@ -14,6 +14,7 @@ use serde_json::json;
 use crate::data::{CheckpointData, Part, read_tensor};
 use crate::element::decode;
 use crate::error::ConvertError;
+use crate::intact::{self, refuse_damaged, unchecked_chunks};
 use crate::job::{JobOptions, Source};
 use crate::npy::{npy_header, npy_type};
 use crate::objects::read_objects;
@@ -197,9 +198,9 @@ impl FoundTensor {
     ) -> Result<Option<String>, ConvertError> {
         target.check().await?;
         let mut ready = npy_header(self.dtype, &self.slice.shape)?;
-        options.start(self.byte_len());
-        let storage = target.creator();
         let segment = options.segment_bytes(4);
+        self.start(segment, options).await?;
+        let storage = target.creator();
         let (region, element_bytes) = (&self.slice.region, self.dtype.size() as u64);
         let total = self.byte_len();
         let read = |start: u64| {
@@ -253,7 +254,8 @@ impl FoundTensor {
         options: &JobOptions,
     ) -> Result<(), ConvertError> {
         target.check().await?;
-        options.start(self.byte_len());
+        let segment_bytes = options.segment_bytes(4);
+        self.start(segment_bytes, options).await?;
         let item = SafetensorsItem {
             name: Arc::clone(&self.fqn),
             dtype: self.dtype,
@@ -267,13 +269,25 @@ impl FoundTensor {
         let data = Arc::new(CheckpointData {
             storage: Arc::clone(&self.source.storage),
             parts: vec![part],
-            segment_bytes: options.segment_bytes(4),
+            segment_bytes,
             options: options.clone(),
         });
         let header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
         let storage = target.creator();
         safetensors::write(&*storage, &target.key, &[item], &header, data, None).await?;
         Ok(())
+    }
+
+    /// Compares with their checksums those chunks that lie in what was asked for, and that reading
+    /// it in segments would not check. Of a chunk that is needed in part, nothing can be checked
+    /// without reading all of it.
+    async fn start(&self, segment_bytes: u64, options: &JobOptions) -> Result<(), ConvertError> {
+        let region = &self.slice.region;
+        let cuts = std::slice::from_ref(region);
+        let unchecked = unchecked_chunks(&self.reader, region, cuts, segment_bytes)?;
+        options.start(self.byte_len().saturating_add(intact::byte_len(&unchecked)));
+        let metadata = self.reader.metadata();
+        Ok(refuse_damaged(&self.source, metadata, &unchecked, options).await?)
     }
 
     /// Fails when the files are too short for so many elements, so that a shape from a hostile
@@ -284,7 +298,7 @@ impl FoundTensor {
             return Ok(());
         }
         let tensor = self.reader.tensor()?;
-        let metadata: &CheckpointMetadata = self.reader.metadata();
+        let metadata = self.reader.metadata();
         let mut room = 0_u64;
         for placement in tensor.chunks.iter().filter_map(|chunk| chunk.placement) {
             let Some(key) = metadata.file(placement.file) else { continue };

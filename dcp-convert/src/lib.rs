@@ -7,6 +7,7 @@ mod element;
 mod error;
 mod get;
 mod inspect;
+mod intact;
 mod job;
 mod npy;
 mod numpy;

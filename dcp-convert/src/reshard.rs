@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, GlobalPlan, Layout, ObjectEntry,
-    Opaque, PlanKey, Region, SavePlan, SavePlanner, SaveSession, StorageExt, StorageWriter,
-    TensorEntry, TensorSpec, Value, WritePlan,
+    Opaque, PlanKey, Region, RegionError, SavePlan, SavePlanner, SaveSession, StorageExt,
+    StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
 };
 use dcp_planner::DefaultSavePlanner;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -15,8 +15,10 @@ use serde::Serialize;
 use crate::check::refuse_unsound;
 use crate::data::{CheckpointData, Part};
 use crate::error::ConvertError;
+use crate::intact::{self, refuse_damaged, unchecked_chunks};
 use crate::job::{JobOptions, Source};
 use crate::objects::{object_entries, read_objects};
+use crate::placed::Placed;
 use crate::tensor_read::TensorReader;
 
 /// Memory that writing one rank takes besides its segments, in bytes: what the format gathers
@@ -48,7 +50,9 @@ pub struct ReshardReport {
 /// Writes the checkpoint anew as `ranks` ranks would have saved it: every tensor cut along its
 /// first axis as FSDP2 cuts it (along its longest one where the first has fewer rows than there
 /// are ranks), tensors with fewer elements than ranks whole, objects with their bytes as they
-/// are. Nothing is held in memory as a whole.
+/// are. Nothing is held in memory as a whole. Chunks that are too large, or cut in too different
+/// a way, to be compared with their checksums on the way are read once before anything is
+/// written, so damage is never carried over.
 ///
 /// # Errors
 ///
@@ -73,7 +77,10 @@ pub async fn reshard(
         .into_iter()
         .unzip();
     let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
-    options.start(total_bytes(&global, &locals));
+    let unchecked = job.unchecked(ranks)?;
+    let total = total_bytes(&global, &locals).saturating_add(intact::byte_len(&unchecked));
+    options.start(total);
+    refuse_damaged(source, &metadata, &unchecked, options).await?;
     let session = writer.begin().await?;
     let plans = writer.place(&session, &locals, &mut global)?;
     let done = write(writer, session, &locals, &plans, data, &global, options).await;
@@ -199,18 +206,40 @@ impl<'a> Job<'a> {
         let data = CheckpointData {
             storage: Arc::clone(&self.source.storage),
             parts,
-            segment_bytes: self.options.segment_bytes(4),
+            segment_bytes: self.segment_bytes(),
             options: self.options.clone(),
         };
         Ok((plan, Arc::new(data)))
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.options.segment_bytes(4)
+    }
+
+    /// The chunks that no rank reads as a whole.
+    fn unchecked(&self, ranks: u32) -> Result<Vec<Placed>, ConvertError> {
+        let mut found = Vec::new();
+        for (index, (_, entry)) in self.metadata.iter().enumerate() {
+            let (Some(tensor), Some(reader)) = (entry.as_tensor(), self.readers.get(&index)) else {
+                continue;
+            };
+            let (whole, mut cuts) = (full(tensor)?, Vec::new());
+            for rank in 0..ranks {
+                let (sharded, cut) = shard(tensor, rank, ranks)?;
+                cuts.push(cut);
+                if !sharded {
+                    break;
+                }
+            }
+            found.extend(unchecked_chunks(reader, &whole, &cuts, self.segment_bytes())?);
+        }
+        Ok(found)
     }
 }
 
 /// The part of a tensor that `rank` gets, and whether ranks get different ones.
 fn shard(tensor: &TensorEntry, rank: u32, ranks: u32) -> Result<(bool, Region), ConvertError> {
-    let bad =
-        |error: dcp_core::RegionError| ConvertError::unsupported("a shard", error.to_string());
-    let whole = Region::full(tensor.shape.clone()).map_err(bad)?;
+    let whole = full(tensor)?;
     let (rank, ranks) = (u64::from(rank), u64::from(ranks));
     if whole.volume() < ranks || ranks == 1 {
         return Ok((false, whole));
@@ -224,7 +253,15 @@ fn shard(tensor: &TensorEntry, rank: u32, ranks: u32) -> Result<(bool, Region), 
     let (mut offsets, mut sizes) = (whole.offsets().clone(), whole.sizes().clone());
     offsets[axis] = start;
     sizes[axis] = each.min(len - start);
-    Ok((true, Region::new(offsets, sizes).map_err(bad)?))
+    Ok((true, Region::new(offsets, sizes).map_err(bad_region)?))
+}
+
+fn full(tensor: &TensorEntry) -> Result<Region, ConvertError> {
+    Region::full(tensor.shape.clone()).map_err(bad_region)
+}
+
+fn bad_region(error: RegionError) -> ConvertError {
+    ConvertError::unsupported("a shard", error.to_string())
 }
 
 /// What an object is made from: the stored bytes where they can be taken as they are, its value

@@ -53,8 +53,23 @@ impl TensorReader {
             .ok_or_else(|| bad_plan(&self.fqn, "it is no tensor".to_owned()))
     }
 
+    /// The name of the tensor.
+    pub(crate) fn fqn(&self) -> &Arc<str> {
+        &self.fqn
+    }
+
+    /// Its position in the index.
+    pub(crate) fn entry(&self) -> usize {
+        self.entry as usize
+    }
+
+    /// The boxes of all chunks with elements, and their positions in the table.
+    pub(crate) fn chunks(&self) -> &[(u32, Region)] {
+        &self.chunks
+    }
+
     /// The index that the tensor is described in.
-    pub(crate) fn metadata(&self) -> &CheckpointMetadata {
+    pub(crate) fn metadata(&self) -> &Arc<CheckpointMetadata> {
         &self.metadata
     }
 

@@ -11,6 +11,7 @@ use serde_json::{Map, json};
 use crate::check::refuse_unsound;
 use crate::data::{CheckpointData, Part};
 use crate::error::ConvertError;
+use crate::intact::{self, refuse_damaged, unchecked_chunks};
 use crate::job::{JobOptions, Source};
 use crate::target::Target;
 use crate::tensor_read::TensorReader;
@@ -40,7 +41,8 @@ pub struct SafetensorsReport {
 }
 
 /// Writes every tensor of a checkpoint, under its FQN, to one safetensors file, piece by piece.
-/// The file appears under its name when it is complete.
+/// The file appears under its name when it is complete. Chunks that are too large to be compared
+/// with their checksums on the way are read once before that, so damage is never carried over.
 ///
 /// # Errors
 ///
@@ -57,6 +59,8 @@ pub async fn to_safetensors(
     let mut report = SafetensorsReport::default();
     let mut items = Vec::new();
     let mut parts = Vec::new();
+    let mut unchecked = Vec::new();
+    let segment_bytes = options.segment_bytes(4);
     let mut raw = Map::new();
     let mut total = 0_u64;
     for (index, (fqn, entry)) in metadata.iter().enumerate() {
@@ -77,10 +81,15 @@ pub async fn to_safetensors(
         };
         total = total.saturating_add(tensor.byte_len().unwrap_or(0));
         items.push(SafetensorsItem { name: Arc::clone(fqn), dtype, shape });
-        parts.push(tensor_part(source, &metadata, index, tensor)?);
+        let (reader, region) = whole_tensor(source, &metadata, index, tensor)?;
+        let cuts = std::slice::from_ref(&region);
+        unchecked.extend(unchecked_chunks(&reader, &region, cuts, segment_bytes)?);
+        let element_bytes = tensor.dtype.size() as u64;
+        parts.push(Part::Tensor { reader: Arc::new(reader), region, element_bytes });
     }
     report.tensors = items.len();
-    options.start(total);
+    options.start(total.saturating_add(intact::byte_len(&unchecked)));
+    refuse_damaged(source, &metadata, &unchecked, options).await?;
     let mut header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
     if !report.left_out.is_empty() {
         header.insert(LEFT_OUT.to_owned(), json!(report.left_out).to_string());
@@ -91,7 +100,7 @@ pub async fn to_safetensors(
     let data = Arc::new(CheckpointData {
         storage: Arc::clone(&source.storage),
         parts,
-        segment_bytes: options.segment_bytes(4),
+        segment_bytes,
         options: options.clone(),
     });
     let creator = target.creator();
@@ -110,16 +119,15 @@ fn with_byte_axis(tensor: &TensorEntry) -> Dims {
     tensor.shape.iter().copied().chain([tensor.dtype.size() as u64]).collect()
 }
 
-/// All of the tensor at position `index`.
-pub(crate) fn tensor_part(
+/// A reader of the tensor at position `index`, and all of it as a box.
+fn whole_tensor(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
     index: usize,
     tensor: &TensorEntry,
-) -> Result<Part, ConvertError> {
+) -> Result<(TensorReader, Region), ConvertError> {
     let reader = TensorReader::new(Arc::clone(&source.reader), Arc::clone(metadata), index)?;
     let region = Region::full(tensor.shape.clone())
         .map_err(|error| ConvertError::unsupported("a tensor", error.to_string()))?;
-    let element_bytes = tensor.dtype.size() as u64;
-    Ok(Part::Tensor { reader: Arc::new(reader), region, element_bytes })
+    Ok((reader, region))
 }

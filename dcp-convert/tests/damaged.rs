@@ -1,0 +1,138 @@
+//! Damaged data is not carried on: a job that copies it would seal it under a new checksum.
+
+#![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
+
+use std::sync::Arc;
+
+use dcp_conformance::{CountingStorage, MemoryStorage};
+use dcp_convert::{
+    ConvertError, Found, FoundTensor, JobOptions, Source, Target, find, reshard, to_safetensors,
+};
+use dcp_core::{DType, Key, PutMode, Storage, StorageExt};
+use dcp_formats::dcp::DcpWriter;
+use dcp_formats::safetensors::{SafetensorsItem, encode_header};
+use futures_util::StreamExt;
+use indexmap::IndexMap;
+
+const ROWS: u64 = 1024;
+const COLUMNS: u64 = 1024;
+
+fn block_on<T>(work: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
+}
+
+fn key(name: &str) -> Key {
+    Key::new(name).unwrap()
+}
+
+/// 1 MiB at most at once, so that a tensor of 4 MiB goes through in segments.
+fn small() -> JobOptions {
+    JobOptions::default().with_max_memory(1)
+}
+
+/// A checkpoint in PyTorch's format with one tensor of 4 MiB, saved by `ranks` ranks.
+async fn checkpoint(ranks: u32) -> Arc<dyn Storage> {
+    let item = SafetensorsItem {
+        name: "w".into(),
+        dtype: DType::Float32,
+        shape: [ROWS, COLUMNS].as_slice().into(),
+    };
+    let mut bytes = encode_header(&[item], &IndexMap::new()).unwrap().bytes.to_vec();
+    bytes.extend((0..ROWS * COLUMNS).flat_map(|n| (n as f32).to_le_bytes()));
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    storage.put(&key("in.safetensors"), bytes.into(), PutMode::Create).await.unwrap();
+    let source = Source::safetensors(storage, key("in.safetensors"));
+    let sharded: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    reshard(&source, &DcpWriter::new(Arc::clone(&sharded)), ranks, &small()).await.unwrap();
+    sharded
+}
+
+/// The same with one bit flipped in the middle of the last data file.
+async fn damaged(ranks: u32) -> Arc<dyn Storage> {
+    let storage = checkpoint(ranks).await;
+    let mut files: Vec<_> = storage.list(None).map(|meta| meta.unwrap().key).collect().await;
+    files.retain(|key| key.as_str().ends_with(".distcp"));
+    files.sort();
+    let last = files.pop().unwrap();
+    let mut bytes = storage.read_all(&last).await.unwrap().to_vec();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0x10;
+    storage.put(&last, bytes.into(), PutMode::Overwrite).await.unwrap();
+    storage
+}
+
+fn source(storage: &Arc<dyn Storage>) -> Source {
+    Source::dcp(Arc::clone(storage), false)
+}
+
+async fn found(source: &Source, slice: Option<&str>) -> FoundTensor {
+    match find(source, "w", slice).await.unwrap() {
+        Found::Tensor(found) => found,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The refusal names the tensor and its file, and nothing was written.
+async fn refused<T>(what: &str, done: Result<T, ConvertError>, place: &dyn Storage) {
+    let error = done.map(|_| what).unwrap_err().to_string();
+    assert!(error.contains("CRC") && error.contains("\"w\""), "{what}: {error}");
+    assert!(error.contains(".distcp"), "{what}: {error}");
+    assert_eq!(place.list(None).count().await, 0, "{what} left something");
+}
+
+#[test]
+fn a_flipped_bit_of_a_large_chunk_stops_every_job() {
+    for saved_by in [1, 2] {
+        block_on(async {
+            let source = source(&damaged(saved_by).await);
+            for options in [small(), JobOptions::default()] {
+                let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+                let target = Target::new(Arc::clone(&place), key("out"));
+                let done = to_safetensors(&source, &target, &options).await;
+                refused("convert", done, &*place).await;
+                let whole = found(&source, None).await;
+                refused("get", whole.to_npy(&target, &options).await, &*place).await;
+                let done = whole.to_safetensors(&target, &options).await;
+                refused("get to safetensors", done, &*place).await;
+                refused("get as bytes", whole.read().await, &*place).await;
+                for ranks in 1..=3 {
+                    let writer = DcpWriter::new(Arc::clone(&place));
+                    let done = reshard(&source, &writer, ranks, &options).await;
+                    refused(&format!("reshard to {ranks}"), done, &*place).await;
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_slice_answers_for_the_chunks_that_it_holds_whole() {
+    block_on(async {
+        let source = source(&damaged(2).await);
+        let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let target = Target::new(Arc::clone(&place), key("out.npy"));
+        let second_half = found(&source, Some("500:")).await;
+        refused("the second chunk", second_half.to_npy(&target, &small()).await, &*place).await;
+        // Of the damaged chunk it has the sound beginning.
+        found(&source, Some("0:600")).await.to_npy(&target, &small()).await.unwrap();
+    });
+}
+
+#[test]
+fn what_fits_into_one_segment_is_read_once() {
+    block_on(async {
+        let counting = CountingStorage::new(checkpoint(1).await);
+        let source = source(&(Arc::new(counting.clone()) as Arc<dyn Storage>));
+        let read = async |options: &JobOptions| {
+            let before = counting.counts().bytes_read;
+            let target = Target::new(Arc::new(MemoryStorage::new()), key("out.safetensors"));
+            to_safetensors(&source, &target, options).await.unwrap();
+            counting.counts().bytes_read - before
+        };
+        let bytes = ROWS * COLUMNS * 4;
+        let once = read(&JobOptions::default()).await;
+        assert!(once < bytes + bytes / 4, "{once} of {bytes} bytes were read");
+        let twice = read(&small()).await;
+        assert!(twice > 2 * bytes && twice < 2 * bytes + bytes / 4, "{twice} of {bytes}");
+    });
+}

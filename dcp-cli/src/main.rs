@@ -2,6 +2,7 @@
 
 mod args;
 mod command;
+mod created;
 mod failure;
 mod open;
 mod output;

@@ -89,6 +89,21 @@ pub(crate) fn shorten(text: &str, width: usize) -> String {
     format!("{start}…{end}")
 }
 
+/// The text with spaces behind it, to `width` columns. Unlike a width in a format string, which
+/// must not exceed 65535, it may be any.
+pub(crate) fn left(text: &str, width: usize) -> String {
+    format!("{text}{}", padding(text, width))
+}
+
+/// The text with spaces before it, to `width` columns.
+pub(crate) fn right(text: &str, width: usize) -> String {
+    format!("{}{text}", padding(text, width))
+}
+
+fn padding(text: &str, width: usize) -> String {
+    " ".repeat(width.saturating_sub(columns(text)))
+}
+
 /// A text on one line: control characters, which could fool a terminal, are escaped.
 pub(crate) fn printable(text: &str) -> String {
     text.chars()
@@ -161,6 +176,8 @@ mod tests {
     fn long_and_hostile_texts() {
         assert_eq!(shorten("abcdefgh", 5), "ab…gh");
         assert_eq!(shorten("abc", 5), "abc");
+        assert_eq!((left("é", 3), right("é", 3)), ("é  ".to_owned(), "  é".to_owned()));
+        assert_eq!(left("a", 1 << 17).len(), 1 << 17);
         assert_eq!(printable("a\x1b[31mb\n"), "a\\u{1b}[31mb\\n");
     }
 }

@@ -81,7 +81,7 @@ pub(crate) async fn read_tensor(
         .map(|inner| inner.translate(region.offsets()))
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| PlanError::Unsupported {
-            fqn: String::new(),
+            fqn: reader.fqn().to_string(),
             problem: error.to_string(),
         })?;
     let bytes = reader.read(&wanted).await?;

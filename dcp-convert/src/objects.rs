@@ -64,9 +64,9 @@ async fn read_batch(
     if plan.items.is_empty() {
         return Ok(HashMap::new());
     }
-    let sink = Arc::new(ObjectSink::default());
+    let sink = Arc::new(ObjectSink { metadata: Arc::clone(metadata), values: Mutex::default() });
     source.reader.read(metadata, &plan, Arc::clone(&sink) as Arc<dyn DataSink>).await?;
-    let mut values = sink.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut values = sink.values.lock().unwrap_or_else(PoisonError::into_inner);
     Ok(std::mem::take(&mut *values))
 }
 
@@ -76,13 +76,17 @@ fn missing(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
         .into()
 }
 
-#[derive(Debug, Default)]
-struct ObjectSink(Mutex<HashMap<usize, Value>>);
+#[derive(Debug)]
+struct ObjectSink {
+    metadata: Arc<CheckpointMetadata>,
+    values: Mutex<HashMap<usize, Value>>,
+}
 
 impl DataSink for ObjectSink {
-    fn destination(&self, _item: &ReadItem) -> Result<TensorView, CheckpointError> {
+    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        let known = self.metadata.at(item.entry as usize);
         Err(PlanError::Unsupported {
-            fqn: String::new(),
+            fqn: known.map_or_else(String::new, |(fqn, _)| fqn.to_string()),
             problem: "a tensor where an object was asked for".to_owned(),
         }
         .into())
@@ -93,7 +97,10 @@ impl DataSink for ObjectSink {
     }
 
     fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(item.entry as usize, value);
+        self.values
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(item.entry as usize, value);
         Ok(())
     }
 }

@@ -26,6 +26,13 @@ pub(crate) struct Excerpt {
 
 impl Excerpt {
     pub(crate) fn of(shape: &Dims) -> Result<Self, ConvertError> {
+        let too_many = || {
+            let what = format!("a tensor of {} axes", shape.ndim());
+            ConvertError::unsupported(what, "has too many to be printed; write it to a file")
+        };
+        if shape.ndim() > Dims::MAX_AXES {
+            return Err(too_many());
+        }
         let summarized = shape.checked_volume().is_none_or(|volume| volume > THRESHOLD);
         let axes: Vec<_> = shape
             .iter()
@@ -39,8 +46,7 @@ impl Excerpt {
             .collect();
         let boxes = axes.iter().try_fold(1_usize, |n, ranges| n.checked_mul(ranges.len()));
         if boxes.is_none_or(|boxes| boxes > MAX_BOXES) {
-            let problem = "has too many axes to be printed; write it to a file";
-            return Err(ConvertError::unsupported(format!("a tensor of shape {shape}"), problem));
+            return Err(too_many());
         }
         Ok(Self { shape: shape.clone(), axes })
     }
@@ -370,6 +376,7 @@ mod tests {
     #[test]
     fn too_many_axes_are_refused() {
         assert!(Excerpt::of(&Dims::from(vec![7; 20])).is_err());
-        assert!(Excerpt::of(&Dims::from(vec![1; 40])).is_ok());
+        assert!(Excerpt::of(&Dims::from(vec![1; Dims::MAX_AXES])).is_ok());
+        assert!(Excerpt::of(&Dims::from(vec![1; Dims::MAX_AXES + 1])).is_err());
     }
 }

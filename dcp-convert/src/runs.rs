@@ -1,5 +1,6 @@
 //! Cutting a tensor's row-major elements into ranges, and such a range into boxes.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
 use dcp_core::{Dims, Region};
@@ -11,60 +12,45 @@ use dcp_core::{Dims, Region};
 pub(crate) fn boxes(shape: &[u64], range: Range<u64>) -> Vec<Region> {
     let total = dcp_core::checked_volume(shape).unwrap_or(0);
     let range = range.start.min(total)..range.end.min(total);
+    // How many elements one step along each axis passes.
+    let mut step = 1_u64;
+    let mut steps = Vec::with_capacity(shape.len());
+    for len in shape.iter().rev() {
+        steps.push(step);
+        step = step.saturating_mul(*len);
+    }
+    steps.reverse();
     let mut found = Vec::new();
-    if range.start < range.end {
-        let mut fixed = Vec::with_capacity(shape.len());
-        descend(shape, &mut fixed, range, &mut found);
+    let mut at = range.start;
+    while at < range.end {
+        let left = range.end - at;
+        // The outermost axis along which at least one whole step begins here.
+        let whole = |step: &u64| at.is_multiple_of(*step) && *step <= left;
+        let Some((axis, step)) = steps.iter().copied().enumerate().find(|(_, step)| whole(step))
+        else {
+            // A tensor without axes is one element.
+            found.extend(Region::full(Dims::from(shape)));
+            break;
+        };
+        let place = steps.iter().zip(shape).map(|(step, len)| at / step % len);
+        let offsets: Dims = place.collect();
+        let rows = match (offsets.get(axis), shape.get(axis)) {
+            (Some(row), Some(len)) => (left / step).min(len - row),
+            _ => break,
+        };
+        let sizes: Dims = (0..)
+            .zip(shape)
+            .map(|(inner, len)| match inner.cmp(&axis) {
+                Ordering::Less => 1,
+                Ordering::Equal => rows,
+                Ordering::Greater => *len,
+            })
+            .collect();
+        // A part of a tensor whose volume fits cannot exceed 64 bits.
+        found.extend(Region::new(offsets, sizes));
+        at += rows * step;
     }
     found
-}
-
-/// Adds the boxes of `range`, counted within the part of the tensor whose first indices are
-/// `fixed`.
-fn descend(shape: &[u64], fixed: &mut Vec<u64>, range: Range<u64>, found: &mut Vec<Region>) {
-    let axis = fixed.len();
-    let Some(inner) = shape.get(axis + 1..).map(|rest| rest.iter().product::<u64>()) else {
-        push(shape, fixed, 0..1, found);
-        return;
-    };
-    let (mut row, last) = (range.start / inner, range.end / inner);
-    let (head, tail) = (range.start % inner, range.end % inner);
-    if head > 0 {
-        let end = if row == last { tail } else { inner };
-        fixed.push(row);
-        descend(shape, fixed, head..end, found);
-        fixed.pop();
-        if row == last {
-            return;
-        }
-        row += 1;
-    }
-    if row < last {
-        push(shape, fixed, row..last, found);
-    }
-    if tail > 0 {
-        fixed.push(last);
-        descend(shape, fixed, 0..tail, found);
-        fixed.pop();
-    }
-}
-
-fn push(shape: &[u64], fixed: &[u64], rows: Range<u64>, found: &mut Vec<Region>) {
-    let mut offsets = Dims::from(fixed);
-    let mut sizes = Dims::from(vec![1; fixed.len()]);
-    if fixed.len() < shape.len() {
-        let rest = shape.get(fixed.len() + 1..).unwrap_or_default();
-        offsets =
-            offsets.iter().copied().chain([rows.start]).chain(rest.iter().map(|_| 0)).collect();
-        sizes = sizes
-            .iter()
-            .copied()
-            .chain([rows.end - rows.start])
-            .chain(rest.iter().copied())
-            .collect();
-    }
-    // A part of a tensor whose volume fits cannot exceed 64 bits.
-    found.extend(Region::new(offsets, sizes));
 }
 
 #[cfg(test)]
@@ -87,6 +73,14 @@ mod tests {
         assert_eq!(boxes(&[], 0..0), []);
         assert_eq!(boxes(&[3, 0], 0..1), []);
         assert_eq!(boxes(&[2, 3], 0..6), [Region::full([2, 3]).unwrap()]);
+    }
+
+    #[test]
+    fn any_number_of_axes_is_handled_on_a_small_stack() {
+        let mut shape = vec![1; 60_000];
+        shape.push(4);
+        let found = boxes(&shape, 1..4);
+        assert_eq!(elements(&shape, &found), [1, 2, 3]);
     }
 
     proptest! {

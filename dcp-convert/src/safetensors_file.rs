@@ -4,11 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Dims, Encoding, Entry, FormatError, Key,
-    Layout, LoadPlan, Placement, PlanError, ReadInto, ReadItem, ReadKind, ReadReport, Region,
-    Storage, StorageExt, StorageReader, TensorEntry, TensorView,
+    Buffer, CheckpointError, CheckpointMetadata, DType, DataSink, Dims, Encoding, Entry,
+    FormatError, Key, Layout, LoadPlan, LoanError, Placement, PlanError, ReadInto, ReadItem,
+    ReadKind, ReadReport, Region, Storage, StorageError, StorageExt, StorageReader, TensorEntry,
+    TensorView,
 };
 use dcp_formats::safetensors::{Header, PREFIX_LEN, TensorInfo, header_len};
 use serde::Deserialize;
@@ -73,54 +73,122 @@ impl SafetensorsFile {
         let element = tensor.dtype.size() as u64;
         let runs = inner
             .runs_in(stored.sizes)
-            .map(|(at, len)| (placement.byte_offset + at * element, len * element))
-            .collect();
+            .map(move |(at, len)| (placement.byte_offset + at * element, len * element));
         let view = sink.destination(item)?;
-        let read = self.fill(&view, runs).await?;
+        let read = self.fill(&view, runs).await.map_err(|error| match error {
+            FillError::Storage(error) => error.into(),
+            FillError::Loan(source) => {
+                let fqn = metadata.at(item.entry as usize).map_or("", |(fqn, _)| fqn).to_owned();
+                CheckpointError::Memory { fqn, source }
+            }
+        })?;
         sink.commit(item)?;
         Ok((view.byte_len(), read))
     }
 
-    /// Reads `runs` of the file, in their order, into the elements of `view`, and returns how
-    /// many bytes were read.
-    async fn fill(&self, view: &TensorView, runs: Vec<(u64, u64)>) -> Result<u64, CheckpointError> {
-        let lent = |source| CheckpointError::Memory { fqn: String::new(), source };
-        let long = runs.first().is_some_and(|(_, len)| *len >= WORTH_A_READ) || runs.len() == 1;
-        if long && view.is_contiguous() {
-            let mut buffer = view.lend().map_err(lent)?;
-            let reads = runs.iter().map(|(byte_offset, len)| {
-                let len = usize::try_from(*len).unwrap_or(usize::MAX).min(buffer.len());
-                ReadInto { byte_offset: *byte_offset, buffer: buffer.split_to(len) }
+    /// Reads `runs` of the file, which ascend, into the elements of `view`, and returns how many
+    /// bytes were read. There may be a run for every element, so they are never listed.
+    async fn fill(
+        &self,
+        view: &TensorView,
+        mut runs: impl Iterator<Item = (u64, u64)> + Clone + Send,
+    ) -> Result<u64, FillError> {
+        let longest = runs.clone().next().map_or(0, |(_, len)| len);
+        let whole = longest > 0 && longest == view.byte_len();
+        if (whole || longest >= WORTH_A_READ) && view.is_contiguous() {
+            let mut buffer = view.lend()?;
+            let reads = runs.map(|(byte_offset, len)| {
+                let len = usize::try_from(len).unwrap_or(usize::MAX).min(buffer.len());
+                ReadInto { byte_offset, buffer: buffer.split_to(len) }
             });
             let reads = reads.collect();
             self.storage.read(&self.key, reads).await?;
             return Ok(view.byte_len());
         }
-        let mut gathered = Vec::with_capacity(usize::try_from(view.byte_len()).unwrap_or(0));
+        let mut gathered = Gathered::new(view)?;
         let mut read = 0;
-        let mut runs = runs.into_iter().peekable();
-        while let Some((start, len)) = runs.next() {
-            let mut span = vec![(0, len)];
-            let mut end = start + len;
-            while let Some((next, len)) = runs.next_if(|(next, len)| next + len - start <= SPAN_MAX)
+        loop {
+            let mut span = runs.clone();
+            let Some((start, len)) = runs.next() else { break };
+            let (mut end, mut count) = (start + len, 1);
+            let mut ahead = runs.clone();
+            while let Some((next, len)) = ahead.next()
+                && next + len - start <= SPAN_MAX
             {
-                span.push((next - start, len));
                 end = next + len;
+                count += 1;
+                runs.next();
             }
             let bytes = self.storage.read_range(&self.key, start..end).await?;
             read += end - start;
-            for (at, len) in span {
-                gathered.extend_from_slice(&piece(&bytes, at, len));
+            for (at, len) in span.by_ref().take(count) {
+                gathered.push(piece(&bytes, at - start, len));
             }
         }
-        view.fill_from(&gathered).map_err(lent)?;
+        gathered.finish(view)?;
         Ok(read)
     }
 }
 
-fn piece(bytes: &Bytes, at: u64, len: u64) -> Bytes {
+/// Why a view was not filled.
+#[derive(Debug)]
+enum FillError {
+    Storage(StorageError),
+    Loan(LoanError),
+}
+
+impl From<StorageError> for FillError {
+    fn from(error: StorageError) -> Self {
+        Self::Storage(error)
+    }
+}
+
+impl From<LoanError> for FillError {
+    fn from(error: LoanError) -> Self {
+        Self::Loan(error)
+    }
+}
+
+/// Row-major elements on their way into a view: into its memory where they lie in it together.
+enum Gathered {
+    InPlace { memory: Buffer, filled: usize },
+    Aside(Vec<u8>),
+}
+
+impl Gathered {
+    fn new(view: &TensorView) -> Result<Self, LoanError> {
+        if view.is_contiguous() {
+            return Ok(Self::InPlace { memory: view.lend()?, filled: 0 });
+        }
+        Ok(Self::Aside(Vec::with_capacity(usize::try_from(view.byte_len()).unwrap_or(0))))
+    }
+
+    fn push(&mut self, piece: &[u8]) {
+        match self {
+            Self::InPlace { memory, filled } => {
+                let end = filled.saturating_add(piece.len());
+                // The runs have as many elements as the view.
+                if let Some(place) = memory.get_mut(*filled..end) {
+                    place.copy_from_slice(piece);
+                }
+                *filled = end;
+            }
+            Self::Aside(elements) => elements.extend_from_slice(piece),
+        }
+    }
+
+    fn finish(self, view: &TensorView) -> Result<(), LoanError> {
+        match self {
+            // Dropping the loan gives the memory back.
+            Self::InPlace { .. } => Ok(()),
+            Self::Aside(elements) => view.fill_from(&elements),
+        }
+    }
+}
+
+fn piece(bytes: &[u8], at: u64, len: u64) -> &[u8] {
     let end = |n: u64| usize::try_from(n).unwrap_or(usize::MAX).min(bytes.len());
-    bytes.slice(end(at)..end(at + len))
+    bytes.get(end(at)..end(at + len)).unwrap_or_default()
 }
 
 #[async_trait]
@@ -191,6 +259,7 @@ fn typed(
         let described = RawType::deserialize(described).ok()?;
         let dtype: DType = described.dtype.parse().ok()?;
         let shape = Dims::from(described.shape);
+        (shape.ndim() <= Dims::MAX_AXES).then_some(())?;
         Region::full(shape.clone()).ok()?;
         let bytes = shape.checked_volume()?.checked_mul(dtype.size() as u64)?;
         (bytes == info.byte_range.end - info.byte_range.start).then_some((dtype, shape))

@@ -33,7 +33,8 @@ impl TensorReader {
         let at = metadata.at(entry);
         let tensor = at.and_then(|(fqn, entry)| Some((Arc::clone(fqn), entry.as_tensor()?)));
         let (Some((fqn, tensor)), Ok(entry)) = (tensor, u32::try_from(entry)) else {
-            return Err(bad_plan("", format!("entry {entry} of the metadata is no tensor")));
+            let fqn = at.map_or("", |(fqn, _)| fqn);
+            return Err(bad_plan(fqn, format!("entry {entry} of the metadata is no tensor")));
         };
         let mut chunks = Vec::with_capacity(tensor.chunks.len());
         for (index, chunk) in (0_u32..).zip(tensor.chunks.iter()) {
@@ -93,7 +94,10 @@ impl TensorReader {
             .ok_or_else(|| bad_plan(&self.fqn, format!("{total} bytes do not fit in memory")))?;
         let memory = HostMemory::zeroed(len);
         if !plan.items.is_empty() {
-            let sink = Arc::new(BoxSink { boxes: self.views(boxes, dtype, &memory)? });
+            let sink = Arc::new(BoxSink {
+                fqn: Arc::clone(&self.fqn),
+                boxes: self.views(boxes, dtype, &memory)?,
+            });
             self.reader.read(&self.metadata, &plan, sink).await?;
         }
         let read = memory.read();
@@ -152,6 +156,7 @@ fn bad_plan(fqn: &str, problem: String) -> CheckpointError {
 /// The memory of some boxes of one tensor, by the leaf of their items.
 #[derive(Debug)]
 struct BoxSink {
+    fqn: Arc<str>,
     boxes: Vec<(Region, TensorView)>,
 }
 
@@ -160,10 +165,11 @@ impl DataSink for BoxSink {
         let (ReadKind::Tensor { region, .. }, Some((whole, view))) =
             (&item.kind, self.boxes.get(item.leaf as usize))
         else {
-            return Err(bad_plan("", "an item that was not asked for".to_owned()));
+            return Err(bad_plan(&self.fqn, "an item that was not asked for".to_owned()));
         };
         let inner = region.relative_to(whole.offsets());
-        let inner = inner.ok_or_else(|| bad_plan("", format!("{region} outside of {whole}")))?;
+        let inner =
+            inner.ok_or_else(|| bad_plan(&self.fqn, format!("{region} outside of {whole}")))?;
         Ok(view.narrow(&inner)?)
     }
 
@@ -172,6 +178,6 @@ impl DataSink for BoxSink {
     }
 
     fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
-        Err(bad_plan("", "an object where a tensor was asked for".to_owned()))
+        Err(bad_plan(&self.fqn, "an object where a tensor was asked for".to_owned()))
     }
 }

@@ -1,6 +1,7 @@
 //! `dcp reshard`.
 
 use crate::args::{self, Writing};
+use crate::created::NewFolders;
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
@@ -22,9 +23,12 @@ pub(crate) fn write_checkpoint(
 ) -> Result<(), Failure> {
     let report = open::run(true, async {
         let source = open::source(source, Need::Whole).await?;
+        let folders = NewFolders::before(target);
         let writer = open::target_directory(target, writing.overwrite).await?;
         let bar = Bar::new(out, "writing");
-        Ok(dcp::convert::reshard(&source, &writer, ranks, &bar.options()).await?)
+        let report = dcp::convert::reshard(&source, &writer, ranks, &bar.options()).await?;
+        folders.keep();
+        Ok(report)
     })?;
     if writing.json {
         return out.json(&report);

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use dcp::convert::Summary;
 
 use crate::output::Output;
-use crate::style::{columns, printable, shorten, size};
+use crate::style::{columns, left, printable, right, shorten, size};
 
 /// Files that are listed at most.
 const LISTED: usize = 16;
@@ -31,13 +31,13 @@ pub(crate) fn render(summary: &Summary, out: &Output) -> String {
         if hidden > 0 && index == front {
             let _ = writeln!(text, "{}", style.dim(&format!("… {hidden} more files")));
         }
-        let file = shorten(&printable(file), name);
+        let file = left(&shorten(&printable(file), name), name);
         let line = match len {
             Some(len) => {
                 let bar = bar(*len, largest);
-                format!("{file:<name$}  {:>bytes$}  {}", size(*len), style.hue(0, &bar))
+                format!("{file}  {}  {}", right(&size(*len), bytes), style.hue(0, &bar))
             }
-            None => format!("{file:<name$}  {}", style.bad(&format!("{:>bytes$}", "missing"))),
+            None => format!("{file}  {}", style.bad(&right("missing", bytes))),
         };
         let _ = writeln!(text, "{}", line.trim_end());
     }

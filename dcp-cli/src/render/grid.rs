@@ -6,6 +6,7 @@ use dcp::convert::{ChunkSummary, TensorSummary};
 
 use crate::render::canvas::Canvas;
 use crate::render::shards::label;
+use crate::style::right;
 
 /// The lines that a picture may take.
 const HEIGHT: usize = 17;
@@ -140,7 +141,7 @@ impl Plane<'_> {
         }
         if let Some(rows) = self.rows {
             for (cut, line) in rows.cuts.iter().zip(down) {
-                canvas.text(1 + line, 2, &format!("{cut:>margin$}"), None);
+                canvas.text(1 + line, 2, &right(&cut.to_string(), margin), None);
             }
         }
     }

@@ -6,7 +6,7 @@ use dcp::convert::{ChunkSummary, TensorSummary};
 
 use crate::output::Output;
 use crate::render::grid::{Axis, Plane};
-use crate::style::{columns, count, printable, shorten, size, thousands};
+use crate::style::{columns, count, left, printable, right, shorten, size, thousands};
 
 /// Slices of a tensor with more than two cut axes that are drawn at most.
 const SLICES: usize = 6;
@@ -162,16 +162,17 @@ fn list(tensor: &TensorSummary, hues: &[usize], out: &Output) -> String {
     let mut text = String::new();
     for (index, (chunk, place)) in shown().zip(&places).enumerate() {
         let hue = hues.get(index).copied().unwrap_or(0);
-        let name = style.hue(hue, &format!("{:<label$}", self::label(index)));
+        let name = style.hue(hue, &left(&self::label(index), label));
         let file = match &chunk.file {
-            Some(file) => style.hue(hue, &format!("{:<names$}", file_name(file))),
-            None => style.bad(&format!("{:<names$}", "nowhere")),
+            Some(file) => style.hue(hue, &left(&file_name(file), names)),
+            None => style.bad(&left("nowhere", names)),
         };
-        let at = numbers(chunk.byte_offset);
-        let len = numbers(chunk.byte_len);
+        let at = right(&numbers(chunk.byte_offset), offset);
+        let len = right(&numbers(chunk.byte_len), stored);
         let empty = if chunk.sizes.contains(&0) { style.dim("  empty") } else { String::new() };
-        let bytes = style.dim(&format!("{len:>stored$} bytes at {at:>offset$}"));
-        let _ = writeln!(text, "  {name}  {place:<wide$}  {file}  {bytes}{empty}");
+        let bytes = style.dim(&format!("{len} bytes at {at}"));
+        let place = left(place, wide);
+        let _ = writeln!(text, "  {name}  {place}  {file}  {bytes}{empty}");
     }
     if tensor.chunks.len() > LISTED {
         let more = tensor.chunks.len() - LISTED;

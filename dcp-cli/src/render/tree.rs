@@ -8,7 +8,7 @@ use crate::output::Output;
 use crate::render::files;
 use crate::render::nest::{Node, nest};
 use crate::render::value::python;
-use crate::style::{columns, count, printable, shorten, size};
+use crate::style::{columns, count, left, printable, right, shorten, size};
 
 /// Layers that are alike are shown as one from this many on.
 const FOLD_FROM: usize = 3;
@@ -220,21 +220,21 @@ fn table(rows: &[Row], out: &Output) -> String {
             Cells::Group { bytes: total } => {
                 // Without tensors below there is nothing to say.
                 let total = if *total == 0 { String::new() } else { size(*total) };
-                let total = format!("{total:>bytes$}");
+                let total = right(&total, bytes);
                 let indent = " ".repeat(GAP + dtype + GAP + shape + GAP);
                 format!("{branches}{}{pad}{indent}{}", style.bold(&shown), style.dim(&total))
             }
             Cells::Tensor { dtype: kind, shape: sizes, bytes: len, shards: n, files } => {
-                let mut n = format!("{:<shards$}", count(*n, "shard"));
+                let mut n = left(&count(*n, "shard"), shards);
                 if shards == 0 {
                     n.clear();
                 }
                 let room = rest(name + fixed);
                 let files = if room < FILE_MIN { String::new() } else { shorten(files, room) };
-                let kind = style.dtype(&format!("{kind:<dtype$}"));
-                let len = size(*len);
+                let kind = style.dtype(&left(kind, dtype));
+                let (sizes, len) = (left(sizes, shape), right(&size(*len), bytes));
                 format!(
-                    "{branches}{shown}{pad}  {kind}  {sizes:<shape$}  {len:>bytes$}  {}  {}",
+                    "{branches}{shown}{pad}  {kind}  {sizes}  {len}  {}  {}",
                     style.dim(&n),
                     style.dim(&files)
                 )

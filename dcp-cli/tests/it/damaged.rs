@@ -43,6 +43,24 @@ fn a_flipped_bit_is_found_by_reading() {
 }
 
 #[test]
+fn a_refused_target_is_not_left_as_an_empty_folder() {
+    let folder = copy_of("fsdp2_adam_2r");
+    flip(&folder.path().join(FILE), CHUNK + 704);
+    let source = folder.path().display().to_string();
+    let place = tempfile::tempdir().unwrap();
+    let target = place.path().join("new/target");
+    let uri = target.display().to_string();
+    dcp(["reshard", &source, &uri, "--ranks", "2"]).fails(1, &[TENSOR, FILE, "CRC-32"]);
+    assert!(!place.path().join("new").exists());
+    dcp(["convert", &source, &uri, "--to", "dcp"]).fails(1, &[TENSOR]);
+    assert!(!place.path().join("new").exists());
+    // A folder that was there before stays.
+    fs::create_dir_all(&target).unwrap();
+    dcp(["reshard", &source, &uri, "--ranks", "2"]).fails(1, &[TENSOR]);
+    assert!(target.is_dir());
+}
+
+#[test]
 fn every_flipped_bit_of_a_record_is_found() {
     let clean = copy_of("zstd_2r");
     let (code, report) = verify(&clean, &["--deep"]);

@@ -1,0 +1,82 @@
+//! Folders that a command makes for its target, which a failure must not leave behind.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The folders that were missing when this was made. Those of them that are there, and empty,
+/// are removed when it is dropped without [`keep`](Self::keep).
+#[derive(Debug)]
+pub(crate) struct NewFolders {
+    /// The innermost first.
+    missing: Vec<PathBuf>,
+}
+
+impl NewFolders {
+    /// Looks at `uri` before anything is made there. One that is no path has no folders.
+    pub(crate) fn before(uri: &str) -> Self {
+        let path = match uri.split_once("://") {
+            Some(("file", path)) => path,
+            Some(_) => "",
+            None => uri,
+        };
+        let missing = Path::new(path)
+            .ancestors()
+            .take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists())
+            .map(Path::to_owned)
+            .collect();
+        Self { missing }
+    }
+
+    /// There is something in them now.
+    pub(crate) fn keep(mut self) {
+        self.missing.clear();
+    }
+}
+
+impl Drop for NewFolders {
+    fn drop(&mut self) {
+        for folder in &self.missing {
+            // One that was not made, or has something in it, is not to be removed.
+            if fs::remove_dir(folder).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_new_and_empty_folders_go() {
+        let place = tempfile::tempdir().unwrap();
+        let inner = place.path().join("a/b");
+        let uri = inner.display().to_string();
+        let folders = NewFolders::before(&uri);
+        fs::create_dir_all(&inner).unwrap();
+        drop(folders);
+        assert!(!place.path().join("a").exists());
+
+        let folders = NewFolders::before(&format!("file://{uri}"));
+        fs::create_dir_all(&inner).unwrap();
+        fs::write(place.path().join("a/other"), "x").unwrap();
+        drop(folders);
+        assert!(!inner.exists() && place.path().join("a/other").exists());
+
+        fs::create_dir_all(&inner).unwrap();
+        drop(NewFolders::before(&uri));
+        assert!(inner.exists(), "it was there before");
+        drop(NewFolders::before("s3://bucket/path"));
+    }
+
+    #[test]
+    fn what_was_written_stays() {
+        let place = tempfile::tempdir().unwrap();
+        let inner = place.path().join("new");
+        let folders = NewFolders::before(&inner.display().to_string());
+        fs::create_dir(&inner).unwrap();
+        folders.keep();
+        assert!(inner.exists());
+    }
+}

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use dcp_core::{StorageError, StorageOp};
 
-use crate::folder::Settled;
+use crate::folder;
 use crate::leftovers;
 use crate::root::Root;
 use crate::storage::{FsStorage, Shared};
@@ -45,8 +45,9 @@ impl Builder {
         self
     }
 
-    /// Whether to make the root folder, and those above it, if it is not there. By default its
-    /// absence is an error.
+    /// Whether to make the root folder, and those above it, if it is not there; then its name is
+    /// durable once it is open, unless [`sync`](Self::sync) is off. By default its absence is an
+    /// error.
     pub fn create(mut self, create: bool) -> Self {
         self.create = create;
         self
@@ -91,26 +92,71 @@ impl Builder {
             root: Arc::new(root),
             sync: self.sync,
             parallelism: self.parallelism,
-            settled: Settled::default(),
         }))
     }
 }
 
-/// Makes a folder and those above it; with `sync`, durably.
+/// Makes a folder and those above it; with `sync`, durably, also where another rank made it, which
+/// may have died before it came to that.
 fn create_folders(path: &Path, sync: bool) -> io::Result<()> {
-    if path.as_os_str().is_empty() || path.is_dir() {
+    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    let was_there = path.is_dir();
+    if !was_there {
+        create_folders(path.parent().unwrap_or(Path::new("")), sync)?;
+        match fs::create_dir(path) {
+            Err(error) if !path.is_dir() => return Err(error),
+            // Another rank may make the same folder at the same time.
+            _ => {}
+        }
+    }
+    if !sync {
         return Ok(());
     }
-    let parent = path.parent().unwrap_or(Path::new(""));
-    create_folders(parent, sync)?;
-    match fs::create_dir(path) {
-        Err(error) if !path.is_dir() => return Err(error),
-        // Another rank may make the same folder at the same time.
-        _ => {}
+    // Not the path's parent: the path may be a link to a folder elsewhere.
+    match File::open(path.join("..")).and_then(|above| folder::sync(&above.into())) {
+        // Then no rank of this user made the folder, and it was there before.
+        Err(error) if was_there && is_foreign(&error) => Ok(()),
+        outcome => outcome,
     }
-    if sync {
-        let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-        crate::folder::sync(&File::open(parent)?.into())?;
+}
+
+/// Whether the folder above belongs to somebody else, or to a file system that does not change.
+fn is_foreign(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+    use crate::folder::tests::syncs;
+
+    #[test]
+    fn the_name_of_a_root_that_somebody_else_made_is_durable_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("root");
+        fs::create_dir(&root).unwrap();
+        symlink("root", folder.path().join("link")).unwrap();
+        let open = |name: &str, create| {
+            Builder::new(folder.path().join(name)).create(create).open().unwrap();
+        };
+        assert!(syncs(folder.path(), || open("root", true)));
+        assert!(syncs(folder.path(), || open("link", true)));
+        assert!(syncs(folder.path(), || open("root/a/b", true)));
+        assert!(syncs(&root, || open("root/c/d", true)));
+        assert!(!syncs(folder.path(), || open("root", false)), "readers change nothing");
     }
-    Ok(())
+
+    #[test]
+    fn a_root_in_a_folder_that_may_not_be_read_opens() {
+        let folder = tempfile::tempdir().unwrap();
+        let above = folder.path().join("above");
+        fs::create_dir_all(above.join("root")).unwrap();
+        let allow = |mode| fs::set_permissions(&above, fs::Permissions::from_mode(mode)).unwrap();
+        allow(0o311);
+        let outcome = Builder::new(above.join("root")).create(true).open();
+        allow(0o700);
+        outcome.unwrap();
+    }
 }

@@ -1,18 +1,12 @@
 //! The folder in which an object's file is, and making it durable.
 
-use std::collections::HashSet;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, PoisonError};
 
-use rustix::fs::{AtFlags, FileType, Mode, fstat, fsync, mkdirat, statat};
+use rustix::fs::{AtFlags, FileType, Mode, fsync, mkdirat, statat};
 use rustix::io::Errno;
 
 use crate::root::{FOLDER, Root, split};
-
-/// Folders whose entries in the folders above are known to be durable, by device and inode.
-#[derive(Debug, Default)]
-pub(crate) struct Settled(Mutex<HashSet<(u64, u64)>>);
 
 /// Opens the folder at `path`, and makes it and those above it where they are missing.
 pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {
@@ -31,38 +25,24 @@ pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {
     }
 }
 
-/// Makes the names of the folder at `path` and of those above it durable, whoever made them: the
-/// one that did may not have come to it yet.
-pub(crate) fn settle(
-    root: &Root,
-    path: &str,
-    folder: &OwnedFd,
-    settled: &Settled,
-) -> io::Result<()> {
-    /// Forgetting costs a few syncs; a storage of many folders should not cost memory.
-    const REMEMBERED: usize = 1024;
-    let stat = fstat(folder)?;
-    #[allow(clippy::unnecessary_cast, reason = "the types differ by system")]
-    let id = (stat.st_dev as u64, stat.st_ino as u64);
-    let Settled(known) = settled;
-    if known.lock().unwrap_or_else(PoisonError::into_inner).contains(&id) {
-        return Ok(());
-    }
+/// Makes the names of the folder at `path` and of those above it durable.
+///
+/// Every write does so, whoever made the folders and however often it wrote there: who made one may
+/// have died before it came to it, and nothing tells a folder that was made anew from the old one,
+/// not even its inode. A folder in which nothing has changed costs hardly anything to sync.
+pub(crate) fn settle(root: &Root, path: &str) -> io::Result<()> {
     let mut path = path;
     while let Some((above, _)) = split(path) {
         sync(&root.open_below(above, FOLDER)?)?;
         path = above;
     }
-    let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-    if known.len() >= REMEMBERED {
-        known.clear();
-    }
-    known.insert(id);
     Ok(())
 }
 
 /// Makes what was created, renamed or removed in the folder durable.
 pub(crate) fn sync(folder: &OwnedFd) -> io::Result<()> {
+    #[cfg(test)]
+    tests::note(folder);
     match fsync(folder) {
         // Some network and user-space file systems have no such call on folders; there, names are
         // as durable as the server makes them.
@@ -75,4 +55,73 @@ pub(crate) fn sync(folder: &OwnedFd) -> io::Result<()> {
 pub(crate) fn holds_folder(folder: &OwnedFd, name: &str) -> bool {
     statat(folder, name, AtFlags::SYMLINK_NOFOLLOW)
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::cell::RefCell;
+    use std::fs;
+    use std::os::unix::fs::MetadataExt;
+    use std::path::Path;
+
+    use dcp_core::{Key, PutMode, Storage};
+    use futures_util::FutureExt;
+    use rustix::fs::fstat;
+
+    use super::*;
+    use crate::FsStorage;
+
+    thread_local! {
+        static SYNCED: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// Remembers that this thread synced a folder, which leaves no trace that could be seen.
+    pub(super) fn note(folder: &OwnedFd) {
+        let inode = fstat(folder).unwrap().st_ino;
+        SYNCED.with_borrow_mut(|synced| synced.push(inode));
+    }
+
+    /// Whether this thread synced the folder during `work`.
+    pub(crate) fn syncs(folder: &Path, work: impl FnOnce()) -> bool {
+        SYNCED.take();
+        work();
+        SYNCED.take().contains(&fs::metadata(folder).unwrap().ino())
+    }
+
+    fn put(storage: &FsStorage, key: &str) {
+        let key = Key::new(key).unwrap();
+        // Without a runtime, a write happens on this thread.
+        storage.put(&key, "x".into(), PutMode::Overwrite).now_or_never().unwrap().unwrap();
+    }
+
+    #[test]
+    fn a_folder_that_somebody_made_anew_is_durable_too() {
+        let root = tempfile::tempdir().unwrap();
+        let storage = FsStorage::open(root.path()).unwrap();
+        fs::create_dir(root.path().join("a")).unwrap();
+        let above = [root.path().to_owned(), root.path().join("a")];
+        for _ in 0..3 {
+            // The system is free to give a new folder the number of the old one.
+            fs::create_dir(root.path().join("a/b")).unwrap();
+            for folder in &above {
+                assert!(syncs(folder, || put(&storage, "a/b/x")));
+                assert!(syncs(folder, || put(&storage, "a/b/x")));
+            }
+            fs::remove_dir_all(root.path().join("a/b")).unwrap();
+        }
+    }
+
+    #[test]
+    fn without_sync_nothing_is_synced() {
+        let root = tempfile::tempdir().unwrap();
+        let made = root.path().join("made");
+        for folder in [root.path(), &made] {
+            assert!(!syncs(folder, || {
+                let storage = FsStorage::builder(&made).create(true).sync(false).open().unwrap();
+                put(&storage, "a/x");
+            }));
+            fs::remove_dir_all(&made).unwrap();
+            fs::create_dir(&made).unwrap();
+        }
+    }
 }

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use crate::blocking::blocking;
 use crate::builder::Builder;
 use crate::error::{classify, is_absence, is_folder, on_key};
-use crate::folder::{self, Settled, holds_folder, open_or_create, settle};
+use crate::folder::{self, holds_folder, open_or_create, settle};
 use crate::leftovers;
 use crate::owner::is_temp;
 use crate::root::{FOLDER, LOOK, Root, split};
@@ -37,7 +37,6 @@ pub(crate) struct Shared {
     pub(crate) root: Arc<Root>,
     pub(crate) sync: bool,
     pub(crate) parallelism: u16,
-    pub(crate) settled: Settled,
 }
 
 impl FsStorage {
@@ -96,7 +95,7 @@ impl Shared {
         let create = || {
             let folder = open_or_create(&self.root, path)?;
             if self.sync {
-                settle(&self.root, path, &folder, &self.settled)?;
+                settle(&self.root, path)?;
             }
             Temp::create(folder)
         };

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -26,12 +27,13 @@ pub(super) struct Edge {
     pub(super) peer: Rank,
     pub(super) is_parent: bool,
     writer: Mutex<Option<Arc<TcpStream>>>,
+    is_deaf: AtomicBool,
 }
 
 impl Edge {
     pub(super) fn new(neighbor: Neighbor) -> Self {
         let Neighbor { rank: peer, is_parent, stream } = neighbor;
-        Self { peer, is_parent, writer: Mutex::new(Some(stream)) }
+        Self { peer, is_parent, writer: Mutex::new(Some(stream)), is_deaf: AtomicBool::new(false) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<TcpStream>>> {
@@ -49,8 +51,19 @@ impl Edge {
             .and_then(|bytes| stream.write_all(&bytes));
         if let Err(error) = sent {
             tracing::debug!(peer = self.peer, %error, "a neighbor does not listen");
+            // A connection that broke ends by itself. One that stalled must be ended on both
+            // sides, or the ranks behind it would wait their whole deadline for news.
+            if wire::is_pause(&error) {
+                self.is_deaf.store(true, Ordering::SeqCst);
+                drop(stream.shutdown(Shutdown::Both));
+            }
             *writer = None;
         }
+    }
+
+    /// Whether the connection was ended because the neighbor took nothing for too long.
+    pub(super) fn is_deaf(&self) -> bool {
+        self.is_deaf.load(Ordering::SeqCst)
     }
 
     /// Says that nothing more will be sent.

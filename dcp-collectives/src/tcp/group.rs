@@ -269,7 +269,11 @@ impl Group {
         if self.is_closing() || said_bye {
             return;
         }
+        let is_deaf = |edge: &Edge| edge.peer == peer && edge.is_deaf();
         let message = match outcome {
+            Ok(()) if self.edges.iter().any(is_deaf) => {
+                "it does not read what it is told".to_owned()
+            }
             Ok(()) => "its process ended".to_owned(),
             Err(error) => format!("its connection broke: {error}"),
         };
@@ -375,4 +379,48 @@ impl Group {
 
 fn left(rank: Rank, op: Op) -> Poison {
     Poison::Lost { rank, op, message: "it left the group".to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::thread;
+
+    use socket2::SockRef;
+
+    use super::*;
+
+    /// A connection whose buffers are as small as the system allows.
+    fn narrow() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        SockRef::from(&listener).set_recv_buffer_size(1).unwrap();
+        let here = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        SockRef::from(&here).set_send_buffer_size(1).unwrap();
+        (here, listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn a_neighbor_that_does_not_read_is_lost_and_learns_it_when_it_does() {
+        let (here, mut there) = narrow();
+        let here = Arc::new(here);
+        let neighbor = Neighbor { rank: 1, is_parent: false, stream: Arc::clone(&here) };
+        let deadline = Duration::from_secs(60);
+        let group = Group::new(0, 0, 2, deadline, Default::default(), vec![neighbor]);
+        let poison = thread::scope(|scope| {
+            scope.spawn(|| group.listen(1, &here));
+            let begun = Instant::now();
+            while group.poison().is_none() && begun.elapsed() < deadline / 6 {
+                group.tell_all(&Control::Waiting { who: 0, seq: 0, on: 1 }, None);
+            }
+            let poison = group.poison();
+            there.set_read_timeout(Some(deadline / 6)).unwrap();
+            let end = there.read_to_end(&mut Vec::new());
+            group.close();
+            drop(there);
+            end.expect("the neighbor would wait for news that never come");
+            poison
+        });
+        let expected = "it does not read what it is told".to_owned();
+        assert_eq!(poison, Some(Poison::Lost { rank: 1, op: Op::Idle, message: expected }));
+    }
 }

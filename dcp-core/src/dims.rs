@@ -12,6 +12,9 @@ use smallvec::SmallVec;
 pub struct Dims(SmallVec<[u64; 4]>);
 
 impl Dims {
+    /// The most axes that a stored tensor may have: what most of PyTorch's operations take.
+    pub const MAX_AXES: usize = 64;
+
     /// `ndim` zeros.
     #[must_use]
     pub fn zeros(ndim: usize) -> Self {

@@ -27,6 +27,7 @@ mod error;
 mod key;
 mod memory;
 mod metadata;
+mod overlap;
 mod payload;
 mod plan;
 mod region;
@@ -52,6 +53,7 @@ pub use metadata::{
     CheckpointMetadata, ChunkRef, ChunkTable, Encoding, Entry, FileId, Layout, ObjectEntry,
     PathItem, Placement, Provenance, StatePath, TensorEntry, TensorProperties,
 };
+pub use overlap::{TooIrregular, find_overlap};
 pub use payload::Payload;
 pub use plan::{
     GlobalPlan, LeafKind, LoadPlan, LoadPlanner, LoadReport, PlanContext, PlanKey, ReadItem,

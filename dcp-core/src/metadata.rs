@@ -277,11 +277,13 @@ impl CheckpointMetadata {
 
     /// The position of an encoding, added if need be.
     ///
-    /// Returns `None` past 2^16 different encodings.
+    /// Returns `None` past 256 different encodings, far more than any save makes; a hostile file
+    /// with one for each item is not worth a look-up.
     pub fn intern_encoding(&mut self, encoding: &Encoding) -> Option<u16> {
+        const ENCODINGS_MAX: usize = 256;
         let known = self.encodings.iter().position(|e| e == encoding);
         let index = known.unwrap_or(self.encodings.len());
-        let id = u16::try_from(index).ok()?;
+        let id = u16::try_from(index).ok().filter(|_| index < ENCODINGS_MAX)?;
         if known.is_none() {
             self.encodings.push(encoding.clone());
         }
@@ -496,5 +498,11 @@ mod tests {
         assert_eq!(metadata.intern_encoding(&Encoding::default()), Some(0));
         assert_eq!(metadata.intern_encoding(&raw), Some(1));
         assert_eq!(metadata.intern_encoding(&raw), Some(1));
+        let other = |n: u16| raw.clone().with_transforms([n.to_string().into()]);
+        for n in 2..256 {
+            assert_eq!(metadata.intern_encoding(&other(n)), Some(n));
+        }
+        assert_eq!(metadata.intern_encoding(&other(256)), None);
+        assert_eq!(metadata.intern_encoding(&other(7)), Some(7));
     }
 }

@@ -91,7 +91,8 @@ impl Region {
     /// The number of elements; 1 for a box without axes.
     #[must_use]
     pub fn volume(&self) -> u64 {
-        self.sizes.iter().product()
+        // Only a box that has elements has few enough of them to be counted.
+        self.sizes.checked_volume().unwrap_or(0)
     }
 
     /// Whether the box holds no element.
@@ -211,6 +212,9 @@ pub struct Runs {
 impl Runs {
     fn new(region: &Region, shape: &[u64]) -> Self {
         debug_assert_eq!(region.ndim(), shape.len(), "box and array differ in axes");
+        if region.is_empty() {
+            return Self { outer: Vec::new(), index: Vec::new(), next: 0, run: 0, left: 0 };
+        }
         let ndim = shape.len();
         let mut stride = 1_u64;
         let mut strides = vec![1_u64; ndim];
@@ -223,18 +227,23 @@ impl Runs {
         let mut run = 1_u64;
         while split > 0 {
             split -= 1;
-            run *= region.sizes[split];
+            run = run.saturating_mul(region.sizes[split]);
             if region.sizes[split] != shape[split] {
                 break;
             }
         }
         let outer: Vec<_> = (0..split).map(|axis| (region.sizes[axis], strides[axis])).collect();
-        let next = region.offsets.iter().zip(&strides).map(|(o, s)| o.saturating_mul(*s)).sum();
-        let left = if region.is_empty() { 0 } else { outer.iter().map(|(size, _)| size).product() };
+        let next = region
+            .offsets
+            .iter()
+            .zip(&strides)
+            .map(|(o, s)| o.saturating_mul(*s))
+            .fold(0, u64::saturating_add);
+        let left = outer.iter().map(|(size, _)| *size).fold(1, u64::saturating_mul);
         Self { index: vec![0; outer.len()], outer, next, run, left }
     }
 
-    /// Elements in each run; all runs are equally long.
+    /// Elements in each run; all runs are equally long. 0 where there are none.
     #[must_use]
     pub fn run_len(&self) -> u64 {
         self.run
@@ -296,6 +305,9 @@ mod tests {
         assert_eq!(runs(&[1, 1], &[2, 2], &[5, 4]), [(5, 2), (9, 2)]);
         assert_eq!(runs(&[], &[], &[]), [(0, 1)]);
         assert_eq!(runs(&[0, 0], &[0, 4], &[5, 4]), []);
+        let huge = [1 << 40, 1 << 40, 0];
+        assert_eq!(runs(&[0, 0, 0], &huge, &huge), []);
+        assert_eq!(region(&[0, 0, 0], &huge).volume(), 0);
         assert_eq!(runs(&[0, 1, 0], &[2, 1, 3], &[2, 2, 3]), [(3, 3), (9, 3)]);
     }
 

@@ -305,10 +305,13 @@ impl TensorView {
                 rank: None,
             });
         }
-        let skipped: u64 = region.offsets().iter().zip(&self.strides).map(|(o, s)| o * s).sum();
-        let skipped = usize::try_from(skipped).unwrap_or(usize::MAX) * self.dtype.size();
-        let byte_offset =
-            if region.is_empty() { self.byte_offset } else { self.byte_offset + skipped };
+        let byte_offset = if region.is_empty() {
+            self.byte_offset
+        } else {
+            let skipped: u64 = region.offsets().iter().zip(&self.strides).map(|(o, s)| o * s).sum();
+            // It fits: the constructor saw elements behind it end inside the memory.
+            self.byte_offset + skipped as usize * self.dtype.size()
+        };
         Ok(Self {
             memory: self.memory.clone(),
             dtype: self.dtype,
@@ -319,9 +322,12 @@ impl TensorView {
     }
 
     /// How many bytes of the view, taken in row-major order, lie together in memory at a time:
-    /// all of them when the view is contiguous.
+    /// all of them when the view is contiguous, 0 when it is empty.
     #[must_use]
     pub fn run_bytes(&self) -> u64 {
+        if self.shape.contains(&0) {
+            return 0;
+        }
         let mut run = 1_u64;
         for axis in (0..self.shape.ndim()).rev() {
             if self.shape[axis] != 1 && self.strides[axis] != run {
@@ -343,8 +349,9 @@ impl TensorView {
     pub fn runs(&self) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
         let run_bytes = self.run_bytes();
         let total = self.byte_len();
+        let ndim = if total == 0 { 0 } else { self.shape.ndim() };
         // The axes in front of those that make up a run are walked one index at a time.
-        let mut outer = self.shape.ndim();
+        let mut outer = ndim;
         let mut run = self.dtype.size() as u64;
         while outer > 0 && run < run_bytes {
             outer -= 1;
@@ -355,7 +362,8 @@ impl TensorView {
         }
         let shape: Vec<u64> = self.shape[..outer].to_vec();
         let element = self.dtype.size() as u64;
-        let strides: Vec<u64> = self.strides[..outer].iter().map(|s| s * element).collect();
+        let strides: Vec<u64> =
+            self.strides[..outer].iter().map(|s| s.wrapping_mul(element)).collect();
         let count = if total == 0 { 0 } else { total / run_bytes };
         let mut index = vec![0_u64; outer];
         let mut at = self.byte_offset as u64;
@@ -363,11 +371,13 @@ impl TensorView {
             let start = at;
             for axis in (0..index.len()).rev() {
                 index[axis] += 1;
-                at += strides[axis];
+                // The stride of an axis of one index means nothing and may be any number; what it
+                // adds is taken back at once.
+                at = at.wrapping_add(strides[axis]);
                 if index[axis] < shape[axis] {
                     break;
                 }
-                at -= strides[axis] * shape[axis];
+                at = at.wrapping_sub(strides[axis].wrapping_mul(shape[axis]));
                 index[axis] = 0;
             }
             // Both fit: the constructor saw the last element end inside the memory.
@@ -500,6 +510,10 @@ mod tests {
     fn degenerate_views() {
         assert_eq!(view(&[], &[], 23).payload().unwrap().to_bytes(), [23][..]);
         assert!(view(&[0, 5], &[5, 1], 0).payload().unwrap().is_empty());
+        let huge = view(&[1 << 40, 1 << 40, 0], &[1, 1, 1], 0);
+        assert_eq!((huge.run_bytes(), huge.byte_len(), huge.runs().count()), (0, 0, 0));
+        assert!(huge.is_contiguous());
+        assert!(view(&[2, 1, 2], &[4, u64::MAX, 2], 0).runs().eq([0..1, 2..3, 4..5, 6..7]));
         assert!(view(&[1, 3, 1], &[99, 1, 7], 2).runs().eq(std::iter::once(2..5)));
         let memory = HostMemory::zeroed(4);
         assert!(TensorView::strided(memory, DType::Int32, [2], vec![1], 0).is_err());

@@ -13,7 +13,6 @@ mod cache;
 mod filter;
 mod flatten;
 mod load;
-mod overlap;
 mod placement;
 mod python_str;
 mod save;

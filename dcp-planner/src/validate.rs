@@ -5,10 +5,8 @@
 
 use dcp_core::{
     CheckpointMetadata, ChunkRef, ChunkTable, Dims, Entry, Layout, PlanError, Rank, TensorEntry,
-    checked_volume,
+    checked_volume, find_overlap,
 };
-
-use crate::overlap::{Row, find_overlap};
 
 /// Chunks outside their tensor that are reported for one tensor.
 const MAX_OUTSIDE: usize = 8;
@@ -98,7 +96,7 @@ pub(crate) fn check_chunks(
         errors.push(unsupported(fqn, &problem));
         return;
     }
-    let mut inside: Vec<Row<'_>> = Vec::with_capacity(chunks.len());
+    let mut inside: Vec<(&[u64], &[u64])> = Vec::with_capacity(chunks.len());
     let mut outside = 0_usize;
     let mut volume = 0_u128;
     for (index, chunk) in chunks.iter().enumerate() {
@@ -120,8 +118,7 @@ pub(crate) fn check_chunks(
     match find_overlap(&inside) {
         Ok(None) => {}
         Ok(Some((first, second))) => {
-            let shown =
-                |(offsets, sizes): Row<'_>| shown(ChunkRef { offsets, sizes, placement: None });
+            let shown = |(offsets, sizes)| shown(ChunkRef { offsets, sizes, placement: None });
             errors.push(PlanError::Overlap {
                 fqn: fqn.to_owned(),
                 first: shown(inside[first.min(second)]),

@@ -202,6 +202,7 @@ impl Blob {
             ScatterError::Loan(source) => {
                 CheckpointError::Memory { fqn: self.fqn.to_string(), source }
             }
+            ScatterError::Source(error) => self.locate(error),
             ScatterError::Short => {
                 let problem = format!("it has fewer than its {} bytes", self.raw_len());
                 self.locate(FormatError::new("tensor", problem))

@@ -2,9 +2,10 @@
 
 use std::collections::{HashMap, HashSet};
 
+use bytes::Bytes;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Payload, PutMode, SaveSession,
-    Storage, StorageError, StorageErrorKind, StorageExt as _, WriteReport,
+    Storage, StorageError, StorageErrorKind, StorageExt as _, StorageOp, WriteReport,
 };
 use futures_util::StreamExt as _;
 use futures_util::stream;
@@ -13,10 +14,13 @@ use super::names::{METADATA, sidecar as sidecar_name};
 use super::sidecar::Sidecar;
 use super::writer::Options;
 
+/// `seen` is the CRC-32 of the `.metadata` that the session began with, the inner `None` where
+/// there was none; the outer where that is not known.
 pub(super) async fn commit(
     storage: &dyn Storage,
     options: &Options,
     session: SaveSession,
+    seen: Option<Option<u32>>,
     metadata: &CheckpointMetadata,
     reports: Vec<WriteReport>,
 ) -> Result<(), CheckpointError> {
@@ -28,13 +32,25 @@ pub(super) async fn commit(
     let bytes = crate::metadata::encode(metadata, options.profile)?;
     let crc32 = crc32fast::hash(&bytes);
     let mut kept: HashSet<Key> = files.iter().map(|(key, _)| key.clone()).collect();
+    let sidecar = sidecar_name(crc32).map_err(StorageError::from)?;
     if options.sidecar {
-        let sidecar = Sidecar::new(world_size, session.generation, crc32, &files).encode()?;
-        let key = sidecar_name(crc32).map_err(StorageError::from)?;
-        storage.put(&key, Payload::from(sidecar), PutMode::Overwrite).await?;
-        kept.insert(key);
+        let content = Sidecar::new(world_size, session.generation, crc32, &files).encode()?;
+        storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
+        kept.insert(sidecar.clone());
     }
     let key = Key::new(METADATA).map_err(StorageError::from)?;
+    if let Some(seen) = seen {
+        let now = current(storage).await?.map(|bytes| crc32fast::hash(&bytes));
+        if now != seen {
+            if options.sidecar && now != Some(crc32) {
+                remove(storage, vec![sidecar]).await;
+            }
+            let message = "another save was committed here since this one began";
+            let kind = StorageErrorKind::AlreadyExists;
+            let error = StorageError::new(kind, StorageOp::Put, Some(key)).with_message(message);
+            return Err(error.into());
+        }
+    }
     if let Err(error) = storage.put(&key, bytes.clone().into(), PutMode::Overwrite).await {
         // The reply may have been lost, not the request.
         let found = if error.is_retryable() { storage.read_all(&key).await.ok() } else { None };
@@ -44,8 +60,17 @@ pub(super) async fn commit(
     }
 
     let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
-    remove(storage, stale).await;
+    remove_unreferenced(storage, stale, &bytes).await;
     Ok(())
+}
+
+/// The `.metadata` that is there now.
+pub(super) async fn current(storage: &dyn Storage) -> Result<Option<Bytes>, StorageError> {
+    match storage.read_all(&Key::new(METADATA)?).await {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Every file that a placement refers to was written, and every written file has its length.
@@ -90,21 +115,33 @@ fn is_placed(entry: &Entry) -> bool {
 
 /// Removes what a failed save wrote, unless a `.metadata` refers to it: that a commit was reported
 /// as failed does not prove that it was.
-pub(super) async fn remove_uncommitted(storage: &dyn Storage, mut keys: Vec<Key>) {
-    let Ok(key) = Key::new(METADATA) else { return };
-    match storage.read_all(&key).await {
-        Ok(bytes) => match crate::metadata::decode(&bytes) {
-            Ok(metadata) => keys.retain(|key| !metadata.files().contains(key)),
-            Err(error) => return tracing::warn!(%error, "files of a failed save are left"),
-        },
-        Err(error) if error.kind() == StorageErrorKind::NotFound => {}
-        Err(error) => return tracing::warn!(%error, "files of a failed save are left"),
+pub(super) async fn remove_uncommitted(storage: &dyn Storage, keys: Vec<Key>) {
+    remove_unreferenced(storage, keys, &[]).await;
+}
+
+/// Removes files to which the `.metadata` that is there now does not refer; none when that cannot
+/// be told. One that is `known` refers to none of them.
+async fn remove_unreferenced(storage: &dyn Storage, mut keys: Vec<Key>, known: &[u8]) {
+    let now = match current(storage).await {
+        Ok(Some(bytes)) if *bytes == *known => None,
+        Ok(now) => now,
+        Err(error) => return tracing::warn!(%error, "files that are not needed are left"),
+    };
+    if let Some(bytes) = now {
+        let sidecar = sidecar_name(crc32fast::hash(&bytes)).ok();
+        match crate::metadata::decode(&bytes) {
+            Ok(metadata) => {
+                let needed: HashSet<&Key> = metadata.files().iter().chain(&sidecar).collect();
+                keys.retain(|key| !needed.contains(key));
+            }
+            Err(error) => return tracing::warn!(%error, "files that are not needed are left"),
+        }
     }
     remove(storage, keys).await;
 }
 
 /// Removes files; what cannot be removed is reported and stays, referred to by nothing.
-pub(super) async fn remove(storage: &dyn Storage, keys: Vec<Key>) {
+async fn remove(storage: &dyn Storage, keys: Vec<Key>) {
     let deletions = keys
         .into_iter()
         .map(|key| async move { (storage.delete(&key).await, key) })

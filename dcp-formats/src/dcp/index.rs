@@ -13,8 +13,9 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use super::merge::Merger;
 use super::names::{METADATA, Named};
-use super::{overlap, safetensors_files};
+use super::safetensors_files;
 use crate::detect::detect;
+use crate::metadata::check_chunks;
 
 /// A checked index.
 #[derive(Clone, Debug)]
@@ -38,7 +39,7 @@ pub(super) async fn load(
         }
         None => (merge_ranks(storage, &mut warnings).await?, None),
     };
-    check_geometry(&metadata, tolerant, &mut warnings)?;
+    check_geometry(&metadata, crc32.is_some(), tolerant, &mut warnings)?;
     let file_lens = stat_files(&**storage, &metadata).await?;
     safetensors_files::locate(&**storage, &mut metadata, &file_lens).await?;
     match check_placements(&metadata, &file_lens) {
@@ -74,13 +75,16 @@ async fn warn_of_rank_files(
     storage: &dyn Storage,
     warnings: &mut Vec<String>,
 ) -> Result<(), CheckpointError> {
-    let first = Key::new("__0.metadata").map_err(StorageError::from)?;
-    if storage.contains(&first).await? {
-        warnings.push(
-            "there are both a .metadata, which is used, and the __*.metadata of a save without \
-             collectives: one of the two is of another save"
-                .into(),
-        );
+    let mut objects = storage.list(None);
+    while let Some(meta) = objects.next().await {
+        if let Some(Named::RankMetadata { .. }) = Named::parse(&meta?.key) {
+            warnings.push(
+                "there are both a .metadata, which is used, and the __*.metadata of a save \
+                 without collectives: one of the two is of another save"
+                    .into(),
+            );
+            break;
+        }
     }
     Ok(())
 }
@@ -114,29 +118,37 @@ async fn merge_ranks(
             let storage = Arc::clone(storage);
             async move {
                 let bytes = storage.read_all(&key).await?;
-                Ok::<_, CheckpointError>(decode(key.as_str(), &bytes)?)
+                let metadata = decode(key.as_str(), &bytes)?;
+                Ok::<_, CheckpointError>((key, metadata))
             }
         })
         .collect::<Vec<_>>();
     let mut all = stream::iter(reads).buffered(parallelism(&**storage));
     let mut merger = Merger::default();
-    while let Some(metadata) = all.try_next().await? {
-        merger.add(&metadata)?;
+    while let Some((key, metadata)) = all.try_next().await? {
+        merger.add(&metadata).map_err(|error| error.in_file(key.as_str(), 0))?;
     }
     Ok(merger.finish(warnings))
 }
 
+/// `one_file` says whether the metadata is that of the one `.metadata`.
 fn check_geometry(
     metadata: &CheckpointMetadata,
+    one_file: bool,
     tolerant: bool,
     warnings: &mut Vec<String>,
 ) -> Result<(), FormatError> {
     for (fqn, entry) in metadata.iter() {
         if let Entry::Tensor(tensor) = entry {
             let bad = |problem| {
-                FormatError::new("metadata", format!("{fqn:?}: {problem}")).in_file(METADATA, 0)
+                let problem = format!("{fqn:?}: {problem}");
+                if one_file {
+                    FormatError::new("metadata", problem).in_file(METADATA, 0)
+                } else {
+                    FormatError::new("metadata, merged from those of all ranks", problem)
+                }
             };
-            match overlap::check(tensor) {
+            match check_chunks(tensor) {
                 Ok(None) => {}
                 Ok(Some(warning)) => warnings.push(format!("{fqn:?}: {warning}")),
                 Err(problem) if tolerant => warnings.push(format!("{fqn:?}: {problem}")),

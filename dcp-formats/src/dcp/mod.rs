@@ -9,7 +9,6 @@ mod direct;
 mod index;
 mod merge;
 pub(crate) mod names;
-mod overlap;
 mod pieces;
 mod place;
 mod read;

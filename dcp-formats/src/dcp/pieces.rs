@@ -4,7 +4,7 @@
 use std::iter::Peekable;
 use std::ops::Range;
 
-use dcp_core::{LoanError, Region, Runs, TensorView};
+use dcp_core::{FormatError, LoanError, Region, Runs, TensorView};
 
 /// Pieces from this length on are read straight into their destination.
 const DIRECT_MIN: u64 = 4096;
@@ -63,7 +63,8 @@ impl Iterator for Pieces {
     fn next(&mut self) -> Option<Piece> {
         if self.src_left.is_empty() {
             let (start, len) = self.src.next()?;
-            self.src_left = start * self.element..(start + len) * self.element;
+            let end = start.saturating_add(len).saturating_mul(self.element);
+            self.src_left = start.saturating_mul(self.element)..end;
         }
         if self.dst_left.is_empty() {
             self.dst_left = self.dst.next()?;
@@ -187,13 +188,27 @@ impl Iterator for Fetches {
 }
 
 /// Copies pieces out of `bytes`, which begin at byte `start` of the chunk.
-///
-/// Pieces that lie together in memory share a loan.
 pub(super) fn scatter(
     view: &TensorView,
     pieces: impl IntoIterator<Item = Piece>,
     bytes: &[u8],
     start: u64,
+) -> Result<(), ScatterError> {
+    fill(view, pieces, |src, out| {
+        let from = src.checked_sub(start).and_then(|from| usize::try_from(from).ok());
+        let source = from.and_then(|from| bytes.get(from..)?.get(..out.len()));
+        out.copy_from_slice(source.ok_or(ScatterError::Short)?);
+        Ok(())
+    })
+}
+
+/// Lets `source` fill the memory of each piece with the bytes of the chunk from the given one on.
+///
+/// Pieces that lie together in memory share a loan.
+pub(super) fn fill(
+    view: &TensorView,
+    pieces: impl IntoIterator<Item = Piece>,
+    mut source: impl FnMut(u64, &mut [u8]) -> Result<(), ScatterError>,
 ) -> Result<(), ScatterError> {
     let mut pieces = pieces.into_iter().peekable();
     let mut group: Vec<Piece> = Vec::new();
@@ -201,19 +216,17 @@ pub(super) fn scatter(
         let mut whole = first.dst.clone();
         group.clear();
         group.push(first);
-        while let Some(next) = pieces.next_if(|next| next.dst.start == whole.end) {
+        while group.len() < SCATTER_MAX
+            && let Some(next) = pieces.next_if(|next| next.dst.start == whole.end)
+        {
             whole.end = next.dst.end;
             group.push(next);
         }
-        let mut loan = view.memory().lend(whole.clone()).map_err(ScatterError::Loan)?;
+        let mut loan = view.memory().lend(whole).map_err(ScatterError::Loan)?;
+        let mut rest = &mut loan[..];
         for piece in &group {
-            let from = usize::try_from(piece.src.saturating_sub(start)).unwrap_or(usize::MAX);
-            let source = from
-                .checked_add(piece.dst.len())
-                .and_then(|to| bytes.get(from..to))
-                .ok_or(ScatterError::Short)?;
-            let at = piece.dst.start - whole.start;
-            loan[at..at + source.len()].copy_from_slice(source);
+            let out = rest.split_off_mut(..piece.dst.len()).ok_or(ScatterError::Short)?;
+            source(piece.src, out)?;
         }
     }
     Ok(())
@@ -226,6 +239,8 @@ pub(super) enum ScatterError {
     Loan(LoanError),
     /// The source has fewer bytes than the pieces say.
     Short,
+    /// The source is damaged.
+    Source(FormatError),
 }
 
 #[cfg(test)]

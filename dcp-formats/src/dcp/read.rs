@@ -31,7 +31,7 @@ pub(super) struct Context {
     pub(super) scratch_per_request: u64,
     progress: Option<Progress>,
     parallelism: usize,
-    scratch: u64,
+    pub(super) scratch: u64,
     bytes_read: AtomicU64,
     /// Large blobs that turned out to need decoding.
     to_decode: Mutex<Vec<Blob>>,
@@ -175,8 +175,10 @@ fn joins(ctx: &Context, span: &[Blob], blob: &Blob) -> bool {
             <= ctx.scratch_per_request
 }
 
-/// What a blob takes in memory while it is decoded, in bytes. How large a compressed object gets
-/// is not known before.
+/// What a blob takes in memory from its read to its delivery, in bytes.
+///
+/// How large a compressed object gets is not known before, but blobs are decoded one at a time
+/// (all of a load is one task), within the limits of [`read_span`].
 fn memory_to_decode(blob: &Blob) -> u64 {
     let decoded = if blob.encoding.transforms.is_empty() { 0 } else { blob.raw_len() };
     blob.placement.byte_len.saturating_add(decoded)

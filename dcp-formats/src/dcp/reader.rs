@@ -116,7 +116,9 @@ impl DcpReaderBuilder {
     }
 
     /// The memory for what cannot be read straight into place, in bytes; 64 MiB by default. One
-    /// tensor that has to be decoded as a whole (compressed, transposed) may take more.
+    /// tensor that has to be read as a whole (compressed, transposed) may take more. A compressed
+    /// item may become as large as this, or 256 times its stored bytes, where those are more; a
+    /// chunk also 1 GiB, or twice what is wanted of it. Anything larger is an error.
     pub fn scratch_bytes(mut self, bytes: u64) -> Self {
         self.reader.scratch_bytes = bytes;
         self

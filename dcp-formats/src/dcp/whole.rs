@@ -6,15 +6,20 @@ use bytes::Bytes;
 use dcp_core::{CheckpointError, FormatError, Layout};
 
 use super::blobs::{Blob, Content};
-use super::pieces::{Pieces, scatter};
+use super::pieces::{Pieces, ScatterError, fill, scatter};
 use super::read::Context;
 use super::transform::undo;
 use crate::torch_object::decode_object;
-use crate::torch_tensor::TensorBlob;
+use crate::torch_tensor::{ByteOrder, TensorBlob, TensorLayout};
 use crate::torch_zip::{Method, Sparse};
 
-/// What a compressed object may become.
+/// What may always be decompressed of a chunk, though only a part of it is wanted.
+const CHUNK_MAX: u64 = 1 << 30;
+/// The most bytes that an object may have, compressed or not.
 const OBJECT_MAX: u64 = 1 << 30;
+/// How many times its stored bytes a compressed item may have, however many these are. Only
+/// what is nearly all zeros has more.
+const EXPANSION_MAX: u64 = 256;
 /// What an archive may have besides the elements of its tensor.
 const ARCHIVE_EXTRA: u64 = 1 << 20;
 
@@ -41,7 +46,7 @@ fn deliver(ctx: &Context, blob: &Blob, stored: Bytes) -> Result<(), CheckpointEr
     let transforms = &blob.encoding.transforms;
     match &blob.content {
         Content::Object { items } => {
-            let bytes = match undo(&stored, transforms, OBJECT_MAX) {
+            let bytes = match undo(&stored, transforms, object_limit(ctx, stored.len() as u64)) {
                 Ok(Cow::Borrowed(_)) => stored.clone(),
                 Ok(Cow::Owned(bytes)) => bytes.into(),
                 Err(error) => return Err(blob.locate(error)),
@@ -53,7 +58,7 @@ fn deliver(ctx: &Context, blob: &Blob, stored: Bytes) -> Result<(), CheckpointEr
             }
         }
         Content::Tensor { sizes, targets, .. } => {
-            let limit = blob.raw_len().saturating_mul(2).saturating_add(ARCHIVE_EXTRA);
+            let limit = tensor_limit(ctx, blob).map_err(|error| blob.locate(error))?;
             let bytes = undo(&stored, transforms, limit).map_err(|error| blob.locate(error))?;
             let elements =
                 elements(ctx, blob, &bytes, limit).map_err(|error| blob.locate(error))?;
@@ -61,7 +66,17 @@ fn deliver(ctx: &Context, blob: &Blob, stored: Bytes) -> Result<(), CheckpointEr
                 let view = ctx.sink.destination(&target.item)?;
                 target.check_view(&view, &blob.fqn)?;
                 let pieces = Pieces::new(&target.region, sizes, &view, u64::MAX);
-                scatter(&view, pieces, &elements, 0).map_err(|error| blob.scatter_error(error))?;
+                let filled = match &elements {
+                    Elements::InOrder(bytes) => scatter(&view, pieces, bytes, 0),
+                    Elements::Strided { layout, byte_order, storage } => {
+                        fill(&view, pieces, |start, out| {
+                            layout
+                                .gather_part(storage, *byte_order, start, out)
+                                .map_err(ScatterError::Source)
+                        })
+                    }
+                };
+                filled.map_err(|error| blob.scatter_error(error))?;
                 ctx.sink.commit(&target.item)?;
                 ctx.report(target.byte_len);
             }
@@ -70,15 +85,42 @@ fn deliver(ctx: &Context, blob: &Blob, stored: Bytes) -> Result<(), CheckpointEr
     Ok(())
 }
 
-/// The elements of a chunk in row-major order, little-endian.
+/// What an object may have once it is decompressed, in bytes.
+fn object_limit(ctx: &Context, stored: u64) -> u64 {
+    stored.saturating_mul(EXPANSION_MAX).max(ctx.scratch).min(OBJECT_MAX)
+}
+
+/// What a chunk may have once it is decompressed or inflated, in bytes: what it should have, when
+/// the metadata's claim is borne out by the memory that is to be filled or the bytes stored.
+fn tensor_limit(ctx: &Context, blob: &Blob) -> Result<u64, FormatError> {
+    let Content::Tensor { targets, .. } = &blob.content else { return Ok(OBJECT_MAX) };
+    let (raw, stored) = (blob.raw_len(), blob.placement.byte_len);
+    let wanted = targets.iter().map(|target| target.byte_len).fold(0, u64::saturating_add);
+    let borne_out = stored.saturating_mul(EXPANSION_MAX).max(wanted.saturating_mul(2));
+    let coded = !blob.encoding.transforms.is_empty();
+    if coded && raw > borne_out.max(ctx.scratch).max(CHUNK_MAX) {
+        let problem = format!("{stored} bytes to decompress to {raw}, of which {wanted} are used");
+        return Err(FormatError::new("stored bytes", problem));
+    }
+    Ok(raw.min(borne_out.max(ctx.scratch).max(CHUNK_MAX)).saturating_mul(2) + ARCHIVE_EXTRA)
+}
+
+/// The elements of a chunk.
+enum Elements<'a> {
+    /// In row-major order, little-endian.
+    InOrder(Cow<'a, [u8]>),
+    /// To be picked from the storage.
+    Strided { layout: TensorLayout, byte_order: ByteOrder, storage: Cow<'a, [u8]> },
+}
+
 fn elements<'a>(
     ctx: &Context,
     blob: &Blob,
     bytes: &'a [u8],
     limit: u64,
-) -> Result<Cow<'a, [u8]>, FormatError> {
+) -> Result<Elements<'a>, FormatError> {
     if blob.encoding.layout == Layout::Raw {
-        return Ok(Cow::Borrowed(bytes));
+        return Ok(Elements::InOrder(Cow::Borrowed(bytes)));
     }
     let tensor = TensorBlob::parse(&Sparse::whole(bytes))?.ready()?;
     blob.check_layout(tensor.layout())?;
@@ -93,12 +135,14 @@ fn elements<'a>(
     let at = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
     let kept = bytes.get(at(record.data.start)..at(record.data.end)).unwrap_or_default();
     let storage = record.decode(kept, limit)?;
-    match tensor.element_range() {
-        Some(range) => {
-            Ok(Cow::Borrowed(bytes.get(at(range.start)..at(range.end)).unwrap_or_default()))
-        }
-        None => {
-            tensor.layout().gather(&storage, tensor.byte_order(), blob.raw_len()).map(Cow::Owned)
-        }
-    }
+    Ok(match tensor.element_range() {
+        Some(range) => Elements::InOrder(Cow::Borrowed(
+            bytes.get(at(range.start)..at(range.end)).unwrap_or_default(),
+        )),
+        None => Elements::Strided {
+            layout: tensor.layout().clone(),
+            byte_order: tensor.byte_order(),
+            storage,
+        },
+    })
 }

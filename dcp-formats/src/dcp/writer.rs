@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, FormatError, GlobalPlan, Key, ObjectMeta,
-    SavePlan, SaveSession, Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter,
-    Value, WritePlan, WriteReport,
+    CheckpointError, CheckpointMetadata, DataSource, FormatError, GlobalPlan, Key, SavePlan,
+    SaveSession, Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter, Value,
+    WritePlan, WriteReport,
 };
 use futures_util::StreamExt as _;
 use futures_util::stream;
@@ -31,16 +31,19 @@ use crate::upload::Progress;
 /// and only then are the old files removed, none but those named as PyTorch or this writer name
 /// them.
 ///
-/// One save at a time can go on in a directory. Files are created exclusively and the commit
-/// checks that no other save was committed since [`begin`](StorageWriter::begin): a second saver
-/// gets an error, and bytes of two saves are never mixed.
+/// One save at a time can go on in a directory. Files are created exclusively, and as its last
+/// step before the replacement the commit checks that no other save was committed since
+/// [`begin`](StorageWriter::begin): a second saver gets an error, and bytes of two saves are never
+/// mixed. Storages have no conditional replacement, so two commits within the same moment can
+/// both pass the check; then the later one counts.
 pub struct DcpWriter {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) options: Options,
     /// Files that this writer made, and so may remove.
     created: Mutex<HashSet<Key>>,
-    /// The `.metadata` that [`begin`](StorageWriter::begin) saw, with the session's generation.
-    replaced: Mutex<Option<(u64, Option<ObjectMeta>)>>,
+    /// The CRC-32 of the `.metadata` that [`begin`](StorageWriter::begin) saw, with the session's
+    /// generation.
+    replaced: Mutex<Option<(u64, Option<u32>)>>,
 }
 
 #[derive(Clone)]
@@ -84,7 +87,7 @@ impl DcpWriter {
         self.created.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn replaced(&self) -> std::sync::MutexGuard<'_, Option<(u64, Option<ObjectMeta>)>> {
+    fn replaced(&self) -> std::sync::MutexGuard<'_, Option<(u64, Option<u32>)>> {
         self.replaced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -97,31 +100,6 @@ impl DcpWriter {
         self.created().insert(job.key().clone());
         Ok((job.key().clone(), job.byte_len()))
     }
-
-    /// Fails when the `.metadata` is not the one that `begin` saw.
-    async fn check_still_alone(&self, session: &SaveSession) -> Result<(), CheckpointError> {
-        let seen =
-            self.replaced().take().filter(|(generation, _)| *generation == session.generation);
-        let Some((_, seen)) = seen else { return Ok(()) };
-        let key = Key::new(METADATA).map_err(StorageError::from)?;
-        let now = match self.storage.stat(&key).await {
-            Ok(meta) => Some(meta),
-            Err(error) if error.kind() == StorageErrorKind::NotFound => None,
-            Err(error) => return Err(error.into()),
-        };
-        if now.as_ref().map(age) == seen.as_ref().map(age) {
-            return Ok(());
-        }
-        let message = "another save was committed here since this one began";
-        Err(StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key))
-            .with_message(message)
-            .into())
-    }
-}
-
-/// What changes when an object is replaced, as far as the storage tells.
-fn age(meta: &ObjectMeta) -> (u64, Option<std::time::SystemTime>) {
-    (meta.byte_len, meta.modified)
 }
 
 impl DcpWriterBuilder {
@@ -185,7 +163,8 @@ impl StorageWriter for DcpWriter {
     }
 
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
-        let mut metadata = None;
+        // Read before the files are listed: what is committed in between is noticed.
+        let metadata = commit::current(&*self.storage).await?;
         let mut rank_metadata = None;
         let mut highest = None;
         let mut stale = Vec::new();
@@ -196,7 +175,7 @@ impl StorageWriter for DcpWriter {
             let generation = if let Named::Data { generation } = named { generation } else { 0 };
             highest = highest.max(Some(generation));
             match named {
-                Named::Metadata => metadata = Some(meta),
+                Named::Metadata => {}
                 Named::RankMetadata { .. } => {
                     rank_metadata = Some(meta.key.clone());
                     stale.push(meta.key);
@@ -204,7 +183,10 @@ impl StorageWriter for DcpWriter {
                 _ => stale.push(meta.key),
             }
         }
-        let there = metadata.as_ref().map(|meta| meta.key.clone()).or(rank_metadata);
+        let there = match metadata {
+            Some(_) => Some(Key::new(METADATA).map_err(StorageError::from)?),
+            None => rank_metadata,
+        };
         if let (Some(key), false) = (there, self.options.overwrite) {
             let message = "there is a checkpoint here, and overwriting is off";
             return Err(StorageError::new(
@@ -217,7 +199,7 @@ impl StorageWriter for DcpWriter {
         }
         stale.sort_unstable();
         let generation = highest.map_or(0, |highest| highest.saturating_add(1));
-        *self.replaced() = Some((generation, metadata));
+        *self.replaced() = Some((generation, metadata.map(|bytes| crc32fast::hash(&bytes))));
         Ok(SaveSession::new(generation, stale))
     }
 
@@ -257,8 +239,10 @@ impl StorageWriter for DcpWriter {
         metadata: &CheckpointMetadata,
         reports: Vec<WriteReport>,
     ) -> Result<(), CheckpointError> {
-        self.check_still_alone(&session).await?;
-        commit::commit(&*self.storage, &self.options, session, metadata, reports).await?;
+        let seen =
+            self.replaced().take().filter(|(generation, _)| *generation == session.generation);
+        let seen = seen.map(|(_, crc32)| crc32);
+        commit::commit(&*self.storage, &self.options, session, seen, metadata, reports).await?;
         self.created().clear();
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use dcp_core::FormatError;
+use dcp_core::{Dims, FormatError};
 
 use super::class::{Class, describe};
 use crate::pickle::{Node, NodeId, Pickle};
@@ -151,6 +151,10 @@ impl<'p, 'a> Graph<'p, 'a> {
         out: &mut Vec<u64>,
     ) -> Result<(), FormatError> {
         let numbers = self.sequence(id).ok_or_else(|| self.unexpected(what, id))?;
+        if numbers.len() > Dims::MAX_AXES {
+            let (axes, max) = (numbers.len(), Dims::MAX_AXES);
+            return Err(bad(format!("{what} has {axes} axes, more than {max}")));
+        }
         self.spend(numbers.len())?;
         out.reserve(numbers.len());
         for number in numbers {
@@ -161,7 +165,8 @@ impl<'p, 'a> Graph<'p, 'a> {
 
     /// Strides, which are signed.
     pub(super) fn strides(&self, id: NodeId) -> Option<Vec<i64>> {
-        self.sequence(id)?.iter().map(|stride| self.pickle.int(*stride)).collect()
+        let strides = self.sequence(id).filter(|strides| strides.len() <= Dims::MAX_AXES)?;
+        strides.iter().map(|stride| self.pickle.int(*stride)).collect()
     }
 
     pub(super) fn unexpected(&self, what: &str, id: NodeId) -> FormatError {

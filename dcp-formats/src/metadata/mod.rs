@@ -8,7 +8,9 @@ mod attributes;
 mod class;
 mod decode;
 mod encode;
+mod geometry;
 mod places;
 
 pub use decode::decode;
 pub use encode::{Profile, encode};
+pub use geometry::check_chunks;

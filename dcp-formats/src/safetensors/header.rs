@@ -146,6 +146,10 @@ impl RawTensor {
     fn check(mut self) -> Result<TensorInfo, String> {
         let dtype = parse_dtype(&self.dtype)
             .ok_or_else(|| format!("has the unknown dtype {:?}", self.dtype))?;
+        if self.shape.len() > Dims::MAX_AXES {
+            let (axes, max) = (self.shape.len(), Dims::MAX_AXES);
+            return Err(format!("has {axes} axes, more than {max}"));
+        }
         if let Some(last) = self.shape.last_mut() {
             if *last % packing(dtype) != 0 {
                 return Err(format!("packs {last} values of {dtype} into bytes"));

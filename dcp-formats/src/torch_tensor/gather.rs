@@ -15,32 +15,50 @@ impl TensorLayout {
     ///
     /// # Errors
     ///
-    /// When the storage has not the length it should have, the result would exceed `limit`, or
-    /// negatives are asked of a type that has none.
+    /// When the storage has not the length it should have, the result would exceed `limit` or the
+    /// memory there is, or negatives are asked of a type that has none.
     pub fn gather(
         &self,
         storage: &[u8],
         byte_order: ByteOrder,
         limit: u64,
     ) -> Result<Vec<u8>, FormatError> {
-        if storage.len() as u64 != self.storage.byte_len {
-            let (found, expected) = (storage.len(), self.storage.byte_len);
-            return Err(bad(format!("its storage has {found} bytes instead of {expected}")));
-        }
+        self.check_storage(storage)?;
         let too_large = || bad(format!("its {} bytes are more than {limit}", self.byte_len()));
         let byte_len = Some(self.byte_len()).filter(|len| *len <= limit).ok_or_else(too_large)?;
         let byte_len = usize::try_from(byte_len).map_err(|_| too_large())?;
-        let mut out = match self.row_major_range() {
-            Some(range) => {
-                let start = usize::try_from(range.start).map_err(|_| too_large())?;
-                storage.get(start..).and_then(|rest| rest.get(..byte_len)).map(<[u8]>::to_vec)
-            }
+        let mut out = Vec::new();
+        out.try_reserve_exact(byte_len).map_err(|error| too_large().with_source(error))?;
+        out.resize(byte_len, 0);
+        self.gather_part(storage, byte_order, 0, &mut out)?;
+        Ok(out)
+    }
+
+    /// Fills `out` with what [`gather`](Self::gather) has from byte `start` on, and takes no other
+    /// memory. Both ends must lie between elements.
+    pub(crate) fn gather_part(
+        &self,
+        storage: &[u8],
+        byte_order: ByteOrder,
+        start: u64,
+        out: &mut [u8],
+    ) -> Result<(), FormatError> {
+        self.check_storage(storage)?;
+        if out.is_empty() {
+            return Ok(());
+        }
+        match self.row_major_range() {
+            Some(range) => range.start.checked_add(start).and_then(|from| {
+                let from = usize::try_from(from).ok()?;
+                out.copy_from_slice(storage.get(from..)?.get(..out.len())?);
+                Some(())
+            }),
             None => match self.dtype.size() {
-                1 => self.collect::<1>(storage, byte_len),
-                2 => self.collect::<2>(storage, byte_len),
-                4 => self.collect::<4>(storage, byte_len),
-                8 => self.collect::<8>(storage, byte_len),
-                _ => self.collect::<16>(storage, byte_len),
+                1 => self.collect::<1>(storage, start, out),
+                2 => self.collect::<2>(storage, start, out),
+                4 => self.collect::<4>(storage, start, out),
+                8 => self.collect::<8>(storage, start, out),
+                _ => self.collect::<16>(storage, start, out),
             },
         }
         .ok_or_else(|| bad("an element lies outside the storage"))?;
@@ -57,45 +75,67 @@ impl TensorLayout {
             }
         }
         if self.neg {
-            negate(self.dtype, &mut out)?;
+            negate(self.dtype, out)?;
         }
-        Ok(out)
+        Ok(())
     }
 
-    /// Walks the elements in row-major order; `N` is the size of one.
-    fn collect<const N: usize>(&self, storage: &[u8], byte_len: usize) -> Option<Vec<u8>> {
+    fn check_storage(&self, storage: &[u8]) -> Result<(), FormatError> {
+        if storage.len() as u64 == self.storage.byte_len {
+            return Ok(());
+        }
+        let (found, expected) = (storage.len(), self.storage.byte_len);
+        Err(bad(format!("its storage has {found} bytes instead of {expected}")))
+    }
+
+    /// Walks the elements in row-major order from the one at byte `start`; `N` is the size of one.
+    fn collect<const N: usize>(&self, storage: &[u8], start: u64, out: &mut [u8]) -> Option<()> {
         let elements = storage.as_chunks::<N>().0;
-        let mut out = Vec::with_capacity(byte_len);
-        let (outer_sizes, row_len) = match self.sizes.split_last() {
-            Some((last, outer)) => (outer, usize::try_from(*last).ok()?),
-            None => (&[][..], 1),
-        };
+        let out = out.as_chunks_mut::<N>().0;
+        let row_len = self.sizes.last().copied().unwrap_or(1);
         let row_stride = self.strides.last().copied().unwrap_or(1);
-        let row_stride = usize::try_from(row_stride).ok()?;
-        let mut index = vec![0_u64; outer_sizes.len()];
-        let mut start = usize::try_from(self.storage_offset).ok()?;
-        while out.len() < byte_len {
+        let outer = self.sizes.len().saturating_sub(1);
+        let (outer_sizes, outer_strides) = (self.sizes.get(..outer)?, self.strides.get(..outer)?);
+
+        let first = start / N as u64;
+        let mut column = first.checked_rem(row_len)?;
+        let mut row = first / row_len;
+        let mut index = vec![0_u64; outer];
+        let mut row_start = self.storage_offset;
+        for ((at, size), stride) in index.iter_mut().zip(outer_sizes).zip(outer_strides).rev() {
+            *at = row.checked_rem(*size)?;
+            row /= size;
+            row_start = row_start.checked_add(at.checked_mul(*stride)?)?;
+        }
+
+        let mut filled = 0;
+        while filled < out.len() {
+            let len = usize::try_from(row_len - column).unwrap_or(usize::MAX);
+            let len = len.min(out.len() - filled);
+            let part = out.get_mut(filled..filled + len)?;
+            let from = row_start.checked_add(column.checked_mul(row_stride)?)?;
+            let from = usize::try_from(from).ok()?;
             if row_stride == 1 {
-                let row = elements.get(start..)?.get(..row_len)?;
-                out.extend_from_slice(row.as_flattened());
+                part.copy_from_slice(elements.get(from..)?.get(..len)?);
             } else {
-                for at in 0..row_len {
-                    out.extend_from_slice(elements.get(start + at * row_stride)?);
+                let row_stride = usize::try_from(row_stride).ok()?;
+                for (at, element) in part.iter_mut().enumerate() {
+                    *element = *elements.get(from + at * row_stride)?;
                 }
             }
-            for axis in (0..index.len()).rev() {
-                let (size, stride) = (*outer_sizes.get(axis)?, *self.strides.get(axis)?);
-                let at = index.get_mut(axis)?;
+            filled += len;
+            column = 0;
+            for ((at, size), stride) in index.iter_mut().zip(outer_sizes).zip(outer_strides).rev() {
                 *at += 1;
-                if *at < size {
-                    start += usize::try_from(stride).ok()?;
+                if *at < *size {
+                    row_start += stride;
                     break;
                 }
                 *at = 0;
-                start -= usize::try_from(stride * (size - 1)).ok()?;
+                row_start -= stride * (size - 1);
             }
         }
-        Some(out)
+        Some(())
     }
 }
 

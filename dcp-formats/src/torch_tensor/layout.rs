@@ -181,6 +181,10 @@ impl TensorLayout {
 
     /// The layout, if it describes a tensor inside its storage.
     pub(super) fn checked(self) -> Result<Self, FormatError> {
+        if self.sizes.ndim() > Dims::MAX_AXES {
+            let (axes, max) = (self.sizes.ndim(), Dims::MAX_AXES);
+            return Err(bad(format!("it has {axes} axes, more than {max}")));
+        }
         let signed = |value: &u64| i64::try_from(*value).is_ok();
         if self.strides.len() != self.sizes.ndim() {
             let (strides, sizes) = (self.strides.len(), &self.sizes);

@@ -183,6 +183,40 @@ fn t23_rank_local_metadata_beside_a_metadata_is_reported() {
     let loaded = load(storage).unwrap();
     assert!(loaded.warnings[0].contains("another save"), "{:?}", loaded.warnings);
     assert!(!loaded.tensors.contains_key("rank_only_0"));
+    // Of whichever rank.
+    let storage = fixture("nested");
+    put(&*storage, "__7.metadata", b"anything".to_vec());
+    assert!(load(storage).unwrap().warnings[0].contains("another save"));
+}
+
+#[test]
+fn errors_name_the_rank_local_metadata_they_are_about() {
+    let storage = fixture("no_collectives_2r");
+    let rank = |n: usize| decode(&get(&*storage, &format!("__{n}.metadata"))).unwrap();
+    let write = |storage: &MemoryStorage, n: usize, metadata: &CheckpointMetadata| {
+        let bytes = encode(metadata, Profile::default()).unwrap();
+        put(storage, &format!("__{n}.metadata"), bytes.to_vec());
+    };
+    let mut other = rank(1);
+    let Some(Entry::Tensor(tensor)) = other.get_mut("w") else { panic!("no w") };
+    tensor.dtype = DType::Int64;
+    let unlike = fixture("no_collectives_2r");
+    write(&unlike, 1, &other);
+    let error = format_error(unlike);
+    assert_eq!(error.file(), Some("__1.metadata"));
+    assert!(error.problem().contains("\"w\" is not the same tensor"), "{error}");
+
+    // Each is right by itself, but together they overlap: no one file is to blame.
+    let mut other = rank(1);
+    let Some(Entry::Tensor(tensor)) = other.get("w") else { panic!("no w") };
+    let sizes = tensor.chunks.get(0).unwrap().sizes.to_vec();
+    let mut offsets = vec![0; sizes.len()];
+    offsets[0] = 1;
+    rechunk(&mut other, "w", &[(&offsets, &sizes)]);
+    write(&storage, 1, &other);
+    let error = format_error(storage);
+    assert_eq!(error.file(), None, "{error}");
+    assert!(error.problem().contains("\"w\": chunks"), "{error}");
 }
 
 #[test]

@@ -7,8 +7,10 @@ mod crash;
 mod damage;
 mod fixtures;
 mod harness;
+mod hostile;
 mod ranges;
 mod roundtrip;
 mod safetensors;
+mod savers;
 #[path = "../support/mod.rs"]
 mod support;

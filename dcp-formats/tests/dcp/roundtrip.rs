@@ -68,7 +68,7 @@ fn large_files_are_streamed_in_parts() {
         2,
     );
     block_on(save_in_segments(&writer, &state, 7 << 20)).unwrap();
-    assert_eq!((counting.counts().uploads, counting.counts().parts), (1, 2));
+    assert_eq!((counting.counts().uploads, counting.counts().parts), (1, 6));
     let file = get(&*storage, "__0_0.distcp");
     assert_eq!(written.load(Ordering::Relaxed), file.len() as u64);
     assert!(load(storage).unwrap().same(&state.loaded()));

@@ -3,9 +3,9 @@
 #![allow(dead_code, unreachable_pub, reason = "each fuzz target uses one of them")]
 
 use bytes::Bytes;
-use dcp_core::{SavePlan, Value, WritePlan};
+use dcp_core::{Entry, SavePlan, Value, WritePlan};
 use dcp_formats::dcp::Sidecar;
-use dcp_formats::metadata::{Profile, decode, encode};
+use dcp_formats::metadata::{Profile, check_chunks, decode, encode};
 use dcp_formats::pickle::{Converter, Limits, Pickle, dump};
 use dcp_formats::safetensors::{Header, PREFIX_LEN, header_len};
 use dcp_formats::torch_object::{decode_object, encode_object};
@@ -34,9 +34,18 @@ pub fn torch_zip(bytes: &[u8]) {
 }
 
 pub fn metadata(bytes: &[u8]) {
-    if let Ok(metadata) = decode(bytes)
-        && let Ok(again) = encode(&metadata, Profile::Compat)
-    {
+    let Ok(metadata) = decode(bytes) else { return };
+    for (_, entry) in metadata.iter() {
+        if let Entry::Tensor(tensor) = entry
+            && check_chunks(tensor).is_ok()
+        {
+            for chunk in tensor.chunks.iter() {
+                let region = chunk.region().unwrap();
+                assert_eq!(region.runs_in(&tensor.shape).remaining() == 0, region.volume() == 0);
+            }
+        }
+    }
+    if let Ok(again) = encode(&metadata, Profile::Compat) {
         decode(&again).unwrap();
     }
 }

@@ -2,9 +2,8 @@
 
 use std::borrow::Cow;
 
-use dcp_core::{PlanError, Region, TensorEntry};
+use dcp_core::{PlanError, Region, TensorEntry, find_overlap};
 
-use crate::overlap::find_overlap;
 use crate::validate::unsupported;
 
 /// Wanted regions from which on sorting the chunks pays.

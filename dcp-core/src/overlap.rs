@@ -6,22 +6,30 @@
 //! on the work, linear in the number of boxes, keeps made-up arrangements on many axes from
 //! taking the machine; real ones come nowhere near it.
 
-/// A box: offsets and sizes. Its ends must fit in 64 bits.
-pub(crate) type Row<'a> = (&'a [u64], &'a [u64]);
+use crate::dims::Dims;
 
-/// More axes than any tensor of PyTorch can have.
-const MAX_AXES: usize = 64;
+/// A box: offsets and sizes.
+type Row<'a> = (&'a [u64], &'a [u64]);
+
 /// Steps of the search for each box, far above the `log^2 n` of three axes.
 const WORK_PER_BOX: u64 = 4096;
 /// Pairs that are compared one by one.
 const FEW_PAIRS: usize = 64;
 
 /// The boxes are too many, on too many axes, and too irregular to be told apart in time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TooIrregular;
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the boxes are too many and too irregular to look for overlaps")]
+pub struct TooIrregular;
 
-/// Two boxes that share an element, by position. Empty boxes share none.
-pub(crate) fn find_overlap(rows: &[Row<'_>]) -> Result<Option<(usize, usize)>, TooIrregular> {
+/// Two boxes, each given by its offsets and sizes, that share an element, by position. Empty boxes
+/// share none.
+///
+/// All boxes must have the same number of axes.
+///
+/// # Errors
+///
+/// When that cannot be told in time, which no sharding brings about.
+pub fn find_overlap(rows: &[(&[u64], &[u64])]) -> Result<Option<(usize, usize)>, TooIrregular> {
     let all: Vec<usize> = (0..rows.len()).filter(|index| !rows[*index].1.contains(&0)).collect();
     let [first, second, ..] = *all else { return Ok(None) };
     let (lead_offsets, lead_sizes) = rows[first];
@@ -37,7 +45,7 @@ pub(crate) fn find_overlap(rows: &[Row<'_>]) -> Result<Option<(usize, usize)>, T
     if axes.is_empty() {
         return Ok(Some((first, second)));
     }
-    if axes.len() > MAX_AXES {
+    if axes.len() > Dims::MAX_AXES {
         return Err(TooIrregular);
     }
     let mut search = Search { rows, axes, work: WORK_PER_BOX.saturating_mul(all.len() as u64) };

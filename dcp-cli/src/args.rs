@@ -169,7 +169,9 @@ Examples:
 
 Slices:
   Per axis START:STOP (either may be left out or negative) or one index, which drops the axis;
-  `...` stands for all axes that are not mentioned.")]
+  `...` stands for all axes that are not mentioned.
+  Checksums are compared for the stored chunks that a slice holds whole; `dcp verify --deep`
+  compares all.")]
 pub(crate) struct Get {
     /// The checkpoint.
     pub(crate) uri: String,

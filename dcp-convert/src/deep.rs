@@ -122,7 +122,7 @@ impl Job {
 
     /// Reads a chunk through its format: what can go wrong on the way is then seen.
     async fn decode_chunk(&self, item: &Placed, chunk: u32) -> Result<(), CheckpointError> {
-        let reader = Arc::clone(&self.source.reader);
+        let reader = self.source.decoded_once(1);
         let tensor = TensorReader::new(reader, Arc::clone(&self.metadata), item.entry)?;
         let entry = tensor.tensor()?;
         let Some(chunk) = entry.chunks.get(chunk as usize) else { return Ok(()) };

@@ -12,6 +12,7 @@ use indexmap::IndexMap;
 use serde_json::json;
 
 use crate::data::{CheckpointData, Part, read_tensor};
+use crate::decoded::EXPANSION_MAX;
 use crate::element::decode;
 use crate::error::ConvertError;
 use crate::intact::{self, refuse_damaged, unchecked_chunks};
@@ -24,10 +25,6 @@ use crate::suggest::unknown_fqn;
 use crate::target::Target;
 use crate::tensor_read::TensorReader;
 use crate::value_json::{JsonLimits, element_json, value_json};
-
-/// Stored bytes never become more than this many times as many elements: what zstd makes of
-/// zeros, rounded up.
-const EXPANSION_MAX: u64 = 1 << 16;
 
 /// What there is under a name.
 #[derive(Clone, Debug)]
@@ -65,7 +62,7 @@ pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Fou
                 Some(text) => TensorSlice::parse(text, &tensor.shape)?,
                 None => TensorSlice::whole(&tensor.shape)?,
             };
-            let (reader, fqn) = (Arc::clone(&source.reader), Arc::clone(fqn));
+            let (reader, fqn) = (source.decoded_once(1), Arc::clone(fqn));
             let dtype = tensor.dtype;
             let reader = TensorReader::new(reader, Arc::clone(&metadata), index)?;
             let (source, reader) = (source.clone(), Arc::new(reader));
@@ -112,7 +109,7 @@ impl FoundTensor {
     }
 
     /// The text that PyTorch would print. Of a large tensor only the elements that are shown are
-    /// read.
+    /// read, and not compared with checksums over more than them.
     ///
     /// # Errors
     ///
@@ -188,9 +185,12 @@ impl FoundTensor {
     /// Writes a `.npy` file. A type that NumPy lacks is written as unsigned integers of its size;
     /// the returned note says so.
     ///
+    /// Every chunk that lies in what was asked for is compared with its checksum before anything
+    /// is written; one that is needed in part is not, because that takes all of its bytes.
+    ///
     /// # Errors
     ///
-    /// When the target exists, or reading or writing fails; then there is no new file.
+    /// When the target exists, a chunk is damaged, or reading or writing fails; then there is no new file.
     pub async fn to_npy(
         &self,
         target: &Target,
@@ -242,7 +242,8 @@ impl FoundTensor {
         }))
     }
 
-    /// Writes a `.safetensors` file with this one tensor, under its FQN.
+    /// Writes a `.safetensors` file with this one tensor, under its FQN. Checksums are compared
+    /// as in [`to_npy`](Self::to_npy).
     ///
     /// # Errors
     ///

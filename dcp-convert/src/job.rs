@@ -6,6 +6,7 @@ use std::sync::Arc;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
 use dcp_formats::dcp::DcpReader;
 
+use crate::decoded::DecodedOnce;
 use crate::safetensors_file::SafetensorsFile;
 
 /// A checkpoint to read: its format's reader, and the storage that holds its files.
@@ -43,6 +44,11 @@ impl Source {
         Self::new(storage, Arc::new(reader))
     }
 
+    /// The reader for a job of `parallelism` reads, which decodes no chunk for each of its parts.
+    pub(crate) fn decoded_once(&self, parallelism: usize) -> Arc<dyn StorageReader> {
+        Arc::new(DecodedOnce::new(Arc::clone(&self.reader), parallelism))
+    }
+
     /// The checkpoint's index.
     ///
     /// # Errors
@@ -58,7 +64,9 @@ impl Source {
 #[non_exhaustive]
 pub struct JobOptions {
     /// Bytes of tensor data to hold at once, at least [`MIN_MEMORY`]; tensors of any size go
-    /// through it in segments. What metadata and the buffers of the storage take comes on top.
+    /// through it in segments. What metadata and the buffers of the storage take comes on top,
+    /// and so does, for every read in flight, a chunk that has to be decoded: its stored bytes
+    /// and, until the next ones take their place, its elements (up to 1 GiB).
     pub max_memory: u64,
     /// Reads in flight.
     pub parallelism: usize,

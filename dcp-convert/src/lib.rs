@@ -2,6 +2,7 @@
 
 mod check;
 mod data;
+mod decoded;
 mod deep;
 mod element;
 mod error;

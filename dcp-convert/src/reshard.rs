@@ -155,11 +155,11 @@ impl<'a> Job<'a> {
         metadata: &Arc<CheckpointMetadata>,
         options: &'a JobOptions,
     ) -> Result<Self, ConvertError> {
+        let decoded = source.decoded_once(options.parallelism);
         let mut readers = HashMap::new();
         for (index, (_, entry)) in metadata.iter().enumerate() {
             if let Entry::Tensor(_) = entry {
-                let reader =
-                    TensorReader::new(Arc::clone(&source.reader), Arc::clone(metadata), index)?;
+                let reader = TensorReader::new(Arc::clone(&decoded), Arc::clone(metadata), index)?;
                 readers.insert(index, Arc::new(reader));
             }
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, DType, Dims, Entry, Region, TensorEntry};
+use dcp_core::{CheckpointMetadata, DType, Dims, Entry, Region, StorageReader, TensorEntry};
 use dcp_formats::safetensors::{self, SafetensorsItem};
 use indexmap::IndexMap;
 use serde::Serialize;
@@ -59,6 +59,7 @@ pub async fn to_safetensors(
     let mut report = SafetensorsReport::default();
     let mut items = Vec::new();
     let mut parts = Vec::new();
+    let decoded = source.decoded_once(1);
     let mut unchecked = Vec::new();
     let segment_bytes = options.segment_bytes(4);
     let mut raw = Map::new();
@@ -81,7 +82,7 @@ pub async fn to_safetensors(
         };
         total = total.saturating_add(tensor.byte_len().unwrap_or(0));
         items.push(SafetensorsItem { name: Arc::clone(fqn), dtype, shape });
-        let (reader, region) = whole_tensor(source, &metadata, index, tensor)?;
+        let (reader, region) = whole_tensor(&decoded, &metadata, index, tensor)?;
         let cuts = std::slice::from_ref(&region);
         unchecked.extend(unchecked_chunks(&reader, &region, cuts, segment_bytes)?);
         let element_bytes = tensor.dtype.size() as u64;
@@ -121,12 +122,12 @@ fn with_byte_axis(tensor: &TensorEntry) -> Dims {
 
 /// A reader of the tensor at position `index`, and all of it as a box.
 fn whole_tensor(
-    source: &Source,
+    reader: &Arc<dyn StorageReader>,
     metadata: &Arc<CheckpointMetadata>,
     index: usize,
     tensor: &TensorEntry,
 ) -> Result<(TensorReader, Region), ConvertError> {
-    let reader = TensorReader::new(Arc::clone(&source.reader), Arc::clone(metadata), index)?;
+    let reader = TensorReader::new(Arc::clone(reader), Arc::clone(metadata), index)?;
     let region = Region::full(tensor.shape.clone())
         .map_err(|error| ConvertError::unsupported("a tensor", error.to_string()))?;
     Ok((reader, region))

@@ -96,13 +96,16 @@ fn tensor_limit(ctx: &Context, blob: &Blob) -> Result<u64, FormatError> {
     let Content::Tensor { targets, .. } = &blob.content else { return Ok(OBJECT_MAX) };
     let (raw, stored) = (blob.raw_len(), blob.placement.byte_len);
     let wanted = targets.iter().map(|target| target.byte_len).fold(0, u64::saturating_add);
-    let borne_out = stored.saturating_mul(EXPANSION_MAX).max(wanted.saturating_mul(2));
-    let coded = !blob.encoding.transforms.is_empty();
-    if coded && raw > borne_out.max(ctx.scratch).max(CHUNK_MAX) {
+    let most = stored
+        .saturating_mul(EXPANSION_MAX)
+        .max(wanted.saturating_mul(2))
+        .max(ctx.scratch)
+        .max(CHUNK_MAX);
+    if raw > most && !blob.encoding.transforms.is_empty() {
         let problem = format!("{stored} bytes to decompress to {raw}, of which {wanted} are used");
         return Err(FormatError::new("stored bytes", problem));
     }
-    Ok(raw.min(borne_out.max(ctx.scratch).max(CHUNK_MAX)).saturating_mul(2) + ARCHIVE_EXTRA)
+    Ok(raw.saturating_mul(2).min(most).saturating_add(ARCHIVE_EXTRA))
 }
 
 /// The elements of a chunk.

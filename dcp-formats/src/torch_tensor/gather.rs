@@ -1,6 +1,6 @@
 //! Elements of any layout into row-major order.
 
-use dcp_core::{DType, FormatError};
+use dcp_core::{DType, Dims, FormatError};
 
 use super::blob::ByteOrder;
 use super::layout::{TensorLayout, bad};
@@ -100,7 +100,7 @@ impl TensorLayout {
         let first = start / N as u64;
         let mut column = first.checked_rem(row_len)?;
         let mut row = first / row_len;
-        let mut index = vec![0_u64; outer];
+        let mut index = Dims::zeros(outer);
         let mut row_start = self.storage_offset;
         for ((at, size), stride) in index.iter_mut().zip(outer_sizes).zip(outer_strides).rev() {
             *at = row.checked_rem(*size)?;

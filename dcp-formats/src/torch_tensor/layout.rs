@@ -171,10 +171,12 @@ impl TensorLayout {
         if self.byte_len() == 0 {
             return Some(0..0);
         }
-        let expected = self.sizes.contiguous_strides();
-        let axes = self.sizes.iter().zip(&self.strides).zip(&expected);
-        let row_major =
-            axes.into_iter().all(|((size, is), should)| *size == 1 || *is == should.unsigned_abs());
+        let mut expected = 1_u64;
+        let row_major = self.sizes.iter().zip(&self.strides).rev().all(|(size, is)| {
+            let agrees = *size == 1 || *is == expected;
+            expected = expected.saturating_mul(*size);
+            agrees
+        });
         let start = self.storage_offset.checked_mul(self.dtype.size() as u64)?;
         row_major.then_some(start..start.checked_add(self.byte_len())?)
     }

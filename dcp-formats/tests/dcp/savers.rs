@@ -86,7 +86,7 @@ fn a_commit_that_is_overtaken_after_it_checked_its_files_fails() {
 }
 
 #[test]
-fn metadata_of_the_same_length_and_age_is_told_apart_by_its_content() {
+fn metadata_written_anew_with_the_same_bytes_is_no_other_save() {
     let storage = Arc::new(MemoryStorage::new());
     let late = DcpWriter::new(storage.clone());
     save(&late, &small(1)).unwrap();

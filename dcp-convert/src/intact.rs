@@ -90,7 +90,6 @@ fn named(error: CheckpointError, item: &Placed, metadata: &CheckpointMetadata) -
         CheckpointError::Format(error) => {
             FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
                 .in_file(file, error.byte_offset().unwrap_or(item.placement.byte_offset))
-                .with_source(error)
                 .into()
         }
         CheckpointError::Storage(error)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::{Collective, DType, StateDict, Storage, Tensor};
 use dcp_engine::{SaveSummary, Saver};
-use dcp_formats::dcp::DcpWriter;
+use dcp_formats::dcp::{DcpWriter, FileLayout};
 use dcp_planner::{DedupPolicy, DefaultSavePlanner};
 
 use crate::harness::{block_on, holds_sample, memory, on_ranks, sample};
@@ -118,4 +118,23 @@ fn ranks_at_different_saves_are_refused() {
         let text = result.unwrap_err().to_string();
         assert!(text.contains("save number 2") && text.contains("save number 1"), "{text}");
     }
+}
+
+/// A plan is made for one division into files; another writer gets another one.
+#[test]
+fn another_layout_of_files_is_another_plan() {
+    let places = [memory(), memory(), memory()];
+    let layouts = [FileLayout::OnePerRank, FileLayout::OnePerItem, FileLayout::OnePerRank];
+    let runs = on_ranks(2, |rank, group| {
+        let saver = Saver::new().group(group);
+        (0..3)
+            .map(|step| {
+                let storage = Arc::clone(&places[step]);
+                let writer = DcpWriter::builder(storage).files(layouts[step]).build();
+                block_on(saver.save(&sample(rank, 2, step as i32), &writer)).unwrap().files
+            })
+            .collect::<Vec<_>>()
+    });
+    assert!(runs.iter().all(|files| files == &[2, 5, 2]), "{runs:?}");
+    assert!((0..3).all(|step| holds_sample(&places[step], step as i32)));
 }

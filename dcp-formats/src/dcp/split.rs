@@ -33,6 +33,17 @@ pub(crate) struct ItemSize {
 }
 
 impl FileLayout {
+    /// A number that tells layouts apart.
+    pub(crate) fn fingerprint(self) -> u64 {
+        let (kind, files) = match self {
+            Self::OnePerRank => (0, 0),
+            Self::SplitBySize(files) => (1, files.get()),
+            Self::TorchCompatible(files) => (2, files.get()),
+            Self::OnePerItem => (3, 0),
+        };
+        kind | (files as u64) << 2
+    }
+
     /// For each file, the positions of its items in the order of their bytes.
     pub(crate) fn split(self, items: &[ItemSize]) -> Vec<Vec<usize>> {
         match self {

@@ -200,7 +200,7 @@ impl StorageWriter for DcpWriter {
         stale.sort_unstable();
         let generation = highest.map_or(0, |highest| highest.saturating_add(1));
         *self.replaced() = Some((generation, metadata.map(|bytes| crc32fast::hash(&bytes))));
-        Ok(SaveSession::new(generation, stale))
+        Ok(SaveSession::new(generation, stale).with_layout(self.options.layout.fingerprint()))
     }
 
     fn place(

@@ -113,7 +113,7 @@ mod tests {
     /// succeeds.
     fn check(open_in: impl Fn(&Path, &str) -> io::Result<OwnedFd>, inner_links: bool) {
         let folder = tempfile::tempdir().unwrap();
-        let root = folder.path().join("root");
+        let root = folder.path().join("store");
         fs::create_dir_all(root.join("a/b")).unwrap();
         fs::write(folder.path().join("secret"), "s").unwrap();
         fs::write(root.join("a/b/file"), "f").unwrap();
@@ -127,7 +127,7 @@ mod tests {
         assert!(open("a").is_ok());
         assert!(open("a/b/file").is_ok());
         assert_eq!(open("inside/file").is_ok(), inner_links);
-        for out in ["outside/secret", "outside/root/a/b/file", "secret", "absolute", "a/b/up"] {
+        for out in ["outside/secret", "outside/store/a/b/file", "secret", "absolute", "a/b/up"] {
             assert!(open(out).is_err(), "{out} leads out");
         }
         assert!(super::super::error::is_absence(&open("a/none").unwrap_err()));

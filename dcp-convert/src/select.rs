@@ -1,0 +1,470 @@
+//! Which keys are taken, and under which names.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, PathItem, StatePath};
+use dcp_planner::KeyFilter;
+use indexmap::IndexMap;
+use regex::Regex;
+
+use crate::error::ConvertError;
+
+/// Names under which frameworks keep the optimizer in a state dict: PyTorch's tutorials and
+/// torchtitan, OLMo-core, Lightning, Accelerate.
+const OPTIMIZER_ROOTS: &[&str] = &["optim", "optimizer", "optimizers", "optimizer_states"];
+/// Names under which frameworks keep the model.
+const MODEL_ROOTS: &[&str] = &["model", "model_state_dict", "state_dict", "module"];
+
+/// A choice of keys, and new names for them. Keys are chosen by the names that they have in the
+/// checkpoint; then names are mapped, and the substitutions applied one after the other.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Selection {
+    /// What is taken; everything by default.
+    pub include: KeyFilter,
+    /// What is left out of that; nothing when `None`.
+    pub exclude: Option<KeyFilter>,
+    /// Which part of a training state is taken.
+    pub part: StatePart,
+    /// New names by old ones; `None` leaves a key out. Every name must be in the checkpoint.
+    pub mapping: IndexMap<String, Option<String>>,
+    /// Substitutions.
+    pub renames: Vec<Rename>,
+}
+
+/// A part of a training state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum StatePart {
+    /// All of it.
+    #[default]
+    Everything,
+    /// All but the optimizer: keys below `optim`, `optimizer`, `optimizers` or
+    /// `optimizer_states` are left out.
+    WithoutOptimizer,
+    /// What a model is made of, by the names that its own code has for it: of a state dict with
+    /// a `model` (or `model_state_dict`, `state_dict`, `module`) at its root, only what is below
+    /// it, without that name; of any other one, all but the optimizer.
+    Model,
+}
+
+impl Selection {
+    /// Everything, under the names it has.
+    #[must_use]
+    pub fn all() -> Self {
+        Self::default()
+    }
+
+    /// Only what `filter` selects.
+    #[must_use]
+    pub fn including(mut self, filter: KeyFilter) -> Self {
+        self.include = filter;
+        self
+    }
+
+    /// Nothing of what `filter` selects.
+    #[must_use]
+    pub fn excluding(mut self, filter: KeyFilter) -> Self {
+        self.exclude = Some(filter);
+        self
+    }
+
+    /// Only this part of a training state.
+    #[must_use]
+    pub fn of_part(mut self, part: StatePart) -> Self {
+        self.part = part;
+        self
+    }
+
+    /// With names mapped.
+    #[must_use]
+    pub fn mapping(mut self, mapping: IndexMap<String, Option<String>>) -> Self {
+        self.mapping = mapping;
+        self
+    }
+
+    /// With one more substitution, applied after those there are.
+    #[must_use]
+    pub fn renaming(mut self, rename: Rename) -> Self {
+        self.renames.push(rename);
+        self
+    }
+
+    /// Whether every key is taken under its own name.
+    #[must_use]
+    pub fn is_everything(&self) -> bool {
+        self.include == KeyFilter::all()
+            && self.exclude.is_none()
+            && self.part == StatePart::Everything
+            && self.mapping.is_empty()
+            && self.renames.is_empty()
+    }
+
+    /// What is taken of a checkpoint, in its order.
+    ///
+    /// # Errors
+    ///
+    /// When the mapping names keys that are not there, or two keys would get one name; all of
+    /// them are listed.
+    pub fn of(&self, metadata: &CheckpointMetadata) -> Result<Vec<Chosen>, ConvertError> {
+        let unknown: Vec<&str> =
+            self.mapping.keys().map(String::as_str).filter(|k| metadata.get(k).is_none()).collect();
+        if !unknown.is_empty() {
+            let problem = format!("maps names that are not in the checkpoint: {}", list(&unknown));
+            return Err(ConvertError::unsupported("the mapping", problem));
+        }
+        let model_root = match self.part {
+            StatePart::Model => model_root(metadata),
+            _ => None,
+        };
+        let mut chosen = Vec::new();
+        for (entry, (fqn, value)) in metadata.iter().enumerate() {
+            let path = value.path();
+            if !self.takes(fqn, path, model_root) {
+                continue;
+            }
+            let mut name = Arc::clone(fqn);
+            if let Some(below) = model_root.and_then(|root| below(root, fqn)) {
+                name = below.into();
+            }
+            match self.mapping.get(&**fqn) {
+                Some(Some(new)) => name = new.as_str().into(),
+                Some(None) => continue,
+                None => {}
+            }
+            for rename in &self.renames {
+                name = rename.apply(&name);
+            }
+            let path = if name == *fqn { path.cloned() } else { renamed_path(path, &name) };
+            chosen.push(Chosen { entry, fqn: name, path });
+        }
+        refuse_clashes(metadata, &chosen)?;
+        Ok(chosen)
+    }
+
+    fn takes(&self, fqn: &str, path: Option<&StatePath>, model_root: Option<&str>) -> bool {
+        let by_name = self.include.selects(fqn, path)
+            && !self.exclude.as_ref().is_some_and(|filter| filter.selects(fqn, path));
+        let root = root(fqn, path);
+        by_name
+            && match (self.part, model_root) {
+                (StatePart::Everything, _) => true,
+                (StatePart::Model, Some(model)) => root == model,
+                _ => !OPTIMIZER_ROOTS.contains(&root),
+            }
+    }
+}
+
+/// A key that is taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Chosen {
+    /// Its position in the checkpoint.
+    pub entry: usize,
+    /// Its new name.
+    pub fqn: Arc<str>,
+    /// Its place in the nested state dict, where it still has one.
+    pub path: Option<StatePath>,
+}
+
+/// The outermost step to a value.
+fn root<'a>(fqn: &'a str, path: Option<&'a StatePath>) -> &'a str {
+    match path.and_then(|path| path.first()) {
+        Some(PathItem::Key(key)) => key,
+        _ => fqn.split('.').next().unwrap_or(fqn),
+    }
+}
+
+/// The name of the dict that holds the model. Names of tensors alone are no proof: those of many
+/// models begin with `model.` themselves. A dict of dicts is one, and so is an optimizer beside.
+fn model_root(metadata: &CheckpointMetadata) -> Option<&'static str> {
+    let nested = metadata.iter().any(|(_, entry)| entry.path().is_some_and(|p| p.len() > 1));
+    let beside = metadata
+        .iter()
+        .any(|(fqn, entry)| entry.path().is_none() && OPTIMIZER_ROOTS.contains(&root(fqn, None)));
+    (nested || beside).then_some(())?;
+    MODEL_ROOTS.iter().copied().find(|name| {
+        metadata.iter().any(|(fqn, entry)| {
+            let deep = entry.path().is_none_or(|path| path.len() > 1);
+            deep && root(fqn, entry.path()) == *name && below(name, fqn).is_some()
+        })
+    })
+}
+
+fn below<'a>(root: &str, fqn: &'a str) -> Option<&'a str> {
+    fqn.strip_prefix(root)?.strip_prefix('.').filter(|rest| !rest.is_empty())
+}
+
+/// The path under a new name: what is left of the old one when the name lost its first steps, a
+/// single step otherwise.
+fn renamed_path(path: Option<&StatePath>, name: &str) -> Option<StatePath> {
+    let path = path?;
+    let joined = |steps: &[PathItem]| {
+        let steps = steps.iter().map(|step| match step {
+            PathItem::Key(key) => key.to_string(),
+            PathItem::Index(index) => index.to_string(),
+        });
+        steps.collect::<Vec<_>>().join(".")
+    };
+    let kept = (1..path.len())
+        .map(|from| &path[from..])
+        .find(|rest| matches!(rest.first(), Some(PathItem::Key(_))) && joined(rest) == name);
+    Some(kept.map_or_else(|| [PathItem::Key(name.into())].into(), Into::into))
+}
+
+fn refuse_clashes(metadata: &CheckpointMetadata, chosen: &[Chosen]) -> Result<(), ConvertError> {
+    let mut by_name: HashMap<&str, usize> = HashMap::with_capacity(chosen.len());
+    let mut clashes = Vec::new();
+    for one in chosen {
+        if let Some(other) = by_name.insert(&one.fqn, one.entry) {
+            let old = |entry| metadata.at(entry).map_or("", |(fqn, _)| fqn);
+            clashes.push(format!("{:?} and {:?} as {:?}", old(other), old(one.entry), one.fqn));
+        }
+    }
+    if clashes.is_empty() {
+        return Ok(());
+    }
+    let clashes: Vec<&str> = clashes.iter().map(String::as_str).collect();
+    let problem = format!("would give keys the same name: {}", list(&clashes));
+    Err(ConvertError::unsupported("the renaming", problem))
+}
+
+/// The first of some things, and how many more there are.
+pub(crate) fn list(all: &[&str]) -> String {
+    const SHOWN: usize = 8;
+    let mut text = all.iter().take(SHOWN).copied().collect::<Vec<_>>().join(", ");
+    if all.len() > SHOWN {
+        text.push_str(&format!(", and {} more", all.len() - SHOWN));
+    }
+    text
+}
+
+/// A substitution in names, written as `sed` writes it: `s/PATTERN/REPLACEMENT/`, with any other
+/// delimiter than `/`, and with `g` at the end to replace every match and not only the first.
+///
+/// The pattern is a regular expression in the syntax of the `regex` crate; it takes time linear
+/// in the name whatever it is. In the replacement `\1` or `$1` stand for what the first group
+/// matched, `\0` or `&` for all of it; a backslash makes any other character stand for itself.
+#[derive(Clone, Debug)]
+pub struct Rename {
+    pattern: Regex,
+    replacement: String,
+    everywhere: bool,
+}
+
+impl Rename {
+    /// Reads a substitution.
+    ///
+    /// # Errors
+    ///
+    /// [`ConvertError::Unsupported`] when the text is no substitution.
+    pub fn parse(text: &str) -> Result<Self, ConvertError> {
+        let bad = |problem: &str| ConvertError::unsupported(format!("{text:?}"), problem);
+        let form = "is no substitution; write s/PATTERN/REPLACEMENT/";
+        let mut chars = text.strip_prefix('s').ok_or_else(|| bad(form))?.chars();
+        let delimiter = chars.next().filter(|c| !c.is_alphanumeric() && *c != '\\');
+        let delimiter = delimiter.ok_or_else(|| bad(form))?;
+        let mut parts = vec![String::new()];
+        while let Some(c) = chars.next() {
+            match (c, parts.last_mut()) {
+                (c, _) if c == delimiter => parts.push(String::new()),
+                ('\\', Some(part)) => match chars.next() {
+                    Some(c) if c == delimiter => part.push(c),
+                    Some(c) => part.extend(['\\', c]),
+                    None => return Err(bad("ends in a backslash")),
+                },
+                (c, Some(part)) => part.push(c),
+                (_, None) => {}
+            }
+        }
+        let [pattern, replacement, flags] = &*parts else { return Err(bad(form)) };
+        let everywhere = match &**flags {
+            "" => false,
+            "g" => true,
+            _ => return Err(bad("has flags other than g")),
+        };
+        let pattern = Regex::new(pattern)
+            .map_err(|error| bad(&format!("has a bad pattern: {}", one_line(&error))))?;
+        let replacement = expansion(replacement).ok_or_else(|| bad("ends in a backslash"))?;
+        Ok(Self { pattern, replacement, everywhere })
+    }
+
+    /// The name after the substitution.
+    #[must_use]
+    pub fn apply(&self, name: &str) -> Arc<str> {
+        let limit = usize::from(!self.everywhere);
+        self.pattern.replacen(name, limit, self.replacement.as_str()).into()
+    }
+}
+
+/// What a regular expression's error says, without the picture that it draws.
+fn one_line(error: &regex::Error) -> String {
+    let text = error.to_string();
+    let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    last.trim().trim_start_matches("error: ").to_owned()
+}
+
+/// A replacement of `sed` as one of the `regex` crate.
+fn expansion(text: &str) -> Option<String> {
+    let mut made = String::with_capacity(text.len());
+    let mut chars = text.chars().peekable();
+    while let Some(c) = chars.next() {
+        match c {
+            '\\' => match chars.next()? {
+                digit @ '0'..='9' => made.push_str(&format!("${{{digit}}}")),
+                '$' => made.push_str("$$"),
+                c => made.push(c),
+            },
+            '&' => made.push_str("${0}"),
+            '$' => {
+                // `$1x` is the first group and an x, not a group named `1x`.
+                let digits: String =
+                    std::iter::from_fn(|| chars.next_if(char::is_ascii_digit)).collect();
+                match digits.is_empty() {
+                    true if chars.peek() == Some(&'{') => made.push('$'),
+                    true => made.push_str("$$"),
+                    false => made.push_str(&format!("${{{digits}}}")),
+                }
+            }
+            c => made.push(c),
+        }
+    }
+    Some(made)
+}
+
+/// Reads a mapping of names: a JSON object, or lines of an old and a new name with white space
+/// between them. `null`, and a `-` in a line, leave a key out; lines that begin with `#` and
+/// empty ones mean nothing.
+///
+/// # Errors
+///
+/// When the text is neither, or maps a name twice.
+pub fn parse_mapping(text: &str) -> Result<IndexMap<String, Option<String>>, ConvertError> {
+    let bad = |problem: String| ConvertError::unsupported("the mapping", problem);
+    if text.trim_start().starts_with('{') {
+        return serde_json::from_str(text)
+            .map_err(|error| bad(format!("is no JSON object of names: {error}")));
+    }
+    let mut mapping = IndexMap::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let mut names = line.split_whitespace();
+        let (Some(old), Some(new), None) = (names.next(), names.next(), names.next()) else {
+            return Err(bad(format!("has something else than two names in line {number}")));
+        };
+        let new = (new != "-").then(|| new.to_owned());
+        if mapping.insert(old.to_owned(), new).is_some() {
+            return Err(bad(format!("maps {old:?} a second time in line {number}")));
+        }
+    }
+    Ok(mapping)
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::{DType, Entry, TensorEntry};
+
+    use super::*;
+
+    fn rename(text: &str, name: &str) -> String {
+        Rename::parse(text).unwrap().apply(name).to_string()
+    }
+
+    #[test]
+    fn substitutions_are_seds() {
+        assert_eq!(rename(r"s/^model\.//", "model.model.w"), "model.w");
+        assert_eq!(rename("s|a|b|", "aa"), "ba");
+        assert_eq!(rename("s/a/b/g", "aa"), "bb");
+        assert_eq!(rename(r"s/layers\.(\d+)/h.\1x/", "layers.12.w"), "h.12x.w");
+        assert_eq!(rename(r"s/(\d)/$1x/", "a7"), "a7x");
+        assert_eq!(rename(r"s/(?<n>\d)/${n}!/", "a7"), "a7!");
+        assert_eq!(rename("s/b/[&]/", "abc"), "a[b]c");
+        assert_eq!(rename(r"s/b/\&\$1/", "abc"), "a&$1c");
+        assert_eq!(rename(r"s/a\/b/x/", "a/b"), "x");
+        assert_eq!(rename("s/x/y/", "abc"), "abc");
+    }
+
+    #[test]
+    fn what_is_no_substitution_is_refused() {
+        for (text, problem) in [
+            ("", "no substitution"),
+            ("model.", "no substitution"),
+            ("s/a/b", "no substitution"),
+            ("s/a", "no substitution"),
+            ("sxaxbx", "no substitution"),
+            ("s/a/b/i", "flags"),
+            ("s/(/b/", "unclosed group"),
+            (r"s/a/b\", "backslash"),
+        ] {
+            let error = Rename::parse(text).unwrap_err().to_string();
+            assert!(error.contains(problem), "{text}: {error}");
+        }
+    }
+
+    fn metadata(keys: &[&[&str]]) -> CheckpointMetadata {
+        let mut metadata = CheckpointMetadata::new();
+        for path in keys {
+            let mut tensor = TensorEntry::new(DType::Float32, [2]);
+            let steps = path.iter().map(|step| PathItem::Key((*step).into()));
+            tensor.path = Some(steps.collect());
+            metadata.insert(path.join("."), Entry::Tensor(tensor));
+        }
+        metadata
+    }
+
+    fn names(selection: &Selection, metadata: &CheckpointMetadata) -> Vec<String> {
+        let chosen = selection.of(metadata).unwrap();
+        chosen.iter().map(|one| one.fqn.to_string()).collect()
+    }
+
+    #[test]
+    fn the_model_is_found_by_nesting_and_not_by_name() {
+        let state = metadata(&[&["model", "model.w"], &["optim", "state.w"], &["step"]]);
+        let model = Selection::all().of_part(StatePart::Model);
+        assert_eq!(names(&model, &state), ["model.w"]);
+        let without = Selection::all().of_part(StatePart::WithoutOptimizer);
+        assert_eq!(names(&without, &state), ["model.model.w", "step"]);
+        // A model whose own names begin with `model.`, such as Llama.
+        let llama = metadata(&[&["model.embed.weight"], &["lm_head.weight"]]);
+        assert_eq!(names(&model, &llama), ["model.embed.weight", "lm_head.weight"]);
+    }
+
+    #[test]
+    fn paths_follow_names() {
+        let state = metadata(&[&["model", "a", "b.c"]]);
+        let path = |rename: &str| {
+            let selection = Selection::all().renaming(Rename::parse(rename).unwrap());
+            let chosen = selection.of(&state).unwrap();
+            chosen.first().unwrap().path.clone().unwrap().to_vec()
+        };
+        let key = |key: &str| PathItem::Key(key.into());
+        assert_eq!(path("s/^model.//"), [key("a"), key("b.c")]);
+        assert_eq!(path("s/x/y/"), [key("model"), key("a"), key("b.c")]);
+        assert_eq!(path("s/a/z/"), [key("model.z.b.c")]);
+    }
+
+    #[test]
+    fn clashes_and_unknown_names_are_listed() {
+        let state = metadata(&[&["a", "w"], &["b", "w"], &["c"]]);
+        let clash = Selection::all().renaming(Rename::parse("s/^[ab].//").unwrap());
+        let error = clash.of(&state).unwrap_err().to_string();
+        assert!(error.contains(r#""a.w" and "b.w" as "w""#), "{error}");
+        let mapping = parse_mapping("# names\nc d\nx y\n").unwrap();
+        let error = Selection::all().mapping(mapping).of(&state).unwrap_err().to_string();
+        assert!(error.ends_with("not in the checkpoint: x"), "{error}");
+    }
+
+    #[test]
+    fn mappings_are_json_or_lines() {
+        let json = parse_mapping(r#"{"c": "d", "a.w": null}"#).unwrap();
+        assert_eq!(json, parse_mapping("c d\na.w\t-\n").unwrap());
+        let state = metadata(&[&["a", "w"], &["b", "w"], &["c"]]);
+        assert_eq!(names(&Selection::all().mapping(json), &state), ["b.w", "d"]);
+        assert!(parse_mapping("a").is_err() && parse_mapping("a b\na c").is_err());
+        assert!(parse_mapping(r#"{"a": 1}"#).is_err());
+    }
+}

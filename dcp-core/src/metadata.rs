@@ -158,6 +158,9 @@ pub enum Layout {
     TorchArchive,
     /// The elements themselves, row-major and little-endian, as in safetensors.
     Raw,
+    /// What a reader over another reader makes its elements of, such as quantized ones; only that
+    /// reader knows how. The bytes have another length than the elements.
+    Computed,
 }
 
 /// What a checkpoint says of its origin; informational, never trusted.

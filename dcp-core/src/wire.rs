@@ -152,6 +152,7 @@ impl WritePlan {
             let layout = match input.number()? {
                 0 => Layout::TorchArchive,
                 1 => Layout::Raw,
+                2 => Layout::Computed,
                 other => return Err(bad(format!("unknown layout {other}"))),
             };
             let transforms = (0..input.count()?)
@@ -192,6 +193,7 @@ fn layout_code(layout: Layout) -> u64 {
     match layout {
         Layout::TorchArchive => 0,
         Layout::Raw => 1,
+        Layout::Computed => 2,
     }
 }
 

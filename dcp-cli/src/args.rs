@@ -45,7 +45,8 @@ Exit codes:
   0  fine
   1  the checkpoint is bad: damaged, incomplete, or no checkpoint at all
   2  wrong usage: bad arguments, no such key, a target that exists already
-  3  input or output failed: no such path, no permission, a full disk";
+  3  input or output failed: no such path, no permission, a full disk
+  130, 143  interrupted; what was being written is removed again";
 
 /// Options of every command.
 #[derive(Args, Clone, Copy, Debug)]

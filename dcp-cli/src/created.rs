@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::undo;
+
 /// The folders that were missing when this was made. Those of them that are there, and empty,
 /// are removed when it is dropped without [`keep`](Self::keep).
 #[derive(Debug)]
@@ -35,9 +37,11 @@ impl NewFolders {
 
 impl Drop for NewFolders {
     fn drop(&mut self) {
-        for folder in &self.missing {
+        for (index, folder) in self.missing.iter().enumerate() {
             // One that was not made, or has something in it, is not to be removed.
             if fs::remove_dir(folder).is_err() {
+                // What an interrupted command wrote is removed after this.
+                undo::remove_folders_later(self.missing.get(index..).unwrap_or_default());
                 return;
             }
         }

@@ -18,6 +18,10 @@ pub(crate) enum Exit {
     Usage = 2,
     /// Input or output failed.
     Io = 3,
+    /// Ctrl-C; as a shell says of a command that SIGINT ended.
+    Interrupted = 130,
+    /// The same of SIGTERM.
+    Terminated = 143,
 }
 
 /// An error on its way to the user.

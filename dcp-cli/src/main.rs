@@ -4,11 +4,13 @@ mod args;
 mod command;
 mod created;
 mod failure;
+mod interrupt;
 mod open;
 mod output;
 mod progress;
 mod render;
 mod style;
+mod undo;
 
 use std::process::ExitCode;
 

@@ -9,19 +9,8 @@ use dcp::formats::detect::{Detected, detect};
 use dcp::{Access, DcpWriter, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
-
-/// Runs a command's work. A runtime of several threads is worth its start only for long work.
-pub(crate) fn run<T>(
-    long: bool,
-    work: impl Future<Output = Result<T, Failure>>,
-) -> Result<T, Failure> {
-    let mut builder = if long {
-        tokio::runtime::Builder::new_multi_thread()
-    } else {
-        tokio::runtime::Builder::new_current_thread()
-    };
-    builder.enable_time().build().map_err(Failure::from)?.block_on(work)
-}
+pub(crate) use crate::interrupt::run;
+use crate::undo;
 
 /// How whole a checkpoint has to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,7 +148,7 @@ pub(crate) async fn target_file(uri: &str, overwrite: bool) -> Result<Target, Fa
     if !overwrite && storage.contains(&key).await.map_err(cannot)? {
         return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
     }
-    Ok(Target::new(storage, key).overwriting(overwrite))
+    Ok(Target::new(undo::watch(storage), key).overwriting(overwrite))
 }
 
 /// A directory to write a checkpoint into. A checkpoint that is there is an error, unless it may
@@ -174,7 +163,7 @@ pub(crate) async fn target_directory(uri: &str, overwrite: bool) -> Result<DcpWr
             return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
         }
     }
-    Ok(DcpWriter::builder(storage).overwrite(overwrite).build())
+    Ok(DcpWriter::builder(undo::watch(storage)).overwrite(overwrite).build())
 }
 
 /// Refuses to write a place onto itself.

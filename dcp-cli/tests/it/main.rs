@@ -6,6 +6,7 @@ mod convert;
 mod damaged;
 mod get;
 mod inspect;
+mod interrupt;
 mod look;
 mod reshard;
 mod support;

@@ -1,0 +1,96 @@
+//! Running a command's work so that Ctrl-C stops it cleanly.
+//!
+//! The first SIGINT or SIGTERM drops the work, which ends uploads and with them their temporary
+//! files, and removes what the command has completed so far. The second ends the process at once.
+
+use std::io::Write;
+use std::thread;
+use std::time::Duration;
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tokio::sync::oneshot;
+
+use crate::failure::{Exit, Failure};
+use crate::undo;
+
+/// After this time a stop that is not done is explained.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Runs a command's work. Work that is `long` gets a runtime of several threads and can be
+/// stopped; other work has nothing to clean up, so that signals may end it as they do by default.
+pub(crate) fn run<T>(
+    long: bool,
+    work: impl Future<Output = Result<T, Failure>>,
+) -> Result<T, Failure> {
+    if !long {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
+        return runtime.block_on(work);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_time().build()?;
+    let signal = watch_signals();
+    let outcome = runtime.block_on(async {
+        tokio::select! {
+            // Work that is done when the signal comes was not interrupted.
+            biased;
+            done = work => Ok(done),
+            signal = stopped(signal) => Err(signal),
+        }
+    });
+    // Waits for the threads that write: they own the temporary files and remove them.
+    drop(runtime);
+    outcome.unwrap_or_else(|(signal, _still)| Err(interrupted(signal)))
+}
+
+/// The signal, once nothing is being put under its final name, and what keeps it so.
+async fn stopped(signal: oneshot::Receiver<i32>) -> (i32, undo::Still) {
+    let Ok(signal) = signal.await else { return std::future::pending().await };
+    (signal, undo::quiesce().await)
+}
+
+/// Tells of the first signal that asks to stop, and obeys the second.
+fn watch_signals() -> oneshot::Receiver<i32> {
+    let (tell, told) = oneshot::channel();
+    let watch = move |mut signals: Signals| {
+        let mut signals = signals.forever();
+        let Some(first) = signals.next() else { return };
+        if tell.send(first).is_err() {
+            // There is no work any more that could be stopped.
+            std::process::exit(exit(first) as i32);
+        }
+        thread::spawn(|| {
+            thread::sleep(PATIENCE);
+            let text = "stopping, when what is being written is settled; again to stop at once";
+            // Nobody has to hear it.
+            let _ = writeln!(std::io::stderr(), "{text}");
+        });
+        if let Some(second) = signals.next() {
+            std::process::exit(exit(second) as i32);
+        }
+    };
+    let started = Signals::new([SIGINT, SIGTERM])
+        .and_then(|signals| thread::Builder::new().spawn(move || watch(signals)));
+    if let Err(error) = started {
+        tracing::warn!(%error, "cannot watch for signals");
+    }
+    told
+}
+
+fn exit(signal: i32) -> Exit {
+    if signal == SIGTERM { Exit::Terminated } else { Exit::Interrupted }
+}
+
+fn interrupted(signal: i32) -> Failure {
+    let failure = |text: &str| Failure::new(exit(signal), text);
+    match undo::undo() {
+        undo::Undone::Nothing => failure("interrupted"),
+        undo::Undone::All => failure("interrupted; nothing was written"),
+        undo::Undone::Replaced(key) => {
+            failure(&format!("interrupted after {key:?} was replaced; what was written stays"))
+                .hint("run the command again, or `dcp verify` what is there")
+        }
+        undo::Undone::Left(left) => {
+            failure(&format!("interrupted; {} could not be removed", left.join(", ")))
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Stopping a command in the middle of its work, and what is left then.
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dcp::DType;
+use dcp::formats::safetensors::{SafetensorsItem, encode_header};
+
+use crate::support::{Run, command, dcp, finish, path};
+
+/// Longer than any of it takes.
+const ENOUGH: Duration = Duration::from_secs(60);
+
+/// A checkpoint of 4 GiB that takes no space: its end is a hole.
+fn large(folder: &tempfile::TempDir) -> String {
+    let item = |name: &str| SafetensorsItem {
+        name: name.into(),
+        dtype: DType::Float32,
+        shape: [1 << 15, 1 << 14].into(),
+    };
+    let encoded = encode_header(&[item("a"), item("b")], &Default::default()).unwrap();
+    let path = path(folder, "large.safetensors");
+    fs::write(&path, &encoded.bytes).unwrap();
+    File::options().write(true).open(&path).unwrap().set_len(encoded.byte_len).unwrap();
+    path
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Runs a command until `ready`, and then sends it a signal.
+fn interrupted(args: &[&str], signal: &str, ready: impl Fn() -> bool) -> Run {
+    let child = command().args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut child: Child = child.unwrap();
+    let begin = Instant::now();
+    while !ready() {
+        assert_eq!(child.try_wait().unwrap(), None, "it ended before it could be interrupted");
+        assert!(begin.elapsed() < ENOUGH, "it did not get there");
+        thread::sleep(Duration::from_millis(2));
+    }
+    let pid = child.id().to_string();
+    assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
+    finish(child.wait_with_output().unwrap())
+}
+
+fn is_temporary(name: &str) -> bool {
+    name.starts_with(".dcp-tmp.")
+}
+
+#[test]
+fn a_file_in_the_making_goes() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = large(&folder);
+    let target = path(&folder, "copy.safetensors");
+    let args = ["convert", &source, &target, "--to", "safetensors"];
+    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+        let begun = || names(folder.path()).iter().any(|name| is_temporary(name));
+        interrupted(&args, signal, begun).fails(code, &["interrupted; nothing was written"]);
+        assert_eq!(names(folder.path()), ["large.safetensors"]);
+    }
+}
+
+#[test]
+fn an_old_file_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = large(&folder);
+    let target = path(&folder, "old.safetensors");
+    fs::write(&target, "old").unwrap();
+    let begun = || names(folder.path()).iter().any(|name| is_temporary(name));
+    let args = ["convert", &source, &target, "--to", "safetensors", "--overwrite"];
+    interrupted(&args, "INT", begun).fails(130, &["nothing was written"]);
+    assert_eq!(names(folder.path()), ["large.safetensors", "old.safetensors"]);
+    assert_eq!(fs::read(&target).unwrap(), b"old");
+}
+
+#[test]
+fn files_that_are_complete_already_go_with_their_folders() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = large(&folder);
+    let target = folder.path().join("deep/er");
+    let args = ["reshard", &source, target.to_str().unwrap(), "--ranks", "64"];
+    let one_is_there = || names(&target).iter().any(|name| name.ends_with(".distcp"));
+    interrupted(&args, "INT", one_is_there).fails(130, &["interrupted; nothing was written"]);
+    assert_eq!(names(folder.path()), ["large.safetensors"]);
+}
+
+#[test]
+fn an_old_checkpoint_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = large(&folder);
+    let target = folder.path().join("old");
+    let uri = target.to_str().unwrap();
+    dcp(["reshard", "fsdp2_adam_2r", uri, "--ranks", "2"]).ok();
+    let before = names(&target);
+    let one_is_there = || names(&target).iter().any(|name| name.ends_with(".g1.distcp"));
+    let args = ["reshard", &source, uri, "--ranks", "64", "--overwrite"];
+    interrupted(&args, "TERM", one_is_there).fails(143, &["interrupted; nothing was written"]);
+    assert_eq!(names(&target), before);
+    dcp(["verify", uri, "--deep"]).ok();
+}
+
+#[test]
+fn a_log_has_lines_of_long_work_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "short.safetensors");
+    let run = dcp(["convert", "fsdp2_adam_2r", &target, "--to", "safetensors"]);
+    assert!(!run.stderr.contains("converting"), "{}", run.stderr);
+}

@@ -3,13 +3,19 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::{CheckpointError, DataSource, Key, Payload, PlanError, Region, Storage, StorageExt};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSource, Key, Payload, PlanError, Region, StorageExt,
+    TensorEntry,
+};
 
+use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::runs::boxes;
+use crate::source::Source;
 use crate::tensor_read::TensorReader;
 
 /// What one item of a plan is made from.
@@ -23,13 +29,49 @@ pub(crate) enum Part {
     Encoded(Bytes),
 }
 
-/// The items of one rank's plan, by their position.
+impl Part {
+    /// All of the tensor at position `entry` of what `source`, in its form for a job, reads.
+    pub(crate) fn whole_tensor(
+        source: &Source,
+        metadata: &Arc<CheckpointMetadata>,
+        entry: usize,
+        tensor: &TensorEntry,
+    ) -> Result<Self, ConvertError> {
+        let reader = Arc::clone(&source.reader);
+        let reader = TensorReader::new(reader, Arc::clone(metadata), entry)?;
+        let region = Region::full(tensor.shape.clone())
+            .map_err(|error| ConvertError::unsupported("a tensor", error.to_string()))?;
+        let element_bytes = tensor.dtype.size() as u64;
+        Ok(Self::Tensor { reader: Arc::new(reader), region, element_bytes })
+    }
+}
+
+/// The items of one rank's plan, or of some files, by their position.
 #[derive(Debug)]
 pub(crate) struct CheckpointData {
-    pub(crate) storage: Arc<dyn Storage>,
-    pub(crate) parts: Vec<Part>,
-    pub(crate) segment_bytes: u64,
-    pub(crate) options: JobOptions,
+    /// In the form for a job.
+    source: Source,
+    parts: Vec<Part>,
+    segment_bytes: u64,
+    options: JobOptions,
+    /// Bytes until the last one is given away, before which the source is settled.
+    unsettled: Option<AtomicU64>,
+}
+
+impl CheckpointData {
+    /// Data of `parts`, of a source whose checksums the caller settles.
+    pub(crate) fn new(source: &Source, parts: Vec<Part>, options: &JobOptions) -> Self {
+        let segment_bytes = options.write_segment_bytes();
+        let (source, options) = (source.clone(), options.clone());
+        Self { source, parts, segment_bytes, options, unsettled: None }
+    }
+
+    /// The same, which gives its last byte, after `byte_len` in all, only when everything that
+    /// was read is known to be undamaged. Every byte must be asked for exactly once.
+    pub(crate) fn settling(mut self, byte_len: u64) -> Self {
+        self.unsettled = Some(AtomicU64::new(byte_len));
+        self
+    }
 }
 
 #[async_trait]
@@ -47,7 +89,7 @@ impl DataSource for CheckpointData {
             Some(Part::Stored { key, byte_offset }) => {
                 let start = byte_offset.saturating_add(byte_range.start);
                 let end = byte_offset.saturating_add(byte_range.end);
-                Payload::from(self.storage.read_range(key, start..end).await?)
+                Payload::from(self.source.storage.read_range(key, start..end).await?)
             }
             Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
             None => {
@@ -58,6 +100,11 @@ impl DataSource for CheckpointData {
                 .into());
             }
         };
+        if let Some(unsettled) = &self.unsettled
+            && unsettled.fetch_sub(len, Ordering::Relaxed) == len
+        {
+            self.source.settle(&self.options).await?;
+        }
         self.options.advance(len);
         Ok(payload)
     }

@@ -15,12 +15,12 @@ use crate::data::{CheckpointData, Part, read_tensor};
 use crate::decoded::EXPANSION_MAX;
 use crate::element::decode;
 use crate::error::ConvertError;
-use crate::intact::{self, refuse_damaged, unchecked_chunks};
-use crate::job::{JobOptions, Source};
+use crate::job::JobOptions;
 use crate::npy::{npy_header, npy_type};
 use crate::objects::read_objects;
 use crate::print::Excerpt;
 use crate::slice::TensorSlice;
+use crate::source::Source;
 use crate::suggest::unknown_fqn;
 use crate::target::Target;
 use crate::tensor_read::TensorReader;
@@ -62,10 +62,11 @@ pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Fou
                 Some(text) => TensorSlice::parse(text, &tensor.shape)?,
                 None => TensorSlice::whole(&tensor.shape)?,
             };
-            let (reader, fqn) = (source.decoded_once(1), Arc::clone(fqn));
+            let source = source.for_job(1);
+            let (reader, fqn) = (Arc::clone(&source.reader), Arc::clone(fqn));
             let dtype = tensor.dtype;
             let reader = TensorReader::new(reader, Arc::clone(&metadata), index)?;
-            let (source, reader) = (source.clone(), Arc::new(reader));
+            let reader = Arc::new(reader);
             Ok(Found::Tensor(FoundTensor { fqn, dtype, slice, source, reader }))
         }
         _ => {
@@ -146,7 +147,9 @@ impl FoundTensor {
     /// When the stored bytes cannot possibly hold that many elements, or cannot be read.
     pub async fn read(&self) -> Result<Bytes, ConvertError> {
         self.refuse_implausible().await?;
-        Ok(self.reader.read(std::slice::from_ref(&self.slice.region)).await?)
+        let elements = self.reader.read(std::slice::from_ref(&self.slice.region)).await?;
+        self.source.settle(&JobOptions::default()).await?;
+        Ok(elements)
     }
 
     /// `{"kind": "tensor", "dtype", "shape", "values"}`, the values as nested lists.
@@ -185,8 +188,7 @@ impl FoundTensor {
     /// Writes a `.npy` file. A type that NumPy lacks is written as unsigned integers of its size;
     /// the returned note says so.
     ///
-    /// Every chunk that lies in what was asked for is compared with its checksum before anything
-    /// is written; one that is needed in part is not, because that takes all of its bytes.
+    /// Every chunk that lies in what was asked for is compared with its checksum; one that is needed in part is not, because that takes all of its bytes.
     ///
     /// # Errors
     ///
@@ -198,8 +200,8 @@ impl FoundTensor {
     ) -> Result<Option<String>, ConvertError> {
         target.check().await?;
         let mut ready = npy_header(self.dtype, &self.slice.shape)?;
-        let segment = options.segment_bytes(4);
-        self.start(segment, options).await?;
+        let segment = options.write_segment_bytes();
+        options.start(self.byte_len());
         let storage = target.creator();
         let (region, element_bytes) = (&self.slice.region, self.dtype.size() as u64);
         let total = self.byte_len();
@@ -213,6 +215,7 @@ impl FoundTensor {
         };
         if total <= segment {
             let (part, _) = read(0).await?;
+            self.source.settle(options).await?;
             let whole = [ready].into_iter().chain(part.pieces().iter().cloned());
             storage.put(&target.key, whole.collect(), PutMode::Create).await?;
         } else {
@@ -226,7 +229,7 @@ impl FoundTensor {
                     upload.put_part(pieces.collect::<Payload>()).await?;
                     at = end;
                 }
-                Ok::<_, CheckpointError>(())
+                self.source.settle(options).await
             };
             if let Err(error) = sent.await {
                 if let Err(left) = upload.abort().await {
@@ -255,8 +258,7 @@ impl FoundTensor {
         options: &JobOptions,
     ) -> Result<(), ConvertError> {
         target.check().await?;
-        let segment_bytes = options.segment_bytes(4);
-        self.start(segment_bytes, options).await?;
+        options.start(self.byte_len());
         let item = SafetensorsItem {
             name: Arc::clone(&self.fqn),
             dtype: self.dtype,
@@ -267,28 +269,12 @@ impl FoundTensor {
             region: self.slice.region.clone(),
             element_bytes: self.dtype.size() as u64,
         };
-        let data = Arc::new(CheckpointData {
-            storage: Arc::clone(&self.source.storage),
-            parts: vec![part],
-            segment_bytes,
-            options: options.clone(),
-        });
+        let data = CheckpointData::new(&self.source, vec![part], options);
+        let data = Arc::new(data.settling(self.byte_len()));
         let header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
         let storage = target.creator();
         safetensors::write(&*storage, &target.key, &[item], &header, data, None).await?;
         Ok(())
-    }
-
-    /// Compares with their checksums those chunks that lie in what was asked for, and that reading
-    /// it in segments would not check. Of a chunk that is needed in part, nothing can be checked
-    /// without reading all of it.
-    async fn start(&self, segment_bytes: u64, options: &JobOptions) -> Result<(), ConvertError> {
-        let region = &self.slice.region;
-        let cuts = std::slice::from_ref(region);
-        let unchecked = unchecked_chunks(&self.reader, region, cuts, segment_bytes)?;
-        options.start(self.byte_len().saturating_add(intact::byte_len(&unchecked)));
-        let metadata = self.reader.metadata();
-        Ok(refuse_damaged(&self.source, metadata, &unchecked, options).await?)
     }
 
     /// Fails when the files are too short for so many elements, so that a shape from a hostile

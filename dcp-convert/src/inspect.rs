@@ -8,8 +8,9 @@ use indexmap::IndexMap;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::job::{JobOptions, Source};
+use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
+use crate::source::Source;
 use crate::value_json::{JsonLimits, value_json};
 
 /// A checkpoint at a glance. Serialized, it is the output of `dcp inspect --json`.

@@ -1,63 +1,7 @@
-//! What all jobs share: where they read, how much memory they may take, whom they tell.
+//! What all jobs share: how much memory they may take, and whom they tell.
 
 use std::fmt;
 use std::sync::Arc;
-
-use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
-use dcp_formats::dcp::DcpReader;
-
-use crate::decoded::DecodedOnce;
-use crate::safetensors_file::SafetensorsFile;
-
-/// A checkpoint to read: its format's reader, and the storage that holds its files.
-#[derive(Clone, Debug)]
-pub struct Source {
-    /// The bytes, for sizes, checksums and objects that are copied as they are.
-    pub storage: Arc<dyn Storage>,
-    /// The meaning of the bytes.
-    pub reader: Arc<dyn StorageReader>,
-    /// The same reader, when it is PyTorch's format: it knows more than the trait asks for.
-    pub(crate) dcp: Option<Arc<DcpReader>>,
-}
-
-impl Source {
-    /// A checkpoint whose files lie in `storage` and are understood by `reader`.
-    #[must_use]
-    pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, dcp: None }
-    }
-
-    /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far
-    /// as it is whole; otherwise its index must be borne out by its files.
-    #[must_use]
-    pub fn dcp(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
-        let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).build();
-        let reader = Arc::new(reader);
-        let dcp = Some(Arc::clone(&reader));
-        Self { storage, reader, dcp }
-    }
-
-    /// One safetensors file.
-    #[must_use]
-    pub fn safetensors(storage: Arc<dyn Storage>, key: Key) -> Self {
-        let reader = SafetensorsFile::new(Arc::clone(&storage), key);
-        Self::new(storage, Arc::new(reader))
-    }
-
-    /// The reader for a job of `parallelism` reads, which decodes no chunk for each of its parts.
-    pub(crate) fn decoded_once(&self, parallelism: usize) -> Arc<dyn StorageReader> {
-        Arc::new(DecodedOnce::new(Arc::clone(&self.reader), parallelism))
-    }
-
-    /// The checkpoint's index.
-    ///
-    /// # Errors
-    ///
-    /// When there is no checkpoint, or its index is bad.
-    pub async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
-        self.reader.metadata().await
-    }
-}
 
 /// How a job may use the machine.
 #[derive(Clone)]
@@ -72,15 +16,18 @@ pub struct JobOptions {
     pub parallelism: usize,
     /// Told of every step.
     pub progress: Option<Arc<dyn Progress>>,
+    /// Whether a job that writes only says what it would write: it reads the index, refuses what
+    /// it would refuse, and stops before the first byte of data.
+    pub dry_run: bool,
 }
 
 /// The least that [`JobOptions::max_memory`] is taken for, in bytes.
 pub const MIN_MEMORY: u64 = 1 << 20;
 
 impl Default for JobOptions {
-    /// 256 MiB, four reads in flight, nobody told.
+    /// 256 MiB, four reads in flight, nobody told, and the work is done.
     fn default() -> Self {
-        Self { max_memory: 256 << 20, parallelism: 4, progress: None }
+        Self { max_memory: 256 << 20, parallelism: 4, progress: None, dry_run: false }
     }
 }
 
@@ -104,6 +51,20 @@ impl JobOptions {
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
         self.progress = Some(progress);
         self
+    }
+
+    /// The same, for a job that only says what it would write.
+    #[must_use]
+    pub fn as_dry_run(mut self, dry_run: bool) -> Self {
+        self.dry_run = dry_run;
+        self
+    }
+
+    /// Bytes of one segment of a file that is written from front to back. Larger ones would make
+    /// nothing faster: 16 MiB are sent at a time.
+    pub(crate) fn write_segment_bytes(&self) -> u64 {
+        const WORTH: u64 = 8 << 20;
+        self.segment_bytes(8).min(WORTH)
     }
 
     /// Bytes of one segment when `in_flight` of them are held at once: a multiple of every

@@ -1,6 +1,7 @@
 //! Offline jobs on whole checkpoints: inspect, verify, extract, convert, reshard.
 
 mod check;
+mod checked;
 mod data;
 mod decoded;
 mod deep;
@@ -20,24 +21,29 @@ mod runs;
 mod safetensors_file;
 mod select;
 mod slice;
+mod source;
 mod suggest;
 mod target;
 mod tensor_read;
 mod to_safetensors;
 mod value_json;
 mod verify;
+pub mod view;
+mod written;
 
 pub use element::{Element, decode};
 pub use error::ConvertError;
 pub use get::{Found, FoundTensor, find};
 pub use inspect::{ChunkSummary, KeySummary, Summary, TensorSummary, inspect};
-pub use job::{JobOptions, MIN_MEMORY, Progress, Source};
+pub use job::{JobOptions, MIN_MEMORY, Progress};
 pub use npy::{NpyType, npy_header, npy_type};
-pub use reshard::{MAX_RANKS, ReshardReport, reshard};
+pub use reshard::{MAX_RANKS, reshard};
 pub use safetensors_file::SafetensorsFile;
 pub use select::{Chosen, Rename, Selection, StatePart, parse_mapping};
 pub use slice::TensorSlice;
+pub use source::Source;
 pub use target::Target;
-pub use to_safetensors::{LEFT_OUT, RAW, SafetensorsReport, to_safetensors};
+pub use to_safetensors::{LEFT_OUT, RAW, to_safetensors};
 pub use value_json::{JsonLimits, value_json};
 pub use verify::{Problem, ProblemKind, VerifyReport, verify};
+pub use written::{PlannedTensor, WriteReport};

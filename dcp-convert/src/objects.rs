@@ -8,7 +8,7 @@ use dcp_core::{
     TensorView, Value,
 };
 
-use crate::job::Source;
+use crate::source::Source;
 
 /// Objects to ask for in one read.
 const BATCH: usize = 1024;
@@ -55,7 +55,7 @@ async fn read_batch(
 ) -> Result<HashMap<usize, Value>, CheckpointError> {
     let mut plan = LoadPlan::default();
     for &entry in entries {
-        let placed = metadata.at(entry).and_then(|(_, e)| e.as_object()?.placement);
+        let placed = metadata.at(entry).and_then(|(_, e)| e.as_object());
         let (Some(_), Ok(entry)) = (placed, u32::try_from(entry)) else {
             return Err(missing(metadata, entry));
         };

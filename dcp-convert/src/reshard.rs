@@ -5,21 +5,20 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, GlobalPlan, Layout, ObjectEntry,
-    Opaque, PlanKey, Region, RegionError, SavePlan, SavePlanner, SaveSession, StorageExt,
-    StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
+    Opaque, Placement, PlanKey, Region, RegionError, SavePlan, SavePlanner, SaveSession,
+    StorageExt, StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
 };
 use dcp_planner::DefaultSavePlanner;
 use futures_util::{StreamExt, TryStreamExt, stream};
-use serde::Serialize;
 
 use crate::check::refuse_unsound;
 use crate::data::{CheckpointData, Part};
 use crate::error::ConvertError;
-use crate::intact::{self, refuse_damaged, unchecked_chunks};
-use crate::job::{JobOptions, Source};
+use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
-use crate::placed::Placed;
+use crate::source::Source;
 use crate::tensor_read::TensorReader;
+use crate::written::WriteReport;
 
 /// Memory that writing one rank takes besides its segments, in bytes: what the format gathers
 /// into a part, and the part on its way.
@@ -33,26 +32,12 @@ const KEPT_BYTES: usize = 64 << 10;
 /// The most ranks to write for; every rank is a file.
 pub const MAX_RANKS: u32 = 1 << 16;
 
-/// What was written.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct ReshardReport {
-    /// Tensors in the checkpoint.
-    pub tensors: usize,
-    /// Objects in the checkpoint.
-    pub objects: usize,
-    /// Chunks that the tensors lie in now.
-    pub chunks: usize,
-    /// Each file and its bytes.
-    pub files: Vec<(String, u64)>,
-}
-
 /// Writes the checkpoint anew as `ranks` ranks would have saved it: every tensor cut along its
 /// first axis as FSDP2 cuts it (along its longest one where the first has fewer rows than there
 /// are ranks), tensors with fewer elements than ranks whole, objects with their bytes as they
-/// are. Nothing is held in memory as a whole. Chunks that are too large, or cut in too different
-/// a way, to be compared with their checksums on the way are read once before anything is
-/// written, so damage is never carried over.
+/// are. Nothing is held in memory as a whole. Chunks that are cut in too different a way to be
+/// compared with their checksums on the way are read once more before the new checkpoint is
+/// committed, so damage is never carried over.
 ///
 /// # Errors
 ///
@@ -63,11 +48,12 @@ pub async fn reshard(
     writer: &dyn StorageWriter,
     ranks: u32,
     options: &JobOptions,
-) -> Result<ReshardReport, ConvertError> {
+) -> Result<WriteReport, ConvertError> {
     if !(1..=MAX_RANKS).contains(&ranks) {
         let problem = format!("is not a number of ranks between 1 and {MAX_RANKS}");
         return Err(ConvertError::unsupported(ranks.to_string(), problem));
     }
+    let source = &source.for_job(options.parallelism);
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
     let job = Job::prepare(source, writer, &metadata, options).await?;
@@ -77,22 +63,26 @@ pub async fn reshard(
         .into_iter()
         .unzip();
     let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
-    let unchecked = job.unchecked(ranks)?;
-    let total = total_bytes(&global, &locals).saturating_add(intact::byte_len(&unchecked));
-    options.start(total);
-    refuse_damaged(source, &metadata, &unchecked, options).await?;
+    let total = total_bytes(&global, &locals);
     let session = writer.begin().await?;
     let plans = writer.place(&session, &locals, &mut global)?;
-    let done = write(writer, session, &locals, &plans, data, &global, options).await;
+    if options.dry_run {
+        return Ok(report(&global).with_files(planned_files(&global)).planned(&global.metadata));
+    }
+    options.start(total);
+    let done = write(source, writer, session, &locals, &plans, data, &global, options).await;
     if let Err(error) = done {
         for plan in &plans {
             writer.abandon(plan).await;
         }
         return Err(error.into());
     }
-    let files = done.unwrap_or_default();
+    Ok(report(&global).with_files(done.unwrap_or_default()))
+}
+
+fn report(global: &GlobalPlan) -> WriteReport {
     let count = |is: fn(&Entry) -> bool| global.metadata.iter().filter(|(_, e)| is(e)).count();
-    Ok(ReshardReport {
+    WriteReport {
         tensors: count(|entry| matches!(entry, Entry::Tensor(_))),
         objects: count(|entry| matches!(entry, Entry::Object(_))),
         chunks: global
@@ -101,11 +91,36 @@ pub async fn reshard(
             .filter_map(|(_, entry)| entry.as_tensor())
             .map(|tensor| tensor.chunks.len())
             .sum(),
-        files,
-    })
+        ..WriteReport::default()
+    }
 }
 
+/// The files that a plan fills, and their bytes.
+fn planned_files(global: &GlobalPlan) -> Vec<(String, u64)> {
+    let mut lens = vec![0_u64; global.metadata.files().len()];
+    let mut place = |placement: Placement| {
+        if let Some(len) = lens.get_mut(placement.file.index()) {
+            *len = (*len).max(placement.byte_offset.saturating_add(placement.byte_len));
+        }
+    };
+    for (_, entry) in global.metadata.iter() {
+        match entry {
+            Entry::Tensor(tensor) => {
+                tensor.chunks.iter().filter_map(|chunk| chunk.placement).for_each(&mut place);
+            }
+            Entry::Object(object) => object.placement.into_iter().for_each(&mut place),
+            _ => {}
+        }
+    }
+    let names = global.metadata.files().iter().map(ToString::to_string);
+    let mut files: Vec<_> = names.zip(lens).collect();
+    files.sort();
+    files
+}
+
+#[allow(clippy::too_many_arguments, reason = "they are the state of one save")]
 async fn write(
+    source: &Source,
     writer: &dyn StorageWriter,
     session: SaveSession,
     locals: &[SavePlan],
@@ -127,6 +142,7 @@ async fn write(
         .flat_map(|report| report.files.iter().map(|(key, len)| (key.to_string(), *len)))
         .collect();
     files.sort();
+    source.settle(options).await?;
     writer.commit(session, &global.metadata, reports).await?;
     Ok(files)
 }
@@ -155,11 +171,11 @@ impl<'a> Job<'a> {
         metadata: &Arc<CheckpointMetadata>,
         options: &'a JobOptions,
     ) -> Result<Self, ConvertError> {
-        let decoded = source.decoded_once(options.parallelism);
         let mut readers = HashMap::new();
         for (index, (_, entry)) in metadata.iter().enumerate() {
             if let Entry::Tensor(_) = entry {
-                let reader = TensorReader::new(Arc::clone(&decoded), Arc::clone(metadata), index)?;
+                let reader =
+                    TensorReader::new(Arc::clone(&source.reader), Arc::clone(metadata), index)?;
                 readers.insert(index, Arc::new(reader));
             }
         }
@@ -203,37 +219,7 @@ impl<'a> Job<'a> {
                 _ => {}
             }
         }
-        let data = CheckpointData {
-            storage: Arc::clone(&self.source.storage),
-            parts,
-            segment_bytes: self.segment_bytes(),
-            options: self.options.clone(),
-        };
-        Ok((plan, Arc::new(data)))
-    }
-
-    fn segment_bytes(&self) -> u64 {
-        self.options.segment_bytes(4)
-    }
-
-    /// The chunks that no rank reads as a whole.
-    fn unchecked(&self, ranks: u32) -> Result<Vec<Placed>, ConvertError> {
-        let mut found = Vec::new();
-        for (index, (_, entry)) in self.metadata.iter().enumerate() {
-            let (Some(tensor), Some(reader)) = (entry.as_tensor(), self.readers.get(&index)) else {
-                continue;
-            };
-            let (whole, mut cuts) = (full(tensor)?, Vec::new());
-            for rank in 0..ranks {
-                let (sharded, cut) = shard(tensor, rank, ranks)?;
-                cuts.push(cut);
-                if !sharded {
-                    break;
-                }
-            }
-            found.extend(unchecked_chunks(reader, &whole, &cuts, self.segment_bytes())?);
-        }
-        Ok(found)
+        Ok((plan, Arc::new(CheckpointData::new(self.source, parts, self.options))))
     }
 }
 

@@ -59,16 +59,6 @@ impl TensorReader {
         &self.fqn
     }
 
-    /// Its position in the index.
-    pub(crate) fn entry(&self) -> usize {
-        self.entry as usize
-    }
-
-    /// The boxes of all chunks with elements, and their positions in the table.
-    pub(crate) fn chunks(&self) -> &[(u32, Region)] {
-        &self.chunks
-    }
-
     /// The index that the tensor is described in.
     pub(crate) fn metadata(&self) -> &Arc<CheckpointMetadata> {
         &self.metadata

@@ -1,20 +1,20 @@
 //! A whole checkpoint as one safetensors file.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, DType, Dims, Entry, Region, StorageReader, TensorEntry};
+use dcp_core::{CheckpointMetadata, DType, Dims, Entry, Placement, TensorEntry};
 use dcp_formats::safetensors::{self, SafetensorsItem};
 use indexmap::IndexMap;
-use serde::Serialize;
 use serde_json::{Map, json};
 
 use crate::check::refuse_unsound;
 use crate::data::{CheckpointData, Part};
 use crate::error::ConvertError;
-use crate::intact::{self, refuse_damaged, unchecked_chunks};
-use crate::job::{JobOptions, Source};
+use crate::job::JobOptions;
+use crate::source::Source;
 use crate::target::Target;
-use crate::tensor_read::TensorReader;
+use crate::written::WriteReport;
 
 /// The entry of the header's `__metadata__` that lists objects which were left out, as a JSON
 /// list of FQNs.
@@ -25,24 +25,9 @@ pub const LEFT_OUT: &str = "dcp.left_out";
 /// axis more for the bytes of an element.
 pub const RAW: &str = "dcp.raw";
 
-/// What became of a checkpoint.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct SafetensorsReport {
-    /// Tensors written.
-    pub tensors: usize,
-    /// Bytes of the file.
-    pub bytes: u64,
-    /// Objects, which the format cannot hold, by FQN.
-    pub left_out: Vec<Arc<str>>,
-    /// Tensors whose dtype the format has no name for; stored as bytes and described in the
-    /// header under [`RAW`].
-    pub raw: Vec<Arc<str>>,
-}
-
 /// Writes every tensor of a checkpoint, under its FQN, to one safetensors file, piece by piece.
-/// The file appears under its name when it is complete. Chunks that are too large to be compared
-/// with their checksums on the way are read once before that, so damage is never carried over.
+/// The file appears under its name when it is complete and every stored chunk was found to be
+/// what its checksum says.
 ///
 /// # Errors
 ///
@@ -52,62 +37,133 @@ pub async fn to_safetensors(
     source: &Source,
     target: &Target,
     options: &JobOptions,
-) -> Result<SafetensorsReport, ConvertError> {
+) -> Result<WriteReport, ConvertError> {
     target.check().await?;
-    let metadata = source.metadata().await?;
-    refuse_unsound(&metadata)?;
-    let mut report = SafetensorsReport::default();
-    let mut items = Vec::new();
-    let mut parts = Vec::new();
-    let decoded = source.decoded_once(1);
-    let mut unchecked = Vec::new();
-    let segment_bytes = options.segment_bytes(4);
-    let mut raw = Map::new();
-    let mut total = 0_u64;
+    let source = source.for_job(options.parallelism);
+    let mut outgoing = Outgoing::gather(&source).await?;
+    let header = outgoing.header();
+    let report = std::mem::take(&mut outgoing.report);
+    if options.dry_run {
+        let byte_len = safetensors::encode_header(&outgoing.items, &header)?.byte_len;
+        let report = report.with_files([(target.key.to_string(), byte_len)]);
+        return Ok(report.planned(&*source.metadata().await?));
+    }
+    options.start(outgoing.byte_len);
+    let data = CheckpointData::new(&source, outgoing.parts, options).settling(outgoing.byte_len);
+    let (creator, items) = (target.creator(), &outgoing.items);
+    let written =
+        safetensors::write(&*creator, &target.key, items, &header, Arc::new(data), None).await?;
+    Ok(report.with_files([(target.key.to_string(), written.byte_len)]))
+}
+
+/// The tensors of a checkpoint on their way into safetensors files.
+pub(crate) struct Outgoing {
+    pub(crate) items: Vec<SafetensorsItem>,
+    /// What each of them is made from.
+    pub(crate) parts: Vec<Part>,
+    /// Bytes of all of them.
+    pub(crate) byte_len: u64,
+    /// What is left out and what is stored as bytes, so far.
+    pub(crate) report: WriteReport,
+    raw: Map<String, serde_json::Value>,
+}
+
+impl Outgoing {
+    /// Everything that `source`, in its form for a job, has.
+    pub(crate) async fn gather(source: &Source) -> Result<Self, ConvertError> {
+        let metadata = source.metadata().await?;
+        refuse_unsound(&metadata)?;
+        let mut outgoing = Self {
+            items: Vec::new(),
+            parts: Vec::new(),
+            byte_len: 0,
+            report: WriteReport::default(),
+            raw: Map::new(),
+        };
+        let ties = ties(&metadata);
+        for (index, (fqn, entry)) in metadata.iter().enumerate() {
+            match entry {
+                Entry::Tensor(tensor) => match ties.get(&index) {
+                    Some(first) => {
+                        outgoing.report.tied.insert(Arc::clone(fqn), Arc::clone(first));
+                    }
+                    None => outgoing.tensor(source, &metadata, index, fqn, tensor)?,
+                },
+                _ => outgoing.report.left_out.push(Arc::clone(fqn)),
+            }
+        }
+        outgoing.report.tensors = outgoing.items.len();
+        outgoing.report.chunks = outgoing.items.len();
+        Ok(outgoing)
+    }
+
+    fn tensor(
+        &mut self,
+        source: &Source,
+        metadata: &Arc<CheckpointMetadata>,
+        index: usize,
+        fqn: &Arc<str>,
+        tensor: &TensorEntry,
+    ) -> Result<(), ConvertError> {
+        let (dtype, shape) = if representable(tensor) {
+            (tensor.dtype, tensor.shape.clone())
+        } else {
+            let described = json!({ "dtype": tensor.dtype.name(), "shape": &*tensor.shape });
+            self.raw.insert(fqn.to_string(), described);
+            self.report.raw.push(Arc::clone(fqn));
+            (DType::UInt8, with_byte_axis(tensor))
+        };
+        self.byte_len = self.byte_len.saturating_add(tensor.byte_len().unwrap_or(0));
+        self.items.push(SafetensorsItem { name: Arc::clone(fqn), dtype, shape });
+        self.parts.push(Part::whole_tensor(source, metadata, index, tensor)?);
+        Ok(())
+    }
+
+    /// What is said of the tensors beside them: `format` as the safetensors library has it, for
+    /// each tied tensor the name of the one that was written as `safetensors.torch.save_model`
+    /// has it, and what the format could not hold.
+    pub(crate) fn header(&self) -> IndexMap<String, String> {
+        let mut header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+        for (fqn, first) in &self.report.tied {
+            header.entry(fqn.to_string()).or_insert_with(|| first.to_string());
+        }
+        if !self.report.left_out.is_empty() {
+            header.insert(LEFT_OUT.to_owned(), json!(self.report.left_out).to_string());
+        }
+        if !self.raw.is_empty() {
+            let raw = serde_json::Value::Object(self.raw.clone());
+            header.insert(RAW.to_owned(), raw.to_string());
+        }
+        header
+    }
+}
+
+/// Tensors that are stored in the very same place as an earlier one, by their positions, with
+/// the name of that one.
+pub(crate) fn ties(metadata: &CheckpointMetadata) -> HashMap<usize, Arc<str>> {
+    let mut first: HashMap<_, &Arc<str>> = HashMap::new();
+    let mut tied = HashMap::new();
     for (index, (fqn, entry)) in metadata.iter().enumerate() {
-        let Entry::Tensor(tensor) = entry else {
-            report.left_out.push(Arc::clone(fqn));
+        let Some(tensor) = entry.as_tensor().filter(|t| t.byte_len() != Some(0)) else { continue };
+        let places = tensor.chunks.iter().map(|chunk| {
+            let placement = chunk.placement?;
+            let Placement { file, encoding, byte_offset, byte_len } = placement;
+            Some((file, encoding, byte_offset, byte_len))
+        });
+        let Some(places) = places.collect::<Option<Vec<_>>>().filter(|p| !p.is_empty()) else {
             continue;
         };
-        let (dtype, shape) = match representable(tensor) {
-            true => (tensor.dtype, tensor.shape.clone()),
-            false => {
-                raw.insert(
-                    fqn.to_string(),
-                    json!({ "dtype": tensor.dtype.name(), "shape": &*tensor.shape }),
-                );
-                report.raw.push(Arc::clone(fqn));
-                (DType::UInt8, with_byte_axis(tensor))
+        let same = (tensor.dtype, tensor.shape.clone(), places);
+        match first.get(&same) {
+            Some(name) => {
+                tied.insert(index, Arc::clone(name));
             }
-        };
-        total = total.saturating_add(tensor.byte_len().unwrap_or(0));
-        items.push(SafetensorsItem { name: Arc::clone(fqn), dtype, shape });
-        let (reader, region) = whole_tensor(&decoded, &metadata, index, tensor)?;
-        let cuts = std::slice::from_ref(&region);
-        unchecked.extend(unchecked_chunks(&reader, &region, cuts, segment_bytes)?);
-        let element_bytes = tensor.dtype.size() as u64;
-        parts.push(Part::Tensor { reader: Arc::new(reader), region, element_bytes });
+            None => {
+                first.insert(same, fqn);
+            }
+        }
     }
-    report.tensors = items.len();
-    options.start(total.saturating_add(intact::byte_len(&unchecked)));
-    refuse_damaged(source, &metadata, &unchecked, options).await?;
-    let mut header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
-    if !report.left_out.is_empty() {
-        header.insert(LEFT_OUT.to_owned(), json!(report.left_out).to_string());
-    }
-    if !raw.is_empty() {
-        header.insert(RAW.to_owned(), serde_json::Value::Object(raw).to_string());
-    }
-    let data = Arc::new(CheckpointData {
-        storage: Arc::clone(&source.storage),
-        parts,
-        segment_bytes,
-        options: options.clone(),
-    });
-    let creator = target.creator();
-    let written = safetensors::write(&*creator, &target.key, &items, &header, data, None).await?;
-    report.bytes = written.byte_len;
-    Ok(report)
+    tied
 }
 
 /// Whether the format can say what the tensor is.
@@ -118,17 +174,4 @@ fn representable(tensor: &TensorEntry) -> bool {
 
 fn with_byte_axis(tensor: &TensorEntry) -> Dims {
     tensor.shape.iter().copied().chain([tensor.dtype.size() as u64]).collect()
-}
-
-/// A reader of the tensor at position `index`, and all of it as a box.
-fn whole_tensor(
-    reader: &Arc<dyn StorageReader>,
-    metadata: &Arc<CheckpointMetadata>,
-    index: usize,
-    tensor: &TensorEntry,
-) -> Result<(TensorReader, Region), ConvertError> {
-    let reader = TensorReader::new(Arc::clone(reader), Arc::clone(metadata), index)?;
-    let region = Region::full(tensor.shape.clone())
-        .map_err(|error| ConvertError::unsupported("a tensor", error.to_string()))?;
-    Ok((reader, region))
 }

@@ -12,8 +12,9 @@ use serde::Serialize;
 
 use crate::deep;
 use crate::error::ConvertError;
-use crate::job::{JobOptions, Source};
+use crate::job::JobOptions;
 use crate::placed::{Placed, placed_items};
+use crate::source::Source;
 
 /// What was found in a checkpoint. Serialized, it is the output of `dcp verify --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]

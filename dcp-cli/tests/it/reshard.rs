@@ -73,7 +73,7 @@ fn tensors_are_cut_along_their_first_axis() {
     let report = dcp(["reshard", "fsdp2_adam_2r", &target, "-n", "4", "--json"]).json();
     assert_eq!(report["tensors"], 39);
     assert_eq!(report["objects"], 17);
-    assert_eq!(report["files"].as_array().unwrap().len(), 4);
+    assert_eq!(report["files"].as_object().unwrap().len(), 4);
     let found = dcp(["inspect", &target, "--json"]).json();
     let rows = |name: &str| -> Vec<Value> {
         let chunks = found["keys"][name]["chunks"].as_array().unwrap();

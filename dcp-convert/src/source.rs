@@ -1,0 +1,110 @@
+//! A checkpoint to read, whatever its format.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
+use dcp_formats::dcp::DcpReader;
+
+use crate::checked::Checked;
+use crate::decoded::DecodedOnce;
+use crate::job::JobOptions;
+use crate::safetensors_file::SafetensorsFile;
+
+/// A checkpoint to read: its format's reader, and the storage that holds its files.
+///
+/// A view, which shows other checkpoints differently, is a source too:
+/// [`derived`](Self::derived).
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The bytes, for sizes, checksums and objects that are copied as they are. Placements in
+    /// the reader's metadata are places in it.
+    pub storage: Arc<dyn Storage>,
+    /// The meaning of the bytes.
+    pub reader: Arc<dyn StorageReader>,
+    /// The same reader, when it is PyTorch's format: it knows more than the trait asks for.
+    pub(crate) dcp: Option<Arc<DcpReader>>,
+    /// What compares the bytes that pass through the reader with their checksums.
+    checked: Vec<Arc<Checked>>,
+}
+
+impl Source {
+    /// A checkpoint whose files lie in `storage` and are understood by `reader`.
+    #[must_use]
+    pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
+        Self { storage, reader, dcp: None, checked: Vec::new() }
+    }
+
+    /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far
+    /// as it is whole; otherwise its index must be borne out by its files.
+    #[must_use]
+    pub fn dcp(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
+        let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).build();
+        let reader = Arc::new(reader);
+        Self { dcp: Some(Arc::clone(&reader)), ..Self::new(storage, reader) }
+    }
+
+    /// One safetensors file.
+    #[must_use]
+    pub fn safetensors(storage: Arc<dyn Storage>, key: Key) -> Self {
+        let reader = SafetensorsFile::new(Arc::clone(&storage), key);
+        Self::new(storage, Arc::new(reader))
+    }
+
+    /// What `reader` makes of `parts`, which it reads through their
+    /// [`for_job`](Self::for_job) forms. Its metadata may only place what lies, unchanged, in
+    /// the storage of the first part.
+    ///
+    /// Returns `None` when there are no parts.
+    #[must_use]
+    pub fn derived(reader: Arc<dyn StorageReader>, parts: &[Self]) -> Option<Self> {
+        let storage = Arc::clone(&parts.first()?.storage);
+        let checked = parts.iter().flat_map(|part| part.checked.iter().cloned()).collect();
+        Some(Self { storage, reader, dcp: None, checked })
+    }
+
+    /// The same checkpoint as a job reads it, with up to `parallelism` reads at once: no chunk
+    /// is decoded for each of its parts, and what is read in parts is compared with its checksum
+    /// on the way. Before the job commits to what it made, it calls [`settle`](Self::settle).
+    #[must_use]
+    pub fn for_job(&self, parallelism: usize) -> Self {
+        if !self.checked.is_empty() {
+            return self.clone();
+        }
+        let checked = Arc::new(Checked::new(self.clone()));
+        let reader = DecodedOnce::new(Arc::clone(&checked) as _, parallelism);
+        let dcp = self.dcp.clone();
+        Self {
+            storage: Arc::clone(&self.storage),
+            reader: Arc::new(reader),
+            dcp,
+            checked: vec![checked],
+        }
+    }
+
+    /// Reads again, and compares, those chunks of which all was read, but in such parts that
+    /// their checksums could not be compared on the way.
+    ///
+    /// # Errors
+    ///
+    /// When one is damaged, or the storage fails.
+    pub async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError> {
+        for checked in &self.checked {
+            checked.settle(options).await?;
+        }
+        Ok(())
+    }
+
+    /// The reader for a job of `parallelism` reads that looks after checksums itself.
+    pub(crate) fn decoded_once(&self, parallelism: usize) -> Arc<dyn StorageReader> {
+        Arc::new(DecodedOnce::new(Arc::clone(&self.reader), parallelism))
+    }
+
+    /// The checkpoint's index.
+    ///
+    /// # Errors
+    ///
+    /// When there is no checkpoint, or its index is bad.
+    pub async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        self.reader.metadata().await
+    }
+}

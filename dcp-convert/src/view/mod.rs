@@ -1,0 +1,5 @@
+//! Checkpoints seen differently: readers over readers.
+
+mod selected;
+
+pub use selected::Selected;

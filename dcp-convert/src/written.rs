@@ -1,0 +1,76 @@
+//! What a job wrote, or would write.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, Entry};
+use indexmap::IndexMap;
+use serde::Serialize;
+
+/// What became of a checkpoint. Serialized, it is the output of `dcp convert --json`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct WriteReport {
+    /// Whether this is only what would have been written.
+    pub dry_run: bool,
+    /// Tensors written.
+    pub tensors: usize,
+    /// Objects written.
+    pub objects: usize,
+    /// Chunks that the tensors lie in now.
+    pub chunks: usize,
+    /// Bytes of all files.
+    pub bytes: u64,
+    /// Each file and its bytes.
+    pub files: IndexMap<String, u64>,
+    /// Objects that the format cannot hold, by FQN.
+    pub left_out: Vec<Arc<str>>,
+    /// Tensors of a dtype that the format has no name for; stored as bytes and described in the
+    /// header under [`RAW`](crate::RAW).
+    pub raw: Vec<Arc<str>>,
+    /// Tensors that are the same memory as another one and were not written again: FQN → FQN of
+    /// the one that was written.
+    pub tied: IndexMap<Arc<str>, Arc<str>>,
+    /// Of a dry run, the tensors: FQN → what would be written.
+    #[serde(skip_serializing_if = "IndexMap::is_empty")]
+    pub keys: IndexMap<Arc<str>, PlannedTensor>,
+}
+
+/// A tensor that would be written.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct PlannedTensor {
+    /// The element type, by PyTorch's name without `torch.`.
+    pub dtype: &'static str,
+    /// Elements per axis.
+    pub shape: Vec<u64>,
+    /// Bytes of all elements.
+    pub bytes: u64,
+}
+
+impl WriteReport {
+    /// Says of a dry run what there is to write.
+    pub(crate) fn planned(mut self, metadata: &CheckpointMetadata) -> Self {
+        self.dry_run = true;
+        self.keys = metadata
+            .iter()
+            .filter_map(|(fqn, entry)| match entry {
+                Entry::Tensor(tensor) if !self.tied.contains_key(fqn) => {
+                    let planned = PlannedTensor {
+                        dtype: tensor.dtype.name(),
+                        shape: tensor.shape.to_vec(),
+                        bytes: tensor.byte_len().unwrap_or(u64::MAX),
+                    };
+                    Some((Arc::clone(fqn), planned))
+                }
+                _ => None,
+            })
+            .collect();
+        self
+    }
+
+    pub(crate) fn with_files(mut self, files: impl IntoIterator<Item = (String, u64)>) -> Self {
+        self.files = files.into_iter().collect();
+        self.bytes = self.files.values().fold(0, |sum, len| sum.saturating_add(*len));
+        self
+    }
+}

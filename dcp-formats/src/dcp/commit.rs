@@ -38,30 +38,82 @@ pub(super) async fn commit(
         storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
         kept.insert(sidecar.clone());
     }
-    let key = Key::new(METADATA).map_err(StorageError::from)?;
     if let Some(seen) = seen {
         let now = current(storage).await?.map(|bytes| crc32fast::hash(&bytes));
         if now != seen {
             if options.sidecar && now != Some(crc32) {
                 remove(storage, vec![sidecar]).await;
             }
-            let message = "another save was committed here since this one began";
-            let kind = StorageErrorKind::AlreadyExists;
-            let error = StorageError::new(kind, StorageOp::Put, Some(key)).with_message(message);
-            return Err(error.into());
+            return Err(overtaken("another save was committed here since this one began")?.into());
         }
     }
-    if let Err(error) = storage.put(&key, bytes.clone().into(), PutMode::Overwrite).await {
-        // The reply may have been lost, not the request.
-        let found = if error.is_retryable() { storage.read_all(&key).await.ok() } else { None };
-        if found.as_ref() != Some(&bytes) {
-            return Err(error.into());
-        }
-    }
+    put_metadata(storage, &bytes).await?;
 
     let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
     remove_unreferenced(storage, stale, &bytes).await;
     Ok(())
+}
+
+/// Replaces the `.metadata` of a checkpoint, of which all else stays, by `bytes`, and says whether
+/// there was a [`Sidecar`], which then goes on to belong to the new one.
+///
+/// `seen` is the `.metadata` that the new one was made from.
+///
+/// # Errors
+///
+/// When another one took its place since, and when the storage fails; then the one that was there
+/// still is.
+pub async fn replace_metadata(
+    storage: &dyn Storage,
+    seen: &[u8],
+    bytes: &Bytes,
+) -> Result<bool, CheckpointError> {
+    let (old, new) = (crc32fast::hash(seen), crc32fast::hash(bytes));
+    let old_name = sidecar_name(old).map_err(StorageError::from)?;
+    let new_name = sidecar_name(new).map_err(StorageError::from)?;
+    let sidecar = match storage.read_all(&old_name).await {
+        // A damaged one says nothing that could be kept.
+        Ok(bytes) => Some(Sidecar::decode(&bytes, old).ok()),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => None,
+        Err(error) => return Err(error.into()),
+    };
+    if let Some(Some(sidecar)) = &sidecar {
+        let content = sidecar.clone().for_metadata(new).encode()?;
+        storage.put(&new_name, Payload::from(content), PutMode::Overwrite).await?;
+    }
+    let put = async {
+        if current(storage).await?.as_deref() != Some(seen) {
+            return Err(overtaken("it was replaced since it was read")?);
+        }
+        put_metadata(storage, bytes).await
+    };
+    match (put.await, sidecar.is_some() && old != new) {
+        (Ok(()), true) => remove(storage, vec![old_name]).await,
+        (Err(error), kept) => {
+            if kept {
+                remove_unreferenced(storage, vec![new_name], &[]).await;
+            }
+            return Err(error.into());
+        }
+        _ => {}
+    }
+    Ok(sidecar.flatten().is_some())
+}
+
+fn overtaken(message: &str) -> Result<StorageError, StorageError> {
+    let key = Key::new(METADATA)?;
+    let error = StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key));
+    Ok(error.with_message(message))
+}
+
+async fn put_metadata(storage: &dyn Storage, bytes: &Bytes) -> Result<(), StorageError> {
+    let key = Key::new(METADATA)?;
+    let Err(error) = storage.put(&key, bytes.clone().into(), PutMode::Overwrite).await else {
+        return Ok(());
+    };
+    // The reply may have been lost, not the request.
+    let found = if error.is_retryable() { storage.read_all(&key).await.ok() } else { None };
+    if found.as_ref() == Some(bytes) { Ok(()) } else { Err(error) }
 }
 
 /// The `.metadata` that is there now.

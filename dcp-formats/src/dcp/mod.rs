@@ -21,6 +21,7 @@ mod whole;
 mod write;
 mod writer;
 
+pub use commit::replace_metadata;
 pub use reader::{DcpReader, DcpReaderBuilder};
 pub use sidecar::{Sidecar, SidecarFile};
 pub use split::FileLayout;

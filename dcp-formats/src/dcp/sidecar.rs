@@ -58,6 +58,12 @@ impl Sidecar {
         }
     }
 
+    /// The same save under other metadata.
+    pub(super) fn for_metadata(mut self, metadata_crc32: u32) -> Self {
+        self.metadata_crc32 = metadata_crc32;
+        self
+    }
+
     pub(super) fn encode(&self) -> Result<Bytes, FormatError> {
         let mut bytes = Vec::new();
         ciborium::into_writer(self, &mut bytes)

@@ -8,7 +8,7 @@ pub(super) const METADATA: &str = "torch.distributed.checkpoint.metadata";
 /// Where `TensorProperties` was up to PyTorch 2.2.
 pub(super) const SHARDED_METADATA: &str = "torch.distributed._shard.sharded_tensor.metadata";
 pub(super) const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
-const OLMO_FILESYSTEM: &str = "olmo_core.distributed.checkpoint.filesystem";
+pub(super) const OLMO_FILESYSTEM: &str = "olmo_core.distributed.checkpoint.filesystem";
 
 /// What a global means here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,22 +6,9 @@ use dcp_core::{
 };
 
 use super::attributes::bad;
-use super::class::{FILESYSTEM, METADATA, SHARDED_METADATA};
+use super::class::{FILESYSTEM, METADATA, OLMO_FILESYSTEM, SHARDED_METADATA};
+use super::profile::Profile;
 use crate::pickle::Writer;
-
-/// Which versions of PyTorch can read a `.metadata`; each later form is unreadable before its
-/// version.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Profile {
-    /// PyTorch 2.1 and later.
-    #[default]
-    Compat,
-    /// PyTorch 2.3 and later: classes where they are since 2.3.
-    Torch2_3,
-    /// PyTorch 2.15 and later: with strides, version and the ids of the save.
-    Torch2_15,
-}
 
 /// The `.metadata` of an index, a pickle of protocol 2.
 ///
@@ -30,8 +17,8 @@ pub enum Profile {
 ///
 /// # Errors
 ///
-/// When a chunk or object has no place, or one that PyTorch's metadata cannot express: bytes that
-/// are no `torch.save` archive.
+/// When a chunk or object has no place, or one that the profile cannot express: bytes that are no
+/// `torch.save` archive, and for OLMo-core any that are transformed, as by compression.
 pub fn encode(metadata: &CheckpointMetadata, profile: Profile) -> Result<Bytes, FormatError> {
     let mut encoder = Encoder { writer: Writer::new(), metadata, profile };
     encoder.whole()?;
@@ -55,10 +42,12 @@ impl Encoder<'_> {
     fn whole(&mut self) -> Result<(), FormatError> {
         let (metadata, profile) = (self.metadata, self.profile);
         let places = places(metadata)?;
-        let with_origin = profile == Profile::Torch2_15;
         let mut attributes = vec!["state_dict_metadata", "planner_data", "storage_data"];
-        if with_origin {
-            attributes.extend(["storage_meta", "version"]);
+        if profile.has_origin() {
+            attributes.push("storage_meta");
+        }
+        if profile == Profile::Torch2_15 {
+            attributes.push("version");
         }
         self.instance(METADATA, "Metadata");
         self.writer.dict(attributes.into_iter(), |writer, name| {
@@ -71,7 +60,7 @@ impl Encoder<'_> {
                 "planner_data" => put_paths(writer, metadata),
                 "storage_data" => writer.dict(places.iter(), |writer, place| {
                     put_index(writer, place)?;
-                    put_info(writer, metadata, place)
+                    put_info(writer, profile, metadata, place)
                 }),
                 "storage_meta" => put_origin(writer, metadata),
                 _ => {
@@ -152,9 +141,9 @@ fn put_properties(
     let properties = &tensor.properties;
     let (module, memory_format) = match profile {
         Profile::Compat => (SHARDED_METADATA, "MEM_FORMAT_ENCODING"),
-        Profile::Torch2_3 | Profile::Torch2_15 => (METADATA, "_MEM_FORMAT_ENCODING"),
+        _ => (METADATA, "_MEM_FORMAT_ENCODING"),
     };
-    let with_strides = profile == Profile::Torch2_15;
+    let with_strides = profile.has_strides();
     instance(writer, module, "TensorProperties");
     writer.tuple(5 + usize::from(with_strides), |writer| {
         put_dtype(writer, tensor.dtype);
@@ -245,6 +234,7 @@ fn put_index(writer: &mut Writer, place: &Place<'_>) -> Result<(), FormatError> 
 
 fn put_info(
     writer: &mut Writer,
+    profile: Profile,
     metadata: &CheckpointMetadata,
     place: &Place<'_>,
 ) -> Result<(), FormatError> {
@@ -255,9 +245,16 @@ fn put_info(
         .encoding(placement)
         .filter(|encoding| encoding.layout == Layout::TorchArchive)
         .ok_or_else(|| bad(format!("{fqn:?} is not stored as PyTorch's archives")))?;
-    instance(writer, FILESYSTEM, "_StorageInfo");
+    let olmo = profile.is_olmo();
+    instance(writer, if olmo { OLMO_FILESYSTEM } else { FILESYSTEM }, "_StorageInfo");
     let mut attributes = vec!["relative_path", "offset", "length"];
-    if !encoding.transforms.is_empty() {
+    if let Some(transform) = encoding.transforms.first() {
+        if olmo {
+            let problem = format!(
+                "{fqn:?} is stored through {transform:?}, which OLMo-core has no way to undo"
+            );
+            return Err(bad(problem));
+        }
         attributes.push("transform_descriptors");
     }
     writer.dict(attributes.into_iter(), |writer, name| {

@@ -10,7 +10,9 @@ mod decode;
 mod encode;
 mod geometry;
 mod places;
+mod profile;
 
 pub use decode::decode;
-pub use encode::{Profile, encode};
+pub use encode::encode;
 pub use geometry::check_chunks;
+pub use profile::Profile;

@@ -8,6 +8,7 @@ mod damage;
 mod fixtures;
 mod harness;
 mod hostile;
+mod olmo;
 mod ranges;
 mod roundtrip;
 mod safetensors;

@@ -45,8 +45,12 @@ pub fn metadata(bytes: &[u8]) {
             }
         }
     }
-    if let Ok(again) = encode(&metadata, Profile::Compat) {
-        decode(&again).unwrap();
+    let _ = Profile::of(bytes);
+    for profile in [Profile::Compat, Profile::Olmo] {
+        if let Ok(again) = encode(&metadata, profile) {
+            decode(&again).unwrap();
+            Profile::of(&again).unwrap();
+        }
     }
 }
 

@@ -1,0 +1,188 @@
+//! The `.metadata` of a checkpoint in the form that other programs read, and nothing else of it.
+
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Placement, Storage, StorageError,
+    StorageErrorKind, StorageExt,
+};
+use dcp_formats::dcp::replace_metadata;
+use dcp_formats::detect::detect;
+use dcp_formats::metadata::{Profile, decode, encode};
+use serde::Serialize;
+
+use crate::error::ConvertError;
+
+const METADATA: &str = ".metadata";
+
+/// What became of a `.metadata`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct MetadataRewrite {
+    /// The form it had: the name of a [`Profile`].
+    pub from: &'static str,
+    /// The form it has now.
+    pub to: &'static str,
+    /// Whether that is another one; if not, nothing was written.
+    pub changed: bool,
+    /// Whether nothing was written because it was only asked what would be.
+    pub dry_run: bool,
+    /// Tensors and objects in it.
+    pub entries: usize,
+    /// Its bytes before.
+    pub bytes_before: u64,
+    /// Its bytes now.
+    pub bytes_after: u64,
+    /// What the new form has no place for, in words. None of it is needed to load anything.
+    pub dropped: Vec<String>,
+    /// Whether the sidecar beside it was carried over; PyTorch's own checkpoints have none.
+    pub sidecar: bool,
+}
+
+/// What is said about a profile that was not given: keep the one there is, if it serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ProfileChoice {
+    /// This one.
+    Exactly(Profile),
+    /// One that PyTorch reads: what there is, or [`Profile::Compat`].
+    Torch,
+    /// One that is OLMo-core's own: what there is, or [`Profile::Olmo`].
+    Olmo,
+}
+
+impl ProfileChoice {
+    fn from(self, now: Profile) -> Profile {
+        match self {
+            Self::Exactly(profile) => profile,
+            Self::Torch if now.is_olmo() => Profile::Compat,
+            Self::Olmo if !now.is_olmo() => Profile::Olmo,
+            Self::Torch | Self::Olmo => now,
+        }
+    }
+}
+
+/// Rewrites the `.metadata` of the checkpoint in `storage`, atomically. All that it says of
+/// tensors, objects and their places stays as it is, and is compared before anything is written.
+///
+/// With `dry_run`, does all of that but write.
+///
+/// # Errors
+///
+/// When there is no `.metadata`, it cannot be read, or holds something that the new form cannot
+/// express, such as compressed chunks for OLMo-core; when it is replaced by a save meanwhile; and
+/// when the storage fails. The old one is then untouched.
+pub async fn rewrite_metadata(
+    storage: &Arc<dyn Storage>,
+    choice: ProfileChoice,
+    dry_run: bool,
+) -> Result<MetadataRewrite, ConvertError> {
+    let key = Key::new(METADATA).map_err(StorageError::from)?;
+    let bytes = match storage.read_all(&key).await {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == StorageErrorKind::NotFound => {
+            let message = detect(storage).await?.hint();
+            return Err(CheckpointError::NotACheckpoint { message }.into());
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let in_file = |error: FormatError| error.in_file(METADATA, 0);
+    let from = Profile::of(&bytes).map_err(in_file)?;
+    let to = choice.from(from);
+    let metadata = decode(&bytes).map_err(in_file)?;
+    let mut report = MetadataRewrite {
+        from: from.name(),
+        to: to.name(),
+        changed: from != to,
+        dry_run,
+        entries: metadata.len(),
+        bytes_before: bytes.len() as u64,
+        bytes_after: bytes.len() as u64,
+        dropped: Vec::new(),
+        sidecar: false,
+    };
+    if from == to {
+        return Ok(report);
+    }
+    let new = encode(&metadata, to).map_err(|error| {
+        ConvertError::unsupported("the metadata", format!("has no {to} form: {}", error.problem()))
+    })?;
+    let again = decode(&new)?;
+    refuse_changes(&metadata, &again)?;
+    report.bytes_after = new.len() as u64;
+    report.dropped = dropped(&metadata, &again);
+    if !dry_run {
+        report.sidecar = replace_metadata(&**storage, &bytes, &new).await?;
+    }
+    Ok(report)
+}
+
+/// Fails when anything that a load depends on is another in `new`.
+fn refuse_changes(old: &CheckpointMetadata, new: &CheckpointMetadata) -> Result<(), ConvertError> {
+    let differs = old
+        .iter()
+        .zip(new.iter())
+        .find(|((fqn, a), (other, b))| fqn != other || !same_entry(old, a, new, b));
+    match differs {
+        None if old.len() == new.len() => Ok(()),
+        None => Err(lost("the number of names")),
+        Some(((fqn, _), _)) => Err(lost(&format!("{fqn:?}"))),
+    }
+}
+
+fn lost(what: &str) -> ConvertError {
+    ConvertError::unsupported(what, "would be another one in the new form; nothing was written")
+}
+
+fn same_entry(old: &CheckpointMetadata, a: &Entry, new: &CheckpointMetadata, b: &Entry) -> bool {
+    let same_place = |a: Option<Placement>, b: Option<Placement>| match (a, b) {
+        (None, None) => true,
+        (Some(a), Some(b)) => {
+            old.file(a.file) == new.file(b.file)
+                && old.encoding(&a) == new.encoding(&b)
+                && (a.byte_offset, a.byte_len) == (b.byte_offset, b.byte_len)
+        }
+        _ => false,
+    };
+    // One without a path is written under its name.
+    let same_path = a.path().is_none_or(|path| b.path() == Some(path));
+    same_path
+        && match (a, b) {
+            (Entry::Object(a), Entry::Object(b)) => same_place(a.placement, b.placement),
+            (Entry::Tensor(a), Entry::Tensor(b)) => {
+                a.dtype == b.dtype
+                    && a.shape == b.shape
+                    && a.chunks.len() == b.chunks.len()
+                    && a.chunks.iter().zip(b.chunks.iter()).all(|(a, b)| {
+                        (a.offsets, a.sizes) == (b.offsets, b.sizes)
+                            && same_place(a.placement, b.placement)
+                    })
+            }
+            _ => false,
+        }
+}
+
+/// What `old` says and `new` does not.
+fn dropped(old: &CheckpointMetadata, new: &CheckpointMetadata) -> Vec<String> {
+    let strides = |metadata: &CheckpointMetadata| {
+        let tensors = metadata.iter().filter_map(|(_, entry)| entry.as_tensor());
+        tensors.filter(|tensor| tensor.properties.strides.is_some()).count()
+    };
+    let mut dropped = Vec::new();
+    let lost = strides(old).saturating_sub(strides(new));
+    if lost > 0 {
+        dropped.push(format!("the strides that {lost} tensors had in the memory of a rank"));
+    }
+    let (before, after) = (old.provenance(), new.provenance());
+    let parts = [
+        ("the version", &before.version, &after.version),
+        ("the place of the first save", &before.checkpoint_id, &after.checkpoint_id),
+        ("the id of the save", &before.save_id, &after.save_id),
+    ];
+    for (what, before, after) in parts {
+        if let (Some(text), None) = (before, after) {
+            dropped.push(format!("{what}, {text:?}"));
+        }
+    }
+    dropped
+}

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
+use crate::command;
+
 /// Look into, check, convert and reshard distributed model checkpoints.
 ///
 /// dcp reads what PyTorch's torch.distributed.checkpoint and its FSDP, HSDP and tensor-parallel
@@ -89,6 +91,7 @@ pub(crate) enum Command {
     Get(Get),
     Convert(Convert),
     Reshard(Reshard),
+    RewriteMetadata(command::RewriteMetadata),
     Completions(Completions),
 }
 

@@ -40,6 +40,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Get(args) => command::get(&args, &out),
         Command::Convert(args) => command::convert(&args, &out),
         Command::Reshard(args) => command::reshard(&args, &out),
+        Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &out),
         Command::Completions(args) => {
             let mut script = Vec::new();
             clap_complete::generate(args.shell, &mut Cli::command(), "dcp", &mut script);

@@ -40,7 +40,7 @@ pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
     }
 }
 
-fn cannot_open(uri: &str, error: &StorageError) -> Failure {
+pub(crate) fn cannot_open(uri: &str, error: &StorageError) -> Failure {
     match error.kind() {
         StorageErrorKind::NotFound => {
             Failure::new(Exit::Io, format!("there is nothing at {uri:?}"))

@@ -4,10 +4,12 @@ mod convert;
 mod get;
 mod inspect;
 mod reshard;
+mod rewrite_metadata;
 mod verify;
 
 pub(crate) use convert::convert;
 pub(crate) use get::get;
 pub(crate) use inspect::inspect;
 pub(crate) use reshard::reshard;
+pub(crate) use rewrite_metadata::{RewriteMetadata, rewrite_metadata};
 pub(crate) use verify::verify;

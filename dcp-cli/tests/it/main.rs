@@ -9,6 +9,7 @@ mod inspect;
 mod interrupt;
 mod look;
 mod reshard;
+mod rewrite_metadata;
 mod support;
 mod values;
 mod wrong_input;

@@ -77,27 +77,23 @@ pub async fn replace_metadata(
         Err(error) if error.kind() == StorageErrorKind::NotFound => None,
         Err(error) => return Err(error.into()),
     };
-    if let Some(Some(sidecar)) = &sidecar {
-        let content = sidecar.clone().for_metadata(new).encode()?;
-        storage.put(&new_name, Payload::from(content), PutMode::Overwrite).await?;
-    }
-    let put = async {
+    let kept = sidecar.clone().flatten();
+    let replaced = async {
+        if let Some(sidecar) = kept.clone() {
+            let content = sidecar.for_metadata(new).encode()?;
+            storage.put(&new_name, Payload::from(content), PutMode::Overwrite).await?;
+        }
         if current(storage).await?.as_deref() != Some(seen) {
-            return Err(overtaken("it was replaced since it was read")?);
+            return Err(CheckpointError::from(overtaken("it was replaced since it was read")?));
         }
-        put_metadata(storage, bytes).await
+        Ok(put_metadata(storage, bytes).await?)
     };
-    match (put.await, sidecar.is_some() && old != new) {
-        (Ok(()), true) => remove(storage, vec![old_name]).await,
-        (Err(error), kept) => {
-            if kept {
-                remove_unreferenced(storage, vec![new_name], &[]).await;
-            }
-            return Err(error.into());
-        }
-        _ => {}
+    let replaced = replaced.await;
+    if sidecar.is_some() && old != new {
+        let stale = if replaced.is_ok() { old_name } else { new_name };
+        remove_unreferenced(storage, vec![stale], &[]).await;
     }
-    Ok(sidecar.flatten().is_some())
+    replaced.map(|()| kept.is_some())
 }
 
 fn overtaken(message: &str) -> Result<StorageError, StorageError> {

@@ -1,0 +1,114 @@
+//! `dcp rewrite-metadata`.
+
+use clap::{Args, ValueEnum};
+use dcp::convert::ProfileChoice;
+use dcp::formats::metadata::Profile;
+use dcp::{Access, StorageRegistry};
+
+use crate::failure::Failure;
+use crate::open;
+use crate::output::Output;
+use crate::style::{count, size};
+
+/// Rewrite the index of a checkpoint for another program, and leave the data as it is.
+///
+/// OLMo-core names places in files by a class of its own, so that PyTorch cannot read the
+/// .metadata it writes (torch.load of the class fails, and so do torch's own converters). And what
+/// PyTorch 2.15 writes cannot be read by earlier versions. Only the .metadata is rewritten, as a
+/// whole and at once; data files are neither read nor written. What the new form has no place for
+/// is listed; it is never anything that a load needs.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp rewrite-metadata run/step1000/model_and_optim --to torch
+  dcp rewrite-metadata run/step_1000 --to olmo --dry-run
+  dcp rewrite-metadata run/step_1000 --to torch --profile torch2.3
+
+Profiles:
+  compat      PyTorch 2.1 and later; the default when OLMo-core's is rewritten for torch
+  torch2.3    PyTorch 2.3 and later; for OLMo-core, every PyTorch that it runs on (its default)
+  torch2.15   PyTorch 2.15 and later, with the strides that it records
+  A .metadata that already is for the program asked for stays as it is, unless a profile is given.")]
+pub(crate) struct RewriteMetadata {
+    /// The checkpoint: a directory with a .metadata.
+    uri: String,
+
+    /// The program that should read it.
+    #[arg(long, value_name = "PROGRAM")]
+    to: Program,
+
+    /// The version of its form.
+    #[arg(long, value_name = "PROFILE")]
+    profile: Option<Form>,
+
+    /// Say what would change, and write nothing.
+    #[arg(long)]
+    dry_run: bool,
+
+    /// Print a JSON report.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Program {
+    /// PyTorch, and OLMo-core too.
+    Torch,
+    /// OLMo-core only.
+    Olmo,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Form {
+    Compat,
+    #[value(name = "torch2.3")]
+    Torch2_3,
+    #[value(name = "torch2.15")]
+    Torch2_15,
+}
+
+fn choice(to: Program, form: Option<Form>) -> ProfileChoice {
+    ProfileChoice::Exactly(match (to, form) {
+        (Program::Torch, None) => return ProfileChoice::Torch,
+        (Program::Olmo, None) => return ProfileChoice::Olmo,
+        (Program::Torch, Some(Form::Compat)) => Profile::Compat,
+        (Program::Torch, Some(Form::Torch2_3)) => Profile::Torch2_3,
+        (Program::Torch, Some(Form::Torch2_15)) => Profile::Torch2_15,
+        (Program::Olmo, Some(Form::Compat | Form::Torch2_3)) => Profile::Olmo,
+        (Program::Olmo, Some(Form::Torch2_15)) => Profile::OlmoTorch2_15,
+    })
+}
+
+pub(crate) fn rewrite_metadata(args: &RewriteMetadata, out: &Output) -> Result<(), Failure> {
+    let choice = choice(args.to, args.profile);
+    let report = open::run(false, async {
+        let uri = args.uri.as_str();
+        // Opened for writing, a directory that is not there would be made.
+        let registry = StorageRegistry::with_defaults();
+        let read = registry.open(uri, Access::Read);
+        let read = read.map_err(|error| open::cannot_open(uri, &error))?;
+        let storage = if args.dry_run { read } else { registry.open(uri, Access::Write)? };
+        let rewritten = dcp::convert::rewrite_metadata(&storage, choice, args.dry_run).await;
+        rewritten.map_err(|error| Failure::from(error).context(format!("cannot rewrite {uri:?}")))
+    })?;
+    if args.json {
+        return out.json(&report);
+    }
+    if out.quiet {
+        return Ok(());
+    }
+    let (uri, from, to) = (&args.uri, report.from, report.to);
+    if !report.changed {
+        return out.write(&format!("{uri}: the metadata is {to} already\n"));
+    }
+    let done = if report.dry_run { "would be rewritten" } else { "rewritten" };
+    let entries = count(report.entries, "name");
+    let (before, after) = (size(report.bytes_before), size(report.bytes_after));
+    out.write(&format!(
+        "{uri}: {done} from {from} to {to}: {entries}, {before} before, {after} now\n"
+    ))?;
+    for what in &report.dropped {
+        out.note(&format!("{to} has no place for {what}"));
+    }
+    Ok(())
+}

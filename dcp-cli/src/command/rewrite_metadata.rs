@@ -10,7 +10,7 @@ use crate::open;
 use crate::output::Output;
 use crate::style::{count, size};
 
-/// Rewrite the index of a checkpoint for another program, and leave the data as it is.
+/// Rewrite a checkpoint's index for PyTorch or OLMo-core, not its data.
 ///
 /// OLMo-core names places in files by a class of its own, so that PyTorch cannot read the
 /// .metadata it writes (torch.load of the class fails, and so do torch's own converters). And what

@@ -4,6 +4,8 @@ use std::fmt;
 
 use dcp_core::DType;
 
+use crate::small_float::{E2M1, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, small_float};
+
 /// An element, in the widest type of its kind.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -78,64 +80,6 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> Option<Element> {
         }
         _ => Element::Bits(raw, u8::try_from(8 * bytes.len()).unwrap_or(u8::MAX)),
     })
-}
-
-/// What the all-ones exponent of a small float means.
-#[derive(Clone, Copy, PartialEq)]
-enum Specials {
-    /// Infinities and NaNs, as IEEE 754 has them.
-    Ieee,
-    /// NaN only where the mantissa is all ones too.
-    NanAllOnes,
-    /// No special value but NaN in the place of negative zero.
-    NanNegativeZero,
-    /// None at all.
-    Finite,
-}
-
-/// The layout of a float of up to 16 bits: a sign, `exponent` and `mantissa` bits.
-#[derive(Clone, Copy)]
-struct SmallFloat {
-    exponent: u32,
-    mantissa: u32,
-    bias: i32,
-    specials: Specials,
-}
-
-const fn layout(exponent: u32, mantissa: u32, bias: i32, specials: Specials) -> SmallFloat {
-    SmallFloat { exponent, mantissa, bias, specials }
-}
-
-const F16: SmallFloat = layout(5, 10, 15, Specials::Ieee);
-const E4M3FN: SmallFloat = layout(4, 3, 7, Specials::NanAllOnes);
-const E5M2: SmallFloat = layout(5, 2, 15, Specials::Ieee);
-const E4M3FNUZ: SmallFloat = layout(4, 3, 8, Specials::NanNegativeZero);
-const E5M2FNUZ: SmallFloat = layout(5, 2, 16, Specials::NanNegativeZero);
-const E2M1: SmallFloat = layout(2, 1, 1, Specials::Finite);
-
-fn small_float(bits: u32, layout: SmallFloat) -> f64 {
-    let SmallFloat { exponent: exponent_bits, mantissa: mantissa_bits, bias, specials } = layout;
-    let mantissa = bits & ((1 << mantissa_bits) - 1);
-    let exponent_ones = (1 << exponent_bits) - 1;
-    let exponent = bits >> mantissa_bits & exponent_ones;
-    let negative = bits >> (mantissa_bits + exponent_bits) & 1 == 1;
-    let sign = if negative { -1.0 } else { 1.0 };
-    let ones = exponent == exponent_ones;
-    match specials {
-        Specials::Ieee if ones && mantissa == 0 => return sign * f64::INFINITY,
-        Specials::Ieee if ones => return f64::NAN,
-        Specials::NanAllOnes if ones && mantissa == (1 << mantissa_bits) - 1 => return f64::NAN,
-        Specials::NanNegativeZero if negative && exponent == 0 && mantissa == 0 => return f64::NAN,
-        _ => {}
-    }
-    let fraction = f64::from(mantissa) / f64::from(1_u32 << mantissa_bits);
-    let exponent = i32::try_from(exponent).unwrap_or(i32::MAX);
-    // Every value is a few bits times a power of two, so this is exact.
-    if exponent == 0 {
-        sign * fraction * 2_f64.powi(1 - bias)
-    } else {
-        sign * (1.0 + fraction) * 2_f64.powi(exponent - bias)
-    }
 }
 
 impl fmt::Display for Element {

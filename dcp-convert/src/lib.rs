@@ -1,5 +1,6 @@
 //! Offline jobs on whole checkpoints: inspect, verify, extract, convert, reshard.
 
+mod cast;
 mod check;
 mod checked;
 mod data;
@@ -22,6 +23,7 @@ mod runs;
 mod safetensors_file;
 mod select;
 mod slice;
+mod small_float;
 mod source;
 mod suggest;
 mod target;
@@ -32,6 +34,7 @@ mod verify;
 pub mod view;
 mod written;
 
+pub use cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_float};
 pub use element::{Element, decode};
 pub use error::ConvertError;
 pub use get::{Found, FoundTensor, find};

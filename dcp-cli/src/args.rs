@@ -89,8 +89,8 @@ pub(crate) enum Command {
     Inspect(Inspect),
     Verify(Verify),
     Get(Get),
-    Convert(Convert),
-    Reshard(Reshard),
+    Convert(command::Convert),
+    Reshard(command::Reshard),
     RewriteMetadata(command::RewriteMetadata),
     Completions(Completions),
 }
@@ -196,77 +196,6 @@ pub(crate) struct Get {
     pub(crate) overwrite: bool,
 
     /// Print JSON.
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-/// Write a checkpoint in another format.
-///
-/// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
-/// format cannot hold, are left out and listed. `dcp` is a directory in PyTorch's format. Data is
-/// streamed: memory does not grow with the checkpoint. The target appears when it is complete.
-#[derive(Args, Debug)]
-#[command(after_long_help = "\
-Examples:
-  dcp convert runs/step_1000 model.safetensors --to safetensors
-  dcp convert model.safetensors as_dcp --to dcp")]
-pub(crate) struct Convert {
-    /// The checkpoint: a directory, or a .safetensors file.
-    pub(crate) source: String,
-
-    /// What to write: a file for safetensors, a directory for dcp.
-    pub(crate) target: String,
-
-    /// The format to write.
-    #[arg(long, value_name = "FORMAT")]
-    pub(crate) to: Format,
-
-    #[command(flatten)]
-    pub(crate) writing: Writing,
-}
-
-/// A format to convert to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Format {
-    /// One safetensors file.
-    Safetensors,
-    /// A directory of PyTorch's torch.distributed.checkpoint.
-    Dcp,
-}
-
-/// Rewrite a checkpoint as if another number of ranks had saved it.
-///
-/// Tensors are cut along their first axis, as FSDP2 does; objects are kept byte for byte. PyTorch
-/// loads any checkpoint into any number of ranks, but one that is cut as it will be loaded is
-/// read in fewer and larger pieces.
-#[derive(Args, Debug)]
-#[command(after_long_help = "\
-Examples:
-  dcp reshard runs/step_1000 resharded --ranks 8
-  dcp reshard runs/step_1000 merged --ranks 1")]
-pub(crate) struct Reshard {
-    /// The checkpoint: a directory, or a .safetensors file.
-    pub(crate) source: String,
-
-    /// The directory to write.
-    pub(crate) target: String,
-
-    /// How many ranks to write for; each gets a file.
-    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    pub(crate) ranks: u32,
-
-    #[command(flatten)]
-    pub(crate) writing: Writing,
-}
-
-/// Options of commands that write a checkpoint.
-#[derive(Args, Clone, Copy, Debug)]
-pub(crate) struct Writing {
-    /// Replace the target if it exists; until the new one is complete, the old one stays.
-    #[arg(long)]
-    pub(crate) overwrite: bool,
-
-    /// Print a JSON report.
     #[arg(long)]
     pub(crate) json: bool,
 }

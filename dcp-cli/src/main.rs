@@ -1,8 +1,10 @@
 //! The `dcp` command.
 
 mod args;
+mod choosing;
 mod command;
 mod created;
+mod destination;
 mod failure;
 mod interrupt;
 mod open;

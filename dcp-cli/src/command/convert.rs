@@ -1,53 +1,58 @@
 //! `dcp convert`.
 
-use crate::args::{self, Format};
-use crate::command::reshard::write_checkpoint;
+use clap::Args;
+
+use crate::choosing::Choosing;
+use crate::destination::{Destination, tell};
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
-use crate::style::{count, printable, size};
 
-pub(crate) fn convert(args: &args::Convert, out: &Output) -> Result<(), Failure> {
-    open::refuse_same(&args.source, &args.target)?;
-    match args.to {
-        Format::Safetensors => to_safetensors(args, out),
-        Format::Dcp => write_checkpoint(&args.source, &args.target, 1, args.writing, out),
-    }
+/// Write a checkpoint in another format.
+///
+/// Any checkpoint that dcp reads becomes any that it writes. Data is streamed: memory does not
+/// grow with the checkpoint or its tensors. What is read is compared with its checksums on the
+/// way, and the target appears when it is complete.
+///
+/// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
+/// format cannot hold, are left out and listed. `dcp` is a directory in PyTorch's format.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp convert runs/step_1000 model.safetensors
+  dcp convert model.safetensors as_dcp --to dcp
+  dcp convert runs/step_1000 model.safetensors --model-only --dry-run
+  dcp convert runs/step_1000 ema.safetensors --include 'ema.*' --rename 's/^ema\\.//'
+
+Keys:
+  A GLOB is a whole name in which * stands for any text and ? for one character, or the beginning
+  of names up to a dot. Keys are chosen by the names they have; then --map and --rename apply.
+  Two keys that would get one name are an error, and nothing is written.")]
+pub(crate) struct Convert {
+    /// The checkpoint: a directory or a file of any format.
+    pub(crate) source: String,
+
+    /// What to write: a file or a directory, as the format has it.
+    pub(crate) target: String,
+
+    #[command(flatten)]
+    pub(crate) destination: Destination,
+
+    #[command(flatten)]
+    pub(crate) choosing: Choosing,
 }
 
-fn to_safetensors(args: &args::Convert, out: &Output) -> Result<(), Failure> {
+pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
+    open::refuse_same(&args.source, &args.target)?;
+    let usual = args.destination.usual_part(&args.target)?;
+    let selection = args.choosing.selection(usual)?;
     let report = open::run(true, async {
         let source = open::source(&args.source, Need::Whole).await?;
-        let target = open::target_file(&args.target, args.writing.overwrite).await?;
         let bar = Bar::new(out, "converting");
-        Ok(dcp::convert::to_safetensors(&source, &target, &bar.options()).await?)
+        let options = args.destination.writing.options(bar.options());
+        let source = selection.apply(&source, &options).await?;
+        args.destination.write(&source, &args.target, &options).await
     })?;
-    if args.writing.json {
-        return out.json(&report);
-    }
-    if !out.quiet {
-        let (tensors, bytes) = (count(report.tensors, "tensor"), size(report.bytes));
-        out.write(&format!("{}: {tensors}, {bytes}\n", args.target))?;
-    }
-    let list = |names: &[std::sync::Arc<str>]| {
-        const SHOWN: usize = 5;
-        let mut shown: Vec<_> = names.iter().take(SHOWN).map(|name| printable(name)).collect();
-        if names.len() > SHOWN {
-            shown.push(format!("and {} more", names.len() - SHOWN));
-        }
-        shown.join(", ")
-    };
-    if !report.left_out.is_empty() {
-        let objects = count(report.left_out.len(), "object");
-        out.note(&format!("left out {objects}: {}", list(&report.left_out)));
-    }
-    if !report.raw.is_empty() {
-        let tensors = count(report.raw.len(), "tensor");
-        out.note(&format!(
-            "stored {tensors} as bytes, because safetensors has no name for the type: {}",
-            list(&report.raw)
-        ));
-    }
-    Ok(())
+    tell(&report, &args.target, args.destination.writing.json, out)
 }

@@ -7,9 +7,9 @@ mod reshard;
 mod rewrite_metadata;
 mod verify;
 
-pub(crate) use convert::convert;
+pub(crate) use convert::{Convert, convert};
 pub(crate) use get::get;
 pub(crate) use inspect::inspect;
-pub(crate) use reshard::reshard;
+pub(crate) use reshard::{Reshard, reshard};
 pub(crate) use rewrite_metadata::{RewriteMetadata, rewrite_metadata};
 pub(crate) use verify::verify;

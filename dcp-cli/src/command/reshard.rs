@@ -1,48 +1,60 @@
 //! `dcp reshard`.
 
-use crate::args::{self, Writing};
+use clap::Args;
+
+use crate::choosing::Choosing;
 use crate::created::NewFolders;
+use crate::destination::{Writing, tell};
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
-use crate::style::{count, size};
+use dcp::convert::StatePart;
 
-pub(crate) fn reshard(args: &args::Reshard, out: &Output) -> Result<(), Failure> {
-    open::refuse_same(&args.source, &args.target)?;
-    write_checkpoint(&args.source, &args.target, args.ranks, args.writing, out)
+/// Rewrite a checkpoint as if another number of ranks had saved it.
+///
+/// Tensors are cut along their first axis, as FSDP2 does; objects are kept byte for byte. PyTorch
+/// loads any checkpoint into any number of ranks, but one that is cut as it will be loaded is
+/// read in fewer and larger pieces.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp reshard runs/step_1000 resharded --ranks 8
+  dcp reshard runs/step_1000 merged --ranks 1
+  dcp reshard runs/step_1000 resharded --ranks 8 --no-optimizer --dry-run")]
+pub(crate) struct Reshard {
+    /// The checkpoint: a directory or a file of any format.
+    pub(crate) source: String,
+
+    /// The directory to write.
+    pub(crate) target: String,
+
+    /// How many ranks to write for; each gets a file.
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) ranks: u32,
+
+    #[command(flatten)]
+    pub(crate) writing: Writing,
+
+    #[command(flatten)]
+    pub(crate) choosing: Choosing,
 }
 
-/// Writes a checkpoint in PyTorch's format as `ranks` ranks would.
-pub(crate) fn write_checkpoint(
-    source: &str,
-    target: &str,
-    ranks: u32,
-    writing: Writing,
-    out: &Output,
-) -> Result<(), Failure> {
+pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
+    open::refuse_same(&args.source, &args.target)?;
+    let selection = args.choosing.selection(StatePart::Everything)?;
     let report = open::run(true, async {
-        let source = open::source(source, Need::Whole).await?;
-        let folders = NewFolders::before(target);
-        let writer = open::target_directory(target, writing.overwrite).await?;
+        let source = open::source(&args.source, Need::Whole).await?;
+        let folders = NewFolders::before(&args.target);
+        let writer = open::target_directory(&args.target, args.writing.overwrite).await?;
         let bar = Bar::new(out, "writing");
-        let report = dcp::convert::reshard(&source, &writer, ranks, &bar.options()).await?;
-        folders.keep();
+        let options = args.writing.options(bar.options());
+        let source = selection.apply(&source, &options).await?;
+        let report = dcp::convert::reshard(&source, &writer, args.ranks, &options).await?;
+        if !options.dry_run {
+            folders.keep();
+        }
         Ok(report)
     })?;
-    if writing.json {
-        return out.json(&report);
-    }
-    if out.quiet {
-        return Ok(());
-    }
-    let bytes = report.files.iter().map(|(_, len)| len).sum();
-    out.write(&format!(
-        "{target}: {} in {}, {}; {}, {}\n",
-        count(report.tensors, "tensor"),
-        count(report.chunks, "chunk"),
-        count(report.objects, "object"),
-        count(report.files.len(), "file"),
-        size(bytes)
-    ))
+    tell(&report, &args.target, args.writing.json, out)
 }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
 
+mod choosing;
 mod convert;
 mod damaged;
 mod get;

@@ -1,0 +1,77 @@
+//! Options that say which keys are taken, and under which names.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use dcp::convert::{Rename, Selection, StatePart, parse_mapping};
+use dcp::planner::KeyFilter;
+
+use crate::failure::{Exit, Failure};
+
+/// Which keys are taken, and under which names.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Keys")]
+pub(crate) struct Choosing {
+    /// Take only keys that match, or lie below this name; may be given again for more.
+    #[arg(long, value_name = "GLOB")]
+    pub(crate) include: Vec<String>,
+
+    /// Leave out keys that match, or lie below this name; may be given again.
+    #[arg(long, value_name = "GLOB")]
+    pub(crate) exclude: Vec<String>,
+
+    /// Take only the model, without the name of the dict that it lies in.
+    #[arg(long)]
+    pub(crate) model_only: bool,
+
+    /// Leave out the optimizer.
+    #[arg(long, conflicts_with = "model_only")]
+    pub(crate) no_optimizer: bool,
+
+    /// Take everything, also where the format usually gets the model alone.
+    #[arg(long, conflicts_with_all = ["model_only", "no_optimizer"])]
+    pub(crate) everything: bool,
+
+    /// Rename keys as sed does: s/PATTERN/REPLACEMENT/ or with g at the end; may be given again.
+    #[arg(long, value_name = "SUBSTITUTION", value_parser = parse_rename)]
+    pub(crate) rename: Vec<Rename>,
+
+    /// Rename keys by a file: a JSON object, or lines of an old and a new name (- to leave out).
+    #[arg(long, value_name = "FILE")]
+    pub(crate) map: Option<PathBuf>,
+}
+
+fn parse_rename(text: &str) -> Result<Rename, String> {
+    Rename::parse(text).map_err(|error| error.to_string())
+}
+
+impl Choosing {
+    /// The selection; `usual` is the part of a training state that is taken when none was named.
+    pub(crate) fn selection(&self, usual: StatePart) -> Result<Selection, Failure> {
+        let mut selection = Selection::all().of_part(match () {
+            () if self.model_only => StatePart::Model,
+            () if self.no_optimizer => StatePart::WithoutOptimizer,
+            () if self.everything || self.names_keys() => StatePart::Everything,
+            () => usual,
+        });
+        if !self.include.is_empty() {
+            selection = selection.including(KeyFilter::any_of(&self.include));
+        }
+        if !self.exclude.is_empty() {
+            selection = selection.excluding(KeyFilter::any_of(&self.exclude));
+        }
+        if let Some(file) = &self.map {
+            let text = std::fs::read_to_string(file).map_err(|error| {
+                Failure::new(Exit::Io, error.to_string())
+                    .context(format!("cannot read the mapping {:?}", file.display().to_string()))
+            })?;
+            selection = selection.mapping(parse_mapping(&text)?);
+        }
+        Ok(self.rename.iter().cloned().fold(selection, Selection::renaming))
+    }
+
+    /// Whether keys are named one way or another.
+    fn names_keys(&self) -> bool {
+        !self.include.is_empty() || !self.rename.is_empty() || self.map.is_some()
+    }
+}

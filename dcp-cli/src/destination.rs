@@ -1,0 +1,257 @@
+//! Options of commands that write a checkpoint in any format, and the writing.
+
+use std::sync::Arc;
+
+use clap::{Args, ValueEnum};
+use dcp::convert::{JobOptions, Source, StatePart, WriteReport};
+
+use crate::created::NewFolders;
+use crate::failure::{Exit, Failure};
+use crate::open;
+use crate::output::Output;
+use crate::style::{count, left, printable, right, shorten, size};
+
+/// A format to write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// One safetensors file.
+    Safetensors,
+    /// A directory of PyTorch's torch.distributed.checkpoint.
+    Dcp,
+}
+
+/// How a checkpoint is written.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Destination {
+    /// The format to write; by default what the name of the target says.
+    #[arg(long, value_name = "FORMAT")]
+    to: Option<Format>,
+
+    /// How many ranks to write for; each gets a file. For dcp.
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    ranks: Option<u32>,
+
+    #[command(flatten)]
+    pub(crate) writing: Writing,
+}
+
+/// Options of everything that writes.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Writing {
+    /// Replace the target if it exists; until the new one is complete, the old one stays.
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+
+    /// Only say what would be written.
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+
+    /// Print a JSON report.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Tensor data to hold in memory at once, such as 64MiB.
+    #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = parse_bytes)]
+    max_memory: u64,
+
+    /// Reads in flight.
+    #[arg(short, long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    jobs: u16,
+}
+
+impl Writing {
+    /// `options` with what was asked for.
+    pub(crate) fn options(&self, options: JobOptions) -> JobOptions {
+        options
+            .with_max_memory(self.max_memory)
+            .with_parallelism(usize::from(self.jobs))
+            .as_dry_run(self.dry_run)
+    }
+}
+
+/// Reads a number of bytes: `300`, `64MiB`, `5GB`, `1.5g` (a letter alone is binary).
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
+    let end = text.find(|c: char| c != '.' && !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let number: f64 = number.parse().map_err(|_| format!("{text:?} is no number of bytes"))?;
+    let unit = unit.trim().to_ascii_lowercase();
+    let power = |base: f64, letter: &str| {
+        let place = ["", "k", "m", "g", "t", "p"].iter().position(|known| *known == letter)?;
+        Some(base.powi(i32::try_from(place).ok()?))
+    };
+    let factor = if let Some(letter) = unit.strip_suffix("ib") {
+        power(1024.0, letter).filter(|_| !letter.is_empty())
+    } else if let Some(letter) = unit.strip_suffix('b') {
+        power(1000.0, letter)
+    } else {
+        power(1024.0, &unit)
+    };
+    let bytes = number * factor.ok_or_else(|| format!("{unit:?} is no unit; write KiB or MB"))?;
+    // Above 2^53 there is no difference that anybody meant.
+    if bytes < 9e15 { Ok(bytes as u64) } else { Err(format!("{text:?} is too many bytes")) }
+}
+
+impl Destination {
+    /// The format for `target`: the one asked for, or the one that its name says.
+    pub(crate) fn format(&self, target: &str) -> Result<Format, Failure> {
+        if let Some(format) = self.to {
+            return Ok(format);
+        }
+        if target.ends_with(".safetensors") {
+            return Ok(Format::Safetensors);
+        }
+        Err(Failure::new(Exit::Usage, format!("cannot tell in which format to write {target:?}"))
+            .hint("say --to safetensors or --to dcp"))
+    }
+
+    /// The part of a training state that such a target gets when nothing else is asked for.
+    pub(crate) fn usual_part(&self, target: &str) -> Result<StatePart, Failure> {
+        Ok(match self.format(target)? {
+            Format::Safetensors | Format::Dcp => StatePart::Everything,
+        })
+    }
+
+    /// Writes `source` to `target`.
+    pub(crate) async fn write(
+        &self,
+        source: &Source,
+        target: &str,
+        options: &JobOptions,
+    ) -> Result<WriteReport, Failure> {
+        let overwrite = self.writing.overwrite;
+        let folders = NewFolders::before(target);
+        let report = match self.format(target)? {
+            Format::Safetensors => {
+                let target = open::target_file(target, overwrite).await?;
+                dcp::convert::to_safetensors(source, &target, options).await?
+            }
+            Format::Dcp => {
+                let writer = open::target_directory(target, overwrite).await?;
+                dcp::convert::reshard(source, &writer, self.ranks.unwrap_or(1), options).await?
+            }
+        };
+        if !options.dry_run {
+            folders.keep();
+        }
+        Ok(report)
+    }
+}
+
+/// Says what was written, or would be.
+pub(crate) fn tell(
+    report: &WriteReport,
+    target: &str,
+    json: bool,
+    out: &Output,
+) -> Result<(), Failure> {
+    if json {
+        return out.json(report);
+    }
+    if out.quiet {
+        return Ok(());
+    }
+    if report.dry_run {
+        out.write(&planned(report, out))?;
+    }
+    let mut parts = vec![count(report.tensors, "tensor")];
+    if report.chunks != report.tensors {
+        parts.push(count(report.chunks, "chunk"));
+    }
+    if report.objects > 0 {
+        parts.push(count(report.objects, "object"));
+    }
+    if report.files.len() > 1 {
+        parts.push(count(report.files.len(), "file"));
+    }
+    parts.push(size(report.bytes));
+    let would = if report.dry_run { "would be written: " } else { "" };
+    out.write(&format!("{target}: {would}{}\n", parts.join(", ")))?;
+    notes(report, out);
+    Ok(())
+}
+
+fn notes(report: &WriteReport, out: &Output) {
+    if !report.left_out.is_empty() {
+        let objects = count(report.left_out.len(), "object");
+        out.note(&format!("left out {objects}: {}", list(&report.left_out)));
+    }
+    if !report.tied.is_empty() {
+        let tensors = count(report.tied.len(), "tied tensor");
+        let names: Vec<_> = report.tied.keys().cloned().collect();
+        out.note(&format!("wrote {tensors} only once: {}", list(&names)));
+    }
+    if !report.raw.is_empty() {
+        let tensors = count(report.raw.len(), "tensor");
+        out.note(&format!(
+            "stored {tensors} as bytes, because safetensors has no name for the type: {}",
+            list(&report.raw)
+        ));
+    }
+}
+
+/// The first of some names, and how many more there are.
+pub(crate) fn list(names: &[Arc<str>]) -> String {
+    const SHOWN: usize = 5;
+    let mut shown: Vec<_> = names.iter().take(SHOWN).map(|name| printable(name)).collect();
+    if names.len() > SHOWN {
+        shown.push(format!("and {} more", names.len() - SHOWN));
+    }
+    shown.join(", ")
+}
+
+/// The keys and files of a dry run.
+fn planned(report: &WriteReport, out: &Output) -> String {
+    let width = out.width.unwrap_or(100);
+    let rows: Vec<_> = report
+        .keys
+        .iter()
+        .map(|(fqn, key)| (printable(fqn), key.dtype, format!("{:?}", key.shape), size(key.bytes)))
+        .collect();
+    let widest = |of: fn(&(String, &str, String, String)) -> usize| rows.iter().map(of).max();
+    let dtype = widest(|row| row.1.len()).unwrap_or(0);
+    let shape = widest(|row| row.2.len()).unwrap_or(0);
+    let bytes = widest(|row| row.3.len()).unwrap_or(0);
+    let room = width.saturating_sub(dtype + shape + bytes + 6).max(16);
+    let name = widest(|row| row.0.chars().count()).unwrap_or(0).min(room);
+    let mut text = String::new();
+    for (fqn, key_dtype, key_shape, key_bytes) in &rows {
+        text.push_str(&format!(
+            "{}  {}  {}  {}\n",
+            left(&shorten(fqn, name), name),
+            out.style.dtype(&left(key_dtype, dtype)),
+            left(key_shape, shape),
+            right(key_bytes, bytes)
+        ));
+    }
+    for (file, len) in report.files.iter().filter(|_| report.files.len() > 1) {
+        text.push_str(&format!(
+            "{}  {}\n",
+            out.style.dim("file"),
+            printable(file) + ", " + &size(*len)
+        ));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_bytes;
+
+    #[test]
+    fn bytes_are_written_in_many_ways() {
+        for (text, bytes) in [
+            ("300", 300),
+            ("64MiB", 64 << 20),
+            ("5GB", 5_000_000_000),
+            ("1.5g", 3 << 29),
+            ("2 KB", 2000),
+            ("7b", 7),
+            ("0", 0),
+        ] {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "MiB", "-1", "1x", "1.2.3", "9999999PiB", "1ib", "inf", "nan"] {
+            assert!(parse_bytes(text).is_err(), "{text}");
+        }
+    }
+}

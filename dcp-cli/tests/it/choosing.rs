@@ -1,0 +1,101 @@
+//! Choosing and renaming keys, and saying only what would be written.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::support::{dcp, path};
+
+fn keys(uri: &str) -> Vec<String> {
+    let all: Value = dcp(["inspect", uri, "--json"]).json();
+    all["keys"].as_object().unwrap().keys().cloned().collect()
+}
+
+#[test]
+fn globs_choose_and_substitutions_rename() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.safetensors");
+    dcp([
+        "convert",
+        "fsdp2_adam_2r",
+        &file,
+        "--include",
+        "model.layers",
+        "--include=*.norm.weight",
+        "--exclude=optimizer",
+        "--exclude=*.bias",
+        r"--rename=s/^model\.//",
+        "--rename=s/layers/h/",
+    ])
+    .ok();
+    let mut found = keys(&file);
+    found.sort();
+    assert_eq!(found, ["h.0.weight", "h.1.weight", "norm.weight"]);
+    dcp(["convert", "fsdp2_adam_2r", &path(&folder, "y"), "--to=dcp", "--include=nothing.*"])
+        .fails(2, &["the selection leaves nothing of the checkpoint"]);
+}
+
+#[test]
+fn the_model_is_taken_out_of_a_training_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "model");
+    dcp(["convert", "fsdp2_adam_2r", &target, "--to=dcp", "--model-only"]).ok();
+    assert_eq!(keys(&target).first().unwrap(), "embed.weight");
+    dcp(["verify", &target, "--deep"]).ok();
+    let target = path(&folder, "rest");
+    dcp(["reshard", "fsdp2_adam_2r", &target, "-n2", "--no-optimizer"]).ok();
+    let found = keys(&target);
+    assert!(
+        found.contains(&"step".to_owned()) && found.contains(&"lr_scheduler.last_epoch".into())
+    );
+    assert!(!found.iter().any(|key| key.starts_with("optimizer")), "{found:?}");
+}
+
+#[test]
+fn a_file_maps_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let (map, file) = (path(&folder, "names"), path(&folder, "x.safetensors"));
+    fs::write(&map, "model.norm.weight  ln.gain\nmodel.norm.bias -\n").unwrap();
+    let convert = ["convert", "fsdp2_adam_2r", &file, "--include=model.norm", "--map", &map];
+    dcp(convert).ok();
+    assert_eq!(keys(&file), ["ln.gain"]);
+    fs::write(&map, "model.nrm.weight ln.gain\n").unwrap();
+    let mut again = convert.to_vec();
+    again.push("--overwrite");
+    dcp(again)
+        .fails(2, &["the mapping maps names that are not in the checkpoint: model.nrm.weight"]);
+    assert_eq!(keys(&file), ["ln.gain"]);
+}
+
+#[test]
+fn two_keys_never_get_one_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.safetensors");
+    let run = dcp(["convert", "fsdp2_adam_2r", &file, r"--rename=s/layers\.\d/layer/"]);
+    run.fails(
+        2,
+        &[r#""model.layers.0.weight" and "model.layers.1.weight" as "model.layer.weight""#],
+    );
+    dcp(["convert", "fsdp2_adam_2r", &file, "--rename=s/(/x/"]).fails(2, &["unclosed group"]);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_dry_run_says_all_and_writes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    for (target, to) in [("x.safetensors", "safetensors"), ("new/x", "dcp")] {
+        let target = path(&folder, target);
+        let convert = ["convert", "fsdp2_adam_2r", &target, "--to", to, "--json"];
+        let planned = dcp(convert.iter().chain(&["--dry-run"])).json();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+        assert_eq!(planned["keys"]["model.norm.bias"]["shape"], serde_json::json!([8]));
+        let written = dcp(convert).json();
+        for what in ["tensors", "objects", "bytes", "files", "left_out"] {
+            assert_eq!(planned[what], written[what], "{to} {what}");
+        }
+        for entry in fs::read_dir(folder.path()).unwrap() {
+            let path = entry.unwrap().path();
+            fs::remove_file(&path).or_else(|_| fs::remove_dir_all(&path)).unwrap();
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! A checkpoint with other dtypes.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, ChunkTable, DType, DataSink, Encoding, Entry, FormatError,
+    Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region, StorageReader,
+    TensorEntry, TensorView,
+};
+
+use super::scratch::{SCRATCH, Scratch, bad_plan, name, pieces};
+use crate::cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast};
+use crate::error::ConvertError;
+use crate::job::JobOptions;
+use crate::source::Source;
+
+/// A reader that casts tensors of another one, a bounded part at a time.
+pub struct Cast {
+    inner: Arc<dyn StorageReader>,
+    inner_metadata: Arc<CheckpointMetadata>,
+    metadata: Arc<CheckpointMetadata>,
+    /// By entry; `None` for what stays as it is.
+    casters: Vec<Option<Caster>>,
+    counts: Mutex<Vec<CastCounts>>,
+}
+
+impl Cast {
+    /// What `inner` reads, with those tensors cast for whose name and dtype `rule` gives another
+    /// one.
+    ///
+    /// # Errors
+    ///
+    /// When the inner index cannot be read, and for the first tensor that cannot be cast so, as
+    /// [`Caster::new`].
+    pub async fn new(
+        inner: Arc<dyn StorageReader>,
+        rule: impl Fn(&str, DType) -> Option<DType>,
+        options: CastOptions,
+    ) -> Result<Self, ConvertError> {
+        let inner_metadata = inner.metadata().await?;
+        let mut metadata = CheckpointMetadata::clone(&inner_metadata);
+        let mut casters = vec![None; metadata.len()];
+        for (entry, caster) in casters.iter_mut().enumerate() {
+            let Some((fqn, Entry::Tensor(tensor))) = inner_metadata.at(entry) else { continue };
+            let to = rule(fqn, tensor.dtype).filter(|to| *to != tensor.dtype);
+            let Some(to) = to else { continue };
+            *caster = Some(Caster::new(fqn, tensor.dtype, to, options)?);
+            let computed = computed(&mut metadata, tensor, to)?;
+            metadata.insert(Arc::clone(fqn), Entry::Tensor(computed));
+        }
+        let counts = Mutex::new(vec![CastCounts::default(); casters.len()]);
+        Ok(Self { inner, inner_metadata, metadata: Arc::new(metadata), casters, counts })
+    }
+
+    /// `source` as a job reads it, cast; and the view, for its [`report`](Self::report).
+    ///
+    /// # Errors
+    ///
+    /// As [`Cast::new`].
+    pub async fn apply(
+        source: &Source,
+        rule: impl Fn(&str, DType) -> Option<DType>,
+        options: CastOptions,
+        job: &JobOptions,
+    ) -> Result<(Source, Arc<Self>), ConvertError> {
+        let inner = source.for_job(job.parallelism);
+        let view = Arc::new(Self::new(Arc::clone(&inner.reader), rule, options).await?);
+        let cast = Source::derived(Arc::clone(&view) as _, std::slice::from_ref(&inner));
+        Ok((cast.unwrap_or(inner), view))
+    }
+
+    /// What was lost in what was read so far. Tensors are there from the beginning.
+    #[must_use]
+    pub fn report(&self) -> CastReport {
+        let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let cast = self.casters.iter().zip(counts.iter()).zip(self.metadata.iter());
+        let tensors = cast.filter_map(|((caster, counts), (fqn, _))| {
+            let caster = caster.as_ref()?;
+            let (from, to) = (caster.from().name(), caster.to().name());
+            Some((Arc::clone(fqn), TensorCast { from, to, counts: *counts }))
+        });
+        CastReport { tensors: tensors.collect() }
+    }
+
+    fn caster(&self, entry: u32) -> Option<&Caster> {
+        self.casters.get(entry as usize)?.as_ref()
+    }
+
+    /// Reads, casts and hands over `parts`.
+    async fn flush(
+        &self,
+        scratch: &mut Scratch,
+        parts: &mut Vec<Part>,
+        report: &mut ReadReport,
+    ) -> Result<(), CheckpointError> {
+        let taken = std::mem::take(scratch);
+        let (read, cost) = taken.read(&*self.inner, &self.inner_metadata).await?;
+        report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+        for (part, bytes) in parts.drain(..).zip(read) {
+            self.hand_over(&part, &bytes)?;
+            report.bytes_needed = report.bytes_needed.saturating_add(part.target.byte_len());
+        }
+        Ok(())
+    }
+
+    fn hand_over(&self, part: &Part, bytes: &Bytes) -> Result<(), CheckpointError> {
+        let Some(caster) = self.caster(part.entry) else { return Ok(()) };
+        let failed = |source| CheckpointError::Memory {
+            fqn: name(&self.metadata, part.entry).to_string(),
+            source,
+        };
+        let mut counts = CastCounts::default();
+        if part.target.is_contiguous() {
+            let mut memory = part.target.lend().map_err(failed)?;
+            caster.cast(bytes, &mut memory, &mut counts);
+        } else {
+            let len = usize::try_from(part.target.byte_len()).unwrap_or(0);
+            let mut elements = vec![0; len];
+            caster.cast(bytes, &mut elements, &mut counts);
+            part.target.fill_from(&elements).map_err(failed)?;
+        }
+        let mut all = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(sum) = all.get_mut(part.entry as usize) {
+            sum.add(&counts);
+        }
+        Ok(())
+    }
+}
+
+/// A part of an item that is being cast, and where it goes.
+struct Part {
+    entry: u32,
+    target: TensorView,
+}
+
+/// The tensor as it is after a cast. Its chunks keep their places, under an encoding that says
+/// that only this view can read them: so tensors that lie in the same place are still seen to be
+/// one.
+fn computed(
+    metadata: &mut CheckpointMetadata,
+    tensor: &TensorEntry,
+    to: DType,
+) -> Result<TensorEntry, CheckpointError> {
+    let mut chunks = ChunkTable::new(tensor.shape.ndim());
+    for chunk in tensor.chunks.iter() {
+        let placement = chunk.placement.and_then(|placement| {
+            let mut transforms = metadata.encoding(&placement)?.transforms.clone();
+            transforms.push(format!("cast from {}", tensor.dtype).into());
+            let encoding = Encoding::new(Layout::Computed).with_transforms(transforms);
+            let encoding = metadata.intern_encoding(&encoding)?;
+            Some(Placement { encoding, ..placement })
+        });
+        let pushed = chunks.push(chunk.offsets, chunk.sizes, placement);
+        pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
+    }
+    let mut cast = tensor.clone();
+    (cast.dtype, cast.chunks) = (to, chunks);
+    Ok(cast)
+}
+
+#[async_trait]
+impl StorageReader for Cast {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        Ok(Arc::clone(&self.metadata))
+    }
+
+    async fn read(
+        &self,
+        _metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let mut report = ReadReport::default();
+        let mut unchanged = LoadPlan::default();
+        let (mut scratch, mut parts) = (Scratch::default(), Vec::new());
+        let mut done: Vec<&ReadItem> = Vec::new();
+        for item in &plan.items {
+            let (ReadKind::Tensor { chunk, region, .. }, Some(caster)) =
+                (&item.kind, self.caster(item.entry))
+            else {
+                unchanged.items.push(item.clone());
+                continue;
+            };
+            let target = sink.destination(item)?;
+            for piece in pieces(region, caster.from().size(), SCRATCH) {
+                let (piece, inner) = within(piece, region)
+                    .ok_or_else(|| bad_plan(&name(&self.metadata, item.entry), "a bad region"))?;
+                parts.push(Part { entry: item.entry, target: target.narrow(&inner)? });
+                scratch.push(item.entry, *chunk, caster.from(), piece);
+                if scratch.len() >= SCRATCH {
+                    self.flush(&mut scratch, &mut parts, &mut report).await?;
+                    drain(&mut done, &*sink)?;
+                }
+            }
+            done.push(item);
+        }
+        if !parts.is_empty() {
+            self.flush(&mut scratch, &mut parts, &mut report).await?;
+        }
+        drain(&mut done, &*sink)?;
+        if !unchanged.items.is_empty() {
+            let read = self.inner.read(&self.inner_metadata, &unchanged, sink).await?;
+            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
+            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+        }
+        Ok(report)
+    }
+}
+
+/// A piece, and where it lies in the region it was cut from.
+fn within<E>(piece: Result<Region, E>, region: &Region) -> Option<(Region, Region)> {
+    let piece = piece.ok()?;
+    let inner = piece.relative_to(region.offsets())?;
+    Some((piece, inner))
+}
+
+/// Tells the sink of items of which all has been handed over.
+fn drain(done: &mut Vec<&ReadItem>, sink: &dyn DataSink) -> Result<(), CheckpointError> {
+    done.drain(..).try_for_each(|item| sink.commit(item))
+}
+
+impl fmt::Debug for Cast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let cast = self.casters.iter().flatten().count();
+        f.debug_struct("Cast").field("inner", &self.inner).field("cast", &cast).finish()
+    }
+}

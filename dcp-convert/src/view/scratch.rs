@@ -1,0 +1,105 @@
+//! Parts of a tensor in memory of a view's own, on their way to the caller's.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError,
+    ReadItem, ReadKind, ReadReport, Region, RegionError, StorageReader, TensorView, Value,
+};
+
+use crate::runs::boxes;
+
+/// Bytes to hold at once for a read.
+pub(super) const SCRATCH: u64 = 2 << 20;
+
+/// Cuts `region`, of elements of `element_bytes` each, into boxes of at most `bytes` each.
+pub(super) fn pieces(
+    region: &Region,
+    element_bytes: usize,
+    bytes: u64,
+) -> impl Iterator<Item = Result<Region, RegionError>> + use<> {
+    let (offsets, sizes) = (region.offsets().clone(), region.sizes().clone());
+    let total = region.volume();
+    let step = (bytes / element_bytes.max(1) as u64).max(1);
+    let starts = (0..total.div_ceil(step)).map(move |at| at * step);
+    starts.flat_map(move |start| {
+        let found = boxes(&sizes, start..start.saturating_add(step).min(total));
+        found.into_iter().map(|inner| inner.translate(&offsets)).collect::<Vec<_>>()
+    })
+}
+
+/// Parts of chunks to read together.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    plan: LoadPlan,
+    places: Vec<(DType, Region, usize)>,
+    len: usize,
+}
+
+impl Scratch {
+    /// Bytes of all parts.
+    pub(super) fn len(&self) -> u64 {
+        self.len as u64
+    }
+
+    /// Adds `region` of a chunk of `dtype`.
+    pub(super) fn push(&mut self, entry: u32, chunk: u32, dtype: DType, region: Region) {
+        let leaf = u32::try_from(self.places.len()).unwrap_or(u32::MAX);
+        let bytes = usize::try_from(region.volume()).unwrap_or(usize::MAX);
+        self.places.push((dtype, region.clone(), self.len));
+        self.len = self.len.saturating_add(bytes.saturating_mul(dtype.size()));
+        let kind = ReadKind::Tensor { chunk, shard: 0, region };
+        self.plan.items.push(ReadItem { entry, leaf, kind });
+    }
+
+    /// Reads the parts; their elements, row-major, in the order in which they were added.
+    pub(super) async fn read(
+        self,
+        reader: &dyn StorageReader,
+        metadata: &Arc<CheckpointMetadata>,
+    ) -> Result<(Vec<Bytes>, ReadReport), CheckpointError> {
+        let memory = HostMemory::zeroed(self.len);
+        let mut views = Vec::with_capacity(self.places.len());
+        for (dtype, region, at) in &self.places {
+            let sizes = region.sizes().clone();
+            views.push(TensorView::contiguous(memory.clone(), *dtype, sizes, *at)?);
+        }
+        let report = reader.read(metadata, &self.plan, Arc::new(Views(views))).await?;
+        let fqn = || name(metadata, self.plan.items.first().map_or(0, |item| item.entry));
+        let bytes = memory
+            .read()
+            .map_err(|source| CheckpointError::Memory { fqn: fqn().to_string(), source })?;
+        let ends = self.places.iter().skip(1).map(|(_, _, at)| *at).chain([self.len]);
+        let parts = self.places.iter().zip(ends).map(|((_, _, at), end)| bytes.slice(*at..end));
+        Ok((parts.collect(), report))
+    }
+}
+
+/// The name of an entry, for errors.
+pub(super) fn name(metadata: &CheckpointMetadata, entry: u32) -> Arc<str> {
+    metadata.at(entry as usize).map_or_else(|| "".into(), |(fqn, _)| Arc::clone(fqn))
+}
+
+pub(super) fn bad_plan(fqn: &str, problem: impl Into<String>) -> CheckpointError {
+    PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.into() }.into()
+}
+
+/// Memory by the leaf of the items.
+#[derive(Debug)]
+struct Views(Vec<TensorView>);
+
+impl DataSink for Views {
+    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        let view = self.0.get(item.leaf as usize).cloned();
+        view.ok_or_else(|| bad_plan("", "an item that was not asked for"))
+    }
+
+    fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {
+        Ok(())
+    }
+
+    fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
+        Err(bad_plan("", "an object where a tensor was asked for"))
+    }
+}

@@ -11,7 +11,7 @@ mod merge;
 pub(crate) mod names;
 mod pieces;
 mod place;
-mod read;
+pub(crate) mod read;
 mod reader;
 mod safetensors_files;
 mod sidecar;

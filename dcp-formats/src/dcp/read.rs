@@ -23,7 +23,7 @@ const SMALL_BLOB: u64 = 64 << 10;
 const SCRATCH_PER_REQUEST: Range<u64> = SMALL_BLOB..4 << 20;
 
 /// What all parts of a load share.
-pub(super) struct Context {
+pub(crate) struct Context {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) sink: Arc<dyn DataSink>,
     pub(super) verify: bool,
@@ -38,7 +38,7 @@ pub(super) struct Context {
 }
 
 impl Context {
-    pub(super) fn new(
+    pub(crate) fn new(
         storage: Arc<dyn Storage>,
         sink: Arc<dyn DataSink>,
         verify: bool,
@@ -102,7 +102,8 @@ enum Task {
     Direct(Blob),
 }
 
-pub(super) async fn run(
+/// Reads the plan's items: anything whose placement and encoding say how.
+pub(crate) async fn run(
     ctx: Arc<Context>,
     metadata: &CheckpointMetadata,
     plan: &LoadPlan,

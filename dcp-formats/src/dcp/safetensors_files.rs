@@ -9,35 +9,18 @@ use std::collections::BTreeMap;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Dims, Encoding, Entry, FileId, FormatError, Key, Layout,
-    Placement, Storage, StorageExt as _,
+    Placement, Storage,
 };
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
-use indexmap::IndexMap;
 
 use super::index::parallelism;
-use crate::safetensors::{Header, PREFIX_LEN, header_len};
-
-/// The header's key for where each tensor belongs in the whole one.
-const SHARDING: &str = "DCP_SHARDING_INFO";
+use crate::safetensors::{Image, read_image};
 
 /// A chunk whose placement is not that of an archive.
 struct Suspect {
     entry: usize,
     chunk: usize,
-}
-
-/// An image inside a file.
-struct Image {
-    header: Header,
-    /// Where its data begins in the file.
-    data_start: u64,
-    sharding: IndexMap<String, Sharding>,
-}
-
-#[derive(serde::Deserialize)]
-struct Sharding {
-    saved_offsets: Vec<u64>,
 }
 
 /// Corrects the placements of chunks in such files; other files are not touched.
@@ -72,7 +55,7 @@ pub(super) async fn locate(
             continue;
         };
         for suspect in chunks {
-            let placement = image.find(metadata, &suspect, file, raw).map_err(|problem| {
+            let placement = find(image, metadata, &suspect, file, raw).map_err(|problem| {
                 FormatError::new("safetensors image", problem).in_file(key.as_str(), 0)
             })?;
             if let Some((_, Entry::Tensor(tensor))) = metadata.at_mut(suspect.entry) {
@@ -124,55 +107,43 @@ async fn read(
     start: u64,
     file_len: u64,
 ) -> Result<Image, CheckpointError> {
-    let located = |error: FormatError| error.in_file(key.as_str(), start);
-    let image_len = file_len.saturating_sub(start);
-    let prefix = storage.read_range(key, start..start + PREFIX_LEN.min(image_len)).await?;
-    let json_len = header_len(&prefix, image_len).map_err(located)?;
-    let json_start = start + PREFIX_LEN;
-    let json = storage.read_range(key, json_start..json_start + json_len).await?;
-    let data_len = image_len - PREFIX_LEN - json_len;
-    let header = Header::parse(&json, data_len).map_err(located)?;
-    let sharding = match header.metadata().get(SHARDING) {
-        None => IndexMap::new(),
-        Some(text) => serde_json::from_str(text).map_err(|error| {
-            located(FormatError::new("safetensors header", format!("{SHARDING}: {error}")))
-        })?,
-    };
-    Ok(Image { header, data_start: json_start + json_len, sharding })
+    match read_image(storage, key, start, file_len).await? {
+        (image, None) => Ok(image),
+        (_, Some(problem)) => Err(problem.into_error().in_file(key.as_str(), start).into()),
+    }
 }
 
-impl Image {
-    fn find(
-        &self,
-        metadata: &CheckpointMetadata,
-        suspect: &Suspect,
-        file: FileId,
-        encoding: u16,
-    ) -> Result<Placement, String> {
-        let Some((fqn, Entry::Tensor(tensor))) = metadata.at(suspect.entry) else {
-            return Err("an entry is gone".into());
-        };
-        let chunk = tensor.chunks.get(suspect.chunk).ok_or("a chunk is gone")?;
-        let info = self.header.get(fqn).ok_or_else(|| format!("it does not hold {fqn:?}"))?;
-        let saved = self.sharding.get(&**fqn).map(|sharding| &*sharding.saved_offsets);
-        if saved.is_some_and(|saved| saved != chunk.offsets) {
-            return Err(format!(
-                "it holds {fqn:?} at {saved:?}, not at {:?}: PyTorch keeps only the last of \
-                 several chunks in a file, the others are lost",
-                chunk.offsets
-            ));
-        }
-        if info.dtype != tensor.dtype || *info.shape != *chunk.sizes {
-            return Err(format!(
-                "it holds {fqn:?} as {} of {}, the metadata says {} of {:?}",
-                info.dtype, info.shape, tensor.dtype, chunk.sizes
-            ));
-        }
-        Ok(Placement {
-            file,
-            encoding,
-            byte_offset: self.data_start + info.byte_range.start,
-            byte_len: info.byte_range.end - info.byte_range.start,
-        })
+/// Where an image has the chunk that it is suspected to have.
+fn find(
+    image: &Image,
+    metadata: &CheckpointMetadata,
+    suspect: &Suspect,
+    file: FileId,
+    encoding: u16,
+) -> Result<Placement, String> {
+    let Some((fqn, Entry::Tensor(tensor))) = metadata.at(suspect.entry) else {
+        return Err("an entry is gone".into());
+    };
+    let chunk = tensor.chunks.get(suspect.chunk).ok_or("a chunk is gone")?;
+    let info = image.header.get(fqn).ok_or_else(|| format!("it does not hold {fqn:?}"))?;
+    let saved = image.sharding.get(fqn).map(|saved| &**saved);
+    if saved.is_some_and(|saved| saved != chunk.offsets) {
+        return Err(format!(
+            "it holds {fqn:?} at {saved:?}, not at {:?}: PyTorch keeps only the last of several \
+             chunks in a file, the others are lost",
+            chunk.offsets
+        ));
     }
+    if info.dtype != tensor.dtype || *info.shape != *chunk.sizes {
+        return Err(format!(
+            "it holds {fqn:?} as {} of {}, the metadata says {} of {:?}",
+            info.dtype, info.shape, tensor.dtype, chunk.sizes
+        ));
+    }
+    Ok(Placement {
+        file,
+        encoding,
+        byte_offset: image.data_start + info.byte_range.start,
+        byte_len: info.byte_range.end - info.byte_range.start,
+    })
 }

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use super::dtype::{packing, parse_dtype};
+use crate::unique::UniqueMap;
 
 /// Bytes in front of the JSON text: its length.
 pub const PREFIX_LEN: u64 = 8;
@@ -65,6 +66,15 @@ impl Header {
     /// When it is no such text, a name or field occurs twice, an element type is unknown, or the
     /// tensors do not lie one behind the other and fill the data exactly.
     pub fn parse(json: &[u8], data_len: u64) -> Result<Self, FormatError> {
+        let header = Self::parse_claims(json)?;
+        match header.range_problem(data_len) {
+            None => Ok(header),
+            Some(problem) => Err(problem.into_error()),
+        }
+    }
+
+    /// Parses the JSON text without asking where the tensors lie.
+    pub(crate) fn parse_claims(json: &[u8]) -> Result<Self, FormatError> {
         let Raw { tensors, metadata } = serde_json::from_slice(json).map_err(|error| {
             FormatError::new("safetensors header", error.to_string()).at(PREFIX_LEN)
         })?;
@@ -78,9 +88,7 @@ impl Header {
                 Ok((Arc::from(name), info))
             })
             .collect::<Result<IndexMap<_, _>, FormatError>>()?;
-        let header = Self { tensors, metadata };
-        header.check_ranges(data_len)?;
-        Ok(header)
+        Ok(Self { tensors, metadata })
     }
 
     pub(super) fn from_parts(
@@ -109,23 +117,60 @@ impl Header {
 
     /// The library's rule: sorted by where they begin, each tensor begins where the one before
     /// ends, and the last ends with the data.
-    fn check_ranges(&self, data_len: u64) -> Result<(), FormatError> {
+    pub(crate) fn range_problem(&self, data_len: u64) -> Option<RangeProblem> {
         let mut sorted: Vec<_> = self.tensors.iter().collect();
         sorted.sort_by_key(|(_, info)| (info.byte_range.start, info.byte_range.end));
         let mut end = 0;
         for (name, info) in sorted {
             let Range { start, end: next } = info.byte_range;
             if start != end {
+                let kind = if start < end { Ranges::Overlap } else { Ranges::Gap };
                 let problem = format!("{name:?} begins at {start} of the data, not at {end}");
-                return Err(FormatError::new("safetensors header", problem).at(PREFIX_LEN));
+                return Some(RangeProblem { kind, name: Some(Arc::clone(name)), problem });
+            }
+            if next > data_len {
+                let (kind, name) = (Ranges::Short, Some(Arc::clone(name)));
+                let problem = format!(
+                    "{name:?} ends at {next} of the data, which has only {data_len} bytes: the file \
+                     was cut short",
+                    name = name.as_deref().unwrap_or_default()
+                );
+                return Some(RangeProblem { kind, name, problem });
             }
             end = next;
         }
-        if end == data_len {
-            return Ok(());
-        }
+        let kind = Ranges::Long;
         let problem = format!("the tensors have {end} bytes, the data has {data_len}");
-        Err(FormatError::new("safetensors header", problem).at(PREFIX_LEN))
+        (end != data_len).then_some(RangeProblem { kind, name: None, problem })
+    }
+}
+
+/// What is wrong with where the tensors of an image lie.
+#[derive(Clone, Debug)]
+pub(crate) struct RangeProblem {
+    pub(crate) kind: Ranges,
+    /// The tensor concerned.
+    pub(crate) name: Option<Arc<str>>,
+    pub(crate) problem: String,
+}
+
+/// How the ranges of an image are wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ranges {
+    /// Two tensors share bytes.
+    Overlap,
+    /// There are bytes between two tensors.
+    Gap,
+    /// The data ends before a tensor does.
+    Short,
+    /// The data goes on behind the last tensor.
+    Long,
+}
+
+impl RangeProblem {
+    /// The problem as an error.
+    pub(crate) fn into_error(self) -> FormatError {
+        FormatError::new("safetensors header", self.problem).at(PREFIX_LEN)
     }
 }
 
@@ -182,7 +227,7 @@ impl<'de> Deserialize<'de> for Raw {
                 let mut seen_metadata = false;
                 while let Some(name) = map.next_key::<String>()? {
                     let twice = if name == "__metadata__" {
-                        raw.metadata = map.next_value()?;
+                        raw.metadata = map.next_value::<UniqueMap<String>>()?.0;
                         std::mem::replace(&mut seen_metadata, true)
                     } else {
                         let tensor = map.next_value()?;
@@ -231,6 +276,8 @@ mod tests {
             (format!("{{{a}}}"), 3, "the data has 3"),
             (format!("{{{a},{a}}}"), 2, "occurs twice"),
             (format!(r#"{{{a},"__metadata__":{{}},"__metadata__":{{}}}}"#), 2, "occurs twice"),
+            (format!(r#"{{{a},"__metadata__":{{"x":"","x":""}}}}"#), 2, "occurs twice"),
+            (format!("{{{a}}}"), 1, "cut short"),
             (a.replace("[2]", "[3]"), 2, "cannot lie"),
             (a.replace("[2]", "[18446744073709551615,3]"), 2, "cannot lie"),
             (a.replace("[0,2]", "[2,0]"), 2, "cannot lie"),

@@ -7,9 +7,16 @@
 mod dtype;
 mod encode;
 mod header;
+mod image;
+mod raw;
+mod sharding;
 mod write;
 
 pub use dtype::{dtype_name, parse_dtype};
 pub use encode::{EncodedHeader, SafetensorsItem, encode_header};
 pub use header::{Header, PREFIX_LEN, TensorInfo, header_len};
+pub(crate) use header::{RangeProblem, Ranges};
+pub(crate) use image::{Image, read_image};
+pub use raw::{RAW, RawTypes};
+pub use sharding::{SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, ShardingInfo};
 pub use write::write;

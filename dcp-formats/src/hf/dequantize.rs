@@ -1,0 +1,1 @@
+//! Block-scaled weights as plain numbers.

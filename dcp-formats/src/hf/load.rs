@@ -1,0 +1,250 @@
+//! Finding the files of a model and reading their headers.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError,
+    StorageErrorKind, StorageExt as _,
+};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+
+use super::finding::{Finding, FindingKind};
+use super::index_file::{INDEX_ENDING, INDEX_MAX, INDEX_NAME, IndexFile};
+use super::merge::{FileHeader, merge};
+use super::ENDING;
+use crate::detect::detect;
+use crate::safetensors::read_image;
+
+/// What a reader is to read.
+#[derive(Clone, Debug)]
+pub(super) enum Target {
+    /// A folder, `None` for the storage itself.
+    Folder(Option<Key>),
+    /// The files that an index names.
+    Index(Key),
+    /// One file.
+    File(Key),
+}
+
+/// The index of a model, made from its headers.
+#[derive(Clone, Debug)]
+pub(super) struct Loaded {
+    pub(super) metadata: Arc<CheckpointMetadata>,
+    pub(super) findings: Arc<[Finding]>,
+    pub(super) notes: Arc<[String]>,
+}
+
+/// The files to read, and the index that named them.
+pub(super) struct Files {
+    pub(super) keys: Vec<Key>,
+    pub(super) index: Option<Index>,
+}
+
+/// An index file, and where it lies.
+pub(super) struct Index {
+    pub(super) key: Key,
+    pub(super) file: IndexFile,
+}
+
+impl Index {
+    /// The key of a file that the index names.
+    pub(super) fn resolve(&self, file: &Key) -> Result<Key, CheckpointError> {
+        match self.key.as_str().rsplit_once('/') {
+            None => Ok(file.clone()),
+            Some((folder, _)) => join(Some(folder), file.as_str()),
+        }
+    }
+}
+
+fn join(folder: Option<&str>, name: &str) -> Result<Key, CheckpointError> {
+    let key = match folder {
+        None => Key::new(name),
+        Some(folder) => Key::new(format!("{folder}/{name}")),
+    };
+    Ok(key.map_err(StorageError::from)?)
+}
+
+/// Reads all headers. A tolerant load shows what it can; otherwise the first finding is an error.
+pub(super) async fn load(
+    storage: &Arc<dyn Storage>,
+    target: &Target,
+    tolerant: bool,
+) -> Result<Loaded, CheckpointError> {
+    let single = matches!(target, Target::File(_));
+    let files = files(storage, target).await?;
+    let reads: Vec<_> = files.keys.iter().map(|key| header(&**storage, key)).collect();
+    let parallelism = usize::from(storage.capabilities().parallelism.max(1));
+    let headers: Vec<_> = stream::iter(reads).buffered(parallelism).try_collect().await?;
+    let merged = merge(&files, headers, single)?;
+    let (mut findings, mut notes) = (merged.findings, merged.notes);
+    if files.index.is_none() {
+        notes.extend(absent(&files.keys));
+    }
+    if !tolerant {
+        findings.extend(merged.visible);
+        let others = findings.len().saturating_sub(1);
+        if let Some(first) = findings.into_iter().next() {
+            return Err(first.into_error(others).into());
+        }
+        findings = Vec::new();
+    }
+    for note in notes.iter().chain(&merged.incomplete) {
+        tracing::warn!("{note}");
+    }
+    Ok(Loaded {
+        metadata: Arc::new(merged.metadata),
+        findings: findings.into(),
+        notes: notes.into(),
+    })
+}
+
+async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, CheckpointError> {
+    let folder = match target {
+        Target::File(key) => return Ok(Files { keys: vec![key.clone()], index: None }),
+        Target::Index(key) => return indexed(&**storage, key.clone()).await,
+        Target::Folder(folder) => folder.as_ref(),
+    };
+    let prefix = folder.map(Key::as_str);
+    let index = join(prefix, INDEX_NAME)?;
+    if storage.contains(&index).await? {
+        return indexed(&**storage, index).await;
+    }
+    let Some(names) = names(&**storage, folder).await? else {
+        // What cannot be listed may still be the one file that small models are.
+        let model = join(prefix, "model.safetensors")?;
+        if storage.contains(&model).await? {
+            return Ok(Files { keys: vec![model], index: None });
+        }
+        return Err(CheckpointError::NotACheckpoint {
+            message: format!(
+                "there is neither {index:?} nor {model:?}, and this storage cannot be listed"
+            ),
+        });
+    };
+    let (indexes, keys): (Vec<_>, Vec<_>) =
+        names.into_iter().partition(|key| key.as_str().ends_with(INDEX_ENDING));
+    match &*indexes {
+        [one] => return indexed(&**storage, one.clone()).await,
+        [first, second, ..] => {
+            let problem = format!("{first:?} and {second:?} are both here: read one by its name");
+            return Err(FormatError::new("safetensors folder", problem).into());
+        }
+        [] => {}
+    }
+    if keys.is_empty() {
+        let message = match folder {
+            None => detect(storage).await?.hint(),
+            Some(folder) => format!("there are no safetensors files in {folder:?}"),
+        };
+        return Err(CheckpointError::NotACheckpoint { message });
+    }
+    Ok(Files { keys, index: None })
+}
+
+/// The safetensors files and indexes of a folder, sorted; those in folders below it are none of
+/// its. `None` where the storage cannot list.
+async fn names(
+    storage: &dyn Storage,
+    folder: Option<&Key>,
+) -> Result<Option<Vec<Key>>, CheckpointError> {
+    let mut names = Vec::new();
+    let mut objects = storage.list(folder);
+    while let Some(meta) = objects.next().await {
+        let key = match meta {
+            Ok(meta) => meta.key,
+            Err(error) if error.kind() == StorageErrorKind::Unsupported => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let name = match folder {
+            None => Some(key.as_str()),
+            Some(folder) => {
+                key.as_str().strip_prefix(folder.as_str()).and_then(|name| name.strip_prefix('/'))
+            }
+        };
+        let wanted = |name: &str| {
+            !name.contains('/') && (name.ends_with(ENDING) || name.ends_with(INDEX_ENDING))
+        };
+        if name.is_some_and(wanted) {
+            names.push(key);
+        }
+    }
+    names.sort_unstable();
+    Ok(Some(names))
+}
+
+async fn indexed(storage: &dyn Storage, key: Key) -> Result<Files, CheckpointError> {
+    let byte_len = storage.stat(&key).await?.byte_len;
+    let in_file = |error: FormatError| error.in_file(key.as_str(), 0);
+    if byte_len > INDEX_MAX {
+        let problem = format!("it has {byte_len} bytes, the limit is {INDEX_MAX}");
+        return Err(in_file(FormatError::new("safetensors index", problem)).into());
+    }
+    let json = storage.read_range(&key, 0..byte_len).await?;
+    let file = IndexFile::parse(&json).map_err(in_file)?;
+    let index = Index { key: key.clone(), file };
+    let keys = index.file.files().map(|file| index.resolve(file)).collect::<Result<_, _>>()?;
+    Ok(Files { keys, index: Some(index) })
+}
+
+/// The header of one file. What is wrong with the file is a finding; an error is the storage's.
+async fn header(storage: &dyn Storage, key: &Key) -> Result<FileHeader, CheckpointError> {
+    let finding =
+        |kind, message: String| FileHeader::Unreadable(Finding::new(kind, message).within(key));
+    let byte_len = match storage.stat(key).await {
+        Ok(meta) => meta.byte_len,
+        Err(error) if error.kind() == StorageErrorKind::NotFound => {
+            return Ok(FileHeader::Missing);
+        }
+        Err(error) => return Err(error.into()),
+    };
+    match read_image(storage, key, 0, byte_len).await {
+        Ok((image, problem)) => Ok(FileHeader::Read(Box::new(image), problem)),
+        Err(CheckpointError::Format(error)) => {
+            Ok(finding(FindingKind::Header, format!("bad {}: {}", error.what(), error.problem())))
+        }
+        Err(CheckpointError::Storage(error)) if error.kind() == StorageErrorKind::Truncated => {
+            Ok(finding(FindingKind::Header, "the file ends in its header".to_owned()))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// What is to be said of files whose names count more of them than there are. It need not mean a
+/// loss: PyTorch writes no file for a number that no tensor was given.
+fn absent(keys: &[Key]) -> Option<String> {
+    let mut present: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
+    for key in keys {
+        if let Some((number, count)) = numbered(key.file_name()) {
+            present.entry(count).or_default().insert(number);
+        }
+    }
+    let (count, numbers) = present.iter().find(|(count, numbers)| **count != numbers.len() as u64)?;
+    let here = numbers.len();
+    Some(format!("the names of the files count {count} of them, there are {here}"))
+}
+
+/// The number and count in `…-00001-of-00002.safetensors`.
+fn numbered(name: &str) -> Option<(u64, u64)> {
+    let (rest, count) = name.strip_suffix(ENDING)?.rsplit_once("-of-")?;
+    let (_, number) = rest.rsplit_once('-')?;
+    Some((number.parse().ok()?, count.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_are_not_there_are_missed() {
+        let absent = |names: &[&str]| {
+            let keys: Vec<_> = names.iter().map(|name| Key::new(name).unwrap()).collect();
+            absent(&keys)
+        };
+        let whole = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+        assert_eq!(absent(&whole), None);
+        assert!(absent(&whole[1..]).unwrap().contains("count 2 of them, there are 1"));
+        let shard = "shard-00007-model-00001-of-00001.safetensors";
+        assert_eq!(absent(&[shard, "model.safetensors", "-of-.safetensors"]), None);
+    }
+}

@@ -1,0 +1,347 @@
+//! Writing a folder of safetensors files.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use async_trait::async_trait;
+use dcp_core::{
+    CheckpointError, DataSource, Key, Payload, PlanError, PutMode, Storage, StorageError,
+    StorageErrorKind, StorageExt as _, StorageOp,
+};
+use futures_util::{StreamExt as _, stream};
+use indexmap::IndexMap;
+
+use super::ENDING;
+use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
+use super::layout::{HfFile, HfPlan};
+use crate::safetensors::{
+    RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
+    ShardingInfo, write,
+};
+use crate::upload::Progress;
+
+/// What loaders take before they look for an index.
+const SINGLE: &str = "model.safetensors";
+/// The most tags that are tried for new names.
+const TAGS_MAX: u32 = 10_000;
+
+/// How a folder is written.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct HfWriteOptions {
+    /// Whether a model that is there is replaced; otherwise it is an error.
+    pub overwrite: bool,
+    /// Files to write at once. Each takes about 48 MiB besides what `data` takes.
+    pub parallelism: usize,
+    /// More entries for the `__metadata__` of every file. `format` is always `pt`, which
+    /// transformers asks for.
+    pub metadata: IndexMap<String, String>,
+}
+
+impl Default for HfWriteOptions {
+    /// Nothing is replaced, one file at a time, no more entries.
+    fn default() -> Self {
+        Self { overwrite: false, parallelism: 1, metadata: IndexMap::new() }
+    }
+}
+
+/// What was written.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HfWritten {
+    /// Each file and its bytes, the index included.
+    pub files: Vec<(Key, u64)>,
+    /// The index, where there is one.
+    pub index: Option<Key>,
+    /// Files of the replaced model that are gone.
+    pub removed: Vec<Key>,
+    /// Files of the replaced model that could not be removed.
+    pub left: Vec<Key>,
+}
+
+/// Writes the files of a plan and then, as the last thing, the index; where ranks' parts are
+/// written there is no index, as in PyTorch. `data` counts items as [`HfPlan::parts`].
+///
+/// What is there is not touched before the index of the new files is in place: a name that is
+/// taken is given a tag (`model-g1-00001-of-00002.safetensors`), which loaders that go by the
+/// index follow. Then the files that the old index named are removed, and a `model.safetensors`,
+/// which loaders would prefer.
+///
+/// # Errors
+///
+/// Without [`HfWriteOptions::overwrite`] when there is a model, before anything is written
+/// ([`AlreadyExists`](StorageErrorKind::AlreadyExists)); when a header cannot be made; when data
+/// or storage fail. Then all that was written is removed.
+pub async fn write_folder(
+    storage: &Arc<dyn Storage>,
+    plan: &HfPlan,
+    data: Arc<dyn DataSource>,
+    options: &HfWriteOptions,
+    progress: Option<&Progress>,
+) -> Result<HfWritten, CheckpointError> {
+    let old = Old::look(&**storage, plan).await?;
+    if !options.overwrite
+        && let Some(key) = old.in_the_way(plan)
+    {
+        let error =
+            StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key.clone()));
+        return Err(error.with_message("there is a model in this folder").into());
+    }
+    let plan = old.free_names(plan)?;
+    let job = Job { storage, plan: &plan, data: &data, options, stop: Arc::default() };
+    let (done, outcome) = job.run(progress).await;
+    let mut written = HfWritten { files: done, ..HfWritten::default() };
+    match outcome {
+        Ok(index) => {
+            written.files.extend(index.clone());
+            written.index = index.map(|(key, _)| key);
+        }
+        Err(error) => {
+            remove(&**storage, written.files.iter().map(|(key, _)| key)).await;
+            return Err(error);
+        }
+    }
+    let new: BTreeSet<Key> = written.files.iter().map(|(key, _)| key.clone()).collect();
+    let stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
+    (written.removed, written.left) = remove(&**storage, stale.into_iter()).await;
+    Ok(written)
+}
+
+/// The writing of one plan.
+struct Job<'a> {
+    storage: &'a Arc<dyn Storage>,
+    plan: &'a HfPlan,
+    data: &'a Arc<dyn DataSource>,
+    options: &'a HfWriteOptions,
+    /// Set when one file has failed: then the others end, rather than being left behind half
+    /// written, and none is begun.
+    stop: Arc<AtomicBool>,
+}
+
+/// A file and its bytes.
+type Done = (Key, u64);
+
+impl Job<'_> {
+    /// Returns the files that are there, and the index or what went wrong.
+    async fn run(
+        &self,
+        progress: Option<&Progress>,
+    ) -> (Vec<Done>, Result<Option<Done>, CheckpointError>) {
+        let writes: Vec<_> =
+            self.plan.files.iter().map(|file| self.write_file(file, progress)).collect();
+        let mut results = stream::iter(writes).buffered(self.options.parallelism.max(1));
+        let (mut done, mut failed) = (Vec::new(), None);
+        while let Some(result) = results.next().await {
+            match result {
+                Ok(file) => done.push(file),
+                // A file that was stopped may come before the one that failed.
+                Err(error) => match failed {
+                    None | Some(CheckpointError::Canceled) => failed = Some(error),
+                    Some(_) => {}
+                },
+            }
+        }
+        match failed {
+            Some(error) => (done, Err(error)),
+            None => (done, self.write_index().await),
+        }
+    }
+
+    async fn write_index(&self) -> Result<Option<Done>, CheckpointError> {
+        let Some(json) = self.plan.index_json() else { return Ok(None) };
+        let key = Key::new(INDEX_NAME).map_err(StorageError::from)?;
+        let mode = if self.options.overwrite { PutMode::Overwrite } else { PutMode::Create };
+        let byte_len = json.len() as u64;
+        self.storage.put(&key, Payload::from(json), mode).await?;
+        Ok(Some((key, byte_len)))
+    }
+
+    async fn write_file(
+        &self,
+        file: &HfFile,
+        progress: Option<&Progress>,
+    ) -> Result<Done, CheckpointError> {
+        if self.stop.load(Ordering::Relaxed) {
+            return Err(CheckpointError::Canceled);
+        }
+        let (items, metadata) = self.contents(file);
+        let (data, stop) = (Arc::clone(self.data), Arc::clone(&self.stop));
+        let data = Arc::new(OneFile { data, parts: file.parts.clone(), stop });
+        let written = write(&**self.storage, &file.name, &items, &metadata, data, progress).await;
+        let written = written.inspect_err(|_| self.stop.store(true, Ordering::Relaxed))?;
+        Ok((file.name.clone(), written.byte_len))
+    }
+
+    /// What the header of a file says.
+    fn contents(&self, file: &HfFile) -> (Vec<SafetensorsItem>, IndexMap<String, String>) {
+        let (mut raw, mut sharding) = (RawTypes::default(), ShardingInfo::default());
+        let mut items = Vec::with_capacity(file.parts.len());
+        for part in file.parts.iter().filter_map(|index| self.plan.parts.get(*index)) {
+            let (dtype, shape) = raw.stored_as(&part.fqn, part.dtype, &part.shape);
+            items.push(SafetensorsItem { name: Arc::clone(&part.fqn), dtype, shape });
+            if let Some((offsets, _)) = &part.part {
+                sharding.insert(Arc::clone(&part.fqn), offsets.clone());
+            }
+        }
+        let mut metadata = self.options.metadata.clone();
+        metadata.insert("format".to_owned(), "pt".to_owned());
+        if !sharding.is_empty() {
+            metadata.insert(SHARDING.to_owned(), sharding.to_json());
+            metadata.insert(SHARDING_VERSION.to_owned(), SHARDING_VERSION_WRITTEN.to_owned());
+        }
+        if !raw.is_empty() {
+            metadata.insert(RAW.to_owned(), raw.to_json());
+        }
+        (items, metadata)
+    }
+}
+
+/// The items of one file among those of all.
+#[derive(Debug)]
+struct OneFile {
+    data: Arc<dyn DataSource>,
+    parts: Vec<usize>,
+    stop: Arc<AtomicBool>,
+}
+
+#[async_trait]
+impl DataSource for OneFile {
+    async fn resolve(
+        &self,
+        item: usize,
+        byte_range: Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        if self.stop.load(Ordering::Relaxed) {
+            return Err(CheckpointError::Canceled);
+        }
+        let part = self.parts.get(item).copied().ok_or_else(|| PlanError::Wire {
+            problem: format!("item {item} was asked for, the file has {}", self.parts.len()),
+        })?;
+        self.data.resolve(part, byte_range).await
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.data.segment_bytes()
+    }
+}
+
+/// The model that is in a folder.
+#[derive(Debug, Default)]
+struct Old {
+    index: Option<Key>,
+    /// Files that belong to it, or that loaders would take for it.
+    files: BTreeSet<Key>,
+    /// All names that are taken.
+    taken: BTreeSet<Key>,
+}
+
+impl Old {
+    async fn look(storage: &dyn Storage, plan: &HfPlan) -> Result<Self, CheckpointError> {
+        let index = Key::new(INDEX_NAME).map_err(StorageError::from)?;
+        let single = Key::new(SINGLE).map_err(StorageError::from)?;
+        let mut old = Self::default();
+        if storage.contains(&index).await? {
+            old.files = indexed_files(storage, &index).await?;
+            old.index = Some(index.clone());
+            if plan.distributed {
+                // It names nothing of what there will be.
+                old.files.insert(index);
+            }
+        }
+        let mut objects = storage.list(None);
+        while let Some(meta) = objects.next().await {
+            match meta {
+                Ok(meta) if is_tensor_file(&meta.key) => {
+                    old.taken.insert(meta.key);
+                }
+                Ok(_) => {}
+                // What cannot be listed is asked name by name.
+                Err(error) if error.kind() == StorageErrorKind::Unsupported => {
+                    let planned = plan.files.iter().map(|file| &file.name);
+                    for key in planned.chain([&single]) {
+                        if storage.contains(key).await? {
+                            old.taken.insert(key.clone());
+                        }
+                    }
+                    break;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if old.taken.contains(&single) {
+            old.files.insert(single);
+        }
+        // Without an index to go by, every file counts: for what is there, and for what is to be.
+        if old.index.is_none() || plan.distributed {
+            let counts = |key: &&Key| plan.distributed || numbered(key.as_str());
+            old.files.extend(old.taken.iter().filter(counts).cloned());
+        }
+        Ok(old)
+    }
+
+    /// What would be replaced.
+    fn in_the_way(&self, plan: &HfPlan) -> Option<&Key> {
+        let named = plan.files.iter().map(|file| &file.name);
+        self.index.as_ref().or(self.files.first()).or_else(|| {
+            named.into_iter().find_map(|name| self.taken.get(name))
+        })
+    }
+
+    /// The plan under names that are free.
+    fn free_names(&self, plan: &HfPlan) -> Result<HfPlan, CheckpointError> {
+        let free = |plan: &HfPlan| !plan.files.iter().any(|file| self.taken.contains(&file.name));
+        if free(plan) {
+            return Ok(plan.clone());
+        }
+        for tag in 1..TAGS_MAX {
+            let tagged = plan.tagged(&format!("g{tag}"))?;
+            if free(&tagged) {
+                return Ok(tagged);
+            }
+        }
+        let problem = "all names for new files are taken".to_owned();
+        Err(PlanError::Wire { problem }.into())
+    }
+}
+
+/// The tensor files at the top that an index names; an index that makes no sense names none. What
+/// it names is not trusted: nothing else is ever removed because of it.
+async fn indexed_files(
+    storage: &dyn Storage,
+    index: &Key,
+) -> Result<BTreeSet<Key>, CheckpointError> {
+    if storage.stat(index).await?.byte_len > INDEX_MAX {
+        return Ok(BTreeSet::new());
+    }
+    let index = IndexFile::parse(&storage.read_all(index).await?).unwrap_or_default();
+    Ok(index.files().filter(|key| is_tensor_file(key)).cloned().collect())
+}
+
+fn is_tensor_file(key: &Key) -> bool {
+    !key.as_str().contains('/') && key.as_str().ends_with(ENDING)
+}
+
+/// Whether a name is one that a model of several files has.
+fn numbered(name: &str) -> bool {
+    name.starts_with("model-") && name.contains("-of-")
+}
+
+/// Removes files; returns those that are gone and those that are not.
+async fn remove<'a>(
+    storage: &dyn Storage,
+    keys: impl Iterator<Item = &'a Key>,
+) -> (Vec<Key>, Vec<Key>) {
+    let (mut removed, mut left) = (Vec::new(), Vec::new());
+    for key in keys {
+        match storage.delete(key).await {
+            Ok(()) => removed.push(key.clone()),
+            Err(error) => {
+                tracing::warn!(file = %key, %error, "cannot remove a file");
+                left.push(key.clone());
+            }
+        }
+    }
+    (removed, left)
+}

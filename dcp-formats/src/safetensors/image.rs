@@ -1,0 +1,40 @@
+//! Reading the header of an image that lies in a storage.
+
+use dcp_core::{CheckpointError, FormatError, Key, Storage, StorageExt as _};
+
+use super::header::{Header, PREFIX_LEN, RangeProblem, header_len};
+use super::sharding::{SHARDING, ShardingInfo};
+
+/// A safetensors image in a file.
+#[derive(Debug)]
+pub(crate) struct Image {
+    pub(crate) header: Header,
+    /// Where its data begins in the file.
+    pub(crate) data_start: u64,
+    /// Where its tensors belong in whole ones.
+    pub(crate) sharding: ShardingInfo,
+}
+
+/// Reads the header of the image that begins at `start` and ends with the file of `file_len` bytes;
+/// and what is wrong with where it says that the tensors lie.
+pub(crate) async fn read_image(
+    storage: &dyn Storage,
+    key: &Key,
+    start: u64,
+    file_len: u64,
+) -> Result<(Image, Option<RangeProblem>), CheckpointError> {
+    let located = |error: FormatError| error.in_file(key.as_str(), start);
+    let image_len = file_len.saturating_sub(start);
+    let prefix = storage.read_range(key, start..start + PREFIX_LEN.min(image_len)).await?;
+    let json_len = header_len(&prefix, image_len).map_err(located)?;
+    let json_start = start + PREFIX_LEN;
+    let json = storage.read_range(key, json_start..json_start + json_len).await?;
+    let data_len = image_len - PREFIX_LEN - json_len;
+    let header = Header::parse_claims(&json).map_err(located)?;
+    let sharding = match header.metadata().get(SHARDING) {
+        None => ShardingInfo::default(),
+        Some(text) => ShardingInfo::parse(text).map_err(located)?,
+    };
+    let problem = header.range_problem(data_len);
+    Ok((Image { header, data_start: json_start + json_len, sharding }, problem))
+}

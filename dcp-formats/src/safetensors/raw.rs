@@ -1,0 +1,75 @@
+//! Tensors of types that the format has no name for.
+
+use dcp_core::{DType, Dims, Region};
+use serde::Deserialize;
+use serde_json::json;
+
+use super::dtype::dtype_name;
+use super::header::{Header, TensorInfo};
+
+/// The entry of the header's `__metadata__` that describes tensors of a type the format has no
+/// name for: a JSON object, FQN → `{"dtype", "shape"}`. Their bytes are stored as `U8`, with an
+/// axis more for the bytes of an element.
+///
+/// The convention is ours; other programs see bytes.
+pub const RAW: &str = "dcp.raw";
+
+/// What [`RAW`] says of the tensors of one file.
+#[derive(Clone, Debug, Default)]
+pub struct RawTypes(serde_json::Map<String, serde_json::Value>);
+
+#[derive(Deserialize)]
+struct RawType {
+    dtype: String,
+    shape: Vec<u64>,
+}
+
+impl RawTypes {
+    /// What a header says; nothing where it does not make sense.
+    #[must_use]
+    pub fn of(header: &Header) -> Self {
+        let text = header.metadata().get(RAW).map_or("{}", String::as_str);
+        Self(serde_json::from_str(text).unwrap_or_default())
+    }
+
+    /// Whether nothing is described.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// How a tensor is stored: as it is where the format can say what it is, otherwise as bytes,
+    /// and then it is noted.
+    pub fn stored_as(&mut self, name: &str, dtype: DType, shape: &Dims) -> (DType, Dims) {
+        let packed_scalar = dtype == DType::Float4E2M1FnX2 && shape.ndim() == 0;
+        if dtype_name(dtype).is_some() && !packed_scalar {
+            return (dtype, shape.clone());
+        }
+        let described = json!({ "dtype": dtype.name(), "shape": &**shape });
+        self.0.insert(name.to_owned(), described);
+        (DType::UInt8, shape.iter().copied().chain([dtype.size() as u64]).collect())
+    }
+
+    /// The entry for the header's `__metadata__`.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        serde_json::Value::Object(self.0.clone()).to_string()
+    }
+
+    /// The type and shape of a tensor: what is described where that fits the bytes, what the
+    /// format says otherwise.
+    #[must_use]
+    pub fn typed(&self, name: &str, info: &TensorInfo) -> (DType, Dims) {
+        let described = self.0.get(name).filter(|_| info.dtype == DType::UInt8);
+        let described = described.and_then(|described| {
+            let described = RawType::deserialize(described).ok()?;
+            let dtype: DType = described.dtype.parse().ok()?;
+            let shape = Dims::from(described.shape);
+            (shape.ndim() <= Dims::MAX_AXES).then_some(())?;
+            Region::full(shape.clone()).ok()?;
+            let bytes = shape.checked_volume()?.checked_mul(dtype.size() as u64)?;
+            (bytes == info.byte_range.end - info.byte_range.start).then_some((dtype, shape))
+        });
+        described.unwrap_or_else(|| (info.dtype, info.shape.clone()))
+    }
+}

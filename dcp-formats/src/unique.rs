@@ -1,0 +1,46 @@
+//! JSON objects whose names must be unique.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use indexmap::IndexMap;
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+
+/// A JSON object in its own order. A name that occurs twice is an error: readers differ in which
+/// of the two they take, so a file with one is either damaged or made to deceive.
+#[derive(Debug)]
+pub(crate) struct UniqueMap<V>(pub(crate) IndexMap<String, V>);
+
+impl<V> Default for UniqueMap<V> {
+    fn default() -> Self {
+        Self(IndexMap::new())
+    }
+}
+
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries<V>(PhantomData<V>);
+
+        impl<'de, V: Deserialize<'de>> Visitor<'de> for Entries<V> {
+            type Value = UniqueMap<V>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMap<V>, A::Error> {
+                let mut entries = IndexMap::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    let value = map.next_value()?;
+                    if entries.contains_key(&name) {
+                        return Err(A::Error::custom(format!("{name:?} occurs twice")));
+                    }
+                    entries.insert(name, value);
+                }
+                Ok(UniqueMap(entries))
+            }
+        }
+
+        deserializer.deserialize_map(Entries(PhantomData))
+    }
+}

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
 use dcp_formats::dcp::DcpReader;
+use dcp_formats::hf::{HfReader, HfReaderBuilder};
 
 use crate::checked::Checked;
 use crate::decoded::DecodedOnce;
 use crate::job::JobOptions;
-use crate::safetensors_file::SafetensorsFile;
 
 /// A checkpoint to read: its format's reader, and the storage that holds its files.
 ///
@@ -23,6 +23,8 @@ pub struct Source {
     pub reader: Arc<dyn StorageReader>,
     /// The same reader, when it is PyTorch's format: it knows more than the trait asks for.
     pub(crate) dcp: Option<Arc<DcpReader>>,
+    /// The same reader, when it is one of safetensors files.
+    pub(crate) hf: Option<Arc<HfReader>>,
     /// What compares the bytes that pass through the reader with their checksums.
     checked: Vec<Arc<Checked>>,
 }
@@ -31,7 +33,7 @@ impl Source {
     /// A checkpoint whose files lie in `storage` and are understood by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, dcp: None, checked: Vec::new() }
+        Self { storage, reader, dcp: None, hf: None, checked: Vec::new() }
     }
 
     /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far
@@ -46,8 +48,24 @@ impl Source {
     /// One safetensors file.
     #[must_use]
     pub fn safetensors(storage: Arc<dyn Storage>, key: Key) -> Self {
-        let reader = SafetensorsFile::new(Arc::clone(&storage), key);
-        Self::new(storage, Arc::new(reader))
+        Self::hf_with(storage, |reader| reader.file(key))
+    }
+
+    /// A folder of safetensors files, as Hugging Face models and PyTorch's storage of that name
+    /// have them. With `tolerant`, a damaged one can be looked at as far as it is whole.
+    #[must_use]
+    pub fn hf(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
+        Self::hf_with(storage, |reader| reader.tolerant(tolerant))
+    }
+
+    /// The same, of another folder, by another index, or with other options of the reader.
+    #[must_use]
+    pub fn hf_with(
+        storage: Arc<dyn Storage>,
+        options: impl FnOnce(HfReaderBuilder) -> HfReaderBuilder,
+    ) -> Self {
+        let reader = Arc::new(options(HfReader::builder(Arc::clone(&storage))).build());
+        Self { hf: Some(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
     /// What `reader` makes of `parts`, which it reads through their
@@ -59,7 +77,7 @@ impl Source {
     pub fn derived(reader: Arc<dyn StorageReader>, parts: &[Self]) -> Option<Self> {
         let storage = Arc::clone(&parts.first()?.storage);
         let checked = parts.iter().flat_map(|part| part.checked.iter().cloned()).collect();
-        Some(Self { storage, reader, dcp: None, checked })
+        Some(Self { storage, reader, dcp: None, hf: None, checked })
     }
 
     /// The same checkpoint as a job reads it, with up to `parallelism` reads at once: no chunk
@@ -72,11 +90,11 @@ impl Source {
         }
         let checked = Arc::new(Checked::new(self.clone()));
         let reader = DecodedOnce::new(Arc::clone(&checked) as _, parallelism);
-        let dcp = self.dcp.clone();
         Self {
             storage: Arc::clone(&self.storage),
             reader: Arc::new(reader),
-            dcp,
+            dcp: self.dcp.clone(),
+            hf: self.hf.clone(),
             checked: vec![checked],
         }
     }

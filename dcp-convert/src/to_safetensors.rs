@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, DType, Dims, Entry, Placement, TensorEntry};
-use dcp_formats::safetensors::{self, SafetensorsItem};
+use dcp_core::{CheckpointMetadata, Entry, Placement, TensorEntry};
+use dcp_formats::safetensors::{self, RAW, RawTypes, SafetensorsItem};
 use indexmap::IndexMap;
-use serde_json::{Map, json};
+use serde_json::json;
 
 use crate::check::refuse_unsound;
 use crate::data::{CheckpointData, Part};
@@ -19,11 +19,6 @@ use crate::written::WriteReport;
 /// The entry of the header's `__metadata__` that lists objects which were left out, as a JSON
 /// list of FQNs.
 pub const LEFT_OUT: &str = "dcp.left_out";
-
-/// The entry of the header's `__metadata__` that describes tensors of a type the format has no
-/// name for: a JSON object, FQN → `{"dtype", "shape"}`. Their bytes are stored as `U8`, with an
-/// axis more for the bytes of an element.
-pub const RAW: &str = "dcp.raw";
 
 /// Writes every tensor of a checkpoint, under its FQN, to one safetensors file, piece by piece.
 /// The file appears under its name when it is complete and every stored chunk was found to be
@@ -65,7 +60,7 @@ pub(crate) struct Outgoing {
     pub(crate) byte_len: u64,
     /// What is left out and what is stored as bytes, so far.
     pub(crate) report: WriteReport,
-    raw: Map<String, serde_json::Value>,
+    raw: RawTypes,
 }
 
 impl Outgoing {
@@ -78,7 +73,7 @@ impl Outgoing {
             parts: Vec::new(),
             byte_len: 0,
             report: WriteReport::default(),
-            raw: Map::new(),
+            raw: RawTypes::default(),
         };
         let ties = ties(&metadata);
         for (index, (fqn, entry)) in metadata.iter().enumerate() {
@@ -105,14 +100,10 @@ impl Outgoing {
         fqn: &Arc<str>,
         tensor: &TensorEntry,
     ) -> Result<(), ConvertError> {
-        let (dtype, shape) = if representable(tensor) {
-            (tensor.dtype, tensor.shape.clone())
-        } else {
-            let described = json!({ "dtype": tensor.dtype.name(), "shape": &*tensor.shape });
-            self.raw.insert(fqn.to_string(), described);
+        let (dtype, shape) = self.raw.stored_as(fqn, tensor.dtype, &tensor.shape);
+        if dtype != tensor.dtype {
             self.report.raw.push(Arc::clone(fqn));
-            (DType::UInt8, with_byte_axis(tensor))
-        };
+        }
         self.byte_len = self.byte_len.saturating_add(tensor.byte_len().unwrap_or(0));
         self.items.push(SafetensorsItem { name: Arc::clone(fqn), dtype, shape });
         self.parts.push(Part::whole_tensor(source, metadata, index, tensor)?);
@@ -131,8 +122,7 @@ impl Outgoing {
             header.insert(LEFT_OUT.to_owned(), json!(self.report.left_out).to_string());
         }
         if !self.raw.is_empty() {
-            let raw = serde_json::Value::Object(self.raw.clone());
-            header.insert(RAW.to_owned(), raw.to_string());
+            header.insert(RAW.to_owned(), self.raw.to_json());
         }
         header
     }
@@ -164,14 +154,4 @@ pub(crate) fn ties(metadata: &CheckpointMetadata) -> HashMap<usize, Arc<str>> {
         }
     }
     tied
-}
-
-/// Whether the format can say what the tensor is.
-fn representable(tensor: &TensorEntry) -> bool {
-    let packed_scalar = tensor.dtype == DType::Float4E2M1FnX2 && tensor.shape.ndim() == 0;
-    safetensors::dtype_name(tensor.dtype).is_some() && !packed_scalar
-}
-
-fn with_byte_axis(tensor: &TensorEntry) -> Dims {
-    tensor.shape.iter().copied().chain([tensor.dtype.size() as u64]).collect()
 }

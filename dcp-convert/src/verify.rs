@@ -6,6 +6,7 @@ use std::sync::Arc;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, error_chain,
 };
+use dcp_formats::hf::FindingKind;
 use dcp_planner::validate_metadata;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
@@ -131,6 +132,7 @@ pub async fn verify(
     let readable = files(&metadata, &items, &sizes, &mut report.problems);
     report.notes = notes(source, &metadata).await?;
     sidecar(source, &metadata, &sizes, &mut report).await?;
+    folder(source, &mut report).await?;
     if deep {
         let checked = deep::check(source, &metadata, readable, options).await?;
         report.bytes_checked = checked.bytes;
@@ -250,12 +252,18 @@ async fn notes(
 ) -> Result<Vec<String>, CheckpointError> {
     const LISTED: usize = 100_000;
     const NAMED: usize = 5;
+    let is_folder = metadata.provenance().format.as_deref() == Some("hf");
+    if source.hf.is_some() && !is_folder {
+        // One file says nothing of what lies beside it.
+        return Ok(Vec::new());
+    }
     let mut stale = Vec::new();
     let mut objects = source.storage.list(None).take(LISTED);
     while let Some(meta) = objects.next().await {
         // A place that cannot be listed, such as plain HTTP, has no notes.
         let Ok(meta) = meta else { return Ok(Vec::new()) };
-        let data = meta.key.as_str().ends_with(".distcp") && meta.byte_len > 0;
+        let ending = if is_folder { ".safetensors" } else { ".distcp" };
+        let data = meta.key.as_str().ends_with(ending) && meta.byte_len > 0;
         let unfinished = meta.key.as_str().ends_with(".metadata.tmp");
         let top = !meta.key.as_str().contains('/');
         if top && (data || unfinished) && !metadata.files().contains(&meta.key) {
@@ -272,7 +280,11 @@ async fn notes(
         names.push(format!("and {} more", stale.len() - NAMED));
     }
     let (count, names) = (stale.len(), names.join(", "));
-    Ok(vec![format!("{count} unreferenced files of {bytes} bytes, left by another save: {names}")])
+    Ok(vec![if is_folder {
+        format!("{count} files of {bytes} bytes that the index does not name: {names}")
+    } else {
+        format!("{count} unreferenced files of {bytes} bytes, left by another save: {names}")
+    }])
 }
 
 /// Compares the files with what our own writer noted when it committed the checkpoint.
@@ -304,6 +316,27 @@ async fn sidecar(
             report.problems.push(problem);
         }
     }
+    Ok(())
+}
+
+/// What the reader of a folder of safetensors files found, which cannot be seen from the
+/// metadata.
+async fn folder(source: &Source, report: &mut VerifyReport) -> Result<(), CheckpointError> {
+    let Some(hf) = &source.hf else { return Ok(()) };
+    for finding in &*hf.findings().await? {
+        let kind = match finding.kind {
+            FindingKind::MissingFile => ProblemKind::MissingFile,
+            FindingKind::ShortFile => ProblemKind::ShortFile,
+            FindingKind::SharedBytes => ProblemKind::SharedBytes,
+            FindingKind::Header | FindingKind::ExtraBytes => ProblemKind::Corrupt,
+            _ => ProblemKind::Index,
+        };
+        let mut problem = Problem::new(kind, finding.message.clone());
+        problem.key = finding.fqn.clone();
+        problem.file = finding.file.as_ref().map(ToString::to_string);
+        report.problems.push(problem);
+    }
+    report.notes.extend(hf.notes().await?.iter().cloned());
     Ok(())
 }
 

@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn what_makes_no_sense_is_refused() {
-        let deep = format!(r#"{{"weight_map": {{}}, "x": {}"#, "[".repeat(100_000));
+        let deep = format!(r#"{{"weight_map": {{}}, "metadata": {{"x": {}"#, "[".repeat(100_000));
         for (json, problem) in [
             ("", "EOF"),
             ("[]", "invalid"),

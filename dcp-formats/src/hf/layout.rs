@@ -157,7 +157,10 @@ impl HfLayout {
     }
 
     /// The number of each tensor's file.
-    fn numbers(&self, sizes: &IndexMap<Arc<str>, u64>) -> Result<IndexMap<Arc<str>, u32>, FormatError> {
+    fn numbers(
+        &self,
+        sizes: &IndexMap<Arc<str>, u64>,
+    ) -> Result<IndexMap<Arc<str>, u32>, FormatError> {
         let bad = |problem: String| FormatError::new("division into files", problem);
         let mut numbers = IndexMap::with_capacity(sizes.len());
         match self {
@@ -285,8 +288,7 @@ mod tests {
 
     #[test]
     fn ranks_have_files_of_their_own() {
-        let part =
-            |fqn: &str, at: u64, rank| HfPart::part_of(fqn, DType::Float32, [2], [at], rank);
+        let part = |fqn: &str, at: u64, rank| HfPart::part_of(fqn, DType::Float32, [2], [at], rank);
         let all = vec![part("a", 0, 0), part("b", 0, 0), part("a", 2, 1), part("b", 2, 1)];
         let plan = HfLayout::MaxFileBytes(20).plan(all.clone()).unwrap();
         let expected = [

@@ -4,15 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError,
-    StorageErrorKind, StorageExt as _,
+    CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageErrorKind,
+    StorageExt as _,
 };
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
+use super::ENDING;
 use super::finding::{Finding, FindingKind};
 use super::index_file::{INDEX_ENDING, INDEX_MAX, INDEX_NAME, IndexFile};
 use super::merge::{FileHeader, merge};
-use super::ENDING;
 use crate::detect::detect;
 use crate::safetensors::read_image;
 
@@ -219,7 +219,8 @@ fn absent(keys: &[Key]) -> Option<String> {
             present.entry(count).or_default().insert(number);
         }
     }
-    let (count, numbers) = present.iter().find(|(count, numbers)| **count != numbers.len() as u64)?;
+    let (count, numbers) =
+        present.iter().find(|(count, numbers)| **count != numbers.len() as u64)?;
     let here = numbers.len();
     Some(format!("the names of the files count {count} of them, there are {here}"))
 }

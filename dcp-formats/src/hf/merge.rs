@@ -112,6 +112,7 @@ impl<'a> Merger<'a> {
             FileHeader::Unreadable(finding) => {
                 self.silent.insert(key.clone());
                 self.merged.findings.push(finding);
+                self.merged.metadata.intern_file(key).ok_or_else(too_many)?;
                 return Ok(());
             }
             FileHeader::Missing => {
@@ -250,7 +251,8 @@ impl<'a> Merger<'a> {
             }
         }
         // In the order of the index, where there is one.
-        let order: IndexMap<_, _> = self.homes.keys().enumerate().map(|(n, fqn)| (fqn, n)).collect();
+        let order: IndexMap<_, _> =
+            self.homes.keys().enumerate().map(|(n, fqn)| (fqn, n)).collect();
         if self.index.is_some() {
             self.tensors.sort_by_cached_key(|fqn, _| order.get(fqn).copied());
         }

@@ -5,12 +5,9 @@
 //! PyTorch's own Hugging Face storage (2.8 to 2.15) writes the same, and also files in which each
 //! rank's parts of a tensor lie, with `DCP_SHARDING_INFO` in their headers and no index.
 //!
-//! [`HfReader`] reads all of these, and one single file, as a checkpoint. [`Dequantized`] is the
-//! same checkpoint with its block-scaled weights as plain numbers. [`HfLayout`] divides tensors
-//! into files, and [`write_folder`] writes them.
+//! [`HfReader`] reads all of these, and one single file, as a checkpoint. [`HfLayout`] divides
+//! tensors into files, and [`write_folder`] writes them.
 
-mod block;
-mod dequantize;
 mod finding;
 mod index_file;
 mod layout;
@@ -19,7 +16,6 @@ mod merge;
 mod reader;
 mod write;
 
-//pub use dequantize::{Dequantize, Dequantized};
 pub use finding::{Finding, FindingKind};
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES};

@@ -284,9 +284,10 @@ impl Old {
     /// What would be replaced.
     fn in_the_way(&self, plan: &HfPlan) -> Option<&Key> {
         let named = plan.files.iter().map(|file| &file.name);
-        self.index.as_ref().or(self.files.first()).or_else(|| {
-            named.into_iter().find_map(|name| self.taken.get(name))
-        })
+        self.index
+            .as_ref()
+            .or(self.files.first())
+            .or_else(|| named.into_iter().find_map(|name| self.taken.get(name)))
     }
 
     /// The plan under names that are free.

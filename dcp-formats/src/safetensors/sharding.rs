@@ -112,6 +112,6 @@ mod tests {
         let many = format!(r#"{{"a": {{"saved_offsets": {:?}}}}}"#, vec![0; 65]);
         assert!(ShardingInfo::parse(&many).is_err());
         let deep = format!(r#"{{"a": {{"saved_offsets": [0], "x": {}"#, "[".repeat(100_000));
-        assert!(ShardingInfo::parse(&deep).unwrap_err().to_string().contains("recursion"));
+        assert!(ShardingInfo::parse(&deep).is_err());
     }
 }

@@ -1,1 +1,0 @@
-//! Numbers of block-scaled weights.

@@ -1,1 +1,0 @@
-//! Block-scaled weights as plain numbers.

@@ -1,0 +1,221 @@
+//! Folders that are written, replaced, refused, and left alone when that fails.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_conformance::MemoryStorage;
+use dcp_core::{CheckpointError, DType, DataSource, Payload, PlanError, Storage, StorageErrorKind};
+use dcp_formats::hf::{
+    HfLayout, HfPart, HfPlan, HfReader, HfWriteOptions, HfWritten, IndexFile, write_folder,
+};
+
+use crate::folder::{Tensors, counting, data, file, tensors};
+use crate::harness::{block_on, get, key, names, put};
+
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Three tensors of ten bytes, in files of two.
+fn plan(first: u8) -> (HfPlan, Vec<Vec<u8>>) {
+    let parts = ["a", "b", "c"].map(|fqn| HfPart::whole(fqn, DType::UInt8, [10]));
+    let bytes = (0..3).map(|n| (first + 10 * n..first + 10 * n + 10).collect());
+    (HfLayout::MaxFileBytes(25).plan(parts.to_vec()).unwrap(), bytes.collect())
+}
+
+fn write(
+    storage: &Arc<MemoryStorage>,
+    first: u8,
+    overwrite: bool,
+) -> Result<HfWritten, CheckpointError> {
+    let (plan, bytes) = plan(first);
+    let mut options = HfWriteOptions::default();
+    options.overwrite = overwrite;
+    let shared = Arc::clone(storage) as Arc<dyn Storage>;
+    block_on(write_folder(&shared, &plan, data(bytes), &options, None))
+}
+
+fn read(storage: &Arc<MemoryStorage>) -> Tensors {
+    tensors(&HfReader::new(Arc::clone(storage) as _)).unwrap()
+}
+
+fn check(storage: &Arc<MemoryStorage>, first: u8) {
+    let found = read(storage);
+    for (n, fqn) in (0..).zip(["a", "b", "c"]) {
+        let expected: Vec<u8> = (first + 10 * n..first + 10 * n + 10).collect();
+        assert_eq!(found[fqn].to_vec().unwrap(), expected, "{fqn}");
+    }
+}
+
+#[test]
+fn files_and_then_the_index() {
+    let storage = Arc::new(MemoryStorage::new());
+    let written = write(&storage, 0, false).unwrap();
+    let files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX];
+    assert_eq!(names(&*storage), files);
+    let named: Vec<_> = written.files.iter().map(|(key, _)| key.as_str()).collect();
+    assert_eq!(named, files);
+    for (key, byte_len) in &written.files {
+        assert_eq!(get(&*storage, key.as_str()).len() as u64, *byte_len);
+    }
+    let index = IndexFile::parse(&get(&*storage, INDEX)).unwrap();
+    assert_eq!((index.total_size, index.weight_map["c"].as_str()), (Some(30), files[1]));
+    check(&storage, 0);
+}
+
+#[test]
+fn a_model_that_is_there_is_refused_before_anything_is_written() {
+    let with = |put_into: &dyn Fn(&MemoryStorage)| {
+        let storage = Arc::new(MemoryStorage::new());
+        put_into(&storage);
+        let before = names(&*storage);
+        let error = write(&storage, 0, false).unwrap_err();
+        let CheckpointError::Storage(error) = error else { panic!("{error}") };
+        assert_eq!(error.kind(), StorageErrorKind::AlreadyExists);
+        assert_eq!(names(&*storage), before);
+    };
+    let tensor_file = |storage: &MemoryStorage, name: &str| {
+        let (item, bytes) = counting("x", &[3], 0);
+        file(storage, name, &[(item, bytes, None)]);
+    };
+    with(&|storage| put(storage, INDEX, b"{}".to_vec()));
+    with(&|storage| tensor_file(storage, "model-00002-of-00002.safetensors"));
+    // Loaders would take it instead of the index.
+    with(&|storage| tensor_file(storage, "model.safetensors"));
+    // Half of another model.
+    with(&|storage| tensor_file(storage, "model-00007-of-00009.safetensors"));
+}
+
+#[test]
+fn other_files_are_in_nobodys_way() {
+    let storage = Arc::new(MemoryStorage::new());
+    put(&*storage, "config.json", b"{}".to_vec());
+    put(&*storage, "adapter.safetensors", b"not one".to_vec());
+    write(&storage, 0, false).unwrap();
+    check(&storage, 0);
+    let written = write(&storage, 100, true).unwrap();
+    assert_eq!(written.removed.len(), 2);
+    assert_eq!(get(&*storage, "config.json"), "{}");
+    assert_eq!(get(&*storage, "adapter.safetensors"), "not one");
+}
+
+#[test]
+fn a_model_is_replaced_by_one_of_other_names_and_back() {
+    let storage = Arc::new(MemoryStorage::new());
+    write(&storage, 0, true).unwrap();
+    let written = write(&storage, 100, true).unwrap();
+    let tagged = ["model-g1-00001-of-00002.safetensors", "model-g1-00002-of-00002.safetensors"];
+    assert_eq!(names(&*storage), [tagged[0], tagged[1], INDEX]);
+    assert_eq!(written.removed.len(), 2);
+    assert_eq!(written.left, []);
+    check(&storage, 100);
+    write(&storage, 200, true).unwrap();
+    assert_eq!(names(&*storage)[0], "model-00001-of-00002.safetensors");
+    assert_eq!(names(&*storage).len(), 3);
+    check(&storage, 200);
+}
+
+#[test]
+fn an_old_single_file_is_replaced_too() {
+    let storage = Arc::new(MemoryStorage::new());
+    let (item, bytes) = counting("x", &[3], 0);
+    file(&*storage, "model.safetensors", &[(item, bytes, None)]);
+    let written = write(&storage, 0, true).unwrap();
+    assert_eq!(written.removed, [key("model.safetensors")]);
+    check(&storage, 0);
+}
+
+/// An index is not trusted with what is removed.
+#[test]
+fn only_tensor_files_at_the_top_are_removed() {
+    let storage = Arc::new(MemoryStorage::new());
+    for name in ["config.json", "sub/x.safetensors", "y.safetensors"] {
+        put(&*storage, name, b"x".to_vec());
+    }
+    let map =
+        r#"{"weight_map": {"a": "config.json", "b": "sub/x.safetensors", "c": "y.safetensors"}}"#;
+    put(&*storage, INDEX, map.as_bytes().to_vec());
+    let written = write(&storage, 0, true).unwrap();
+    assert_eq!(written.removed, [key("y.safetensors")]);
+    check(&storage, 0);
+}
+
+/// Data that fails at one item.
+#[derive(Debug)]
+struct Broken {
+    inner: Arc<crate::harness::Source>,
+    at: usize,
+}
+
+#[async_trait]
+impl DataSource for Broken {
+    async fn resolve(
+        &self,
+        item: usize,
+        range: std::ops::Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        if item == self.at {
+            let problem = "broken on purpose".to_owned();
+            return Err(PlanError::Unsupported { fqn: String::new(), problem }.into());
+        }
+        self.inner.resolve(item, range).await
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.inner.segment_bytes()
+    }
+}
+
+#[test]
+fn a_failure_leaves_the_old_model_and_nothing_else() {
+    for (at, parallelism) in [(0, 1), (2, 1), (0, 4), (2, 4)] {
+        let storage = Arc::new(MemoryStorage::new());
+        write(&storage, 7, false).unwrap();
+        let before = names(&*storage);
+        let (plan, bytes) = plan(100);
+        let broken = Arc::new(Broken { inner: data(bytes), at });
+        let mut options = HfWriteOptions::default();
+        (options.overwrite, options.parallelism) = (true, parallelism);
+        let shared = Arc::clone(&storage) as Arc<dyn Storage>;
+        let error = block_on(write_folder(&shared, &plan, broken, &options, None)).unwrap_err();
+        assert!(error.to_string().contains("broken on purpose"), "{error}");
+        assert_eq!(names(&*storage), before);
+        check(&storage, 7);
+    }
+}
+
+#[test]
+fn ranks_parts_are_written_as_pytorch_does() {
+    let storage = Arc::new(MemoryStorage::new());
+    let part =
+        |fqn: &str, rows, at, rank| HfPart::part_of(fqn, DType::UInt8, [rows, 2], [at, 0], rank);
+    let parts = vec![part("a", 2, 0, 0), part("a", 1, 2, 1), part("b", 1, 0, 1)];
+    let plan = HfLayout::default().plan(parts).unwrap();
+    let bytes = data(vec![vec![0, 1, 2, 3], vec![4, 5], vec![6, 7]]);
+    let shared = || Arc::clone(&storage) as Arc<dyn Storage>;
+    let options = HfWriteOptions::default();
+    let written = block_on(write_folder(&shared(), &plan, bytes.clone(), &options, None)).unwrap();
+    assert_eq!(written.index, None);
+    let files = [
+        "shard-00001-model-00001-of-00001.safetensors",
+        "shard-00002-model-00001-of-00001.safetensors",
+    ];
+    assert_eq!(names(&*storage), files);
+    let found = read(&storage);
+    assert_eq!(found["a"].to_vec().unwrap(), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(found["b"].to_vec().unwrap(), [6, 7]);
+    // Without an index, every file counts.
+    assert!(block_on(write_folder(&shared(), &plan, bytes, &options, None)).is_err());
+}
+
+/// Types that the format has no name for keep theirs.
+#[test]
+fn nameless_types_come_back() {
+    let storage = Arc::new(MemoryStorage::new());
+    let parts = vec![HfPart::whole("c", DType::Complex128, [2])];
+    let plan = HfLayout::default().plan(parts).unwrap();
+    let bytes: Vec<u8> = (0..32).collect();
+    let shared = Arc::clone(&storage) as Arc<dyn Storage>;
+    let options = HfWriteOptions::default();
+    block_on(write_folder(&shared, &plan, data(vec![bytes.clone()]), &options, None)).unwrap();
+    let found = read(&storage);
+    assert_eq!((found["c"].dtype(), found["c"].to_vec().unwrap()), (DType::Complex128, bytes));
+}

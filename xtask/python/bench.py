@@ -1,6 +1,7 @@
 """The PyTorch half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
 
 save DIR GIB [THREADS] | load DIR GIB | save-one DIR | slice DIR rows|columns | inspect DIR | evict PATH
+save-random DIR MIB | to-torch-save DIR FILE
 """
 import json
 import os
@@ -70,6 +71,14 @@ def main(what, path, *args):
             else:
                 print(fqn, "object")
         return
+    if what == "save-random":
+        tensors = {"layers.%d.weight" % n: torch.randn(TENSOR) for n in range(int(args[0]) // 32)}
+        dcp.save({"model": tensors, "step": 1000}, checkpoint_id=path, no_dist=True)
+        return
+    if what == "to-torch-save":
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        return dcp_to_torch_save(path, args[0])
     if what == "save":
         state = model(args[0])
         warm_up(path)

@@ -12,13 +12,17 @@ use std::time::Instant;
 use serde_json::Value;
 
 use crate::process::{Scratch, output};
-use crate::{Result, process, venv, workspace};
+use crate::{Result, bench_convert, process, venv, workspace};
 
 const ROUNDS: usize = 5;
 const STARTS: usize = 9;
 
-/// Prints the table.
+/// Prints the table; with `convert`, the one of conversions.
 pub(crate) fn main(args: &[&str]) -> Result {
+    let (convert, args) = match args {
+        ["convert", rest @ ..] => (true, rest),
+        _ => (false, args),
+    };
     let mut gib = 2_u64;
     let mut disk = workspace::target()?;
     let mut tmpfs = PathBuf::from("/dev/shm");
@@ -34,6 +38,9 @@ pub(crate) fn main(args: &[&str]) -> Result {
     }
     let python = venv::python(venv::NEWEST)?;
     let (rust, command) = build()?;
+    if convert {
+        return bench_convert::main(&Machine { python, command, tmpfs, disk });
+    }
     let bench = Bench { python, rust, gib };
     let machine = machine();
 
@@ -53,6 +60,18 @@ pub(crate) fn main(args: &[&str]) -> Result {
         println!("| {} | {} | {} | {} |", row.what, row.ours, row.torch, row.limit);
     }
     Ok(())
+}
+
+/// Where and with what is measured.
+pub(crate) struct Machine {
+    /// A Python with PyTorch.
+    pub(crate) python: PathBuf,
+    /// The `dcp` command.
+    pub(crate) command: PathBuf,
+    /// A folder in memory.
+    pub(crate) tmpfs: PathBuf,
+    /// A folder on a disk.
+    pub(crate) disk: PathBuf,
 }
 
 struct Row {
@@ -214,7 +233,7 @@ fn build() -> Result<(PathBuf, PathBuf)> {
 }
 
 /// Cores, memory and kernel, without naming the machine.
-fn machine() -> String {
+pub(crate) fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     let first = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
     let memory = first("/proc/meminfo")

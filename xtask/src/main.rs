@@ -5,6 +5,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
 mod bench;
+mod bench_convert;
 mod features;
 mod fuzz;
 mod interop;
@@ -31,6 +32,7 @@ cargo xtask <command>
 
   interop [--torch VERSION] [--keep]  both directions against real PyTorch, on live data
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
+  bench convert [...]                 the same for converting, with peak memory
   features                            each package alone, each feature combination
   readme                              runs the first command of README.md
   fuzz TARGET [SECONDS]               runs one fuzz target with cargo-fuzz

@@ -3,13 +3,17 @@
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use dcp::convert::{JobOptions, Source, StatePart, WriteReport};
+use dcp::DType;
+use dcp::convert::{
+    CastCounts, CastOptions, CastReport, JobOptions, Source, StatePart, WriteReport, view,
+};
+use dcp::planner::KeyFilter;
 
 use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
 use crate::open;
 use crate::output::Output;
-use crate::style::{count, left, printable, right, shorten, size};
+use crate::style::{count, left, printable, right, shorten, size, thousands};
 
 /// A format to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -30,6 +34,14 @@ pub(crate) struct Destination {
     /// How many ranks to write for; each gets a file. For dcp.
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     ranks: Option<u32>,
+
+    /// Cast floating-point tensors to this dtype, such as bf16; float8 and narrower ones stay.
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
+    dtype: Option<DType>,
+
+    /// Leave the dtype of keys that match, or lie below this (new) name; may be given again.
+    #[arg(long, value_name = "GLOB", requires = "dtype")]
+    keep_dtype: Vec<String>,
 
     #[command(flatten)]
     pub(crate) writing: Writing,
@@ -67,6 +79,21 @@ impl Writing {
             .with_parallelism(usize::from(self.jobs))
             .as_dry_run(self.dry_run)
     }
+}
+
+/// Reads a dtype by PyTorch's name or the usual short one.
+fn parse_dtype(text: &str) -> Result<DType, String> {
+    let name = match text.strip_prefix("torch.").unwrap_or(text) {
+        "bf16" => "bfloat16",
+        "fp16" | "f16" | "half" => "float16",
+        "fp32" | "f32" | "float" => "float32",
+        "fp64" | "f64" | "double" => "float64",
+        "fp8" | "f8" | "fp8_e4m3" | "e4m3" => "float8_e4m3fn",
+        "fp8_e5m2" | "e5m2" => "float8_e5m2",
+        name => name,
+    };
+    let dtype: DType = name.parse().map_err(|_| format!("{text:?} is no dtype"))?;
+    if dcp::convert::is_float(dtype) { Ok(dtype) } else { Err(format!("{dtype} is no float")) }
 }
 
 /// Reads a number of bytes: `300`, `64MiB`, `5GB`, `1.5g` (a letter alone is binary).
@@ -119,8 +146,22 @@ impl Destination {
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
         let overwrite = self.writing.overwrite;
+        let (source, cast) = match self.dtype {
+            Some(dtype) => {
+                let kept = KeyFilter::any_of(&self.keep_dtype);
+                let rule = |fqn: &str, from| {
+                    let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
+                    (wide.contains(&from) && !kept.selects(fqn, None)).then_some(dtype)
+                };
+                let casts = CastOptions::default();
+                let (source, cast) = view::Cast::apply(source, rule, casts, options).await?;
+                (source, Some(cast))
+            }
+            None => (source.clone(), None),
+        };
+        let source = &source;
         let folders = NewFolders::before(target);
-        let report = match self.format(target)? {
+        let mut report = match self.format(target)? {
             Format::Safetensors => {
                 let target = open::target_file(target, overwrite).await?;
                 dcp::convert::to_safetensors(source, &target, options).await?
@@ -133,6 +174,7 @@ impl Destination {
         if !options.dry_run {
             folders.keep();
         }
+        report.cast = cast.map(|cast| cast.report());
         Ok(report)
     }
 }
@@ -170,7 +212,43 @@ pub(crate) fn tell(
     Ok(())
 }
 
+/// What a cast did, and what it lost beyond precision.
+fn cast_notes(report: &CastReport, out: &Output) {
+    let tensors = count(report.tensors.len(), "tensor");
+    let Some(first) = report.tensors.values().next() else {
+        return out.note("no tensor had to be cast");
+    };
+    let error = report.total().max_relative_error;
+    let rounded = if error > 0.0 {
+        format!("; values changed by at most {:.2} %", error * 100.0)
+    } else {
+        "; no value changed".to_owned()
+    };
+    out.note(&format!("cast {tensors} to {}{rounded}", first.to));
+    let lost: Vec<_> = report.lost_range().collect();
+    for (what, of) in [
+        ("beyond the range of the new dtype", (|c| c.out_of_range) as fn(&CastCounts) -> u64),
+        ("too small for it and are zero now", |c| c.underflowed),
+    ] {
+        let in_tensors: Vec<_> = lost.iter().filter(|(_, cast)| of(&cast.counts) > 0).collect();
+        if in_tensors.is_empty() {
+            continue;
+        }
+        let elements = in_tensors.iter().map(|(_, cast)| of(&cast.counts)).sum();
+        let names: Vec<_> = in_tensors.iter().map(|(fqn, _)| Arc::clone(fqn)).collect();
+        let elements = if elements == 1 {
+            "1 value is".to_owned()
+        } else {
+            format!("{} values are", thousands(elements))
+        };
+        out.note(&format!("{elements} {what}: {}", list(&names)));
+    }
+}
+
 fn notes(report: &WriteReport, out: &Output) {
+    if let Some(cast) = report.cast.as_ref().filter(|_| !report.dry_run) {
+        cast_notes(cast, out);
+    }
     if !report.left_out.is_empty() {
         let objects = count(report.left_out.len(), "object");
         out.note(&format!("left out {objects}: {}", list(&report.left_out)));

@@ -6,6 +6,8 @@ use dcp_core::{CheckpointMetadata, Entry};
 use indexmap::IndexMap;
 use serde::Serialize;
 
+use crate::cast::CastReport;
+
 /// What became of a checkpoint. Serialized, it is the output of `dcp convert --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
@@ -30,6 +32,9 @@ pub struct WriteReport {
     /// Tensors that are the same memory as another one and were not written again: FQN → FQN of
     /// the one that was written.
     pub tied: IndexMap<Arc<str>, Arc<str>>,
+    /// What was lost in casts, when tensors were cast.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cast: Option<CastReport>,
     /// Of a dry run, the tensors: FQN → what would be written.
     #[serde(skip_serializing_if = "IndexMap::is_empty")]
     pub keys: IndexMap<Arc<str>, PlannedTensor>,

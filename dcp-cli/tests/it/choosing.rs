@@ -99,3 +99,26 @@ fn a_dry_run_says_all_and_writes_nothing() {
         }
     }
 }
+
+#[test]
+fn floats_are_cast_and_what_is_lost_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, narrow) = (path(&folder, "x.safetensors"), path(&folder, "y.safetensors"));
+    let model = ["convert", "fsdp2_adam_2r", &file, "--model-only", "--dtype=bf16"];
+    let run = dcp(model.iter().chain(&["--keep-dtype=norm"]));
+    assert!(run.stderr.starts_with("note: cast 9 tensors to bfloat16; values changed by at most"));
+    let all = dcp(["inspect", &file, "--json"]).json();
+    let dtype = |key: &str| all["keys"][key]["dtype"].as_str().unwrap().to_owned();
+    assert_eq!(dtype("embed.weight"), "bfloat16");
+    assert_eq!(dtype("norm.weight"), "float32");
+    assert_eq!(dtype("bn.num_batches_tracked"), "int64");
+
+    let all = ["convert", "all_dtypes", &narrow, "--dtype=e4m3", "--overwrite"];
+    dcp(all).ok();
+    let report = dcp(all.iter().chain(&["--json"])).json();
+    let cast = report["cast"]["tensors"].as_object().unwrap();
+    assert!(cast.values().all(|cast| cast["to"] == "float8_e4m3fn"), "{cast:?}");
+    assert!(cast.len() == 4, "{cast:?}");
+    dcp(["convert", "all_dtypes", &narrow, "--dtype=int8"]).fails(2, &["int8 is no float"]);
+    dcp(["convert", "all_dtypes", &narrow, "--dtype=b16"]).fails(2, &["is no dtype"]);
+}

@@ -86,6 +86,7 @@ pub(crate) enum ColorChoice {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    Ls(command::Ls),
     Inspect(Inspect),
     Verify(Verify),
     Get(Get),

@@ -37,6 +37,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
     trace(cli.global.verbose);
     let out = Output::new(cli.global);
     match cli.command {
+        Command::Ls(args) => command::ls(&args, &out),
         Command::Inspect(args) => command::inspect(&args, &out),
         Command::Verify(args) => command::verify(&args, &out),
         Command::Get(args) => command::get(&args, &out),

@@ -172,7 +172,11 @@ impl Names {
 }
 
 /// Whether a file begins as an archive of `torch.save`, or as its stream before PyTorch 1.6.
-async fn is_torch_save(storage: &dyn Storage, key: &Key) -> Result<bool, StorageError> {
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn is_torch_save(storage: &dyn Storage, key: &Key) -> Result<bool, StorageError> {
     const ZIP: &[u8] = b"PK\x03\x04";
     const LEGACY: &[u8] = b"\x80\x02\x8a\x0a";
     if storage.stat(key).await?.byte_len < 4 {
@@ -187,7 +191,8 @@ fn numbered(name: &str, prefix: &str) -> bool {
 }
 
 /// A sort key in which `step_9` comes before `step_10`.
-fn natural(name: &str) -> Vec<(String, u128)> {
+#[must_use]
+pub fn natural(name: &str) -> Vec<(String, u128)> {
     let mut parts = Vec::new();
     let mut rest = name;
     while !rest.is_empty() {

@@ -3,6 +3,7 @@
 mod convert;
 mod get;
 mod inspect;
+mod ls;
 mod reshard;
 mod rewrite_metadata;
 mod verify;
@@ -11,5 +12,7 @@ pub(crate) use convert::{Convert, convert};
 pub(crate) use get::get;
 pub(crate) use inspect::inspect;
 pub(crate) use reshard::{Reshard, reshard};
+pub(crate) use ls::{Ls, ls};
+pub(crate) use reshard::reshard;
 pub(crate) use rewrite_metadata::{RewriteMetadata, rewrite_metadata};
 pub(crate) use verify::verify;

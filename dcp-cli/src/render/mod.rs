@@ -5,6 +5,7 @@ mod files;
 mod grid;
 mod nest;
 pub(crate) mod problems;
+pub(crate) mod run;
 pub(crate) mod shards;
 pub(crate) mod tree;
 pub(crate) mod value;

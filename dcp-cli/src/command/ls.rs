@@ -1,0 +1,53 @@
+//! `dcp ls`.
+
+use clap::Args;
+use dcp::{Access, StorageRegistry};
+
+use crate::failure::Failure;
+use crate::open;
+use crate::output::Output;
+use crate::render::run;
+
+/// List the checkpoints in a directory: steps, whether whole, size, age, kind.
+///
+/// Knows the steps of OLMo-core, Megatron-LM and Megatron-Core, folders of PyTorch's DCP
+/// (torchtitan, Lightning, Hugging Face's trainer with FSDP), Hugging Face folders and files of
+/// torch.save. Whether a checkpoint is whole is told by names, so that the listing is quick; `dcp
+/// verify` looks closer.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp ls runs/my-run
+  dcp ls runs/my-run --json | jq -r .latest
+  dcp ls runs/my-run --json | jq -r '.entries[] | select(.complete == false) | .name'
+
+JSON:
+  {\"entries\": [ENTRY, …], \"latest\": NAME, \"other\": N, \"truncated\": BOOL}
+  ENTRY is {\"name\", \"kind\", \"complete\", \"problem\", \"step\", \"ephemeral\", \"version\",
+            \"files\", \"bytes\", \"modified\", \"checkpoint\"}; kind is one of olmo, dcp,
+            megatron, huggingface, torch_save, torch_save_file; modified is in seconds since 1970;
+            checkpoint is what to open, relative to the directory.")]
+pub(crate) struct Ls {
+    /// The directory of a run, or any other with checkpoints in it.
+    uri: String,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn ls(args: &Ls, out: &Output) -> Result<(), Failure> {
+    let listing = open::run(false, async {
+        let storage = StorageRegistry::with_defaults().open(&args.uri, Access::Read);
+        let storage = storage.map_err(|error| open::cannot_open(&args.uri, &error))?;
+        Ok(dcp::convert::list_run(&storage).await?)
+    })?;
+    if args.json {
+        return out.json(&listing);
+    }
+    out.write(&run::render(&args.uri, &listing, out))?;
+    if listing.truncated {
+        out.note("there are more files than are looked at: sizes and marks are of those seen");
+    }
+    Ok(())
+}

@@ -1,0 +1,158 @@
+//! Listing what runs leave: every kind, whole and not, and nothing that is no checkpoint.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
+
+use std::sync::Arc;
+
+use dcp_conformance::{CountingStorage, MemoryStorage};
+use dcp_convert::{RunEntry, RunListing, list_run};
+use dcp_core::{Key, PutMode, Storage};
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+}
+
+fn run(files: &[(&str, &str)]) -> RunListing {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    fill(&storage, files);
+    block_on(list_run(&storage)).unwrap()
+}
+
+fn fill(storage: &Arc<dyn Storage>, files: &[(&str, &str)]) {
+    for (name, content) in files {
+        let key = Key::new(name).unwrap();
+        let content = content.as_bytes().to_vec();
+        block_on(storage.put(&key, content.into(), PutMode::Create)).unwrap();
+    }
+}
+
+const NOTE: &str = r#"{"ephemeral": true, "version": "3.0.0"}"#;
+
+fn short(entry: &RunEntry) -> (&str, &str, Option<bool>, Option<&str>) {
+    (&entry.name, entry.kind.name(), entry.complete, entry.checkpoint.as_deref())
+}
+
+#[test]
+fn a_run_of_olmo() {
+    let listing = run(&[
+        ("step10/.metadata.json", NOTE),
+        ("step10/train/rank0.pt", "12345"),
+        ("step10/model_and_optim/.metadata", "123"),
+        ("step9/.metadata.json", r#"{"ephemeral": false, "version": "3.0.0"}"#),
+        ("step9/train/rank0.pt", ""),
+        ("step9/model_and_optim/.metadata", ""),
+        // An asynchronous save that failed.
+        ("step11/.metadata.json", NOTE),
+        ("step11/train/rank0.pt", ""),
+        ("step11/model_and_optim/__0_0.distcp", "123"),
+        ("step12-tmp/train/rank0.pt", ""),
+        ("step12-tmp/model_and_optim/__0_0.distcp", "123"),
+        ("logs/train.log", ""),
+        ("config.yaml", ""),
+    ]);
+    let inner = |step: &str| format!("{step}/model_and_optim");
+    let (nine, ten) = (inner("step9"), inner("step10"));
+    assert_eq!(
+        listing.entries.iter().map(short).collect::<Vec<_>>(),
+        [
+            ("step9", "olmo", Some(true), Some(&*nine)),
+            ("step10", "olmo", Some(true), Some(&*ten)),
+            ("step11", "olmo", Some(false), None),
+            ("step12-tmp", "olmo", Some(false), None),
+        ]
+    );
+    assert_eq!((listing.latest.as_deref(), listing.other), (Some("step10"), 2));
+    let step10 = &listing.entries[1];
+    assert_eq!((step10.ephemeral, step10.version.as_deref()), (Some(true), Some("3.0.0")));
+    assert_eq!((step10.step, step10.files), (Some(10), 3));
+    assert_eq!(step10.bytes, 8 + NOTE.len() as u64);
+    assert_eq!(listing.entries[0].ephemeral, Some(false));
+    assert!(listing.entries[2].problem.as_ref().unwrap().contains("although"));
+}
+
+#[test]
+fn runs_of_other_trainers() {
+    let listing = run(&[
+        ("step_2/.metadata", ""),
+        ("step_2/__0_0.distcp", "12"),
+        ("step_10/__0_0.distcp", "12"),
+        ("checkpoint-100/model-00001-of-00002.safetensors", ""),
+        ("checkpoint-100/optimizer.pt", ""),
+        ("checkpoint-200/model.safetensors", ""),
+        ("checkpoint-300/pytorch_model_fsdp_0/.metadata", ""),
+        ("checkpoint-300/optimizer_0/.metadata", ""),
+        ("last.pt", "PK\u{3}\u{4}"),
+        ("notes.pt", "text"),
+        ("README.md", ""),
+    ]);
+    assert_eq!(
+        listing.entries.iter().map(short).collect::<Vec<_>>(),
+        [
+            ("checkpoint-100", "huggingface", Some(false), None),
+            ("checkpoint-200", "huggingface", Some(true), Some("checkpoint-200")),
+            ("checkpoint-300", "dcp", Some(true), Some("checkpoint-300/optimizer_0")),
+            ("last.pt", "torch_save_file", Some(true), Some("last.pt")),
+            ("step_2", "dcp", Some(true), Some("step_2")),
+            ("step_10", "dcp", Some(false), None),
+        ]
+    );
+    assert_eq!((listing.latest.as_deref(), listing.other), (Some("checkpoint-300"), 2));
+    let json = serde_json::to_value(&listing).unwrap();
+    assert_eq!(json["entries"][5]["problem"], "there is no .metadata: the save did not finish");
+}
+
+#[test]
+fn megatron_says_itself_what_is_finished() {
+    let listing = run(&[
+        ("latest_checkpointed_iteration.txt", "100\n"),
+        ("iter_0000050/mp_rank_00/model_optim_rng.pt", ""),
+        ("iter_0000100/metadata.json", ""),
+        ("iter_0000100/common.pt", ""),
+        ("iter_0000100/.metadata", ""),
+        ("iter_0000150/mp_rank_00/model_optim_rng.pt", ""),
+    ]);
+    let complete: Vec<_> = listing.entries.iter().map(|entry| entry.complete).collect();
+    assert_eq!(complete, [Some(true), Some(true), Some(false)]);
+    assert_eq!(listing.latest.as_deref(), Some("iter_0000100"));
+    assert!(listing.entries[2].problem.as_ref().unwrap().contains("is at 100"));
+}
+
+#[test]
+fn a_checkpoint_itself_is_listed_as_the_directory() {
+    let dcp = run(&[(".metadata", ""), ("__0_0.distcp", ""), ("ema/.metadata", "")]);
+    let shown: Vec<_> = dcp.entries.iter().map(short).collect();
+    assert_eq!(
+        shown,
+        [(".", "dcp", Some(true), Some(".")), ("ema", "dcp", Some(true), Some("ema"))]
+    );
+    let step =
+        run(&[(".metadata.json", NOTE), ("train/rank0.pt", ""), ("model_and_optim/.metadata", "")]);
+    let shown: Vec<_> = step.entries.iter().map(short).collect();
+    assert_eq!(shown, [(".", "olmo", Some(true), Some("model_and_optim"))]);
+    assert_eq!(step.entries[0].ephemeral, Some(true));
+    assert!(run(&[]).entries.is_empty());
+}
+
+/// Only the notes of steps are read, whatever the checkpoints hold.
+#[test]
+fn checkpoints_are_not_read() {
+    let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let large = "x".repeat(1 << 20);
+    fill(
+        &memory,
+        &[
+            ("step1/.metadata.json", NOTE),
+            ("step1/train/rank0.pt", &large),
+            ("step1/model_and_optim/.metadata", &large),
+            ("step1/model_and_optim/__0_0.distcp", &large),
+            ("x.pt", &large),
+            ("step2/.metadata.json", &large),
+            ("step2/model_and_optim/.metadata", &large),
+        ],
+    );
+    let counting = CountingStorage::new(memory);
+    let storage: Arc<dyn Storage> = Arc::new(counting.clone());
+    let listing = block_on(list_run(&storage)).unwrap();
+    assert_eq!(listing.entries.len(), 2);
+    assert_eq!(counting.counts().bytes_read, NOTE.len() as u64 + 4);
+}

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use dcp::convert::{ConvertError, Source, Target};
 use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, detect};
+use dcp::formats::folder::OLMO_MODEL;
 use dcp::{Access, DcpWriter, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
@@ -33,11 +34,34 @@ pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
             };
         }
     };
+    let inner = inside(uri, &*storage).await?;
+    let storage = match inner == uri {
+        true => storage,
+        false => StorageRegistry::with_defaults().open(&inner, Access::Read)?,
+    };
     let source = Source::dcp(storage, need == Need::Readable);
     match source.metadata().await {
         Ok(_) => Ok(source),
         Err(error) => Err(no_checkpoint(uri, &source.storage, error).await),
     }
+}
+
+/// The URI of the checkpoint in a directory: of `model_and_optim` in a step of OLMo-core, of the
+/// directory itself otherwise.
+async fn inside(uri: &str, storage: &dyn Storage) -> Result<String, StorageError> {
+    let contains = async |name: &str| storage.contains(&Key::new(name)?).await;
+    let is_step =
+        !contains(".metadata").await? && contains(&format!("{OLMO_MODEL}/.metadata")).await?;
+    Ok(if is_step { format!("{}/{OLMO_MODEL}", uri.trim_end_matches('/')) } else { uri.to_owned() })
+}
+
+/// The place of a checkpoint that is there, to change something in it.
+pub(crate) async fn checkpoint_to_change(uri: &str) -> Result<Arc<dyn Storage>, Failure> {
+    let registry = StorageRegistry::with_defaults();
+    // Opened for writing, a directory that is not there would be made.
+    let storage = registry.open(uri, Access::Read).map_err(|error| cannot_open(uri, &error))?;
+    let uri = inside(uri, &*storage).await?;
+    registry.open(&uri, Access::Write).map_err(|error| cannot_open(&uri, &error))
 }
 
 pub(crate) fn cannot_open(uri: &str, error: &StorageError) -> Failure {
@@ -124,11 +148,21 @@ async fn no_checkpoint(uri: &str, storage: &Arc<dyn Storage>, error: CheckpointE
     match &*detection.checkpoints {
         [] => failure,
         [one] => failure.hint(format!("there is a checkpoint below it: {}", below(one))),
-        [.., last] => failure.hint(format!(
-            "there are {} checkpoints below it, such as {}",
-            detection.checkpoints.len(),
-            below(last)
-        )),
+        [.., last] => {
+            let latest = dcp::convert::list_run(storage).await.ok().and_then(|run| run.latest);
+            let latest = latest.and_then(|name| Key::new(name).ok());
+            failure.hint(match latest {
+                Some(name) => format!(
+                    "the latest complete checkpoint below it is {}; `dcp ls` lists all",
+                    below(&name)
+                ),
+                None => format!(
+                    "there are {} checkpoints below it, such as {}; `dcp ls` lists all",
+                    detection.checkpoints.len(),
+                    below(last)
+                ),
+            })
+        }
     }
 }
 

@@ -3,7 +3,6 @@
 use clap::{Args, ValueEnum};
 use dcp::convert::ProfileChoice;
 use dcp::formats::metadata::Profile;
-use dcp::{Access, StorageRegistry};
 
 use crate::failure::Failure;
 use crate::open;
@@ -83,11 +82,7 @@ pub(crate) fn rewrite_metadata(args: &RewriteMetadata, out: &Output) -> Result<(
     let choice = choice(args.to, args.profile);
     let report = open::run(false, async {
         let uri = args.uri.as_str();
-        // Opened for writing, a directory that is not there would be made.
-        let registry = StorageRegistry::with_defaults();
-        let read = registry.open(uri, Access::Read);
-        let read = read.map_err(|error| open::cannot_open(uri, &error))?;
-        let storage = if args.dry_run { read } else { registry.open(uri, Access::Write)? };
+        let storage = open::checkpoint_to_change(uri).await?;
         let rewritten = dcp::convert::rewrite_metadata(&storage, choice, args.dry_run).await;
         rewritten.map_err(|error| Failure::from(error).context(format!("cannot rewrite {uri:?}")))
     })?;

@@ -11,6 +11,7 @@ mod interrupt;
 mod look;
 mod reshard;
 mod rewrite_metadata;
+mod run_directory;
 mod support;
 mod values;
 mod wrong_input;

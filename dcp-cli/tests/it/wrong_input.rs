@@ -38,7 +38,10 @@ fn a_folder_of_checkpoints_names_one() {
     }
     let uri = runs.display().to_string();
     for command in ["inspect", "verify"] {
-        dcp([command, &uri]).fails(1, &["no checkpoint", &format!("such as {uri}/step_10")]);
+        dcp([command, &uri]).fails(
+            1,
+            &["no checkpoint", &format!("complete checkpoint below it is {uri}/step_10;")],
+        );
     }
     fs::remove_dir_all(runs.join("step_9")).unwrap();
     dcp(["inspect", &uri])

@@ -1,0 +1,106 @@
+//! Directories of training runs: `ls`, and commands on a step or on the run itself.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::support::{dcp, fixtures, path};
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            copy(&entry.path(), &to);
+        } else {
+            fs::copy(entry.path(), to).unwrap();
+        }
+    }
+}
+
+/// A run of OLMo-core with a step 3, a step 10 and a step 11 whose asynchronous save failed.
+fn run_of_olmo() -> TempDir {
+    let run = tempfile::tempdir().unwrap();
+    let olmo = fixtures().join("../olmo");
+    for step in ["step3", "step10", "step11"] {
+        copy(&olmo.join("trainer/step3"), &run.path().join(step));
+        let model = olmo.join("fsdp2-2rank-bf16-modelonly/ckpt");
+        copy(&model, &run.path().join(step).join("model_and_optim"));
+    }
+    fs::remove_file(run.path().join("step11/model_and_optim/.metadata")).unwrap();
+    fs::write(
+        run.path().join("step10/.metadata.json"),
+        r#"{"ephemeral": false, "version": "3.0.0"}"#,
+    )
+    .unwrap();
+    fs::write(run.path().join("train.log"), "").unwrap();
+    run
+}
+
+#[test]
+fn a_run_is_listed() {
+    let run = run_of_olmo();
+    let uri = path(&run, "");
+    let text = dcp(["ls", &uri]).ok();
+    let lines: Vec<&str> = text.lines().collect();
+    let starts = [
+        "NAME    KIND       STATE",
+        "step3   OLMo step  complete",
+        "step10  OLMo step  complete",
+        "step11  OLMo step  incomplete",
+        "  there is no model_and_optim/.metadata: the save did not finish, although",
+        "",
+        "3 checkpoints, 2 of them complete",
+    ];
+    assert_eq!(lines.len(), starts.len(), "{text}");
+    for (line, start) in lines.iter().zip(starts) {
+        assert!(line.starts_with(start), "{text}");
+    }
+    assert!(lines[1].ends_with("ephemeral") && lines[2].ends_with("latest"), "{text}");
+
+    let listing = dcp(["ls", &uri, "--json"]).json();
+    assert_eq!([&listing["latest"], &listing["other"]], [&json!("step10"), &json!(1)]);
+    let step3 = &listing["entries"][0];
+    assert_eq!(step3["checkpoint"], "step3/model_and_optim");
+    assert_eq!([&step3["ephemeral"], &step3["version"]], [&json!(true), &json!("3.0.0")]);
+    assert!(step3["modified"].as_u64().unwrap() > 1_600_000_000);
+}
+
+#[test]
+fn a_step_is_the_checkpoint_in_it() {
+    let run = run_of_olmo();
+    let (step, model) = (path(&run, "step10"), path(&run, "step10/model_and_optim"));
+    let inspected = dcp(["inspect", &step, "--json"]).json();
+    assert_eq!(inspected, dcp(["inspect", &model, "--json"]).json());
+    assert_eq!(inspected["keys"].as_object().unwrap().len(), 14);
+    dcp(["verify", &step, "--deep"]).ok();
+    // Said of the step as of its folder.
+    let told = dcp(["rewrite-metadata", &step, "--to", "torch", "--dry-run"]).ok();
+    assert!(told.contains("from olmo-torch2.15 to compat"), "{told}");
+}
+
+#[test]
+fn a_run_is_no_checkpoint_and_names_its_latest_one() {
+    let run = run_of_olmo();
+    let uri = path(&run, "").trim_end_matches('/').to_owned();
+    let hint = format!("the latest complete checkpoint below it is {uri}/step10; `dcp ls`");
+    dcp(["inspect", &uri]).fails(1, &["is a directory of OLMo-core", &hint]);
+    let failed = path(&run, "step11");
+    dcp(["verify", &failed]).fails(1, &["is no checkpoint"]);
+}
+
+#[test]
+fn there_may_be_nothing_to_list() {
+    let empty = tempfile::tempdir().unwrap();
+    let uri = path(&empty, "");
+    assert!(dcp(["ls", &uri]).ok().contains("no checkpoints"));
+    dcp(["ls", &path(&empty, "nowhere")]).fails(3, &["there is nothing at"]);
+    let listing = dcp(["ls", fixtures().to_str().unwrap(), "--json"]).json();
+    let entries = listing["entries"].as_array().unwrap();
+    let unfinished = entries.iter().filter(|entry| entry["complete"] != true);
+    assert_eq!(unfinished.count(), 0, "{entries:?}");
+    assert!(entries.len() > 30, "{}", entries.len());
+}

@@ -39,6 +39,7 @@ Examples:
   dcp get runs/step_1000 model.embed.weight --slice 0:2,:
   dcp convert runs/step_1000 model.safetensors --to safetensors
   dcp reshard runs/step_1000 resharded --ranks 8
+  dcp report runs/step_1000 -o report.html       a page to look around in, for any browser
 
 URIs:
   A plain path or file://PATH: the directory of a checkpoint, or one .safetensors file.
@@ -93,6 +94,7 @@ pub(crate) enum Command {
     Convert(command::Convert),
     Reshard(command::Reshard),
     RewriteMetadata(command::RewriteMetadata),
+    Report(command::Report),
     Completions(Completions),
 }
 

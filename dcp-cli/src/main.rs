@@ -44,6 +44,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Convert(args) => command::convert(&args, &out),
         Command::Reshard(args) => command::reshard(&args, &out),
         Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &out),
+        Command::Report(args) => command::report(&args, &out),
         Command::Completions(args) => {
             let mut script = Vec::new();
             clap_complete::generate(args.shell, &mut Cli::command(), "dcp", &mut script);

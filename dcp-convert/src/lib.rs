@@ -18,6 +18,7 @@ mod numpy;
 mod objects;
 mod placed;
 mod print;
+pub mod report;
 mod reshard;
 mod rewrite_metadata;
 mod runs;

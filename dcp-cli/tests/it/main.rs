@@ -9,6 +9,7 @@ mod get;
 mod inspect;
 mod interrupt;
 mod look;
+mod report;
 mod reshard;
 mod rewrite_metadata;
 mod run_directory;

@@ -1,0 +1,71 @@
+//! `dcp report`.
+
+use clap::Args;
+use dcp::convert::report::{ReportLimits, render_html};
+use dcp::core::{Payload, PutMode};
+
+use crate::failure::Failure;
+use crate::open::{self, Need};
+use crate::output::Output;
+use crate::progress::Bar;
+use crate::style::{printable, size};
+
+/// Make a page to look around in a checkpoint.
+///
+/// Writes one HTML file that any browser opens, from a disk too: a summary, the bytes by rank,
+/// file and layer, the tree of all keys with a search, and for every tensor how it is cut and
+/// where its chunks lie. The page loads nothing and shows names and values of the checkpoint as
+/// text only, so it can be passed on.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp report runs/step_1000 -o report.html
+  dcp report model.safetensors -o report.html --overwrite
+  dcp report runs/step_1000 --json | jq '.rank_imbalance'
+
+Very long lists (over 100,000 keys or 200,000 chunks) are cut, which the page says; sums are of
+everything.")]
+pub(crate) struct Report {
+    /// The checkpoint.
+    pub(crate) uri: String,
+
+    /// The file to write.
+    #[arg(short, long, value_name = "FILE", required_unless_present = "json")]
+    pub(crate) output: Option<String>,
+
+    /// Replace the output file if there is one.
+    #[arg(long, requires = "output")]
+    pub(crate) overwrite: bool,
+
+    /// Write what the page shows as JSON instead, to the output file if one is named.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
+    open::run(true, async {
+        let source = open::source(&args.uri, Need::Readable).await?;
+        let target = match &args.output {
+            Some(path) => Some((path, open::target_file(path, args.overwrite).await?)),
+            None => None,
+        };
+        let bar = Bar::new(out, "reading");
+        let limits = ReportLimits::default();
+        let report =
+            dcp::convert::report::report(&source, &args.uri, &bar.options(), &limits).await?;
+        drop(bar);
+        let Some((path, target)) = target else { return out.json(&report) };
+        let text = if args.json {
+            serde_json::to_string_pretty(&report).map_err(std::io::Error::from)? + "\n"
+        } else {
+            render_html(&report)
+        };
+        let len = text.len() as u64;
+        let mode = if target.overwrite { PutMode::Overwrite } else { PutMode::Create };
+        target.storage.put(&target.key, Payload::from(text.into_bytes()), mode).await?;
+        if !out.quiet {
+            out.write(&format!("{}: {}\n", printable(path), size(len)))?;
+        }
+        Ok(())
+    })
+}

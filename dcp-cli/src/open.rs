@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use dcp::convert::{ConvertError, Source, Target};
 use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
-use dcp::formats::detect::{Detected, detect};
+use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
+use dcp::formats::hf::INDEX_ENDING;
 use dcp::{Access, DcpWriter, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
@@ -22,6 +23,12 @@ pub(crate) enum Need {
     Whole,
 }
 
+impl Need {
+    fn tolerant(self) -> bool {
+        self == Self::Readable
+    }
+}
+
 /// Opens a checkpoint to read: a directory, or one safetensors file.
 pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
     let directory = StorageRegistry::with_defaults().open(uri, Access::Read);
@@ -29,7 +36,7 @@ pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
         Ok(storage) => storage,
         Err(error) => {
             return match file(uri).await {
-                Some((storage, key)) => file_source(uri, storage, key).await,
+                Some((storage, key)) => file_source(uri, storage, key, need).await,
                 None => Err(cannot_open(uri, &error)),
             };
         }
@@ -39,10 +46,39 @@ pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
         true => storage,
         false => StorageRegistry::with_defaults().open(&inner, Access::Read)?,
     };
-    let source = Source::dcp(storage, need == Need::Readable);
+    let source = Source::dcp(Arc::clone(&storage), need.tolerant());
+    let error = match source.metadata().await {
+        Ok(_) => return Ok(source),
+        Err(error) => error,
+    };
+    if !is_missing(&error) {
+        return Err(cannot_read(uri, error));
+    }
+    let Ok(detection) = detect(&storage).await else { return Err(error.into()) };
+    match &detection.kind {
+        Detected::Safetensors { .. } => readable(uri, Source::hf(storage, need.tolerant())).await,
+        _ => Err(no_checkpoint(uri, &detection, error)),
+    }
+}
+
+/// A source whose index can be read.
+async fn readable(uri: &str, source: Source) -> Result<Source, Failure> {
     match source.metadata().await {
         Ok(_) => Ok(source),
-        Err(error) => Err(no_checkpoint(uri, &source.storage, error).await),
+        Err(error) => Err(cannot_read(uri, error)),
+    }
+}
+
+fn cannot_read(uri: &str, error: CheckpointError) -> Failure {
+    Failure::from(error).context(format!("cannot read {uri:?}")).without_hint()
+}
+
+/// Whether there is no checkpoint, rather than a bad one.
+fn is_missing(error: &CheckpointError) -> bool {
+    match error {
+        CheckpointError::NotACheckpoint { .. } => true,
+        CheckpointError::Storage(error) => error.kind() == StorageErrorKind::NotFound,
+        _ => false,
     }
 }
 
@@ -99,12 +135,22 @@ fn split(uri: &str) -> Option<(String, String)> {
     (!name.is_empty()).then(|| (format!("{scheme}{parent}"), name.to_owned()))
 }
 
-async fn file_source(uri: &str, storage: Arc<dyn Storage>, key: Key) -> Result<Source, Failure> {
+async fn file_source(
+    uri: &str,
+    storage: Arc<dyn Storage>,
+    key: Key,
+    need: Need,
+) -> Result<Source, Failure> {
     let name = key.file_name();
     if name.ends_with(".distcp") || name.ends_with(".metadata") {
         let (parent, _) = split(uri).unwrap_or_default();
         return Err(Failure::new(Exit::Bad, format!("{uri:?} is one file of a checkpoint"))
             .hint(format!("pass the directory: {parent}")));
+    }
+    if name.ends_with(INDEX_ENDING) {
+        let tolerant = need.tolerant();
+        let source = Source::hf_with(storage, |reader| reader.index(key).tolerant(tolerant));
+        return readable(uri, source).await;
     }
     let len = storage.stat(&key).await?.byte_len;
     let magic = storage.read_range(&key, 0..len.min(9)).await?;
@@ -118,24 +164,13 @@ async fn file_source(uri: &str, storage: Arc<dyn Storage>, key: Key) -> Result<S
         return Err(Failure::new(Exit::Bad, format!("{uri:?} is a file, but no checkpoint"))
             .hint("a checkpoint is a directory with a .metadata, or a .safetensors file"));
     }
-    let source = Source::safetensors(storage, key);
-    source.metadata().await.map_err(|error| {
-        Failure::from(error).context(format!("cannot read {uri:?}")).without_hint()
-    })?;
-    Ok(source)
+    let tolerant = need.tolerant();
+    let source = Source::hf_with(storage, |reader| reader.file(key).tolerant(tolerant));
+    readable(uri, source).await
 }
 
 /// Explains why a directory is no checkpoint, and names one that is near.
-async fn no_checkpoint(uri: &str, storage: &Arc<dyn Storage>, error: CheckpointError) -> Failure {
-    let missing = match &error {
-        CheckpointError::NotACheckpoint { .. } => true,
-        CheckpointError::Storage(error) => error.kind() == StorageErrorKind::NotFound,
-        _ => false,
-    };
-    if !missing {
-        return Failure::from(error).context(format!("cannot read {uri:?}")).without_hint();
-    }
-    let Ok(detection) = detect(storage).await else { return Failure::from(error) };
+fn no_checkpoint(uri: &str, detection: &Detection, error: CheckpointError) -> Failure {
     let failure = match &detection.kind {
         Detected::Dcp | Detected::DcpRankLocal { .. } => return Failure::from(error),
         Detected::Empty => Failure::new(Exit::Bad, format!("{uri:?} is an empty directory")),

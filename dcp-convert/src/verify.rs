@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, error_chain,
 };
-use dcp_formats::hf::FindingKind;
+use dcp_formats::hf::{FindingKind, INDEX_ENDING};
 use dcp_planner::validate_metadata;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
@@ -257,22 +257,32 @@ async fn notes(
         // One file says nothing of what lies beside it.
         return Ok(Vec::new());
     }
-    let mut stale = Vec::new();
+    let (ending, foreign) =
+        if is_folder { (".safetensors", ".distcp") } else { (".distcp", INDEX_ENDING) };
+    let (mut stale, mut other) = (Vec::new(), None);
     let mut objects = source.storage.list(None).take(LISTED);
     while let Some(meta) = objects.next().await {
         // A place that cannot be listed, such as plain HTTP, has no notes.
         let Ok(meta) = meta else { return Ok(Vec::new()) };
-        let ending = if is_folder { ".safetensors" } else { ".distcp" };
         let data = meta.key.as_str().ends_with(ending) && meta.byte_len > 0;
         let unfinished = meta.key.as_str().ends_with(".metadata.tmp");
         let top = !meta.key.as_str().contains('/');
+        if top && meta.key.as_str().ends_with(foreign) {
+            other = Some(meta.key.clone());
+        }
         if top && (data || unfinished) && !metadata.files().contains(&meta.key) {
             stale.push((meta.key, meta.byte_len));
         }
     }
+    let mut notes = Vec::new();
+    if let Some(key) = other {
+        notes.push(format!(
+            "{key} lies here, too: it is of another checkpoint or what is left of one"
+        ));
+    }
     stale.sort_by(|a, b| a.0.cmp(&b.0));
     if stale.is_empty() {
-        return Ok(Vec::new());
+        return Ok(notes);
     }
     let bytes: u64 = stale.iter().map(|(_, len)| len).sum();
     let mut names: Vec<_> = stale.iter().take(NAMED).map(|(key, _)| key.to_string()).collect();
@@ -280,11 +290,12 @@ async fn notes(
         names.push(format!("and {} more", stale.len() - NAMED));
     }
     let (count, names) = (stale.len(), names.join(", "));
-    Ok(vec![if is_folder {
+    notes.push(if is_folder {
         format!("{count} files of {bytes} bytes that the index does not name: {names}")
     } else {
         format!("{count} unreferenced files of {bytes} bytes, left by another save: {names}")
-    }])
+    });
+    Ok(notes)
 }
 
 /// Compares the files with what our own writer noted when it committed the checkpoint.

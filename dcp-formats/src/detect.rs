@@ -8,6 +8,7 @@ use dcp_core::{Key, Storage, StorageError, StorageExt as _};
 use futures_util::StreamExt as _;
 
 use crate::dcp::names::Named;
+use crate::hf::INDEX_ENDING;
 
 /// Objects looked at before a listing is given up; a directory that holds a checkpoint at its
 /// top shows it much earlier.
@@ -34,11 +35,11 @@ pub enum Detected {
         /// step (PyTorch removes the old `.metadata` before it renames the new one).
         metadata_tmp: bool,
     },
-    /// safetensors files, as Hugging Face repositories have them.
+    /// safetensors files, as Hugging Face models have them.
     Safetensors {
         /// How many at the top.
         files: usize,
-        /// Whether there is a `model.safetensors.index.json`.
+        /// Whether there is a `*.safetensors.index.json`.
         indexed: bool,
     },
     /// Files of `torch.save`.
@@ -62,6 +63,8 @@ pub enum Detected {
 pub struct Detection {
     /// What the directory itself holds.
     pub kind: Detected,
+    /// What else it holds: another checkpoint in the same place, or what is left of one.
+    pub also: Vec<Detected>,
     /// Folders, at most two levels down, that are DCP checkpoints; in natural order, so that the
     /// last one of a run comes last.
     pub checkpoints: Vec<Key>,
@@ -74,8 +77,11 @@ pub struct Detection {
 /// When the storage fails.
 pub async fn detect(storage: &Arc<dyn Storage>) -> Result<Detection, StorageError> {
     let names = Names::collect(&**storage).await?;
-    let kind = names.kind(&**storage).await?;
-    Ok(Detection { kind, checkpoints: names.checkpoints() })
+    let mut kinds = names.kinds(&**storage).await?.into_iter();
+    let nothing = names.top.is_empty() && names.folders.is_empty();
+    let none = if nothing { Detected::Empty } else { Detected::Unknown };
+    let kind = kinds.next().unwrap_or(none);
+    Ok(Detection { kind, also: kinds.collect(), checkpoints: names.checkpoints() })
 }
 
 #[derive(Default)]
@@ -123,51 +129,59 @@ impl Names {
         all
     }
 
-    async fn kind(&self, storage: &dyn Storage) -> Result<Detected, StorageError> {
+    /// All that is here, what it is to be taken for first.
+    async fn kinds(&self, storage: &dyn Storage) -> Result<Vec<Detected>, StorageError> {
+        let mut kinds = Vec::new();
         let named: BTreeMap<&Key, Named> =
             self.top.iter().filter_map(|key| Some((key, Named::parse(key)?))).collect();
         let any = |wanted: fn(&Named) -> bool| named.values().any(wanted);
-        if any(|named| *named == Named::Metadata) {
-            return Ok(Detected::Dcp);
-        }
         let rank = |named: &Named| match named {
             Named::RankMetadata { rank } => Some(*rank),
             _ => None,
         };
         let mut ranks: Vec<u32> = named.values().filter_map(rank).collect();
-        if !ranks.is_empty() {
-            ranks.sort_unstable();
-            return Ok(Detected::DcpRankLocal { ranks });
+        ranks.sort_unstable();
+        let mut unfinished = None;
+        if any(|named| *named == Named::Metadata) {
+            kinds.push(Detected::Dcp);
+        } else if ranks.is_empty() {
+            let metadata_tmp = any(|named| *named == Named::MetadataTmp);
+            let data = any(|named| matches!(named, Named::Data { .. }));
+            unfinished = (metadata_tmp || data).then_some(Detected::DcpUnfinished { metadata_tmp });
         }
-        let metadata_tmp = any(|named| *named == Named::MetadataTmp);
-        if metadata_tmp || any(|named| matches!(named, Named::Data { .. })) {
-            return Ok(Detected::DcpUnfinished { metadata_tmp });
+        if !ranks.is_empty() {
+            kinds.push(Detected::DcpRankLocal { ranks });
         }
         let ending = |endings: &'static [&str]| {
             self.top.iter().filter(|key| endings.iter().any(|e| key.as_str().ends_with(e)))
         };
         let files = ending(&[".safetensors"]).count();
-        let indexed = self.has("model.safetensors.index.json");
-        if files > 0 || indexed {
-            return Ok(Detected::Safetensors { files, indexed });
+        let indexed = ending(&[INDEX_ENDING]).next().is_some();
+        let safetensors =
+            (files > 0 || indexed).then_some(Detected::Safetensors { files, indexed });
+        // An index makes a model; files alone may lie beside anything.
+        let mut models = [safetensors, unfinished];
+        if !indexed {
+            models.reverse();
         }
+        kinds.extend(models.into_iter().flatten());
         if self.has("latest_checkpointed_iteration.txt")
             || self.folders.iter().any(|folder| numbered(folder, "iter_"))
         {
-            return Ok(Detected::MegatronRun);
+            kinds.push(Detected::MegatronRun);
         }
         if self.folders.contains("model_and_optim")
             || self.folders.iter().any(|folder| numbered(folder, "step"))
         {
-            return Ok(Detected::OlmoRun);
+            kinds.push(Detected::OlmoRun);
         }
         for key in ending(&[".pt", ".pth", ".bin", ".ckpt"]).take(OPENED_MAX) {
             if is_torch_save(storage, key).await? {
-                return Ok(Detected::TorchSave { example: key.clone() });
+                kinds.push(Detected::TorchSave { example: key.clone() });
+                break;
             }
         }
-        let nothing = self.top.is_empty() && self.folders.is_empty();
-        Ok(if nothing { Detected::Empty } else { Detected::Unknown })
+        Ok(kinds)
     }
 }
 
@@ -246,6 +260,9 @@ impl Detection {
     #[must_use]
     pub fn hint(&self) -> String {
         let mut text = format!("not a checkpoint: the directory {}", self.kind);
+        for also in &self.also {
+            text.push_str(&format!("; it also {also}"));
+        }
         match &*self.checkpoints {
             [] => {}
             [one] => text.push_str(&format!("; there is a checkpoint in {one:?}")),
@@ -274,6 +291,7 @@ mod tests {
         let key = |name| Key::new(name).unwrap();
         let detection = Detection {
             kind: Detected::OlmoRun,
+            also: Vec::new(),
             checkpoints: vec![key("step9/model_and_optim"), key("step10/model_and_optim")],
         };
         assert!(detection.hint().ends_with(r#"such as "step10/model_and_optim""#));

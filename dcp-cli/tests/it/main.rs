@@ -6,6 +6,7 @@ mod choosing;
 mod convert;
 mod damaged;
 mod get;
+mod hf;
 mod inspect;
 mod interrupt;
 mod look;

@@ -15,6 +15,7 @@ use super::merge::Merger;
 use super::names::{METADATA, Named};
 use super::safetensors_files;
 use crate::detect::detect;
+use crate::hf::INDEX_ENDING;
 use crate::metadata::check_chunks;
 
 /// A checked index.
@@ -34,7 +35,7 @@ pub(super) async fn load(
     let mut warnings = Vec::new();
     let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
         Some(bytes) => {
-            warn_of_rank_files(&**storage, &mut warnings).await?;
+            warn_of_others(&**storage, &mut warnings).await?;
             (decode(METADATA, &bytes)?, Some(crc32fast::hash(&bytes)))
         }
         None => (merge_ranks(storage, &mut warnings).await?, None),
@@ -70,21 +71,38 @@ fn decode(file: &str, bytes: &Bytes) -> Result<CheckpointMetadata, FormatError> 
 }
 
 /// PyTorch (2.15) never looks at rank-local metadata while there is a `.metadata`, even a stale
-/// one; at least this is said.
-async fn warn_of_rank_files(
+/// one; at least this is said. So is a model of Hugging Face's libraries in the same folder.
+async fn warn_of_others(
     storage: &dyn Storage,
     warnings: &mut Vec<String>,
 ) -> Result<(), CheckpointError> {
+    let (mut ranks, mut model) = (false, false);
     let mut objects = storage.list(None);
     while let Some(meta) = objects.next().await {
-        if let Some(Named::RankMetadata { .. }) = Named::parse(&meta?.key) {
-            warnings.push(
-                "there are both a .metadata, which is used, and the __*.metadata of a save \
-                 without collectives: one of the two is of another save"
-                    .into(),
-            );
+        let key = match meta {
+            Ok(meta) => meta.key,
+            Err(error) if error.kind() == StorageErrorKind::Unsupported => break,
+            Err(error) => return Err(error.into()),
+        };
+        ranks |= matches!(Named::parse(&key), Some(Named::RankMetadata { .. }));
+        model |= key.as_str().ends_with(INDEX_ENDING) && !key.as_str().contains('/');
+        if ranks && model {
             break;
         }
+    }
+    if ranks {
+        warnings.push(
+            "there are both a .metadata, which is used, and the __*.metadata of a save without \
+             collectives: one of the two is of another save"
+                .into(),
+        );
+    }
+    if model {
+        warnings.push(
+            "there are both a .metadata, which is used, and the index of a Hugging Face model, \
+             which is another checkpoint"
+                .into(),
+        );
     }
     Ok(())
 }

@@ -81,7 +81,9 @@ pub(super) async fn load(
     if files.index.is_none() {
         notes.extend(absent(&files.keys));
     }
-    if !tolerant {
+    // Of one file without a header there is nothing to show.
+    let nothing = single && merged.metadata.is_empty() && !findings.is_empty();
+    if !tolerant || nothing {
         findings.extend(merged.visible);
         let others = findings.len().saturating_sub(1);
         if let Some(first) = findings.into_iter().next() {

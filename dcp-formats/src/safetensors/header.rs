@@ -48,6 +48,9 @@ pub fn header_len(prefix: &[u8], image_len: u64) -> Result<u64, FormatError> {
     let Some(prefix) = prefix.first_chunk::<8>() else {
         return bad(format!("there are only {} bytes", prefix.len()));
     };
+    if prefix == b"version " {
+        return bad("it is a pointer of Git LFS, not the file: fetch it with `git lfs pull`".into());
+    }
     let len = u64::from_le_bytes(*prefix);
     if len > HEADER_MAX {
         return bad(format!("it claims {len} bytes, the limit is {HEADER_MAX}"));
@@ -299,5 +302,7 @@ mod tests {
         assert!(header_len(&17_u64.to_le_bytes(), 24).is_err());
         assert!(header_len(&u64::MAX.to_le_bytes(), u64::MAX).is_err());
         assert!(header_len(&[1, 0], 24).is_err());
+        let pointer = b"version https://git-lfs.github.com/spec/v1";
+        assert!(header_len(pointer, 130).unwrap_err().to_string().contains("Git LFS"));
     }
 }

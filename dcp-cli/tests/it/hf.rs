@@ -1,0 +1,123 @@
+//! Folders of Hugging Face models: every command takes them.
+
+use std::fs;
+
+use serde_json::json;
+
+use crate::support::{dcp, fixtures, path, tensors};
+
+fn folder_of(fixture: &str) -> String {
+    fixtures().join("../hf").join(fixture).join("ckpt").display().to_string()
+}
+
+fn expected(fixture: &str) -> std::path::PathBuf {
+    fixtures().join("../hf").join(fixture).join("expected.safetensors")
+}
+
+/// A copy that may be damaged.
+fn copy_of(fixture: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(folder_of(fixture)).unwrap() {
+        let entry = entry.unwrap();
+        if entry.path().is_file() {
+            fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+        }
+    }
+    folder
+}
+
+#[test]
+fn folders_are_inspected_and_verified() {
+    for (fixture, files) in [("rank0_index", 3), ("sharded_2r", 2), ("consolidated_2r", 1)] {
+        let found = dcp(["inspect", &folder_of(fixture), "--json"]).json();
+        assert_eq!(found["format"], "hf", "{fixture}");
+        assert_eq!(found["files"].as_object().unwrap().len(), files, "{fixture}");
+        assert_eq!(found["keys"]["emb"]["shape"], json!([7, 4]), "{fixture}");
+        let report = dcp(["verify", &folder_of(fixture), "--deep", "--json"]).json();
+        assert_eq!((&report["ok"], &report["notes"]), (&json!(true), &json!([])), "{fixture}");
+    }
+    let sharded = format!("{}/sharded", folder_of("consolidated_2r"));
+    let found = dcp(["inspect", &sharded, "--json"]).json();
+    assert_eq!(found["keys"]["emb"]["chunks"].as_array().unwrap().len(), 2);
+    let index = format!("{}/model.safetensors.index.json", folder_of("rank0_index"));
+    assert_eq!(dcp(["inspect", &index, "--json"]).json()["files"].as_object().unwrap().len(), 3);
+}
+
+#[test]
+fn folders_are_converted_and_resharded() {
+    let out = tempfile::tempdir().unwrap();
+    for fixture in ["rank0_index", "sharded_2r"] {
+        let (file, ranks) = (path(&out, &format!("{fixture}.safetensors")), path(&out, fixture));
+        dcp(["convert", &folder_of(fixture), &file, "--to", "safetensors"]).ok();
+        assert_eq!(tensors(file.as_ref()), tensors(&expected(fixture)), "{fixture}");
+        dcp(["reshard", &folder_of(fixture), &ranks, "--ranks", "3"]).ok();
+        let again = path(&out, &format!("{fixture}_again.safetensors"));
+        dcp(["convert", &ranks, &again, "--to", "safetensors"]).ok();
+        assert_eq!(tensors(again.as_ref()), tensors(&expected(fixture)), "{fixture}");
+        let text = dcp(["get", &folder_of(fixture), "l0.b"]).ok();
+        assert_eq!(text, dcp(["get", &file, "l0.b"]).ok());
+    }
+}
+
+#[test]
+fn all_that_is_wrong_is_listed() {
+    let folder = copy_of("rank0_index");
+    let place = folder.path().display().to_string();
+    fs::remove_file(folder.path().join("model-00002-of-00003.safetensors")).unwrap();
+    let file = folder.path().join("model-00003-of-00003.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    fs::write(&file, &bytes[..bytes.len() - 1]).unwrap();
+    fs::write(folder.path().join("stray.safetensors"), &bytes).unwrap();
+    let run = dcp(["verify", &place, "--json"]);
+    assert_eq!(run.code, 1);
+    let report: serde_json::Value = serde_json::from_str(&run.stdout).unwrap();
+    let mut found: Vec<_> = report["problems"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|problem| (problem["kind"].as_str().unwrap(), problem["file"].as_str().unwrap()))
+        .collect();
+    found.sort_unstable();
+    let expected = [
+        ("missing_file", "model-00002-of-00003.safetensors"),
+        ("short_file", "model-00003-of-00003.safetensors"),
+    ];
+    assert_eq!(found, expected);
+    assert!(report["notes"][0].as_str().unwrap().contains("stray.safetensors"), "{report}");
+    // What is whole can still be looked at, but nothing is made from it.
+    dcp(["get", &place, "l0.b"]).ok();
+    let out = path(&folder, "out.st");
+    let run = dcp(["convert", &place, &out, "--to", "safetensors"]);
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    assert!(run.stderr.contains("model-00002-of-00003.safetensors"), "{}", run.stderr);
+}
+
+#[test]
+fn a_pointer_of_git_lfs_is_no_file() {
+    let folder = copy_of("rank0");
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
+    fs::write(folder.path().join("model-00001-of-00001.safetensors"), pointer).unwrap();
+    let run = dcp(["convert", &folder.path().display().to_string(), "x.safetensors"]);
+    assert!(run.stderr.contains("git lfs pull"), "{}", run.stderr);
+}
+
+#[test]
+fn a_folder_that_is_two_things_says_so() {
+    let folder = copy_of("rank0");
+    for entry in fs::read_dir(fixtures().join("nested")).unwrap() {
+        let entry = entry.unwrap();
+        if !entry.file_name().to_string_lossy().starts_with("expected") {
+            fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+        }
+    }
+    let place = folder.path().display().to_string();
+    let report = dcp(["verify", &place, "--json"]).json();
+    assert_eq!(report["format"], "torch_dcp");
+    let note = report["notes"][0].as_str().unwrap();
+    assert!(note.contains("model.safetensors.index.json lies here, too"), "{note}");
+    // Without its index the DCP checkpoint is no more than remains.
+    fs::remove_file(folder.path().join(".metadata")).unwrap();
+    let report = dcp(["verify", &place, "--json"]).json();
+    assert_eq!(report["format"], "hf");
+    assert!(report["notes"][0].as_str().unwrap().contains(".distcp lies here, too"), "{report}");
+}

@@ -39,6 +39,12 @@ pub enum ConvertError {
         /// The place.
         target: String,
     },
+    /// Checkpoints that cannot be taken together.
+    #[error("the checkpoints do not go together: {}", first_of(.problems))]
+    Disagreement {
+        /// Every key that stands in the way, in words.
+        problems: Vec<String>,
+    },
     /// Something that the target's format has no way to hold, or that makes no sense.
     #[error("{what} {problem}")]
     Unsupported {
@@ -71,4 +77,13 @@ impl From<FormatError> for ConvertError {
     fn from(error: FormatError) -> Self {
         Self::Checkpoint(error.into())
     }
+}
+
+fn first_of(problems: &[String]) -> String {
+    const SHOWN: usize = 20;
+    let mut text = problems.iter().take(SHOWN).cloned().collect::<Vec<_>>();
+    if problems.len() > SHOWN {
+        text.push(format!("and {} more", problems.len() - SHOWN));
+    }
+    text.join("; ")
 }

@@ -220,5 +220,15 @@ pub fn is_float(dtype: DType) -> bool {
     Kind::of(dtype) == Kind::Float
 }
 
+/// Whether a mean of such elements has a meaning: floats, but not exponents alone, and complex
+/// numbers.
+pub(crate) fn is_averaged(dtype: DType) -> bool {
+    match Kind::of(dtype) {
+        Kind::Float => dtype != DType::Float8E8M0Fnu,
+        Kind::Complex(_) => true,
+        _ => false,
+    }
+}
+
 #[cfg(test)]
 mod tests;

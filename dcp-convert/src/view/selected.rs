@@ -6,13 +6,14 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSink, Entry, FormatError, LoadPlan, PlanError,
-    ReadItem, ReadReport, StorageReader, TensorView, Value,
+    ReadItem, ReadReport, StorageReader,
 };
 
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::select::{Chosen, Selection};
 use crate::source::Source;
+use crate::view::translated::Translated;
 
 /// A reader that shows chosen entries of another one; bytes stay where they are.
 #[derive(Debug)]
@@ -112,7 +113,7 @@ impl StorageReader for Selected {
             let entry = entry.ok_or_else(|| unknown(&item.entry.to_string()))?;
             inner.items.push(ReadItem { entry, ..item.clone() });
         }
-        let sink = Arc::new(Translated { sink, outward: Arc::clone(&self.outward) });
+        let sink = Arc::new(Translated::new(sink, Arc::clone(&self.outward)));
         self.inner.read(&self.inner_metadata, &inner, sink).await
     }
 }
@@ -120,32 +121,4 @@ impl StorageReader for Selected {
 fn unknown(fqn: &str) -> CheckpointError {
     let problem = "it is not in the checkpoint that this is a view of".to_owned();
     PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into()
-}
-
-/// Gives a sink the items that it asked for, and not those of the inner reader.
-#[derive(Debug)]
-struct Translated {
-    sink: Arc<dyn DataSink>,
-    outward: Arc<HashMap<u32, u32>>,
-}
-
-impl Translated {
-    fn item(&self, item: &ReadItem) -> ReadItem {
-        let entry = self.outward.get(&item.entry).copied().unwrap_or(item.entry);
-        ReadItem { entry, ..item.clone() }
-    }
-}
-
-impl DataSink for Translated {
-    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
-        self.sink.destination(&self.item(item))
-    }
-
-    fn commit(&self, item: &ReadItem) -> Result<(), CheckpointError> {
-        self.sink.commit(&self.item(item))
-    }
-
-    fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
-        self.sink.object(&self.item(item), value)
-    }
 }

@@ -1,0 +1,80 @@
+//! Whether entries of different checkpoints hold the same.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointError, CheckpointMetadata, Entry, Region, TensorEntry};
+
+use super::scratch::{SCRATCH, bad_plan, pieces};
+use crate::objects::read_objects;
+use crate::source::Source;
+use crate::tensor_read::TensorReader;
+
+/// A checkpoint, in its form for a job, and its index.
+#[derive(Clone, Debug)]
+pub(super) struct Input {
+    pub(super) source: Source,
+    pub(super) metadata: Arc<CheckpointMetadata>,
+}
+
+impl Input {
+    pub(super) async fn open(source: &Source, parallelism: usize) -> Result<Self, CheckpointError> {
+        let source = source.for_job(parallelism);
+        let metadata = source.metadata().await?;
+        Ok(Self { source, metadata })
+    }
+
+    pub(super) fn get(&self, fqn: &str) -> Option<(usize, &Entry)> {
+        let index = self.metadata.index_of(fqn)?;
+        Some((index, self.metadata.at(index)?.1))
+    }
+
+    pub(super) fn tensor_entry(&self, fqn: &str) -> Option<&TensorEntry> {
+        self.metadata.get(fqn)?.as_tensor()
+    }
+
+    /// A reader of the tensor `fqn`, whatever chunks it lies in.
+    pub(super) fn tensor(&self, fqn: &str) -> Result<TensorReader, CheckpointError> {
+        let index = self.metadata.index_of(fqn).ok_or_else(|| bad_plan(fqn, "it is missing"))?;
+        let reader = Arc::clone(&self.source.reader);
+        TensorReader::new(reader, Arc::clone(&self.metadata), index)
+    }
+}
+
+/// In words, how what two checkpoints hold under one name differs; `None` when it does not.
+/// Tensors are compared byte by byte, in bounded parts.
+pub(super) async fn difference(
+    a: &Input,
+    b: &Input,
+    fqn: &str,
+) -> Result<Option<String>, CheckpointError> {
+    let (Some((at_a, in_a)), Some((at_b, in_b))) = (a.get(fqn), b.get(fqn)) else {
+        return Ok(Some("it is in only one of them".to_owned()));
+    };
+    match (in_a, in_b) {
+        (Entry::Tensor(x), Entry::Tensor(y)) => {
+            if (x.dtype, &x.shape) != (y.dtype, &y.shape) {
+                let (x, y) =
+                    (format!("{} {}", x.dtype, x.shape), format!("{} {}", y.dtype, y.shape));
+                return Ok(Some(format!("{x} in one, {y} in the other")));
+            }
+            let region =
+                Region::full(x.shape.clone()).map_err(|error| bad_plan(fqn, error.to_string()))?;
+            let (reader_a, reader_b) = (a.tensor(fqn)?, b.tensor(fqn)?);
+            for piece in pieces(&region, x.dtype.size(), SCRATCH) {
+                let piece = [piece.map_err(|error| bad_plan(fqn, error.to_string()))?];
+                if reader_a.read(&piece).await? != reader_b.read(&piece).await? {
+                    return Ok(Some("their elements differ".to_owned()));
+                }
+            }
+            Ok(None)
+        }
+        (Entry::Object(_), Entry::Object(_)) => {
+            let x = read_objects(&a.source, &a.metadata, &[at_a]).await.remove(&at_a);
+            let y = read_objects(&b.source, &b.metadata, &[at_b]).await.remove(&at_b);
+            let missing = || bad_plan(fqn, "it was not read");
+            let (x, y) = (x.ok_or_else(missing)??, y.ok_or_else(missing)??);
+            Ok((!x.same(&y)).then(|| "their values differ".to_owned()))
+        }
+        _ => Ok(Some("a tensor in one, an object in the other".to_owned())),
+    }
+}

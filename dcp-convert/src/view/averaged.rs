@@ -1,0 +1,437 @@
+//! The weighted mean of several checkpoints.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, ChunkTable, DType, DataSink, Encoding, Entry, FileId,
+    FormatError, Key, Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region,
+    StorageReader, TensorEntry, TensorView,
+};
+use futures_util::{StreamExt, TryStreamExt, stream};
+
+use super::alike::{Input, difference};
+use super::mean::Mean;
+use super::scratch::{SCRATCH, bad_plan, name, pieces};
+use crate::cast::{CastCounts, CastReport, TensorCast, is_averaged};
+use crate::check::refuse_unsound;
+use crate::error::ConvertError;
+use crate::job::JobOptions;
+use crate::source::Source;
+use crate::tensor_read::TensorReader;
+
+/// How checkpoints are averaged.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct AverageOptions {
+    /// One for each checkpoint, and taken relative to their sum: the mean is the sum of
+    /// `weight × value`, divided by the sum of the weights. All 1 when `None`. Negative ones are
+    /// allowed, which extrapolates.
+    pub weights: Option<Vec<f64>>,
+    /// The dtype to sum in: `Float32` or `Float64`. By default `Float32`, but `Float64` for
+    /// tensors that any checkpoint has in 64 bits.
+    pub accumulate: Option<DType>,
+    /// The float dtype of the result; by default each tensor's in the first checkpoint. Complex
+    /// tensors always keep theirs.
+    pub dtype: Option<DType>,
+    /// What becomes of everything that has no mean.
+    pub non_float: NonFloat,
+}
+
+impl AverageOptions {
+    /// With one weight for each checkpoint.
+    #[must_use]
+    pub fn with_weights(mut self, weights: Vec<f64>) -> Self {
+        self.weights = Some(weights);
+        self
+    }
+
+    /// Summing in `dtype`, `Float32` or `Float64`.
+    #[must_use]
+    pub fn with_accumulate(mut self, dtype: DType) -> Self {
+        self.accumulate = Some(dtype);
+        self
+    }
+
+    /// With a result of `dtype`.
+    #[must_use]
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+
+    /// Taking integers, truth values, quantized tensors and objects as `non_float` says.
+    #[must_use]
+    pub fn with_non_float(mut self, non_float: NonFloat) -> Self {
+        self.non_float = non_float;
+        self
+    }
+}
+
+/// Where what has no mean comes from: integers, truth values, quantized and packed tensors,
+/// exponents (`float8_e8m0fnu`), and objects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum NonFloat {
+    /// It must be the same in all checkpoints.
+    #[default]
+    Equal,
+    /// From the first one.
+    First,
+    /// From the last one.
+    Last,
+}
+
+/// A reader of the mean of several checkpoints with the same keys and shapes, computed a bounded
+/// part at a time. NaN in any of them makes the mean NaN.
+pub struct Averaged {
+    metadata: Arc<CheckpointMetadata>,
+    entries: Vec<Averaging>,
+    /// Reads the objects, at the same entries as here.
+    objects: Arc<dyn StorageReader>,
+    objects_metadata: Arc<CheckpointMetadata>,
+    parallelism: usize,
+    counts: Mutex<Vec<CastCounts>>,
+}
+
+/// What is done with one entry.
+enum Averaging {
+    Mean { readers: Vec<TensorReader>, mean: Mean },
+    Taken(TensorReader),
+    Object,
+}
+
+impl Averaged {
+    /// The mean of `sources`, as a job reads it; and the view, for its
+    /// [`report`](Self::report). What has no mean is compared before this returns, if it must be
+    /// equal.
+    ///
+    /// # Errors
+    ///
+    /// [`ConvertError::Disagreement`] with all keys that are missing somewhere, or have different
+    /// shapes, or should be equal and are not; [`ConvertError::Unsupported`] for weights or
+    /// dtypes that make no sense; and when a source cannot be read.
+    pub async fn apply(
+        sources: &[Source],
+        options: &AverageOptions,
+        job: &JobOptions,
+    ) -> Result<(Source, Arc<Self>), ConvertError> {
+        let weights = weights(options, sources.len())?;
+        check_dtypes(options)?;
+        let mut inputs = Vec::with_capacity(sources.len());
+        for source in sources {
+            let input = Input::open(source, job.parallelism).await?;
+            refuse_unsound(&input.metadata)?;
+            inputs.push(input);
+        }
+        let problems = mismatches(&inputs);
+        if !problems.is_empty() {
+            return Err(ConvertError::Disagreement { problems });
+        }
+        if options.non_float == NonFloat::Equal {
+            refuse_different(&inputs, job.parallelism).await?;
+        }
+        let base = if options.non_float == NonFloat::Last { inputs.len() - 1 } else { 0 };
+        let view = Arc::new(Self::new(&inputs, base, &weights, options, job.parallelism)?);
+        let storage = inputs.get(base).map(|input| Arc::clone(&input.source.storage));
+        let parts: Vec<_> = inputs.into_iter().map(|input| input.source).collect();
+        let averaged = Source::derived(Arc::clone(&view) as _, &parts).zip(storage);
+        let (mut averaged, storage) = averaged.ok_or_else(|| few(0))?;
+        averaged.storage = storage;
+        Ok((averaged, view))
+    }
+
+    fn new(
+        inputs: &[Input],
+        base: usize,
+        weights: &[f64],
+        options: &AverageOptions,
+        parallelism: usize,
+    ) -> Result<Self, ConvertError> {
+        let (Some(first), Some(base)) = (inputs.first(), inputs.get(base)) else {
+            return Err(few(inputs.len()));
+        };
+        let mut metadata = CheckpointMetadata::clone(&base.metadata);
+        let mut ties = Ties::default();
+        let mut entries = Vec::with_capacity(metadata.len());
+        for (fqn, entry) in base.metadata.iter() {
+            let (Entry::Tensor(tensor), Some(like)) = (entry, first.tensor_entry(fqn)) else {
+                entries.push(Averaging::Object);
+                continue;
+            };
+            let dtypes: Vec<_> =
+                inputs.iter().filter_map(|input| Some(input.tensor_entry(fqn)?.dtype)).collect();
+            if !dtypes.iter().all(|dtype| is_averaged(*dtype)) {
+                entries.push(Averaging::Taken(base.tensor(fqn)?));
+                continue;
+            }
+            let to = options.dtype.filter(|_| !like.dtype.is_complex()).unwrap_or(like.dtype);
+            let mean = Mean::new(fqn, &dtypes, to, weights, options.accumulate)?;
+            let readers: Result<_, _> = inputs.iter().map(|input| input.tensor(fqn)).collect();
+            let mut averaged = tensor.clone();
+            averaged.dtype = to;
+            averaged.chunks = ties.place(inputs, fqn, tensor, &mut metadata)?;
+            metadata.insert(Arc::clone(fqn), Entry::Tensor(averaged));
+            entries.push(Averaging::Mean { readers: readers?, mean });
+        }
+        let counts = Mutex::new(vec![CastCounts::default(); entries.len()]);
+        Ok(Self {
+            metadata: Arc::new(metadata),
+            entries,
+            objects: Arc::clone(&base.source.reader),
+            objects_metadata: Arc::clone(&base.metadata),
+            parallelism: parallelism.max(1),
+            counts,
+        })
+    }
+
+    /// What was lost where means were given another dtype than they were summed in, in what was
+    /// read so far. Tensors are there from the beginning.
+    #[must_use]
+    pub fn report(&self) -> CastReport {
+        let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.entries.iter().zip(counts.iter()).zip(self.metadata.iter());
+        let tensors = all.filter_map(|((entry, counts), (fqn, _))| {
+            let Averaging::Mean { mean, .. } = entry else { return None };
+            let (from, to) = mean.last_cast()?;
+            let (from, to) = (from.name(), to.name());
+            Some((Arc::clone(fqn), TensorCast { from, to, counts: *counts }))
+        });
+        CastReport { tensors: tensors.collect() }
+    }
+
+    /// How many tensors are averaged, and how many entries are taken as they are.
+    #[must_use]
+    pub fn counts(&self) -> (usize, usize) {
+        let is_mean = |entry: &&Averaging| matches!(entry, Averaging::Mean { .. });
+        let averaged = self.entries.iter().filter(is_mean).count();
+        (averaged, self.entries.len() - averaged)
+    }
+
+    async fn fill(
+        &self,
+        item: &ReadItem,
+        region: &Region,
+        target: &TensorView,
+    ) -> Result<u64, CheckpointError> {
+        let fqn = name(&self.metadata, item.entry);
+        let bad = |problem: &str| bad_plan(&fqn, problem);
+        let entry = self.entries.get(item.entry as usize).ok_or_else(|| bad("no such entry"))?;
+        let (element_bytes, readers) = match entry {
+            Averaging::Mean { readers, mean } => (mean.element_bytes(), &**readers),
+            Averaging::Taken(reader) => {
+                (reader.tensor()?.dtype.size(), std::slice::from_ref(reader))
+            }
+            Averaging::Object => return Err(bad("an object where a tensor was expected")),
+        };
+        let mut read = 0_u64;
+        for piece in pieces(region, element_bytes, SCRATCH) {
+            let piece = piece.map_err(|error| bad(&error.to_string()))?;
+            let inner = piece.relative_to(region.offsets()).ok_or_else(|| bad("a bad region"))?;
+            let boxes = std::slice::from_ref(&piece);
+            let reads: Vec<_> = readers.iter().map(|reader| reader.read(boxes)).collect();
+            let mut parts = stream::iter(reads).buffered(self.parallelism);
+            let place = target.narrow(&inner)?;
+            let elements: Bytes = match entry {
+                Averaging::Mean { mean, .. } => {
+                    let mut sum = mean.start(piece.volume());
+                    while let Some(part) = parts.try_next().await? {
+                        read = read.saturating_add(part.len() as u64);
+                        sum.add(&part);
+                    }
+                    let mut counts = CastCounts::default();
+                    let elements = sum.finish(&mut counts);
+                    let mut all = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+                    if let Some(total) = all.get_mut(item.entry as usize) {
+                        total.add(&counts);
+                    }
+                    elements.into()
+                }
+                _ => parts.try_next().await?.unwrap_or_default(),
+            };
+            place
+                .fill_from(&elements)
+                .map_err(|source| CheckpointError::Memory { fqn: fqn.to_string(), source })?;
+        }
+        Ok(read)
+    }
+}
+
+fn few(checkpoints: usize) -> ConvertError {
+    ConvertError::unsupported("an average", format!("of {checkpoints} checkpoints has no meaning"))
+}
+
+fn weights(options: &AverageOptions, checkpoints: usize) -> Result<Vec<f64>, ConvertError> {
+    let bad = |problem: String| ConvertError::unsupported("the weights", problem);
+    if checkpoints == 0 {
+        return Err(few(0));
+    }
+    let Some(weights) = &options.weights else { return Ok(vec![1.0; checkpoints]) };
+    if weights.len() != checkpoints {
+        return Err(bad(format!("are {}, the checkpoints {checkpoints}", weights.len())));
+    }
+    let sum: f64 = weights.iter().sum();
+    if weights.iter().any(|weight| !weight.is_finite()) || sum as f32 == 0.0 || !sum.is_finite() {
+        return Err(bad(format!("must be finite numbers whose sum is not zero, it is {sum}")));
+    }
+    Ok(weights.clone())
+}
+
+fn check_dtypes(options: &AverageOptions) -> Result<(), ConvertError> {
+    if let Some(dtype) = options.accumulate
+        && !matches!(dtype, DType::Float32 | DType::Float64)
+    {
+        let problem = format!("cannot be summed in {dtype}, only in float32 or float64");
+        return Err(ConvertError::unsupported("an average", problem));
+    }
+    if let Some(dtype) = options.dtype
+        && (!is_averaged(dtype) || dtype.is_complex())
+    {
+        let problem = format!("cannot be {dtype}; ask for a float dtype such as bfloat16");
+        return Err(ConvertError::unsupported("an average", problem));
+    }
+    Ok(())
+}
+
+/// In words, keys that are not in every input, with the same shape.
+fn mismatches(inputs: &[Input]) -> Vec<String> {
+    let mut problems = Vec::new();
+    let Some((first, others)) = inputs.split_first() else { return problems };
+    for (number, other) in (2..).zip(others) {
+        for (fqn, entry) in first.metadata.iter() {
+            match (entry, other.get(fqn)) {
+                (_, None) => problems.push(format!("{fqn:?} is missing in checkpoint {number}")),
+                (Entry::Tensor(a), Some((_, Entry::Tensor(b)))) => {
+                    let mixed = a.dtype.is_complex() != b.dtype.is_complex()
+                        || is_averaged(a.dtype) != is_averaged(b.dtype);
+                    if a.shape != b.shape || mixed {
+                        problems.push(format!(
+                            "{fqn:?} is {} {} in checkpoint 1 and {} {} in checkpoint {number}",
+                            a.dtype, a.shape, b.dtype, b.shape
+                        ));
+                    }
+                }
+                (Entry::Object(_), Some((_, Entry::Object(_)))) => {}
+                _ => problems.push(format!(
+                    "{fqn:?} is a tensor in one and an object in the other of checkpoints 1 and \
+                     {number}"
+                )),
+            }
+        }
+        let unknown = other.metadata.iter().filter(|(fqn, _)| first.get(fqn).is_none());
+        problems.extend(
+            unknown.map(|(fqn, _)| {
+                format!("{fqn:?} of checkpoint {number} is missing in checkpoint 1")
+            }),
+        );
+    }
+    problems
+}
+
+/// Compares what has no mean.
+async fn refuse_different(inputs: &[Input], parallelism: usize) -> Result<(), ConvertError> {
+    let Some((first, others)) = inputs.split_first() else { return Ok(()) };
+    let has_mean =
+        |entry: &Entry| entry.as_tensor().is_some_and(|tensor| is_averaged(tensor.dtype));
+    let fqns = first.metadata.iter().filter(|(_, entry)| !has_mean(entry)).map(|(fqn, _)| fqn);
+    let pairs =
+        fqns.flat_map(|fqn| (2..).zip(others).map(move |(number, other)| (fqn, number, other)));
+    let checks: Vec<_> = pairs
+        .map(|(fqn, number, other)| async move {
+            let how = difference(first, other, fqn).await?;
+            let differ = |how| format!("{fqn:?} of checkpoints 1 and {number}: {how}");
+            Ok::<_, CheckpointError>(how.map(differ))
+        })
+        .collect();
+    let found: Vec<_> = stream::iter(checks).buffered(parallelism.max(1)).try_collect().await?;
+    let problems: Vec<String> = found.into_iter().flatten().collect();
+    if problems.is_empty() { Ok(()) } else { Err(ConvertError::Disagreement { problems }) }
+}
+
+/// Where all chunks of a tensor lie in all inputs.
+type Places = Vec<(FileId, u16, u64, u64)>;
+
+/// Gives tensors that are the same memory in all inputs the same made-up place, so that what is
+/// written from them is one tensor, too.
+#[derive(Debug, Default)]
+struct Ties {
+    known: HashMap<Places, u64>,
+}
+
+impl Ties {
+    /// The chunks of the mean of `fqn`, which is cut as `tensor` is.
+    fn place(
+        &mut self,
+        inputs: &[Input],
+        fqn: &str,
+        tensor: &TensorEntry,
+        metadata: &mut CheckpointMetadata,
+    ) -> Result<ChunkTable, CheckpointError> {
+        let places: Option<Places> = inputs
+            .iter()
+            .filter_map(|input| input.tensor_entry(fqn))
+            .flat_map(|tensor| tensor.chunks.iter())
+            .map(|chunk| {
+                let Placement { file, encoding, byte_offset, byte_len } = chunk.placement?;
+                Some((file, encoding, byte_offset, byte_len))
+            })
+            .collect();
+        let next = self.known.len() as u64;
+        let placement = places.and_then(|places| {
+            let byte_offset = *self.known.entry(places).or_insert(next);
+            let file = metadata.intern_file(&Key::new("mean").ok()?)?;
+            let encoding = metadata.intern_encoding(&Encoding::new(Layout::Computed))?;
+            Some(Placement { file, encoding, byte_offset, byte_len: 0 })
+        });
+        let mut chunks = ChunkTable::new(tensor.shape.ndim());
+        for chunk in tensor.chunks.iter() {
+            let pushed = chunks.push(chunk.offsets, chunk.sizes, placement);
+            pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
+        }
+        Ok(chunks)
+    }
+}
+
+#[async_trait]
+impl StorageReader for Averaged {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        Ok(Arc::clone(&self.metadata))
+    }
+
+    async fn read(
+        &self,
+        _metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let mut report = ReadReport::default();
+        let mut objects = LoadPlan::default();
+        for item in &plan.items {
+            let ReadKind::Tensor { region, .. } = &item.kind else {
+                objects.items.push(item.clone());
+                continue;
+            };
+            let target = sink.destination(item)?;
+            let read = self.fill(item, region, &target).await?;
+            sink.commit(item)?;
+            report.bytes_read = report.bytes_read.saturating_add(read);
+            report.bytes_needed = report.bytes_needed.saturating_add(target.byte_len());
+        }
+        if !objects.items.is_empty() {
+            let read = self.objects.read(&self.objects_metadata, &objects, sink).await?;
+            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
+            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+        }
+        Ok(report)
+    }
+}
+
+impl fmt::Debug for Averaged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (averaged, taken) = self.counts();
+        f.debug_struct("Averaged").field("averaged", &averaged).field("taken", &taken).finish()
+    }
+}

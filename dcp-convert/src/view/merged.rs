@@ -1,0 +1,193 @@
+//! Several checkpoints with different keys as one.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, ChunkTable, DataSink, Entry, FormatError, LoadPlan,
+    Placement, ReadItem, ReadReport, StorageReader,
+};
+
+use super::alike::{Input, difference};
+use super::joined::Joined;
+use super::scratch::bad_plan;
+use super::translated::Translated;
+use crate::check::refuse_unsound;
+use crate::error::ConvertError;
+use crate::job::JobOptions;
+use crate::source::Source;
+
+/// What to do with a key that more than one checkpoint has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Duplicates {
+    /// Refuse it.
+    #[default]
+    Refuse,
+    /// Take it from the first one, when it is the same in all of them, byte by byte.
+    Identical,
+}
+
+/// A reader that shows everything of several others: first all of the first one, then what the
+/// next one has besides, and so on.
+#[derive(Debug)]
+pub struct Merged {
+    parts: Vec<MergedPart>,
+    metadata: Arc<CheckpointMetadata>,
+    /// By entry: the part, and the entry there.
+    inward: Vec<(u32, u32)>,
+}
+
+#[derive(Debug)]
+struct MergedPart {
+    reader: Arc<dyn StorageReader>,
+    metadata: Arc<CheckpointMetadata>,
+    /// Entries here, by those of the part.
+    outward: Arc<HashMap<u32, u32>>,
+}
+
+impl Merged {
+    /// All of `sources` as one, as a job reads it.
+    ///
+    /// # Errors
+    ///
+    /// [`ConvertError::Disagreement`] with all keys that more than one source has, as far as
+    /// `duplicates` does not allow them; and when a source cannot be read or makes no sense.
+    pub async fn apply(
+        sources: &[Source],
+        duplicates: Duplicates,
+        job: &JobOptions,
+    ) -> Result<Source, ConvertError> {
+        let mut inputs = Vec::with_capacity(sources.len());
+        for source in sources {
+            let input = Input::open(source, job.parallelism).await?;
+            refuse_unsound(&input.metadata)?;
+            inputs.push(input);
+        }
+        let owners = owners(&inputs, duplicates).await?;
+        let view = Self::new(&inputs, &owners)?;
+        let parts: Vec<_> = inputs.into_iter().map(|input| input.source).collect();
+        let storages = parts.iter().map(|part| Arc::clone(&part.storage)).collect();
+        let mut merged = Source::derived(Arc::new(view), &parts)
+            .ok_or_else(|| ConvertError::unsupported("a merge", "needs at least one checkpoint"))?;
+        merged.storage = Arc::new(Joined::new(storages));
+        Ok(merged)
+    }
+
+    fn new(inputs: &[Input], owners: &[Vec<usize>]) -> Result<Self, CheckpointError> {
+        let mut metadata = CheckpointMetadata::new();
+        if let Some(first) = inputs.first() {
+            *metadata.provenance_mut() = first.metadata.provenance().clone();
+        }
+        let (mut parts, mut inward) = (Vec::with_capacity(inputs.len()), Vec::new());
+        for (number, (input, owned)) in inputs.iter().zip(owners).enumerate() {
+            let mut outward = HashMap::with_capacity(owned.len());
+            for &entry in owned {
+                let Some((fqn, stored)) = input.metadata.at(entry) else { continue };
+                let moved = moved(stored, number, &input.metadata, &mut metadata)?;
+                let here = metadata.insert(Arc::clone(fqn), moved);
+                let id = |n: usize| u32::try_from(n).map_err(|_| bad_plan(fqn, "too many keys"));
+                outward.insert(id(entry)?, id(here)?);
+                inward.push((id(number)?, id(entry)?));
+            }
+            parts.push(MergedPart {
+                reader: Arc::clone(&input.source.reader),
+                metadata: Arc::clone(&input.metadata),
+                outward: Arc::new(outward),
+            });
+        }
+        Ok(Self { parts, metadata: Arc::new(metadata), inward })
+    }
+}
+
+/// The entries that are taken of each input.
+async fn owners(inputs: &[Input], duplicates: Duplicates) -> Result<Vec<Vec<usize>>, ConvertError> {
+    let mut first: HashMap<&Arc<str>, usize> = HashMap::new();
+    let mut owners = Vec::with_capacity(inputs.len());
+    let mut problems = Vec::new();
+    for (number, input) in inputs.iter().enumerate() {
+        let mut owned = Vec::with_capacity(input.metadata.len());
+        for (entry, (fqn, _)) in input.metadata.iter().enumerate() {
+            let Some(&earlier) = first.get(fqn) else {
+                first.insert(fqn, number);
+                owned.push(entry);
+                continue;
+            };
+            let both = format!("{fqn:?} is in checkpoints {} and {}", earlier + 1, number + 1);
+            match (duplicates, inputs.get(earlier)) {
+                (Duplicates::Identical, Some(other)) => {
+                    if let Some(how) = difference(other, input, fqn).await? {
+                        problems.push(format!("{both}: {how}"));
+                    }
+                }
+                _ => problems.push(both),
+            }
+        }
+        owners.push(owned);
+    }
+    if problems.is_empty() { Ok(owners) } else { Err(ConvertError::Disagreement { problems }) }
+}
+
+/// An entry of one input, placed in the storage of all.
+fn moved(
+    entry: &Entry,
+    number: usize,
+    from: &CheckpointMetadata,
+    to: &mut CheckpointMetadata,
+) -> Result<Entry, CheckpointError> {
+    let mut place = |placement: Option<Placement>| {
+        let placement = placement?;
+        let file = to.intern_file(&Joined::key(number, from.file(placement.file)?)?)?;
+        let encoding = to.intern_encoding(from.encoding(&placement)?)?;
+        Some(Placement { file, encoding, ..placement })
+    };
+    let mut entry = entry.clone();
+    match &mut entry {
+        Entry::Tensor(tensor) => {
+            let mut chunks = ChunkTable::new(tensor.shape.ndim());
+            for chunk in tensor.chunks.iter() {
+                let pushed = chunks.push(chunk.offsets, chunk.sizes, place(chunk.placement));
+                pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
+            }
+            tensor.chunks = chunks;
+        }
+        Entry::Object(object) => object.placement = place(object.placement),
+        _ => {}
+    }
+    Ok(entry)
+}
+
+#[async_trait]
+impl StorageReader for Merged {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        Ok(Arc::clone(&self.metadata))
+    }
+
+    async fn read(
+        &self,
+        _metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let mut plans = vec![LoadPlan::default(); self.parts.len()];
+        for item in &plan.items {
+            let place = self.inward.get(item.entry as usize);
+            let found =
+                place.and_then(|(part, entry)| Some((plans.get_mut(*part as usize)?, entry)));
+            let (plan, entry) = found.ok_or_else(|| bad_plan("", "it is in no part"))?;
+            plan.items.push(ReadItem { entry: *entry, ..item.clone() });
+        }
+        let mut report = ReadReport::default();
+        for (part, plan) in self.parts.iter().zip(plans) {
+            if plan.items.is_empty() {
+                continue;
+            }
+            let sink = Translated::new(Arc::clone(&sink), Arc::clone(&part.outward));
+            let read = part.reader.read(&part.metadata, &plan, Arc::new(sink)).await?;
+            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
+            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+        }
+        Ok(report)
+    }
+}

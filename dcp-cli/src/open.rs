@@ -57,7 +57,7 @@ pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
     let Ok(detection) = detect(&storage).await else { return Err(error.into()) };
     match &detection.kind {
         Detected::Safetensors { .. } => readable(uri, Source::hf(storage, need.tolerant())).await,
-        _ => Err(no_checkpoint(uri, &detection, error)),
+        _ => Err(no_checkpoint(uri, &storage, &detection, error).await),
     }
 }
 
@@ -170,7 +170,12 @@ async fn file_source(
 }
 
 /// Explains why a directory is no checkpoint, and names one that is near.
-fn no_checkpoint(uri: &str, detection: &Detection, error: CheckpointError) -> Failure {
+async fn no_checkpoint(
+    uri: &str,
+    storage: &Arc<dyn Storage>,
+    detection: &Detection,
+    error: CheckpointError,
+) -> Failure {
     let failure = match &detection.kind {
         Detected::Dcp | Detected::DcpRankLocal { .. } => return Failure::from(error),
         Detected::Empty => Failure::new(Exit::Bad, format!("{uri:?} is an empty directory")),

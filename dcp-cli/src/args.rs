@@ -91,6 +91,7 @@ pub(crate) enum Command {
     Inspect(Inspect),
     Verify(Verify),
     Get(Get),
+    Stats(command::Stats),
     Convert(command::Convert),
     Reshard(command::Reshard),
     RewriteMetadata(command::RewriteMetadata),

@@ -41,6 +41,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Inspect(args) => command::inspect(&args, &out),
         Command::Verify(args) => command::verify(&args, &out),
         Command::Get(args) => command::get(&args, &out),
+        Command::Stats(args) => command::stats(&args, &out),
         Command::Convert(args) => command::convert(&args, &out),
         Command::Reshard(args) => command::reshard(&args, &out),
         Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &out),

@@ -14,8 +14,10 @@ mod intact;
 mod job;
 mod list_run;
 mod npy;
+mod numbers;
 mod numpy;
 mod objects;
+mod pieces;
 mod placed;
 mod print;
 pub mod report;
@@ -26,6 +28,7 @@ mod select;
 mod slice;
 mod small_float;
 mod source;
+mod stats;
 mod suggest;
 mod target;
 mod tensor_read;
@@ -49,6 +52,10 @@ pub use rewrite_metadata::{MetadataRewrite, ProfileChoice, rewrite_metadata};
 pub use select::{Chosen, Rename, Selection, StatePart, parse_mapping};
 pub use slice::TensorSlice;
 pub use source::Source;
+pub use stats::{
+    BAD_CHUNKS_MAX, BAD_VALUES_MAX, BadChunk, BadValue, FloatRange, Histogram, Number, NumberStats,
+    ObjectStats, StatsReport, TensorStats, stats,
+};
 pub use target::Target;
 pub use to_safetensors::{LEFT_OUT, to_safetensors};
 pub use value_json::{JsonLimits, value_json};

@@ -7,6 +7,7 @@ mod ls;
 mod report;
 mod reshard;
 mod rewrite_metadata;
+mod stats;
 mod verify;
 
 pub(crate) use convert::{Convert, convert};
@@ -16,4 +17,5 @@ pub(crate) use ls::{Ls, ls};
 pub(crate) use report::{Report, report};
 pub(crate) use reshard::{Reshard, reshard};
 pub(crate) use rewrite_metadata::{RewriteMetadata, rewrite_metadata};
+pub(crate) use stats::{Stats, stats};
 pub(crate) use verify::verify;

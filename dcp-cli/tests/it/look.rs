@@ -10,7 +10,7 @@ use dcp::formats::safetensors::{SafetensorsItem, encode_header};
 use crate::support::{command, dcp, finish, path};
 
 #[track_caller]
-fn snapshot(name: &str, args: &[&str], columns: &str) {
+pub(crate) fn snapshot(name: &str, args: &[&str], columns: &str) {
     let output = command().args(args).env("COLUMNS", columns).output().unwrap();
     let run = finish(output);
     let text = format!("{}{}", run.stdout, run.stderr);

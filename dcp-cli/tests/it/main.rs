@@ -14,6 +14,7 @@ mod report;
 mod reshard;
 mod rewrite_metadata;
 mod run_directory;
+mod stats;
 mod support;
 mod values;
 mod wrong_input;

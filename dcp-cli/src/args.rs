@@ -36,6 +36,7 @@ Examples:
   dcp inspect runs/step_1000                      what is in it
   dcp inspect runs/step_1000 --shards lm_head     how a tensor is cut, and which file has which part
   dcp verify runs/step_1000 --deep                compare every byte with its checksum
+  dcp stats runs/step_1000 --nan                  find the NaN that killed the run
   dcp get runs/step_1000 model.embed.weight --slice 0:2,:
   dcp convert runs/step_1000 model.safetensors --to safetensors
   dcp reshard runs/step_1000 resharded --ranks 8

@@ -10,7 +10,7 @@ use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::stats;
 
-/// Show what the numbers of a checkpoint look like, and find the NaN that killed the run.
+/// Show statistics of a checkpoint, and find the NaN that killed the run.
 ///
 /// Reads every byte once and prints for each tensor its range, mean, standard deviation, share of
 /// zeros and a histogram of magnitudes. Every tensor with a NaN or an infinity is listed with the

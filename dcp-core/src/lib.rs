@@ -30,6 +30,7 @@ mod metadata;
 mod overlap;
 mod payload;
 mod plan;
+mod python_str;
 mod region;
 mod storage;
 mod tensor;
@@ -60,6 +61,7 @@ pub use plan::{
     ReadKind, SavePlan, SavePlanner, SelectedItem, StateIndex, StateLeaf, TensorSpec, WriteItem,
     WriteOrder, WritePlan,
 };
+pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};
 pub use storage::{
     Capabilities, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,

@@ -161,6 +161,11 @@ pub enum Layout {
     /// What a reader over another reader makes its elements of, such as quantized ones; only that
     /// reader knows how. The bytes have another length than the elements.
     Computed,
+    /// A part of a whole `torch.save` file, which only that file's reader can take out: an object
+    /// in the file's pickle, or a tensor whose elements have to be picked from a storage (by
+    /// strides, inflated, with bytes swapped or signs flipped). The bytes are those of the whole
+    /// pickle or storage, so several items may have the same.
+    TorchSave,
 }
 
 /// What a checkpoint says of its origin; informational, never trusted.

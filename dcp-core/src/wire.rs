@@ -153,6 +153,7 @@ impl WritePlan {
                 0 => Layout::TorchArchive,
                 1 => Layout::Raw,
                 2 => Layout::Computed,
+                3 => Layout::TorchSave,
                 other => return Err(bad(format!("unknown layout {other}"))),
             };
             let transforms = (0..input.count()?)
@@ -194,6 +195,7 @@ fn layout_code(layout: Layout) -> u64 {
         Layout::TorchArchive => 0,
         Layout::Raw => 1,
         Layout::Computed => 2,
+        Layout::TorchSave => 3,
     }
 }
 

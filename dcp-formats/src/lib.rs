@@ -9,6 +9,7 @@ pub mod metadata;
 pub mod pickle;
 pub mod safetensors;
 pub mod torch_object;
+pub mod torch_save;
 pub mod torch_tensor;
 pub mod torch_zip;
 mod unique;

@@ -79,35 +79,44 @@ fn read(blob: &Bytes) -> Result<Converted, Halt> {
     let index = ArchiveIndex::read(&sparse)?;
     let pickle = small_record(&sparse, index.require("data.pkl")?, INFLATED_MAX)?;
     let pickle = Pickle::parse(&pickle, &Limits::DEFAULT)?;
-    let mut tensors = Tensors {
-        byte_order: byte_order(&sparse, &index)?,
-        budget: (blob.len() as u64).saturating_mul(2).saturating_add(EXPANDED_MAX),
-        blob: sparse,
-        index: &index,
-        storages: HashMap::new(),
-    };
+    let byte_order = byte_order(&sparse, &index)?;
+    let mut tensors = Tensors::new(byte_order, blob.len() as u64, |layout| {
+        let record = storage_record(&sparse, &index, layout)?;
+        let kept = sparse.need("a storage", record.data.clone())?;
+        Ok(record.decode(kept, INFLATED_MAX)?)
+    });
     Ok(Converter::new(&pickle, &Limits::DEFAULT, &mut tensors).convert(pickle.root())?)
 }
 
 /// Gives tensors in a pickle the bytes of their storages.
-struct Tensors<'a> {
-    blob: Sparse<'a>,
-    index: &'a ArchiveIndex,
+pub(crate) struct Tensors<'a> {
     byte_order: ByteOrder,
     /// Bytes that tensors may still take.
     budget: u64,
+    /// Brings the whole storage of a tensor.
+    load: Box<Load<'a>>,
     storages: HashMap<Box<str>, Cow<'a, [u8]>>,
 }
 
-impl Tensors<'_> {
+type Load<'a> = dyn FnMut(&TensorLayout) -> Result<Cow<'a, [u8]>, Halt> + 'a;
+
+impl<'a> Tensors<'a> {
+    /// For tensors whose storages have `byte_len` bytes together, and which `load` brings.
+    pub(crate) fn new(
+        byte_order: ByteOrder,
+        byte_len: u64,
+        load: impl FnMut(&TensorLayout) -> Result<Cow<'a, [u8]>, Halt> + 'a,
+    ) -> Self {
+        let budget = byte_len.saturating_mul(2).saturating_add(EXPANDED_MAX);
+        Self { byte_order, budget, load: Box::new(load), storages: HashMap::new() }
+    }
+
     /// The tensor, and whether no other tensor had this storage before.
     fn tensor(&mut self, layout: &TensorLayout) -> Result<(Tensor, bool), Halt> {
         let key = &layout.storage().key;
         let fresh = !self.storages.contains_key(key);
         if fresh {
-            let record = storage_record(&self.blob, self.index, layout)?;
-            let kept = self.blob.need("a storage", record.data.clone())?;
-            let storage = record.decode(kept, INFLATED_MAX)?;
+            let storage = (self.load)(layout)?;
             self.storages.insert(key.clone(), storage);
         }
         let storage = self.storages.get(key).map(|bytes| &**bytes).unwrap_or_default();
@@ -142,6 +151,7 @@ impl Hook for Tensors<'_> {
         let plain = layout.contiguous_range().is_some()
             && !layout.requires_grad()
             && !layout.is_parameter()
+            && !layout.has_python_state()
             && layout.quantizer().is_none()
             && &*layout.storage().location == "cpu";
         let faithful = fresh && whole && plain && self.byte_order == ByteOrder::Little;

@@ -5,10 +5,8 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointMetadata, LeafKind, PathItem, PlanError, StateDict, StateIndex, StateLeaf, StatePath,
-    Tensor, Value,
+    Tensor, Value, python_str,
 };
-
-use crate::python_str::python_str;
 
 /// Containers within containers that are still descended; CPython's own limit on recursion stops
 /// PyTorch at about as many.

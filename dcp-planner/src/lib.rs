@@ -14,7 +14,6 @@ mod filter;
 mod flatten;
 mod load;
 mod placement;
-mod python_str;
 mod save;
 mod template;
 mod unflatten;

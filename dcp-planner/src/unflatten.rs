@@ -3,7 +3,6 @@
 use dcp_core::{Dict, PathItem, PlanError, StateDict, Value};
 
 use crate::flatten::{MAX_DEPTH, joined};
-use crate::python_str::python_str;
 
 /// Elements of lists that may be filled up with `None` although nothing is stored for them:
 /// PyTorch leaves such gaps where a list held empty dicts.

@@ -71,7 +71,7 @@ pub(super) async fn prepare(
 ) -> Result<Result<Requests, Blob>, CheckpointError> {
     let blob_start = blob.placement.byte_offset;
     let (elements, record) = if blob.encoding.layout == Layout::Raw {
-        (0..blob.placement.byte_len, None)
+        (0..blob.placement.byte_len, ctx.record(&blob.placement))
     } else {
         let tensor = describe(ctx, &blob).await?;
         blob.check_layout(tensor.layout()).map_err(|error| blob.locate(error))?;

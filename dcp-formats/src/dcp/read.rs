@@ -1,13 +1,14 @@
 //! Carrying out a load plan: what is read in which request, and how much at a time.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::{
-    Buffer, CheckpointError, CheckpointMetadata, DataSink, Key, LoadPlan, ReadInto, ReadReport,
-    Storage, StorageError, StorageExt as _,
+    Buffer, CheckpointError, CheckpointMetadata, DataSink, Key, LoadPlan, Placement, ReadInto,
+    ReadReport, Storage, StorageError, StorageExt as _,
 };
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
@@ -15,12 +16,50 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 use super::blobs::{Blob, Content, group};
 use super::direct::{Requests, execute, prepare};
 use super::whole::read_span;
+use crate::torch_zip::{Method, Record};
 use crate::upload::Progress;
 
+/// The memory for what cannot be read straight into place, in bytes.
+pub(super) const SCRATCH_BYTES: u64 = 64 << 20;
 /// Blobs up to this length are read whole, with their neighbors.
 const SMALL_BLOB: u64 = 64 << 10;
 /// The bounds of what one request may take of the scratch memory.
 const SCRATCH_PER_REQUEST: Range<u64> = SMALL_BLOB..4 << 20;
+
+/// CRC-32 of the bytes of a file, by first byte and length.
+type Checksums = Arc<HashMap<(u64, u64), u32>>;
+
+/// Reads items from where the metadata places them, with the least requests and memory: for every
+/// format whose chunks lie in its files as they are ([`Layout::Raw`](dcp_core::Layout::Raw)), or
+/// in archives of their own.
+pub(crate) struct PlacedReads {
+    storage: Arc<dyn Storage>,
+    checksums: Checksums,
+}
+
+impl PlacedReads {
+    pub(crate) fn new(storage: Arc<dyn Storage>) -> Self {
+        Self { storage, checksums: Arc::default() }
+    }
+
+    /// The same, comparing raw chunks with these, where one read takes all of a chunk. They are
+    /// those of one file.
+    pub(crate) fn with_checksums(mut self, checksums: Checksums) -> Self {
+        self.checksums = checksums;
+        self
+    }
+
+    pub(crate) async fn read(
+        self,
+        metadata: &CheckpointMetadata,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let mut context = Context::new(self.storage, sink, true, SCRATCH_BYTES, None);
+        context.checksums = self.checksums;
+        run(Arc::new(context), metadata, plan).await
+    }
+}
 
 /// What all parts of a load share.
 pub(crate) struct Context {
@@ -30,6 +69,7 @@ pub(crate) struct Context {
     pub(super) coalesce_gap: u64,
     pub(super) scratch_per_request: u64,
     progress: Option<Progress>,
+    checksums: Checksums,
     parallelism: usize,
     pub(super) scratch: u64,
     bytes_read: AtomicU64,
@@ -55,11 +95,19 @@ impl Context {
             coalesce_gap: capabilities.coalesce_gap,
             scratch_per_request: (scratch / parallelism as u64).clamp(start, end),
             progress,
+            checksums: Arc::default(),
             parallelism,
             scratch,
             bytes_read: AtomicU64::new(0),
             to_decode: Mutex::default(),
         }
+    }
+
+    /// The record that a chunk's bytes are as a whole, if there is one.
+    pub(super) fn record(&self, placement: &Placement) -> Option<Record> {
+        let Placement { byte_offset, byte_len, .. } = *placement;
+        let crc32 = Some(*self.checksums.get(&(byte_offset, byte_len))?);
+        Some(Record { data: 0..byte_len, byte_len, crc32, method: Method::Stored })
     }
 
     /// Reads and counts.

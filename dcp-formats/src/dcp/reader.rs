@@ -12,11 +12,9 @@ use futures_util::lock::Mutex;
 
 use super::index::{Index, load};
 use super::names::sidecar;
-use super::read::{Context, run};
+use super::read::{Context, SCRATCH_BYTES, run};
 use super::sidecar::Sidecar;
 use crate::upload::Progress;
-
-const SCRATCH_BYTES: u64 = 64 << 20;
 
 /// Reads checkpoints of PyTorch's DCP: those of `FileSystemWriter` from PyTorch 2.1 on, in all its
 /// variants (files per rank or per item, zstd extension, safetensors serialization, rank-local

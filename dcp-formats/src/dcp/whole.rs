@@ -123,6 +123,9 @@ fn elements<'a>(
     limit: u64,
 ) -> Result<Elements<'a>, FormatError> {
     if blob.encoding.layout == Layout::Raw {
+        if let Some(record) = ctx.record(&blob.placement) {
+            record.check_crc32(crc32fast::hash(bytes))?;
+        }
         return Ok(Elements::InOrder(Cow::Borrowed(bytes)));
     }
     let tensor = TensorBlob::parse(&Sparse::whole(bytes))?.ready()?;

@@ -119,7 +119,7 @@ impl NodeId {
     /// The node that is always there: `None`.
     pub(super) const NONE: Self = Self(NonZeroU32::MIN);
 
-    pub(super) fn from_index(index: usize) -> Option<Self> {
+    pub(crate) fn from_index(index: usize) -> Option<Self> {
         u32::try_from(index).ok()?.checked_add(1).and_then(NonZeroU32::new).map(Self)
     }
 
@@ -290,6 +290,28 @@ impl<'a> Pickle<'a> {
     #[must_use]
     pub fn object_entries(&self, object: &ObjectNode) -> &[NodeId] {
         self.children(self.rare_of(object).entries)
+    }
+
+    /// Adds every node that this one refers to.
+    pub(crate) fn push_references(&self, id: NodeId, found: &mut Vec<NodeId>) {
+        match self.node(id) {
+            Node::Tuple(span)
+            | Node::List(span)
+            | Node::Dict(span)
+            | Node::Set(span)
+            | Node::FrozenSet(span) => found.extend_from_slice(self.children(*span)),
+            Node::Persistent(id) => found.push(*id),
+            Node::Object(_) => {
+                if let Some(object) = self.object(id) {
+                    found.extend([object.class, object.args]);
+                    found.extend(object.state);
+                    found.extend(self.kwargs(object));
+                    found.extend_from_slice(self.object_items(object));
+                    found.extend_from_slice(self.object_entries(object));
+                }
+            }
+            _ => {}
+        }
     }
 
     fn rare_of(&self, object: &ObjectNode) -> Rare {

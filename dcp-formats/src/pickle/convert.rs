@@ -50,14 +50,14 @@ pub struct Converter<'p, 'a> {
     depth: usize,
     budget: usize,
     faithful: bool,
-    seen: Vec<Seen>,
+    /// Containers that were met.
+    seen: HashMap<NodeId, Seen>,
     /// Values without children by node, so that shared ones are shared and not copied.
     leaves: HashMap<NodeId, Value>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Seen {
-    Never,
     Open,
     Done,
 }
@@ -78,9 +78,15 @@ impl<'p, 'a> Converter<'p, 'a> {
             depth: limits.depth,
             budget: size.saturating_mul(limits.values_per_node),
             faithful: true,
-            seen: vec![Seen::Never; pickle.node_count()],
+            seen: HashMap::new(),
             leaves: HashMap::new(),
         }
+    }
+
+    /// The same, for a part of the pickle that has `size` nodes and references.
+    pub(crate) fn with_size(mut self, size: usize, limits: &Limits) -> Self {
+        self.budget = size.saturating_mul(limits.values_per_node);
+        self
     }
 
     /// Converts a node and all below it.
@@ -161,14 +167,13 @@ impl<'p, 'a> Converter<'p, 'a> {
             self.faithful &= matches!(value, Value::Bytes(_));
             return Ok(value);
         }
-        let before = self.seen.get(id.index()).copied().unwrap_or(Seen::Open);
         let immutable = matches!(self.pickle.node(id), Node::Tuple(_) | Node::FrozenSet(_));
-        match before {
-            Seen::Open => return Ok(self.left_out("<cycle>")),
-            Seen::Done if !immutable => self.faithful = false,
+        match self.seen.get(&id) {
+            Some(Seen::Open) => return Ok(self.left_out("<cycle>")),
+            Some(Seen::Done) if !immutable => self.faithful = false,
             _ => {}
         }
-        self.mark(id, Seen::Open);
+        self.seen.insert(id, Seen::Open);
         let value = match *self.pickle.node(id) {
             Node::Tuple(span) => Value::Tuple(self.values(span, depth)?),
             Node::List(span) => Value::List(self.values(span, depth)?),
@@ -180,14 +185,8 @@ impl<'p, 'a> Converter<'p, 'a> {
             }
             _ => self.object(id, depth)?,
         };
-        self.mark(id, Seen::Done);
+        self.seen.insert(id, Seen::Done);
         Ok(value)
-    }
-
-    fn mark(&mut self, id: NodeId, seen: Seen) {
-        if let Some(slot) = self.seen.get_mut(id.index()) {
-            *slot = seen;
-        }
     }
 
     fn values(&mut self, span: Span, depth: usize) -> Result<Vec<Value>, FormatError> {

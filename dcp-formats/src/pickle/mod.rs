@@ -8,7 +8,8 @@
 //!
 //! Large pickles such as `.metadata` are walked as nodes. [`Converter`] turns nodes into
 //! [`Value`](dcp_core::Value)s, and [`Writer`] makes protocol-2 pickles byte for byte like
-//! CPython's C pickler with `fix_imports`, the default.
+//! CPython's C pickler with `fix_imports`, the default. [`Writer::graph`] writes a part of a parsed
+//! pickle again as it was, whatever objects it is made of.
 
 mod arena;
 mod convert;
@@ -18,6 +19,7 @@ mod limits;
 mod machine;
 mod names;
 mod opcode;
+mod rewrite;
 mod stack;
 mod writer;
 
@@ -25,4 +27,5 @@ pub use arena::{Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, Span
 pub use convert::{Converted, Converter, Hook};
 pub use dump::{Dumper, TensorSink, dump};
 pub use limits::Limits;
+pub use rewrite::PersistentSink;
 pub use writer::Writer;

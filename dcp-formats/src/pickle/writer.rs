@@ -10,7 +10,7 @@ use super::names::to_python2;
 use super::opcode as op;
 
 /// Items that one `APPENDS` or `SETITEMS` takes.
-const BATCH: usize = 1000;
+pub(super) const BATCH: usize = 1000;
 
 /// Writes the opcodes of protocol 2 and numbers the memo.
 ///
@@ -29,11 +29,13 @@ const BATCH: usize = 1000;
 /// `fix_imports`.
 #[derive(Debug)]
 pub struct Writer {
-    out: Vec<u8>,
-    memo_len: u32,
+    pub(super) out: Vec<u8>,
+    pub(super) memo_len: u32,
     /// By module, then by name.
     by_name: HashMap<Box<str>, HashMap<Box<str>, u32>>,
     by_value: HashMap<Box<str>, u32>,
+    /// Keys of storages, of which `torch.save` has one string each.
+    by_storage_key: HashMap<Box<str>, u32>,
     /// Bytes objects of one byte, or none.
     short_bytes: HashMap<Option<u8>, u32>,
     /// By address; the clone keeps the address from being used again.
@@ -56,6 +58,7 @@ impl Writer {
             memo_len: 0,
             by_name: HashMap::new(),
             by_value: HashMap::new(),
+            by_storage_key: HashMap::new(),
             short_bytes: HashMap::new(),
             by_identity: HashMap::new(),
             too_long: false,
@@ -169,6 +172,19 @@ impl Writer {
         self.by_identity.insert(address, (memo, Arc::clone(text)));
     }
 
+    /// The key of a storage, which is the same object wherever that storage is referred to.
+    pub fn storage_key(&mut self, key: &str) {
+        if key.chars().nth(1).is_none() {
+            return self.str(key);
+        }
+        if let Some(memo) = self.by_storage_key.get(key) {
+            return self.get(*memo);
+        }
+        let memo = self.memo_len;
+        self.str(key);
+        self.by_storage_key.insert(key.into(), memo);
+    }
+
     /// Bytes, which protocol 2 spells as Latin-1 text to be encoded.
     pub fn bytes(&mut self, bytes: &[u8]) {
         let short = (bytes.len() <= 1).then(|| bytes.first().copied());
@@ -229,7 +245,7 @@ impl Writer {
         Ok(())
     }
 
-    fn end_tuple(&mut self, len: usize) {
+    pub(super) fn end_tuple(&mut self, len: usize) {
         self.out.push(match len {
             0 => return self.empty_tuple(),
             1 => op::TUPLE1,
@@ -346,24 +362,29 @@ impl Writer {
     }
 
     fn text(&mut self, text: &str) {
+        self.utf8(text.as_bytes());
+    }
+
+    /// Text as Python encodes it, lone surrogates included.
+    pub(super) fn utf8(&mut self, text: &[u8]) {
         match u32::try_from(text.len()) {
             Ok(len) => {
                 self.out.push(op::BINUNICODE);
                 self.out.extend(len.to_le_bytes());
-                self.out.extend_from_slice(text.as_bytes());
+                self.out.extend_from_slice(text);
             }
             Err(_) => self.too_long = true,
         }
     }
 
-    fn memoize(&mut self) -> u32 {
+    pub(super) fn memoize(&mut self) -> u32 {
         let memo = self.memo_len;
         self.indexed(op::BINPUT, op::LONG_BINPUT, memo);
         self.memo_len = memo.saturating_add(1);
         memo
     }
 
-    fn get(&mut self, memo: u32) {
+    pub(super) fn get(&mut self, memo: u32) {
         self.indexed(op::BINGET, op::LONG_BINGET, memo);
     }
 

@@ -62,7 +62,16 @@ impl TensorLayout {
             },
         }
         .ok_or_else(|| bad("an element lies outside the storage"))?;
+        self.evaluate(byte_order, out)
+    }
 
+    /// Makes elements, as a storage has them, little-endian and what the tensor says they are:
+    /// conjugates, negatives.
+    pub(crate) fn evaluate(
+        &self,
+        byte_order: ByteOrder,
+        out: &mut [u8],
+    ) -> Result<(), FormatError> {
         // PyTorch 2.15 swaps storages by their class and so leaves those of `_rebuild_tensor_v3`,
         // which count in bytes, as they are; the element type says what the writer meant.
         let scalar = self.dtype.scalar_size();

@@ -16,6 +16,7 @@ pub struct TensorLayout {
     pub(super) storage: StorageRef,
     pub(super) requires_grad: bool,
     pub(super) parameter: bool,
+    pub(super) python_state: bool,
     pub(super) conj: bool,
     pub(super) neg: bool,
     pub(super) quantizer: Option<Quantizer>,
@@ -78,6 +79,7 @@ impl TensorLayout {
             storage: StorageRef { key: "0".into(), byte_len: 0, location: "cpu".into() },
             requires_grad: false,
             parameter: false,
+            python_state: false,
             conj: false,
             neg: false,
             quantizer: None,
@@ -133,6 +135,14 @@ impl TensorLayout {
     #[must_use]
     pub fn is_parameter(&self) -> bool {
         self.parameter
+    }
+
+    /// Whether Python would make more of it than a tensor of these elements: an instance of a
+    /// subclass, attributes, or a tensor of another device. [`write`](Self::write) leaves that
+    /// out.
+    #[must_use]
+    pub fn has_python_state(&self) -> bool {
+        self.python_state
     }
 
     /// Whether the elements are the complex conjugates of what the storage has.

@@ -13,4 +13,6 @@ mod write;
 
 pub use blob::{ByteOrder, TensorBlob};
 pub(crate) use blob::{byte_order, small_record, storage_record};
+pub(crate) use read::{makes_tensor, stored};
+
 pub use layout::{Quantizer, StorageRef, TensorLayout};

@@ -53,11 +53,31 @@ fn tensor(
     let plain = object.state.is_none()
         && pickle.object_items(object).is_empty()
         && pickle.object_entries(object).is_empty();
-    let Some(("torch._utils", function)) = pickle.global_name(object.class).filter(|_| plain)
-    else {
-        return Ok(None);
+    match plain {
+        true => rebuilt(pickle, object.class, pickle.tuple(object.args), nesting),
+        false => Ok(None),
+    }
+}
+
+/// What a call of one of PyTorch's functions gives.
+fn rebuilt(
+    pickle: &Pickle<'_>,
+    function: NodeId,
+    args: &[NodeId],
+    nesting: usize,
+) -> Result<Option<TensorLayout>, FormatError> {
+    let function = match (pickle.global_name(function), args) {
+        // A tensor with attributes, or of a subclass: the function that it wraps, and its result.
+        (Some(("torch._tensor", "_rebuild_from_type_v2")), [inner, _class, args, _state]) => {
+            let Some(nesting) = nesting.checked_sub(1) else {
+                return Err(bad("tensors are nested in each other"));
+            };
+            let layout = rebuilt(pickle, *inner, pickle.tuple(*args), nesting)?;
+            return Ok(layout.map(|layout| TensorLayout { python_state: true, ..layout }));
+        }
+        (Some(("torch._utils", function)), _) => function,
+        _ => return Ok(None),
     };
-    let args = pickle.tuple(object.args);
     let malformed = || bad(format!("the arguments of {function} make no sense"));
     let read = match (function, args) {
         ("_rebuild_tensor", args @ [_, _, _, _]) => strided(pickle, args, None),
@@ -90,6 +110,19 @@ fn tensor(
             with_grad(pickle, layout, *grad)
                 .map(|layout| TensorLayout { parameter: true, ..layout })
         }
+        ("_rebuild_parameter_with_state", [inner, grad, _hooks, _state]) => {
+            let Some(layout) = tensor(pickle, *inner, nesting)? else { return Ok(None) };
+            with_grad(pickle, layout, *grad).map(|layout| TensorLayout {
+                parameter: true,
+                python_state: true,
+                ..layout
+            })
+        }
+        ("_rebuild_device_tensor_from_cpu_tensor", [inner, _dtype, _device, grad]) => {
+            let Some(layout) = tensor(pickle, *inner, nesting)? else { return Ok(None) };
+            with_grad(pickle, layout, *grad)
+                .map(|layout| TensorLayout { python_state: true, ..layout })
+        }
         (
             "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3" | "_rebuild_qtensor"
             | "_rebuild_parameter",
@@ -107,7 +140,7 @@ fn tensor(
 /// From storage, offset, sizes and strides; of the storage's type unless another is given.
 fn strided(pickle: &Pickle<'_>, args: &[NodeId], dtype: Option<NodeId>) -> Option<TensorLayout> {
     let [storage, offset, sizes, strides] = args else { return None };
-    let (class, storage) = storage_ref(pickle, *storage)?;
+    let (class, storage, view_offset) = storage_ref(pickle, *storage)?;
     let dtype = match (dtype, class) {
         (Some(id), _) => match pickle.global_name(id)? {
             ("torch", name) => name.parse::<DType>().ok()?,
@@ -121,25 +154,51 @@ fn strided(pickle: &Pickle<'_>, args: &[NodeId], dtype: Option<NodeId>) -> Optio
         dtype,
         sizes: uints(pickle, *sizes)?.into_iter().collect::<Dims>(),
         strides: uints(pickle, *strides)?,
-        storage_offset: uint(pickle, *offset)?,
+        storage_offset: uint(pickle, *offset)?.checked_add(view_offset)?,
         storage,
         requires_grad: false,
         parameter: false,
+        python_state: false,
         conj: false,
         neg: false,
         quantizer: None,
     })
 }
 
-fn storage_ref(pickle: &Pickle<'_>, id: NodeId) -> Option<(StorageClass, StorageRef)> {
+/// The storage, and where in it the part begins that the tensor counts from, in elements.
+fn storage_ref(pickle: &Pickle<'_>, id: NodeId) -> Option<(StorageClass, StorageRef, u64)> {
     let Node::Persistent(pid) = *pickle.node(id) else { return None };
-    let [tag, class, key, location, numel] = pickle.tuple(pid) else { return None };
+    let [tag, class, key, location, numel, view @ ..] = pickle.tuple(pid) else { return None };
     (pickle.str(*tag)? == "storage").then_some(())?;
+    // Files from before the zip format may say here that only a part of the storage is meant.
+    let view_offset = match view {
+        [] => 0,
+        [view] => match pickle.tuple(*view) {
+            [] => matches!(pickle.node(*view), Node::None).then_some(0)?,
+            [_key, offset, _size] => uint(pickle, *offset)?,
+            _ => return None,
+        },
+        _ => return None,
+    };
     let (module, name) = pickle.global_name(*class)?;
     let class = StorageClass::from_global(module, name)?;
     let byte_len = uint(pickle, *numel)?.checked_mul(class.element_size())?;
     let (key, location) = (pickle.str(*key)?.into(), pickle.str(*location)?.into());
-    Some((class, StorageRef { key, byte_len, location }))
+    Some((class, StorageRef { key, byte_len, location }, view_offset))
+}
+
+/// The storage that a persistent node refers to, and the size of its elements in bytes.
+pub(crate) fn stored(pickle: &Pickle<'_>, id: NodeId) -> Option<(StorageRef, u64)> {
+    storage_ref(pickle, id).map(|(class, storage, _)| (storage, class.element_size()))
+}
+
+/// Whether a node is a call of one of PyTorch's functions that make tensors, of any kind.
+pub(crate) fn makes_tensor(pickle: &Pickle<'_>, id: NodeId) -> bool {
+    match pickle.object(id).and_then(|object| pickle.global_name(object.class)) {
+        Some(("torch._utils", function)) => function.starts_with("_rebuild_"),
+        Some(("torch._tensor", function)) => function == "_rebuild_from_type_v2",
+        _ => false,
+    }
 }
 
 fn with_grad(pickle: &Pickle<'_>, layout: TensorLayout, grad: NodeId) -> Option<TensorLayout> {

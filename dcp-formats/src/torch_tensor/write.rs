@@ -83,7 +83,7 @@ impl TensorLayout {
             writer.constant("storage");
             let (module, name) = class.global();
             writer.global(module, name);
-            writer.str(&self.storage.key);
+            writer.storage_key(&self.storage.key);
             writer.constant(&self.storage.location);
             writer.uint(self.storage.byte_len / class.element_size());
             Ok::<(), Infallible>(())

@@ -88,7 +88,9 @@ fn tagged_object(object: &Object) -> Json {
         "datetime.datetime" => {
             let b = bytes(&args[0]);
             let year = u16::from_be_bytes([b[0], b[1]]);
-            let rest: Vec<_> = b[2..7].iter().map(u8::to_string).collect();
+            let mut rest: Vec<_> = b[2..7].iter().map(u8::to_string).collect();
+            let micros = u32::from_be_bytes([0, b[7], b[8], b[9]]);
+            rest.extend((micros > 0).then(|| micros.to_string()));
             json!({"t": class, "repr": format!("datetime.datetime({year}, {})", rest.join(", "))})
         }
         "datetime.timedelta" => {
@@ -98,7 +100,10 @@ fn tagged_object(object: &Object) -> Json {
         }
         "decimal.Decimal" => json!({"t": class, "repr": format!("Decimal({})", repr(&args[0]))}),
         "builtins.range" | "builtins.slice" => {
-            let args: Vec<_> = args.iter().map(repr).collect();
+            let mut args: Vec<_> = args.iter().map(repr).collect();
+            if &*object.class.name == "range" && args[2] == "1" {
+                args.truncate(2);
+            }
             json!({"t": class, "repr": format!("{}({})", object.class.name, args.join(", "))})
         }
         "collections.deque" => {
@@ -110,7 +115,7 @@ fn tagged_object(object: &Object) -> Json {
             let Some(Value::Tuple(state)) = &object.state else { panic!("{object:?}") };
             json!({"t": "BytesIO", "hex": hex(bytes(&state[0]))})
         }
-        _ => panic!("{object:?}"),
+        _ => panic!("{}", object.class),
     }
 }
 

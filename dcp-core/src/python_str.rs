@@ -1,12 +1,15 @@
 //! Python's `str()` of dict keys, which PyTorch makes the steps of a path.
 
-use dcp_core::Value;
+use crate::value::Value;
 
 /// Tuples within tuples that are still printed.
 const MAX_DEPTH: usize = 8;
 
 /// What `str(key)` gives in Python, or `None` for values whose text depends on their class.
-pub(crate) fn python_str(key: &Value) -> Option<String> {
+///
+/// PyTorch (2.4 and later) makes the steps of a flattened name of this.
+#[must_use]
+pub fn python_str(key: &Value) -> Option<String> {
     match key {
         Value::Str(text) => Some((**text).to_owned()),
         other => repr(other, 0),
@@ -82,7 +85,7 @@ fn str_repr(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::Global;
+    use crate::value::Global;
 
     use super::*;
 

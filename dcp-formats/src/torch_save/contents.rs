@@ -1,0 +1,129 @@
+//! What a file of `torch.save` consists of: a pickle, and storages by their keys.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use dcp_core::{CheckpointError, FormatError, Key, Storage};
+use indexmap::IndexMap;
+
+use super::file::File;
+use super::legacy;
+use crate::torch_tensor::{ByteOrder, StorageRef, byte_order, small_record};
+use crate::torch_zip::{ArchiveIndex, Entry, Method, Progress, Record, Sparse};
+
+/// The most that a stored pickle may have, in bytes; a tensor takes about 300.
+pub(super) const PICKLE_MAX: u64 = 1 << 30;
+/// The most that one may inflate to.
+const INFLATED_PICKLE_MAX: u64 = 64 << 20;
+/// What is read of an archive's end before anything is known of it.
+const TAIL: u64 = 64 << 10;
+/// What tells a file's kind.
+const MAGIC: u64 = 512;
+
+/// The parts of a file, but for the storages' bytes.
+#[derive(Debug)]
+pub(super) struct Contents {
+    pub(super) pickle: Bytes,
+    /// Where the pickle lies in the file, as it is kept.
+    pub(super) pickle_range: Range<u64>,
+    pub(super) byte_order: ByteOrder,
+    /// By key.
+    pub(super) storages: IndexMap<Box<str>, Record>,
+    /// All records of an archive by their full names; nothing of a file of the older form.
+    pub(super) records: IndexMap<Box<str>, Record>,
+    pub(super) version: Option<Box<str>>,
+}
+
+impl Contents {
+    pub(super) async fn read(storage: &dyn Storage, key: &Key) -> Result<Self, CheckpointError> {
+        let mut file = File::open(storage, key).await?;
+        let head = file.bring(0..MAGIC).await?;
+        if head.starts_with(b"PK\x03\x04") {
+            return read_archive(&mut file).await;
+        }
+        if legacy::is_magic(head) {
+            file.forget();
+            return legacy::read(&mut file).await;
+        }
+        let problem = if is_tar(head) {
+            "it is a tar file as PyTorch before 0.4 wrote; load it with an old PyTorch and save it \
+             again"
+        } else {
+            "it begins neither as a zip archive nor as the stream that PyTorch wrote before 1.6"
+        };
+        Err(file.locate(FormatError::new("torch.save file", problem)).into())
+    }
+
+    /// The record of a storage, whose length must be as the pickle says.
+    pub(super) fn storage(&self, storage: &StorageRef) -> Result<Record, FormatError> {
+        let StorageRef { key, byte_len: expected, .. } = storage;
+        match self.storages.get(key) {
+            Some(record) if record.byte_len == *expected => Ok(record.clone()),
+            Some(record) => {
+                let found = record.byte_len;
+                let problem =
+                    format!("storage {key:?} has {found} bytes, the pickle says {expected}");
+                Err(FormatError::new("torch.save file", problem).at(record.data.start))
+            }
+            // OLMo-core writes no record for an empty storage.
+            None if *expected == 0 => {
+                Ok(Record { data: 0..0, byte_len: 0, crc32: None, method: Method::Stored })
+            }
+            None => {
+                let problem = format!("storage {key:?} is missing");
+                Err(FormatError::new("torch.save file", problem))
+            }
+        }
+    }
+}
+
+fn is_tar(head: &[u8]) -> bool {
+    head.get(257..262) == Some(b"ustar")
+}
+
+async fn read_archive(file: &mut File<'_>) -> Result<Contents, CheckpointError> {
+    let len = file.byte_len();
+    file.bring(len.saturating_sub(TAIL)..len).await?;
+    let index = file.parse(len, ArchiveIndex::parse).await?;
+    if index.entry("constants.pkl").is_some() {
+        let problem = "it is a TorchScript program, no checkpoint; save its state_dict() instead";
+        return Err(file.locate(FormatError::new("torch.save file", problem)).into());
+    }
+    let mut contents = {
+        let entry = index.require("data.pkl").map_err(|error| file.locate(error))?;
+        let record = file.parse(1 << 20, |blob| entry.locate(blob)).await?;
+        let limit = match record.method {
+            Method::Stored => PICKLE_MAX,
+            Method::Deflated => INFLATED_PICKLE_MAX,
+        };
+        let whole = |blob: &Sparse<'_>, entry: &Entry, limit: u64| {
+            Progress::from_halting(small_record(blob, entry, limit))
+        };
+        let pickle = file.parse(PICKLE_MAX, |blob| whole(blob, entry, limit)).await?;
+        let byte_order =
+            file.parse(1 << 20, |blob| Progress::from_halting(byte_order(blob, &index))).await?;
+        let version = match index.entry("version") {
+            Some(entry) => Some(file.parse(1 << 20, |blob| whole(blob, entry, 64)).await?),
+            None => None,
+        };
+        Contents {
+            pickle: pickle.into(),
+            pickle_range: record.data,
+            byte_order,
+            storages: IndexMap::new(),
+            records: IndexMap::new(),
+            version: version.map(|text| String::from_utf8_lossy(&text).trim().into()),
+        }
+    };
+    let headers: Vec<_> = index.entries().map(Entry::header_range).collect();
+    let headers = file.scattered(&headers).await?;
+    let storages = format!("{}/data/", index.root());
+    for (entry, header) in index.entries().zip(headers) {
+        let record = entry.data_range(&header).map_err(|error| file.locate(error))?;
+        if let Some(key) = entry.name().strip_prefix(&storages) {
+            contents.storages.insert(key.into(), record.clone());
+        }
+        contents.records.insert(entry.name().into(), record);
+    }
+    Ok(contents)
+}

@@ -1,0 +1,111 @@
+//! A file of which parts are read as its parser asks for them.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use dcp_core::{
+    Buffer, CheckpointError, FormatError, Key, ReadInto, Storage, StorageError, StorageExt as _,
+};
+
+use crate::torch_zip::{Progress, Sparse};
+
+/// How often one thing may ask for more bytes.
+const ROUNDS_MAX: usize = 64;
+/// Small ranges that are read in one request.
+const RANGES_MAX: usize = 1024;
+
+/// The parts of a file that are at hand, and where the others are.
+pub(super) struct File<'s> {
+    storage: &'s dyn Storage,
+    key: &'s Key,
+    byte_len: u64,
+    known: Vec<(u64, Bytes)>,
+}
+
+impl<'s> File<'s> {
+    pub(super) async fn open(storage: &'s dyn Storage, key: &'s Key) -> Result<Self, StorageError> {
+        let byte_len = storage.stat(key).await?.byte_len;
+        Ok(Self { storage, key, byte_len, known: Vec::new() })
+    }
+
+    pub(super) fn byte_len(&self) -> u64 {
+        self.byte_len
+    }
+
+    /// Brings a range, of which what lies behind the end is left out.
+    pub(super) async fn bring(&mut self, range: Range<u64>) -> Result<&[u8], StorageError> {
+        let range = range.start.min(self.byte_len)..range.end.min(self.byte_len);
+        let bytes = self.storage.read_range(self.key, range.clone()).await?;
+        self.known.push((range.start, bytes));
+        Ok(self.known.last().map(|(_, bytes)| &**bytes).unwrap_or_default())
+    }
+
+    /// Forgets what was brought.
+    pub(super) fn forget(&mut self) {
+        self.known.clear();
+    }
+
+    /// Brings what `parse` asks for until it is content; nothing longer than `limit` bytes.
+    pub(super) async fn parse<T>(
+        &mut self,
+        limit: u64,
+        parse: impl Fn(&Sparse<'_>) -> Result<Progress<T>, FormatError>,
+    ) -> Result<T, CheckpointError> {
+        for _ in 0..ROUNDS_MAX {
+            let range = match parse(&self.sparse()).map_err(|error| self.locate(error))? {
+                Progress::Ready(done) => return Ok(done),
+                Progress::Need(range) => range,
+            };
+            let len = range.end.saturating_sub(range.start);
+            if len > limit {
+                let problem = format!("{len} bytes are too many for a description");
+                let error = FormatError::new("torch.save file", problem).at(range.start);
+                return Err(self.locate(error).into());
+            }
+            self.bring(range).await?;
+        }
+        let error = FormatError::new("torch.save file", "its parts refer to ever more bytes");
+        Err(self.locate(error).into())
+    }
+
+    fn sparse(&self) -> Sparse<'_> {
+        let empty = Sparse::new(self.byte_len);
+        self.known.iter().fold(empty, |blob, (at, bytes)| blob.with(*at, bytes))
+    }
+
+    /// The bytes of many short ranges, in their order.
+    pub(super) async fn scattered(
+        &self,
+        ranges: &[Range<u64>],
+    ) -> Result<Vec<Bytes>, StorageError> {
+        let mut all = Vec::with_capacity(ranges.len());
+        for ranges in ranges.chunks(RANGES_MAX) {
+            let mut wanted = Vec::new();
+            let known = self.sparse();
+            let at_hand: Vec<_> = ranges.iter().map(|range| known.get(range.clone())).collect();
+            for (range, at_hand) in ranges.iter().zip(&at_hand) {
+                if at_hand.is_none() {
+                    // Each is a header: its length is that of a name.
+                    let len = usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(0);
+                    let buffer = Buffer::zeroed(len);
+                    wanted.push(ReadInto { byte_offset: range.start, buffer });
+                }
+            }
+            let mut read = match wanted.is_empty() {
+                true => Vec::new(),
+                false => self.storage.read(self.key, wanted).await?,
+            }
+            .into_iter();
+            all.extend(at_hand.into_iter().map(|at_hand| match at_hand {
+                Some(bytes) => Bytes::copy_from_slice(bytes),
+                None => read.next().map(Buffer::freeze).unwrap_or_default(),
+            }));
+        }
+        Ok(all)
+    }
+
+    /// The error with the name of the file.
+    pub(super) fn locate(&self, error: FormatError) -> FormatError {
+        error.in_file(self.key.as_str(), 0)
+    }
+}

@@ -1,0 +1,224 @@
+//! The object of a file as flat leaves, by PyTorch's rule (2.4 and later), node by node.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use dcp_core::{FormatError, PathItem, StatePath, python_str};
+use indexmap::IndexMap;
+
+use crate::pickle::{Converter, Limits, Node, NodeId, Pickle};
+use crate::torch_tensor::makes_tensor;
+
+/// The key under which an object stands that is no dict.
+pub(super) const ROOT_KEY: &str = "value";
+/// Containers within containers that are still descended; the planner's flattening has the same.
+const DEPTH_MAX: usize = 512;
+/// Steps of paths that are taken for each node or reference of the pickle.
+const STEPS_PER_NODE: usize = 16;
+/// Bytes of names for each byte of the pickle, and what any pickle may have.
+const NAMES_PER_BYTE: usize = 16;
+const NAMES_MIN: usize = 1 << 20;
+
+/// A tensor, or an object that is not descended.
+#[derive(Debug)]
+pub(super) struct Leaf {
+    pub(super) fqn: Arc<str>,
+    pub(super) path: StatePath,
+    pub(super) node: NodeId,
+}
+
+/// The leaves of the root in its order.
+///
+/// Every dict is descended, instances of `OrderedDict`, `defaultdict` and `Counter` included, and
+/// every list that holds, at any depth of lists, a tensor or a dict. Empty dicts vanish. Tuples
+/// are leaves, and so is a dict with a key whose text depends on its class. A root that is no
+/// dict is taken as the only entry, [`ROOT_KEY`], of one.
+pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Vec<Leaf>, FormatError> {
+    let size = pickle.node_count().saturating_add(pickle.reference_count());
+    let mut walk = Walk {
+        pickle,
+        path: Vec::new(),
+        leaves: IndexMap::new(),
+        barren: HashSet::new(),
+        steps_left: size.saturating_mul(STEPS_PER_NODE),
+        names_left: pickle.byte_len().saturating_mul(NAMES_PER_BYTE).saturating_add(NAMES_MIN),
+    };
+    walk.run()?;
+    Ok(walk.leaves.into_iter().map(|(fqn, (path, node))| Leaf { fqn, path, node }).collect())
+}
+
+struct Walk<'p, 'a> {
+    pickle: &'p Pickle<'a>,
+    path: Vec<PathItem>,
+    leaves: IndexMap<Arc<str>, (StatePath, NodeId)>,
+    /// Lists that hold neither tensor nor dict.
+    barren: HashSet<NodeId>,
+    steps_left: usize,
+    names_left: usize,
+}
+
+type Level = std::vec::IntoIter<(PathItem, NodeId)>;
+
+impl Walk<'_, '_> {
+    fn run(&mut self) -> Result<(), FormatError> {
+        let root = self.pickle.root();
+        let mut levels: Vec<Level> = match self.mapping(root) {
+            Some(level) => vec![level],
+            None => vec![vec![(PathItem::Key(ROOT_KEY.into()), root)].into_iter()],
+        };
+        while let Some(level) = levels.last_mut() {
+            let Some((step, node)) = level.next() else {
+                levels.pop();
+                self.path.pop();
+                continue;
+            };
+            if self.path.len() >= DEPTH_MAX {
+                let problem = format!("it is nested more than {DEPTH_MAX} deep, or in itself");
+                return Err(self.bad(problem));
+            }
+            self.path.push(step);
+            self.steps_left = self
+                .steps_left
+                .checked_sub(self.path.len())
+                .ok_or_else(|| self.bad("its containers are shared too often to be listed"))?;
+            match self.descend(node) {
+                Some(level) => levels.push(level),
+                None => {
+                    self.leaf(node)?;
+                    self.path.pop();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn leaf(&mut self, node: NodeId) -> Result<(), FormatError> {
+        let fqn: Arc<str> = joined(&self.path).into();
+        self.names_left = self
+            .names_left
+            .checked_sub(fqn.len())
+            .ok_or_else(|| self.bad("its keys are shared too often to be listed"))?;
+        if self.leaves.contains_key(&fqn) {
+            return Err(FormatError::new(
+                "torch.save file",
+                format!("two values are named {fqn:?} once their paths are joined by dots"),
+            ));
+        }
+        self.leaves.insert(fqn, (self.path.as_slice().into(), node));
+        Ok(())
+    }
+
+    fn bad(&self, problem: impl Into<String>) -> FormatError {
+        let shown = joined(self.path.get(..8).unwrap_or(&self.path));
+        let shown: String = shown.chars().take(200).collect();
+        FormatError::new("torch.save file", format!("{shown:?}: {}", problem.into()))
+    }
+
+    /// The container that a node is, unless it is a leaf.
+    fn descend(&mut self, node: NodeId) -> Option<Level> {
+        if let Node::List(span) = *self.pickle.node(node) {
+            if !self.is_fertile(node) {
+                return None;
+            }
+            let items = self.pickle.children(span).iter().zip(0..);
+            let items = items.map(|(item, index)| (PathItem::Index(index), *item));
+            return Some(items.collect::<Vec<_>>().into_iter());
+        }
+        self.mapping(node)
+    }
+
+    /// The entries of what Python calls a mapping; of equal keys the last one counts.
+    fn mapping(&self, node: NodeId) -> Option<Level> {
+        let mut entries: IndexMap<(bool, Arc<str>), NodeId> = IndexMap::new();
+        for [key, value] in self.pairs(node)? {
+            let is_text = self.pickle.str(*key).is_some();
+            entries.insert((is_text, self.text(*key)?), *value);
+        }
+        let entries = entries.into_iter().map(|((_, key), value)| (PathItem::Key(key), value));
+        Some(entries.collect::<Vec<_>>().into_iter())
+    }
+
+    /// Keys and values of what Python calls a mapping.
+    fn pairs(&self, node: NodeId) -> Option<impl Iterator<Item = &[NodeId; 2]>> {
+        let pickle = self.pickle;
+        let (counted, set) = match pickle.node(node) {
+            Node::Dict(span) => (pickle.children(*span), &[][..]),
+            Node::Object(_) => {
+                let object = pickle.object(node)?;
+                let set = pickle.object_entries(object);
+                match pickle.global_name(object.class)? {
+                    ("collections", "OrderedDict" | "defaultdict") => (&[][..], set),
+                    ("collections", "Counter") => {
+                        let counted = pickle.tuple(object.args).first();
+                        match counted.map(|id| pickle.node(*id)) {
+                            Some(Node::Dict(span)) => (pickle.children(*span), set),
+                            _ => (&[][..], set),
+                        }
+                    }
+                    _ => return None,
+                }
+            }
+            _ => return None,
+        };
+        Some(counted.as_chunks::<2>().0.iter().chain(set.as_chunks::<2>().0))
+    }
+
+    fn text(&self, key: NodeId) -> Option<Arc<str>> {
+        if let Some(text) = self.pickle.str(key) {
+            return Some(text.into());
+        }
+        // Keys are numbers, or small tuples at most.
+        let limits = Limits { depth: 8, ..Limits::DEFAULT };
+        let mut no_hook = ();
+        let converter = Converter::new(self.pickle, &limits, &mut no_hook).with_size(16, &limits);
+        python_str(&converter.convert(key).ok()?.value).map(Arc::from)
+    }
+
+    /// Whether a list holds a tensor or a dict, at any depth of lists.
+    fn is_fertile(&mut self, list: NodeId) -> bool {
+        let mut visited = Vec::new();
+        let mut open = vec![list];
+        while let Some(id) = open.pop() {
+            let Node::List(span) = *self.pickle.node(id) else { continue };
+            if !self.barren.insert(id) {
+                continue;
+            }
+            visited.push(id);
+            for item in self.pickle.children(span) {
+                match self.pickle.node(*item) {
+                    Node::List(_) => open.push(*item),
+                    Node::Dict(_) => open.clear(),
+                    Node::Object(_)
+                        if makes_tensor(self.pickle, *item) || self.pairs(*item).is_some() =>
+                    {
+                        open.clear();
+                    }
+                    _ => continue,
+                }
+                if open.is_empty() {
+                    // Which of them led here is not known.
+                    visited.iter().for_each(|id| {
+                        self.barren.remove(id);
+                    });
+                    return true;
+                }
+            }
+        }
+        false
+    }
+}
+
+/// The flat name of a path.
+fn joined(path: &[PathItem]) -> String {
+    let mut name = String::new();
+    for (position, step) in path.iter().enumerate() {
+        if position > 0 {
+            name.push('.');
+        }
+        match step {
+            PathItem::Key(key) => name.push_str(key),
+            PathItem::Index(index) => name.push_str(&index.to_string()),
+        }
+    }
+    name
+}

@@ -1,0 +1,129 @@
+//! A file's index: its leaves as entries of a checkpoint.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointMetadata, Dims, Encoding, Entry, FormatError, Key, Layout, ObjectEntry, Placement,
+    TensorEntry,
+};
+
+use super::contents::Contents;
+use super::flatten::flatten;
+use crate::pickle::{Limits, NodeId, Pickle};
+use crate::torch_tensor::{ByteOrder, TensorLayout};
+use crate::torch_zip::{Method, Record};
+
+/// What a file holds and where.
+#[derive(Debug)]
+pub(super) struct Index {
+    pub(super) contents: Contents,
+    pub(super) metadata: Arc<CheckpointMetadata>,
+    /// By the position of the entry in the metadata.
+    pub(super) leaves: Vec<Leaf>,
+    /// CRC-32 of what lies in the file as a whole record, by first byte and length.
+    pub(super) checksums: Arc<HashMap<(u64, u64), u32>>,
+}
+
+/// What an entry is made from.
+#[derive(Debug)]
+pub(super) enum Leaf {
+    /// A tensor and its storage.
+    Tensor(Box<TensorLayout>, Record),
+    /// A node of the pickle.
+    Object(NodeId),
+}
+
+impl Index {
+    pub(super) fn new(key: &Key, contents: Contents) -> Result<Self, FormatError> {
+        let pickle = Pickle::parse(&contents.pickle, &Limits::DEFAULT)?;
+        let mut metadata = CheckpointMetadata::new();
+        let provenance = metadata.provenance_mut();
+        provenance.format = Some("torch_save".into());
+        provenance.version = contents.version.as_deref().map(Arc::from);
+        let full = || FormatError::new("torch.save file", "it has too many parts");
+        let file = metadata.intern_file(key).ok_or_else(full)?;
+        let raw = metadata.intern_encoding(&Encoding::new(Layout::Raw)).ok_or_else(full)?;
+        let inner = metadata.intern_encoding(&Encoding::new(Layout::TorchSave)).ok_or_else(full)?;
+        let range = contents.pickle_range.clone();
+        let in_pickle = Placement {
+            file,
+            encoding: inner,
+            byte_offset: range.start,
+            byte_len: range.end - range.start,
+        };
+        let mut leaves = Vec::new();
+        for leaf in flatten(&pickle)? {
+            let named = |error: FormatError| {
+                let problem = format!("{:?}: {}", leaf.fqn, error.problem());
+                FormatError::new("torch.save file", problem).at(error.byte_offset().unwrap_or(0))
+            };
+            let layout = TensorLayout::from_node(&pickle, leaf.node).map_err(named)?;
+            let (entry, part) = match layout.filter(is_unpacked) {
+                Some(layout) => {
+                    let record = contents.storage(layout.storage()).map_err(named)?;
+                    let direct = direct_range(&layout, &record, contents.byte_order);
+                    let (encoding, range) = match direct {
+                        Some(range) => (raw, range),
+                        None => (inner, record.data.clone()),
+                    };
+                    let (byte_offset, byte_len) = (range.start, range.end - range.start);
+                    let placement = Placement { file, encoding, byte_offset, byte_len };
+                    let mut entry = tensor_entry(&layout, placement).map_err(named)?;
+                    entry.path = Some(leaf.path);
+                    (Entry::Tensor(entry), Leaf::Tensor(Box::new(layout), record))
+                }
+                None => {
+                    let mut entry = ObjectEntry::new(Some(in_pickle));
+                    entry.path = Some(leaf.path);
+                    (Entry::Object(entry), Leaf::Object(leaf.node))
+                }
+            };
+            metadata.insert(leaf.fqn, entry);
+            leaves.push(part);
+        }
+        let records = contents.storages.values().filter(|r| r.method == Method::Stored);
+        let checksums = records
+            .filter_map(|r| Some(((r.data.start, r.data.end - r.data.start), r.crc32?)))
+            .collect();
+        drop(pickle);
+        let (metadata, checksums) = (Arc::new(metadata), Arc::new(checksums));
+        Ok(Self { contents, metadata, leaves, checksums })
+    }
+}
+
+/// Whether the tensor has an element for each of its bytes that dtype and shape call for: types
+/// that pack several quantized values into a byte do not.
+fn is_unpacked(layout: &TensorLayout) -> bool {
+    let elements = layout.sizes().checked_volume();
+    let bytes = elements.and_then(|n| n.checked_mul(layout.dtype().size() as u64));
+    bytes == Some(layout.byte_len())
+}
+
+/// Where the elements lie in the file as they are, if they do.
+fn direct_range(
+    layout: &TensorLayout,
+    record: &Record,
+    byte_order: ByteOrder,
+) -> Option<std::ops::Range<u64>> {
+    let swapped = byte_order == ByteOrder::Big && layout.dtype().scalar_size() > 1;
+    let range = layout.contiguous_range()?;
+    if swapped || record.method != Method::Stored {
+        return None;
+    }
+    let start = record.data.start;
+    Some(start.checked_add(range.start)?..start.checked_add(range.end)?)
+}
+
+fn tensor_entry(layout: &TensorLayout, placement: Placement) -> Result<TensorEntry, FormatError> {
+    let sizes = layout.sizes();
+    let mut entry = TensorEntry::new(layout.dtype(), sizes.clone());
+    entry.properties.requires_grad = layout.requires_grad();
+    let strides = layout.strides().iter().map(|stride| i64::try_from(*stride));
+    entry.properties.strides = strides.collect::<Result<_, _>>().ok();
+    entry
+        .chunks
+        .push(&Dims::zeros(sizes.ndim()), sizes, Some(placement))
+        .map_err(|error| FormatError::new("tensor", error.to_string()))?;
+    Ok(entry)
+}

@@ -1,0 +1,185 @@
+//! The stream that `torch.save` wrote before PyTorch 1.6, and still does with
+//! `_use_new_zipfile_serialization=False`: five pickles, then the storages.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use dcp_core::{CheckpointError, FormatError};
+use indexmap::IndexMap;
+
+use super::contents::Contents;
+use super::file::File;
+use crate::pickle::{Limits, Node, NodeId, Pickle};
+use crate::torch_tensor::{ByteOrder, stored};
+use crate::torch_zip::{Method, Progress, Record, Sparse};
+
+/// What the stream begins with: the pickle of a number.
+pub(super) const MAGIC: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.";
+/// The only version there ever was.
+pub(super) const PROTOCOL: i64 = 1001;
+/// In front of the bytes of each storage stands how many elements it has.
+pub(super) const COUNT_LEN: u64 = 8;
+/// What is read before it is known how long the pickles are, in bytes.
+const FIRST: u64 = 64 << 10;
+/// The most that all five pickles may have, in bytes.
+const PICKLES_MAX: u64 = 256 << 20;
+
+pub(super) fn is_magic(head: &[u8]) -> bool {
+    head.starts_with(MAGIC)
+}
+
+/// The five pickles.
+struct Stream {
+    byte_order: ByteOrder,
+    /// The pickle of the object.
+    object: Range<u64>,
+    /// Keys of the storages, in the order in which they follow.
+    keys: Vec<Box<str>>,
+    /// Where the storages begin.
+    end: u64,
+}
+
+pub(super) async fn read(file: &mut File<'_>) -> Result<Contents, CheckpointError> {
+    let len = file.byte_len();
+    let stream = file.parse(PICKLES_MAX, |blob| parse(blob, len)).await?;
+    let range = stream.object.clone();
+    let known = file.scattered(std::slice::from_ref(&range)).await?;
+    let pickle = known.into_iter().next().unwrap_or_default();
+    file.forget();
+    let places = places(&pickle, &stream, len).map_err(|error| file.locate(error))?;
+    let counts: Vec<_> = places.iter().map(|place| place.count_at..place.data.start).collect();
+    let counts = file.scattered(&counts).await?;
+    let mut storages = IndexMap::new();
+    for ((key, place), count) in stream.keys.into_iter().zip(places).zip(counts) {
+        let found = count.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        if found != place.elements {
+            let expected = place.elements;
+            let problem =
+                format!("storage {key:?} has {found} elements, the pickle says {expected}");
+            let error = FormatError::new("torch.save file", problem).at(place.count_at);
+            return Err(file.locate(error).into());
+        }
+        let byte_len = place.data.end - place.data.start;
+        let record = Record { data: place.data, byte_len, crc32: None, method: Method::Stored };
+        storages.insert(key, record);
+    }
+    Ok(Contents {
+        pickle,
+        pickle_range: range,
+        byte_order: stream.byte_order,
+        storages,
+        records: IndexMap::new(),
+        version: Some(PROTOCOL.to_string().into()),
+    })
+}
+
+/// The pickles, from the first bytes of the file; nothing says beforehand how many these are.
+fn parse(blob: &Sparse<'_>, file_len: u64) -> Result<Progress<Stream>, FormatError> {
+    let most = file_len.min(PICKLES_MAX);
+    let mut len = FIRST.min(most);
+    // The longest part at hand is the last one that was asked for.
+    while let Some(longer) = Some(len.saturating_mul(4).min(most)).filter(|next| *next > len)
+        && blob.get(0..longer).is_some()
+    {
+        len = longer;
+    }
+    let Some(head) = blob.get(0..len) else { return Ok(Progress::Need(0..len)) };
+    match pickles(head) {
+        Ok(stream) => Ok(Progress::Ready(stream)),
+        // It may only be cut off: no error tells that from damage.
+        Err(_) if len < most => Ok(Progress::Need(0..len.saturating_mul(4).min(most))),
+        Err(error) => Err(error),
+    }
+}
+
+fn pickles(head: &[u8]) -> Result<Stream, FormatError> {
+    let mut at = MAGIC.len();
+    let mut next = |input: &mut usize| -> Result<Pickle<'_>, FormatError> {
+        let rest = head.get(at..).unwrap_or_default();
+        let pickle = Pickle::parse(rest, &Limits::DEFAULT).map_err(|error| {
+            let within = error.byte_offset().unwrap_or(0);
+            FormatError::new("torch.save file", error.problem()).at(at as u64 + within)
+        })?;
+        *input = at;
+        at += pickle.byte_len();
+        Ok(pickle)
+    };
+    let mut start = 0;
+    let bad = |problem: &str, at: usize| FormatError::new("torch.save file", problem).at(at as u64);
+    let protocol = next(&mut start)?;
+    if protocol.int(protocol.root()) != Some(PROTOCOL) {
+        return Err(bad("it is of an unknown version", start));
+    }
+    let system = next(&mut start)?;
+    let little = system_is_little_endian(&system);
+    let little = little.ok_or_else(|| bad("it does not say its byte order", start))?;
+    let object = next(&mut start)?;
+    let object = start as u64..(start + object.byte_len()) as u64;
+    let keys = next(&mut start)?;
+    let end = (start + keys.byte_len()) as u64;
+    let keys = match keys.node(keys.root()) {
+        Node::List(span) => {
+            keys.children(*span).iter().map(|id| keys.str(*id).map(Box::from)).collect()
+        }
+        _ => None,
+    };
+    let keys: Vec<Box<str>> = keys.ok_or_else(|| bad("it has no list of storages", start))?;
+    let byte_order = if little { ByteOrder::Little } else { ByteOrder::Big };
+    Ok(Stream { byte_order, object, keys, end })
+}
+
+fn system_is_little_endian(system: &Pickle<'_>) -> Option<bool> {
+    let Node::Dict(entries) = *system.node(system.root()) else { return None };
+    let (_, value) =
+        system.entries(entries).find(|(key, _)| system.str(*key) == Some("little_endian"))?;
+    match system.node(value) {
+        Node::Bool(little) => Some(*little),
+        _ => None,
+    }
+}
+
+/// Where a storage should be.
+struct Place {
+    count_at: u64,
+    elements: u64,
+    data: Range<u64>,
+}
+
+/// The places of the storages: the pickle says how long each is.
+fn places(pickle: &[u8], stream: &Stream, file_len: u64) -> Result<Vec<Place>, FormatError> {
+    let pickle = Pickle::parse(pickle, &Limits::DEFAULT)?;
+    let mut known = IndexMap::new();
+    for index in 0..pickle.node_count() {
+        if let Some(id) = NodeId::from_index(index)
+            && let Some((storage, element)) = stored(&pickle, id)
+        {
+            known.insert(storage.key, (storage.byte_len, element));
+        }
+    }
+    let mut at = stream.end;
+    let mut places = Vec::new();
+    let mut seen = HashSet::new();
+    for key in &stream.keys {
+        let bad = |problem: String| FormatError::new("torch.save file", problem).at(at);
+        if !seen.insert(key) {
+            return Err(bad(format!("storage {key:?} is listed twice")));
+        }
+        let Some((byte_len, element)) = known.get(key) else {
+            return Err(bad(format!("storage {key:?} is listed, but no tensor is in it")));
+        };
+        let data = at.checked_add(COUNT_LEN).and_then(|start| {
+            let end = start.checked_add(*byte_len)?;
+            (end <= file_len).then_some(start..end)
+        });
+        let Some(data) = data else {
+            let problem = format!(
+                "storage {key:?} should have {byte_len} bytes, the file ends before: it is cut short"
+            );
+            return Err(bad(problem));
+        };
+        let elements = byte_len / element;
+        places.push(Place { count_at: at, elements, data: data.clone() });
+        at = data.end;
+    }
+    Ok(places)
+}

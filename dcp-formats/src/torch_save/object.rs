@@ -1,0 +1,178 @@
+//! Objects out of a file's pickle.
+
+use std::borrow::Cow;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{CheckpointError, FormatError, Key, Opaque, Storage, StorageExt as _, Value};
+use indexmap::IndexMap;
+
+use super::contents::Contents;
+use crate::pickle::{Converter, Limits, Node, NodeId, PersistentSink, Pickle, Writer};
+use crate::torch_object::Tensors;
+use crate::torch_tensor::{StorageRef, stored};
+use crate::torch_zip::{ArchiveEncoder, RecordSet};
+
+/// The most that the storages of one object may have, in bytes.
+const STORAGES_MAX: u64 = 1 << 30;
+/// How many nodes and references all objects may have together, for each one of the pickle: only
+/// what they share is counted more than once.
+const SHARED_MAX: usize = 8;
+
+/// Takes objects out of a parsed pickle, one after the other.
+pub(super) struct Objects<'a> {
+    storage: &'a dyn Storage,
+    key: &'a Key,
+    contents: &'a Contents,
+    pickle: Pickle<'a>,
+    nodes_left: usize,
+    pub(super) bytes_read: u64,
+}
+
+impl<'a> Objects<'a> {
+    pub(super) fn new(
+        storage: &'a dyn Storage,
+        key: &'a Key,
+        contents: &'a Contents,
+    ) -> Result<Self, FormatError> {
+        let pickle = Pickle::parse(&contents.pickle, &Limits::DEFAULT)?;
+        let size = pickle.node_count().saturating_add(pickle.reference_count());
+        let nodes_left = size.saturating_mul(SHARED_MAX);
+        Ok(Self { storage, key, contents, pickle, nodes_left, bytes_read: 0 })
+    }
+
+    /// The value of a node: plain data as it is, anything else as the archive that `torch.save`
+    /// would make of it alone.
+    pub(super) async fn value(&mut self, node: NodeId) -> Result<Value, CheckpointError> {
+        let (size, wanted) = self.survey(node)?;
+        let mut storages = HashMap::new();
+        let mut total = 0_u64;
+        for storage in wanted {
+            let record = self.contents.storage(&storage)?;
+            total = total.saturating_add(record.byte_len);
+            if total > STORAGES_MAX {
+                let problem = format!("its tensors have more than {STORAGES_MAX} bytes");
+                return Err(FormatError::new("object", problem).into());
+            }
+            let kept = self.storage.read_range(self.key, record.data.clone()).await?;
+            self.bytes_read += kept.len() as u64;
+            let bytes = match record.decode(&kept, STORAGES_MAX)? {
+                Cow::Borrowed(_) => kept.clone(),
+                Cow::Owned(bytes) => Bytes::from(bytes),
+            };
+            storages.insert(storage.key, bytes);
+        }
+        let limits = Limits::DEFAULT;
+        let mut tensors = Tensors::new(self.contents.byte_order, total, |layout| {
+            let bytes = storages.get(&layout.storage().key).map(|bytes| &**bytes);
+            Ok(Cow::Borrowed(bytes.unwrap_or_default()))
+        });
+        let converter = Converter::new(&self.pickle, &limits, &mut tensors);
+        let converted = converter.with_size(size, &limits).convert(node)?;
+        drop(tensors);
+        if converted.faithful {
+            return Ok(converted.value);
+        }
+        let encoded = self.encode(node, &storages)?;
+        Ok(Value::Opaque(Arc::new(Opaque { encoded, view: converted.value })))
+    }
+
+    /// How many nodes and references an object has, and the storages that it refers to.
+    fn survey(&mut self, node: NodeId) -> Result<(usize, Vec<StorageRef>), FormatError> {
+        let mut seen = HashSet::from([node]);
+        let mut open = vec![node];
+        let mut storages = IndexMap::new();
+        let (mut size, mut below) = (0_usize, Vec::new());
+        while let Some(id) = open.pop() {
+            if let Some((storage, _)) = stored(&self.pickle, id) {
+                storages.insert(storage.key.clone(), storage);
+            }
+            self.pickle.push_references(id, &mut below);
+            size += 1 + below.len();
+            self.nodes_left = self.nodes_left.checked_sub(1 + below.len()).ok_or_else(|| {
+                FormatError::new("object", "it is shared by too many others to be taken apart")
+            })?;
+            open.extend(below.drain(..).filter(|id| seen.insert(*id)));
+        }
+        Ok((size, storages.into_values().collect()))
+    }
+
+    fn encode(
+        &self,
+        node: NodeId,
+        storages: &HashMap<Box<str>, Bytes>,
+    ) -> Result<Bytes, FormatError> {
+        let mut writer = Writer::new();
+        let mut used = Rekeyed::default();
+        writer.graph(&self.pickle, node, &mut used)?;
+        let used: Vec<&[u8]> = used
+            .keys
+            .keys()
+            .map(|key| storages.get(key).map(|bytes| &**bytes).unwrap_or_default())
+            .collect();
+        ArchiveEncoder::encode(RecordSet::default(), writer.finish()?, &used)
+    }
+}
+
+/// Numbers storages anew, in the order of their first use.
+#[derive(Debug, Default)]
+pub(super) struct Rekeyed {
+    /// Old keys by new number.
+    keys: IndexMap<Box<str>, ()>,
+}
+
+impl PersistentSink for Rekeyed {
+    fn persistent(
+        &mut self,
+        writer: &mut Writer,
+        pickle: &Pickle<'_>,
+        id: NodeId,
+    ) -> Result<(), FormatError> {
+        let bad = |problem: &str| FormatError::new("object", problem);
+        let Node::Persistent(pid) = *pickle.node(id) else { return Ok(()) };
+        if let Some(class) = module_class(pickle, pid) {
+            writer.global(class.0, class.1);
+            return Ok(());
+        }
+        let (storage, element) = stored(pickle, id)
+            .ok_or_else(|| bad("it refers to something outside of the file that is no storage"))?;
+        let [_, class, _, _, _, view @ ..] = pickle.tuple(pid) else { return Ok(()) };
+        if view.iter().any(|view| !matches!(pickle.node(*view), Node::None)) {
+            return Err(bad("it has a storage that is a part of another one"));
+        }
+        let Some((module, name)) = pickle.global_name(*class) else { return Ok(()) };
+        let number = self.keys.insert_full(storage.key, ()).0;
+        writer.storage(number, (module, name), &storage.location, storage.byte_len / element)
+    }
+}
+
+/// The class of which files from before the zip format also hold the source.
+fn module_class<'p>(pickle: &'p Pickle<'_>, pid: NodeId) -> Option<(&'p str, &'p str)> {
+    match pickle.tuple(pid) {
+        [tag, class, ..] if pickle.str(*tag) == Some("module") => pickle.global_name(*class),
+        _ => None,
+    }
+}
+
+impl Writer {
+    /// Writes a reference to a storage by its number.
+    pub(super) fn storage(
+        &mut self,
+        number: usize,
+        (module, class): (&str, &str),
+        location: &str,
+        elements: u64,
+    ) -> Result<(), FormatError> {
+        self.tuple(5, |writer| {
+            writer.constant("storage");
+            writer.global(module, class);
+            writer.storage_key(&number.to_string());
+            writer.constant(location);
+            writer.uint(elements);
+            Ok::<(), FormatError>(())
+        })?;
+        self.persistent();
+        Ok(())
+    }
+}

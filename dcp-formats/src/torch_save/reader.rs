@@ -1,0 +1,266 @@
+//! Reading a file of `torch.save` as a checkpoint.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSink, FormatError, Key, Layout, LoadPlan, PlanError,
+    ReadItem, ReadKind, ReadReport, Region, Storage, StorageExt as _, StorageReader,
+};
+use futures_util::lock::Mutex;
+
+use super::contents::Contents;
+use super::index::{Index, Leaf};
+use super::object::Objects;
+use super::strided::{self, Place};
+use crate::dcp::PlacedReads;
+use crate::torch_tensor::TensorLayout;
+use crate::torch_zip::{Method, Record};
+
+/// What a deflated storage may inflate to, in bytes.
+const INFLATED_MAX: u64 = 1 << 30;
+
+/// Reads one file that `torch.save` wrote: a zip archive (PyTorch 1.6 and later) or the stream of
+/// earlier versions.
+///
+/// Names are those of PyTorch's own `torch_save_to_dcp`: the paths through dicts and lists,
+/// joined by dots, where a list is descended only when it holds a tensor or a dict. An object
+/// that is no dict is named `value`. Tensors are tensors whatever wraps them (parameters,
+/// subclasses); what Python would add is left out. Everything else is an object, and one of
+/// unknown classes becomes a [`Value::Opaque`](dcp_core::Value::Opaque) that can be written again.
+///
+/// The index costs the directory, the pickle and a header for each storage. Elements that lie in
+/// the file in row-major order are read from where they are, byte runs only; others are picked
+/// by their strides, a few MiB at a time. The CRC-32 of a storage is checked when all of it is
+/// read at once.
+pub struct TorchSaveReader {
+    storage: Arc<dyn Storage>,
+    key: Key,
+    index: Mutex<Option<Arc<Index>>>,
+}
+
+/// A record of an archive, and who needs it.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct FileRecord {
+    /// The name in the archive, such as `archive/data/0`.
+    pub name: Arc<str>,
+    /// Where it lies, and its checksum.
+    pub record: Record,
+    /// The tensors whose storage it is.
+    pub tensors: Vec<Arc<str>>,
+}
+
+impl TorchSaveReader {
+    /// A reader of the file `key`.
+    #[must_use]
+    pub fn new(storage: Arc<dyn Storage>, key: Key) -> Self {
+        Self { storage, key, index: Mutex::new(None) }
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// The CRC-32 of a chunk's elements, little-endian and row-major, when the file has one: the
+    /// chunk must be a whole storage as it is. Files from before the zip format have none.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn chunk_crc32(
+        &self,
+        metadata: &CheckpointMetadata,
+        entry: usize,
+        chunk: usize,
+    ) -> Result<Option<u32>, CheckpointError> {
+        let index = self.index().await?;
+        let tensor = metadata.at(entry).and_then(|(_, entry)| entry.as_tensor());
+        let placement = tensor.and_then(|tensor| tensor.chunks.get(chunk)?.placement);
+        Ok(placement.and_then(|placement| {
+            let raw = metadata.encoding(&placement)?.layout == Layout::Raw;
+            let place = (placement.byte_offset, placement.byte_len);
+            raw.then(|| index.checksums.get(&place).copied()).flatten()
+        }))
+    }
+
+    /// All records of the archive, for checking each byte of the file once; none of a file from
+    /// before the zip format.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn records(&self) -> Result<Vec<FileRecord>, CheckpointError> {
+        let index = self.index().await?;
+        let mut by_start: std::collections::HashMap<u64, Vec<Arc<str>>> = Default::default();
+        for ((fqn, _), leaf) in index.metadata.iter().zip(&index.leaves) {
+            if let Leaf::Tensor(_, record) = leaf
+                && record.byte_len > 0
+            {
+                by_start.entry(record.data.start).or_default().push(Arc::clone(fqn));
+            }
+        }
+        let records = index.contents.records.iter().map(|(name, record)| FileRecord {
+            name: Arc::from(&**name),
+            record: record.clone(),
+            tensors: match record.byte_len {
+                0 => Vec::new(),
+                _ => by_start.remove(&record.data.start).unwrap_or_default(),
+            },
+        });
+        Ok(records.collect())
+    }
+
+    async fn index(&self) -> Result<Arc<Index>, CheckpointError> {
+        let mut index = self.index.lock().await;
+        if let Some(index) = &*index {
+            return Ok(Arc::clone(index));
+        }
+        let contents = Contents::read(&*self.storage, &self.key).await?;
+        let loaded = Index::new(&self.key, contents).map_err(|error| self.locate(error))?;
+        Ok(Arc::clone(index.insert(Arc::new(loaded))))
+    }
+
+    fn locate(&self, error: FormatError) -> FormatError {
+        error.in_file(self.key.as_str(), 0)
+    }
+
+    async fn read_strided(
+        &self,
+        index: &Index,
+        layout: &TensorLayout,
+        record: &Record,
+        item: &ReadItem,
+        sink: &dyn DataSink,
+    ) -> Result<ReadReport, CheckpointError> {
+        let ReadKind::Tensor { region, .. } = &item.kind else {
+            return Err(unplanned("an object was asked for, it is a tensor"));
+        };
+        let whole = Region::full(layout.sizes().clone());
+        if !whole.is_ok_and(|whole| whole.contains(region)) {
+            return Err(unplanned("a region outside of the tensor was asked for"));
+        }
+        let view = sink.destination(item)?;
+        let bytes_needed = region.volume().saturating_mul(layout.dtype().size() as u64);
+        if view.shape() != region.sizes() || view.byte_len() != bytes_needed {
+            return Err(unplanned("the memory for it has another shape or element size"));
+        }
+        let (storage, key) = (&*self.storage, &self.key);
+        let order = index.contents.byte_order;
+        let bytes_read = match record.method {
+            Method::Stored => {
+                let place = Place::File { storage, key, start: record.data.start };
+                strided::read(place, layout, order, region, &view).await?
+            }
+            Method::Deflated => {
+                let kept = self.kept(&record.data).await?;
+                let bytes = record.decode(&kept, INFLATED_MAX)?;
+                strided::read(Place::Memory(&bytes), layout, order, region, &view).await?;
+                kept.len() as u64
+            }
+        };
+        sink.commit(item)?;
+        Ok(ReadReport::new(bytes_needed, bytes_read))
+    }
+
+    async fn kept(&self, range: &Range<u64>) -> Result<bytes::Bytes, CheckpointError> {
+        Ok(self.storage.read_range(&self.key, range.clone()).await?)
+    }
+}
+
+#[async_trait]
+impl StorageReader for TorchSaveReader {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        Ok(Arc::clone(&self.index().await?.metadata))
+    }
+
+    async fn read(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let index = self.index().await?;
+        let mut direct = LoadPlan::default();
+        let mut objects = None;
+        let mut total = ReadReport::default();
+        for item in &plan.items {
+            let Some((fqn, entry)) = metadata.at(item.entry as usize) else {
+                return Err(unplanned(format!("there is no entry {}", item.entry)));
+            };
+            let leaf = index.metadata.index_of(fqn).and_then(|at| index.leaves.get(at));
+            let named = |error| self.name(fqn, error);
+            let report = match (leaf, &item.kind) {
+                (Some(Leaf::Tensor(layout, record)), _) => {
+                    let tensor = entry.as_tensor().and_then(|tensor| tensor.chunks.get(0));
+                    let placement = tensor.and_then(|chunk| chunk.placement);
+                    let encoding = placement.and_then(|at| metadata.encoding(&at).cloned());
+                    if encoding.is_some_and(|encoding| encoding.layout == Layout::Raw) {
+                        direct.items.push(item.clone());
+                        continue;
+                    }
+                    let read = self.read_strided(&index, layout, record, item, &*sink);
+                    read.await.map_err(named)?
+                }
+                (Some(Leaf::Object(node)), ReadKind::Object) => {
+                    let objects = match &mut objects {
+                        Some(objects) => objects,
+                        none => {
+                            let (storage, key) = (&*self.storage, &self.key);
+                            let opened = Objects::new(storage, key, &index.contents);
+                            none.insert(opened.map_err(|error| self.locate(error))?)
+                        }
+                    };
+                    let value = objects.value(*node).await.map_err(named)?;
+                    sink.object(item, value)?;
+                    let read = std::mem::take(&mut objects.bytes_read);
+                    ReadReport::new(read, read)
+                }
+                _ => return Err(unplanned(format!("{fqn:?} is not in the file as planned"))),
+            };
+            total.bytes_needed += report.bytes_needed;
+            total.bytes_read += report.bytes_read;
+        }
+        drop(objects);
+        if !direct.items.is_empty() {
+            let reads = PlacedReads::new(Arc::clone(&self.storage))
+                .with_checksums(Arc::clone(&index.checksums));
+            let report = reads.read(metadata, &direct, sink).await?;
+            total.bytes_needed += report.bytes_needed;
+            total.bytes_read += report.bytes_read;
+        }
+        Ok(total)
+    }
+}
+
+impl TorchSaveReader {
+    /// An error with the name of the value and the file.
+    fn name(&self, fqn: &str, error: CheckpointError) -> CheckpointError {
+        match error {
+            CheckpointError::Format(error) => {
+                let problem = format!("{fqn:?}: {}", error.problem());
+                let at = error.byte_offset().unwrap_or(0);
+                let named = FormatError::new(error.what(), problem).at(at).with_source(error);
+                self.locate(named).into()
+            }
+            CheckpointError::Memory { source, .. } => {
+                CheckpointError::Memory { fqn: fqn.to_owned(), source }
+            }
+            other => other,
+        }
+    }
+}
+
+fn unplanned(problem: impl Into<String>) -> CheckpointError {
+    PlanError::Wire { problem: problem.into() }.into()
+}
+
+impl fmt::Debug for TorchSaveReader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TorchSaveReader").field("key", &self.key).finish_non_exhaustive()
+    }
+}

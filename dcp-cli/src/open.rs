@@ -8,6 +8,7 @@ use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, S
 use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
 use dcp::formats::hf::INDEX_ENDING;
+use dcp::formats::torch_save::{self, MAGIC_LEN};
 use dcp::{Access, DcpWriter, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
@@ -29,7 +30,8 @@ impl Need {
     }
 }
 
-/// Opens a checkpoint to read: a directory, or one safetensors file.
+/// Opens a checkpoint to read: a directory, or one file of safetensors or `torch.save`, which are
+/// told from each other by what they begin with.
 pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
     let directory = StorageRegistry::with_defaults().open(uri, Access::Read);
     let storage = match directory {
@@ -153,19 +155,19 @@ async fn file_source(
         return readable(uri, source).await;
     }
     let len = storage.stat(&key).await?.byte_len;
-    let magic = storage.read_range(&key, 0..len.min(9)).await?;
-    if magic.starts_with(b"PK\x03\x04") {
-        let message = format!("{uri:?} is a zip archive, such as torch.save writes, no checkpoint");
-        return Err(Failure::new(Exit::Bad, message)
-            .hint("a checkpoint is a directory with a .metadata, or a .safetensors file"));
-    }
-    let looks_right = magic.get(8) == Some(&b'{');
-    if !looks_right && !name.ends_with(".safetensors") {
-        return Err(Failure::new(Exit::Bad, format!("{uri:?} is a file, but no checkpoint"))
-            .hint("a checkpoint is a directory with a .metadata, or a .safetensors file"));
-    }
-    let tolerant = need.tolerant();
-    let source = Source::hf_with(storage, |reader| reader.file(key).tolerant(tolerant));
+    let head = storage.read_range(&key, 0..len.min(MAGIC_LEN)).await?;
+    let source = if torch_save::is_torch_save(&head) {
+        Source::torch_save(storage, key)
+    } else if head.get(8) == Some(&b'{') || name.ends_with(".safetensors") {
+        let tolerant = need.tolerant();
+        Source::hf_with(storage, |reader| reader.file(key).tolerant(tolerant))
+    } else {
+        let hint = "a checkpoint is a directory with a .metadata, or a file of torch.save or \
+                    safetensors";
+        return Err(
+            Failure::new(Exit::Bad, format!("{uri:?} is a file, but no checkpoint")).hint(hint)
+        );
+    };
     readable(uri, source).await
 }
 

@@ -67,7 +67,8 @@ impl Checked {
         };
         let mut items = Vec::new();
         for ((entry, chunk), bytes) in open {
-            let Some(wanted) = Wanted::new(&metadata, entry, chunk) else { continue };
+            let wanted = Wanted::new(&self.source, &metadata, entry, chunk);
+            let Some(wanted) = wanted else { continue };
             if bytes > 0 && bytes >= wanted.byte_len {
                 items.push(wanted.placed);
             }
@@ -91,11 +92,20 @@ impl Checked {
         view: &TensorView,
     ) -> Result<(), CheckpointError> {
         let ReadKind::Tensor { chunk, region, .. } = &item.kind else { return Ok(()) };
-        let Some(wanted) = Wanted::new(metadata, item.entry, *chunk) else { return Ok(()) };
+        let wanted = Wanted::new(&self.source, metadata, item.entry, *chunk);
+        let Some(wanted) = wanted else { return Ok(()) };
         let at = (item.entry, *chunk);
         if wanted.region == *region || view.byte_len() == 0 {
             // What one read takes whole, the format's own reader has compared.
-            if wanted.is_view() {
+            let compared = match &self.source.torch_save {
+                // Its reader compares whole storages only, not the views of one.
+                Some(save) => {
+                    let (entry, chunk) = (item.entry as usize, *chunk as usize);
+                    save.chunk_crc32(metadata, entry, chunk).await?.is_some()
+                }
+                None => !wanted.is_view(),
+            };
+            if !compared {
                 self.scatter(at, view.byte_len());
             }
             return Ok(());
@@ -220,7 +230,7 @@ struct Wanted {
 
 impl Wanted {
     /// The chunk, unless there is no checksum for it or its format's reader always compares it.
-    fn new(metadata: &CheckpointMetadata, entry: u32, chunk: u32) -> Option<Self> {
+    fn new(source: &Source, metadata: &CheckpointMetadata, entry: u32, chunk: u32) -> Option<Self> {
         let (fqn, tensor) = metadata.at(entry as usize)?;
         let tensor = tensor.as_tensor()?;
         let stored = tensor.chunks.get(chunk as usize)?;
@@ -228,7 +238,8 @@ impl Wanted {
         let encoding = metadata.encoding(&placement)?;
         // Transformed chunks are decoded, and compared, as a whole.
         let plain = encoding.transforms.is_empty();
-        let compared = plain && encoding.layout != Layout::Raw && placement.byte_len > ALWAYS_WHOLE;
+        let in_archive = encoding.layout != Layout::Raw && placement.byte_len > ALWAYS_WHOLE;
+        let compared = plain && (in_archive || source.torch_save.is_some());
         let region = stored.region().ok().filter(|_| compared)?;
         let element_bytes = tensor.dtype.size() as u64;
         let byte_len = region.volume().checked_mul(element_bytes)?;

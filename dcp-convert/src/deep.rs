@@ -1,17 +1,20 @@
 //! Reading every stored byte and comparing it with its checksum and the index.
 
+use std::collections::HashSet;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, Encoding, FormatError, Key, Layout, StorageExt,
+    CheckpointError, CheckpointMetadata, Dims, Encoding, FileId, FormatError, Key, Layout,
+    Placement, StorageExt,
 };
 use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
 use dcp_formats::torch_zip::{ArchiveIndex, Method, Progress, Record, Sparse};
 use futures_util::{StreamExt, stream};
 
 use crate::data::read_tensor;
+use crate::deep_save;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::read_objects;
@@ -42,8 +45,11 @@ pub(crate) async fn check(
     items: Vec<Placed>,
     options: &JobOptions,
 ) -> Result<Checked, ConvertError> {
-    options.start(items.iter().map(|item| item.placement.byte_len).fold(0, u64::saturating_add));
     let job = Arc::new(Job::new(source, metadata, options));
+    if let Some(save) = &source.torch_save {
+        return deep_save::check(&job, save, &items).await;
+    }
+    options.start(items.iter().map(|item| item.placement.byte_len).fold(0, u64::saturating_add));
     let mut results = stream::iter(items)
         .map(|item| {
             let job = Arc::clone(&job);
@@ -71,11 +77,14 @@ pub(crate) async fn check(
 
 /// Checks item by item.
 pub(crate) struct Job {
-    source: Source,
-    metadata: Arc<CheckpointMetadata>,
+    pub(crate) source: Source,
+    pub(crate) metadata: Arc<CheckpointMetadata>,
     /// Bytes to hold of one item at once.
     segment: u64,
-    options: JobOptions,
+    pub(crate) options: JobOptions,
+    /// Where the storages of a file of `torch.save` begin that were looked at already: several
+    /// tensors may be in one.
+    begun: Mutex<HashSet<u64>>,
 }
 
 impl Job {
@@ -89,6 +98,7 @@ impl Job {
             metadata: Arc::clone(metadata),
             segment: options.segment_bytes(2 * options.parallelism),
             options: options.clone(),
+            begun: Mutex::default(),
         }
     }
 
@@ -99,7 +109,13 @@ impl Job {
         let (Some(encoding), Some(file)) = (encoding, file) else {
             return Err(FormatError::new("index", "it names no known file or encoding").into());
         };
-        if *encoding == Encoding::new(Layout::TorchArchive) {
+        if let (Some(save), Some(_)) = (&self.source.torch_save, item.chunk) {
+            let record = save.record_at(&item.placement).await?;
+            let begun = || self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(record) = record.filter(|record| begun().insert(record.data.start)) {
+                self.record(file, &record).await?;
+            }
+        } else if *encoding == Encoding::new(Layout::TorchArchive) {
             let blob = Blob { job: self, file, item };
             blob.check().await.map_err(|error| match error {
                 CheckpointError::Format(error) => {
@@ -121,6 +137,20 @@ impl Job {
         Ok(())
     }
 
+    /// Compares one record of a file of `torch.save` with its checksum.
+    pub(crate) async fn record(&self, file: &Key, record: &Record) -> Result<(), CheckpointError> {
+        let Some(file_id) = FileId::from_index(0) else { return Ok(()) };
+        let byte_len = record.data.end;
+        let placement = Placement { file: file_id, encoding: 0, byte_offset: 0, byte_len };
+        let item = Placed { fqn: Arc::from(""), entry: 0, chunk: None, placement };
+        let windows = Windows { byte_len, known: Vec::new() };
+        let checked = Blob { job: self, file, item: &item }.check_record(&windows, record).await;
+        checked.map_err(|error| match error {
+            CheckpointError::Format(error) => error.in_file(file.as_str(), 0).into(),
+            other => other,
+        })
+    }
+
     /// What the elements of a chunk must hash to, from its archive; all of the archive but the
     /// elements is checked.
     pub(crate) async fn expected(&self, item: &Placed) -> Result<Expected, CheckpointError> {
@@ -129,6 +159,14 @@ impl Job {
         let (Some(encoding), Some(file), Some(chunk)) = (encoding, file, item.chunk) else {
             return Ok(Expected::Elsewhere);
         };
+        if let Some(save) = &self.source.torch_save {
+            let whole = save.chunk_crc32(&self.metadata, item.entry, chunk as usize).await?;
+            return Ok(match whole {
+                Some(crc32) => Expected::Crc32(crc32),
+                None if save.record_at(&item.placement).await?.is_some() => Expected::Elsewhere,
+                None => Expected::Nothing,
+            });
+        }
         match encoding.layout {
             Layout::TorchArchive if encoding.transforms.is_empty() => {
                 Blob { job: self, file, item }.expected(chunk).await

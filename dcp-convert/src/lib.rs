@@ -6,6 +6,7 @@ mod checked;
 mod data;
 mod decoded;
 mod deep;
+mod deep_save;
 mod element;
 mod error;
 mod get;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::hf::{HfReader, HfReaderBuilder};
+use dcp_formats::torch_save::TorchSaveReader;
 
 use crate::checked::Checked;
 use crate::decoded::DecodedOnce;
@@ -25,6 +26,8 @@ pub struct Source {
     pub(crate) dcp: Option<Arc<DcpReader>>,
     /// The same reader, when it is one of safetensors files.
     pub(crate) hf: Option<Arc<HfReader>>,
+    /// The same reader, when it is a file of `torch.save`: it knows the checksums.
+    pub(crate) torch_save: Option<Arc<TorchSaveReader>>,
     /// What compares the bytes that pass through the reader with their checksums.
     checked: Vec<Arc<Checked>>,
 }
@@ -33,7 +36,8 @@ impl Source {
     /// A checkpoint whose files lie in `storage` and are understood by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, dcp: None, hf: None, checked: Vec::new() }
+        let (dcp, hf, torch_save) = (None, None, None);
+        Self { storage, reader, dcp, hf, torch_save, checked: Vec::new() }
     }
 
     /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far
@@ -68,6 +72,13 @@ impl Source {
         Self { hf: Some(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
+    /// One file of `torch.save`.
+    #[must_use]
+    pub fn torch_save(storage: Arc<dyn Storage>, key: Key) -> Self {
+        let reader = Arc::new(TorchSaveReader::new(Arc::clone(&storage), key));
+        Self { torch_save: Some(Arc::clone(&reader)), ..Self::new(storage, reader) }
+    }
+
     /// What `reader` makes of `parts`, which it reads through their
     /// [`for_job`](Self::for_job) forms. Its metadata may only place what lies, unchanged, in
     /// the storage of the first part.
@@ -77,7 +88,7 @@ impl Source {
     pub fn derived(reader: Arc<dyn StorageReader>, parts: &[Self]) -> Option<Self> {
         let storage = Arc::clone(&parts.first()?.storage);
         let checked = parts.iter().flat_map(|part| part.checked.iter().cloned()).collect();
-        Some(Self { storage, reader, dcp: None, hf: None, checked })
+        Some(Self { checked, ..Self::new(storage, reader) })
     }
 
     /// The same checkpoint as a job reads it, with up to `parallelism` reads at once: no chunk
@@ -95,6 +106,7 @@ impl Source {
             reader: Arc::new(reader),
             dcp: self.dcp.clone(),
             hf: self.hf.clone(),
+            torch_save: self.torch_save.clone(),
             checked: vec![checked],
         }
     }

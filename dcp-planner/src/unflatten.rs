@@ -1,6 +1,6 @@
 //! Flat leaves back into a nested state dict: PyTorch's `set_element` (unchanged since 2.0).
 
-use dcp_core::{Dict, PathItem, PlanError, StateDict, Value};
+use dcp_core::{Dict, PathItem, PlanError, StateDict, Value, python_str};
 
 use crate::flatten::{MAX_DEPTH, joined};
 

@@ -16,5 +16,6 @@ mod rewrite_metadata;
 mod run_directory;
 mod stats;
 mod support;
+mod torch_save;
 mod values;
 mod wrong_input;

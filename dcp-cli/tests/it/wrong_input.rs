@@ -59,7 +59,7 @@ fn other_things_are_no_checkpoints() {
     dcp(["inspect", "fsdp2_adam_2r/.metadata"]).fails(1, &["hint: pass the directory"]);
     let archive = path(&folder, "model.pt");
     fs::write(&archive, b"PK\x03\x04....").unwrap();
-    dcp(["inspect", &archive]).fails(1, &["zip archive"]);
+    dcp(["inspect", &archive]).fails(1, &["torch archive", "model.pt"]);
     let lying = path(&folder, "model.safetensors");
     fs::write(&lying, [0xff; 64]).unwrap();
     dcp(["inspect", &lying]).fails(1, &["bad safetensors header"]);

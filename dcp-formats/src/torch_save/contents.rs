@@ -15,10 +15,12 @@ use crate::torch_zip::{ArchiveIndex, Entry, Method, Progress, Record, Sparse};
 pub(super) const PICKLE_MAX: u64 = 1 << 30;
 /// The most that one may inflate to.
 const INFLATED_PICKLE_MAX: u64 = 64 << 20;
+/// What a zip archive begins with.
+const ZIP: &[u8] = b"PK\x03\x04";
 /// What is read of an archive's end before anything is known of it.
 const TAIL: u64 = 64 << 10;
-/// What tells a file's kind.
-const MAGIC: u64 = 512;
+/// The bytes of a file's beginning that tell what it is.
+pub const MAGIC_LEN: u64 = 512;
 
 /// The parts of a file, but for the storages' bytes.
 #[derive(Debug)]
@@ -37,8 +39,8 @@ pub(super) struct Contents {
 impl Contents {
     pub(super) async fn read(storage: &dyn Storage, key: &Key) -> Result<Self, CheckpointError> {
         let mut file = File::open(storage, key).await?;
-        let head = file.bring(0..MAGIC).await?;
-        if head.starts_with(b"PK\x03\x04") {
+        let head = file.bring(0..MAGIC_LEN).await?;
+        if head.starts_with(ZIP) {
             return read_archive(&mut file).await;
         }
         if legacy::is_magic(head) {
@@ -75,6 +77,13 @@ impl Contents {
             }
         }
     }
+}
+
+/// Whether a file that begins with `head`, its first [`MAGIC_LEN`] bytes, is one that `torch.save`
+/// may have written, in whatever version; another zip archive looks the same.
+#[must_use]
+pub fn is_torch_save(head: &[u8]) -> bool {
+    head.starts_with(ZIP) || legacy::is_magic(head) || is_tar(head)
 }
 
 fn is_tar(head: &[u8]) -> bool {

@@ -21,6 +21,8 @@ pub(super) struct Index {
     pub(super) metadata: Arc<CheckpointMetadata>,
     /// By the position of the entry in the metadata.
     pub(super) leaves: Vec<Leaf>,
+    /// First bytes of storages that have some, ascending, and their positions in the contents.
+    pub(super) by_start: Vec<(u64, usize)>,
     /// CRC-32 of what lies in the file as a whole record, by first byte and length.
     pub(super) checksums: Arc<HashMap<(u64, u64), u32>>,
 }
@@ -86,9 +88,12 @@ impl Index {
         let checksums = records
             .filter_map(|r| Some(((r.data.start, r.data.end - r.data.start), r.crc32?)))
             .collect();
+        let occupied = contents.storages.values().enumerate().filter(|(_, r)| !r.data.is_empty());
+        let mut by_start: Vec<_> = occupied.map(|(at, r)| (r.data.start, at)).collect();
+        by_start.sort_unstable();
         drop(pickle);
         let (metadata, checksums) = (Arc::new(metadata), Arc::new(checksums));
-        Ok(Self { contents, metadata, leaves, checksums })
+        Ok(Self { contents, metadata, leaves, by_start, checksums })
     }
 }
 

@@ -12,4 +12,5 @@ mod object;
 mod reader;
 mod strided;
 
+pub use contents::{MAGIC_LEN, is_torch_save};
 pub use reader::{FileRecord, TorchSaveReader};

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, FormatError, Key, Layout, LoadPlan, PlanError,
-    ReadItem, ReadKind, ReadReport, Region, Storage, StorageExt as _, StorageReader,
+    CheckpointError, CheckpointMetadata, DataSink, FormatError, Key, Layout, LoadPlan, Placement,
+    PlanError, ReadItem, ReadKind, ReadReport, Region, Storage, StorageExt as _, StorageReader,
 };
 use futures_util::lock::Mutex;
 
@@ -86,6 +86,24 @@ impl TorchSaveReader {
             let place = (placement.byte_offset, placement.byte_len);
             raw.then(|| index.checksums.get(&place).copied()).flatten()
         }))
+    }
+
+    /// The storage in which the bytes of a placement lie, if the file has a checksum of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn record_at(
+        &self,
+        placement: &Placement,
+    ) -> Result<Option<Record>, CheckpointError> {
+        let index = self.index().await?;
+        let end = placement.byte_offset.saturating_add(placement.byte_len);
+        let before = index.by_start.partition_point(|(start, _)| *start <= placement.byte_offset);
+        let record = before.checked_sub(1).and_then(|at| index.by_start.get(at));
+        let record = record.and_then(|(_, at)| index.contents.storages.get_index(*at));
+        let record = record.map(|(_, record)| record);
+        Ok(record.filter(|r| r.data.end >= end && r.crc32.is_some()).cloned())
     }
 
     /// All records of the archive, for checking each byte of the file once; none of a file from

@@ -104,7 +104,12 @@ pub fn items(name: &str) -> Vec<Item> {
 
 /// Tensors by FQN: shape and bytes, as safetensors has them.
 pub fn expected_tensors(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
-    let bytes = fs::read(root().join(name).join("expected.safetensors")).unwrap();
+    tensors_of(&root().join(name).join("expected.safetensors"))
+}
+
+/// The tensors of a safetensors file by name: shape and bytes.
+pub fn tensors_of(file: &Path) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
+    let bytes = fs::read(file).unwrap();
     let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header: Json = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
     let data = &bytes[8 + header_len..];

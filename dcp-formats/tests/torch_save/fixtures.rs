@@ -4,31 +4,31 @@ use dcp_core::{DType, Entry, Layout, PathItem, Value};
 use serde_json::{Map, Value as Json, json};
 
 use crate::harness::Loaded;
-use crate::reading::{fixture, load, metadata, stored};
+use crate::reading::{fixture, load, metadata, root, stored};
 use crate::support::{self, tagged::tagged};
 
 /// Every file whose expected content is known: fixture, file.
 const FILES: &[(&str, &str)] = &[
-    ("torch_save", "zip.pt"),
-    ("torch_save", "legacy.pt"),
-    ("torch_save", "zip_nobyteorder.pt"),
-    ("torch_save", "zip_proto4.pt"),
-    ("torch_save", "zip_stream.pt"),
-    ("t21_torch_save", "zip.pt"),
-    ("t21_torch_save", "legacy.pt"),
-    ("t21_torch_save", "zip_nobyteorder.pt"),
-    ("t21_torch_save", "zip_proto4.pt"),
-    ("t21_torch_save", "zip_stream.pt"),
-    ("experimental_checkpointer", "checkpoint_0.pt"),
-    ("torch_save_kinds", "zip.pt"),
-    ("torch_save_kinds", "legacy.pt"),
-    ("torch_save_kinds", "zip_proto5.pt"),
+    ("t215", "zip.pt"),
+    ("t215", "legacy.pt"),
+    ("t215", "zip_nobyteorder.pt"),
+    ("t215", "zip_proto4.pt"),
+    ("t215", "zip_stream.pt"),
+    ("t21", "zip.pt"),
+    ("t21", "legacy.pt"),
+    ("t21", "zip_nobyteorder.pt"),
+    ("t21", "zip_proto4.pt"),
+    ("t21", "zip_stream.pt"),
+    ("experimental", "checkpoint_0.pt"),
+    ("kinds", "zip.pt"),
+    ("kinds", "legacy.pt"),
+    ("kinds", "zip_proto5.pt"),
 ];
 
 /// Compares tensors and objects with what PyTorch flattened.
 pub(crate) fn compare(name: &str, loaded: &Loaded, which: impl Fn(&str) -> bool) {
-    let expected = support::json(&support::root().join(name).join("expected.json"));
-    let tensors = support::expected_tensors(name);
+    let expected = support::json(&root().join(name).join("expected.json"));
+    let tensors = support::tensors_of(&root().join(name).join("expected.safetensors"));
     for (fqn, tensor) in expected["tensors"].as_object().unwrap() {
         let found = &loaded.tensors.get(fqn).unwrap_or_else(|| panic!("{name}: no {fqn}"));
         assert_eq!(found.dtype().name(), tensor["dtype"], "{name}: {fqn}");
@@ -37,7 +37,7 @@ pub(crate) fn compare(name: &str, loaded: &Loaded, which: impl Fn(&str) -> bool)
     }
     for (fqn, object) in expected["objects"].as_object().unwrap().iter().filter(|o| which(o.0)) {
         // The expectation of PyTorch 2.1 follows its own, older rule.
-        if name.starts_with("t21_") && fqn == "optim.param_groups" {
+        if name.starts_with("t21") && fqn == "optim.param_groups" {
             continue;
         }
         let found = loaded.objects.get(fqn).unwrap_or_else(|| panic!("{name}: no {fqn}"));
@@ -72,9 +72,9 @@ fn every_file_holds_what_pytorch_saved() {
             !(proto5 && matches!(fqn, "rng.numpy" | "np.arr" | "np.dtype_arr"))
         });
         let metadata = metadata(&fixture(name, file)).unwrap();
-        let expected = support::json(&support::root().join(name).join("expected.json"));
+        let expected = support::json(&root().join(name).join("expected.json"));
         let paths = expected["flatten_mapping"].as_object().unwrap();
-        for (fqn, path) in paths.iter().filter(|_| !name.starts_with("t21_")) {
+        for (fqn, path) in paths.iter().filter(|_| !name.starts_with("t21")) {
             let found = metadata.get(fqn).unwrap().path().unwrap();
             let found: Vec<Json> = found
                 .iter()
@@ -85,7 +85,7 @@ fn every_file_holds_what_pytorch_saved() {
                 .collect();
             assert_eq!(json!(found), *path, "{name}: {fqn}");
         }
-        if !matches!(*name, "torch_save_kinds" | "t21_torch_save") {
+        if !matches!(*name, "kinds" | "t21") {
             assert_eq!(metadata.len(), paths.len(), "{name}/{file}");
         }
     }
@@ -94,7 +94,7 @@ fn every_file_holds_what_pytorch_saved() {
 #[test]
 fn what_no_tensor_can_be_made_of_is_an_object_by_name() {
     for file in ["zip.pt", "legacy.pt", "zip_proto5.pt"] {
-        let loaded = load(&fixture("torch_save_kinds", file)).unwrap();
+        let loaded = load(&fixture("kinds", file)).unwrap();
         let class = |fqn: &str| {
             let Value::Opaque(opaque) = &loaded.objects[fqn] else { panic!("{fqn}") };
             let Value::Object(object) = &opaque.view else { panic!("{fqn}: {:?}", opaque.view) };
@@ -116,7 +116,7 @@ fn what_no_tensor_can_be_made_of_is_an_object_by_name() {
 
 #[test]
 fn tied_tensors_and_views_lie_in_the_same_bytes() {
-    let metadata = metadata(&fixture("torch_save_kinds", "zip.pt")).unwrap();
+    let metadata = metadata(&fixture("kinds", "zip.pt")).unwrap();
     let place = |fqn: &str| {
         let Some(Entry::Tensor(tensor)) = metadata.get(fqn) else { panic!("{fqn}") };
         let placement = tensor.chunks.get(0).unwrap().placement.unwrap();
@@ -132,16 +132,16 @@ fn tied_tensors_and_views_lie_in_the_same_bytes() {
 
 #[test]
 fn an_object_that_is_no_dict_gets_a_name() {
-    let tensor = load(&fixture("torch_save_kinds", "root_tensor.pt")).unwrap();
+    let tensor = load(&fixture("kinds", "root_tensor.pt")).unwrap();
     assert_eq!(tensor.tensors.keys().collect::<Vec<_>>(), ["value"]);
-    let list = load(&fixture("torch_save_kinds", "root_list.pt")).unwrap();
+    let list = load(&fixture("kinds", "root_list.pt")).unwrap();
     assert!(list.objects["value.0"].same(&Value::Int(1)));
     assert_eq!(list.tensors["value.1"].shape().to_vec(), [2]);
 }
 
 #[test]
 fn the_state_of_olmo_cores_trainer_is_readable() {
-    let file = support::root().join("../olmo/trainer_state/rank0.pt");
+    let file = root().join("olmo_trainer/rank0.pt");
     let loaded = load(&stored(std::fs::read(file).unwrap())).unwrap();
     assert!(loaded.objects["global_step"].same(&Value::Int(6)), "{:?}", loaded.objects.keys());
 }

@@ -1,5 +1,6 @@
 //! Reading all of a file.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
@@ -7,11 +8,15 @@ use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageReader as _}
 use dcp_formats::torch_save::TorchSaveReader;
 
 use crate::harness::{Loaded, block_on, key, put, whole_plan};
-use crate::support;
+
+/// The folder of the fixtures.
+pub(crate) fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/torch_save")
+}
 
 /// A storage with one file of a fixture, `file.pt`.
 pub(crate) fn fixture(name: &str, file: &str) -> Arc<MemoryStorage> {
-    stored(std::fs::read(support::root().join(name).join(file)).unwrap())
+    stored(std::fs::read(root().join(name).join(file)).unwrap())
 }
 
 /// A storage with the file `file.pt`.

@@ -5,8 +5,7 @@ use dcp_formats::pickle::{Limits, Node, NodeId, PersistentSink, Pickle, Writer};
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_zip::{ArchiveIndex, Progress, Sparse};
 
-use crate::reading::{fixture, load};
-use crate::support;
+use crate::reading::{fixture, load, root};
 
 /// Writes references to storages as they were.
 struct Same;
@@ -35,7 +34,7 @@ impl PersistentSink for Same {
 }
 
 fn pickle_of(name: &str, file: &str) -> Vec<u8> {
-    let bytes = std::fs::read(support::root().join(name).join(file)).unwrap();
+    let bytes = std::fs::read(root().join(name).join(file)).unwrap();
     let blob = Sparse::whole(&bytes);
     let index = ArchiveIndex::parse(&blob).and_then(Progress::ready).unwrap();
     let record = index.require("data.pkl").unwrap().locate(&blob).unwrap().ready().unwrap();
@@ -44,9 +43,7 @@ fn pickle_of(name: &str, file: &str) -> Vec<u8> {
 
 #[test]
 fn pickles_of_pytorch_come_out_byte_for_byte() {
-    for (name, file) in
-        [("torch_save", "zip.pt"), ("t21_torch_save", "zip.pt"), ("torch_save_kinds", "zip.pt")]
-    {
+    for (name, file) in [("t215", "zip.pt"), ("t21", "zip.pt"), ("kinds", "zip.pt")] {
         let bytes = pickle_of(name, file);
         let pickle = Pickle::parse(&bytes, &Limits::DEFAULT).unwrap();
         let mut writer = Writer::new();
@@ -60,7 +57,7 @@ fn pickles_of_pytorch_come_out_byte_for_byte() {
 #[test]
 fn objects_taken_out_of_a_file_are_whole_archives() {
     for file in ["zip.pt", "legacy.pt", "zip_proto5.pt"] {
-        let loaded = load(&fixture("torch_save_kinds", file)).unwrap();
+        let loaded = load(&fixture("kinds", file)).unwrap();
         for (fqn, value) in &loaded.objects {
             let encoded = encode_object(value).unwrap();
             let again = decode_object(&encoded).unwrap_or_else(|e| panic!("{fqn}: {e:?}"));

@@ -1,0 +1,77 @@
+//! Files of `torch.save` on the command line.
+
+use std::fs;
+
+use serde_json::json;
+
+use crate::support::{dcp, path};
+
+const ZIP: &str = "../torch_save/kinds/zip.pt";
+
+#[test]
+fn a_file_is_told_by_what_it_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let renamed = path(&folder, "model.safetensors");
+    for name in ["kinds/zip.pt", "kinds/legacy.pt", "t21/zip.pt", "t215/legacy.pt"] {
+        fs::copy(crate::support::fixtures().join("../torch_save").join(name), &renamed).unwrap();
+        let shown = dcp(["inspect", &renamed, "--json"]).json();
+        assert_eq!(shown["format"], "torch_save", "{name}");
+        let text = dcp(["inspect", &renamed]).ok();
+        assert!(text.contains("torch_save") || text.contains("torch.save"), "{text}");
+    }
+}
+
+#[test]
+fn everything_in_a_file_is_shown_and_can_be_taken_out() {
+    let shown = dcp(["inspect", ZIP, "--json"]).json();
+    let keys = &shown["keys"];
+    assert_eq!(keys["views.t"]["shape"], json!([6, 4]));
+    assert_eq!(keys["args"]["value"]["type"], "__main__.TrainArgs");
+    let folder = tempfile::tempdir().unwrap();
+    let out = path(&folder, "t.npy");
+    dcp(["get", ZIP, "views.t", "-o", &out]).ok();
+    assert_eq!(fs::read(&out).unwrap().len(), 128 + 96);
+    dcp(["verify", ZIP, "--deep"]).ok();
+    dcp(["verify", "../torch_save/kinds/legacy.pt", "--deep"]).ok();
+}
+
+#[test]
+fn a_flipped_byte_is_found_and_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "model.pt");
+    let mut bytes = fs::read(crate::support::fixtures().join(ZIP)).unwrap();
+    let shown = dcp(["inspect", ZIP, "--json"]).json();
+    let chunk = &shown["keys"]["tied.b"]["chunks"][0];
+    bytes[chunk["byte_offset"].as_u64().unwrap() as usize + 5] ^= 4;
+    fs::write(&file, bytes).unwrap();
+    let run = dcp(["verify", &file, "--deep"]);
+    assert_eq!(run.code, 1);
+    for text in ["tied.a", "\"tied.b\", \"tied.c\" share it", "model.pt", "CRC-32"] {
+        assert!(run.stdout.contains(text), "{text}: {}{}", run.stdout, run.stderr);
+    }
+    dcp(["get", &file, "tied.b"]).fails(1, &["CRC-32", "tied.b", "model.pt"]);
+}
+
+#[test]
+fn a_file_becomes_a_sharded_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["zip.pt", "legacy.pt"] {
+        let (file, out) = (format!("../torch_save/kinds/{name}"), path(&folder, name));
+        // A quantized tensor alone has no place for its scale.
+        dcp(["reshard", &file, "--ranks", "2", "--exclude", "q", &out]).ok();
+        let (before, after) =
+            (dcp(["inspect", &file, "--json"]).json(), dcp(["inspect", &out, "--json"]).json());
+        let keys = |shown: &serde_json::Value| {
+            let keys = shown["keys"].as_object().unwrap();
+            let mut keys: Vec<_> = keys
+                .iter()
+                .filter(|(key, _)| *key != "q")
+                .map(|(key, shown)| (key.clone(), shown["shape"].clone(), shown["value"].clone()))
+                .collect();
+            keys.sort_by(|a, b| a.0.cmp(&b.0));
+            keys
+        };
+        assert_eq!(keys(&before), keys(&after), "{name}");
+        dcp(["verify", &out, "--deep"]).ok();
+    }
+}

@@ -1,0 +1,86 @@
+//! Reading every byte of a file of `torch.save` once, record by record.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointError, StorageErrorKind};
+use dcp_formats::torch_save::{FileRecord, TorchSaveReader};
+use futures_util::{StreamExt, stream};
+
+use crate::deep::{Checked, Job};
+use crate::error::ConvertError;
+use crate::objects::read_objects;
+use crate::placed::Placed;
+use crate::verify::{Problem, ProblemKind, judge};
+
+/// Tensors that are named for one damaged storage.
+const NAMED: usize = 3;
+
+/// Compares all records with their checksums, whether or not something refers to them, and
+/// decodes all objects. A file from before the zip format has no checksums.
+pub(crate) async fn check(
+    job: &Arc<Job>,
+    save: &TorchSaveReader,
+    items: &[Placed],
+) -> Result<Checked, ConvertError> {
+    let records = save.records().await?;
+    job.options.start(records.iter().map(|r| r.record.byte_len).fold(0, u64::saturating_add));
+    let mut results = stream::iter(records)
+        .map(|record| {
+            let (job, file) = (Arc::clone(job), save.key().clone());
+            // Checksums take a processor each: on a runtime of several threads they run at once.
+            tokio::spawn(async move {
+                let result = job.record(&file, &record.record).await;
+                (record, result)
+            })
+        })
+        .buffered(job.options.parallelism.max(1));
+    let mut checked = Checked::default();
+    while let Some(done) = results.next().await {
+        let (record, result) = done.map_err(|error| {
+            ConvertError::unsupported("a checking task", format!("failed: {error}"))
+        })?;
+        match result {
+            Ok(()) => checked.bytes = checked.bytes.saturating_add(record.record.byte_len),
+            Err(error) => checked.problems.push(problem(error, &record, save.key().as_str())?),
+        }
+    }
+    let objects: Vec<_> = items.iter().filter(|item| item.chunk.is_none()).collect();
+    let entries: Vec<_> = objects.iter().map(|item| item.entry).collect();
+    let mut values = read_objects(&job.source, &job.metadata, &entries).await;
+    for item in objects {
+        if let Some(Err(error)) = values.remove(&item.entry) {
+            checked.problems.push(judge(error, &job.metadata, item)?);
+        }
+    }
+    Ok(checked)
+}
+
+/// A damaged record as a problem of the tensors that are in it.
+fn problem(
+    error: CheckpointError,
+    record: &FileRecord,
+    file: &str,
+) -> Result<Problem, CheckpointError> {
+    let (kind, message) = match &error {
+        CheckpointError::Format(error) => (ProblemKind::Corrupt, error.problem().to_owned()),
+        CheckpointError::Storage(storage) if storage.kind() == StorageErrorKind::Truncated => {
+            (ProblemKind::ShortFile, "the file ends before".to_owned())
+        }
+        _ => return Err(error),
+    };
+    let others = match &*record.tensors {
+        [] | [_] => String::new(),
+        [_, others @ ..] => {
+            let named = others.iter().take(NAMED).map(|fqn| format!("{fqn:?}"));
+            let named = named.collect::<Vec<_>>().join(", ");
+            let more = others.len().saturating_sub(NAMED);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("; {named}{more} share it")
+        }
+    };
+    let mut problem = Problem::new(kind, format!("{}: {message}{others}", record.name));
+    problem.key = record.tensors.first().cloned();
+    problem.file = Some(file.to_owned());
+    problem.byte_offset = Some(record.record.data.start);
+    Ok(problem)
+}

@@ -97,7 +97,7 @@ impl Checked {
         let at = (item.entry, *chunk);
         if wanted.region == *region || view.byte_len() == 0 {
             // What one read takes whole, the format's own reader has compared.
-            let compared = match &self.source.torch_save {
+            let compared = match self.source.save_reader() {
                 // Its reader compares whole storages only, not the views of one.
                 Some(save) => {
                     let (entry, chunk) = (item.entry as usize, *chunk as usize);
@@ -239,7 +239,7 @@ impl Wanted {
         // Transformed chunks are decoded, and compared, as a whole.
         let plain = encoding.transforms.is_empty();
         let in_archive = encoding.layout != Layout::Raw && placement.byte_len > ALWAYS_WHOLE;
-        let compared = plain && (in_archive || source.torch_save.is_some());
+        let compared = plain && (in_archive || source.save_reader().is_some());
         let region = stored.region().ok().filter(|_| compared)?;
         let element_bytes = tensor.dtype.size() as u64;
         let byte_len = region.volume().checked_mul(element_bytes)?;

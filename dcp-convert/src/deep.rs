@@ -46,7 +46,7 @@ pub(crate) async fn check(
     options: &JobOptions,
 ) -> Result<Checked, ConvertError> {
     let job = Arc::new(Job::new(source, metadata, options));
-    if let Some(save) = &source.torch_save {
+    if let Some(save) = source.save_reader() {
         return deep_save::check(&job, save, &items).await;
     }
     options.start(items.iter().map(|item| item.placement.byte_len).fold(0, u64::saturating_add));
@@ -109,7 +109,7 @@ impl Job {
         let (Some(encoding), Some(file)) = (encoding, file) else {
             return Err(FormatError::new("index", "it names no known file or encoding").into());
         };
-        if let (Some(save), Some(_)) = (&self.source.torch_save, item.chunk) {
+        if let (Some(save), Some(_)) = (self.source.save_reader(), item.chunk) {
             let record = save.record_at(&item.placement).await?;
             let begun = || self.begun.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(record) = record.filter(|record| begun().insert(record.data.start)) {
@@ -159,7 +159,7 @@ impl Job {
         let (Some(encoding), Some(file), Some(chunk)) = (encoding, file, item.chunk) else {
             return Ok(Expected::Elsewhere);
         };
-        if let Some(save) = &self.source.torch_save {
+        if let Some(save) = self.source.save_reader() {
             let whole = save.chunk_crc32(&self.metadata, item.entry, chunk as usize).await?;
             return Ok(match whole {
                 Some(crc32) => Expected::Crc32(crc32),

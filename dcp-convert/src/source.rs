@@ -22,22 +22,30 @@ pub struct Source {
     pub storage: Arc<dyn Storage>,
     /// The meaning of the bytes.
     pub reader: Arc<dyn StorageReader>,
-    /// The same reader, when it is PyTorch's format: it knows more than the trait asks for.
-    pub(crate) dcp: Option<Arc<DcpReader>>,
-    /// The same reader, when it is one of safetensors files.
-    pub(crate) hf: Option<Arc<HfReader>>,
-    /// The same reader, when it is a file of `torch.save`: it knows the checksums.
-    pub(crate) torch_save: Option<Arc<TorchSaveReader>>,
+    /// The same reader, when it is one that knows more than the trait asks for.
+    known: Known,
     /// What compares the bytes that pass through the reader with their checksums.
     checked: Vec<Arc<Checked>>,
+}
+
+/// A reader of a format that is known here.
+#[derive(Clone, Debug)]
+enum Known {
+    /// PyTorch's own.
+    Dcp(Arc<DcpReader>),
+    /// Safetensors files.
+    Hf(Arc<HfReader>),
+    /// A file of `torch.save`.
+    TorchSave(Arc<TorchSaveReader>),
+    /// Any other.
+    Other,
 }
 
 impl Source {
     /// A checkpoint whose files lie in `storage` and are understood by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        let (dcp, hf, torch_save) = (None, None, None);
-        Self { storage, reader, dcp, hf, torch_save, checked: Vec::new() }
+        Self { storage, reader, known: Known::Other, checked: Vec::new() }
     }
 
     /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far
@@ -46,7 +54,7 @@ impl Source {
     pub fn dcp(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
         let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).build();
         let reader = Arc::new(reader);
-        Self { dcp: Some(Arc::clone(&reader)), ..Self::new(storage, reader) }
+        Self { known: Known::Dcp(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
     /// One safetensors file.
@@ -69,14 +77,14 @@ impl Source {
         options: impl FnOnce(HfReaderBuilder) -> HfReaderBuilder,
     ) -> Self {
         let reader = Arc::new(options(HfReader::builder(Arc::clone(&storage))).build());
-        Self { hf: Some(Arc::clone(&reader)), ..Self::new(storage, reader) }
+        Self { known: Known::Hf(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
     /// One file of `torch.save`.
     #[must_use]
     pub fn torch_save(storage: Arc<dyn Storage>, key: Key) -> Self {
         let reader = Arc::new(TorchSaveReader::new(Arc::clone(&storage), key));
-        Self { torch_save: Some(Arc::clone(&reader)), ..Self::new(storage, reader) }
+        Self { known: Known::TorchSave(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
     /// What `reader` makes of `parts`, which it reads through their
@@ -104,9 +112,7 @@ impl Source {
         Self {
             storage: Arc::clone(&self.storage),
             reader: Arc::new(reader),
-            dcp: self.dcp.clone(),
-            hf: self.hf.clone(),
-            torch_save: self.torch_save.clone(),
+            known: self.known.clone(),
             checked: vec![checked],
         }
     }
@@ -127,6 +133,21 @@ impl Source {
     /// The reader for a job of `parallelism` reads that looks after checksums itself.
     pub(crate) fn decoded_once(&self, parallelism: usize) -> Arc<dyn StorageReader> {
         Arc::new(DecodedOnce::new(Arc::clone(&self.reader), parallelism))
+    }
+
+    /// The reader, when it is one of PyTorch's format.
+    pub(crate) fn dcp_reader(&self) -> Option<&Arc<DcpReader>> {
+        if let Known::Dcp(reader) = &self.known { Some(reader) } else { None }
+    }
+
+    /// The reader, when it is one of safetensors files.
+    pub(crate) fn hf_reader(&self) -> Option<&Arc<HfReader>> {
+        if let Known::Hf(reader) = &self.known { Some(reader) } else { None }
+    }
+
+    /// The reader, when it is one of a file of `torch.save`.
+    pub(crate) fn save_reader(&self) -> Option<&Arc<TorchSaveReader>> {
+        if let Known::TorchSave(reader) = &self.known { Some(reader) } else { None }
     }
 
     /// The checkpoint's index.

@@ -128,7 +128,7 @@ pub async fn verify(
     }
     let items = placed_items(&metadata);
     // Views of one storage share bytes on purpose; that no two storages do, the reader has seen.
-    if source.torch_save.is_none() {
+    if source.save_reader().is_none() {
         shared_bytes(&metadata, &items, &mut report.problems);
     }
     let sizes = file_sizes(source, &metadata, options).await?;
@@ -256,7 +256,7 @@ async fn notes(
     const LISTED: usize = 100_000;
     const NAMED: usize = 5;
     let is_folder = metadata.provenance().format.as_deref() == Some("hf");
-    if source.hf.is_some() && !is_folder {
+    if source.hf_reader().is_some() && !is_folder {
         // One file says nothing of what lies beside it.
         return Ok(Vec::new());
     }
@@ -308,7 +308,7 @@ async fn sidecar(
     sizes: &[Option<u64>],
     report: &mut VerifyReport,
 ) -> Result<(), CheckpointError> {
-    let Some(dcp) = &source.dcp else { return Ok(()) };
+    let Some(dcp) = source.dcp_reader() else { return Ok(()) };
     let sidecar = match dcp.sidecar().await {
         Ok(Some(sidecar)) => sidecar,
         Ok(None) => return Ok(()),
@@ -336,7 +336,7 @@ async fn sidecar(
 /// What the reader of a folder of safetensors files found, which cannot be seen from the
 /// metadata.
 async fn folder(source: &Source, report: &mut VerifyReport) -> Result<(), CheckpointError> {
-    let Some(hf) = &source.hf else { return Ok(()) };
+    let Some(hf) = source.hf_reader() else { return Ok(()) };
     for finding in &*hf.findings().await? {
         let kind = match finding.kind {
             FindingKind::MissingFile => ProblemKind::MissingFile,

@@ -290,7 +290,7 @@ pub async fn report(
     known("Version", text(&metadata.provenance().version));
     known("First saved to", text(&metadata.provenance().checkpoint_id));
     known("Save id", text(&metadata.provenance().save_id));
-    if let Some(dcp) = &source.dcp
+    if let Some(dcp) = source.dcp_reader()
         && let Ok(Some(sidecar)) = dcp.sidecar().await
     {
         known("Written by", Some(sidecar.tool));

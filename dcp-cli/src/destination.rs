@@ -1,12 +1,17 @@
 //! Options of commands that write a checkpoint in any format, and the writing.
 
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use dcp::DType;
 use dcp::convert::{
-    CastCounts, CastOptions, CastReport, JobOptions, Source, StatePart, WriteReport, view,
+    CastCounts, CastOptions, CastReport, ConvertError, JobOptions, Source, StatePart, WriteReport,
+    view,
 };
+use dcp::core::{Key, PutMode, StorageError, StorageExt};
+use dcp::formats::hf::HfLayout;
 use dcp::planner::KeyFilter;
 
 use crate::created::NewFolders;
@@ -20,6 +25,8 @@ use crate::style::{count, left, printable, right, shorten, size, thousands};
 pub(crate) enum Format {
     /// One safetensors file.
     Safetensors,
+    /// A directory of safetensors files with an index, as Hugging Face models have it.
+    Hf,
     /// A directory of PyTorch's torch.distributed.checkpoint.
     Dcp,
 }
@@ -42,6 +49,15 @@ pub(crate) struct Destination {
     /// Leave the dtype of keys that match, or lie below this (new) name; may be given again.
     #[arg(long, value_name = "GLOB", requires = "dtype")]
     keep_dtype: Vec<String>,
+
+    /// The most bytes of tensors in a file. For hf.
+    #[arg(long, value_name = "BYTES", default_value = "5GB", value_parser = parse_bytes)]
+    max_shard_size: u64,
+
+    /// Copy config and tokenizer files from this directory, so that transformers finds all it
+    /// needs. For hf.
+    #[arg(long, value_name = "DIR")]
+    config: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) writing: Writing,
@@ -128,13 +144,14 @@ impl Destination {
             return Ok(Format::Safetensors);
         }
         Err(Failure::new(Exit::Usage, format!("cannot tell in which format to write {target:?}"))
-            .hint("say --to safetensors or --to dcp"))
+            .hint("say --to safetensors, hf or dcp"))
     }
 
     /// The part of a training state that such a target gets when nothing else is asked for.
     pub(crate) fn usual_part(&self, target: &str) -> Result<StatePart, Failure> {
         Ok(match self.format(target)? {
             Format::Safetensors | Format::Dcp => StatePart::Everything,
+            Format::Hf => StatePart::Model,
         })
     }
 
@@ -166,6 +183,7 @@ impl Destination {
                 let target = open::target_file(target, overwrite).await?;
                 dcp::convert::to_safetensors(source, &target, options).await?
             }
+            Format::Hf => self.write_hf(source, target, options).await?,
             Format::Dcp => {
                 let writer = open::target_directory(target, overwrite).await?;
                 dcp::convert::reshard(source, &writer, self.ranks.unwrap_or(1), options).await?
@@ -177,6 +195,69 @@ impl Destination {
         report.cast = cast.map(|cast| cast.report());
         Ok(report)
     }
+
+    async fn write_hf(
+        &self,
+        source: &Source,
+        target: &str,
+        options: &JobOptions,
+    ) -> Result<WriteReport, Failure> {
+        let folder = open::target_folder(target)?;
+        let config = match &self.config {
+            Some(from) => config_files(from)?,
+            None => Vec::new(),
+        };
+        let overwrite = self.writing.overwrite;
+        for (key, _) in config.iter().filter(|_| !overwrite) {
+            if folder.contains(key).await? {
+                return Err(ConvertError::TargetExists { target: format!("{target}/{key}") }.into());
+            }
+        }
+        let layout = HfLayout::MaxFileBytes(self.max_shard_size);
+        let report = dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?;
+        for (key, bytes) in config.into_iter().filter(|_| !options.dry_run) {
+            folder.put(&key, bytes.into(), PutMode::Overwrite).await?;
+        }
+        Ok(report)
+    }
+}
+
+/// The files beside the weights that transformers looks for. Code is not among them.
+fn config_files(folder: &Path) -> Result<Vec<(Key, Vec<u8>)>, Failure> {
+    const NAMES: &[&str] = &[
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+        "chat_template.json",
+        "chat_template.jinja",
+        "preprocessor_config.json",
+        "processor_config.json",
+    ];
+    let mut files = Vec::new();
+    for name in NAMES {
+        let path = folder.join(name);
+        match std::fs::read(&path) {
+            Ok(bytes) => files.push((Key::new(*name).map_err(StorageError::from)?, bytes)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => {
+                return Err(Failure::from(error)
+                    .context(format!("cannot read {:?}", path.display().to_string())));
+            }
+        }
+    }
+    if files.first().is_none_or(|(key, _)| key.as_str() != "config.json") {
+        let folder = folder.display().to_string();
+        return Err(Failure::new(Exit::Usage, format!("there is no config.json in {folder:?}")));
+    }
+    Ok(files)
 }
 
 /// Says what was written, or would be.

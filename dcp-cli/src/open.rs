@@ -227,6 +227,15 @@ pub(crate) async fn target_file(uri: &str, overwrite: bool) -> Result<Target, Fa
     Ok(Target::new(undo::watch(storage), key).overwriting(overwrite))
 }
 
+/// A directory to write files into, whatever there is in it.
+pub(crate) fn target_folder(uri: &str) -> Result<Arc<dyn Storage>, Failure> {
+    let storage = StorageRegistry::with_defaults().open(uri, Access::Write);
+    Ok(undo::watch(
+        storage
+            .map_err(|error| Failure::from(error).context(format!("cannot write to {uri:?}")))?,
+    ))
+}
+
 /// A directory to write a checkpoint into. A checkpoint that is there is an error, unless it may
 /// be replaced.
 pub(crate) async fn target_directory(uri: &str, overwrite: bool) -> Result<DcpWriter, Failure> {

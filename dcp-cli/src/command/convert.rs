@@ -8,6 +8,7 @@ use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
+use dcp::convert::StatePart;
 
 /// Write a checkpoint in another format.
 ///
@@ -16,11 +17,14 @@ use crate::progress::Bar;
 /// way, and the target appears when it is complete.
 ///
 /// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
-/// format cannot hold, are left out and listed. `dcp` is a directory in PyTorch's format.
+/// format cannot hold, are left out and listed. `hf` is a directory of such files with an index,
+/// as transformers opens it; of a training state it gets the model. `dcp` is a directory in
+/// PyTorch's format.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
   dcp convert runs/step_1000 model.safetensors
+  dcp convert runs/step_1000 my-model --to hf --dtype bf16 --config original-model
   dcp convert model.safetensors as_dcp --to dcp
   dcp convert runs/step_1000 model.safetensors --model-only --dry-run
   dcp convert runs/step_1000 ema.safetensors --include 'ema.*' --rename 's/^ema\\.//'
@@ -51,7 +55,12 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         let source = open::source(&args.source, Need::Whole).await?;
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());
+        let all = source.metadata().await?.len();
         let source = selection.apply(&source, &options).await?;
+        let taken = source.metadata().await?.len();
+        if selection.part == StatePart::Model && taken < all && !args.choosing.model_only {
+            out.note(&format!("taking the model, {taken} of {all} keys; --everything takes all"));
+        }
         args.destination.write(&source, &args.target, &options).await
     })?;
     tell(&report, &args.target, args.destination.writing.json, out)

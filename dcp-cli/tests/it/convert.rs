@@ -95,3 +95,51 @@ fn a_file_without_objects_needs_no_note() {
     assert_eq!((run.code, &*run.stderr), (0, ""));
     assert!(fixtures().join("strided_4r").exists());
 }
+
+#[test]
+fn a_model_becomes_a_hugging_face_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let (target, config) = (path(&folder, "model"), path(&folder, "original"));
+    fs::create_dir(&config).unwrap();
+    fs::write(format!("{config}/config.json"), "{}").unwrap();
+    fs::write(format!("{config}/tokenizer.json"), "[]").unwrap();
+    fs::write(format!("{config}/modeling.py"), "import os").unwrap();
+    let convert = [
+        "convert",
+        "fsdp2_adam_2r",
+        &target,
+        "--to=hf",
+        "--max-shard-size=1KB",
+        "--config",
+        &config,
+    ];
+    let run = dcp(convert);
+    assert_eq!(run.stderr, "note: taking the model, 12 of 56 keys; --everything takes all\n");
+    let mut names: Vec<_> = fs::read_dir(&target)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(
+        names,
+        [
+            "config.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "tokenizer.json"
+        ]
+    );
+    let index = fs::read(format!("{target}/model.safetensors.index.json")).unwrap();
+    let index: Value = serde_json::from_slice(&index).unwrap();
+    assert_eq!(index["metadata"]["total_size"], 1368);
+    let mut wanted = crate::support::expected_tensors("fsdp2_adam_2r");
+    wanted.retain(|name, _| name.starts_with("model."));
+    for (name, tensor) in wanted {
+        let short = name.strip_prefix("model.").unwrap();
+        let file = index["weight_map"][short].as_str().unwrap();
+        assert_eq!(tensors(format!("{target}/{file}").as_ref())[short], tensor, "{short}");
+    }
+    dcp(["-q"].iter().chain(&convert)).fails(2, &["exists already", "hint: pass --overwrite"]);
+    dcp(convert.iter().chain(&["--overwrite"])).ok();
+}

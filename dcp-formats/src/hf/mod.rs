@@ -20,7 +20,7 @@ pub use finding::{Finding, FindingKind};
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES};
 pub use reader::{HfReader, HfReaderBuilder};
-pub use write::{HfWriteOptions, HfWritten, write_folder};
+pub use write::{HfWriteOptions, HfWritten, file_byte_lens, refuse_existing, write_folder};
 
 /// The ending of safetensors files.
 pub(crate) const ENDING: &str = ".safetensors";

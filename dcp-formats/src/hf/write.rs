@@ -18,7 +18,7 @@ use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
 use super::layout::{HfFile, HfPlan};
 use crate::safetensors::{
     RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
-    ShardingInfo, write,
+    ShardingInfo, encode_header, write,
 };
 use crate::upload::Progress;
 
@@ -82,13 +82,7 @@ pub async fn write_folder(
     progress: Option<&Progress>,
 ) -> Result<HfWritten, CheckpointError> {
     let old = Old::look(&**storage, plan).await?;
-    if !options.overwrite
-        && let Some(key) = old.in_the_way(plan)
-    {
-        let error =
-            StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key.clone()));
-        return Err(error.with_message("there is a model in this folder").into());
-    }
+    old.refuse(plan, options)?;
     let plan = old.free_names(plan)?;
     let job = Job { storage, plan: &plan, data: &data, options, stop: Arc::default() };
     let (done, outcome) = job.run(progress).await;
@@ -107,6 +101,67 @@ pub async fn write_folder(
     let stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
     (written.removed, written.left) = remove(&**storage, stale.into_iter()).await;
     Ok(written)
+}
+
+/// Fails when [`write_folder`] would, because there is a model that is not to be replaced.
+///
+/// # Errors
+///
+/// Then, and when the storage fails.
+pub async fn refuse_existing(
+    storage: &Arc<dyn Storage>,
+    plan: &HfPlan,
+    options: &HfWriteOptions,
+) -> Result<(), CheckpointError> {
+    Old::look(&**storage, plan).await?.refuse(plan, options)
+}
+
+/// The files that [`write_folder`] writes and their bytes, under the names they have where none
+/// is taken.
+///
+/// # Errors
+///
+/// When a header cannot be made.
+pub fn file_byte_lens(
+    plan: &HfPlan,
+    options: &HfWriteOptions,
+) -> Result<Vec<(Key, u64)>, CheckpointError> {
+    let mut files = Vec::with_capacity(plan.files.len() + 1);
+    for file in &plan.files {
+        let (items, metadata) = contents(plan, file, options);
+        files.push((file.name.clone(), encode_header(&items, &metadata)?.byte_len));
+    }
+    if let Some(json) = plan.index_json() {
+        files.push((Key::new(INDEX_NAME).map_err(StorageError::from)?, json.len() as u64));
+    }
+    Ok(files)
+}
+
+/// What the header of a file says.
+fn contents(
+    plan: &HfPlan,
+    file: &HfFile,
+    options: &HfWriteOptions,
+) -> (Vec<SafetensorsItem>, IndexMap<String, String>) {
+    let (mut raw, mut sharding) = (RawTypes::default(), ShardingInfo::default());
+    let mut items = Vec::with_capacity(file.parts.len());
+    for part in file.parts.iter().filter_map(|index| plan.parts.get(*index)) {
+        let (dtype, shape) = raw.stored_as(&part.fqn, part.dtype, &part.shape);
+        items.push(SafetensorsItem { name: Arc::clone(&part.fqn), dtype, shape });
+        if let Some((offsets, _)) = &part.part {
+            sharding.insert(Arc::clone(&part.fqn), offsets.clone());
+        }
+    }
+    let mut metadata = options.metadata.clone();
+    metadata.insert("format".to_owned(), "pt".to_owned());
+    if !sharding.is_empty() {
+        metadata.insert(SHARDING.to_owned(), sharding.to_json());
+        metadata.insert(SHARDING_VERSION.to_owned(), SHARDING_VERSION_WRITTEN.to_owned());
+    }
+    if !raw.is_empty() {
+        metadata.insert(RAW.to_owned(), raw.to_json());
+    }
+    (items, metadata)
 }
 
 /// The writing of one plan.
@@ -166,35 +221,12 @@ impl Job<'_> {
         if self.stop.load(Ordering::Relaxed) {
             return Err(CheckpointError::Canceled);
         }
-        let (items, metadata) = self.contents(file);
+        let (items, metadata) = contents(self.plan, file, self.options);
         let (data, stop) = (Arc::clone(self.data), Arc::clone(&self.stop));
         let data = Arc::new(OneFile { data, parts: file.parts.clone(), stop });
         let written = write(&**self.storage, &file.name, &items, &metadata, data, progress).await;
         let written = written.inspect_err(|_| self.stop.store(true, Ordering::Relaxed))?;
         Ok((file.name.clone(), written.byte_len))
-    }
-
-    /// What the header of a file says.
-    fn contents(&self, file: &HfFile) -> (Vec<SafetensorsItem>, IndexMap<String, String>) {
-        let (mut raw, mut sharding) = (RawTypes::default(), ShardingInfo::default());
-        let mut items = Vec::with_capacity(file.parts.len());
-        for part in file.parts.iter().filter_map(|index| self.plan.parts.get(*index)) {
-            let (dtype, shape) = raw.stored_as(&part.fqn, part.dtype, &part.shape);
-            items.push(SafetensorsItem { name: Arc::clone(&part.fqn), dtype, shape });
-            if let Some((offsets, _)) = &part.part {
-                sharding.insert(Arc::clone(&part.fqn), offsets.clone());
-            }
-        }
-        let mut metadata = self.options.metadata.clone();
-        metadata.insert("format".to_owned(), "pt".to_owned());
-        if !sharding.is_empty() {
-            metadata.insert(SHARDING.to_owned(), sharding.to_json());
-            metadata.insert(SHARDING_VERSION.to_owned(), SHARDING_VERSION_WRITTEN.to_owned());
-        }
-        if !raw.is_empty() {
-            metadata.insert(RAW.to_owned(), raw.to_json());
-        }
-        (items, metadata)
     }
 }
 
@@ -279,6 +311,13 @@ impl Old {
             old.files.extend(old.taken.iter().filter(counts).cloned());
         }
         Ok(old)
+    }
+
+    fn refuse(&self, plan: &HfPlan, options: &HfWriteOptions) -> Result<(), CheckpointError> {
+        let Some(key) = self.in_the_way(plan).filter(|_| !options.overwrite) else { return Ok(()) };
+        let error =
+            StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key.clone()));
+        Err(error.with_message("there is a model in this folder").into())
     }
 
     /// What would be replaced.

@@ -1,0 +1,125 @@
+//! What of a checkpoint goes into safetensors files.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, DType, Dims, Entry, Placement, TensorEntry};
+use dcp_formats::safetensors::RawTypes;
+use indexmap::IndexMap;
+use serde_json::json;
+
+use crate::check::refuse_unsound;
+use crate::data::Part;
+use crate::error::ConvertError;
+use crate::source::Source;
+use crate::written::WriteReport;
+
+/// The entry of the header's `__metadata__` that lists objects which were left out, as a JSON
+/// list of FQNs.
+pub const LEFT_OUT: &str = "dcp.left_out";
+
+/// The tensors of a checkpoint on their way into safetensors files.
+pub(crate) struct Outgoing {
+    pub(crate) tensors: Vec<OutgoingTensor>,
+    /// What each of them is made from.
+    pub(crate) parts: Vec<Part>,
+    /// Bytes of all of them.
+    pub(crate) byte_len: u64,
+    /// What is left out and what is stored as bytes, so far.
+    pub(crate) report: WriteReport,
+}
+
+/// A tensor as the format is to have it.
+pub(crate) struct OutgoingTensor {
+    pub(crate) fqn: Arc<str>,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Dims,
+}
+
+impl Outgoing {
+    /// Everything that `source`, in its form for a job, has.
+    pub(crate) async fn gather(source: &Source) -> Result<Self, ConvertError> {
+        let metadata = source.metadata().await?;
+        refuse_unsound(&metadata)?;
+        let mut outgoing = Self {
+            tensors: Vec::new(),
+            parts: Vec::new(),
+            byte_len: 0,
+            report: WriteReport::default(),
+        };
+        let ties = ties(&metadata);
+        for (index, (fqn, entry)) in metadata.iter().enumerate() {
+            match entry {
+                Entry::Tensor(tensor) => match ties.get(&index) {
+                    Some(first) => {
+                        outgoing.report.tied.insert(Arc::clone(fqn), Arc::clone(first));
+                    }
+                    None => outgoing.tensor(source, &metadata, index, fqn, tensor)?,
+                },
+                _ => outgoing.report.left_out.push(Arc::clone(fqn)),
+            }
+        }
+        outgoing.report.tensors = outgoing.tensors.len();
+        outgoing.report.chunks = outgoing.tensors.len();
+        Ok(outgoing)
+    }
+
+    fn tensor(
+        &mut self,
+        source: &Source,
+        metadata: &Arc<CheckpointMetadata>,
+        index: usize,
+        fqn: &Arc<str>,
+        tensor: &TensorEntry,
+    ) -> Result<(), ConvertError> {
+        if RawTypes::default().stored_as(fqn, tensor.dtype, &tensor.shape).0 != tensor.dtype {
+            self.report.raw.push(Arc::clone(fqn));
+        }
+        self.byte_len = self.byte_len.saturating_add(tensor.byte_len().unwrap_or(0));
+        let (fqn, shape) = (Arc::clone(fqn), tensor.shape.clone());
+        self.tensors.push(OutgoingTensor { fqn, dtype: tensor.dtype, shape });
+        self.parts.push(Part::whole_tensor(source, metadata, index, tensor)?);
+        Ok(())
+    }
+
+    /// What a header says of what is not in the file: for each tied tensor the name of the one
+    /// that was written, as `safetensors.torch.save_model` has it, and which objects there were.
+    pub(crate) fn header(&self) -> IndexMap<String, String> {
+        let mut header = IndexMap::new();
+        for (fqn, first) in &self.report.tied {
+            header.entry(fqn.to_string()).or_insert_with(|| first.to_string());
+        }
+        if !self.report.left_out.is_empty() {
+            header.insert(LEFT_OUT.to_owned(), json!(self.report.left_out).to_string());
+        }
+        header
+    }
+}
+
+/// Tensors that are stored in the very same place and way as an earlier one, by their positions, with
+/// the name of that one.
+pub(crate) fn ties(metadata: &CheckpointMetadata) -> HashMap<usize, Arc<str>> {
+    let mut first: HashMap<_, &Arc<str>> = HashMap::new();
+    let mut tied = HashMap::new();
+    for (index, (fqn, entry)) in metadata.iter().enumerate() {
+        let Some(tensor) = entry.as_tensor().filter(|t| t.byte_len() != Some(0)) else { continue };
+        let places = tensor.chunks.iter().map(|chunk| {
+            let placement = chunk.placement?;
+            let Placement { file, encoding, byte_offset, byte_len } = placement;
+            Some((file, encoding, byte_offset, byte_len))
+        });
+        let Some(places) = places.collect::<Option<Vec<_>>>().filter(|p| !p.is_empty()) else {
+            continue;
+        };
+        let same = (tensor.dtype, tensor.shape.clone(), places);
+        match first.get(&same) {
+            Some(name) => {
+                tied.insert(index, Arc::clone(name));
+            }
+            None => {
+                first.insert(same, fqn);
+            }
+        }
+    }
+    tied
+}

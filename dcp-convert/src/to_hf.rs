@@ -1,0 +1,72 @@
+//! A checkpoint as a folder of safetensors files, as Hugging Face models have them.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointError, Storage, StorageErrorKind};
+use dcp_formats::hf::{
+    HfLayout, HfPart, HfWriteOptions, file_byte_lens, refuse_existing, write_folder,
+};
+
+use crate::data::CheckpointData;
+use crate::error::ConvertError;
+use crate::job::JobOptions;
+use crate::outgoing::Outgoing;
+use crate::source::Source;
+use crate::written::WriteReport;
+
+/// Memory for one file that is being written, in bytes.
+const FILE_MEMORY: u64 = 96 << 20;
+
+/// Writes every tensor of a checkpoint, under its FQN, into files that `layout` divides them
+/// into, and an index that names them all. The index appears last, when everything was written
+/// and every stored chunk was found to be what its checksum says.
+///
+/// # Errors
+///
+/// When there is a model in the folder and it is not to be overwritten, the checkpoint is unsound
+/// or damaged, or a storage fails; then what was there before is untouched.
+pub async fn to_hf(
+    source: &Source,
+    folder: &Arc<dyn Storage>,
+    layout: &HfLayout,
+    overwrite: bool,
+    options: &JobOptions,
+) -> Result<WriteReport, ConvertError> {
+    let source = source.for_job(options.parallelism);
+    let outgoing = Outgoing::gather(&source).await?;
+    let parts = outgoing.tensors.iter();
+    let parts = parts.map(|t| HfPart::whole(Arc::clone(&t.fqn), t.dtype, t.shape.clone()));
+    let plan = layout.plan(parts.collect())?;
+    let mut how = HfWriteOptions::default();
+    how.overwrite = overwrite;
+    how.metadata = outgoing.header();
+    let at_once = usize::try_from(options.max_memory / FILE_MEMORY).unwrap_or(usize::MAX);
+    how.parallelism = at_once.clamp(1, options.parallelism.max(1));
+    let report = outgoing.report;
+    if options.dry_run {
+        refuse_existing(folder, &plan, &how).await.map_err(existing)?;
+        let files = file_byte_lens(&plan, &how)?;
+        let files = files.into_iter().map(|(key, len)| (key.to_string(), len));
+        return Ok(report.with_files(files).planned(&*source.metadata().await?));
+    }
+    options.start(outgoing.byte_len);
+    let data = CheckpointData::new(&source, outgoing.parts, options).settling(outgoing.byte_len);
+    let written =
+        write_folder(folder, &plan, Arc::new(data), &how, None).await.map_err(existing)?;
+    for file in &written.left {
+        tracing::warn!(%file, "a file of the replaced model could not be removed");
+    }
+    let files = written.files.into_iter().map(|(key, len)| (key.to_string(), len));
+    Ok(report.with_files(files))
+}
+
+/// The refusal to replace what is there, as other targets say it.
+fn existing(error: CheckpointError) -> ConvertError {
+    match error {
+        CheckpointError::Storage(error) if error.kind() == StorageErrorKind::AlreadyExists => {
+            let target = error.key().map_or_else(String::new, ToString::to_string);
+            ConvertError::TargetExists { target }
+        }
+        other => other.into(),
+    }
+}

@@ -6,6 +6,7 @@
 
 mod bench;
 mod bench_convert;
+mod browser;
 mod features;
 mod fuzz;
 mod interop;
@@ -33,6 +34,7 @@ cargo xtask <command>
   interop [--torch VERSION] [--keep]  both directions against real PyTorch, on live data
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
   bench convert [...]                 the same for converting, with peak memory
+  browser [--keep]                    pages of `dcp report` in headless Chromium
   features                            each package alone, each feature combination
   readme                              runs the first command of README.md
   fuzz TARGET [SECONDS]               runs one fuzz target with cargo-fuzz
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
         ["interop", ref rest @ ..] => interop::main(rest),
         ["bench", ref rest @ ..] => bench::main(rest),
         ["features"] => features::main(),
+        ["browser", ref rest @ ..] => browser::main(rest),
         ["readme"] => readme::main(),
         ["fuzz", ref rest @ ..] => fuzz::main(rest),
         [] | ["help" | "--help" | "-h"] => {

@@ -95,6 +95,8 @@ pub(crate) enum Command {
     Stats(command::Stats),
     Convert(command::Convert),
     Reshard(command::Reshard),
+    Average(command::Average),
+    Merge(command::Merge),
     RewriteMetadata(command::RewriteMetadata),
     Report(command::Report),
     Completions(Completions),

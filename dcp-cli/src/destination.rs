@@ -155,6 +155,17 @@ impl Destination {
         })
     }
 
+    /// Which dtype a tensor gets, by its name and the dtype it has, when one was asked for.
+    pub(crate) fn cast_rule(
+        &self,
+    ) -> Option<impl Fn(&str, DType) -> Option<DType> + Send + Sync + use<>> {
+        let (dtype, kept) = (self.dtype?, KeyFilter::any_of(&self.keep_dtype));
+        Some(move |fqn: &str, from| {
+            let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
+            (wide.contains(&from) && !kept.selects(fqn, None)).then_some(dtype)
+        })
+    }
+
     /// Writes `source` to `target`.
     pub(crate) async fn write(
         &self,
@@ -163,13 +174,8 @@ impl Destination {
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
         let overwrite = self.writing.overwrite;
-        let (source, cast) = match self.dtype {
-            Some(dtype) => {
-                let kept = KeyFilter::any_of(&self.keep_dtype);
-                let rule = |fqn: &str, from| {
-                    let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
-                    (wide.contains(&from) && !kept.selects(fqn, None)).then_some(dtype)
-                };
+        let (source, cast) = match self.cast_rule() {
+            Some(rule) => {
                 let casts = CastOptions::default();
                 let (source, cast) = view::Cast::apply(source, rule, casts, options).await?;
                 (source, Some(cast))

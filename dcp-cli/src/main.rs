@@ -44,6 +44,8 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Stats(args) => command::stats(&args, &out),
         Command::Convert(args) => command::convert(&args, &out),
         Command::Reshard(args) => command::reshard(&args, &out),
+        Command::Average(args) => command::average(&args, &out),
+        Command::Merge(args) => command::merge(&args, &out),
         Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &out),
         Command::Report(args) => command::report(&args, &out),
         Command::Completions(args) => {

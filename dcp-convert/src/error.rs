@@ -80,7 +80,7 @@ impl From<FormatError> for ConvertError {
 }
 
 fn first_of(problems: &[String]) -> String {
-    const SHOWN: usize = 20;
+    const SHOWN: usize = 10;
     let mut text = problems.iter().take(SHOWN).cloned().collect::<Vec<_>>();
     if problems.len() > SHOWN {
         text.push(format!("and {} more", problems.len() - SHOWN));

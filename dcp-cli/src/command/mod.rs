@@ -1,19 +1,23 @@
 //! One function a command: open, do the job in `dcp::convert`, print.
 
+mod average;
 mod convert;
 mod get;
 mod inspect;
 mod ls;
+mod merge;
 mod report;
 mod reshard;
 mod rewrite_metadata;
 mod stats;
 mod verify;
 
+pub(crate) use average::{Average, average};
 pub(crate) use convert::{Convert, convert};
 pub(crate) use get::get;
 pub(crate) use inspect::inspect;
 pub(crate) use ls::{Ls, ls};
+pub(crate) use merge::{Merge, merge};
 pub(crate) use report::{Report, report};
 pub(crate) use reshard::{Reshard, reshard};
 pub(crate) use rewrite_metadata::{RewriteMetadata, rewrite_metadata};

@@ -32,6 +32,8 @@ fn help() {
     snapshot("help_short.txt", &["-h"], "100");
     snapshot("help_inspect.txt", &["inspect", "--help"], "100");
     snapshot("help_convert.txt", &["convert", "--help"], "100");
+    snapshot("help_average.txt", &["average", "--help"], "100");
+    snapshot("help_merge.txt", &["merge", "--help"], "100");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
 
 mod choosing;
+mod combine;
 mod convert;
 mod damaged;
 mod get;

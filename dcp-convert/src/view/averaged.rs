@@ -23,8 +23,11 @@ use crate::job::JobOptions;
 use crate::source::Source;
 use crate::tensor_read::TensorReader;
 
+/// Gives a tensor another dtype, by its name and the dtype it has.
+type DTypeRule = dyn Fn(&str, DType) -> Option<DType> + Send + Sync;
+
 /// How checkpoints are averaged.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 #[non_exhaustive]
 pub struct AverageOptions {
     /// One for each checkpoint, and taken relative to their sum: the mean is the sum of
@@ -34,9 +37,9 @@ pub struct AverageOptions {
     /// The dtype to sum in: `Float32` or `Float64`. By default `Float32`, but `Float64` for
     /// tensors that any checkpoint has in 64 bits.
     pub accumulate: Option<DType>,
-    /// The float dtype of the result; by default each tensor's in the first checkpoint. Complex
-    /// tensors always keep theirs.
-    pub dtype: Option<DType>,
+    /// The dtype of the result, to which the sum is rounded once; by default each tensor's in the
+    /// first checkpoint.
+    pub dtype: Option<Arc<DTypeRule>>,
     /// What becomes of everything that has no mean.
     pub non_float: NonFloat,
 }
@@ -56,10 +59,14 @@ impl AverageOptions {
         self
     }
 
-    /// With a result of `dtype`.
+    /// With results of the dtypes that `rule` gives for the names and dtypes of tensors of the
+    /// first checkpoint.
     #[must_use]
-    pub fn with_dtype(mut self, dtype: DType) -> Self {
-        self.dtype = Some(dtype);
+    pub fn with_dtypes(
+        mut self,
+        rule: impl Fn(&str, DType) -> Option<DType> + Send + Sync + 'static,
+    ) -> Self {
+        self.dtype = Some(Arc::new(rule));
         self
     }
 
@@ -68,6 +75,16 @@ impl AverageOptions {
     pub fn with_non_float(mut self, non_float: NonFloat) -> Self {
         self.non_float = non_float;
         self
+    }
+}
+
+impl fmt::Debug for AverageOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AverageOptions")
+            .field("weights", &self.weights)
+            .field("accumulate", &self.accumulate)
+            .field("non_float", &self.non_float)
+            .finish_non_exhaustive()
     }
 }
 
@@ -120,7 +137,7 @@ impl Averaged {
         job: &JobOptions,
     ) -> Result<(Source, Arc<Self>), ConvertError> {
         let weights = weights(options, sources.len())?;
-        check_dtypes(options)?;
+        check_accumulate(options.accumulate)?;
         let mut inputs = Vec::with_capacity(sources.len());
         for source in sources {
             let input = Input::open(source, job.parallelism).await?;
@@ -168,7 +185,8 @@ impl Averaged {
                 entries.push(Averaging::Taken(base.tensor(fqn)?));
                 continue;
             }
-            let to = options.dtype.filter(|_| !like.dtype.is_complex()).unwrap_or(like.dtype);
+            let asked = options.dtype.as_ref().and_then(|rule| rule(fqn, like.dtype));
+            let to = asked.unwrap_or(like.dtype);
             let mean = Mean::new(fqn, &dtypes, to, weights, options.accumulate)?;
             let readers: Result<_, _> = inputs.iter().map(|input| input.tensor(fqn)).collect();
             let mut averaged = tensor.clone();
@@ -280,20 +298,14 @@ fn weights(options: &AverageOptions, checkpoints: usize) -> Result<Vec<f64>, Con
     Ok(weights.clone())
 }
 
-fn check_dtypes(options: &AverageOptions) -> Result<(), ConvertError> {
-    if let Some(dtype) = options.accumulate
-        && !matches!(dtype, DType::Float32 | DType::Float64)
-    {
-        let problem = format!("cannot be summed in {dtype}, only in float32 or float64");
-        return Err(ConvertError::unsupported("an average", problem));
+fn check_accumulate(accumulate: Option<DType>) -> Result<(), ConvertError> {
+    match accumulate {
+        None | Some(DType::Float32 | DType::Float64) => Ok(()),
+        Some(dtype) => {
+            let problem = format!("cannot be summed in {dtype}, only in float32 or float64");
+            Err(ConvertError::unsupported("an average", problem))
+        }
     }
-    if let Some(dtype) = options.dtype
-        && (!is_averaged(dtype) || dtype.is_complex())
-    {
-        let problem = format!("cannot be {dtype}; ask for a float dtype such as bfloat16");
-        return Err(ConvertError::unsupported("an average", problem));
-    }
-    Ok(())
 }
 
 /// In words, keys that are not in every input, with the same shape.

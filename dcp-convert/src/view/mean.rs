@@ -48,7 +48,8 @@ impl Mean {
         let wide = |dtype: &DType| matches!(dtype, DType::Float64 | DType::Complex128);
         let double =
             accumulate.map_or_else(|| dtypes.iter().any(wide), |dtype| dtype == DType::Float64);
-        let sum = match (to.is_complex(), double) {
+        let complex = dtypes.first().is_some_and(|dtype| dtype.is_complex());
+        let sum = match (complex, double) {
             (false, false) => DType::Float32,
             (false, true) => DType::Float64,
             (true, false) => DType::Complex64,

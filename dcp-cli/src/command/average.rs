@@ -1,0 +1,154 @@
+//! `dcp average`.
+
+use clap::{Args, ValueEnum};
+use dcp::DType;
+use dcp::convert::ConvertError;
+use dcp::convert::view::{AverageOptions, Averaged, NonFloat};
+
+use crate::choosing::Choosing;
+use crate::destination::{Destination, tell};
+use crate::failure::Failure;
+use crate::open::{self, Need};
+use crate::output::Output;
+use crate::progress::Bar;
+use crate::style::count;
+
+/// Write the average of several checkpoints.
+///
+/// All must have the same keys and shapes, whatever their formats and however they are cut.
+/// Every float is multiplied by the weight of its checkpoint, summed, and divided by the sum of
+/// the weights; NaN anywhere makes NaN. What has no average (integers, truth values, quantized
+/// tensors, objects) must be the same in all of them, unless --non-float says where to take it
+/// from.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp average runs/step_800 runs/step_900 runs/step_1000 --out soup --to dcp
+  dcp average a b --weights 0.7,0.3 --dtype bf16 --out average.safetensors
+  dcp average runs/step_* --include 'model.*' --out model.safetensors --dry-run
+
+Rounding:
+  Sums are float32, and float64 for tensors that any checkpoint has in 64 bits; --accumulate
+  float64 makes all of them so. The result is rounded once, to --dtype or to the dtype that the
+  first checkpoint has. Weights need not add up to 1: only their proportions count.
+
+Keys:
+  Keys are chosen and renamed in every checkpoint before they are compared.")]
+pub(crate) struct Average {
+    /// The checkpoints: directories or files of any format.
+    #[arg(required = true, num_args = 1.., value_name = "CHECKPOINT")]
+    sources: Vec<String>,
+
+    /// What to write: a file or a directory, as the format has it.
+    #[arg(short, long, value_name = "TARGET")]
+    out: String,
+
+    /// A weight for each checkpoint, in order; all equal by default.
+    #[arg(long, value_name = "W,W,…", value_delimiter = ',', allow_hyphen_values = true)]
+    weights: Option<Vec<f64>>,
+
+    /// The dtype to sum in.
+    #[arg(long, value_name = "DTYPE")]
+    accumulate: Option<Accumulate>,
+
+    /// Where to take what has no average from.
+    #[arg(long, value_name = "WHICH", default_value = "error")]
+    non_float: Other,
+
+    #[command(flatten)]
+    destination: Destination,
+
+    #[command(flatten)]
+    choosing: Choosing,
+}
+
+/// A dtype for sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Accumulate {
+    /// 32 bits.
+    #[value(alias = "f32", alias = "fp32")]
+    Float32,
+    /// 64 bits.
+    #[value(alias = "f64", alias = "fp64")]
+    Float64,
+}
+
+/// What becomes of what has no average.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Other {
+    /// It must be the same in all checkpoints.
+    Error,
+    /// From the first checkpoint.
+    First,
+    /// From the last one.
+    Last,
+}
+
+impl Average {
+    fn options(&self) -> AverageOptions {
+        let mut options = AverageOptions::default().with_non_float(match self.non_float {
+            Other::Error => NonFloat::Equal,
+            Other::First => NonFloat::First,
+            Other::Last => NonFloat::Last,
+        });
+        if let Some(weights) = &self.weights {
+            options = options.with_weights(weights.clone());
+        }
+        if let Some(dtype) = self.accumulate {
+            options = options.with_accumulate(match dtype {
+                Accumulate::Float32 => DType::Float32,
+                Accumulate::Float64 => DType::Float64,
+            });
+        }
+        match self.destination.cast_rule() {
+            Some(rule) => options.with_dtypes(rule),
+            None => options,
+        }
+    }
+}
+
+pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
+    for source in &args.sources {
+        open::refuse_same(source, &args.out)?;
+    }
+    let usual = args.destination.usual_part(&args.out)?;
+    let selection = args.choosing.selection(usual)?;
+    let (report, view) = open::run(true, async {
+        let bar = Bar::new(out, "averaging");
+        let options = args.destination.writing.options(bar.options());
+        let mut sources = Vec::with_capacity(args.sources.len());
+        for uri in &args.sources {
+            let source = open::source(uri, Need::Whole).await?;
+            sources.push(selection.apply(&source, &options).await?);
+        }
+        let averaged = Averaged::apply(&sources, &args.options(), &options).await;
+        let (source, view) = averaged.map_err(|error| match error {
+            ConvertError::Disagreement { .. } => Failure::from(error).hint(
+                "--include 'model.*' leaves the rest of a training state out; --non-float first \
+                 takes what has no average from the first checkpoint",
+            ),
+            error => error.into(),
+        })?;
+        let mut report = args.destination.write(&source, &args.out, &options).await?;
+        let cast = view.report();
+        if args.destination.cast_rule().is_some() || cast.lost_range().next().is_some() {
+            report.cast = Some(cast);
+        }
+        Ok::<_, Failure>((report, view))
+    })?;
+    tell(&report, &args.out, args.destination.writing.json, out)?;
+    let (averaged, taken) = view.counts();
+    if taken > 0 {
+        let from = match args.non_float {
+            Other::Error => "same in all",
+            Other::First => "taken from the first",
+            Other::Last => "taken from the last",
+        };
+        out.note(&format!(
+            "averaged {}; {} without an average: {from}",
+            count(averaged, "tensor"),
+            count(taken, "other key"),
+        ));
+    }
+    Ok(())
+}

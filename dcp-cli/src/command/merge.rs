@@ -1,0 +1,73 @@
+//! `dcp merge`.
+
+use clap::Args;
+use dcp::convert::ConvertError;
+use dcp::convert::view::{Duplicates, Merged};
+
+use crate::choosing::Choosing;
+use crate::destination::{Destination, tell};
+use crate::failure::Failure;
+use crate::open::{self, Need};
+use crate::output::Output;
+use crate::progress::Bar;
+
+/// Write several checkpoints with different keys as one.
+///
+/// The checkpoints may have any formats. The new one has everything of the first, then what the
+/// second has, and so on. Keys that more than one of them has are refused, all of them at once.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp merge model_dir optimizer_dir --out whole --to dcp
+  dcp merge part1.safetensors part2.safetensors --out model.safetensors
+  dcp merge base.safetensors heads.safetensors --identical --out all.safetensors --dry-run
+
+Keys:
+  Keys are chosen and renamed after the checkpoints were put together.")]
+pub(crate) struct Merge {
+    /// The checkpoints: directories or files of any format.
+    #[arg(required = true, num_args = 1.., value_name = "CHECKPOINT")]
+    sources: Vec<String>,
+
+    /// What to write: a file or a directory, as the format has it.
+    #[arg(short, long, value_name = "TARGET")]
+    out: String,
+
+    /// Take a key that several checkpoints have once, if it holds the same in all of them.
+    #[arg(long)]
+    identical: bool,
+
+    #[command(flatten)]
+    destination: Destination,
+
+    #[command(flatten)]
+    choosing: Choosing,
+}
+
+pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
+    for source in &args.sources {
+        open::refuse_same(source, &args.out)?;
+    }
+    let usual = args.destination.usual_part(&args.out)?;
+    let selection = args.choosing.selection(usual)?;
+    let duplicates = if args.identical { Duplicates::Identical } else { Duplicates::Refuse };
+    let report = open::run(true, async {
+        let bar = Bar::new(out, "merging");
+        let options = args.destination.writing.options(bar.options());
+        let mut sources = Vec::with_capacity(args.sources.len());
+        for uri in &args.sources {
+            sources.push(open::source(uri, Need::Whole).await?);
+        }
+        let merged = Merged::apply(&sources, duplicates, &options).await;
+        let merged = merged.map_err(|error| match error {
+            ConvertError::Disagreement { .. } if duplicates == Duplicates::Refuse => {
+                Failure::from(error)
+                    .hint("--identical takes keys once that hold the same in all checkpoints")
+            }
+            error => error.into(),
+        })?;
+        let merged = selection.apply(&merged, &options).await?;
+        args.destination.write(&merged, &args.out, &options).await
+    })?;
+    tell(&report, &args.out, args.destination.writing.json, out)
+}

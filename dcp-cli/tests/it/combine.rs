@@ -1,0 +1,92 @@
+//! `average` and `merge`: several checkpoints as one.
+
+use crate::support::{assert_same_tensors, dcp, path, tensors};
+
+#[test]
+fn the_average_of_a_checkpoint_with_itself_is_the_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    for fixture in ["fsdp2_adam_2r", "zstd_2r", "strided_4r"] {
+        let (copy, out) = (path(&folder, &format!("{fixture}_8")), path(&folder, fixture));
+        dcp(["reshard", fixture, &copy, "--ranks", "3"]).ok();
+        let average = ["average", fixture, &copy, fixture, "--out", &out, "--to", "dcp"];
+        // In 32 bits, a third of three times a number is not always that number.
+        let report = dcp(average.iter().chain(&["--accumulate", "f64", "--json"])).json();
+        assert_eq!(report["dry_run"], false);
+        dcp(["verify", &out, "--deep"]).ok();
+        let file = path(&folder, &format!("{fixture}.safetensors"));
+        dcp(["convert", &out, &file]).ok();
+        assert_same_tensors(&tensors(file.as_ref()), fixture);
+        let keys = |uri: &str| {
+            let all = dcp(["inspect", uri, "--json"]).json()["keys"].clone();
+            let objects =
+                all.as_object().unwrap().iter().filter(|(_, key)| key["kind"] == "object");
+            objects.map(|(name, key)| (name.clone(), key["value"].clone())).collect::<Vec<_>>()
+        };
+        assert_eq!(keys(&out), keys(fixture), "objects are taken along");
+        dcp(average).fails(2, &["exists already", "--overwrite"]);
+    }
+}
+
+#[test]
+fn an_average_says_what_it_did() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.safetensors");
+    let sources = ["average", "fsdp2_adam_2r", "fsdp2_adam_2r", "-o", &file];
+    let dry = dcp(sources.iter().chain(&["--include", "model.*", "--dtype", "bf16", "--dry-run"]));
+    let text = dry.ok();
+    assert!(text.contains("bfloat16") && text.contains("would be written"), "{text}");
+    assert!(!std::fs::exists(&file).unwrap());
+    let run = dcp(sources.iter().chain(&["--dtype", "bf16", "--weights", "0.7,0.3"]));
+    assert!(run.stderr.contains("note: averaged 38 tensors; 18 other keys"), "{}", run.stderr);
+    assert!(run.stderr.contains("cast 38 tensors to bfloat16"), "{}", run.stderr);
+    run.ok();
+    let found = tensors(file.as_ref());
+    assert_eq!(found.values().filter(|(dtype, ..)| dtype == "bfloat16").count(), 38);
+}
+
+#[test]
+fn checkpoints_that_do_not_go_together_are_refused_before_anything_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = path(&folder, "out");
+    let average = |sources: &[&str], more: &[&str]| {
+        let target = ["--out", &out, "--to", "dcp"];
+        dcp(["average"].iter().chain(sources).chain(&target).chain(more))
+    };
+    let pair = ["fsdp2_adam_2r", "nested"];
+    average(&pair, &[]).fails(2, &["missing in checkpoint 2", "and 80 more", "hint: "]);
+    average(&["nested", "nested"], &["--weights", "1"]).fails(2, &["the weights are 1"]);
+    average(&["nested", "nested"], &["--weights", "1,-1"]).fails(2, &["sum is not zero"]);
+    average(&["nested", &out], &[]).fails(2, &["source and target are the same"]);
+    dcp(["merge", "nested", "nested", "--out", &out, "--to", "dcp"])
+        .fails(2, &["is in checkpoints 1 and 2", "--identical"]);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left behind");
+}
+
+#[test]
+fn what_was_taken_apart_is_merged_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let (model, rest, whole) = (at("model"), at("rest"), at("whole"));
+    let source = "fsdp2_adam_2r";
+    dcp(["convert", source, &model, "--to", "dcp", "--include", "model"]).ok();
+    dcp(["convert", source, &rest, "--to", "dcp", "--exclude", "model", "--ranks", "2"]).ok();
+    dcp(["merge", &model, &rest, "--out", &whole, "--to", "dcp"]).ok();
+    dcp(["verify", &whole, "--deep"]).ok();
+    let file = at("whole.safetensors");
+    dcp(["convert", &whole, &file]).ok();
+    assert_same_tensors(&tensors(file.as_ref()), source);
+    let objects = |uri: &str| {
+        let all = dcp(["inspect", uri, "--json"]).json()["keys"].clone();
+        let keys = all.as_object().unwrap();
+        let objects = keys.iter().filter(|(_, key)| key["kind"] == "object");
+        let mut objects: Vec<_> =
+            objects.map(|(name, key)| (name.clone(), key["value"].clone())).collect();
+        objects.sort_by(|a, b| a.0.cmp(&b.0));
+        objects
+    };
+    assert_eq!(objects(&whole), objects(source));
+    // What is the same in both is taken once.
+    let again = at("again.safetensors");
+    dcp(["merge", &whole, source, &model, "--identical", "--out", &again]).ok();
+    assert_same_tensors(&tensors(again.as_ref()), source);
+}

@@ -3,14 +3,17 @@
 mod alike;
 mod averaged;
 mod cast;
+mod dequantized;
 mod joined;
 mod mean;
 mod merged;
+mod scales;
 mod scratch;
 mod selected;
 mod translated;
 
 pub use averaged::{AverageOptions, Averaged, NonFloat};
 pub use cast::Cast;
+pub use dequantized::{DequantizeOptions, Dequantized};
 pub use merged::{Duplicates, Merged};
 pub use selected::Selected;

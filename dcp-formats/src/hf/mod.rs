@@ -5,7 +5,8 @@
 //! PyTorch's own Hugging Face storage (2.8 to 2.15) writes the same, and also files in which each
 //! rank's parts of a tensor lie, with `DCP_SHARDING_INFO` in their headers and no index.
 //!
-//! [`HfReader`] reads all of these, and one single file, as a checkpoint. [`HfLayout`] divides
+//! [`HfReader`] reads all of these, and one single file, as a checkpoint; [`find_quantized`] says
+//! which of its tensors are block-scaled weights. [`HfLayout`] divides
 //! tensors into files, and [`write_folder`] writes them.
 
 mod finding;
@@ -13,12 +14,14 @@ mod index_file;
 mod layout;
 mod load;
 mod merge;
+mod quantized;
 mod reader;
 mod write;
 
 pub use finding::{Finding, FindingKind};
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES};
+pub use quantized::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, find_quantized};
 pub use reader::{HfReader, HfReaderBuilder};
 pub use write::{HfWriteOptions, HfWritten, file_byte_lens, refuse_existing, write_folder};
 

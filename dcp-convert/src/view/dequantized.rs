@@ -1,0 +1,458 @@
+//! Block-scaled weights as plain numbers.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, DataSink, Dims, Encoding, Entry, FormatError, Key,
+    Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region, RegionError, StorageError,
+    StorageErrorKind, StorageExt, StorageReader, TensorEntry, TensorView,
+};
+use dcp_formats::hf::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, find_quantized};
+
+use super::scales::{Scales, Tile, floats};
+use super::scratch::{Scratch, bad_plan, name};
+use super::translated::Translated;
+use crate::cast::{CastCounts, CastOptions, Caster};
+use crate::error::ConvertError;
+use crate::job::JobOptions;
+use crate::source::Source;
+
+/// Numbers to make at once.
+const SLAB: u64 = 1 << 19;
+/// The most that is read of a model's configuration, in bytes.
+const CONFIG_MAX: u64 = 16 << 20;
+
+/// How weights are made plain numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DequantizeOptions {
+    /// The element type of the numbers: `float32`, `bfloat16` or `float16`.
+    pub dtype: DType,
+    /// Rows and columns of 8-bit weights that share a scale; `None` for what the model's
+    /// `config.json` says, or 128 of each.
+    pub block: Option<[u64; 2]>,
+}
+
+impl DequantizeOptions {
+    /// Numbers of this type, in blocks as the model says.
+    #[must_use]
+    pub fn new(dtype: DType) -> Self {
+        Self { dtype, block: None }
+    }
+
+    /// The same, in blocks of so many rows and columns.
+    #[must_use]
+    pub fn with_block(mut self, block: [u64; 2]) -> Self {
+        self.block = Some(block);
+        self
+    }
+}
+
+/// A reader that shows the block-scaled weights of another one as plain numbers, and their scales
+/// not at all; see [`QuantScheme`] for what is understood. Everything else stays as it is, weights
+/// without scales included.
+///
+/// A number is the product of weight and scale as `float32`, rounded once more to the type asked
+/// for: bit for bit what PyTorch 2.15 makes of 8-bit weights. MXFP4 weights, of which PyTorch's
+/// own reader fills a part only, are exact in `float32` and `bfloat16`; a scale of 255 is NaN, as
+/// OCP has it.
+///
+/// Any part of a tensor can be read, and takes the bytes of that part; of the scales the last
+/// 16 MiB are kept.
+pub struct Dequantized {
+    inner: Arc<dyn StorageReader>,
+    inner_metadata: Arc<CheckpointMetadata>,
+    metadata: Arc<CheckpointMetadata>,
+    entries: Vec<Shown>,
+    outward: Arc<HashMap<u32, u32>>,
+    scales: Scales,
+    caster: Caster,
+}
+
+/// What an entry is made of.
+#[derive(Clone, Debug)]
+struct Shown {
+    /// The entry of the inner reader.
+    inner: u32,
+    weight: Option<Weight>,
+}
+
+#[derive(Clone, Debug)]
+struct Weight {
+    scales: u32,
+    scheme: QuantScheme,
+    stored: DType,
+    /// Numbers by byte, where a byte is one.
+    numbers: Arc<[f32]>,
+}
+
+impl Dequantized {
+    /// What `inner` reads, with 8-bit weights in blocks of `block`.
+    ///
+    /// # Errors
+    ///
+    /// When the inner index cannot be read, weights and scales do not fit together, or `dtype` is
+    /// no type to have numbers in.
+    pub async fn new(
+        inner: Arc<dyn StorageReader>,
+        dtype: DType,
+        block: [u64; 2],
+    ) -> Result<Self, ConvertError> {
+        if !matches!(dtype, DType::Float32 | DType::BFloat16 | DType::Float16) {
+            let problem = format!("become float32, bfloat16 or float16, not {dtype}");
+            return Err(ConvertError::unsupported("quantized weights", problem));
+        }
+        let inner_metadata = inner.metadata().await?;
+        let found = find_quantized(&inner_metadata, block)?;
+        let weights: HashMap<_, _> = found.iter().map(|one| (one.weight, one)).collect();
+        let scales: HashMap<_, _> = found.iter().map(|one| (one.scales, ())).collect();
+        let full = || FormatError::new("index", "it has too many files or encodings");
+        let mut metadata = CheckpointMetadata::new();
+        *metadata.provenance_mut() = inner_metadata.provenance().clone();
+        // In the same order they get the same ids, so placements stay as they are.
+        for file in inner_metadata.files() {
+            metadata.intern_file(file).ok_or_else(full)?;
+        }
+        for encoding in inner_metadata.encodings() {
+            metadata.intern_encoding(encoding).ok_or_else(full)?;
+        }
+        let made = Encoding::new(Layout::Computed).with_transforms(["dequantized".into()]);
+        let encoding = metadata.intern_encoding(&made).ok_or_else(full)?;
+        let (mut entries, mut outward) = (Vec::new(), HashMap::new());
+        for (position, (fqn, entry)) in inner_metadata.iter().enumerate() {
+            let inner = u32::try_from(position).map_err(|_| full())?;
+            if scales.contains_key(&position) {
+                continue;
+            }
+            let quantized = weights.get(&position).copied().zip(entry.as_tensor());
+            let (fqn, entry, weight) = match quantized {
+                None => (Arc::clone(fqn), entry.clone(), None),
+                Some((one, tensor)) => {
+                    let weight = Weight::new(one, tensor)?;
+                    let entry = plain(one, tensor, dtype, encoding)
+                        .map_err(|error| bad_plan(fqn, error.to_string()))?;
+                    (Arc::clone(&one.fqn), Entry::Tensor(entry), Some(weight))
+                }
+            };
+            outward.insert(inner, u32::try_from(metadata.insert(fqn, entry)).map_err(|_| full())?);
+            entries.push(Shown { inner, weight });
+        }
+        let caster = Caster::new("weights", DType::Float32, dtype, CastOptions::default())?;
+        let scales = Scales::new(Arc::clone(&inner), Arc::clone(&inner_metadata));
+        let (metadata, outward) = (Arc::new(metadata), Arc::new(outward));
+        Ok(Self { inner, inner_metadata, metadata, entries, outward, scales, caster })
+    }
+
+    /// `source` as a job reads it, with its weights as plain numbers.
+    ///
+    /// # Errors
+    ///
+    /// As [`Dequantized::new`], and when there is a `config.json` that cannot be read though the
+    /// size of the blocks is not given.
+    pub async fn apply(
+        source: &Source,
+        options: DequantizeOptions,
+        job: &JobOptions,
+    ) -> Result<Source, ConvertError> {
+        let block = match options.block {
+            Some(block) => block,
+            None => configured(source).await?.unwrap_or(BLOCK),
+        };
+        let inner = source.for_job(job.parallelism);
+        let view = Self::new(Arc::clone(&inner.reader), options.dtype, block).await?;
+        let parts = std::slice::from_ref(&inner);
+        Ok(Source::derived(Arc::new(view), parts).unwrap_or_else(|| source.clone()))
+    }
+
+    async fn fill(
+        &self,
+        item: &ReadItem,
+        region: &Region,
+        (shown, weight): (&Shown, &Weight),
+        view: &TensorView,
+    ) -> Result<u64, CheckpointError> {
+        let fqn = name(&self.metadata, item.entry);
+        let bad = |error: RegionError| bad_plan(&fqn, error.to_string());
+        let failed = |source| CheckpointError::Memory { fqn: fqn.to_string(), source };
+        let ReadKind::Tensor { chunk, .. } = item.kind else { return Ok(0) };
+        let mut read = 0;
+        for outer in outer_indices(region) {
+            let matrix = Matrix::of(region, outer);
+            let (mut row, mut col) = (matrix.rows.0, matrix.cols.0);
+            while row < matrix.rows.1 {
+                let (scale_row, scale_col) = weight.scale_of(row, col);
+                let tile = self.scales.tile(weight.scales, &matrix.outer, scale_row, scale_col);
+                let (tile, cost) = tile.await?;
+                let (rows, cols) = weight.reach(&tile, &matrix, row, col);
+                if rows <= row || cols <= col {
+                    return Err(bad_plan(&fqn, "its scales do not reach as far as it does"));
+                }
+                let slab = matrix.part(row..rows, col..cols).map_err(bad)?;
+                let stored = weight.stored_region(&slab).map_err(bad)?;
+                let mut scratch = Scratch::default();
+                scratch.push(shown.inner, chunk, weight.stored, stored);
+                let (bytes, weights_cost) =
+                    scratch.read(&*self.inner, &self.inner_metadata).await?;
+                let bytes = bytes.into_iter().next().unwrap_or_default();
+                let numbers = weight.numbers(&bytes, &tile, row..rows, col..cols);
+                let target = slab.relative_to(region.offsets());
+                let target = target.ok_or_else(|| bad_plan(&fqn, "a bad region"))?;
+                let target = view.narrow(&target)?;
+                let mut elements = vec![0; usize::try_from(target.byte_len()).unwrap_or(0)];
+                self.caster.cast(&numbers, &mut elements, &mut CastCounts::default());
+                target.fill_from(&elements).map_err(failed)?;
+                read += cost + weights_cost.bytes_read;
+                // Through the columns of these rows, then to the next ones.
+                col = cols;
+                if col >= matrix.cols.1 {
+                    (row, col) = (rows, matrix.cols.0);
+                }
+            }
+        }
+        Ok(read)
+    }
+}
+
+impl Weight {
+    fn new(one: &Quantized, tensor: &TensorEntry) -> Result<Self, CheckpointError> {
+        let numbers = match one.scheme {
+            QuantScheme::Block { .. } => {
+                let all: Vec<u8> = (0..=u8::MAX).collect();
+                floats(&one.fqn, tensor.dtype, &all)?
+            }
+            _ => Vec::new(),
+        };
+        let scales = u32::try_from(one.scales).unwrap_or(u32::MAX);
+        Ok(Self { scales, scheme: one.scheme, stored: tensor.dtype, numbers: numbers.into() })
+    }
+
+    /// Rows and columns that share a scale.
+    fn block(&self) -> (u64, u64) {
+        match self.scheme {
+            QuantScheme::Block { rows, cols } => (rows, cols),
+            QuantScheme::Mxfp4 { block_bytes } => (1, block_bytes.saturating_mul(2)),
+            _ => (1, 1),
+        }
+    }
+
+    fn scale_of(&self, row: u64, col: u64) -> (u64, u64) {
+        let (rows, cols) = self.block();
+        (row / rows.max(1), col / cols.max(1))
+    }
+
+    /// Where what is made at once from `row` and `col` on ends: with the tile of scales, the
+    /// matrix, or enough numbers.
+    fn reach(&self, tile: &Tile, matrix: &Matrix, row: u64, col: u64) -> (u64, u64) {
+        let (block_rows, block_cols) = self.block();
+        let cols = tile.cols.end.saturating_mul(block_cols).min(matrix.cols.1);
+        let cols = cols.min(col.saturating_add(SLAB));
+        let most = (SLAB / (cols - col).max(1)).max(1);
+        // Rows end together, so that every one is made from its first column to its last: where
+        // one does not fit at once, they are made one by one.
+        let most = if cols < matrix.cols.1 || col > matrix.cols.0 { 1 } else { most };
+        let rows = tile.rows.end.saturating_mul(block_rows).min(matrix.rows.1);
+        (rows.min(row.saturating_add(most)), cols)
+    }
+
+    /// The part of the stored weight that holds a part of the numbers.
+    fn stored_region(&self, slab: &Region) -> Result<Region, RegionError> {
+        let QuantScheme::Mxfp4 { block_bytes } = self.scheme else { return Ok(slab.clone()) };
+        let (_, width) = self.block();
+        let (mut offsets, mut sizes) = (slab.offsets().to_vec(), slab.sizes().to_vec());
+        if let (Some(at), Some(len)) = (offsets.last_mut(), sizes.last_mut()) {
+            let end = (*at + *len).div_ceil(width);
+            *at /= width;
+            *len = end - *at;
+        }
+        offsets.push(0);
+        sizes.push(block_bytes);
+        Region::new(offsets, sizes)
+    }
+
+    /// The numbers of some rows and columns, as bytes of `float32`.
+    fn numbers(
+        &self,
+        stored: &Bytes,
+        tile: &Tile,
+        rows: std::ops::Range<u64>,
+        cols: std::ops::Range<u64>,
+    ) -> Vec<u8> {
+        let (block_rows, block_cols) = self.block();
+        let height = usize::try_from(rows.end - rows.start).unwrap_or(0);
+        let mut numbers = Vec::with_capacity(stored.len().saturating_mul(4));
+        for (row, line) in rows.zip(stored.chunks_exact((stored.len() / height.max(1)).max(1))) {
+            let scales = tile.row(row / block_rows.max(1));
+            let scale_at = |col: u64| {
+                let at = (col / block_cols.max(1)).saturating_sub(tile.cols.start);
+                scales.get(at as usize).copied().unwrap_or(f32::NAN)
+            };
+            if let QuantScheme::Block { .. } = self.scheme {
+                for (col, byte) in cols.clone().zip(line) {
+                    let number = self.numbers.get(usize::from(*byte)).copied();
+                    let product = number.unwrap_or(f32::NAN) * scale_at(col);
+                    numbers.extend_from_slice(&product.to_le_bytes());
+                }
+            } else {
+                // The line begins with a whole block.
+                let first = cols.start - cols.start % block_cols.max(1);
+                for col in cols.clone() {
+                    let at = (col - first) as usize;
+                    let byte = line.get(at / 2).copied().unwrap_or(0);
+                    let nibble = if at & 1 == 0 { byte & 0xf } else { byte >> 4 };
+                    let number = E2M1.get(usize::from(nibble)).copied().unwrap_or(f32::NAN);
+                    numbers.extend_from_slice(&(number * scale_at(col)).to_le_bytes());
+                }
+            }
+        }
+        numbers
+    }
+}
+
+/// Rows and columns of a region at one index of all other axes.
+struct Matrix {
+    outer: Dims,
+    ndim: usize,
+    rows: (u64, u64),
+    cols: (u64, u64),
+}
+
+impl Matrix {
+    fn of(region: &Region, outer: Dims) -> Self {
+        let ndim = region.ndim();
+        let axis = |back: usize| match ndim.checked_sub(back) {
+            Some(axis) => (region.offsets()[axis], region.end(axis)),
+            None => (0, 1),
+        };
+        Self { outer, ndim, rows: axis(2), cols: axis(1) }
+    }
+
+    /// Some rows and columns as a part of the tensor.
+    fn part(
+        &self,
+        rows: std::ops::Range<u64>,
+        cols: std::ops::Range<u64>,
+    ) -> Result<Region, RegionError> {
+        let inner = [rows, cols];
+        let inner = inner.iter().skip(2_usize.saturating_sub(self.ndim));
+        let offsets: Dims =
+            self.outer.iter().copied().chain(inner.clone().map(|range| range.start)).collect();
+        let sizes: Dims = self
+            .outer
+            .iter()
+            .map(|_| 1)
+            .chain(inner.map(|range| range.end - range.start))
+            .collect();
+        Region::new(offsets, sizes)
+    }
+}
+
+/// All indices of a region on all but the last two axes; none when it is empty.
+fn outer_indices(region: &Region) -> impl Iterator<Item = Dims> + use<> {
+    let axes = region.ndim().saturating_sub(2);
+    let (offsets, sizes): (Dims, Dims) = (
+        region.offsets().iter().take(axes).copied().collect(),
+        region.sizes().iter().take(axes).copied().collect(),
+    );
+    let count = if region.is_empty() { 0 } else { sizes.checked_volume().unwrap_or(0) };
+    (0..count).map(move |mut at| {
+        let mut index = offsets.clone();
+        for axis in (0..axes).rev() {
+            index[axis] += at % sizes[axis];
+            at /= sizes[axis];
+        }
+        index
+    })
+}
+
+/// The tensor that a weight is as plain numbers. Its chunks keep their places, under an encoding
+/// that says that only this view can read them.
+fn plain(
+    one: &Quantized,
+    tensor: &TensorEntry,
+    dtype: DType,
+    encoding: u16,
+) -> Result<TensorEntry, RegionError> {
+    let mut shown = TensorEntry::new(dtype, one.shape.clone());
+    shown.path.clone_from(&tensor.path);
+    for chunk in tensor.chunks.iter() {
+        let placement = chunk.placement.map(|placement| Placement { encoding, ..placement });
+        let (mut offsets, mut sizes) = (chunk.offsets.to_vec(), chunk.sizes.to_vec());
+        if let QuantScheme::Mxfp4 { block_bytes } = one.scheme {
+            offsets.pop();
+            sizes.pop();
+            let width = block_bytes.saturating_mul(2);
+            for last in offsets.last_mut().into_iter().chain(sizes.last_mut()) {
+                *last = last.saturating_mul(width);
+            }
+        }
+        shown.chunks.push(&offsets, &sizes, placement)?;
+    }
+    Ok(shown)
+}
+
+/// The size of the blocks that the model's configuration gives.
+async fn configured(source: &Source) -> Result<Option<[u64; 2]>, CheckpointError> {
+    let key = Key::new("config.json").map_err(StorageError::from)?;
+    let byte_len = match source.storage.stat(&key).await {
+        Ok(meta) => meta.byte_len.min(CONFIG_MAX),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let config = source.storage.read_range(&key, 0..byte_len).await?;
+    Ok(configured_block(&config).map_err(|error| error.in_file(key.as_str(), 0))?)
+}
+
+#[async_trait]
+impl StorageReader for Dequantized {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        Ok(Arc::clone(&self.metadata))
+    }
+
+    async fn read(
+        &self,
+        _metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let mut report = ReadReport::default();
+        let mut unchanged = LoadPlan::default();
+        for item in &plan.items {
+            let shown = self.entries.get(item.entry as usize);
+            let shown = shown.ok_or_else(|| bad_plan("", "there is no such entry"))?;
+            let (ReadKind::Tensor { region, .. }, Some(weight)) = (&item.kind, &shown.weight)
+            else {
+                unchanged.items.push(ReadItem { entry: shown.inner, ..item.clone() });
+                continue;
+            };
+            let view = sink.destination(item)?;
+            let read = self.fill(item, region, (shown, weight), &view).await?;
+            sink.commit(item)?;
+            report.bytes_needed = report.bytes_needed.saturating_add(view.byte_len());
+            report.bytes_read = report.bytes_read.saturating_add(read);
+        }
+        if !unchanged.items.is_empty() {
+            let sink = Arc::new(Translated::new(sink, Arc::clone(&self.outward)));
+            let read = self.inner.read(&self.inner_metadata, &unchanged, sink).await?;
+            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
+            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+        }
+        Ok(report)
+    }
+}
+
+impl fmt::Debug for Dequantized {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let weights = self.entries.iter().filter(|shown| shown.weight.is_some()).count();
+        f.debug_struct("Dequantized")
+            .field("inner", &self.inner)
+            .field("weights", &weights)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;

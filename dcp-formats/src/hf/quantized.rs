@@ -1,0 +1,275 @@
+//! Which tensors of a model are block-scaled, and how.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, DType, Dims, FormatError, Region, TensorEntry};
+use serde::Deserialize;
+
+/// Rows and columns that share a scale where nothing else is said, as in DeepSeek's models and
+/// PyTorch's reader (2.15).
+pub const BLOCK: [u64; 2] = [128, 128];
+
+/// The ending that makes the name of an fp8 weight that of its scales.
+const SCALE_INV: &str = "_scale_inv";
+/// The endings of the two tensors of an MXFP4 weight.
+const BLOCKS: &str = "_blocks";
+const SCALES: &str = "_scales";
+
+/// A block-scaled weight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Quantized {
+    /// Its name as plain numbers. That of an MXFP4 weight has lost the ending `_blocks`, as in
+    /// the model that it was made from and in transformers; PyTorch's reader (2.15) keeps it.
+    pub fqn: Arc<str>,
+    /// Its shape as plain numbers.
+    pub shape: Dims,
+    /// The position of the stored weight in the metadata.
+    pub weight: usize,
+    /// The position of its scales.
+    pub scales: usize,
+    /// How weights and scales become numbers.
+    pub scheme: QuantScheme,
+}
+
+/// How weights and scales become numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum QuantScheme {
+    /// 8-bit floats, `X.weight`, times a scale for every `rows` × `cols` of them along the last
+    /// two axes, in `X.weight_scale_inv`; the last blocks may be cut short.
+    Block {
+        /// Rows of a block.
+        rows: u64,
+        /// Columns of a block.
+        cols: u64,
+    },
+    /// OCP MXFP4: `X_blocks` of shape `[…, G, B]` holds two E2M1 values in a byte, the first in
+    /// the lower half; `X_scales` of shape `[…, G]` holds the exponents (E8M0). Together they are
+    /// `[…, G * B * 2]`: the order of the axes stays that of the file, as in PyTorch, though
+    /// transformers transposes the last two of some models.
+    Mxfp4 {
+        /// Bytes of a block.
+        block_bytes: u64,
+    },
+}
+
+/// The block-scaled weights of a model: all that have scales beside them. `block` is the size of
+/// the blocks of 8-bit weights.
+///
+/// # Errors
+///
+/// When weights and scales do not fit together, a name is taken, or `block` has a 0.
+pub fn find_quantized(
+    metadata: &CheckpointMetadata,
+    block: [u64; 2],
+) -> Result<Vec<Quantized>, FormatError> {
+    let mut found = Vec::new();
+    for (position, (fqn, entry)) in metadata.iter().enumerate() {
+        let Some(scales) = entry.as_tensor() else { continue };
+        let pair = |ending: &str, other: &str| {
+            let name = fqn.strip_suffix(ending)?;
+            let weight = metadata.index_of(&format!("{name}{other}"))?;
+            Some((name, weight, metadata.at(weight)?.1.as_tensor()?))
+        };
+        let one = if let Some((name, weight, tensor)) = pair(SCALE_INV, "") {
+            block_scaled(tensor, scales, block).map(|scheme| Quantized {
+                fqn: name.into(),
+                shape: tensor.shape.clone(),
+                weight,
+                scales: position,
+                scheme,
+            })
+        } else if let Some((name, weight, tensor)) = pair(SCALES, BLOCKS) {
+            if metadata.get(name).is_some() {
+                return Err(bad(fqn, "its weight as plain numbers has a name that is taken"));
+            }
+            mxfp4(tensor, scales).map(|(shape, scheme)| Quantized {
+                fqn: name.into(),
+                shape,
+                weight,
+                scales: position,
+                scheme,
+            })
+        } else {
+            continue;
+        };
+        found.push(one.map_err(|problem| bad(fqn, &problem))?);
+    }
+    let weights: BTreeSet<_> = found.iter().map(|one| one.weight).collect();
+    if weights.len() < found.len() || found.iter().any(|one| weights.contains(&one.scales)) {
+        return Err(bad("the model", "a tensor is weight or scales of two others"));
+    }
+    Ok(found)
+}
+
+fn bad(fqn: &str, problem: &str) -> FormatError {
+    FormatError::new("quantized weight", format!("{fqn:?}: {problem}"))
+}
+
+fn block_scaled(
+    weight: &TensorEntry,
+    scales: &TensorEntry,
+    [rows, cols]: [u64; 2],
+) -> Result<QuantScheme, String> {
+    if rows == 0 || cols == 0 {
+        return Err(format!("blocks of {rows} × {cols} hold nothing"));
+    }
+    if !matches!(
+        weight.dtype,
+        DType::Float8E4M3Fn | DType::Float8E5M2 | DType::Float8E4M3FnUz | DType::Float8E5M2FnUz
+    ) {
+        return Err(format!("its weight is {}, not an 8-bit float", weight.dtype));
+    }
+    if !matches!(
+        scales.dtype,
+        DType::Float32 | DType::BFloat16 | DType::Float16 | DType::Float8E8M0Fnu
+    ) {
+        return Err(format!("scales are floats, not {}", scales.dtype));
+    }
+    let [outer @ .., height, width] = &*weight.shape else {
+        return Err(format!("blocks have two axes, its weight has shape {}", weight.shape));
+    };
+    let blocks = [height.div_ceil(rows), width.div_ceil(cols)];
+    let expected: Dims = outer.iter().copied().chain(blocks).collect();
+    if scales.shape != expected {
+        return Err(format!(
+            "it has shape {}, but for blocks of {rows} × {cols} a weight of shape {} has scales \
+             of {expected}: give the size of the blocks",
+            scales.shape, weight.shape
+        ));
+    }
+    Ok(QuantScheme::Block { rows, cols })
+}
+
+fn mxfp4(blocks: &TensorEntry, scales: &TensorEntry) -> Result<(Dims, QuantScheme), String> {
+    if blocks.dtype != DType::UInt8 {
+        return Err(format!("its blocks are {}, not bytes", blocks.dtype));
+    }
+    if !matches!(scales.dtype, DType::UInt8 | DType::Float8E8M0Fnu) {
+        return Err(format!("exponents are bytes, not {}", scales.dtype));
+    }
+    let [outer @ .., groups, block_bytes] = &*blocks.shape else {
+        return Err(format!("its blocks have shape {}", blocks.shape));
+    };
+    let (groups, block_bytes) = (*groups, *block_bytes);
+    let expected: Dims = outer.iter().copied().chain([groups]).collect();
+    if scales.shape != expected || block_bytes == 0 {
+        let (found, blocks) = (&scales.shape, &blocks.shape);
+        return Err(format!("its shape is {found}, that of its blocks {blocks}"));
+    }
+    let width = block_bytes.checked_mul(2).and_then(|values| values.checked_mul(groups));
+    let width = width.ok_or("it has an axis beyond 2^64")?;
+    let shape: Dims = outer.iter().copied().chain([width]).collect();
+    Region::full(shape.clone()).map_err(|error| error.to_string())?;
+    // A block is a part of the axis, so none may be cut.
+    let whole = blocks
+        .chunks
+        .iter()
+        .all(|chunk| (chunk.offsets.last(), chunk.sizes.last()) == (Some(&0), Some(&block_bytes)));
+    if !whole {
+        return Err("its blocks are cut into parts".to_owned());
+    }
+    Ok((shape, QuantScheme::Mxfp4 { block_bytes }))
+}
+
+/// The size of the blocks of 8-bit weights that a model's `config.json` gives, as
+/// `quantization_config.weight_block_size`; `None` where it gives none.
+///
+/// # Errors
+///
+/// When it is no JSON, or gives something else than two numbers.
+pub fn configured_block(config: &[u8]) -> Result<Option<[u64; 2]>, FormatError> {
+    #[derive(Deserialize)]
+    struct Config {
+        quantization_config: Option<Quantization>,
+    }
+    #[derive(Deserialize)]
+    struct Quantization {
+        weight_block_size: Option<[u64; 2]>,
+    }
+    let config: Config = serde_json::from_slice(config)
+        .map_err(|error| FormatError::new("model configuration", error.to_string()))?;
+    Ok(config.quantization_config.and_then(|config| config.weight_block_size))
+}
+
+/// The values of a nibble.
+pub const E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::Entry;
+
+    use super::*;
+
+    fn model(tensors: &[(&str, DType, &[u64])]) -> CheckpointMetadata {
+        let mut metadata = CheckpointMetadata::new();
+        for (fqn, dtype, shape) in tensors {
+            let mut tensor = TensorEntry::new(*dtype, *shape);
+            tensor.chunks.push(&vec![0; shape.len()], shape, None).unwrap();
+            metadata.insert(*fqn, Entry::Tensor(tensor));
+        }
+        metadata
+    }
+
+    const E4M3: DType = DType::Float8E4M3Fn;
+
+    #[test]
+    fn weights_find_their_scales() {
+        let metadata = model(&[
+            ("a.weight_scale_inv", DType::Float32, &[2, 3]),
+            ("a.weight", E4M3, &[130, 300]),
+            ("norm", DType::Float32, &[3]),
+            ("experts.w_blocks", DType::UInt8, &[2, 5, 3, 16]),
+            ("experts.w_scales", DType::UInt8, &[2, 5, 3]),
+            ("lonely.weight_scale_inv", DType::Float32, &[1, 1]),
+            ("lonely_scales", DType::UInt8, &[1]),
+        ]);
+        let found = find_quantized(&metadata, BLOCK).unwrap();
+        let names: Vec<_> = found.iter().map(|one| (&*one.fqn, one.weight, one.scales)).collect();
+        assert_eq!(names, [("a.weight", 1, 0), ("experts.w", 3, 4)]);
+        assert_eq!(found[0].scheme, QuantScheme::Block { rows: 128, cols: 128 });
+        assert_eq!((&*found[1].shape, &*found[0].shape), (&[2, 5, 96][..], &[130, 300][..]));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let fp8 = |weight: (DType, &[u64]), scales: (DType, &[u64]), block| {
+            let metadata = model(&[("w", weight.0, weight.1), ("w_scale_inv", scales.0, scales.1)]);
+            find_quantized(&metadata, block).unwrap_err().to_string()
+        };
+        let scales = (DType::Float32, &[1, 1][..]);
+        assert!(fp8((E4M3, &[129, 1]), scales, BLOCK).contains("give the size of the blocks"));
+        assert!(fp8((E4M3, &[4]), scales, BLOCK).contains("two axes"));
+        assert!(fp8((DType::Int8, &[4, 4]), scales, BLOCK).contains("not an 8-bit float"));
+        assert!(fp8((E4M3, &[4, 4]), (DType::Int8, &[1, 1]), BLOCK).contains("floats"));
+        assert!(fp8((E4M3, &[4, 4]), scales, [0, 1]).contains("hold nothing"));
+
+        let fp4 = |blocks: &[u64], scales: &[u64], taken: &str| {
+            let metadata = model(&[
+                ("w_blocks", DType::UInt8, blocks),
+                ("w_scales", DType::UInt8, scales),
+                (taken, DType::UInt8, &[1]),
+            ]);
+            find_quantized(&metadata, BLOCK).unwrap_err().to_string()
+        };
+        assert!(fp4(&[2, 16], &[3], "x").contains("that of its blocks"));
+        assert!(fp4(&[2, 0], &[2], "x").contains("that of its blocks"));
+        assert!(fp4(&[2, 16], &[2], "w").contains("name that is taken"));
+        assert!(fp4(&[1 << 60, 16], &[1 << 60], "x").contains("beyond 2^64"));
+    }
+
+    #[test]
+    fn configurations_are_asked() {
+        let block = |text: &str| configured_block(text.as_bytes());
+        let config = r#"{"quantization_config": {"weight_block_size": [64, 32], "x": {}}}"#;
+        assert_eq!(block(config).unwrap(), Some([64, 32]));
+        assert_eq!(block(r#"{"quantization_config": {"weight_block_size": null}}"#).unwrap(), None);
+        assert_eq!(block(r#"{"quantization_config": null}"#).unwrap(), None);
+        assert_eq!(block("{}").unwrap(), None);
+        assert!(block(r#"{"quantization_config": {"weight_block_size": [1]}}"#).is_err());
+        assert!(block("[").is_err());
+    }
+}

@@ -105,8 +105,9 @@ pub(crate) fn ties(metadata: &CheckpointMetadata) -> HashMap<usize, Arc<str>> {
         let Some(tensor) = entry.as_tensor().filter(|t| t.byte_len() != Some(0)) else { continue };
         let places = tensor.chunks.iter().map(|chunk| {
             let placement = chunk.placement?;
+            let told = metadata.encoding(&placement)?.layout.is_told_by_place();
             let Placement { file, encoding, byte_offset, byte_len } = placement;
-            Some((file, encoding, byte_offset, byte_len))
+            told.then_some((file, encoding, byte_offset, byte_len))
         });
         let Some(places) = places.collect::<Option<Vec<_>>>().filter(|p| !p.is_empty()) else {
             continue;

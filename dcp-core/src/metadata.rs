@@ -168,6 +168,15 @@ pub enum Layout {
     TorchSave,
 }
 
+impl Layout {
+    /// Whether tensors of one dtype and shape in one place have the same elements. Not so where
+    /// the place is that of a storage of which each takes other elements.
+    #[must_use]
+    pub fn is_told_by_place(self) -> bool {
+        self != Self::TorchSave
+    }
+}
+
 /// What a checkpoint says of its origin; informational, never trusted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

@@ -143,3 +143,19 @@ fn a_model_becomes_a_hugging_face_folder() {
     dcp(["-q"].iter().chain(&convert)).fails(2, &["exists already", "hint: pass --overwrite"]);
     dcp(convert.iter().chain(&["--overwrite"])).ok();
 }
+
+#[test]
+fn tied_tensors_are_written_once_and_views_each() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = fixtures().join("../torch_save/tied/model.pt").display().to_string();
+    for dtype in [&[][..], &["--dtype=f64"]] {
+        let file = path(&folder, "x.safetensors");
+        let convert = ["convert", &source, &file, "--overwrite", "--json"];
+        let report = dcp(convert.iter().chain(dtype)).json();
+        assert_eq!(report["tied"], json!({"lm_head.weight": "embed.weight"}));
+        let found = tensors(file.as_ref());
+        assert_eq!(found.len(), 4, "the views have the same storage and shape, but other elements");
+        assert_ne!(found["a"].2, found["b"].2);
+        assert_ne!(found["a"].2, found["t"].2);
+    }
+}

@@ -371,6 +371,8 @@ type Places = Vec<(FileId, u16, u64, u64)>;
 #[derive(Debug, Default)]
 struct Ties {
     known: HashMap<Places, u64>,
+    /// Places given so far.
+    given: u64,
 }
 
 impl Ties {
@@ -384,19 +386,29 @@ impl Ties {
     ) -> Result<ChunkTable, CheckpointError> {
         let places: Option<Places> = inputs
             .iter()
-            .filter_map(|input| input.tensor_entry(fqn))
-            .flat_map(|tensor| tensor.chunks.iter())
-            .map(|chunk| {
-                let Placement { file, encoding, byte_offset, byte_len } = chunk.placement?;
-                Some((file, encoding, byte_offset, byte_len))
+            .filter_map(|input| Some((input, input.tensor_entry(fqn)?)))
+            .flat_map(|(input, tensor)| tensor.chunks.iter().map(move |chunk| (input, chunk)))
+            .map(|(input, chunk)| {
+                let placement = chunk.placement?;
+                let told = input.metadata.encoding(&placement)?.layout.is_told_by_place();
+                let Placement { file, encoding, byte_offset, byte_len } = placement;
+                told.then_some((file, encoding, byte_offset, byte_len))
             })
             .collect();
-        let next = self.known.len() as u64;
-        let placement = places.and_then(|places| {
-            let byte_offset = *self.known.entry(places).or_insert(next);
-            let file = metadata.intern_file(&Key::new("mean").ok()?)?;
-            let encoding = metadata.intern_encoding(&Encoding::new(Layout::Computed))?;
-            Some(Placement { file, encoding, byte_offset, byte_len: 0 })
+        let next = self.given;
+        let byte_offset = match places {
+            Some(places) => *self.known.entry(places).or_insert(next),
+            // Nobody can tell whether it is another tensor, so it is none.
+            None => next,
+        };
+        self.given += u64::from(byte_offset == next);
+        let file = Key::new("mean").ok().and_then(|key| metadata.intern_file(&key));
+        let encoding = metadata.intern_encoding(&Encoding::new(Layout::Computed));
+        let placement = file.zip(encoding).map(|(file, encoding)| Placement {
+            file,
+            encoding,
+            byte_offset,
+            byte_len: 0,
         });
         let mut chunks = ChunkTable::new(tensor.shape.ndim());
         for chunk in tensor.chunks.iter() {

@@ -147,9 +147,12 @@ fn computed(
     let mut chunks = ChunkTable::new(tensor.shape.ndim());
     for chunk in tensor.chunks.iter() {
         let placement = chunk.placement.and_then(|placement| {
-            let mut transforms = metadata.encoding(&placement)?.transforms.clone();
+            let stored = metadata.encoding(&placement)?;
+            let mut transforms = stored.transforms.clone();
+            let layout =
+                if stored.layout.is_told_by_place() { Layout::Computed } else { stored.layout };
             transforms.push(format!("cast from {}", tensor.dtype).into());
-            let encoding = Encoding::new(Layout::Computed).with_transforms(transforms);
+            let encoding = Encoding::new(layout).with_transforms(transforms);
             let encoding = metadata.intern_encoding(&encoding)?;
             Some(Placement { encoding, ..placement })
         });

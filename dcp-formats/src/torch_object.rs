@@ -8,7 +8,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use dcp_core::{FormatError, Opaque, Tensor, Value};
 
-use crate::pickle::{Converted, Converter, Hook, Limits, NodeId, Pickle, TensorSink, Writer};
+use crate::pickle::{
+    Converted, Converter, Hook, Limits, NodeId, Pickle, TensorSink, Writer, not_alone,
+};
 use crate::torch_tensor::{ByteOrder, TensorLayout, byte_order, small_record, storage_record};
 use crate::torch_zip::{ArchiveEncoder, ArchiveIndex, Halt, RecordSet, Sparse};
 
@@ -71,6 +73,10 @@ impl TensorSink for Storages {
             .write(writer);
         self.0.push(bytes);
         Ok(())
+    }
+
+    fn opaque(&mut self, _: &mut Writer, opaque: &Opaque) -> Result<(), FormatError> {
+        Err(not_alone(opaque))
     }
 }
 

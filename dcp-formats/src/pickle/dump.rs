@@ -1,12 +1,12 @@
 //! Values to pickles.
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Tensor, Value};
+use dcp_core::{FormatError, Opaque, Tensor, Value};
 
 use super::limits::Limits;
 use super::writer::Writer;
 
-/// Writes what a pickle refers to but does not hold: tensors.
+/// Writes what a pickle refers to but does not hold: tensors, and objects kept in their encoding.
 pub trait TensorSink {
     /// Writes a reference to `tensor`.
     ///
@@ -14,6 +14,13 @@ pub trait TensorSink {
     ///
     /// When the tensor cannot be stored.
     fn tensor(&mut self, writer: &mut Writer, tensor: &Tensor) -> Result<(), FormatError>;
+
+    /// Writes an object that was kept in its encoding.
+    ///
+    /// # Errors
+    ///
+    /// When it is damaged, or there is no place for it.
+    fn opaque(&mut self, writer: &mut Writer, opaque: &Opaque) -> Result<(), FormatError>;
 }
 
 /// A sink for values that hold no tensors.
@@ -23,6 +30,10 @@ pub struct Dumper;
 impl TensorSink for Dumper {
     fn tensor(&mut self, _: &mut Writer, _: &Tensor) -> Result<(), FormatError> {
         Err(FormatError::new("pickle", "a tensor can only be stored in a torch archive"))
+    }
+
+    fn opaque(&mut self, _: &mut Writer, opaque: &Opaque) -> Result<(), FormatError> {
+        Err(not_alone(opaque))
     }
 }
 
@@ -36,6 +47,15 @@ pub fn dump(value: &Value) -> Result<Bytes, FormatError> {
     let mut writer = Writer::new();
     writer.value(value, &mut Dumper)?;
     writer.finish()
+}
+
+/// The refusal of an object that can only be written as the whole that it was read as.
+pub(crate) fn not_alone(opaque: &Opaque) -> FormatError {
+    let kind = opaque.view.kind();
+    let problem = format!(
+        "a {kind} that was kept in its encoding is part of another value and can only be written by itself"
+    );
+    FormatError::new("pickle", problem)
 }
 
 impl Writer {
@@ -108,11 +128,9 @@ impl Writer {
                 let problem = format!("an object of class {} cannot be made anew", object.class);
                 return Err(FormatError::new("pickle", problem));
             }
+            Value::Opaque(opaque) => tensors.opaque(self, opaque)?,
             other => {
-                let problem = format!(
-                    "a {} that was kept in its encoding is part of another value and can only be written by itself",
-                    other.kind()
-                );
+                let problem = format!("a {} cannot be written", other.kind());
                 return Err(FormatError::new("pickle", problem));
             }
         }

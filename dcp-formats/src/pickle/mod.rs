@@ -25,6 +25,7 @@ mod writer;
 
 pub use arena::{Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, Span};
 pub use convert::{Converted, Converter, Hook};
+pub(crate) use dump::not_alone;
 pub use dump::{Dumper, TensorSink, dump};
 pub use limits::Limits;
 pub use rewrite::PersistentSink;

@@ -36,6 +36,8 @@ pub struct Writer {
     by_value: HashMap<Box<str>, u32>,
     /// Keys of storages, of which `torch.save` has one string each.
     by_storage_key: HashMap<Box<str>, u32>,
+    /// Whether references to storages say that they are no views.
+    storage_views: bool,
     /// Bytes objects of one byte, or none.
     short_bytes: HashMap<Option<u8>, u32>,
     /// By address; the clone keeps the address from being used again.
@@ -59,10 +61,16 @@ impl Writer {
             by_name: HashMap::new(),
             by_value: HashMap::new(),
             by_storage_key: HashMap::new(),
+            storage_views: false,
             short_bytes: HashMap::new(),
             by_identity: HashMap::new(),
             too_long: false,
         }
+    }
+
+    /// Begins a pickle as in files of `torch.save` from before the zip format.
+    pub(crate) fn with_storage_views() -> Self {
+        Self { storage_views: true, ..Self::new() }
     }
 
     /// Ends the pickle.
@@ -172,17 +180,33 @@ impl Writer {
         self.by_identity.insert(address, (memo, Arc::clone(text)));
     }
 
-    /// The key of a storage, which is the same object wherever that storage is referred to.
-    pub fn storage_key(&mut self, key: &str) {
-        if key.chars().nth(1).is_none() {
-            return self.str(key);
-        }
-        if let Some(memo) = self.by_storage_key.get(key) {
-            return self.get(*memo);
-        }
-        let memo = self.memo_len;
-        self.str(key);
-        self.by_storage_key.insert(key.into(), memo);
+    /// A reference to a storage, as `torch.save` makes it: of this class, under this key, of so
+    /// many elements of the class.
+    ///
+    /// A zip file has one string for each key, wherever the storage is referred to; files from
+    /// before that have a new one each time, and say that the storage is not part of another.
+    pub fn storage(&mut self, class: (&str, &str), key: &str, location: &str, len: u64) {
+        let Ok(()) = self.tuple(5 + usize::from(self.storage_views), |writer| {
+            writer.constant("storage");
+            writer.global(class.0, class.1);
+            match writer.by_storage_key.get(key) {
+                Some(memo) => writer.get(*memo),
+                None => {
+                    writer.text(key);
+                    let memo = writer.memoize();
+                    if !writer.storage_views {
+                        writer.by_storage_key.insert(key.into(), memo);
+                    }
+                }
+            }
+            writer.constant(location);
+            writer.uint(len);
+            if writer.storage_views {
+                writer.none();
+            }
+            Ok::<(), std::convert::Infallible>(())
+        });
+        self.persistent();
     }
 
     /// Bytes, which protocol 2 spells as Latin-1 text to be encoded.

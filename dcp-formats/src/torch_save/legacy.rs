@@ -4,12 +4,13 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
+use bytes::Bytes;
 use dcp_core::{CheckpointError, FormatError};
 use indexmap::IndexMap;
 
 use super::contents::Contents;
 use super::file::File;
-use crate::pickle::{Limits, Node, NodeId, Pickle};
+use crate::pickle::{Limits, Node, NodeId, Pickle, Writer};
 use crate::torch_tensor::{ByteOrder, stored};
 use crate::torch_zip::{Method, Progress, Record, Sparse};
 
@@ -182,4 +183,45 @@ fn places(pickle: &[u8], stream: &Stream, file_len: u64) -> Result<Vec<Place>, F
         at = data.end;
     }
     Ok(places)
+}
+
+/// Everything in front of the storages: magic, version, what PyTorch notes of the machine, the
+/// object, and the keys of `count` storages, which are their numbers in `width` digits.
+pub(super) fn head(object: &[u8], count: usize, width: usize) -> Result<Bytes, FormatError> {
+    let mut head = MAGIC.to_vec();
+    let mut protocol = Writer::new();
+    protocol.int(PROTOCOL);
+    head.extend_from_slice(&protocol.finish()?);
+    let mut system = Writer::new();
+    let sizes = [("short", 2), ("int", 4), ("long", 4)];
+    system.dict([0, 1, 2].into_iter(), |system, entry| {
+        match entry {
+            0 => {
+                system.constant("protocol_version");
+                system.int(PROTOCOL);
+            }
+            1 => {
+                system.constant("little_endian");
+                system.bool(true);
+            }
+            _ => {
+                system.constant("type_sizes");
+                system.dict(sizes.into_iter(), |system, (name, size)| {
+                    system.constant(name);
+                    system.int(size);
+                    Ok::<(), FormatError>(())
+                })?;
+            }
+        }
+        Ok::<(), FormatError>(())
+    })?;
+    head.extend_from_slice(&system.finish()?);
+    head.extend_from_slice(object);
+    let mut keys = Writer::new();
+    keys.list(0..count, |keys, number| {
+        keys.str(&format!("{number:0width$}"));
+        Ok::<(), FormatError>(())
+    })?;
+    head.extend_from_slice(&keys.finish()?);
+    Ok(head.into())
 }

@@ -2,15 +2,28 @@
 //!
 //! [`TorchSaveReader`] reads such a file as a checkpoint, whatever version of PyTorch wrote it
 //! and whatever classes are in it; nothing of it is executed.
+//!
+//! [`write()`] makes one of [`TorchSaveItem`]s: nested dicts and lists as PyTorch's
+//! `dcp_to_torch_save` makes them, in the bytes that PyTorch 2.15 would write for plain data and
+//! plain tensors, but for the serialization id. It streams: a [`TorchSavePlan`] knows the length
+//! of the file before the first byte, and asks a [`DataSource`](dcp_core::DataSource) for each
+//! tensor once, front to back.
 
+mod compose;
 mod contents;
 mod file;
 mod flatten;
 mod index;
 mod legacy;
 mod object;
+mod persistent;
 mod reader;
 mod strided;
+mod tree;
+mod write;
 
 pub use contents::{MAGIC_LEN, is_torch_save};
 pub use reader::{FileRecord, TorchSaveReader};
+pub use write::{
+    TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan, write,
+};

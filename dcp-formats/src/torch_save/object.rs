@@ -9,7 +9,8 @@ use dcp_core::{CheckpointError, FormatError, Key, Opaque, Storage, StorageExt as
 use indexmap::IndexMap;
 
 use super::contents::Contents;
-use crate::pickle::{Converter, Limits, Node, NodeId, PersistentSink, Pickle, Writer};
+use super::persistent::PersistentStorages;
+use crate::pickle::{Converter, Limits, NodeId, Pickle, Writer};
 use crate::torch_object::Tensors;
 use crate::torch_tensor::{StorageRef, stored};
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
@@ -104,75 +105,16 @@ impl<'a> Objects<'a> {
         storages: &HashMap<Box<str>, Bytes>,
     ) -> Result<Bytes, FormatError> {
         let mut writer = Writer::new();
-        let mut used = Rekeyed::default();
-        writer.graph(&self.pickle, node, &mut used)?;
+        // Old keys, by their new numbers.
+        let mut used: IndexMap<Box<str>, ()> = IndexMap::new();
+        let mut numbers = |storage: &StorageRef, _: u64| {
+            Ok(used.insert_full(storage.key.clone(), ()).0.to_string())
+        };
+        writer.graph(&self.pickle, node, &mut PersistentStorages(&mut numbers))?;
         let used: Vec<&[u8]> = used
-            .keys
             .keys()
             .map(|key| storages.get(key).map(|bytes| &**bytes).unwrap_or_default())
             .collect();
         ArchiveEncoder::encode(RecordSet::default(), writer.finish()?, &used)
-    }
-}
-
-/// Numbers storages anew, in the order of their first use.
-#[derive(Debug, Default)]
-pub(super) struct Rekeyed {
-    /// Old keys by new number.
-    keys: IndexMap<Box<str>, ()>,
-}
-
-impl PersistentSink for Rekeyed {
-    fn persistent(
-        &mut self,
-        writer: &mut Writer,
-        pickle: &Pickle<'_>,
-        id: NodeId,
-    ) -> Result<(), FormatError> {
-        let bad = |problem: &str| FormatError::new("object", problem);
-        let Node::Persistent(pid) = *pickle.node(id) else { return Ok(()) };
-        if let Some(class) = module_class(pickle, pid) {
-            writer.global(class.0, class.1);
-            return Ok(());
-        }
-        let (storage, element) = stored(pickle, id)
-            .ok_or_else(|| bad("it refers to something outside of the file that is no storage"))?;
-        let [_, class, _, _, _, view @ ..] = pickle.tuple(pid) else { return Ok(()) };
-        if view.iter().any(|view| !matches!(pickle.node(*view), Node::None)) {
-            return Err(bad("it has a storage that is a part of another one"));
-        }
-        let Some((module, name)) = pickle.global_name(*class) else { return Ok(()) };
-        let number = self.keys.insert_full(storage.key, ()).0;
-        writer.storage(number, (module, name), &storage.location, storage.byte_len / element)
-    }
-}
-
-/// The class of which files from before the zip format also hold the source.
-fn module_class<'p>(pickle: &'p Pickle<'_>, pid: NodeId) -> Option<(&'p str, &'p str)> {
-    match pickle.tuple(pid) {
-        [tag, class, ..] if pickle.str(*tag) == Some("module") => pickle.global_name(*class),
-        _ => None,
-    }
-}
-
-impl Writer {
-    /// Writes a reference to a storage by its number.
-    pub(super) fn storage(
-        &mut self,
-        number: usize,
-        (module, class): (&str, &str),
-        location: &str,
-        elements: u64,
-    ) -> Result<(), FormatError> {
-        self.tuple(5, |writer| {
-            writer.constant("storage");
-            writer.global(module, class);
-            writer.storage_key(&number.to_string());
-            writer.constant(location);
-            writer.uint(elements);
-            Ok::<(), FormatError>(())
-        })?;
-        self.persistent();
-        Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use bytes::Bytes;
 use dcp_core::FormatError;
 
-use super::layout::{Quantizer, TensorLayout};
+use super::layout::{Quantizer, StorageRef, TensorLayout};
 use super::storage_class::StorageClass;
 use crate::pickle::Writer;
 
@@ -19,6 +19,11 @@ impl TensorLayout {
         let mut writer = Writer::new();
         self.write(&mut writer);
         writer.finish()
+    }
+
+    /// Bytes of an element of the class that the tensor's storage has when it is written.
+    pub(crate) fn storage_element_size(&self) -> u64 {
+        StorageClass::of(self.dtype).element_size()
     }
 
     /// Writes the call that rebuilds this tensor, as part of a larger pickle.
@@ -51,7 +56,7 @@ impl TensorLayout {
         let fixed = 6 + usize::from(self.quantizer.is_some());
         let len = fixed + usize::from(untyped) + usize::from(math_bits);
         writer.tuple(len, |writer| {
-            self.write_storage(writer, class)?;
+            self.write_storage(writer, class);
             writer.uint(self.storage_offset);
             writer.uint_tuple(&self.sizes);
             writer.uint_tuple(&self.strides);
@@ -78,18 +83,9 @@ impl TensorLayout {
         Ok(())
     }
 
-    fn write_storage(&self, writer: &mut Writer, class: StorageClass) -> Result<(), Infallible> {
-        writer.tuple(5, |writer| {
-            writer.constant("storage");
-            let (module, name) = class.global();
-            writer.global(module, name);
-            writer.storage_key(&self.storage.key);
-            writer.constant(&self.storage.location);
-            writer.uint(self.storage.byte_len / class.element_size());
-            Ok::<(), Infallible>(())
-        })?;
-        writer.persistent();
-        Ok(())
+    fn write_storage(&self, writer: &mut Writer, class: StorageClass) {
+        let StorageRef { key, location, byte_len } = &self.storage;
+        writer.storage(class.global(), key, location, byte_len / class.element_size());
     }
 }
 

@@ -10,6 +10,8 @@ use super::{
 
 /// The name that PyTorch gives an archive written to a stream.
 const ROOT: &str = "archive";
+/// Longer names do not fit the fields that tell their length.
+const ROOT_LEN_MAX: usize = 1024;
 const SERIALIZATION_ID_LEN: u64 = 40;
 
 /// Which small records accompany pickle and storages; readers of every version take both sets.
@@ -79,6 +81,26 @@ impl ArchiveEncoder {
         pickle: impl Into<Bytes>,
         storage_lens: &[u64],
     ) -> Result<Self, FormatError> {
+        Self::with_root(ROOT, records, pickle, storage_lens)
+    }
+
+    /// The same, with another name of the folder that all records are in: PyTorch takes that of
+    /// the file, without its extension.
+    ///
+    /// # Errors
+    ///
+    /// As [`ArchiveEncoder::new`], and when the name is no single folder or longer than 1024
+    /// bytes.
+    pub fn with_root(
+        root: &str,
+        records: RecordSet,
+        pickle: impl Into<Bytes>,
+        storage_lens: &[u64],
+    ) -> Result<Self, FormatError> {
+        if root.len() > ROOT_LEN_MAX || root.contains('/') {
+            let problem = format!("{root:?} cannot be the folder of its records");
+            return Err(FormatError::new("torch archive", problem));
+        }
         let pickle = pickle.into();
         let mut contents = vec![("data.pkl".to_owned(), Content::Pickle, pickle.len() as u64)];
         let fixed = |name: &str, bytes: &'static [u8]| {
@@ -101,7 +123,7 @@ impl ArchiveEncoder {
         let mut directory_len = 0_u64;
         let mut slots = Vec::with_capacity(contents.len());
         for (name, content, byte_len) in contents {
-            let name = format!("{ROOT}/{name}");
+            let name = format!("{root}/{name}");
             let mut slot = Slot { name, content, byte_len, header_offset: at, padding: 0 };
             // At most ALIGNMENT - 1.
             slot.padding = (slot.data_offset().wrapping_neg() % ALIGNMENT) as u16;

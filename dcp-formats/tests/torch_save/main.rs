@@ -11,3 +11,4 @@ mod reading;
 mod rewrite;
 #[path = "../support/mod.rs"]
 mod support;
+mod writing;

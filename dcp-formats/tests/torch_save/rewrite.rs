@@ -18,17 +18,10 @@ impl PersistentSink for Same {
         id: NodeId,
     ) -> Result<(), FormatError> {
         let Node::Persistent(pid) = *pickle.node(id) else { panic!("{id:?}") };
-        let [tag, class, key, location, numel] = pickle.tuple(pid) else { panic!("{id:?}") };
-        writer.tuple(5, |writer| {
-            writer.constant(pickle.str(*tag).unwrap());
-            let (module, class) = pickle.global_name(*class).unwrap();
-            writer.global(module, class);
-            writer.storage_key(pickle.str(*key).unwrap());
-            writer.constant(pickle.str(*location).unwrap());
-            writer.int(pickle.int(*numel).unwrap());
-            Ok::<(), FormatError>(())
-        })?;
-        writer.persistent();
+        let [_, class, key, location, numel] = pickle.tuple(pid) else { panic!("{id:?}") };
+        let class = pickle.global_name(*class).unwrap();
+        let (key, location) = (pickle.str(*key).unwrap(), pickle.str(*location).unwrap());
+        writer.storage(class, key, location, pickle.int(*numel).unwrap() as u64);
         Ok(())
     }
 }

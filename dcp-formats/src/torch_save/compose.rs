@@ -1,0 +1,207 @@
+//! The pickle of a file to write, and the storages that it refers to.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use bytes::Bytes;
+use dcp_core::{FormatError, Opaque, PlanError, Tensor};
+
+use super::persistent::{Numbers, PersistentStorages};
+use super::tree::Tree;
+use super::write::{TorchSaveContent, TorchSaveItem};
+use crate::pickle::{Limits, Pickle, TensorSink, Writer};
+use crate::torch_tensor::{ByteOrder, StorageRef, TensorLayout, byte_order, small_record};
+use crate::torch_zip::{ArchiveIndex, Halt, Sparse};
+
+/// What a deflated record of an object's own archive may grow to.
+const INFLATED_MAX: u64 = 1 << 30;
+
+/// A storage of the new file.
+#[derive(Clone, Debug)]
+pub(super) struct NewStorage {
+    pub(super) content: StorageContent,
+    pub(super) byte_len: u64,
+    /// Bytes of an element of the storage's class.
+    pub(super) element: u64,
+}
+
+/// Where the bytes of a storage come from.
+#[derive(Clone, Debug)]
+pub(super) enum StorageContent {
+    /// The item at this position.
+    Item(usize),
+    /// They are at hand.
+    Bytes(Bytes),
+}
+
+/// A pickle and its storages, in the order of their first use.
+#[derive(Debug)]
+pub(super) struct Composed {
+    pub(super) pickle: Bytes,
+    pub(super) storages: Vec<NewStorage>,
+}
+
+/// Writes the items as one nested dict. Keys of storages are their numbers, made to be as long
+/// as `key_width` with leading zeros.
+pub(super) fn compose(
+    items: &[TorchSaveItem],
+    mut writer: Writer,
+    key_width: usize,
+) -> Result<Composed, PlanError> {
+    let tree = Tree::grow(items)?;
+    let mut storages = Storages { key_width, ..Storages::default() };
+    let mut composer = Composer { items, storages: &mut storages };
+    composer.tree(&mut writer, &tree)?;
+    let pickle = writer.finish().map_err(|error| unsupported("", &error))?;
+    Ok(Composed { pickle, storages: storages.all })
+}
+
+struct Composer<'i> {
+    items: &'i [TorchSaveItem],
+    storages: &'i mut Storages,
+}
+
+impl Composer<'_> {
+    /// Recursion ends with the paths, whose lengths are limited.
+    fn tree(&mut self, writer: &mut Writer, tree: &Tree) -> Result<(), PlanError> {
+        match tree {
+            Tree::Item(position) => self.item(writer, *position),
+            Tree::Dict(entries) => writer.dict(entries.iter(), |writer, (key, tree)| {
+                writer.constant(key);
+                self.tree(writer, tree)
+            }),
+            Tree::List(items) => writer.list(items.iter(), |writer, item| match item {
+                Some(tree) => self.tree(writer, tree),
+                None => {
+                    writer.none();
+                    Ok(())
+                }
+            }),
+        }
+    }
+
+    fn item(&mut self, writer: &mut Writer, position: usize) -> Result<(), PlanError> {
+        let Some(item) = self.items.get(position) else { return Ok(()) };
+        let named = |error: FormatError| unsupported(&item.name, &error);
+        match &item.content {
+            TorchSaveContent::Object(value) => writer.value(value, self.storages).map_err(named),
+            TorchSaveContent::Tensor { dtype, shape, same_as } => {
+                let layout = TensorLayout::contiguous(*dtype, shape.clone()).map_err(named)?;
+                let source = match same_as {
+                    None => position,
+                    Some(other) => self.tied(*other, &layout).map_err(|problem| {
+                        PlanError::Unsupported { fqn: item.name.to_string(), problem }
+                    })?,
+                };
+                let number = self.storages.of_item(source, &layout);
+                let key = self.storages.key(number);
+                layout.with_storage_key(key).write(writer);
+                Ok(())
+            }
+        }
+    }
+
+    /// The item whose storage a tied tensor is in.
+    fn tied(&self, other: usize, layout: &TensorLayout) -> Result<usize, String> {
+        match self.items.get(other).map(|item| &item.content) {
+            Some(TorchSaveContent::Tensor { dtype, shape, same_as: None })
+                if *dtype == layout.dtype()
+                    && shape.checked_volume() == layout.sizes().checked_volume() =>
+            {
+                Ok(other)
+            }
+            _ => Err(format!("item {other} is no tensor of the same type and size to share with")),
+        }
+    }
+}
+
+fn unsupported(fqn: &str, error: &FormatError) -> PlanError {
+    PlanError::Unsupported { fqn: fqn.to_owned(), problem: error.problem().to_owned() }
+}
+
+/// The storages of a file in the making.
+#[derive(Debug, Default)]
+struct Storages {
+    all: Vec<NewStorage>,
+    by_item: HashMap<usize, usize>,
+    key_width: usize,
+}
+
+impl Storages {
+    fn key(&self, number: usize) -> String {
+        let width = self.key_width;
+        format!("{number:0width$}")
+    }
+
+    fn push(&mut self, content: StorageContent, byte_len: u64, element: u64) -> usize {
+        self.all.push(NewStorage { content, byte_len, element });
+        self.all.len() - 1
+    }
+
+    fn of_item(&mut self, item: usize, layout: &TensorLayout) -> usize {
+        if let Some(number) = self.by_item.get(&item) {
+            return *number;
+        }
+        let (byte_len, element) = (layout.storage().byte_len, layout.storage_element_size());
+        let number = self.push(StorageContent::Item(item), byte_len, element);
+        self.by_item.insert(item, number);
+        number
+    }
+}
+
+impl TensorSink for Storages {
+    fn tensor(&mut self, writer: &mut Writer, tensor: &Tensor) -> Result<(), FormatError> {
+        let bad = |problem: &str| FormatError::new("tensor in an object", problem);
+        let layout = TensorLayout::contiguous(tensor.dtype(), tensor.shape().clone())?;
+        let bytes = tensor.to_vec().ok_or_else(|| bad("not all of the tensor is here"))?;
+        let (byte_len, element) = (bytes.len() as u64, layout.storage_element_size());
+        let number = self.push(StorageContent::Bytes(bytes.into()), byte_len, element);
+        layout.with_storage_key(self.key(number)).write(writer);
+        Ok(())
+    }
+
+    /// Takes the object out of the archive that it was kept in, with its storages.
+    fn opaque(&mut self, writer: &mut Writer, opaque: &Opaque) -> Result<(), FormatError> {
+        self.splice(writer, &opaque.encoded).map_err(|halt| match halt {
+            Halt::Bad(error) => error,
+            Halt::Need(range) => {
+                FormatError::new("torch archive", "it is cut short").at(range.start)
+            }
+        })
+    }
+}
+
+impl Storages {
+    fn splice(&mut self, writer: &mut Writer, archive: &Bytes) -> Result<(), Halt> {
+        let blob = Sparse::whole(archive);
+        let index = ArchiveIndex::read(&blob)?;
+        let bytes = small_record(&blob, index.require("data.pkl")?, INFLATED_MAX)?;
+        let pickle = Pickle::parse(&bytes, &Limits::DEFAULT)?;
+        let swapped = byte_order(&blob, &index)? == ByteOrder::Big;
+        let mut known = HashMap::new();
+        let mut numbers = |storage: &StorageRef, element: u64| {
+            if let Some(number) = known.get(&storage.key) {
+                return Ok(self.key(*number));
+            }
+            if swapped {
+                let problem = "its tensors are big-endian, and so cannot be put into this file";
+                return Err(FormatError::new("object", problem));
+            }
+            let entry = index.require(&format!("data/{}", storage.key))?;
+            let record = entry.locate(&blob)?.ready()?;
+            let range = record.data.start as usize..record.data.end as usize;
+            let kept = archive.get(range.clone()).unwrap_or_default();
+            let bytes = match record.decode(kept, INFLATED_MAX)? {
+                Cow::Borrowed(_) => archive.slice(range),
+                Cow::Owned(bytes) => bytes.into(),
+            };
+            let content = StorageContent::Bytes(bytes);
+            let number = self.push(content, record.byte_len, element);
+            known.insert(storage.key.clone(), number);
+            Ok(self.key(number))
+        };
+        let numbers: Numbers<'_> = &mut numbers;
+        writer.graph(&pickle, pickle.root(), &mut PersistentStorages(numbers))?;
+        Ok(())
+    }
+}

@@ -1,0 +1,47 @@
+//! References to storages, from one pickle into another.
+
+use dcp_core::FormatError;
+
+use crate::pickle::{Node, NodeId, PersistentSink, Pickle, Writer};
+use crate::torch_tensor::{StorageRef, stored};
+
+/// Gives a storage, of elements of so many bytes, its key in the new file.
+pub(super) type Numbers<'n> =
+    &'n mut (dyn FnMut(&StorageRef, u64) -> Result<String, FormatError> + 'n);
+
+/// Writes references to storages under new keys.
+pub(super) struct PersistentStorages<'n>(pub(super) Numbers<'n>);
+
+impl PersistentSink for PersistentStorages<'_> {
+    fn persistent(
+        &mut self,
+        writer: &mut Writer,
+        pickle: &Pickle<'_>,
+        id: NodeId,
+    ) -> Result<(), FormatError> {
+        let bad = |problem: &str| FormatError::new("object", problem);
+        let Node::Persistent(pid) = *pickle.node(id) else { return Ok(()) };
+        if let Some((module, class)) = module_class(pickle, pid) {
+            writer.global(module, class);
+            return Ok(());
+        }
+        let (storage, element) = stored(pickle, id)
+            .ok_or_else(|| bad("it refers to something outside of the file that is no storage"))?;
+        let [_, class, _, _, _, view @ ..] = pickle.tuple(pid) else { return Ok(()) };
+        if view.iter().any(|view| !matches!(pickle.node(*view), Node::None)) {
+            return Err(bad("it has a storage that is a part of another one"));
+        }
+        let Some(class) = pickle.global_name(*class) else { return Ok(()) };
+        let key = (self.0)(&storage, element)?;
+        writer.storage(class, &key, &storage.location, storage.byte_len / element);
+        Ok(())
+    }
+}
+
+/// The class of which files from before the zip format also hold the source.
+fn module_class<'p>(pickle: &'p Pickle<'_>, pid: NodeId) -> Option<(&'p str, &'p str)> {
+    match pickle.tuple(pid) {
+        [tag, class, ..] if pickle.str(*tag) == Some("module") => pickle.global_name(*class),
+        _ => None,
+    }
+}

@@ -1,0 +1,94 @@
+//! Flat items back into the nested dicts and lists that they were flattened from.
+
+use std::sync::Arc;
+
+use dcp_core::{PathItem, PlanError};
+use indexmap::IndexMap;
+
+use super::write::TorchSaveItem;
+
+/// Containers within containers; the planner's flattening has the same limit.
+const DEPTH_MAX: usize = 512;
+/// Elements of lists that may be filled up with `None` although there is nothing for them:
+/// PyTorch leaves such gaps where a list held empty dicts.
+const PADDING_MAX: u64 = 65_536;
+
+/// A container, or an item by its position.
+#[derive(Debug)]
+pub(super) enum Tree {
+    Item(usize),
+    Dict(IndexMap<Arc<str>, Tree>),
+    /// `None` where nothing was given.
+    List(Vec<Option<Tree>>),
+}
+
+impl Tree {
+    /// The dict that holds all items at their paths, in the order in which they are met; an item
+    /// without a path is an entry of it by its name.
+    pub(super) fn grow(items: &[TorchSaveItem]) -> Result<Self, PlanError> {
+        let mut root = Self::Dict(IndexMap::new());
+        let mut padding = PADDING_MAX;
+        for (position, item) in items.iter().enumerate() {
+            let whole;
+            let path: &[PathItem] = match &item.path {
+                Some(path) => path,
+                None => {
+                    whole = [PathItem::Key(Arc::clone(&item.name))];
+                    &whole
+                }
+            };
+            let refuse = |problem: &str| PlanError::Unsupported {
+                fqn: item.name.to_string(),
+                problem: problem.to_owned(),
+            };
+            if path.len() > DEPTH_MAX {
+                return Err(refuse("its path has too many steps"));
+            }
+            if !matches!(path.first(), Some(PathItem::Key(_))) {
+                return Err(refuse("its path does not begin with a key"));
+            }
+            let mut place = &mut root;
+            for (step, next) in path.iter().zip(path.iter().skip(1).map(Some).chain([None])) {
+                let new = || match next {
+                    Some(PathItem::Key(_)) => Self::Dict(IndexMap::new()),
+                    Some(PathItem::Index(_)) => Self::List(Vec::new()),
+                    None => Self::Item(position),
+                };
+                let vacant;
+                (place, vacant) = place
+                    .entry(step, new, &mut padding)
+                    .ok_or_else(|| refuse("its path goes through what is no such container"))?;
+                if next.is_none() && !vacant {
+                    return Err(refuse("something else has the same place"));
+                }
+            }
+        }
+        Ok(root)
+    }
+
+    /// The place of a step, filled with `new` if nothing was there, and whether that was so.
+    fn entry(
+        &mut self,
+        step: &PathItem,
+        new: impl FnOnce() -> Self,
+        padding: &mut u64,
+    ) -> Option<(&mut Self, bool)> {
+        match (self, step) {
+            (Self::Dict(entries), PathItem::Key(key)) => {
+                let vacant = !entries.contains_key(key);
+                Some((entries.entry(Arc::clone(key)).or_insert_with(new), vacant))
+            }
+            (Self::List(items), PathItem::Index(index)) => {
+                let at = usize::try_from(*index).ok()?;
+                if let Some(gap) = at.checked_sub(items.len()) {
+                    *padding = padding.checked_sub(gap as u64)?;
+                    items.resize_with(at + 1, || None);
+                }
+                let slot = items.get_mut(at)?;
+                let vacant = slot.is_none();
+                Some((slot.get_or_insert_with(new), vacant))
+            }
+            _ => None,
+        }
+    }
+}

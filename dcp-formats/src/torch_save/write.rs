@@ -1,0 +1,306 @@
+//! Writing a file of `torch.save`, streamed, with its exact length known before the first byte.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, StatePath, Storage, Value,
+};
+
+use super::compose::{NewStorage, StorageContent, compose};
+use super::legacy;
+use crate::pickle::Writer;
+use crate::torch_zip::{ArchiveEncoder, RecordSet};
+use crate::upload::{FileItem, FileSpec, Framing, Progress, write_file};
+
+/// The name that PyTorch gives an archive that has no file to be named after.
+const NO_STEM: &str = "archive";
+
+/// Something to write.
+#[derive(Clone, Debug)]
+pub struct TorchSaveItem {
+    /// Its FQN, for errors, and its key where it has no path.
+    pub name: Arc<str>,
+    /// Its place in nested dicts and lists, as `dcp_to_torch_save` makes them: the first step is
+    /// a key. `None` for an entry of the outermost dict, under its name.
+    pub path: Option<StatePath>,
+    /// What it is.
+    pub content: TorchSaveContent,
+}
+
+/// What an item is.
+#[derive(Clone, Debug)]
+pub enum TorchSaveContent {
+    /// A tensor, whose elements the data source has: row-major and little-endian.
+    Tensor {
+        /// The element type.
+        dtype: DType,
+        /// The shape.
+        shape: Dims,
+        /// The position of the item whose storage this one shares: a tensor of the same type and
+        /// number of elements that shares nobody else's. The data source is asked for that one
+        /// only.
+        same_as: Option<usize>,
+    },
+    /// Any other value. An opaque one is taken out of the `torch.save` archive that it was kept
+    /// in, tensors included.
+    Object(Value),
+}
+
+/// How a file is written.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct TorchSaveOptions {
+    /// The form of the file.
+    pub form: TorchSaveForm,
+    /// The folder of all records in a zip archive; by default, as with PyTorch, the name of the
+    /// file without its last extension.
+    pub root: Option<String>,
+}
+
+/// The form of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TorchSaveForm {
+    /// A zip archive, which PyTorch 1.6 and later read and write.
+    Zip(RecordSet),
+    /// The stream of earlier versions, which all read; it has no checksums.
+    Legacy,
+}
+
+impl Default for TorchSaveForm {
+    fn default() -> Self {
+        Self::Zip(RecordSet::default())
+    }
+}
+
+impl TorchSaveOptions {
+    /// The same, in another form.
+    #[must_use]
+    pub fn with_form(mut self, form: TorchSaveForm) -> Self {
+        self.form = form;
+        self
+    }
+
+    /// The same, with this folder of all records.
+    #[must_use]
+    pub fn with_root(mut self, root: impl Into<String>) -> Self {
+        self.root = Some(root.into());
+        self
+    }
+}
+
+/// A file that is laid out, but not written.
+#[derive(Debug)]
+pub struct TorchSavePlan {
+    key: Key,
+    byte_len: u64,
+    storages: Vec<NewStorage>,
+    image: Image,
+}
+
+impl TorchSavePlan {
+    /// Lays out the file `key` with all that `items` say. Does no I/O.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError`](dcp_core::PlanError) when an item cannot be written, which it names: a
+    /// quantized tensor, whose scale is not known here, an object of a class that is not opaque,
+    /// two items with the same place.
+    pub fn new(
+        key: &Key,
+        items: &[TorchSaveItem],
+        options: &TorchSaveOptions,
+    ) -> Result<Self, CheckpointError> {
+        let (storages, framing, byte_len) = match options.form {
+            TorchSaveForm::Zip(records) => {
+                let composed = compose(items, Writer::new(), 0)?;
+                let root = options.root.clone().unwrap_or_else(|| stem(key).to_owned());
+                let lens: Vec<_> = composed.storages.iter().map(|s| s.byte_len).collect();
+                let encoder = ArchiveEncoder::with_root(&root, records, composed.pickle, &lens)?;
+                let byte_len = encoder.byte_len();
+                let crc32s = Mutex::new(vec![0; lens.len()]);
+                (composed.storages, Form::Zip { encoder: Box::new(encoder), crc32s }, byte_len)
+            }
+            TorchSaveForm::Legacy => {
+                // The storages follow in the order of their keys as text: zeros in front make that
+                // the order of their numbers.
+                let count = compose(items, Writer::new(), 0)?.storages.len();
+                let width = count.saturating_sub(1).to_string().len();
+                let composed = compose(items, Writer::with_storage_views(), width)?;
+                let head = legacy::head(&composed.pickle, count, width)?;
+                let mut byte_len = Some(head.len() as u64);
+                for storage in &composed.storages {
+                    byte_len = byte_len
+                        .and_then(|len| len.checked_add(legacy::COUNT_LEN))
+                        .and_then(|len| len.checked_add(storage.byte_len));
+                }
+                let byte_len = byte_len.ok_or_else(|| {
+                    FormatError::new("torch.save file", "its tensors exceed 2^64 bytes")
+                })?;
+                let elements = composed.storages.iter().map(|s| s.byte_len / s.element).collect();
+                (composed.storages, Form::Legacy { head, elements }, byte_len)
+            }
+        };
+        let mut names = vec![key.to_string()];
+        names.extend(storages.iter().map(|storage| match storage.content {
+            StorageContent::Item(item) => {
+                items.get(item).map_or_else(String::new, |item| item.name.to_string())
+            }
+            StorageContent::Bytes(_) => "a tensor in an object".to_owned(),
+        }));
+        Ok(Self { key: key.clone(), byte_len, storages, image: Image { names, form: framing } })
+    }
+
+    /// The length of the file in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.byte_len
+    }
+
+    /// Writes the file, which must not exist yet. `data` counts items as those were counted that
+    /// the plan was made of, and is asked for each tensor once, in the order of the file.
+    ///
+    /// # Errors
+    ///
+    /// When data or storage fail; then there is no file.
+    pub async fn write(
+        self,
+        storage: &dyn Storage,
+        data: Arc<dyn DataSource>,
+        progress: Option<&Progress>,
+    ) -> Result<(), CheckpointError> {
+        let mut items = vec![FileItem { item: 0, byte_len: 0 }];
+        items.extend(
+            self.storages
+                .iter()
+                .enumerate()
+                .map(|(item, storage)| FileItem { item, byte_len: storage.byte_len }),
+        );
+        let spec = FileSpec {
+            key: &self.key,
+            byte_len: self.byte_len,
+            items: &items,
+            framing: &self.image,
+        };
+        let contents = self.storages.iter().map(|storage| storage.content.clone()).collect();
+        let data = Contents { data, contents };
+        write_file(storage, spec, &data, progress).await
+    }
+}
+
+/// Writes a file that must not exist yet, and returns its length in bytes: the same as a
+/// [`TorchSavePlan`], carried out.
+///
+/// # Errors
+///
+/// As [`TorchSavePlan::new`] and [`TorchSavePlan::write`]; then there is no file.
+pub async fn write(
+    storage: &dyn Storage,
+    key: &Key,
+    items: &[TorchSaveItem],
+    data: Arc<dyn DataSource>,
+    options: &TorchSaveOptions,
+    progress: Option<&Progress>,
+) -> Result<u64, CheckpointError> {
+    let plan = TorchSavePlan::new(key, items, options)?;
+    let byte_len = plan.byte_len();
+    plan.write(storage, data, progress).await?;
+    Ok(byte_len)
+}
+
+/// The name of the archive that PyTorch derives from that of the file.
+fn stem(key: &Key) -> &str {
+    let name = key.file_name();
+    let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+    // What PyTorch cannot hand to its C++ code it writes as a stream, which has no name.
+    if stem.is_empty() || !name.is_ascii() { NO_STEM } else { stem }
+}
+
+/// What the file has around the bytes of each storage; position 0 is what comes before all.
+#[derive(Debug)]
+struct Image {
+    names: Vec<String>,
+    form: Form,
+}
+
+enum Form {
+    Zip { encoder: Box<ArchiveEncoder>, crc32s: Mutex<Vec<u32>> },
+    Legacy { head: Bytes, elements: Vec<u64> },
+}
+
+impl fmt::Debug for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Zip { .. } => "Zip",
+            Self::Legacy { .. } => "Legacy",
+        })
+    }
+}
+
+impl Framing for Image {
+    fn before(&self, position: usize) -> Result<Bytes, FormatError> {
+        Ok(match (&self.form, position.checked_sub(1)) {
+            (Form::Zip { encoder, .. }, None) => encoder.head(),
+            (Form::Zip { .. }, Some(_)) => Bytes::new(),
+            (Form::Legacy { head, .. }, None) => head.clone(),
+            (Form::Legacy { elements, .. }, Some(number)) => {
+                let count = elements.get(number).copied().unwrap_or(0);
+                Bytes::copy_from_slice(&count.to_le_bytes())
+            }
+        })
+    }
+
+    fn after(&self, position: usize, crc32: u32) -> Result<Bytes, FormatError> {
+        let Form::Zip { encoder, crc32s } = &self.form else { return Ok(Bytes::new()) };
+        let mut crc32s = crc32s.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = position.checked_sub(1);
+        if let Some(slot) = number.and_then(|number| crc32s.get_mut(number)) {
+            *slot = crc32;
+        }
+        Ok(match number {
+            _ if position == crc32s.len() => encoder.tail(&crc32s),
+            Some(number) => encoder.between(number, crc32),
+            None => Bytes::new(),
+        })
+    }
+
+    fn needs_crc(&self, position: usize) -> bool {
+        position > 0 && matches!(self.form, Form::Zip { .. })
+    }
+
+    fn name(&self, position: usize) -> &str {
+        self.names.get(position).map_or("", |name| name)
+    }
+}
+
+/// The storages' bytes, by their number.
+#[derive(Debug)]
+struct Contents {
+    data: Arc<dyn DataSource>,
+    contents: Vec<StorageContent>,
+}
+
+#[async_trait]
+impl DataSource for Contents {
+    async fn resolve(
+        &self,
+        item: usize,
+        byte_range: Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        match self.contents.get(item) {
+            Some(StorageContent::Item(item)) => self.data.resolve(*item, byte_range).await,
+            Some(StorageContent::Bytes(bytes)) => {
+                Ok(Payload::from(bytes.clone()).slice(byte_range))
+            }
+            None => Ok(Payload::default()),
+        }
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.data.segment_bytes()
+    }
+}

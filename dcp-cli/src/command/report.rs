@@ -1,6 +1,7 @@
 //! `dcp report`.
 
 use clap::Args;
+use dcp::convert::Selection;
 use dcp::convert::report::{ReportLimits, render_html};
 use dcp::core::{Payload, PutMode};
 
@@ -20,6 +21,7 @@ use crate::style::{printable, size};
 #[command(after_long_help = "\
 Examples:
   dcp report runs/step_1000 -o report.html
+  dcp report runs/step_1000 -o report.html --stats     with histograms; reads every byte
   dcp report model.safetensors -o report.html --overwrite
   dcp report runs/step_1000 --json | jq '.rank_imbalance'
 
@@ -37,6 +39,10 @@ pub(crate) struct Report {
     #[arg(long, requires = "output")]
     pub(crate) overwrite: bool,
 
+    /// Read all tensors, and show their range, mean, histogram, and what is NaN or infinite.
+    #[arg(long)]
+    pub(crate) stats: bool,
+
     /// Write what the page shows as JSON instead, to the output file if one is named.
     #[arg(long)]
     pub(crate) json: bool,
@@ -51,8 +57,13 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
         };
         let bar = Bar::new(out, "reading");
         let limits = ReportLimits::default();
-        let report =
+        let mut report =
             dcp::convert::report::report(&source, &args.uri, &bar.options(), &limits).await?;
+        if args.stats {
+            let options = bar.options();
+            let stats = dcp::convert::stats(&source, &Selection::all(), &options).await?;
+            report.add_stats(&stats, &limits);
+        }
         drop(bar);
         let Some((path, target)) = target else { return out.json(&report) };
         let text = if args.json {

@@ -89,3 +89,32 @@ fn a_report_is_replaced_only_when_asked_and_tells_of_missing_files() {
     dcp(["report", &uri, "-o", &output, "--overwrite"]).ok();
     assert!(fs::read_to_string(&output).unwrap().starts_with("<!doctype html>"));
 }
+
+#[test]
+fn statistics_are_those_of_stats() {
+    for fixture in ["all_dtypes", "fsdp2_adam_2r", "quantized"] {
+        let report = dcp(["report", fixture, "--json", "--stats"]).json();
+        let stats = dcp(["stats", fixture, "--json"]).json();
+        let mut tensors = 0;
+        for key in report["keys"].as_array().unwrap() {
+            if key["kind"] != "tensor" {
+                continue;
+            }
+            tensors += 1;
+            let (found, expected) =
+                (&key["numbers"], &stats["tensors"][key["name"].as_str().unwrap()]);
+            for field in ["count", "min", "max", "mean", "std", "nan", "zero", "subnormal"] {
+                assert_eq!(found[field], expected[field], "{fixture} {} {field}", key["name"]);
+            }
+            let bins = expected["histogram"].as_array().unwrap();
+            for (column, field) in
+                [("exponents", "exponent"), ("negative", "negative"), ("positive", "positive")]
+            {
+                let of_bins: Vec<Value> = bins.iter().map(|bin| bin[field].clone()).collect();
+                assert_eq!(found[column], Value::from(of_bins), "{fixture} {}", key["name"]);
+            }
+        }
+        assert_eq!(tensors, stats["tensors"].as_object().unwrap().len());
+        assert_eq!(report["non_finite"]["nan"], stats["total"]["nan"]);
+    }
+}

@@ -119,6 +119,7 @@ pub(super) fn build(name: &str, summary: &Summary, limits: &ReportLimits) -> Rep
         ranks,
         file_imbalance,
         rank_imbalance,
+        non_finite: None,
         keys,
         cut,
     }
@@ -196,6 +197,7 @@ fn keys(summary: &Summary, limits: &ReportLimits, cut: &mut Cut) -> Vec<KeyRepor
                     part: part(fqn),
                     chunk_count: tensor.chunks.len() as u64,
                     chunks,
+                    numbers: None,
                 }
             }
             KeySummary::Object { value } => {
@@ -264,7 +266,7 @@ fn chunks(tensor: &TensorSummary, most: usize, files: &HashMap<&str, u32>) -> Ch
 }
 
 /// The text in at most `len` characters, its middle replaced by `…` if it is longer.
-fn shortened(text: &str, len: usize) -> String {
+pub(super) fn shortened(text: &str, len: usize) -> String {
     // A character is at least a byte, so most texts need not be counted.
     if text.len() <= len || text.chars().count() <= len {
         return text.to_owned();
@@ -358,6 +360,7 @@ mod tests {
             value_len: 50,
             values_len: 60,
             name_len: 5,
+            histogram_bins: 0,
         };
         let files = [("__0_0.distcp", Some(1)), ("__1_0.distcp", None)];
         let found = Report::of("checkpoint", &summary(keys, &files), &limits);
@@ -373,7 +376,7 @@ mod tests {
             })
             .collect();
         assert_eq!(listed, [20, 2, 20]);
-        assert_eq!(found.cut, Cut { keys: 1, chunks: 110, values: 1, files: 1 });
+        assert_eq!(found.cut, Cut { keys: 1, chunks: 110, values: 1, files: 1, histograms: 0 });
         assert_eq!(found.totals.chunks, 152);
         assert_eq!((found.name.as_str(), found.files[0].name.as_str()), ("ch…nt", "__…cp"));
     }

@@ -6,6 +6,7 @@
 
 mod build;
 mod kind;
+mod numbers;
 mod page;
 
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use crate::inspect::{Summary, inspect};
 use crate::job::JobOptions;
 use crate::source::Source;
 
+pub use numbers::{NonFinite, Numbers};
 pub use page::render_html;
 
 /// Everything that a report shows. Sums are of all that is stored, also of what was cut from the
@@ -47,6 +49,9 @@ pub struct Report {
     pub file_imbalance: Option<f64>,
     /// The same of ranks.
     pub rank_imbalance: Option<f64>,
+    /// What is NaN or infinite, if statistics were taken.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub non_finite: Option<NonFinite>,
     /// What is stored, in the order of the checkpoint.
     pub keys: Vec<KeyReport>,
     /// What is not listed.
@@ -189,6 +194,9 @@ pub enum KeyReport {
         chunk_count: u64,
         /// Its first chunks, if not all.
         chunks: Chunks,
+        /// Statistics of its elements, if they were taken.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        numbers: Option<Box<Numbers>>,
     },
     /// Any other value.
     Object {
@@ -231,6 +239,8 @@ pub struct Cut {
     pub values: u64,
     /// Files.
     pub files: u64,
+    /// Histograms of tensors.
+    pub histograms: u64,
 }
 
 /// How long the lists of a report may be, so that a page of any checkpoint can be opened.
@@ -249,11 +259,13 @@ pub struct ReportLimits {
     pub values_len: usize,
     /// Characters of one name.
     pub name_len: usize,
+    /// Bins of all histograms.
+    pub histogram_bins: usize,
 }
 
 impl Default for ReportLimits {
     /// 100 000 keys, 70 000 files, 200 000 chunks of two axes, 64 KiB of a value, 4 MiB of all
-    /// values, 500 characters of a name: a page of at most some 30 MB.
+    /// values, 500 characters of a name, 500 000 bins of histograms: a page of at most some 40 MB.
     fn default() -> Self {
         Self {
             keys: 100_000,
@@ -262,6 +274,7 @@ impl Default for ReportLimits {
             value_len: 64 << 10,
             values_len: 4 << 20,
             name_len: 500,
+            histogram_bins: 500_000,
         }
     }
 }

@@ -12,6 +12,7 @@ const SCRIPT: &str = concat!(
     include_str!("page/base.js"),
     include_str!("page/values.js"),
     include_str!("page/charts.js"),
+    include_str!("page/numbers.js"),
     include_str!("page/tree.js"),
     include_str!("page/detail.js"),
     include_str!("page/main.js"),
@@ -19,8 +20,8 @@ const SCRIPT: &str = concat!(
 );
 
 /// SHA-256 of [`STYLE`] and [`SCRIPT`] in Base64. A test compares them.
-const STYLE_SHA256: &str = "abOLqHjYD0hlgxpY0lEABn/Fq67Z09w+kzw93clXbks=";
-const SCRIPT_SHA256: &str = "Zh4F4ux9C9RL0fTX8CrndMFweqySQburcan9KBvX+TY=";
+const STYLE_SHA256: &str = "K1iw7ipayWNsNJg377RjcdJwebNIRdBf+swmZ68tIxE=";
+const SCRIPT_SHA256: &str = "0JmiyBIQqlpjnQ2pP6yeDR8yTh5Gw+YW+vYvYCCn5p4=";
 
 /// The report as one HTML page that loads nothing and runs no script but its own.
 ///

@@ -55,8 +55,9 @@ pub(crate) fn main(args: &[&str]) -> Result {
 
 type Check = fn(&mut Chromium, &Path) -> Result;
 
-const CHECKS: [(&str, Check); 5] = [
+const CHECKS: [(&str, Check); 6] = [
     ("a page draws every tensor of a checkpoint", draws_every_tensor),
+    ("histograms have a column for every power of two", histograms),
     ("the keyboard moves and chooses", keyboard),
     ("names are text", names_are_text),
     ("many keys are searched, few are drawn", many_keys),
@@ -93,6 +94,29 @@ fn draws_every_tensor(browser: &mut Chromium, folder: &Path) -> Result {
                 json!({ "name": name, "rects": drawn, "rows": chunks.len(), "chosen": 1 });
             same(&format!("{fixture} {name}"), &shown, &expected)?;
         }
+    }
+    Ok(())
+}
+
+fn histograms(browser: &mut Chromium, folder: &Path) -> Result {
+    let uri = workspace::root().join("fixtures/pytorch/fsdp2_adam_2r");
+    let page = folder.join("stats.html");
+    dcp(["report", path(&uri), "--stats", "-o", path(&page)])?;
+    let stats: Value = serde_json::from_str(&dcp(["stats", path(&uri), "--json"])?)?;
+    browser.open(&page)?;
+    for name in ["model.embed.weight", "optimizer.state.embed.weight.exp_avg_sq"] {
+        let shown = browser.eval(&format!(
+            "new Promise((resolve) => {{ \
+               location.hash = '#' + encodeURIComponent({}); \
+               setTimeout(() => resolve([ \
+                 document.querySelectorAll('#detail .histogram .up').length, \
+                 document.querySelectorAll('#detail .histogram .down').length, \
+               ]), 20); }})",
+            json!(name)
+        ))?;
+        let bins = stats["tensors"][name]["histogram"].as_array().ok_or("no histogram")?;
+        let negative = bins.iter().filter(|bin| bin["negative"] != 0).count();
+        same(name, &shown, &json!([bins.len(), negative]))?;
     }
     Ok(())
 }

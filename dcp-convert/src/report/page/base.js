@@ -41,8 +41,9 @@ function bytes(n) {
 
 // 124.4 M, 8.03 B: as models are called.
 function short(n) {
-  if (n < 10000) return number(n);
-  const units = ["K", "M", "B", "T"];
+  if (n < 1e6) return number(n);
+  n /= 1000;
+  const units = ["M", "B", "T"];
   let unit = -1;
   do {
     n /= 1000;

@@ -195,6 +195,7 @@ function tensorPanel(key) {
       property("Elements", number(elements)), property("Bytes", `${number(key.bytes)}${key.bytes >= 1024 ? ` (${bytes(key.bytes)})` : ""}`),
       property("Chunks", number(key.chunk_count)), property("Files", number(files.size)),
       property("Part", key.part)),
+    key.numbers && numbersPanel(key.numbers),
     map && el("h3", {}, "Shard map"), map && map.node,
     el("h3", {}, "Chunks"), chunks.length ? chunkTable(key, chunks, map && map.state)
       : el("p", { class: "muted" }, "None is stored."),

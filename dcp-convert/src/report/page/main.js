@@ -13,7 +13,18 @@ function drawNotices() {
     const names = report.files.filter((file) => file.bytes === null).slice(0, 3).map((file) => printable(file.name));
     note(`${plural(totals.missing_files, "file")} ${totals.missing_files === 1 ? "is" : "are"} missing: ${names.join(", ")}${totals.missing_files > names.length ? ", …" : ""}`);
   }
-  const left = [[cut.keys, "key"], [cut.chunks, "chunk"], [cut.values, "long value"], [cut.files, "file"]]
+  const bad = report.non_finite;
+  if (bad && bad.tensors) {
+    const first = keys.findIndex((key) => key.numbers && (key.numbers.nan || key.numbers.inf));
+    at("notices").append(el("div", { class: "notice" },
+      `${plural(bad.tensors, "tensor")} ${bad.tensors === 1 ? "holds" : "hold"} ${number(bad.nan)} NaN and ${number(bad.inf)} infinite numbers. `,
+      first >= 0 && el("button", { type: "button", click: () => goTo(first) }, "Show the first")));
+  }
+  if (bad && bad.in_objects) {
+    const places = bad.values.slice(0, 3).map(([key, path]) => printable(`${key}${path}`));
+    note(`${plural(bad.in_objects, "number")} in objects ${bad.in_objects === 1 ? "is" : "are"} NaN or infinite: ${places.join(", ")}${bad.values.length > 3 ? ", …" : ""}`);
+  }
+  const left = [[cut.keys, "key"], [cut.chunks, "chunk"], [cut.values, "long value"], [cut.files, "file"], [cut.histograms, "histogram"]]
     .filter(([count]) => count).map(([count, what]) => plural(count, what));
   if (left.length) note(`To keep this page small, ${left.join(" and ")} are not listed. All sums include them.`);
 }
@@ -25,7 +36,7 @@ function drawFacts() {
     el("div", { class: "value" }, value), el("div", { class: "note" }, note));
   const facts = [
     fact("Parameters", short(totals.parameters), model && model.bytes !== totals.tensor_bytes ? `${bytes(model.bytes)} in the model`
-      : totals.parameters < 10000 ? "elements of the model" : number(totals.parameters)),
+      : totals.parameters < 1e6 ? "elements of the model" : number(totals.parameters)),
     fact("Tensor data", bytes(totals.tensor_bytes), `${number(totals.tensor_bytes)} bytes`),
     fact("Tensors", number(totals.tensors), `in ${plural(totals.chunks, "chunk")}`),
     fact("Objects", number(totals.objects), "values that are no tensors"),

@@ -85,7 +85,8 @@ function text(index) {
   if (texts[index] === undefined) {
     const key = keys[index];
     const kind = key.dtype || ("value" in key ? typeName(key.value) : "");
-    texts[index] = `${key.name} ${kind}`.toLowerCase();
+    const bad = key.numbers ? `${key.numbers.nan ? " nan" : ""}${key.numbers.inf ? " inf" : ""}` : "";
+    texts[index] = `${key.name} ${kind}${bad}`.toLowerCase();
   }
   return texts[index];
 }
@@ -168,7 +169,9 @@ function row({ node, depth }, index) {
   const open = node.open || words.length > 0;
   const tensor = key && key.kind === "tensor";
   const label = el("b", { title: key ? printable(key.name) : null }, marked(node.label || "(no name)"));
-  const name = el("span", { class: "label" }, el("i", {}, key ? "" : open ? "▾" : "▸"), label);
+  const bad = tensor && key.numbers && (key.numbers.nan ? "NaN" : key.numbers.inf ? "Inf" : "");
+  const name = el("span", { class: "label" }, el("i", {}, key ? "" : open ? "▾" : "▸"), label,
+    bad && el("em", {}, bad));
   name.style.paddingLeft = `${Math.min(depth, 24) * 14}px`;
   const share = el("i", {});
   share.style.width = `${(node.bytes / Math.max(root.bytes, 1)) * 100}%`;

@@ -29,6 +29,7 @@
 //! | `fs` | yes | checkpoints on a file system: `file://` URLs and plain paths |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
 //! | `convert` | yes | offline jobs: inspect, verify, get, convert, reshard |
+//! | `olmo` | yes | checkpoints of OLMo-core: run directories, optimizer layouts, its API |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading checkpoints saved through PyTorch's zstd extension |
 
@@ -43,6 +44,8 @@ pub use dcp_convert as convert;
 pub use dcp_core as core;
 pub use dcp_engine as engine;
 pub use dcp_formats as formats;
+#[cfg(feature = "olmo")]
+pub use dcp_olmo as olmo;
 pub use dcp_planner as planner;
 #[cfg(feature = "fs")]
 pub use dcp_storage_fs as fs;

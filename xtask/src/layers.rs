@@ -87,6 +87,13 @@ const LAYERS: &[Layer] = &[
         never_named: &["std::net", "std::process::Command"],
     },
     Layer {
+        package: "dcp-olmo",
+        uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-engine", "dcp-convert"],
+        tests_use: &["dcp-conformance", "dcp-storage-fs", "dcp-collectives"],
+        never: &["object_store", "reqwest", "hyper", "zip"],
+        never_named: &["std::fs", "std::net", "std::process::Command"],
+    },
+    Layer {
         package: "distcp",
         uses: &[
             "dcp-core",
@@ -96,6 +103,7 @@ const LAYERS: &[Layer] = &[
             "dcp-collectives",
             "dcp-engine",
             "dcp-convert",
+            "dcp-olmo",
         ],
         tests_use: &["dcp-conformance"],
         never: &["zip"],

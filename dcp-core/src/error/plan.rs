@@ -78,6 +78,12 @@ pub enum PlanError {
         /// Why not, and what to do.
         problem: String,
     },
+    /// Names that must be in the checkpoint are not; all of them.
+    #[error("the checkpoint has no {}", quoted(.fqns))]
+    Missing {
+        /// The names.
+        fqns: Vec<String>,
+    },
     /// Bytes that are no plan of this version.
     #[error("bad plan on the wire: {problem}")]
     Wire {
@@ -87,6 +93,10 @@ pub enum PlanError {
     /// Several problems at once.
     #[error("{}", list(.0))]
     Many(Vec<PlanError>),
+}
+
+fn quoted(names: &[String]) -> String {
+    names.iter().map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
 }
 
 fn list(errors: &[PlanError]) -> String {

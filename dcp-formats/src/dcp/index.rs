@@ -115,7 +115,13 @@ async fn merge_ranks(
     let mut ranks = Vec::new();
     let mut objects = storage.list(None);
     while let Some(meta) = objects.next().await {
-        let key = meta?.key;
+        let key = match meta {
+            Err(error) if error.kind() == StorageErrorKind::Unsupported => {
+                let message = "not a checkpoint: there is no .metadata".to_owned();
+                return Err(CheckpointError::NotACheckpoint { message });
+            }
+            meta => meta?.key,
+        };
         if let Some(Named::RankMetadata { rank }) = Named::parse(&key) {
             ranks.push((rank, key));
         }

@@ -1,0 +1,155 @@
+//! Parameters under other names: OLMo-core's `key_mapping`.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, PathItem, PlanError, StatePath, StorageReader, Value,
+};
+use indexmap::IndexMap;
+
+use crate::layout::{
+    GROUPS, MODEL, OPTIM, OptimKey, STATE, group_members, model_params, params_entries, split_param,
+};
+use crate::rekeyed::{Origin, Rekeyed, Shown};
+
+/// Names of parameters as OLMo-core's `load_model_and_optim_state` takes them: the name that the
+/// model has for it to the name in the checkpoint, both without `model.`.
+pub type KeyMapping = IndexMap<String, String>;
+
+/// A reader in which the parameters have the model's names: their tensors, the optimizer's state
+/// of them, and their membership in groups, in either layout. Two parameters may be mapped to one
+/// of the checkpoint.
+///
+/// OLMo-core (3.0) skips entries whose name is not in the checkpoint; here they are an error, or
+/// with `lenient` returned.
+///
+/// # Errors
+///
+/// When names of the mapping are not in the checkpoint, or a mapped parameter would get the name
+/// of another one; all of them are listed. And when the checkpoint cannot be read.
+pub(crate) async fn mapped(
+    reader: Arc<dyn StorageReader>,
+    mapping: &KeyMapping,
+    lenient: bool,
+) -> Result<(Arc<dyn StorageReader>, Vec<String>), CheckpointError> {
+    if mapping.is_empty() {
+        return Ok((reader, Vec::new()));
+    }
+    let metadata = reader.metadata().await?;
+    let stored = model_params(&metadata);
+    let (known, unknown): (Vec<_>, Vec<_>) =
+        mapping.iter().partition(|(_, name)| stored.contains(name.as_str()));
+    if !unknown.is_empty() && !lenient {
+        let list = unknown.iter().map(|(now, then)| format!("{now:?} as {then:?}"));
+        return Err(refuse("names parameters that are not in the checkpoint", list));
+    }
+    let skipped = unknown.into_iter().map(|(now, _)| now.clone()).collect();
+    let mut names: HashMap<&str, Vec<&str>> = HashMap::new();
+    for (now, then) in known {
+        names.entry(then).or_default().push(now);
+    }
+    let taken: Vec<&str> = names
+        .values()
+        .flatten()
+        .copied()
+        .filter(|now| stored.contains(now) && !names.contains_key(now))
+        .collect();
+    if !taken.is_empty() {
+        let list = taken.into_iter().map(|name| format!("{name:?}"));
+        return Err(refuse("gives parameters names that others in the checkpoint have", list));
+    }
+    let lists = renamed_members(&reader, &metadata, &names).await?;
+    let mut shown = Vec::with_capacity(metadata.len());
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        let origin = match lists.get(&at) {
+            Some(list) => Origin::Made(at, list.clone()),
+            None => Origin::Entry(at),
+        };
+        match renamed(fqn, entry.path(), &names, &stored) {
+            Some(all) => shown.extend(all.into_iter().map(|(fqn, path)| Shown {
+                fqn,
+                path,
+                origin: origin.clone(),
+            })),
+            None => {
+                let (fqn, path) = (Arc::clone(fqn), entry.path().cloned());
+                shown.push(Shown { fqn, path, origin });
+            }
+        }
+    }
+    Ok((Arc::new(Rekeyed::new(reader, metadata, shown)?), skipped))
+}
+
+fn refuse(what: &str, names: impl Iterator<Item = String>) -> CheckpointError {
+    let problem = format!("it {what}: {}", names.collect::<Vec<_>>().join(", "));
+    PlanError::Unsupported { fqn: "key_mapping".to_owned(), problem }.into()
+}
+
+/// The new names and paths of an entry that belongs to a mapped parameter; `None` when it does
+/// not.
+fn renamed(
+    fqn: &str,
+    path: Option<&StatePath>,
+    names: &HashMap<&str, Vec<&str>>,
+    stored: &std::collections::HashSet<&str>,
+) -> Option<Vec<(Arc<str>, Option<StatePath>)>> {
+    let key = |text: String| PathItem::Key(text.into());
+    let with = |param: &str, make: &dyn Fn(&str) -> Vec<PathItem>| {
+        let all = names.get(param)?.iter().map(|now| {
+            let path = make(now);
+            let steps = path.iter().map(|step| match step {
+                PathItem::Key(key) => key.to_string(),
+                PathItem::Index(index) => index.to_string(),
+            });
+            (Arc::from(steps.collect::<Vec<_>>().join(".")), Some(StatePath::from(path)))
+        });
+        Some(all.collect())
+    };
+    let Some(path) = path else {
+        // Without a path there are only tensors of the model to be sure of.
+        let all = names.get(fqn.strip_prefix("model.")?)?;
+        return Some(all.iter().map(|now| (format!("{MODEL}.{now}").into(), None)).collect());
+    };
+    if let [PathItem::Key(root), PathItem::Key(param), rest @ ..] = &**path
+        && &**root == MODEL
+    {
+        return with(param, &|now| {
+            let first = [key(MODEL.to_owned()), key(now.to_owned())];
+            first.into_iter().chain(rest.iter().cloned()).collect()
+        });
+    }
+    match OptimKey::of(fqn, Some(path))? {
+        OptimKey::State { param, rest } => with(param, &|now| {
+            let first = [OPTIM, STATE, now].map(|text| key(text.to_owned()));
+            first.into_iter().chain(rest.iter().cloned()).collect()
+        }),
+        OptimKey::Flat { of_groups, name, rest } => {
+            let (param, field) = split_param(name, stored)?;
+            let kind = if of_groups { GROUPS } else { STATE };
+            with(param, &|now| {
+                let first = [key(OPTIM.to_owned()), key(format!("{kind}.{now}.{field}"))];
+                first.into_iter().chain(rest.iter().cloned()).collect()
+            })
+        }
+        OptimKey::Group { .. } | OptimKey::Unknown => None,
+    }
+}
+
+/// The lists of parameters of a nested optimizer under the new names, by their positions.
+async fn renamed_members(
+    reader: &Arc<dyn StorageReader>,
+    metadata: &Arc<CheckpointMetadata>,
+    names: &HashMap<&str, Vec<&str>>,
+) -> Result<HashMap<usize, Value>, CheckpointError> {
+    let entries: Vec<usize> = params_entries(metadata).map(|(_, at)| at).collect();
+    let members = group_members(reader, metadata).await?;
+    let lists = entries.into_iter().zip(members).map(|(at, (_, members))| {
+        let renamed = members.iter().flat_map(|param| match names.get(&**param) {
+            Some(all) => all.iter().map(|now| Value::from(*now)).collect(),
+            None => vec![Value::from(Arc::clone(param))],
+        });
+        (at, Value::List(renamed.collect()))
+    });
+    Ok(lists.collect())
+}

@@ -1,0 +1,459 @@
+//! The two layouts of an optimizer in OLMo-core's checkpoints, and one read as the other.
+//!
+//! With `flatten_optimizer_state=False` the state dict is PyTorch's own, nested:
+//! `{"state": {FQN: {field: tensor}}, "param_groups": [{field: value, "params": [FQN, …]}]}`. With
+//! `True`, the trainer's default, it is flat: `{"state.FQN.field": tensor,
+//! "param_groups.FQN.field": value}`, a value for every parameter and no `params`. Flattened names
+//! of tensors are the same in both; only paths tell where a step ends (3.0.0).
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::sync::Arc;
+
+use dcp_convert::{ConvertError, JobOptions, Source};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, PathItem, PlanError, StatePath, StorageReader,
+    Value,
+};
+use indexmap::IndexMap;
+
+use crate::rekeyed::{Origin, Rekeyed, Shown};
+use crate::values::read_values;
+
+/// The name of the optimizer in the state dict.
+pub(crate) const OPTIM: &str = "optim";
+pub(crate) const MODEL: &str = "model";
+pub(crate) const STATE: &str = "state";
+pub(crate) const GROUPS: &str = "param_groups";
+pub(crate) const PARAMS: &str = "params";
+
+/// A setting of a group that is a larger tensor than this is none that OLMo-core writes.
+const SETTING_BYTES_MAX: u64 = 64 << 10;
+
+/// How the optimizer's state is divided into keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OptimizerLayout {
+    /// As PyTorch has it: `flatten_optimizer_state=False`.
+    Nested,
+    /// By parameter: `flatten_optimizer_state=True`.
+    Flat,
+}
+
+impl OptimizerLayout {
+    /// The layout that a checkpoint has; `None` when there is no optimizer in it.
+    ///
+    /// Paths decide; where they are not known, whether there is a list of parameters.
+    #[must_use]
+    pub fn of(metadata: &CheckpointMetadata) -> Option<Self> {
+        let mut found = None;
+        for (fqn, entry) in metadata.iter() {
+            match OptimKey::of(fqn, entry.path()) {
+                Some(OptimKey::Flat { .. }) => return Some(Self::Flat),
+                Some(OptimKey::Unknown) => found = found.or(Some(Self::Flat)),
+                Some(_) => return Some(Self::Nested),
+                None => {}
+            }
+        }
+        let listed = metadata.get(&format!("{OPTIM}.{GROUPS}.0.{PARAMS}")).is_some();
+        if listed { Some(Self::Nested) } else { found }
+    }
+}
+
+impl fmt::Display for OptimizerLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Nested => "nested",
+            Self::Flat => "flat",
+        })
+    }
+}
+
+/// What an entry below `optim` is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum OptimKey<'a> {
+    /// `optim.state.FQN.field…` of the nested layout.
+    State { param: &'a Arc<str>, rest: &'a [PathItem] },
+    /// `optim.param_groups.N.field…` of the nested layout.
+    Group { group: u64, rest: &'a [PathItem] },
+    /// `optim.{state|param_groups}.FQN.field…` of the flat layout, the first steps as one.
+    Flat { of_groups: bool, name: &'a str, rest: &'a [PathItem] },
+    /// Without a path.
+    Unknown,
+}
+
+impl<'a> OptimKey<'a> {
+    pub(crate) fn of(fqn: &str, path: Option<&'a StatePath>) -> Option<Self> {
+        let Some(path) = path else {
+            return fqn.starts_with("optim.").then_some(Self::Unknown);
+        };
+        let (PathItem::Key(root), steps) = path.split_first()? else { return None };
+        if &**root != OPTIM {
+            return None;
+        }
+        let (PathItem::Key(first), rest) = steps.split_first()? else { return None };
+        match (&**first, rest) {
+            (STATE, [PathItem::Key(param), rest @ ..]) => Some(Self::State { param, rest }),
+            (GROUPS, [PathItem::Index(group), rest @ ..]) => {
+                Some(Self::Group { group: *group, rest })
+            }
+            (first, rest) => {
+                let state = first.strip_prefix(STATE).and_then(|name| name.strip_prefix('.'));
+                let group = first.strip_prefix(GROUPS).and_then(|name| name.strip_prefix('.'));
+                let name = state.or(group)?;
+                Some(Self::Flat { of_groups: group.is_some(), name, rest })
+            }
+        }
+    }
+}
+
+/// The parameter and the field of a name such as `blocks.0.w.exp_avg`. Both may hold dots: a
+/// known parameter decides, the last dot otherwise.
+pub(crate) fn split_param<'n>(name: &'n str, params: &HashSet<&str>) -> Option<(&'n str, &'n str)> {
+    let cuts = name.rmatch_indices('.').map(|(at, _)| (&name[..at], &name[at + 1..]));
+    let mut cuts = cuts.filter(|(param, field)| !param.is_empty() && !field.is_empty());
+    let last = cuts.clone().next();
+    cuts.find(|(param, _)| params.contains(param)).or(last)
+}
+
+/// The parameters of the model in a checkpoint.
+pub(crate) fn model_params(metadata: &CheckpointMetadata) -> HashSet<&str> {
+    let names = metadata.iter().filter_map(|(fqn, entry)| match entry.path().map(|path| &**path) {
+        Some([PathItem::Key(root), PathItem::Key(param)]) if &**root == MODEL => Some(&**param),
+        Some(_) => None,
+        None => fqn.strip_prefix("model."),
+    });
+    names.collect()
+}
+
+/// A reader in which the optimizer has `layout`, and all else is as in `reader`. Nothing is read
+/// but the small objects that say which parameters belong together.
+///
+/// From flat to nested, parameters with the same settings become one group, in the order in which
+/// they first appear; what is stored does not say which groups there were.
+///
+/// # Errors
+///
+/// When the checkpoint cannot be read, or its optimizer is neither.
+pub async fn with_layout(
+    reader: Arc<dyn StorageReader>,
+    layout: OptimizerLayout,
+) -> Result<Arc<dyn StorageReader>, CheckpointError> {
+    relaid(reader, layout, None).await
+}
+
+/// The same for a job on a whole checkpoint, such as [`reshard`](dcp_convert::reshard()).
+///
+/// # Errors
+///
+/// As [`with_layout`].
+pub async fn source_with_layout(
+    source: &Source,
+    layout: OptimizerLayout,
+    job: &JobOptions,
+) -> Result<Source, ConvertError> {
+    let inner = source.for_job(job.parallelism);
+    let reader = with_layout(Arc::clone(&inner.reader), layout).await?;
+    Ok(Source::derived(reader, std::slice::from_ref(&inner)).unwrap_or(inner))
+}
+
+/// As [`with_layout`], with the groups that are wanted, where they are known.
+pub(crate) async fn relaid(
+    reader: Arc<dyn StorageReader>,
+    layout: OptimizerLayout,
+    groups: Option<&[Vec<Arc<str>>]>,
+) -> Result<Arc<dyn StorageReader>, CheckpointError> {
+    let metadata = reader.metadata().await?;
+    let now = OptimizerLayout::of(&metadata);
+    let shown = match (now, layout) {
+        (Some(OptimizerLayout::Nested), OptimizerLayout::Flat) => flat(&reader, &metadata).await?,
+        (Some(OptimizerLayout::Flat), OptimizerLayout::Nested) => {
+            nested(&reader, &metadata, groups).await?
+        }
+        _ => return Ok(reader),
+    };
+    Ok(Arc::new(Rekeyed::new(reader, metadata, shown)?))
+}
+
+/// Entries in three parts: those in front of the groups, the groups, and those behind.
+#[derive(Default)]
+struct Parts {
+    before: Vec<Shown>,
+    groups: Vec<Shown>,
+    after: Vec<Shown>,
+    in_groups: bool,
+}
+
+impl Parts {
+    fn other(&mut self, shown: Shown) {
+        if self.in_groups { self.after.push(shown) } else { self.before.push(shown) }
+    }
+
+    fn all(self) -> Vec<Shown> {
+        let (mut all, groups, after) = (self.before, self.groups, self.after);
+        all.extend(groups);
+        all.extend(after);
+        all
+    }
+}
+
+/// The entry at a path, under the name that flattening gives it.
+fn shown(path: Vec<PathItem>, origin: Origin) -> Shown {
+    let steps = path.iter().map(|step| match step {
+        PathItem::Key(key) => key.to_string(),
+        PathItem::Index(index) => index.to_string(),
+    });
+    let fqn = steps.collect::<Vec<_>>().join(".").into();
+    Shown { fqn, path: Some(path.into()), origin }
+}
+
+fn key(key: impl Into<Arc<str>>) -> PathItem {
+    PathItem::Key(key.into())
+}
+
+/// `first` and `rest` as the steps of the flat layout: all but what lies below a field is one.
+fn flat_path(kind: &str, param: &str, rest: &[PathItem]) -> Option<Vec<PathItem>> {
+    let (PathItem::Key(field), rest) = rest.split_first()? else { return None };
+    let first = key(format!("{kind}.{param}.{field}"));
+    Some([key(OPTIM), first].into_iter().chain(rest.iter().cloned()).collect())
+}
+
+async fn flat(
+    reader: &Arc<dyn StorageReader>,
+    metadata: &Arc<CheckpointMetadata>,
+) -> Result<Vec<Shown>, CheckpointError> {
+    let members = group_members(reader, metadata).await?;
+    // For every group its settings: their paths below the group, and entries.
+    let mut settings: IndexMap<u64, Vec<(&[PathItem], usize)>> = IndexMap::new();
+    let mut parts = Parts::default();
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        let origin = Origin::Entry(at);
+        let bad = || strange(fqn, OptimizerLayout::Nested);
+        match OptimKey::of(fqn, entry.path()) {
+            None => {
+                let (fqn, path) = (Arc::clone(fqn), entry.path().cloned());
+                parts.other(Shown { fqn, path, origin });
+            }
+            Some(OptimKey::State { param, rest }) => {
+                parts.other(shown(flat_path(STATE, param, rest).ok_or_else(bad)?, origin));
+            }
+            Some(OptimKey::Group { group, rest }) => {
+                parts.in_groups = true;
+                if !is_params(rest) {
+                    settings.entry(group).or_default().push((rest, at));
+                }
+            }
+            Some(_) => return Err(bad().into()),
+        }
+    }
+    for (group, params) in &members {
+        for param in params {
+            for (rest, at) in settings.get(group).into_iter().flatten() {
+                let path = flat_path(GROUPS, param, rest);
+                let path = path.ok_or_else(|| strange(param, OptimizerLayout::Nested))?;
+                parts.groups.push(shown(path, Origin::Entry(*at)));
+            }
+        }
+    }
+    Ok(parts.all())
+}
+
+fn is_params(rest: &[PathItem]) -> bool {
+    matches!(rest, [PathItem::Key(field)] if &**field == PARAMS)
+}
+
+fn strange(fqn: &str, layout: OptimizerLayout) -> PlanError {
+    let problem = format!("it is no key of an optimizer of the {layout} layout");
+    PlanError::Unsupported { fqn: fqn.to_owned(), problem }
+}
+
+/// The parameters of every group of a nested optimizer, in the order of the groups.
+pub(crate) async fn group_members(
+    reader: &Arc<dyn StorageReader>,
+    metadata: &Arc<CheckpointMetadata>,
+) -> Result<Vec<(u64, Vec<Arc<str>>)>, CheckpointError> {
+    let lists: Vec<(u64, usize)> = params_entries(metadata).collect();
+    let entries: Vec<usize> = lists.iter().map(|(_, at)| *at).collect();
+    let values = read_values(reader, metadata, &entries).await?;
+    let mut members = Vec::with_capacity(lists.len());
+    for ((group, at), value) in lists.into_iter().zip(values) {
+        let fqn = || metadata.at(at).map_or_else(String::new, |(fqn, _)| fqn.to_string());
+        members.push((group, names(&value).ok_or_else(|| not_names(fqn(), &value))?));
+    }
+    Ok(members)
+}
+
+/// The lists of parameters: group and position.
+pub(crate) fn params_entries(
+    metadata: &CheckpointMetadata,
+) -> impl Iterator<Item = (u64, usize)> + '_ {
+    metadata.iter().enumerate().filter_map(|(at, (fqn, entry))| {
+        match OptimKey::of(fqn, entry.path()) {
+            Some(OptimKey::Group { group, rest })
+                if is_params(rest) && entry.as_object().is_some() =>
+            {
+                Some((group, at))
+            }
+            _ => None,
+        }
+    })
+}
+
+pub(crate) fn names(value: &Value) -> Option<Vec<Arc<str>>> {
+    let Value::List(items) = value.view() else { return None };
+    items.iter().map(|item| item.as_str().map(Arc::from)).collect()
+}
+
+fn not_names(fqn: String, value: &Value) -> PlanError {
+    let problem = format!("it should be a list of parameters by name, and is a {}", value.kind());
+    PlanError::Unsupported { fqn, problem }
+}
+
+/// A setting of a parameter: its field and what lies below it, and its entry.
+type Setting<'a> = (&'a str, &'a [PathItem], usize);
+
+async fn nested(
+    reader: &Arc<dyn StorageReader>,
+    metadata: &Arc<CheckpointMetadata>,
+    groups: Option<&[Vec<Arc<str>>]>,
+) -> Result<Vec<Shown>, CheckpointError> {
+    let params = model_params(metadata);
+    let mut settings: IndexMap<&str, Vec<Setting<'_>>> = IndexMap::new();
+    let mut parts = Parts::default();
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        let bad = || strange(fqn, OptimizerLayout::Flat);
+        match OptimKey::of(fqn, entry.path()) {
+            None => {
+                let (fqn, path) = (Arc::clone(fqn), entry.path().cloned());
+                parts.other(Shown { fqn, path, origin: Origin::Entry(at) });
+            }
+            Some(OptimKey::Flat { of_groups, name, rest }) => {
+                let (param, field) = split_param(name, &params).ok_or_else(bad)?;
+                if of_groups {
+                    parts.in_groups = true;
+                    settings.entry(param).or_default().push((field, rest, at));
+                } else {
+                    let path = [key(OPTIM), key(STATE), key(param), key(field)];
+                    let path = path.into_iter().chain(rest.iter().cloned()).collect();
+                    parts.other(shown(path, Origin::Entry(at)));
+                }
+            }
+            Some(_) => return Err(bad().into()),
+        }
+    }
+    let values = setting_values(reader, metadata, &settings).await?;
+    let groups = match groups {
+        Some(groups) => given_groups(groups, &settings, &values)?,
+        None => equal_groups(&settings, &values),
+    };
+    for (number, members) in (0_u64..).zip(&groups) {
+        let group = [key(OPTIM), key(GROUPS), PathItem::Index(number)];
+        let first = members.iter().find_map(|param| settings.get(&**param));
+        let mut object = None;
+        for (field, rest, at) in first.into_iter().flatten() {
+            let path = group.iter().cloned().chain([key(*field)]).chain(rest.iter().cloned());
+            parts.groups.push(shown(path.collect(), Origin::Entry(*at)));
+            let is_object = metadata.at(*at).is_some_and(|(_, e)| e.as_object().is_some());
+            object = object.or(Some(*at).filter(|_| is_object));
+        }
+        let Some(object) = object else { continue };
+        let names = members.iter().map(|param| Value::from(Arc::clone(param))).collect();
+        let path = group.into_iter().chain([key(PARAMS)]).collect();
+        parts.groups.push(shown(path, Origin::Made(object, Value::List(names))));
+    }
+    Ok(parts.all())
+}
+
+/// The value of every setting, by entry.
+async fn setting_values(
+    reader: &Arc<dyn StorageReader>,
+    metadata: &Arc<CheckpointMetadata>,
+    settings: &IndexMap<&str, Vec<Setting<'_>>>,
+) -> Result<HashMap<usize, Value>, CheckpointError> {
+    let entries: Vec<usize> = settings.values().flatten().map(|(_, _, at)| *at).collect();
+    for at in &entries {
+        if let Some((fqn, Entry::Tensor(tensor))) = metadata.at(*at)
+            && tensor.byte_len().is_none_or(|len| len > SETTING_BYTES_MAX)
+        {
+            let problem = "a setting of an optimizer is a large tensor".to_owned();
+            return Err(PlanError::Unsupported { fqn: fqn.to_string(), problem }.into());
+        }
+    }
+    let values = read_values(reader, metadata, &entries).await?;
+    Ok(entries.into_iter().zip(values).collect())
+}
+
+/// The first setting in which two parameters differ.
+fn difference<'a>(
+    a: &[Setting<'a>],
+    b: &[Setting<'a>],
+    values: &HashMap<usize, Value>,
+) -> Option<&'a str> {
+    if a.len() != b.len() {
+        let longer = if a.len() > b.len() { a } else { b };
+        return Some(longer.last().map_or("", |(field, ..)| field));
+    }
+    let differs = a.iter().zip(b).find(|((field, rest, x), (other, below, y))| {
+        let same = match (values.get(x), values.get(y)) {
+            (Some(x), Some(y)) => x.view().same(y.view()),
+            _ => false,
+        };
+        (field, rest) != (other, below) || !same
+    });
+    differs.map(|((field, ..), _)| *field)
+}
+
+/// Parameters with the same settings, together.
+fn equal_groups(
+    settings: &IndexMap<&str, Vec<Setting<'_>>>,
+    values: &HashMap<usize, Value>,
+) -> Vec<Vec<Arc<str>>> {
+    let mut groups: Vec<(&[Setting<'_>], Vec<Arc<str>>)> = Vec::new();
+    for (param, fields) in settings {
+        let same = groups.iter_mut().find(|(first, _)| difference(first, fields, values).is_none());
+        match same {
+            Some((_, members)) => members.push((*param).into()),
+            None => groups.push((fields, vec![(*param).into()])),
+        }
+    }
+    groups.into_iter().map(|(_, members)| members).collect()
+}
+
+/// The groups that are wanted, whose members must have the same settings.
+fn given_groups(
+    groups: &[Vec<Arc<str>>],
+    settings: &IndexMap<&str, Vec<Setting<'_>>>,
+    values: &HashMap<usize, Value>,
+) -> Result<Vec<Vec<Arc<str>>>, PlanError> {
+    for (number, members) in groups.iter().enumerate() {
+        let mut known = members.iter().filter_map(|param| Some((param, settings.get(&**param)?)));
+        let Some((first, fields)) = known.next() else { continue };
+        for (param, others) in known {
+            if let Some(field) = difference(fields, others, values) {
+                let problem = format!(
+                    "its {first:?} and {param:?} have different {field:?} in the checkpoint"
+                );
+                return Err(PlanError::Unsupported {
+                    fqn: format!("{OPTIM}.{GROUPS}.{number}"),
+                    problem,
+                });
+            }
+        }
+    }
+    Ok(groups.to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_told_from_fields() {
+        let params = HashSet::from(["a.b", "a", "w"]);
+        assert_eq!(split_param("a.b.exp_avg", &params), Some(("a.b", "exp_avg")));
+        assert_eq!(split_param("a.c.d", &params), Some(("a", "c.d")));
+        assert_eq!(split_param("x.y.z", &params), Some(("x.y", "z")));
+        assert_eq!(split_param("w", &params), None);
+        assert_eq!(split_param(".w", &params), None);
+        assert_eq!(split_param("w.", &params), None);
+    }
+}

@@ -1,0 +1,260 @@
+//! OLMo-core's `load_model_and_optim_state` and `get_checkpoint_metadata`.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_convert::view::Cast;
+use dcp_convert::{CastOptions, ConvertError};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, DataSink, Key, LoadPlan, LoadPlanner, LoadReport,
+    PlanContext, PlanError, ReadReport, StateDict, StateIndex, Storage, StorageError, StorageExt,
+    StorageReader, Value,
+};
+use dcp_engine::{LoadMode, Loader};
+use dcp_formats::dcp::DcpReader;
+use dcp_formats::folder::OLMO_MODEL;
+use dcp_planner::{DefaultLoadPlanner, FlattenRule, flatten};
+use tokio::sync::OnceCell;
+
+use crate::key_mapping::{KeyMapping, mapped};
+use crate::layout::{MODEL, OPTIM, OptimizerLayout, relaid};
+use crate::state::{wanted_groups, whole};
+
+/// How a checkpoint is loaded.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LoadOptions {
+    /// Whether everything that the model and optimizer ask for must be there. OLMo-core (3.0)
+    /// fails all the same with `strict=False`, because PyTorch has failed before it is looked at.
+    pub strict: bool,
+    /// Parameters that have another name in the checkpoint.
+    pub key_mapping: KeyMapping,
+    /// Whether tensors of another floating-point type are cast, as OLMo-core (3.0) does without a
+    /// word; otherwise they are an error, or with `strict` off are left alone.
+    pub cast: bool,
+}
+
+impl Default for LoadOptions {
+    /// Strict, without mapping, without casts.
+    fn default() -> Self {
+        Self { strict: true, key_mapping: KeyMapping::new(), cast: false }
+    }
+}
+
+impl LoadOptions {
+    /// The same, failing when something is missing or not.
+    #[must_use]
+    pub fn strict(mut self, strict: bool) -> Self {
+        self.strict = strict;
+        self
+    }
+
+    /// The same, with names of parameters mapped.
+    #[must_use]
+    pub fn key_mapping(mut self, mapping: KeyMapping) -> Self {
+        self.key_mapping = mapping;
+        self
+    }
+
+    /// The same, casting floats or not.
+    #[must_use]
+    pub fn cast(mut self, cast: bool) -> Self {
+        self.cast = cast;
+        self
+    }
+}
+
+/// What a load found, on this rank.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LoadedState {
+    /// How checkpoint and state differ: what is missing, and was left as it is; what is stored
+    /// and was not asked for; tensors of other shapes and dtypes.
+    pub report: LoadReport,
+    /// Names of the model in `key_mapping` whose name in the checkpoint is not there.
+    pub unmapped: Vec<String>,
+    /// The layout that the optimizer has in the checkpoint; it was converted if the state has the
+    /// other one.
+    pub stored_layout: Option<OptimizerLayout>,
+    /// What was read.
+    pub read: ReadReport,
+}
+
+/// Loads a checkpoint into a model, and its optimizer if there is one, in place, with the other
+/// ranks of the loader's group. The optimizer may have either layout, whichever the checkpoint
+/// has; `flatten_optimizer_state` is told by its keys.
+///
+/// `loader` brings the group and the planner; its mode is that of the options.
+///
+/// # Errors
+///
+/// With `strict`, when the checkpoint does not hold all that is asked for, naming all of it; when
+/// the mapping is wrong; when parameters of one group have different settings in the checkpoint;
+/// and as [`Loader::load`].
+#[doc(alias = "flatten_optimizer_state")]
+pub async fn load_model_and_optim_state(
+    loader: &Loader,
+    reader: Arc<dyn StorageReader>,
+    model: &mut StateDict,
+    mut optim: Option<&mut StateDict>,
+    options: &LoadOptions,
+) -> Result<LoadedState, CheckpointError> {
+    let mut state = whole(model, optim.as_deref());
+    let adapted = Adapted {
+        inner: reader,
+        options: options.clone(),
+        optim: optim.as_deref().cloned(),
+        state: state.clone(),
+        built: OnceCell::new(),
+    };
+    // The views are made when the loader asks for the metadata, so that what one rank finds
+    // wrong with them ends the load on all ranks.
+    let loader = if options.strict {
+        loader.clone().planner(Arc::new(Complete)).mode(LoadMode::Strict)
+    } else {
+        loader.clone().mode(LoadMode::Partial)
+    };
+    let loader = loader.flatten_rule(FlattenRule::Torch24);
+    let summary = loader.load(&mut state, &adapted).await?;
+    if let Some(Value::Dict(loaded)) = state.remove(MODEL) {
+        *model = loaded;
+    }
+    if let (Some(optim), Some(Value::Dict(loaded))) = (&mut optim, state.remove(OPTIM)) {
+        **optim = loaded;
+    }
+    let built = adapted.built.into_inner();
+    let (unmapped, stored_layout) =
+        built.map_or_else(Default::default, |built| (built.unmapped, built.stored_layout));
+    Ok(LoadedState { report: summary.report, unmapped, stored_layout, read: summary.read })
+}
+
+/// A checkpoint as the model wants it: names mapped, the optimizer in its layout, floats cast.
+struct Adapted {
+    inner: Arc<dyn StorageReader>,
+    options: LoadOptions,
+    optim: Option<StateDict>,
+    state: StateDict,
+    built: OnceCell<Built>,
+}
+
+struct Built {
+    reader: Arc<dyn StorageReader>,
+    unmapped: Vec<String>,
+    stored_layout: Option<OptimizerLayout>,
+}
+
+impl Adapted {
+    async fn built(&self) -> Result<&Built, CheckpointError> {
+        self.built.get_or_try_init(|| self.build()).await
+    }
+
+    async fn build(&self) -> Result<Built, CheckpointError> {
+        let options = &self.options;
+        let inner = Arc::clone(&self.inner);
+        let stored_layout = OptimizerLayout::of(&*inner.metadata().await?);
+        let (mut reader, unmapped) = mapped(inner, &options.key_mapping, !options.strict).await?;
+        let optim = self.optim.as_ref();
+        match optim.and_then(OptimizerLayout::of_state) {
+            Some(OptimizerLayout::Nested) => {
+                let groups = optim.map(wanted_groups).transpose()?;
+                reader = relaid(reader, OptimizerLayout::Nested, groups.as_deref()).await?;
+            }
+            Some(OptimizerLayout::Flat) => {
+                reader = relaid(reader, OptimizerLayout::Flat, None).await?;
+            }
+            None => {}
+        }
+        if options.cast {
+            reader = self.cast(reader).await?;
+        }
+        Ok(Built { reader, unmapped, stored_layout })
+    }
+
+    async fn cast(
+        &self,
+        reader: Arc<dyn StorageReader>,
+    ) -> Result<Arc<dyn StorageReader>, CheckpointError> {
+        let wanted: HashMap<Arc<str>, DType> = flatten(&self.state, FlattenRule::Torch24)?
+            .into_iter()
+            .filter_map(|leaf| Some((leaf.fqn, leaf.value.as_tensor()?.dtype())))
+            .collect();
+        let rule = |fqn: &str, stored: DType| {
+            let wanted = wanted.get(fqn).copied()?;
+            (dcp_convert::is_float(stored) && dcp_convert::is_float(wanted)).then_some(wanted)
+        };
+        let cast = Cast::new(reader, rule, CastOptions::default()).await;
+        cast.map(|cast| Arc::new(cast) as Arc<dyn StorageReader>).map_err(|error| match error {
+            ConvertError::Checkpoint(error) => error,
+            other => {
+                PlanError::Unsupported { fqn: "cast".to_owned(), problem: other.to_string() }.into()
+            }
+        })
+    }
+}
+
+impl std::fmt::Debug for Adapted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { inner, options, .. } = self;
+        f.debug_struct("Adapted").field("inner", inner).field("options", options).finish()
+    }
+}
+
+#[async_trait]
+impl StorageReader for Adapted {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        self.built().await?.reader.metadata().await
+    }
+
+    async fn read(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        self.built().await?.reader.read(metadata, plan, sink).await
+    }
+}
+
+/// The default planner, which fails with the names of everything that is missing.
+#[derive(Debug)]
+struct Complete;
+
+impl LoadPlanner for Complete {
+    fn local_plan(
+        &self,
+        wanted: &StateIndex,
+        stored: &CheckpointMetadata,
+        context: &PlanContext,
+    ) -> Result<(LoadPlan, LoadReport), PlanError> {
+        let (plan, report) = DefaultLoadPlanner::new().local_plan(wanted, stored, context)?;
+        if report.missing.is_empty() {
+            return Ok((plan, report));
+        }
+        Err(PlanError::Missing { fqns: report.missing.iter().map(ToString::to_string).collect() })
+    }
+}
+
+/// The index of a checkpoint: the folder that OLMo-core calls `model_and_optim`. Nothing is
+/// listed, so a storage that only serves files will do.
+///
+/// # Errors
+///
+/// [`CheckpointError::NotACheckpoint`] when there is no `.metadata`, with a hint when this is a
+/// step of a run and the checkpoint is in it; and when the index is bad.
+pub async fn get_checkpoint_metadata(
+    storage: &Arc<dyn Storage>,
+) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+    let contains = async |name: &str| {
+        let key = Key::new(name).map_err(StorageError::from)?;
+        storage.contains(&key).await
+    };
+    if contains(".metadata").await? {
+        return DcpReader::new(Arc::clone(storage)).metadata().await;
+    }
+    let mut message = "it is not a distributed checkpoint folder".to_owned();
+    if contains(&format!("{OLMO_MODEL}/.metadata")).await? {
+        message.push_str(&format!("; did you mean to use the folder {OLMO_MODEL:?} in it?"));
+    }
+    Err(CheckpointError::NotACheckpoint { message })
+}

@@ -1,0 +1,170 @@
+//! A checkpoint under other names: entries of another reader, as often as wanted, and values that
+//! are at hand.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSink, Encoding, Entry, FormatError, Layout, LoadPlan,
+    ObjectEntry, Placement, PlanError, ReadItem, ReadKind, ReadReport, StatePath, StorageReader,
+    TensorView, Value,
+};
+
+/// What an entry is made of: an entry of the inner reader by its position.
+#[derive(Clone, Debug)]
+pub(crate) enum Origin {
+    /// That entry.
+    Entry(usize),
+    /// A value made from that object.
+    Made(usize, Value),
+}
+
+/// An entry to show.
+#[derive(Clone, Debug)]
+pub(crate) struct Shown {
+    pub(crate) fqn: Arc<str>,
+    pub(crate) path: Option<StatePath>,
+    pub(crate) origin: Origin,
+}
+
+/// A reader that shows entries of another one.
+#[derive(Debug)]
+pub(crate) struct Rekeyed {
+    inner: Arc<dyn StorageReader>,
+    inner_metadata: Arc<CheckpointMetadata>,
+    metadata: Arc<CheckpointMetadata>,
+    origins: Vec<Origin>,
+}
+
+impl Rekeyed {
+    pub(crate) fn new(
+        inner: Arc<dyn StorageReader>,
+        inner_metadata: Arc<CheckpointMetadata>,
+        shown: Vec<Shown>,
+    ) -> Result<Self, CheckpointError> {
+        let mut metadata = CheckpointMetadata::new();
+        *metadata.provenance_mut() = inner_metadata.provenance().clone();
+        let full = || FormatError::new("index", "it has too many files or encodings");
+        // In the same order they get the same ids, so placements stay as they are.
+        for file in inner_metadata.files() {
+            metadata.intern_file(file).ok_or_else(full)?;
+        }
+        for encoding in inner_metadata.encodings() {
+            metadata.intern_encoding(encoding).ok_or_else(full)?;
+        }
+        let mut origins = Vec::with_capacity(shown.len());
+        for Shown { fqn, path, origin } in shown {
+            let (Origin::Entry(from) | Origin::Made(from, _)) = origin;
+            let entry = inner_metadata.at(from).map(|(_, entry)| entry.clone());
+            let mut entry = entry.ok_or_else(|| unknown(&fqn))?;
+            if let Origin::Made(..) = origin {
+                let encoding = metadata.intern_encoding(&Encoding::new(Layout::Computed));
+                let encoding = encoding.ok_or_else(full)?;
+                let placement = entry.as_object().and_then(|object| object.placement);
+                let placement = placement.map(|place| Placement { encoding, ..place });
+                entry = Entry::Object(ObjectEntry::new(placement));
+            }
+            match &mut entry {
+                Entry::Tensor(tensor) => tensor.path = path,
+                Entry::Object(object) => object.path = path,
+                _ => {}
+            }
+            if metadata.insert(Arc::clone(&fqn), entry) != origins.len() {
+                return Err(PlanError::DuplicateFqn { fqn: fqn.to_string() }.into());
+            }
+            origins.push(origin);
+        }
+        Ok(Self { inner, inner_metadata, metadata: Arc::new(metadata), origins })
+    }
+}
+
+#[async_trait]
+impl StorageReader for Rekeyed {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        Ok(Arc::clone(&self.metadata))
+    }
+
+    async fn read(
+        &self,
+        _metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let mut inner = LoadPlan::default();
+        // For every item of the inner plan, those that were asked for.
+        let mut asked: Vec<Vec<ReadItem>> = Vec::new();
+        let mut objects: HashMap<usize, usize> = HashMap::new();
+        for item in &plan.items {
+            let from = match self.origins.get(item.entry as usize) {
+                Some(Origin::Entry(from)) => *from,
+                Some(Origin::Made(_, value)) => {
+                    sink.object(item, value.clone())?;
+                    continue;
+                }
+                None => return Err(unknown(&item.entry.to_string())),
+            };
+            // An object that is wanted under many names is read once.
+            let known = objects.get(&from).filter(|_| item.kind == ReadKind::Object);
+            if let Some(items) = known.and_then(|at| asked.get_mut(*at)) {
+                items.push(item.clone());
+                continue;
+            }
+            let too_many = |_| unknown(&item.entry.to_string());
+            let leaf = u32::try_from(asked.len()).map_err(too_many)?;
+            let entry = u32::try_from(from).map_err(too_many)?;
+            if item.kind == ReadKind::Object {
+                objects.insert(from, asked.len());
+            }
+            inner.items.push(ReadItem { entry, leaf, kind: item.kind.clone() });
+            asked.push(vec![item.clone()]);
+        }
+        if inner.items.is_empty() {
+            return Ok(ReadReport::default());
+        }
+        let sink = Arc::new(Forwarded { sink, asked });
+        self.inner.read(&self.inner_metadata, &inner, sink).await
+    }
+}
+
+fn unknown(fqn: &str) -> CheckpointError {
+    let problem = "it is not in the checkpoint that this is a view of".to_owned();
+    PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into()
+}
+
+/// Gives a sink the items that it asked for; those of the inner plan are numbered by their leaf.
+#[derive(Debug)]
+struct Forwarded {
+    sink: Arc<dyn DataSink>,
+    asked: Vec<Vec<ReadItem>>,
+}
+
+impl Forwarded {
+    fn items(&self, item: &ReadItem) -> &[ReadItem] {
+        self.asked.get(item.leaf as usize).map_or(&[], Vec::as_slice)
+    }
+
+    /// What was asked for, in the region that the reader names: it may read in parts.
+    fn tensor_item(&self, item: &ReadItem) -> Result<ReadItem, CheckpointError> {
+        let asked = self.items(item).first();
+        let asked = asked.ok_or_else(|| unknown(&item.entry.to_string()))?;
+        Ok(ReadItem { entry: asked.entry, leaf: asked.leaf, kind: item.kind.clone() })
+    }
+}
+
+impl DataSink for Forwarded {
+    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        self.sink.destination(&self.tensor_item(item)?)
+    }
+
+    fn commit(&self, item: &ReadItem) -> Result<(), CheckpointError> {
+        self.sink.commit(&self.tensor_item(item)?)
+    }
+
+    fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
+        for asked in self.items(item) {
+            self.sink.object(asked, value.clone())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,7 @@
+//! On checkpoints that OLMo-core 3.0 wrote, and on our own.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "test code, though outside of functions")]
+
+mod layouts;
+mod loading;
+mod support;

@@ -6,6 +6,7 @@ use dcp_convert::{EntryKind, RunEntry, list_run};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::folder::{FolderKind, OLMO_COMMIT, OLMO_MODEL, OLMO_TRAIN, OlmoNote, olmo_step};
+use dcp_formats::torch_save::TorchSaveReader;
 use futures_util::StreamExt;
 
 use crate::within::Within;
@@ -177,6 +178,24 @@ impl StepDir {
         }
         ranks.sort_unstable();
         Ok(ranks)
+    }
+
+    /// The trainer's state for `rank`: that of its own file, or of rank 0 where it has none, as
+    /// OLMo-core (3.0) does; `None` where there is neither. It is a file of `torch.save`: step
+    /// and token counts, data loader, random number generators, callbacks. Nothing in it is
+    /// executed.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails; what is wrong with the file is found on the first read.
+    pub async fn train(&self, rank: u32) -> Result<Option<TorchSaveReader>, StorageError> {
+        for name in [format!("train/rank{rank}.pt"), OLMO_TRAIN.to_owned()] {
+            let key = Key::new(name)?;
+            if self.storage.contains(&key).await? {
+                return Ok(Some(TorchSaveReader::new(Arc::clone(&self.storage), key)));
+            }
+        }
+        Ok(None)
     }
 
     async fn contains(&self, name: &str) -> Result<bool, StorageError> {

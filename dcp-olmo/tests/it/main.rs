@@ -4,4 +4,5 @@
 
 mod layouts;
 mod loading;
+mod run_dir;
 mod support;

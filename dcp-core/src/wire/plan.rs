@@ -1,17 +1,11 @@
-//! The compact form in which plans travel between ranks: versioned, columns of LEB128 numbers.
-//!
-//! A rank's plan is a few bytes per item. Decoding claims no more memory than the message has
-//! bytes to fill it with.
-
-use std::sync::Arc;
+//! Plans of a save: a few bytes per item.
 
 use bytes::Bytes;
 
+use super::{Receiver, Sender, bad, dtype_code};
 use crate::dims::Dims;
-use crate::dtype::DType;
 use crate::error::PlanError;
 use crate::key::Key;
-use crate::metadata::{Encoding, FileId, Layout, PathItem, Placement, StatePath};
 use crate::plan::{PlanKey, SavePlan, TensorSpec, WriteOrder, WritePlan};
 
 const SAVE_PLAN: &[u8; 4] = b"dsp1";
@@ -122,17 +116,12 @@ impl WritePlan {
         self.files.iter().for_each(|file| out.text(file.as_str()));
         out.number(self.encodings.len() as u64);
         for encoding in &self.encodings {
-            out.number(layout_code(encoding.layout));
-            out.number(encoding.transforms.len() as u64);
-            encoding.transforms.iter().for_each(|transform| out.text(transform));
+            out.encoding(encoding);
         }
         out.number(self.orders.len() as u64);
         for order in &self.orders {
             out.number(order.item.into());
-            out.number(order.placement.file.index() as u64);
-            out.number(order.placement.encoding.into());
-            out.number(order.placement.byte_offset);
-            out.number(order.placement.byte_len);
+            out.placement(&order.placement);
         }
         out.0.into()
     }
@@ -149,32 +138,12 @@ impl WritePlan {
             plan.files.push(Key::new(input.text()?).map_err(|error| bad(error.to_string()))?);
         }
         for _ in 0..input.count()? {
-            let layout = match input.number()? {
-                0 => Layout::TorchArchive,
-                1 => Layout::Raw,
-                2 => Layout::Computed,
-                3 => Layout::TorchSave,
-                other => return Err(bad(format!("unknown layout {other}"))),
-            };
-            let transforms = (0..input.count()?)
-                .map(|_| input.text().map(Arc::from))
-                .collect::<Result<Vec<_>, _>>()?;
-            plan.encodings.push(Encoding::new(layout).with_transforms(transforms));
+            plan.encodings.push(input.encoding()?);
         }
         for _ in 0..input.count()? {
             let item = input.number()?;
             let item = u32::try_from(item).map_err(|_| bad("item out of range"))?;
-            let file = usize::try_from(input.number()?)
-                .ok()
-                .filter(|index| *index < plan.files.len())
-                .and_then(FileId::from_index)
-                .ok_or_else(|| bad("file out of range"))?;
-            let encoding = u16::try_from(input.number()?)
-                .ok()
-                .filter(|index| usize::from(*index) < plan.encodings.len())
-                .ok_or_else(|| bad("encoding out of range"))?;
-            let (byte_offset, byte_len) = (input.number()?, input.number()?);
-            let placement = Placement { file, encoding, byte_offset, byte_len };
+            let placement = input.placement(plan.files.len(), plan.encodings.len())?;
             plan.orders.push(WriteOrder { item, placement });
         }
         input.finish()?;
@@ -182,133 +151,11 @@ impl WritePlan {
     }
 }
 
-fn bad(problem: impl Into<String>) -> PlanError {
-    PlanError::Wire { problem: problem.into() }
-}
-
-fn dtype_code(dtype: DType) -> u64 {
-    DType::ALL.iter().position(|known| *known == dtype).unwrap_or(usize::MAX) as u64
-}
-
-fn layout_code(layout: Layout) -> u64 {
-    match layout {
-        Layout::TorchArchive => 0,
-        Layout::Raw => 1,
-        Layout::Computed => 2,
-        Layout::TorchSave => 3,
-    }
-}
-
-struct Sender(Vec<u8>);
-
-impl Sender {
-    fn number(&mut self, mut n: u64) {
-        while n >= 0x80 {
-            self.0.push((n & 0x7f) as u8 | 0x80);
-            n >>= 7;
-        }
-        self.0.push(n as u8);
-    }
-
-    fn text(&mut self, text: &str) {
-        self.number(text.len() as u64);
-        self.0.extend_from_slice(text.as_bytes());
-    }
-
-    fn path(&mut self, path: Option<&StatePath>) {
-        let Some(path) = path else { return self.number(0) };
-        self.number(path.len() as u64 + 1);
-        for item in &**path {
-            match item {
-                PathItem::Key(key) => {
-                    self.number(0);
-                    self.text(key);
-                }
-                PathItem::Index(index) => {
-                    self.number(1);
-                    self.number(*index);
-                }
-            }
-        }
-    }
-}
-
-struct Receiver<'a>(&'a [u8]);
-
-impl<'a> Receiver<'a> {
-    fn new(bytes: &'a [u8], magic: [u8; 4]) -> Result<Self, PlanError> {
-        bytes
-            .strip_prefix(&magic)
-            .map(Self)
-            .ok_or_else(|| bad("another kind or version of message"))
-    }
-
-    fn number(&mut self) -> Result<u64, PlanError> {
-        let mut n = 0_u64;
-        for shift in (0..64).step_by(7) {
-            let (&byte, rest) = self.0.split_first().ok_or_else(|| bad("it ends too early"))?;
-            self.0 = rest;
-            let bits = u64::from(byte & 0x7f);
-            if shift == 63 && bits > 1 {
-                break;
-            }
-            n |= bits << shift;
-            if byte < 0x80 {
-                return Ok(n);
-            }
-        }
-        Err(bad("a number of more than 64 bits"))
-    }
-
-    /// A number of things that take at least one byte each, so it cannot exceed what is left.
-    fn count(&mut self) -> Result<usize, PlanError> {
-        let n = self.number()?;
-        usize::try_from(n)
-            .ok()
-            .filter(|n| *n <= self.0.len())
-            .ok_or_else(|| bad(format!("a list of {n} in {} bytes", self.0.len())))
-    }
-
-    fn text(&mut self) -> Result<&'a str, PlanError> {
-        let len = self.count()?;
-        let (text, rest) = self.0.split_at(len);
-        self.0 = rest;
-        std::str::from_utf8(text).map_err(|_| bad("text that is not UTF-8"))
-    }
-
-    fn dtype(&mut self) -> Result<DType, PlanError> {
-        let code = self.number()?;
-        usize::try_from(code)
-            .ok()
-            .and_then(|code| DType::ALL.get(code))
-            .copied()
-            .ok_or_else(|| bad(format!("unknown dtype {code}")))
-    }
-
-    fn path(&mut self) -> Result<Option<StatePath>, PlanError> {
-        let Some(len) = self.count()?.checked_sub(1) else { return Ok(None) };
-        (0..len)
-            .map(|_| match self.number()? {
-                0 => Ok(PathItem::Key(self.text()?.into())),
-                1 => Ok(PathItem::Index(self.number()?)),
-                other => Err(bad(format!("unknown step {other} of a path"))),
-            })
-            .collect::<Result<StatePath, _>>()
-            .map(Some)
-    }
-
-    fn finish(self) -> Result<(), PlanError> {
-        if self.0.is_empty() {
-            Ok(())
-        } else {
-            Err(bad(format!("{} bytes too many", self.0.len())))
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
+    use crate::metadata::{Encoding, FileId, PathItem, Placement, StatePath};
     use crate::region::Region;
 
     fn plan() -> SavePlan {

@@ -60,6 +60,7 @@ pub use stats::{
     BAD_CHUNKS_MAX, BAD_VALUES_MAX, BadChunk, BadValue, FloatRange, Histogram, Number, NumberStats,
     ObjectStats, StatsReport, TensorStats, stats,
 };
+pub use suggest::unknown_fqn;
 pub use target::Target;
 pub use to_hf::to_hf;
 pub use to_safetensors::to_safetensors;

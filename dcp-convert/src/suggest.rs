@@ -12,7 +12,8 @@ const SHOWN: usize = 3;
 const COMPARED: usize = 50_000;
 
 /// The error for a name that is not there, with the names that look like it.
-pub(crate) fn unknown_fqn(metadata: &CheckpointMetadata, fqn: &str) -> ConvertError {
+#[must_use]
+pub fn unknown_fqn(metadata: &CheckpointMetadata, fqn: &str) -> ConvertError {
     let mut scored: Vec<(usize, &Arc<str>)> = metadata
         .iter()
         .take(COMPARED)

@@ -4,6 +4,7 @@
 mod key_mapping;
 mod layout;
 mod load;
+mod load_keys;
 mod rekeyed;
 mod run_dir;
 mod save;
@@ -14,6 +15,7 @@ mod within;
 pub use key_mapping::KeyMapping;
 pub use layout::{OptimizerLayout, source_with_layout, with_layout};
 pub use load::{LoadOptions, LoadedState, get_checkpoint_metadata, load_model_and_optim_state};
+pub use load_keys::load_keys;
 pub use run_dir::{RunDir, StepDir};
 pub use save::{SaveOptions, async_save_model_and_optim_state, save_model_and_optim_state};
 pub use state::flatten_optim;

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "test code, though outside of functions")]
 
+mod keys;
 mod layouts;
 mod loading;
 mod run_dir;

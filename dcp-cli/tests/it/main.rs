@@ -11,6 +11,7 @@ mod hf;
 mod inspect;
 mod interrupt;
 mod look;
+mod matrix;
 mod report;
 mod reshard;
 mod rewrite_metadata;

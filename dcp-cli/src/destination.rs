@@ -12,6 +12,7 @@ use dcp::convert::{
 };
 use dcp::core::{Key, PutMode, StorageError, StorageExt};
 use dcp::formats::hf::HfLayout;
+use dcp::formats::torch_save::TorchSaveForm;
 use dcp::planner::KeyFilter;
 
 use crate::created::NewFolders;
@@ -27,6 +28,8 @@ pub(crate) enum Format {
     Safetensors,
     /// A directory of safetensors files with an index, as Hugging Face models have it.
     Hf,
+    /// One file of torch.save, objects included.
+    TorchSave,
     /// A directory of PyTorch's torch.distributed.checkpoint.
     Dcp,
 }
@@ -58,6 +61,10 @@ pub(crate) struct Destination {
     /// needs. For hf.
     #[arg(long, value_name = "DIR")]
     config: Option<PathBuf>,
+
+    /// Write the stream that PyTorch before 1.6 reads. For torch-save.
+    #[arg(long)]
+    legacy: bool,
 
     #[command(flatten)]
     pub(crate) writing: Writing,
@@ -143,14 +150,17 @@ impl Destination {
         if target.ends_with(".safetensors") {
             return Ok(Format::Safetensors);
         }
+        if [".pt", ".pth"].iter().any(|ending| target.ends_with(ending)) {
+            return Ok(Format::TorchSave);
+        }
         Err(Failure::new(Exit::Usage, format!("cannot tell in which format to write {target:?}"))
-            .hint("say --to safetensors, hf or dcp"))
+            .hint("say --to safetensors, hf, torch-save or dcp"))
     }
 
     /// The part of a training state that such a target gets when nothing else is asked for.
     pub(crate) fn usual_part(&self, target: &str) -> Result<StatePart, Failure> {
         Ok(match self.format(target)? {
-            Format::Safetensors | Format::Dcp => StatePart::Everything,
+            Format::Safetensors | Format::TorchSave | Format::Dcp => StatePart::Everything,
             Format::Hf => StatePart::Model,
         })
     }
@@ -188,6 +198,12 @@ impl Destination {
             Format::Safetensors => {
                 let target = open::target_file(target, overwrite).await?;
                 dcp::convert::to_safetensors(source, &target, options).await?
+            }
+            Format::TorchSave => {
+                let target = open::target_file(target, overwrite).await?;
+                let zip = TorchSaveForm::default();
+                let form = if self.legacy { TorchSaveForm::Legacy } else { zip };
+                dcp::convert::to_torch_save(source, &target, form, options).await?
             }
             Format::Hf => self.write_hf(source, target, options).await?,
             Format::Dcp => {

@@ -18,13 +18,14 @@ use dcp::convert::StatePart;
 ///
 /// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
 /// format cannot hold, are left out and listed. `hf` is a directory of such files with an index,
-/// as transformers opens it; of a training state it gets the model. `dcp` is a directory in
-/// PyTorch's format.
+/// as transformers opens it; of a training state it gets the model. `torch-save` is one file
+/// with everything, nested as it was saved. `dcp` is a directory in PyTorch's format.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
   dcp convert runs/step_1000 model.safetensors
   dcp convert runs/step_1000 my-model --to hf --dtype bf16 --config original-model
+  dcp convert runs/step_1000 everything.pt
   dcp convert model.safetensors as_dcp --to dcp
   dcp convert runs/step_1000 model.safetensors --model-only --dry-run
   dcp convert runs/step_1000 ema.safetensors --include 'ema.*' --rename 's/^ema\\.//'

@@ -159,3 +159,41 @@ fn tied_tensors_are_written_once_and_views_each() {
         assert_ne!(found["a"].2, found["t"].2);
     }
 }
+
+#[test]
+fn every_fixture_becomes_a_file_of_torch_save_with_its_objects() {
+    let folder = tempfile::tempdir().unwrap();
+    for fixture in all_fixtures() {
+        let (file, again) = (path(&folder, "x.pt"), path(&folder, "again"));
+        let convert = ["convert", &fixture, &file, "--overwrite", "--json"];
+        if fixture == "quantized" {
+            dcp(convert).fails(1, &["needs a scale"]);
+            continue;
+        }
+        let report = dcp(convert).json();
+        assert_eq!(report["bytes"], fs::metadata(&file).unwrap().len(), "{fixture}");
+        dcp(["verify", &file, "--deep"]).ok();
+        dcp(["convert", &file, &again, "--to=dcp", "--overwrite"]).ok();
+        let keys = |uri: &str| {
+            let mut keys = dcp(["inspect", uri, "--json"]).json()["keys"].clone();
+            for key in keys.as_object_mut().unwrap().values_mut() {
+                key.as_object_mut().unwrap().remove("chunks");
+            }
+            keys
+        };
+        let (before, after) = (keys(&fixture), keys(&again));
+        for (name, key) in before.as_object().unwrap() {
+            // An object that is a dict is one no more when it is flattened anew.
+            if after.get(name).is_some() || !key["value"].is_object() {
+                assert_eq!(&after[name], key, "{fixture} {name}");
+            }
+        }
+        let (from, to) = (path(&folder, "a.safetensors"), path(&folder, "b.safetensors"));
+        dcp(["convert", &fixture, &from, "--overwrite"]).ok();
+        dcp(["convert", &again, &to, "--overwrite"]).ok();
+        let (from, mut to) = (tensors(from.as_ref()), tensors(to.as_ref()));
+        // Tensors that were inside of an object are tensors of their own now.
+        to.retain(|name, _| from.contains_key(name) || before.get(name).is_some());
+        assert_eq!(from, to, "{fixture}");
+    }
+}

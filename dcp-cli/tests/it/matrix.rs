@@ -25,6 +25,11 @@ const ROWS: &[(&str, &[&str])] = &[
     ("`report`", &["report", "SRC", "-o", "OUT.html"]),
     ("`convert --to safetensors`", &["convert", "SRC", "OUT", "--to=safetensors", "--json"]),
     ("`convert --to hf`", &["convert", "SRC", "OUT", "--to=hf", "--everything", "--json"]),
+    ("`convert --to torch-save`", &["convert", "SRC", "OUT", "--to=torch-save", "--json"]),
+    (
+        "`convert --to torch-save --legacy`",
+        &["convert", "SRC", "OUT", "--to=torch-save", "--legacy"],
+    ),
     ("`convert --to dcp`", &["convert", "SRC", "OUT", "--to=dcp", "--json"]),
     ("`reshard`", &["reshard", "SRC", "OUT", "--ranks=3", "--json"]),
     ("`average`", &["average", "SRC", "SRC", "--out", "OUT", "--to=safetensors", "--json"]),

@@ -1,0 +1,113 @@
+//! A whole checkpoint as one file of `torch.save`.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{Entry, PlanError};
+use dcp_formats::torch_save::{
+    TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
+};
+
+use crate::check::refuse_unsound;
+use crate::data::{CheckpointData, Part};
+use crate::error::ConvertError;
+use crate::job::JobOptions;
+use crate::objects::{object_entries, read_objects};
+use crate::outgoing::ties;
+use crate::source::Source;
+use crate::target::Target;
+use crate::written::WriteReport;
+
+/// Writes everything that is in a checkpoint, tensors and objects, to one file of `torch.save`,
+/// piece by piece: nested dicts and lists where the checkpoint knows how its keys nest, as
+/// PyTorch's `dcp_to_torch_save` makes them, and a flat dict where it does not. Tied tensors are
+/// stored once. Objects of classes that mean nothing here are taken over as they are.
+///
+/// The file appears under its name when it is complete and every stored chunk was found to be
+/// what its checksum says.
+///
+/// # Errors
+///
+/// When the target exists, the checkpoint is unsound or damaged, holds a tensor that such a file
+/// cannot have (a quantized one, whose scale is not known), or a storage fails; then there is no
+/// new file.
+#[doc(alias = "dcp_to_torch_save")]
+pub async fn to_torch_save(
+    source: &Source,
+    target: &Target,
+    form: TorchSaveForm,
+    options: &JobOptions,
+) -> Result<WriteReport, ConvertError> {
+    target.check().await?;
+    let source = source.for_job(options.parallelism);
+    let outgoing = Outgoing::gather(&source).await?;
+    let how = TorchSaveOptions::default().with_form(form);
+    let plan = TorchSavePlan::new(&target.key, &outgoing.items, &how)?;
+    let report = outgoing.report.with_files([(target.key.to_string(), plan.byte_len())]);
+    if options.dry_run {
+        return Ok(report.planned(&*source.metadata().await?));
+    }
+    options.start(outgoing.byte_len);
+    let data = CheckpointData::new(&source, outgoing.parts, options).settling(outgoing.byte_len);
+    plan.write(&*target.creator(), Arc::new(data), None).await?;
+    Ok(report)
+}
+
+/// What goes into the file.
+struct Outgoing {
+    items: Vec<TorchSaveItem>,
+    /// What each of them is made from; nothing, where the writer asks for nothing.
+    parts: Vec<Part>,
+    /// Bytes that the writer asks for.
+    byte_len: u64,
+    report: WriteReport,
+}
+
+impl Outgoing {
+    async fn gather(source: &Source) -> Result<Self, ConvertError> {
+        let metadata = source.metadata().await?;
+        refuse_unsound(&metadata)?;
+        let mut values = read_objects(source, &metadata, &object_entries(&metadata)).await;
+        let tied = ties(&metadata);
+        let mut positions: HashMap<&str, usize> = HashMap::new();
+        let (items, parts) = (Vec::new(), Vec::new());
+        let mut outgoing = Self { items, parts, byte_len: 0, report: WriteReport::default() };
+        for (index, (fqn, entry)) in metadata.iter().enumerate() {
+            let nothing = Part::Encoded(bytes::Bytes::new());
+            let (content, part) = match entry {
+                Entry::Tensor(tensor) => {
+                    let first = tied.get(&index);
+                    let same_as = first.and_then(|first| positions.get(&**first).copied());
+                    let part = match (same_as, first) {
+                        (Some(_), Some(first)) => {
+                            outgoing.report.tied.insert(Arc::clone(fqn), Arc::clone(first));
+                            nothing
+                        }
+                        _ => {
+                            let bytes = tensor.byte_len().unwrap_or(u64::MAX);
+                            outgoing.byte_len = outgoing.byte_len.saturating_add(bytes);
+                            outgoing.report.chunks += 1;
+                            Part::whole_tensor(source, &metadata, index, tensor)?
+                        }
+                    };
+                    outgoing.report.tensors += 1;
+                    let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
+                    (TorchSaveContent::Tensor { dtype, shape, same_as }, part)
+                }
+                _ => {
+                    let value = values.remove(&index).unwrap_or_else(|| {
+                        let problem = "it could not be read".to_owned();
+                        Err(PlanError::Unsupported { fqn: fqn.to_string(), problem }.into())
+                    })?;
+                    outgoing.report.objects += 1;
+                    (TorchSaveContent::Object(value), nothing)
+                }
+            };
+            positions.insert(fqn, outgoing.items.len());
+            let path = entry.path().cloned();
+            outgoing.items.push(TorchSaveItem { name: Arc::clone(fqn), path, content });
+            outgoing.parts.push(part);
+        }
+        Ok(outgoing)
+    }
+}

@@ -100,6 +100,7 @@ pub(crate) enum Command {
     RewriteMetadata(command::RewriteMetadata),
     Report(command::Report),
     Completions(Completions),
+    Man(command::ManPages),
 }
 
 /// Show what a checkpoint holds.

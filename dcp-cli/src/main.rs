@@ -48,6 +48,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Merge(args) => command::merge(&args, &out),
         Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &out),
         Command::Report(args) => command::report(&args, &out),
+        Command::Man(args) => command::man(&args, &out),
         Command::Completions(args) => {
             let mut script = Vec::new();
             clap_complete::generate(args.shell, &mut Cli::command(), "dcp", &mut script);

@@ -12,6 +12,7 @@ mod fuzz;
 mod interop;
 mod process;
 mod readme;
+mod shells;
 mod venv;
 mod workspace;
 
@@ -35,6 +36,7 @@ cargo xtask <command>
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
   bench convert [...]                 the same for converting, with peak memory
   browser [--keep]                    pages of `dcp report` in headless Chromium
+  shells                              completions in fish and zsh, manual pages in groff
   features                            each package alone, each feature combination
   readme                              runs the first command of README.md
   fuzz TARGET [SECONDS]               runs one fuzz target with cargo-fuzz
@@ -50,6 +52,7 @@ fn main() -> ExitCode {
         ["bench", ref rest @ ..] => bench::main(rest),
         ["features"] => features::main(),
         ["browser", ref rest @ ..] => browser::main(rest),
+        ["shells"] => shells::main(),
         ["readme"] => readme::main(),
         ["fuzz", ref rest @ ..] => fuzz::main(rest),
         [] | ["help" | "--help" | "-h"] => {

@@ -16,6 +16,7 @@ mod report;
 mod reshard;
 mod rewrite_metadata;
 mod run_directory;
+mod shells;
 mod stats;
 mod support;
 mod torch_save;

@@ -172,6 +172,31 @@ impl Group {
         }
     }
 
+    /// Gives every rank the coordinator's bytes, which alone passes `Some`, or on every rank the
+    /// same error with what the coordinator says.
+    pub(crate) async fn spread(
+        &self,
+        phase: Phase,
+        from_coordinator: Option<Result<Bytes, String>>,
+    ) -> Result<Bytes, CheckpointError> {
+        const MESSAGE: u8 = 0;
+        const FAILURE: u8 = 1;
+        let message = from_coordinator.map(|message| match message {
+            Ok(bytes) => Bytes::from([&*bytes, &[MESSAGE]].concat()),
+            Err(problem) => Bytes::from([problem.as_bytes(), &[FAILURE]].concat()),
+        });
+        let root = self.coordinator;
+        let told = self.call(move |c| c.broadcast(root, message)).await?;
+        match told.split_last() {
+            Some((&MESSAGE, bytes)) => Ok(told.slice(..bytes.len())),
+            Some((&FAILURE, problem)) => {
+                let failure = RankFailure::new(root, String::from_utf8_lossy(problem));
+                Err(CheckpointError::Ranks { phase, failures: vec![failure] })
+            }
+            _ => Err(no_decision()),
+        }
+    }
+
     fn verdict<T: Serialize>(
         &self,
         mine: Result<T, CheckpointError>,
@@ -248,7 +273,9 @@ fn judge<T: DeserializeOwned>(
             }
         }
     }
-    failures.sort_by_key(|failure| failure.rank);
+    // Ranks that already had the same error tell it again.
+    failures.sort_by(|a, b| (a.rank, &a.message).cmp(&(b.rank, &b.message)));
+    failures.dedup();
     Ok(if failures.is_empty() {
         Ok(values)
     } else {

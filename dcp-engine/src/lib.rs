@@ -7,17 +7,22 @@
 //! reads. Whatever fails anywhere, every rank of the group returns, with the same error.
 //!
 //! [`Saver`] and [`Loader`] are the whole protocol; [`AppState`] expands things with a state of
-//! their own; [`BackgroundSaver`] saves a copy while training goes on.
+//! their own; [`BackgroundSaver`] saves a copy while training goes on; [`BroadcastReader`] lets one
+//! rank read for all.
 
 mod background;
+mod broadcast;
+mod disjoint;
 mod group;
 mod load;
+mod parcel;
 mod save;
 mod sink;
 mod source;
 mod stateful;
 
 pub use background::{BackgroundSaver, PendingSave};
+pub use broadcast::BroadcastReader;
 pub use load::{LoadMode, LoadSummary, Loader};
 pub use save::{SaveSummary, Saver};
 pub use stateful::AppState;

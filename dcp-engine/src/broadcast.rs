@@ -1,0 +1,396 @@
+//! Reading on one rank for all.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Collective, DataSink, LoadPlan, Phase, PlanError, Rank,
+    ReadItem, ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
+};
+
+use crate::disjoint::{cut, disjoint};
+use crate::group::Group;
+use crate::parcel::{Parcel, Piece, Wanted};
+
+/// Bytes of tensor data in one message.
+const SEGMENT: u64 = 4 << 20;
+/// Objects to read, and send, at once.
+const OBJECTS: usize = 64;
+
+/// A reader for a group of which only one rank can, or should, read: it reads what any rank
+/// needs, each byte once, and sends it to all, in segments of 4 MiB.
+///
+/// This is how a file of `torch.save` is loaded straight into a sharded state dict, as with
+/// PyTorch's `BroadcastingTorchSaveReader`, but over any reader, with objects, and with plans that
+/// differ from rank to rank. The index is read and sent once, too, so the other ranks plan from
+/// what is found in the file (PyTorch's `DynamicMetaLoadPlanner`) and need not see it.
+///
+/// Every rank calls [`metadata`](StorageReader::metadata) and [`read`](StorageReader::read) as
+/// often and in the same order as all others, as a [`Loader`](crate::Loader) in the same group
+/// does, also with an empty plan. When reading fails, every rank gets the same error; when a rank
+/// is lost, every call ends.
+#[doc(alias = "BroadcastingTorchSaveReader")]
+#[doc(alias = "DynamicMetaLoadPlanner")]
+pub struct BroadcastReader {
+    inner: Option<Arc<dyn StorageReader>>,
+    collective: Arc<dyn Collective>,
+    reading_rank: Rank,
+    known: tokio::sync::OnceCell<Arc<CheckpointMetadata>>,
+}
+
+impl BroadcastReader {
+    /// Reads on `reading_rank` with its `inner` reader and sends to all ranks of `collective`.
+    /// The others need none; one that they bring is not used.
+    #[must_use]
+    pub fn new(
+        inner: Option<Arc<dyn StorageReader>>,
+        collective: Arc<dyn Collective>,
+        reading_rank: Rank,
+    ) -> Self {
+        Self { inner, collective, reading_rank, known: tokio::sync::OnceCell::new() }
+    }
+
+    fn is_reading(&self) -> bool {
+        self.collective.rank() == self.reading_rank
+    }
+
+    fn reader(&self) -> Result<&Arc<dyn StorageReader>, CheckpointError> {
+        self.inner.as_ref().ok_or_else(|| unsupported("", "the reading rank was given no reader"))
+    }
+
+    fn group(&self) -> Result<Group, CheckpointError> {
+        Group::new(Some(Arc::clone(&self.collective)), self.reading_rank)
+    }
+
+    async fn share_metadata(
+        &self,
+        group: &Group,
+    ) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        let mine = if self.is_reading() {
+            Some(match self.reader() {
+                Ok(reader) => reader.metadata().await,
+                Err(error) => Err(error),
+            })
+        } else {
+            None
+        };
+        let sent = mine.as_ref().map(|mine| match mine {
+            Ok(metadata) => Ok(metadata.to_wire()),
+            Err(error) => Err(dcp_core::error_chain(error)),
+        });
+        let bytes = group.spread(Phase::Open, sent).await?;
+        match mine {
+            Some(metadata) => metadata,
+            None => Ok(Arc::new(CheckpointMetadata::from_wire(&bytes)?)),
+        }
+    }
+
+    async fn share_items(
+        &self,
+        group: &Group,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: &Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let mut report = ReadReport::default();
+        let plans = group.gather(plan.to_wire()).await?;
+        let mut taker = Taker::new(metadata, plan, sink);
+        if let Some(plans) = plans {
+            let sent = self.send_all(group, metadata, &plans, &mut taker, &mut report).await;
+            if let Err(error) = sent {
+                // The others wait for the next message: this is it.
+                if !matches!(error, CheckpointError::Collective(_)) {
+                    let told = group.spread(Phase::Read, Some(Err(dcp_core::error_chain(&error))));
+                    told.await?;
+                }
+                return Err(error);
+            }
+            group.spread(Phase::Read, Some(Ok(Parcel::end()))).await?;
+        } else {
+            loop {
+                let bytes = group.spread(Phase::Read, None).await?;
+                if Parcel::is_end(&bytes) {
+                    break;
+                }
+                taker.take(&bytes);
+            }
+        }
+        // A rank that could not take something went on listening, so that nobody waits in vain.
+        group.agree(Phase::Read, taker.finish(&mut report)).await?;
+        Ok(report)
+    }
+
+    /// On the reading rank: reads what the plans of all ranks need, and sends it.
+    async fn send_all(
+        &self,
+        group: &Group,
+        metadata: &Arc<CheckpointMetadata>,
+        plans: &[Bytes],
+        taker: &mut Taker<'_>,
+        report: &mut ReadReport,
+    ) -> Result<(), CheckpointError> {
+        let reader = self.reader()?;
+        let needs = Needs::of(metadata, plans)?;
+        let mut wanted = Wanted::default();
+        for ((entry, chunk), regions) in needs.chunks {
+            let dtype = tensor_dtype(metadata, entry)?;
+            for region in disjoint(regions) {
+                for piece in cut(region, (SEGMENT / dtype.size() as u64).max(1)) {
+                    if wanted.byte_len() + piece.volume() * dtype.size() as u64 > SEGMENT {
+                        let full = std::mem::take(&mut wanted);
+                        self.send(group, reader, metadata, full, taker, report).await?;
+                    }
+                    wanted.push(Piece::tensor(entry, chunk, piece), dtype);
+                }
+            }
+        }
+        if !wanted.is_empty() {
+            self.send(group, reader, metadata, wanted, taker, report).await?;
+        }
+        for objects in needs.objects.chunks(OBJECTS) {
+            let (bytes, cost) = Wanted::objects(objects, reader, metadata).await?;
+            report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+            let bytes = group.spread(Phase::Read, Some(Ok(bytes))).await?;
+            taker.take(&bytes);
+        }
+        Ok(())
+    }
+
+    async fn send(
+        &self,
+        group: &Group,
+        reader: &Arc<dyn StorageReader>,
+        metadata: &Arc<CheckpointMetadata>,
+        wanted: Wanted,
+        taker: &mut Taker<'_>,
+        report: &mut ReadReport,
+    ) -> Result<(), CheckpointError> {
+        let (bytes, cost) = wanted.read(reader, metadata).await?;
+        report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+        let bytes = group.spread(Phase::Read, Some(Ok(bytes))).await?;
+        taker.take(&bytes);
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl StorageReader for BroadcastReader {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        let shared = || async {
+            let group = self.group()?;
+            let result = self.share_metadata(&group).await;
+            group.conclude(&result);
+            result
+        };
+        self.known.get_or_try_init(shared).await.cloned()
+    }
+
+    async fn read(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let group = self.group()?;
+        let result = self.share_items(&group, metadata, plan, &sink).await;
+        group.conclude(&result);
+        result
+    }
+}
+
+impl fmt::Debug for BroadcastReader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BroadcastReader")
+            .field("inner", &self.inner)
+            .field("reading_rank", &self.reading_rank)
+            .finish_non_exhaustive()
+    }
+}
+
+pub(crate) fn unsupported(fqn: &str, problem: &str) -> CheckpointError {
+    PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.to_owned() }.into()
+}
+
+pub(crate) fn tensor_dtype(
+    metadata: &CheckpointMetadata,
+    entry: u32,
+) -> Result<dcp_core::DType, CheckpointError> {
+    let tensor = metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
+    Ok(tensor.ok_or_else(|| unsupported("", "a plan reads a tensor that is none"))?.dtype)
+}
+
+/// What any rank needs.
+#[derive(Debug, Default)]
+struct Needs {
+    /// Regions by entry and chunk, of all ranks.
+    chunks: BTreeMap<(u32, u32), Vec<Region>>,
+    /// Entries, each once, ascending.
+    objects: Vec<u32>,
+}
+
+impl Needs {
+    fn of(metadata: &CheckpointMetadata, plans: &[Bytes]) -> Result<Self, CheckpointError> {
+        let mut needs = Self::default();
+        for bytes in plans {
+            for item in LoadPlan::from_wire(bytes)?.items {
+                match item.kind {
+                    ReadKind::Tensor { chunk, region, .. } if !region.is_empty() => {
+                        let known = metadata.at(item.entry as usize).and_then(|(_, entry)| {
+                            entry.as_tensor()?.chunks.get(chunk as usize)?.region().ok()
+                        });
+                        if !known.is_some_and(|known| known.contains(&region)) {
+                            return Err(unsupported("", "a plan reads what no chunk holds"));
+                        }
+                        needs.chunks.entry((item.entry, chunk)).or_default().push(region);
+                    }
+                    ReadKind::Object => needs.objects.push(item.entry),
+                    _ => {}
+                }
+            }
+        }
+        needs.objects.sort_unstable();
+        needs.objects.dedup();
+        Ok(needs)
+    }
+}
+
+/// Takes what this rank's plan asks for out of what is sent to all.
+struct Taker<'a> {
+    metadata: &'a CheckpointMetadata,
+    sink: &'a Arc<dyn DataSink>,
+    /// The items by entry and chunk, with their memory once something arrived.
+    tensors: BTreeMap<(u32, u32), Vec<Open<'a>>>,
+    objects: BTreeMap<u32, Vec<&'a ReadItem>>,
+    /// Elements that nothing has to arrive for.
+    empty: Vec<&'a ReadItem>,
+    bytes_needed: u64,
+    problem: Option<CheckpointError>,
+}
+
+/// An item that is being filled.
+struct Open<'a> {
+    item: &'a ReadItem,
+    region: &'a Region,
+    view: Option<TensorView>,
+    /// Elements that are still to come.
+    missing: u64,
+}
+
+impl<'a> Taker<'a> {
+    fn new(
+        metadata: &'a CheckpointMetadata,
+        plan: &'a LoadPlan,
+        sink: &'a Arc<dyn DataSink>,
+    ) -> Self {
+        let mut taker = Self {
+            metadata,
+            sink,
+            tensors: BTreeMap::new(),
+            objects: BTreeMap::new(),
+            empty: Vec::new(),
+            bytes_needed: 0,
+            problem: None,
+        };
+        for item in &plan.items {
+            match &item.kind {
+                ReadKind::Tensor { region, .. } if region.is_empty() => taker.empty.push(item),
+                ReadKind::Tensor { chunk, region, .. } => {
+                    let open = Open { item, region, view: None, missing: region.volume() };
+                    taker.tensors.entry((item.entry, *chunk)).or_default().push(open);
+                }
+                _ => taker.objects.entry(item.entry).or_default().push(item),
+            }
+        }
+        taker
+    }
+
+    /// Takes from a message; what goes wrong is kept for the end.
+    fn take(&mut self, bytes: &Bytes) {
+        if self.problem.is_none() {
+            self.problem = self.try_take(bytes).err();
+        }
+    }
+
+    fn try_take(&mut self, bytes: &Bytes) -> Result<(), CheckpointError> {
+        for (piece, data) in Parcel::open(bytes, self.metadata)? {
+            match &piece.place {
+                Some((chunk, region)) => self.elements(piece.entry, *chunk, region, &data)?,
+                None => self.object(piece.entry, &data)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn elements(
+        &mut self,
+        entry: u32,
+        chunk: u32,
+        sent: &Region,
+        data: &Bytes,
+    ) -> Result<(), CheckpointError> {
+        let Some(opens) = self.tensors.get_mut(&(entry, chunk)) else { return Ok(()) };
+        let dtype = tensor_dtype(self.metadata, entry)?;
+        let size = dtype.size();
+        let outside = || unsupported("", "a message has elements outside of its region");
+        for open in opens {
+            let Some(part) = open.region.intersect(sent) else { continue };
+            if open.view.is_none() {
+                open.view = Some(self.sink.destination(open.item)?);
+            }
+            let Some(view) = &open.view else { continue };
+            let inner = part.relative_to(open.region.offsets()).ok_or_else(outside)?;
+            let there = part.relative_to(sent.offsets()).ok_or_else(outside)?;
+            let place = view.narrow(&inner)?;
+            let fill = |bytes: &[u8]| {
+                let fqn = self.metadata.at(entry as usize).map_or("", |(fqn, _)| fqn);
+                let failed = |source| CheckpointError::Memory { fqn: fqn.to_owned(), source };
+                place.fill_from(bytes).map_err(failed)
+            };
+            if part == *sent {
+                fill(data)?;
+            } else {
+                let mut picked = Vec::with_capacity(usize::try_from(place.byte_len()).unwrap_or(0));
+                for (at, len) in there.runs_in(sent.sizes()) {
+                    let end = at.saturating_add(len);
+                    let range = usize::try_from(at).ok().zip(usize::try_from(end).ok());
+                    let (at, end) = range.ok_or_else(outside)?;
+                    let run = data.get(at.saturating_mul(size)..end.saturating_mul(size));
+                    picked.extend_from_slice(run.ok_or_else(outside)?);
+                }
+                fill(&picked)?;
+            }
+            self.bytes_needed = self.bytes_needed.saturating_add(place.byte_len());
+            open.missing = open.missing.saturating_sub(part.volume());
+            if open.missing == 0 {
+                self.sink.commit(open.item)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn object(&mut self, entry: u32, data: &Bytes) -> Result<(), CheckpointError> {
+        let Some(items) = self.objects.remove(&entry) else { return Ok(()) };
+        let value = Value::from_wire(data)?;
+        items.into_iter().try_for_each(|item| self.sink.object(item, value.clone()))
+    }
+
+    /// Whether everything has arrived.
+    fn finish(self, report: &mut ReadReport) -> Result<(), CheckpointError> {
+        if let Some(problem) = self.problem {
+            return Err(problem);
+        }
+        for item in self.empty {
+            self.sink.destination(item)?;
+            self.sink.commit(item)?;
+        }
+        let all_here = self.tensors.values().flatten().all(|open| open.missing == 0);
+        if !all_here || !self.objects.is_empty() {
+            return Err(unsupported("", "the reading rank sent less than was asked for"));
+        }
+        report.bytes_needed = self.bytes_needed;
+        Ok(())
+    }
+}

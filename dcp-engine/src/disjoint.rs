@@ -1,0 +1,152 @@
+//! Boxes that ranks need, so that each element is read once.
+
+use std::collections::BTreeSet;
+
+use dcp_core::{Dims, Region};
+
+/// So many different boxes of one chunk are compared with each other; where there are more, all
+/// between them is taken.
+const BOXES_MAX: usize = 64;
+
+/// Boxes without a common element that hold everything `regions` hold, and (for up to 64
+/// different ones) nothing else.
+pub(crate) fn disjoint(regions: Vec<Region>) -> Vec<Region> {
+    let mut seen = BTreeSet::new();
+    let key = |region: &Region| (region.offsets().to_vec(), region.sizes().to_vec());
+    let different: Vec<Region> = regions
+        .into_iter()
+        .filter(|region| !region.is_empty() && seen.insert(key(region)))
+        .collect();
+    let Some(hull) = hull(&different) else { return different };
+    if different.len() > BOXES_MAX {
+        return vec![hull];
+    }
+    let mut found: Vec<Region> = Vec::with_capacity(different.len());
+    for region in different {
+        let mut open = vec![region];
+        for known in &found {
+            open = open.into_iter().flat_map(|part| without(&part, known)).collect();
+        }
+        found.extend(open);
+    }
+    let volume = found.iter().map(Region::volume).fold(0, u64::saturating_add);
+    // Together they are one box, which is cheaper to read.
+    if volume == hull.volume() { vec![hull] } else { found }
+}
+
+/// The smallest box around all regions.
+fn hull(regions: &[Region]) -> Option<Region> {
+    let (first, rest) = regions.split_first()?;
+    let mut start = first.offsets().to_vec();
+    let mut end: Vec<u64> = (0..first.ndim()).map(|axis| first.end(axis)).collect();
+    for region in rest {
+        for (axis, (start, end)) in start.iter_mut().zip(&mut end).enumerate() {
+            *start = (*start).min(region.offsets().get(axis).copied().unwrap_or(0));
+            *end = (*end).max(region.end(axis));
+        }
+    }
+    let sizes: Dims = start.iter().zip(&end).map(|(start, end)| end - start).collect();
+    Region::new(start, sizes).ok()
+}
+
+/// What of `region` is not in `hole`: at most two boxes an axis.
+fn without(region: &Region, hole: &Region) -> Vec<Region> {
+    let Some(hole) = region.intersect(hole) else { return vec![region.clone()] };
+    let (mut offsets, mut sizes) = (region.offsets().clone(), region.sizes().clone());
+    let mut parts = Vec::new();
+    for axis in 0..region.ndim() {
+        let (start, end) = (offsets[axis], offsets[axis] + sizes[axis]);
+        let (from, to) = (hole.offsets()[axis], hole.end(axis));
+        for (from, to) in [(start, from), (to, end)] {
+            if from < to {
+                (offsets[axis], sizes[axis]) = (from, to - from);
+                parts.extend(Region::new(offsets.clone(), sizes.clone()));
+            }
+        }
+        (offsets[axis], sizes[axis]) = (from, to - from);
+    }
+    parts
+}
+
+/// Cuts a box, along rows where it can, into boxes of at most `volume` elements.
+pub(crate) fn cut(region: Region, volume: u64) -> impl Iterator<Item = Region> {
+    let volume = volume.max(1);
+    let mut open = vec![region];
+    std::iter::from_fn(move || {
+        loop {
+            let region = open.pop()?;
+            if region.volume() <= volume {
+                return Some(region);
+            }
+            // The outermost axis that can be cut; inside of it, rows stay whole.
+            let axis = region.sizes().iter().position(|size| *size > 1)?;
+            let row = region.volume() / region.sizes()[axis];
+            let rows = (volume / row).max(1);
+            let (mut offsets, mut sizes) = (region.offsets().clone(), region.sizes().clone());
+            let rest = sizes[axis] - rows;
+            sizes[axis] = rows;
+            let first = Region::new(offsets.clone(), sizes.clone());
+            offsets[axis] += rows;
+            sizes[axis] = rest;
+            // The rest comes after the first part, and is never in more pieces than axes.
+            open.extend(Region::new(offsets, sizes));
+            open.extend(first);
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn elements(regions: &[Region]) -> Vec<u64> {
+        let shape = [6, 5, 4];
+        let all = regions.iter().flat_map(|region| region.runs_in(&shape).collect::<Vec<_>>());
+        let mut all: Vec<u64> = all.flat_map(|(at, len)| at..at + len).collect();
+        all.sort_unstable();
+        all
+    }
+
+    fn region() -> impl Strategy<Value = Region> {
+        (0_u64..6, 0_u64..5, 0_u64..4, 0_u64..7, 0_u64..6, 0_u64..5).prop_map(
+            |(x, y, z, a, b, c)| {
+                Region::new([x, y, z], [a.min(6 - x), b.min(5 - y), c.min(4 - z)]).unwrap()
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn every_element_is_in_exactly_one_box(regions in prop::collection::vec(region(), 0..6)) {
+            let mut wanted = elements(&regions);
+            wanted.dedup();
+            prop_assert_eq!(elements(&disjoint(regions)), wanted);
+        }
+
+        #[test]
+        fn pieces_are_small_and_whole(region in region(), volume in 1_u64..40) {
+            let pieces: Vec<_> = cut(region.clone(), volume).collect();
+            prop_assert!(pieces.iter().all(|piece| piece.volume() <= volume));
+            prop_assert_eq!(elements(&pieces), elements(&[region]));
+        }
+    }
+
+    #[test]
+    fn rows_of_many_ranks_are_one_box() {
+        let rows = |n: u64| (0..n).map(|at| Region::new([at, 0], [1, 3]).unwrap()).collect();
+        let whole = |n| vec![Region::full([n, 3]).unwrap()];
+        assert_eq!(disjoint(rows(5)), whole(5));
+        assert_eq!(disjoint(rows(500)), whole(500));
+        assert_eq!(disjoint(Vec::new()), Vec::new());
+    }
+
+    #[test]
+    fn the_longest_axis_is_cut_without_listing_its_rows() {
+        let huge = Region::full([1 << 50, 8]).unwrap();
+        let mut pieces = cut(huge, 3);
+        assert_eq!(pieces.next(), Region::new([0, 0], [1, 3]).ok());
+        assert_eq!(pieces.nth(2), Region::new([1, 0], [1, 3]).ok());
+    }
+}

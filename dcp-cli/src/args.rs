@@ -37,6 +37,7 @@ Examples:
   dcp inspect runs/step_1000 --shards lm_head     how a tensor is cut, and which file has which part
   dcp verify runs/step_1000 --deep                compare every byte with its checksum
   dcp stats runs/step_1000 --nan                  find the NaN that killed the run
+  dcp diff runs/step_1000 model.safetensors --model-only
   dcp get runs/step_1000 model.embed.weight --slice 0:2,:
   dcp convert runs/step_1000 model.safetensors --to safetensors
   dcp reshard runs/step_1000 resharded --ranks 8
@@ -93,6 +94,7 @@ pub(crate) enum Command {
     Verify(Verify),
     Get(Get),
     Stats(command::Stats),
+    Diff(command::Diff),
     Convert(command::Convert),
     Reshard(command::Reshard),
     Average(command::Average),

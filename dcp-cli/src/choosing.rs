@@ -41,7 +41,7 @@ pub(crate) struct Choosing {
     pub(crate) map: Option<PathBuf>,
 }
 
-fn parse_rename(text: &str) -> Result<Rename, String> {
+pub(crate) fn parse_rename(text: &str) -> Result<Rename, String> {
     Rename::parse(text).map_err(|error| error.to_string())
 }
 

@@ -66,6 +66,14 @@ impl Failure {
         failure
     }
 
+    /// The same with the exit code `other`, if it has `exit`.
+    pub(crate) fn instead_of(mut self, exit: Exit, other: Exit) -> Self {
+        if self.exit == exit {
+            self.exit = other;
+        }
+        self
+    }
+
     /// The same without advice.
     pub(crate) fn without_hint(mut self) -> Self {
         self.hint = None;

@@ -42,6 +42,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Verify(args) => command::verify(&args, &out),
         Command::Get(args) => command::get(&args, &out),
         Command::Stats(args) => command::stats(&args, &out),
+        Command::Diff(args) => command::diff(&args, &out),
         Command::Convert(args) => command::convert(&args, &out),
         Command::Reshard(args) => command::reshard(&args, &out),
         Command::Average(args) => command::average(&args, &out),

@@ -7,6 +7,7 @@ mod data;
 mod decoded;
 mod deep;
 mod deep_save;
+mod diff;
 mod element;
 mod error;
 mod get;
@@ -44,6 +45,10 @@ mod written;
 
 pub use cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_float};
 pub use dcp_formats::safetensors::RAW;
+pub use diff::{
+    Compared, Described, DiffCounts, DiffOptions, DiffReport, Difference, DifferenceKind, Spot,
+    Tolerance, ValueDifference, diff,
+};
 pub use element::{Element, decode};
 pub use error::ConvertError;
 pub use get::{Found, FoundTensor, find};

@@ -290,6 +290,17 @@ impl Rename {
         Ok(Self { pattern, replacement, everywhere })
     }
 
+    /// The substitution that takes `prefix` from names that begin with it.
+    ///
+    /// # Errors
+    ///
+    /// [`ConvertError::Unsupported`] when the text is too long for a pattern.
+    pub fn without_prefix(prefix: &str) -> Result<Self, ConvertError> {
+        let pattern = Regex::new(&format!("^{}", regex::escape(prefix)))
+            .map_err(|error| ConvertError::unsupported("the prefix", one_line(&error)))?;
+        Ok(Self { pattern, replacement: String::new(), everywhere: false })
+    }
+
     /// The name after the substitution.
     #[must_use]
     pub fn apply(&self, name: &str) -> Arc<str> {

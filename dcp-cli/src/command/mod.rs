@@ -2,6 +2,7 @@
 
 mod average;
 mod convert;
+mod diff;
 mod get;
 mod inspect;
 mod ls;
@@ -15,6 +16,7 @@ mod verify;
 
 pub(crate) use average::{Average, average};
 pub(crate) use convert::{Convert, convert};
+pub(crate) use diff::{Diff, diff};
 pub(crate) use get::get;
 pub(crate) use inspect::inspect;
 pub(crate) use ls::{Ls, ls};

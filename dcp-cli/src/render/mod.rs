@@ -1,6 +1,7 @@
 //! Pictures of checkpoints in text. Pure: values in, text out.
 
 mod canvas;
+pub(crate) mod diff;
 mod files;
 mod grid;
 mod nest;
@@ -12,3 +13,4 @@ mod spark;
 pub(crate) mod stats;
 pub(crate) mod tree;
 pub(crate) mod value;
+mod wrap;

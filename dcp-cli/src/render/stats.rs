@@ -7,6 +7,7 @@ use dcp::convert::{BadChunk, FloatRange, NumberStats, StatsReport, TensorStats};
 use crate::output::Output;
 use crate::render::number::{compact, float, share};
 use crate::render::spark::{Scale, Spark};
+use crate::render::wrap::say;
 use crate::style::{columns, count, left, printable, right, shorten, size, thousands};
 
 /// The least columns of a name.
@@ -152,25 +153,6 @@ fn place(chunk: &BadChunk, scalar: bool) -> String {
     }
     parts.push(format!("{}, first at {:?}", amount(chunk.nan, chunk.inf), chunk.first));
     parts.join(" · ")
-}
-
-/// A line that goes on below itself, indented, when it is longer than the terminal.
-fn say(out: &Output, text: &mut String, indent: &str, mark: &str, what: &str) {
-    let width = out.width.map_or(usize::MAX, |width| width.saturating_sub(indent.len() + 2));
-    let mut line = String::new();
-    let mut lead = format!("{indent}{mark}");
-    for word in what.split(' ') {
-        if !line.is_empty() && columns(&line) + 1 + columns(word) > width {
-            let _ = writeln!(text, "{lead}{line}");
-            lead = format!("{indent}  ");
-            line.clear();
-        }
-        if !line.is_empty() {
-            line.push(' ');
-        }
-        line.push_str(word);
-    }
-    let _ = writeln!(text, "{lead}{line}");
 }
 
 fn amount(nan: u64, inf: u64) -> String {

@@ -25,6 +25,7 @@ use crate::stats::moments::{Moments, Observer};
 
 pub use histogram::Histogram;
 pub use objects::BAD_VALUES_MAX;
+pub(crate) use objects::step;
 pub use report::{
     BadChunk, BadValue, FloatRange, Number, NumberStats, ObjectStats, StatsReport, TensorStats,
 };

@@ -145,7 +145,7 @@ impl Walk<'_> {
 }
 
 /// A key of a dict as a step of a path.
-fn step(key: &Value) -> String {
+pub(crate) fn step(key: &Value) -> String {
     match key {
         Value::Str(text) => format!("{text:?}"),
         Value::Int(n) => n.to_string(),

@@ -46,7 +46,7 @@ mod written;
 pub use cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_float};
 pub use dcp_formats::safetensors::RAW;
 pub use diff::{
-    Compared, Described, DiffCounts, DiffOptions, DiffReport, Difference, DifferenceKind, Spot,
+    Described, DiffCounts, DiffOptions, DiffReport, DiffScope, Difference, DifferenceKind, Spot,
     Tolerance, ValueDifference, diff,
 };
 pub use element::{Element, decode};

@@ -10,10 +10,11 @@ use crate::output::Output;
 use crate::render::number::{float, share};
 use crate::render::value::python;
 use crate::render::wrap::say;
-use crate::style::{count, left, printable, shorten, size, thousands};
+use crate::style::{columns, count, left, printable, shorten, size, thousands};
 
 /// Columns of the words in front.
 const WORD: usize = 6;
+const GAP: usize = 2;
 /// Bytes of a value that are shown.
 const VALUE_MAX: usize = 60;
 
@@ -26,14 +27,23 @@ pub(crate) fn render(args: &Diff, report: &DiffReport, out: &Output) -> String {
         }
         text.push('\n');
     }
+    let groups: Vec<&[Difference]> = report
+        .differences
+        .chunk_by(|a, b| std::mem::discriminant(&a.what) == std::mem::discriminant(&b.what))
+        .collect();
     let limit = if args.limit == 0 { usize::MAX } else { args.limit };
-    for difference in report.differences.iter().take(limit) {
-        line(difference, args.keys_only, out, &mut text);
-    }
-    let hidden = report.differences.len().saturating_sub(limit);
-    if hidden > 0 {
-        let more = thousands(hidden as u64);
-        let _ = writeln!(text, "{}", style.dim(&format!("… and {more} more; --limit 0 shows all")));
+    let lengths: Vec<usize> = groups.iter().map(|group| group.len()).collect();
+    let shown = shares(&lengths, limit);
+    let key = longest_key(&groups, &shown, out);
+    for (group, shown) in groups.iter().zip(&shown) {
+        for difference in group.iter().take(*shown) {
+            line(difference, args.keys_only, key, out, &mut text);
+        }
+        if group.len() > *shown {
+            let more = thousands((group.len() - shown) as u64);
+            let more = format!("{}  … and {more} more; --limit 0 shows all", " ".repeat(WORD));
+            let _ = writeln!(text, "{}", style.dim(&more));
+        }
     }
     if !report.equal {
         text.push('\n');
@@ -42,7 +52,29 @@ pub(crate) fn render(args: &Diff, report: &DiffReport, out: &Output) -> String {
     text
 }
 
-fn line(difference: &Difference, keys_only: bool, out: &Output, text: &mut String) {
+/// How many of each group are shown, when all together are `limit`: none is crowded out by
+/// graver ones.
+fn shares(lengths: &[usize], limit: usize) -> Vec<usize> {
+    let each = limit / lengths.len().max(1);
+    let mut shares: Vec<usize> = lengths.iter().map(|len| (*len).min(each)).collect();
+    let mut left = limit.saturating_sub(shares.iter().sum());
+    for (share, len) in shares.iter_mut().zip(lengths) {
+        let more = left.min(len - *share);
+        *share += more;
+        left -= more;
+    }
+    shares
+}
+
+/// The columns for keys of which everything is said in one line.
+fn longest_key(groups: &[&[Difference]], shown: &[usize], out: &Output) -> usize {
+    let shown = groups.iter().zip(shown).flat_map(|(group, shown)| group.iter().take(*shown));
+    let short = shown.filter(|one| !matches!(one.what, DifferenceKind::Values(_)));
+    let longest = short.map(|one| columns(&printable(&one.key))).max().unwrap_or(0);
+    longest.min(out.width.map_or(usize::MAX, |width| width / 2))
+}
+
+fn line(difference: &Difference, keys_only: bool, longest: usize, out: &Output, text: &mut String) {
     let style = out.style;
     let key = printable(&difference.key);
     let (word, mut details) = match &difference.what {
@@ -77,11 +109,18 @@ fn line(difference: &Difference, keys_only: bool, out: &Output, text: &mut Strin
     if !names.is_empty() {
         details.push(format!("named {}", names.join(", ")));
     }
-    let room = out.width.map_or(usize::MAX, |width| width.saturating_sub(WORD + 2));
-    let shown = style.bold(&shorten(&key, room));
-    let _ = writeln!(text, "{}  {shown}", style.bad(&left(word, WORD)));
+    let word = style.bad(&left(word, WORD));
+    let room = out.width.map_or(usize::MAX, |width| width.saturating_sub(WORD + GAP));
+    if let ([detail], true) = (&*details, columns(&key) <= longest) {
+        let detail = printable(detail);
+        if longest.saturating_add(GAP + columns(&detail)) <= room {
+            let _ = writeln!(text, "{word}  {}  {detail}", style.bold(&left(&key, longest)));
+            return;
+        }
+    }
+    let _ = writeln!(text, "{word}  {}", style.bold(&shorten(&key, room)));
     for detail in details {
-        say(out, text, &" ".repeat(WORD + 2), "", &printable(&detail));
+        say(out, text, &" ".repeat(WORD + GAP), "", &printable(&detail));
     }
 }
 
@@ -111,15 +150,16 @@ fn values(values: &ValueDifference) -> Vec<String> {
         parts.push(format!("{} NaN on one side only", thousands(values.nan_mismatches)));
     }
     if values.max_abs > 0.0 {
-        parts.push(format!("at most by {}", float(values.max_abs)));
-        parts.push(format!("relative {}", float(values.max_rel)));
+        parts.push(format!("max abs {}", float(values.max_abs)));
+        parts.push(format!("max rel {}", float(values.max_rel)));
     }
     if values.dtype_a != values.dtype_b {
         parts.push(format!("{} in A, {} in B", values.dtype_a, values.dtype_b));
     }
     let mut lines = vec![parts.join(" · ")];
     if let Some(first) = &values.first {
-        lines.push(format!("first {}", spot(first)));
+        let first = spot(first);
+        lines.push(if values.shape.is_empty() { first } else { format!("first {first}") });
     }
     if let (Some(largest), true) = (&values.largest, values.first != values.largest) {
         lines.push(format!("worst {}", spot(largest)));
@@ -129,7 +169,11 @@ fn values(values: &ValueDifference) -> Vec<String> {
 
 fn spot(spot: &Spot) -> String {
     let (a, b) = (python(&spot.a, VALUE_MAX), python(&spot.b, VALUE_MAX));
-    format!("at {:?}: {a} in A, {b} in B", spot.index)
+    let place = match &*spot.index {
+        [] => String::new(),
+        index => format!("at {index:?}: "),
+    };
+    format!("{place}{a} in A, {b} in B")
 }
 
 fn object(path: &str, a: &Value, b: &Value, missing: Option<&str>) -> String {
@@ -174,4 +218,17 @@ fn summary(report: &DiffReport, out: &Output, text: &mut String) {
     let differences = count(report.differences.len(), "difference");
     say(out, text, "", &style.bad("≠ "), &format!("{differences}: {}", kinds.join(", ")));
     say(out, text, "  ", "", &what);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shares;
+
+    #[test]
+    fn no_kind_is_crowded_out() {
+        assert_eq!(shares(&[100, 2, 100], 30), [18, 2, 10]);
+        assert_eq!(shares(&[3, 4], 50), [3, 4]);
+        assert_eq!(shares(&[9, 9], usize::MAX), [9, 9]);
+        assert_eq!(shares(&[], 5), [0; 0]);
+    }
 }

@@ -6,6 +6,7 @@ mod choosing;
 mod combine;
 mod convert;
 mod damaged;
+mod diff;
 mod get;
 mod hf;
 mod inspect;

@@ -25,7 +25,7 @@ use crate::tensor_read::TensorReader;
 use crate::value_json::element_json;
 
 pub use report::{
-    Compared, Described, DiffCounts, DiffReport, Difference, DifferenceKind, Spot, ValueDifference,
+    Described, DiffCounts, DiffReport, DiffScope, Difference, DifferenceKind, Spot, ValueDifference,
 };
 
 /// Segments are not larger than this: what is compared should still be in a cache.
@@ -318,7 +318,7 @@ impl<'a> Job<'a> {
                 self.dtype(*both);
                 continue;
             }
-            let what = DifferenceKind::Values(ValueDifference {
+            let what = DifferenceKind::Values(Box::new(ValueDifference {
                 dtype_a: tensor.dtype.name(),
                 dtype_b: other.dtype.name(),
                 shape: tensor.shape.to_vec(),
@@ -329,7 +329,7 @@ impl<'a> Job<'a> {
                 max_rel: found.max_rel,
                 first: found.first.map(|pair| spot(pair, tensor)),
                 largest: found.largest.map(|pair| spot(pair, tensor)),
-            });
+            }));
             self.add((Some(both.a), Some(both.b)), what);
         }
         Ok(())

@@ -13,7 +13,7 @@ pub struct DiffReport {
     /// Whether there is no difference.
     pub equal: bool,
     /// What was compared.
-    pub compared: Compared,
+    pub compared: DiffScope,
     /// How many differences there are of each kind.
     pub counts: DiffCounts,
     /// The differences, the gravest first.
@@ -23,7 +23,7 @@ pub struct DiffReport {
 /// What was compared.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
-pub struct Compared {
+pub struct DiffScope {
     /// Keys of A that were chosen.
     pub keys_a: usize,
     /// Keys of B that were chosen.
@@ -105,7 +105,7 @@ pub enum DifferenceKind {
         b: Described,
     },
     /// Values differ.
-    Values(ValueDifference),
+    Values(Box<ValueDifference>),
     /// The objects differ.
     Object {
         /// Where the first difference is, such as `["history"][3]`; empty for all of it.

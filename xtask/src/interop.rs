@@ -1,8 +1,8 @@
 //! Both directions against a real PyTorch, on data made on the spot.
 //!
 //! torch saves on 4 processes, Rust loads on 2 and on 3 and compares bit for bit; Rust saves on
-//! 3 processes over TCP, torch loads on 1, 2 and 4. The Rust half is
-//! `dcp/examples/interop.rs`, the Python half is in `xtask/python/`.
+//! 3 processes over TCP, torch loads on 1, 2 and 4. Files of `torch.save` go from torch through
+//! Rust to torch, in every form. The Rust half is `dcp/examples/interop/`, the Python half is in `xtask/python/`.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -45,6 +45,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     let start = Instant::now();
     run.torch_to_rust()?;
     run.rust_to_torch()?;
+    run.torch_save()?;
     println!("interop with torch {torch}: both directions agree ({:.0?})", start.elapsed());
     Ok(())
 }
@@ -72,6 +73,17 @@ impl Run<'_> {
         println!("torch → Rust → torch: objects that Rust does not understand");
         self.rust(1, |rust| rust.arg("rewrite").arg(saved.join("objects")).arg(&carried))?;
         run(self.script("interop_load.py").arg("objects").arg(&carried))
+    }
+
+    /// Files of `torch.save`, by each to the other and back.
+    fn torch_save(&self) -> Result {
+        let folder = self.folder.join("torch_save");
+        std::fs::create_dir(&folder)?;
+        println!("torch.save → Rust → torch.load");
+        run(self.script("interop_torch_save.py").arg("save").arg(&folder))?;
+        let names = ["tensors", "tensors_old", "objects", "objects_old", "objects_new"];
+        self.rust(1, |rust| rust.arg("resave").arg(&folder).args(names))?;
+        run(self.script("interop_torch_save.py").arg("check").arg(&folder))
     }
 
     fn rust_to_torch(&self) -> Result {

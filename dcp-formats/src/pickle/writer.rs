@@ -184,8 +184,14 @@ impl Writer {
     /// many elements of the class.
     ///
     /// A zip file has one string for each key, wherever the storage is referred to; files from
-    /// before that have a new one each time, and say that the storage is not part of another.
+    /// before that have a new one each time, and say that the storage is not part of another. In
+    /// these, storages without an element type are bytes: PyTorch (2.15) writes them as they are,
+    /// but cannot load that.
     pub fn storage(&mut self, class: (&str, &str), key: &str, location: &str, len: u64) {
+        let class = match class {
+            ("torch.storage", "UntypedStorage") if self.storage_views => ("torch", "ByteStorage"),
+            class => class,
+        };
         let Ok(()) = self.tuple(5 + usize::from(self.storage_views), |writer| {
             writer.constant("storage");
             writer.global(class.0, class.1);

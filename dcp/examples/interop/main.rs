@@ -9,9 +9,11 @@
 //! - `save STATE.json CHECKPOINT plain|by-size SALT` saves tensors whose bytes follow from their
 //!   name, and the objects of the file.
 //! - `rewrite FROM TO` carries every object over without understanding it.
+//! - `resave FOLDER NAME...` reads each `NAME.pt` of `torch.save` and writes it in every form.
 
 mod expected;
 mod layout;
+mod torch_save;
 
 use std::error::Error;
 use std::num::NonZeroUsize;
@@ -49,10 +51,19 @@ fn main() -> Result {
                 save(state, checkpoint, files, salt.parse()?, &group).await
             }
             ["rewrite", from, to] => rewrite(from, to, &group).await,
-            _ => {
-                Err("usage: load DIR... | save STATE DIR plain|by-size SALT | rewrite DIR DIR"
-                    .into())
+            ["resave", folder, ref names @ ..] => {
+                for name in names {
+                    for form in ["zip", "zip-2.1", "legacy"] {
+                        let (old, new) = (format!("{name}.pt"), format!("{name}.{form}.pt"));
+                        let done = torch_save::resave(folder, &old, &new, form, &group).await;
+                        done.map_err(|error| format!("{new}: {error}"))?;
+                    }
+                }
+                Ok(())
             }
+            _ => Err("usage: load DIR... | save STATE DIR plain|by-size SALT | rewrite DIR DIR | \
+                     resave FOLDER NAME..."
+                .into()),
         }
     };
     dcp::blocking::run(work)?

@@ -11,6 +11,8 @@ use crate::inspect::{KeySummary, Summary, TensorSummary};
 
 /// Axes of a tensor that are shown; PyTorch allows 64.
 const AXES: usize = 64;
+/// Bytes of a long number.
+const NUMBER_LEN: usize = 21;
 /// Lists of layers that are shown, and layers of one.
 const STACKS: usize = 8;
 const LAYERS: usize = 4096;
@@ -102,11 +104,12 @@ pub(super) fn build(name: &str, summary: &Summary, limits: &ReportLimits) -> Rep
     let keys = keys(summary, limits, &mut cut);
     let file_imbalance = imbalance(files.iter().filter_map(|file| file.bytes));
     let rank_imbalance = imbalance(ranks.iter().map(|rank| rank.bytes));
-    cut.files = files.len().saturating_sub(limits.files) as u64;
-    files.truncate(limits.files);
     for file in &mut files {
         file.name = shortened(&file.name, limits.name_len);
     }
+    let fitting = fitting(files.iter().map(|file| json_len(&file.name)), limits.files, limits);
+    cut.files = (files.len() - fitting) as u64;
+    files.truncate(fitting);
     Report {
         name: shortened(name, limits.name_len),
         format: summary.format.clone(),
@@ -177,8 +180,13 @@ fn imbalance(all: impl Iterator<Item = u64>) -> Option<f64> {
 }
 
 fn keys(summary: &Summary, limits: &ReportLimits, cut: &mut Cut) -> Vec<KeyReport> {
-    let listed = || summary.keys.iter().take(limits.keys);
-    cut.keys = summary.keys.len().saturating_sub(limits.keys) as u64;
+    let lens = summary.keys.iter().map(|(fqn, key)| {
+        let axes = key.as_tensor().map_or(0, |tensor| tensor.shape.len().min(AXES));
+        json_len(&shortened(fqn, limits.name_len)) + axes * NUMBER_LEN
+    });
+    let fitting = fitting(lens, limits.keys, limits);
+    let listed = || summary.keys.iter().take(fitting);
+    cut.keys = (summary.keys.len() - fitting) as u64;
     let most = chunks_of_each(listed().filter_map(|(_, key)| key.as_tensor()), limits);
     let files: HashMap<&str, u32> = summary.files.keys().map(String::as_str).zip(0..).collect();
     let mut values_len = 0;
@@ -214,6 +222,23 @@ fn keys(summary: &Summary, limits: &ReportLimits, cut: &mut Cut) -> Vec<KeyRepor
         });
     }
     keys
+}
+
+/// How many items can be listed, at most `count`, when these are the lengths of their names.
+fn fitting(lens: impl Iterator<Item = usize>, count: usize, limits: &ReportLimits) -> usize {
+    let mut left = limits.names_len;
+    let fits = |len: &usize| {
+        let after = left.checked_sub(*len);
+        left = after.unwrap_or(left);
+        after.is_some()
+    };
+    lens.take(count).take_while(fits).count()
+}
+
+/// Bytes of a text as JSON in a page, where `<` is escaped.
+fn json_len(text: &str) -> usize {
+    let escaped = |c: char| c == '<' || c.is_ascii_control();
+    text.chars().map(|c| if escaped(c) { 6 } else { 1 + c.len_utf8() }).sum()
 }
 
 /// Numbers that describe a chunk of the tensor.
@@ -345,6 +370,19 @@ mod tests {
     }
 
     #[test]
+    fn names_take_no_more_than_their_share() {
+        let limits = ReportLimits { names_len: 30, ..ReportLimits::default() };
+        let object = || KeySummary::Object { value: json!(null) };
+        // Each takes more in JSON than it has characters.
+        let keys = vec![("<<<", object()), ("ab", object()), ("a", object()), ("\0\0", object())];
+        let files = [("12345678901234", None), ("2", Some(1)), ("3", None)];
+        let found = Report::of("run", &summary(keys, &files), &limits);
+        assert_eq!((found.keys.len(), found.cut.keys), (3, 1));
+        assert_eq!((found.files.len(), found.cut.files), (2, 1));
+        assert_eq!(found.totals.missing_files, 2);
+    }
+
+    #[test]
     fn long_lists_are_cut_and_small_tensors_keep_all_chunks() {
         let keys = vec![
             ("a", tensor(100, 100, of_rank)),
@@ -360,6 +398,7 @@ mod tests {
             value_len: 50,
             values_len: 60,
             name_len: 5,
+            names_len: 1000,
             histogram_bins: 0,
         };
         let files = [("__0_0.distcp", Some(1)), ("__1_0.distcp", None)];

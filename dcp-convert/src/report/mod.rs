@@ -259,13 +259,17 @@ pub struct ReportLimits {
     pub values_len: usize,
     /// Characters of one name.
     pub name_len: usize,
+    /// Bytes of the names and shapes of all keys, and of the names of all files.
+    pub names_len: usize,
     /// Bins of all histograms.
     pub histogram_bins: usize,
 }
 
 impl Default for ReportLimits {
     /// 100 000 keys, 70 000 files, 200 000 chunks of two axes, 64 KiB of a value, 4 MiB of all
-    /// values, 500 characters of a name, 500 000 bins of histograms: a page of at most some 40 MB.
+    /// values, 500 characters of a name, 16 MiB of all names of keys and as much of files, 500 000 bins of
+    /// histograms: some 40 MB for a checkpoint of such a size, and no more than twice that for one
+    /// that was made to be large.
     fn default() -> Self {
         Self {
             keys: 100_000,
@@ -274,6 +278,7 @@ impl Default for ReportLimits {
             value_len: 64 << 10,
             values_len: 4 << 20,
             name_len: 500,
+            names_len: 16 << 20,
             histogram_bins: 500_000,
         }
     }
@@ -296,7 +301,7 @@ pub async fn report(
     let metadata = source.metadata().await?;
     let mut known = |label, text: Option<String>| {
         if let Some(text) = text {
-            report.provenance.push((label, text));
+            report.provenance.push((label, build::shortened(&text, 4 * limits.name_len)));
         }
     };
     let text = |text: &Option<Arc<str>>| text.as_ref().map(ToString::to_string);

@@ -1,7 +1,5 @@
 //! Statistics of the tensors' numbers, as far as a report shows them.
 
-use std::sync::Arc;
-
 use serde::Serialize;
 
 use super::build::shortened;
@@ -59,7 +57,7 @@ pub struct NonFinite {
     /// Such values in objects.
     pub in_objects: u64,
     /// Where those are: the key and the place in it.
-    pub values: Vec<(Arc<str>, String)>,
+    pub values: Vec<(String, String)>,
 }
 
 impl Report {
@@ -75,8 +73,9 @@ impl Report {
             found.nan = found.nan.saturating_add(nan);
             found.inf = found.inf.saturating_add(inf);
         }
+        let short = |text: &str| shortened(text, limits.name_len);
         let values = stats.objects.non_finite.iter().take(VALUES);
-        found.values = values.map(|bad| (Arc::clone(&bad.key), bad.path.clone())).collect();
+        found.values = values.map(|bad| (short(&bad.key), short(&bad.path))).collect();
         self.non_finite = Some(found);
         let mut bins = limits.histogram_bins;
         // Both are in the order of the checkpoint.

@@ -20,8 +20,8 @@ const SCRIPT: &str = concat!(
 );
 
 /// SHA-256 of [`STYLE`] and [`SCRIPT`] in Base64. A test compares them.
-const STYLE_SHA256: &str = "K1iw7ipayWNsNJg377RjcdJwebNIRdBf+swmZ68tIxE=";
-const SCRIPT_SHA256: &str = "0JmiyBIQqlpjnQ2pP6yeDR8yTh5Gw+YW+vYvYCCn5p4=";
+const STYLE_SHA256: &str = "FSE5yXZtKbn/a8ykh2lbsdMBBJ7Gx59WthPW9pexC8U=";
+const SCRIPT_SHA256: &str = "5dIXyfVl1FED28Q7N/NFvb9pArgXbFqlevrKb73AI20=";
 
 /// The report as one HTML page that loads nothing and runs no script but its own.
 ///

@@ -142,5 +142,7 @@ function layerChart(stack) {
 function drawCharts() {
   // A file may hold any number of lists of layers; the page shows the longest.
   const all = [rankChart(), fileChart(), kindChart(), ...report.stacks.slice(0, 3).map(layerChart)];
-  at("charts").append(...all.filter(Boolean));
+  const shown = all.filter(Boolean);
+  at("charts").append(...shown);
+  at("charts").classList.toggle("four", shown.length === 4);
 }

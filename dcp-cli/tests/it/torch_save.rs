@@ -75,3 +75,12 @@ fn a_file_becomes_a_sharded_checkpoint() {
         dcp(["verify", &out, "--deep"]).ok();
     }
 }
+
+#[test]
+fn the_old_stream_is_refused_what_no_pytorch_reads_from_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "x.pt");
+    let run = dcp(["convert", "all_dtypes", &target, "--legacy"]);
+    run.fails(2, &["float8_e4m3fn has no place in the stream of PyTorch before 1.6; write a zip"]);
+    assert!(!std::path::Path::new(&target).exists());
+}

@@ -9,6 +9,7 @@ mod rekeyed;
 mod run_dir;
 mod save;
 mod state;
+mod unshard;
 mod values;
 mod within;
 
@@ -19,3 +20,6 @@ pub use load_keys::load_keys;
 pub use run_dir::{RunDir, StepDir};
 pub use save::{SaveOptions, async_save_model_and_optim_state, save_model_and_optim_state};
 pub use state::flatten_optim;
+pub use unshard::{
+    UnshardFormat, UnshardOptions, UnshardReport, UnshardStrategy, unshard_checkpoint,
+};

@@ -1,0 +1,353 @@
+//! OLMo-core's `unshard_checkpoint`: a sharded checkpoint as plain files.
+
+mod files;
+
+use std::num::NonZeroU64;
+use std::sync::Arc;
+
+use dcp_convert::{
+    ConvertError, JobOptions, JsonLimits, Progress, Source, Target, WriteReport, to_safetensors,
+    value_json,
+};
+use dcp_core::{CheckpointMetadata, Entry, Key, PutMode, Storage, StorageError, StorageExt};
+use dcp_formats::hf::IndexFile;
+use indexmap::IndexMap;
+use serde::Serialize;
+
+use self::files::{Files, UnshardedFile, below, divide, is_exported};
+use crate::layout::{MODEL, OPTIM};
+use crate::rekeyed::{Origin, Rekeyed, Shown};
+use crate::values::read_values;
+
+/// How a checkpoint is divided into files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum UnshardStrategy {
+    /// `model.safetensors`, and `optim.safetensors`.
+    #[default]
+    OneFile,
+    /// `model/model-blocks-0-w1-weight.safetensors`: dots of the name as dashes.
+    OneFilePerTensor,
+    /// `model/chunk-00000.safetensors`, …: tensors in the order of the checkpoint, at most this
+    /// many bytes of them in each file; a larger tensor gets a file alone.
+    Chunks(NonZeroU64),
+}
+
+/// The format of the files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum UnshardFormat {
+    /// safetensors, which hold tensors only.
+    #[default]
+    Safetensors,
+}
+
+impl UnshardFormat {
+    fn ending(self) -> &'static str {
+        match self {
+            Self::Safetensors => "safetensors",
+        }
+    }
+
+    /// The name that Hugging Face's libraries look for.
+    fn index_name(self) -> &'static str {
+        match self {
+            Self::Safetensors => "model.safetensors.index.json",
+        }
+    }
+
+    async fn write(
+        self,
+        source: &Source,
+        target: &Target,
+        options: &JobOptions,
+    ) -> Result<WriteReport, ConvertError> {
+        match self {
+            Self::Safetensors => to_safetensors(source, target, options).await,
+        }
+    }
+}
+
+/// How a checkpoint is unsharded.
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct UnshardOptions {
+    /// How it is divided into files.
+    pub strategy: UnshardStrategy,
+    /// Their format.
+    pub format: UnshardFormat,
+    /// Whether the optimizer is written as well. OLMo-core (3.0) can only in one file of
+    /// `torch.save`.
+    pub optim: bool,
+    /// Whether files that are there are replaced.
+    pub save_overwrite: bool,
+}
+
+impl UnshardOptions {
+    /// The same, divided so.
+    #[must_use]
+    pub fn strategy(mut self, strategy: UnshardStrategy) -> Self {
+        self.strategy = strategy;
+        self
+    }
+
+    /// The same, in this format.
+    #[must_use]
+    pub fn format(mut self, format: UnshardFormat) -> Self {
+        self.format = format;
+        self
+    }
+
+    /// The same, with the optimizer or without.
+    #[must_use]
+    pub fn optim(mut self, optim: bool) -> Self {
+        self.optim = optim;
+        self
+    }
+
+    /// The same, replacing files or not.
+    #[must_use]
+    pub fn save_overwrite(mut self, overwrite: bool) -> Self {
+        self.save_overwrite = overwrite;
+        self
+    }
+}
+
+/// What was written. Serialized, it is the output of `dcp unshard --json`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct UnshardReport {
+    /// Whether this is only what would have been written.
+    pub dry_run: bool,
+    /// Tensors written.
+    pub tensors: usize,
+    /// Objects written.
+    pub objects: usize,
+    /// Bytes of all files.
+    pub bytes: u64,
+    /// Each file and its bytes, in the order of writing.
+    pub files: IndexMap<String, u64>,
+    /// Keys that are neither of the model nor of an optimizer that was asked for.
+    pub dropped: Vec<Arc<str>>,
+    /// Objects that the format cannot hold. Those of the optimizer are in a JSON file beside it.
+    pub left_out: Vec<Arc<str>>,
+    /// Tensors of a dtype that the format has no name for; stored as bytes.
+    pub raw: Vec<Arc<str>>,
+}
+
+/// Writes the model of a checkpoint, and its optimizer if that is asked for, as plain files under
+/// the names that OLMo-core gives them, with keys that do not begin with `model.` or `optim.`.
+/// Where there are several files, an index names the file of each key.
+///
+/// Data is streamed: memory does not grow with the checkpoint. Names are checked before anything
+/// is written; a failure later removes the files that are new.
+///
+/// # Errors
+///
+/// When there is no model in the checkpoint; when two keys would get the same file, or a file is
+/// there already; and when reading or writing fails.
+pub async fn unshard_checkpoint(
+    source: &Source,
+    target: &Arc<dyn Storage>,
+    options: &UnshardOptions,
+    job: &JobOptions,
+) -> Result<UnshardReport, ConvertError> {
+    let source = source.for_job(job.parallelism);
+    let metadata = source.metadata().await?;
+    let mut report = UnshardReport { dry_run: job.dry_run, ..UnshardReport::default() };
+    let mut parts = Vec::new();
+    for root in [MODEL, OPTIM].into_iter().filter(|root| is_exported(root, options.optim)) {
+        let shown = below(&metadata, root);
+        if shown.is_empty() {
+            let what = format!("{root:?}");
+            let problem = match root {
+                MODEL => "is not in this checkpoint; `dcp convert` writes whatever there is",
+                _ => "is not in this checkpoint: it was saved without its optimizer",
+            };
+            return Err(ConvertError::Unsupported { what, problem: problem.to_owned() });
+        }
+        parts.push((root, shown));
+    }
+    let taken: std::collections::HashSet<usize> =
+        parts.iter().flat_map(|(_, shown)| shown).map(position).collect();
+    let names = metadata.iter().enumerate().filter(|(at, _)| !taken.contains(at));
+    report.dropped = names.map(|(_, (fqn, _))| Arc::clone(fqn)).collect();
+
+    let mut total = 0_u64;
+    let mut planned = Vec::new();
+    for (root, shown) in parts {
+        let objects: Vec<_> =
+            shown.iter().filter(|one| is_object(&metadata, one)).cloned().collect();
+        let tensors: Vec<_> = shown.into_iter().filter(|one| !is_object(&metadata, one)).collect();
+        total = tensors.iter().fold(total, |sum, one| sum.saturating_add(byte_len(&metadata, one)));
+        let files = divide(&metadata, root, tensors, options.strategy, options.format)?;
+        planned.push((root, files, objects));
+    }
+    let objects_file = |files: &Files| -> Result<Key, ConvertError> {
+        let name = if files.index.is_some() { "optim/objects.json" } else { "optim.json" };
+        Ok(Key::new(name).map_err(StorageError::from)?)
+    };
+    if !options.save_overwrite {
+        for (root, files, objects) in &planned {
+            let extra = (*root == OPTIM && !objects.is_empty()).then(|| objects_file(files));
+            let keys = files.data.iter().map(|file| &file.key).chain(&files.index).cloned();
+            for key in keys.map(Ok).chain(extra) {
+                let key = key?;
+                if target.contains(&key).await? {
+                    return Err(ConvertError::TargetExists { target: key.to_string() });
+                }
+            }
+        }
+    }
+    if let Some(progress) = &job.progress {
+        progress.start(total);
+    }
+    let mut writing = Writing { source, metadata, target, options, job, report };
+    let mut done = Ok(());
+    for (root, files, objects) in planned {
+        let json = if root == OPTIM { Some(objects_file(&files)?) } else { None };
+        done = writing.part(files, &objects, json).await;
+        if done.is_err() {
+            break;
+        }
+    }
+    match done {
+        Ok(()) => Ok(writing.report),
+        Err(error) => {
+            writing.remove().await;
+            Err(error)
+        }
+    }
+}
+
+fn position(shown: &Shown) -> usize {
+    let (Origin::Entry(at) | Origin::Made(at, _)) = shown.origin;
+    at
+}
+
+fn is_object(metadata: &CheckpointMetadata, shown: &Shown) -> bool {
+    matches!(metadata.at(position(shown)), Some((_, Entry::Object(_))))
+}
+
+fn byte_len(metadata: &CheckpointMetadata, shown: &Shown) -> u64 {
+    let entry = metadata.at(position(shown)).and_then(|(_, entry)| entry.as_tensor());
+    entry.and_then(|tensor| tensor.byte_len()).unwrap_or(0)
+}
+
+/// An export that is going on.
+struct Writing<'a> {
+    source: Source,
+    metadata: Arc<CheckpointMetadata>,
+    target: &'a Arc<dyn Storage>,
+    options: &'a UnshardOptions,
+    job: &'a JobOptions,
+    report: UnshardReport,
+}
+
+impl Writing<'_> {
+    /// The files of one part of the state, and then their index.
+    async fn part(
+        &mut self,
+        files: Files,
+        objects: &[Shown],
+        json: Option<Key>,
+    ) -> Result<(), ConvertError> {
+        let mut weights = IndexMap::new();
+        let mut total = 0_u64;
+        for file in files.data {
+            let name = file.key.file_name().to_owned();
+            let names: Vec<_> = file.shown.iter().map(|one| Arc::clone(&one.fqn)).collect();
+            let bytes = file.shown.iter().map(|one| byte_len(&self.metadata, one));
+            total = bytes.fold(total, u64::saturating_add);
+            let written = self.file(file).await?;
+            let there = names.into_iter().filter(|name| !written.tied.contains_key(name));
+            let name = Key::new(&name).map_err(StorageError::from)?;
+            weights.extend(there.map(|fqn| (fqn, name.clone())));
+        }
+        let full_name = |one: &Shown| {
+            self.metadata
+                .at(position(one))
+                .map_or_else(|| Arc::clone(&one.fqn), |e| Arc::clone(e.0))
+        };
+        match json.filter(|_| !objects.is_empty()) {
+            Some(key) => {
+                let values = self.objects(objects).await?;
+                self.report.objects += objects.len();
+                self.put(key, values).await?;
+            }
+            None => self.report.left_out.extend(objects.iter().map(full_name)),
+        }
+        match files.index {
+            Some(index) => self.put(index, IndexFile::new(total, weights).to_json()).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn file(&mut self, file: UnshardedFile) -> Result<WriteReport, ConvertError> {
+        let inner = Arc::clone(&self.source.reader);
+        let view = Rekeyed::new(inner, Arc::clone(&self.metadata), file.shown)?;
+        let view = Source::derived(Arc::new(view), std::slice::from_ref(&self.source));
+        let view = view.unwrap_or_else(|| self.source.clone());
+        let target = Target::new(Arc::clone(self.target), file.key);
+        let target = target.overwriting(self.options.save_overwrite);
+        let mut job = self.job.clone();
+        job.progress = job.progress.map(|all| Arc::new(OfMany(all)) as Arc<dyn Progress>);
+        let written = self.options.format.write(&view, &target, &job).await?;
+        self.report.tensors += written.tensors;
+        self.report.objects += written.objects;
+        self.report.raw.extend(written.raw.iter().cloned());
+        for (name, bytes) in &written.files {
+            self.report.bytes = self.report.bytes.saturating_add(*bytes);
+            self.report.files.insert(name.clone(), *bytes);
+        }
+        Ok(written)
+    }
+
+    /// What safetensors cannot hold, as JSON by name.
+    async fn objects(&self, objects: &[Shown]) -> Result<Vec<u8>, ConvertError> {
+        let entries: Vec<usize> = objects.iter().map(position).collect();
+        let values = read_values(&self.source.reader, &self.metadata, &entries).await?;
+        let limits = JsonLimits::default();
+        let values = objects.iter().zip(&values);
+        let values: serde_json::Map<_, _> =
+            values.map(|(one, value)| (one.fqn.to_string(), value_json(value, &limits))).collect();
+        let mut text = format!("{:#}", serde_json::Value::Object(values)).into_bytes();
+        text.push(b'\n');
+        Ok(text)
+    }
+
+    async fn put(&mut self, key: Key, content: Vec<u8>) -> Result<(), ConvertError> {
+        let len = content.len() as u64;
+        if !self.job.dry_run {
+            let overwrite = self.options.save_overwrite;
+            let mode = if overwrite { PutMode::Overwrite } else { PutMode::Create };
+            self.target.put(&key, content.into(), mode).await?;
+        }
+        self.report.bytes = self.report.bytes.saturating_add(len);
+        self.report.files.insert(key.to_string(), len);
+        Ok(())
+    }
+
+    /// Removes what was written; what was replaced cannot be had back and stays.
+    async fn remove(&self) {
+        if self.job.dry_run || self.options.save_overwrite {
+            return;
+        }
+        for name in self.report.files.keys() {
+            let Ok(key) = Key::new(name) else { continue };
+            // The error that ends the export says more than this one.
+            let _ = self.target.delete(&key).await;
+        }
+    }
+}
+
+/// The progress of one file of many: the whole was announced.
+struct OfMany(Arc<dyn Progress>);
+
+impl Progress for OfMany {
+    fn start(&self, _total_bytes: u64) {}
+
+    fn advance(&self, bytes: u64) {
+        self.0.advance(bytes);
+    }
+}

@@ -99,6 +99,7 @@ pub(crate) enum Command {
     Reshard(command::Reshard),
     Average(command::Average),
     Merge(command::Merge),
+    Unshard(command::Unshard),
     RewriteMetadata(command::RewriteMetadata),
     Report(command::Report),
     Completions(Completions),

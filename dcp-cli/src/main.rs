@@ -47,6 +47,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Reshard(args) => command::reshard(&args, &out),
         Command::Average(args) => command::average(&args, &out),
         Command::Merge(args) => command::merge(&args, &out),
+        Command::Unshard(args) => command::unshard(&args, &out),
         Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &out),
         Command::Report(args) => command::report(&args, &out),
         Command::Man(args) => command::man(&args, &out),

@@ -12,6 +12,7 @@ mod report;
 mod reshard;
 mod rewrite_metadata;
 mod stats;
+mod unshard;
 mod verify;
 
 pub(crate) use average::{Average, average};
@@ -26,4 +27,5 @@ pub(crate) use report::{Report, report};
 pub(crate) use reshard::{Reshard, reshard};
 pub(crate) use rewrite_metadata::{RewriteMetadata, rewrite_metadata};
 pub(crate) use stats::{Stats, stats};
+pub(crate) use unshard::{Unshard, unshard};
 pub(crate) use verify::verify;

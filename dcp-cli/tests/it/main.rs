@@ -21,5 +21,6 @@ mod shells;
 mod stats;
 mod support;
 mod torch_save;
+mod unshard;
 mod values;
 mod wrong_input;

@@ -56,12 +56,17 @@ pub(super) fn divide(
     let key = |name: String| {
         Key::new(name).map_err(|error| ConvertError::from(StorageError::from(error)))
     };
+    if strategy == UnshardStrategy::OneFile {
+        let key = key(format!("{root}.{ending}"))?;
+        return Ok(Files { data: vec![UnshardedFile { key, shown }], index: None });
+    }
+    // A part of a nested dict in each file would have to be put together again.
+    let flat =
+        |one: Shown| Shown { path: Some([PathItem::Key(Arc::clone(&one.fqn))].into()), ..one };
+    let shown = shown.into_iter().map(flat);
     let mut data = Vec::new();
     match strategy {
-        UnshardStrategy::OneFile => {
-            let key = key(format!("{root}.{ending}"))?;
-            return Ok(Files { data: vec![UnshardedFile { key, shown }], index: None });
-        }
+        UnshardStrategy::OneFile => {}
         UnshardStrategy::OneFilePerTensor => {
             let mut names: BTreeMap<String, Arc<str>> = BTreeMap::new();
             let mut clashes = Vec::new();

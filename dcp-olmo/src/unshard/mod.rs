@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use dcp_convert::{
     ConvertError, JobOptions, JsonLimits, Progress, Source, Target, WriteReport, to_safetensors,
-    value_json,
+    to_torch_save, value_json,
 };
 use dcp_core::{CheckpointMetadata, Entry, Key, PutMode, Storage, StorageError, StorageExt};
 use dcp_formats::hf::IndexFile;
+use dcp_formats::torch_save::TorchSaveForm;
 use indexmap::IndexMap;
 use serde::Serialize;
 
@@ -40,19 +41,27 @@ pub enum UnshardFormat {
     /// safetensors, which hold tensors only.
     #[default]
     Safetensors,
+    /// Files of `torch.save`: dicts by name, an optimizer in one file nested as it was saved.
+    TorchSave,
 }
 
 impl UnshardFormat {
     fn ending(self) -> &'static str {
         match self {
             Self::Safetensors => "safetensors",
+            Self::TorchSave => "pt",
         }
+    }
+
+    fn holds_objects(self) -> bool {
+        self == Self::TorchSave
     }
 
     /// The name that Hugging Face's libraries look for.
     fn index_name(self) -> &'static str {
         match self {
             Self::Safetensors => "model.safetensors.index.json",
+            Self::TorchSave => "pytorch_model.bin.index.json",
         }
     }
 
@@ -64,6 +73,9 @@ impl UnshardFormat {
     ) -> Result<WriteReport, ConvertError> {
         match self {
             Self::Safetensors => to_safetensors(source, target, options).await,
+            Self::TorchSave => {
+                to_torch_save(source, target, TorchSaveForm::default(), options).await
+            }
         }
     }
 }
@@ -176,9 +188,9 @@ pub async fn unshard_checkpoint(
     let mut total = 0_u64;
     let mut planned = Vec::new();
     for (root, shown) in parts {
-        let objects: Vec<_> =
-            shown.iter().filter(|one| is_object(&metadata, one)).cloned().collect();
-        let tensors: Vec<_> = shown.into_iter().filter(|one| !is_object(&metadata, one)).collect();
+        let (objects, tensors): (Vec<_>, Vec<_>) = shown
+            .into_iter()
+            .partition(|one| !options.format.holds_objects() && is_object(&metadata, one));
         total = tensors.iter().fold(total, |sum, one| sum.saturating_add(byte_len(&metadata, one)));
         let files = divide(&metadata, root, tensors, options.strategy, options.format)?;
         planned.push((root, files, objects));

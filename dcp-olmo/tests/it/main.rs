@@ -7,3 +7,4 @@ mod layouts;
 mod loading;
 mod run_dir;
 mod support;
+mod unshard;

@@ -38,7 +38,7 @@ impl Bar {
         }
         let bar = ProgressBar::no_length();
         bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(10));
-        let template = "{msg} {bar:32.cyan/black.dim} {bytes:>10} of {total_bytes}  \
+        let template = "{msg} {wide_bar:.cyan/black.dim} {bytes:>10} of {total_bytes}  \
                         {bytes_per_sec}  {eta} left";
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style.progress_chars("━╸─"));

@@ -89,7 +89,11 @@ function picture(key, chunks, down, across, lit) {
       class: "chunk", x, y, width: w, height: h, "data-i": chunk.index,
     });
     box.style.fill = color(chunk.owner.order);
-    if (w < 3 || h < 3) box.style.strokeWidth = "0.25px";
+    if (w < 3 || h < 3) {
+      // An edge would be most of it, so neighbors differ in another way.
+      box.style.stroke = "none";
+      if (chunk.index % 2) box.style.fillOpacity = "0.8";
+    }
     boxes.set(chunk.index, box);
     drawing.append(box);
     if (w > 26 && h > 15 && chunk.owner.order >= 0) {

@@ -82,10 +82,16 @@ impl BroadcastReader {
             Err(error) => Err(dcp_core::error_chain(error)),
         });
         let bytes = group.spread(Phase::Open, sent).await?;
-        match mine {
+        let metadata = match mine {
             Some(metadata) => metadata,
-            None => Ok(Arc::new(CheckpointMetadata::from_wire(&bytes)?)),
-        }
+            None => CheckpointMetadata::from_wire(&bytes).map(Arc::new).map_err(Into::into),
+        };
+        let (outcome, metadata) = match metadata {
+            Ok(metadata) => (Ok(()), Some(metadata)),
+            Err(error) => (Err(error), None),
+        };
+        group.agree(Phase::Open, outcome).await?;
+        metadata.ok_or(CheckpointError::Canceled)
     }
 
     async fn share_items(

@@ -90,3 +90,19 @@ fn what_was_taken_apart_is_merged_again() {
     dcp(["merge", &whole, source, &model, "--identical", "--out", &again]).ok();
     assert_same_tensors(&tensors(again.as_ref()), source);
 }
+
+#[test]
+fn tensors_that_are_one_memory_stay_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let tied = "../torch_save/tied/model.pt";
+    let once = dcp(["convert", tied, &path(&folder, "once.safetensors"), "--json"]).json();
+    assert_ne!(once["tied"], serde_json::json!({}), "{once}");
+    for (name, sources) in [("average", [tied, tied, "-o"]), ("cast", [tied, "--dtype", "bf16"])] {
+        let out = path(&folder, &format!("{name}.safetensors"));
+        let command = if name == "average" { "average" } else { "convert" };
+        let mut args = vec![command];
+        args.extend(sources);
+        args.extend([&*out, "--json"]);
+        assert_eq!(dcp(args).json()["tied"], once["tied"], "{name}");
+    }
+}

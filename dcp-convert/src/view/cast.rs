@@ -138,7 +138,7 @@ struct Part {
 
 /// The tensor as it is after a cast. Its chunks keep their places, under an encoding that says
 /// that only this view can read them: so tensors that lie in the same place are still seen to be
-/// one.
+/// one. (Not where the place does not tell what the elements are.)
 fn computed(
     metadata: &mut CheckpointMetadata,
     tensor: &TensorEntry,

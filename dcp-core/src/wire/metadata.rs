@@ -160,6 +160,9 @@ mod tests {
         let file = metadata.intern_file(&Key::new("a/b.distcp").unwrap()).unwrap();
         let coded = Encoding::new(Layout::Raw).with_transforms(["stream.zstd/1".into()]);
         let encoding = metadata.intern_encoding(&coded).unwrap();
+        for layout in [Layout::TorchArchive, Layout::Computed, Layout::TorchSave] {
+            metadata.intern_encoding(&Encoding::new(layout)).unwrap();
+        }
         let placement = Placement { file, encoding, byte_offset: 1 << 40, byte_len: 9 };
         metadata.provenance_mut().format = Some("torch_dcp".into());
         metadata.provenance_mut().save_id = Some("".into());

@@ -173,6 +173,7 @@ impl<'a> Receiver<'a> {
             0 => Layout::TorchArchive,
             1 => Layout::Raw,
             2 => Layout::Computed,
+            3 => Layout::TorchSave,
             other => return Err(bad(format!("unknown layout {other}"))),
         };
         let transforms = (0..self.count()?)

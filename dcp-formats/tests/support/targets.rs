@@ -3,7 +3,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each fuzz target uses one of them")]
 
 use bytes::Bytes;
-use dcp_core::{Entry, SavePlan, Value, WritePlan};
+use dcp_core::{CheckpointMetadata, Entry, LoadPlan, SavePlan, Value, WritePlan};
 use dcp_formats::dcp::Sidecar;
 use dcp_formats::metadata::{Profile, check_chunks, decode, encode};
 use dcp_formats::pickle::{Converter, Limits, Pickle, dump};
@@ -94,6 +94,18 @@ pub fn plan_wire(bytes: &[u8]) {
     }
     if let Ok(plan) = WritePlan::from_wire(bytes) {
         assert_eq!(WritePlan::from_wire(&plan.to_wire()).unwrap(), plan);
+    }
+    if let Ok(plan) = LoadPlan::from_wire(bytes) {
+        assert_eq!(LoadPlan::from_wire(&plan.to_wire()).unwrap(), plan);
+    }
+    if let Ok(metadata) = CheckpointMetadata::from_wire(bytes) {
+        let wire = metadata.to_wire();
+        assert_eq!(CheckpointMetadata::from_wire(&wire).unwrap().to_wire(), wire);
+    }
+    if let Ok(value) = Value::from_wire(bytes) {
+        // A dict with a key twice has it once.
+        let wire = value.to_wire().unwrap();
+        assert!(Value::from_wire(&wire).unwrap().same(&value));
     }
 }
 

@@ -22,6 +22,7 @@ const ROWS: &[(&str, &[&str])] = &[
     ("`verify --deep`", &["verify", "SRC", "--deep", "--json"]),
     ("`get`", &["get", "SRC", "KEY", "--json"]),
     ("`stats`", &["stats", "SRC", "--json"]),
+    ("`diff`", &["diff", "SRC", "SRC", "--json"]),
     ("`report`", &["report", "SRC", "-o", "OUT.html"]),
     ("`convert --to safetensors`", &["convert", "SRC", "OUT", "--to=safetensors", "--json"]),
     ("`convert --to hf`", &["convert", "SRC", "OUT", "--to=hf", "--everything", "--json"]),

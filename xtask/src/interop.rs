@@ -2,7 +2,8 @@
 //!
 //! torch saves on 4 processes, Rust loads on 2 and on 3 and compares bit for bit; Rust saves on
 //! 3 processes over TCP, torch loads on 1, 2 and 4. Files of `torch.save` go from torch through
-//! Rust to torch, in every form. The Rust half is `dcp/examples/interop/`, the Python half is in `xtask/python/`.
+//! Rust to torch, in every form; Hugging Face folders go through the command, and transformers
+//! opens them. The Rust half is `dcp/examples/interop/`, the Python half is in `xtask/python/`.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -46,6 +47,9 @@ pub(crate) fn main(args: &[&str]) -> Result {
     run.torch_to_rust()?;
     run.rust_to_torch()?;
     run.torch_save()?;
+    if torch == venv::NEWEST {
+        run.hugging_face()?;
+    }
     println!("interop with torch {torch}: both directions agree ({:.0?})", start.elapsed());
     Ok(())
 }
@@ -109,6 +113,47 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Folders of transformers and of PyTorch's Hugging Face storage, converted by the command and
+    /// opened by the libraries.
+    fn hugging_face(&self) -> Result {
+        venv::with_transformers(&self.python)?;
+        let (theirs, ours) = (self.folder.join("hf"), self.folder.join("hf_converted"));
+        println!("transformers and PyTorch → dcp convert → transformers and PyTorch");
+        run(self.script("interop_hf.py").arg("save").arg(&theirs))?;
+        std::fs::create_dir_all(&ours)?;
+        for (model, source) in
+            [("llama", "llama"), ("llama", "llama_dcp"), ("gpt2", "gpt2"), ("gpt2", "gpt2_dcp")]
+        {
+            let (from, to) = (theirs.join(source), ours.join(source));
+            let convert = || -> Command {
+                let mut dcp = self.dcp();
+                dcp.arg("convert").arg(&from).arg(&to).args(["--to", "hf", "--quiet"]);
+                dcp.args(["--max-shard-size", "20KB", "--config"]).arg(theirs.join(model));
+                dcp
+            };
+            run(&mut convert())?;
+            // A model that replaces another has names that were free.
+            run(convert().arg("--overwrite"))?;
+        }
+        for source in ["parts", "parts_mapped"] {
+            let (from, to) = (theirs.join(source), ours.join(format!("{source}.safetensors")));
+            run(self.dcp().args(["verify", "--quiet"]).arg(&from))?;
+            run(self.dcp().args(["convert", "--quiet"]).arg(&from).arg(to))?;
+        }
+        for source in ["parts", "parts_mapped", "consolidated"] {
+            let (from, to) = (theirs.join(source), ours.join(source));
+            run(self.dcp().args(["convert", "--to", "hf", "--quiet"]).arg(&from).arg(to))?;
+        }
+        run(self.script("interop_hf.py").arg("check").arg(&theirs).arg(&ours))
+    }
+
+    /// The command, which lies two folders above the examples.
+    fn dcp(&self) -> Command {
+        let name = format!("dcp{}", std::env::consts::EXE_SUFFIX);
+        let folder = self.rust.parent().and_then(Path::parent).unwrap_or(Path::new("."));
+        Command::new(folder.join(name))
+    }
+
     fn script(&self, name: &str) -> Command {
         let mut python = Command::new(&self.python);
         python.arg(workspace::root().join("xtask/python").join(name));
@@ -135,6 +180,14 @@ impl Run<'_> {
 fn build() -> Result<PathBuf> {
     // The whole workspace, because that is what the tests were built as: the same features, so
     // nothing is compiled twice.
-    run(process::cargo().args(["build", "--quiet", "--workspace", "--example", "interop"]))?;
+    run(process::cargo().args([
+        "build",
+        "--quiet",
+        "--workspace",
+        "--bin",
+        "dcp",
+        "--example",
+        "interop",
+    ]))?;
     Ok(workspace::target()?.join("debug").join("examples").join("interop"))
 }

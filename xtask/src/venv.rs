@@ -28,6 +28,20 @@ pub(crate) fn python(torch: &str) -> Result<PathBuf> {
     Ok(python)
 }
 
+/// The same, with transformers in it. It is large, so only the newest torch's environment gets it.
+pub(crate) fn with_transformers(python: &Path) -> Result {
+    let folder = python.parent().and_then(Path::parent).unwrap_or(python);
+    let complete = folder.join(".transformers");
+    if !complete.is_file() {
+        println!("installing transformers in {}", folder.display());
+        let mut pip = Command::new(python);
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+        process::run(pip.arg("transformers"))?;
+        std::fs::write(complete, "")?;
+    }
+    Ok(())
+}
+
 fn create(folder: &Path, python: &Path, torch: &str) -> Result {
     println!("making {}", folder.display());
     process::run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(folder))?;

@@ -70,3 +70,8 @@ fn plans_on_the_wire() {
 fn sidecars() {
     replay("sidecar", targets::sidecar);
 }
+
+#[test]
+fn indexes_of_models() {
+    replay("hf_index", targets::hf_index);
+}

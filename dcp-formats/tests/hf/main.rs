@@ -9,6 +9,7 @@ mod folder;
 #[allow(dead_code, reason = "shared with the tests of PyTorch's own layout")]
 mod harness;
 mod read;
+mod roundtrip;
 #[path = "../support/mod.rs"]
 mod support;
 mod write;

@@ -5,9 +5,10 @@
 use bytes::Bytes;
 use dcp_core::{CheckpointMetadata, Entry, LoadPlan, SavePlan, Value, WritePlan};
 use dcp_formats::dcp::Sidecar;
+use dcp_formats::hf::IndexFile;
 use dcp_formats::metadata::{Profile, check_chunks, decode, encode};
 use dcp_formats::pickle::{Converter, Limits, Pickle, dump};
-use dcp_formats::safetensors::{Header, PREFIX_LEN, header_len};
+use dcp_formats::safetensors::{Header, PREFIX_LEN, ShardingInfo, header_len};
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_tensor::TensorBlob;
 use dcp_formats::torch_zip::{ArchiveIndex, Progress, Sparse};
@@ -112,4 +113,18 @@ pub fn plan_wire(bytes: &[u8]) {
 pub fn sidecar(bytes: &[u8]) {
     let Some((crc32, bytes)) = bytes.split_first_chunk::<4>() else { return };
     let _ = Sidecar::decode(bytes, u32::from_le_bytes(*crc32));
+}
+
+/// An index file, or the text that says where tensors belong.
+pub fn hf_index(bytes: &[u8]) {
+    if let Ok(index) = IndexFile::parse(bytes) {
+        let again = IndexFile::parse(&index.to_json()).unwrap();
+        assert_eq!(again.weight_map, index.weight_map);
+        assert!(index.files().count() <= index.weight_map.len());
+    }
+    if let Ok(text) = std::str::from_utf8(bytes)
+        && let Ok(info) = ShardingInfo::parse(text)
+    {
+        assert_eq!(ShardingInfo::parse(&info.to_json()).unwrap(), info);
+    }
 }

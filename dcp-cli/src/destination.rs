@@ -105,7 +105,7 @@ impl Writing {
 }
 
 /// Reads a dtype by PyTorch's name or the usual short one.
-fn parse_dtype(text: &str) -> Result<DType, String> {
+pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {
     let name = match text.strip_prefix("torch.").unwrap_or(text) {
         "bf16" => "bfloat16",
         "fp16" | "f16" | "half" => "float16",

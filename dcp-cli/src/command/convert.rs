@@ -3,12 +3,14 @@
 use clap::Args;
 
 use crate::choosing::Choosing;
-use crate::destination::{Destination, tell};
+use crate::destination::{Destination, parse_dtype, tell};
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
-use dcp::convert::StatePart;
+use dcp::convert::view::{DequantizeOptions, Dequantized};
+use dcp::convert::{JobOptions, Source, StatePart};
+use dcp::core::DType;
 
 /// Write a checkpoint in another format.
 ///
@@ -27,6 +29,7 @@ Examples:
   dcp convert runs/step_1000 my-model --to hf --dtype bf16 --config original-model
   dcp convert runs/step_1000 everything.pt
   dcp convert model.safetensors as_dcp --to dcp
+  dcp convert DeepSeek-V3 plain --to hf --dequantize bf16
   dcp convert runs/step_1000 model.safetensors --model-only --dry-run
   dcp convert runs/step_1000 ema.safetensors --include 'ema.*' --rename 's/^ema\\.//'
 
@@ -44,8 +47,34 @@ pub(crate) struct Convert {
     #[command(flatten)]
     pub(crate) destination: Destination,
 
+    /// Make block-scaled weights plain numbers of this dtype: fp8 with weight_scale_inv, MXFP4.
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
+    pub(crate) dequantize: Option<DType>,
+
+    /// Rows and columns of fp8 weights that share a scale, such as 128x128; by default what
+    /// config.json says.
+    #[arg(long, value_name = "ROWSxCOLUMNS", value_parser = parse_block, requires = "dequantize")]
+    pub(crate) block_size: Option<[u64; 2]>,
+
     #[command(flatten)]
     pub(crate) choosing: Choosing,
+}
+
+fn parse_block(text: &str) -> Result<[u64; 2], String> {
+    let numbers = text.split_once('x').and_then(|(rows, columns)| {
+        Some([rows.trim().parse().ok()?, columns.trim().parse().ok()?])
+    });
+    numbers.ok_or_else(|| format!("{text:?} is no size such as 128x128"))
+}
+
+impl Convert {
+    /// The checkpoint with its block-scaled weights as plain numbers, if that was asked for.
+    async fn dequantized(&self, source: Source, options: &JobOptions) -> Result<Source, Failure> {
+        let Some(dtype) = self.dequantize else { return Ok(source) };
+        let mut how = DequantizeOptions::new(dtype);
+        how.block = self.block_size;
+        Ok(Dequantized::apply(&source, how, options).await?)
+    }
 }
 
 pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
@@ -56,6 +85,7 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         let source = open::source(&args.source, Need::Whole).await?;
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());
+        let source = args.dequantized(source, &options).await?;
         let all = source.metadata().await?.len();
         let source = selection.apply(&source, &options).await?;
         let taken = source.metadata().await?.len();

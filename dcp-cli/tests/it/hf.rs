@@ -121,3 +121,19 @@ fn a_folder_that_is_two_things_says_so() {
     assert_eq!(report["format"], "hf");
     assert!(report["notes"][0].as_str().unwrap().contains(".distcp lies here, too"), "{report}");
 }
+
+#[test]
+fn quantized_weights_become_plain_numbers() {
+    let out = tempfile::tempdir().unwrap();
+    let file = path(&out, "plain.safetensors");
+    let source = folder_of("quant_fp8_block");
+    let convert = ["convert", &source, &file, "--dequantize", "f32"];
+    dcp(convert).fails(1, &["give the size of the blocks"]);
+    dcp(convert.iter().chain(&["--block-size", "4x4"])).ok();
+    assert_eq!(tensors(file.as_ref()), tensors(&expected("quant_fp8_block")));
+    dcp(convert.iter().chain(&["--block-size", "4"])).fails(2, &["128x128"]);
+    let mxfp4 = path(&out, "mxfp4.safetensors");
+    dcp(["convert", &folder_of("quant_mxfp4"), &mxfp4, "--dequantize=bf16"]).ok();
+    let found = tensors(mxfp4.as_ref());
+    assert_eq!((&*found["m.w"].0, &found["m.w"].1), ("bfloat16", &vec![2, 3, 16]));
+}

@@ -11,7 +11,7 @@ use dcp::convert::{
     view,
 };
 use dcp::core::{Key, PutMode, StorageError, StorageExt};
-use dcp::formats::hf::HfLayout;
+use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 use dcp::formats::torch_save::TorchSaveForm;
 use dcp::planner::KeyFilter;
 
@@ -225,10 +225,13 @@ impl Destination {
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
         let folder = open::target_folder(target)?;
-        let config = match &self.config {
+        let mut config = match &self.config {
             Some(from) => config_files(from)?,
             None => Vec::new(),
         };
+        if !source.metadata().await?.iter().any(|(fqn, _)| names_scales(fqn)) {
+            say_plain(&mut config)?;
+        }
         let overwrite = self.writing.overwrite;
         for (key, _) in config.iter().filter(|_| !overwrite) {
             if folder.contains(key).await? {
@@ -242,6 +245,17 @@ impl Destination {
         }
         Ok(report)
     }
+}
+
+/// Lets the configuration say that weights are plain numbers: what has no scales is not quantized.
+fn say_plain(files: &mut [(Key, Vec<u8>)]) -> Result<(), Failure> {
+    let Some((_, config)) = files.iter_mut().find(|(key, _)| key.as_str() == "config.json") else {
+        return Ok(());
+    };
+    if let Some(plain) = config_without_quantization(config).map_err(ConvertError::from)? {
+        *config = plain;
+    }
+    Ok(())
 }
 
 /// The files beside the weights that transformers looks for. Code is not among them.

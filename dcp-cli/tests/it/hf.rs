@@ -132,6 +132,22 @@ fn quantized_weights_become_plain_numbers() {
     dcp(convert.iter().chain(&["--block-size", "4x4"])).ok();
     assert_eq!(tensors(file.as_ref()), tensors(&expected("quant_fp8_block")));
     dcp(convert.iter().chain(&["--block-size", "4"])).fails(2, &["128x128"]);
+    // A configuration that says how weights are quantized no longer does.
+    let config = tempfile::tempdir().unwrap();
+    let text =
+        r#"{"a": 1, "quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}"#;
+    fs::write(config.path().join("config.json"), text).unwrap();
+    let (model, from) = (path(&out, "model"), config.path().display().to_string());
+    let to_hf = ["convert", &source, &model, "--to=hf", "--config", &from];
+    dcp(to_hf.iter().chain(&["--dequantize=bf16", "--block-size=4x4"])).ok();
+    let written = fs::read_to_string(format!("{model}/config.json")).unwrap();
+    assert_eq!(written, "{\n  \"a\": 1\n}\n");
+    dcp(to_hf.iter().chain(&["--overwrite"])).ok();
+    assert_eq!(fs::read_to_string(format!("{model}/config.json")).unwrap(), text);
+    // Now the folder says itself how large its blocks are.
+    dcp(["convert", &model, &file, "--dequantize=f32", "--overwrite"]).ok();
+    assert_eq!(tensors(file.as_ref()), tensors(&expected("quant_fp8_block")));
+
     let mxfp4 = path(&out, "mxfp4.safetensors");
     dcp(["convert", &folder_of("quant_mxfp4"), &mxfp4, "--dequantize=bf16"]).ok();
     let found = tensors(mxfp4.as_ref());

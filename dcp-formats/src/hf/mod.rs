@@ -21,7 +21,10 @@ mod write;
 pub use finding::{Finding, FindingKind};
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES};
-pub use quantized::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, find_quantized};
+pub use quantized::{
+    BLOCK, E2M1, QuantScheme, Quantized, config_without_quantization, configured_block,
+    find_quantized, names_scales,
+};
 pub use reader::{HfReader, HfReaderBuilder};
 pub use write::{HfWriteOptions, HfWritten, file_byte_lens, refuse_existing, write_folder};
 

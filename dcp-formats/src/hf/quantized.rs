@@ -194,6 +194,32 @@ pub fn configured_block(config: &[u8]) -> Result<Option<[u64; 2]>, FormatError> 
     Ok(config.quantization_config.and_then(|config| config.weight_block_size))
 }
 
+/// A model's `config.json` for the model that was made of it by making its weights plain numbers:
+/// without a `quantization_config` for fp8 or MXFP4, by which transformers would look for scales.
+/// `None` where there is nothing to leave out.
+///
+/// # Errors
+///
+/// When it is no JSON object.
+pub fn config_without_quantization(config: &[u8]) -> Result<Option<Vec<u8>>, FormatError> {
+    let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(config)
+        .map_err(|error| FormatError::new("model configuration", error.to_string()))?;
+    let method = config.get("quantization_config").and_then(|config| config.get("quant_method"));
+    if !method.and_then(|method| method.as_str()).is_some_and(|m| matches!(m, "fp8" | "mxfp4")) {
+        return Ok(None);
+    }
+    config.shift_remove("quantization_config");
+    let mut text = format!("{:#}", serde_json::Value::Object(config)).into_bytes();
+    text.push(b'\n');
+    Ok(Some(text))
+}
+
+/// Whether a tensor holds the scales of a weight, judged by its name.
+#[must_use]
+pub fn names_scales(fqn: &str) -> bool {
+    fqn.ends_with(SCALE_INV) || fqn.ends_with(SCALES)
+}
+
 /// The values of a nibble.
 pub const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
@@ -271,5 +297,13 @@ mod tests {
         assert_eq!(block("{}").unwrap(), None);
         assert!(block(r#"{"quantization_config": {"weight_block_size": [1]}}"#).is_err());
         assert!(block("[").is_err());
+        let plain = |text: &str| {
+            let config = config_without_quantization(text.as_bytes()).unwrap();
+            config.map(|text| String::from_utf8(text).unwrap())
+        };
+        let config = r#"{"a": 1, "quantization_config": {"quant_method": "fp8"}, "b": 2}"#;
+        assert_eq!(plain(config).unwrap(), "{\n  \"a\": 1,\n  \"b\": 2\n}\n");
+        assert_eq!(plain(r#"{"quantization_config": {"quant_method": "gptq"}}"#), None);
+        assert_eq!(plain(r#"{"a": 1}"#), None);
     }
 }

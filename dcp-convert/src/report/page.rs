@@ -20,8 +20,8 @@ const SCRIPT: &str = concat!(
 );
 
 /// SHA-256 of [`STYLE`] and [`SCRIPT`] in Base64. A test compares them.
-const STYLE_SHA256: &str = "FSE5yXZtKbn/a8ykh2lbsdMBBJ7Gx59WthPW9pexC8U=";
-const SCRIPT_SHA256: &str = "TyQ47iluA1TxaQx8eFb4bhwYwlL0Le3oPlRW4a4SwG0=";
+const STYLE_SHA256: &str = "65m861G/h2dca7O2yp2NfN76CUkSdhubBtBdmd6kihQ=";
+const SCRIPT_SHA256: &str = "/6W9IbaYoDtCaXwYreAwvv5ewFH2wjLTE3BFVXMMUis=";
 
 /// The report as one HTML page that loads nothing and runs no script but its own.
 ///

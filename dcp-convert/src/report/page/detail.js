@@ -91,7 +91,7 @@ function picture(key, chunks, down, across, lit) {
     box.style.fill = color(chunk.owner.order);
     if (w < 3 || h < 3) {
       // An edge would be most of it, so neighbors differ in another way.
-      box.style.stroke = "none";
+      box.classList.add("thin");
       if (chunk.index % 2) box.style.fillOpacity = "0.8";
     }
     boxes.set(chunk.index, box);

@@ -13,6 +13,7 @@ mod inspect;
 mod interrupt;
 mod look;
 mod matrix;
+mod memory;
 mod report;
 mod reshard;
 mod rewrite_metadata;

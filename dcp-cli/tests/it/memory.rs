@@ -1,0 +1,104 @@
+//! Memory of the real process does not grow with the checkpoint, nor with its largest tensor.
+
+#![cfg(target_os = "linux")]
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+use std::process::Stdio;
+use std::thread;
+use std::time::Duration;
+
+use dcp::DType;
+use dcp::formats::safetensors::{SafetensorsItem, encode_header};
+
+use crate::support::{command, path};
+
+const MIB: u64 = 1 << 20;
+/// Given to every run.
+const BUDGET: u64 = 64 * MIB;
+/// What no run may exceed: the budget, what the storage has on its way, and the program itself.
+const CEILING: u64 = 128 * MIB;
+/// By how much two runs of the same command may differ.
+const NOISE: u64 = 16 * MIB;
+
+/// A file of so many bytes of tensors, half of them in one; mostly holes, so it is quickly made.
+fn source(file: &Path, bytes: u64) {
+    let item = |name: &str, rows: u64| SafetensorsItem {
+        name: name.into(),
+        dtype: DType::Float32,
+        shape: [rows, 1 << 10].as_slice().into(),
+    };
+    let rows = bytes / (4 << 10);
+    let mut items = vec![item("large", rows / 2)];
+    items.extend((0..8).map(|n| item(&format!("layers.{n}.weight"), rows / 16)));
+    let header = encode_header(&items, &Default::default()).unwrap();
+    let mut out = File::create(file).unwrap();
+    out.write_all(&header.bytes).unwrap();
+    out.set_len(header.byte_len).unwrap();
+}
+
+/// Runs a command and returns the most bytes of memory that it had.
+fn peak(args: &[&str]) -> u64 {
+    let mut running = command().args(args).stdout(Stdio::null()).spawn().unwrap();
+    let status = format!("/proc/{}/status", running.id());
+    let mut peak = 0;
+    let code = loop {
+        let text = fs::read_to_string(&status).unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        // It never falls, but is gone when the process is.
+        peak = kilobytes.map_or(peak, |kilobytes| kilobytes << 10);
+        if let Some(code) = running.try_wait().unwrap() {
+            break code;
+        }
+        thread::sleep(Duration::from_millis(2));
+    };
+    assert!(code.success(), "{args:?}: {code}");
+    assert!(peak > MIB, "{args:?}: {peak} bytes");
+    peak
+}
+
+/// A folder with a checkpoint of so many bytes, as one file and as three ranks save it, and the
+/// peak of the command that made the latter.
+fn checkpoint(bytes: u64) -> (tempfile::TempDir, u64) {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, saved) = (path(&folder, "in.safetensors"), path(&folder, "saved"));
+    source(file.as_ref(), bytes);
+    let peak = run(&["reshard", &file, &saved, "--ranks", "3"]);
+    (folder, peak)
+}
+
+fn run(args: &[&str]) -> u64 {
+    peak(&[args, &["--max-memory", "64MiB", "--overwrite", "--quiet"]].concat())
+}
+
+/// What goes on whole stretches of bytes, with sizes beyond what a run may hold.
+fn copying(bytes: u64) -> Vec<(&'static str, u64)> {
+    let (folder, reshard) = checkpoint(bytes);
+    let (saved, out) = (path(&folder, "saved"), path(&folder, "out.safetensors"));
+    let convert = run(&["convert", &saved, &out]);
+    vec![("reshard", reshard), ("convert", convert)]
+}
+
+/// What computes element by element, which takes its time where the compiler does not optimize.
+fn computing(bytes: u64) -> Vec<(&'static str, u64)> {
+    let (folder, _) = checkpoint(bytes);
+    let (file, saved) = (path(&folder, "in.safetensors"), path(&folder, "saved"));
+    let out = path(&folder, "out.safetensors");
+    let average = run(&["average", &saved, &file, "--out", &out, "--dtype", "bf16"]);
+    vec![("average", average)]
+}
+
+fn compare(small: Vec<(&str, u64)>, large: Vec<(&str, u64)>) {
+    for ((what, small), (_, large)) in small.into_iter().zip(large) {
+        assert!(large <= CEILING, "{what}: {} MiB", large / MIB);
+        assert!(large <= small.max(BUDGET) + NOISE, "{what}: {small} bytes, then {large}");
+    }
+}
+
+#[test]
+fn memory_is_bounded_whatever_the_size() {
+    compare(copying(64 * MIB), copying(320 * MIB));
+    compare(computing(16 * MIB), computing(80 * MIB));
+}

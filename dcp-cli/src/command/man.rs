@@ -95,7 +95,7 @@ fn page(command: &Command, root: &Command, others: &[String]) -> Result<String, 
     }
     let mut text = String::from_utf8_lossy(&roff).into_owned();
     let mut sections = sections(command);
-    if command.get_name() != root.get_name() {
+    if !sections.iter().any(|(name, _)| name == EXIT_CODES) {
         let codes = self::sections(root).into_iter().filter(|(name, _)| name == EXIT_CODES);
         sections.extend(codes);
     }

@@ -181,7 +181,13 @@ async fn no_checkpoint(
     let failure = match &detection.kind {
         Detected::Dcp | Detected::DcpRankLocal { .. } => return Failure::from(error),
         Detected::Empty => Failure::new(Exit::Bad, format!("{uri:?} is an empty directory")),
-        kind => Failure::new(Exit::Bad, format!("{uri:?} is no checkpoint: the directory {kind}")),
+        kind => {
+            let mut message = format!("{uri:?} is no checkpoint: the directory {kind}");
+            for also in &detection.also {
+                message.push_str(&format!("; it also {also}"));
+            }
+            Failure::new(Exit::Bad, message)
+        }
     };
     let below = |key: &Key| match uri.trim_end_matches('/') {
         "." => key.to_string(),

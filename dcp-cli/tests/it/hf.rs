@@ -120,6 +120,9 @@ fn a_folder_that_is_two_things_says_so() {
     let report = dcp(["verify", &place, "--json"]).json();
     assert_eq!(report["format"], "hf");
     assert!(report["notes"][0].as_str().unwrap().contains(".distcp lies here, too"), "{report}");
+    // And without that of the model, nobody can tell which of the two was meant.
+    fs::remove_file(folder.path().join("model.safetensors.index.json")).unwrap();
+    dcp(["verify", &place]).fails(1, &["no .metadata", "it also holds 1 safetensors files"]);
 }
 
 #[test]

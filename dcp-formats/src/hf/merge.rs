@@ -213,7 +213,8 @@ impl<'a> Merger<'a> {
         let Some(first) = known.parts.first() else { return Ok(()) };
         if !(part.sharded && first.sharded) {
             let message = format!(
-                "it is also in {:?}, and no DCP_SHARDING_INFO says that these are parts of one",
+                "it is also in {:?}, and no DCP_SHARDING_INFO says that these are parts of one; \
+                 each of the files can be read alone",
                 first.file
             );
             return Err((FindingKind::Twice, message));

@@ -18,7 +18,7 @@ const FIXTURES: [&str; 5] =
     ["consolidated_2r", "consolidated_index_4r", "rank0", "rank0_index", "sharded_2r"];
 
 #[test]
-fn f18_folders_of_pytorch_are_read() {
+fn folders_of_pytorch_are_read() {
     for name in FIXTURES {
         let found = tensors(&HfReader::new(fixture(name))).unwrap();
         assert!(same(&found, &expected(name)), "{name}");
@@ -27,7 +27,7 @@ fn f18_folders_of_pytorch_are_read() {
 
 /// With the index gone the same is found by listing.
 #[test]
-fn f18_an_index_is_not_needed() {
+fn an_index_is_not_needed() {
     for name in FIXTURES {
         let storage = fixture(name);
         delete(&*storage, "model.safetensors.index.json");
@@ -37,7 +37,7 @@ fn f18_an_index_is_not_needed() {
 }
 
 #[test]
-fn f18_the_ranks_files_are_read_when_asked_for() {
+fn the_ranks_files_are_read_when_asked_for() {
     for name in ["consolidated_2r", "consolidated_index_4r"] {
         let storage = fixture(name);
         let reader = HfReader::builder(Arc::clone(&storage) as _).folder(key("sharded")).build();

@@ -65,7 +65,7 @@ fn dequantized(storage: Arc<MemoryStorage>, options: DequantizeOptions) -> Sourc
 }
 
 #[test]
-fn f18_eight_bit_weights_equal_pytorchs() {
+fn eight_bit_weights_equal_pytorchs() {
     let options = DequantizeOptions::new(DType::Float32);
     let expected = fixture("quant_fp8_block", ".");
     let key = Key::new("expected.safetensors").unwrap();
@@ -89,7 +89,7 @@ fn f18_eight_bit_weights_equal_pytorchs() {
 
 /// PyTorch's own reader (2.15) fills the first quarter only.
 #[test]
-fn f18_mxfp4_weights_are_whole() {
+fn t10_mxfp4_weights_are_whole() {
     let key = Key::new("expected.safetensors").unwrap();
     let expected = everything(&Source::safetensors(fixture("quant_mxfp4", "."), key));
     let options = DequantizeOptions::new(DType::Float32);

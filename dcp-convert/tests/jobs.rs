@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use async_trait::async_trait;
 use dcp_conformance::{CountingStorage, Fault, FaultStorage, MemoryStorage};
 use dcp_convert::{
-    ConvertError, Found, JobOptions, ProblemKind, Source, Target, find, reshard, to_safetensors,
-    verify,
+    ConvertError, DiffOptions, Found, JobOptions, ProblemKind, Selection, Source, Target, diff,
+    find, reshard, stats, to_safetensors, verify,
 };
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Key,
@@ -156,6 +156,9 @@ fn a_tensor_larger_than_the_budget_goes_through_in_segments() {
         assert_eq!(tensors_of(&*storage, "out.safetensors").await, tensors);
         let sharded: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         reshard(&source, &DcpWriter::new(sharded), 2, &options).await.unwrap();
+        let report = stats(&source, &Selection::all(), &options).await.unwrap();
+        assert_eq!(report.total.count, 3 * 700 * 1001);
+        assert!(diff(&source, &source, &DiffOptions::default(), &options).await.unwrap().equal);
         let most = spy.most.load(Ordering::Relaxed);
         assert!(most > 1 << 16 && most <= 1 << 20, "{most} bytes of 8.4 MB were held at once");
     });

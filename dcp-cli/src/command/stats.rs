@@ -4,6 +4,7 @@ use clap::{Args, ValueEnum};
 use dcp::convert::{NumberStats, Selection, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
+use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need};
 use crate::output::Output;
@@ -60,6 +61,10 @@ pub(crate) struct Stats {
     /// End with exit code 1 if there is any of these.
     #[arg(long, value_name = "WHAT", value_delimiter = ',')]
     pub(crate) fail_on: Vec<FailOn>,
+
+    /// Bytes of tensors to hold in memory at once, such as 64MiB or 2GB.
+    #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = parse_bytes)]
+    pub(crate) max_memory: u64,
 
     /// Print one JSON object, histograms included.
     #[arg(long)]
@@ -126,7 +131,8 @@ pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
             None => Selection::all().including(KeyFilter::any_of(args.filter.clone())),
         };
         let bar = Bar::new(out, "counting");
-        Ok(dcp::convert::stats(&source, &selection, &bar.options()).await?)
+        let options = bar.options().with_max_memory(args.max_memory);
+        Ok(dcp::convert::stats(&source, &selection, &options).await?)
     })?;
     if report.tensors.is_empty() && report.objects.count == 0 && !args.filter.is_empty() {
         let globs: Vec<_> = args.filter.iter().map(|glob| format!("{glob:?}")).collect();

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{CheckpointMetadata, DType, Dims, Entry, Placement, TensorEntry};
-use dcp_formats::safetensors::RawTypes;
+use dcp_formats::safetensors::{RawTypes, TIED};
 use indexmap::IndexMap;
 use serde_json::json;
 
@@ -88,6 +88,9 @@ impl Outgoing {
         let mut header = IndexMap::new();
         for (fqn, first) in &self.report.tied {
             header.entry(fqn.to_string()).or_insert_with(|| first.to_string());
+        }
+        if !self.report.tied.is_empty() {
+            header.insert(TIED.to_owned(), json!(self.report.tied).to_string());
         }
         if !self.report.left_out.is_empty() {
             header.insert(LEFT_OUT.to_owned(), json!(self.report.left_out).to_string());

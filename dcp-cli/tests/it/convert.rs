@@ -157,6 +157,11 @@ fn tied_tensors_are_written_once_and_views_each() {
         assert_eq!(found.len(), 4, "the views have the same storage and shape, but other elements");
         assert_ne!(found["a"].2, found["b"].2);
         assert_ne!(found["a"].2, found["t"].2);
+        // Both are there again when the file is read.
+        let again = path(&folder, "again.pt");
+        let report = dcp(["convert", &file, &again, "--overwrite", "--json"]).json();
+        assert_eq!(report["tied"], json!({"lm_head.weight": "embed.weight"}));
+        dcp(["diff", &source, &again, "--ignore-dtype"]).ok();
     }
 }
 

@@ -12,7 +12,7 @@ use indexmap::IndexMap;
 use super::finding::{Finding, FindingKind};
 use super::load::{Files, Index};
 use crate::metadata::check_chunks;
-use crate::safetensors::{Image, RangeProblem, Ranges, RawTypes};
+use crate::safetensors::{Image, RangeProblem, Ranges, RawTypes, ties_of};
 
 /// What became of the header of a file.
 pub(super) enum FileHeader {
@@ -73,6 +73,8 @@ struct Merger<'a> {
     /// By the index, where each tensor is; resolved.
     homes: IndexMap<Arc<str>, Key>,
     tensors: IndexMap<Arc<str>, Parts>,
+    /// Tensors that are stored under another name.
+    tied: IndexMap<Arc<str>, Arc<str>>,
     /// Files that cannot say what they hold.
     silent: HashSet<Key>,
     unlisted: Option<(usize, Arc<str>)>,
@@ -97,6 +99,7 @@ impl<'a> Merger<'a> {
             index,
             homes,
             tensors: IndexMap::new(),
+            tied: IndexMap::new(),
             silent: HashSet::new(),
             unlisted: None,
             doubled: None,
@@ -126,6 +129,7 @@ impl<'a> Merger<'a> {
         }
         let file = self.merged.metadata.intern_file(key).ok_or_else(too_many)?;
         let raw = RawTypes::of(&image.header);
+        self.tied.extend(ties_of(&image.header));
         for (fqn, info) in image.header.tensors() {
             let (dtype, sizes) = raw.typed(fqn, info);
             let stated = image.sharding.get(fqn);
@@ -267,6 +271,14 @@ impl<'a> Merger<'a> {
                     let finding = Finding::new(FindingKind::Parts, message).of(&fqn);
                     self.merged.findings.push(finding);
                 }
+            }
+        }
+        for (fqn, first) in self.tied {
+            let metadata = &mut self.merged.metadata;
+            if metadata.get(&fqn).is_none()
+                && let Some(entry @ Entry::Tensor(_)) = metadata.get(&first).cloned()
+            {
+                metadata.insert(fqn, entry);
             }
         }
         if let Some((count, example)) = self.unlisted {

@@ -10,6 +10,7 @@ mod header;
 mod image;
 mod raw;
 mod sharding;
+mod tied;
 mod write;
 
 pub use dtype::{dtype_name, parse_dtype};
@@ -19,4 +20,5 @@ pub(crate) use header::{RangeProblem, Ranges};
 pub(crate) use image::{Image, read_image};
 pub use raw::{RAW, RawTypes};
 pub use sharding::{SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, ShardingInfo};
+pub use tied::{TIED, ties_of};
 pub use write::write;

@@ -281,34 +281,54 @@ impl Weight {
         rows: std::ops::Range<u64>,
         cols: std::ops::Range<u64>,
     ) -> Vec<u8> {
-        let (block_rows, block_cols) = self.block();
-        let height = usize::try_from(rows.end - rows.start).unwrap_or(0);
-        let mut numbers = Vec::with_capacity(stored.len().saturating_mul(4));
-        for (row, line) in rows.zip(stored.chunks_exact((stored.len() / height.max(1)).max(1))) {
-            let scales = tile.row(row / block_rows.max(1));
-            let scale_at = |col: u64| {
-                let at = (col / block_cols.max(1)).saturating_sub(tile.cols.start);
-                scales.get(at as usize).copied().unwrap_or(f32::NAN)
-            };
-            if let QuantScheme::Block { .. } = self.scheme {
-                for (col, byte) in cols.clone().zip(line) {
-                    let number = self.numbers.get(usize::from(*byte)).copied();
-                    let product = number.unwrap_or(f32::NAN) * scale_at(col);
-                    numbers.extend_from_slice(&product.to_le_bytes());
-                }
-            } else {
-                // The line begins with a whole block.
-                let first = cols.start - cols.start % block_cols.max(1);
-                for col in cols.clone() {
-                    let at = (col - first) as usize;
-                    let byte = line.get(at / 2).copied().unwrap_or(0);
-                    let nibble = if at & 1 == 0 { byte & 0xf } else { byte >> 4 };
-                    let number = E2M1.get(usize::from(nibble)).copied().unwrap_or(f32::NAN);
-                    numbers.extend_from_slice(&(number * scale_at(col)).to_le_bytes());
-                }
+        let block = self.block();
+        let (block_rows, block_cols) = (block.0.max(1), block.1.max(1));
+        let count = |n: u64| usize::try_from(n).unwrap_or(0);
+        let (height, width) = (count(rows.end - rows.start), count(cols.end - cols.start));
+        let mut numbers = vec![0; height.saturating_mul(width).saturating_mul(4)];
+        let lines = stored.chunks_exact((stored.len() / height.max(1)).max(1));
+        let made = numbers.chunks_exact_mut(width.saturating_mul(4).max(1));
+        for ((row, line), made) in rows.zip(lines).zip(made) {
+            let scales = tile.row(row / block_rows);
+            let (mut line, mut made) = (line, made);
+            let mut col = cols.start;
+            // Block by block, so that each has one scale.
+            while col < cols.end {
+                let end = (col / block_cols + 1).saturating_mul(block_cols).min(cols.end);
+                let scale = count((col / block_cols).saturating_sub(tile.cols.start));
+                let scale = scales.get(scale).copied().unwrap_or(f32::NAN);
+                let len = count(end - col).saturating_mul(4).min(made.len());
+                let (block, rest) = made.split_at_mut(len);
+                let taken = match self.scheme {
+                    QuantScheme::Mxfp4 { block_bytes } => {
+                        mxfp4_block(line, count(col % block_cols), scale, block);
+                        count(block_bytes)
+                    }
+                    _ => self.byte_block(line, scale, block),
+                };
+                line = line.get(taken..).unwrap_or_default();
+                (made, col) = (rest, end);
             }
         }
         numbers
+    }
+
+    /// Numbers of one byte each; returns how many.
+    fn byte_block(&self, stored: &[u8], scale: f32, made: &mut [u8]) -> usize {
+        let Ok(numbers) = <&[f32; 256]>::try_from(&*self.numbers) else { return 0 };
+        for (made, byte) in made.chunks_exact_mut(4).zip(stored) {
+            made.copy_from_slice(&(numbers[usize::from(*byte)] * scale).to_le_bytes());
+        }
+        made.len() / 4
+    }
+}
+
+/// Numbers of an MXFP4 block, from the `skip`-th on.
+fn mxfp4_block(stored: &[u8], skip: usize, scale: f32, made: &mut [u8]) {
+    let scaled = E2M1.map(|number| number * scale);
+    let nibbles = stored.iter().flat_map(|byte| [byte & 0xf, byte >> 4]).skip(skip);
+    for (made, nibble) in made.chunks_exact_mut(4).zip(nibbles) {
+        made.copy_from_slice(&scaled[usize::from(nibble & 0xf)].to_le_bytes());
     }
 }
 

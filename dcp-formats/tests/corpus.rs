@@ -5,6 +5,8 @@
 
 #[path = "support/targets.rs"]
 mod targets;
+#[path = "support/torch_save_target.rs"]
+mod torch_save_target;
 
 use std::path::Path;
 
@@ -74,4 +76,15 @@ fn sidecars() {
 #[test]
 fn indexes_of_models() {
     replay("hf_index", targets::hf_index);
+}
+
+#[test]
+fn pickles_written_again() {
+    replay("pickle", targets::pickle_rewrite);
+    replay("pickle_rewrite", targets::pickle_rewrite);
+}
+
+#[test]
+fn torch_save_files() {
+    replay("torch_save", torch_save_target::torch_save);
 }

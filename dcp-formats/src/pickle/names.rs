@@ -58,6 +58,10 @@ pub(super) fn to_python2<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a st
         ("builtins", "zip") => ("itertools", "izip"),
         ("builtins", "map") => ("itertools", "imap"),
         ("builtins", "filter") => ("itertools", "ifilter"),
+        // What Python 2 called so is something else now.
+        ("builtins", _) if NAMES.iter().any(|(old, _)| *old == ("__builtin__", name)) => {
+            (module, name)
+        }
         ("builtins", _) => ("__builtin__", name),
         ("copyreg", _) => ("copy_reg", name),
         _ => (module, name),

@@ -33,8 +33,8 @@ impl Writer {
     ///
     /// # Errors
     ///
-    /// Those of `sink`, and when an object is an argument of its own construction, which no
-    /// Python program can make.
+    /// Those of `sink`, and when a class has a line break in its name or an object is an argument
+    /// of its own construction, which no Python program can make.
     pub fn graph(
         &mut self,
         pickle: &Pickle<'_>,
@@ -180,9 +180,12 @@ impl<'p> Rewrite<'_, 'p, '_> {
             Node::Set(span) => self.set(id, "set", pickle.children(*span))?,
             Node::FrozenSet(span) => self.set(id, "frozenset", pickle.children(*span))?,
             Node::Global(_) => {
-                if let Some((module, name)) = pickle.global_name(id) {
-                    self.writer.global(module, name);
+                let Some((module, name)) = pickle.global_name(id) else { return Ok(()) };
+                if module.contains('\n') || name.contains('\n') {
+                    let problem = format!("the name {name:?} has a line break");
+                    return Err(FormatError::new("pickle", problem));
                 }
+                self.writer.global(module, name);
             }
             Node::Object(_) => {
                 let Some(object) = pickle.object(id).copied() else { return Ok(()) };

@@ -13,8 +13,10 @@ use crate::torch_tensor::makes_tensor;
 pub(super) const ROOT_KEY: &str = "value";
 /// Containers within containers that are still descended; the planner's flattening has the same.
 const DEPTH_MAX: usize = 512;
-/// Steps of paths that are taken for each node or reference of the pickle.
+/// Steps of paths, and containers, that are taken for each node or reference of the pickle, and
+/// for any pickle.
 const STEPS_PER_NODE: usize = 16;
+const STEPS_MIN: usize = 1 << 16;
 /// Bytes of names for each byte of the pickle, and what any pickle may have.
 const NAMES_PER_BYTE: usize = 16;
 const NAMES_MIN: usize = 1 << 20;
@@ -40,7 +42,7 @@ pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Vec<Leaf>, FormatError> {
         path: Vec::new(),
         leaves: IndexMap::new(),
         barren: HashSet::new(),
-        steps_left: size.saturating_mul(STEPS_PER_NODE),
+        steps_left: size.saturating_mul(STEPS_PER_NODE).saturating_add(STEPS_MIN),
         names_left: pickle.byte_len().saturating_mul(NAMES_PER_BYTE).saturating_add(NAMES_MIN),
     };
     walk.run()?;
@@ -77,18 +79,26 @@ impl Walk<'_, '_> {
                 return Err(self.bad(problem));
             }
             self.path.push(step);
-            self.steps_left = self
-                .steps_left
-                .checked_sub(self.path.len())
-                .ok_or_else(|| self.bad("its containers are shared too often to be listed"))?;
             match self.descend(node) {
-                Some(level) => levels.push(level),
+                Some(level) => {
+                    self.spend(1)?;
+                    levels.push(level);
+                }
                 None => {
+                    self.spend(self.path.len())?;
                     self.leaf(node)?;
                     self.path.pop();
                 }
             }
         }
+        Ok(())
+    }
+
+    fn spend(&mut self, steps: usize) -> Result<(), FormatError> {
+        self.steps_left = self
+            .steps_left
+            .checked_sub(steps)
+            .ok_or_else(|| self.bad("its containers are shared too often to be listed"))?;
         Ok(())
     }
 

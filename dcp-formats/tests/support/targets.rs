@@ -3,11 +3,11 @@
 #![allow(dead_code, unreachable_pub, reason = "each fuzz target uses one of them")]
 
 use bytes::Bytes;
-use dcp_core::{CheckpointMetadata, Entry, LoadPlan, SavePlan, Value, WritePlan};
+use dcp_core::{CheckpointMetadata, Entry, FormatError, LoadPlan, SavePlan, Value, WritePlan};
 use dcp_formats::dcp::Sidecar;
 use dcp_formats::hf::IndexFile;
 use dcp_formats::metadata::{Profile, check_chunks, decode, encode};
-use dcp_formats::pickle::{Converter, Limits, Pickle, dump};
+use dcp_formats::pickle::{Converter, Limits, NodeId, PersistentSink, Pickle, Writer, dump};
 use dcp_formats::safetensors::{Header, PREFIX_LEN, ShardingInfo, header_len};
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_tensor::TensorBlob;
@@ -20,6 +20,34 @@ pub fn pickle(bytes: &[u8]) {
         if converted.faithful {
             dump(&converted.value).unwrap();
         }
+    }
+}
+
+pub fn pickle_rewrite(bytes: &[u8]) {
+    let Ok(pickle) = Pickle::parse(bytes, &Limits::DEFAULT) else { return };
+    let mut writer = Writer::new();
+    if writer.graph(&pickle, pickle.root(), &mut NoStorages).is_err() {
+        return;
+    }
+    let again = writer.finish().unwrap();
+    let again = Pickle::parse(&again, &Limits::DEFAULT).unwrap();
+    let view = |pickle: &Pickle<'_>| {
+        Converter::new(pickle, &Limits::DEFAULT, &mut ()).convert(pickle.root()).unwrap().value
+    };
+    let (before, after) = (view(&pickle), view(&again));
+    if !before.same(&after) {
+        // Where what is shown is cut depends on how much there is, and nodes are counted anew.
+        let cut = |text: &str| text.contains("<more>") || text.contains("<deeper>");
+        let texts = (format!("{before:?}"), format!("{after:?}"));
+        assert!(cut(&texts.0) || cut(&texts.1), "{} became {}", texts.0, texts.1);
+    }
+}
+
+struct NoStorages;
+
+impl PersistentSink for NoStorages {
+    fn persistent(&mut self, _: &mut Writer, _: &Pickle<'_>, _: NodeId) -> Result<(), FormatError> {
+        Err(FormatError::new("pickle", "there are no storages"))
     }
 }
 

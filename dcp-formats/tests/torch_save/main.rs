@@ -7,7 +7,9 @@ mod fixtures;
 #[path = "../dcp/harness.rs"]
 #[allow(dead_code, reason = "shared with the tests of PyTorch's layout")]
 mod harness;
+mod hostile;
 mod reading;
+mod regions;
 mod rewrite;
 #[path = "../support/mod.rs"]
 mod support;

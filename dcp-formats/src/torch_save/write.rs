@@ -7,14 +7,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, PlanError, StatePath,
-    Storage, Value,
+    CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, StatePath, Storage, Value,
 };
 
 use super::compose::{NewStorage, StorageContent, compose};
 use super::legacy;
 use crate::pickle::Writer;
-use crate::torch_tensor::has_storage_class;
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
 use crate::upload::{FileItem, FileSpec, Framing, Progress, write_file};
 
@@ -104,26 +102,6 @@ pub struct TorchSavePlan {
     image: Image,
 }
 
-/// How a pickle of protocol 2 names a storage without an element type.
-const UNTYPED: &[u8] = b"ctorch.storage\nUntypedStorage\n";
-
-/// No PyTorch loads, or saves, storages without an element type in the stream.
-fn refuse_untyped(items: &[TorchSaveItem]) -> Result<(), PlanError> {
-    for item in items {
-        if let TorchSaveContent::Tensor { dtype, .. } = &item.content
-            && !has_storage_class(*dtype)
-        {
-            return Err(not_in_legacy(&item.name, dtype.name()));
-        }
-    }
-    Ok(())
-}
-
-fn not_in_legacy(fqn: &str, what: &str) -> PlanError {
-    let problem = format!("{what} has no place in the stream of PyTorch before 1.6; write a zip");
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem }
-}
-
 impl TorchSavePlan {
     /// Lays out the file `key` with all that `items` say. Does no I/O.
     ///
@@ -148,15 +126,11 @@ impl TorchSavePlan {
                 (composed.storages, Form::Zip { encoder: Box::new(encoder), crc32s }, byte_len)
             }
             TorchSaveForm::Legacy => {
-                refuse_untyped(items)?;
                 // The storages follow in the order of their keys as text: zeros in front make that
                 // the order of their numbers.
                 let count = compose(items, Writer::new(), 0)?.storages.len();
                 let width = count.saturating_sub(1).to_string().len();
                 let composed = compose(items, Writer::with_storage_views(), width)?;
-                if composed.pickle.windows(UNTYPED.len()).any(|bytes| bytes == UNTYPED) {
-                    return Err(not_in_legacy("an object", "a tensor in it").into());
-                }
                 let head = legacy::head(&composed.pickle, count, width)?;
                 let mut byte_len = Some(head.len() as u64);
                 for storage in &composed.storages {

@@ -16,4 +16,3 @@ pub(crate) use blob::{byte_order, small_record, storage_record};
 pub(crate) use read::{makes_tensor, stored};
 
 pub use layout::{Quantizer, StorageRef, TensorLayout};
-pub(crate) use storage_class::has_storage_class;

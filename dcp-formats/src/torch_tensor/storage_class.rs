@@ -31,11 +31,6 @@ pub(super) enum StorageClass {
     Untyped,
 }
 
-/// Whether PyTorch has a storage class for the element type, and not only storages of bytes.
-pub(crate) fn has_storage_class(dtype: DType) -> bool {
-    StorageClass::of(dtype) != StorageClass::Untyped
-}
-
 impl StorageClass {
     /// The class that PyTorch writes for an element type.
     pub(super) fn of(dtype: DType) -> Self {

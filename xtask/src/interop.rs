@@ -29,21 +29,27 @@ const SAVES: &[(&str, u32, &str, u32)] = &[
 
 /// Runs everything; the first difference is an error.
 pub(crate) fn main(args: &[&str]) -> Result {
-    let (mut torch, mut keep) = (venv::NEWEST, false);
+    let (mut torch, mut keep, mut olmo) = (venv::NEWEST, false, false);
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
             "--torch" => torch = args.next().ok_or("--torch needs a version")?,
             "--keep" => keep = true,
+            "--olmo" => olmo = true,
             other => return Err(format!("unknown argument {other}").into()),
         }
     }
-    let python = venv::python(torch)?;
+    let python = if olmo { venv::olmo()? } else { venv::python(torch)? };
     let rust = build()?;
     let scratch = Scratch::new(&std::env::temp_dir(), "dcp-interop", keep)?;
     let run = Run { python, rust, folder: scratch.path() };
 
     let start = Instant::now();
+    if olmo {
+        run.olmo()?;
+        println!("interop with OLMo-core: both directions agree ({:.0?})", start.elapsed());
+        return Ok(());
+    }
     run.torch_to_rust()?;
     run.rust_to_torch()?;
     run.torch_save()?;
@@ -152,6 +158,36 @@ impl Run<'_> {
         let name = format!("dcp{}", std::env::consts::EXE_SUFFIX);
         let folder = self.rust.parent().and_then(Path::parent).unwrap_or(Path::new("."));
         Command::new(folder.join(name))
+    }
+
+    /// OLMo-core saves in both layouts; Rust loads each on 2 ranks, saves it in both, and unshards
+    /// it; OLMo-core loads what Rust saved, and compares.
+    fn olmo(&self) -> Result {
+        let saved = self.folder.join("olmo");
+        println!("OLMo-core saves");
+        run(self.script("interop_olmo.py").arg("save").arg(&saved))?;
+        let dcp =
+            |args: &[&str], paths: &[&Path]| run(self.dcp().args(args).args(paths).arg("--quiet"));
+        for from in ["nested", "flat"] {
+            let source = saved.join(from);
+            dcp(&["verify", "--deep"], &[&source])?;
+            for to in ["nested", "flat"] {
+                println!("OLMo-core → Rust → OLMo-core: {from} as {to}");
+                let target = saved.join(format!("{from}-as-{to}"));
+                self.rust(2, |rust| rust.arg("olmo").arg(&source).arg(&target).arg(to))?;
+                run(self.script("interop_olmo.py").args(["load", to]).arg(&target).arg(&saved))?;
+            }
+            println!("Rust unshards {from} as OLMo-core does");
+            let files = saved.join(format!("{from}-unsharded"));
+            dcp(&["unshard", "--format", "pt", "--optim"], &[&source, &files])?;
+            run(self.script("interop_olmo.py").arg("unsharded").arg(&source).arg(&files))?;
+            println!("PyTorch reads {from} once its metadata is rewritten");
+            dcp(&["rewrite-metadata", "--to", "torch"], &[&source])?;
+            run(self.script("interop_olmo.py").arg("torch").arg(&source).arg(&files))?;
+            dcp(&["rewrite-metadata", "--to", "olmo"], &[&source])?;
+            run(self.script("interop_olmo.py").args(["load", from]).arg(&source).arg(&saved))?;
+        }
+        Ok(())
     }
 
     fn script(&self, name: &str) -> Command {

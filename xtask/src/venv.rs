@@ -54,6 +54,46 @@ fn create(folder: &Path, python: &Path, torch: &str) -> Result {
     Ok(())
 }
 
+/// The OLMo-core that CI proves interoperability with.
+const OLMO: &str = "3.0.0";
+/// What it needs beyond PyTorch to save and load.
+const OLMO_NEEDS: &[&str] = &[
+    "cached-path>=1.7.2",
+    "filelock<4.0,>=3.4",
+    "requests",
+    "packaging",
+    "dataclass-extensions>=0.3.0",
+    "pyyaml",
+    "rich",
+    "importlib_resources",
+    "bettermap",
+];
+
+/// The Python of an environment with OLMo-core on top of that of [`NEWEST`].
+pub(crate) fn olmo() -> Result<PathBuf> {
+    let torch = python(NEWEST)?;
+    let folder = cache()?.join(format!("olmo-{OLMO}"));
+    let python = folder.join("bin").join("python");
+    if !folder.join(COMPLETE).is_file() {
+        println!("making {}", folder.display());
+        process::run(Command::new(&torch).args(["-m", "venv", "--clear"]).arg(&folder))?;
+        let site = "import site; print(site.getsitepackages()[0])";
+        let torch_site = process::output(Command::new(&torch).args(["-c", site]))?;
+        let site = process::output(Command::new(&python).args(["-c", site]))?;
+        std::fs::write(Path::new(site.trim()).join("torch.pth"), torch_site)?;
+        let pip = |more: &[&str]| {
+            let mut pip = Command::new(&python);
+            pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+            process::run(pip.args(more))
+        };
+        // It asks for an older PyTorch, but runs on this one.
+        pip(&["--no-deps", &format!("ai2-olmo-core=={OLMO}")])?;
+        pip(OLMO_NEEDS)?;
+        std::fs::write(folder.join(COMPLETE), "")?;
+    }
+    Ok(python)
+}
+
 /// Whether `version` is older than this major and minor number. Wheels until 2.4 were built
 /// against numpy 1.
 fn before(version: &str, (major, minor): (u32, u32)) -> bool {

@@ -9,10 +9,13 @@
 //! - `save STATE.json CHECKPOINT plain|by-size SALT` saves tensors whose bytes follow from their
 //!   name, and the objects of the file.
 //! - `rewrite FROM TO` carries every object over without understanding it.
+//! - `olmo FROM TO nested|flat` loads a checkpoint of OLMo-core and saves it in that layout.
 //! - `resave FOLDER NAME...` reads each `NAME.pt` of `torch.save` and writes it in every form.
 
 mod expected;
 mod layout;
+#[cfg(feature = "olmo")]
+mod olmo;
 mod torch_save;
 
 use std::error::Error;
@@ -51,6 +54,8 @@ fn main() -> Result {
                 save(state, checkpoint, files, salt.parse()?, &group).await
             }
             ["rewrite", from, to] => rewrite(from, to, &group).await,
+            #[cfg(feature = "olmo")]
+            ["olmo", from, to, layout] => olmo::resave(from, to, layout, &group).await,
             ["resave", folder, ref names @ ..] => {
                 for name in names {
                     for form in ["zip", "zip-2.1", "legacy"] {

@@ -1,0 +1,43 @@
+//! What a trainer would do with a checkpoint of OLMo-core: load it, and save it again.
+
+use std::sync::Arc;
+
+use dcp::core::StateDict;
+use dcp::formats::metadata::Profile;
+use dcp::olmo::{
+    LoadOptions, OptimizerLayout, SaveOptions, load_keys, load_model_and_optim_state,
+    save_model_and_optim_state, with_layout,
+};
+use dcp::{Access, Collective, DcpReader, Loader, Saver, StorageReader, Value};
+use futures_util::TryStreamExt;
+
+use crate::{Result, storage};
+
+/// Loads the checkpoint of either layout, with every rank, and saves it in the layout of `to`.
+pub(crate) async fn resave(
+    from: &str,
+    to: &str,
+    layout: &str,
+    group: &Arc<dyn Collective>,
+) -> Result {
+    let reader: Arc<dyn StorageReader> = Arc::new(DcpReader::new(storage(from, Access::Read)?));
+    // The structure of the state, which a trainer has from its model.
+    let nested = with_layout(Arc::clone(&reader), OptimizerLayout::Nested).await?;
+    let values: Vec<_> = load_keys(nested, ["model", "optim"]).await?.try_collect().await?;
+    let mut parts = values.into_iter().map(|(_, value)| match value {
+        Value::Dict(dict) => Ok(dict),
+        other => Err(format!("a state dict is a {}", other.kind())),
+    });
+    let mut next = || parts.next().unwrap_or_else(|| Ok(StateDict::new()));
+    let (mut model, mut optim) = (next()?, next()?);
+
+    let loader = Loader::new().group(Arc::clone(group));
+    let options = LoadOptions::default();
+    load_model_and_optim_state(&loader, reader, &mut model, Some(&mut optim), &options).await?;
+    let saver = Saver::new().group(Arc::clone(group));
+    let options = SaveOptions::default().profile(Profile::Olmo);
+    let options = options.flatten_optimizer_state(layout == "flat");
+    let target = storage(to, Access::Write)?;
+    save_model_and_optim_state(&saver, &target, &model, Some(&optim), &options).await?;
+    Ok(())
+}

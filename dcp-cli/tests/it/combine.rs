@@ -106,3 +106,28 @@ fn tensors_that_are_one_memory_stay_one() {
         assert_eq!(dcp(args).json()["tied"], once["tied"], "{name}");
     }
 }
+
+#[test]
+fn formats_may_be_mixed() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let source = "fsdp2_adam_2r";
+    let (file, pt, hf) = (at("a.safetensors"), at("a.pt"), at("hf"));
+    dcp(["convert", source, &file]).ok();
+    dcp(["convert", source, &pt, "--to", "torch-save"]).ok();
+    dcp(["convert", source, &hf, "--to", "hf", "--everything"]).ok();
+    let out = at("average.safetensors");
+    let tensors_only = ["--include", "model", "--include", "optimizer.state"];
+    let average = ["average", &file, &pt, &hf, source, "--accumulate", "f64", "-o", &out];
+    dcp(average.iter().chain(&tensors_only)).ok();
+    let wanted = tensors(file.as_ref());
+    assert_eq!(tensors(out.as_ref()), wanted);
+
+    let (model, rest) = (at("model.safetensors"), at("rest.pt"));
+    dcp(["convert", &file, &model, "--include", "model"]).ok();
+    dcp(["convert", &pt, &rest, "--to", "torch-save", "--exclude", "model"]).ok();
+    let whole = at("whole.pt");
+    dcp(["merge", &model, &rest, "--to", "torch-save", "-o", &whole]).ok();
+    let found = dcp(["diff", &whole, source, "--json"]).json();
+    assert_eq!(found["differences"], serde_json::json!([]), "{found}");
+}

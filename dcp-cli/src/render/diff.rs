@@ -158,22 +158,33 @@ fn values(values: &ValueDifference) -> Vec<String> {
     }
     let mut lines = vec![parts.join(" · ")];
     if let Some(first) = &values.first {
-        let first = spot(first);
+        let first = spot(first, values);
         lines.push(if values.shape.is_empty() { first } else { format!("first {first}") });
     }
     if let (Some(largest), true) = (&values.largest, values.first != values.largest) {
-        lines.push(format!("worst {}", spot(largest)));
+        lines.push(format!("worst {}", spot(largest, values)));
     }
     lines
 }
 
-fn spot(spot: &Spot) -> String {
-    let (a, b) = (python(&spot.a, VALUE_MAX), python(&spot.b, VALUE_MAX));
+fn spot(spot: &Spot, of: &ValueDifference) -> String {
+    let a = python(&shortest(&spot.a, of.dtype_a), VALUE_MAX);
+    let b = python(&shortest(&spot.b, of.dtype_b), VALUE_MAX);
     let place = match &*spot.index {
         [] => String::new(),
         index => format!("at {index:?}: "),
     };
     format!("{place}{a} in A, {b} in B")
+}
+
+/// A float with as many digits as tell it from others of its dtype.
+fn shortest(value: &Value, dtype: &str) -> Value {
+    match value.as_f64() {
+        Some(x) if value.is_f64() && dtype != "float64" => {
+            (x as f32).to_string().parse().map_or_else(|_| value.clone(), |x: f64| x.into())
+        }
+        _ => value.clone(),
+    }
 }
 
 fn object(path: &str, a: &Value, b: &Value, missing: Option<&str>) -> String {
@@ -222,7 +233,7 @@ fn summary(report: &DiffReport, out: &Output, text: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use super::shares;
+    use super::*;
 
     #[test]
     fn no_kind_is_crowded_out() {
@@ -230,5 +241,13 @@ mod tests {
         assert_eq!(shares(&[3, 4], 50), [3, 4]);
         assert_eq!(shares(&[9, 9], usize::MAX), [9, 9]);
         assert_eq!(shares(&[], 5), [0; 0]);
+    }
+
+    #[test]
+    fn floats_have_the_digits_of_their_dtype() {
+        let third = Value::from(f64::from(1.0_f32 / 3.0));
+        assert_eq!(shortest(&third, "float32").to_string(), "0.33333334");
+        assert_eq!(shortest(&third, "float64"), third);
+        assert_eq!(shortest(&Value::from(7), "int32").to_string(), "7");
     }
 }

@@ -1,0 +1,117 @@
+//! Files of `torch.save` as sources: views of one storage are sound, and damage in any of them is
+//! never carried over.
+
+#![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
+
+use std::sync::Arc;
+
+use dcp_conformance::MemoryStorage;
+use dcp_convert::{JobOptions, ProblemKind, Source, Target, to_safetensors, verify};
+use dcp_core::{Key, PutMode, Storage};
+use dcp_formats::pickle::Writer;
+use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
+
+const SIDE: u64 = 1024;
+
+fn block_on<T>(work: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
+}
+
+fn key(name: &str) -> Key {
+    Key::new(name).unwrap()
+}
+
+/// A view of a storage of `SIDE * SIDE` floats.
+struct View {
+    name: &'static str,
+    offset: u64,
+    sizes: [u64; 2],
+    strides: [u64; 2],
+}
+
+const WHOLE: View = View { name: "whole", offset: 0, sizes: [SIDE, SIDE], strides: [SIDE, 1] };
+const TURNED: View = View { name: "turned", offset: 0, sizes: [SIDE, SIDE], strides: [1, SIDE] };
+const ROWS: View =
+    View { name: "rows", offset: 512 * SIDE, sizes: [500, SIDE], strides: [SIDE, 1] };
+const COLUMNS: View = View { name: "columns", offset: 7, sizes: [SIDE, 9], strides: [SIDE, 1] };
+
+fn source(views: &[View], damaged: bool) -> Source {
+    let mut writer = Writer::new();
+    writer
+        .dict(views.iter(), |writer, view| {
+            writer.constant(view.name);
+            writer.global("torch._utils", "_rebuild_tensor_v2");
+            writer.tuple(6, |writer| {
+                writer.storage(("torch", "FloatStorage"), "0", "cpu", SIDE * SIDE);
+                writer.uint(view.offset);
+                writer.uint_tuple(&view.sizes);
+                writer.uint_tuple(&view.strides);
+                writer.bool(false);
+                writer.none();
+                Ok::<(), ()>(())
+            })?;
+            writer.call();
+            Ok::<(), ()>(())
+        })
+        .unwrap();
+    let bytes: Vec<u8> = (0..SIDE * SIDE).flat_map(|n| (n as f32).to_le_bytes()).collect();
+    let pickle = writer.finish().unwrap();
+    let file = ArchiveEncoder::encode(RecordSet::default(), pickle, &[&bytes]).unwrap();
+    let mut file = file.to_vec();
+    if damaged {
+        // In a row and a column that every view has.
+        let start = file.windows(16).position(|window| window == &bytes[64..80]).unwrap() - 64;
+        file[start + 4 * (700 * SIDE as usize + 10)] ^= 1;
+    }
+    let storage = MemoryStorage::new();
+    block_on(storage.put(&key("model.pt"), file.into(), PutMode::Create)).unwrap();
+    Source::torch_save(Arc::new(storage), key("model.pt"))
+}
+
+/// 1 MiB at most at once, so that tensors go through in segments.
+fn small() -> JobOptions {
+    JobOptions::default().with_max_memory(1)
+}
+
+#[test]
+fn views_of_one_storage_are_no_damage() {
+    let source = source(&[WHOLE, TURNED, ROWS, COLUMNS], false);
+    let report = block_on(verify(&source, true, &small())).unwrap();
+    assert_eq!(report.problems, []);
+    assert!(report.ok && report.bytes_checked > 4 << 20);
+}
+
+#[test]
+fn damage_is_told_once_with_all_that_it_hits() {
+    let source = source(&[TURNED, WHOLE, COLUMNS], true);
+    let report = block_on(verify(&source, true, &small())).unwrap();
+    assert_eq!(report.problems.len(), 1, "{:?}", report.problems);
+    let problem = &report.problems[0];
+    assert_eq!(problem.kind, ProblemKind::Corrupt);
+    assert_eq!(
+        (problem.key.as_deref(), problem.file.as_deref()),
+        (Some("turned"), Some("model.pt"))
+    );
+    assert!(problem.message.contains("\"whole\", \"columns\" share it"), "{}", problem.message);
+}
+
+#[test]
+fn damage_in_any_view_is_never_carried_over() {
+    for options in [small(), JobOptions::default()] {
+        for view in [WHOLE, TURNED, ROWS, COLUMNS] {
+            let name = view.name;
+            let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+            let target = Target::new(Arc::clone(&place), key("out.safetensors"));
+            let done = block_on(to_safetensors(&source(&[view], true), &target, &options));
+            let error = done.unwrap_err().to_string();
+            assert!(error.contains("CRC") && error.contains(name), "{name}: {error}");
+            assert!(error.contains("model.pt"), "{name}: {error}");
+            assert!(block_on(place.stat(&key("out.safetensors"))).is_err(), "{name}");
+        }
+    }
+    for view in [WHOLE, TURNED, ROWS, COLUMNS] {
+        let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let target = Target::new(Arc::clone(&place), key("out.safetensors"));
+        block_on(to_safetensors(&source(&[view], false), &target, &small())).unwrap();
+    }
+}

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
-use dcp::convert::{Rename, Selection, StatePart, parse_mapping};
+use clap::{Args, ValueEnum};
+use dcp::convert::{JobOptions, Rename, Selection, Source, StatePart, parse_mapping};
+use dcp::olmo::{OptimizerLayout, source_with_layout};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};
@@ -39,6 +40,39 @@ pub(crate) struct Choosing {
     /// Rename keys by a file: a JSON object, or lines of an old and a new name (- to leave out).
     #[arg(long, value_name = "FILE")]
     pub(crate) map: Option<PathBuf>,
+}
+
+/// How the optimizer's state is divided into keys.
+#[derive(Args, Clone, Copy, Debug, Default)]
+#[command(next_help_heading = "Keys")]
+pub(crate) struct OptimizerKeys {
+    /// Divide the optimizer's state as OLMo-core does: nested as in PyTorch, or by parameter.
+    #[arg(long, value_name = "LAYOUT")]
+    optimizer_layout: Option<Layout>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Layout {
+    /// state.FQN.field, and a list of param_groups.
+    Nested,
+    /// Settings for every parameter, flatten_optimizer_state=True.
+    Flat,
+}
+
+impl OptimizerKeys {
+    /// The checkpoint with its optimizer, if there is one, in the layout that was asked for.
+    pub(crate) async fn apply(
+        self,
+        source: Source,
+        options: &JobOptions,
+    ) -> Result<Source, Failure> {
+        let layout = match self.optimizer_layout {
+            None => return Ok(source),
+            Some(Layout::Nested) => OptimizerLayout::Nested,
+            Some(Layout::Flat) => OptimizerLayout::Flat,
+        };
+        Ok(source_with_layout(&source, layout, options).await?)
+    }
 }
 
 pub(crate) fn parse_rename(text: &str) -> Result<Rename, String> {

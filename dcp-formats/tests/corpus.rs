@@ -49,6 +49,11 @@ fn indexes() {
 }
 
 #[test]
+fn folders() {
+    replay("folder", targets::folder);
+}
+
+#[test]
 fn tensors() {
     replay("tensor_blob", targets::tensor_blob);
 }

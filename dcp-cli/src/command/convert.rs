@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use crate::choosing::Choosing;
+use crate::choosing::{Choosing, OptimizerKeys};
 use crate::destination::{Destination, parse_dtype, tell};
 use crate::failure::Failure;
 use crate::open::{self, Need};
@@ -58,6 +58,9 @@ pub(crate) struct Convert {
 
     #[command(flatten)]
     pub(crate) choosing: Choosing,
+
+    #[command(flatten)]
+    optimizer: OptimizerKeys,
 }
 
 fn parse_block(text: &str) -> Result<[u64; 2], String> {
@@ -86,6 +89,7 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());
         let source = args.dequantized(source, &options).await?;
+        let source = args.optimizer.apply(source, &options).await?;
         let all = source.metadata().await?.len();
         let source = selection.apply(&source, &options).await?;
         let taken = source.metadata().await?.len();

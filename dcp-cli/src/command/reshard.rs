@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use crate::choosing::Choosing;
+use crate::choosing::{Choosing, OptimizerKeys};
 use crate::created::NewFolders;
 use crate::destination::{Writing, tell};
 use crate::failure::Failure;
@@ -21,7 +21,8 @@ use dcp::convert::StatePart;
 Examples:
   dcp reshard runs/step_1000 resharded --ranks 8
   dcp reshard runs/step_1000 merged --ranks 1
-  dcp reshard runs/step_1000 resharded --ranks 8 --no-optimizer --dry-run")]
+  dcp reshard runs/step_1000 resharded --ranks 8 --no-optimizer --dry-run
+  dcp reshard run/step1000 nested --ranks 8 --optimizer-layout nested")]
 pub(crate) struct Reshard {
     /// The checkpoint: a directory or a file of any format.
     pub(crate) source: String,
@@ -38,6 +39,9 @@ pub(crate) struct Reshard {
 
     #[command(flatten)]
     pub(crate) choosing: Choosing,
+
+    #[command(flatten)]
+    optimizer: OptimizerKeys,
 }
 
 pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
@@ -49,6 +53,7 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
         let writer = open::target_directory(&args.target, args.writing.overwrite).await?;
         let bar = Bar::new(out, "writing");
         let options = args.writing.options(bar.options());
+        let source = args.optimizer.apply(source, &options).await?;
         let source = selection.apply(&source, &options).await?;
         let report = dcp::convert::reshard(&source, &writer, args.ranks, &options).await?;
         if !options.dry_run {

@@ -66,3 +66,19 @@ fn wrong_wishes_are_refused() {
     unshard("views", &[]).fails(2, &["\"model\" is not in this checkpoint"]);
     assert!(fs::read_dir(folder.path()).unwrap().next().is_none(), "nothing was made");
 }
+
+/// Names of keys alone do not tell layouts apart: paths do, by which the files are nested.
+#[test]
+fn optimizers_are_resharded_and_converted_in_either_layout() {
+    let folder = tempfile::tempdir().unwrap();
+    let flat = "../olmo/fsdp2-2rank-flat/ckpt";
+    for (source, layout, same) in [(NESTED, "flat", flat), (flat, "nested", NESTED)] {
+        let target = path(&folder, layout);
+        dcp(["reshard", source, &target, "--ranks", "3", "--optimizer-layout", layout]).ok();
+        dcp(["verify", &target, "--deep"]).ok();
+        dcp(["diff", &target, same]).ok();
+        let file = path(&folder, &format!("{layout}.pt"));
+        dcp(["convert", source, &file, "--everything", "--optimizer-layout", layout]).ok();
+        dcp(["diff", &file, &target]).ok();
+    }
+}

@@ -5,6 +5,7 @@
 use bytes::Bytes;
 use dcp_core::{CheckpointMetadata, Entry, FormatError, LoadPlan, SavePlan, Value, WritePlan};
 use dcp_formats::dcp::Sidecar;
+use dcp_formats::folder::{FolderNames, OlmoNote};
 use dcp_formats::hf::IndexFile;
 use dcp_formats::metadata::{Profile, check_chunks, decode, encode};
 use dcp_formats::pickle::{Converter, Limits, NodeId, PersistentSink, Pickle, Writer, dump};
@@ -80,6 +81,16 @@ pub fn metadata(bytes: &[u8]) {
             decode(&again).unwrap();
             Profile::of(&again).unwrap();
         }
+    }
+}
+
+pub fn folder(bytes: &[u8]) {
+    let _ = OlmoNote::parse(bytes);
+    let text = String::from_utf8_lossy(bytes);
+    let mut names = FolderNames::new();
+    for name in text.lines() {
+        names.add(name);
+        let _ = names.verdict(name);
     }
 }
 

@@ -1,0 +1,8 @@
+//! Names of files in the folders of runs, and what trainers note there.
+
+#![no_main]
+
+#[path = "../../dcp-formats/tests/support/targets.rs"]
+mod targets;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| targets::folder(bytes));

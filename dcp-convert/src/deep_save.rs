@@ -16,7 +16,7 @@ use crate::verify::{Problem, ProblemKind, judge};
 const NAMED: usize = 3;
 
 /// Compares all records with their checksums, whether or not something refers to them, and
-/// decodes all objects. A file from before the zip format has no checksums.
+/// decodes all objects. A file from before the zip format has no checksums, and is only read.
 pub(crate) async fn check(
     job: &Arc<Job>,
     save: &TorchSaveReader,

@@ -140,6 +140,11 @@ pub async fn verify(
         let checked = deep::check(source, &metadata, readable, options).await?;
         report.bytes_checked = checked.bytes;
         report.problems.extend(checked.problems);
+        if let Some(save) = source.save_reader()
+            && save.records().await?.iter().all(|record| record.record.crc32.is_none())
+        {
+            report.notes.push("the file has no checksums, so its data was only read".to_owned());
+        }
     }
     report.ok = report.problems.is_empty();
     Ok(report)

@@ -41,11 +41,11 @@ pub struct TorchSaveReader {
     index: Mutex<Option<Arc<Index>>>,
 }
 
-/// A record of an archive, and who needs it.
+/// A record of a file, and who needs it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FileRecord {
-    /// The name in the archive, such as `archive/data/0`.
+    /// The name in the archive, such as `archive/data/0`, or the key of the storage.
     pub name: Arc<str>,
     /// Where it lies, and its checksum.
     pub record: Record,
@@ -106,8 +106,8 @@ impl TorchSaveReader {
         Ok(record.filter(|r| r.data.end >= end && r.crc32.is_some()).cloned())
     }
 
-    /// All records of the archive, for checking each byte of the file once; none of a file from
-    /// before the zip format.
+    /// All records of the archive, for checking each byte of the file once; of a file from before
+    /// the zip format its storages, which have no checksums.
     ///
     /// # Errors
     ///
@@ -122,7 +122,12 @@ impl TorchSaveReader {
                 by_start.entry(record.data.start).or_default().push(Arc::clone(fqn));
             }
         }
-        let records = index.contents.records.iter().map(|(name, record)| FileRecord {
+        let contents = &index.contents;
+        let records = match contents.records.is_empty() {
+            true => &contents.storages,
+            false => &contents.records,
+        };
+        let records = records.iter().map(|(name, record)| FileRecord {
             name: Arc::from(&**name),
             record: record.clone(),
             tensors: match record.byte_len {

@@ -33,6 +33,7 @@ pub(crate) struct Cli {
 
 const AFTER_LONG_HELP: &str = "\
 Examples:
+  dcp ls runs                                     the checkpoints there, and which are whole
   dcp inspect runs/step_1000                      what is in it
   dcp inspect runs/step_1000 --shards lm_head     how a tensor is cut, and which file has which part
   dcp verify runs/step_1000 --deep                compare every byte with its checksum

@@ -93,13 +93,18 @@ async fn inside(uri: &str, storage: &dyn Storage) -> Result<String, StorageError
     Ok(if is_step { format!("{}/{OLMO_MODEL}", uri.trim_end_matches('/')) } else { uri.to_owned() })
 }
 
-/// The place of a checkpoint that is there, to change something in it.
-pub(crate) async fn checkpoint_to_change(uri: &str) -> Result<Arc<dyn Storage>, Failure> {
+/// The place of a checkpoint that is there, to change something in it, or only to say what would
+/// be changed.
+pub(crate) async fn checkpoint_to_change(
+    uri: &str,
+    dry_run: bool,
+) -> Result<Arc<dyn Storage>, Failure> {
     let registry = StorageRegistry::with_defaults();
     // Opened for writing, a directory that is not there would be made.
     let storage = registry.open(uri, Access::Read).map_err(|error| cannot_open(uri, &error))?;
     let uri = inside(uri, &*storage).await?;
-    registry.open(&uri, Access::Write).map_err(|error| cannot_open(&uri, &error))
+    let access = if dry_run { Access::Read } else { Access::Write };
+    registry.open(&uri, access).map_err(|error| cannot_open(&uri, &error))
 }
 
 pub(crate) fn cannot_open(uri: &str, error: &StorageError) -> Failure {

@@ -85,7 +85,8 @@ pub struct LoadedState {
 /// ranks of the loader's group. The optimizer may have either layout, whichever the checkpoint
 /// has; `flatten_optimizer_state` is told by its keys.
 ///
-/// `loader` brings the group and the planner; its mode is that of the options.
+/// `loader` brings the group. Its mode is that of the options, and a strict load plans with the
+/// default planner.
 ///
 /// # Errors
 ///

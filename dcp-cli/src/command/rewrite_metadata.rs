@@ -82,7 +82,7 @@ pub(crate) fn rewrite_metadata(args: &RewriteMetadata, out: &Output) -> Result<(
     let choice = choice(args.to, args.profile);
     let report = open::run(false, async {
         let uri = args.uri.as_str();
-        let storage = open::checkpoint_to_change(uri).await?;
+        let storage = open::checkpoint_to_change(uri, args.dry_run).await?;
         let rewritten = dcp::convert::rewrite_metadata(&storage, choice, args.dry_run).await;
         rewritten.map_err(|error| Failure::from(error).context(format!("cannot rewrite {uri:?}")))
     })?;

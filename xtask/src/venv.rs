@@ -28,6 +28,9 @@ pub(crate) fn python(torch: &str) -> Result<PathBuf> {
     Ok(python)
 }
 
+/// The transformers that CI proves interoperability with.
+const TRANSFORMERS: &str = "transformers==5.23.0";
+
 /// The same, with transformers in it. It is large, so only the newest torch's environment gets it.
 pub(crate) fn with_transformers(python: &Path) -> Result {
     let folder = python.parent().and_then(Path::parent).unwrap_or(python);
@@ -36,7 +39,7 @@ pub(crate) fn with_transformers(python: &Path) -> Result {
         println!("installing transformers in {}", folder.display());
         let mut pip = Command::new(python);
         pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-        process::run(pip.arg("transformers"))?;
+        process::run(pip.arg(TRANSFORMERS))?;
         std::fs::write(complete, "")?;
     }
     Ok(())

@@ -7,8 +7,6 @@ use dcp::convert::{ConvertError, Source, Target};
 use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
-use dcp::formats::hf::INDEX_ENDING;
-use dcp::formats::torch_save::{self, MAGIC_LEN};
 use dcp::{Access, DcpWriter, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
@@ -48,25 +46,12 @@ pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
         true => storage,
         false => StorageRegistry::with_defaults().open(&inner, Access::Read)?,
     };
-    let source = Source::dcp(Arc::clone(&storage), need.tolerant());
-    let error = match source.metadata().await {
-        Ok(_) => return Ok(source),
-        Err(error) => error,
-    };
-    if !is_missing(&error) {
-        return Err(cannot_read(uri, error));
-    }
-    let Ok(detection) = detect(&storage).await else { return Err(error.into()) };
-    match &detection.kind {
-        Detected::Safetensors { .. } => readable(uri, Source::hf(storage, need.tolerant())).await,
-        _ => Err(no_checkpoint(uri, &storage, &detection, error).await),
-    }
-}
-
-/// A source whose index can be read.
-async fn readable(uri: &str, source: Source) -> Result<Source, Failure> {
-    match source.metadata().await {
-        Ok(_) => Ok(source),
+    match Source::open(&storage, need.tolerant()).await {
+        Ok(source) => Ok(source),
+        Err(error) if is_missing(&error) => match detect(&storage).await {
+            Ok(detection) => Err(no_checkpoint(uri, &storage, &detection, error).await),
+            Err(_) => Err(error.into()),
+        },
         Err(error) => Err(cannot_read(uri, error)),
     }
 }
@@ -154,26 +139,14 @@ async fn file_source(
         return Err(Failure::new(Exit::Bad, format!("{uri:?} is one file of a checkpoint"))
             .hint(format!("pass the directory: {parent}")));
     }
-    if name.ends_with(INDEX_ENDING) {
-        let tolerant = need.tolerant();
-        let source = Source::hf_with(storage, |reader| reader.index(key).tolerant(tolerant));
-        return readable(uri, source).await;
-    }
-    let len = storage.stat(&key).await?.byte_len;
-    let head = storage.read_range(&key, 0..len.min(MAGIC_LEN)).await?;
-    let source = if torch_save::is_torch_save(&head) {
-        Source::torch_save(storage, key)
-    } else if head.get(8) == Some(&b'{') || name.ends_with(".safetensors") {
-        let tolerant = need.tolerant();
-        Source::hf_with(storage, |reader| reader.file(key).tolerant(tolerant))
-    } else {
-        let hint = "a checkpoint is a directory with a .metadata, or a file of torch.save or \
-                    safetensors";
-        return Err(
+    Source::open_file(&storage, key, need.tolerant()).await.map_err(|error| match error {
+        CheckpointError::NotACheckpoint { .. } => {
+            let hint = "a checkpoint is a directory with a .metadata, or a file of torch.save or \
+                        safetensors";
             Failure::new(Exit::Bad, format!("{uri:?} is a file, but no checkpoint")).hint(hint)
-        );
-    };
-    readable(uri, source).await
+        }
+        error => cannot_read(uri, error),
+    })
 }
 
 /// Explains why a directory is no checkpoint, and names one that is near.

@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Key, Storage, StorageErrorKind, StorageExt, StorageReader,
+};
 use dcp_formats::dcp::DcpReader;
-use dcp_formats::hf::{HfReader, HfReaderBuilder};
-use dcp_formats::torch_save::TorchSaveReader;
+use dcp_formats::detect::{Detected, detect};
+use dcp_formats::hf::{HfReader, HfReaderBuilder, INDEX_ENDING};
+use dcp_formats::torch_save::{MAGIC_LEN, TorchSaveReader, is_torch_save};
 
 use crate::checked::Checked;
 use crate::decoded::DecodedOnce;
@@ -41,11 +44,79 @@ enum Known {
     Other,
 }
 
+/// Whether there is no checkpoint, rather than a bad one.
+fn is_missing(error: &CheckpointError) -> bool {
+    match error {
+        CheckpointError::NotACheckpoint { .. } => true,
+        CheckpointError::Storage(error) => error.kind() == StorageErrorKind::NotFound,
+        _ => false,
+    }
+}
+
 impl Source {
     /// A checkpoint whose files lie in `storage` and are understood by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
         Self { storage, reader, known: Known::Other, checked: Vec::new() }
+    }
+
+    /// The checkpoint in a folder, told by what is there: PyTorch's format where there is a
+    /// `.metadata`, else safetensors files. With `tolerant`, a damaged one can be looked at as far
+    /// as it is whole.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NotACheckpoint`] when there is neither
+    /// ([`detect`](dcp_formats::detect::detect()) tells what there is instead), and when an index
+    /// cannot be read.
+    pub async fn open(storage: &Arc<dyn Storage>, tolerant: bool) -> Result<Self, CheckpointError> {
+        let source = Self::dcp(Arc::clone(storage), tolerant);
+        let missing = match source.metadata().await {
+            Ok(_) => return Ok(source),
+            Err(error) if is_missing(&error) => error,
+            Err(error) => return Err(error),
+        };
+        match detect(storage).await?.kind {
+            Detected::Safetensors { .. } => {
+                let source = Self::hf(Arc::clone(storage), tolerant);
+                source.metadata().await?;
+                Ok(source)
+            }
+            _ => Err(missing),
+        }
+    }
+
+    /// The checkpoint in a file, told by what the file begins with: `torch.save`'s formats or
+    /// safetensors; or the files that a `*.safetensors.index.json` names.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NotACheckpoint`] when it is neither, and when it cannot be read.
+    pub async fn open_file(
+        storage: &Arc<dyn Storage>,
+        key: Key,
+        tolerant: bool,
+    ) -> Result<Self, CheckpointError> {
+        let hf = |options: fn(HfReaderBuilder, Key) -> HfReaderBuilder, key| {
+            Self::hf_with(Arc::clone(storage), |reader| options(reader, key).tolerant(tolerant))
+        };
+        let name = key.file_name().to_owned();
+        let source = if name.ends_with(INDEX_ENDING) {
+            hf(HfReaderBuilder::index, key)
+        } else {
+            let len = storage.stat(&key).await?.byte_len;
+            let head = storage.read_range(&key, 0..len.min(MAGIC_LEN)).await?;
+            if is_torch_save(&head) {
+                Self::torch_save(Arc::clone(storage), key)
+            } else if head.get(8) == Some(&b'{') || name.ends_with(".safetensors") {
+                hf(HfReaderBuilder::file, key)
+            } else {
+                let message = format!("{key} is no file of torch.save or safetensors");
+                return Err(CheckpointError::NotACheckpoint { message });
+            }
+        };
+        source.metadata().await?;
+        Ok(source)
     }
 
     /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far

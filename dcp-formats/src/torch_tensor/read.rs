@@ -78,6 +78,14 @@ fn rebuilt(
         (Some(("torch._utils", function)), _) => function,
         _ => return Ok(None),
     };
+    // A type of a later PyTorch: not a tensor that could be read, but no damage either.
+    if function == "_rebuild_tensor_v3"
+        && let Some(dtype) = args.get(6)
+        && let Some(("torch", name)) = pickle.global_name(*dtype)
+        && name.parse::<DType>().is_err()
+    {
+        return Ok(None);
+    }
     let malformed = || bad(format!("the arguments of {function} make no sense"));
     let read = match (function, args) {
         ("_rebuild_tensor", args @ [_, _, _, _]) => strided(pickle, args, None),

@@ -230,6 +230,32 @@ fn names_that_clash_are_named() {
 }
 
 #[test]
+fn a_type_of_a_later_pytorch_is_kept_as_an_object() {
+    let pickle = pickle(|w| {
+        w.dict(["t"].into_iter(), |w, name| {
+            w.constant(name);
+            w.global("torch._utils", "_rebuild_tensor_v3");
+            w.tuple(7, |w| {
+                w.storage(("torch.storage", "UntypedStorage"), "0", "cpu", 3);
+                w.uint(0);
+                w.uint_tuple(&[3]);
+                w.uint_tuple(&[1]);
+                w.bool(false);
+                w.none();
+                w.global("torch", "float7_new");
+                Ok::<(), FormatError>(())
+            })?;
+            w.call();
+            Ok::<(), FormatError>(())
+        })
+    });
+    let loaded = load(&stored(archive(pickle, &[b"abc"]))).unwrap();
+    let Value::Opaque(opaque) = &loaded.objects["t"] else { panic!() };
+    assert!(opaque.encoded.windows(10).any(|window| window == b"float7_new"));
+    assert!(opaque.encoded.windows(3).any(|window| window == b"abc"));
+}
+
+#[test]
 fn repeated_elements_of_objects_take_no_memory() {
     // A tuple of a tensor with 2^40 elements, all of them the same one.
     let pickle = pickle(|w| {

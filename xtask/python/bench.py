@@ -1,7 +1,7 @@
 """The PyTorch half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
 
 save DIR GIB [THREADS] | load DIR GIB | save-one DIR | slice DIR rows|columns | inspect DIR | evict PATH
-save-random DIR MIB | to-torch-save DIR FILE
+save-random DIR MIB | save-rows DIR | to-torch-save DIR FILE
 """
 import json
 import os
@@ -74,6 +74,11 @@ def main(what, path, *args):
     if what == "save-random":
         tensors = {"layers.%d.weight" % n: torch.randn(TENSOR) for n in range(int(args[0]) // 32)}
         dcp.save({"model": tensors, "step": 1000}, checkpoint_id=path, no_dist=True)
+        return
+    if what == "save-rows":
+        # For resharding to 200 ranks: each then has a row of each.
+        tensors = {"layers.%d.weight" % n: torch.zeros(200, 2) for n in range(1000)}
+        dcp.save({"model": tensors}, checkpoint_id=path, no_dist=True)
         return
     if what == "to-torch-save":
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

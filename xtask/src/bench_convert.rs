@@ -27,6 +27,7 @@ pub(crate) fn main(setup: &Machine) -> Result {
     }
     let scratch = Scratch::new(&setup.tmpfs, "dcp-bench", false)?;
     let peaks = bench.peaks(scratch.path())?;
+    let listed = bench.many_chunks(scratch.path())?;
 
     println!("\n{}\n", machine());
     println!("| convert 2 GiB saved by PyTorch | `dcp convert` | `dcp_to_torch_save` | `cp` |");
@@ -39,6 +40,9 @@ pub(crate) fn main(setup: &Machine) -> Result {
     for row in peaks {
         println!("{row}");
     }
+    println!("\n| list 200 000 chunks of 1 000 tensors | `dcp inspect` | Python with torch |");
+    println!("|---|---:|---:|");
+    println!("{listed}");
     Ok(())
 }
 
@@ -103,6 +107,26 @@ impl Bench<'_> {
         }
         rows.push(theirs);
         Ok(rows)
+    }
+
+    /// From the start of the process to its end, which is when it prints.
+    fn many_chunks(&self, folder: &Path) -> Result<String> {
+        let (saved, cut) = (folder.join("rows"), folder.join("cut"));
+        output(self.script("save-rows").arg(&saved))?;
+        let mut reshard = Command::new(&self.setup.command);
+        output(reshard.args(["-q", "reshard", "-n", "200"]).args([&saved, &cut]))?;
+        let ours = self.fastest(&|| {
+            let mut command = self.measured();
+            cost(command.arg(&self.setup.command).arg("inspect").arg(&cut))
+        })?;
+        let theirs = self.fastest(&|| {
+            let mut command = self.measured();
+            command.arg(&self.setup.python);
+            command.arg(workspace::root().join("xtask/python/bench.py")).arg("inspect");
+            cost(command.arg(&cut))
+        })?;
+        let shown = |cost: Cost| format!("{:.2} s, {:.0} MiB", cost.seconds, cost.peak_mib);
+        Ok(format!("| from a metadata file of 37 MB | {} | {} |", shown(ours), shown(theirs)))
     }
 
     /// The cheapest of a few runs.

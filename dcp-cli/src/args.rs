@@ -7,11 +7,12 @@ use clap_complete::Shell;
 
 use crate::command;
 
-/// Look into, check, convert and reshard distributed model checkpoints.
+/// Look into, check, compare, convert and reshard model checkpoints.
 ///
 /// dcp reads what PyTorch's torch.distributed.checkpoint and its FSDP, HSDP and tensor-parallel
-/// users write, whatever the number of ranks, and safetensors files. It needs no Python, no GPU
-/// and no trust in the file: nothing in a checkpoint is ever executed.
+/// users write, whatever the number of ranks, OLMo-core's runs, files of torch.save, safetensors
+/// files and Hugging Face folders. It needs no Python, no GPU and no trust in the file: nothing in
+/// a checkpoint is ever executed.
 #[derive(Debug, Parser)]
 #[command(
     name = "dcp",
@@ -20,7 +21,7 @@ use crate::command;
     disable_help_subcommand = true,
     subcommand_required = true,
     max_term_width = 100,
-    after_help = "Exit codes: 0 fine, 1 the checkpoint is bad, 2 wrong usage, 3 input or output \
+    after_help = "Exit codes: 0 fine, 1 the checkpoint is bad or differs, 2 wrong usage, 3 input or output \
                   failed. `dcp --help` says more.",
     after_long_help = AFTER_LONG_HELP
 )]
@@ -45,14 +46,15 @@ Examples:
   dcp report runs/step_1000 -o report.html       a page to look around in, for any browser
 
 URIs:
-  A plain path or file://PATH: the directory of a checkpoint, or one .safetensors file.
+  A plain path or file://PATH: the directory of a checkpoint, or a file of torch.save or
+  safetensors. What it is, is told by what is in it.
 
 Exit codes:
   0  fine
-  1  the checkpoint is bad: damaged, incomplete, or no checkpoint at all
+  1  the checkpoint is bad: damaged, incomplete, or no checkpoint at all; or two differ
   2  wrong usage: bad arguments, no such key, a target that exists already
   3  input or output failed: no such path, no permission, a full disk
-  130, 143  interrupted; what was being written is removed again";
+  129, 130, 143  interrupted; what was being written is removed again";
 
 /// Options of every command.
 #[derive(Args, Clone, Copy, Debug)]

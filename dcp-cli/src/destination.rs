@@ -45,7 +45,8 @@ pub(crate) struct Destination {
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     ranks: Option<u32>,
 
-    /// Cast floating-point tensors to this dtype, such as bf16; float8 and narrower ones stay.
+    /// Cast floating-point tensors to this dtype, such as bf16. float8 and narrower ones stay, and
+    /// so do the scales of quantized weights and the steps that an optimizer counts.
     #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
     dtype: Option<DType>,
 
@@ -104,6 +105,12 @@ impl Writing {
     }
 }
 
+/// Whether a tensor is no weight but a number that has to stay as it is: the scales of block-scaled
+/// weights, which give every one of them its value, and how many steps an optimizer has made.
+fn is_exact(fqn: &str) -> bool {
+    fqn.ends_with("_scale_inv") || fqn.rsplit('.').next() == Some("step")
+}
+
 /// Reads a dtype by PyTorch's name or the usual short one.
 pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {
     let name = match text.strip_prefix("torch.").unwrap_or(text) {
@@ -150,7 +157,7 @@ impl Destination {
         if target.ends_with(".safetensors") {
             return Ok(Format::Safetensors);
         }
-        if [".pt", ".pth"].iter().any(|ending| target.ends_with(ending)) {
+        if [".pt", ".pth", ".bin", ".ckpt"].iter().any(|ending| target.ends_with(ending)) {
             return Ok(Format::TorchSave);
         }
         Err(Failure::new(Exit::Usage, format!("cannot tell in which format to write {target:?}"))
@@ -172,7 +179,8 @@ impl Destination {
         let (dtype, kept) = (self.dtype?, KeyFilter::any_of(&self.keep_dtype));
         Some(move |fqn: &str, from| {
             let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
-            (wide.contains(&from) && !kept.selects(fqn, None)).then_some(dtype)
+            let meant = wide.contains(&from) && !is_exact(fqn) && !kept.selects(fqn, None);
+            meant.then_some(dtype)
         })
     }
 

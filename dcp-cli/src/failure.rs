@@ -20,6 +20,8 @@ pub(crate) enum Exit {
     Io = 3,
     /// Ctrl-C; as a shell says of a command that SIGINT ended.
     Interrupted = 130,
+    /// The terminal was closed.
+    HungUp = 129,
     /// The same of SIGTERM.
     Terminated = 143,
 }

@@ -1,13 +1,13 @@
 //! Running a command's work so that Ctrl-C stops it cleanly.
 //!
-//! The first SIGINT or SIGTERM drops the work, which ends uploads and with them their temporary
+//! The first SIGINT, SIGTERM or SIGHUP drops the work, which ends uploads and with them their temporary
 //! files, and removes what the command has completed so far. The second ends the process at once.
 
 use std::io::Write;
 use std::thread;
 use std::time::Duration;
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tokio::sync::oneshot;
 
@@ -68,7 +68,7 @@ fn watch_signals() -> oneshot::Receiver<i32> {
             std::process::exit(exit(second) as i32);
         }
     };
-    let started = Signals::new([SIGINT, SIGTERM])
+    let started = Signals::new([SIGHUP, SIGINT, SIGTERM])
         .and_then(|signals| thread::Builder::new().spawn(move || watch(signals)));
     if let Err(error) = started {
         tracing::warn!(%error, "cannot watch for signals");
@@ -77,7 +77,11 @@ fn watch_signals() -> oneshot::Receiver<i32> {
 }
 
 fn exit(signal: i32) -> Exit {
-    if signal == SIGTERM { Exit::Terminated } else { Exit::Interrupted }
+    match signal {
+        SIGTERM => Exit::Terminated,
+        SIGHUP => Exit::HungUp,
+        _ => Exit::Interrupted,
+    }
 }
 
 fn interrupted(signal: i32) -> Failure {

@@ -104,15 +104,26 @@ fn padding(text: &str, width: usize) -> String {
     " ".repeat(width.saturating_sub(columns(text)))
 }
 
-/// A text on one line: control characters, which could fool a terminal, are escaped.
+/// A text on one line: control characters, and those that turn the direction of writing or take
+/// no room, are escaped. They could fool a terminal, or who reads it.
 pub(crate) fn printable(text: &str) -> String {
     text.chars()
         .flat_map(|c| {
-            let escaped: Vec<char> =
-                if c.is_control() { c.escape_default().collect() } else { vec![c] };
+            let escaped: Vec<char> = if c.is_control() || is_invisible(c) {
+                c.escape_default().collect()
+            } else {
+                vec![c]
+            };
             escaped
         })
         .collect()
+}
+
+fn is_invisible(c: char) -> bool {
+    matches!(
+        c,
+        '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}'
+    )
 }
 
 /// Bytes as people say them: `1.5 GiB`.
@@ -179,5 +190,6 @@ mod tests {
         assert_eq!((left("é", 3), right("é", 3)), ("é  ".to_owned(), "  é".to_owned()));
         assert_eq!(left("a", 1 << 17).len(), 1 << 17);
         assert_eq!(printable("a\x1b[31mb\n"), "a\\u{1b}[31mb\\n");
+        assert_eq!(printable("a\u{202e}b\u{200b}é"), "a\\u{202e}b\\u{200b}é");
     }
 }

@@ -75,6 +75,11 @@ impl Outgoing {
         if RawTypes::default().stored_as(fqn, tensor.dtype, &tensor.shape).0 != tensor.dtype {
             self.report.raw.push(Arc::clone(fqn));
         }
+        if &**fqn == "__metadata__" {
+            let problem = "is no name that a tensor can have in a safetensors file; leave it out \
+                           or rename it";
+            return Err(ConvertError::unsupported(format!("{fqn:?}"), problem));
+        }
         self.byte_len = self.byte_len.saturating_add(tensor.byte_len().unwrap_or(0));
         let (fqn, shape) = (Arc::clone(fqn), tensor.shape.clone());
         self.tensors.push(OutgoingTensor { fqn, dtype: tensor.dtype, shape });

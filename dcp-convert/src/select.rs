@@ -10,9 +10,16 @@ use regex::Regex;
 
 use crate::error::ConvertError;
 
-/// Names under which frameworks keep the optimizer in a state dict: PyTorch's tutorials and
-/// torchtitan, OLMo-core, Lightning, Accelerate.
-const OPTIMIZER_ROOTS: &[&str] = &["optim", "optimizer", "optimizers", "optimizer_states"];
+/// Names under which frameworks keep the optimizer in a state dict: torchtitan, OLMo-core,
+/// Lightning, Accelerate, PyTorch's tutorials.
+const OPTIMIZER_ROOTS: &[&str] = &[
+    "optim",
+    "optimizer",
+    "optimizers",
+    "optimizer_states",
+    "optimizer_state_dict",
+    "optim_state_dict",
+];
 /// Names under which frameworks keep the model.
 const MODEL_ROOTS: &[&str] = &["model", "model_state_dict", "state_dict", "module"];
 
@@ -40,8 +47,8 @@ pub enum StatePart {
     /// All of it.
     #[default]
     Everything,
-    /// All but the optimizer: keys below `optim`, `optimizer`, `optimizers` or
-    /// `optimizer_states` are left out.
+    /// All but the optimizer: keys below `optim`, `optimizer`, `optimizers`, `optimizer_states`,
+    /// `optimizer_state_dict` or `optim_state_dict` are left out.
     WithoutOptimizer,
     /// What a model is made of, by the names that its own code has for it: of a state dict with
     /// a `model` (or `model_state_dict`, `state_dict`, `module`) at its root, only what is below

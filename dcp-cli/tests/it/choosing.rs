@@ -122,3 +122,27 @@ fn floats_are_cast_and_what_is_lost_is_said() {
     dcp(["convert", "all_dtypes", &narrow, "--dtype=int8"]).fails(2, &["int8 is no float"]);
     dcp(["convert", "all_dtypes", &narrow, "--dtype=b16"]).fails(2, &["is no dtype"]);
 }
+
+#[test]
+fn a_cast_leaves_alone_what_has_to_stay_exact() {
+    let folder = tempfile::tempdir().unwrap();
+    let dtypes = |source: &str, names: [&str; 2]| {
+        let file = path(&folder, "x.safetensors");
+        dcp(["-q", "convert", source, &file, "--dtype=bf16", "--overwrite"]).ok();
+        let keys = dcp(["inspect", &file, "--json"]).json()["keys"].clone();
+        names.map(|name| keys[name]["dtype"].as_str().unwrap_or_default().to_owned())
+    };
+    let quantized = dtypes("../hf/quant_fp8_block/ckpt", ["a.weight_scale_inv", "norm"]);
+    assert_eq!(quantized, ["float32", "bfloat16"]);
+    let names = ["optimizer.state.norm.weight.step", "optimizer.state.norm.weight.exp_avg"];
+    assert_eq!(dtypes("fsdp2_adam_2r", names), ["float32", "bfloat16"]);
+}
+
+#[test]
+fn a_name_that_a_format_reserves_is_refused_before_anything_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.safetensors");
+    let rename = "--rename=s/^model.norm.weight$/__metadata__/";
+    let run = dcp(["convert", "fsdp2_adam_2r", &file, "--include=model", rename]);
+    run.fails(2, &["\"__metadata__\" is no name that a tensor can have in a safetensors file"]);
+}

@@ -61,7 +61,7 @@ fn a_file_in_the_making_goes() {
     let source = large(&folder);
     let target = path(&folder, "copy.safetensors");
     let args = ["convert", &source, &target, "--to", "safetensors"];
-    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+    for (signal, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let begun = || names(folder.path()).iter().any(|name| is_temporary(name));
         interrupted(&args, signal, begun).fails(code, &["interrupted; nothing was written"]);
         assert_eq!(names(folder.path()), ["large.safetensors"]);

@@ -2,7 +2,11 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, Entry, PathItem, StorageErrorKind, TensorEntry, error_chain};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, Key, PathItem, StorageErrorKind, TensorEntry,
+    error_chain,
+};
+use dcp_formats::hf::FindingKind;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use indexmap::IndexMap;
 use serde::Serialize;
@@ -163,8 +167,19 @@ pub async fn inspect(
             summary.paths.insert(Arc::clone(fqn), steps.collect());
         }
     }
-    let files: Vec<_> = metadata.files().iter().zip(used).filter(|(_, used)| *used).collect();
-    let sizes = stream::iter(files.into_iter().map(|(key, _)| async move {
+    let used = metadata.files().iter().zip(used).filter(|(_, used)| *used);
+    let mut files: Vec<Key> = used.map(|(key, _)| key.clone()).collect();
+    if let Some(hf) = source.hf_reader() {
+        // What lies in a file without a readable header is not known, and so may be wanted.
+        let findings = hf.findings().await?;
+        let closed = findings.iter().filter(|finding| {
+            matches!(finding.kind, FindingKind::MissingFile | FindingKind::Header)
+        });
+        files.extend(closed.filter_map(|finding| finding.file.clone()));
+        files.sort_unstable();
+        files.dedup();
+    }
+    let sizes = stream::iter(files.iter().map(|key| async move {
         match source.storage.stat(key).await {
             Ok(meta) => Ok((key.to_string(), Some(meta.byte_len))),
             Err(error) if error.kind() == StorageErrorKind::NotFound => Ok((key.to_string(), None)),
@@ -199,7 +214,7 @@ fn natural(name: &str) -> Vec<(u128, String)> {
     parts
 }
 
-fn tensor_summary(tensor: &TensorEntry, metadata: &dcp_core::CheckpointMetadata) -> TensorSummary {
+fn tensor_summary(tensor: &TensorEntry, metadata: &CheckpointMetadata) -> TensorSummary {
     let chunks = tensor.chunks.iter().map(|chunk| {
         let file = chunk.placement.and_then(|placement| metadata.file(placement.file));
         ChunkSummary {

@@ -50,7 +50,9 @@ pub(crate) struct Report {
 
 pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
     open::run(true, async {
-        let source = open::source(&args.uri, Need::Readable).await?;
+        // Statistics of a part would pass for those of all.
+        let need = if args.stats { Need::Whole } else { Need::Readable };
+        let source = open::source(&args.uri, need).await?;
         let target = match &args.output {
             Some(path) => Some((path, open::target_file(path, args.overwrite).await?)),
             None => None,

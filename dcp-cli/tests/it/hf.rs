@@ -93,6 +93,29 @@ fn all_that_is_wrong_is_listed() {
 }
 
 #[test]
+fn what_is_missing_is_not_taken_for_nothing() {
+    let folder = copy_of("rank0_index");
+    let (place, whole) = (folder.path().display().to_string(), folder_of("rank0_index"));
+    let lost = "model-00002-of-00003.safetensors";
+    fs::remove_file(folder.path().join(lost)).unwrap();
+    dcp(["stats", &place]).fails(1, &[lost]);
+    dcp(["stats", &place, "--json"]).fails(1, &[lost]);
+    dcp(["report", &place, "--stats", "--json"]).fails(1, &[lost]);
+    dcp(["report", &place, "--json"]).ok();
+    for options in [&[][..], &["--keys-only"]] {
+        for (a, b) in [(&place, &whole), (&whole, &place)] {
+            dcp([&["diff", a, b], options].concat()).fails(3, &[lost]);
+        }
+    }
+    let found = dcp(["inspect", &place, "--json"]).json();
+    assert_eq!(found["files"][lost], json!(null), "{found}");
+    assert_eq!(found["files"].as_object().unwrap().len(), 3);
+    let text = dcp(["inspect", &place]).ok();
+    let line = text.lines().find(|line| line.starts_with(lost)).unwrap();
+    assert!(line.contains("missing"), "{line}");
+}
+
+#[test]
 fn a_pointer_of_git_lfs_is_no_file() {
     let folder = copy_of("rank0");
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";

@@ -131,3 +131,19 @@ fn formats_may_be_mixed() {
     let found = dcp(["diff", &whole, source, "--json"]).json();
     assert_eq!(found["differences"], serde_json::json!([]), "{found}");
 }
+
+#[test]
+fn what_has_no_difference_goes_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    for fixture in ["objects", "t24_plain", "vectors"] {
+        let pt = at(&format!("{fixture}.pt"));
+        dcp(["convert", fixture, &pt, "--to", "torch-save"]).ok();
+        dcp(["diff", fixture, &pt]).ok();
+        let (average, merged) = (at(&format!("{fixture}_a.pt")), at(&format!("{fixture}_m.pt")));
+        dcp(["average", fixture, &pt, "--accumulate", "f64", "-o", &average]).ok();
+        dcp(["merge", fixture, &pt, "--identical", "-o", &merged]).ok();
+    }
+    let run = dcp(["merge", "fsdp2_adam_2r", "t24_plain", "--identical", "-o", &at("none.pt")]);
+    assert_ne!(run.code, 0);
+}

@@ -24,6 +24,7 @@ use crate::stats::unravel;
 use crate::tensor_read::TensorReader;
 use crate::value_json::element_json;
 
+pub(crate) use objects::first_difference;
 pub use report::{
     Described, DiffCounts, DiffReport, DiffScope, Difference, DifferenceKind, Spot, ValueDifference,
 };
@@ -368,7 +369,7 @@ impl<'a> Job<'a> {
             for both in pairs {
                 let (a, b) = (in_a.remove(&both.a.entry), in_b.remove(&both.b.entry));
                 let (Some(a), Some(b)) = (a.transpose()?, b.transpose()?) else { continue };
-                if let Some(found) = objects::first_difference(&a, &b, self.what.tolerance) {
+                if let Some(found) = first_difference(&a, &b, self.what.tolerance) {
                     let missing = match (&found.a, &found.b) {
                         (None, _) => Some("a"),
                         (_, None) => Some("b"),

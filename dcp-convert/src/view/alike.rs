@@ -5,6 +5,7 @@ use std::sync::Arc;
 use dcp_core::{CheckpointError, CheckpointMetadata, Entry, Region, TensorEntry};
 
 use super::scratch::{SCRATCH, bad_plan, pieces};
+use crate::diff::first_difference;
 use crate::objects::read_objects;
 use crate::source::Source;
 use crate::tensor_read::TensorReader;
@@ -41,7 +42,8 @@ impl Input {
 }
 
 /// In words, how what two checkpoints hold under one name differs; `None` when it does not.
-/// Tensors are compared byte by byte, in bounded parts.
+/// Tensors are compared byte by byte, in bounded parts; objects part by part, as
+/// [`diff`](crate::diff()) compares them.
 pub(super) async fn difference(
     a: &Input,
     b: &Input,
@@ -73,7 +75,10 @@ pub(super) async fn difference(
             let y = read_objects(&b.source, &b.metadata, &[at_b]).await.remove(&at_b);
             let missing = || bad_plan(fqn, "it was not read");
             let (x, y) = (x.ok_or_else(missing)??, y.ok_or_else(missing)??);
-            Ok((!x.same(&y)).then(|| "their values differ".to_owned()))
+            Ok(first_difference(&x, &y, None).map(|found| match &*found.path {
+                "" => "their values differ".to_owned(),
+                path => format!("their values differ at {path}"),
+            }))
         }
         _ => Ok(Some("a tensor in one, an object in the other".to_owned())),
     }

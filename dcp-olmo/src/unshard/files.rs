@@ -14,14 +14,14 @@ use crate::rekeyed::{Origin, Shown};
 const NAME_MAX: usize = 200;
 
 /// A file to write.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct UnshardedFile {
     pub(super) key: Key,
     pub(super) shown: Vec<Shown>,
 }
 
 /// The files for a part of a state: those with data, and the name of their index.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Files {
     pub(super) data: Vec<UnshardedFile>,
     pub(super) index: Option<Key>,

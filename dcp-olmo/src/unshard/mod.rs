@@ -1,6 +1,7 @@
 //! OLMo-core's `unshard_checkpoint`: a sharded checkpoint as plain files.
 
 mod files;
+mod replace;
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use indexmap::IndexMap;
 use serde::Serialize;
 
 use self::files::{Files, UnshardedFile, below, divide, is_exported};
+use self::replace::{Nowhere, Old};
 use crate::layout::{MODEL, OPTIM};
 use crate::rekeyed::{Origin, Rekeyed, Shown};
 use crate::values::read_values;
@@ -139,6 +141,9 @@ pub struct UnshardReport {
     pub bytes: u64,
     /// Each file and its bytes, in the order of writing.
     pub files: IndexMap<String, u64>,
+    /// Files of the replaced export that the new one does not have, and that are gone.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub removed: Vec<String>,
     /// Keys that are neither of the model nor of an optimizer that was asked for.
     pub dropped: Vec<Arc<str>>,
     /// Objects that the format cannot hold. Those of the optimizer are in a JSON file beside it.
@@ -154,6 +159,13 @@ pub struct UnshardReport {
 /// Data is streamed: memory does not grow with the checkpoint. Names are checked before anything
 /// is written; a failure later removes the files that are new.
 ///
+/// With [`UnshardOptions::save_overwrite`], what is there of a single file is replaced at once.
+/// Where several files are replaced, all is read first, with its checksums, so that a damaged
+/// checkpoint changes nothing. Then the old index is removed, or without one all old files but the
+/// first, the files are replaced, and the new index is the last that is written. So whatever
+/// happens, old and new files never look like one model; a failure in between leaves neither of
+/// the two. Last, files that only the old index named are removed.
+///
 /// # Errors
 ///
 /// When there is no model in the checkpoint; when two keys would get the same file, or a file is
@@ -164,7 +176,6 @@ pub async fn unshard_checkpoint(
     options: &UnshardOptions,
     job: &JobOptions,
 ) -> Result<UnshardReport, ConvertError> {
-    let source = source.for_job(job.parallelism);
     let metadata = source.metadata().await?;
     let mut report = UnshardReport { dry_run: job.dry_run, ..UnshardReport::default() };
     let mut parts = Vec::new();
@@ -211,25 +222,62 @@ pub async fn unshard_checkpoint(
             }
         }
     }
+    let json = planned.iter().map(|(root, files, _)| {
+        (*root == OPTIM && !options.format.holds_objects()).then(|| objects_file(files)).transpose()
+    });
+    let json: Vec<Option<Key>> = json.collect::<Result<_, _>>()?;
+    let replaced = if options.save_overwrite && !job.dry_run {
+        let files = planned.iter().map(|(_, files, _)| files).zip(json.iter().cloned());
+        Old::look(&**target, &files.collect::<Vec<_>>()).await?
+    } else {
+        None
+    };
     if let Some(progress) = &job.progress {
-        progress.start(total);
+        progress.start(if replaced.is_some() { total.saturating_mul(2) } else { total });
     }
-    let mut writing = Writing { source, metadata, target, options, job, report };
-    let mut done = Ok(());
-    for (root, files, objects) in planned {
-        let json = if root == OPTIM { Some(objects_file(&files)?) } else { None };
-        done = writing.part(files, &objects, json).await;
-        if done.is_err() {
-            break;
+    let parts = planned.into_iter().map(|(_, files, objects)| (files, objects)).zip(json);
+    let parts = parts.map(|((files, objects), json)| Part { files, objects, json });
+    let parts: Vec<Part> = parts.collect();
+    let writing = |report| {
+        let (source, metadata) = (source.for_job(job.parallelism), Arc::clone(&metadata));
+        Writing { source, metadata, target, options, job, report }
+    };
+    if let Some(old) = &replaced {
+        let nowhere: Arc<dyn Storage> = Arc::new(Nowhere);
+        let rehearsal = Writing { target: &nowhere, ..writing(UnshardReport::default()) };
+        rehearsal.all(parts.clone()).await.1?;
+        old.break_up(&**target).await?;
+    }
+    let (mut report, done) = writing(report).all(parts).await;
+    if let Err(error) = done {
+        if !job.dry_run {
+            remove(target, &report).await;
         }
+        return Err(error);
     }
-    match done {
-        Ok(()) => Ok(writing.report),
-        Err(error) => {
-            writing.remove().await;
-            Err(error)
-        }
+    if let Some(old) = replaced {
+        let is_new = |key: &Key| report.files.contains_key(key.as_str());
+        report.removed = old.remove_stale(&**target, is_new).await;
     }
+    Ok(report)
+}
+
+/// Removes what was written; what was replaced cannot be had back.
+async fn remove(target: &Arc<dyn Storage>, report: &UnshardReport) {
+    for name in report.files.keys() {
+        let Ok(key) = Key::new(name) else { continue };
+        // The error that ends the export says more than this one.
+        let _ = target.delete(&key).await;
+    }
+}
+
+/// What is written of one part of the state.
+#[derive(Clone, Debug)]
+struct Part {
+    files: Files,
+    /// What the format cannot hold, and the file that it goes into.
+    objects: Vec<Shown>,
+    json: Option<Key>,
 }
 
 fn position(shown: &Shown) -> usize {
@@ -257,13 +305,19 @@ struct Writing<'a> {
 }
 
 impl Writing<'_> {
+    /// All parts; what was written is told of a failure, too.
+    async fn all(mut self, parts: Vec<Part>) -> (UnshardReport, Result<(), ConvertError>) {
+        for part in parts {
+            if let Err(error) = self.part(part).await {
+                return (self.report, Err(error));
+            }
+        }
+        (self.report, Ok(()))
+    }
+
     /// The files of one part of the state, and then their index.
-    async fn part(
-        &mut self,
-        files: Files,
-        objects: &[Shown],
-        json: Option<Key>,
-    ) -> Result<(), ConvertError> {
+    async fn part(&mut self, part: Part) -> Result<(), ConvertError> {
+        let Part { files, objects, json } = part;
         let mut weights = IndexMap::new();
         let mut total = 0_u64;
         for file in files.data {
@@ -272,7 +326,9 @@ impl Writing<'_> {
             let bytes = file.shown.iter().map(|one| byte_len(&self.metadata, one));
             total = bytes.fold(total, u64::saturating_add);
             let written = self.file(file).await?;
-            let there = names.into_iter().filter(|name| !written.tied.contains_key(name));
+            // A file of safetensors has one of several tied tensors, one of `torch.save` all.
+            let all = self.options.format == UnshardFormat::TorchSave;
+            let there = names.into_iter().filter(|name| all || !written.tied.contains_key(name));
             let name = Key::new(&name).map_err(StorageError::from)?;
             weights.extend(there.map(|fqn| (fqn, name.clone())));
         }
@@ -283,7 +339,7 @@ impl Writing<'_> {
         };
         match json.filter(|_| !objects.is_empty()) {
             Some(key) => {
-                let values = self.objects(objects).await?;
+                let values = self.objects(&objects).await?;
                 self.report.objects += objects.len();
                 self.put(key, values).await?;
             }
@@ -338,18 +394,6 @@ impl Writing<'_> {
         self.report.bytes = self.report.bytes.saturating_add(len);
         self.report.files.insert(key.to_string(), len);
         Ok(())
-    }
-
-    /// Removes what was written; what was replaced cannot be had back and stays.
-    async fn remove(&self) {
-        if self.job.dry_run || self.options.save_overwrite {
-            return;
-        }
-        for name in self.report.files.keys() {
-            let Ok(key) = Key::new(name) else { continue };
-            // The error that ends the export says more than this one.
-            let _ = self.target.delete(&key).await;
-        }
     }
 }
 

@@ -5,6 +5,7 @@
 mod keys;
 mod layouts;
 mod loading;
+mod overwrite;
 mod run_dir;
 mod support;
 mod unshard;

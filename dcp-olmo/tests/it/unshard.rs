@@ -18,11 +18,11 @@ use crate::support::{
 const SAFETENSORS: UnshardFormat = UnshardFormat::Safetensors;
 const TORCH_SAVE: UnshardFormat = UnshardFormat::TorchSave;
 
-fn chunks(bytes: u64) -> UnshardStrategy {
+pub(crate) fn chunks(bytes: u64) -> UnshardStrategy {
     UnshardStrategy::Chunks(NonZeroU64::new(bytes).unwrap())
 }
 
-fn unshard(
+pub(crate) fn unshard(
     name: &str,
     target: &Arc<dyn Storage>,
     options: UnshardOptions,
@@ -31,7 +31,7 @@ fn unshard(
     block_on(unshard_checkpoint(&source, target, &options, &JobOptions::default()))
 }
 
-fn names(storage: &Arc<dyn Storage>) -> Vec<String> {
+pub(crate) fn names(storage: &Arc<dyn Storage>) -> Vec<String> {
     let all = block_on(storage.list(None).collect::<Vec<_>>());
     let mut names: Vec<_> = all.into_iter().map(|meta| meta.unwrap().key.to_string()).collect();
     names.sort();
@@ -47,7 +47,7 @@ fn source(storage: &Arc<dyn Storage>, name: &str) -> Source {
 }
 
 /// Path, joined by a separator that no key has, to dtype, shape and checksum, or to the value.
-fn contents(storage: &Arc<dyn Storage>, name: &str) -> BTreeMap<String, Json> {
+pub(crate) fn contents(storage: &Arc<dyn Storage>, name: &str) -> BTreeMap<String, Json> {
     let source = source(storage, name);
     let metadata = block_on(source.metadata()).unwrap();
     let values = everything_of(&source);

@@ -1,0 +1,158 @@
+//! Replacing files that are there, so that old and new ones are never taken for one model.
+
+use std::collections::BTreeSet;
+
+use async_trait::async_trait;
+use dcp_core::{
+    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
+    StorageError, StorageErrorKind, StorageExt, StorageOp, Upload,
+};
+use dcp_formats::hf::IndexFile;
+use futures_util::{StreamExt, stream};
+
+use super::files::Files;
+
+/// The largest index that is read for the names in it, in bytes.
+const INDEX_MAX: u64 = 256 << 20;
+
+/// What of an earlier export has to go before and after files of the same names are written.
+#[derive(Debug, Default)]
+pub(super) struct Old {
+    /// What makes files a whole: indexes; where there are none, all files but the one that is
+    /// replaced first.
+    first: Vec<Key>,
+    /// The files that the indexes name.
+    named: BTreeSet<Key>,
+}
+
+impl Old {
+    /// What there is that `parts` would replace; `None` where nothing of it is there, and where
+    /// it is one file, which is replaced at once.
+    pub(super) async fn look(
+        storage: &dyn Storage,
+        parts: &[(&Files, Option<Key>)],
+    ) -> Result<Option<Self>, StorageError> {
+        let mut old = Self::default();
+        let (mut there, mut count) = (false, 0_usize);
+        for (files, objects) in parts {
+            let data = files.data.iter().map(|file| &file.key);
+            match &files.index {
+                Some(index) => {
+                    old.named.extend(named_files(storage, index).await?);
+                    old.first.push(index.clone());
+                }
+                // What the very first file holds is whole, old or new.
+                None => old.first.extend(data.clone().skip(usize::from(count == 0)).cloned()),
+            }
+            old.first.extend(objects.clone());
+            for key in data.chain(&files.index).chain(objects) {
+                count += 1;
+                there = there || storage.contains(key).await?;
+            }
+        }
+        Ok((there && count > 1).then_some(old))
+    }
+
+    /// Removes what would make new files and old ones a whole.
+    pub(super) async fn break_up(&self, storage: &dyn Storage) -> Result<(), StorageError> {
+        for key in &self.first {
+            storage.delete(key).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes the files that only the old indexes named, and returns those that are gone.
+    pub(super) async fn remove_stale(
+        self,
+        storage: &dyn Storage,
+        is_new: impl Fn(&Key) -> bool,
+    ) -> Vec<String> {
+        let mut removed = Vec::new();
+        for key in self.named.iter().filter(|key| !is_new(key)) {
+            // The new files are whole whether or not an old one stays beside them.
+            let was_there = storage.contains(key).await.unwrap_or(false);
+            if was_there && storage.delete(key).await.is_ok() {
+                removed.push(key.to_string());
+            }
+        }
+        removed
+    }
+}
+
+/// The files that an index names, of those names that an export has. An index that makes no sense
+/// names none.
+async fn named_files(storage: &dyn Storage, index: &Key) -> Result<Vec<Key>, StorageError> {
+    match storage.stat(index).await {
+        Ok(meta) if meta.byte_len <= INDEX_MAX => {}
+        Ok(_) => return Ok(Vec::new()),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    }
+    let Some((root, _)) = index.as_str().split_once('/') else { return Ok(Vec::new()) };
+    let is_own = |name: &str| {
+        let ours = name.starts_with("chunk-") || name.starts_with(&format!("{root}-"));
+        ours && !name.contains('/') && (name.ends_with(".safetensors") || name.ends_with(".pt"))
+    };
+    let index = IndexFile::parse(&storage.read_all(index).await?).unwrap_or_default();
+    let names = index.files().filter(|name| is_own(name.as_str()));
+    Ok(names.filter_map(|name| Key::new(format!("{root}/{name}")).ok()).collect())
+}
+
+/// A storage that takes everything and keeps nothing: what can be written to it can be read from
+/// the checkpoint, undamaged.
+#[derive(Debug)]
+pub(super) struct Nowhere;
+
+fn nothing(operation: StorageOp, key: &Key) -> StorageError {
+    StorageError::new(StorageErrorKind::NotFound, operation, Some(key.clone()))
+}
+
+#[async_trait]
+impl Storage for Nowhere {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::none()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        Err(nothing(StorageOp::Stat, key))
+    }
+
+    async fn read(&self, key: &Key, _reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        Err(nothing(StorageOp::Read, key))
+    }
+
+    async fn put(&self, _key: &Key, _content: Payload, _mode: PutMode) -> Result<(), StorageError> {
+        Ok(())
+    }
+
+    async fn start_upload(
+        &self,
+        _key: &Key,
+        _mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        Ok(Box::new(Self))
+    }
+
+    fn list(&self, _prefix: Option<&Key>) -> ObjectStream {
+        stream::empty().boxed()
+    }
+
+    async fn delete(&self, _key: &Key) -> Result<(), StorageError> {
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Upload for Nowhere {
+    async fn put_part(&mut self, _part: Payload) -> Result<(), StorageError> {
+        Ok(())
+    }
+
+    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+        Ok(())
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        Ok(())
+    }
+}

@@ -31,7 +31,6 @@ pub(super) fn is_magic(head: &[u8]) -> bool {
 
 /// The five pickles.
 struct Stream {
-    byte_order: ByteOrder,
     /// The pickle of the object.
     object: Range<u64>,
     /// Keys of the storages, in the order in which they follow.
@@ -67,7 +66,9 @@ pub(super) async fn read(file: &mut File<'_>) -> Result<Contents, CheckpointErro
     Ok(Contents {
         pickle,
         pickle_range: range,
-        byte_order: stream.byte_order,
+        // PyTorch swaps the bytes of this form's storages on a big-endian machine, both when it
+        // writes and when it reads; what the stream says of the machine is not asked.
+        byte_order: ByteOrder::Little,
         storages,
         records: IndexMap::new(),
         version: Some(PROTOCOL.to_string().into()),
@@ -111,9 +112,8 @@ fn pickles(head: &[u8]) -> Result<Stream, FormatError> {
     if protocol.int(protocol.root()) != Some(PROTOCOL) {
         return Err(bad("it is of an unknown version", start));
     }
-    let system = next(&mut start)?;
-    let little = system_is_little_endian(&system);
-    let little = little.ok_or_else(|| bad("it does not say its byte order", start))?;
+    // Of the machine: nothing in it bears on the rest.
+    next(&mut start)?;
     let object = next(&mut start)?;
     let object = start as u64..(start + object.byte_len()) as u64;
     let keys = next(&mut start)?;
@@ -125,18 +125,7 @@ fn pickles(head: &[u8]) -> Result<Stream, FormatError> {
         _ => None,
     };
     let keys: Vec<Box<str>> = keys.ok_or_else(|| bad("it has no list of storages", start))?;
-    let byte_order = if little { ByteOrder::Little } else { ByteOrder::Big };
-    Ok(Stream { byte_order, object, keys, end })
-}
-
-fn system_is_little_endian(system: &Pickle<'_>) -> Option<bool> {
-    let Node::Dict(entries) = *system.node(system.root()) else { return None };
-    let (_, value) =
-        system.entries(entries).find(|(key, _)| system.str(*key) == Some("little_endian"))?;
-    match system.node(value) {
-        Node::Bool(little) => Some(*little),
-        _ => None,
-    }
+    Ok(Stream { object, keys, end })
 }
 
 /// Where a storage should be.

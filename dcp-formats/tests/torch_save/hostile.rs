@@ -307,6 +307,20 @@ fn the_older_form_is_checked_as_well() {
 }
 
 #[test]
+fn the_older_form_is_little_endian_whatever_it_says_of_the_machine() {
+    let mut file = std::fs::read(root().join("t215/legacy.pt")).unwrap();
+    let name = file.windows(13).position(|bytes| bytes == b"little_endian").unwrap();
+    let flag = name + file[name..].iter().position(|byte| *byte == 0x88).unwrap();
+    file[flag] = 0x89;
+    let (flipped, real) =
+        (load(&stored(file)).unwrap(), load(&fixture("t215", "legacy.pt")).unwrap());
+    assert!(!real.tensors.is_empty());
+    for (fqn, tensor) in &real.tensors {
+        assert_eq!(flipped.tensors[fqn].to_vec().unwrap(), tensor.to_vec().unwrap(), "{fqn}");
+    }
+}
+
+#[test]
 fn only_headers_are_read_for_the_index() {
     use dcp_conformance::CountingStorage;
     use dcp_core::StorageReader as _;

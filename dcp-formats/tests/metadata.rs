@@ -410,6 +410,26 @@ fn t06_paths_of_all_pythons_are_text() {
 }
 
 #[test]
+fn the_index_of_a_large_run_fits_the_limits() {
+    let mut metadata = small();
+    let place = metadata.get("step").unwrap().as_object().unwrap().placement;
+    for n in 0..200 {
+        let mut tensor = TensorEntry::new(DType::Float32, [1_000_000, 8192]);
+        for chunk in 0..1000 {
+            tensor.chunks.push(&[chunk * 1000, 0], &[1000, 8192], place).unwrap();
+        }
+        metadata.insert(&*format!("model.blocks.{n}.weight"), Entry::Tensor(tensor));
+    }
+    let bytes = encode(&metadata, Profile::Compat).unwrap();
+    assert!(bytes.len() > 30 << 20, "{}", bytes.len());
+    // A quarter of what is allowed.
+    Pickle::parse(&bytes, &Limits::DEFAULT.with_bytes(512 << 20)).unwrap();
+    let error = Pickle::parse(&bytes, &Limits::DEFAULT.with_bytes(64 << 20)).unwrap_err();
+    assert!(error.problem().contains("64 MiB of memory"), "{error}");
+    assert_eq!(decode(&bytes).unwrap().len(), metadata.len());
+}
+
+#[test]
 fn lists_that_are_shared_over_and_over_are_refused() {
     // 2000 tensors that all refer to one list of 2000 chunks.
     const COUNT: usize = 2000;

@@ -24,7 +24,7 @@ impl<'a> Pickle<'a> {
         let mut machine = Machine::new(input, limits);
         loop {
             let at = machine.cursor.position();
-            match machine.step() {
+            match machine.step().and_then(|root| machine.check_memory().map(|()| root)) {
                 Ok(None) => {}
                 Ok(Some(root)) => return Ok(machine.finish(root)),
                 // The opcode's place says more than that of the operand it stumbled on.

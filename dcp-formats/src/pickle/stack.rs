@@ -12,7 +12,8 @@ use super::names::to_python3;
 
 pub(super) struct Machine<'a> {
     pub(super) cursor: Cursor<'a>,
-    pub(super) node_limit: usize,
+    /// The most memory that this may take together, in bytes.
+    memory: u64,
     pub(super) stack: Vec<NodeId>,
     /// Lengths of the stack at each open `MARK`.
     pub(super) marks: Vec<usize>,
@@ -39,7 +40,7 @@ impl<'a> Machine<'a> {
         let constant = |index| NodeId::from_index(index).unwrap_or(NodeId::NONE);
         Self {
             cursor: Cursor::new(input),
-            node_limit: limits.nodes as usize,
+            memory: limits.memory(input.len()),
             stack: Vec::new(),
             marks: Vec::new(),
             memo: Vec::new(),
@@ -70,11 +71,33 @@ impl<'a> Machine<'a> {
         self.out
     }
 
-    pub(super) fn add(&mut self, node: Node<'a>) -> Result<NodeId, FormatError> {
-        if self.out.nodes.len() >= self.node_limit {
-            let problem = format!("it makes more than {} objects", self.node_limit);
-            return Err(self.cursor.bad(problem));
+    /// Fails when more memory is taken than the pickle may have.
+    pub(super) fn check_memory(&self) -> Result<(), FormatError> {
+        let out = &self.out;
+        let taken = size_of_val(&*out.nodes)
+            + size_of_val(&*out.pool)
+            + size_of_val(&*out.objects)
+            + size_of_val(&*out.rare)
+            // Once more in the table by name.
+            + 3 * size_of_val(&*out.globals)
+            + size_of_val(&*self.stack)
+            + size_of_val(&*self.marks)
+            + size_of_val(&*self.memo);
+        if taken as u64 > self.memory {
+            return Err(self.too_much());
         }
+        Ok(())
+    }
+
+    fn too_much(&self) -> FormatError {
+        let (len, memory) = (self.cursor.input_len(), self.memory >> 20);
+        self.cursor.bad(format!(
+            "its {len} bytes make so many objects that they take more than {memory} MiB of \
+             memory, which no checkpoint does"
+        ))
+    }
+
+    pub(super) fn add(&mut self, node: Node<'a>) -> Result<NodeId, FormatError> {
         let id = NodeId::from_index(self.out.nodes.len());
         self.out.nodes.push(node);
         id.ok_or_else(|| self.cursor.bad("it makes too many objects"))
@@ -285,6 +308,9 @@ impl<'a> Machine<'a> {
             return Err(self.cursor.bad("a memo index is larger than the pickle is long"));
         };
         if index >= self.memo.len() {
+            if (size_of::<Option<NodeId>>() as u64).saturating_mul(index as u64) > self.memory {
+                return Err(self.too_much());
+            }
             self.memo.resize(index + 1, None);
         }
         if let Some(slot) = self.memo.get_mut(index)

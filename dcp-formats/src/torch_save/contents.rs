@@ -8,13 +8,18 @@ use indexmap::IndexMap;
 
 use super::file::File;
 use super::legacy;
+use crate::pickle::Limits;
 use crate::torch_tensor::{ByteOrder, StorageRef, byte_order, small_record};
 use crate::torch_zip::{ArchiveIndex, Entry, Method, Progress, Record, Sparse};
 
-/// The most that a stored pickle may have, in bytes; a tensor takes about 300.
-pub(super) const PICKLE_MAX: u64 = 1 << 30;
-/// The most that one may inflate to.
-const INFLATED_PICKLE_MAX: u64 = 64 << 20;
+/// The most that a pickle may have, in bytes; a tensor takes about 300.
+pub(super) const PICKLE_MAX: u64 = 256 << 20;
+/// How much parsing one may take.
+pub(super) const LIMITS: Limits = Limits::DEFAULT.with_bytes(1 << 30);
+/// What a pickle may inflate to, which PyTorch does not deflate: so many times its kept length,
+/// or so many bytes if that is more.
+const INFLATED_PICKLE_RATIO: u64 = 16;
+const INFLATED_PICKLE_MIN: u64 = 4 << 20;
 /// What a zip archive begins with.
 const ZIP: &[u8] = b"PK\x03\x04";
 /// What is read of an archive's end before anything is known of it.
@@ -103,7 +108,11 @@ async fn read_archive(file: &mut File<'_>) -> Result<Contents, CheckpointError> 
         let record = file.parse(1 << 20, |blob| entry.locate(blob)).await?;
         let limit = match record.method {
             Method::Stored => PICKLE_MAX,
-            Method::Deflated => INFLATED_PICKLE_MAX,
+            Method::Deflated => {
+                let kept = record.data.end.saturating_sub(record.data.start);
+                let most = kept.saturating_mul(INFLATED_PICKLE_RATIO);
+                most.clamp(INFLATED_PICKLE_MIN, PICKLE_MAX)
+            }
         };
         let whole = |blob: &Sparse<'_>, entry: &Entry, limit: u64| {
             Progress::from_halting(small_record(blob, entry, limit))

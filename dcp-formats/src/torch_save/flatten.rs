@@ -20,6 +20,11 @@ const STEPS_MIN: usize = 1 << 16;
 /// Bytes of names for each byte of the pickle, and what any pickle may have.
 const NAMES_PER_BYTE: usize = 16;
 const NAMES_MIN: usize = 1 << 20;
+/// The most bytes of names of any file.
+const NAMES_MAX: usize = 256 << 20;
+/// The most items that all descended containers may have together: ten times what large
+/// checkpoints have, where an item takes about half a KiB.
+const ITEMS_MAX: usize = 1 << 21;
 
 /// A tensor, or an object that is not descended.
 #[derive(Debug)]
@@ -43,7 +48,12 @@ pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Vec<Leaf>, FormatError> {
         leaves: IndexMap::new(),
         barren: HashSet::new(),
         steps_left: size.saturating_mul(STEPS_PER_NODE).saturating_add(STEPS_MIN),
-        names_left: pickle.byte_len().saturating_mul(NAMES_PER_BYTE).saturating_add(NAMES_MIN),
+        names_left: pickle
+            .byte_len()
+            .saturating_mul(NAMES_PER_BYTE)
+            .saturating_add(NAMES_MIN)
+            .min(NAMES_MAX),
+        items_left: ITEMS_MAX,
     };
     walk.run()?;
     Ok(walk.leaves.into_iter().map(|(fqn, (path, node))| Leaf { fqn, path, node }).collect())
@@ -57,14 +67,15 @@ struct Walk<'p, 'a> {
     barren: HashSet<NodeId>,
     steps_left: usize,
     names_left: usize,
+    items_left: usize,
 }
 
 type Level = std::vec::IntoIter<(PathItem, NodeId)>;
 
-impl Walk<'_, '_> {
+impl<'p, 'a> Walk<'p, 'a> {
     fn run(&mut self) -> Result<(), FormatError> {
         let root = self.pickle.root();
-        let mut levels: Vec<Level> = match self.mapping(root) {
+        let mut levels: Vec<Level> = match self.mapping(root)? {
             Some(level) => vec![level],
             None => vec![vec![(PathItem::Key(ROOT_KEY.into()), root)].into_iter()],
         };
@@ -79,7 +90,7 @@ impl Walk<'_, '_> {
                 return Err(self.bad(problem));
             }
             self.path.push(step);
-            match self.descend(node) {
+            match self.descend(node)? {
                 Some(level) => {
                     self.spend(1)?;
                     levels.push(level);
@@ -125,31 +136,47 @@ impl Walk<'_, '_> {
     }
 
     /// The container that a node is, unless it is a leaf.
-    fn descend(&mut self, node: NodeId) -> Option<Level> {
+    fn descend(&mut self, node: NodeId) -> Result<Option<Level>, FormatError> {
         if let Node::List(span) = *self.pickle.node(node) {
             if !self.is_fertile(node) {
-                return None;
+                return Ok(None);
             }
+            self.count(span.len())?;
             let items = self.pickle.children(span).iter().zip(0..);
             let items = items.map(|(item, index)| (PathItem::Index(index), *item));
-            return Some(items.collect::<Vec<_>>().into_iter());
+            return Ok(Some(items.collect::<Vec<_>>().into_iter()));
         }
         self.mapping(node)
     }
 
     /// The entries of what Python calls a mapping; of equal keys the last one counts.
-    fn mapping(&self, node: NodeId) -> Option<Level> {
+    fn mapping(&mut self, node: NodeId) -> Result<Option<Level>, FormatError> {
+        let Some(pairs) = self.pairs(node) else { return Ok(None) };
+        self.count(pairs.size_hint().0)?;
         let mut entries: IndexMap<(bool, Arc<str>), NodeId> = IndexMap::new();
-        for [key, value] in self.pairs(node)? {
+        for [key, value] in pairs {
             let is_text = self.pickle.str(*key).is_some();
-            entries.insert((is_text, self.text(*key)?), *value);
+            let Some(text) = self.text(*key) else { return Ok(None) };
+            entries.insert((is_text, text), *value);
         }
         let entries = entries.into_iter().map(|((_, key), value)| (PathItem::Key(key), value));
-        Some(entries.collect::<Vec<_>>().into_iter())
+        Ok(Some(entries.collect::<Vec<_>>().into_iter()))
+    }
+
+    /// Takes a container with so many items into account.
+    fn count(&mut self, items: usize) -> Result<(), FormatError> {
+        self.items_left = self.items_left.checked_sub(items).ok_or_else(|| {
+            let problem = format!(
+                "the dicts and lists of it and before it have more than {ITEMS_MAX} items, which \
+                 are too many to be listed; save large tables as tensors"
+            );
+            self.bad(problem)
+        })?;
+        Ok(())
     }
 
     /// Keys and values of what Python calls a mapping.
-    fn pairs(&self, node: NodeId) -> Option<impl Iterator<Item = &[NodeId; 2]>> {
+    fn pairs(&self, node: NodeId) -> Option<impl Iterator<Item = &'p [NodeId; 2]> + use<'p, 'a>> {
         let pickle = self.pickle;
         let (counted, set) = match pickle.node(node) {
             Node::Dict(span) => (pickle.children(*span), &[][..]),

@@ -8,9 +8,9 @@ use dcp_core::{
     TensorEntry,
 };
 
-use super::contents::Contents;
+use super::contents::{Contents, LIMITS};
 use super::flatten::flatten;
-use crate::pickle::{Limits, NodeId, Pickle};
+use crate::pickle::{NodeId, Pickle};
 use crate::torch_tensor::{ByteOrder, TensorLayout};
 use crate::torch_zip::{Method, Record};
 
@@ -38,7 +38,7 @@ pub(super) enum Leaf {
 
 impl Index {
     pub(super) fn new(key: &Key, contents: Contents) -> Result<Self, FormatError> {
-        let pickle = Pickle::parse(&contents.pickle, &Limits::DEFAULT)?;
+        let pickle = Pickle::parse(&contents.pickle, &LIMITS)?;
         let mut metadata = CheckpointMetadata::new();
         let provenance = metadata.provenance_mut();
         provenance.format = Some("torch_save".into());

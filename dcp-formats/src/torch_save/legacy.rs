@@ -8,9 +8,9 @@ use bytes::Bytes;
 use dcp_core::{CheckpointError, FormatError};
 use indexmap::IndexMap;
 
-use super::contents::Contents;
+use super::contents::{Contents, LIMITS};
 use super::file::File;
-use crate::pickle::{Limits, Node, NodeId, Pickle, Writer};
+use crate::pickle::{Node, NodeId, Pickle, Writer};
 use crate::torch_tensor::{ByteOrder, stored};
 use crate::torch_zip::{Method, Progress, Record, Sparse};
 
@@ -98,7 +98,7 @@ fn pickles(head: &[u8]) -> Result<Stream, FormatError> {
     let mut at = MAGIC.len();
     let mut next = |input: &mut usize| -> Result<Pickle<'_>, FormatError> {
         let rest = head.get(at..).unwrap_or_default();
-        let pickle = Pickle::parse(rest, &Limits::DEFAULT).map_err(|error| {
+        let pickle = Pickle::parse(rest, &LIMITS).map_err(|error| {
             let within = error.byte_offset().unwrap_or(0);
             FormatError::new("torch.save file", error.problem()).at(at as u64 + within)
         })?;
@@ -137,7 +137,7 @@ struct Place {
 
 /// The places of the storages: the pickle says how long each is.
 fn places(pickle: &[u8], stream: &Stream, file_len: u64) -> Result<Vec<Place>, FormatError> {
-    let pickle = Pickle::parse(pickle, &Limits::DEFAULT)?;
+    let pickle = Pickle::parse(pickle, &LIMITS)?;
     let mut known = IndexMap::new();
     for index in 0..pickle.node_count() {
         if let Some(id) = NodeId::from_index(index)

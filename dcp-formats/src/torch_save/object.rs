@@ -8,9 +8,9 @@ use bytes::Bytes;
 use dcp_core::{CheckpointError, FormatError, Key, Opaque, Storage, StorageExt as _, Value};
 use indexmap::IndexMap;
 
-use super::contents::Contents;
+use super::contents::{Contents, LIMITS};
 use super::persistent::PersistentStorages;
-use crate::pickle::{Converter, Limits, NodeId, Pickle, Writer};
+use crate::pickle::{Converter, NodeId, Pickle, Writer};
 use crate::torch_object::Tensors;
 use crate::torch_tensor::{StorageRef, stored};
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
@@ -37,7 +37,7 @@ impl<'a> Objects<'a> {
         key: &'a Key,
         contents: &'a Contents,
     ) -> Result<Self, FormatError> {
-        let pickle = Pickle::parse(&contents.pickle, &Limits::DEFAULT)?;
+        let pickle = Pickle::parse(&contents.pickle, &LIMITS)?;
         let size = pickle.node_count().saturating_add(pickle.reference_count());
         let nodes_left = size.saturating_mul(SHARED_MAX);
         Ok(Self { storage, key, contents, pickle, nodes_left, bytes_read: 0 })
@@ -64,13 +64,12 @@ impl<'a> Objects<'a> {
             };
             storages.insert(storage.key, bytes);
         }
-        let limits = Limits::DEFAULT;
         let mut tensors = Tensors::new(self.contents.byte_order, total, |layout| {
             let bytes = storages.get(&layout.storage().key).map(|bytes| &**bytes);
             Ok(Cow::Borrowed(bytes.unwrap_or_default()))
         });
-        let converter = Converter::new(&self.pickle, &limits, &mut tensors);
-        let converted = converter.with_size(size, &limits).convert(node)?;
+        let converter = Converter::new(&self.pickle, &LIMITS, &mut tensors);
+        let converted = converter.with_size(size, &LIMITS).convert(node)?;
         drop(tensors);
         if converted.faithful {
             return Ok(converted.value);

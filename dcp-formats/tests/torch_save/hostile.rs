@@ -4,7 +4,7 @@ use std::io::Write as _;
 
 use bytes::Bytes;
 use dcp_core::{CheckpointError, DType, FormatError, Value};
-use dcp_formats::pickle::Writer;
+use dcp_formats::pickle::{Limits, Pickle, Writer};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 
 use crate::reading::{fixture, load, metadata, root, stored};
@@ -129,6 +129,56 @@ fn bombs_are_not_inflated() {
     refused(foreign_zip(&[("x/data.pkl", 8, b"abc", u32::MAX - 1)]), &["more than is possible"]);
     // It says less than it is.
     refused(foreign_zip(&[("x/data.pkl", 8, &bomb, 9)]), &["stops at"]);
+}
+
+#[test]
+fn pickles_that_make_much_of_little_are_refused() {
+    let empty_lists = |count: usize| {
+        let mut bytes = b"\x80\x02(".to_vec();
+        bytes.resize(bytes.len() + count, b']');
+        bytes.extend(b"l.");
+        bytes
+    };
+    // PyTorch deflates no pickle: a few KiB of one are not inflated to many MiB.
+    let bomb = empty_lists(8 << 20);
+    let len = bomb.len() as u32;
+    refused(foreign_zip(&[("x/data.pkl", 8, &deflated(&bomb), len)]), &["data.pkl", "more than"]);
+    // Stored, it takes no more memory than its length earns.
+    refused(archive(bomb, &[]), &["MiB of memory"]);
+    // Marks count as well, though they are no objects; the same value again takes little.
+    for opcode in [b'(', b'2', b'N'] {
+        let mut bytes = b"\x80\x02N".to_vec();
+        bytes.resize(3 << 20, opcode);
+        bytes.push(b'.');
+        let parsed = Pickle::parse(&bytes, &Limits::DEFAULT.with_bytes(16 << 20));
+        let taken = parsed.map(|pickle| pickle.node_count());
+        match opcode {
+            b'(' => assert!(taken.unwrap_err().problem().contains("16 MiB of memory")),
+            _ => assert!(taken.is_ok()),
+        }
+    }
+    // Nor do keys: a container that holds itself is descended more than once.
+    let mut cyclic = b"\x80\x02}(X\x01\x00\x00\x00x]q\x00(h\x00}".to_vec();
+    cyclic.resize(cyclic.len() + 100_000, b'N');
+    cyclic.extend(b"eu.");
+    refused(archive(cyclic, &[]), &["too many to be listed"]);
+}
+
+#[test]
+fn large_plain_data_is_read() {
+    // 250 000 keys with numbers, as a table of a data loader has them.
+    let pickle = pickle(|w| {
+        w.dict(0..250_000, |w, n: usize| {
+            w.str(&format!("document-{n:06}"));
+            w.tuple(2, |w| {
+                w.int(n as i64 + 1000);
+                w.int(n as i64 + 70_000);
+                Ok::<(), FormatError>(())
+            })
+        })
+    });
+    let found = metadata(&stored(archive(pickle, &[]))).unwrap();
+    assert_eq!(found.len(), 250_000);
 }
 
 #[test]

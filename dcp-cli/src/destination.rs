@@ -15,6 +15,7 @@ use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 use dcp::formats::torch_save::TorchSaveForm;
 use dcp::planner::KeyFilter;
 
+use crate::apart::{Shape, keep_apart};
 use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
 use crate::open;
@@ -182,6 +183,20 @@ impl Destination {
             let meant = wide.contains(&from) && !is_exact(fqn) && !kept.selects(fqn, None);
             meant.then_some(dtype)
         })
+    }
+
+    /// Refuses a target that would touch what was opened at `uri`.
+    pub(crate) async fn keep_apart(
+        &self,
+        uri: &str,
+        source: &Source,
+        target: &str,
+    ) -> Result<(), Failure> {
+        let shape = match self.format(target)? {
+            Format::Safetensors | Format::TorchSave => Shape::File,
+            Format::Hf | Format::Dcp => Shape::Folder,
+        };
+        keep_apart(uri, source, target, shape).await
     }
 
     /// Writes `source` to `target`.

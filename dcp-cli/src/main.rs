@@ -1,5 +1,6 @@
 //! The `dcp` command.
 
+mod apart;
 mod args;
 mod choosing;
 mod command;

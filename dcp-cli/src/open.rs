@@ -1,6 +1,5 @@
 //! From what was typed to a checkpoint to read or a place to write.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use dcp::convert::{ConvertError, Source, Target};
@@ -235,18 +234,6 @@ pub(crate) async fn target_directory(uri: &str, overwrite: bool) -> Result<DcpWr
     Ok(DcpWriter::builder(undo::watch(storage)).overwrite(overwrite).build())
 }
 
-/// Refuses to write a place onto itself.
-pub(crate) fn refuse_same(source: &str, target: &str) -> Result<(), Failure> {
-    let place = |uri: &str| {
-        let path = uri.strip_prefix("file://").unwrap_or(uri);
-        Path::new(path).canonicalize().or_else(|_| std::path::absolute(path)).ok()
-    };
-    if source == target || place(source).is_some_and(|from| Some(from) == place(target)) {
-        return Err(ConvertError::SameTarget { target: target.to_owned() }.into());
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -259,12 +246,5 @@ mod tests {
         assert_eq!(split("/b"), ("/".into(), "b".into()));
         assert_eq!(split("file:///x/y/"), ("file:///x".into(), "y".into()));
         assert!(super::split("/").is_none());
-    }
-
-    #[test]
-    fn one_place_has_many_names() {
-        assert!(refuse_same("src", "./src").is_err());
-        assert!(refuse_same("src", "file://src/../src").is_err());
-        assert!(refuse_same("src", "src2").is_ok());
     }
 }

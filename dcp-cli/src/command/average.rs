@@ -108,9 +108,6 @@ impl Average {
 }
 
 pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
-    for source in &args.sources {
-        open::refuse_same(source, &args.out)?;
-    }
     let usual = args.destination.usual_part(&args.out)?;
     let selection = args.choosing.selection(usual)?;
     let (report, view) = open::run(true, async {
@@ -119,6 +116,7 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         let mut sources = Vec::with_capacity(args.sources.len());
         for uri in &args.sources {
             let source = open::source(uri, Need::Whole).await?;
+            args.destination.keep_apart(uri, &source, &args.out).await?;
             sources.push(selection.apply(&source, &options).await?);
         }
         let averaged = Averaged::apply(&sources, &args.options(), &options).await;

@@ -81,11 +81,11 @@ impl Convert {
 }
 
 pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
-    open::refuse_same(&args.source, &args.target)?;
     let usual = args.destination.usual_part(&args.target)?;
     let selection = args.choosing.selection(usual)?;
     let report = open::run(true, async {
         let source = open::source(&args.source, Need::Whole).await?;
+        args.destination.keep_apart(&args.source, &source, &args.target).await?;
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());
         let source = args.dequantized(source, &options).await?;

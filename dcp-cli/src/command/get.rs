@@ -3,6 +3,7 @@
 use dcp::convert::{Found, FoundTensor};
 use serde_json::json;
 
+use crate::apart::{Shape, keep_apart};
 use crate::args;
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need};
@@ -18,6 +19,7 @@ pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
         match (found, &args.output) {
             (Found::Tensor(tensor), Some(path)) => {
                 let path = path.to_string_lossy();
+                keep_apart(&args.uri, &source, &path, Shape::File).await?;
                 save(args, &tensor, &path, out).await
             }
             (Found::Tensor(tensor), None) if args.json => out.json(&tensor.to_json().await?),

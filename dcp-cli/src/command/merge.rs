@@ -45,9 +45,6 @@ pub(crate) struct Merge {
 }
 
 pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
-    for source in &args.sources {
-        open::refuse_same(source, &args.out)?;
-    }
     let usual = args.destination.usual_part(&args.out)?;
     let selection = args.choosing.selection(usual)?;
     let duplicates = if args.identical { Duplicates::Identical } else { Duplicates::Refuse };
@@ -56,7 +53,9 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
         let options = args.destination.writing.options(bar.options());
         let mut sources = Vec::with_capacity(args.sources.len());
         for uri in &args.sources {
-            sources.push(open::source(uri, Need::Whole).await?);
+            let source = open::source(uri, Need::Whole).await?;
+            args.destination.keep_apart(uri, &source, &args.out).await?;
+            sources.push(source);
         }
         let merged = Merged::apply(&sources, duplicates, &options).await;
         let merged = merged.map_err(|error| match error {

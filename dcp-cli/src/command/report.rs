@@ -5,6 +5,7 @@ use dcp::convert::Selection;
 use dcp::convert::report::{ReportLimits, render_html};
 use dcp::core::{Payload, PutMode};
 
+use crate::apart::{Shape, keep_apart};
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
@@ -54,7 +55,10 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
         let need = if args.stats { Need::Whole } else { Need::Readable };
         let source = open::source(&args.uri, need).await?;
         let target = match &args.output {
-            Some(path) => Some((path, open::target_file(path, args.overwrite).await?)),
+            Some(path) => {
+                keep_apart(&args.uri, &source, path, Shape::File).await?;
+                Some((path, open::target_file(path, args.overwrite).await?))
+            }
             None => None,
         };
         let bar = Bar::new(out, "reading");

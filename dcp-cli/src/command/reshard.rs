@@ -2,6 +2,7 @@
 
 use clap::Args;
 
+use crate::apart::{Shape, keep_apart};
 use crate::choosing::{Choosing, OptimizerKeys};
 use crate::created::NewFolders;
 use crate::destination::{Writing, tell};
@@ -45,10 +46,10 @@ pub(crate) struct Reshard {
 }
 
 pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
-    open::refuse_same(&args.source, &args.target)?;
     let selection = args.choosing.selection(StatePart::Everything)?;
     let report = open::run(true, async {
         let source = open::source(&args.source, Need::Whole).await?;
+        keep_apart(&args.source, &source, &args.target, Shape::Folder).await?;
         let folders = NewFolders::before(&args.target);
         let writer = open::target_directory(&args.target, args.writing.overwrite).await?;
         let bar = Bar::new(out, "writing");

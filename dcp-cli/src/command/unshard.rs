@@ -5,6 +5,7 @@ use std::num::NonZeroU64;
 use clap::{Args, ValueEnum};
 use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy, unshard_checkpoint};
 
+use crate::apart::{Shape, keep_apart};
 use crate::created::NewFolders;
 use crate::destination::{Writing, list, parse_bytes};
 use crate::failure::{Exit, Failure};
@@ -101,10 +102,10 @@ impl Unshard {
 }
 
 pub(crate) fn unshard(args: &Unshard, out: &Output) -> Result<(), Failure> {
-    open::refuse_same(&args.source, &args.target)?;
     let how = args.options()?;
     let report = open::run(true, async {
         let source = open::source(&args.source, Need::Whole).await?;
+        keep_apart(&args.source, &source, &args.target, Shape::Folder).await?;
         let folders = NewFolders::before(&args.target);
         let target = open::target_folder(&args.target)?;
         let bar = Bar::new(out, "writing");

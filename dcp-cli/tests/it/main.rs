@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
 
+mod apart;
 mod choosing;
 mod combine;
 mod convert;

@@ -97,6 +97,9 @@ pub(crate) fn cannot_open(uri: &str, error: &StorageError) -> Failure {
             Failure::new(Exit::Io, format!("there is nothing at {uri:?}"))
         }
         StorageErrorKind::Unsupported => Failure::new(Exit::Usage, error.to_string()),
+        _ if Path::new(uri).is_file() => {
+            Failure::new(Exit::Usage, format!("{uri:?} is a file, and a directory is needed"))
+        }
         _ => Failure::new(Exit::Io, dcp::core::error_chain(error))
             .context(format!("cannot open {uri:?}")),
     }

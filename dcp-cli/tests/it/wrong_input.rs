@@ -139,3 +139,11 @@ fn a_reader_that_leaves_early_is_no_failure() {
     child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
     assert_eq!((child.wait().unwrap().code(), &*stderr), (Some(0), ""));
 }
+
+#[test]
+fn a_file_where_a_directory_is_needed_is_said_to_be_one() {
+    let file = "all_dtypes/.metadata";
+    dcp(["ls", file]).fails(2, &["is a file, and a directory is needed"]);
+    dcp(["rewrite-metadata", file, "--to=torch"])
+        .fails(2, &["is a file, and a directory is needed"]);
+}

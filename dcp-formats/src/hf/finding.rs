@@ -55,8 +55,8 @@ impl Finding {
         self
     }
 
-    /// The finding as an error, when there are `others` besides.
-    pub(super) fn into_error(self, others: usize) -> FormatError {
+    /// The finding as an error about `what`, when there are `others` besides.
+    pub(super) fn into_error(self, what: &'static str, others: usize) -> FormatError {
         let mut problem = match &self.fqn {
             Some(fqn) => format!("{fqn:?}: {}", self.message),
             None => self.message,
@@ -64,7 +64,7 @@ impl Finding {
         if others > 0 {
             problem.push_str(&format!(" (and {others} more problems)"));
         }
-        let error = FormatError::new("safetensors folder", problem);
+        let error = FormatError::new(what, problem);
         match self.file {
             Some(file) => error.in_file(file.as_str(), 0),
             None => error,

@@ -87,7 +87,9 @@ pub(super) async fn load(
         findings.extend(merged.visible);
         let others = findings.len().saturating_sub(1);
         if let Some(first) = findings.into_iter().next() {
-            return Err(first.into_error(others).into());
+            return Err(first
+                .into_error(if single { "safetensors file" } else { "safetensors folder" }, others)
+                .into());
         }
         findings = Vec::new();
     }

@@ -1,5 +1,6 @@
 //! From what was typed to a checkpoint to read or a place to write.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use dcp::convert::{ConvertError, Source, Target};

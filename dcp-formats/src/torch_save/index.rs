@@ -14,6 +14,11 @@ use crate::pickle::{NodeId, Pickle};
 use crate::torch_tensor::{ByteOrder, TensorLayout};
 use crate::torch_zip::{Method, Record};
 
+/// Bytes that a file's tensors may have beyond those of their storages, because they repeat
+/// elements (`torch.Tensor.expand`): so many for each byte of the storages, and for any file.
+const EXPANDED_RATIO: u64 = 16;
+const EXPANDED_MIN: u64 = 1 << 30;
+
 /// What a file holds and where.
 #[derive(Debug)]
 pub(super) struct Index {
@@ -54,6 +59,9 @@ impl Index {
             byte_offset: range.start,
             byte_len: range.end - range.start,
         };
+        let kept = contents.storages.values().map(|r| r.data.end.saturating_sub(r.data.start));
+        let kept = kept.fold(0, u64::saturating_add);
+        let mut expansion_left = kept.saturating_mul(EXPANDED_RATIO).saturating_add(EXPANDED_MIN);
         let mut leaves = Vec::new();
         for leaf in flatten(&pickle)? {
             let named = |error: FormatError| {
@@ -64,6 +72,8 @@ impl Index {
             let (entry, part) = match layout.filter(is_unpacked) {
                 Some(layout) => {
                     let record = contents.storage(layout.storage()).map_err(named)?;
+                    let left = expansion_left.checked_sub(expansion(&layout));
+                    expansion_left = left.ok_or_else(|| named(expanded(&layout, &record)))?;
                     let direct = direct_range(&layout, &record, contents.byte_order);
                     let (encoding, range) = match direct {
                         Some(range) => (raw, range),
@@ -103,6 +113,20 @@ fn is_unpacked(layout: &TensorLayout) -> bool {
     let elements = layout.sizes().checked_volume();
     let bytes = elements.and_then(|n| n.checked_mul(layout.dtype().size() as u64));
     bytes == Some(layout.byte_len())
+}
+
+/// The bytes that a tensor has beyond those of its storage.
+fn expansion(layout: &TensorLayout) -> u64 {
+    layout.byte_len().saturating_sub(layout.storage().byte_len)
+}
+
+fn expanded(layout: &TensorLayout, record: &Record) -> FormatError {
+    let (byte_len, stored) = (layout.byte_len(), layout.storage().byte_len);
+    let problem = format!(
+        "it repeats the elements of a storage of {stored} bytes until it has {byte_len}, far more \
+         than the file; save in PyTorch what was expanded, not the result of expand()"
+    );
+    FormatError::new("torch.save file", problem).at(record.data.start)
 }
 
 /// Where the elements lie in the file as they are, if they do.

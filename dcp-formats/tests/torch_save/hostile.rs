@@ -306,6 +306,28 @@ fn a_type_of_a_later_pytorch_is_kept_as_an_object() {
 }
 
 #[test]
+fn tensors_that_repeat_elements_without_end_are_refused() {
+    // Each of so many tensors repeats one element.
+    let file = |count: usize, len: u64| {
+        let pickle = pickle(|w| {
+            w.dict(0..count, |w, n| {
+                w.str(&format!("mask{n}"));
+                tensor(w, "0", 1, 0, len, 0)
+            })
+        });
+        stored(archive(pickle, &[&[0; 4]]))
+    };
+    for (count, len, key) in [(1, 1 << 40, "\"mask0\""), (40, 1 << 24, "\"mask16\"")] {
+        let error = metadata(&file(count, len)).unwrap_err().to_string();
+        for text in [key, "repeats", "4 bytes", "expand()", "file.pt"] {
+            assert!(error.contains(text), "{text} is not in {error}");
+        }
+    }
+    let loaded = load(&file(3, 1 << 20)).unwrap();
+    assert_eq!(loaded.tensors["mask2"].to_vec().unwrap().len(), 4 << 20);
+}
+
+#[test]
 fn repeated_elements_of_objects_take_no_memory() {
     // A tuple of a tensor with 2^40 elements, all of them the same one.
     let pickle = pickle(|w| {

@@ -1,5 +1,6 @@
 //! Offline jobs on whole checkpoints: inspect, verify, extract, convert, reshard.
 
+mod borne_out;
 mod cast;
 mod check;
 mod checked;

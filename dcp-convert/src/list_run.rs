@@ -1,14 +1,17 @@
 //! The checkpoints in a directory: what each is, whether it is whole, how large, how old.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use dcp_core::{Key, ObjectMeta, Storage, StorageError, StorageErrorKind, StorageExt};
+use dcp_core::{Key, ObjectMeta, Storage, StorageError, StorageErrorKind, StorageExt, error_chain};
 use dcp_formats::detect::{is_torch_save, natural};
 use dcp_formats::folder::{FolderKind, FolderNames, OLMO_COMMIT, OLMO_MODEL, OlmoNote};
 use futures_util::{StreamExt, stream};
 use serde::Serialize;
+
+use crate::borne_out;
 
 /// Files looked at before the listing is given up.
 const LISTED_MAX: usize = 1_000_000;
@@ -16,6 +19,8 @@ const LISTED_MAX: usize = 1_000_000;
 const ENTRIES_MAX: usize = 100_000;
 /// Files of the directory that are opened to see whether `torch.save` wrote them.
 const OPENED_MAX: usize = 256;
+/// Checkpoints, the last ones, whose indexes are compared with their files.
+const CLOSER_MAX: usize = 64;
 /// Where a run of Megatron-LM says which iteration was saved last.
 const MEGATRON_TRACKER: &str = "latest_checkpointed_iteration.txt";
 
@@ -41,8 +46,8 @@ pub struct RunEntry {
     pub name: String,
     /// What it is.
     pub kind: EntryKind,
-    /// Whether all is there that its format needs, as far as names tell; `None` when not all of
-    /// them were seen.
+    /// Whether all is there that its format needs, as far as names, lengths and small indexes tell;
+    /// `None` when not all of them were seen, or could be.
     pub complete: Option<bool>,
     /// Why it is not whole.
     pub problem: Option<String>,
@@ -134,8 +139,9 @@ impl Found {
 
 /// Lists the checkpoints in the directory of `storage`, whoever wrote them: OLMo-core's steps,
 /// folders of DCP, Megatron and Hugging Face, files of `torch.save`. Names and sizes are looked
-/// at, and the few small files in which trainers note what they think of a checkpoint; nothing of
-/// a checkpoint is read.
+/// at, and the few small files in which trainers note what they think of a checkpoint. For the
+/// last 64 checkpoints, small indexes (below 1 MiB) are compared with the lengths of the files
+/// they name, and the ends of files of `torch.save` are looked for; no tensor is read.
 ///
 /// # Errors
 ///
@@ -194,6 +200,7 @@ pub async fn list_run(storage: &Arc<dyn Storage>) -> Result<RunListing, StorageE
         listing.entries.extend(entries.0);
     }
     read_notes(&**storage, &mut listing.entries).await?;
+    look_closer(&**storage, &mut listing.entries).await;
     listing.entries.sort_by_cached_key(|entry| natural(&entry.name));
     let whole = listing.entries.iter().filter(|e| e.complete == Some(true) && e.step.is_some());
     listing.latest = whole.max_by_key(|entry| entry.step).map(|entry| entry.name.clone());
@@ -277,6 +284,42 @@ fn judge_megatron(entries: &mut [RunEntry], tracked: Option<u64>) {
             entry.complete = Some(false);
             entry.problem =
                 Some(format!("{MEGATRON_TRACKER} is at {tracked}: it was not finished"));
+        }
+    }
+}
+
+/// Compares the indexes of the last checkpoints with the files they name.
+async fn look_closer(storage: &dyn Storage, entries: &mut [RunEntry]) {
+    let mut whole: Vec<usize> = (0..entries.len()).collect();
+    whole.retain(|at| entries.get(*at).is_some_and(|entry| entry.complete == Some(true)));
+    whole.sort_by_key(|at| entries.get(*at).map(|entry| Reverse((entry.step, entry.modified))));
+    for entry in whole.into_iter().take(CLOSER_MAX) {
+        let Some(entry) = entries.get_mut(entry) else { continue };
+        let Some(place) = &entry.checkpoint else { continue };
+        let problem = match entry.kind {
+            EntryKind::Folder(FolderKind::Dcp | FolderKind::OlmoStep) => {
+                borne_out::dcp_problem(storage, place).await
+            }
+            EntryKind::Folder(FolderKind::HuggingFace) => {
+                borne_out::hugging_face_problem(storage, place).await
+            }
+            EntryKind::TorchSaveFile => match Key::new(place) {
+                Ok(key) => borne_out::torch_save_problem(storage, &key).await,
+                Err(error) => Err(error.into()),
+            },
+            EntryKind::Folder(_) => continue,
+        };
+        match problem {
+            Ok(None) => {}
+            Ok(Some(problem)) => {
+                entry.complete = Some(false);
+                entry.problem = Some(problem);
+            }
+            // One that may not be read does not keep the others from being listed.
+            Err(error) => {
+                entry.complete = None;
+                entry.problem = Some(error_chain(&error));
+            }
         }
     }
 }

@@ -21,7 +21,10 @@ fn run(files: &[(&str, &str)]) -> RunListing {
 fn fill(storage: &Arc<dyn Storage>, files: &[(&str, &str)]) {
     for (name, content) in files {
         let key = Key::new(name).unwrap();
-        let content = content.as_bytes().to_vec();
+        let content = match *content {
+            "EMPTY" => include_bytes!("../../fixtures/pytorch/state_empty/.metadata").to_vec(),
+            content => content.as_bytes().to_vec(),
+        };
         block_on(storage.put(&key, content.into(), PutMode::Create)).unwrap();
     }
 }
@@ -37,10 +40,10 @@ fn a_run_of_olmo() {
     let listing = run(&[
         ("step10/.metadata.json", NOTE),
         ("step10/train/rank0.pt", "12345"),
-        ("step10/model_and_optim/.metadata", "123"),
+        ("step10/model_and_optim/.metadata", "EMPTY"),
         ("step9/.metadata.json", r#"{"ephemeral": false, "version": "3.0.0"}"#),
         ("step9/train/rank0.pt", ""),
-        ("step9/model_and_optim/.metadata", ""),
+        ("step9/model_and_optim/.metadata", "EMPTY"),
         // An asynchronous save that failed.
         ("step11/.metadata.json", NOTE),
         ("step11/train/rank0.pt", ""),
@@ -65,7 +68,7 @@ fn a_run_of_olmo() {
     let step10 = &listing.entries[1];
     assert_eq!((step10.ephemeral, step10.version.as_deref()), (Some(true), Some("3.0.0")));
     assert_eq!((step10.step, step10.files), (Some(10), 3));
-    assert_eq!(step10.bytes, 8 + NOTE.len() as u64);
+    assert_eq!(step10.bytes, 5 + 345 + NOTE.len() as u64);
     assert_eq!(listing.entries[0].ephemeral, Some(false));
     assert!(listing.entries[2].problem.as_ref().unwrap().contains("although"));
 }
@@ -73,15 +76,15 @@ fn a_run_of_olmo() {
 #[test]
 fn runs_of_other_trainers() {
     let listing = run(&[
-        ("step_2/.metadata", ""),
+        ("step_2/.metadata", "EMPTY"),
         ("step_2/__0_0.distcp", "12"),
         ("step_10/__0_0.distcp", "12"),
         ("checkpoint-100/model-00001-of-00002.safetensors", ""),
         ("checkpoint-100/optimizer.pt", ""),
         ("checkpoint-200/model.safetensors", ""),
-        ("checkpoint-300/pytorch_model_fsdp_0/.metadata", ""),
-        ("checkpoint-300/optimizer_0/.metadata", ""),
-        ("last.pt", "PK\u{3}\u{4}"),
+        ("checkpoint-300/pytorch_model_fsdp_0/.metadata", "EMPTY"),
+        ("checkpoint-300/optimizer_0/.metadata", "EMPTY"),
+        ("last.pt", "PK\u{3}\u{4}…PK\u{5}\u{6}"),
         ("notes.pt", "text"),
         ("README.md", ""),
     ]);
@@ -119,14 +122,17 @@ fn megatron_says_itself_what_is_finished() {
 
 #[test]
 fn a_checkpoint_itself_is_listed_as_the_directory() {
-    let dcp = run(&[(".metadata", ""), ("__0_0.distcp", ""), ("ema/.metadata", "")]);
+    let dcp = run(&[(".metadata", "EMPTY"), ("__0_0.distcp", ""), ("ema/.metadata", "EMPTY")]);
     let shown: Vec<_> = dcp.entries.iter().map(short).collect();
     assert_eq!(
         shown,
         [(".", "dcp", Some(true), Some(".")), ("ema", "dcp", Some(true), Some("ema"))]
     );
-    let step =
-        run(&[(".metadata.json", NOTE), ("train/rank0.pt", ""), ("model_and_optim/.metadata", "")]);
+    let step = run(&[
+        (".metadata.json", NOTE),
+        ("train/rank0.pt", ""),
+        ("model_and_optim/.metadata", "EMPTY"),
+    ]);
     let shown: Vec<_> = step.entries.iter().map(short).collect();
     assert_eq!(shown, [(".", "olmo", Some(true), Some("model_and_optim"))]);
     assert_eq!(step.entries[0].ephemeral, Some(true));
@@ -155,4 +161,70 @@ fn checkpoints_are_not_read() {
     let listing = block_on(list_run(&storage)).unwrap();
     assert_eq!(listing.entries.len(), 2);
     assert_eq!(counting.counts().bytes_read, NOTE.len() as u64 + 4);
+}
+
+/// The files of a fixture that is a checkpoint, below `name`.
+fn put_fixture(storage: &Arc<dyn Storage>, name: &str, fixture: &str, without: &[&str]) {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
+    for file in std::fs::read_dir(root.join(fixture)).unwrap() {
+        let file = file.unwrap();
+        let inner = file.file_name().into_string().unwrap();
+        if file.path().is_dir() || inner.starts_with("expected") || without.contains(&&*inner) {
+            continue;
+        }
+        let key = Key::new(format!("{name}/{inner}")).unwrap();
+        let bytes = std::fs::read(file.path()).unwrap();
+        block_on(storage.put(&key, bytes.into(), PutMode::Overwrite)).unwrap();
+    }
+}
+
+#[test]
+fn what_an_index_names_must_be_there() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let (dcp, hf) = ("pytorch/fsdp2_adam_2r", "hf/rank0_index/ckpt");
+    let shard = "model-00002-of-00003.safetensors";
+    put_fixture(&storage, "step1", dcp, &[]);
+    put_fixture(&storage, "step2", hf, &[]);
+    put_fixture(&storage, "step3", dcp, &["__0_0.distcp", "__1_0.distcp"]);
+    put_fixture(&storage, "step4", dcp, &["__1_0.distcp"]);
+    put_fixture(&storage, "step5", dcp, &[]);
+    put_fixture(&storage, "step6", hf, &[shard]);
+    let whole = std::fs::read(
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../fixtures/torch_save/tied/model.pt"),
+    );
+    let whole = whole.unwrap();
+    let put = |name: &str, bytes: &[u8]| {
+        let key = Key::new(name).unwrap();
+        block_on(storage.put(&key, bytes.to_vec().into(), PutMode::Overwrite)).unwrap();
+    };
+    put("step5/__0_0.distcp", &[0; 100]);
+    put("step7/.metadata", b"");
+    put("step7/__0_0.distcp", b"");
+    put("step8.pt", &whole[..whole.len() - 30]);
+    put("whole.pt", &whole);
+    let index = br#"{"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}"#;
+    put("step9/model.safetensors.index.json", index);
+    put("step9/x.safetensors", b"");
+    put("step10/.metadata", &[0; 1 << 20]);
+    let listing = block_on(list_run(&storage)).unwrap();
+    let problem = |name: &str| {
+        let entry = listing.entries.iter().find(|entry| entry.name == name).unwrap();
+        assert_eq!(entry.complete, Some(entry.problem.is_none()), "{entry:?}");
+        entry.problem.as_deref()
+    };
+    assert_eq!((problem("step1"), problem("step2"), problem("whole.pt")), (None, None, None));
+    for (name, said) in [
+        ("step3", "there are no data files"),
+        ("step4", "__1_0.distcp is missing"),
+        ("step5", "__0_0.distcp has 100 bytes"),
+        ("step6", "model-00002-of-00003.safetensors is missing"),
+        ("step7", "the .metadata cannot be read"),
+        ("step8.pt", "the end of the file is missing"),
+        ("step10", "there are no data files"),
+        ("step9", "y.safetensors is missing"),
+    ] {
+        assert!(problem(name).is_some_and(|problem| problem.contains(said)), "{:?}", problem(name));
+    }
+    assert_eq!(listing.latest.as_deref(), Some("step2"));
 }

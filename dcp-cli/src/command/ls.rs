@@ -12,8 +12,8 @@ use crate::render::run;
 ///
 /// Knows the steps of OLMo-core, Megatron-LM and Megatron-Core, folders of PyTorch's DCP
 /// (torchtitan, Lightning, Hugging Face's trainer with FSDP), Hugging Face folders and files of
-/// torch.save. Whether a checkpoint is whole is told by names, so that the listing is quick; `dcp
-/// verify` looks closer.
+/// torch.save. Whether a checkpoint is whole is told by names and lengths, for the last ones by
+/// small indexes, too, so that the listing is quick; `dcp verify` looks closer.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:

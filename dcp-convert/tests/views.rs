@@ -364,6 +364,31 @@ fn what_has_no_mean_is_equal_or_chosen() {
 }
 
 #[test]
+fn weights_of_any_size_are_proportions() {
+    let numbers = |numbers: [f32; 2]| {
+        let bytes = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let tensors = Tensors::from([("w".to_owned(), (DType::Float32, vec![2], bytes))]);
+        checkpoint(&tensors, 1)
+    };
+    let sources = [numbers([1.0, 3e30]), numbers([5.0, 1e30])];
+    let average = |weights: [f64; 2]| {
+        let average = AverageOptions::default().with_weights(weights.to_vec());
+        let averaged = block_on(Averaged::apply(&sources, &average, &options()))?.0;
+        let words = contents(&averaged)["w"].2.clone();
+        let words = words.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap()));
+        Ok::<_, ConvertError>(words.collect::<Vec<_>>())
+    };
+    for size in [1e39, 1e-300, 1e-46, 1e30, 5e307] {
+        assert_eq!(average([size, size]).unwrap(), [3.0, 2e30], "{size}");
+        assert_eq!(average([size, 3.0 * size]).unwrap(), [4.0, 1.5e30], "{size}");
+    }
+    assert_eq!(average([f64::MAX, f64::MAX]).unwrap(), [3.0, 2e30]);
+    for bad in [[0.0, 0.0], [1e39, -1e39], [f64::INFINITY, 1.0], [f64::NAN, 1.0]] {
+        assert!(average(bad).is_err(), "{bad:?}");
+    }
+}
+
+#[test]
 fn checkpoints_that_do_not_fit_are_refused_with_every_reason() {
     let tensor = |shape: &[u64]| {
         (DType::UInt8, shape.to_vec(), vec![1; shape.iter().product::<u64>() as usize])

@@ -88,6 +88,9 @@ impl fmt::Debug for AverageOptions {
     }
 }
 
+/// The largest weights that are multiplied with as they are.
+const WEIGHTS_AS_THEY_ARE: std::ops::RangeInclusive<f64> = 1e-12..=1e12;
+
 /// Where what has no mean comes from: integers, truth values, quantized and packed tensors,
 /// exponents (`float8_e8m0fnu`), and objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -291,11 +294,20 @@ fn weights(options: &AverageOptions, checkpoints: usize) -> Result<Vec<f64>, Con
     if weights.len() != checkpoints {
         return Err(bad(format!("are {}, the checkpoints {checkpoints}", weights.len())));
     }
-    let sum: f64 = weights.iter().sum();
-    if weights.iter().any(|weight| !weight.is_finite()) || sum as f32 == 0.0 || !sum.is_finite() {
-        return Err(bad(format!("must be finite numbers whose sum is not zero, it is {sum}")));
+    if weights.iter().any(|weight| !weight.is_finite()) {
+        return Err(bad("must be finite numbers".to_owned()));
     }
-    Ok(weights.clone())
+    // A sum in 32 bits neither overflows nor vanishes because of its weights: those far from one
+    // are taken in proportion to the largest. Others stay as they are, as do their roundings.
+    let largest = weights.iter().fold(0.0_f64, |most, weight| most.max(weight.abs()));
+    let usual = WEIGHTS_AS_THEY_ARE.contains(&largest) || largest == 0.0;
+    let unit = if usual { 1.0 } else { largest };
+    let weights: Vec<f64> = weights.iter().map(|weight| weight / unit).collect();
+    let sum: f64 = weights.iter().sum();
+    if sum as f32 == 0.0 || !(sum as f32).is_finite() {
+        return Err(bad(format!("must have a sum that is not zero, it is {}", sum * unit)));
+    }
+    Ok(weights)
 }
 
 fn check_accumulate(accumulate: Option<DType>) -> Result<(), ConvertError> {

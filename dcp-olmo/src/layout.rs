@@ -8,6 +8,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use dcp_convert::{ConvertError, JobOptions, Source};
@@ -17,6 +18,7 @@ use dcp_core::{
 };
 use indexmap::IndexMap;
 
+use crate::alike;
 use crate::rekeyed::{Origin, Rekeyed, Shown};
 use crate::values::read_values;
 
@@ -29,6 +31,13 @@ pub(crate) const PARAMS: &str = "params";
 
 /// A setting of a group that is a larger tensor than this is none that OLMo-core writes.
 const SETTING_BYTES_MAX: u64 = 64 << 10;
+
+/// The most that a flat index takes, in bytes, as [`NAME_BYTES`] estimates it: so much in any
+/// case, and so much more for each entry of the checkpoint. AdamW's is a tenth of that.
+const INDEX_BYTES_MAX: u64 = 128 << 20;
+const ENTRY_BYTES_MAX: u64 = 4 << 10;
+/// What a name takes in an index besides its letters, in bytes.
+const NAME_BYTES: u64 = 64;
 
 /// How the optimizer's state is divided into keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -245,6 +254,7 @@ async fn flat(
             Some(_) => return Err(bad().into()),
         }
     }
+    refuse_senseless(&members, &settings, metadata)?;
     for (group, params) in &members {
         for param in params {
             for (rest, at) in settings.get(group).into_iter().flatten() {
@@ -255,6 +265,50 @@ async fn flat(
         }
     }
     Ok(parts.all())
+}
+
+/// Fails where lists name a parameter twice, or where a little file would become a huge index,
+/// because each of many parameters would get each of many settings.
+fn refuse_senseless(
+    members: &[(u64, Vec<Arc<str>>)],
+    settings: &IndexMap<u64, Vec<(&[PathItem], usize)>>,
+    metadata: &CheckpointMetadata,
+) -> Result<(), PlanError> {
+    let refused = |group: u64, problem: String| PlanError::Unsupported {
+        fqn: format!("{OPTIM}.{GROUPS}.{group}.{PARAMS}"),
+        problem,
+    };
+    let entries = u64::try_from(metadata.len()).unwrap_or(u64::MAX);
+    let most = ENTRY_BYTES_MAX.saturating_mul(entries).saturating_add(INDEX_BYTES_MAX);
+    let (mut seen, mut bytes) = (HashSet::new(), 0_u64);
+    for (group, params) in members {
+        if let Some(twice) = params.iter().find(|param| !seen.insert(&***param)) {
+            return Err(refused(*group, format!("it names the parameter {twice:?} once more")));
+        }
+        let names: u64 = params.iter().map(|param| NAME_BYTES + param.len() as u64).sum();
+        for (rest, _) in settings.get(group).into_iter().flatten() {
+            let below: u64 = rest.iter().map(|step| NAME_BYTES + step_len(step)).sum();
+            let each = below.saturating_mul(params.len() as u64);
+            bytes = bytes.saturating_add(names).saturating_add(each);
+        }
+        if bytes > most {
+            let problem = format!(
+                "its {} parameters would each get {} settings, which is more than such a \
+                 checkpoint can mean",
+                params.len(),
+                settings.get(group).map_or(0, Vec::len)
+            );
+            return Err(refused(*group, problem));
+        }
+    }
+    Ok(())
+}
+
+fn step_len(step: &PathItem) -> u64 {
+    match step {
+        PathItem::Key(key) => key.len() as u64,
+        PathItem::Index(_) => 0,
+    }
 }
 
 fn is_params(rest: &[PathItem]) -> bool {
@@ -407,12 +461,30 @@ fn equal_groups(
     settings: &IndexMap<&str, Vec<Setting<'_>>>,
     values: &HashMap<usize, Value>,
 ) -> Vec<Vec<Arc<str>>> {
+    let hashes: HashMap<usize, u64> = values
+        .iter()
+        .map(|(at, value)| {
+            let mut hasher = DefaultHasher::new();
+            alike::hash(value.view(), &mut hasher);
+            (*at, hasher.finish())
+        })
+        .collect();
     let mut groups: Vec<(&[Setting<'_>], Vec<Arc<str>>)> = Vec::new();
+    // The groups whose settings have the same hash.
+    let mut known: HashMap<u64, Vec<usize>> = HashMap::new();
     for (param, fields) in settings {
-        let same = groups.iter_mut().find(|(first, _)| difference(first, fields, values).is_none());
-        match same {
-            Some((_, members)) => members.push((*param).into()),
-            None => groups.push((fields, vec![(*param).into()])),
+        let mut hasher = DefaultHasher::new();
+        for (field, rest, at) in fields {
+            (field, rest, hashes.get(at)).hash(&mut hasher);
+        }
+        let known = known.entry(hasher.finish()).or_default();
+        let same = |at: &&usize| difference(groups[**at].0, fields, values).is_none();
+        match known.iter().find(same).copied() {
+            Some(at) => groups[at].1.push((*param).into()),
+            None => {
+                known.push(groups.len());
+                groups.push((fields, vec![(*param).into()]));
+            }
         }
     }
     groups.into_iter().map(|(_, members)| members).collect()
@@ -455,5 +527,36 @@ mod tests {
         assert_eq!(split_param("w", &params), None);
         assert_eq!(split_param(".w", &params), None);
         assert_eq!(split_param("w.", &params), None);
+    }
+
+    #[test]
+    fn many_groups_are_found_at_once() {
+        let names: Vec<String> = (0..50_000).map(|n| format!("w{n}")).collect();
+        let fields = |n: usize| vec![("lr", &[][..], 2 * n), ("betas", &[][..], 2 * n + 1)];
+        let settings = names.iter().enumerate().map(|(n, name)| (name.as_str(), fields(n)));
+        let value = |n: usize| [Value::Float(0.5), Value::Int((n / 2) as i64)][n % 2].clone();
+        let values = (0..2 * names.len()).map(|at| (at, value(at % 50_000))).collect();
+        let groups = equal_groups(&settings.collect(), &values);
+        assert_eq!(groups.len(), 25_000);
+        assert_eq!(groups[1], [Arc::from("w1"), Arc::from("w25001")]);
+    }
+
+    #[test]
+    fn parameters_times_settings_are_bounded() {
+        let path = [PathItem::Key("lr".into())];
+        let refused = |params: Vec<Arc<str>>, settings: usize| {
+            let settings = vec![(&path[..], 0); settings];
+            let metadata = CheckpointMetadata::new();
+            let members = [(0, params)];
+            refuse_senseless(&members, &IndexMap::from([(0, settings)]), &metadata)
+        };
+        let names = |count| (0..count).map(|n| Arc::from(format!("w{n}"))).collect::<Vec<_>>();
+        refused(names(50_000), 10).unwrap();
+        let error = refused(names(100_000), 1000).unwrap_err().to_string();
+        assert!(error.contains("100000 parameters would each get 1000 settings"), "{error}");
+        let long = "w".repeat(1 << 20);
+        assert!(refused(vec![long.as_str().into()], 1000).is_err());
+        let error = refused(vec!["w".into(); 2], 1000).unwrap_err().to_string();
+        assert!(error.contains("\"w\" once more"), "{error}");
     }
 }

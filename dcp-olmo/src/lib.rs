@@ -1,6 +1,7 @@
 //! Checkpoints of [OLMo-core](https://github.com/allenai/OLMo-core): the folders of a training
 //! run, the two layouts of its optimizer, and its API to save, load and unshard.
 
+mod alike;
 mod key_mapping;
 mod layout;
 mod load;

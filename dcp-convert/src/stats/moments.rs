@@ -9,6 +9,9 @@ use crate::stats::histogram::{Bins, Histogram};
 const BLOCK: usize = 1024;
 /// Sums that are kept apart, so that they neither wait for each other nor lose as much as one.
 const LANES: usize = 8;
+/// What numbers are multiplied by whose squares would exceed the largest float: 2^-540, as
+/// precise as they are.
+const SCALE: f64 = f64::from_bits((1023 - 540) << 52);
 
 /// What is known of some numbers.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,13 +25,23 @@ pub(crate) struct Moments {
     pub(crate) min: f64,
     pub(crate) max: f64,
     pub(crate) mean: f64,
-    /// The sum of the squared distances from the mean.
+    /// The sum of the squared distances from the mean, multiplied by the square of [`SCALE`] if
+    /// it is `scaled`.
     pub(crate) squares: f64,
-    /// Lowest and highest of 64-bit integers.
-    pub(crate) wide: Option<(i128, i128)>,
+    pub(crate) scaled: bool,
+    /// Of 64-bit integers.
+    pub(crate) wide: Option<Wide>,
     /// Position of the first number that is not finite.
     pub(crate) first_non_finite: Option<u64>,
     pub(crate) histogram: Histogram,
+}
+
+/// What is exact of 64-bit integers, which floats would round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wide {
+    pub(crate) min: i128,
+    pub(crate) max: i128,
+    pub(crate) sum: i128,
 }
 
 impl Default for Moments {
@@ -43,6 +56,7 @@ impl Default for Moments {
             max: f64::NEG_INFINITY,
             mean: 0.0,
             squares: 0.0,
+            scaled: false,
             wide: None,
             first_non_finite: None,
             histogram: Histogram::default(),
@@ -59,6 +73,29 @@ impl Moments {
         self.count - self.non_finite()
     }
 
+    /// The mean of the finite ones.
+    pub(crate) fn mean(&self) -> f64 {
+        match self.wide {
+            Some(wide) => wide.sum as f64 / self.count as f64,
+            None if self.min == self.max => self.min,
+            None => self.mean,
+        }
+    }
+
+    /// The standard deviation of the finite ones.
+    pub(crate) fn std(&self) -> f64 {
+        // Of equal numbers, what is there of squares comes from the rounding of their mean.
+        if self.wide.map_or(self.min == self.max, |wide| wide.min == wide.max) {
+            return 0.0;
+        }
+        let std = (self.squares / self.finite() as f64).sqrt();
+        if self.scaled { std / SCALE } else { std }
+    }
+
+    fn scaled_squares(&self) -> f64 {
+        if self.scaled { self.squares } else { self.squares * SCALE * SCALE }
+    }
+
     /// Takes in the numbers behind those there are (Chan, Golub and LeVeque's pairwise update).
     pub(crate) fn merge(&mut self, other: &Self) {
         let (ours, theirs) = (self.finite() as f64, other.finite() as f64);
@@ -66,11 +103,22 @@ impl Moments {
             let all = ours + theirs;
             let apart = other.mean - self.mean;
             // Weighted, not moved by a share of the distance: that can exceed the largest float.
-            self.mean = self.mean * (ours / all) + other.mean * (theirs / all);
-            self.squares += other.squares;
-            if ours > 0.0 {
-                self.squares += apart * apart * (ours / all) * theirs;
+            let mean = self.mean * (ours / all) + other.mean * (theirs / all);
+            let between = |apart: f64| apart * apart * (ours / all) * theirs;
+            let between_scaled = || between(other.mean * SCALE - self.mean * SCALE);
+            let squares = match (ours > 0.0, self.scaled || other.scaled) {
+                (false, false) => other.squares,
+                (true, false) => self.squares + other.squares + between(apart),
+                (_, true) => f64::INFINITY,
+            };
+            if squares.is_finite() {
+                self.squares = squares;
+            } else {
+                let between = if ours > 0.0 { between_scaled() } else { 0.0 };
+                self.squares = self.scaled_squares() + other.scaled_squares() + between;
+                self.scaled = true;
             }
+            self.mean = mean;
         }
         let before = self.count;
         let first = other.first_non_finite.map(|at| before + at);
@@ -83,7 +131,11 @@ impl Moments {
         self.min = self.min.min(other.min);
         self.max = self.max.max(other.max);
         self.wide = match (self.wide, other.wide) {
-            (Some((low, high)), Some((a, b))) => Some((low.min(a), high.max(b))),
+            (Some(a), Some(b)) => Some(Wide {
+                min: a.min.min(b.min),
+                max: a.max.max(b.max),
+                sum: a.sum.saturating_add(b.sum),
+            }),
             (one, other) => one.or(other),
         };
         self.histogram.merge(&other.histogram);
@@ -113,7 +165,7 @@ impl Observer {
                 self.bins.count_subnormal(&values);
             }
             if numbers.is_wide() {
-                found.wide = wide_range(&numbers, bytes);
+                found.wide = wide(&numbers, bytes);
             }
             all.merge(&found);
         }
@@ -201,21 +253,27 @@ impl Sums {
         for (lane, x) in rest.iter().enumerate() {
             squares[lane] += (x - mean) * (x - mean);
         }
+        let mut squares: f64 = squares.iter().sum();
+        let scaled = !squares.is_finite();
+        if scaled {
+            squares = values.iter().map(|x| (x * SCALE - mean * SCALE).powi(2)).sum();
+        }
         Moments {
             count: values.len() as u64,
             zero: self.zero,
             min: self.min,
             max: self.max,
             mean,
-            squares: squares.iter().sum(),
+            squares,
+            scaled,
             ..Moments::default()
         }
     }
 }
 
-fn wide_range(numbers: &Numbers, bytes: &[u8]) -> Option<(i128, i128)> {
+fn wide(numbers: &Numbers, bytes: &[u8]) -> Option<Wide> {
     let values = || bytes.as_chunks::<8>().0.iter().map(|bytes| numbers.wide(*bytes));
-    Some((values().min()?, values().max()?))
+    Some(Wide { min: values().min()?, max: values().max()?, sum: values().sum() })
 }
 
 #[cfg(test)]
@@ -247,6 +305,47 @@ mod tests {
         assert!(close(found.mean, 1e308, 1.0), "{}", found.mean);
         let found = observe(&[f64::MAX, -f64::MAX, f64::MAX, -f64::MAX]);
         assert_eq!((found.nan, found.mean), (0, 0.0));
+    }
+
+    #[test]
+    fn integers_of_64_bits_are_summed_exactly() {
+        let bytes: Vec<u8> = [i64::MAX, i64::MIN, 5].iter().flat_map(|n| n.to_le_bytes()).collect();
+        let found = Observer::default().observe(DType::Int64, &bytes);
+        assert_eq!(found.mean(), 4.0 / 3.0);
+        let mut twice = found.clone();
+        twice.merge(&found);
+        assert_eq!(twice.mean(), 4.0 / 3.0);
+        let bytes: Vec<u8> = [u64::MAX; 3].iter().flat_map(|n| n.to_le_bytes()).collect();
+        let found = Observer::default().observe(DType::UInt64, &bytes);
+        assert_eq!((found.mean(), found.std()), (u64::MAX as f64, 0.0));
+    }
+
+    #[test]
+    fn equal_numbers_have_no_spread() {
+        let mut found = observe(&[0.1; 3000]);
+        found.merge(&observe(&[0.1; 7]));
+        assert_eq!((found.mean(), found.std()), (0.1, 0.0));
+        let mut found = observe(&[1e15 + 0.1; 5000]);
+        found.merge(&observe(&[f64::NAN, 1e15 + 0.1]));
+        assert_eq!(found.std(), 0.0);
+    }
+
+    #[test]
+    fn the_spread_of_huge_numbers_is_finite() {
+        let alternating: Vec<f64> = (0..5000).map(|n| 1e300 * f64::from(n % 2)).collect();
+        let found = observe(&alternating);
+        assert!(close(found.std() / 1e300, 0.5, 1.0), "{found:?}");
+        // Only together do these exceed the largest float.
+        let mut found = observe(&[1e200; 10]);
+        found.merge(&observe(&[-1e200; 10]));
+        assert!(close(found.std() / 1e200, 1.0, 1.0), "{found:?}");
+        let mut small = observe(&[1.0, 2.0]);
+        small.merge(&found);
+        small.merge(&observe(&[3.0]));
+        let expected = 1e200 * (20.0_f64 / 23.0).sqrt();
+        assert!(close(small.std() / expected, 1.0, 1.0), "{small:?}");
+        let found = observe(&[f64::MAX, -f64::MAX]);
+        assert!(close(found.std() / f64::MAX, 1.0, 1.0), "{found:?}");
     }
 
     #[test]

@@ -126,8 +126,8 @@ impl NumberStats {
         let finite = moments.finite();
         let some = |x: f64| (finite > 0).then_some(x);
         let (mut min, mut max) = (Number::Float(moments.min), Number::Float(moments.max));
-        if let Some((low, high)) = moments.wide {
-            (min, max) = (Number::Int(low), Number::Int(high));
+        if let Some(wide) = moments.wide {
+            (min, max) = (Number::Int(wide.min), Number::Int(wide.max));
         }
         let abs_max = match (min, max) {
             (Number::Int(low), Number::Int(high)) => Number::Int(low.abs().max(high.abs())),
@@ -137,8 +137,8 @@ impl NumberStats {
             count: moments.count,
             min: (finite > 0).then_some(min),
             max: (finite > 0).then_some(max),
-            mean: some(moments.mean),
-            std: some((moments.squares / finite as f64).sqrt()),
+            mean: some(moments.mean()),
+            std: some(moments.std()),
             abs_max: (finite > 0).then_some(abs_max),
             nan: moments.nan,
             pos_inf: moments.pos_inf,

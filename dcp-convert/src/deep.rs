@@ -10,7 +10,7 @@ use dcp_core::{
     Placement, StorageExt,
 };
 use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
-use dcp_formats::torch_zip::{ArchiveIndex, Method, Progress, Record, Sparse};
+use dcp_formats::torch_zip::{ArchiveIndex, Inflater, Method, Progress, Record, Sparse};
 use futures_util::{StreamExt, stream};
 
 use crate::data::read_tensor;
@@ -334,10 +334,15 @@ impl Blob<'_> {
     ) -> Result<(), CheckpointError> {
         let Range { start, end } = record.data;
         if record.method != Method::Stored {
-            let kept = self.read(start..end.min(start.saturating_add(PARSED_MAX))).await?;
-            record.decode(&kept, PARSED_MAX)?;
-            self.job.options.advance(end - start);
-            return Ok(());
+            let mut inflater = Inflater::new(record)?;
+            let mut at = start;
+            while at < end {
+                let next = end.min(at.saturating_add(self.job.segment));
+                inflater.push(&self.read(at..next).await?, |_| ())?;
+                self.job.options.advance(next - at);
+                at = next;
+            }
+            return Ok(inflater.finish()?);
         }
         let mut crc = crc32fast::Hasher::new();
         let mut at = start;

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
 
+use std::io::Write as _;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
@@ -79,6 +80,68 @@ fn views_of_one_storage_are_no_damage() {
     let report = block_on(verify(&source, true, &small())).unwrap();
     assert_eq!(report.problems, []);
     assert!(report.ok && report.bytes_checked > 4 << 20);
+}
+
+/// One tensor of `mib` MiB of zeros, deflated as other programs may do.
+fn deflated(mib: usize) -> Vec<u8> {
+    let mut writer = Writer::new();
+    writer
+        .dict(["zeros"].into_iter(), |writer, name| {
+            writer.constant(name);
+            writer.global("torch._utils", "_rebuild_tensor_v2");
+            writer.tuple(6, |writer| {
+                let numel = (mib as u64) << 18;
+                writer.storage(("torch", "FloatStorage"), "0", "cpu", numel);
+                writer.uint(0);
+                writer.uint_tuple(&[numel]);
+                writer.uint_tuple(&[1]);
+                writer.bool(false);
+                writer.none();
+                Ok::<(), ()>(())
+            })?;
+            writer.call();
+            Ok::<(), ()>(())
+        })
+        .unwrap();
+    let pickle = writer.finish().unwrap();
+    let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::fast());
+    for _ in 0..mib {
+        encoder.write_all(&[0; 1 << 20]).unwrap();
+    }
+    let kept = encoder.finish().unwrap();
+    let (mut file, mut directory) = (Vec::new(), Vec::new());
+    for (name, method, kept, len) in
+        [("x/data.pkl", 0_u8, &pickle[..], pickle.len()), ("x/data/0", 8, &kept, mib << 20)]
+    {
+        let mut fields = vec![20, 0, 0, 0, method, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        fields.extend((kept.len() as u32).to_le_bytes());
+        fields.extend((len as u32).to_le_bytes());
+        fields.extend([name.len() as u8, 0, 0, 0]);
+        directory.extend([b"PK\x01\x02\x14\0", &fields[..], &[0; 10]].concat());
+        directory.extend((file.len() as u32).to_le_bytes());
+        directory.extend(name.as_bytes());
+        file.extend([b"PK\x03\x04", &fields[..], name.as_bytes(), kept].concat());
+    }
+    let start = file.len() as u32;
+    file.extend(&directory);
+    file.extend(b"PK\x05\x06\0\0\0\0\x02\0\x02\0");
+    file.extend((directory.len() as u32).to_le_bytes());
+    file.extend(start.to_le_bytes());
+    file.extend([0, 0]);
+    file
+}
+
+#[test]
+fn large_deflated_storages_are_converted_and_verified() {
+    let storage = Arc::new(MemoryStorage::new());
+    block_on(storage.put(&key("model.pt"), deflated(80).into(), PutMode::Create)).unwrap();
+    let source = Source::torch_save(Arc::clone(&storage) as _, key("model.pt"));
+    let report = block_on(verify(&source, true, &small())).unwrap();
+    assert_eq!(report.problems, []);
+    let target = Target::new(Arc::clone(&storage) as _, key("model.safetensors"));
+    block_on(to_safetensors(&source, &target, &small())).unwrap();
+    let written = block_on(storage.stat(&key("model.safetensors"))).unwrap();
+    assert!(written.byte_len > 80 << 20);
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod contents;
 mod file;
 mod flatten;
 mod index;
+mod inflated;
 mod legacy;
 mod object;
 mod persistent;

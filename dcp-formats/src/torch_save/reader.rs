@@ -1,26 +1,23 @@
 //! Reading a file of `torch.save` as a checkpoint.
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSink, FormatError, Key, Layout, LoadPlan, Placement,
-    PlanError, ReadItem, ReadKind, ReadReport, Region, Storage, StorageExt as _, StorageReader,
+    PlanError, ReadItem, ReadKind, ReadReport, Region, Storage, StorageReader,
 };
 use futures_util::lock::Mutex;
 
 use super::contents::Contents;
 use super::index::{Index, Leaf};
+use super::inflated::Inflated;
 use super::object::Objects;
 use super::strided::{self, Place};
 use crate::dcp::PlacedReads;
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{Method, Record};
-
-/// What a deflated storage may inflate to, in bytes.
-const INFLATED_MAX: u64 = 1 << 30;
 
 /// Reads one file that `torch.save` wrote: a zip archive (PyTorch 1.6 and later) or the stream of
 /// earlier versions.
@@ -33,12 +30,14 @@ const INFLATED_MAX: u64 = 1 << 30;
 ///
 /// The index costs the directory, the pickle and a header for each storage. Elements that lie in
 /// the file in row-major order are read from where they are, byte runs only; others are picked
-/// by their strides, a few MiB at a time. The CRC-32 of a storage is checked when all of it is
+/// by their strides, a few MiB at a time. A deflated storage, which PyTorch does not write, is
+/// inflated once and kept while its tensors are read, up to 1 GiB. The CRC-32 of a storage is checked when all of it is
 /// read at once.
 pub struct TorchSaveReader {
     storage: Arc<dyn Storage>,
     key: Key,
     index: Mutex<Option<Arc<Index>>>,
+    inflated: Inflated,
 }
 
 /// A record of a file, and who needs it.
@@ -57,7 +56,7 @@ impl TorchSaveReader {
     /// A reader of the file `key`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, key: Key) -> Self {
-        Self { storage, key, index: Mutex::new(None) }
+        Self { storage, key, index: Mutex::new(None), inflated: Inflated::default() }
     }
 
     /// The file.
@@ -180,18 +179,13 @@ impl TorchSaveReader {
                 strided::read(place, layout, order, region, &view).await?
             }
             Method::Deflated => {
-                let kept = self.kept(&record.data).await?;
-                let bytes = record.decode(&kept, INFLATED_MAX)?;
-                strided::read(Place::Memory(&bytes), layout, order, region, &view).await?;
-                kept.len() as u64
+                let (content, read) = self.inflated.get(storage, key, record).await?;
+                strided::read(Place::Memory(&content), layout, order, region, &view).await?;
+                read
             }
         };
         sink.commit(item)?;
         Ok(ReadReport::new(bytes_needed, bytes_read))
-    }
-
-    async fn kept(&self, range: &Range<u64>) -> Result<bytes::Bytes, CheckpointError> {
-        Ok(self.storage.read_range(&self.key, range.clone()).await?)
     }
 }
 

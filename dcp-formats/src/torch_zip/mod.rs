@@ -8,12 +8,14 @@
 
 mod directory;
 mod encode;
+mod inflate;
 mod le;
 mod record;
 mod sparse;
 
 pub use directory::{ArchiveIndex, Entry};
 pub use encode::{ArchiveEncoder, RecordSet, StorageSlot};
+pub use inflate::{INFLATED_MAX, Inflater};
 pub use record::{Method, Record};
 pub use sparse::{Progress, Sparse};
 

@@ -132,6 +132,66 @@ fn bombs_are_not_inflated() {
 }
 
 #[test]
+fn a_deflated_storage_is_inflated_once_for_all_its_parts() {
+    use dcp_conformance::CountingStorage;
+    use dcp_core::StorageReader as _;
+    const LEN: u64 = 3 << 20;
+    let pickle = pickle(|w| {
+        w.dict([("w", 0), ("v", 1)].into_iter(), |w, (name, offset)| {
+            w.constant(name);
+            tensor(w, "0", LEN, offset, LEN - 1, 1)
+        })
+    });
+    let bytes: Vec<u8> = (0..LEN).flat_map(|n| ((n % 1000) as f32).to_le_bytes()).collect();
+    let kept = deflated(&bytes);
+    let whole = [
+        ("x/data.pkl", 0, &pickle[..], pickle.len() as u32),
+        ("x/data/0", 8, &kept, bytes.len() as u32),
+    ];
+    let counting = std::sync::Arc::new(CountingStorage::new(stored(foreign_zip(&whole))));
+    let reader = dcp_formats::torch_save::TorchSaveReader::new(
+        std::sync::Arc::clone(&counting) as _,
+        crate::harness::key("file.pt"),
+    );
+    crate::harness::block_on(async {
+        let metadata = reader.metadata().await.unwrap();
+        let before = counting.counts().bytes_read;
+        for _ in 0..3 {
+            let (plan, sink) = crate::harness::whole_plan(&metadata);
+            reader.read(&metadata, &plan, std::sync::Arc::clone(&sink) as _).await.unwrap();
+            let at = metadata.index_of("v").unwrap();
+            let found = sink.tensors[at].as_ref().unwrap().to_vec().unwrap();
+            assert!(found == bytes[4..]);
+        }
+        assert_eq!(counting.counts().bytes_read - before, kept.len() as u64);
+    });
+
+    // No deflated data, an end too early, a length that is not its own.
+    let wrong = vec![0xff; kept.len()];
+    let cut = &kept[..kept.len() / 2];
+    for (kept, len, text) in [
+        (&wrong[..], bytes.len() as u32, "does not inflate"),
+        (cut, bytes.len() as u32, "stops at"),
+        (&kept[..], bytes.len() as u32 - 4, "says"),
+    ] {
+        let bad = [whole[0], ("x/data/0", 8, kept, len)];
+        refused(foreign_zip(&bad), &["file.pt", text]);
+    }
+}
+
+#[test]
+fn a_deflated_storage_that_is_too_long_is_refused_with_words() {
+    use dcp_formats::torch_zip::{INFLATED_MAX, Inflater, Method, Record};
+    let mut record =
+        Record { data: 64..2 << 20, byte_len: INFLATED_MAX, crc32: None, method: Method::Deflated };
+    assert!(Inflater::new(&record).is_ok());
+    record.byte_len += 1;
+    let error = Inflater::new(&record).unwrap_err();
+    assert!(error.problem().contains("1073741825 bytes"), "{error}");
+    assert!(error.problem().contains("save it again"), "{error}");
+}
+
+#[test]
 fn pickles_that_make_much_of_little_are_refused() {
     let empty_lists = |count: usize| {
         let mut bytes = b"\x80\x02(".to_vec();

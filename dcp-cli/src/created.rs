@@ -1,6 +1,7 @@
 //! Folders that a command makes for its target, which a failure must not leave behind.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::undo;
@@ -38,11 +39,15 @@ impl NewFolders {
 impl Drop for NewFolders {
     fn drop(&mut self) {
         for (index, folder) in self.missing.iter().enumerate() {
-            // One that was not made, or has something in it, is not to be removed.
-            if fs::remove_dir(folder).is_err() {
-                // What an interrupted command wrote is removed after this.
-                undo::remove_folders_later(self.missing.get(index..).unwrap_or_default());
-                return;
+            match fs::remove_dir(folder) {
+                Ok(()) => {}
+                // The innermost is no folder when the target is a file.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                // It has something in it: what an interrupted command wrote is removed later.
+                Err(_) => {
+                    undo::remove_folders_later(self.missing.get(index..).unwrap_or_default());
+                    return;
+                }
             }
         }
     }
@@ -72,6 +77,11 @@ mod tests {
         drop(NewFolders::before(&uri));
         assert!(inner.exists(), "it was there before");
         drop(NewFolders::before("s3://bucket/path"));
+
+        let folders = NewFolders::before(&place.path().join("x/y/file").display().to_string());
+        fs::create_dir_all(place.path().join("x/y")).unwrap();
+        drop(folders);
+        assert!(!place.path().join("x").exists(), "a file has folders, too");
     }
 
     #[test]

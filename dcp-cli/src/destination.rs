@@ -206,7 +206,7 @@ impl Destination {
         target: &str,
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
-        let overwrite = self.writing.overwrite;
+        let (overwrite, dry_run) = (self.writing.overwrite, options.dry_run);
         let (source, cast) = match self.cast_rule() {
             Some(rule) => {
                 let casts = CastOptions::default();
@@ -219,18 +219,18 @@ impl Destination {
         let folders = NewFolders::before(target);
         let mut report = match self.format(target)? {
             Format::Safetensors => {
-                let target = open::target_file(target, overwrite).await?;
+                let target = open::target_file(target, overwrite, dry_run).await?;
                 dcp::convert::to_safetensors(source, &target, options).await?
             }
             Format::TorchSave => {
-                let target = open::target_file(target, overwrite).await?;
+                let target = open::target_file(target, overwrite, dry_run).await?;
                 let zip = TorchSaveForm::default();
                 let form = if self.legacy { TorchSaveForm::Legacy } else { zip };
                 dcp::convert::to_torch_save(source, &target, form, options).await?
             }
             Format::Hf => self.write_hf(source, target, options).await?,
             Format::Dcp => {
-                let writer = open::target_directory(target, overwrite).await?;
+                let writer = open::target_directory(target, overwrite, dry_run).await?;
                 dcp::convert::reshard(source, &writer, self.ranks.unwrap_or(1), options).await?
             }
         };
@@ -247,7 +247,7 @@ impl Destination {
         target: &str,
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
-        let folder = open::target_folder(target)?;
+        let folder = open::target_folder(target, true, options.dry_run).await?;
         let mut config = match &self.config {
             Some(from) => config_files(from)?,
             None => Vec::new(),

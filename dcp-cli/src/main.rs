@@ -8,6 +8,7 @@ mod created;
 mod destination;
 mod failure;
 mod interrupt;
+mod nowhere;
 mod open;
 mod output;
 mod progress;

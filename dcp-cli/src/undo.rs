@@ -92,8 +92,10 @@ pub(crate) fn undo() -> Undone {
     }
     for folder in std::mem::take(&mut made.folders) {
         // One that has something in it is not to be removed.
-        if std::fs::remove_dir(folder).is_err() {
-            break;
+        match std::fs::remove_dir(folder) {
+            Ok(()) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(_) => break,
         }
     }
     if left.is_empty() { Undone::All } else { Undone::Left(left) }

@@ -5,6 +5,7 @@ use serde_json::json;
 
 use crate::apart::{Shape, keep_apart};
 use crate::args;
+use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need};
 use crate::output::Output;
@@ -55,7 +56,8 @@ async fn save(
         let message = format!("cannot tell what kind of file {path:?} should be");
         return Err(Failure::new(Exit::Usage, message).hint("end its name in .npy or .safetensors"));
     }
-    let target = open::target_file(path, args.overwrite).await?;
+    let folders = NewFolders::before(path);
+    let target = open::target_file(path, args.overwrite, false).await?;
     let bar = Bar::new(out, "writing");
     let note = if is(".npy") {
         tensor.to_npy(&target, &bar.options()).await?
@@ -64,6 +66,7 @@ async fn save(
         None
     };
     drop(bar);
+    folders.keep();
     if let Some(note) = &note {
         out.note(note);
     }

@@ -11,6 +11,9 @@ use crate::render::{shards, tree};
 pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure> {
     let summary = open::run(false, async {
         let source = open::source(&args.uri, Need::Readable).await?;
+        if !args.json {
+            open::say_which(&args.uri, out).await?;
+        }
         let options = JobOptions::default();
         if let Some(fqn) = &args.shards {
             // Looks the name up as `get` does, so that a typo gets the same advice.

@@ -40,6 +40,9 @@ pub(crate) fn ls(args: &Ls, out: &Output) -> Result<(), Failure> {
     let listing = open::run(false, async {
         let storage = StorageRegistry::with_defaults().open(&args.uri, Access::Read);
         let storage = storage.map_err(|error| open::cannot_open(&args.uri, &error))?;
+        if !args.json {
+            open::say_which(&args.uri, out).await?;
+        }
         Ok(dcp::convert::list_run(&storage).await?)
     })?;
     if args.json {

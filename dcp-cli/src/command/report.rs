@@ -6,6 +6,7 @@ use dcp::convert::report::{ReportLimits, render_html};
 use dcp::core::{Payload, PutMode};
 
 use crate::apart::{Shape, keep_apart};
+use crate::created::NewFolders;
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
@@ -54,10 +55,11 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
         // Statistics of a part would pass for those of all.
         let need = if args.stats { Need::Whole } else { Need::Readable };
         let source = open::source(&args.uri, need).await?;
+        let folders = args.output.as_deref().map(NewFolders::before);
         let target = match &args.output {
             Some(path) => {
                 keep_apart(&args.uri, &source, path, Shape::File).await?;
-                Some((path, open::target_file(path, args.overwrite).await?))
+                Some((path, open::target_file(path, args.overwrite, false).await?))
             }
             None => None,
         };
@@ -80,6 +82,7 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
         let len = text.len() as u64;
         let mode = if target.overwrite { PutMode::Overwrite } else { PutMode::Create };
         target.storage.put(&target.key, Payload::from(text.into_bytes()), mode).await?;
+        folders.into_iter().for_each(NewFolders::keep);
         if !out.quiet {
             out.write(&format!("{}: {}\n", printable(path), size(len)))?;
         }

@@ -51,7 +51,9 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
         let source = open::source(&args.source, Need::Whole).await?;
         keep_apart(&args.source, &source, &args.target, Shape::Folder).await?;
         let folders = NewFolders::before(&args.target);
-        let writer = open::target_directory(&args.target, args.writing.overwrite).await?;
+        let writer =
+            open::target_directory(&args.target, args.writing.overwrite, args.writing.dry_run)
+                .await?;
         let bar = Bar::new(out, "writing");
         let options = args.writing.options(bar.options());
         let source = args.optimizer.apply(source, &options).await?;

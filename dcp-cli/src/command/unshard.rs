@@ -107,7 +107,7 @@ pub(crate) fn unshard(args: &Unshard, out: &Output) -> Result<(), Failure> {
         let source = open::source(&args.source, Need::Whole).await?;
         keep_apart(&args.source, &source, &args.target, Shape::Folder).await?;
         let folders = NewFolders::before(&args.target);
-        let target = open::target_folder(&args.target)?;
+        let target = open::target_folder(&args.target, false, args.writing.dry_run).await?;
         let bar = Bar::new(out, "writing");
         let options = args.writing.options(bar.options());
         let report = unshard_checkpoint(&source, &target, &how, &options).await?;

@@ -11,7 +11,12 @@ pub(crate) fn verify(args: &args::Verify, out: &Output) -> Result<(), Failure> {
     let report = open::run(args.deep, async {
         let source = open::source(&args.uri, Need::Readable).await?;
         let bar = Bar::new(out, "verifying");
-        Ok(dcp::convert::verify(&source, args.deep, &bar.options()).await?)
+        let report = dcp::convert::verify(&source, args.deep, &bar.options()).await?;
+        drop(bar);
+        if !args.json && report.notes.is_empty() {
+            open::say_which(&args.uri, out).await?;
+        }
+        Ok(report)
     })?;
     if args.json {
         out.json(&report)?;

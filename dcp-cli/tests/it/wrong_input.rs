@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Read;
 use std::process::Stdio;
 
-use crate::support::{command, copy_of, dcp, finish, path};
+use crate::support::{command, copy_of, dcp, finish, fixtures, path};
 
 #[test]
 fn t20_missing_source_is_an_error() {
@@ -102,6 +102,75 @@ fn targets_are_checked() {
     fs::write(&npy, "x").unwrap();
     dcp(["get", "zstd_2r", "w", "-o", &npy]).fails(2, &["exists already"]);
     dcp(["get", "zstd_2r", "w", "-o", &npy, "--overwrite"]).ok();
+}
+
+#[test]
+fn a_folder_is_one_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let (hf, dcp_folder) = (path(&folder, "hf"), path(&folder, "dcp"));
+    dcp(["convert", "nested", &hf, "--to", "hf"]).ok();
+    dcp(["convert", "nested", &dcp_folder, "--to", "dcp"]).ok();
+    dcp(["convert", "nested", &path(&folder, "step/model_and_optim"), "--to", "dcp"]).ok();
+    for more in [&[] as &[&str], &["--overwrite"], &["--dry-run"]] {
+        let convert = |target: &str, to: &str| {
+            dcp(["-q", "convert", "fsdp2_adam_2r", target, "--to", to].iter().chain(more))
+        };
+        convert(&hf, "dcp").fails(2, &["another checkpoint", ".safetensors", "another directory"]);
+        convert(&dcp_folder, "hf").fails(2, &["is a PyTorch DCP checkpoint", "another directory"]);
+        for to in ["hf", "dcp"] {
+            convert(&path(&folder, "step"), to).fails(2, &["a checkpoint in model_and_optim"]);
+        }
+        let unshard = ["unshard", "fsdp2_adam_2r", &dcp_folder];
+        dcp(unshard.iter().chain(more)).fails(2, &["is a PyTorch DCP checkpoint"]);
+    }
+    for place in [&hf, &dcp_folder] {
+        let run = dcp(["verify", place]);
+        assert!(run.code == 0 && !run.stderr.contains("note"), "{}", run.stderr);
+    }
+    let place = copy_of("nested");
+    let uri = place.path().display().to_string();
+    fs::copy(fixtures().join("nested/expected.safetensors"), path(&place, "model.safetensors"))
+        .unwrap();
+    for command in ["inspect", "verify", "ls"] {
+        let run = dcp([command, &uri]);
+        assert!(run.stderr.contains("model.safetensors"), "{command}: {}", run.stderr);
+        for quiet in [&["-q", command, &uri] as &[&str], &[command, &uri, "--json"]] {
+            assert_eq!(dcp(quiet).stderr, "");
+        }
+        assert_eq!(dcp([command, "nested"]).stderr, "");
+    }
+}
+
+#[test]
+fn what_fails_or_only_says_leaves_no_folders() {
+    let folder = tempfile::tempdir().unwrap();
+    let damaged = copy_of("nested");
+    for entry in fs::read_dir(damaged.path()).unwrap() {
+        let at = entry.unwrap().path();
+        if at.extension().is_some_and(|ending| ending == "distcp") {
+            fs::OpenOptions::new().write(true).open(at).unwrap().set_len(10).unwrap();
+        }
+    }
+    let bad = damaged.path().display().to_string();
+    let file = |name: &str| path(&folder, &format!("new/a/{name}"));
+    let tensors = dcp(["inspect", "nested", "--json"]).json()["keys"].clone();
+    let tensor = tensors.as_object().unwrap().iter().find(|(_, key)| key["kind"] == "tensor");
+    let tensor = tensor.unwrap().0;
+    for (target, to) in
+        [("z.safetensors", "safetensors"), ("z", "hf"), ("z.pt", "torch-save"), ("z", "dcp")]
+    {
+        dcp(["convert", "nested", &file(target), "--to", to, "--dry-run"]).ok();
+        let run = dcp(["convert", &bad, &file(target), "--to", to]);
+        assert_eq!(run.code, 1, "{to}: {}", run.stderr);
+        assert!(!folder.path().join("new").exists(), "{to}");
+    }
+    dcp(["unshard", &bad, &file("z")]);
+    dcp(["report", &bad, "--stats", "-o", &file("page.html")]);
+    dcp(["get", &bad, tensor, "-o", &file("t.safetensors")]);
+    let left = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
+    for folder in left {
+        assert!(folder.join("a/page.html").exists(), "{folder:?} is left behind");
+    }
 }
 
 #[test]

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, ChunkTable, DType, DataSink, Encoding, Entry, FileId,
-    FormatError, Key, Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region,
-    StorageReader, TensorEntry, TensorView,
+    CheckpointError, CheckpointMetadata, ChunkTable, DType, DataSink, Encoding, Entry, FormatError,
+    Key, Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region, StorageReader,
+    TensorEntry, TensorView,
 };
 use futures_util::{StreamExt, TryStreamExt, stream};
 
@@ -20,6 +20,7 @@ use crate::cast::{CastCounts, CastReport, TensorCast, is_averaged};
 use crate::check::refuse_unsound;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
+use crate::outgoing::{Place, places};
 use crate::source::Source;
 use crate::tensor_read::TensorReader;
 
@@ -376,7 +377,7 @@ async fn refuse_different(inputs: &[Input], parallelism: usize) -> Result<(), Co
 }
 
 /// Where all chunks of a tensor lie in all inputs.
-type Places = Vec<(FileId, u16, u64, u64)>;
+type Places = Vec<Vec<Place>>;
 
 /// Gives tensors that are the same memory in all inputs the same made-up place, so that what is
 /// written from them is one tensor, too.
@@ -399,13 +400,7 @@ impl Ties {
         let places: Option<Places> = inputs
             .iter()
             .filter_map(|input| Some((input, input.tensor_entry(fqn)?)))
-            .flat_map(|(input, tensor)| tensor.chunks.iter().map(move |chunk| (input, chunk)))
-            .map(|(input, chunk)| {
-                let placement = chunk.placement?;
-                let told = input.metadata.encoding(&placement)?.layout.is_told_by_place();
-                let Placement { file, encoding, byte_offset, byte_len } = placement;
-                told.then_some((file, encoding, byte_offset, byte_len))
-            })
+            .map(|(input, tensor)| places(&input.metadata, tensor))
             .collect();
         let next = self.given;
         let byte_offset = match places {

@@ -19,6 +19,7 @@ use super::translated::Translated;
 use crate::cast::{CastCounts, CastOptions, Caster};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
+use crate::outgoing::{Place, places};
 use crate::source::Source;
 
 /// Numbers to make at once.
@@ -90,6 +91,39 @@ struct Weight {
     numbers: Arc<[f32]>,
 }
 
+/// The scales that are there for each stored weight. Weights in one place are different numbers
+/// where their scales are in different ones.
+#[derive(Default)]
+struct ScalesByWeight {
+    known: HashMap<Vec<Place>, Vec<(QuantScheme, Vec<Place>)>>,
+}
+
+impl ScalesByWeight {
+    /// The encoding of a weight's numbers, numbered by the scales among those of this weight, so
+    /// that there are few in all.
+    fn encoding(
+        &mut self,
+        metadata: &CheckpointMetadata,
+        scheme: QuantScheme,
+        weight: &TensorEntry,
+        scales: Option<&TensorEntry>,
+    ) -> Encoding {
+        let scales = scales.and_then(|scales| places(metadata, scales));
+        let Some((weight, scales)) = places(metadata, weight).zip(scales) else {
+            // Nor does the place tell what the numbers are.
+            return Encoding::new(Layout::TorchSave).with_transforms(["dequantized".into()]);
+        };
+        let ways = self.known.entry(weight).or_default();
+        let way = (scheme, scales);
+        let number = ways.iter().position(|known| *known == way).unwrap_or_else(|| {
+            ways.push(way);
+            ways.len() - 1
+        });
+        let how = format!("dequantized with scales {number}");
+        Encoding::new(Layout::Computed).with_transforms([how.into()])
+    }
+}
+
 impl Dequantized {
     /// What `inner` reads, with 8-bit weights in blocks of `block`.
     ///
@@ -120,8 +154,7 @@ impl Dequantized {
         for encoding in inner_metadata.encodings() {
             metadata.intern_encoding(encoding).ok_or_else(full)?;
         }
-        let made = Encoding::new(Layout::Computed).with_transforms(["dequantized".into()]);
-        let encoding = metadata.intern_encoding(&made).ok_or_else(full)?;
+        let mut all_scales = ScalesByWeight::default();
         let (mut entries, mut outward) = (Vec::new(), HashMap::new());
         for (position, (fqn, entry)) in inner_metadata.iter().enumerate() {
             let inner = u32::try_from(position).map_err(|_| full())?;
@@ -133,6 +166,9 @@ impl Dequantized {
                 None => (Arc::clone(fqn), entry.clone(), None),
                 Some((one, tensor)) => {
                     let weight = Weight::new(one, tensor)?;
+                    let scales = inner_metadata.at(one.scales).and_then(|e| e.1.as_tensor());
+                    let made = all_scales.encoding(&inner_metadata, one.scheme, tensor, scales);
+                    let encoding = metadata.intern_encoding(&made).ok_or_else(full)?;
                     let entry = plain(one, tensor, dtype, encoding)
                         .map_err(|error| bad_plan(fqn, error.to_string()))?;
                     (Arc::clone(&one.fqn), Entry::Tensor(entry), Some(weight))

@@ -115,7 +115,7 @@ fn model(parts: Vec<(HfPart, Vec<u8>)>) -> Arc<MemoryStorage> {
     let storage = Arc::new(MemoryStorage::new());
     let (parts, bytes): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
     let plan = HfLayout::default().plan(parts).unwrap();
-    let source = Source::new(Arc::clone(&storage) as _, Arc::new(Nothing));
+    let source = Source::new(Arc::clone(&storage) as _, Arc::new(Given(Arc::default())));
     let encoded = bytes.into_iter().map(|bytes| crate::data::Part::Encoded(bytes.into()));
     let data = CheckpointData::new(&source, encoded.collect(), &JobOptions::default());
     let shared = Arc::clone(&storage) as Arc<dyn Storage>;
@@ -124,13 +124,37 @@ fn model(parts: Vec<(HfPart, Vec<u8>)>) -> Arc<MemoryStorage> {
     storage
 }
 
+/// The same stored weight with the same and with other scales.
+#[test]
+fn one_weight_with_other_scales_is_another_tensor() {
+    let mut metadata = CheckpointMetadata::new();
+    let file = metadata.intern_file(&Key::new("data").unwrap()).unwrap();
+    let encoding = metadata.intern_encoding(&Encoding::new(Layout::Raw)).unwrap();
+    let mut tensor = |fqn: String, dtype, byte_offset, byte_len| {
+        let mut tensor = TensorEntry::new(dtype, [1_u64, byte_len / dtype.size() as u64]);
+        let placement = Some(Placement { file, encoding, byte_offset, byte_len });
+        let sizes = tensor.shape.to_vec();
+        tensor.chunks.push(&[0, 0], &sizes, placement).unwrap();
+        metadata.insert(fqn, Entry::Tensor(tensor));
+    };
+    for (fqn, scales) in [("a", 100), ("b", 200), ("c", 100)] {
+        tensor(format!("{fqn}.weight"), DType::Float8E4M3Fn, 0, 4);
+        tensor(format!("{fqn}.weight_scale_inv"), DType::Float32, scales, 4);
+    }
+    let reader = Arc::new(Given(Arc::new(metadata)));
+    let view = block_on(Dequantized::new(reader, DType::Float32, [4, 4])).unwrap();
+    let shown = block_on(view.metadata()).unwrap();
+    assert_eq!(shown.len(), 3);
+    assert_eq!(crate::outgoing::ties(&shown), HashMap::from([(2, Arc::from("a.weight"))]));
+}
+
 #[derive(Debug)]
-struct Nothing;
+struct Given(Arc<CheckpointMetadata>);
 
 #[async_trait]
-impl StorageReader for Nothing {
+impl StorageReader for Given {
     async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
-        Ok(Arc::default())
+        Ok(Arc::clone(&self.0))
     }
 
     async fn read(

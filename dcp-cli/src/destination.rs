@@ -1,8 +1,8 @@
 //! Options of commands that write a checkpoint in any format, and the writing.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::{fmt, io};
 
 use clap::{Args, ValueEnum};
 use dcp::DType;
@@ -35,6 +35,21 @@ pub(crate) enum Format {
     Dcp,
 }
 
+impl fmt::Display for Format {
+    /// As `--to` takes it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Safetensors => "safetensors",
+            Self::Hf => "hf",
+            Self::TorchSave => "torch-save",
+            Self::Dcp => "dcp",
+        })
+    }
+}
+
+/// The most bytes of tensors in a file of a Hugging Face model, as transformers has it.
+const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+
 /// How a checkpoint is written.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Destination {
@@ -55,9 +70,9 @@ pub(crate) struct Destination {
     #[arg(long, value_name = "GLOB", requires = "dtype")]
     keep_dtype: Vec<String>,
 
-    /// The most bytes of tensors in a file. For hf.
-    #[arg(long, value_name = "BYTES", default_value = "5GB", value_parser = parse_bytes)]
-    max_shard_size: u64,
+    /// The most bytes of tensors in a file; 5GB by default. For hf.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    max_shard_size: Option<u64>,
 
     /// Copy config and tokenizer files from this directory, so that transformers finds all it
     /// needs. For hf.
@@ -150,8 +165,26 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
 }
 
 impl Destination {
-    /// The format for `target`: the one asked for, or the one that its name says.
+    /// The format for `target`: the one asked for, or the one that its name says. Options of
+    /// another one are errors.
     pub(crate) fn format(&self, target: &str) -> Result<Format, Failure> {
+        let format = self.asked_for(target)?;
+        for (given, option, of) in [
+            (self.ranks.is_some(), "--ranks", Format::Dcp),
+            (self.max_shard_size.is_some(), "--max-shard-size", Format::Hf),
+            (self.config.is_some(), "--config", Format::Hf),
+            (self.legacy, "--legacy", Format::TorchSave),
+        ] {
+            if given && of != format {
+                let message = format!("{option} is for {of}, and {target:?} becomes {format}");
+                return Err(Failure::new(Exit::Usage, message)
+                    .hint(format!("leave it out, or say --to {of}")));
+            }
+        }
+        Ok(format)
+    }
+
+    fn asked_for(&self, target: &str) -> Result<Format, Failure> {
         if let Some(format) = self.to {
             return Ok(format);
         }
@@ -261,7 +294,7 @@ impl Destination {
                 return Err(ConvertError::TargetExists { target: format!("{target}/{key}") }.into());
             }
         }
-        let layout = HfLayout::MaxFileBytes(self.max_shard_size);
+        let layout = HfLayout::MaxFileBytes(self.max_shard_size.unwrap_or(MAX_SHARD_BYTES));
         let report = dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?;
         for (key, bytes) in config.into_iter().filter(|_| !options.dry_run) {
             folder.put(&key, bytes.into(), PutMode::Overwrite).await?;

@@ -59,6 +59,17 @@ impl ConvertError {
     pub(crate) fn unsupported(what: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Unsupported { what: what.into(), problem: problem.into() }
     }
+
+    /// What went wrong in planning to write: what the format cannot hold is no fault of the
+    /// checkpoint that is read.
+    pub(crate) fn unwritable(error: CheckpointError) -> Self {
+        match error {
+            CheckpointError::Plan(PlanError::Unsupported { fqn, problem }) => {
+                Self::unsupported(format!("{fqn:?}"), format!("cannot be written: {problem}"))
+            }
+            other => Self::Checkpoint(other),
+        }
+    }
 }
 
 impl From<StorageError> for ConvertError {

@@ -65,7 +65,7 @@ pub async fn reshard(
     let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
     let total = total_bytes(&global, &locals);
     let session = writer.begin().await?;
-    let plans = writer.place(&session, &locals, &mut global)?;
+    let plans = writer.place(&session, &locals, &mut global).map_err(ConvertError::unwritable)?;
     if options.dry_run {
         return Ok(report(&global).with_files(planned_files(&global)).planned(&global.metadata));
     }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, Entry, PlanError};
+use dcp_core::{Entry, PlanError};
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
 };
@@ -42,7 +42,8 @@ pub async fn to_torch_save(
     let source = source.for_job(options.parallelism);
     let outgoing = Outgoing::gather(&source).await?;
     let how = TorchSaveOptions::default().with_form(form);
-    let plan = TorchSavePlan::new(&target.key, &outgoing.items, &how).map_err(unwritable)?;
+    let plan =
+        TorchSavePlan::new(&target.key, &outgoing.items, &how).map_err(ConvertError::unwritable)?;
     let report = outgoing.report.with_files([(target.key.to_string(), plan.byte_len())]);
     if options.dry_run {
         return Ok(report.planned(&*source.metadata().await?));
@@ -51,16 +52,6 @@ pub async fn to_torch_save(
     let data = CheckpointData::new(&source, outgoing.parts, options).settling(outgoing.byte_len);
     plan.write(&*target.creator(), Arc::new(data), None).await?;
     Ok(report)
-}
-
-/// What the format cannot hold is no fault of the checkpoint.
-fn unwritable(error: CheckpointError) -> ConvertError {
-    match error {
-        CheckpointError::Plan(PlanError::Unsupported { fqn, problem }) => {
-            ConvertError::unsupported(format!("{fqn:?}"), format!("cannot be written: {problem}"))
-        }
-        other => other.into(),
-    }
 }
 
 /// What goes into the file.

@@ -203,3 +203,14 @@ fn every_fixture_becomes_a_file_of_torch_save_with_its_objects() {
         assert_eq!(from, to, "{fixture}");
     }
 }
+
+#[test]
+fn what_a_format_cannot_hold_is_no_fault_of_the_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    for to in ["dcp", "torch-save"] {
+        let run = dcp(["convert", "quantized", &path(&folder, to), "--to", to]);
+        assert!(!run.stderr.contains("dcp verify"), "{}", run.stderr);
+        run.fails(2, &["qint8", "cannot be written: "]);
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}

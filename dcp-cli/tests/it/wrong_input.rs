@@ -174,6 +174,24 @@ fn what_fails_or_only_says_leaves_no_folders() {
 }
 
 #[test]
+fn options_of_another_format_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for (option, of) in [
+        (&["--legacy"] as &[&str], "torch-save"),
+        (&["--ranks", "1"], "dcp"),
+        (&["--max-shard-size", "5GB"], "hf"),
+        (&["--config", "/nonexistent"], "hf"),
+    ] {
+        for to in ["safetensors", "hf", "torch-save", "dcp"].iter().filter(|to| **to != of) {
+            let convert = ["convert", "nested", &path(&folder, "out"), "--to", to];
+            let message = format!("{} is for {of}, and ", option[0]);
+            dcp(convert.iter().chain(option)).fails(2, &[&message, &format!("--to {of}")]);
+        }
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
 fn usage_errors_are_claps_and_exit_with_2() {
     for args in [
         &["inspekt"][..],

@@ -392,7 +392,9 @@ fn cast_notes(report: &CastReport, out: &Output) {
         return out.note("no tensor had to be cast");
     };
     let error = report.total().max_relative_error;
-    let rounded = if error > 0.0 {
+    let rounded = if error > 0.0 && error < 5e-5 {
+        "; values changed by less than 0.01 %".to_owned()
+    } else if error > 0.0 {
         format!("; values changed by at most {:.2} %", error * 100.0)
     } else {
         "; no value changed".to_owned()

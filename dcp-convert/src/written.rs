@@ -35,6 +35,10 @@ pub struct WriteReport {
     /// What was lost in casts, when tensors were cast.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cast: Option<CastReport>,
+    /// Of an average, how many numbers exceeded the dtype they were summed in, though all that
+    /// went into them were finite, by FQN.
+    #[serde(skip_serializing_if = "IndexMap::is_empty")]
+    pub overflowed: IndexMap<Arc<str>, u64>,
     /// Of a dry run, the tensors: FQN → what would be written.
     #[serde(skip_serializing_if = "IndexMap::is_empty")]
     pub keys: IndexMap<Arc<str>, PlannedTensor>,

@@ -6,7 +6,7 @@ use dcp::convert::ConvertError;
 use dcp::convert::view::{AverageOptions, Averaged, NonFloat};
 
 use crate::choosing::Choosing;
-use crate::destination::{Destination, tell};
+use crate::destination::{Destination, list, tell};
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
@@ -132,9 +132,20 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         if args.destination.cast_rule().is_some() || cast.lost_range().next().is_some() {
             report.cast = Some(cast);
         }
+        report.overflowed = view.overflowed();
         Ok::<_, Failure>((report, view))
     })?;
     tell(&report, &args.out, args.destination.writing.json, out)?;
+    if !report.overflowed.is_empty() {
+        let numbers: u64 = report.overflowed.values().sum();
+        let names: Vec<_> = report.overflowed.keys().cloned().collect();
+        let numbers = count(usize::try_from(numbers).unwrap_or(usize::MAX), "mean");
+        out.note(&format!(
+            "{numbers} of finite numbers exceeded the dtype of the sum (--accumulate float64 may \
+             help): {}",
+            list(&names)
+        ));
+    }
     let (averaged, taken) = view.counts();
     if taken > 0 {
         let from = match args.non_float {

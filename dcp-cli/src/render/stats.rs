@@ -182,7 +182,7 @@ fn objects(report: &StatsReport, out: &Output, text: &mut String) {
 /// The last lines: everything together, and the verdict.
 fn summary(report: &StatsReport, only_bad: bool, out: &Output, text: &mut String) {
     let (style, total) = (out.style, &report.total);
-    let mut parts = vec![format!("{} numbers in tensors", thousands(total.count))];
+    let mut parts = vec![format!("{} in tensors", numbered(total.count, "number"))];
     if total.count > 0 {
         parts.push(format!("{} zero", share(total.zero, total.count)));
     }
@@ -192,7 +192,7 @@ fn summary(report: &StatsReport, only_bad: bool, out: &Output, text: &mut String
         }
     }
     if report.objects.numbers > 0 {
-        parts.push(format!("{} floats in objects", thousands(report.objects.numbers)));
+        parts.push(format!("{} in objects", numbered(report.objects.numbers, "float")));
     }
     say(out, text, "", "", &parts.join(" · "));
     let (nan, inf) = (total.nan + report.objects.nan, total.inf() + report.objects.inf);
@@ -212,6 +212,10 @@ fn summary(report: &StatsReport, only_bad: bool, out: &Output, text: &mut String
         what.push_str("; --nan shows only these");
     }
     say(out, text, "", &style.bad("✗ "), &what);
+}
+
+fn numbered(number: u64, what: &str) -> String {
+    count(usize::try_from(number).unwrap_or(usize::MAX), what)
 }
 
 /// One tensor: its numbers, and its histogram with a line for every power of two.

@@ -146,3 +146,25 @@ fn what_has_no_difference_goes_together() {
     let run = dcp(["merge", "fsdp2_adam_2r", "t24_plain", "--identical", "-o", &at("none.pt")]);
     assert_ne!(run.code, 0);
 }
+
+#[test]
+fn an_average_of_finite_numbers_that_overflows_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let header = br#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header);
+    file.extend([3e38_f32, 1.0].map(f32::to_le_bytes).concat());
+    let source = at("huge.safetensors");
+    std::fs::write(&source, file).unwrap();
+    let run = dcp(["average", &source, &source, "-o", &at("a.safetensors")]);
+    assert!(run.stderr.contains("1 mean of finite numbers exceeded"), "{}", run.stderr);
+    assert!(run.stderr.contains("w"), "{}", run.stderr);
+    let report = dcp(["average", &source, &source, "-o", &at("b.safetensors"), "--json"]).json();
+    assert_eq!(report["overflowed"], serde_json::json!({"w": 1}));
+    let wide = ["average", &source, &source, "--accumulate", "f64", "-o"];
+    let out = at("c.safetensors");
+    let run = dcp(wide.iter().copied().chain([&*out]));
+    assert!(!run.stderr.contains("exceeded"), "{}", run.stderr);
+    assert_eq!(tensors(out.as_ref()), tensors(source.as_ref()));
+}

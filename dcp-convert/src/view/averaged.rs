@@ -12,6 +12,7 @@ use dcp_core::{
     TensorEntry, TensorView,
 };
 use futures_util::{StreamExt, TryStreamExt, stream};
+use indexmap::IndexMap;
 
 use super::alike::{Input, difference};
 use super::mean::Mean;
@@ -116,6 +117,8 @@ pub struct Averaged {
     objects_metadata: Arc<CheckpointMetadata>,
     parallelism: usize,
     counts: Mutex<Vec<CastCounts>>,
+    /// Numbers of each entry that exceeded the dtype of the sum.
+    overflowed: Mutex<Vec<u64>>,
 }
 
 /// What is done with one entry.
@@ -200,6 +203,7 @@ impl Averaged {
             entries.push(Averaging::Mean { readers: readers?, mean });
         }
         let counts = Mutex::new(vec![CastCounts::default(); entries.len()]);
+        let overflowed = Mutex::new(vec![0; entries.len()]);
         Ok(Self {
             metadata: Arc::new(metadata),
             entries,
@@ -207,6 +211,7 @@ impl Averaged {
             objects_metadata: Arc::clone(&base.metadata),
             parallelism: parallelism.max(1),
             counts,
+            overflowed,
         })
     }
 
@@ -223,6 +228,15 @@ impl Averaged {
             Some((Arc::clone(fqn), TensorCast { from, to, counts: *counts }))
         });
         CastReport { tensors: tensors.collect() }
+    }
+
+    /// How many means of each tensor are infinite or NaN because their sums exceeded the dtype
+    /// they were summed in, in what was read so far; only tensors with any.
+    #[must_use]
+    pub fn overflowed(&self) -> IndexMap<Arc<str>, u64> {
+        let overflowed = self.overflowed.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.metadata.iter().zip(overflowed.iter()).filter(|(_, count)| **count > 0);
+        all.map(|((fqn, _), count)| (Arc::clone(fqn), *count)).collect()
     }
 
     /// How many tensors are averaged, and how many entries are taken as they are.
@@ -265,7 +279,13 @@ impl Averaged {
                         sum.add(&part);
                     }
                     let mut counts = CastCounts::default();
-                    let elements = sum.finish(&mut counts);
+                    let (elements, beyond) = sum.finish(&mut counts);
+                    let mut overflowed =
+                        self.overflowed.lock().unwrap_or_else(PoisonError::into_inner);
+                    if let Some(total) = overflowed.get_mut(item.entry as usize) {
+                        *total += beyond;
+                    }
+                    drop(overflowed);
                     let mut all = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
                     if let Some(total) = all.get_mut(item.entry as usize) {
                         total.add(&counts);

@@ -26,6 +26,7 @@ pub(super) struct Sum<'a> {
     numbers: Numbers,
     widened: Vec<u8>,
     added: usize,
+    overflowed: u64,
 }
 
 /// The real numbers of a sum.
@@ -86,7 +87,7 @@ impl Mean {
         } else {
             Numbers::Single(vec![0.0; len])
         };
-        Sum { mean: self, numbers, widened: Vec::new(), added: 0 }
+        Sum { mean: self, numbers, widened: Vec::new(), added: 0, overflowed: 0 }
     }
 }
 
@@ -109,22 +110,29 @@ impl Sum<'_> {
                 let weight = *weight as f32;
                 let (words, _) = self.widened.as_chunks::<4>();
                 for (sum, word) in sums.iter_mut().zip(words) {
-                    let weighted = f32::from_le_bytes(*word) * weight;
+                    let value = f32::from_le_bytes(*word);
+                    let finite = value.is_finite() && sum.is_finite();
+                    let weighted = value * weight;
                     *sum = if first { weighted } else { *sum + weighted };
+                    self.overflowed += u64::from(finite && !sum.is_finite());
                 }
             }
             Numbers::Double(sums) => {
                 let (words, _) = self.widened.as_chunks::<8>();
                 for (sum, word) in sums.iter_mut().zip(words) {
-                    let weighted = f64::from_le_bytes(*word) * weight;
+                    let value = f64::from_le_bytes(*word);
+                    let finite = value.is_finite() && sum.is_finite();
+                    let weighted = value * weight;
                     *sum = if first { weighted } else { *sum + weighted };
+                    self.overflowed += u64::from(finite && !sum.is_finite());
                 }
             }
         }
     }
 
-    /// The mean, as elements of the result's dtype.
-    pub(super) fn finish(mut self, counts: &mut CastCounts) -> Vec<u8> {
+    /// The mean, as elements of the result's dtype; and how many numbers exceeded the dtype of
+    /// the sum, though all that went into them were finite.
+    pub(super) fn finish(mut self, counts: &mut CastCounts) -> (Vec<u8>, u64) {
         let total: f64 = self.mean.weights.iter().sum();
         match &self.numbers {
             Numbers::Single(sums) => {
@@ -132,14 +140,18 @@ impl Sum<'_> {
                 self.widened.resize(4 * sums.len(), 0);
                 let (words, _) = self.widened.as_chunks_mut::<4>();
                 for (word, sum) in words.iter_mut().zip(sums) {
-                    *word = (sum / total).to_le_bytes();
+                    let mean = sum / total;
+                    self.overflowed += u64::from(sum.is_finite() && !mean.is_finite());
+                    *word = mean.to_le_bytes();
                 }
             }
             Numbers::Double(sums) => {
                 self.widened.resize(8 * sums.len(), 0);
                 let (words, _) = self.widened.as_chunks_mut::<8>();
                 for (word, sum) in words.iter_mut().zip(sums) {
-                    *word = (sum / total).to_le_bytes();
+                    let mean = sum / total;
+                    self.overflowed += u64::from(sum.is_finite() && !mean.is_finite());
+                    *word = mean.to_le_bytes();
                 }
             }
         }
@@ -147,6 +159,6 @@ impl Sum<'_> {
         let count = self.widened.len() / narrow.from().size();
         let mut elements = vec![0; count * narrow.to().size()];
         narrow.cast(&self.widened, &mut elements, counts);
-        elements
+        (elements, self.overflowed)
     }
 }

@@ -15,8 +15,9 @@ use dcp::core::DType;
 /// Write a checkpoint in another format.
 ///
 /// Any checkpoint that dcp reads becomes any that it writes. Data is streamed: memory does not
-/// grow with the checkpoint or its tensors. What is read is compared with its checksums on the
-/// way, and the target appears when it is complete.
+/// grow with the checkpoint or its tensors. Stored chunks that are read as a whole are compared
+/// with their checksums, chunks of which only a slice is read are not. The target appears when it
+/// is complete.
 ///
 /// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
 /// format cannot hold, are left out and listed. `hf` is a directory of such files with an index,

@@ -305,10 +305,10 @@ impl Old {
         if old.taken.contains(&single) {
             old.files.insert(single);
         }
-        // Without an index to go by, every file counts: for what is there, and for what is to be.
+        // Without an index to go by, names tell what belongs to a model.
         if old.index.is_none() || plan.distributed {
-            let counts = |key: &&Key| plan.distributed || numbered(key.as_str());
-            old.files.extend(old.taken.iter().filter(counts).cloned());
+            let numbered = old.taken.iter().filter(|key| is_numbered(key.as_str()));
+            old.files.extend(numbered.cloned());
         }
         Ok(old)
     }
@@ -326,6 +326,8 @@ impl Old {
         self.index
             .as_ref()
             .or(self.files.first())
+            // Without an index, loaders take every file for a part of the model.
+            .or(self.taken.first().filter(|_| plan.distributed))
             .or_else(|| named.into_iter().find_map(|name| self.taken.get(name)))
     }
 
@@ -363,9 +365,31 @@ fn is_tensor_file(key: &Key) -> bool {
     !key.as_str().contains('/') && key.as_str().ends_with(ENDING)
 }
 
-/// Whether a name is one that a model of several files has.
-fn numbered(name: &str) -> bool {
-    name.starts_with("model-") && name.contains("-of-")
+/// Whether a name is one that a model of several files has: `model-00001-of-00002.safetensors`,
+/// with a tag behind `model` where names were taken, or `shard-00003-` in front for what a rank
+/// holds.
+fn is_numbered(name: &str) -> bool {
+    numbers(name).is_some_and(|(at, count)| (1..=count).contains(&at))
+}
+
+/// The number of a model's file and the count of them.
+fn numbers(name: &str) -> Option<(u32, u32)> {
+    let number = |text: &str| {
+        let digits = text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+        digits.then(|| text.parse().ok()).flatten()
+    };
+    let mut name = name.strip_suffix(ENDING)?;
+    if let Some(rest) = name.strip_prefix("shard-") {
+        let (rank, rest) = rest.split_once('-')?;
+        let _: u32 = number(rank)?;
+        name = rest;
+    }
+    let (mut at, count) = name.strip_prefix("model-")?.split_once("-of-")?;
+    if let Some((tag, rest)) = at.split_once('-') {
+        let _: u32 = tag.strip_prefix('g')?.parse().ok()?;
+        at = rest;
+    }
+    number(at).zip(number(count))
 }
 
 /// Removes files; returns those that are gone and those that are not.

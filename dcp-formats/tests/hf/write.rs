@@ -206,6 +206,42 @@ fn ranks_parts_are_written_as_pytorch_does() {
     assert!(block_on(write_folder(&shared(), &plan, bytes, &options, None)).is_err());
 }
 
+/// What is no file of the model that is replaced stays, whatever loaders make of it.
+#[test]
+fn only_files_of_a_model_are_replaced() {
+    let others = [
+        "adapter.safetensors",
+        "model-00003-of-00002.safetensors",
+        "model-1-of-2.safetensors",
+        "model-part-of-mine.safetensors",
+        "model-v2-00001-of-00001.safetensors",
+        "shard-x-model-00001-of-00001.safetensors",
+    ];
+    let series = [
+        "model-00001-of-00009.safetensors",
+        "model-g2-00001-of-00001.safetensors",
+        "shard-00007-model-00001-of-00001.safetensors",
+    ];
+    let mut options = HfWriteOptions::default();
+    options.overwrite = true;
+    for distributed in [true, false] {
+        let storage = Arc::new(MemoryStorage::new());
+        others.iter().chain(&series).for_each(|name| put(&*storage, name, b"old".to_vec()));
+        let part = match distributed {
+            true => HfPart::part_of("a", DType::UInt8, [2, 2], [0, 0], 0),
+            false => HfPart::whole("a", DType::UInt8, [2, 2]),
+        };
+        let plan = HfLayout::default().plan(vec![part]).unwrap();
+        assert_eq!(plan.distributed, distributed);
+        let shared = Arc::clone(&storage) as Arc<dyn Storage>;
+        let bytes = data(vec![vec![0, 1, 2, 3]]);
+        let written = block_on(write_folder(&shared, &plan, bytes, &options, None)).unwrap();
+        let removed: Vec<_> = written.removed.iter().map(|key| key.as_str()).collect();
+        assert_eq!(removed, series);
+        others.iter().for_each(|name| assert_eq!(get(&*storage, name), "old"));
+    }
+}
+
 /// Types that the format has no name for keep theirs.
 #[test]
 fn nameless_types_come_back() {

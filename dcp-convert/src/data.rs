@@ -2,14 +2,15 @@
 //! turn comes, so that a checkpoint of any size goes through a little memory.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use crc32fast::Hasher;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, Key, Payload, PlanError, Region, StorageExt,
-    TensorEntry,
+    CheckpointError, CheckpointMetadata, DataSource, FormatError, Key, Payload, PlanError, Region,
+    StorageExt, TensorEntry,
 };
 
 use crate::error::ConvertError;
@@ -23,10 +24,47 @@ use crate::tensor_read::TensorReader;
 pub(crate) enum Part {
     /// A box of a stored tensor.
     Tensor { reader: Arc<TensorReader>, region: Region, element_bytes: u64 },
-    /// Bytes of a file, as they are.
-    Stored { key: Key, byte_offset: u64 },
+    /// Bytes of a file, as they are; and what they were when they were compared with their
+    /// checksum.
+    Stored { key: Key, byte_offset: u64, first: Arc<FirstRead> },
     /// Bytes at hand.
     Encoded(Bytes),
+}
+
+/// What was read of an object, to tell whether it is still the same when it is read again.
+#[derive(Debug)]
+pub(crate) struct FirstRead {
+    fqn: Arc<str>,
+    byte_len: u64,
+    crc32: u32,
+    /// The CRC-32 of what was read again so far: ranges ascend without gaps.
+    again: Mutex<Hasher>,
+}
+
+impl FirstRead {
+    pub(crate) fn new(fqn: &str, bytes: &[u8]) -> Arc<Self> {
+        let (byte_len, crc32) = (bytes.len() as u64, crc32fast::hash(bytes));
+        Arc::new(Self { fqn: fqn.into(), byte_len, crc32, again: Mutex::default() })
+    }
+
+    /// Notes the next bytes; after the last ones, fails where not all are what they were.
+    fn compare(&self, bytes: &[u8], byte_range: &Range<u64>) -> Result<(), FormatError> {
+        let mut again = self.again.lock().unwrap_or_else(PoisonError::into_inner);
+        if byte_range.start == 0 {
+            again.reset();
+        }
+        again.update(bytes);
+        let found = again.clone().finalize();
+        if byte_range.end < self.byte_len || found == self.crc32 {
+            return Ok(());
+        }
+        let problem = format!(
+            "{:?} has the CRC-32 {found:08x}, and had {:08x} when it was checked: the file has \
+             changed meanwhile or is damaged",
+            self.fqn, self.crc32
+        );
+        Err(FormatError::new("object", problem))
+    }
 }
 
 impl Part {
@@ -86,10 +124,14 @@ impl DataSource for CheckpointData {
             Some(Part::Tensor { reader, region, element_bytes }) => {
                 read_tensor(reader, region, *element_bytes, byte_range).await?
             }
-            Some(Part::Stored { key, byte_offset }) => {
+            Some(Part::Stored { key, byte_offset, first }) => {
                 let start = byte_offset.saturating_add(byte_range.start);
                 let end = byte_offset.saturating_add(byte_range.end);
-                Payload::from(self.source.storage.read_range(key, start..end).await?)
+                let bytes = self.source.storage.read_range(key, start..end).await?;
+                first
+                    .compare(&bytes, &byte_range)
+                    .map_err(|error| error.in_file(key.as_str(), *byte_offset))?;
+                Payload::from(bytes)
             }
             Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
             None => {
@@ -134,4 +176,37 @@ pub(crate) async fn read_tensor(
     let bytes = reader.read(&wanted).await?;
     let skipped = byte_range.start - first * element_bytes;
     Ok(Payload::from(bytes).slice(skipped..skipped + (byte_range.end - byte_range.start)))
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_conformance::MemoryStorage;
+    use dcp_core::{PutMode, Storage};
+
+    use super::*;
+
+    #[test]
+    fn an_object_that_changes_after_it_was_checked_is_refused() {
+        let storage = Arc::new(MemoryStorage::new());
+        let key = Key::new("__0_0.distcp").unwrap();
+        let resolve = |bytes: &[u8]| {
+            let put = storage.put(&key, bytes.to_vec().into(), PutMode::Overwrite);
+            block_on(put).unwrap();
+            let first = FirstRead::new("extra.big", b"as it was");
+            let part = Part::Stored { key: key.clone(), byte_offset: 2, first };
+            let source = Source::dcp(Arc::clone(&storage) as _, false);
+            let data = CheckpointData::new(&source, vec![part], &JobOptions::default());
+            block_on(data.resolve(0, 0..4)).unwrap();
+            block_on(data.resolve(0, 4..9)).map(|_| ())
+        };
+        resolve(b"..as it was").unwrap();
+        let error = resolve(b"..As it was").unwrap_err();
+        assert!(matches!(error, CheckpointError::Format(_)), "{error:?}");
+        let error = dcp_core::error_chain(&error);
+        assert!(error.contains("extra.big") && error.contains("__0_0.distcp"), "{error}");
+    }
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+    }
 }

@@ -12,7 +12,7 @@ use dcp_planner::DefaultSavePlanner;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use crate::check::refuse_unsound;
-use crate::data::{CheckpointData, Part};
+use crate::data::{CheckpointData, FirstRead, Part};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
@@ -278,7 +278,8 @@ async fn object_part(
     let byte_len = encoded.len() as u64;
     // A large object stays where it is until its turn comes.
     let part = if encoded.len() > KEPT_BYTES && encoded == stored {
-        Part::Stored { key: key.clone(), byte_offset: placement.byte_offset }
+        let first = FirstRead::new(fqn, &encoded);
+        Part::Stored { key: key.clone(), byte_offset: placement.byte_offset, first }
     } else {
         Part::Encoded(encoded)
     };

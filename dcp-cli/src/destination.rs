@@ -428,10 +428,15 @@ fn notes(report: &WriteReport, out: &Output) {
         let objects = count(report.left_out.len(), "object");
         out.note(&format!("left out {objects}: {}", list(&report.left_out)));
     }
+    if !report.without_scale.is_empty() {
+        let tensors = count(report.without_scale.len(), "quantized tensor");
+        let names = list(&report.without_scale);
+        out.note(&format!("wrote {tensors} as bare integers, without scale: {names}"));
+    }
     if !report.tied.is_empty() {
         let tensors = count(report.tied.len(), "tied tensor");
         let names: Vec<_> = report.tied.keys().cloned().collect();
-        out.note(&format!("wrote {tensors} only once: {}", list(&names)));
+        out.note(&format!("wrote the bytes of {tensors} only once: {}", list(&names)));
     }
     if !report.raw.is_empty() {
         let tensors = count(report.raw.len(), "tensor");

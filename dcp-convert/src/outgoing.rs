@@ -80,6 +80,9 @@ impl Outgoing {
                            or rename it";
             return Err(ConvertError::unsupported(format!("{fqn:?}"), problem));
         }
+        if tensor.dtype.is_quantized() {
+            self.report.without_scale.push(Arc::clone(fqn));
+        }
         self.byte_len = self.byte_len.saturating_add(tensor.byte_len().unwrap_or(0));
         let (fqn, shape) = (Arc::clone(fqn), tensor.shape.clone());
         self.tensors.push(OutgoingTensor { fqn, dtype: tensor.dtype, shape });

@@ -29,8 +29,14 @@ pub struct WriteReport {
     /// Tensors of a dtype that the format has no name for; stored as bytes and described in the
     /// header under [`RAW`](crate::RAW).
     pub raw: Vec<Arc<str>>,
-    /// Tensors that are the same memory as another one and were not written again: FQN → FQN of
-    /// the one that was written.
+    /// Quantized tensors of which the format has no place for what makes real numbers of them:
+    /// their stored integers were written, without scale and zero point.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub without_scale: Vec<Arc<str>>,
+    /// Tensors that are the same memory as another one, whose bytes were not written again: FQN →
+    /// FQN of that one. In a file of `torch.save` both names are there and share a storage; of
+    /// safetensors files only the other name is among the tensors, and the header tells of this
+    /// one.
     pub tied: IndexMap<Arc<str>, Arc<str>>,
     /// What was lost in casts, when tensors were cast.
     #[serde(skip_serializing_if = "Option::is_none")]

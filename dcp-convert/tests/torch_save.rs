@@ -7,7 +7,11 @@ use std::io::Write as _;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{JobOptions, ProblemKind, Source, Target, to_safetensors, verify};
+use dcp_convert::view::{AverageOptions, Averaged};
+use dcp_convert::{
+    ConvertError, DiffOptions, JobOptions, ProblemKind, Source, Target, diff, to_safetensors,
+    to_torch_save, verify,
+};
 use dcp_core::{Key, PutMode, Storage};
 use dcp_formats::pickle::Writer;
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
@@ -67,6 +71,74 @@ fn source(views: &[View], damaged: bool) -> Source {
     let storage = MemoryStorage::new();
     block_on(storage.put(&key("model.pt"), file.into(), PutMode::Create)).unwrap();
     Source::torch_save(Arc::new(storage), key("model.pt"))
+}
+
+/// The file `model.pt` of this pickle and these storages.
+fn file(pickle: Writer, storages: &[&[u8]]) -> Source {
+    let pickle = pickle.finish().unwrap();
+    let file = ArchiveEncoder::encode(RecordSet::default(), pickle, storages).unwrap();
+    let storage = MemoryStorage::new();
+    block_on(storage.put(&key("model.pt"), file.into(), PutMode::Create)).unwrap();
+    Source::torch_save(Arc::new(storage), key("model.pt"))
+}
+
+/// `{"q": a tensor of qint8 with this scale, "w": a plain one}`.
+fn quantized(scale: f64) -> Source {
+    let mut writer = Writer::new();
+    let built = writer.dict(["q", "w"].into_iter(), |writer, name| {
+        writer.constant(name);
+        let is_q = name == "q";
+        let (function, class) = match is_q {
+            true => ("_rebuild_qtensor", "QInt8Storage"),
+            false => ("_rebuild_tensor_v2", "CharStorage"),
+        };
+        writer.global("torch._utils", function);
+        writer.tuple(6 + usize::from(is_q), |writer| {
+            writer.storage(("torch", class), if is_q { "0" } else { "1" }, "cpu", 4);
+            writer.uint(0);
+            writer.uint_tuple(&[4]);
+            writer.uint_tuple(&[1]);
+            if is_q {
+                writer.tuple(3, |writer| {
+                    writer.global("torch", "per_tensor_affine");
+                    writer.float(scale);
+                    writer.int(0);
+                    Ok::<(), ()>(())
+                })?;
+            }
+            writer.bool(false);
+            writer.none();
+            Ok::<(), ()>(())
+        })?;
+        writer.call();
+        Ok::<(), ()>(())
+    });
+    built.unwrap();
+    file(writer, &[&[1, 2, 3, 4], &[5, 6, 7, 8]])
+}
+
+#[test]
+fn a_scale_is_never_dropped() {
+    let (a, b) = (quantized(0.5), quantized(0.25));
+    let options = JobOptions::default();
+    let equal = |a: &Source, b: &Source| {
+        block_on(diff(a, b, &DiffOptions::default(), &options)).unwrap().equal
+    };
+    assert!(equal(&a, &quantized(0.5)));
+    assert!(!equal(&a, &b));
+    let average = |b: &Source| {
+        block_on(Averaged::apply(&[a.clone(), b.clone()], &AverageOptions::default(), &options))
+    };
+    assert!(matches!(average(&b), Err(ConvertError::Disagreement { .. })));
+    average(&quantized(0.5)).unwrap();
+
+    let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let target = |name| Target::new(Arc::clone(&place), key(name));
+    let report = block_on(to_safetensors(&a, &target("x.safetensors"), &options)).unwrap();
+    assert_eq!((&*report.left_out, report.tensors), (&["q".into()][..], 1));
+    block_on(to_torch_save(&a, &target("x.pt"), Default::default(), &options)).unwrap();
+    let again = Source::torch_save(Arc::clone(&place), key("x.pt"));
+    assert!(equal(&a, &again) && !equal(&b, &again));
 }
 
 /// 1 MiB at most at once, so that tensors go through in segments.

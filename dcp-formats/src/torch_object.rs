@@ -6,12 +6,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Opaque, Tensor, Value};
+use dcp_core::{FormatError, Global, Object, Opaque, Tensor, Value};
 
 use crate::pickle::{
     Converted, Converter, Hook, Limits, NodeId, Pickle, TensorSink, Writer, not_alone,
 };
-use crate::torch_tensor::{ByteOrder, TensorLayout, byte_order, small_record, storage_record};
+use crate::torch_tensor::{
+    ByteOrder, Quantizer, TensorLayout, byte_order, small_record, storage_record,
+};
 use crate::torch_zip::{ArchiveEncoder, ArchiveIndex, Halt, RecordSet, Sparse};
 
 /// A deflated record may grow to this; PyTorch's own are stored.
@@ -117,6 +119,30 @@ impl<'a> Tensors<'a> {
         Self { byte_order, budget, load: Box::new(load), storages: HashMap::new() }
     }
 
+    /// A quantized tensor as a call of the function that makes one, of its stored numbers and of
+    /// what turns them into real ones: the scheme's name, scale, zero point and axis.
+    fn quantized(&mut self, stored: Tensor, quantizer: &Quantizer) -> Result<Value, Halt> {
+        let name = |scheme: &str| Value::Global(Global::new("torch", scheme));
+        let how = match quantizer {
+            Quantizer::PerTensor { scale, zero_point } => {
+                vec![name("per_tensor_affine"), Value::Float(*scale), Value::Int(*zero_point)]
+            }
+            Quantizer::PerChannel { scales, zero_points, axis, float_zero_points } => {
+                let scheme = match float_zero_points {
+                    true => "per_channel_affine_float_qparams",
+                    false => "per_channel_affine",
+                };
+                let axis = Value::Int(i64::try_from(*axis).unwrap_or(i64::MAX));
+                let scales = Value::Tensor(self.tensor(scales)?.0);
+                let zero_points = Value::Tensor(self.tensor(zero_points)?.0);
+                vec![name(scheme), scales, zero_points, axis]
+            }
+        };
+        let class = Global::new("torch._utils", "_rebuild_qtensor");
+        let args = vec![Value::Tensor(stored), Value::Tuple(how)];
+        Ok(Value::Object(Box::new(Object::new(class, args))))
+    }
+
     /// The tensor, and whether no other tensor had this storage before.
     fn tensor(&mut self, layout: &TensorLayout) -> Result<(Tensor, bool), Halt> {
         let key = &layout.storage().key;
@@ -147,18 +173,22 @@ impl Hook for Tensors<'_> {
         if unpacked != Some(layout.byte_len()) || layout.byte_len() > self.budget {
             return Ok(None);
         }
-        let (tensor, fresh) = self.tensor(&layout).map_err(|halt| match halt {
+        let cut_short = |halt| match halt {
             Halt::Bad(error) => error,
             Halt::Need(range) => {
                 FormatError::new("torch archive", "it is cut short").at(range.start)
             }
-        })?;
+        };
+        let (tensor, fresh) = self.tensor(&layout).map_err(cut_short)?;
+        if let Some(quantizer) = layout.quantizer() {
+            let value = self.quantized(tensor, quantizer).map_err(cut_short)?;
+            return Ok(Some(Converted { value, faithful: false }));
+        }
         let whole = layout.byte_len() == layout.storage().byte_len;
         let plain = layout.contiguous_range().is_some()
             && !layout.requires_grad()
             && !layout.is_parameter()
             && !layout.has_python_state()
-            && layout.quantizer().is_none()
             && &*layout.storage().location == "cpu";
         let faithful = fresh && whole && plain && self.byte_order == ByteOrder::Little;
         Ok(Some(Converted { value: Value::Tensor(tensor), faithful }))

@@ -69,7 +69,7 @@ impl Index {
                 FormatError::new("torch.save file", problem).at(error.byte_offset().unwrap_or(0))
             };
             let layout = TensorLayout::from_node(&pickle, leaf.node).map_err(named)?;
-            let (entry, part) = match layout.filter(is_unpacked) {
+            let (entry, part) = match layout.filter(is_plain) {
                 Some(layout) => {
                     let record = contents.storage(layout.storage()).map_err(named)?;
                     let left = expansion_left.checked_sub(expansion(&layout));
@@ -107,12 +107,13 @@ impl Index {
     }
 }
 
-/// Whether the tensor has an element for each of its bytes that dtype and shape call for: types
-/// that pack several quantized values into a byte do not.
-fn is_unpacked(layout: &TensorLayout) -> bool {
+/// Whether its elements and their type are all of the tensor: types that pack several quantized
+/// values into a byte have fewer bytes than elements, and elements with a scale mean nothing
+/// without it, for which an entry has no place.
+fn is_plain(layout: &TensorLayout) -> bool {
     let elements = layout.sizes().checked_volume();
     let bytes = elements.and_then(|n| n.checked_mul(layout.dtype().size() as u64));
-    bytes == Some(layout.byte_len())
+    bytes == Some(layout.byte_len()) && layout.quantizer().is_none()
 }
 
 /// The bytes that a tensor has beyond those of its storage.

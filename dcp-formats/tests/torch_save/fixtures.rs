@@ -109,8 +109,14 @@ fn what_no_tensor_can_be_made_of_is_an_object_by_name() {
         assert_eq!(class("device"), "torch.device");
         let Value::Opaque(shared) = &loaded.objects["shared"] else { panic!() };
         assert_eq!(shared.view.kind(), "list");
-        let q = &loaded.tensors["q"];
-        assert_eq!((q.dtype(), q.to_vec().unwrap()), (DType::QInt8, vec![1, 3, 5, 7]));
+        // A quantized tensor means nothing without its scale.
+        assert_eq!(class("q"), "torch._utils._rebuild_qtensor");
+        let Value::Opaque(q) = &loaded.objects["q"] else { panic!() };
+        let Value::Object(q) = &q.view else { panic!() };
+        let [Value::Tensor(stored), Value::Tuple(how)] = &*q.args else { panic!("{q:?}") };
+        let elements = (stored.dtype(), stored.to_vec().unwrap());
+        assert_eq!(elements, (DType::QInt8, vec![1, 3, 5, 7]));
+        assert_eq!(how[1].as_float(), Some(0.5));
     }
 }
 

@@ -25,8 +25,8 @@ pub(crate) enum Part {
     /// A box of a stored tensor.
     Tensor { reader: Arc<TensorReader>, region: Region, element_bytes: u64 },
     /// Bytes of a file, as they are; and what they were when they were compared with their
-    /// checksum.
-    Stored { key: Key, byte_offset: u64, first: Arc<FirstRead> },
+    /// checksum, unless the writer compares them.
+    Stored { key: Key, byte_offset: u64, first: Option<Arc<FirstRead>> },
     /// Bytes at hand.
     Encoded(Bytes),
 }
@@ -128,9 +128,11 @@ impl DataSource for CheckpointData {
                 let start = byte_offset.saturating_add(byte_range.start);
                 let end = byte_offset.saturating_add(byte_range.end);
                 let bytes = self.source.storage.read_range(key, start..end).await?;
-                first
-                    .compare(&bytes, &byte_range)
-                    .map_err(|error| error.in_file(key.as_str(), *byte_offset))?;
+                if let Some(first) = first {
+                    first
+                        .compare(&bytes, &byte_range)
+                        .map_err(|error| error.in_file(key.as_str(), *byte_offset))?;
+                }
                 Payload::from(bytes)
             }
             Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
@@ -192,7 +194,7 @@ mod tests {
         let resolve = |bytes: &[u8]| {
             let put = storage.put(&key, bytes.to_vec().into(), PutMode::Overwrite);
             block_on(put).unwrap();
-            let first = FirstRead::new("extra.big", b"as it was");
+            let first = Some(FirstRead::new("extra.big", b"as it was"));
             let part = Part::Stored { key: key.clone(), byte_offset: 2, first };
             let source = Source::dcp(Arc::clone(&storage) as _, false);
             let data = CheckpointData::new(&source, vec![part], &JobOptions::default());

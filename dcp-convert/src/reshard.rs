@@ -279,7 +279,7 @@ async fn object_part(
     // A large object stays where it is until its turn comes.
     let part = if encoded.len() > KEPT_BYTES && encoded == stored {
         let first = FirstRead::new(fqn, &encoded);
-        Part::Stored { key: key.clone(), byte_offset: placement.byte_offset, first }
+        Part::Stored { key: key.clone(), byte_offset: placement.byte_offset, first: Some(first) }
     } else {
         Part::Encoded(encoded)
     };

@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{Entry, PlanError};
+use dcp_core::{Entry, Key, PlanError};
 use dcp_formats::torch_save::{
-    TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
+    TorchSaveAgain, TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
 };
 
 use crate::check::refuse_unsound;
@@ -22,6 +22,9 @@ use crate::written::WriteReport;
 /// piece by piece: nested dicts and lists where the checkpoint knows how its keys nest, as
 /// PyTorch's `dcp_to_torch_save` makes them, and a flat dict where it does not. Tied tensors are
 /// stored once. Objects of classes that mean nothing here are taken over as they are.
+///
+/// A file of `torch.save` that is the source as it is, not a view of it, is written again with
+/// its very objects: keys that are no strings, empty containers, views of one storage.
 ///
 /// The file appears under its name when it is complete and every stored chunk was found to be
 /// what its checksum says.
@@ -40,8 +43,13 @@ pub async fn to_torch_save(
 ) -> Result<WriteReport, ConvertError> {
     target.check().await?;
     let source = source.for_job(options.parallelism);
-    let outgoing = Outgoing::gather(&source).await?;
     let how = TorchSaveOptions::default().with_form(form);
+    if let Some(reader) = source.save_reader()
+        && let Some(again) = reader.again(&target.key, &how).await?
+    {
+        return write_again(&source, reader.key(), target, again, options).await;
+    }
+    let outgoing = Outgoing::gather(&source).await?;
     let plan =
         TorchSavePlan::new(&target.key, &outgoing.items, &how).map_err(ConvertError::unwritable)?;
     let report = outgoing.report.with_files([(target.key.to_string(), plan.byte_len())]);
@@ -50,6 +58,48 @@ pub async fn to_torch_save(
     }
     options.start(outgoing.byte_len);
     let data = CheckpointData::new(&source, outgoing.parts, options).settling(outgoing.byte_len);
+    plan.write(&*target.creator(), Arc::new(data), None).await?;
+    Ok(report)
+}
+
+/// Writes the objects of the file `from`, whose storages are compared with their checksums on the
+/// way.
+async fn write_again(
+    source: &Source,
+    from: &Key,
+    target: &Target,
+    again: TorchSaveAgain,
+    options: &JobOptions,
+) -> Result<WriteReport, ConvertError> {
+    let metadata = source.metadata().await?;
+    refuse_unsound(&metadata)?;
+    let tied = ties(&metadata);
+    let mut report = WriteReport::default();
+    for (index, (fqn, entry)) in metadata.iter().enumerate() {
+        match (entry, tied.get(&index)) {
+            (Entry::Tensor(_), None) => report.chunks += 1,
+            (Entry::Tensor(_), Some(first)) => {
+                report.tied.insert(Arc::clone(fqn), Arc::clone(first));
+            }
+            _ => {
+                report.objects += 1;
+                continue;
+            }
+        }
+        report.tensors += 1;
+    }
+    let TorchSaveAgain { plan, records, .. } = again;
+    let report = report.with_files([(target.key.to_string(), plan.byte_len())]);
+    if options.dry_run {
+        return Ok(report.planned(&metadata));
+    }
+    options.start(records.iter().fold(0, |sum, record| sum.saturating_add(record.byte_len)));
+    let parts = records.iter().map(|record| Part::Stored {
+        key: from.clone(),
+        byte_offset: record.data.start,
+        first: None,
+    });
+    let data = CheckpointData::new(source, parts.collect(), options);
     plan.write(&*target.creator(), Arc::new(data), None).await?;
     Ok(report)
 }

@@ -12,8 +12,9 @@ use dcp_convert::{
     ConvertError, DiffOptions, JobOptions, ProblemKind, Source, Target, diff, to_safetensors,
     to_torch_save, verify,
 };
-use dcp_core::{Key, PutMode, Storage};
-use dcp_formats::pickle::Writer;
+use dcp_core::{Key, PutMode, Storage, StorageExt};
+use dcp_formats::pickle::{Limits, Node, Pickle, Writer};
+use dcp_formats::torch_save::{TorchSaveForm, TorchSaveReader};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 
 const SIDE: u64 = 1024;
@@ -139,6 +140,126 @@ fn a_scale_is_never_dropped() {
     block_on(to_torch_save(&a, &target("x.pt"), Default::default(), &options)).unwrap();
     let again = Source::torch_save(Arc::clone(&place), key("x.pt"));
     assert!(equal(&a, &again) && !equal(&b, &again));
+}
+
+/// What an optimizer leaves after a step, `{"state": {0: {"step": t}, 1: {"step": t}}, "empty":
+/// {}, "views": [rows, columns]}`: integer keys, an empty dict, and two views of one storage.
+fn optimizer(damaged: bool) -> (Source, Vec<u8>) {
+    type Made = Result<(), ()>;
+    let tensor = |writer: &mut Writer, storage: &str, len: u64, size: u64| -> Made {
+        writer.global("torch._utils", "_rebuild_tensor_v2");
+        writer.tuple(6, |writer| {
+            writer.storage(("torch", "FloatStorage"), storage, "cpu", len);
+            writer.uint(len - size);
+            writer.uint_tuple(&[size]);
+            writer.uint_tuple(&[1]);
+            writer.bool(false);
+            writer.none();
+            Ok::<(), ()>(())
+        })?;
+        writer.call();
+        Ok(())
+    };
+    let mut writer = Writer::new();
+    let built = writer.dict(["state", "empty", "views"].into_iter(), |writer, name| -> Made {
+        writer.constant(name);
+        match name {
+            "state" => writer.dict([0, 1].into_iter(), |writer, parameter| {
+                writer.int(parameter);
+                writer.dict(["step"].into_iter(), |writer, name| {
+                    writer.constant(name);
+                    tensor(writer, &parameter.to_string(), 1, 1)
+                })
+            }),
+            "empty" => writer.dict([].into_iter(), |_, ()| Ok(())),
+            _ => writer.list([1000, 600_000].into_iter(), |writer, size| {
+                tensor(writer, "2", 600_000, size)
+            }),
+        }
+    });
+    built.unwrap();
+    let large: Vec<u8> = (0..600_000_u32).flat_map(|n| (n as f32).to_le_bytes()).collect();
+    let steps = [1.0_f32.to_le_bytes(), 2.0_f32.to_le_bytes()];
+    let source = file(writer, &[&steps[0], &steps[1], &large]);
+    if damaged {
+        let model = key("model.pt");
+        let len = block_on(source.storage.stat(&model)).unwrap().byte_len;
+        let mut bytes = block_on(source.storage.read_range(&model, 0..len)).unwrap().to_vec();
+        bytes[1_500_000] ^= 1;
+        block_on(source.storage.put(&model, bytes.into(), PutMode::Overwrite)).unwrap();
+    }
+    (source, large)
+}
+
+/// The texts of all integer and text keys of dicts, and the number of storages.
+fn graph(source: &Source, name: &str) -> (Vec<String>, usize) {
+    let len = block_on(source.storage.stat(&key(name))).unwrap().byte_len;
+    let bytes = block_on(source.storage.read_range(&key(name), 0..len)).unwrap();
+    let mut from = 0;
+    if bytes.starts_with(b"PK") {
+        from = bytes.windows(2).position(|window| window == [0x80, 2]).unwrap();
+    } else {
+        // Magic, version, and what PyTorch notes of the machine.
+        for _ in 0..3 {
+            from += Pickle::parse(&bytes[from..], &Limits::DEFAULT).unwrap().byte_len();
+        }
+    }
+    let pickle = Pickle::parse(&bytes[from..], &Limits::DEFAULT).unwrap();
+    let (mut keys, mut open) = (Vec::new(), vec![pickle.root()]);
+    while let Some(Node::Dict(span)) = open.pop().map(|id| pickle.node(id)) {
+        keys.push(format!("{}", span.len()));
+        for (at, value) in pickle.entries(*span) {
+            keys.push(match pickle.int(at) {
+                Some(n) => format!("int {n}"),
+                None => pickle.str(at).unwrap().to_owned(),
+            });
+            if matches!(pickle.node(value), Node::Dict(_)) {
+                open.push(value);
+            }
+        }
+    }
+    let save = TorchSaveReader::new(Arc::clone(&source.storage), key(name));
+    let records = block_on(save.records()).unwrap();
+    (keys, records.iter().filter(|record| !record.tensors.is_empty()).count())
+}
+
+#[test]
+fn a_file_in_another_form_keeps_its_objects() {
+    let (source, large) = optimizer(false);
+    let expected = graph(&source, "model.pt");
+    assert!(expected.0.contains(&"int 1".to_owned()) && expected.0.contains(&"0".to_owned()));
+    assert_eq!(expected.1, 3);
+    for options in [small(), JobOptions::default()] {
+        let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let target = |name| Target::new(Arc::clone(&place), key(name));
+        let forms = [("old.pt", TorchSaveForm::Legacy), ("new.pt", TorchSaveForm::default())];
+        for (name, form) in forms {
+            let dry = options.clone().as_dry_run(true);
+            let planned = block_on(to_torch_save(&source, &target(name), form, &dry)).unwrap();
+            let report = block_on(to_torch_save(&source, &target(name), form, &options)).unwrap();
+            assert_eq!((report.tensors, planned.bytes), (4, report.bytes));
+            assert!(report.bytes < large.len() as u64 + 8192, "{}", report.bytes);
+            let again = Source::torch_save(Arc::clone(&place), key(name));
+            assert_eq!(graph(&again, name), expected, "{name}");
+            let what = DiffOptions::default();
+            assert!(block_on(diff(&source, &again, &what, &options)).unwrap().equal);
+        }
+        let old = Source::torch_save(Arc::clone(&place), key("old.pt"));
+        let back = block_on(to_torch_save(&old, &target("b.pt"), Default::default(), &options));
+        back.unwrap();
+        let back = Source::torch_save(Arc::clone(&place), key("b.pt"));
+        assert_eq!(graph(&back, "b.pt"), expected);
+    }
+    let source = optimizer(true).0;
+    for form in [TorchSaveForm::Legacy, TorchSaveForm::default()] {
+        let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let target = Target::new(Arc::clone(&place), key("out.pt"));
+        let error = block_on(to_torch_save(&source, &target, form, &small())).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("CRC") && error.contains("views.0"), "{error}");
+        assert!(error.contains("model.pt"), "{error}");
+        assert!(block_on(place.stat(&key("out.pt"))).is_err());
+    }
 }
 
 /// 1 MiB at most at once, so that tensors go through in segments.

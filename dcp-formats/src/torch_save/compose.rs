@@ -28,7 +28,8 @@ pub(super) struct NewStorage {
 /// Where the bytes of a storage come from.
 #[derive(Clone, Debug)]
 pub(super) enum StorageContent {
-    /// The item at this position.
+    /// The item at this position; of a file that is written again, the storage at this position
+    /// in the list of what is kept.
     Item(usize),
     /// They are at hand.
     Bytes(Bytes),

@@ -7,8 +7,10 @@
 //! `dcp_to_torch_save` makes them, in the bytes that PyTorch 2.15 would write for plain data and
 //! plain tensors, but for the serialization id. It streams: a [`TorchSavePlan`] knows the length
 //! of the file before the first byte, and asks a [`DataSource`](dcp_core::DataSource) for each
-//! tensor once, front to back.
+//! tensor once, front to back. [`TorchSaveReader::again`] lays out a whole file in another form,
+//! with every object as it is.
 
+mod again;
 mod compose;
 mod contents;
 mod file;
@@ -23,6 +25,7 @@ mod strided;
 mod tree;
 mod write;
 
+pub use again::TorchSaveAgain;
 pub use contents::{MAGIC_LEN, is_torch_save};
 pub use reader::{FileRecord, TorchSaveReader};
 pub use write::{

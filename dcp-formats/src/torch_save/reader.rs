@@ -10,11 +10,13 @@ use dcp_core::{
 };
 use futures_util::lock::Mutex;
 
+use super::again::TorchSaveAgain;
 use super::contents::Contents;
 use super::index::{Index, Leaf};
 use super::inflated::Inflated;
 use super::object::Objects;
 use super::strided::{self, Place};
+use super::write::TorchSaveOptions;
 use crate::dcp::PlacedReads;
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{Method, Record};
@@ -135,6 +137,23 @@ impl TorchSaveReader {
             },
         });
         Ok(records.collect())
+    }
+
+    /// Lays out the file `key` with the very objects of this one: keys of any class, empty
+    /// containers, what is shared, tensors over one storage, quantizers, instances of classes.
+    ///
+    /// Returns `None` for a file that only its parts can be taken of: a big-endian or deflated
+    /// one, or one in which something refers to what is no storage, or to a part of one.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`], and when a storage is missing.
+    pub async fn again(
+        &self,
+        key: &Key,
+        options: &TorchSaveOptions,
+    ) -> Result<Option<TorchSaveAgain>, CheckpointError> {
+        TorchSaveAgain::new(key, &self.key, &*self.index().await?, options)
     }
 
     async fn index(&self) -> Result<Arc<Index>, CheckpointError> {

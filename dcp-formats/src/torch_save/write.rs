@@ -10,10 +10,10 @@ use dcp_core::{
     CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, StatePath, Storage, Value,
 };
 
-use super::compose::{NewStorage, StorageContent, compose};
+use super::compose::{Composed, NewStorage, StorageContent, compose};
 use super::legacy;
 use crate::pickle::Writer;
-use crate::torch_zip::{ArchiveEncoder, RecordSet};
+use crate::torch_zip::{ArchiveEncoder, Record, RecordSet};
 use crate::upload::{FileItem, FileSpec, Framing, Progress, write_file};
 
 /// The name that PyTorch gives an archive that has no file to be named after.
@@ -115,9 +115,24 @@ impl TorchSavePlan {
         items: &[TorchSaveItem],
         options: &TorchSaveOptions,
     ) -> Result<Self, CheckpointError> {
-        let (storages, framing, byte_len) = match options.form {
+        let made = items.iter().map(|item| Made { name: item.name.to_string(), expected: None });
+        Self::lay_out(key, options, made.collect(), |writer, key_width| {
+            compose(items, writer, key_width)
+        })
+    }
+
+    /// Lays out the file `key` with what `compose` makes, given a writer and the least number of
+    /// digits of a storage's key; `made` are the items that its storages come from.
+    pub(super) fn lay_out<E: Into<CheckpointError>>(
+        key: &Key,
+        options: &TorchSaveOptions,
+        made: Vec<Made>,
+        compose: impl Fn(Writer, usize) -> Result<Composed, E>,
+    ) -> Result<Self, CheckpointError> {
+        let compose = |writer, key_width| compose(writer, key_width).map_err(Into::into);
+        let (storages, form, byte_len) = match options.form {
             TorchSaveForm::Zip(records) => {
-                let composed = compose(items, Writer::new(), 0)?;
+                let composed: Composed = compose(Writer::new(), 0)?;
                 let root = options.root.clone().unwrap_or_else(|| stem(key).to_owned());
                 let lens: Vec<_> = composed.storages.iter().map(|s| s.byte_len).collect();
                 let encoder = ArchiveEncoder::with_root(&root, records, composed.pickle, &lens)?;
@@ -128,9 +143,9 @@ impl TorchSavePlan {
             TorchSaveForm::Legacy => {
                 // The storages follow in the order of their keys as text: zeros in front make that
                 // the order of their numbers.
-                let count = compose(items, Writer::new(), 0)?.storages.len();
+                let count = compose(Writer::new(), 0)?.storages.len();
                 let width = count.saturating_sub(1).to_string().len();
-                let composed = compose(items, Writer::with_storage_views(), width)?;
+                let composed = compose(Writer::with_storage_views(), width)?;
                 let head = legacy::head(&composed.pickle, count, width)?;
                 let mut byte_len = Some(head.len() as u64);
                 for storage in &composed.storages {
@@ -145,14 +160,13 @@ impl TorchSavePlan {
                 (composed.storages, Form::Legacy { head, elements }, byte_len)
             }
         };
-        let mut names = vec![key.to_string()];
-        names.extend(storages.iter().map(|storage| match storage.content {
-            StorageContent::Item(item) => {
-                items.get(item).map_or_else(String::new, |item| item.name.to_string())
-            }
-            StorageContent::Bytes(_) => "a tensor in an object".to_owned(),
+        let in_object = || Made { name: "a tensor in an object".to_owned(), expected: None };
+        let mut parts = vec![Made { name: key.to_string(), expected: None }];
+        parts.extend(storages.iter().map(|storage| match storage.content {
+            StorageContent::Item(item) => made.get(item).cloned().unwrap_or_else(in_object),
+            StorageContent::Bytes(_) => in_object(),
         }));
-        Ok(Self { key: key.clone(), byte_len, storages, image: Image { names, form: framing } })
+        Ok(Self { key: key.clone(), byte_len, storages, image: Image { parts, form } })
     }
 
     /// The length of the file in bytes.
@@ -223,8 +237,17 @@ fn stem(key: &Key) -> &str {
 /// What the file has around the bytes of each storage; position 0 is what comes before all.
 #[derive(Debug)]
 struct Image {
-    names: Vec<String>,
+    parts: Vec<Made>,
     form: Form,
+}
+
+/// What a storage is made from.
+#[derive(Clone, Debug)]
+pub(super) struct Made {
+    /// A name for errors.
+    pub(super) name: String,
+    /// The record of another file whose bytes it must have.
+    pub(super) expected: Option<(Record, Key)>,
 }
 
 enum Form {
@@ -255,6 +278,13 @@ impl Framing for Image {
     }
 
     fn after(&self, position: usize, crc32: u32) -> Result<Bytes, FormatError> {
+        if let Some(Made { name, expected: Some((record, file)) }) = self.parts.get(position) {
+            record.check_crc32(crc32).map_err(|error| {
+                let problem = format!("{name:?}: {}", error.problem());
+                let named = FormatError::new(error.what(), problem).at(record.data.start);
+                named.in_file(file.as_str(), 0)
+            })?;
+        }
         let Form::Zip { encoder, crc32s } = &self.form else { return Ok(Bytes::new()) };
         let mut crc32s = crc32s.lock().unwrap_or_else(PoisonError::into_inner);
         let number = position.checked_sub(1);
@@ -269,11 +299,14 @@ impl Framing for Image {
     }
 
     fn needs_crc(&self, position: usize) -> bool {
-        position > 0 && matches!(self.form, Form::Zip { .. })
+        let known = |made: &Made| made.expected.as_ref().is_some_and(|(r, _)| r.crc32.is_some());
+        position > 0
+            && (matches!(self.form, Form::Zip { .. })
+                || self.parts.get(position).is_some_and(known))
     }
 
     fn name(&self, position: usize) -> &str {
-        self.names.get(position).map_or("", |name| name)
+        self.parts.get(position).map_or("", |made| &made.name)
     }
 }
 

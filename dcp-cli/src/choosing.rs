@@ -8,6 +8,7 @@ use dcp::olmo::{OptimizerLayout, source_with_layout};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};
+use crate::output::Output;
 
 /// Which keys are taken, and under which names.
 #[derive(Args, Clone, Debug, Default)]
@@ -102,6 +103,25 @@ impl Choosing {
             selection = selection.mapping(parse_mapping(&text)?);
         }
         Ok(self.rename.iter().cloned().fold(selection, Selection::renaming))
+    }
+
+    /// What `selection` takes of a source, and how many keys it leaves out because only the model
+    /// is usually taken.
+    pub(crate) async fn apply(
+        &self,
+        selection: &Selection,
+        source: &Source,
+        options: &JobOptions,
+        out: &Output,
+    ) -> Result<(Source, usize), Failure> {
+        let all = source.metadata().await?.len();
+        let source = selection.apply(source, options).await?;
+        let taken = source.metadata().await?.len();
+        if selection.part != StatePart::Model || taken >= all || self.model_only {
+            return Ok((source, 0));
+        }
+        out.note(&format!("taking the model, {taken} of {all} keys; --everything takes all"));
+        Ok((source, all - taken))
     }
 
     /// Whether keys are named one way or another.

@@ -26,6 +26,8 @@ pub struct WriteReport {
     pub files: IndexMap<String, u64>,
     /// Objects that the format cannot hold, by FQN.
     pub left_out: Vec<Arc<str>>,
+    /// Keys of the checkpoint that were not taken because the target usually gets the model alone.
+    pub not_taken: usize,
     /// Tensors of a dtype that the format has no name for; stored as bytes and described in the
     /// header under [`RAW`](crate::RAW).
     pub raw: Vec<Arc<str>>,

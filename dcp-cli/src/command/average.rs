@@ -114,10 +114,13 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         let bar = Bar::new(out, "averaging");
         let options = args.destination.writing.options(bar.options());
         let mut sources = Vec::with_capacity(args.sources.len());
+        let mut not_taken = 0;
         for uri in &args.sources {
             let source = open::source(uri, Need::Whole).await?;
             args.destination.keep_apart(uri, &source, &args.out).await?;
-            sources.push(selection.apply(&source, &options).await?);
+            let (source, more) = args.choosing.apply(&selection, &source, &options, out).await?;
+            not_taken = not_taken.max(more);
+            sources.push(source);
         }
         let averaged = Averaged::apply(&sources, &args.options(), &options).await;
         let (source, view) = averaged.map_err(|error| match error {
@@ -128,6 +131,7 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
             error => error.into(),
         })?;
         let mut report = args.destination.write(&source, &args.out, &options).await?;
+        report.not_taken = not_taken;
         let cast = view.report();
         if args.destination.cast_rule().is_some() || cast.lost_range().next().is_some() {
             report.cast = Some(cast);

@@ -9,7 +9,7 @@ use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use dcp::convert::view::{DequantizeOptions, Dequantized};
-use dcp::convert::{JobOptions, Source, StatePart};
+use dcp::convert::{JobOptions, Source};
 use dcp::core::DType;
 
 /// Write a checkpoint in another format.
@@ -91,13 +91,10 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         let options = args.destination.writing.options(bar.options());
         let source = args.dequantized(source, &options).await?;
         let source = args.optimizer.apply(source, &options).await?;
-        let all = source.metadata().await?.len();
-        let source = selection.apply(&source, &options).await?;
-        let taken = source.metadata().await?.len();
-        if selection.part == StatePart::Model && taken < all && !args.choosing.model_only {
-            out.note(&format!("taking the model, {taken} of {all} keys; --everything takes all"));
-        }
-        args.destination.write(&source, &args.target, &options).await
+        let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;
+        let mut report = args.destination.write(&source, &args.target, &options).await?;
+        report.not_taken = not_taken;
+        Ok(report)
     })?;
     tell(&report, &args.target, args.destination.writing.json, out)
 }

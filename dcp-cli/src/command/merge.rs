@@ -1,8 +1,8 @@
 //! `dcp merge`.
 
 use clap::Args;
-use dcp::convert::ConvertError;
 use dcp::convert::view::{Duplicates, Merged};
+use dcp::convert::{ConvertError, StatePart};
 
 use crate::choosing::Choosing;
 use crate::destination::{Destination, tell};
@@ -45,8 +45,9 @@ pub(crate) struct Merge {
 }
 
 pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
-    let usual = args.destination.usual_part(&args.out)?;
-    let selection = args.choosing.selection(usual)?;
+    // A format that does not go with the target's name is noticed before anything is read.
+    args.destination.format(&args.out)?;
+    let selection = args.choosing.selection(StatePart::Everything)?;
     let duplicates = if args.identical { Duplicates::Identical } else { Duplicates::Refuse };
     let report = open::run(true, async {
         let bar = Bar::new(out, "merging");

@@ -91,6 +91,28 @@ fn what_was_taken_apart_is_merged_again() {
 }
 
 #[test]
+fn a_merged_folder_has_everything_and_others_say_what_they_leave_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let source = "fsdp2_adam_2r";
+    dcp(["convert", source, &at("a"), "--to", "dcp", "--include", "model.*"]).ok();
+    dcp(["convert", "zstd_2r", &at("b.safetensors")]).ok();
+    let merged = dcp(["merge", &at("a"), &at("b.safetensors"), "--out", &at("m"), "--to", "hf"]);
+    merged.ok();
+    let keys = dcp(["inspect", &at("m"), "--json"]).json()["keys"].clone();
+    assert!(keys.as_object().unwrap().keys().any(|name| name == "w"), "{keys}");
+
+    for command in [
+        &["convert", source, &at("c"), "--to", "hf"] as &[&str],
+        &["average", source, "--out", &at("d"), "--to", "hf"],
+    ] {
+        let run = dcp(command.iter().chain(&["--json", "--dry-run"]));
+        assert!(run.stderr.contains("taking the model, 12 of 56 keys"), "{}", run.stderr);
+        assert_eq!(run.json()["not_taken"], 44);
+    }
+}
+
+#[test]
 fn tensors_that_are_one_memory_stay_one() {
     let folder = tempfile::tempdir().unwrap();
     let tied = "../torch_save/tied/model.pt";

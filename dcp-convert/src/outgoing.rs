@@ -59,6 +59,11 @@ impl Outgoing {
                 _ => outgoing.report.left_out.push(Arc::clone(fqn)),
             }
         }
+        if outgoing.tensors.is_empty() && !outgoing.report.left_out.is_empty() {
+            let problem = "has no tensors, only objects, and a safetensors file can hold none of \
+                           them; of a pickled module, save the state_dict()";
+            return Err(ConvertError::unsupported("the checkpoint", problem));
+        }
         outgoing.report.tensors = outgoing.tensors.len();
         outgoing.report.chunks = outgoing.tensors.len();
         Ok(outgoing)

@@ -2,6 +2,7 @@
 //! run, the two layouts of its optimizer, and its API to save, load and unshard.
 
 mod alike;
+mod groups;
 mod key_mapping;
 mod layout;
 mod load;

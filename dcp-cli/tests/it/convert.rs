@@ -214,3 +214,15 @@ fn what_a_format_cannot_hold_is_no_fault_of_the_checkpoint() {
     }
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn an_empty_model_is_not_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = ["../torch_save/kinds/zip.pt", "--include=args"];
+    for to in ["--to=safetensors", "--to=hf"] {
+        let target = path(&folder, "x");
+        dcp(["-q", "convert", source[0], &target, source[1], to])
+            .fails(2, &["the checkpoint has no tensors, only objects"]);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}

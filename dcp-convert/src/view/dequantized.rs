@@ -7,12 +7,13 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Dims, Encoding, Entry, FormatError, Key,
+    CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Key,
     Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region, RegionError, StorageError,
     StorageErrorKind, StorageExt, StorageReader, TensorEntry, TensorView,
 };
 use dcp_formats::hf::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, find_quantized};
 
+use super::matrix::{Matrix, outer_indices};
 use super::scales::{Scales, Tile, floats};
 use super::scratch::{Scratch, bad_plan, name};
 use super::translated::Translated;
@@ -366,62 +367,6 @@ fn mxfp4_block(stored: &[u8], skip: usize, scale: f32, made: &mut [u8]) {
     for (made, nibble) in made.chunks_exact_mut(4).zip(nibbles) {
         made.copy_from_slice(&scaled[usize::from(nibble & 0xf)].to_le_bytes());
     }
-}
-
-/// Rows and columns of a region at one index of all other axes.
-struct Matrix {
-    outer: Dims,
-    ndim: usize,
-    rows: (u64, u64),
-    cols: (u64, u64),
-}
-
-impl Matrix {
-    fn of(region: &Region, outer: Dims) -> Self {
-        let ndim = region.ndim();
-        let axis = |back: usize| match ndim.checked_sub(back) {
-            Some(axis) => (region.offsets()[axis], region.end(axis)),
-            None => (0, 1),
-        };
-        Self { outer, ndim, rows: axis(2), cols: axis(1) }
-    }
-
-    /// Some rows and columns as a part of the tensor.
-    fn part(
-        &self,
-        rows: std::ops::Range<u64>,
-        cols: std::ops::Range<u64>,
-    ) -> Result<Region, RegionError> {
-        let inner = [rows, cols];
-        let inner = inner.iter().skip(2_usize.saturating_sub(self.ndim));
-        let offsets: Dims =
-            self.outer.iter().copied().chain(inner.clone().map(|range| range.start)).collect();
-        let sizes: Dims = self
-            .outer
-            .iter()
-            .map(|_| 1)
-            .chain(inner.map(|range| range.end - range.start))
-            .collect();
-        Region::new(offsets, sizes)
-    }
-}
-
-/// All indices of a region on all but the last two axes; none when it is empty.
-fn outer_indices(region: &Region) -> impl Iterator<Item = Dims> + use<> {
-    let axes = region.ndim().saturating_sub(2);
-    let (offsets, sizes): (Dims, Dims) = (
-        region.offsets().iter().take(axes).copied().collect(),
-        region.sizes().iter().take(axes).copied().collect(),
-    );
-    let count = if region.is_empty() { 0 } else { sizes.checked_volume().unwrap_or(0) };
-    (0..count).map(move |mut at| {
-        let mut index = offsets.clone();
-        for axis in (0..axes).rev() {
-            index[axis] += at % sizes[axis];
-            at /= sizes[axis];
-        }
-        index
-    })
 }
 
 /// The tensor that a weight is as plain numbers. Its chunks keep their places, under an encoding

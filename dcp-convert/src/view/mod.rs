@@ -5,6 +5,7 @@ mod averaged;
 mod cast;
 mod dequantized;
 mod joined;
+mod matrix;
 mod mean;
 mod merged;
 mod scales;

@@ -1,0 +1,59 @@
+//! A region as matrices: its last two axes, at each index of the others.
+
+use std::ops::Range;
+
+use dcp_core::{Dims, Region, RegionError};
+
+/// Rows and columns of a region at one index of all other axes.
+pub(super) struct Matrix {
+    pub(super) outer: Dims,
+    ndim: usize,
+    /// Where they begin and end.
+    pub(super) rows: (u64, u64),
+    /// Where they begin and end.
+    pub(super) cols: (u64, u64),
+}
+
+impl Matrix {
+    pub(super) fn of(region: &Region, outer: Dims) -> Self {
+        let ndim = region.ndim();
+        let axis = |back: usize| match ndim.checked_sub(back) {
+            Some(axis) => (region.offsets()[axis], region.end(axis)),
+            None => (0, 1),
+        };
+        Self { outer, ndim, rows: axis(2), cols: axis(1) }
+    }
+
+    /// Some rows and columns as a part of the tensor.
+    pub(super) fn part(&self, rows: Range<u64>, cols: Range<u64>) -> Result<Region, RegionError> {
+        let inner = [rows, cols];
+        let inner = inner.iter().skip(2_usize.saturating_sub(self.ndim));
+        let offsets: Dims =
+            self.outer.iter().copied().chain(inner.clone().map(|range| range.start)).collect();
+        let sizes: Dims = self
+            .outer
+            .iter()
+            .map(|_| 1)
+            .chain(inner.map(|range| range.end - range.start))
+            .collect();
+        Region::new(offsets, sizes)
+    }
+}
+
+/// All indices of a region on all but the last two axes; none when it is empty.
+pub(super) fn outer_indices(region: &Region) -> impl Iterator<Item = Dims> + use<> {
+    let axes = region.ndim().saturating_sub(2);
+    let (offsets, sizes): (Dims, Dims) = (
+        region.offsets().iter().take(axes).copied().collect(),
+        region.sizes().iter().take(axes).copied().collect(),
+    );
+    let count = if region.is_empty() { 0 } else { sizes.checked_volume().unwrap_or(0) };
+    (0..count).map(move |mut at| {
+        let mut index = offsets.clone();
+        for axis in (0..axes).rev() {
+            index[axis] += at % sizes[axis];
+            at /= sizes[axis];
+        }
+        index
+    })
+}

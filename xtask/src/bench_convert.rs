@@ -25,7 +25,8 @@ pub(crate) fn main(setup: &Machine) -> Result {
         let scratch = Scratch::new(folder, "dcp-bench", false)?;
         speeds.extend(bench.speeds(place, scratch.path())?);
     }
-    let scratch = Scratch::new(&setup.tmpfs, "dcp-bench", false)?;
+    // The largest checkpoint and what is made of it are too much for most memories.
+    let scratch = Scratch::new(&setup.disk, "dcp-bench", false)?;
     let peaks = bench.peaks(scratch.path())?;
     let listed = bench.many_chunks(scratch.path())?;
 

@@ -1,8 +1,8 @@
 //! Options of commands that write a checkpoint in any format, and the writing.
 
-use std::path::{Path, PathBuf};
+use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::{fmt, io};
 
 use clap::{Args, ValueEnum};
 use dcp::DType;
@@ -10,14 +10,15 @@ use dcp::convert::{
     CastCounts, CastOptions, CastReport, ConvertError, JobOptions, Source, StatePart, WriteReport,
     view,
 };
-use dcp::core::{Key, PutMode, StorageError, StorageExt};
-use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
+use dcp::core::{PutMode, StorageExt};
+use dcp::formats::hf::{HfLayout, names_scales};
 use dcp::formats::torch_save::TorchSaveForm;
 use dcp::planner::KeyFilter;
 
 use crate::apart::{Shape, keep_apart};
 use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
+use crate::hf_config;
 use crate::open;
 use crate::output::Output;
 use crate::style::{count, left, printable, right, shorten, size, thousands};
@@ -282,74 +283,55 @@ impl Destination {
     ) -> Result<WriteReport, Failure> {
         let folder = open::target_folder(target, true, options.dry_run).await?;
         let mut config = match &self.config {
-            Some(from) => config_files(from)?,
+            Some(from) => hf_config::files(from)?,
             None => Vec::new(),
         };
         if !source.metadata().await?.iter().any(|(fqn, _)| names_scales(fqn)) {
-            say_plain(&mut config)?;
+            hf_config::say_plain(&mut config)?;
         }
         let overwrite = self.writing.overwrite;
-        for (key, _) in config.iter().filter(|_| !overwrite) {
-            if folder.contains(key).await? {
-                return Err(ConvertError::TargetExists { target: format!("{target}/{key}") }.into());
+        let (mut new, mut replaced) = (Vec::new(), Vec::new());
+        for (key, bytes) in config {
+            match folder.contains(&key).await? {
+                false => new.push((key, bytes)),
+                true if overwrite => replaced.push((key, bytes)),
+                true => {
+                    let target = format!("{target}/{key}");
+                    return Err(ConvertError::TargetExists { target }.into());
+                }
             }
         }
         let layout = HfLayout::MaxFileBytes(self.max_shard_size.unwrap_or(MAX_SHARD_BYTES));
-        let report = dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?;
-        for (key, bytes) in config.into_iter().filter(|_| !options.dry_run) {
+        if options.dry_run {
+            return Ok(dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?);
+        }
+        // The index of the weights, which makes the model, comes when these are there. Those of the
+        // model that is replaced belong to its weights as long as they are.
+        let mut made = Vec::new();
+        let written = async {
+            for (key, bytes) in new {
+                folder.put(&key, bytes.into(), PutMode::Create).await?;
+                made.push(key);
+            }
+            Ok::<_, Failure>(
+                dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?,
+            )
+        };
+        let report = match written.await {
+            Ok(report) => report,
+            Err(failure) => {
+                for key in &made {
+                    // What failed first is what is said.
+                    let _ = folder.delete(key).await;
+                }
+                return Err(failure);
+            }
+        };
+        for (key, bytes) in replaced {
             folder.put(&key, bytes.into(), PutMode::Overwrite).await?;
         }
         Ok(report)
     }
-}
-
-/// Lets the configuration say that weights are plain numbers: what has no scales is not quantized.
-fn say_plain(files: &mut [(Key, Vec<u8>)]) -> Result<(), Failure> {
-    let Some((_, config)) = files.iter_mut().find(|(key, _)| key.as_str() == "config.json") else {
-        return Ok(());
-    };
-    if let Some(plain) = config_without_quantization(config).map_err(ConvertError::from)? {
-        *config = plain;
-    }
-    Ok(())
-}
-
-/// The files beside the weights that transformers looks for. Code is not among them.
-fn config_files(folder: &Path) -> Result<Vec<(Key, Vec<u8>)>, Failure> {
-    const NAMES: &[&str] = &[
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "spiece.model",
-        "chat_template.json",
-        "chat_template.jinja",
-        "preprocessor_config.json",
-        "processor_config.json",
-    ];
-    let mut files = Vec::new();
-    for name in NAMES {
-        let path = folder.join(name);
-        match std::fs::read(&path) {
-            Ok(bytes) => files.push((Key::new(*name).map_err(StorageError::from)?, bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => {
-                return Err(Failure::from(error)
-                    .context(format!("cannot read {:?}", path.display().to_string())));
-            }
-        }
-    }
-    if files.first().is_none_or(|(key, _)| key.as_str() != "config.json") {
-        let folder = folder.display().to_string();
-        return Err(Failure::new(Exit::Usage, format!("there is no config.json in {folder:?}")));
-    }
-    Ok(files)
 }
 
 /// Says what was written, or would be.

@@ -7,6 +7,7 @@ mod command;
 mod created;
 mod destination;
 mod failure;
+mod hf_config;
 mod interrupt;
 mod nowhere;
 mod open;

@@ -1,6 +1,7 @@
 //! `convert`: to one safetensors file and back.
 
 use std::fs;
+use std::path::Path;
 
 use serde_json::{Value, json};
 
@@ -225,4 +226,23 @@ fn an_empty_model_is_not_written() {
             .fails(2, &["the checkpoint has no tensors, only objects"]);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
+}
+
+#[test]
+fn a_model_that_fails_leaves_no_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let (target, config) = (path(&folder, "model"), path(&folder, "original"));
+    fs::create_dir(&config).unwrap();
+    fs::write(format!("{config}/config.json"), "{}").unwrap();
+    let broken = crate::support::copy_of("fsdp2_adam_2r");
+    let file = broken.path().join("__1_0.distcp");
+    let mut bytes = fs::read(&file).unwrap();
+    // In the elements of a tensor of the model: what is read is found to be damaged.
+    let elements = bytes.windows(4).rposition(|four| four == b"PK\x07\x08").unwrap() - 700;
+    bytes[..elements].fill(0x5a);
+    fs::write(&file, &bytes).unwrap();
+    let source = broken.path().display().to_string();
+    let run = dcp(["-q", "convert", &source, &target, "--to=hf", "--config", &config]);
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    assert!(!Path::new(&target).exists());
 }

@@ -30,6 +30,8 @@
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
 //! | `convert` | yes | offline jobs: inspect, verify, get, convert, reshard |
 //! | `olmo` | yes | checkpoints of OLMo-core: run directories, optimizer layouts, its API |
+//! | `megatron` | yes | checkpoints of Megatron-Core: every age of its formats, its sharded state dicts |
+//! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading checkpoints saved through PyTorch's zstd extension |
 
@@ -44,6 +46,10 @@ pub use dcp_convert as convert;
 pub use dcp_core as core;
 pub use dcp_engine as engine;
 pub use dcp_formats as formats;
+#[cfg(feature = "mapping")]
+pub use dcp_mapping as mapping;
+#[cfg(feature = "megatron")]
+pub use dcp_megatron as megatron;
 #[cfg(feature = "olmo")]
 pub use dcp_olmo as olmo;
 pub use dcp_planner as planner;

@@ -94,6 +94,20 @@ const LAYERS: &[Layer] = &[
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
+        package: "dcp-mapping",
+        uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-convert"],
+        tests_use: &["dcp-conformance", "dcp-storage-fs"],
+        never: &["object_store", "reqwest", "hyper", "zip"],
+        never_named: &["std::fs", "std::net", "std::process::Command"],
+    },
+    Layer {
+        package: "dcp-megatron",
+        uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-engine", "dcp-convert"],
+        tests_use: &["dcp-conformance", "dcp-storage-fs", "dcp-collectives"],
+        never: &["object_store", "reqwest", "hyper", "zip"],
+        never_named: &["std::fs", "std::net", "std::process::Command"],
+    },
+    Layer {
         package: "distcp",
         uses: &[
             "dcp-core",
@@ -104,6 +118,8 @@ const LAYERS: &[Layer] = &[
             "dcp-engine",
             "dcp-convert",
             "dcp-olmo",
+            "dcp-mapping",
+            "dcp-megatron",
         ],
         tests_use: &["dcp-conformance"],
         never: &["zip"],

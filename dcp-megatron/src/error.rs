@@ -1,0 +1,34 @@
+//! What goes wrong with checkpoints of Megatron-Core.
+
+use dcp_convert::ConvertError;
+use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
+
+/// A checkpoint of Megatron-Core could not be read, written or understood.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MegatronError {
+    /// The checkpoint beneath, or the place it lies in.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// An offline job on it.
+    #[error(transparent)]
+    Convert(#[from] ConvertError),
+}
+
+impl From<StorageError> for MegatronError {
+    fn from(error: StorageError) -> Self {
+        Self::Checkpoint(error.into())
+    }
+}
+
+impl From<PlanError> for MegatronError {
+    fn from(error: PlanError) -> Self {
+        Self::Checkpoint(error.into())
+    }
+}
+
+impl From<FormatError> for MegatronError {
+    fn from(error: FormatError) -> Self {
+        Self::Checkpoint(error.into())
+    }
+}

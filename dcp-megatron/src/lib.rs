@@ -1,0 +1,6 @@
+//! Checkpoints of [Megatron-Core](https://github.com/NVIDIA/Megatron-LM): its sharded state
+//! dicts, its save and load, and every age of its on-disk formats, without Megatron.
+
+mod error;
+
+pub use error::MegatronError;

@@ -22,6 +22,7 @@ mod write;
 mod writer;
 
 pub use commit::replace_metadata;
+pub use names::data_file;
 pub(crate) use read::PlacedReads;
 pub use reader::{DcpReader, DcpReaderBuilder};
 pub use sidecar::{Sidecar, SidecarFile};

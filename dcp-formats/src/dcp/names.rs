@@ -61,8 +61,13 @@ fn number<T: std::str::FromStr>(digits: &str) -> Option<T> {
     digits.parse().ok().filter(|_| plain)
 }
 
-/// The data file number `n` of a rank.
-pub(crate) fn data_file(rank: usize, n: usize, generation: u64) -> Result<Key, InvalidKey> {
+/// The name of the data file number `n` of a rank, in the save that is the `generation`-th over an
+/// earlier one.
+///
+/// # Errors
+///
+/// Never; every such name is a key.
+pub fn data_file(rank: usize, n: usize, generation: u64) -> Result<Key, InvalidKey> {
     match generation {
         0 => Key::new(format!("__{rank}_{n}.distcp")),
         _ => Key::new(format!("__{rank}_{n}.g{generation}.distcp")),

@@ -9,7 +9,7 @@ use dcp_core::{FormatError, Opaque, PlanError, Tensor};
 use super::persistent::{Numbers, PersistentStorages};
 use super::tree::Tree;
 use super::write::{TorchSaveContent, TorchSaveItem};
-use crate::pickle::{Limits, Pickle, TensorSink, Writer};
+use crate::pickle::{Limits, NodeId, Pickle, TensorSink, Writer};
 use crate::torch_tensor::{ByteOrder, StorageRef, TensorLayout, byte_order, small_record};
 use crate::torch_zip::{ArchiveIndex, Halt, Sparse};
 
@@ -122,8 +122,8 @@ fn unsupported(fqn: &str, error: &FormatError) -> PlanError {
 
 /// The storages of a file in the making.
 #[derive(Debug, Default)]
-struct Storages {
-    all: Vec<NewStorage>,
+pub(super) struct Storages {
+    pub(super) all: Vec<NewStorage>,
     by_item: HashMap<usize, usize>,
     key_width: usize,
 }
@@ -163,17 +163,32 @@ impl TensorSink for Storages {
 
     /// Takes the object out of the archive that it was kept in, with its storages.
     fn opaque(&mut self, writer: &mut Writer, opaque: &Opaque) -> Result<(), FormatError> {
-        self.splice(writer, &opaque.encoded).map_err(|halt| match halt {
+        self.splice(writer, &opaque.encoded, |pickle| Ok(pickle.root()))
+    }
+}
+
+impl Storages {
+    /// Writes that part of an archive's object which `part` names, with its storages.
+    pub(super) fn splice(
+        &mut self,
+        writer: &mut Writer,
+        archive: &Bytes,
+        part: impl Fn(&Pickle<'_>) -> Result<NodeId, FormatError>,
+    ) -> Result<(), FormatError> {
+        self.splice_part(writer, archive, &part).map_err(|halt| match halt {
             Halt::Bad(error) => error,
             Halt::Need(range) => {
                 FormatError::new("torch archive", "it is cut short").at(range.start)
             }
         })
     }
-}
 
-impl Storages {
-    fn splice(&mut self, writer: &mut Writer, archive: &Bytes) -> Result<(), Halt> {
+    fn splice_part(
+        &mut self,
+        writer: &mut Writer,
+        archive: &Bytes,
+        part: &dyn Fn(&Pickle<'_>) -> Result<NodeId, FormatError>,
+    ) -> Result<(), Halt> {
         let blob = Sparse::whole(archive);
         let index = ArchiveIndex::read(&blob)?;
         let bytes = small_record(&blob, index.require("data.pkl")?, INFLATED_MAX)?;
@@ -202,7 +217,7 @@ impl Storages {
             Ok(self.key(number))
         };
         let numbers: Numbers<'_> = &mut numbers;
-        writer.graph(&pickle, pickle.root(), &mut PersistentStorages(numbers))?;
+        writer.graph(&pickle, part(&pickle)?, &mut PersistentStorages(numbers))?;
         Ok(())
     }
 }

@@ -23,11 +23,13 @@ mod persistent;
 mod reader;
 mod strided;
 mod tree;
+mod value;
 mod write;
 
 pub use again::TorchSaveAgain;
 pub use contents::{MAGIC_LEN, is_torch_save};
 pub use reader::{FileRecord, TorchSaveReader};
+pub use value::{decode_only_item, encode_value};
 pub use write::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan, write,
 };

@@ -154,9 +154,23 @@ impl ArchiveEncoder {
         pickle: impl Into<Bytes>,
         storages: &[&[u8]],
     ) -> Result<Bytes, FormatError> {
+        Self::encode_with_root(ROOT, records, pickle, storages)
+    }
+
+    /// The same, with another name of the folder that all records are in.
+    ///
+    /// # Errors
+    ///
+    /// As [`ArchiveEncoder::with_root`].
+    pub fn encode_with_root(
+        root: &str,
+        records: RecordSet,
+        pickle: impl Into<Bytes>,
+        storages: &[&[u8]],
+    ) -> Result<Bytes, FormatError> {
         let lens: Vec<_> = storages.iter().map(|bytes| bytes.len() as u64).collect();
         let crcs: Vec<_> = storages.iter().map(|bytes| crc32fast::hash(bytes)).collect();
-        let encoder = Self::new(records, pickle, &lens)?;
+        let encoder = Self::with_root(root, records, pickle, &lens)?;
         let mut out = BytesMut::with_capacity(usize::try_from(encoder.byte_len).unwrap_or(0));
         out.extend_from_slice(&encoder.head());
         for (n, bytes) in storages.iter().enumerate() {

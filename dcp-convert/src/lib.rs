@@ -4,6 +4,7 @@ mod borne_out;
 mod cast;
 mod check;
 mod checked;
+mod chunk_index;
 mod data;
 mod decoded;
 mod deep;

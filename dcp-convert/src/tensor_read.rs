@@ -8,6 +8,8 @@ use dcp_core::{
     ReadItem, ReadKind, Region, StorageReader, TensorEntry, TensorView, Value,
 };
 
+use crate::chunk_index::ChunkIndex;
+
 /// One stored tensor, to be read box by box.
 #[derive(Clone, Debug)]
 pub(crate) struct TensorReader {
@@ -15,8 +17,7 @@ pub(crate) struct TensorReader {
     metadata: Arc<CheckpointMetadata>,
     fqn: Arc<str>,
     entry: u32,
-    /// The boxes of all chunks, and their positions in the table.
-    chunks: Arc<[(u32, Region)]>,
+    chunks: Arc<ChunkIndex>,
 }
 
 impl TensorReader {
@@ -43,7 +44,7 @@ impl TensorReader {
                 chunks.push((index, region));
             }
         }
-        Ok(Self { reader, entry, fqn, chunks: chunks.into(), metadata })
+        Ok(Self { reader, entry, fqn, chunks: Arc::new(ChunkIndex::new(chunks)), metadata })
     }
 
     /// The tensor's description.
@@ -102,10 +103,9 @@ impl TensorReader {
         plan: &mut LoadPlan,
     ) -> Result<(), CheckpointError> {
         let mut found = 0_u64;
-        for (chunk, region) in &*self.chunks {
-            let Some(region) = region.intersect(wanted) else { continue };
+        for (chunk, region) in self.chunks.find(wanted) {
             found = found.saturating_add(region.volume());
-            let kind = ReadKind::Tensor { chunk: *chunk, shard: 0, region };
+            let kind = ReadKind::Tensor { chunk, shard: 0, region };
             plan.items.push(ReadItem { entry: self.entry, leaf, kind });
         }
         if found == wanted.volume() {

@@ -17,6 +17,9 @@ use dcp_formats::safetensors::{Header, SafetensorsItem, TensorInfo, encode_heade
 use indexmap::IndexMap;
 use proptest::prelude::*;
 
+#[path = "views/assembled.rs"]
+mod assembled;
+
 type Tensors = BTreeMap<String, (DType, Vec<u64>, Vec<u8>)>;
 
 fn block_on<T>(work: impl Future<Output = T>) -> T {

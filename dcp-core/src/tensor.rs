@@ -321,6 +321,40 @@ impl TensorView {
         })
     }
 
+    /// The same elements seen along other axes: axis `i` of the result runs along axis `axes[i]`
+    /// of this view, or has one index where that is `None`. With it axes are exchanged, added and
+    /// dropped.
+    ///
+    /// # Errors
+    ///
+    /// When an axis is named twice or is not there, or one of other than one index is not named.
+    pub fn with_axes(&self, axes: &[Option<usize>]) -> Result<Self, PlanError> {
+        let refuse = |problem: String| PlanError::Unsupported { fqn: String::new(), problem };
+        let mut named = vec![false; self.shape.ndim()];
+        let (mut shape, mut strides) = (Vec::new(), Vec::new());
+        for axis in axes {
+            let (size, stride) = match *axis {
+                None => (1, 0),
+                Some(axis) => {
+                    let is_free = named.get(axis) == Some(&false);
+                    if !is_free {
+                        let problem = format!("axis {axis} of {} cannot be taken", self.shape);
+                        return Err(refuse(problem));
+                    }
+                    named[axis] = true;
+                    (self.shape[axis], self.strides[axis])
+                }
+            };
+            shape.push(size);
+            strides.push(stride);
+        }
+        if named.iter().zip(&*self.shape).any(|(named, size)| !named && *size != 1) {
+            return Err(refuse(format!("axes {axes:?} do not show all of {}", self.shape)));
+        }
+        let (memory, byte_offset) = (self.memory.clone(), self.byte_offset);
+        Self::strided(memory, self.dtype, shape, strides, byte_offset)
+    }
+
     /// How many bytes of the view, taken in row-major order, lie together in memory at a time:
     /// all of them when the view is contiguous, 0 when it is empty.
     #[must_use]
@@ -504,6 +538,19 @@ mod tests {
         let column = whole.narrow(&Region::new([0, 5], [4, 1]).unwrap()).unwrap();
         assert_eq!(column.payload().unwrap().to_bytes(), [5, 11, 17, 23][..]);
         assert!(whole.narrow(&Region::new([0, 5], [4, 2]).unwrap()).is_err());
+    }
+
+    #[test]
+    fn axes_are_exchanged_added_and_dropped() {
+        let rows = view(&[1, 2, 3], &[6, 3, 1], 0);
+        let columns = rows.with_axes(&[Some(2), None, Some(1)]).unwrap();
+        assert_eq!(columns.shape(), &Dims::from([3, 1, 2]));
+        columns.fill_from(&[0, 1, 10, 11, 20, 21].map(|n: u8| n)).unwrap();
+        let all = rows.payload().unwrap();
+        assert_eq!(all.to_bytes(), [0, 10, 20, 1, 11, 21][..]);
+        for bad in [&[Some(1)][..], &[Some(1), Some(1), Some(2)], &[Some(1), Some(3), Some(2)]] {
+            assert!(rows.with_axes(bad).is_err(), "{bad:?}");
+        }
     }
 
     #[test]

@@ -85,7 +85,7 @@ impl Merged {
             let mut outward = HashMap::with_capacity(owned.len());
             for &entry in owned {
                 let Some((fqn, stored)) = input.metadata.at(entry) else { continue };
-                let moved = moved(stored, number, &input.metadata, &mut metadata)?;
+                let moved = moved(stored, Some(number), &input.metadata, &mut metadata)?;
                 let here = metadata.insert(Arc::clone(fqn), moved);
                 let id = |n: usize| u32::try_from(n).map_err(|_| bad_plan(fqn, "too many keys"));
                 outward.insert(id(entry)?, id(here)?);
@@ -129,16 +129,20 @@ async fn owners(inputs: &[Input], duplicates: Duplicates) -> Result<Vec<Vec<usiz
     if problems.is_empty() { Ok(owners) } else { Err(ConvertError::Disagreement { problems }) }
 }
 
-/// An entry of one input, placed in the storage of all.
-fn moved(
+/// An entry of one input, placed in the storage of all: the input's own without a `number`.
+pub(super) fn moved(
     entry: &Entry,
-    number: usize,
+    number: Option<usize>,
     from: &CheckpointMetadata,
     to: &mut CheckpointMetadata,
 ) -> Result<Entry, CheckpointError> {
     let mut place = |placement: Option<Placement>| {
         let placement = placement?;
-        let file = to.intern_file(&Joined::key(number, from.file(placement.file)?)?)?;
+        let file = from.file(placement.file)?;
+        let file = match number {
+            Some(number) => to.intern_file(&Joined::key(number, file)?)?,
+            None => to.intern_file(file)?,
+        };
         let encoding = to.intern_encoding(from.encoding(&placement)?)?;
         Some(Placement { file, encoding, ..placement })
     };

@@ -1,6 +1,7 @@
 //! Checkpoints seen differently: readers over readers.
 
 mod alike;
+mod assembled;
 mod averaged;
 mod cast;
 mod dequantized;
@@ -13,6 +14,7 @@ mod scratch;
 mod selected;
 mod translated;
 
+pub use assembled::{Assembled, AssembledBuilder, Piece, PieceFrom};
 pub use averaged::{AverageOptions, Averaged, NonFloat};
 pub use cast::Cast;
 pub use dequantized::{DequantizeOptions, Dequantized};

@@ -12,7 +12,7 @@ use dcp_core::{
     CheckpointMetadata, DType, Encoding, Entry, FileId, Key, Layout, LeafKind, LoadPlanner,
     Placement, PlanContext, Region, SavePlan, SavePlanner, StateIndex, StateLeaf, TensorEntry,
 };
-use dcp_planner::{DefaultLoadPlanner, DefaultSavePlanner, chunk_along};
+use dcp_planner::{DefaultLoadPlanner, DefaultSavePlanner, Holdings, ShareRule, chunk_along};
 
 /// How every tensor of the model is spread over the ranks.
 #[derive(Clone, Copy)]
@@ -126,9 +126,38 @@ fn many_columns(criterion: &mut Criterion) {
     }
 }
 
+/// Replicas of 100 000 chunks in a group of 4096 ranks, each held by `width` of them.
+fn replicas(width: u32) -> Holdings {
+    let mut holdings = Holdings::new(4096);
+    let groups: Vec<_> = (0..4096 / width)
+        .map(|group| holdings.holders(group * width..(group + 1) * width).unwrap())
+        .collect();
+    for piece in 0..100_000_u64 {
+        let group = groups[usize::try_from(piece).unwrap() % groups.len()];
+        holdings.push(group, piece * 7919 % 65_536 * 64, false);
+    }
+    holdings
+}
+
+fn sharing(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("share_out");
+    group.sampling_mode(SamplingMode::Flat).sample_size(10);
+    for width in [8, 512, 4096] {
+        let holdings = replicas(width);
+        for rule in [ShareRule::Megatron, ShareRule::Balanced] {
+            let id = BenchmarkId::new(format!("{rule:?}"), format!("4096x100000/{width}"));
+            group.bench_with_input(id, &holdings, |bencher, holdings| {
+                bencher.iter(|| black_box(holdings).share_out(rule));
+            });
+        }
+    }
+    group.finish();
+}
+
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     global_plans(&mut criterion);
     many_columns(&mut criterion);
+    sharing(&mut criterion);
     criterion.final_summary();
 }

@@ -7,7 +7,8 @@
 //! A save: [`flatten()`] the state dict, describe it with [`index_of`], let a
 //! [`DefaultSavePlanner`] make each rank's plan and the coordinator's global one. A load: either
 //! the caller's state dict, flattened by the rule that [`choose_rule`] finds, or a [`Template`] of
-//! what is stored; then a [`DefaultLoadPlanner`].
+//! what is stored; then a [`DefaultLoadPlanner`]. What several ranks could do is given to one of
+//! them by [`Holdings::share_out`].
 
 mod cache;
 mod filter;
@@ -15,6 +16,7 @@ mod flatten;
 mod load;
 mod placement;
 mod save;
+mod share;
 mod template;
 mod unflatten;
 mod validate;
@@ -25,6 +27,7 @@ pub use flatten::{FlatEntry, FlattenRule, choose_rule, flatten, index_of};
 pub use load::DefaultLoadPlanner;
 pub use placement::{Mesh, Placement, chunk_along, local_regions, longest_axis, recorded_box};
 pub use save::{DedupPolicy, DefaultSavePlanner};
+pub use share::{Holders, Holdings, ShareRule, Shares};
 pub use template::{Cut, Template, TemplateLeaf};
 pub use unflatten::{set_at_path, unflatten};
 pub use validate::validate_metadata;

@@ -77,13 +77,14 @@ impl BroadcastReader {
         } else {
             None
         };
-        let sent = mine.as_ref().map(|mine| match mine {
-            Ok(metadata) => Ok(metadata.to_wire()),
-            Err(error) => Err(dcp_core::error_chain(error)),
-        });
-        let bytes = group.spread(Phase::Open, sent).await?;
+        let (sent, mine) = match mine {
+            Some(Ok(metadata)) => (Some(Ok(metadata.to_wire())), Some(metadata)),
+            Some(Err(error)) => (Some(Err(error)), None),
+            None => (None, None),
+        };
+        let bytes = group.spread(Phase::Open, self.reading_rank, sent).await?;
         let metadata = match mine {
-            Some(metadata) => metadata,
+            Some(metadata) => Ok(metadata),
             None => CheckpointMetadata::from_wire(&bytes).map(Arc::new).map_err(Into::into),
         };
         let (outcome, metadata) = match metadata {
@@ -109,15 +110,15 @@ impl BroadcastReader {
             if let Err(error) = sent {
                 // The others wait for the next message: this is it.
                 if !matches!(error, CheckpointError::Collective(_)) {
-                    let told = group.spread(Phase::Read, Some(Err(dcp_core::error_chain(&error))));
-                    told.await?;
+                    group.spread(Phase::Read, self.reading_rank, Some(Err(error))).await?;
+                    return Err(CheckpointError::Canceled);
                 }
                 return Err(error);
             }
-            group.spread(Phase::Read, Some(Ok(Parcel::end()))).await?;
+            group.spread(Phase::Read, self.reading_rank, Some(Ok(Parcel::end()))).await?;
         } else {
             loop {
-                let bytes = group.spread(Phase::Read, None).await?;
+                let bytes = group.spread(Phase::Read, self.reading_rank, None).await?;
                 if Parcel::is_end(&bytes) {
                     break;
                 }
@@ -159,7 +160,7 @@ impl BroadcastReader {
         for objects in needs.objects.chunks(OBJECTS) {
             let (bytes, cost) = Wanted::objects(objects, reader, metadata).await?;
             report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
-            let bytes = group.spread(Phase::Read, Some(Ok(bytes))).await?;
+            let bytes = group.spread(Phase::Read, self.reading_rank, Some(Ok(bytes))).await?;
             taker.take(&bytes);
         }
         Ok(())
@@ -176,7 +177,7 @@ impl BroadcastReader {
     ) -> Result<(), CheckpointError> {
         let (bytes, cost) = wanted.read(reader, metadata).await?;
         report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
-        let bytes = group.spread(Phase::Read, Some(Ok(bytes))).await?;
+        let bytes = group.spread(Phase::Read, self.reading_rank, Some(Ok(bytes))).await?;
         taker.take(&bytes);
         Ok(())
     }

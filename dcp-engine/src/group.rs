@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::mpsc;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use dcp_core::{
     CheckpointError, Collective, CollectiveError, Phase, PlanContext, PlanError, Rank, RankFailure,
     error_chain,
@@ -19,12 +19,23 @@ type Job = Box<dyn FnOnce(&dyn Collective) + Send>;
 /// Collectives block, so each operation gets a thread for them; the async side awaits the
 /// results. An operation that ends in any way the others do not know of (a panic, a canceled
 /// future, an error outside the protocol) aborts the group, so that no rank waits in vain.
-pub(crate) struct Group {
+///
+/// [`Saver`](crate::Saver) and [`Loader`](crate::Loader) are made of it; a crate with a protocol of
+/// its own makes one for each operation and ends it with [`conclude`](Self::conclude). Every method
+/// is called by all ranks in the same order, also by those that have already failed: what failed
+/// goes in as an `Err` and comes out, on every rank, as one [`CheckpointError::Ranks`]. A rank that
+/// is lost makes every method fail with [`CheckpointError::Collective`].
+#[doc(alias = "ProcessGroup")]
+pub struct Group {
     collective: Option<Arc<dyn Collective>>,
     jobs: Option<mpsc::Sender<Job>>,
     coordinator: Rank,
     concluded: bool,
 }
+
+/// What the byte says that messages without an encoding of their own begin or end with.
+const MESSAGE: u8 = 0;
+const FAILURE: u8 = 1;
 
 /// What one rank made of a step, on the wire.
 #[derive(Debug, Serialize, Deserialize)]
@@ -34,7 +45,12 @@ enum Verdict<T> {
 }
 
 impl Group {
-    pub(crate) fn new(
+    /// The ranks of `collective`, of which `coordinator` decides.
+    ///
+    /// # Errors
+    ///
+    /// When the group has no such rank, or there is no thread for its calls.
+    pub fn new(
         collective: Option<Arc<dyn Collective>>,
         coordinator: Rank,
     ) -> Result<Self, CheckpointError> {
@@ -49,26 +65,33 @@ impl Group {
         Ok(Self { collective, jobs, coordinator, concluded: false })
     }
 
-    pub(crate) fn context(&self) -> PlanContext {
+    /// This rank, and the size of the group.
+    #[must_use]
+    pub fn context(&self) -> PlanContext {
         self.collective.as_ref().map_or_else(PlanContext::solo, |c| {
             PlanContext::new(c.rank(), c.world_size()).with_coordinator(self.coordinator)
         })
     }
 
     /// Whether every rank has this error, so that none goes on.
-    pub(crate) fn is_agreed(&self, error: &CheckpointError) -> bool {
+    #[must_use]
+    pub fn is_agreed(&self, error: &CheckpointError) -> bool {
         self.collective.is_none() || matches!(error, CheckpointError::Ranks { .. })
     }
 
     /// The operation ended with `result`, and every rank knows it, unless the error says
     /// otherwise.
-    pub(crate) fn conclude<T>(mut self, result: &Result<T, CheckpointError>) {
+    pub fn conclude<T>(mut self, result: &Result<T, CheckpointError>) {
         self.concluded = result.as_ref().err().is_none_or(|error| self.is_agreed(error));
     }
 
     /// Brings each rank's outcome to the coordinator, which alone gets `Some`: every rank's value
     /// in rank order, or one error that lists all who failed.
-    pub(crate) async fn collect<T>(
+    ///
+    /// # Errors
+    ///
+    /// When a rank is lost; what ranks failed with is in the result.
+    pub async fn collect<T>(
         &self,
         phase: Phase,
         mine: Result<T, CheckpointError>,
@@ -86,7 +109,11 @@ impl Group {
 
     /// Tells all ranks what the coordinator decided, which alone passes `Some`. It keeps the
     /// second half of its value to itself.
-    pub(crate) async fn decide<T, K>(
+    ///
+    /// # Errors
+    ///
+    /// On every rank what the coordinator failed with, or when a rank is lost.
+    pub async fn decide<T, K>(
         &self,
         phase: Phase,
         decision: Option<Result<(T, K), CheckpointError>>,
@@ -111,7 +138,11 @@ impl Group {
 
     /// Brings each rank's outcome to every rank: all values in rank order, or on every rank the
     /// same error that lists all who failed.
-    pub(crate) async fn agree<T>(
+    ///
+    /// # Errors
+    ///
+    /// On every rank what any rank failed with, or when a rank is lost.
+    pub async fn agree<T>(
         &self,
         phase: Phase,
         mine: Result<T, CheckpointError>,
@@ -128,7 +159,11 @@ impl Group {
     }
 
     /// Every rank's message in rank order, on the coordinator.
-    pub(crate) async fn gather(&self, mine: Bytes) -> Result<Option<Vec<Bytes>>, CheckpointError> {
+    ///
+    /// # Errors
+    ///
+    /// When a rank is lost.
+    pub async fn gather(&self, mine: Bytes) -> Result<Option<Vec<Bytes>>, CheckpointError> {
         if self.collective.is_none() {
             return Ok(Some(vec![mine]));
         }
@@ -138,13 +173,15 @@ impl Group {
 
     /// Hands each rank its message from the coordinator, which alone passes `Some`, or on every
     /// rank the coordinator's error.
-    pub(crate) async fn hand_out<K>(
+    ///
+    /// # Errors
+    ///
+    /// On every rank what the coordinator failed with, or when a rank is lost.
+    pub async fn hand_out<K>(
         &self,
         phase: Phase,
         all: Option<Result<(Vec<Bytes>, K), CheckpointError>>,
     ) -> Result<(Bytes, Option<K>), CheckpointError> {
-        const MESSAGE: u8 = 0;
-        const FAILURE: u8 = 1;
         if self.collective.is_none() {
             let (mut messages, kept) = all.ok_or_else(no_decision)??;
             return Ok((messages.pop().unwrap_or_default(), Some(kept)));
@@ -172,29 +209,73 @@ impl Group {
         }
     }
 
-    /// Gives every rank the coordinator's bytes, which alone passes `Some`, or on every rank the
-    /// same error with what the coordinator says.
-    pub(crate) async fn spread(
+    /// Gives every rank the bytes of `root`, which alone passes `Some`, or on every rank the same
+    /// error with what `root` says.
+    ///
+    /// # Errors
+    ///
+    /// On every rank what `root` failed with, or when a rank is lost.
+    pub async fn spread(
         &self,
         phase: Phase,
-        from_coordinator: Option<Result<Bytes, String>>,
+        root: Rank,
+        from_root: Option<Result<Bytes, CheckpointError>>,
     ) -> Result<Bytes, CheckpointError> {
-        const MESSAGE: u8 = 0;
-        const FAILURE: u8 = 1;
-        let message = from_coordinator.map(|message| match message {
-            Ok(bytes) => Bytes::from([&*bytes, &[MESSAGE]].concat()),
-            Err(problem) => Bytes::from([problem.as_bytes(), &[FAILURE]].concat()),
-        });
-        let root = self.coordinator;
-        let told = self.call(move |c| c.broadcast(root, message)).await?;
-        match told.split_last() {
-            Some((&MESSAGE, bytes)) => Ok(told.slice(..bytes.len())),
-            Some((&FAILURE, problem)) => {
-                let failure = RankFailure::new(root, String::from_utf8_lossy(problem));
-                Err(CheckpointError::Ranks { phase, failures: vec![failure] })
-            }
-            _ => Err(no_decision()),
+        if self.collective.is_none() {
+            return from_root.ok_or_else(no_decision)?;
         }
+        let message = from_root.map(|mine| self.tagged(mine)).transpose()?;
+        let told = self.call(move |c| c.broadcast(root, message)).await?;
+        Self::untagged(phase, vec![told])?.pop().ok_or_else(no_decision)
+    }
+
+    /// Brings each rank's bytes to every rank, in rank order, or on every rank the same error that
+    /// lists all who failed. As [`agree`](Self::agree), for bytes that need no encoding.
+    ///
+    /// # Errors
+    ///
+    /// On every rank what any rank failed with, or when a rank is lost.
+    pub async fn exchange(
+        &self,
+        phase: Phase,
+        mine: Result<Bytes, CheckpointError>,
+    ) -> Result<Vec<Bytes>, CheckpointError> {
+        if self.collective.is_none() {
+            return Ok(vec![mine?]);
+        }
+        let message = self.tagged(mine)?;
+        let all = self.call(move |c| c.all_gather(message)).await?;
+        Self::untagged(phase, all)
+    }
+
+    /// A message with a byte behind it that tells data from failures.
+    fn tagged(&self, mine: Result<Bytes, CheckpointError>) -> Result<Bytes, CheckpointError> {
+        let (message, tag) = match mine {
+            Ok(message) => (message, MESSAGE),
+            Err(error) => (self.verdict::<()>(Err(error))?, FAILURE),
+        };
+        // Whoever made room for it is spared a copy of the whole message.
+        let mut message = message.try_into_mut().unwrap_or_else(|shared| {
+            let mut own = BytesMut::with_capacity(shared.len() + 1);
+            own.extend_from_slice(&shared);
+            own
+        });
+        message.extend_from_slice(&[tag]);
+        Ok(message.freeze())
+    }
+
+    fn untagged(phase: Phase, all: Vec<Bytes>) -> Result<Vec<Bytes>, CheckpointError> {
+        let (mut messages, mut failures) = (Vec::with_capacity(all.len()), Vec::new());
+        for mut message in all {
+            let tag = message.split_off(message.len().saturating_sub(1));
+            match *tag {
+                [MESSAGE] => messages.push(message),
+                [FAILURE] => failures.push(message),
+                _ => return Err(no_decision()),
+            }
+        }
+        judge::<()>(phase, &failures)??;
+        Ok(messages)
     }
 
     fn verdict<T: Serialize>(

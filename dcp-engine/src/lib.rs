@@ -23,6 +23,7 @@ mod stateful;
 
 pub use background::{BackgroundSaver, PendingSave};
 pub use broadcast::BroadcastReader;
+pub use group::Group;
 pub use load::{LoadMode, LoadSummary, Loader};
 pub use save::{SaveSummary, Saver};
 pub use stateful::AppState;

@@ -17,7 +17,7 @@ use crate::key::Key;
 use crate::metadata::CheckpointMetadata;
 use crate::payload::Payload;
 use crate::plan::{GlobalPlan, LoadPlan, ReadItem, SavePlan, WritePlan};
-use crate::tensor::TensorView;
+use crate::tensor_view::TensorView;
 use crate::value::{Dict, Value};
 
 /// A nested state dict: what a trainer saves and loads, as in PyTorch.

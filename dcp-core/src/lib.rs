@@ -34,6 +34,7 @@ mod python_str;
 mod region;
 mod storage;
 mod tensor;
+mod tensor_view;
 mod value;
 mod wire;
 
@@ -66,5 +67,6 @@ pub use region::{Region, RegionError, Runs};
 pub use storage::{
     Capabilities, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,
 };
-pub use tensor::{Shard, Tensor, TensorView};
+pub use tensor::{Shard, Tensor};
+pub use tensor_view::TensorView;
 pub use value::{BigInt, Dict, Global, Object, Opaque, Value};

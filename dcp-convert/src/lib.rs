@@ -58,6 +58,7 @@ pub use inspect::{ChunkSummary, KeySummary, Summary, TensorSummary, inspect};
 pub use job::{JobOptions, MIN_MEMORY, Progress};
 pub use list_run::{EntryKind, RunEntry, RunListing, list_run};
 pub use npy::{NpyType, npy_header, npy_type};
+pub use objects::read_object;
 pub use outgoing::LEFT_OUT;
 pub use reshard::{MAX_RANKS, reshard};
 pub use rewrite_metadata::{MetadataRewrite, ProfileChoice, rewrite_metadata};
@@ -70,6 +71,7 @@ pub use stats::{
 };
 pub use suggest::unknown_fqn;
 pub use target::Target;
+pub use tensor_read::TensorReader;
 pub use to_hf::to_hf;
 pub use to_safetensors::to_safetensors;
 pub use to_torch_save::to_torch_save;

@@ -42,6 +42,21 @@ pub(crate) async fn read_objects(
     results
 }
 
+/// Reads one object.
+///
+/// # Errors
+///
+/// When there is no object of that name, or it cannot be read.
+pub async fn read_object(source: &Source, fqn: &str) -> Result<Value, CheckpointError> {
+    let metadata = source.metadata().await?;
+    let absent = || {
+        let problem = "there is no object of that name".to_owned();
+        CheckpointError::from(PlanError::Unsupported { fqn: fqn.to_owned(), problem })
+    };
+    let entry = metadata.index_of(fqn).ok_or_else(absent)?;
+    read_batch(source, &metadata, &[entry]).await?.remove(&entry).ok_or_else(absent)
+}
+
 /// All positions of objects.
 pub(crate) fn object_entries(metadata: &CheckpointMetadata) -> Vec<usize> {
     let objects = metadata.iter().enumerate();

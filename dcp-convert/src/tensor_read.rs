@@ -1,5 +1,6 @@
 //! Reading boxes of one stored tensor into memory, whatever chunks they lie in.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -9,10 +10,11 @@ use dcp_core::{
 };
 
 use crate::chunk_index::ChunkIndex;
+use crate::runs::boxes;
 
 /// One stored tensor, to be read box by box.
 #[derive(Clone, Debug)]
-pub(crate) struct TensorReader {
+pub struct TensorReader {
     reader: Arc<dyn StorageReader>,
     metadata: Arc<CheckpointMetadata>,
     fqn: Arc<str>,
@@ -26,7 +28,7 @@ impl TensorReader {
     /// # Errors
     ///
     /// When there is none, or a chunk's box cannot be.
-    pub(crate) fn new(
+    pub fn new(
         reader: Arc<dyn StorageReader>,
         metadata: Arc<CheckpointMetadata>,
         entry: usize,
@@ -48,7 +50,11 @@ impl TensorReader {
     }
 
     /// The tensor's description.
-    pub(crate) fn tensor(&self) -> Result<&TensorEntry, CheckpointError> {
+    ///
+    /// # Errors
+    ///
+    /// Never, unless the index was changed under it.
+    pub fn tensor(&self) -> Result<&TensorEntry, CheckpointError> {
         let entry = self.metadata.at(self.entry as usize);
         entry
             .and_then(|(_, entry)| entry.as_tensor())
@@ -56,12 +62,14 @@ impl TensorReader {
     }
 
     /// The name of the tensor.
-    pub(crate) fn fqn(&self) -> &Arc<str> {
+    #[must_use]
+    pub fn fqn(&self) -> &Arc<str> {
         &self.fqn
     }
 
     /// The index that the tensor is described in.
-    pub(crate) fn metadata(&self) -> &Arc<CheckpointMetadata> {
+    #[must_use]
+    pub fn metadata(&self) -> &Arc<CheckpointMetadata> {
         &self.metadata
     }
 
@@ -71,7 +79,7 @@ impl TensorReader {
     /// # Errors
     ///
     /// When a chunk cannot be read, or the chunks do not hold every element exactly once.
-    pub(crate) async fn read(&self, boxes: &[Region]) -> Result<Bytes, CheckpointError> {
+    pub async fn read(&self, boxes: &[Region]) -> Result<Bytes, CheckpointError> {
         let dtype = self.tensor()?.dtype;
         let mut plan = LoadPlan::default();
         let mut total = 0_u64;
@@ -93,6 +101,23 @@ impl TensorReader {
         }
         let read = memory.read();
         read.map_err(|source| CheckpointError::Memory { fqn: self.fqn.to_string(), source })
+    }
+
+    /// The elements `range` of `region`, both counted row-major within it. All of them are held in
+    /// memory: the caller keeps the range small.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read).
+    pub async fn read_range(
+        &self,
+        region: &Region,
+        range: Range<u64>,
+    ) -> Result<Bytes, CheckpointError> {
+        let inner = boxes(region.sizes(), range).into_iter();
+        let found: Result<Vec<_>, _> =
+            inner.map(|inner| inner.translate(region.offsets())).collect();
+        self.read(&found.map_err(|error| bad_plan(&self.fqn, error.to_string()))?).await
     }
 
     /// Adds what fills `wanted` from every chunk, and checks that nothing is left open.

@@ -43,6 +43,17 @@ impl Tensor {
         Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
     }
 
+    /// A tensor of which every rank holds all, laid out as `view`.
+    ///
+    /// # Errors
+    ///
+    /// When the number of elements exceeds `u64`.
+    pub fn from_view(view: TensorView) -> Result<Self, PlanError> {
+        let (dtype, shape) = (view.dtype(), view.shape().clone());
+        let shard = Shard { region: full(&shape)?, view };
+        Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
+    }
+
     /// A tensor of which this rank holds `shards`, perhaps none.
     ///
     /// # Errors

@@ -157,6 +157,23 @@ impl TensorView {
         Self::strided(memory, self.dtype, shape, strides, byte_offset)
     }
 
+    /// The same elements in row-major order as another shape.
+    ///
+    /// # Errors
+    ///
+    /// When the view is not contiguous, or the shape has another number of elements.
+    pub fn reshape(&self, shape: impl Into<Dims>) -> Result<Self, PlanError> {
+        let shape = shape.into();
+        let elements = |shape: &Dims| shape.checked_volume();
+        if !self.is_contiguous() || elements(&shape) != elements(&self.shape) {
+            return Err(PlanError::Unsupported {
+                fqn: String::new(),
+                problem: format!("a view of shape {} cannot be seen as {shape}", self.shape),
+            });
+        }
+        Self::contiguous(self.memory.clone(), self.dtype, shape, self.byte_offset)
+    }
+
     /// How many bytes of the view, taken in row-major order, lie together in memory at a time:
     /// all of them when the view is contiguous, 0 when it is empty.
     #[must_use]
@@ -337,6 +354,18 @@ mod tests {
         for bad in [&[Some(1)][..], &[Some(1), Some(1), Some(2)], &[Some(1), Some(3), Some(2)]] {
             assert!(rows.with_axes(bad).is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn other_shapes_share_the_memory() {
+        let padded = view(&[3, 2], &[8, 1], 1);
+        assert!(padded.reshape([6]).is_err(), "there are gaps");
+        let tensor = Tensor::from_view(padded).unwrap();
+        assert_eq!(tensor.to_vec().unwrap(), [1, 2, 9, 10, 17, 18]);
+        let whole = view(&[2, 3], &[3, 1], 4);
+        assert!(whole.reshape([5]).is_err());
+        let flat = whole.reshape([6]).unwrap().payload().unwrap().to_bytes();
+        assert_eq!(flat[..], [4, 5, 6, 7, 8, 9]);
     }
 
     #[test]

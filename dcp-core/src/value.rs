@@ -252,6 +252,12 @@ impl Dict {
         self.0.get(&DictKey(key.clone()))
     }
 
+    /// The value of a key of any kind, to change.
+    #[must_use]
+    pub fn get_value_mut(&mut self, key: &Value) -> Option<&mut Value> {
+        self.0.get_mut(&DictKey(key.clone()))
+    }
+
     /// Removes a string key, keeping the order of the rest.
     pub fn remove(&mut self, key: &str) -> Option<Value> {
         self.0.shift_remove(&StrKey(key))

@@ -10,6 +10,9 @@ pub enum MegatronError {
     /// The checkpoint beneath, or the place it lies in.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A leaf of a sharded state dict contradicts itself.
+    #[error(transparent)]
+    Shard(#[from] crate::sharded::ShardError),
     /// An offline job on it.
     #[error(transparent)]
     Convert(#[from] ConvertError),

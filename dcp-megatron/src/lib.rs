@@ -2,5 +2,6 @@
 //! dicts, its save and load, and every age of its on-disk formats, without Megatron.
 
 mod error;
+pub mod sharded;
 
 pub use error::MegatronError;

@@ -1,0 +1,127 @@
+//! What is wrong with a sharded leaf by itself, before other ranks are looked at.
+
+use dcp_core::{DType, Dims};
+
+/// A shard or sharded object contradicts itself.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ShardError {
+    /// The data has another element type than was declared.
+    #[error("{key:?} is declared as {declared}, but its data is {data}")]
+    DType {
+        /// The tensor.
+        key: String,
+        /// As declared.
+        declared: DType,
+        /// As the data has it.
+        data: DType,
+    },
+    /// The data has another shape than was declared.
+    #[error("{key:?} has local shape {local}, but its data has shape {data}")]
+    DataShape {
+        /// The tensor.
+        key: String,
+        /// As declared.
+        local: Dims,
+        /// As the data has it.
+        data: Dims,
+    },
+    /// Lists that must have one number an axis differ in length.
+    #[error("{key:?} has {found} {what}, but its global shape {global} has {} axes", .global.ndim())]
+    Axes {
+        /// The tensor.
+        key: String,
+        /// What there are too many or too few of.
+        what: &'static str,
+        /// How many there are.
+        found: usize,
+        /// The global shape.
+        global: Dims,
+    },
+    /// A shard of a regular grid does not lie on it.
+    #[error(
+        "{key:?} has a regular grid, but on axis {axis} offset {offset} is no multiple of local size {local}; leave out the axis fragmentations if the shards are uneven"
+    )]
+    OffGrid {
+        /// The tensor.
+        key: String,
+        /// The global axis.
+        axis: usize,
+        /// Where the shard begins there.
+        offset: u64,
+        /// How long it is there.
+        local: u64,
+    },
+    /// `(axis, position, fragments)` that describes no place.
+    #[error("{key:?} cannot be fragment {position} of {fragments} on axis {axis}: {problem}")]
+    RankOffset {
+        /// The tensor.
+        key: String,
+        /// The global axis.
+        axis: usize,
+        /// Which fragment this is.
+        position: u64,
+        /// How many fragments there are.
+        fragments: u64,
+        /// What is wrong with that.
+        problem: &'static str,
+    },
+    /// Sizes beyond what 64 bits can count.
+    #[error("{key:?} is too large: {problem}")]
+    TooLarge {
+        /// The tensor.
+        key: String,
+        /// What cannot be counted.
+        problem: String,
+    },
+    /// A flattened range that does not fit.
+    #[error("{key:?} has the flattened range {start}..{end}: {problem}")]
+    Flattened {
+        /// The tensor.
+        key: String,
+        /// First element.
+        start: u64,
+        /// End of the elements.
+        end: u64,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A part of a shard that cannot be taken as a shard of its own.
+    #[error("cannot narrow {key:?} on axis {axis} to {len} elements from {start}: {problem}")]
+    Narrow {
+        /// The tensor.
+        key: String,
+        /// The local axis.
+        axis: usize,
+        /// First element.
+        start: u64,
+        /// Elements.
+        len: u64,
+        /// Why not.
+        problem: String,
+    },
+    /// A sharded object's key or place that cannot be stored.
+    #[error("{key:?} cannot be the key of a sharded object: {problem}")]
+    Object {
+        /// The key.
+        key: String,
+        /// Why not.
+        problem: String,
+    },
+    /// A factory could not build or merge.
+    #[error("the factory of {key:?} failed: {problem}")]
+    Factory {
+        /// The factory's key.
+        key: String,
+        /// Why.
+        problem: String,
+    },
+    /// Two values for the same place of a state dict.
+    #[error("cannot merge state dicts at {path}: {problem}")]
+    Merge {
+        /// The place, its steps joined by dots.
+        path: String,
+        /// What is there.
+        problem: String,
+    },
+}

@@ -2,16 +2,11 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use dcp::DType;
-use dcp::convert::{
-    CastCounts, CastOptions, CastReport, ConvertError, JobOptions, Source, StatePart, WriteReport,
-    view,
-};
-use dcp::core::{PutMode, StorageExt};
-use dcp::formats::hf::{HfLayout, names_scales};
+use dcp::convert::{CastOptions, JobOptions, Source, StatePart, WriteReport, view};
+use dcp::core::Key;
 use dcp::formats::torch_save::TorchSaveForm;
 use dcp::planner::KeyFilter;
 
@@ -20,8 +15,6 @@ use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
 use crate::hf_config;
 use crate::open;
-use crate::output::Output;
-use crate::style::{count, left, printable, right, shorten, size, thousands};
 
 /// A format to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -233,11 +226,13 @@ impl Destination {
         keep_apart(uri, source, target, shape).await
     }
 
-    /// Writes `source` to `target`.
+    /// Writes `source` to `target`; to a Hugging Face model with `made_config`, if no other
+    /// configuration was asked for.
     pub(crate) async fn write(
         &self,
         source: &Source,
         target: &str,
+        made_config: Option<(Key, Vec<u8>)>,
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
         let (overwrite, dry_run) = (self.writing.overwrite, options.dry_run);
@@ -262,7 +257,15 @@ impl Destination {
                 let form = if self.legacy { TorchSaveForm::Legacy } else { zip };
                 dcp::convert::to_torch_save(source, &target, form, options).await?
             }
-            Format::Hf => self.write_hf(source, target, options).await?,
+            Format::Hf => {
+                let max_shard_bytes = self.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
+                let mut files = match &self.config {
+                    Some(from) => hf_config::files(from)?,
+                    None => Vec::new(),
+                };
+                hf_config::complete(&mut files, made_config);
+                hf_config::write(source, target, files, max_shard_bytes, overwrite, options).await?
+            }
             Format::Dcp => {
                 let writer = open::target_directory(target, overwrite, dry_run).await?;
                 dcp::convert::reshard(source, &writer, self.ranks.unwrap_or(1), options).await?
@@ -274,203 +277,6 @@ impl Destination {
         report.cast = cast.map(|cast| cast.report());
         Ok(report)
     }
-
-    async fn write_hf(
-        &self,
-        source: &Source,
-        target: &str,
-        options: &JobOptions,
-    ) -> Result<WriteReport, Failure> {
-        let folder = open::target_folder(target, true, options.dry_run).await?;
-        let mut config = match &self.config {
-            Some(from) => hf_config::files(from)?,
-            None => Vec::new(),
-        };
-        if !source.metadata().await?.iter().any(|(fqn, _)| names_scales(fqn)) {
-            hf_config::say_plain(&mut config)?;
-        }
-        let overwrite = self.writing.overwrite;
-        let (mut new, mut replaced) = (Vec::new(), Vec::new());
-        for (key, bytes) in config {
-            match folder.contains(&key).await? {
-                false => new.push((key, bytes)),
-                true if overwrite => replaced.push((key, bytes)),
-                true => {
-                    let target = format!("{target}/{key}");
-                    return Err(ConvertError::TargetExists { target }.into());
-                }
-            }
-        }
-        let layout = HfLayout::MaxFileBytes(self.max_shard_size.unwrap_or(MAX_SHARD_BYTES));
-        if options.dry_run {
-            return Ok(dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?);
-        }
-        // The index of the weights, which makes the model, comes when these are there. Those of the
-        // model that is replaced belong to its weights as long as they are.
-        let mut made = Vec::new();
-        let written = async {
-            for (key, bytes) in new {
-                folder.put(&key, bytes.into(), PutMode::Create).await?;
-                made.push(key);
-            }
-            Ok::<_, Failure>(
-                dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?,
-            )
-        };
-        let report = match written.await {
-            Ok(report) => report,
-            Err(failure) => {
-                for key in &made {
-                    // What failed first is what is said.
-                    let _ = folder.delete(key).await;
-                }
-                return Err(failure);
-            }
-        };
-        for (key, bytes) in replaced {
-            folder.put(&key, bytes.into(), PutMode::Overwrite).await?;
-        }
-        Ok(report)
-    }
-}
-
-/// Says what was written, or would be.
-pub(crate) fn tell(
-    report: &WriteReport,
-    target: &str,
-    json: bool,
-    out: &Output,
-) -> Result<(), Failure> {
-    if json {
-        return out.json(report);
-    }
-    if out.quiet {
-        return Ok(());
-    }
-    if report.dry_run {
-        out.write(&planned(report, out))?;
-    }
-    let mut parts = vec![count(report.tensors, "tensor")];
-    if report.chunks != report.tensors {
-        parts.push(count(report.chunks, "chunk"));
-    }
-    if report.objects > 0 {
-        parts.push(count(report.objects, "object"));
-    }
-    if report.files.len() > 1 {
-        parts.push(count(report.files.len(), "file"));
-    }
-    parts.push(size(report.bytes));
-    let would = if report.dry_run { "would be written: " } else { "" };
-    out.write(&format!("{target}: {would}{}\n", parts.join(", ")))?;
-    notes(report, out);
-    Ok(())
-}
-
-/// What a cast did, and what it lost beyond precision.
-fn cast_notes(report: &CastReport, out: &Output) {
-    let tensors = count(report.tensors.len(), "tensor");
-    let Some(first) = report.tensors.values().next() else {
-        return out.note("no tensor had to be cast");
-    };
-    let error = report.total().max_relative_error;
-    let rounded = if error > 0.0 && error < 5e-5 {
-        "; values changed by less than 0.01 %".to_owned()
-    } else if error > 0.0 {
-        format!("; values changed by at most {:.2} %", error * 100.0)
-    } else {
-        "; no value changed".to_owned()
-    };
-    out.note(&format!("cast {tensors} to {}{rounded}", first.to));
-    let lost: Vec<_> = report.lost_range().collect();
-    for (what, of) in [
-        ("beyond the range of the new dtype", (|c| c.out_of_range) as fn(&CastCounts) -> u64),
-        ("too small for it and are zero now", |c| c.underflowed),
-    ] {
-        let in_tensors: Vec<_> = lost.iter().filter(|(_, cast)| of(&cast.counts) > 0).collect();
-        if in_tensors.is_empty() {
-            continue;
-        }
-        let elements = in_tensors.iter().map(|(_, cast)| of(&cast.counts)).sum();
-        let names: Vec<_> = in_tensors.iter().map(|(fqn, _)| Arc::clone(fqn)).collect();
-        let elements = if elements == 1 {
-            "1 value is".to_owned()
-        } else {
-            format!("{} values are", thousands(elements))
-        };
-        out.note(&format!("{elements} {what}: {}", list(&names)));
-    }
-}
-
-fn notes(report: &WriteReport, out: &Output) {
-    if let Some(cast) = report.cast.as_ref().filter(|_| !report.dry_run) {
-        cast_notes(cast, out);
-    }
-    if !report.left_out.is_empty() {
-        let objects = count(report.left_out.len(), "object");
-        out.note(&format!("left out {objects}: {}", list(&report.left_out)));
-    }
-    if !report.without_scale.is_empty() {
-        let tensors = count(report.without_scale.len(), "quantized tensor");
-        let names = list(&report.without_scale);
-        out.note(&format!("wrote {tensors} as bare integers, without scale: {names}"));
-    }
-    if !report.tied.is_empty() {
-        let tensors = count(report.tied.len(), "tied tensor");
-        let names: Vec<_> = report.tied.keys().cloned().collect();
-        out.note(&format!("wrote the bytes of {tensors} only once: {}", list(&names)));
-    }
-    if !report.raw.is_empty() {
-        let tensors = count(report.raw.len(), "tensor");
-        out.note(&format!(
-            "stored {tensors} as bytes, because safetensors has no name for the type: {}",
-            list(&report.raw)
-        ));
-    }
-}
-
-/// The first of some names, and how many more there are.
-pub(crate) fn list(names: &[Arc<str>]) -> String {
-    const SHOWN: usize = 5;
-    let mut shown: Vec<_> = names.iter().take(SHOWN).map(|name| printable(name)).collect();
-    if names.len() > SHOWN {
-        shown.push(format!("and {} more", names.len() - SHOWN));
-    }
-    shown.join(", ")
-}
-
-/// The keys and files of a dry run.
-fn planned(report: &WriteReport, out: &Output) -> String {
-    let width = out.width.unwrap_or(100);
-    let rows: Vec<_> = report
-        .keys
-        .iter()
-        .map(|(fqn, key)| (printable(fqn), key.dtype, format!("{:?}", key.shape), size(key.bytes)))
-        .collect();
-    let widest = |of: fn(&(String, &str, String, String)) -> usize| rows.iter().map(of).max();
-    let dtype = widest(|row| row.1.len()).unwrap_or(0);
-    let shape = widest(|row| row.2.len()).unwrap_or(0);
-    let bytes = widest(|row| row.3.len()).unwrap_or(0);
-    let room = width.saturating_sub(dtype + shape + bytes + 6).max(16);
-    let name = widest(|row| row.0.chars().count()).unwrap_or(0).min(room);
-    let mut text = String::new();
-    for (fqn, key_dtype, key_shape, key_bytes) in &rows {
-        text.push_str(&format!(
-            "{}  {}  {}  {}\n",
-            left(&shorten(fqn, name), name),
-            out.style.dtype(&left(key_dtype, dtype)),
-            left(key_shape, shape),
-            right(key_bytes, bytes)
-        ));
-    }
-    for (file, len) in report.files.iter().filter(|_| report.files.len() > 1) {
-        text.push_str(&format!(
-            "{}  {}\n",
-            out.style.dim("file"),
-            printable(file) + ", " + &size(*len)
-        ));
-    }
-    text
 }
 
 #[cfg(test)]

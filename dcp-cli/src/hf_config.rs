@@ -1,16 +1,17 @@
-//! The files beside the weights of a Hugging Face model.
+//! Writing a Hugging Face model: its weights, and the files beside them.
 
 use std::io;
 use std::path::Path;
 
-use dcp::convert::ConvertError;
-use dcp::core::{Key, StorageError};
-use dcp::formats::hf::config_without_quantization;
+use dcp::convert::{ConvertError, JobOptions, Source, WriteReport};
+use dcp::core::{Key, PutMode, StorageError, StorageExt};
+use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 
 use crate::failure::{Exit, Failure};
+use crate::open;
 
 /// Lets the configuration say that weights are plain numbers: what has no scales is not quantized.
-pub(crate) fn say_plain(files: &mut [(Key, Vec<u8>)]) -> Result<(), Failure> {
+fn say_plain(files: &mut [(Key, Vec<u8>)]) -> Result<(), Failure> {
     let Some((_, config)) = files.iter_mut().find(|(key, _)| key.as_str() == "config.json") else {
         return Ok(());
     };
@@ -56,4 +57,65 @@ pub(crate) fn files(folder: &Path) -> Result<Vec<(Key, Vec<u8>)>, Failure> {
         return Err(Failure::new(Exit::Usage, format!("there is no config.json in {folder:?}")));
     }
     Ok(files)
+}
+
+/// Adds the configuration that was made for the weights, unless there is one.
+pub(crate) fn complete(files: &mut Vec<(Key, Vec<u8>)>, config: Option<(Key, Vec<u8>)>) {
+    if let Some(config) = config.filter(|(key, _)| files.iter().all(|(there, _)| there != key)) {
+        files.push(config);
+    }
+}
+
+/// Writes weights and these files to the folder `target`.
+pub(crate) async fn write(
+    source: &Source,
+    target: &str,
+    mut files: Vec<(Key, Vec<u8>)>,
+    max_shard_bytes: u64,
+    overwrite: bool,
+    options: &JobOptions,
+) -> Result<WriteReport, Failure> {
+    let folder = open::target_folder(target, true, options.dry_run).await?;
+    if !source.metadata().await?.iter().any(|(fqn, _)| names_scales(fqn)) {
+        say_plain(&mut files)?;
+    }
+    let (mut new, mut replaced) = (Vec::new(), Vec::new());
+    for (key, bytes) in files {
+        match folder.contains(&key).await? {
+            false => new.push((key, bytes)),
+            true if overwrite => replaced.push((key, bytes)),
+            true => {
+                let target = format!("{target}/{key}");
+                return Err(ConvertError::TargetExists { target }.into());
+            }
+        }
+    }
+    let layout = HfLayout::MaxFileBytes(max_shard_bytes);
+    if options.dry_run {
+        return Ok(dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?);
+    }
+    // The index of the weights, which makes the model, comes when these are there. Those of the
+    // model that is replaced belong to its weights as long as they are.
+    let mut made = Vec::new();
+    let written = async {
+        for (key, bytes) in new {
+            folder.put(&key, bytes.into(), PutMode::Create).await?;
+            made.push(key);
+        }
+        Ok::<_, Failure>(dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?)
+    };
+    let report = match written.await {
+        Ok(report) => report,
+        Err(failure) => {
+            for key in &made {
+                // What failed first is what is said.
+                let _ = folder.delete(key).await;
+            }
+            return Err(failure);
+        }
+    };
+    for (key, bytes) in replaced {
+        folder.put(&key, bytes.into(), PutMode::Overwrite).await?;
+    }
+    Ok(report)
 }

@@ -15,6 +15,7 @@ mod output;
 mod progress;
 mod render;
 mod style;
+mod tell;
 mod undo;
 
 use std::process::ExitCode;

@@ -6,12 +6,13 @@ use dcp::convert::ConvertError;
 use dcp::convert::view::{AverageOptions, Averaged, NonFloat};
 
 use crate::choosing::Choosing;
-use crate::destination::{Destination, list, tell};
+use crate::destination::Destination;
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::count;
+use crate::tell::{list, tell};
 
 /// Write the average of several checkpoints.
 ///
@@ -130,7 +131,7 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
             ),
             error => error.into(),
         })?;
-        let mut report = args.destination.write(&source, &args.out, &options).await?;
+        let mut report = args.destination.write(&source, &args.out, None, &options).await?;
         report.not_taken = not_taken;
         let cast = view.report();
         if args.destination.cast_rule().is_some() || cast.lost_range().next().is_some() {

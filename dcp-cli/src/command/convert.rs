@@ -3,11 +3,12 @@
 use clap::Args;
 
 use crate::choosing::{Choosing, OptimizerKeys};
-use crate::destination::{Destination, parse_dtype, tell};
+use crate::destination::{Destination, parse_dtype};
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
+use crate::tell::tell;
 use dcp::convert::view::{DequantizeOptions, Dequantized};
 use dcp::convert::{JobOptions, Source};
 use dcp::core::DType;
@@ -92,7 +93,7 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         let source = args.dequantized(source, &options).await?;
         let source = args.optimizer.apply(source, &options).await?;
         let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;
-        let mut report = args.destination.write(&source, &args.target, &options).await?;
+        let mut report = args.destination.write(&source, &args.target, None, &options).await?;
         report.not_taken = not_taken;
         Ok(report)
     })?;

@@ -5,11 +5,12 @@ use dcp::convert::view::{Duplicates, Merged};
 use dcp::convert::{ConvertError, StatePart};
 
 use crate::choosing::Choosing;
-use crate::destination::{Destination, tell};
+use crate::destination::Destination;
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
+use crate::tell::tell;
 
 /// Write several checkpoints with different keys as one.
 ///
@@ -67,7 +68,7 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
             error => error.into(),
         })?;
         let merged = selection.apply(&merged, &options).await?;
-        args.destination.write(&merged, &args.out, &options).await
+        args.destination.write(&merged, &args.out, None, &options).await
     })?;
     tell(&report, &args.out, args.destination.writing.json, out)
 }

@@ -5,11 +5,12 @@ use clap::Args;
 use crate::apart::{Shape, keep_apart};
 use crate::choosing::{Choosing, OptimizerKeys};
 use crate::created::NewFolders;
-use crate::destination::{Writing, tell};
+use crate::destination::Writing;
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
+use crate::tell::tell;
 use dcp::convert::StatePart;
 
 /// Rewrite a checkpoint as if another number of ranks had saved it.

@@ -7,12 +7,13 @@ use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy, unshard_checkpoi
 
 use crate::apart::{Shape, keep_apart};
 use crate::created::NewFolders;
-use crate::destination::{Writing, list, parse_bytes};
+use crate::destination::{Writing, parse_bytes};
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::{count, size};
+use crate::tell::list;
 
 /// Write the model of a checkpoint as plain files, as OLMo-core's unshard_checkpoint does.
 ///

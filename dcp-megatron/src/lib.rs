@@ -2,6 +2,7 @@
 //! dicts, its save and load, and every age of its on-disk formats, without Megatron.
 
 mod error;
+pub mod optimizer;
 pub mod sharded;
 
 pub use error::MegatronError;

@@ -1,0 +1,440 @@
+//! Whether the optimizer's master parameters are those of the model beside them.
+//!
+//! Right after a step of the optimizer, a weight is its master parameter, cast. Megatron 0.15 to
+//! 0.19 broke that in `fully_reshardable` checkpoints of runs with several gradient buckets: it
+//! cut parameters out of a buffer from which the padding between buckets was missing, at places
+//! counted with the padding. Every parameter behind the first bucket, and its moments, are what
+//! lies a little further on; the end is filled with zeros.
+
+use std::fmt;
+use std::sync::Arc;
+
+use dcp_convert::{
+    CastCounts, CastOptions, Caster, Element, JobOptions, Source, TensorReader, decode, is_float,
+};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dict, Region};
+use futures_util::{StreamExt, TryStreamExt, stream};
+
+use super::format::OptimizerFormat;
+use super::keys::{ParamStateKey, StateKind};
+use super::shift::explain;
+use crate::error::MegatronError;
+
+/// Elements to compare at once.
+pub(super) const SEGMENT: u64 = 1 << 20;
+
+/// How much of every parameter is compared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CheckDepth {
+    /// The first elements of up to [`SAMPLED_CHUNKS`] chunks of each parameter, and all of a
+    /// parameter in which they differ. Enough to find the shift, which spares no chunk behind the
+    /// first bucket: a few kilobytes are read for each parameter of a sound checkpoint.
+    Sampled,
+    /// Everything.
+    #[default]
+    Full,
+}
+
+/// Chunks of a parameter of which [`CheckDepth::Sampled`] looks at the beginning, evenly spread.
+pub const SAMPLED_CHUNKS: usize = 32;
+/// Elements that it looks at in each.
+pub const SAMPLED_ELEMENTS: u64 = 256;
+
+/// What the comparison of an optimizer's master parameters with the weights has found.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct OptimizerReport {
+    /// The form of the optimizer's state.
+    pub format: OptimizerFormat,
+    /// What it comes down to.
+    pub verdict: OptimizerVerdict,
+    /// Parameters that were compared.
+    pub compared: usize,
+    /// Whether only samples of them were.
+    pub sampled: bool,
+    /// Parameters that are not those of the model, in the order of the checkpoint.
+    pub mismatches: Vec<ParamMismatch>,
+    /// Master parameters that could not be compared, and why.
+    pub not_compared: Vec<(Arc<str>, &'static str)>,
+}
+
+/// What a comparison comes down to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum OptimizerVerdict {
+    /// All master parameters that were compared are those of the model.
+    Sound,
+    /// Parameters were cut out of the buffers at wrong places: the defect of Megatron 0.15 to
+    /// 0.19. Their moments are as wrong.
+    ShiftedBuckets,
+    /// Master parameters and weights differ, but not as that defect would have it: one of them
+    /// may have been replaced on purpose.
+    Different,
+    /// There are no master parameters by name to compare.
+    NotComparable,
+}
+
+impl fmt::Display for OptimizerVerdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sound => "master parameters are those of the model",
+            Self::ShiftedBuckets => {
+                "optimizer state is shifted between buckets, as Megatron 0.15 to 0.19 wrote it"
+            }
+            Self::Different => "master parameters differ from the weights",
+            Self::NotComparable => "there are no master parameters by name",
+        })
+    }
+}
+
+/// A master parameter that is not the model's.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ParamMismatch {
+    /// The key of the weight.
+    pub param: Arc<str>,
+    /// The key of the master parameter.
+    pub master: Arc<str>,
+    /// Elements that differ.
+    pub differing: u64,
+    /// Elements that there are.
+    pub elements: u64,
+    /// Where the elements found come from.
+    pub cause: MismatchCause,
+}
+
+/// Where the elements of a wrong master parameter come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MismatchCause {
+    /// They are the weight's own, so many elements further on.
+    Shift {
+        /// Elements, in the order in which a rank holds them.
+        by: u64,
+    },
+    /// They are those of another weight.
+    Elsewhere {
+        /// The key of that weight.
+        param: Arc<str>,
+        /// The position in it of the first element, row-major in the chunk that it is in.
+        element: u64,
+    },
+    /// They are zeros, which the weight's are not.
+    Zeros,
+    /// They are nothing that is in the model.
+    Unknown,
+}
+
+impl fmt::Display for ParamMismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { param, differing, elements, cause, .. } = self;
+        write!(
+            f,
+            "{param}: {differing} of {elements} elements differ from the master parameter, "
+        )?;
+        match cause {
+            MismatchCause::Shift { by } => write!(f, "which is the weight from element {by} on"),
+            MismatchCause::Elsewhere { param, element } => {
+                write!(f, "which holds {param} from element {element} on")
+            }
+            MismatchCause::Zeros => f.write_str("which is zero"),
+            MismatchCause::Unknown => f.write_str("which is nothing of the model"),
+        }
+    }
+}
+
+impl OptimizerReport {
+    /// Whether the state is damaged for certain.
+    #[must_use]
+    pub fn is_corrupt(&self) -> bool {
+        self.verdict == OptimizerVerdict::ShiftedBuckets
+    }
+}
+
+/// Compares the master parameters of a Megatron checkpoint with its weights, a bounded part at a
+/// time. `source` shows the checkpoint by its logical names, and `common` is its common state.
+///
+/// Flat formats have no master parameters by name: their report is
+/// [`NotComparable`](OptimizerVerdict::NotComparable).
+///
+/// # Errors
+///
+/// When the checkpoint cannot be read. Differences are no error.
+pub async fn check_optimizer(
+    source: &Source,
+    common: &Dict,
+    depth: CheckDepth,
+    job: &JobOptions,
+) -> Result<OptimizerReport, MegatronError> {
+    let source = source.for_job(job.parallelism);
+    let metadata = source.metadata().await?;
+    let format = OptimizerFormat::of(&metadata, common);
+    let (pairs, not_compared) = pairs(&source, &metadata)?;
+    let sampled = depth == CheckDepth::Sampled;
+    let found: Vec<Option<Wrong<'_>>> = stream::iter(&pairs)
+        .map(|pair| async move {
+            let chunks = pair.chunks()?;
+            if sampled && !pair.differs_in_samples(&chunks).await? {
+                return Ok(None);
+            }
+            pair.compare(chunks).await
+        })
+        .buffered(job.parallelism.max(1))
+        .try_collect()
+        .await
+        .map_err(MegatronError::Checkpoint)?;
+    let wrong: Vec<_> = found.into_iter().flatten().collect();
+    let mismatches = explain(&source, &metadata, wrong).await?;
+    let moved = |mismatch: &ParamMismatch| {
+        matches!(mismatch.cause, MismatchCause::Shift { .. } | MismatchCause::Elsewhere { .. })
+    };
+    let verdict = if pairs.is_empty() {
+        OptimizerVerdict::NotComparable
+    } else if mismatches.is_empty() {
+        OptimizerVerdict::Sound
+    } else if mismatches.iter().any(moved) {
+        OptimizerVerdict::ShiftedBuckets
+    } else {
+        OptimizerVerdict::Different
+    };
+    Ok(OptimizerReport {
+        format,
+        verdict,
+        compared: pairs.len(),
+        sampled,
+        mismatches,
+        not_compared,
+    })
+}
+
+/// A weight and its master parameter.
+#[derive(Debug)]
+pub(super) struct Pair {
+    pub(super) param: Arc<str>,
+    pub(super) master: Arc<str>,
+    pub(super) weight_reader: TensorReader,
+    pub(super) master_reader: TensorReader,
+    pub(super) caster: Caster,
+}
+
+/// A pair that differs.
+#[derive(Debug)]
+pub(super) struct Wrong<'a> {
+    pub(super) pair: &'a Pair,
+    pub(super) differing: u64,
+    pub(super) elements: u64,
+    /// The first chunks that differ.
+    pub(super) chunks: Vec<Region>,
+}
+
+type Pairs = (Vec<Pair>, Vec<(Arc<str>, &'static str)>);
+
+fn pairs(source: &Source, metadata: &Arc<CheckpointMetadata>) -> Result<Pairs, CheckpointError> {
+    let (mut pairs, mut left_out) = (Vec::new(), Vec::new());
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        let Some(key) = ParamStateKey::parse(fqn) else { continue };
+        if StateKind::of(key.state) != Some(StateKind::Master) {
+            continue;
+        }
+        let (Some(master), Some(weight)) = (entry.as_tensor(), metadata.get(key.param)) else {
+            left_out.push((Arc::clone(fqn), "the model has no such tensor"));
+            continue;
+        };
+        let Some(weight) = weight.as_tensor() else {
+            left_out.push((Arc::clone(fqn), "the model has no such tensor"));
+            continue;
+        };
+        if master.shape != weight.shape {
+            left_out.push((Arc::clone(fqn), "the model's tensor has another shape"));
+            continue;
+        }
+        let options = CastOptions::default();
+        let caster = Caster::new(key.param, master.dtype, weight.dtype, options);
+        let (Ok(caster), true) = (caster, is_float(master.dtype) && is_float(weight.dtype)) else {
+            left_out.push((Arc::clone(fqn), "its numbers cannot be cast to the model's"));
+            continue;
+        };
+        let Some(at_weight) = metadata.index_of(key.param) else { continue };
+        let reader = |at| TensorReader::new(Arc::clone(&source.reader), Arc::clone(metadata), at);
+        pairs.push(Pair {
+            param: key.param.into(),
+            master: Arc::clone(fqn),
+            weight_reader: reader(at_weight)?,
+            master_reader: reader(at)?,
+            caster,
+        });
+    }
+    Ok((pairs, left_out))
+}
+
+impl Pair {
+    /// The chunks of the master parameter, or all of it as one where they are not a tiling.
+    fn chunks(&self) -> Result<Vec<Region>, CheckpointError> {
+        let tensor = self.master_reader.tensor()?;
+        let regions: Result<Vec<_>, _> = tensor.chunks.iter().map(|chunk| chunk.region()).collect();
+        let whole = Region::full(tensor.shape.clone());
+        let (mut regions, whole) = match (regions, whole) {
+            (Ok(regions), Ok(whole)) => (regions, whole),
+            (Err(error), _) | (_, Err(error)) => return Err(self.bad(&error.to_string())),
+        };
+        let covered = regions.iter().fold(0_u64, |sum, region| sum.saturating_add(region.volume()));
+        if covered != whole.volume() {
+            regions = vec![whole];
+        }
+        regions.retain(|region| !region.is_empty());
+        Ok(regions)
+    }
+
+    fn bad(&self, problem: &str) -> CheckpointError {
+        let (fqn, problem) = (self.master.to_string(), problem.to_owned());
+        dcp_core::PlanError::Unsupported { fqn, problem }.into()
+    }
+
+    pub(super) fn dtype(&self) -> DType {
+        self.caster.to()
+    }
+
+    /// Elements `range` of `region` of the weight, and of the master parameter as they would be
+    /// in the model.
+    pub(super) async fn read(
+        &self,
+        region: &Region,
+        range: std::ops::Range<u64>,
+    ) -> Result<(bytes::Bytes, Vec<u8>), CheckpointError> {
+        let weight = self.weight_reader.read_range(region, range.clone()).await?;
+        Ok((weight, self.read_master(region, range).await?))
+    }
+
+    pub(super) async fn read_master(
+        &self,
+        region: &Region,
+        range: std::ops::Range<u64>,
+    ) -> Result<Vec<u8>, CheckpointError> {
+        let master = self.master_reader.read_range(region, range).await?;
+        Ok(cast(&self.caster, &master))
+    }
+
+    async fn differs_in_samples(&self, chunks: &[Region]) -> Result<bool, CheckpointError> {
+        let step = chunks.len().div_ceil(SAMPLED_CHUNKS).max(1);
+        let last = chunks.last().filter(|_| !chunks.len().saturating_sub(1).is_multiple_of(step));
+        for region in chunks.iter().step_by(step).chain(last) {
+            let range = 0..region.volume().min(SAMPLED_ELEMENTS);
+            let (weight, master) = self.read(region, range).await?;
+            if differing(self.dtype(), &weight, &master) > 0 {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    async fn compare(&self, chunks: Vec<Region>) -> Result<Option<Wrong<'_>>, CheckpointError> {
+        /// Chunks of which the cause is looked for.
+        const KEPT: usize = 4;
+        let mut wrong = Wrong { pair: self, differing: 0, elements: 0, chunks: Vec::new() };
+        for region in chunks {
+            let (total, mut at, before) = (region.volume(), 0, wrong.differing);
+            while at < total {
+                let end = total.min(at + SEGMENT);
+                let (weight, master) = self.read(&region, at..end).await?;
+                wrong.differing += differing(self.dtype(), &weight, &master);
+                at = end;
+            }
+            wrong.elements = wrong.elements.saturating_add(total);
+            if wrong.differing > before && wrong.chunks.len() < KEPT {
+                wrong.chunks.push(region);
+            }
+        }
+        Ok((wrong.differing > 0).then_some(wrong))
+    }
+}
+
+/// `elements` as the caster makes them.
+pub(super) fn cast(caster: &Caster, elements: &[u8]) -> Vec<u8> {
+    let whole = elements.len() / caster.from().size();
+    let mut made = vec![0; whole * caster.to().size()];
+    caster.cast(elements, &mut made, &mut CastCounts::default());
+    made
+}
+
+/// How many elements differ. NaN is NaN, whatever its bits.
+fn differing(dtype: DType, a: &[u8], b: &[u8]) -> u64 {
+    if a == b {
+        return 0;
+    }
+    let is_nan = |bytes: &[u8]| matches!(decode(dtype, bytes), Some(Element::Float(number)) if number.is_nan());
+    let pairs = a.chunks_exact(dtype.size()).zip(b.chunks_exact(dtype.size()));
+    let differ = pairs.filter(|(a, b)| a != b && !(is_nan(a) && is_nan(b))).count() as u64;
+    let lengths = (a.len().abs_diff(b.len()) / dtype.size()) as u64;
+    differ + lengths
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::Storage;
+    use dcp_storage_fs::FsStorage;
+
+    use super::*;
+
+    fn open(fixture: &str) -> Source {
+        let path = format!("{}/../fixtures/megatron/{fixture}/ckpt", env!("CARGO_MANIFEST_DIR"));
+        let storage: Arc<dyn Storage> =
+            Arc::new(FsStorage::builder(path).create(false).open().unwrap());
+        Source::dcp(storage, false)
+    }
+
+    async fn check(fixture: &str, depth: CheckDepth) -> OptimizerReport {
+        let job = JobOptions::default();
+        check_optimizer(&open(fixture), &Dict::new(), depth, &job).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn shifted_buckets_are_found() {
+        for depth in [CheckDepth::Full, CheckDepth::Sampled] {
+            let report = check("gpt_fully_reshardable_multibucket_CORRUPT", depth).await;
+            assert_eq!(report.format, OptimizerFormat::FullyReshardable);
+            assert!(report.is_corrupt());
+            assert_eq!(report.compared, 8);
+            let wrong: Vec<_> = report
+                .mismatches
+                .iter()
+                .map(|one| (&*one.param, one.differing, one.elements, one.cause.clone()))
+                .collect();
+            let (mlp, attention) = ("decoder.layers.mlp", "decoder.layers.self_attention");
+            let elsewhere =
+                |param: &str| MismatchCause::Elsewhere { param: param.into(), element: 32 };
+            let embedding = "embedding.word_embeddings.weight";
+            let qkv = format!("{attention}.linear_qkv.weight");
+            let expected = [
+                (&*format!("{mlp}.linear_fc1.layer_norm_weight"), 8, 8, elsewhere(&qkv)),
+                (&*qkv, 192, 192, MismatchCause::Shift { by: 96 }),
+                // It begins in a gap between two parameters.
+                (&*format!("{attention}.linear_proj.weight"), 64, 64, MismatchCause::Unknown),
+                (&*format!("{attention}.linear_qkv.layer_norm_weight"), 8, 8, elsewhere(embedding)),
+                (embedding, 64, 64, MismatchCause::Zeros),
+            ];
+            assert_eq!(wrong.len(), expected.len());
+            for one in &expected {
+                assert!(wrong.contains(one), "{one:?} is not in {wrong:?}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn sound_optimizers_are_not_found() {
+        for fixture in [
+            "head020_fully_reshardable_multibucket",
+            "gpt_tp2dp2_fully_reshardable",
+            "gpt_separation_hint",
+            "gpt_float16_optimizer",
+        ] {
+            for depth in [CheckDepth::Full, CheckDepth::Sampled] {
+                let report = check(fixture, depth).await;
+                assert_eq!(report.verdict, OptimizerVerdict::Sound, "{fixture}: {report:?}");
+                assert_eq!((report.compared, report.not_compared.len()), (8, 0));
+            }
+        }
+        let flat = check("gpt_dp2_dp_reshardable", CheckDepth::Full).await;
+        assert_eq!(flat.verdict, OptimizerVerdict::NotComparable);
+    }
+}

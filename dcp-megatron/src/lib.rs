@@ -4,5 +4,9 @@
 mod error;
 pub mod optimizer;
 pub mod sharded;
+mod tracker;
+mod writer;
 
 pub use error::MegatronError;
+pub use tracker::{TRACKER, Tracked, write_tracker};
+pub use writer::{MegatronForm, MegatronWriter, MegatronWriterBuilder};

@@ -50,7 +50,7 @@ pub(super) async fn commit(
     put_metadata(storage, &bytes).await?;
 
     let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
-    remove_unreferenced(storage, stale, &bytes).await;
+    remove_unknown(storage, stale, &bytes).await;
     Ok(())
 }
 
@@ -91,7 +91,7 @@ pub async fn replace_metadata(
     let replaced = replaced.await;
     if sidecar.is_some() && old != new {
         let stale = if replaced.is_ok() { old_name } else { new_name };
-        remove_unreferenced(storage, vec![stale], &[]).await;
+        remove_unknown(storage, vec![stale], &[]).await;
     }
     replaced.map(|()| kept.is_some())
 }
@@ -161,15 +161,17 @@ fn is_placed(entry: &Entry) -> bool {
     }
 }
 
-/// Removes what a failed save wrote, unless a `.metadata` refers to it: that a commit was reported
-/// as failed does not prove that it was.
-pub(super) async fn remove_uncommitted(storage: &dyn Storage, keys: Vec<Key>) {
-    remove_unreferenced(storage, keys, &[]).await;
+/// Removes those of these files to which the `.metadata` that is there now does not refer, such as
+/// what a failed save wrote: that a commit was reported as failed does not prove that it was.
+/// Best effort: what cannot be removed is logged, and nothing is removed where there is a
+/// `.metadata` that cannot be read.
+pub async fn remove_unreferenced(storage: &dyn Storage, keys: Vec<Key>) {
+    remove_unknown(storage, keys, &[]).await;
 }
 
 /// Removes files to which the `.metadata` that is there now does not refer; none when that cannot
 /// be told. One that is `known` refers to none of them.
-async fn remove_unreferenced(storage: &dyn Storage, mut keys: Vec<Key>, known: &[u8]) {
+async fn remove_unknown(storage: &dyn Storage, mut keys: Vec<Key>, known: &[u8]) {
     let now = match current(storage).await {
         Ok(Some(bytes)) if *bytes == *known => None,
         Ok(now) => now,

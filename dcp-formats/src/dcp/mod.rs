@@ -21,7 +21,7 @@ mod whole;
 mod write;
 mod writer;
 
-pub use commit::replace_metadata;
+pub use commit::{remove_unreferenced, replace_metadata};
 pub use names::data_file;
 pub(crate) use read::PlacedReads;
 pub use reader::{DcpReader, DcpReaderBuilder};

@@ -253,7 +253,7 @@ impl StorageWriter for DcpWriter {
             plan.files.iter().filter(|key| created.remove(*key)).cloned().collect()
         };
         if !own.is_empty() {
-            commit::remove_uncommitted(&*self.storage, own).await;
+            commit::remove_unreferenced(&*self.storage, own).await;
         }
     }
 }

@@ -1,0 +1,120 @@
+//! The tracker of a training run: which of its checkpoints is the latest.
+
+use std::fmt;
+
+use bytes::Bytes;
+use dcp_core::{FormatError, Key, Payload, PutMode, Storage, StorageError};
+
+use crate::error::MegatronError;
+
+/// The tracker's name in the folder of a run.
+pub const TRACKER: &str = "latest_checkpointed_iteration.txt";
+
+/// What a tracker names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Tracked {
+    /// The checkpoint after so many iterations, in `iter_0000010`.
+    Iteration(u64),
+    /// A checkpoint of no iteration, in `release`: it is loaded as one of iteration 0, without
+    /// optimizer and random state.
+    Release,
+}
+
+impl Tracked {
+    /// What a tracker says: a decimal number or the word `release`, with spaces and line breaks
+    /// around it.
+    ///
+    /// # Errors
+    ///
+    /// When it is anything else.
+    pub fn parse(text: &[u8]) -> Result<Self, FormatError> {
+        let trimmed = text.trim_ascii();
+        if trimmed == b"release" {
+            return Ok(Self::Release);
+        }
+        let digits = !trimmed.is_empty() && trimmed.iter().all(u8::is_ascii_digit);
+        let number = std::str::from_utf8(trimmed).ok().filter(|_| digits);
+        number.and_then(|number| number.parse().ok()).map(Self::Iteration).ok_or_else(|| {
+            let shown = String::from_utf8_lossy(trimmed.get(..40).unwrap_or(trimmed)).into_owned();
+            let problem = format!("{shown:?} is neither an iteration nor \"release\"");
+            FormatError::new("tracker", problem)
+        })
+    }
+
+    /// The folder of the checkpoint in that of the run.
+    ///
+    /// # Errors
+    ///
+    /// Never; every such name is a key.
+    pub fn folder(self) -> Result<Key, StorageError> {
+        Ok(match self {
+            Self::Iteration(iteration) => Key::new(format!("iter_{iteration:07}"))?,
+            Self::Release => Key::new("release")?,
+        })
+    }
+}
+
+impl fmt::Display for Tracked {
+    /// As the file has it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Iteration(iteration) => write!(f, "{iteration}"),
+            Self::Release => f.write_str("release"),
+        }
+    }
+}
+
+/// Makes a run's tracker name a checkpoint, in one step: a reader sees the old name or the new one.
+/// Megatron-Core's own truncates the file first.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn write_tracker(run: &dyn Storage, tracked: Tracked) -> Result<(), MegatronError> {
+    let key = Key::new(TRACKER).map_err(StorageError::from)?;
+    let text = Bytes::from(tracked.to_string());
+    run.put(&key, Payload::from(text), PutMode::Overwrite).await?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_padded_to_seven_digits_and_may_be_longer() {
+        let folder = |tracked: Tracked| tracked.folder().unwrap().to_string();
+        assert_eq!(folder(Tracked::Iteration(10)), "iter_0000010");
+        assert_eq!(folder(Tracked::Iteration(12_345_678)), "iter_12345678");
+        assert_eq!(folder(Tracked::Release), "release");
+    }
+
+    #[test]
+    fn a_tracker_is_a_number_or_a_word() {
+        for (text, tracked) in [
+            ("10", Tracked::Iteration(10)),
+            (" 0010\n", Tracked::Iteration(10)),
+            ("release\r\n", Tracked::Release),
+        ] {
+            assert_eq!(Tracked::parse(text.as_bytes()).unwrap(), tracked);
+        }
+        for text in ["", " ", "-1", "1e3", "Release", "10 11", "99999999999999999999999"] {
+            assert!(Tracked::parse(text.as_bytes()).is_err(), "{text:?}");
+        }
+        assert!(Tracked::parse(&[0xff; 100]).is_err());
+    }
+
+    #[test]
+    fn it_is_written_as_megatron_writes_it() {
+        let storage = dcp_conformance::MemoryStorage::new();
+        let write = write_tracker(&storage, Tracked::Iteration(10));
+        futures_util::FutureExt::now_or_never(write).unwrap().unwrap();
+        let key = Key::new(TRACKER).unwrap();
+        let read = dcp_core::StorageExt::read_all(&storage, &key);
+        let bytes = futures_util::FutureExt::now_or_never(read).unwrap().unwrap();
+        let fixture = "../fixtures/megatron/run_torch_dist_dp2/latest_checkpointed_iteration.txt";
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(fixture);
+        assert_eq!(bytes, std::fs::read(path).unwrap());
+    }
+}

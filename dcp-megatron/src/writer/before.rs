@@ -1,0 +1,155 @@
+//! What a folder held before a commit, so that a commit which fails can put it back.
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, Key, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _,
+};
+use futures_util::StreamExt as _;
+
+use super::form::{COMMON_FILE, METADATA_JSON};
+use super::integrity::INTEGRITY;
+use super::put;
+
+const METADATA: &str = ".metadata";
+/// A longer file than any of these should be is not kept, and so cannot be put back.
+const KEPT_MAX: u64 = 1 << 30;
+
+/// The files of fixed names, as they were.
+#[derive(Debug)]
+pub(super) struct Before {
+    pub(super) metadata_json: Option<Bytes>,
+    pub(super) common: Option<Bytes>,
+    integrity: Option<Bytes>,
+    metadata: Option<Bytes>,
+}
+
+impl Before {
+    pub(super) async fn look(storage: &dyn Storage) -> Result<Self, StorageError> {
+        Ok(Self {
+            metadata_json: read(storage, METADATA_JSON).await?,
+            common: read(storage, COMMON_FILE).await?,
+            integrity: read(storage, INTEGRITY).await?,
+            metadata: read(storage, METADATA).await?,
+        })
+    }
+
+    /// Whether there was a checkpoint with this `metadata.json`.
+    pub(super) fn is_described_as(&self, json: &str) -> bool {
+        self.metadata.is_some() && self.metadata_json.as_deref() == Some(json.as_bytes())
+    }
+
+    fn get(&self, name: &str) -> Option<&Bytes> {
+        match name {
+            METADATA_JSON => self.metadata_json.as_ref(),
+            COMMON_FILE => self.common.as_ref(),
+            INTEGRITY => self.integrity.as_ref(),
+            _ => self.metadata.as_ref(),
+        }
+    }
+
+    /// Removes one of the files, if it was there.
+    pub(super) async fn remove(
+        &self,
+        storage: &dyn Storage,
+        name: &str,
+    ) -> Result<(), StorageError> {
+        match self.get(name) {
+            Some(_) => delete(storage, name).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Puts back what was there before a commit that may have put `ours` into `.metadata`; not
+    /// where there is a third one's by now. While it is not all there, there is no
+    /// `metadata.json`.
+    pub(super) async fn restore(&self, storage: &dyn Storage, ours: Option<&Bytes>) {
+        if let Err(error) = self.try_restore(storage, ours).await {
+            tracing::warn!(
+                %error,
+                "what a failed commit replaced cannot be put back; without metadata.json this \
+                 folder is no checkpoint"
+            );
+        }
+    }
+
+    async fn try_restore(
+        &self,
+        storage: &dyn Storage,
+        ours: Option<&Bytes>,
+    ) -> Result<(), StorageError> {
+        let now = read(storage, METADATA).await?;
+        let known = now == self.metadata || (now.is_some() && now.as_ref() == ours);
+        if !known || self.is_whole(storage).await? {
+            return Ok(());
+        }
+        delete(storage, METADATA_JSON).await?;
+        for name in [METADATA, COMMON_FILE, INTEGRITY, METADATA_JSON] {
+            match self.get(name) {
+                Some(bytes) if read(storage, name).await?.as_ref() == Some(bytes) => {}
+                Some(bytes) => put(storage, &Key::new(name)?, bytes, PutMode::Overwrite).await?,
+                None => delete(storage, name).await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all is as it was.
+    async fn is_whole(&self, storage: &dyn Storage) -> Result<bool, StorageError> {
+        for name in [METADATA_JSON, COMMON_FILE, INTEGRITY, METADATA] {
+            if read(storage, name).await?.as_ref() != self.get(name) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+async fn delete(storage: &dyn Storage, name: &str) -> Result<(), StorageError> {
+    storage.delete(&Key::new(name)?).await
+}
+
+/// One of the small files; `None` where there is none.
+pub(super) async fn read(storage: &dyn Storage, name: &str) -> Result<Option<Bytes>, StorageError> {
+    let key = Key::new(name)?;
+    let byte_len = match storage.stat(&key).await {
+        Ok(meta) => meta.byte_len,
+        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    if byte_len > KEPT_MAX {
+        let message =
+            format!("it has {byte_len} bytes, more than can be kept while it is replaced");
+        return Err(StorageError::new(
+            StorageErrorKind::Unsupported,
+            dcp_core::StorageOp::Read,
+            Some(key),
+        )
+        .with_message(message));
+    }
+    storage.read_range(&key, 0..byte_len).await.map(Some)
+}
+
+/// Whether a `metadata.json` names a backend whose files this writer knows nothing of.
+pub(super) fn names_other_backend(json: &[u8]) -> bool {
+    let parsed: Result<serde_json::Value, _> = serde_json::from_slice(json);
+    let backend = parsed.as_ref().ok().and_then(|members| members.get("sharded_backend"));
+    backend.and_then(|name| name.as_str()).is_some_and(|name| name != "torch_dist")
+}
+
+/// Data files that Megatron-Core wrote with a `separation_hint`: `{hint}__{rank}_{n}.distcp`.
+pub(super) async fn hinted_files(storage: &dyn Storage) -> Result<Vec<Key>, CheckpointError> {
+    let Some(bytes) = read(storage, METADATA).await? else { return Ok(Vec::new()) };
+    // A damaged index names nothing; what it named then stays where it is.
+    let Ok(metadata) = dcp_formats::metadata::decode(&bytes) else { return Ok(Vec::new()) };
+    let mut there = Vec::new();
+    let mut objects = storage.list(None);
+    while let Some(meta) = objects.next().await {
+        let key = meta?.key;
+        let name = key.as_str();
+        let hinted = name.ends_with(".distcp") && !name.starts_with("__") && !name.contains('/');
+        if hinted && metadata.files().contains(&key) {
+            there.push(key);
+        }
+    }
+    Ok(there)
+}

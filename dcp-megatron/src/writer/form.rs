@@ -1,0 +1,38 @@
+//! The two forms of a `torch_dist` checkpoint, by where the common state is.
+
+/// The file whose presence makes a folder a checkpoint.
+pub(crate) const METADATA_JSON: &str = "metadata.json";
+/// The common state up to Megatron-Core 0.18.
+pub(crate) const COMMON_FILE: &str = "common.pt";
+/// The common state since Megatron-Core 0.19: a list of one among the objects.
+pub(crate) const COMMON_OBJECT: &str = "common_state/shard_0_1";
+
+/// Where the common state of a `torch_dist` checkpoint is. Never in both: readers that know both
+/// places take the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MegatronForm {
+    /// In `common.pt`, with four members in `metadata.json`: what Megatron-Core 0.6 to 0.18
+    /// writes, and what every version since 0.6 reads.
+    #[default]
+    CommonFile,
+    /// Among the objects, as `common_state/shard_0_1`, with two members in `metadata.json`: what
+    /// Megatron-Core 0.19 and later write, and no earlier one reads.
+    CommonInside,
+}
+
+impl MegatronForm {
+    /// The bytes of `metadata.json`, as Python's `json.dump` writes them. Megatron-Core up to 0.18
+    /// fails on any other member.
+    #[must_use]
+    pub fn metadata_json(self) -> &'static str {
+        match self {
+            Self::CommonFile => {
+                r#"{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}"#
+            }
+            Self::CommonInside => {
+                r#"{"sharded_backend": "torch_dist", "sharded_backend_version": 1}"#
+            }
+        }
+    }
+}

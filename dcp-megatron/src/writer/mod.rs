@@ -1,0 +1,381 @@
+//! Saving as Megatron-Core's `torch_dist` strategy does: PyTorch's layout, the common state, and
+//! the file that makes a folder a checkpoint.
+
+mod before;
+mod form;
+mod integrity;
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSource, Dict, Encoding, Entry, FormatError,
+    GlobalPlan, Key, ObjectEntry, Payload, Placement, PlanError, PutMode, SavePlan, SaveSession,
+    Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter, Value, WritePlan,
+    WriteReport,
+};
+use dcp_formats::Progress;
+use dcp_formats::dcp::{DcpWriter, DcpWriterBuilder, FileLayout, data_file, remove_unreferenced};
+use dcp_formats::metadata::Profile;
+use dcp_formats::torch_save::encode_value;
+
+pub use form::MegatronForm;
+
+use before::{Before, hinted_files};
+use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
+use integrity::INTEGRITY;
+
+/// Writes checkpoints as Megatron-Core's `torch_dist` strategy does.
+///
+/// Tensors and objects go into `__{rank}_{n}.distcp` files and a `.metadata`, as
+/// [`DcpWriter`] writes them: every Megatron-Core since 0.6 on PyTorch 2.1 or later reads them.
+/// What is added on the coordinator, in [`commit`](StorageWriter::commit):
+///
+/// 1. the common state, in `common.pt` or as the object `common_state/shard_0_1`
+///    ([`MegatronForm`]);
+/// 2. `.metadata`;
+/// 3. if asked for, `integrity.json` with the SHA-256 of every file;
+/// 4. `metadata.json`, whose presence makes the folder a checkpoint.
+///
+/// Each of these files appears whole or not at all, and after all that came before it is durable.
+///
+/// # Overwriting
+///
+/// A folder that holds a checkpoint is refused unless [`overwrite`](MegatronWriterBuilder::overwrite)
+/// is on. Then data files get new names, so nothing that is there is touched until the commit.
+/// `common.pt` has one name only: where it is about to change, `metadata.json` is removed first, so
+/// a process that dies in between leaves a folder that no version takes for a checkpoint, never
+/// one that mixes two. Where the common state is inside both, or its file is the same, the
+/// replacement of `.metadata` alone is the commit, and there is no such moment. When the commit
+/// fails rather than dies, what was there before is put back.
+///
+/// The [`Sidecar`](dcp_formats::dcp::Sidecar) is written too; Megatron-Core ignores it.
+pub struct MegatronWriter {
+    dcp: DcpWriter,
+    storage: Arc<dyn Storage>,
+    common: Option<Value>,
+    form: MegatronForm,
+    profile: Profile,
+    integrity: bool,
+    overwrite: bool,
+}
+
+/// Options of a [`MegatronWriter`].
+#[must_use = "call `build`"]
+pub struct MegatronWriterBuilder {
+    storage: Arc<dyn Storage>,
+    dcp: DcpWriterBuilder,
+    common: Option<Value>,
+    form: MegatronForm,
+    profile: Profile,
+    integrity: bool,
+    overwrite: bool,
+}
+
+impl MegatronWriter {
+    /// A writer with options, of which the form is the one that most versions read.
+    pub fn builder(storage: Arc<dyn Storage>) -> MegatronWriterBuilder {
+        MegatronWriterBuilder {
+            dcp: DcpWriter::builder(Arc::clone(&storage)),
+            storage,
+            common: None,
+            form: MegatronForm::default(),
+            profile: Profile::Compat,
+            integrity: false,
+            overwrite: false,
+        }
+    }
+
+    /// The common state as it is stored.
+    fn encoded_common(&self) -> Result<Bytes, CheckpointError> {
+        let value = self.common.clone().unwrap_or_else(|| Value::Dict(Dict::new()));
+        if value.view().as_dict().is_none() {
+            let problem = format!("it is a {}, not a dict", value.kind());
+            return Err(FormatError::new("common state", problem).into());
+        }
+        let encoded = match self.form {
+            MegatronForm::CommonFile => encode_value(&value, "common"),
+            MegatronForm::CommonInside => encode_value(&Value::List(vec![value]), "archive"),
+        };
+        encoded.map_err(|error| {
+            FormatError::new("common state", error.problem().to_owned()).with_source(error).into()
+        })
+    }
+
+    /// Puts the common state among the objects, in a file of its own of rank 0.
+    async fn put_common_inside(
+        &self,
+        generation: u64,
+        encoded: Bytes,
+        metadata: &mut CheckpointMetadata,
+        reports: &mut Vec<WriteReport>,
+    ) -> Result<(), CheckpointError> {
+        let taken: HashSet<&Key> =
+            reports.iter().flat_map(|report| &report.files).map(|(key, _)| key).collect();
+        let mut n = 0;
+        let key = loop {
+            let key = data_file(0, n, generation).map_err(StorageError::from)?;
+            if !taken.contains(&key) {
+                break key;
+            }
+            n += 1;
+        };
+        let full = || FormatError::new("checkpoint", "it has too many files");
+        let file = metadata.intern_file(&key).ok_or_else(full)?;
+        let encoding = metadata.intern_encoding(&Encoding::default()).ok_or_else(full)?;
+        let byte_len = encoded.len() as u64;
+        let placement = Placement { file, encoding, byte_offset: 0, byte_len };
+        metadata.insert(COMMON_OBJECT, Entry::Object(ObjectEntry::new(Some(placement))));
+        put(&*self.storage, &key, &encoded, PutMode::Create).await?;
+        match reports.first_mut() {
+            Some(report) => report.files.push((key, byte_len)),
+            None => reports.push(WriteReport::new(vec![(key, byte_len)])),
+        }
+        Ok(())
+    }
+
+    /// Everything of the commit that can be undone.
+    async fn replace(
+        &self,
+        mut session: SaveSession,
+        metadata: &CheckpointMetadata,
+        reports: Vec<WriteReport>,
+        before: &Before,
+    ) -> Result<(), CheckpointError> {
+        let json = self.form.metadata_json();
+        let common = match self.form {
+            MegatronForm::CommonFile => Some(self.encoded_common()?),
+            MegatronForm::CommonInside => None,
+        };
+        let same_common = common == before.common;
+        if !(same_common && before.is_described_as(json)) {
+            before.remove(&*self.storage, METADATA_JSON).await?;
+        }
+        before.remove(&*self.storage, INTEGRITY).await?;
+        match &common {
+            Some(bytes) if !same_common => {
+                put(&*self.storage, &key(COMMON_FILE)?, bytes, PutMode::Overwrite).await?;
+            }
+            None => before.remove(&*self.storage, COMMON_FILE).await?,
+            _ => {}
+        }
+        // What is replaced goes when the new checkpoint is complete, not a step earlier.
+        let stale: HashSet<Key> = std::mem::take(&mut session.stale).into_iter().collect();
+        self.dcp.commit(session, metadata, reports).await?;
+        if common.is_some() && before::read(&*self.storage, COMMON_FILE).await? != common {
+            return Err(overtaken()?.into());
+        }
+        if self.integrity {
+            let manifest = integrity::manifest(&*self.storage, &stale, json).await?;
+            put(&*self.storage, &key(INTEGRITY)?, &manifest, PutMode::Overwrite).await?;
+        }
+        let json = Bytes::from_static(json.as_bytes());
+        put(&*self.storage, &key(METADATA_JSON)?, &json, PutMode::Overwrite).await?;
+        remove_unreferenced(&*self.storage, stale.into_iter().collect()).await;
+        Ok(())
+    }
+}
+
+impl MegatronWriterBuilder {
+    /// The common state: everything that is not sharded, a dict. Only the coordinator's counts.
+    pub fn common(mut self, common: impl Into<Value>) -> Self {
+        self.common = Some(common.into());
+        self
+    }
+
+    /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
+    pub fn form(mut self, form: MegatronForm) -> Self {
+        self.form = form;
+        self
+    }
+
+    /// Whether `integrity.json` is written (Megatron-Core 0.17.1 and later verify it on request);
+    /// off by default, because every file is read once more for it.
+    pub fn integrity(mut self, integrity: bool) -> Self {
+        self.integrity = integrity;
+        self
+    }
+
+    /// Whether a checkpoint that is there already is replaced, or an error (the default).
+    pub fn overwrite(mut self, overwrite: bool) -> Self {
+        self.overwrite = overwrite;
+        self
+    }
+
+    /// How many files each rank writes; one by default, as Megatron-Core since 0.17.
+    pub fn files(mut self, layout: FileLayout) -> Self {
+        self.dcp = self.dcp.files(layout);
+        self
+    }
+
+    /// The form of the `.metadata` pickle; by default the one that all versions read, with five
+    /// properties for each tensor.
+    pub fn profile(mut self, profile: Profile) -> Self {
+        self.profile = profile;
+        self
+    }
+
+    /// Is told how many bytes were written, part by part.
+    pub fn progress(mut self, progress: Progress) -> Self {
+        self.dcp = self.dcp.progress(progress);
+        self
+    }
+
+    /// The writer.
+    #[must_use]
+    pub fn build(self) -> MegatronWriter {
+        MegatronWriter {
+            dcp: self.dcp.profile(self.profile).overwrite(self.overwrite).build(),
+            storage: self.storage,
+            common: self.common,
+            form: self.form,
+            profile: self.profile,
+            integrity: self.integrity,
+            overwrite: self.overwrite,
+        }
+    }
+}
+
+#[async_trait]
+impl StorageWriter for MegatronWriter {
+    fn encode_object(&self, fqn: &str, value: &Value) -> Result<Bytes, CheckpointError> {
+        encode_value(value, "archive").map_err(|error| {
+            FormatError::new("object to save", format!("{fqn:?}: {}", error.problem()))
+                .with_source(error)
+                .into()
+        })
+    }
+
+    async fn begin(&self) -> Result<SaveSession, CheckpointError> {
+        // What cannot be written is known before the first byte is.
+        self.encoded_common()?;
+        let before = Before::look(&*self.storage).await?;
+        if let Some(json) = before.metadata_json {
+            if !self.overwrite {
+                return Err(refusal("there is a checkpoint here, and overwriting is off")?.into());
+            }
+            if before::names_other_backend(&json) {
+                let message = "there is a checkpoint of another backend here, of which an \
+                               overwrite would leave parts; take another folder";
+                return Err(refusal(message)?.into());
+            }
+        }
+        let mut session = self.dcp.begin().await?;
+        session.stale.extend(hinted_files(&*self.storage).await?);
+        session.stale.sort_unstable();
+        session.stale.dedup();
+        Ok(session)
+    }
+
+    fn place(
+        &self,
+        session: &SaveSession,
+        locals: &[SavePlan],
+        global: &mut GlobalPlan,
+    ) -> Result<Vec<WritePlan>, CheckpointError> {
+        if global.metadata.get(COMMON_OBJECT).is_some() {
+            let problem = "the common state is given to the writer, not planned as an object";
+            let fqn = COMMON_OBJECT.to_owned();
+            return Err(PlanError::Unsupported { fqn, problem: problem.into() }.into());
+        }
+        self.dcp.place(session, locals, global)
+    }
+
+    async fn write(
+        &self,
+        local: &SavePlan,
+        plan: &WritePlan,
+        data: Arc<dyn DataSource>,
+    ) -> Result<WriteReport, CheckpointError> {
+        self.dcp.write(local, plan, data).await
+    }
+
+    async fn commit(
+        &self,
+        session: SaveSession,
+        metadata: &CheckpointMetadata,
+        mut reports: Vec<WriteReport>,
+    ) -> Result<(), CheckpointError> {
+        let before = Before::look(&*self.storage).await?;
+        let mut with_common = None;
+        if self.form == MegatronForm::CommonInside {
+            let encoded = self.encoded_common()?;
+            let metadata = with_common.insert(metadata.clone());
+            let generation = session.generation;
+            self.put_common_inside(generation, encoded, metadata, &mut reports).await?;
+        }
+        let metadata = with_common.as_ref().unwrap_or(metadata);
+        let written: Vec<Key> =
+            reports.iter().flat_map(|report| &report.files).map(|(key, _)| key.clone()).collect();
+        let replaced = self.replace(session, metadata, reports, &before).await;
+        if replaced.is_err() {
+            let ours = dcp_formats::metadata::encode(metadata, self.profile).ok();
+            before.restore(&*self.storage, ours.as_ref()).await;
+            remove_unreferenced(&*self.storage, written).await;
+        }
+        replaced
+    }
+
+    async fn abandon(&self, plan: &WritePlan) {
+        self.dcp.abandon(plan).await;
+    }
+}
+
+fn key(name: &str) -> Result<Key, StorageError> {
+    Ok(Key::new(name)?)
+}
+
+fn refusal(message: &str) -> Result<StorageError, StorageError> {
+    let key = key(METADATA_JSON)?;
+    let error = StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key));
+    Ok(error.with_message(message))
+}
+
+fn overtaken() -> Result<StorageError, StorageError> {
+    let key = key(COMMON_FILE)?;
+    let error = StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key));
+    Ok(error.with_message("another save replaced it since this one began to commit"))
+}
+
+/// Puts a small object; a lost reply is not taken for a failure.
+async fn put(
+    storage: &dyn Storage,
+    key: &Key,
+    bytes: &Bytes,
+    mode: PutMode,
+) -> Result<(), StorageError> {
+    let Err(error) = storage.put(key, Payload::from(bytes.clone()), mode).await else {
+        return Ok(());
+    };
+    if error.is_retryable()
+        && let Ok(Some(found)) = before::read(storage, key.as_str()).await
+        && found == *bytes
+    {
+        return Ok(());
+    }
+    Err(error)
+}
+
+impl fmt::Debug for MegatronWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MegatronWriter")
+            .field("dcp", &self.dcp)
+            .field("form", &self.form)
+            .field("integrity", &self.integrity)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for MegatronWriterBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MegatronWriterBuilder")
+            .field("storage", &self.storage)
+            .field("form", &self.form)
+            .field("integrity", &self.integrity)
+            .field("overwrite", &self.overwrite)
+            .finish_non_exhaustive()
+    }
+}

@@ -8,12 +8,13 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DataSink, LoadPlan, Phase, PlanError, Rank,
-    ReadItem, ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
+    ReadKind, ReadReport, Region, StorageReader,
 };
 
 use crate::disjoint::{cut, disjoint};
 use crate::group::Group;
 use crate::parcel::{Parcel, Piece, Wanted};
+use crate::taker::Taker;
 
 /// Bytes of tensor data in one message.
 const SEGMENT: u64 = 4 << 20;
@@ -77,22 +78,7 @@ impl BroadcastReader {
         } else {
             None
         };
-        let (sent, mine) = match mine {
-            Some(Ok(metadata)) => (Some(Ok(metadata.to_wire())), Some(metadata)),
-            Some(Err(error)) => (Some(Err(error)), None),
-            None => (None, None),
-        };
-        let bytes = group.spread(Phase::Open, self.reading_rank, sent).await?;
-        let metadata = match mine {
-            Some(metadata) => Ok(metadata),
-            None => CheckpointMetadata::from_wire(&bytes).map(Arc::new).map_err(Into::into),
-        };
-        let (outcome, metadata) = match metadata {
-            Ok(metadata) => (Ok(()), Some(metadata)),
-            Err(error) => (Err(error), None),
-        };
-        group.agree(Phase::Open, outcome).await?;
-        metadata.ok_or(CheckpointError::Canceled)
+        spread_metadata(group, self.reading_rank, mine).await
     }
 
     async fn share_items(
@@ -217,6 +203,30 @@ impl fmt::Debug for BroadcastReader {
     }
 }
 
+/// Gives every rank the index that `root` has read, which alone passes `Some`.
+pub(crate) async fn spread_metadata(
+    group: &Group,
+    root: Rank,
+    mine: Option<Result<Arc<CheckpointMetadata>, CheckpointError>>,
+) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+    let (sent, mine) = match mine {
+        Some(Ok(metadata)) => (Some(Ok(metadata.to_wire())), Some(metadata)),
+        Some(Err(error)) => (Some(Err(error)), None),
+        None => (None, None),
+    };
+    let bytes = group.spread(Phase::Open, root, sent).await?;
+    let metadata = match mine {
+        Some(metadata) => Ok(metadata),
+        None => CheckpointMetadata::from_wire(&bytes).map(Arc::new).map_err(Into::into),
+    };
+    let (outcome, metadata) = match metadata {
+        Ok(metadata) => (Ok(()), Some(metadata)),
+        Err(error) => (Err(error), None),
+    };
+    group.agree(Phase::Open, outcome).await?;
+    metadata.ok_or(CheckpointError::Canceled)
+}
+
 pub(crate) fn unsupported(fqn: &str, problem: &str) -> CheckpointError {
     PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.to_owned() }.into()
 }
@@ -261,143 +271,5 @@ impl Needs {
         needs.objects.sort_unstable();
         needs.objects.dedup();
         Ok(needs)
-    }
-}
-
-/// Takes what this rank's plan asks for out of what is sent to all.
-struct Taker<'a> {
-    metadata: &'a CheckpointMetadata,
-    sink: &'a Arc<dyn DataSink>,
-    /// The items by entry and chunk, with their memory once something arrived.
-    tensors: BTreeMap<(u32, u32), Vec<Open<'a>>>,
-    objects: BTreeMap<u32, Vec<&'a ReadItem>>,
-    /// Elements that nothing has to arrive for.
-    empty: Vec<&'a ReadItem>,
-    bytes_needed: u64,
-    problem: Option<CheckpointError>,
-}
-
-/// An item that is being filled.
-struct Open<'a> {
-    item: &'a ReadItem,
-    region: &'a Region,
-    view: Option<TensorView>,
-    /// Elements that are still to come.
-    missing: u64,
-}
-
-impl<'a> Taker<'a> {
-    fn new(
-        metadata: &'a CheckpointMetadata,
-        plan: &'a LoadPlan,
-        sink: &'a Arc<dyn DataSink>,
-    ) -> Self {
-        let mut taker = Self {
-            metadata,
-            sink,
-            tensors: BTreeMap::new(),
-            objects: BTreeMap::new(),
-            empty: Vec::new(),
-            bytes_needed: 0,
-            problem: None,
-        };
-        for item in &plan.items {
-            match &item.kind {
-                ReadKind::Tensor { region, .. } if region.is_empty() => taker.empty.push(item),
-                ReadKind::Tensor { chunk, region, .. } => {
-                    let open = Open { item, region, view: None, missing: region.volume() };
-                    taker.tensors.entry((item.entry, *chunk)).or_default().push(open);
-                }
-                _ => taker.objects.entry(item.entry).or_default().push(item),
-            }
-        }
-        taker
-    }
-
-    /// Takes from a message; what goes wrong is kept for the end.
-    fn take(&mut self, bytes: &Bytes) {
-        if self.problem.is_none() {
-            self.problem = self.try_take(bytes).err();
-        }
-    }
-
-    fn try_take(&mut self, bytes: &Bytes) -> Result<(), CheckpointError> {
-        for (piece, data) in Parcel::open(bytes, self.metadata)? {
-            match &piece.place {
-                Some((chunk, region)) => self.elements(piece.entry, *chunk, region, &data)?,
-                None => self.object(piece.entry, &data)?,
-            }
-        }
-        Ok(())
-    }
-
-    fn elements(
-        &mut self,
-        entry: u32,
-        chunk: u32,
-        sent: &Region,
-        data: &Bytes,
-    ) -> Result<(), CheckpointError> {
-        let Some(opens) = self.tensors.get_mut(&(entry, chunk)) else { return Ok(()) };
-        let dtype = tensor_dtype(self.metadata, entry)?;
-        let size = dtype.size();
-        let outside = || unsupported("", "a message has elements outside of its region");
-        for open in opens {
-            let Some(part) = open.region.intersect(sent) else { continue };
-            if open.view.is_none() {
-                open.view = Some(self.sink.destination(open.item)?);
-            }
-            let Some(view) = &open.view else { continue };
-            let inner = part.relative_to(open.region.offsets()).ok_or_else(outside)?;
-            let there = part.relative_to(sent.offsets()).ok_or_else(outside)?;
-            let place = view.narrow(&inner)?;
-            let fill = |bytes: &[u8]| {
-                let fqn = self.metadata.at(entry as usize).map_or("", |(fqn, _)| fqn);
-                let failed = |source| CheckpointError::Memory { fqn: fqn.to_owned(), source };
-                place.fill_from(bytes).map_err(failed)
-            };
-            if part == *sent {
-                fill(data)?;
-            } else {
-                let mut picked = Vec::with_capacity(usize::try_from(place.byte_len()).unwrap_or(0));
-                for (at, len) in there.runs_in(sent.sizes()) {
-                    let end = at.saturating_add(len);
-                    let range = usize::try_from(at).ok().zip(usize::try_from(end).ok());
-                    let (at, end) = range.ok_or_else(outside)?;
-                    let run = data.get(at.saturating_mul(size)..end.saturating_mul(size));
-                    picked.extend_from_slice(run.ok_or_else(outside)?);
-                }
-                fill(&picked)?;
-            }
-            self.bytes_needed = self.bytes_needed.saturating_add(place.byte_len());
-            open.missing = open.missing.saturating_sub(part.volume());
-            if open.missing == 0 {
-                self.sink.commit(open.item)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn object(&mut self, entry: u32, data: &Bytes) -> Result<(), CheckpointError> {
-        let Some(items) = self.objects.remove(&entry) else { return Ok(()) };
-        let value = Value::from_wire(data)?;
-        items.into_iter().try_for_each(|item| self.sink.object(item, value.clone()))
-    }
-
-    /// Whether everything has arrived.
-    fn finish(self, report: &mut ReadReport) -> Result<(), CheckpointError> {
-        if let Some(problem) = self.problem {
-            return Err(problem);
-        }
-        for item in self.empty {
-            self.sink.destination(item)?;
-            self.sink.commit(item)?;
-        }
-        let all_here = self.tensors.values().flatten().all(|open| open.missing == 0);
-        if !all_here || !self.objects.is_empty() {
-            return Err(unsupported("", "the reading rank sent less than was asked for"));
-        }
-        report.bytes_needed = self.bytes_needed;
-        Ok(())
     }
 }

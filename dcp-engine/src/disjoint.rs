@@ -1,6 +1,6 @@
 //! Boxes that ranks need, so that each element is read once.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use dcp_core::{Dims, Region};
 
@@ -32,6 +32,55 @@ pub(crate) fn disjoint(regions: Vec<Region>) -> Vec<Region> {
     let volume = found.iter().map(Region::volume).fold(0, u64::saturating_add);
     // Together they are one box, which is cheaper to read.
     if volume == hull.volume() { vec![hull] } else { found }
+}
+
+/// So many boxes of one chunk are told apart by who needs them.
+const PARTS_MAX: usize = 4096;
+
+/// Boxes without a common element that hold everything `regions` hold, each with all whose regions
+/// it lies in, ascending. Of more than 512 different regions, or where they cut each other into
+/// too many parts, it is the box around all of them, for everybody.
+pub(crate) fn overlay(regions: Vec<(Region, u32)>) -> Vec<(Region, Vec<u32>)> {
+    const DIFFERENT_MAX: usize = 512;
+    let mut different: BTreeMap<(Dims, Dims), BTreeSet<u32>> = BTreeMap::new();
+    for (region, who) in regions.into_iter().filter(|(region, _)| !region.is_empty()) {
+        let key = (region.offsets().clone(), region.sizes().clone());
+        different.entry(key).or_default().insert(who);
+    }
+    let count = different.len();
+    let mut found: Vec<(Region, BTreeSet<u32>)> = Vec::with_capacity(count);
+    let regions = different.into_iter().filter_map(|((offsets, sizes), who)| {
+        Region::new(offsets, sizes).ok().map(|region| (region, who))
+    });
+    if count > DIFFERENT_MAX {
+        return around_all(regions);
+    }
+    let regions: Vec<_> = regions.collect();
+    for (region, who) in &regions {
+        let mut open = vec![region.clone()];
+        let mut cut = Vec::with_capacity(found.len() + 1);
+        for (known, whose) in found {
+            let Some(common) = known.intersect(region) else {
+                cut.push((known, whose));
+                continue;
+            };
+            open = open.into_iter().flat_map(|part| without(&part, &known)).collect();
+            cut.extend(without(&known, region).into_iter().map(|part| (part, whose.clone())));
+            cut.push((common, &whose | who));
+        }
+        cut.extend(open.into_iter().map(|part| (part, who.clone())));
+        found = cut;
+        if found.len() > PARTS_MAX {
+            return around_all(regions.into_iter());
+        }
+    }
+    found.into_iter().map(|(region, who)| (region, who.into_iter().collect())).collect()
+}
+
+fn around_all(regions: impl Iterator<Item = (Region, BTreeSet<u32>)>) -> Vec<(Region, Vec<u32>)> {
+    let (regions, who): (Vec<_>, Vec<_>) = regions.unzip();
+    let all: BTreeSet<u32> = who.into_iter().flatten().collect();
+    hull(&regions).map(|hull| (hull, all.into_iter().collect())).into_iter().collect()
 }
 
 /// The smallest box around all regions.
@@ -126,6 +175,30 @@ mod tests {
         }
 
         #[test]
+        fn everybody_finds_what_they_need_in_boxes_of_their_own(
+            regions in prop::collection::vec((region(), 0_u32..4), 0..7),
+        ) {
+            let parts = overlay(regions.clone());
+            let boxes: Vec<_> = parts.iter().map(|(region, _)| region.clone()).collect();
+            let mut all = elements(&regions.iter().map(|r| r.0.clone()).collect::<Vec<_>>());
+            all.dedup();
+            prop_assert_eq!(elements(&boxes), all, "each element once");
+            for rank in 0..4 {
+                let of = |whose: Vec<Region>| {
+                    let mut elements = elements(&whose);
+                    elements.dedup();
+                    elements
+                };
+                let mine = regions.iter().filter(|(_, who)| *who == rank);
+                let marked = parts.iter().filter(|(_, who)| who.contains(&rank));
+                prop_assert_eq!(
+                    of(mine.map(|(region, _)| region.clone()).collect()),
+                    of(marked.map(|(region, _)| region.clone()).collect())
+                );
+            }
+        }
+
+        #[test]
         fn pieces_are_small_and_whole(region in region(), volume in 1_u64..40) {
             let pieces: Vec<_> = cut(region.clone(), volume).collect();
             prop_assert!(pieces.iter().all(|piece| piece.volume() <= volume));
@@ -140,6 +213,23 @@ mod tests {
         assert_eq!(disjoint(rows(5)), whole(5));
         assert_eq!(disjoint(rows(500)), whole(500));
         assert_eq!(disjoint(Vec::new()), Vec::new());
+    }
+
+    #[test]
+    fn what_would_be_cut_too_finely_stays_one_box_for_all() {
+        let rows =
+            |n: u32| (0..n).map(|at| (Region::new([at.into(), 0], [1, 3]).unwrap(), at)).collect();
+        assert_eq!(overlay(rows(500)).len(), 500, "neighbors need not share");
+        let all = (Region::full([600, 3]).unwrap(), (0..600).collect());
+        assert_eq!(overlay(rows(600)), [all]);
+        assert_eq!(overlay(Vec::new()), []);
+        // Crosses of bars, each pair of which has elements in common.
+        let bars = (0..100_u32).flat_map(|at| {
+            let at64 = u64::from(at) * 2;
+            let bars = [Region::new([at64, 0], [1, 200]), Region::new([0, at64], [200, 1])];
+            bars.map(|bar| (bar.unwrap(), at))
+        });
+        assert_eq!(overlay(bars.collect()).len(), 1);
     }
 
     #[test]

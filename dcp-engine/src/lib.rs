@@ -8,22 +8,26 @@
 //!
 //! [`Saver`] and [`Loader`] are the whole protocol; [`AppState`] expands things with a state of
 //! their own; [`BackgroundSaver`] saves a copy while training goes on; [`BroadcastReader`] lets one
-//! rank read for all.
+//! rank read for all, [`ParallelReader`] lets each read a share for all.
 
 mod background;
 mod broadcast;
 mod disjoint;
+mod division;
 mod group;
 mod load;
+mod parallel;
 mod parcel;
 mod save;
 mod sink;
 mod source;
 mod stateful;
+mod taker;
 
 pub use background::{BackgroundSaver, PendingSave};
 pub use broadcast::BroadcastReader;
 pub use group::Group;
 pub use load::{LoadMode, LoadSummary, Loader};
+pub use parallel::{Exchange, ParallelReader};
 pub use save::{SaveSummary, Saver};
 pub use stateful::AppState;

@@ -1,5 +1,6 @@
 //! What the reading rank sends: pieces of tensors and objects, with their names.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
@@ -145,7 +146,7 @@ impl Wanted {
             views.push(view);
             plan.items.push(piece.item(leaf));
         }
-        let sink = Arc::new(Collector { views, objects: Mutex::default() });
+        let sink = Arc::new(Collector::new(views));
         let report = reader.read(metadata, &plan, sink).await?;
         Ok((memory.read().map_err(failed)?, report))
     }
@@ -159,12 +160,9 @@ impl Wanted {
         let pieces: Vec<_> =
             entries.iter().map(|entry| Piece { entry: *entry, place: None }).collect();
         let items = pieces.iter().enumerate().map(|(leaf, piece)| piece.item(leaf)).collect();
-        let sink = Arc::new(Collector { views: Vec::new(), objects: Mutex::default() });
+        let sink = Arc::new(Collector::new(Vec::new()));
         let report = reader.read(metadata, &LoadPlan { items }, Arc::clone(&sink) as _).await?;
-        let mut values = {
-            let mut objects = sink.objects.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::take(&mut *objects)
-        };
+        let mut values = sink.take_objects();
         values.sort_by_key(|(leaf, _)| *leaf);
         if values.len() != pieces.len() {
             return Err(unsupported("", "the reader did not give all objects"));
@@ -179,11 +177,71 @@ impl Wanted {
     }
 }
 
+/// A message that is still to be read.
+#[derive(Debug)]
+pub(crate) enum Message {
+    /// Pieces of tensors.
+    Tensors(Wanted),
+    /// Entries that are objects.
+    Objects(Vec<u32>),
+}
+
+impl Message {
+    /// The messages of a plan whose items' leaves are the numbers of their messages, ascending.
+    pub(crate) fn all_of(
+        plan: &LoadPlan,
+        metadata: &CheckpointMetadata,
+    ) -> Result<VecDeque<Self>, CheckpointError> {
+        let mut messages = VecDeque::new();
+        for items in plan.items.chunk_by(|left, right| left.leaf == right.leaf) {
+            let (mut wanted, mut objects) = (Wanted::default(), Vec::new());
+            for item in items {
+                match &item.kind {
+                    ReadKind::Tensor { chunk, region, .. } => {
+                        let dtype = tensor_dtype(metadata, item.entry)?;
+                        wanted.push(Piece::tensor(item.entry, *chunk, region.clone()), dtype);
+                    }
+                    _ => objects.push(item.entry),
+                }
+            }
+            messages.push_back(match (wanted.is_empty(), objects.is_empty()) {
+                (false, true) => Self::Tensors(wanted),
+                (true, false) => Self::Objects(objects),
+                _ => return Err(bad("tensors and objects in one message")),
+            });
+        }
+        Ok(messages)
+    }
+
+    /// The message with everything in it.
+    pub(crate) async fn read(
+        self,
+        reader: &Arc<dyn StorageReader>,
+        metadata: &Arc<CheckpointMetadata>,
+    ) -> Result<(Bytes, ReadReport), CheckpointError> {
+        match self {
+            Self::Tensors(wanted) => wanted.read(reader, metadata).await,
+            Self::Objects(entries) => Wanted::objects(&entries, reader, metadata).await,
+        }
+    }
+}
+
 /// Memory by leaf for the elements; the objects as they come.
 #[derive(Debug)]
-struct Collector {
+pub(crate) struct Collector {
     views: Vec<TensorView>,
     objects: Mutex<Vec<(u32, Value)>>,
+}
+
+impl Collector {
+    pub(crate) fn new(views: Vec<TensorView>) -> Self {
+        Self { views, objects: Mutex::default() }
+    }
+
+    /// The objects that came, each with the leaf that it is for.
+    pub(crate) fn take_objects(&self) -> Vec<(u32, Value)> {
+        std::mem::take(&mut *self.objects.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 impl DataSink for Collector {

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Receiver, Sender, bad};
+use super::{Receiver, Sender, bad, fingerprint};
 use crate::error::PlanError;
 use crate::plan::{LoadPlan, ReadItem, ReadKind};
 use crate::region::Region;
@@ -59,6 +59,13 @@ impl LoadPlan {
         input.finish()?;
         Ok(plan)
     }
+
+    /// A 128-bit fingerprint of the plan: equal for equal plans, on every machine. Ranks that want
+    /// the same see by it that one of them needs to send its plan.
+    #[must_use]
+    pub fn fingerprint(&self) -> u128 {
+        fingerprint(&self.to_wire())
+    }
 }
 
 #[cfg(test)]
@@ -76,6 +83,11 @@ mod tests {
             ],
         };
         let wire = plan.to_wire();
+        assert_eq!(
+            LoadPlan::from_wire(&wire).map(|back| back.fingerprint()),
+            Ok(plan.fingerprint())
+        );
+        assert_ne!(LoadPlan::default().fingerprint(), plan.fingerprint());
         assert_eq!(LoadPlan::from_wire(&wire), Ok(plan));
         for len in 0..wire.len() {
             assert!(LoadPlan::from_wire(&wire[..len]).is_err(), "{len}");

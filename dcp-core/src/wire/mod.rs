@@ -19,6 +19,13 @@ fn bad(problem: impl Into<String>) -> PlanError {
     PlanError::Wire { problem: problem.into() }
 }
 
+/// FNV-1a: stable, dependency-free, and fed by ranks that trust each other only.
+fn fingerprint(bytes: &[u8]) -> u128 {
+    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
+    const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    bytes.iter().fold(BASIS, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME))
+}
+
 fn dtype_code(dtype: DType) -> u64 {
     DType::ALL.iter().position(|known| *known == dtype).unwrap_or(usize::MAX) as u64
 }

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Receiver, Sender, bad, dtype_code};
+use super::{Receiver, Sender, bad, dtype_code, fingerprint};
 use crate::dims::Dims;
 use crate::error::PlanError;
 use crate::key::Key;
@@ -98,12 +98,7 @@ impl SavePlan {
     /// to see that nothing changed since the last save, dtypes and paths included.
     #[must_use]
     pub fn fingerprint(&self) -> u128 {
-        // FNV-1a: stable, dependency-free, and fed by this process only.
-        const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
-        const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-        self.to_wire()
-            .iter()
-            .fold(BASIS, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME))
+        fingerprint(&self.to_wire())
     }
 }
 

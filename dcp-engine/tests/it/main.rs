@@ -7,6 +7,7 @@ mod copies;
 mod faults;
 mod harness;
 mod modes;
+mod parallel;
 mod protocol;
 mod reshard;
 mod steady_state;

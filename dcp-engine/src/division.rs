@@ -1,0 +1,242 @@
+//! Who of a group reads what, when all read and send.
+
+use std::collections::{BTreeMap, HashMap};
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, LoadPlan, PlanError, Rank, ReadItem, ReadKind,
+    Region,
+};
+use dcp_planner::{Holders, Holdings, ShareRule};
+
+use crate::broadcast::{tensor_dtype, unsupported};
+use crate::disjoint::{cut, overlay};
+
+/// Objects in one message.
+const OBJECTS_MAX: u32 = 64;
+/// Messages' worth of one box that may fall to one rank; larger ones are divided.
+const MESSAGES_OF_A_BOX: u64 = 4;
+
+/// What one rank does in an exchange.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Assignment {
+    /// How many messages each rank sends.
+    pub(crate) turns: Vec<u32>,
+    /// What this rank reads and sends; the leaf of an item is the number of its message.
+    pub(crate) send: LoadPlan,
+    /// What it reads for itself alone.
+    pub(crate) keep: LoadPlan,
+}
+
+/// The settings of a division, the same on all ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Division {
+    pub(crate) world_size: u32,
+    pub(crate) rule: ShareRule,
+    /// The most bytes of tensors in one message.
+    pub(crate) message_bytes: u64,
+}
+
+/// A part of the checkpoint that is read once.
+#[derive(Debug)]
+struct Part {
+    entry: u32,
+    /// Of a tensor; nothing of an object.
+    place: Option<(u32, Region)>,
+    byte_len: u64,
+}
+
+/// What one rank was given so far.
+#[derive(Debug, Default)]
+struct Pile {
+    send: LoadPlan,
+    keep: LoadPlan,
+    /// The message that is being filled: its number, bytes, items, and whether they are objects.
+    message: Option<(u32, u64, u32, bool)>,
+}
+
+impl Division {
+    /// What each rank does, given the different plans and for each rank which of them is its own.
+    pub(crate) fn divide(
+        &self,
+        metadata: &CheckpointMetadata,
+        plans: &[LoadPlan],
+        plan_of: &[usize],
+    ) -> Result<Vec<Assignment>, CheckpointError> {
+        let mut holdings = Holdings::new(self.world_size);
+        let mut known: HashMap<Vec<u32>, Option<(Holders, bool)>> = HashMap::new();
+        let mut parts = Vec::new();
+        for (part, who) in Self::parts(metadata, plans)? {
+            let holders = *known.entry(who).or_insert_with_key(|who| {
+                let wants = |plan: &usize| who.iter().any(|wanting| *wanting as usize == *plan);
+                let ranks = plan_of.iter().zip(0..).filter(|(plan, _)| wants(plan));
+                let ranks: Vec<Rank> = ranks.map(|(_, rank)| rank).collect();
+                let shared = ranks.len() > 1;
+                holdings.holders(ranks).map(|holders| (holders, shared))
+            });
+            let (holders, shared) = holders.ok_or_else(|| unsupported("", "a plan of no rank"))?;
+            // What one rank alone needs it reads as it is.
+            let most = if shared { self.message_bytes * MESSAGES_OF_A_BOX } else { u64::MAX };
+            for part in part.cut(most, metadata)? {
+                holdings.push(holders, part.byte_len, false);
+                parts.push(part);
+            }
+        }
+        let shares = holdings.share_out(self.rule);
+        let mut piles: Vec<Pile> = (0..self.world_size).map(|_| Pile::default()).collect();
+        for (at, part) in parts.into_iter().enumerate() {
+            let owner = shares.owner(at).and_then(|owner| piles.get_mut(owner as usize));
+            let Some(pile) = owner else { continue };
+            match holdings.ranks(at) {
+                [_] => pile.keep.items.push(part.item(0)),
+                _ => pile.send(part, metadata, self.message_bytes)?,
+            }
+        }
+        let turns: Vec<u32> = piles.iter().map(Pile::messages).collect();
+        let assign =
+            |pile: Pile| Assignment { turns: turns.clone(), send: pile.send, keep: pile.keep };
+        Ok(piles.into_iter().map(assign).collect())
+    }
+
+    /// Everything that any plan reads, in parts that are read once, each with the plans that need
+    /// it.
+    fn parts(
+        metadata: &CheckpointMetadata,
+        plans: &[LoadPlan],
+    ) -> Result<Vec<(Part, Vec<u32>)>, CheckpointError> {
+        let mut chunks: BTreeMap<(u32, u32), Vec<(Region, u32)>> = BTreeMap::new();
+        let mut objects: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+        for (plan, who) in plans.iter().zip(0..) {
+            for item in &plan.items {
+                match &item.kind {
+                    ReadKind::Tensor { chunk, region, .. } if !region.is_empty() => {
+                        let known = metadata.at(item.entry as usize).and_then(|(_, entry)| {
+                            entry.as_tensor()?.chunks.get(*chunk as usize)?.region().ok()
+                        });
+                        if !known.is_some_and(|known| known.contains(region)) {
+                            return Err(unsupported("", "a plan reads what no chunk holds"));
+                        }
+                        let regions = chunks.entry((item.entry, *chunk)).or_default();
+                        regions.push((region.clone(), who));
+                    }
+                    ReadKind::Object => objects.entry(item.entry).or_default().push(who),
+                    _ => {}
+                }
+            }
+        }
+        let mut parts = Vec::new();
+        for ((entry, chunk), regions) in chunks {
+            let size = tensor_dtype(metadata, entry)?.size() as u64;
+            for (region, who) in overlay(regions) {
+                let byte_len = region.volume().saturating_mul(size);
+                parts.push((Part { entry, place: Some((chunk, region)), byte_len }, who));
+            }
+        }
+        for (entry, mut who) in objects {
+            who.dedup();
+            let byte_len = match metadata.at(entry as usize) {
+                Some((_, Entry::Object(object))) => object.placement.map_or(0, |at| at.byte_len),
+                _ => return Err(unsupported("", "a plan reads an object that is none")),
+            };
+            parts.push((Part { entry, place: None, byte_len }, who));
+        }
+        Ok(parts)
+    }
+}
+
+impl Part {
+    /// Parts of at most `most` bytes; an object is not cut.
+    fn cut(self, most: u64, metadata: &CheckpointMetadata) -> Result<Vec<Self>, CheckpointError> {
+        let Some((chunk, region)) = &self.place else { return Ok(vec![self]) };
+        let size = tensor_dtype(metadata, self.entry)?.size() as u64;
+        let part = |region: Region| Self {
+            entry: self.entry,
+            byte_len: region.volume().saturating_mul(size),
+            place: Some((*chunk, region)),
+        };
+        Ok(cut(region.clone(), (most / size).max(1)).map(part).collect())
+    }
+
+    fn item(&self, leaf: u32) -> ReadItem {
+        let kind = match &self.place {
+            Some((chunk, region)) => {
+                ReadKind::Tensor { chunk: *chunk, shard: 0, region: region.clone() }
+            }
+            None => ReadKind::Object,
+        };
+        ReadItem { entry: self.entry, leaf, kind }
+    }
+}
+
+impl Pile {
+    /// Puts a part into messages of at most `most` bytes; an object may be longer.
+    fn send(
+        &mut self,
+        part: Part,
+        metadata: &CheckpointMetadata,
+        most: u64,
+    ) -> Result<(), CheckpointError> {
+        for part in part.cut(most, metadata)? {
+            let message = self.message_for(part.byte_len, part.place.is_none(), most);
+            self.send.items.push(part.item(message));
+        }
+        Ok(())
+    }
+
+    fn message_for(&mut self, byte_len: u64, object: bool, most: u64) -> u32 {
+        let filled = match self.message {
+            Some((number, bytes, items, objects)) => {
+                let fits = bytes.saturating_add(byte_len) <= most;
+                if objects == object && fits && (!object || items < OBJECTS_MAX) {
+                    (number, bytes.saturating_add(byte_len), items + 1, object)
+                } else {
+                    (number.saturating_add(1), byte_len, 1, object)
+                }
+            }
+            None => (0, byte_len, 1, object),
+        };
+        self.message = Some(filled);
+        filled.0
+    }
+
+    fn messages(&self) -> u32 {
+        self.message.map_or(0, |(number, ..)| number.saturating_add(1))
+    }
+}
+
+impl Assignment {
+    pub(crate) fn to_wire(&self) -> Bytes {
+        let mut out = Vec::new();
+        let turns: Vec<u8> = self.turns.iter().flat_map(|turns| turns.to_le_bytes()).collect();
+        for column in [turns.into(), self.send.to_wire(), self.keep.to_wire()] {
+            out.extend_from_slice(&(column.len() as u64).to_le_bytes());
+            out.extend_from_slice(&column);
+        }
+        out.into()
+    }
+
+    pub(crate) fn from_wire(mut bytes: &[u8], world_size: u32) -> Result<Self, PlanError> {
+        let bad = || PlanError::Wire { problem: "an assignment that is none".into() };
+        let mut column = || {
+            let (len, rest) = bytes.split_first_chunk::<8>().ok_or_else(bad)?;
+            let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| bad())?;
+            let (column, rest) = rest.split_at_checked(len).ok_or_else(bad)?;
+            bytes = rest;
+            Ok::<_, PlanError>(column)
+        };
+        let turns: Vec<u32> = column()?
+            .chunks_exact(4)
+            .map(|turns| turns.iter().rev().fold(0, |n, byte| n << 8 | u32::from(*byte)))
+            .collect();
+        if turns.len() != world_size as usize {
+            return Err(bad());
+        }
+        let send = LoadPlan::from_wire(column()?)?;
+        Ok(Self { turns, send, keep: LoadPlan::from_wire(column()?)? })
+    }
+
+    /// How many messages `rank` sends.
+    pub(crate) fn turns_of(&self, rank: Rank) -> u32 {
+        self.turns.get(rank as usize).copied().unwrap_or(0)
+    }
+}

@@ -1,0 +1,379 @@
+//! All ranks read, each a share of what any of them needs.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Collective, CollectiveError, DataSink, LoadPlan, Phase,
+    Rank, ReadItem, ReadKind, ReadReport, StorageReader,
+};
+use dcp_planner::ShareRule;
+use tokio::sync::OnceCell;
+use tokio::task::JoinHandle;
+
+use crate::broadcast::{spread_metadata, tensor_dtype, unsupported};
+use crate::disjoint::cut;
+use crate::division::{Assignment, Division};
+use crate::group::Group;
+use crate::parcel::{Collector, Message, Piece, Wanted};
+use crate::taker::Taker;
+
+/// Bytes on their way within one rank, unless asked for otherwise.
+const IN_FLIGHT: u64 = 32 << 20;
+/// No message is cut into smaller ones.
+const MESSAGE_MIN: u64 = 64 << 10;
+
+/// How ranks hand each other what they have read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Exchange {
+    /// One rank after the other sends one message to all, in turns (Megatron-Core's `broadcast`,
+    /// which lets a rank send all it has before the next one begins).
+    #[default]
+    Broadcast,
+    /// Everybody sends one message to everybody, in rounds (Megatron-Core's `gather_rounds`, where a
+    /// round has one tensor of each rank, however large; here it has so many bytes).
+    GatherRounds,
+}
+
+/// A reader for ranks that need much the same, as the replicas of a model do: what any of them
+/// needs is read once in the group, by one of those who need it, and sent to the others.
+///
+/// This is Megatron-Core's fully parallel load, beneath the planner: a [`Loader`](crate::Loader)
+/// in any group, also one of more ranks, takes it as its reader and knows nothing of it. What is
+/// shared is not the requested shard but the stored element, so that ranks with different layouts
+/// share, too. What only one rank needs, it reads straight into its own memory. Objects are
+/// shared as tensors are. The index is read by one rank for all.
+///
+/// Memory is bounded whatever the sizes of tensors: what is sent goes in messages, of which a rank
+/// reads one ahead, and together they take about [`in_flight`](Self::in_flight) bytes. Only an
+/// object is not cut.
+///
+/// Every rank calls [`metadata`](StorageReader::metadata) and [`read`](StorageReader::read) as
+/// often and in the same order as all others in its group, also with an empty plan. When one fails
+/// to read, every rank gets the same error; when one is lost, every call ends.
+#[doc(alias = "FullyParallelLoadStrategyWrapper")]
+pub struct ParallelReader {
+    inner: Arc<dyn StorageReader>,
+    collective: Arc<dyn Collective>,
+    world_rank: Rank,
+    rule: ShareRule,
+    exchange: Exchange,
+    in_flight: u64,
+    known: OnceCell<Known>,
+}
+
+#[derive(Clone, Debug)]
+struct Known {
+    metadata: Arc<CheckpointMetadata>,
+    /// What the ranks of the group call themselves.
+    world_ranks: Vec<Rank>,
+}
+
+impl ParallelReader {
+    /// Reads with `inner`, in shares, on all ranks of `collective`.
+    #[must_use]
+    pub fn new(inner: Arc<dyn StorageReader>, collective: Arc<dyn Collective>) -> Self {
+        Self {
+            world_rank: collective.rank(),
+            inner,
+            collective,
+            rule: ShareRule::Balanced,
+            exchange: Exchange::Broadcast,
+            in_flight: IN_FLIGHT,
+            known: OnceCell::new(),
+        }
+    }
+
+    /// What errors call this rank, where the group is a part of a larger one; by default its rank
+    /// in the group.
+    #[must_use]
+    pub fn world_rank(mut self, rank: Rank) -> Self {
+        self.world_rank = rank;
+        self
+    }
+
+    /// By which rule it is decided who reads what; the same on all ranks.
+    #[must_use]
+    pub fn rule(mut self, rule: ShareRule) -> Self {
+        self.rule = rule;
+        self
+    }
+
+    /// How what was read gets to the others; the same on all ranks.
+    #[must_use]
+    pub fn exchange(mut self, exchange: Exchange) -> Self {
+        self.exchange = exchange;
+        self
+    }
+
+    /// About how many bytes of messages a rank holds at once; 32 MiB by default, and never less
+    /// than 64 KiB a message. The same on all ranks.
+    #[must_use]
+    pub fn in_flight(mut self, bytes: u64) -> Self {
+        self.in_flight = bytes;
+        self
+    }
+
+    fn group(&self) -> Result<Group, CheckpointError> {
+        Group::new(Some(Arc::clone(&self.collective)), 0)
+    }
+
+    fn message_bytes(&self) -> u64 {
+        let at_once = match self.exchange {
+            // One that is sent or taken in, with a copy in the collective, and one read ahead.
+            Exchange::Broadcast => 4,
+            Exchange::GatherRounds => 2 * u64::from(self.collective.world_size()),
+        };
+        (self.in_flight / at_once).max(MESSAGE_MIN)
+    }
+
+    async fn look(&self, group: &Group) -> Result<Known, CheckpointError> {
+        let world_ranks = group.agree(Phase::Open, Ok(self.world_rank)).await?;
+        let mine = match self.collective.rank() {
+            0 => Some(self.inner.metadata().await),
+            _ => None,
+        };
+        let metadata = spread_metadata(group, 0, mine).await;
+        let metadata = metadata.map_err(|error| in_the_world(error, &world_ranks))?;
+        Ok(Known { metadata, world_ranks })
+    }
+
+    async fn share(
+        &self,
+        group: &Group,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: &Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let assignment = self.divide(group, metadata, plan).await?;
+        let mut report = ReadReport::default();
+        let mut taker = Taker::new(metadata, plan, sink);
+        let mut ahead = Ahead::new(self, metadata, &assignment.send);
+        let rounds = assignment.turns.iter().copied().max().unwrap_or(0);
+        for round in 0..rounds {
+            let sends = |rank: Rank| round < assignment.turns_of(rank);
+            match self.exchange {
+                Exchange::Broadcast => {
+                    for root in (0..self.collective.world_size()).filter(|rank| sends(*rank)) {
+                        let mine = match root == self.collective.rank() {
+                            true => Some(ahead.next(&mut report).await),
+                            false => None,
+                        };
+                        taker.take(&group.spread(Phase::Read, root, mine).await?);
+                    }
+                }
+                Exchange::GatherRounds => {
+                    let mine = match sends(self.collective.rank()) {
+                        true => ahead.next(&mut report).await,
+                        false => Ok(Bytes::new()),
+                    };
+                    let all = group.exchange(Phase::Read, mine).await?;
+                    all.iter().filter(|bytes| !bytes.is_empty()).for_each(|all| taker.take(all));
+                }
+            }
+        }
+        let kept = self.keep(metadata, &assignment.keep, &mut taker, &mut report).await;
+        // A rank that could not take something went on listening, so that nobody waits in vain.
+        let outcome = kept.and_then(|()| taker.finish(&mut report));
+        group.agree(Phase::Read, outcome).await?;
+        Ok(report)
+    }
+
+    /// Agrees on who reads what.
+    async fn divide(
+        &self,
+        group: &Group,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+    ) -> Result<Assignment, CheckpointError> {
+        let world_size = self.collective.world_size();
+        let fingerprint = plan.fingerprint();
+        let halves = ((fingerprint >> 64) as u64, fingerprint as u64);
+        let all = group.agree(Phase::Plan, Ok(halves)).await?;
+        // Of those who want the same, the first one says what.
+        let plan_of: Vec<usize> =
+            all.iter().map(|one| all.iter().position(|other| other == one).unwrap_or(0)).collect();
+        let rank = self.collective.rank() as usize;
+        let says = plan_of.get(rank) == Some(&rank);
+        let plans = group.gather(if says { plan.to_wire() } else { Bytes::new() }).await?;
+        let divided = plans.map(|plans| {
+            let decode = |plan: &Bytes| match plan.is_empty() {
+                true => Ok(LoadPlan::default()),
+                false => LoadPlan::from_wire(plan),
+            };
+            let plans = plans.iter().map(decode).collect::<Result<Vec<_>, _>>()?;
+            let division =
+                Division { world_size, rule: self.rule, message_bytes: self.message_bytes() };
+            let all = division.divide(metadata, &plans, &plan_of)?;
+            Ok((all.iter().map(Assignment::to_wire).collect(), ()))
+        });
+        let (mine, _) = group.hand_out(Phase::Plan, divided).await?;
+        Ok(Assignment::from_wire(&mine, world_size)?)
+    }
+
+    /// Reads what nobody else needs.
+    async fn keep(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        keep: &LoadPlan,
+        taker: &mut Taker<'_>,
+        report: &mut ReadReport,
+    ) -> Result<(), CheckpointError> {
+        let mut direct = LoadPlan::default();
+        let mut views = Vec::new();
+        let mut rest = Vec::new();
+        for item in &keep.items {
+            let ReadKind::Tensor { chunk, region, .. } = &item.kind else { continue };
+            match taker.place(item.entry, *chunk, region)? {
+                Some(view) => {
+                    let leaf = u32::try_from(views.len()).unwrap_or(u32::MAX);
+                    views.push(view);
+                    direct.items.push(ReadItem { leaf, ..item.clone() });
+                }
+                // Two of this rank's items want it.
+                None => rest.push(item),
+            }
+        }
+        let objects = keep.items.iter().filter(|item| item.kind == ReadKind::Object);
+        // Their leaves say which entry they are of.
+        direct.items.extend(objects.map(|item| ReadItem { leaf: item.entry, ..item.clone() }));
+        if !direct.items.is_empty() {
+            let sink = Arc::new(Collector::new(views));
+            let cost = self.inner.read(metadata, &direct, Arc::clone(&sink) as _).await?;
+            report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+            for item in &direct.items {
+                if let ReadKind::Tensor { chunk, region, .. } = &item.kind {
+                    taker.arrived(item.entry, *chunk, region)?;
+                }
+            }
+            for (entry, value) in sink.take_objects() {
+                taker.value(entry, value)?;
+            }
+        }
+        for item in rest {
+            let ReadKind::Tensor { chunk, region, .. } = &item.kind else { continue };
+            let dtype = tensor_dtype(metadata, item.entry)?;
+            for region in cut(region.clone(), (self.message_bytes() / dtype.size() as u64).max(1)) {
+                let mut wanted = Wanted::default();
+                wanted.push(Piece::tensor(item.entry, *chunk, region), dtype);
+                let (bytes, cost) = wanted.read(&self.inner, metadata).await?;
+                report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+                taker.take(&bytes);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl StorageReader for ParallelReader {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        let look = || async {
+            let group = self.group()?;
+            let result = self.look(&group).await;
+            group.conclude(&result);
+            result
+        };
+        Ok(Arc::clone(&self.known.get_or_try_init(look).await?.metadata))
+    }
+
+    async fn read(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        if self.collective.world_size() == 1 {
+            return self.inner.read(metadata, plan, sink).await;
+        }
+        let group = self.group()?;
+        let result = self.share(&group, metadata, plan, &sink).await;
+        group.conclude(&result);
+        let names = self.known.get().map_or(&[][..], |known| &known.world_ranks);
+        result.map_err(|error| in_the_world(error, names))
+    }
+}
+
+impl fmt::Debug for ParallelReader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ParallelReader")
+            .field("inner", &self.inner)
+            .field("collective", &self.collective)
+            .field("exchange", &self.exchange)
+            .finish_non_exhaustive()
+    }
+}
+
+/// An error with the numbers by which the ranks of the group call themselves.
+fn in_the_world(mut error: CheckpointError, names: &[Rank]) -> CheckpointError {
+    let rename = |rank: &mut Rank| *rank = names.get(*rank as usize).copied().unwrap_or(*rank);
+    match &mut error {
+        CheckpointError::Ranks { failures, .. } => {
+            failures.iter_mut().for_each(|failure| rename(&mut failure.rank));
+        }
+        CheckpointError::Collective(
+            CollectiveError::PeerLost { rank, .. }
+            | CollectiveError::Timeout { rank, .. }
+            | CollectiveError::Aborted { rank, .. }
+            | CollectiveError::Mismatch { rank, .. },
+        ) => rename(rank),
+        _ => {}
+    }
+    error
+}
+
+type Reading = JoinHandle<Result<(Bytes, ReadReport), CheckpointError>>;
+
+/// The messages of this rank, of which the next one is read while the others talk.
+struct Ahead {
+    reader: Arc<dyn StorageReader>,
+    metadata: Arc<CheckpointMetadata>,
+    waiting: VecDeque<Message>,
+    reading: Option<Reading>,
+    /// Why there are no messages.
+    problem: Option<CheckpointError>,
+}
+
+impl Ahead {
+    fn new(reader: &ParallelReader, metadata: &Arc<CheckpointMetadata>, plan: &LoadPlan) -> Self {
+        let (waiting, problem) = match Message::all_of(plan, metadata) {
+            Ok(messages) => (messages, None),
+            Err(error) => (VecDeque::new(), Some(error)),
+        };
+        let (reader, metadata) = (Arc::clone(&reader.inner), Arc::clone(metadata));
+        let mut ahead = Self { reader, metadata, waiting, reading: None, problem };
+        ahead.begin();
+        ahead
+    }
+
+    fn begin(&mut self) {
+        self.reading = self.waiting.pop_front().map(|message| {
+            let (reader, metadata) = (Arc::clone(&self.reader), Arc::clone(&self.metadata));
+            tokio::spawn(async move { message.read(&reader, &metadata).await })
+        });
+    }
+
+    async fn next(&mut self, report: &mut ReadReport) -> Result<Bytes, CheckpointError> {
+        if let Some(problem) = self.problem.take() {
+            return Err(problem);
+        }
+        let unread = |why: &str| unsupported("", &format!("a message was not read: {why}"));
+        let reading = self.reading.as_mut().ok_or_else(|| unread("there are no more"))?;
+        let (bytes, cost) = reading.await.map_err(|error| unread(&error.to_string()))??;
+        report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+        self.begin();
+        Ok(bytes)
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        if let Some(reading) = &self.reading {
+            reading.abort();
+        }
+    }
+}

@@ -1,12 +1,13 @@
 //! Reading a checkpoint's index: one `.metadata`, or those of all ranks merged; made whole where
 //! PyTorch left it wrong, and checked against the files.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Placement, Storage, StorageError,
-    StorageErrorKind, StorageExt as _,
+    CheckpointError, CheckpointMetadata, Dims, Entry, FormatError, Key, Placement, Storage,
+    StorageError, StorageErrorKind, StorageExt as _,
 };
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
@@ -16,12 +17,14 @@ use super::names::{METADATA, Named};
 use super::safetensors_files;
 use crate::detect::detect;
 use crate::hf::INDEX_ENDING;
-use crate::metadata::check_chunks;
+use crate::metadata::{Decoded, check_chunks};
 
 /// A checked index.
 #[derive(Clone, Debug)]
 pub(super) struct Index {
     pub(super) metadata: Arc<CheckpointMetadata>,
+    /// As [`Decoded::original_shapes`]; none where the metadata of ranks were merged.
+    pub(super) original_shapes: Arc<HashMap<Arc<str>, Dims>>,
     /// CRC-32 of the `.metadata`; `None` for a merged one.
     pub(super) crc32: Option<u32>,
     pub(super) warnings: Arc<[String]>,
@@ -33,10 +36,13 @@ pub(super) async fn load(
     tolerant: bool,
 ) -> Result<Index, CheckpointError> {
     let mut warnings = Vec::new();
+    let mut original_shapes = HashMap::new();
     let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
         Some(bytes) => {
             warn_of_others(&**storage, &mut warnings).await?;
-            (decode(METADATA, &bytes)?, Some(crc32fast::hash(&bytes)))
+            let decoded = decode(METADATA, &bytes)?;
+            original_shapes = decoded.original_shapes;
+            (decoded.metadata, Some(crc32fast::hash(&bytes)))
         }
         None => (merge_ranks(storage, &mut warnings).await?, None),
     };
@@ -51,7 +57,8 @@ pub(super) async fn load(
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
-    Ok(Index { metadata: Arc::new(metadata), crc32, warnings: warnings.into() })
+    let (metadata, original_shapes) = (Arc::new(metadata), Arc::new(original_shapes));
+    Ok(Index { metadata, original_shapes, crc32, warnings: warnings.into() })
 }
 
 async fn read_if_there(
@@ -66,8 +73,8 @@ async fn read_if_there(
     }
 }
 
-fn decode(file: &str, bytes: &Bytes) -> Result<CheckpointMetadata, FormatError> {
-    crate::metadata::decode(bytes).map_err(|error| error.in_file(file, 0))
+fn decode(file: &str, bytes: &Bytes) -> Result<Decoded, FormatError> {
+    crate::metadata::decode_all(bytes).map_err(|error| error.in_file(file, 0))
 }
 
 /// PyTorch (2.15) never looks at rank-local metadata while there is a `.metadata`, even a stale
@@ -142,7 +149,7 @@ async fn merge_ranks(
             let storage = Arc::clone(storage);
             async move {
                 let bytes = storage.read_all(&key).await?;
-                let metadata = decode(key.as_str(), &bytes)?;
+                let metadata = decode(key.as_str(), &bytes)?.metadata;
                 Ok::<_, CheckpointError>((key, metadata))
             }
         })

@@ -1,12 +1,13 @@
 //! Loading PyTorch's layout.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, LoadPlan, ReadReport, Storage, StorageError,
-    StorageErrorKind, StorageExt as _, StorageReader,
+    CheckpointError, CheckpointMetadata, DataSink, Dims, LoadPlan, ReadReport, Storage,
+    StorageError, StorageErrorKind, StorageExt as _, StorageReader,
 };
 use futures_util::lock::Mutex;
 
@@ -86,6 +87,17 @@ impl DcpReader {
             Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// The shapes, in elements, that tensors have for Megatron-Core (0.8 to 0.15), by key, where
+    /// the index says another one; see
+    /// [`Decoded::original_shapes`](crate::metadata::Decoded::original_shapes).
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn original_shapes(&self) -> Result<Arc<HashMap<Arc<str>, Dims>>, CheckpointError> {
+        Ok(self.index().await?.original_shapes)
     }
 
     async fn index(&self) -> Result<Index, CheckpointError> {

@@ -9,6 +9,8 @@ pub(super) const METADATA: &str = "torch.distributed.checkpoint.metadata";
 pub(super) const SHARDED_METADATA: &str = "torch.distributed._shard.sharded_tensor.metadata";
 pub(super) const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
 pub(super) const OLMO_FILESYSTEM: &str = "olmo_core.distributed.checkpoint.filesystem";
+/// Where Megatron-Core (0.15) has its own subclass of `Metadata`.
+const MEGATRON: &str = "megatron.core.dist_checkpointing.strategies.torch";
 
 /// What a global means here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +33,7 @@ pub(super) enum Class {
 impl Class {
     pub(super) fn of(module: &str, name: &str) -> Self {
         match (module, name) {
-            (METADATA, "Metadata") => Self::Metadata,
+            (METADATA, "Metadata") | (MEGATRON, "MCoreMetadata") => Self::Metadata,
             (METADATA, "TensorStorageMetadata") => Self::TensorMetadata,
             (METADATA, "BytesStorageMetadata") => Self::BytesMetadata,
             (METADATA, "ChunkStorageMetadata") => Self::Chunk,

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointMetadata, DType, Entry, FormatError, ObjectEntry, PathItem, StatePath, TensorEntry,
-    TensorProperties,
+    CheckpointMetadata, DType, Dims, Entry, FormatError, ObjectEntry, PathItem, StatePath,
+    TensorEntry, TensorProperties,
 };
 
 use super::attributes::{Graph, bad};
@@ -28,6 +28,26 @@ const FORMAT: &str = "torch_dcp";
 /// When it is no pickle, no `Metadata`, or holds classes that are not PyTorch's own, which the
 /// error names; when a file name would leave the checkpoint's directory; and for negative numbers.
 pub fn decode(bytes: &[u8]) -> Result<CheckpointMetadata, FormatError> {
+    Ok(decode_all(bytes)?.metadata)
+}
+
+/// What a `.metadata` holds: the index, and what programs on top of PyTorch add to it.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Decoded {
+    /// The index.
+    pub metadata: CheckpointMetadata,
+    /// The shapes, in elements, that tensors have for Megatron-Core (0.8 to 0.15), by key, where
+    /// the index says another one: those of which each rank saved a range of a flattened shard.
+    pub original_shapes: HashMap<Arc<str>, Dims>,
+}
+
+/// As [`decode`], with what Megatron-Core adds.
+///
+/// # Errors
+///
+/// As [`decode`], and when an original shape is there but is none.
+pub fn decode_all(bytes: &[u8]) -> Result<Decoded, FormatError> {
     let pickle = Pickle::parse(bytes, &Limits::DEFAULT)?;
     let graph = Graph::new(&pickle);
     let root = pickle.root();
@@ -62,7 +82,36 @@ pub fn decode(bytes: &[u8]) -> Result<CheckpointMetadata, FormatError> {
         provenance.checkpoint_id = id.and_then(|id| path_text(&graph, id)).map(Arc::from);
         provenance.save_id = text(graph.attribute(storage_meta, "save_id"));
     }
-    Ok(out)
+    let original_shapes = match graph.attribute(metadata, "mcore_data") {
+        Some(data) => original_shapes(&graph, data)?,
+        None => HashMap::new(),
+    };
+    Ok(Decoded { metadata: out, original_shapes })
+}
+
+/// What Megatron-Core (0.8 to 0.15) notes of tensors; attributes of other names are left alone.
+fn original_shapes(
+    graph: &Graph<'_, '_>,
+    data: NodeId,
+) -> Result<HashMap<Arc<str>, Dims>, FormatError> {
+    const ATTRIBUTE: &str = "nd_reformulated_orig_global_shape";
+    let Ok(entries) = graph.entries(data, "mcore_data") else {
+        tracing::warn!("mcore_data is {}: it is not looked at", describe(graph.pickle, data));
+        return Ok(HashMap::new());
+    };
+    let mut shapes = HashMap::new();
+    for [fqn, notes] in entries {
+        let Ok(notes) = graph.entries(*notes, "mcore_data of a tensor") else { continue };
+        // A tensor has one note; a dict of many is no reason to look at them for every tensor.
+        graph.spend(notes.len())?;
+        let shape = notes.iter().find(|[name, _]| graph.pickle.str(*name) == Some(ATTRIBUTE));
+        let Some([_, shape]) = shape else { continue };
+        let fqn = graph.str(*fqn, "a name in mcore_data")?;
+        let mut dims = Vec::new();
+        graph.dims(*shape, &format!("{fqn:?}: {ATTRIBUTE}"), &mut dims)?;
+        shapes.insert(fqn.into(), dims.into());
+    }
+    Ok(shapes)
 }
 
 fn entry(graph: &Graph<'_, '_>, fqn: &str, id: NodeId) -> Result<Entry, FormatError> {

@@ -1,5 +1,5 @@
 //! The `.metadata` of PyTorch's distributed checkpoints: a pickle of `Metadata`, as written by
-//! PyTorch 2.1 to 2.15 and by OLMo-core.
+//! PyTorch 2.1 to 2.15, by OLMo-core and by Megatron-Core.
 //!
 //! [`decode`] walks the pickle's nodes and makes no Python object on the way; [`encode`] writes
 //! one that PyTorch reads, for the versions that a [`Profile`] names.
@@ -12,7 +12,7 @@ mod geometry;
 mod places;
 mod profile;
 
-pub use decode::decode;
+pub use decode::{Decoded, decode, decode_all};
 pub use encode::encode;
 pub use geometry::check_chunks;
 pub use profile::Profile;

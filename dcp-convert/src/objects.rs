@@ -14,11 +14,11 @@ use crate::source::Source;
 const BATCH: usize = 1024;
 
 /// The value of an object, or why it could not be read.
-pub(crate) type ObjectResult = Result<Value, CheckpointError>;
+pub type ObjectResult = Result<Value, CheckpointError>;
 
-/// Reads the objects at positions `entries` of the metadata; each is there in the result. One
-/// that cannot be read does not keep the others from being read.
-pub(crate) async fn read_objects(
+/// Reads the objects at positions `entries` of the metadata, which is that of `source`; each is
+/// there in the result. One that cannot be read does not keep the others from being read.
+pub async fn read_objects(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
     entries: &[usize],

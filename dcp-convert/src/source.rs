@@ -207,7 +207,8 @@ impl Source {
     }
 
     /// The reader, when it is one of PyTorch's format.
-    pub(crate) fn dcp_reader(&self) -> Option<&Arc<DcpReader>> {
+    #[must_use]
+    pub fn dcp_reader(&self) -> Option<&Arc<DcpReader>> {
         if let Known::Dcp(reader) = &self.known { Some(reader) } else { None }
     }
 

@@ -13,7 +13,6 @@ mod save;
 mod state;
 mod unshard;
 mod values;
-mod within;
 
 pub use key_mapping::KeyMapping;
 pub use layout::{OptimizerLayout, source_with_layout, with_layout};

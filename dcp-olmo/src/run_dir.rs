@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{EntryKind, RunEntry, list_run};
+use dcp_convert::{EntryKind, RunEntry, Within, list_run};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::folder::{FolderKind, OLMO_COMMIT, OLMO_MODEL, OLMO_TRAIN, OlmoNote, olmo_step};
 use dcp_formats::torch_save::TorchSaveReader;
 use futures_util::StreamExt;
-
-use crate::within::Within;
 
 /// A longer configuration than any run has, in bytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;

@@ -11,13 +11,15 @@ use futures_util::StreamExt;
 
 /// The objects of `inner` below `folder`, under names relative to it.
 #[derive(Debug)]
-pub(crate) struct Within {
+pub struct Within {
     inner: Arc<dyn Storage>,
     folder: Key,
 }
 
 impl Within {
-    pub(crate) fn new(inner: Arc<dyn Storage>, folder: Key) -> Self {
+    /// The folder `folder` of `inner`, which need not exist.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Storage>, folder: Key) -> Self {
         Self { inner, folder }
     }
 

@@ -13,6 +13,49 @@ pub enum MegatronError {
     /// A leaf of a sharded state dict contradicts itself.
     #[error(transparent)]
     Shard(#[from] crate::sharded::ShardError),
+    /// There is no checkpoint of Megatron-Core, or not yet.
+    #[error("{message}")]
+    NotACheckpoint {
+        /// What there is instead, and what to do.
+        message: String,
+    },
+    /// It was written by a backend, or in a version of one, that is not known here.
+    #[error(
+        "the {backend} in metadata.json cannot be read here: the sharded backend has to be \
+         \"torch_dist\", the common backend \"torch\", both of version 1; if the file is right, the \
+         checkpoint is of another Megatron-Core, which has to save it again"
+    )]
+    UnknownBackend {
+        /// Which backend, its name and version.
+        backend: String,
+    },
+    /// The state that all ranks have in common is not there, or is none.
+    #[error("the common state {problem}")]
+    CommonState {
+        /// What is wrong with it, and what to do.
+        problem: String,
+    },
+    /// The file that says which checkpoint of a run is the latest says something else.
+    #[error(
+        "which checkpoint of the run is the latest is not known; write its iteration into the \
+         file, or open the folder of a checkpoint itself"
+    )]
+    Tracker(#[source] FormatError),
+    /// A tensor of Megatron-Core 0.8 to 0.15 was stored flattened in a form that makes no sense.
+    #[error(
+        "{fqn:?} was saved flattened, as {stored} for a tensor of shape {original}, which does not \
+         go together: {problem}"
+    )]
+    Flattened {
+        /// The tensor.
+        fqn: String,
+        /// Its shape in the index.
+        stored: String,
+        /// Its shape for Megatron-Core.
+        original: String,
+        /// Why the one is no form of the other.
+        problem: String,
+    },
     /// An offline job on it.
     #[error(transparent)]
     Convert(#[from] ConvertError),

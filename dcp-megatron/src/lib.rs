@@ -1,12 +1,25 @@
 //! Checkpoints of [Megatron-Core](https://github.com/NVIDIA/Megatron-LM): its sharded state
 //! dicts, its save and load, and every age of its on-disk formats, without Megatron.
 
+mod args;
+mod checkpoint;
+mod common;
+mod config;
 mod error;
+mod flattened;
+mod logical;
 pub mod optimizer;
+mod run;
 pub mod sharded;
 mod tracker;
 mod writer;
 
+pub use args::MegatronArgs;
+pub use checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+pub use common::{COMMON_FILE, COMMON_OBJECT, CommonPlace};
+pub use config::{Backend, CheckpointingConfig, METADATA_JSON};
 pub use error::MegatronError;
+pub use logical::COMMON_STATE;
+pub use run::{MegatronRun, RunCheckpoint};
 pub use tracker::{TRACKER, Tracked, write_tracker};
 pub use writer::{MegatronForm, MegatronWriter, MegatronWriterBuilder};

@@ -42,6 +42,23 @@ impl Tracked {
         })
     }
 
+    /// What a folder of that name is the checkpoint of; `None` when it is that of none.
+    #[must_use]
+    pub fn of_folder(name: &str) -> Option<Self> {
+        if name == "release" {
+            return Some(Self::Release);
+        }
+        let digits = name.strip_prefix("iter_")?;
+        let padded = digits.len() >= 7 && digits.bytes().all(|b| b.is_ascii_digit());
+        digits.parse().ok().filter(|_| padded).map(Self::Iteration)
+    }
+
+    /// The iteration; `None` of a release.
+    #[must_use]
+    pub fn iteration(self) -> Option<u64> {
+        if let Self::Iteration(iteration) = self { Some(iteration) } else { None }
+    }
+
     /// The folder of the checkpoint in that of the run.
     ///
     /// # Errors
@@ -88,6 +105,12 @@ mod tests {
         assert_eq!(folder(Tracked::Iteration(10)), "iter_0000010");
         assert_eq!(folder(Tracked::Iteration(12_345_678)), "iter_12345678");
         assert_eq!(folder(Tracked::Release), "release");
+        for name in ["iter_0000010", "iter_12345678", "release"] {
+            assert_eq!(folder(Tracked::of_folder(name).unwrap()), name);
+        }
+        for name in ["iter_10", "iter_00000x0", "release2", "iter_", "iter_99999999999999999999"] {
+            assert_eq!(Tracked::of_folder(name), None, "{name}");
+        }
     }
 
     #[test]

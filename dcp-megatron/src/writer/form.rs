@@ -1,11 +1,7 @@
 //! The two forms of a `torch_dist` checkpoint, by where the common state is.
 
-/// The file whose presence makes a folder a checkpoint.
-pub(crate) const METADATA_JSON: &str = "metadata.json";
-/// The common state up to Megatron-Core 0.18.
-pub(crate) const COMMON_FILE: &str = "common.pt";
-/// The common state since Megatron-Core 0.19: a list of one among the objects.
-pub(crate) const COMMON_OBJECT: &str = "common_state/shard_0_1";
+pub(crate) use crate::common::{COMMON_FILE, COMMON_OBJECT};
+pub(crate) use crate::config::METADATA_JSON;
 
 /// Where the common state of a `torch_dist` checkpoint is. Never in both: readers that know both
 /// places take the file.

@@ -1,6 +1,8 @@
 //! Checkpoints of Megatron-Core, real ones and our own.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail loudly")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail loudly")]
 
+mod expected;
+mod fixtures;
 mod support;
 mod writer;

@@ -1,11 +1,13 @@
 //! Fixtures and storages for the tests.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_core::{Key, ObjectMeta, PutMode, Storage, StorageExt as _};
 use futures_util::StreamExt as _;
+use serde_json::Value as Json;
 
 /// Runs a future to its end.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
@@ -60,4 +62,36 @@ pub(crate) fn copy(storage: &dyn Storage) -> Arc<MemoryStorage> {
         put(&copy, &name, get(storage, &name).unwrap());
     }
     Arc::new(copy)
+}
+
+/// The checkpoint of a fixture in memory, or the whole run where it is one.
+pub(crate) fn stored(name: &str) -> Arc<dyn Storage> {
+    let whole = fixture(name);
+    let checkpoint = whole.join("ckpt");
+    in_memory(if checkpoint.is_dir() { &checkpoint } else { &whole })
+}
+
+/// A fixture's `expected.json`.
+pub(crate) fn expected_json(name: &str) -> Json {
+    let text = std::fs::read(fixture(name).join("expected.json")).unwrap();
+    serde_json::from_slice(&text).unwrap()
+}
+
+/// Shape and bytes of the tensors in a fixture's `expected.safetensors`, by key.
+pub(crate) fn expected_tensors(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
+    let bytes = std::fs::read(fixture(name).join("expected.safetensors")).unwrap();
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Json = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
+    let data = &bytes[8 + header_len..];
+    let tensors = header.as_object().unwrap().iter().filter(|(fqn, _)| *fqn != "__metadata__");
+    let tensors = tensors.map(|(fqn, entry)| {
+        let range = uints(&entry["data_offsets"]);
+        let bytes = data[range[0] as usize..range[1] as usize].to_vec();
+        (fqn.clone(), (uints(&entry["shape"]), bytes))
+    });
+    tensors.collect()
+}
+
+pub(crate) fn uints(json: &Json) -> Vec<u64> {
+    json.as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect()
 }

@@ -1,0 +1,272 @@
+//! A checkpoint of Megatron-Core of any age, opened for every job of dcp-convert.
+
+use std::sync::Arc;
+
+use dcp_convert::{JobOptions, Source};
+use dcp_core::{CheckpointError, Dict, Storage, Value, error_chain};
+use dcp_formats::detect::{Detected, detect};
+
+use crate::args::MegatronArgs;
+use crate::common::{self, COMMON_FILE, COMMON_OBJECT, Common, CommonPlace};
+use crate::config::{CheckpointingConfig, METADATA_JSON, ShardedBackend};
+use crate::error::MegatronError;
+use crate::logical;
+use crate::run::MegatronRun;
+use crate::tracker::{TRACKER, Tracked};
+
+/// A checkpoint of Megatron-Core.
+///
+/// Its [`source`](Self::source) shows, whatever the age: every sharded tensor under its key with
+/// the shape that it has for Megatron-Core; every sharded object under its unique key
+/// `key/shard_<offsets>_<grid>` as a list of one; and the common state, one object named
+/// [`COMMON_STATE`](crate::COMMON_STATE).
+#[derive(Debug)]
+pub struct MegatronCheckpoint {
+    storage: Arc<dyn Storage>,
+    which: Option<Tracked>,
+    format: MegatronFormat,
+    source: Source,
+    raw: Option<Source>,
+    common: Common,
+    args: Option<MegatronArgs>,
+    warnings: Vec<String>,
+}
+
+/// In which format a checkpoint of Megatron-Core was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MegatronFormat {
+    /// On top of PyTorch's distributed checkpoints (Megatron-Core 0.6 and later).
+    TorchDist {
+        /// Where the common state is.
+        common: CommonPlace,
+    },
+    /// In arrays of zarr (Megatron-Core up to 0.15); only read.
+    Zarr,
+}
+
+/// How to open a checkpoint.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct OpenOptions {
+    /// Whether to look at a damaged one as far as it is whole: what is wrong is then among
+    /// [`MegatronCheckpoint::warnings`].
+    pub tolerant: bool,
+    /// How jobs read it.
+    pub job: JobOptions,
+}
+
+impl OpenOptions {
+    /// The same, for a damaged checkpoint too.
+    #[must_use]
+    pub fn with_tolerant(mut self, tolerant: bool) -> Self {
+        self.tolerant = tolerant;
+        self
+    }
+
+    /// The same, read in this way.
+    #[must_use]
+    pub fn with_job(mut self, job: JobOptions) -> Self {
+        self.job = job;
+        self
+    }
+}
+
+impl MegatronCheckpoint {
+    /// Opens the checkpoint in a folder, or of the folder of a run the one that Megatron-LM would
+    /// load: that which the tracker names, or the last complete one where that is not. No tensor
+    /// is read.
+    ///
+    /// # Errors
+    ///
+    /// [`MegatronError::NotACheckpoint`] when there is no `metadata.json`, by which Megatron-Core
+    /// alone tells its checkpoints, or not what it promises;
+    /// [`MegatronError::UnknownBackend`] for formats that are not known here;
+    /// [`MegatronError::Tracker`] when a run's tracker makes no sense; when the index or the
+    /// common state cannot be read, unless `options` are tolerant.
+    pub async fn open(
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Self, MegatronError> {
+        match Self::open_folder(storage, options).await {
+            Err(MegatronError::NotACheckpoint { message }) => {
+                Self::open_run(storage, options, message).await
+            }
+            opened => opened,
+        }
+    }
+
+    /// Opens the checkpoint in a folder that is not that of a run.
+    async fn open_folder(
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Self, MegatronError> {
+        let Some(config) = CheckpointingConfig::read(&**storage).await? else {
+            return Err(MegatronError::NotACheckpoint { message: no_config(storage).await? });
+        };
+        match config.sharded_backend()? {
+            ShardedBackend::TorchDist => Self::torch_dist(storage, options).await,
+            ShardedBackend::Zarr => Err(MegatronError::UnknownBackend {
+                backend: format!("sharded backend {}", config.sharded),
+            }),
+        }
+    }
+
+    /// Opens the latest checkpoint of a run; fails with `message` when it is none.
+    async fn open_run(
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+        message: String,
+    ) -> Result<Self, MegatronError> {
+        let run = MegatronRun::new(Arc::clone(storage));
+        let mut warning = None;
+        if let Some(tracked) = run.tracked().await? {
+            match Self::open_folder(&run.checkpoint(tracked)?, options).await {
+                Err(MegatronError::NotACheckpoint { message }) => {
+                    warning = Some(format!("{TRACKER} says {tracked}, but that is {message}"));
+                }
+                opened => return opened.map(|opened| opened.of_run(tracked, None)),
+            }
+        }
+        let Some(latest) = run.latest().await? else {
+            let message = warning.unwrap_or(message);
+            return Err(MegatronError::NotACheckpoint { message });
+        };
+        let warning = warning.map(|tracked| format!("{tracked}; {} is opened", latest.entry.name));
+        let opened = Self::open_folder(&run.checkpoint(latest.which)?, options).await?;
+        Ok(opened.of_run(latest.which, warning))
+    }
+
+    fn of_run(mut self, which: Tracked, warning: Option<String>) -> Self {
+        self.which = Some(which);
+        self.warnings.extend(warning);
+        self
+    }
+
+    async fn torch_dist(
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Self, MegatronError> {
+        let raw = Source::dcp(Arc::clone(storage), options.tolerant);
+        let metadata = match raw.metadata().await {
+            Ok(metadata) => metadata,
+            Err(CheckpointError::NotACheckpoint { .. }) => {
+                let message = promised_but_absent(storage).await?;
+                return Err(MegatronError::NotACheckpoint { message });
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let mut warnings = Vec::new();
+        let in_file = common::is_in_file(&**storage).await?;
+        let place = if in_file { CommonPlace::File } else { CommonPlace::Inside };
+        if in_file && metadata.get(COMMON_OBJECT).is_some() {
+            warnings.push(format!(
+                "there are both a {} and an object {COMMON_OBJECT:?}; the file is taken, as \
+                 Megatron-Core does",
+                COMMON_FILE
+            ));
+        }
+        let found = match place {
+            CommonPlace::File => common::from_file(storage).await,
+            CommonPlace::Inside => common::from_inside(&raw).await,
+        };
+        let common = match found {
+            Err(error) if options.tolerant => {
+                warnings.push(error_chain(&error));
+                Common::empty()
+            }
+            found => found?,
+        };
+        let source = logical::view(&raw, common.value.clone(), options, &mut warnings).await?;
+        let args = common.dict.get("args").and_then(MegatronArgs::from_value);
+        let format = MegatronFormat::TorchDist { common: place };
+        let (storage, raw) = (Arc::clone(storage), Some(raw));
+        Ok(Self { storage, which: None, format, source, raw, common, args, warnings })
+    }
+
+    /// The folder of the checkpoint.
+    #[must_use]
+    pub fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    /// Which one it is of the run whose folder was opened; `None` when a checkpoint's own was.
+    #[must_use]
+    pub fn which(&self) -> Option<Tracked> {
+        self.which
+    }
+
+    /// In which format it was written.
+    #[must_use]
+    pub fn format(&self) -> &MegatronFormat {
+        &self.format
+    }
+
+    /// The checkpoint as it is meant, for every job of dcp-convert.
+    #[must_use]
+    pub fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// The checkpoint of PyTorch beneath one of `torch_dist`, as it is stored.
+    #[must_use]
+    pub fn raw(&self) -> Option<&Source> {
+        self.raw.as_ref()
+    }
+
+    /// The common state: all that is not sharded, such as arguments, iteration and schedule.
+    #[must_use]
+    pub fn common(&self) -> &Dict {
+        &self.common.dict
+    }
+
+    /// The common state as it was stored: the dict, or, when it holds what is no plain data, a
+    /// [`Value::Opaque`] that shows it and can be written again.
+    #[must_use]
+    pub fn common_value(&self) -> &Value {
+        &self.common.value
+    }
+
+    /// The arguments of the run, when they were saved.
+    #[must_use]
+    pub fn args(&self) -> Option<MegatronArgs> {
+        self.args.clone()
+    }
+
+    /// What Megatron-Core (0.13 and later) notes of the content, such as the optimizer's layout.
+    #[must_use]
+    pub fn content_metadata(&self) -> Option<&Dict> {
+        self.common().get("content_metadata")?.as_dict()
+    }
+
+    /// What is odd about the checkpoint but did not keep it from being opened.
+    #[must_use]
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+}
+
+/// What to tell someone who expected a checkpoint of Megatron-Core where there is no
+/// `metadata.json`.
+async fn no_config(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> {
+    let detection = detect(storage).await?;
+    let mut kinds = [&detection.kind].into_iter().chain(&detection.also);
+    if !kinds.any(|kind| matches!(kind, Detected::Dcp)) {
+        return Ok(detection.hint());
+    }
+    Ok(format!(
+        "not a checkpoint of Megatron-Core: there is a .metadata but no {METADATA_JSON}, which is \
+         written last; either the save did not finish, or it was one of --ckpt-format torch_dcp or \
+         fsdp_dtensor, which is to be opened as a checkpoint of PyTorch"
+    ))
+}
+
+/// What to say where `metadata.json` promises what is not there.
+async fn promised_but_absent(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> {
+    let detection = detect(storage).await?;
+    Ok(format!(
+        "{METADATA_JSON} says that this is a checkpoint of \"torch_dist\", but there is no .metadata: \
+         it was removed, or never copied here; the directory {}",
+        detection.kind
+    ))
+}

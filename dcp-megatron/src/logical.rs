@@ -1,0 +1,56 @@
+//! What a checkpoint of `torch_dist` means: its tensors in the shapes they have for Megatron-Core,
+//! its common state as one object.
+
+use std::sync::Arc;
+
+use dcp_convert::Source;
+use dcp_convert::view::Assembled;
+use dcp_core::{Entry, Value, error_chain};
+
+use crate::checkpoint::OpenOptions;
+use crate::common::COMMON_OBJECT;
+use crate::error::MegatronError;
+use crate::flattened::{self, Cells};
+
+/// The entry that is the common state in the source of a
+/// [`MegatronCheckpoint`](crate::MegatronCheckpoint), whatever its age.
+pub const COMMON_STATE: &str = "common_state";
+
+/// The view of `raw`, the checkpoint of PyTorch, with the common state `common`. What is not
+/// stored flattened keeps its place, so its checksums are compared and its chunks copied.
+pub(crate) async fn view(
+    raw: &Source,
+    common: Value,
+    options: &OpenOptions,
+    warnings: &mut Vec<String>,
+) -> Result<Source, MegatronError> {
+    let metadata = raw.metadata().await?;
+    let shapes = match raw.dcp_reader() {
+        Some(reader) => reader.original_shapes().await?,
+        None => Arc::default(),
+    };
+    let mut view = Assembled::builder(std::slice::from_ref(raw), &options.job).await?;
+    view.object(COMMON_STATE, None, common)?;
+    let mut cells = Cells::default();
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        if &**fqn == COMMON_OBJECT {
+            continue;
+        }
+        if let Entry::Tensor(tensor) = entry
+            && let Some(original) = shapes.get(fqn)
+        {
+            let shown =
+                flattened::pieces(fqn, at, tensor, original, &mut cells).and_then(|pieces| {
+                    let (dtype, shape) = (tensor.dtype, original.clone());
+                    Ok(view.tensor(fqn.clone(), None, dtype, shape, pieces)?)
+                });
+            match shown {
+                Ok(()) => continue,
+                Err(error) if options.tolerant => warnings.push(error_chain(&error)),
+                Err(error) => return Err(error),
+            }
+        }
+        view.pass(fqn.clone(), None, 0, at)?;
+    }
+    Ok(view.finish()?)
+}

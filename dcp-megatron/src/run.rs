@@ -1,0 +1,100 @@
+//! The folder of a training run: `iter_0000010/`, `release/`, and the file that says which of them
+//! is the latest.
+
+use std::sync::Arc;
+
+use dcp_convert::{RunEntry, Within, list_run};
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt as _};
+
+use crate::error::MegatronError;
+use crate::tracker::{TRACKER, Tracked};
+
+/// A longer tracker than any, in bytes.
+const TRACKER_BYTES_MAX: u64 = 64;
+
+/// The folder of a training run of Megatron-LM.
+#[derive(Clone, Debug)]
+pub struct MegatronRun {
+    storage: Arc<dyn Storage>,
+}
+
+/// A checkpoint in the folder of a run.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct RunCheckpoint {
+    /// Which one it is.
+    pub which: Tracked,
+    /// What is known of its folder: whether it is complete and why not, its size and age.
+    pub entry: RunEntry,
+}
+
+impl RunCheckpoint {
+    /// Whether all is there that its format needs, as far as names and lengths tell.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.entry.complete == Some(true)
+    }
+}
+
+impl MegatronRun {
+    /// The run in `storage`.
+    #[must_use]
+    pub fn new(storage: Arc<dyn Storage>) -> Self {
+        Self { storage }
+    }
+
+    /// What the tracker says; `None` where there is none. What it names need not be there.
+    ///
+    /// # Errors
+    ///
+    /// [`MegatronError::Tracker`] when it says nothing that makes sense, and when the storage
+    /// fails.
+    pub async fn tracked(&self) -> Result<Option<Tracked>, MegatronError> {
+        let key = Key::new(TRACKER).map_err(StorageError::from)?;
+        let len = match self.storage.stat(&key).await {
+            Ok(meta) => meta.byte_len,
+            Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let text = self.storage.read_range(&key, 0..len.min(TRACKER_BYTES_MAX)).await?;
+        let tracked = Tracked::parse(&text).map_err(|error| error.in_file(TRACKER, 0));
+        tracked.map(Some).map_err(MegatronError::Tracker)
+    }
+
+    /// The checkpoint of an iteration, `--ckpt-step` of Megatron-LM, which may not be there.
+    ///
+    /// # Errors
+    ///
+    /// Never, as long as numbers make names.
+    pub fn checkpoint(&self, which: Tracked) -> Result<Arc<dyn Storage>, StorageError> {
+        Ok(Arc::new(Within::new(Arc::clone(&self.storage), which.folder()?)))
+    }
+
+    /// All checkpoints in order, `release` first, those too that were not finished.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails.
+    pub async fn checkpoints(&self) -> Result<Vec<RunCheckpoint>, StorageError> {
+        let entries = list_run(&self.storage).await?.entries.into_iter();
+        let mut all: Vec<_> = entries
+            .filter_map(|entry| {
+                let which = Tracked::of_folder(&entry.name)?;
+                Some(RunCheckpoint { which, entry })
+            })
+            .collect();
+        all.sort_by_key(|checkpoint| checkpoint.which.iteration());
+        Ok(all)
+    }
+
+    /// The last complete checkpoint, whatever the tracker says.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails.
+    pub async fn latest(&self) -> Result<Option<RunCheckpoint>, StorageError> {
+        let mut all = self.checkpoints().await?;
+        all.retain(RunCheckpoint::is_complete);
+        Ok(all.pop())
+    }
+}

@@ -287,6 +287,21 @@ fn objects_cannot_be_written_anew() {
     assert!(error.problem().contains("os.system"), "{error}");
 }
 
+#[test]
+fn a_namespace_is_nothing_but_its_attributes() {
+    let mut object = Object::new(Global::new("argparse", "Namespace"), vec![]);
+    object.state = Some(Value::Dict([("lr", 0.5)].into()));
+    let value = Value::from(object.clone());
+    let bytes = dump(&value).unwrap();
+    // As Python's pickle.dumps(argparse.Namespace(lr=0.5), 2) is.
+    let expected = b"\x80\x02cargparse\nNamespace\nq\x00)\x81q\x01}q\x02X\x02\x00\x00\x00lrq\x03\
+        G?\xe0\x00\x00\x00\x00\x00\x00sb.";
+    assert_eq!(bytes, &expected[..]);
+    assert!(convert(&bytes).value.same(&value));
+    object.args.push(Value::None);
+    assert!(dump(&Value::from(object)).is_err());
+}
+
 fn value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::None),

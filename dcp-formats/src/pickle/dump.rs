@@ -1,7 +1,7 @@
 //! Values to pickles.
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Opaque, Tensor, Value};
+use dcp_core::{Dict, FormatError, Object, Opaque, Tensor, Value};
 
 use super::limits::Limits;
 use super::writer::Writer;
@@ -58,13 +58,21 @@ pub(crate) fn not_alone(opaque: &Opaque) -> FormatError {
     FormatError::new("pickle", problem)
 }
 
+/// The attributes of an `argparse.Namespace`.
+fn namespace(object: &Object) -> Option<&Dict> {
+    let plain = object.args.is_empty() && object.items.is_empty() && object.entries.is_empty();
+    let is_one = object.class.is("argparse", "Namespace") && plain;
+    object.state.as_ref().filter(|_| is_one)?.as_dict()
+}
+
 impl Writer {
     /// Writes a value; equal strings are shared when they are the same [`Arc`](std::sync::Arc).
     ///
     /// # Errors
     ///
     /// When it nests too deeply, or holds an object of a class, which can only be written as the
-    /// whole [`Opaque`](dcp_core::Opaque) that it was read as.
+    /// whole [`Opaque`](dcp_core::Opaque) that it was read as. An `argparse.Namespace` can be: it
+    /// is nothing but its attributes.
     pub fn value(
         &mut self,
         value: &Value,
@@ -125,6 +133,17 @@ impl Writer {
             Value::Tensor(tensor) => tensors.tensor(self, tensor)?,
             Value::Global(global) => self.global(&global.module, &global.name),
             Value::Object(object) => {
+                if let Some(attributes) = namespace(object) {
+                    self.global("argparse", "Namespace");
+                    self.empty_tuple();
+                    self.new_object();
+                    self.dict(attributes.iter(), |writer, (key, value)| {
+                        writer.nested(key, tensors, depth)?;
+                        writer.nested(value, tensors, depth)
+                    })?;
+                    self.build();
+                    return Ok(());
+                }
                 let problem = format!("an object of class {} cannot be made anew", object.class);
                 return Err(FormatError::new("pickle", problem));
             }

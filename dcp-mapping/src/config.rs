@@ -1,0 +1,244 @@
+//! Transformers' `config.json` and Megatron's arguments, each from the other.
+
+use dcp_core::{Dict, Value as Py};
+use serde_json::{Map, Value, json};
+
+use crate::error::MappingError;
+use crate::facts::{Facts, bad};
+use crate::mapping::Mapping;
+
+/// How positions are scaled in a family.
+pub(crate) const ROPES: &[&str] = &["plain", "llama3", "yarn"];
+/// How a family says which layers have experts, and how large shared experts are.
+pub(crate) const MOE_LAYERS: &[&str] = &["deepseek", "qwen"];
+
+impl Facts {
+    /// The arguments of a Megatron run as its checkpoint holds them: the entries of `args`.
+    /// Values that are no plain data are left out; dtypes are text such as `torch.bfloat16`.
+    #[must_use]
+    pub fn from_dict(args: &Dict) -> Self {
+        let plain = |(key, value): (&Py, &Py)| Some((key.as_str()?.to_owned(), plain(value, 0)?));
+        let mut facts = Self::from_args(args.iter().filter_map(plain).collect());
+        // Its name in Megatron-Core up to 0.15.
+        if let Some(epsilon) = facts.get("norm_epsilon").cloned() {
+            facts.complete("layernorm_epsilon", epsilon);
+        }
+        facts
+    }
+}
+
+fn plain(value: &Py, depth: usize) -> Option<Value> {
+    const DEPTH_MAX: usize = 8;
+    match value.view() {
+        Py::Bool(b) => Some(Value::Bool(*b)),
+        Py::Int(n) => Some(Value::from(*n)),
+        Py::Float(x) => serde_json::Number::from_f64(*x).map(Value::Number),
+        Py::Str(text) => Some(Value::from(&**text)),
+        Py::Global(global) => Some(Value::String(global.to_string())),
+        Py::List(items) | Py::Tuple(items) if depth < DEPTH_MAX => {
+            items.iter().map(|item| plain(item, depth + 1)).collect::<Option<_>>().map(Value::Array)
+        }
+        _ => None,
+    }
+}
+
+impl Mapping {
+    /// What transformers' `config.json` tells of a model, by the names that Megatron has for it.
+    ///
+    /// # Errors
+    ///
+    /// [`MappingError::BadFact`] when it is no object, or a field of it makes no sense.
+    pub fn facts_of_config(&self, config: &Value) -> Result<Facts, MappingError> {
+        let Some(fields) = config.as_object() else {
+            return Err(bad("config.json", &Value::Null, "it is no object"));
+        };
+        let mut facts = Facts::new();
+        for (field, arg) in &self.config.fields {
+            let Some(value) = fields.get(field).filter(|value| !value.is_null()) else { continue };
+            match (arg.strip_prefix('!'), value) {
+                (None, value) => facts.complete(arg, value.clone()),
+                (Some(arg), Value::Bool(on)) => facts.complete(arg, !on),
+                (Some(_), value) => return Err(bad(field, value, "it must be true or false")),
+            }
+        }
+        for (arg, value) in &self.config.args {
+            facts.complete(arg, value.clone());
+        }
+        self.rope_of_config(fields, &mut facts);
+        if let Some(window) = fields.get("sliding_window").filter(|_| self.config.window)
+            && let Some(before) = window.as_u64().and_then(|window| window.checked_sub(1))
+        {
+            // Megatron counts the tokens before the one that looks, transformers that one too.
+            facts.complete("window_size", json!([before, 0]));
+        }
+        if self.config.moe_layers.as_deref() == Some("deepseek")
+            && let Some(shared) = fields.get("n_shared_experts").and_then(Value::as_u64)
+            && let Some(size) = facts.get_u64("moe_ffn_hidden_size")?
+        {
+            let Some(size) = size.checked_mul(shared) else {
+                return Err(bad("n_shared_experts", &shared.into(), "that is too large"));
+            };
+            facts.set("moe_shared_expert_intermediate_size", size);
+        }
+        let heads = facts.get_u64("num_attention_heads")?;
+        if let (Some(heads), None) = (heads, facts.get_u64("kv_lora_rank")?) {
+            facts.complete("num_query_groups", heads);
+            let head = facts.get_u64("hidden_size")?.and_then(|size| size.checked_div(heads));
+            if let Some(head) = head {
+                facts.complete("kv_channels", head);
+            }
+            let grouped = facts.query_groups(heads)? != heads;
+            facts.set("group_query_attention", grouped);
+        }
+        if let Some(length) = facts.get("max_position_embeddings").cloned() {
+            facts.complete("seq_length", length);
+        }
+        Ok(facts)
+    }
+
+    fn rope_of_config(&self, fields: &Map<String, Value>, facts: &mut Facts) {
+        if self.config.rope.is_none() {
+            return;
+        }
+        let parameters = fields.get("rope_parameters").and_then(Value::as_object);
+        let theta = fields.get("rope_theta").or_else(|| parameters?.get("rope_theta"));
+        if let Some(theta) = theta.filter(|theta| theta.is_number()) {
+            facts.complete("rotary_base", theta.clone());
+        }
+        let scaling = fields.get("rope_scaling").and_then(Value::as_object).or(parameters);
+        let Some(scaling) = scaling else { return };
+        let kind = scaling.get("rope_type").or_else(|| scaling.get("type"));
+        let mut take = |field: &str, arg: &str| {
+            if let Some(value) = scaling.get(field).filter(|value| value.is_number()) {
+                facts.complete(arg, value.clone());
+            }
+        };
+        match kind.and_then(Value::as_str) {
+            Some("llama3") => {
+                take("factor", "rope_scaling_factor");
+                facts.set("use_rope_scaling", true);
+            }
+            Some("yarn") => {
+                take("factor", "rotary_scaling_factor");
+                for field in YARN {
+                    take(field, field);
+                }
+                facts.set("rope_type", "yarn");
+            }
+            _ => {}
+        }
+    }
+
+    /// A `config.json` for a model of this family, as far as `facts` tell it: those of
+    /// [`Mapped`](crate::Mapped), which know what the shapes told.
+    ///
+    /// # Errors
+    ///
+    /// [`MappingError::BadFact`] when transformers has no way to say what the arguments do.
+    pub fn config_json(&self, facts: &Facts) -> Result<Value, MappingError> {
+        let mut config = self.config.constants.clone();
+        for (field, arg) in &self.config.fields {
+            let value = match arg.strip_prefix('!') {
+                None => facts.get(arg).cloned(),
+                Some(arg) => facts.get_bool(arg).map(|on| Value::Bool(!on)),
+            };
+            if let Some(value) = value {
+                config.insert(field.clone(), value);
+            }
+        }
+        if config.contains_key("vocab_size") || facts.get("padded_vocab_size").is_some() {
+            let rows = facts.get("vocab_size").or_else(|| facts.get("padded_vocab_size"));
+            if let Some(rows) = rows {
+                config.insert("vocab_size".to_owned(), rows.clone());
+            }
+        }
+        for (field, value) in &self.config.defaults {
+            if !config.contains_key(field) {
+                config.insert(field.clone(), value.clone());
+            }
+        }
+        self.rope_to_config(facts, &mut config);
+        if self.config.window {
+            let before = facts.get("window_size").and_then(|window| window.get(0)?.as_u64());
+            let window = before.and_then(|before| before.checked_add(1));
+            config.insert("sliding_window".to_owned(), window.into());
+        }
+        self.moe_to_config(facts, &mut config)?;
+        if let Some(dtype) = facts.get("params_dtype").and_then(Value::as_str) {
+            let dtype = dtype.strip_prefix("torch.").unwrap_or(dtype);
+            config.insert("torch_dtype".to_owned(), dtype.into());
+        }
+        Ok(Value::Object(config))
+    }
+
+    fn rope_to_config(&self, facts: &Facts, config: &mut Map<String, Value>) {
+        let Some(rope) = self.config.rope.as_deref() else { return };
+        if let Some(base) = facts.get("rotary_base") {
+            config.insert("rope_theta".to_owned(), base.clone());
+        }
+        let factor = |name: &str| facts.get(name).and_then(Value::as_f64);
+        if rope == "llama3" && facts.get_bool("use_rope_scaling") == Some(true) {
+            // Megatron knows no other numbers than Llama 3.1's.
+            let scaling = json!({
+                "rope_type": "llama3",
+                "factor": factor("rope_scaling_factor").unwrap_or(8.0),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            });
+            config.insert("rope_scaling".to_owned(), scaling);
+        }
+        let Some(scale) = factor("rotary_scaling_factor").filter(|scale| *scale > 1.0) else {
+            return;
+        };
+        if rope == "yarn" && facts.get("rope_type") != Some(&Value::from("rope")) {
+            let mut scaling = Map::new();
+            scaling.insert("type".to_owned(), "yarn".into());
+            scaling.insert("factor".to_owned(), scale.into());
+            let usual = [json!(1.0), json!(0.0), json!(32), json!(1), json!(4096)];
+            for (field, usual) in YARN.iter().zip(usual) {
+                scaling.insert((*field).to_owned(), facts.get(field).cloned().unwrap_or(usual));
+            }
+            config.insert("rope_scaling".to_owned(), Value::Object(scaling));
+        }
+    }
+
+    fn moe_to_config(
+        &self,
+        facts: &Facts,
+        config: &mut Map<String, Value>,
+    ) -> Result<(), MappingError> {
+        let Some(kind) = self.config.moe_layers.as_deref() else { return Ok(()) };
+        let which = facts.get("moe_layer_freq").and_then(Value::as_array);
+        let dense = which.map(|which| {
+            let is_dense = |(at, moe): (usize, &Value)| (moe.as_u64() == Some(0)).then_some(at);
+            which.iter().enumerate().filter_map(is_dense).collect::<Vec<_>>()
+        });
+        let dense = dense.unwrap_or_default();
+        if kind == "qwen" {
+            config.insert("decoder_sparse_step".to_owned(), 1.into());
+            config.insert("mlp_only_layers".to_owned(), dense.into());
+            return Ok(());
+        }
+        if dense.iter().enumerate().any(|(at, layer)| at != *layer) {
+            let which = which.cloned().map_or(Value::Null, Value::Array);
+            let problem = "transformers has only the first layers of this family without experts";
+            return Err(bad("moe_layer_freq", &which, problem));
+        }
+        config.insert("first_k_dense_replace".to_owned(), dense.len().into());
+        let size = facts.get_u64("moe_ffn_hidden_size")?;
+        let shared = facts.get_u64("moe_shared_expert_intermediate_size")?;
+        if let (Some(size), Some(shared)) = (size, shared) {
+            if shared.checked_rem(size) != Some(0) {
+                let problem = format!("it is no multiple of the experts' size, {size}");
+                return Err(bad("moe_shared_expert_intermediate_size", &shared.into(), &problem));
+            }
+            config.insert("n_shared_experts".to_owned(), (shared / size).into());
+        }
+        Ok(())
+    }
+}
+
+/// Fields of YaRN that have one name on both sides.
+const YARN: &[&str] =
+    &["mscale", "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings"];

@@ -1,0 +1,85 @@
+//! What can be wrong with a mapping, or between a mapping and a checkpoint.
+
+use dcp_convert::ConvertError;
+use dcp_core::CheckpointError;
+
+/// A mapping could not be read, or does not fit the checkpoint.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MappingError {
+    /// The file is no mapping: bad TOML, an unknown operation or field, a bad name.
+    #[error("{file}:{line}: {problem}")]
+    Declaration {
+        /// The file's name as given.
+        file: String,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A rule does not fit the checkpoint.
+    #[error("{file}:{line}: rule {rule:?}: {problem}")]
+    Rule {
+        /// The file's name as given.
+        file: String,
+        /// The line that the rule begins at, from 1.
+        line: usize,
+        /// The rule's name, or the Megatron name that it is about.
+        rule: String,
+        /// What is wrong, with the tensor.
+        problem: String,
+    },
+    /// There is no built-in mapping of that name.
+    #[error("there is no model family {name:?}; there are {}", .known.join(", "))]
+    UnknownFamily {
+        /// The name asked for.
+        name: String,
+        /// Those there are.
+        known: Vec<&'static str>,
+    },
+    /// No rule knows what to do with some tensors of the checkpoint.
+    #[error("the mapping {family:?} has no rule for {}", first_of(.tensors))]
+    LeftOver {
+        /// The mapping's name.
+        family: String,
+        /// The tensors, in the checkpoint's order.
+        tensors: Vec<String>,
+    },
+    /// A number that is needed is given nowhere.
+    #[error("{needed_for} needs {fact}, which neither the arguments nor the shapes tell")]
+    UnknownFact {
+        /// The number, by the name that Megatron's arguments have for it.
+        fact: String,
+        /// What needs it.
+        needed_for: String,
+    },
+    /// An argument or a field of the configuration that makes no sense.
+    #[error("{fact} is {value}: {problem}")]
+    BadFact {
+        /// Its name.
+        fact: String,
+        /// What it is, as JSON.
+        value: String,
+        /// Why that cannot be.
+        problem: String,
+    },
+    /// The checkpoint, or what is beneath it.
+    #[error(transparent)]
+    Convert(#[from] ConvertError),
+}
+
+impl From<CheckpointError> for MappingError {
+    fn from(error: CheckpointError) -> Self {
+        Self::Convert(error.into())
+    }
+}
+
+/// The first names of a list, and how many more there are.
+pub(crate) fn first_of(names: &[String]) -> String {
+    const SHOWN: usize = 8;
+    let mut text = names.iter().take(SHOWN).map(|n| format!("{n:?}")).collect::<Vec<_>>();
+    if names.len() > SHOWN {
+        text.push(format!("and {} more", names.len() - SHOWN));
+    }
+    text.join(", ")
+}

@@ -1,0 +1,170 @@
+//! The numbers that a mapping needs, by the names that Megatron's arguments have for them.
+
+use serde_json::{Map, Value};
+
+use crate::error::MappingError;
+
+/// What is known of a model: names of Megatron's arguments, and their values.
+///
+/// They come from a checkpoint's `args` ([`from_args`](Self::from_args)), from a transformers
+/// `config.json` ([`Mapping::facts_of_config`](crate::Mapping::facts_of_config)), or one by one.
+/// What is missing is taken from shapes where they tell it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Facts {
+    values: Map<String, Value>,
+    padding: Padding,
+}
+
+/// To what a vocabulary is padded on the way to Megatron.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Padding {
+    /// To the next multiple of `divisor × tensor_parallel` rows, as Megatron's
+    /// `--make-vocab-size-divisible-by` does it.
+    Multiple {
+        /// `--make-vocab-size-divisible-by`.
+        divisor: u64,
+        /// The tensor parallel size.
+        tensor_parallel: u64,
+    },
+    /// To so many rows.
+    Exactly(u64),
+}
+
+impl Default for Padding {
+    /// Megatron's: 128 without tensor parallelism.
+    fn default() -> Self {
+        Self::Multiple { divisor: 128, tensor_parallel: 1 }
+    }
+}
+
+impl Facts {
+    /// Nothing but what shapes tell.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The arguments of a Megatron run, as plain data. `num_query_groups` means nothing when
+    /// `group_query_attention` is off: then every head is a group of its own.
+    #[must_use]
+    pub fn from_args(mut args: Map<String, Value>) -> Self {
+        args.retain(|_, value| !value.is_null());
+        if args.get("group_query_attention") == Some(&Value::Bool(false)) {
+            args.remove("num_query_groups");
+            if let Some(heads) = args.get("num_attention_heads").cloned() {
+                args.insert("num_query_groups".to_owned(), heads);
+            }
+        }
+        // This tokenizer has a token more than the argument says: that for the end of a document.
+        if args.get("tokenizer_type").and_then(Value::as_str) == Some("NullTokenizer")
+            && let Some(size) = args.get("vocab_size").and_then(Value::as_u64)
+        {
+            args.insert("vocab_size".to_owned(), size.saturating_add(1).into());
+        }
+        Self { values: args, padding: Padding::default() }
+    }
+
+    /// The same with one more value, or another one.
+    #[must_use]
+    pub fn with(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
+        self.set(name, value);
+        self
+    }
+
+    /// The same, with another padding of the vocabulary.
+    #[must_use]
+    pub fn with_padding(mut self, padding: Padding) -> Self {
+        self.padding = padding;
+        self
+    }
+
+    /// Sets a value; `null` removes it.
+    pub fn set(&mut self, name: impl Into<String>, value: impl Into<Value>) {
+        match value.into() {
+            Value::Null => _ = self.values.remove(&name.into()),
+            value => _ = self.values.insert(name.into(), value),
+        }
+    }
+
+    /// Sets a value that is not there yet.
+    pub(crate) fn complete(&mut self, name: &str, value: impl Into<Value>) {
+        if !self.values.contains_key(name) {
+            self.set(name, value);
+        }
+    }
+
+    /// A value.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.values.get(name)
+    }
+
+    /// All values.
+    #[must_use]
+    pub fn values(&self) -> &Map<String, Value> {
+        &self.values
+    }
+
+    /// A size.
+    ///
+    /// # Errors
+    ///
+    /// [`MappingError::BadFact`] when it is something else than a size.
+    pub fn get_u64(&self, name: &str) -> Result<Option<u64>, MappingError> {
+        let Some(value) = self.values.get(name) else { return Ok(None) };
+        match value.as_u64() {
+            Some(number) => Ok(Some(number)),
+            None => Err(bad(name, value, "it must be a whole number from 0")),
+        }
+    }
+
+    /// A size that has to be known.
+    pub(crate) fn need(&self, name: &str, needed_for: &str) -> Result<u64, String> {
+        match self.get_u64(name) {
+            Ok(Some(number)) => Ok(number),
+            Ok(None) => {
+                let (fact, needed_for) = (name.to_owned(), needed_for.to_owned());
+                Err(MappingError::UnknownFact { fact, needed_for }.to_string())
+            }
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Whether something is on, where known.
+    pub(crate) fn get_bool(&self, name: &str) -> Option<bool> {
+        self.values.get(name)?.as_bool()
+    }
+
+    /// The number of groups that query heads come in: `num_query_groups`, by default every head
+    /// has its own.
+    pub(crate) fn query_groups(&self, heads: u64) -> Result<u64, MappingError> {
+        let groups = self.get_u64("num_query_groups")?.unwrap_or(heads);
+        if groups == 0 {
+            return Err(bad("num_query_groups", &Value::from(0), "there must be one at least"));
+        }
+        Ok(groups)
+    }
+
+    /// The tokens of the vocabulary, without padding, where known.
+    pub(crate) fn vocab_size(&self) -> Result<Option<u64>, MappingError> {
+        self.get_u64("vocab_size")
+    }
+
+    /// The rows that a vocabulary of `tokens` is padded to.
+    pub(crate) fn padded_vocab_size(&self, tokens: u64) -> Result<u64, MappingError> {
+        match self.padding {
+            Padding::Exactly(rows) => Ok(rows),
+            Padding::Multiple { divisor, tensor_parallel } => {
+                let multiple = divisor.max(1).checked_mul(tensor_parallel.max(1));
+                let rows = multiple.and_then(|multiple| tokens.checked_next_multiple_of(multiple));
+                rows.ok_or_else(|| bad("vocab_size", &tokens.into(), "padded it is too large"))
+            }
+        }
+    }
+}
+
+pub(crate) fn bad(name: &str, value: &Value, problem: &str) -> MappingError {
+    let (fact, value) = (name.to_owned(), value.to_string());
+    MappingError::BadFact { fact, value, problem: problem.to_owned() }
+}

@@ -1,0 +1,15 @@
+//! The families that come with this crate.
+
+macro_rules! families {
+    ($($name:literal),* $(,)?) => {
+        pub(crate) const NAMES: &[&str] = &[$($name),*];
+        pub(crate) const FILES: &[(&str, &str)] = &[$((
+            concat!("families/", $name, ".toml"),
+            include_str!(concat!("../families/", $name, ".toml")),
+        )),*];
+    };
+}
+
+families! {
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt2",
+}

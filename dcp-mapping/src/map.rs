@@ -1,0 +1,289 @@
+//! A checkpoint under the names and in the layout of the other side.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_convert::view::{Assembled, Cast};
+use dcp_convert::{CastOptions, JobOptions, Source};
+use dcp_core::{CheckpointMetadata, DType, Dict, Value};
+use serde::Serialize;
+
+use crate::compile::Compiler;
+use crate::error::MappingError;
+use crate::facts::Facts;
+use crate::mapping::Mapping;
+use crate::resolve::{Resolved, Resolver};
+use crate::shapes::Shapes;
+
+/// Which way a checkpoint goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Direction {
+    /// From Megatron-Core to Hugging Face.
+    ToHf,
+    /// From Hugging Face to Megatron-Core.
+    ToMegatron,
+}
+
+/// How a mapping is applied.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct MapOptions {
+    /// How layers are written to Megatron.
+    pub layers: LayerForm,
+    /// Which of Megatron's names for layer norms are written.
+    pub spec: LayerSpec,
+    /// What happens to an output embedding.
+    pub tying: Tying,
+    /// More source tensors to leave out, as globs.
+    pub drop: Vec<String>,
+    /// Whether source tensors that no rule knows are left out instead of refused.
+    pub allow_left_over: bool,
+    /// More for the common state of a Megatron checkpoint; entries here replace those made from
+    /// the facts.
+    pub common: Option<Dict>,
+}
+
+/// How layers are written to Megatron.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LayerForm {
+    /// As Megatron itself does it: one tensor with a leading axis when all layers have the same
+    /// tensors, else layer by layer.
+    #[default]
+    Auto,
+    /// One tensor with a leading axis.
+    Stacked,
+    /// `decoder.layers.3.…`, a tensor for each layer.
+    PerLayer,
+}
+
+/// Which of Megatron's names for layer norms are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LayerSpec {
+    /// Those of models with Transformer Engine.
+    #[default]
+    TransformerEngine,
+    /// Those of the local layer specification.
+    Local,
+}
+
+/// What happens to an output embedding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Tying {
+    /// It is there when it is in the source (and no configuration says that it counts for
+    /// nothing).
+    #[default]
+    AsItIs,
+    /// It is left out.
+    Tie,
+    /// Where it is missing, it is a copy of the input embedding.
+    Untie,
+}
+
+/// A mapped checkpoint.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Mapped {
+    /// The checkpoint as any job reads it.
+    pub source: Source,
+    /// What was done.
+    pub report: MappingReport,
+    /// The facts, with what shapes told.
+    pub facts: Facts,
+}
+
+/// What a mapping did.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct MappingReport {
+    /// The mapping's name.
+    pub family: String,
+    /// Which way.
+    pub direction: Direction,
+    /// Source tensors that were used.
+    pub used: Vec<Arc<str>>,
+    /// Source tensors and objects that belong to no model: optimizer, random states, buffers.
+    pub dropped: Vec<Arc<str>>,
+    /// Source tensors without a rule, when that is allowed.
+    pub left_over: Vec<Arc<str>>,
+    /// Tensors made.
+    pub created: Vec<String>,
+    /// Tensors with rows of zeros added, and how many.
+    pub padded: Vec<(String, u64)>,
+    /// Tensors with rows of padding left out, and how many.
+    pub trimmed: Vec<(String, u64)>,
+    /// Whether input and output embeddings are one.
+    pub tied: bool,
+    /// What else there is to know.
+    pub notes: Vec<String>,
+}
+
+/// A Megatron checkpoint's weights as transformers has them. `source` is the logical view of it
+/// (`dcp_megatron::MegatronCheckpoint::source`), `facts` come from its arguments.
+///
+/// # Errors
+///
+/// [`MappingError`] when a tensor is missing, left over or of a shape that does not fit.
+pub async fn map_to_hf(
+    source: &Source,
+    mapping: &Mapping,
+    facts: &Facts,
+    options: &MapOptions,
+    job: &JobOptions,
+) -> Result<Mapped, MappingError> {
+    map(source, mapping, facts, options, job, Direction::ToHf).await
+}
+
+/// A transformers model's weights as Megatron-Core has them, with a common state that holds the
+/// model's arguments. `facts` come from its `config.json`
+/// ([`Mapping::facts_of_config`]).
+///
+/// # Errors
+///
+/// As [`map_to_hf`].
+pub async fn map_to_megatron(
+    source: &Source,
+    mapping: &Mapping,
+    facts: &Facts,
+    options: &MapOptions,
+    job: &JobOptions,
+) -> Result<Mapped, MappingError> {
+    map(source, mapping, facts, options, job, Direction::ToMegatron).await
+}
+
+async fn map(
+    source: &Source,
+    mapping: &Mapping,
+    facts: &Facts,
+    options: &MapOptions,
+    job: &JobOptions,
+    direction: Direction,
+) -> Result<Mapped, MappingError> {
+    let metadata = source.metadata().await?;
+    let mut known = facts.clone();
+    if direction == Direction::ToHf {
+        Shapes::of(&metadata, mapping).complete(&mut known)?;
+    }
+    let mut facts = known.clone();
+    let resolved = Resolver::new(mapping, &metadata, &known, options, direction).resolve()?;
+    let compiler = Compiler {
+        mapping,
+        metadata: &metadata,
+        facts: &known,
+        options,
+        direction,
+        resolved: &resolved,
+    };
+    let targets = compiler.compile()?;
+    let mut report = report(mapping, direction, &resolved, &metadata);
+    let mut view = Assembled::builder(std::slice::from_ref(source), job).await?;
+    let mut casts: HashMap<String, DType> = HashMap::new();
+    for (name, target) in targets {
+        if let Some(dtype) = target.cast {
+            casts.insert(name.clone(), dtype);
+        }
+        if target.padded > 0 {
+            report.padded.push((name.clone(), target.padded));
+        }
+        if target.trimmed > 0 {
+            report.trimmed.push((name.clone(), target.trimmed));
+        }
+        report.created.push(name.clone());
+        match target.same_as {
+            Some(entry) => view.pass(name, None, 0, entry)?,
+            None => view.tensor(name, None, target.dtype, target.shape, target.pieces)?,
+        }
+    }
+    match direction {
+        Direction::ToHf => note_vocabulary(&facts, &report.trimmed, &mut report.notes)?,
+        Direction::ToMegatron => {
+            learn(&mut facts, mapping, &resolved, view.metadata(), &report.padded)?;
+        }
+    }
+    facts.set("untie_embeddings_and_output_weights", !resolved.tied);
+    if let Some(freq) = resolved.moe_layer_freq() {
+        facts.set("moe_layer_freq", freq);
+    }
+    if let Some(dtype) = view.metadata().iter().find_map(|(_, e)| Some(e.as_tensor()?.dtype)) {
+        facts.complete("params_dtype", format!("torch.{dtype}"));
+    }
+    if direction == Direction::ToMegatron {
+        let mut common = crate::common::common_state(&facts);
+        for (key, value) in options.common.clone().into_iter().flatten() {
+            common.insert(key, value);
+        }
+        view.object("common_state", None, Value::Dict(common))?;
+    }
+    let mut source = view.finish()?;
+    if !casts.is_empty() {
+        let rule = |fqn: &str, _| casts.get(fqn).copied();
+        source = Cast::apply(&source, rule, CastOptions::default(), job).await?.0;
+    }
+    Ok(Mapped { source, report, facts })
+}
+
+fn report(
+    mapping: &Mapping,
+    direction: Direction,
+    resolved: &Resolved<'_>,
+    metadata: &CheckpointMetadata,
+) -> MappingReport {
+    let instances = resolved.active.iter().flat_map(|active| &active.instances);
+    let mut used: Vec<usize> =
+        instances.flat_map(|i| i.sources.iter().map(|source| source.entry)).collect();
+    used.sort_unstable();
+    used.dedup();
+    MappingReport {
+        family: mapping.family.name.clone(),
+        direction,
+        used: used.iter().filter_map(|e| Some(Arc::clone(metadata.at(*e)?.0))).collect(),
+        dropped: resolved.dropped.clone(),
+        left_over: resolved.left_over.clone(),
+        created: Vec::new(),
+        padded: Vec::new(),
+        trimmed: Vec::new(),
+        tied: resolved.tied,
+        notes: resolved.notes.clone(),
+    }
+}
+
+/// Says so when padding cannot be told from the vocabulary.
+fn note_vocabulary(
+    facts: &Facts,
+    trimmed: &[(String, u64)],
+    notes: &mut Vec<String>,
+) -> Result<(), MappingError> {
+    if trimmed.is_empty() && facts.vocab_size()?.is_none() {
+        notes.push(
+            "the vocabulary keeps all its rows, padding included if there is any: the arguments \
+             do not tell its size (vocab_size)"
+                .to_owned(),
+        );
+    }
+    Ok(())
+}
+
+/// What only the tensors of a model tell, for the arguments of its Megatron checkpoint.
+fn learn(
+    facts: &mut Facts,
+    mapping: &Mapping,
+    resolved: &Resolved<'_>,
+    made: &CheckpointMetadata,
+    padded: &[(String, u64)],
+) -> Result<(), MappingError> {
+    Shapes::of(made, mapping).complete(facts)?;
+    facts.set("num_layers", resolved.layers);
+    if let Some(rows) = Shapes::of(made, mapping).vocabulary() {
+        facts.set("padded_vocab_size", rows);
+        let added = padded.first().map_or(0, |(_, added)| *added);
+        facts.set("vocab_size", rows.saturating_sub(added));
+    }
+    if resolved.mtp_layers > 0 {
+        facts.set("mtp_num_layers", resolved.mtp_layers);
+    }
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! A mapping: the names, operations and arguments of one family of models.
+
+use dcp_core::DType;
+use indexmap::IndexMap;
+use serde_json::{Map, Value};
+
+use crate::error::MappingError;
+use crate::layout::Op;
+use crate::template::Template;
+use crate::{config, declaration, families};
+
+/// How the weights of one family of models are called and laid out in Megatron-Core and in
+/// Hugging Face's transformers. One mapping serves both directions.
+#[derive(Clone, Debug)]
+pub struct Mapping {
+    pub(crate) file: String,
+    pub(crate) family: Family,
+    pub(crate) recognize: Recognize,
+    pub(crate) drop: Drop,
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) config: ConfigRules,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Family {
+    pub(crate) name: String,
+    pub(crate) title: String,
+    pub(crate) model_types: Vec<String>,
+    pub(crate) hf_prefixes: Vec<String>,
+    pub(crate) megatron_prefixes: Vec<String>,
+}
+
+/// What tells a Megatron checkpoint of the family.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Recognize {
+    pub(crate) has: Vec<Template>,
+    pub(crate) lacks: Vec<Template>,
+    pub(crate) gated: Option<bool>,
+    /// Values that arguments have, or `"set"`.
+    pub(crate) args: Map<String, Value>,
+}
+
+/// Tensors that may be left out, as globs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Drop {
+    pub(crate) hf: Vec<String>,
+    pub(crate) megatron: Vec<String>,
+}
+
+/// How the arguments of both sides belong together.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ConfigRules {
+    pub(crate) constants: Map<String, Value>,
+    /// Fields that are written when no argument tells them.
+    pub(crate) defaults: Map<String, Value>,
+    /// Fields of `config.json` and Megatron's arguments; `!` in front of one negates it.
+    pub(crate) fields: IndexMap<String, String>,
+    /// What Megatron's arguments are for every model of the family.
+    pub(crate) args: Map<String, Value>,
+    pub(crate) rope: Option<String>,
+    pub(crate) moe_layers: Option<String>,
+    /// Whether attention may be within a window.
+    pub(crate) window: bool,
+}
+
+/// One Megatron tensor, and what it is in Hugging Face.
+#[derive(Clone, Debug)]
+pub(crate) struct Rule {
+    pub(crate) line: usize,
+    pub(crate) name: String,
+    pub(crate) hf: Vec<Template>,
+    /// The name that is written, and others that are read as well.
+    pub(crate) megatron: Vec<Template>,
+    /// Which of them Megatron's local layer specification writes, where it is another.
+    pub(crate) local: Option<usize>,
+    pub(crate) op: Op,
+    pub(crate) transpose: bool,
+    pub(crate) optional: bool,
+    pub(crate) layers: Layers,
+    pub(crate) instead: Option<String>,
+    pub(crate) tied_to: Option<String>,
+    pub(crate) hf_dtype: Option<DType>,
+    pub(crate) megatron_dtype: Option<DType>,
+}
+
+/// Which layers a rule is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Layers {
+    All,
+    Dense,
+    Moe,
+}
+
+impl Mapping {
+    /// The mapping of a family that comes with this crate, by the name of the family or by a
+    /// `model_type` of transformers.
+    ///
+    /// # Errors
+    ///
+    /// [`MappingError::UnknownFamily`] when there is none.
+    pub fn builtin(name: &str) -> Result<Self, MappingError> {
+        let mut by_type = None;
+        for (file, text) in families::FILES {
+            let mapping = declaration::parse(text, file)?;
+            if mapping.family.name == name {
+                return Ok(mapping);
+            }
+            if by_type.is_none() && mapping.family.model_types.iter().any(|kind| kind == name) {
+                by_type = Some(mapping);
+            }
+        }
+        let unknown = || MappingError::UnknownFamily {
+            name: name.to_owned(),
+            known: families::NAMES.to_vec(),
+        };
+        by_type.ok_or_else(unknown)
+    }
+
+    /// All mappings that come with this crate.
+    ///
+    /// # Errors
+    ///
+    /// None in a released crate: a test reads them all.
+    pub fn builtins() -> Result<Vec<Self>, MappingError> {
+        families::FILES.iter().map(|(file, text)| declaration::parse(text, file)).collect()
+    }
+
+    /// The names of the families that come with this crate.
+    #[must_use]
+    pub fn families() -> &'static [&'static str] {
+        families::NAMES
+    }
+
+    /// A mapping of one's own. `file_name` is what errors call it.
+    ///
+    /// # Errors
+    ///
+    /// [`MappingError::Declaration`] with the line.
+    pub fn parse(toml: &str, file_name: &str) -> Result<Self, MappingError> {
+        declaration::parse(toml, file_name)
+    }
+
+    /// The family's name, such as `llama`.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.family.name
+    }
+
+    /// The family's name for people, such as `Llama 2 and 3`.
+    #[must_use]
+    pub fn title(&self) -> &str {
+        &self.family.title
+    }
+
+    /// The `model_type`s in transformers' `config.json` that this mapping is for.
+    #[must_use]
+    pub fn model_types(&self) -> &[String] {
+        &self.family.model_types
+    }
+
+    pub(crate) fn error(&self, rule: &Rule, problem: impl Into<String>) -> MappingError {
+        MappingError::Rule {
+            file: self.file.clone(),
+            line: rule.line,
+            rule: rule.name.clone(),
+            problem: problem.into(),
+        }
+    }
+}
+
+impl ConfigRules {
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let known = |what: &str, value: &Option<String>, names: &[&str]| match value {
+            Some(value) if !names.contains(&value.as_str()) => {
+                Err(format!("there is no {what} {value:?}; there are {}", names.join(", ")))
+            }
+            _ => Ok(()),
+        };
+        known("rope", &self.rope, config::ROPES)?;
+        known("moe_layers", &self.moe_layers, config::MOE_LAYERS)
+    }
+}

@@ -1,0 +1,139 @@
+//! Telling the family of a model.
+
+use dcp_core::CheckpointMetadata;
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::error::MappingError;
+use crate::facts::Facts;
+use crate::mapping::Mapping;
+use crate::shapes::Shapes;
+use crate::template::Template;
+
+/// What was made of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "recognized", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Recognition {
+    /// It is of this family.
+    Found {
+        /// The family's name, for [`Mapping::builtin`].
+        family: String,
+        /// What tells it.
+        because: Vec<String>,
+        /// Families whose weights look the same but of which nothing speaks for being them.
+        alike: Vec<String>,
+    },
+    /// It may be of several families, and nothing speaks for one of them.
+    Ambiguous {
+        /// Their names.
+        candidates: Vec<String>,
+        /// What is the same.
+        why: String,
+    },
+    /// It is of no family that is known here.
+    Unknown {
+        /// For each family, what speaks against it.
+        why: Vec<(String, String)>,
+    },
+}
+
+/// The family of a Megatron checkpoint, told by its keys, its shapes and its arguments, among
+/// those that come with this crate.
+///
+/// # Errors
+///
+/// [`MappingError::BadFact`] when an argument makes no sense.
+pub fn recognize(
+    metadata: &CheckpointMetadata,
+    facts: &Facts,
+) -> Result<Recognition, MappingError> {
+    let (mut fitting, mut against) = (Vec::new(), Vec::new());
+    for mapping in Mapping::builtins()? {
+        let shapes = Shapes::of(metadata, &mapping);
+        match judge(&mapping, &shapes, facts) {
+            Ok(because) => fitting.push((mapping.family.name, because)),
+            Err(problem) => against.push((mapping.family.name, problem)),
+        }
+    }
+    let Some(most) = fitting.iter().map(|(_, because)| because.len()).max() else {
+        return Ok(Recognition::Unknown { why: against });
+    };
+    let (best, rest): (Vec<_>, Vec<_>) =
+        fitting.into_iter().partition(|(_, because)| because.len() == most);
+    let mut best = best.into_iter();
+    match (best.next(), best.next()) {
+        (Some((family, because)), None) => {
+            let alike = rest.into_iter().map(|(name, _)| name).collect();
+            Ok(Recognition::Found { family, because, alike })
+        }
+        (first, second) => {
+            let all = first.into_iter().chain(second).chain(best).collect::<Vec<_>>();
+            let why = all.first().map_or_else(String::new, |(_, because)| because.join("; "));
+            let candidates = all.into_iter().map(|(name, _)| name).collect();
+            Ok(Recognition::Ambiguous { candidates, why })
+        }
+    }
+}
+
+/// The family of a transformers model, told by `model_type` in its `config.json`.
+///
+/// # Errors
+///
+/// [`MappingError::UnknownFamily`] when there is no mapping for it, or no `model_type`.
+pub fn recognize_config(config: &Value) -> Result<Mapping, MappingError> {
+    let kind = config.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    let found = Mapping::builtins()?
+        .into_iter()
+        .find(|mapping| mapping.family.model_types.iter().any(|known| known == kind));
+    let known = Mapping::families().to_vec();
+    found.ok_or_else(|| MappingError::UnknownFamily { name: kind.to_owned(), known })
+}
+
+/// What speaks for a family, or the first thing that speaks against it.
+fn judge(mapping: &Mapping, shapes: &Shapes, facts: &Facts) -> Result<Vec<String>, String> {
+    let recognize = &mapping.recognize;
+    let mut because = Vec::new();
+    let name = |template: &Template| {
+        template.text().replace("{prefix}", "").replace("{layer}.", "").replace("{expert}.", "")
+    };
+    for template in &recognize.has {
+        let name = name(template);
+        if !shapes.has(&name) {
+            return Err(format!("there is no {name}"));
+        }
+        because.push(format!("there is {name}"));
+    }
+    for template in &recognize.lacks {
+        let name = name(template);
+        if shapes.has(&name) {
+            return Err(format!("there is {name}"));
+        }
+        because.push(format!("there is no {name}"));
+    }
+    if let Some(gated) = recognize.gated {
+        let text = |gated| if gated { "the MLP is gated" } else { "the MLP is not gated" };
+        match shapes.gated() {
+            Some(found) if found == gated => because.push(text(gated).to_owned()),
+            Some(found) => return Err(text(found).to_owned()),
+            None => return Err("there is no MLP".to_owned()),
+        }
+    }
+    for (arg, expected) in &recognize.args {
+        let found = facts.get(arg);
+        let fits = match (expected.as_str(), found) {
+            (Some("set"), found) => found.is_some(),
+            (_, found) => found == Some(expected),
+        };
+        let shown = found.map_or_else(|| "not set".to_owned(), Value::to_string);
+        let text = format!("the argument {arg} is {shown}");
+        if !fits {
+            return Err(text);
+        }
+        because.push(text);
+    }
+    if because.is_empty() {
+        return Err("it says nothing of how to recognize it".to_owned());
+    }
+    Ok(because)
+}

@@ -1,0 +1,169 @@
+//! What the shapes of a Megatron checkpoint tell of its model.
+
+use std::collections::HashMap;
+
+use dcp_core::{CheckpointMetadata, Dims};
+
+use crate::error::MappingError;
+use crate::facts::Facts;
+use crate::mapping::Mapping;
+
+/// The shapes of a model's tensors without layer and expert, by names without numbers.
+#[derive(Debug, Default)]
+pub(crate) struct Shapes {
+    shapes: HashMap<String, Dims>,
+    layers: u64,
+    experts: u64,
+}
+
+const LAYERS: &str = "decoder.layers.";
+const EXPERTS: &str = "mlp.experts.experts.";
+
+impl Shapes {
+    /// Of a checkpoint under any of the prefixes that the mapping knows.
+    pub(crate) fn of(metadata: &CheckpointMetadata, mapping: &Mapping) -> Self {
+        let marked = |prefix: &&String| {
+            let below = |name: &str| {
+                name.strip_prefix(prefix.as_str())
+                    .is_some_and(|rest| rest.starts_with(LAYERS) || rest.starts_with("embedding."))
+            };
+            metadata.iter().any(|(name, _)| below(name))
+        };
+        let prefixes = &mapping.family.megatron_prefixes;
+        let prefix = prefixes.iter().find(marked).map_or("", String::as_str);
+        let mut this = Self::default();
+        for (name, entry) in metadata.iter() {
+            if let (Some(name), Some(tensor)) = (name.strip_prefix(prefix), entry.as_tensor()) {
+                this.add(name, &tensor.shape);
+            }
+        }
+        this
+    }
+
+    fn add(&mut self, name: &str, shape: &Dims) {
+        let mut shape: &[u64] = shape;
+        let Some(rest) = name.strip_prefix(LAYERS) else {
+            self.shapes.insert(name.to_owned(), shape.into());
+            return;
+        };
+        let (layer, mut rest) = number(rest);
+        match layer {
+            Some(layer) => self.layers = self.layers.max(layer.saturating_add(1)),
+            None => {
+                let Some((layers, below)) = shape.split_first() else { return };
+                self.layers = self.layers.max(*layers);
+                shape = below;
+            }
+        }
+        let whole = rest;
+        let mut key = rest.to_owned();
+        if let Some(below) = rest.strip_prefix(EXPERTS) {
+            let (expert, name) = number(below);
+            rest = name;
+            key = format!("{EXPERTS}{rest}");
+            match expert {
+                Some(expert) => self.experts = self.experts.max(expert.saturating_add(1)),
+                None => {
+                    let Some((experts, below)) = shape.split_first() else { return };
+                    self.experts = self.experts.max(*experts);
+                    shape = below;
+                }
+            }
+        }
+        debug_assert!(!whole.is_empty() || rest.is_empty());
+        self.shapes.entry(format!("{LAYERS}{key}")).or_insert_with(|| shape.into());
+    }
+
+    /// The shape of a tensor by its name without numbers.
+    pub(crate) fn get(&self, name: &str) -> Option<&[u64]> {
+        self.shapes.get(name).map(|shape| &**shape)
+    }
+
+    /// Whether there is a tensor of a name without numbers, in any layer.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.shapes.contains_key(name)
+    }
+
+    /// The rows of the embedding, padding included.
+    pub(crate) fn vocabulary(&self) -> Option<u64> {
+        self.get("embedding.word_embeddings.weight")?.first().copied()
+    }
+
+    /// Whether the feed-forward network has a gate, where there is one.
+    pub(crate) fn gated(&self) -> Option<bool> {
+        let pair = |name: &str| {
+            let up = *self.get(&format!("{LAYERS}{name}linear_fc1.weight"))?.first()?;
+            let down = *self.get(&format!("{LAYERS}{name}linear_fc2.weight"))?.get(1)?;
+            Some(up == down.checked_mul(2)?)
+        };
+        pair("mlp.").or_else(|| pair(EXPERTS)).or_else(|| {
+            let name = format!("{LAYERS}mlp.linear_fc1.weight_w");
+            (self.has(&name) || self.has(&format!("{LAYERS}{EXPERTS}linear_fc1.weight_w")))
+                .then_some(true)
+        })
+    }
+
+    /// Sets the facts that shapes tell and arguments did not.
+    pub(crate) fn complete(&self, facts: &mut Facts) -> Result<(), MappingError> {
+        let at = |name: &str, axis: usize| {
+            self.get(&format!("{LAYERS}{name}")).and_then(|shape| shape.get(axis).copied())
+        };
+        let mut complete = |name: &str, value: Option<u64>| {
+            if let Some(value) = value {
+                facts.complete(name, value);
+            }
+        };
+        let embedding = self.get("embedding.word_embeddings.weight");
+        complete("num_layers", (self.layers > 0).then_some(self.layers));
+        complete("hidden_size", embedding.and_then(|shape| shape.get(1).copied()));
+        complete("padded_vocab_size", self.vocabulary());
+        complete("num_experts", (self.experts > 0).then_some(self.experts));
+        complete("ffn_hidden_size", at("mlp.linear_fc2.weight", 1));
+        complete("moe_ffn_hidden_size", at("mlp.experts.experts.linear_fc2.weight", 1));
+        complete(
+            "moe_shared_expert_intermediate_size",
+            at("mlp.shared_experts.linear_fc2.weight", 1),
+        );
+        let positions = self.get("embedding.position_embeddings.weight");
+        complete("max_position_embeddings", positions.and_then(|shape| shape.first().copied()));
+        let kv_lora = at("self_attention.linear_kv_up_proj.weight", 1);
+        complete("kv_lora_rank", kv_lora);
+        let q_lora = at("self_attention.linear_q_up_proj.weight", 1);
+        complete("q_lora_rank", q_lora);
+        if kv_lora.is_some() {
+            let rows = at("self_attention.linear_kv_down_proj.weight", 0);
+            let rotary = rows.zip(kv_lora).and_then(|(rows, rank)| rows.checked_sub(rank));
+            complete("qk_pos_emb_head_dim", rotary);
+            return Ok(());
+        }
+        complete("kv_channels", at("self_attention.q_layernorm.weight", 0));
+        let columns = at("self_attention.linear_proj.weight", 1);
+        if let (None, Some(columns), Some(channels)) =
+            (facts.get("num_attention_heads"), columns, facts.get_u64("kv_channels")?)
+        {
+            facts.complete("num_attention_heads", columns.checked_div(channels));
+        }
+        let Some(heads) = facts.get_u64("num_attention_heads")? else { return Ok(()) };
+        let channels = columns.and_then(|columns| columns.checked_div(heads));
+        if let Some(channels) = channels.filter(|channels| *channels > 0) {
+            facts.complete("kv_channels", channels);
+            let rows = at("self_attention.linear_qkv.weight", 0);
+            let groups = rows.and_then(|rows| (rows / channels).checked_sub(heads));
+            if let Some(groups) = groups.filter(|groups| *groups > 1) {
+                facts.complete("num_query_groups", groups / 2);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A number and the dot behind it, at the beginning of a name.
+fn number(name: &str) -> (Option<u64>, &str) {
+    match name.split_once('.') {
+        Some((digits, rest)) if !digits.is_empty() => match digits.parse() {
+            Ok(number) => (Some(number), rest),
+            Err(_) => (None, name),
+        },
+        _ => (None, name),
+    }
+}

@@ -22,6 +22,10 @@ pub struct BackgroundSaver {
     last: Arc<Mutex<Option<oneshot::Receiver<()>>>>,
 }
 
+/// A copy of a state, which training may change meanwhile.
+#[derive(Clone, Debug)]
+pub struct StagedState(StateDict);
+
 /// A save that is under way.
 ///
 /// Dropping it lets the save finish unobserved; its error is then logged. To notice a failure,
@@ -47,12 +51,22 @@ impl BackgroundSaver {
         state: &StateDict,
         writer: Arc<dyn StorageWriter>,
     ) -> Result<PendingSave, CheckpointError> {
-        let staged = copy_dict(state, "")?;
+        Ok(self.start_staged(StagedState::of(state)?, writer))
+    }
+
+    /// Begins to save a copy that was made before, as after all ranks have agreed that theirs were.
+    /// Must be called within a tokio runtime.
+    #[must_use = "an error is only noticed by waiting"]
+    pub fn start_staged(
+        &self,
+        StagedState(staged): StagedState,
+        writer: Arc<dyn StorageWriter>,
+    ) -> PendingSave {
         let saver = self.saver.clone();
         // The turn is taken here and not in the task, because tasks may run in any order.
         let (done, mine) = oneshot::channel::<()>();
         let before = self.last.lock().unwrap_or_else(PoisonError::into_inner).replace(mine);
-        Ok(PendingSave(tokio::spawn(async move {
+        PendingSave(tokio::spawn(async move {
             if let Some(before) = before {
                 // It ends with an error when its sender is dropped, which is all it ever does.
                 let _ = before.await;
@@ -63,7 +77,18 @@ impl BackgroundSaver {
                 tracing::error!(error = dcp_core::error_chain(error), "background save failed");
             }
             result
-        })))
+        }))
+    }
+}
+
+impl StagedState {
+    /// Copies a state: all elements of all tensors, so as much memory again.
+    ///
+    /// # Errors
+    ///
+    /// When some of the memory is lent for writing.
+    pub fn of(state: &StateDict) -> Result<Self, CheckpointError> {
+        Ok(Self(copy_dict(state, "")?))
     }
 }
 
@@ -81,6 +106,12 @@ impl PendingSave {
             }
             .into())
         })
+    }
+
+    /// Gives up: the group of the save is aborted, so that it fails on all ranks, unless it has
+    /// got as far as the commit. What is written then counts for nothing.
+    pub fn abort(&self) {
+        self.0.abort();
     }
 
     /// Whether it has ended, well or not.

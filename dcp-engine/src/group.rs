@@ -30,6 +30,8 @@ pub struct Group {
     collective: Option<Arc<dyn Collective>>,
     jobs: Option<mpsc::Sender<Job>>,
     coordinator: Rank,
+    /// What failures call this rank.
+    called: Rank,
     concluded: bool,
 }
 
@@ -62,7 +64,16 @@ impl Group {
             .into());
         }
         let jobs = collective.clone().map(start_thread).transpose()?;
-        Ok(Self { collective, jobs, coordinator, concluded: false })
+        let called = collective.as_ref().map_or(0, |c| c.rank());
+        Ok(Self { collective, jobs, coordinator, called, concluded: false })
+    }
+
+    /// What failures of this rank call it, where the group is a part of a larger one; by default
+    /// its rank in the group.
+    #[must_use]
+    pub fn called(mut self, rank: Rank) -> Self {
+        self.called = rank;
+        self
     }
 
     /// This rank, and the size of the group.
@@ -288,7 +299,7 @@ impl Group {
             Err(CheckpointError::Ranks { failures, .. }) => {
                 Verdict::Failed(failures.into_iter().map(|f| (f.rank, f.message)).collect())
             }
-            Err(error) => Verdict::Failed(vec![(self.context().rank, error_chain(&error))]),
+            Err(error) => Verdict::Failed(vec![(self.called, error_chain(&error))]),
         };
         let mut bytes = Vec::new();
         ciborium::into_writer(&verdict, &mut bytes).map_err(|error| wire(&error))?;

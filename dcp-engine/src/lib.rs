@@ -24,7 +24,7 @@ mod source;
 mod stateful;
 mod taker;
 
-pub use background::{BackgroundSaver, PendingSave};
+pub use background::{BackgroundSaver, PendingSave, StagedState};
 pub use broadcast::BroadcastReader;
 pub use group::Group;
 pub use load::{LoadMode, LoadSummary, Loader};

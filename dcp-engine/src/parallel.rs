@@ -119,7 +119,7 @@ impl ParallelReader {
     }
 
     fn group(&self) -> Result<Group, CheckpointError> {
-        Group::new(Some(Arc::clone(&self.collective)), 0)
+        Ok(Group::new(Some(Arc::clone(&self.collective)), 0)?.called(self.world_rank))
     }
 
     fn message_bytes(&self) -> u64 {
@@ -137,8 +137,7 @@ impl ParallelReader {
             0 => Some(self.inner.metadata().await),
             _ => None,
         };
-        let metadata = spread_metadata(group, 0, mine).await;
-        let metadata = metadata.map_err(|error| in_the_world(error, &world_ranks))?;
+        let metadata = spread_metadata(group, 0, mine).await?;
         Ok(Known { metadata, world_ranks })
     }
 
@@ -308,20 +307,16 @@ impl fmt::Debug for ParallelReader {
     }
 }
 
-/// An error with the numbers by which the ranks of the group call themselves.
+/// A rank that was lost, by the number by which it calls itself.
 fn in_the_world(mut error: CheckpointError, names: &[Rank]) -> CheckpointError {
-    let rename = |rank: &mut Rank| *rank = names.get(*rank as usize).copied().unwrap_or(*rank);
-    match &mut error {
-        CheckpointError::Ranks { failures, .. } => {
-            failures.iter_mut().for_each(|failure| rename(&mut failure.rank));
-        }
-        CheckpointError::Collective(
-            CollectiveError::PeerLost { rank, .. }
-            | CollectiveError::Timeout { rank, .. }
-            | CollectiveError::Aborted { rank, .. }
-            | CollectiveError::Mismatch { rank, .. },
-        ) => rename(rank),
-        _ => {}
+    if let CheckpointError::Collective(
+        CollectiveError::PeerLost { rank, .. }
+        | CollectiveError::Timeout { rank, .. }
+        | CollectiveError::Aborted { rank, .. }
+        | CollectiveError::Mismatch { rank, .. },
+    ) = &mut error
+    {
+        *rank = names.get(*rank as usize).copied().unwrap_or(*rank);
     }
     error
 }

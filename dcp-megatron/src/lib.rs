@@ -9,6 +9,7 @@ mod error;
 mod flattened;
 mod logical;
 pub mod optimizer;
+pub mod parallel;
 mod run;
 pub mod sharded;
 mod tracker;

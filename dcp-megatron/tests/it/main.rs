@@ -4,5 +4,7 @@
 
 mod expected;
 mod fixtures;
+mod parallel;
+mod ranks;
 mod support;
 mod writer;

@@ -1,0 +1,172 @@
+//! Distributions on disk, so that a job that starts again need not exchange what its ranks hold.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    Key, Payload, PutMode, Rank, Storage, StorageError, StorageErrorKind, StorageExt, error_chain,
+};
+use sha2::{Digest, Sha256};
+
+use super::inventory::{Fingerprint, pack, unpack};
+
+/// What a file begins with; the number changes with the form.
+const MAGIC: &[u8; 8] = b"dcpdist1";
+/// 4096 ranks with 100 000 shards each have 50 MiB of bits.
+const BYTES_MAX: u64 = 1 << 30;
+
+/// A file for each group: what begins it, a checksum of the rest, the fingerprint of what the group
+/// held, and for each rank, how many shards it has and which of them it owns, a bit each.
+///
+/// A file that cannot be read, is damaged, or is of another structure counts for nothing: a warning
+/// says so, and the next distribution replaces it.
+#[derive(Clone, Debug)]
+pub(super) struct DiskCache {
+    storage: Arc<dyn Storage>,
+}
+
+impl DiskCache {
+    pub(super) fn new(storage: Arc<dyn Storage>) -> Self {
+        Self { storage }
+    }
+
+    /// What each rank owns, if that is known of exactly this group: by the fingerprint of all that
+    /// it depends on, and the number of shards of each rank.
+    pub(super) async fn read(
+        &self,
+        first_rank: Rank,
+        group: &Fingerprint,
+        lens: &[usize],
+    ) -> Option<Vec<Vec<bool>>> {
+        let key = file(first_rank).ok()?;
+        let ignored = |why: &str| {
+            tracing::warn!(file = %key, "cached distribution is not used: {why}");
+        };
+        let bytes = match self.bytes(&key).await {
+            Ok(bytes) => bytes?,
+            Err(error) => {
+                ignored(&error_chain(&error));
+                return None;
+            }
+        };
+        match decode(&bytes) {
+            Err(problem) => ignored(problem),
+            Ok((known, _)) if known != *group => ignored("the ranks hold other shards by now"),
+            Ok((_, columns)) => match ranks(columns, lens) {
+                Some(owned) => return Some(owned),
+                None => ignored("it is not of these ranks"),
+            },
+        }
+        None
+    }
+
+    async fn bytes(&self, key: &Key) -> Result<Option<Bytes>, StorageError> {
+        let meta = match self.storage.stat(key).await {
+            Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
+            other => other?,
+        };
+        // A file of that length is none of ours; its few first bytes say so.
+        let len = if meta.byte_len > BYTES_MAX { 0 } else { meta.byte_len };
+        self.storage.read_range(key, 0..len).await.map(Some)
+    }
+
+    /// Replaces the file of the group, atomically. When that fails, there is none to speak of.
+    pub(super) async fn write(&self, first_rank: Rank, group: &Fingerprint, owned: &[Vec<bool>]) {
+        let written = match file(first_rank) {
+            Ok(key) => {
+                let bytes = Payload::from(encode(group, owned));
+                self.storage.put(&key, bytes, PutMode::Overwrite).await
+            }
+            Err(error) => Err(error),
+        };
+        if let Err(error) = written {
+            tracing::warn!(error = error_chain(&error), "distribution was not cached");
+        }
+    }
+}
+
+fn file(first_rank: Rank) -> Result<Key, StorageError> {
+    Ok(Key::new(format!("distribution_{first_rank:05}.dcp"))?)
+}
+
+fn encode(group: &Fingerprint, owned: &[Vec<bool>]) -> Bytes {
+    let mut body = group.to_vec();
+    for owned in owned {
+        body.extend_from_slice(&(owned.len() as u64).to_le_bytes());
+        body.extend(pack(owned));
+    }
+    [MAGIC, &*Sha256::digest(&body), &body].concat().into()
+}
+
+/// The group's fingerprint and the rest, of a file that is whole.
+fn decode(bytes: &[u8]) -> Result<(Fingerprint, &[u8]), &'static str> {
+    const DAMAGED: &str = "it is damaged";
+    let rest = bytes.strip_prefix(MAGIC).ok_or("it is of another version")?;
+    let (sum, body) = rest.split_first_chunk::<32>().ok_or(DAMAGED)?;
+    if Sha256::digest(body)[..] != sum[..] {
+        return Err(DAMAGED);
+    }
+    let (group, columns) = body.split_first_chunk().ok_or(DAMAGED)?;
+    Ok((*group, columns))
+}
+
+fn ranks(mut columns: &[u8], lens: &[usize]) -> Option<Vec<Vec<bool>>> {
+    let mut owned = Vec::with_capacity(lens.len());
+    for &expected in lens {
+        let (len, rest) = columns.split_first_chunk::<8>()?;
+        let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
+        let (bits, rest) = rest.split_at_checked(len.div_ceil(8))?;
+        columns = rest;
+        owned.push(unpack(bits, len).filter(|_| len == expected)?);
+    }
+    columns.is_empty().then_some(owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_conformance::MemoryStorage;
+
+    use super::*;
+
+    fn cache() -> DiskCache {
+        DiskCache::new(Arc::new(MemoryStorage::new()))
+    }
+
+    #[tokio::test]
+    async fn what_was_written_is_found_by_the_same_group_only() {
+        let (cache, group) = (cache(), [7; 16]);
+        let owned = vec![vec![true, false, true], vec![], vec![false; 9]];
+        assert_eq!(cache.read(4, &group, &[3, 0, 9]).await, None, "there is none yet");
+        cache.write(4, &group, &owned).await;
+        assert_eq!(cache.read(4, &group, &[3, 0, 9]).await, Some(owned.clone()));
+        assert_eq!(cache.read(5, &group, &[3, 0, 9]).await, None, "another group's file");
+        assert_eq!(cache.read(4, &[8; 16], &[3, 0, 9]).await, None, "another structure");
+        for lens in [&[3, 0][..], &[3, 0, 8], &[3, 0, 9, 0]] {
+            assert_eq!(cache.read(4, &group, lens).await, None, "{lens:?}");
+        }
+        let turned: Vec<_> = owned.into_iter().rev().collect();
+        cache.write(4, &group, &turned).await;
+        assert_eq!(cache.read(4, &group, &[9, 0, 3]).await, Some(turned));
+    }
+
+    #[tokio::test]
+    async fn damage_of_any_byte_is_noticed() {
+        let (cache, group) = (cache(), [7; 16]);
+        cache.write(0, &group, &[vec![true, false], vec![false, true]]).await;
+        let key = file(0).unwrap();
+        let whole = cache.storage.read_all(&key).await.unwrap();
+        let put = async |bytes: Vec<u8>| {
+            cache.storage.put(&key, bytes.into(), PutMode::Overwrite).await.unwrap();
+        };
+        for at in 0..whole.len() {
+            let mut bytes = whole.to_vec();
+            bytes[at] ^= 4;
+            put(bytes).await;
+            assert_eq!(cache.read(0, &group, &[2, 2]).await, None, "byte {at}");
+            put(whole[..at].to_vec()).await;
+            assert_eq!(cache.read(0, &group, &[2, 2]).await, None, "{at} bytes");
+        }
+        put(whole.to_vec()).await;
+        assert!(cache.read(0, &group, &[2, 2]).await.is_some());
+    }
+}

@@ -56,6 +56,14 @@ pub enum MegatronError {
         /// Why the one is no form of the other.
         problem: String,
     },
+    /// Optimizer state is stored in a form in which its parameters cannot be looked for.
+    #[error("{what:?} {problem}")]
+    Optimizer {
+        /// The entry of the checkpoint.
+        what: String,
+        /// What stands in the way.
+        problem: String,
+    },
     /// An offline job on it.
     #[error(transparent)]
     Convert(#[from] ConvertError),

@@ -72,6 +72,11 @@ impl<'a> ParamStateKey<'a> {
     }
 }
 
+/// The name in `fully_reshardable` of a parameter's state.
+pub(crate) fn param_state_fqn(state: &str, param: &str) -> String {
+    format!("{PARAM_STATE}{state}.{param}")
+}
+
 /// The part of an optimizer that belongs to one group of data-parallel ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct GroupKey {

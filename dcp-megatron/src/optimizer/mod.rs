@@ -1,14 +1,29 @@
 //! Optimizer state in Megatron's checkpoints: its formats, the parameters in them by name, and
 //! the damage that some versions did to it.
 
+mod assign;
+mod buffers;
+mod by_parameter;
 mod check;
 mod format;
+mod groups;
 mod keys;
+mod layout;
+mod registration;
+mod repair;
+mod report;
+mod shards;
 mod shift;
+mod walk;
+mod window;
 
+pub use by_parameter::{PerParameter, per_parameter};
 pub use check::{
     CheckDepth, MismatchCause, OptimizerReport, OptimizerVerdict, ParamMismatch, SAMPLED_CHUNKS,
     SAMPLED_ELEMENTS, check_optimizer,
 };
 pub use format::OptimizerFormat;
 pub use keys::{StateKind, is_optimizer_key};
+pub use layout::{ALIGNMENT, FlatBucket, FlatLayoutOptions, FlatParam, flat_layout};
+pub use repair::{Restarted, restart_optimizer};
+pub use report::{AmbiguousPlace, LayoutReport, PerParameterReport, PlacedParam, UnknownPlace};

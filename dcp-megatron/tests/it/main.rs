@@ -4,6 +4,7 @@
 
 mod expected;
 mod fixtures;
+mod optimizer;
 mod parallel;
 mod ranks;
 mod support;

@@ -1,0 +1,146 @@
+//! What is said of an optimizer's state whose parameters had to be found.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::format::OptimizerFormat;
+
+/// How the parameters in the flat buffers of an optimizer were found, and which were not.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct LayoutReport {
+    /// Parameters, as ranks have them, that were told by their elements: no other of the rank's
+    /// has the same.
+    pub by_value: usize,
+    /// Parameters with the same elements as others, told by the order in which modules register
+    /// them, which everything else in the buffers agrees with.
+    pub by_order: Vec<PlacedParam>,
+    /// The ways of putting a model together whose order agrees with the buffers.
+    pub registrations: Vec<&'static str>,
+    /// Places at which there are several parameters with the same elements, which no known order
+    /// tells apart.
+    pub ambiguous: Vec<AmbiguousPlace>,
+    /// Places at which something begins that is no parameter of the model.
+    pub unknown: Vec<UnknownPlace>,
+    /// The model's tensors whose state could not be put together, and why.
+    pub unresolved: Vec<(Arc<str>, String)>,
+    /// The model's tensors that the buffers do not hold: they are not trained.
+    pub without_state: Vec<Arc<str>>,
+}
+
+/// A parameter in a buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PlacedParam {
+    /// The model's tensor.
+    pub param: Arc<str>,
+    /// The buffer, as its tensors are named.
+    pub buffer: String,
+    /// The bucket of the buffer.
+    pub bucket: usize,
+    /// Its first element in the bucket.
+    pub element: u64,
+}
+
+/// A place in a buffer at which one of several parameters lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AmbiguousPlace {
+    /// The buffer, as its tensors are named.
+    pub buffer: String,
+    /// The bucket of the buffer.
+    pub bucket: usize,
+    /// The first element.
+    pub element: u64,
+    /// How many elements there are.
+    pub elements: u64,
+    /// The model's tensors that it may be of.
+    pub candidates: Vec<Arc<str>>,
+}
+
+/// A place in a buffer at which no parameter of the model was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UnknownPlace {
+    /// The buffer, as its tensors are named.
+    pub buffer: String,
+    /// The bucket of the buffer.
+    pub bucket: usize,
+    /// The first element.
+    pub element: u64,
+    /// Why nothing was found.
+    pub problem: &'static str,
+}
+
+impl LayoutReport {
+    /// Whether every parameter was found.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.ambiguous.is_empty() && self.unknown.is_empty() && self.unresolved.is_empty()
+    }
+
+    /// What keeps the state from being shown by parameter, one sentence for each reason; empty
+    /// when nothing does.
+    #[must_use]
+    pub fn problems(&self) -> Vec<String> {
+        const NAMED: usize = 4;
+        let ambiguous = self.ambiguous.iter().map(|place| {
+            let mut names: Vec<_> = place.candidates.iter().take(NAMED).map(|n| &**n).collect();
+            let more = place.candidates.len().saturating_sub(NAMED);
+            let more = if more > 0 { format!(" or {more} more") } else { String::new() };
+            names.dedup();
+            format!(
+                "{}, bucket {}, elements {} to {}: the master parameters are those of {}{more}, \
+                 which have the same weights, and their order is not known",
+                place.buffer,
+                place.bucket,
+                place.element,
+                place.element.saturating_add(place.elements),
+                names.join(" and of "),
+            )
+        });
+        let unknown = self.unknown.iter().map(|place| {
+            let UnknownPlace { buffer, bucket, element, problem } = place;
+            format!("{buffer}, bucket {bucket}, element {element}: {problem}")
+        });
+        let unresolved = self.unresolved.iter().map(|(fqn, problem)| format!("{fqn}: {problem}"));
+        ambiguous.chain(unknown).chain(unresolved).collect()
+    }
+}
+
+/// What became of the optimizer's state in a view of a checkpoint by parameter.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PerParameterReport {
+    /// The format that it is stored in.
+    pub from: OptimizerFormat,
+    /// Tensors of the model whose state is shown.
+    pub params: usize,
+    /// How they were found, where the format does not name them.
+    pub layout: Option<LayoutReport>,
+}
+
+impl PerParameterReport {
+    /// Whether all of the state is shown by parameter.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.layout.as_ref().is_none_or(LayoutReport::is_complete)
+    }
+}
+
+impl fmt::Display for PerParameterReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} parameters)", self.from, self.params)?;
+        let Some(layout) = &self.layout else { return Ok(()) };
+        write!(f, ", {} told by value", layout.by_value)?;
+        if !layout.by_order.is_empty() {
+            let ways = layout.registrations.join(" or ");
+            write!(f, ", {} by the order of {ways}", layout.by_order.len())?;
+        }
+        let open = layout.problems().len();
+        if open > 0 {
+            write!(f, ", {open} places not told")?;
+        }
+        Ok(())
+    }
+}

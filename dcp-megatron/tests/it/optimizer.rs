@@ -1,0 +1,370 @@
+//! Optimizer state of real checkpoints by parameter, damaged by Megatron and not.
+
+use std::collections::BTreeMap;
+
+use dcp_convert::view::{Assembled, Piece, PieceFrom};
+use dcp_convert::{Found, JobOptions, Source, find};
+use dcp_core::{Entry, Region, Value};
+use dcp_megatron::optimizer::{
+    CheckDepth, OptimizerFormat, OptimizerVerdict, PerParameter, check_optimizer, is_optimizer_key,
+    per_parameter, restart_optimizer,
+};
+use dcp_megatron::{COMMON_STATE, MegatronCheckpoint, MegatronError, OpenOptions};
+
+use crate::support::{block_on, expected_json, expected_tensors, stored};
+
+fn open(fixture: &str) -> MegatronCheckpoint {
+    block_on(MegatronCheckpoint::open(&stored(fixture), &OpenOptions::default())).unwrap()
+}
+
+fn shown(fixture: &str) -> PerParameter {
+    let checkpoint = open(fixture);
+    let job = JobOptions::default();
+    block_on(per_parameter(checkpoint.source(), checkpoint.common(), &job)).unwrap()
+}
+
+/// The tensors of a checkpoint for whose names `keep` holds: shape and bytes.
+fn tensors(source: &Source, keep: impl Fn(&str) -> bool) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
+    let metadata = block_on(source.metadata()).unwrap();
+    let names = metadata.iter().filter(|(fqn, entry)| entry.as_tensor().is_some() && keep(fqn));
+    let read = |fqn: &str| match block_on(find(source, fqn, None)).unwrap() {
+        Found::Tensor(tensor) => {
+            (tensor.shape().to_vec(), block_on(tensor.read()).unwrap().to_vec())
+        }
+        other => panic!("{other:?}"),
+    };
+    names.map(|(fqn, _)| (fqn.to_string(), read(fqn))).collect()
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+fn verdict(source: &Source, common: &dcp_core::Dict, depth: CheckDepth) -> OptimizerVerdict {
+    let job = JobOptions::default();
+    block_on(check_optimizer(source, common, depth, &job)).unwrap().verdict
+}
+
+const FORMATS: &[(&str, OptimizerFormat)] = &[
+    ("factories", OptimizerFormat::None),
+    ("gpt_async", OptimizerFormat::None),
+    ("gpt_dp2_dp_reshardable", OptimizerFormat::DpReshardable),
+    ("gpt_dp2_dp_reshardable_multibucket", OptimizerFormat::DpReshardable),
+    ("gpt_dp_zero_gather_scatter", OptimizerFormat::DpZeroGatherScatter),
+    ("gpt_float16_optimizer", OptimizerFormat::NonDistributed),
+    ("gpt_fully_reshardable_multibucket_CORRUPT", OptimizerFormat::FullyReshardable),
+    ("gpt_moe_chained_dp_reshardable", OptimizerFormat::DpReshardable),
+    ("gpt_separation_hint", OptimizerFormat::FullyReshardable),
+    ("gpt_tp2dp2_fully_reshardable", OptimizerFormat::FullyReshardable),
+    ("head020_fully_reshardable_multibucket", OptimizerFormat::FullyReshardable),
+    ("head020_gpt_dp2_dp_reshardable", OptimizerFormat::DpReshardable),
+    ("run_torch_dist_dp2", OptimizerFormat::DpReshardable),
+    ("v015_gpt_tp2dp2_swiglu_fs_model_space", OptimizerFormat::FullyShardedModelSpace),
+];
+
+#[test]
+fn formats_are_told_apart() {
+    for (fixture, format) in FORMATS {
+        let checkpoint = open(fixture);
+        let metadata = block_on(checkpoint.source().metadata()).unwrap();
+        assert_eq!(OptimizerFormat::of(&metadata, checkpoint.common()), *format, "{fixture}");
+    }
+}
+
+#[test]
+fn only_the_damaged_optimizer_is_found() {
+    for (fixture, format) in FORMATS {
+        let checkpoint = open(fixture);
+        for depth in [CheckDepth::Full, CheckDepth::Sampled] {
+            let expected = match (fixture.ends_with("CORRUPT"), format.is_by_parameter()) {
+                (true, _) => OptimizerVerdict::ShiftedBuckets,
+                (false, true) => OptimizerVerdict::Sound,
+                (false, false) => OptimizerVerdict::NotComparable,
+            };
+            let found = verdict(checkpoint.source(), checkpoint.common(), depth);
+            assert_eq!(found, expected, "{fixture}");
+        }
+    }
+}
+
+#[test]
+fn flat_buffers_hold_what_the_same_run_saved_by_parameter() {
+    // Saved after the same step of the same model, in other formats and by other versions.
+    let by_parameter = expected_tensors("head020_fully_reshardable_multibucket");
+    for fixture in [
+        "gpt_dp2_dp_reshardable_multibucket",
+        "gpt_dp_zero_gather_scatter",
+        "head020_gpt_dp2_dp_reshardable",
+    ] {
+        let shown = shown(fixture);
+        assert!(shown.report.is_complete(), "{fixture}: {:?}", shown.report);
+        assert_eq!(shown.report.params, 8, "{fixture}");
+        let found = tensors(&shown.source, |_| true);
+        assert_eq!(found.len(), by_parameter.len(), "{fixture}");
+        for (fqn, expected) in &by_parameter {
+            assert_eq!(&found[fqn], expected, "{fixture}: {fqn}");
+        }
+        let metadata = block_on(shown.source.metadata()).unwrap();
+        let format = OptimizerFormat::of(&metadata, &shown.common);
+        assert_eq!(format, OptimizerFormat::FullyReshardable);
+    }
+}
+
+#[test]
+fn the_common_state_becomes_that_of_fully_reshardable() {
+    let expected = expected_json("head020_fully_reshardable_multibucket");
+    for fixture in ["gpt_dp2_dp_reshardable_multibucket", "gpt_dp_zero_gather_scatter"] {
+        let shown = shown(fixture);
+        let optimizer = shown.common.get("optimizer").unwrap();
+        crate::expected::check(optimizer, &expected["common"]["optimizer"], fixture);
+        let content = shown.common.get("content_metadata").unwrap();
+        crate::expected::check(content, &expected["common"]["content_metadata"], fixture);
+        let Found::Object(stored) = block_on(find(&shown.source, COMMON_STATE, None)).unwrap()
+        else {
+            panic!("{fixture}: no common state")
+        };
+        assert!(stored.to_string().contains("fully_reshardable"), "{fixture}");
+    }
+}
+
+/// The values that the fixtures' generator gives gradients: they rise by a fortieth of a
+/// hundredth, and begin elsewhere for every parameter.
+fn assert_is_one_parameters(moments: &[f32], what: &str) {
+    let wrap = |from: f32, to: f32| {
+        let step = to - from;
+        (step - 0.00025).abs() < 1e-6 || (step + 0.03175).abs() < 1e-6
+    };
+    for pair in moments.windows(2) {
+        assert!(wrap(pair[0], pair[1]), "{what}: {pair:?}");
+    }
+}
+
+#[test]
+fn moments_lie_where_master_parameters_do() {
+    for (fixture, params) in [
+        ("gpt_dp2_dp_reshardable", 8),
+        ("gpt_moe_chained_dp_reshardable", 9),
+        ("run_torch_dist_dp2", 8),
+    ] {
+        let shown = shown(fixture);
+        assert!(shown.report.is_complete(), "{fixture}: {:?}", shown.report);
+        assert_eq!(shown.report.params, params, "{fixture}");
+        let job = JobOptions::default();
+        let check = check_optimizer(&shown.source, &shown.common, CheckDepth::Full, &job);
+        let check = block_on(check).unwrap();
+        assert_eq!((check.verdict, check.compared), (OptimizerVerdict::Sound, params), "{fixture}");
+        for (fqn, (shape, bytes)) in tensors(&shown.source, |fqn| fqn.contains(".exp_avg.")) {
+            // Every expert is a parameter of its own, and so is each half of a gated matrix.
+            let experts = if fqn.contains("experts") { shape[1] as usize } else { 1 };
+            let moments = floats(&bytes);
+            for of_one in moments.chunks(moments.len() / experts) {
+                assert_is_one_parameters(of_one, &format!("{fixture}: {fqn}"));
+            }
+        }
+        for (fqn, (_, squares)) in tensors(&shown.source, |fqn| fqn.contains(".exp_avg_sq.")) {
+            let of_moments = fqn.replace("exp_avg_sq", "exp_avg");
+            let moments = tensors(&shown.source, |fqn| fqn == of_moments);
+            let (_, moments) = &moments[&of_moments];
+            for (square, moment) in floats(&squares).iter().zip(floats(moments)) {
+                let expected = (moment * 10.0).powi(2) * 0.001;
+                assert!((square - expected).abs() < 1e-8, "{fqn}: {square} and {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_of_a_chain_come_from_their_own_groups() {
+    let shown = shown("gpt_moe_chained_dp_reshardable");
+    let layout = shown.report.layout.as_ref().unwrap();
+    // Seven dense parameters, and two of each of two experts.
+    assert_eq!((layout.by_value, layout.by_order.len()), (11, 0));
+    let optimizer = shown.common.get("optimizer").unwrap().as_dict().unwrap();
+    for chained in 0..2_i64 {
+        let part = optimizer.get_value(&Value::Int(chained)).unwrap().as_dict().unwrap();
+        let inner = part.get("optimizer").unwrap().as_dict().unwrap();
+        let Some(Value::List(groups)) = inner.get("param_groups") else { panic!("no groups") };
+        let is_expert = groups[0].as_dict().unwrap().get("is_expert_parallel").unwrap();
+        assert!(is_expert.same(&Value::Bool(chained == 1)));
+    }
+    let metadata = block_on(shown.source.metadata()).unwrap();
+    assert!(metadata.iter().all(|(fqn, _)| !fqn.contains("chained_") && !fqn.contains("bucket")));
+}
+
+#[test]
+fn formats_with_names_are_renamed() {
+    for fixture in ["gpt_float16_optimizer", "v015_gpt_tp2dp2_swiglu_fs_model_space"] {
+        let shown = shown(fixture);
+        let expected = expected_tensors(fixture);
+        let found = tensors(&shown.source, |_| true);
+        assert_eq!(found.len(), expected.len(), "{fixture}");
+        for (fqn, expected) in &expected {
+            let canonical = fqn.replace(".fp32_param.", ".param.");
+            assert_eq!(&found[&canonical], expected, "{fixture}: {fqn}");
+        }
+        let optimizer = shown.common.get("optimizer").unwrap().as_dict().unwrap();
+        assert!(optimizer.get("param_state").is_none());
+        let inner = optimizer.get("optimizer").unwrap().as_dict().unwrap();
+        let Some(Value::List(groups)) = inner.get("param_groups") else { panic!("no groups") };
+        for group in groups {
+            let step = group.as_dict().unwrap().get("step").unwrap();
+            assert_eq!(step.as_float(), Some(1.0), "{fixture}");
+        }
+    }
+}
+
+#[test]
+fn a_damaged_optimizer_begins_anew_from_the_weights() {
+    let fixture = "gpt_fully_reshardable_multibucket_CORRUPT";
+    let checkpoint = open(fixture);
+    let job = JobOptions::default();
+    let made = restart_optimizer(checkpoint.source(), checkpoint.common(), &job);
+    let made = block_on(made).unwrap();
+    assert_eq!((made.params, made.kept.len()), (8, 0));
+    assert_eq!(verdict(&made.source, &made.common, CheckDepth::Full), OptimizerVerdict::Sound);
+    let expected = expected_tensors(fixture);
+    let found = tensors(&made.source, |_| true);
+    assert_eq!(found.len(), expected.len());
+    for (fqn, (shape, bytes)) in &found {
+        assert_eq!(shape, &expected[fqn].0, "{fqn}");
+        if let Some(weight) = fqn.strip_prefix("optimizer.state.param.") {
+            let weight = &expected[weight].1;
+            let exact: Vec<u8> = weight.chunks(2).flat_map(|b| [0, 0, b[0], b[1]]).collect();
+            assert_eq!(bytes, &exact, "{fqn}");
+        } else if is_optimizer_key(fqn) {
+            assert!(bytes.iter().all(|byte| *byte == 0), "{fqn}");
+        } else {
+            assert_eq!(bytes, &expected[fqn].1, "{fqn}");
+        }
+    }
+    let inner = made.common.get("optimizer").unwrap().as_dict().unwrap();
+    let inner = inner.get("optimizer").unwrap().as_dict().unwrap();
+    let Some(Value::List(groups)) = inner.get("param_groups") else { panic!("no groups") };
+    for group in groups {
+        assert_eq!(group.as_dict().unwrap().get("step").unwrap().as_float(), Some(0.0));
+    }
+}
+
+#[test]
+fn flat_state_cannot_begin_anew() {
+    let checkpoint = open("gpt_dp2_dp_reshardable");
+    let job = JobOptions::default();
+    let made = block_on(restart_optimizer(checkpoint.source(), checkpoint.common(), &job));
+    let Err(MegatronError::Optimizer { what, problem }) = made else { panic!("{made:?}") };
+    assert_eq!(what, "dp_reshardable");
+    assert!(problem.contains("leave the optimizer out"), "{problem}");
+}
+
+/// The checkpoint of `gpt_dp2_dp_reshardable`, with the elements of both matrices of the MLP, and
+/// of their master parameters, the first one's; their names are changed by `name`.
+fn with_equal_matrices(name: impl Fn(&str) -> String) -> (MegatronCheckpoint, Source) {
+    let checkpoint = open("gpt_dp2_dp_reshardable");
+    let metadata = block_on(checkpoint.source().metadata()).unwrap();
+    let job = JobOptions::default();
+    let parts = [checkpoint.source().clone()];
+    let mut view = block_on(Assembled::builder(&parts, &job)).unwrap();
+    let first = metadata.index_of("decoder.layers.mlp.linear_fc1.weight").unwrap();
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        let fqn = &**fqn;
+        let Entry::Tensor(tensor) = entry else {
+            view.pass(fqn, None, 0, at).unwrap();
+            continue;
+        };
+        let range = |from: u64, len: u64| Region::new([from], [len]).unwrap();
+        let pieces: Vec<_> = if fqn.ends_with("linear_fc2.weight") {
+            let whole = |shape: &[u64]| Region::full(shape).unwrap();
+            let from = PieceFrom::Reshaped { part: 0, entry: first, region: whole(&[1, 12, 8]) };
+            vec![Piece { region: whole(&[1, 8, 12]), from }]
+        } else if fqn.ends_with("bucket_idx_0.param") {
+            // linear_fc2 lies at 64..160, linear_fc1 at 192..288.
+            let chunks = tensor.chunks.iter().map(|chunk| {
+                let (start, len) = (chunk.offsets[0], chunk.sizes[0]);
+                let from = if start == 64 { 192 } else { start };
+                Piece::same(range(start, len), 0, at, range(from, len))
+            });
+            chunks.collect()
+        } else {
+            view.pass(name(fqn), None, 0, at).unwrap();
+            continue;
+        };
+        view.tensor(name(fqn), None, tensor.dtype, tensor.shape.clone(), pieces).unwrap();
+    }
+    let source = view.finish().unwrap();
+    (checkpoint, source)
+}
+
+#[test]
+fn equal_parameters_are_told_by_the_order_of_registration() {
+    let (checkpoint, source) = with_equal_matrices(str::to_owned);
+    let job = JobOptions::default();
+    let shown = block_on(per_parameter(&source, checkpoint.common(), &job)).unwrap();
+    let layout = shown.report.layout.as_ref().unwrap();
+    assert!(layout.is_complete(), "{layout:?}");
+    let placed: Vec<_> = layout.by_order.iter().map(|one| (&*one.param, one.element)).collect();
+    let expected = [
+        ("decoder.layers.mlp.linear_fc2.weight", 64),
+        ("decoder.layers.mlp.linear_fc1.weight", 192),
+    ];
+    assert_eq!((placed, layout.by_value), (expected.to_vec(), 6));
+    // The moments, which are not equal, are those of the parameters they were saved for.
+    let by_value = self::shown("gpt_dp2_dp_reshardable");
+    let moments = |source: &Source| tensors(source, |fqn| fqn.contains(".exp_avg"));
+    assert_eq!(moments(&shown.source), moments(&by_value.source));
+}
+
+#[test]
+fn equal_parameters_of_unknown_modules_are_ambiguous() {
+    let rename = |fqn: &str| fqn.replace("decoder.layers.mlp.linear_", "custom.");
+    let (checkpoint, source) = with_equal_matrices(rename);
+    let job = JobOptions::default();
+    let shown = block_on(per_parameter(&source, checkpoint.common(), &job)).unwrap();
+    let layout = shown.report.layout.as_ref().unwrap();
+    assert!(!shown.report.is_complete());
+    let places: Vec<_> =
+        layout.ambiguous.iter().map(|place| (place.element, place.elements)).collect();
+    assert_eq!(places, [(64, 96), (192, 96)]);
+    let candidates: Vec<_> = layout.ambiguous[0].candidates.iter().map(|c| &**c).collect();
+    assert_eq!(candidates, ["custom.fc1.weight", "custom.fc2.weight"]);
+    let problems = layout.problems().join("\n");
+    assert!(problems.contains("elements 64 to 160"), "{problems}");
+    assert!(problems.contains("custom.fc1.weight and of custom.fc2.weight"), "{problems}");
+    // What is stored is still there, and so are the parameters that were found.
+    let names = |source| tensors(source, |_| true).into_keys().collect::<Vec<_>>();
+    let found = names(&shown.source);
+    assert!(names(&source).iter().all(|fqn| found.contains(fqn)));
+    assert!(found.contains(&"optimizer.state.param.embedding.word_embeddings.weight".to_owned()));
+    let is_equal_one = |fqn: &&String| {
+        fqn.contains(".state.") && (fqn.ends_with("fc1.weight") || fqn.ends_with("fc2.weight"))
+    };
+    let of_custom = found.iter().filter(is_equal_one);
+    assert_eq!(of_custom.collect::<Vec<_>>(), Vec::<&String>::new());
+    assert!(
+        shown.common.get("optimizer").unwrap().same(checkpoint.common().get("optimizer").unwrap())
+    );
+}
+
+#[test]
+fn weights_that_were_replaced_are_not_taken_for_the_defect() {
+    let checkpoint = open("head020_fully_reshardable_multibucket");
+    let metadata = block_on(checkpoint.source().metadata()).unwrap();
+    let job = JobOptions::default();
+    let parts = [checkpoint.source().clone()];
+    let mut view = block_on(Assembled::builder(&parts, &job)).unwrap();
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        match entry {
+            Entry::Tensor(tensor) if **fqn == *"decoder.final_layernorm.weight" => {
+                let whole = Region::full(tensor.shape.clone()).unwrap();
+                let pieces = vec![Piece::zeros(whole)];
+                view.tensor(&**fqn, None, tensor.dtype, tensor.shape.clone(), pieces).unwrap();
+            }
+            _ => view.pass(&**fqn, None, 0, at).unwrap(),
+        }
+    }
+    let source = view.finish().unwrap();
+    let report = check_optimizer(&source, checkpoint.common(), CheckDepth::Full, &job);
+    let report = block_on(report).unwrap();
+    assert_eq!(report.verdict, OptimizerVerdict::Different);
+    let [mismatch] = &*report.mismatches else { panic!("{:?}", report.mismatches) };
+    assert_eq!((mismatch.differing, mismatch.elements), (8, 8));
+    assert!(mismatch.to_string().contains("8 of 8 elements differ"), "{mismatch}");
+}

@@ -14,5 +14,6 @@ pub mod torch_tensor;
 pub mod torch_zip;
 mod unique;
 mod upload;
+pub mod zarr;
 
 pub use upload::Progress;

@@ -69,6 +69,11 @@ fn safetensors_headers() {
 }
 
 #[test]
+fn zarr_headers() {
+    replay("zarr", targets::zarr);
+}
+
+#[test]
 fn plans_on_the_wire() {
     replay("plan_wire", targets::plan_wire);
 }

@@ -13,6 +13,7 @@ use crate::error::MegatronError;
 use crate::logical;
 use crate::run::MegatronRun;
 use crate::tracker::{TRACKER, Tracked};
+use crate::zarr::ZarrCheckpoint;
 
 /// A checkpoint of Megatron-Core.
 ///
@@ -106,9 +107,7 @@ impl MegatronCheckpoint {
         };
         match config.sharded_backend()? {
             ShardedBackend::TorchDist => Self::torch_dist(storage, options).await,
-            ShardedBackend::Zarr => Err(MegatronError::UnknownBackend {
-                backend: format!("sharded backend {}", config.sharded),
-            }),
+            ShardedBackend::Zarr => Self::zarr(storage, options).await,
         }
     }
 
@@ -170,17 +169,42 @@ impl MegatronCheckpoint {
             CommonPlace::File => common::from_file(storage).await,
             CommonPlace::Inside => common::from_inside(&raw).await,
         };
-        let common = match found {
+        let format = MegatronFormat::TorchDist { common: place };
+        let parts = (format, raw.clone(), Some(raw));
+        Self::assemble(storage, options, parts, found, warnings).await
+    }
+
+    async fn zarr(
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Self, MegatronError> {
+        let reader = ZarrCheckpoint::open(Arc::clone(storage), options.tolerant).await?;
+        let warnings = reader.warnings().to_vec();
+        let stored = Source::new(Arc::clone(storage), Arc::new(reader));
+        let found = common::from_file(storage).await;
+        let parts = (MegatronFormat::Zarr, stored, None);
+        Self::assemble(storage, options, parts, found, warnings).await
+    }
+
+    /// Puts what was found together: the format, what is stored, and what of it is to be shown as
+    /// it is.
+    async fn assemble(
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+        (format, stored, raw): (MegatronFormat, Source, Option<Source>),
+        common: Result<Common, MegatronError>,
+        mut warnings: Vec<String>,
+    ) -> Result<Self, MegatronError> {
+        let common = match common {
             Err(error) if options.tolerant => {
                 warnings.push(error_chain(&error));
                 Common::empty()
             }
             found => found?,
         };
-        let source = logical::view(&raw, common.value.clone(), options, &mut warnings).await?;
+        let source = logical::view(&stored, common.value.clone(), options, &mut warnings).await?;
         let args = common.dict.get("args").and_then(MegatronArgs::from_value);
-        let format = MegatronFormat::TorchDist { common: place };
-        let (storage, raw) = (Arc::clone(storage), Some(raw));
+        let storage = Arc::clone(storage);
         Ok(Self { storage, which: None, format, source, raw, common, args, warnings })
     }
 

@@ -4,7 +4,9 @@
 use std::sync::Arc;
 
 use dcp_convert::{Source, read_object};
-use dcp_core::{Dict, FormatError, Key, Storage, StorageError, StorageExt as _, Value};
+use dcp_core::{
+    Dict, FormatError, Key, Storage, StorageError, StorageErrorKind, StorageExt as _, Value,
+};
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_save::decode_only_item;
 
@@ -61,7 +63,11 @@ pub(crate) async fn is_in_file(storage: &dyn Storage) -> Result<bool, StorageErr
 /// Reads `common.pt`. Nothing in it is executed, and classes are only shown.
 pub(crate) async fn from_file(storage: &Arc<dyn Storage>) -> Result<Common, MegatronError> {
     let key = Key::new(COMMON_FILE).map_err(StorageError::from)?;
-    let len = storage.stat(&key).await?.byte_len;
+    let len = match storage.stat(&key).await {
+        Ok(meta) => meta.byte_len,
+        Err(error) if error.kind() == StorageErrorKind::NotFound => return Err(absent()),
+        Err(error) => return Err(error.into()),
+    };
     if len > BYTES_MAX {
         let problem = format!("it has {len} bytes, more than {BYTES_MAX}");
         return Err(FormatError::new("common state", problem).in_file(COMMON_FILE, 0).into());
@@ -74,15 +80,8 @@ pub(crate) async fn from_file(storage: &Arc<dyn Storage>) -> Result<Common, Mega
 /// Takes the common state out of the checkpoint itself.
 pub(crate) async fn from_inside(raw: &Source) -> Result<Common, MegatronError> {
     let metadata = raw.metadata().await?;
-    let absent = MegatronError::CommonState {
-        problem: format!(
-            "is gone: there is neither a {COMMON_FILE}, where Megatron-Core keeps it up to 0.18, \
-             nor an object {COMMON_OBJECT:?}, where it keeps it since; get {COMMON_FILE} from \
-             another copy of the checkpoint, or open this one tolerantly for its tensors alone"
-        ),
-    };
     if metadata.get(COMMON_OBJECT).is_none() {
-        return Err(absent);
+        return Err(absent());
     }
     let item = match read_object(raw, COMMON_OBJECT).await? {
         Value::Opaque(opaque) => decode_only_item(&opaque.encoded)?,
@@ -99,4 +98,14 @@ pub(crate) async fn from_inside(raw: &Source) -> Result<Common, MegatronError> {
         }
     };
     Common::new(item)
+}
+
+fn absent() -> MegatronError {
+    MegatronError::CommonState {
+        problem: format!(
+            "is gone: there is neither a {COMMON_FILE}, where Megatron-Core keeps it up to 0.18, \
+             nor an object {COMMON_OBJECT:?}, where it keeps it since; get {COMMON_FILE} from \
+             another copy of the checkpoint, or open this one tolerantly for its tensors alone"
+        ),
+    }
 }

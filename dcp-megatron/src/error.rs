@@ -22,8 +22,8 @@ pub enum MegatronError {
     /// It was written by a backend, or in a version of one, that is not known here.
     #[error(
         "the {backend} in metadata.json cannot be read here: the sharded backend has to be \
-         \"torch_dist\", the common backend \"torch\", both of version 1; if the file is right, the \
-         checkpoint is of another Megatron-Core, which has to save it again"
+         \"torch_dist\" or \"zarr\", the common backend \"torch\", all of version 1; if the file is \
+         right, the checkpoint is of another Megatron-Core, which has to save it again"
     )]
     UnknownBackend {
         /// Which backend, its name and version.

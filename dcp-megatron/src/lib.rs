@@ -14,6 +14,7 @@ mod run;
 pub mod sharded;
 mod tracker;
 mod writer;
+mod zarr;
 
 pub use args::MegatronArgs;
 pub use checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};

@@ -13,6 +13,7 @@ use dcp_formats::safetensors::{Header, PREFIX_LEN, ShardingInfo, header_len};
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_tensor::TensorBlob;
 use dcp_formats::torch_zip::{ArchiveIndex, Progress, Sparse};
+use dcp_formats::zarr::ArrayHeader;
 
 pub fn pickle(bytes: &[u8]) {
     if let Ok(pickle) = Pickle::parse(bytes, &Limits::DEFAULT) {
@@ -82,6 +83,19 @@ pub fn metadata(bytes: &[u8]) {
             Profile::of(&again).unwrap();
         }
     }
+}
+
+pub fn zarr(bytes: &[u8]) {
+    let Ok(header) = ArrayHeader::parse(bytes) else { return };
+    let grid = header.grid();
+    assert_eq!(grid.ndim(), header.shape.ndim());
+    let padded = grid.iter().zip(&*header.chunks).zip(&*header.shape);
+    for ((parts, chunk), len) in padded {
+        assert!(u128::from(*parts) * u128::from(*chunk) >= u128::from(*len));
+        assert!(parts.saturating_sub(1) * chunk <= *len);
+    }
+    assert!(header.chunk_bytes() >= header.dtype.size() as u64);
+    let _ = header.chunk_name(&grid);
 }
 
 pub fn folder(bytes: &[u8]) {

@@ -40,14 +40,14 @@ const OPENED: &[(&str, MegatronFormat)] = &[
     ("v015_gpt_tp2dp2_swiglu_fs_model_space", IN_FILE),
     ("v015_moe_singleton", IN_FILE),
     ("v06_basic_torch21", IN_FILE),
+    ("v06_zarr", MegatronFormat::Zarr),
     ("v09_basic_torch24", IN_FILE),
     ("v09_flattened_torch24", IN_FILE),
+    ("v09_zarr", MegatronFormat::Zarr),
 ];
 
 /// Fixtures that are no checkpoints of `dist_checkpointing`, and what tests them instead.
 const OTHERS: &[(&str, &str)] = &[
-    ("v06_zarr", "zarr"),
-    ("v09_zarr", "zarr"),
     ("run_legacy_torch_tp2", "folders of mp_rank_*: their own tests"),
     ("run_torch_dcp", "a checkpoint of PyTorch: `a_run_of_torch_dcp_is_a_checkpoint_of_pytorch`"),
 ];
@@ -116,13 +116,27 @@ fn objects(name: &str, source: &Source) {
             common = Some(value);
             continue;
         }
-        let json = expected.remove(&**fqn).unwrap_or_else(|| panic!("{name}: {fqn}"));
+        let mut json = expected.remove(&*as_named(name, fqn));
+        if name.ends_with("_zarr") {
+            // There an object's file holds it as it is.
+            json = json.map(|json| vec![json].into());
+        }
+        let json = json.unwrap_or_else(|| panic!("{name}: {fqn}"));
         expected::check(&value, &json, &format!("{name}: {fqn}"));
         checked += 1;
     }
     expected.remove(COMMON_OBJECT);
     assert!(expected.is_empty(), "{name}: {:?}, {checked} were there", expected.keys());
     expected::check(&common.unwrap(), &json["common"], &format!("{name}: {COMMON_STATE}"));
+}
+
+/// The name that the file of an object has, where it is not its unique key: Megatron-Core 0.6 left
+/// out the last axis of the grid.
+fn as_named(fixture: &str, unique_key: &str) -> String {
+    match (fixture, unique_key.rsplit_once('.')) {
+        ("v06_zarr", Some((short, _))) if unique_key.starts_with("rng_state/") => short.to_owned(),
+        _ => unique_key.to_owned(),
+    }
 }
 
 #[test]

@@ -9,3 +9,4 @@ mod parallel;
 mod ranks;
 mod support;
 mod writer;
+mod zarr;

@@ -46,6 +46,10 @@ pub(crate) fn get(storage: &dyn Storage, name: &str) -> Option<Vec<u8>> {
     block_on(storage.read_all(&Key::new(name).unwrap())).ok().map(|bytes| bytes.to_vec())
 }
 
+pub(crate) fn remove(storage: &dyn Storage, name: &str) {
+    block_on(storage.delete(&Key::new(name).unwrap())).unwrap();
+}
+
 /// The names of all objects, sorted.
 pub(crate) fn names(storage: &dyn Storage) -> Vec<String> {
     let found: Vec<ObjectMeta> =

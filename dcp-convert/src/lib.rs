@@ -10,6 +10,7 @@ mod decoded;
 mod deep;
 mod deep_save;
 mod diff;
+mod division;
 mod element;
 mod error;
 mod get;
@@ -52,6 +53,7 @@ pub use diff::{
     Described, DiffCounts, DiffOptions, DiffReport, DiffScope, Difference, DifferenceKind, Spot,
     Tolerance, ValueDifference, diff,
 };
+pub use division::{Division, Held, Holder};
 pub use element::{Element, decode};
 pub use error::ConvertError;
 pub use get::{Found, FoundTensor, find};
@@ -61,7 +63,7 @@ pub use list_run::{EntryKind, RunEntry, RunListing, list_run};
 pub use npy::{NpyType, npy_header, npy_type};
 pub use objects::{ObjectResult, read_object, read_objects};
 pub use outgoing::LEFT_OUT;
-pub use reshard::{MAX_RANKS, reshard};
+pub use reshard::{MAX_RANKS, divide, reshard};
 pub use rewrite_metadata::{MetadataRewrite, ProfileChoice, rewrite_metadata};
 pub use select::{Chosen, Rename, Selection, StatePart, parse_mapping};
 pub use slice::TensorSlice;

@@ -1,18 +1,19 @@
-//! Rewriting a checkpoint as if another number of ranks had saved it.
+//! Rewriting a checkpoint as if other ranks had saved it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, GlobalPlan, Layout, ObjectEntry,
-    Opaque, Placement, PlanKey, Region, RegionError, SavePlan, SavePlanner, SaveSession,
-    StorageExt, StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
+    Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt, StorageWriter,
+    TensorSpec, Value, WritePlan,
 };
 use dcp_planner::DefaultSavePlanner;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use crate::check::refuse_unsound;
 use crate::data::{CheckpointData, FirstRead, Part};
+use crate::division::{Division, FirstAxis, Holder};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
@@ -41,14 +42,31 @@ pub const MAX_RANKS: u32 = 1 << 16;
 ///
 /// # Errors
 ///
-/// When the checkpoint is unsound or damaged, `ranks` is 0 or beyond [`MAX_RANKS`], or writing
-/// fails; then what was there before is untouched.
+/// As [`divide`].
 pub async fn reshard(
     source: &Source,
     writer: &dyn StorageWriter,
     ranks: u32,
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
+    divide(source, writer, &FirstAxis { ranks }, options).await
+}
+
+/// Writes the checkpoint anew as ranks would have saved it that hold what `division` says.
+/// Otherwise as [`reshard`], which is this with the division of FSDP2.
+///
+/// # Errors
+///
+/// When the checkpoint is unsound or damaged, there are 0 ranks or more than [`MAX_RANKS`], the
+/// division does not make whole tensors, or writing fails; then what was there before is
+/// untouched.
+pub async fn divide(
+    source: &Source,
+    writer: &dyn StorageWriter,
+    division: &dyn Division,
+    options: &JobOptions,
+) -> Result<WriteReport, ConvertError> {
+    let ranks = division.ranks();
     if !(1..=MAX_RANKS).contains(&ranks) {
         let problem = format!("is not a number of ranks between 1 and {MAX_RANKS}");
         return Err(ConvertError::unsupported(ranks.to_string(), problem));
@@ -56,12 +74,8 @@ pub async fn reshard(
     let source = &source.for_job(options.parallelism);
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
-    let job = Job::prepare(source, writer, &metadata, options).await?;
-    let (locals, data): (Vec<_>, Vec<_>) = (0..ranks)
-        .map(|rank| job.rank(rank, ranks))
-        .collect::<Result<Vec<_>, _>>()?
-        .into_iter()
-        .unzip();
+    let job = Job::prepare(source, writer, &metadata, division, options).await?;
+    let (locals, data) = job.all_ranks(division)?;
     let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
     let total = total_bytes(&global, &locals);
     let session = writer.begin().await?;
@@ -169,6 +183,7 @@ impl<'a> Job<'a> {
         source: &'a Source,
         writer: &dyn StorageWriter,
         metadata: &Arc<CheckpointMetadata>,
+        division: &dyn Division,
         options: &'a JobOptions,
     ) -> Result<Self, ConvertError> {
         let mut readers = HashMap::new();
@@ -179,8 +194,12 @@ impl<'a> Job<'a> {
                 readers.insert(index, Arc::new(reader));
             }
         }
+        let mut wanted = object_entries(metadata);
+        wanted.retain(|index| {
+            metadata.at(*index).is_some_and(|(fqn, _)| division.object(fqn) != Holder::Nobody)
+        });
         let mut objects = HashMap::new();
-        for batch in object_entries(metadata).chunks(OBJECTS_AT_ONCE) {
+        for batch in wanted.chunks(OBJECTS_AT_ONCE) {
             for (index, value) in read_objects(source, metadata, batch).await {
                 let Some((fqn, Entry::Object(object))) = metadata.at(index) else { continue };
                 let part = object_part(source, writer, metadata, fqn, object, value?).await?;
@@ -190,64 +209,84 @@ impl<'a> Job<'a> {
         Ok(Self { source, metadata: Arc::clone(metadata), readers, objects, options })
     }
 
-    /// What `rank` would offer to write, and where its bytes come from.
-    fn rank(&self, rank: u32, ranks: u32) -> Result<(SavePlan, Arc<dyn DataSource>), ConvertError> {
-        let mut plan = SavePlan::new();
-        let mut parts = Vec::new();
+    /// What every rank would offer to write, and where its bytes come from.
+    fn all_ranks(&self, division: &dyn Division) -> Result<Offers, ConvertError> {
+        let mut ranks: Vec<Rank> = (0..division.ranks()).map(|_| Rank::default()).collect();
         for (index, (fqn, entry)) in self.metadata.iter().enumerate() {
-            let path = entry.path().cloned();
+            let path = entry.path().filter(|_| division.is_nested()).cloned();
+            let fqn = Arc::clone(fqn);
             match entry {
                 Entry::Tensor(tensor) => {
                     let Some(reader) = self.readers.get(&index) else { continue };
-                    let (sharded, region) = shard(tensor, rank, ranks)?;
+                    let held = division.tensor(&fqn, tensor)?;
+                    let sharded = held.sharded;
                     let spec =
                         TensorSpec { dtype: tensor.dtype, shape: tensor.shape.clone(), sharded };
-                    let fqn = Arc::clone(fqn);
-                    let key = plan.push_key(PlanKey { fqn, path, tensor: Some(spec) });
-                    plan.push_chunk(key, &region)?;
-                    let reader = Arc::clone(reader);
                     let element_bytes = tensor.dtype.size() as u64;
-                    parts.push(Part::Tensor { reader, region, element_bytes });
+                    let key = PlanKey { fqn, path, tensor: Some(spec) };
+                    for (rank, region) in held.parts {
+                        let Some(rank) = ranks.get_mut(rank as usize) else {
+                            return Err(no_such_rank(&key.fqn, rank));
+                        };
+                        let at = rank.key(index, &key);
+                        rank.plan.push_chunk(at, &region)?;
+                        let reader = Arc::clone(reader);
+                        rank.parts.push(Part::Tensor { reader, region, element_bytes });
+                    }
                 }
                 Entry::Object(_) => {
                     let Some((part, byte_len)) = self.objects.get(&index) else { continue };
-                    let fqn = Arc::clone(fqn);
-                    let key = plan.push_key(PlanKey { fqn, path, tensor: None });
-                    plan.push_object(key, *byte_len)?;
-                    parts.push(part.clone());
+                    let holders = match division.object(&fqn) {
+                        Holder::Nobody => continue,
+                        Holder::Anybody => ranks.iter_mut(),
+                        Holder::Rank(rank) => {
+                            let at = rank as usize;
+                            let one = ranks.get_mut(at..at.saturating_add(1));
+                            one.ok_or_else(|| no_such_rank(&fqn, rank))?.iter_mut()
+                        }
+                    };
+                    let key = PlanKey { fqn, path, tensor: None };
+                    for rank in holders {
+                        let at = rank.key(index, &key);
+                        rank.plan.push_object(at, *byte_len)?;
+                        rank.parts.push(part.clone());
+                    }
                 }
                 _ => {}
             }
         }
-        Ok((plan, Arc::new(CheckpointData::new(self.source, parts, self.options))))
+        let data = |parts| -> Arc<dyn DataSource> {
+            Arc::new(CheckpointData::new(self.source, parts, self.options))
+        };
+        Ok(ranks.into_iter().map(|rank| (rank.plan, data(rank.parts))).unzip())
     }
 }
 
-/// The part of a tensor that `rank` gets, and whether ranks get different ones.
-fn shard(tensor: &TensorEntry, rank: u32, ranks: u32) -> Result<(bool, Region), ConvertError> {
-    let whole = full(tensor)?;
-    let (rank, ranks) = (u64::from(rank), u64::from(ranks));
-    if whole.volume() < ranks || ranks == 1 {
-        return Ok((false, whole));
+/// The plans of all ranks, and where their bytes come from.
+type Offers = (Vec<SavePlan>, Vec<Arc<dyn DataSource>>);
+
+/// What one rank would offer to write.
+#[derive(Default)]
+struct Rank {
+    plan: SavePlan,
+    parts: Vec<Part>,
+    /// The entry that the last key of the plan is for.
+    entry: Option<usize>,
+}
+
+impl Rank {
+    /// The position of the key of an entry, whose items all come one behind the other.
+    fn key(&mut self, entry: usize, key: &PlanKey) -> usize {
+        if self.entry.replace(entry) == Some(entry) {
+            return self.plan.keys().len().saturating_sub(1);
+        }
+        self.plan.push_key(key.clone())
     }
-    let longest = (0..whole.ndim()).max_by_key(|axis| (whole.end(*axis), whole.ndim() - axis));
-    let axis = if whole.end(0) >= ranks { 0 } else { longest.unwrap_or(0) };
-    let len = whole.end(axis);
-    // As `torch.chunk` does: all chunks but the last ones are equally long.
-    let each = len.div_ceil(ranks);
-    let start = each.saturating_mul(rank).min(len);
-    let (mut offsets, mut sizes) = (whole.offsets().clone(), whole.sizes().clone());
-    offsets[axis] = start;
-    sizes[axis] = each.min(len - start);
-    Ok((true, Region::new(offsets, sizes).map_err(bad_region)?))
 }
 
-fn full(tensor: &TensorEntry) -> Result<Region, ConvertError> {
-    Region::full(tensor.shape.clone()).map_err(bad_region)
-}
-
-fn bad_region(error: RegionError) -> ConvertError {
-    ConvertError::unsupported("a shard", error.to_string())
+fn no_such_rank(fqn: &str, rank: u32) -> ConvertError {
+    let problem = format!("is to be written by rank {rank}, which there is not");
+    ConvertError::unsupported(format!("{fqn:?}"), problem)
 }
 
 /// What an object is made from: the stored bytes where they can be taken as they are, its value
@@ -284,40 +323,4 @@ async fn object_part(
         Part::Encoded(encoded)
     };
     Ok((part, byte_len))
-}
-
-#[cfg(test)]
-mod tests {
-    use dcp_core::DType;
-
-    use super::*;
-
-    fn shards(shape: &[u64], ranks: u32) -> Vec<(bool, String)> {
-        let tensor = TensorEntry::new(DType::Float32, shape);
-        (0..ranks)
-            .map(|rank| shard(&tensor, rank, ranks).unwrap())
-            .map(|(sharded, region)| (sharded, region.to_string()))
-            .collect()
-    }
-
-    #[test]
-    fn tensors_are_cut_as_fsdp2_cuts_them() {
-        let cut = |shape: &[u64], ranks, expected: &[&str]| {
-            let found = shards(shape, ranks);
-            assert!(found.iter().all(|(sharded, _)| *sharded));
-            let found: Vec<_> = found.iter().map(|(_, region)| region.as_str()).collect();
-            assert_eq!(found, expected);
-        };
-        cut(&[5, 2], 2, &["[0:3, 0:2]", "[3:5, 0:2]"]);
-        cut(&[5], 4, &["[0:2]", "[2:4]", "[4:5]", "[5:5]"]);
-        cut(&[2, 6], 3, &["[0:2, 0:2]", "[0:2, 2:4]", "[0:2, 4:6]"]);
-        cut(&[2, 2], 3, &["[0:1, 0:2]", "[1:2, 0:2]", "[2:2, 0:2]"]);
-    }
-
-    #[test]
-    fn small_tensors_stay_whole() {
-        assert_eq!(shards(&[], 2), vec![(false, "[]".to_owned()); 2]);
-        assert_eq!(shards(&[0, 4], 2), vec![(false, "[0:0, 0:4]".to_owned()); 2]);
-        assert_eq!(shards(&[3], 4), vec![(false, "[0:3]".to_owned()); 4]);
-    }
 }

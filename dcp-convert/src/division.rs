@@ -1,0 +1,152 @@
+//! Who holds which part of a checkpoint that is written anew.
+
+use std::fmt;
+
+use dcp_core::{Region, RegionError, TensorEntry};
+
+use crate::error::ConvertError;
+
+/// Who holds which part of a checkpoint that is written anew by [`divide`](crate::divide()).
+pub trait Division: fmt::Debug + Send + Sync {
+    /// How many ranks there are.
+    fn ranks(&self) -> u32;
+
+    /// The parts of a tensor and the ranks that hold them. A part that several ranks hold is
+    /// written by one of them.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be divided so.
+    fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, ConvertError>;
+
+    /// Who writes an object.
+    fn object(&self, fqn: &str) -> Holder;
+
+    /// Whether the new checkpoint says how its keys nest, where the old one did.
+    fn is_nested(&self) -> bool;
+}
+
+/// The parts of a tensor and who holds them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Whether ranks hold different parts.
+    pub sharded: bool,
+    /// Ranks and boxes; together they are the whole tensor.
+    pub parts: Vec<(u32, Region)>,
+}
+
+impl Held {
+    /// One rank holds all of it.
+    ///
+    /// # Errors
+    ///
+    /// When the tensor has more than 2^64 elements.
+    pub fn whole(rank: u32, tensor: &TensorEntry) -> Result<Self, ConvertError> {
+        Ok(Self { sharded: false, parts: vec![(rank, full(tensor)?)] })
+    }
+}
+
+/// Who writes an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Holder {
+    /// Any rank; that with the least to write does.
+    Anybody,
+    /// This rank.
+    Rank(u32),
+    /// No rank: it is left out.
+    Nobody,
+}
+
+/// Every tensor along its first axis, as FSDP2 divides it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FirstAxis {
+    pub(crate) ranks: u32,
+}
+
+impl Division for FirstAxis {
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    fn tensor(&self, _fqn: &str, tensor: &TensorEntry) -> Result<Held, ConvertError> {
+        let mut held = Held::default();
+        for rank in 0..self.ranks {
+            let (sharded, region) = shard(tensor, rank, self.ranks)?;
+            held.sharded = sharded;
+            held.parts.push((rank, region));
+        }
+        Ok(held)
+    }
+
+    fn object(&self, _fqn: &str) -> Holder {
+        Holder::Anybody
+    }
+
+    fn is_nested(&self) -> bool {
+        true
+    }
+}
+
+/// The part of a tensor that `rank` gets, and whether ranks get different ones.
+fn shard(tensor: &TensorEntry, rank: u32, ranks: u32) -> Result<(bool, Region), ConvertError> {
+    let whole = full(tensor)?;
+    let (rank, ranks) = (u64::from(rank), u64::from(ranks));
+    if whole.volume() < ranks || ranks == 1 {
+        return Ok((false, whole));
+    }
+    let longest = (0..whole.ndim()).max_by_key(|axis| (whole.end(*axis), whole.ndim() - axis));
+    let axis = if whole.end(0) >= ranks { 0 } else { longest.unwrap_or(0) };
+    let len = whole.end(axis);
+    // As `torch.chunk` does: all chunks but the last ones are equally long.
+    let each = len.div_ceil(ranks);
+    let start = each.saturating_mul(rank).min(len);
+    let (mut offsets, mut sizes) = (whole.offsets().clone(), whole.sizes().clone());
+    offsets[axis] = start;
+    sizes[axis] = each.min(len - start);
+    Ok((true, Region::new(offsets, sizes).map_err(bad_region)?))
+}
+
+fn full(tensor: &TensorEntry) -> Result<Region, ConvertError> {
+    Region::full(tensor.shape.clone()).map_err(bad_region)
+}
+
+fn bad_region(error: RegionError) -> ConvertError {
+    ConvertError::unsupported("a shard", error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::DType;
+
+    use super::*;
+
+    fn shards(shape: &[u64], ranks: u32) -> Vec<(bool, String)> {
+        let tensor = TensorEntry::new(DType::Float32, shape);
+        (0..ranks)
+            .map(|rank| shard(&tensor, rank, ranks).unwrap())
+            .map(|(sharded, region)| (sharded, region.to_string()))
+            .collect()
+    }
+
+    #[test]
+    fn tensors_are_cut_as_fsdp2_cuts_them() {
+        let cut = |shape: &[u64], ranks, expected: &[&str]| {
+            let found = shards(shape, ranks);
+            assert!(found.iter().all(|(sharded, _)| *sharded));
+            let found: Vec<_> = found.iter().map(|(_, region)| region.as_str()).collect();
+            assert_eq!(found, expected);
+        };
+        cut(&[5, 2], 2, &["[0:3, 0:2]", "[3:5, 0:2]"]);
+        cut(&[5], 4, &["[0:2]", "[2:4]", "[4:5]", "[5:5]"]);
+        cut(&[2, 6], 3, &["[0:2, 0:2]", "[0:2, 2:4]", "[0:2, 4:6]"]);
+        cut(&[2, 2], 3, &["[0:1, 0:2]", "[1:2, 0:2]", "[2:2, 0:2]"]);
+    }
+
+    #[test]
+    fn small_tensors_stay_whole() {
+        assert_eq!(shards(&[], 2), vec![(false, "[]".to_owned()); 2]);
+        assert_eq!(shards(&[0, 4], 2), vec![(false, "[0:0, 0:4]".to_owned()); 2]);
+        assert_eq!(shards(&[3], 4), vec![(false, "[0:3]".to_owned()); 4]);
+    }
+}

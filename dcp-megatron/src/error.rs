@@ -3,6 +3,8 @@
 use dcp_convert::ConvertError;
 use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
 
+use crate::partition::ParallelLayout;
+
 /// A checkpoint of Megatron-Core could not be read, written or understood.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -63,6 +65,44 @@ pub enum MegatronError {
         what: String,
         /// What stands in the way.
         problem: String,
+    },
+    /// A layout of ranks that makes no sense.
+    #[error("there is no job of {layout}: {problem}")]
+    Layout {
+        /// The layout.
+        layout: ParallelLayout,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Something that has to be shared out equally, and cannot be.
+    #[error(
+        "{key:?} cannot be divided into {parts} equal parts: it has {len} {what}{}",
+        .axis.map(|axis| format!(" along axis {axis}")).unwrap_or_default()
+    )]
+    Indivisible {
+        /// The tensor, or the stack of layers.
+        key: String,
+        /// What would be shared: `elements`, `layers` or `experts`.
+        what: &'static str,
+        /// The axis, where it is one.
+        axis: Option<usize>,
+        /// How many there are.
+        len: u64,
+        /// Into how many parts.
+        parts: u64,
+    },
+    /// The optimizer's state is in flat buffers, one set for each rank of the model, and so belongs
+    /// to another layout.
+    #[error(
+        "the optimizer's state is in flat buffers of {groups} model-parallel ranks, which cannot be \
+         divided among those of {layout}: leave the optimizer out, or turn its state into that of \
+         parameters first"
+    )]
+    FlatOptimizer {
+        /// How many ranks have buffers of their own.
+        groups: u64,
+        /// The layout that was asked for.
+        layout: ParallelLayout,
     },
     /// An offline job on it.
     #[error(transparent)]

@@ -154,6 +154,20 @@ impl BucketKey {
     }
 }
 
+/// The number of the data-parallel group that a tensor or object of an optimizer belongs to, of
+/// the formats that keep one for each rank of the model.
+pub(crate) fn group_of(fqn: &str) -> Option<u64> {
+    GroupKey::parse(fqn).map(|(group, _)| group.group)
+}
+
+/// How many ranks of the model have buffers of their own for its dense parameters; `None` when the
+/// optimizer's state is not in such buffers.
+pub(crate) fn model_parallel_groups<'a>(fqns: impl Iterator<Item = &'a str>) -> Option<u64> {
+    let groups = fqns.filter_map(GroupKey::parse).map(|(group, _)| group);
+    let dense = groups.filter(|group| group.chained.is_none_or(|chained| chained == 0));
+    dense.map(|group| group.group.saturating_add(1)).max()
+}
+
 /// Whether a name is one of optimizer state, in any format.
 #[must_use]
 pub fn is_optimizer_key(fqn: &str) -> bool {

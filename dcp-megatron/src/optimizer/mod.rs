@@ -23,6 +23,7 @@ pub use check::{
     SAMPLED_ELEMENTS, check_optimizer,
 };
 pub use format::OptimizerFormat;
+pub(crate) use keys::{ParamStateKey, group_of, model_parallel_groups};
 pub use keys::{StateKind, is_optimizer_key};
 pub use layout::{ALIGNMENT, FlatBucket, FlatLayoutOptions, FlatParam, flat_layout};
 pub use repair::{Restarted, restart_optimizer};

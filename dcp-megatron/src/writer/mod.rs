@@ -186,6 +186,14 @@ impl MegatronWriterBuilder {
         self
     }
 
+    pub(crate) fn has_common(&self) -> bool {
+        self.common.is_some()
+    }
+
+    pub(crate) fn common_dict(&self) -> Option<&Dict> {
+        self.common.as_ref()?.view().as_dict()
+    }
+
     /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
     pub fn form(mut self, form: MegatronForm) -> Self {
         self.form = form;

@@ -15,7 +15,7 @@ const IN_FILE: MegatronFormat = MegatronFormat::TorchDist { common: CommonPlace:
 const INSIDE: MegatronFormat = MegatronFormat::TorchDist { common: CommonPlace::Inside };
 
 /// What opens as a checkpoint of Megatron-Core: the fixture, and its format.
-const OPENED: &[(&str, MegatronFormat)] = &[
+pub(crate) const OPENED: &[(&str, MegatronFormat)] = &[
     ("factories", IN_FILE),
     ("gpt_async", IN_FILE),
     ("gpt_dp2_dp_reshardable", IN_FILE),
@@ -84,7 +84,7 @@ fn every_fixture_equals_what_is_expected() {
 }
 
 /// Every tensor has the dtype, shape and bytes that are expected, and there are no others.
-fn tensors(name: &str, source: &Source) {
+pub(crate) fn tensors(name: &str, source: &Source) {
     let metadata = block_on(source.metadata()).unwrap();
     let mut expected = expected_tensors(name);
     let json = expected_json(name);
@@ -100,7 +100,7 @@ fn tensors(name: &str, source: &Source) {
 }
 
 /// Every object is what is expected, a list of one, and there are no others.
-fn objects(name: &str, source: &Source) {
+pub(crate) fn objects(name: &str, source: &Source) {
     let metadata = block_on(source.metadata()).unwrap();
     let entries: Vec<usize> = (0..metadata.len())
         .filter(|at| metadata.at(*at).is_some_and(|(_, entry)| entry.as_object().is_some()))

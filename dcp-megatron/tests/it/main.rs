@@ -8,5 +8,6 @@ mod optimizer;
 mod parallel;
 mod ranks;
 mod support;
+mod to_torch_dist;
 mod writer;
 mod zarr;

@@ -1,0 +1,368 @@
+//! A checkpoint divided among the ranks of a Megatron-Core job.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_convert::{ConvertError, Division, Held, Holder};
+use dcp_core::{CheckpointMetadata, Dims, Entry, Region, TensorEntry};
+
+use super::key::{Counted, ModelKey, ObjectKey};
+use super::layout::{ParallelLayout, Ranks};
+use super::{TensorCut, tensor_cut};
+use crate::args::MegatronArgs;
+use crate::error::MegatronError;
+use crate::logical::COMMON_STATE;
+use crate::optimizer::{is_optimizer_key, model_parallel_groups};
+
+/// The most parts of one tensor; a larger number is none of a real model.
+const PARTS_MAX: u64 = 1 << 22;
+
+/// Who holds what of a checkpoint in a layout: all of it is decided, and what cannot be divided
+/// refused, when this is made.
+#[derive(Debug)]
+pub(crate) struct MegatronDivision {
+    ranks: u32,
+    tensors: HashMap<Arc<str>, Held>,
+    objects: HashMap<Arc<str>, u32>,
+}
+
+impl MegatronDivision {
+    /// Divides everything that `metadata` has but the common state. `args` help where shapes do
+    /// not tell.
+    ///
+    /// # Errors
+    ///
+    /// [`MegatronError::Layout`] and [`MegatronError::Indivisible`];
+    /// [`MegatronError::FlatOptimizer`] when the optimizer's state belongs to ranks of another
+    /// layout.
+    pub(crate) fn new(
+        metadata: &CheckpointMetadata,
+        layout: ParallelLayout,
+        args: Option<&MegatronArgs>,
+    ) -> Result<Self, MegatronError> {
+        let ranks = layout.resolve()?;
+        refuse_flat_optimizer(metadata, layout, args)?;
+        let survey = Survey::new(metadata, ranks, args);
+        let (mut tensors, mut objects) = (HashMap::new(), HashMap::new());
+        for (fqn, entry) in metadata.iter() {
+            match entry {
+                Entry::Tensor(tensor) => {
+                    tensors.insert(Arc::clone(fqn), survey.tensor(fqn, tensor)?);
+                }
+                Entry::Object(_) if &**fqn != COMMON_STATE => {
+                    objects.insert(Arc::clone(fqn), survey.object(fqn)?);
+                }
+                _ => {}
+            }
+        }
+        Ok(Self { ranks: ranks.world(), tensors, objects })
+    }
+}
+
+impl Division for MegatronDivision {
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, ConvertError> {
+        self.tensors.get(fqn).map_or_else(|| Held::whole(0, tensor), |held| Ok(held.clone()))
+    }
+
+    fn object(&self, fqn: &str) -> Holder {
+        self.objects.get(fqn).map_or(Holder::Nobody, |rank| Holder::Rank(*rank))
+    }
+
+    /// Keys of Megatron-Core do not nest.
+    fn is_nested(&self) -> bool {
+        false
+    }
+}
+
+/// Flat buffers have no parameters in them that could be cut: they stay with their ranks.
+fn refuse_flat_optimizer(
+    metadata: &CheckpointMetadata,
+    layout: ParallelLayout,
+    args: Option<&MegatronArgs>,
+) -> Result<(), MegatronError> {
+    let groups = model_parallel_groups(metadata.iter().map(|(fqn, _)| &**fqn));
+    let Some(groups) = groups else { return Ok(()) };
+    let was = |name: fn(&MegatronArgs) -> Option<u64>| args.and_then(name);
+    let (tp, pp) = (
+        was(MegatronArgs::tensor_model_parallel_size),
+        was(MegatronArgs::pipeline_model_parallel_size),
+    );
+    let ep = was(MegatronArgs::expert_model_parallel_size);
+    let changed = |was: Option<u64>, now: u32| was.is_some_and(|was| was != u64::from(now));
+    let model_parallel = u64::from(layout.tp) * u64::from(layout.pp);
+    if changed(tp, layout.tp)
+        || changed(pp, layout.pp)
+        || changed(ep, layout.ep)
+        || groups != model_parallel
+    {
+        return Err(MegatronError::FlatOptimizer { groups, layout });
+    }
+    Ok(())
+}
+
+/// What has to be known of all names before one of them is divided.
+struct Survey<'m> {
+    metadata: &'m CheckpointMetadata,
+    ranks: Ranks,
+    /// How many layers there are in each stack.
+    layers: HashMap<&'m str, u64>,
+    /// How many experts there are in each stack, where names number them.
+    experts: HashMap<&'m str, u64>,
+    gated: bool,
+}
+
+impl<'m> Survey<'m> {
+    fn new(metadata: &'m CheckpointMetadata, ranks: Ranks, args: Option<&MegatronArgs>) -> Self {
+        let (mut layers, mut experts) = (HashMap::new(), HashMap::new());
+        let note = |counts: &mut HashMap<&'m str, u64>, stack: &'m str, count: u64| {
+            let known = counts.entry(stack).or_default();
+            *known = count.max(*known);
+        };
+        for (fqn, entry) in metadata.iter() {
+            let object = ObjectKey::parse(fqn);
+            let name = object.as_ref().map_or(&**fqn, |object| object.key);
+            let key = ModelKey::parse(name);
+            let Some((stack, layer)) = key.layers else { continue };
+            let in_front = match (entry, &object) {
+                (Entry::Tensor(tensor), _) => tensor.shape.first().copied(),
+                (_, Some(object)) => object.grid.first().copied(),
+                _ => None,
+            };
+            match layer {
+                Counted::Axis => note(&mut layers, stack, in_front.unwrap_or(0)),
+                Counted::Number(n) => note(&mut layers, stack, n.saturating_add(1)),
+            }
+            if let Some(Counted::Number(n)) = key.experts {
+                note(&mut experts, stack, n.saturating_add(1));
+            }
+        }
+        let gated = args.and_then(MegatronArgs::swiglu).unwrap_or(false);
+        Self { metadata, ranks, layers, experts, gated }
+    }
+
+    /// The pipeline stage of layer `n` of a stack, or of what is in none.
+    fn stage(&self, key: &ModelKey<'m>, n: Option<u64>) -> Result<u32, MegatronError> {
+        let pp = u64::from(self.ranks.pp);
+        if key.is_last() {
+            return Ok(self.ranks.pp - 1);
+        }
+        let (Some((stack, _)), Some(n)) = (key.layers, n) else { return Ok(0) };
+        let all = self.layers.get(stack).copied().unwrap_or(1).max(1);
+        share(n, all, pp).ok_or_else(|| MegatronError::Indivisible {
+            key: stack.to_owned(),
+            what: "layers",
+            axis: None,
+            len: all,
+            parts: pp,
+        })
+    }
+
+    /// The group of ranks that has expert `n` of `all`.
+    fn expert_group(
+        &self,
+        key: &str,
+        n: u64,
+        all: u64,
+        axis: Option<usize>,
+    ) -> Result<u32, MegatronError> {
+        let ep = u64::from(self.ranks.ep);
+        share(n, all.max(1), ep).ok_or_else(|| MegatronError::Indivisible {
+            key: key.to_owned(),
+            what: "experts",
+            axis,
+            len: all,
+            parts: ep,
+        })
+    }
+
+    fn tensor(&self, fqn: &'m str, tensor: &TensorEntry) -> Result<Held, MegatronError> {
+        let key = ModelKey::parse(fqn);
+        let front = key.prepended();
+        let Some(cut) = tensor_cut(key.param) else { return self.as_stored(tensor) };
+        let tp = if key.experts.is_some() { self.ranks.etp } else { self.ranks.tp };
+        let (axis, fragments) = match cut {
+            TensorCut::Replicated => (None, 1),
+            TensorCut::Column => (Some(front), u64::from(tp)),
+            TensorCut::Row => (Some(front + 1), u64::from(tp)),
+            TensorCut::Gated => {
+                let twice = if self.is_gated(&key, tensor, front) { 2 } else { 1 };
+                (Some(front), twice * u64::from(tp))
+            }
+        };
+        let shape = &tensor.shape;
+        if shape.ndim() < front.max(axis.map_or(0, |axis| axis + 1)) || shape.contains(&0) {
+            return self.as_stored(tensor);
+        }
+        let len = axis.and_then(|axis| shape.get(axis)).copied().unwrap_or(1);
+        if len % fragments != 0 {
+            return Err(MegatronError::Indivisible {
+                key: fqn.to_owned(),
+                what: "elements",
+                axis,
+                len,
+                parts: fragments,
+            });
+        }
+        let in_front: Vec<u64> = shape.iter().take(front).copied().collect();
+        let cells = in_front.iter().try_fold(fragments, |cells, len| cells.checked_mul(*len));
+        if cells.is_none_or(|cells| cells > PARTS_MAX) {
+            return self.as_stored(tensor);
+        }
+        let mut sizes = shape.clone();
+        sizes.iter_mut().take(front).for_each(|size| *size = 1);
+        if let Some(size) = axis.and_then(|axis| sizes.get_mut(axis)) {
+            *size = len / fragments;
+        }
+        let mut parts = Vec::new();
+        for place in places(&in_front) {
+            let (stage, group) = self.place(fqn, &key, &place, shape)?;
+            for fragment in 0..fragments {
+                let tp_rank = u32::try_from(fragment % u64::from(tp)).unwrap_or(0);
+                let rank = match group {
+                    Some(group) => self.ranks.expert(tp_rank, group, stage),
+                    None => self.ranks.dense(tp_rank, stage),
+                };
+                let mut offsets = Dims::zeros(shape.ndim());
+                offsets.iter_mut().zip(&place).for_each(|(offset, at)| *offset = *at);
+                if let Some(offset) = axis.and_then(|axis| offsets.get_mut(axis)) {
+                    *offset = fragment * (len / fragments);
+                }
+                parts.push((rank, region(fqn, offsets, &sizes)?));
+            }
+        }
+        Ok(Held { sharded: parts.len() > 1, parts })
+    }
+
+    /// The stage and, of an expert, the group of ranks for the part at `place`, a position on the
+    /// axes in front.
+    fn place(
+        &self,
+        fqn: &str,
+        key: &ModelKey<'m>,
+        place: &[u64],
+        shape: &[u64],
+    ) -> Result<(u32, Option<u32>), MegatronError> {
+        let layer = match key.layers {
+            Some((_, Counted::Number(n))) => Some(n),
+            Some((_, Counted::Axis)) => place.first().copied(),
+            None => None,
+        };
+        let stage = self.stage(key, layer)?;
+        let group = match (key.experts, key.expert_axis()) {
+            (Some(Counted::Number(n)), _) => {
+                let stack = key.layers.map_or("", |(stack, _)| stack);
+                let all = self.experts.get(stack).copied().unwrap_or(n.saturating_add(1));
+                Some(self.expert_group(fqn, n, all, None)?)
+            }
+            (Some(Counted::Axis), Some(axis)) => {
+                let n = place.get(axis).copied().unwrap_or(0);
+                let all = shape.get(axis).copied().unwrap_or(1);
+                Some(self.expert_group(fqn, n, all, Some(axis))?)
+            }
+            _ => None,
+        };
+        Ok((stage, group))
+    }
+
+    /// Whether a first matrix is two: what it puts out is twice what the second one takes in.
+    fn is_gated(&self, key: &ModelKey<'_>, tensor: &TensorEntry, front: usize) -> bool {
+        let out = tensor.shape.get(front).copied();
+        let names = key.second_matrix().into_iter().flatten();
+        let second = names.filter_map(|name| self.metadata.get(&name)?.as_tensor()).next();
+        match (out, second.and_then(|second| second.shape.last().copied())) {
+            (Some(out), Some(taken)) if taken > 0 && taken.checked_mul(2) == Some(out) => true,
+            (Some(out), Some(taken)) if out == taken => false,
+            _ => self.gated && out.is_some_and(|out| out % 2 == 0),
+        }
+    }
+
+    /// The grid that a tensor is stored in, each part with the rank whose file it lies in.
+    fn as_stored(&self, tensor: &TensorEntry) -> Result<Held, MegatronError> {
+        if tensor.chunks.len() <= 1 || tensor.chunks.len() as u64 > PARTS_MAX {
+            return Ok(Held::whole(0, tensor)?);
+        }
+        let mut parts = Vec::with_capacity(tensor.chunks.len());
+        for chunk in tensor.chunks.iter() {
+            let file = chunk.placement.and_then(|placement| self.metadata.file(placement.file));
+            let rank = file.and_then(|file| rank_of_file(file.as_str())).unwrap_or(0);
+            let region = chunk.region().map_err(|error| ConvertError::Unsupported {
+                what: "a chunk".to_owned(),
+                problem: error.to_string(),
+            })?;
+            parts.push((rank % self.ranks.world(), region));
+        }
+        Ok(Held { sharded: true, parts })
+    }
+
+    fn object(&self, fqn: &'m str) -> Result<u32, MegatronError> {
+        let Some(object) = ObjectKey::parse(fqn) else { return Ok(0) };
+        let key = ModelKey::parse(object.key);
+        let world = u64::from(self.ranks.world());
+        let narrow = |n: u64| u32::try_from(n % world).unwrap_or(0);
+        if is_optimizer_key(fqn) {
+            let group = crate::optimizer::group_of(fqn).unwrap_or(0);
+            let (tp, pp) = (u64::from(self.ranks.tp), u64::from(self.ranks.pp));
+            let pipeline = (group / tp) % pp;
+            return Ok(self.ranks.dense(narrow(group % tp), narrow(pipeline)));
+        }
+        match (object.key, &*object.offsets) {
+            ("rng_state", [pp, tp])
+                if *pp < u64::from(self.ranks.pp) && *tp < u64::from(self.ranks.tp) =>
+            {
+                Ok(self.ranks.dense(narrow(*tp), narrow(*pp)))
+            }
+            ("rerun_state_machine_state", [rank]) => Ok(narrow(*rank)),
+            (_, offsets) if offsets.len() == key.prepended() || key.prepended() == 0 => {
+                let (stage, group) = self.place(fqn, &key, offsets, &object.grid)?;
+                Ok(match group {
+                    Some(group) => self.ranks.expert(0, group, stage),
+                    None => self.ranks.dense(0, stage),
+                })
+            }
+            _ => Ok(0),
+        }
+    }
+}
+
+/// Which of `parts` equal shares of `all` things has number `n`; `None` when there are no equal
+/// shares.
+fn share(n: u64, all: u64, parts: u64) -> Option<u32> {
+    if !all.is_multiple_of(parts) || n >= all {
+        return None;
+    }
+    u32::try_from(n / (all / parts)).ok()
+}
+
+/// All positions on axes of these lengths, in row-major order.
+fn places(lens: &[u64]) -> Vec<Vec<u64>> {
+    lens.iter().fold(vec![Vec::new()], |places, len| {
+        places
+            .into_iter()
+            .flat_map(|place| {
+                (0..*len).map(move |n| {
+                    let mut next = place.clone();
+                    next.push(n);
+                    next
+                })
+            })
+            .collect()
+    })
+}
+
+/// The rank in the name of a data file, `[hint]__{rank}_{n}.distcp`.
+fn rank_of_file(name: &str) -> Option<u32> {
+    name.rsplit_once("__")?.1.split_once('_')?.0.parse().ok()
+}
+
+fn region(fqn: &str, offsets: Dims, sizes: &Dims) -> Result<Region, MegatronError> {
+    Region::new(offsets, sizes.clone()).map_err(|error| {
+        MegatronError::Convert(ConvertError::Unsupported {
+            what: format!("{fqn:?}"),
+            problem: error.to_string(),
+        })
+    })
+}

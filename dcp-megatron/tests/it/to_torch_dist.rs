@@ -1,0 +1,304 @@
+//! Checkpoints written anew for other ranks hold what they held.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use dcp_conformance::MemoryStorage;
+use dcp_convert::{JobOptions, Source};
+use dcp_core::{DType, Entry, Key, Storage, Value, error_chain};
+use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, write};
+use dcp_megatron::{
+    CommonPlace, MegatronCheckpoint, MegatronError, MegatronForm, MegatronFormat, MegatronWriter,
+    OpenOptions, ParallelLayout, to_torch_dist,
+};
+
+use crate::expected;
+use crate::fixtures::{OPENED, objects, tensors};
+use crate::support::{block_on, expected_json, get, names, put, stored};
+
+fn open(storage: &Arc<dyn Storage>) -> MegatronCheckpoint {
+    block_on(MegatronCheckpoint::open(storage, &OpenOptions::default())).unwrap()
+}
+
+/// The layout that a fixture was saved with.
+fn layout_of(name: &str, checkpoint: &MegatronCheckpoint) -> ParallelLayout {
+    let args = checkpoint.args();
+    let size = |size: Option<u64>| u32::try_from(size.unwrap_or(1)).unwrap();
+    let tp = size(args.as_ref().and_then(|args| args.tensor_model_parallel_size()));
+    let pp = size(args.as_ref().and_then(|args| args.pipeline_model_parallel_size()));
+    let dp = size(args.as_ref().and_then(|args| args.data_parallel_size()));
+    let ep = if name.contains("moe") { 2 } else { 1 };
+    ParallelLayout::new(tp, pp).with_ep(ep).with_dp(dp.max(ep))
+}
+
+fn convert(
+    source: &Source,
+    form: MegatronForm,
+    layout: ParallelLayout,
+) -> Result<Arc<dyn Storage>, MegatronError> {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let writer = MegatronWriter::builder(Arc::clone(&storage)).form(form);
+    block_on(to_torch_dist(source, writer, layout, &JobOptions::default()))?;
+    Ok(storage)
+}
+
+/// Whether a checkpoint holds what the fixture should.
+fn equals(name: &str, storage: &Arc<dyn Storage>) {
+    let checkpoint = open(storage);
+    assert_eq!(checkpoint.warnings(), [""; 0], "{name}");
+    tensors(name, checkpoint.source());
+    objects(name, checkpoint.source());
+    let json = expected_json(name);
+    expected::dict(checkpoint.common(), &json["common"], &format!("{name}, common"));
+    let raw = checkpoint.raw().unwrap();
+    let report = block_on(dcp_convert::verify(raw, true, &JobOptions::default())).unwrap();
+    assert!(report.problems.is_empty(), "{name}: {:?}", report.problems);
+}
+
+#[test]
+fn every_fixture_goes_through_both_forms() {
+    for (name, _) in OPENED {
+        let checkpoint = open(&stored(name));
+        let layout = layout_of(name, &checkpoint);
+        let inside = convert(checkpoint.source(), MegatronForm::CommonInside, layout);
+        let inside = inside.unwrap_or_else(|error| panic!("{name}: {error:?}"));
+        assert_eq!(
+            *open(&inside).format(),
+            MegatronFormat::TorchDist { common: CommonPlace::Inside },
+            "{name}"
+        );
+        equals(name, &inside);
+        let in_file = convert(open(&inside).source(), MegatronForm::CommonFile, layout).unwrap();
+        equals(name, &in_file);
+    }
+}
+
+/// The boxes of all tensors with the rank that wrote them, and the ranks of all objects.
+fn grid(source: &Source, only: impl Fn(&str) -> bool, with_ranks: bool) -> BTreeSet<String> {
+    let metadata = block_on(source.metadata()).unwrap();
+    let rank = |placement: Option<dcp_core::Placement>| {
+        let name = metadata.file(placement.unwrap().file).unwrap().to_string();
+        let name = name.split_once("__").unwrap().1.split('_').next().unwrap().to_owned();
+        if with_ranks { name } else { String::new() }
+    };
+    let mut found = BTreeSet::new();
+    for (fqn, entry) in metadata.iter().filter(|(fqn, _)| only(fqn)) {
+        match entry {
+            Entry::Tensor(tensor) => {
+                for chunk in tensor.chunks.iter() {
+                    let region = chunk.region().unwrap();
+                    found.insert(format!("{fqn} {region} {}", rank(chunk.placement)));
+                }
+            }
+            Entry::Object(object) => {
+                found.insert(format!("{fqn} {}", rank(object.placement)));
+            }
+            _ => unreachable!(),
+        }
+    }
+    found
+}
+
+/// The rules cut every tensor as Megatron-Core did, and give it to the same rank.
+#[test]
+fn trap_04_the_grids_of_real_models_are_those_of_the_rules() {
+    let everything = |_: &str| true;
+    let parameters = |fqn: &str| !fqn.starts_with("optimizer.") && !fqn.starts_with("chained_");
+    for (name, only, with_ranks) in [
+        ("gpt_tp2pp2_swiglu", &everything as &dyn Fn(&str) -> bool, true),
+        ("gpt_moe_ep2_swiglu", &everything, true),
+        ("gpt_float16_optimizer", &everything, true),
+        ("gpt_async", &everything, true),
+        ("gpt_separation_hint", &parameters, true),
+        ("gpt_dp2_dp_reshardable", &everything, true),
+        ("gpt_moe_chained_dp_reshardable", &parameters, true),
+        ("gpt_dp_zero_gather_scatter", &everything, true),
+        // A fully parallel save spreads the parts over data-parallel ranks.
+        ("gpt_tp2dp2_fully_reshardable", &everything, false),
+        ("gpt_fully_reshardable_multibucket_CORRUPT", &everything, false),
+        ("head020_fully_reshardable_multibucket", &everything, false),
+        ("run_torch_dist_dp2", &parameters, false),
+        ("v015_gpt_tp2dp2_swiglu_fs_model_space", &parameters, true),
+        ("v015_moe_singleton", &everything, true),
+    ] {
+        let original = open(&stored(name));
+        let layout = layout_of(name, &original);
+        let form = match original.format() {
+            MegatronFormat::TorchDist { common: CommonPlace::Inside } => MegatronForm::CommonInside,
+            _ => MegatronForm::CommonFile,
+        };
+        let again = convert(original.source(), form, layout).unwrap();
+        let found = grid(open(&again).raw().unwrap(), only, with_ranks);
+        let expected = grid(original.raw().unwrap(), only, with_ranks);
+        assert!(!found.is_empty());
+        let difference: Vec<_> = found.symmetric_difference(&expected).collect();
+        assert!(difference.is_empty(), "{name}: {difference:#?}");
+    }
+}
+
+#[test]
+fn other_sizes_hold_the_same_bit_for_bit() {
+    let name = "gpt_tp2pp2_swiglu";
+    let mut storage = stored(name);
+    for (tp, pp, files) in [(1, 1, 1), (4, 1, 4), (1, 2, 2), (4, 2, 8), (2, 2, 4)] {
+        let source = open(&storage);
+        let layout = ParallelLayout::new(tp, pp);
+        storage = convert(source.source(), MegatronForm::CommonFile, layout).unwrap();
+        equals(name, &storage);
+        let data: Vec<_> =
+            names(&*storage).into_iter().filter(|name| name.ends_with(".distcp")).collect();
+        let expected: Vec<_> = (0..files).map(|rank| format!("__{rank}_0.distcp")).collect();
+        assert_eq!(data, expected);
+    }
+    let name = "gpt_moe_ep2_swiglu";
+    let mut storage = stored(name);
+    for layout in [
+        ParallelLayout::new(1, 1),
+        ParallelLayout::new(2, 1).with_ep(4).with_etp(1),
+        ParallelLayout::new(1, 2).with_ep(2),
+        ParallelLayout::new(2, 2).with_ep(2),
+    ] {
+        storage = convert(open(&storage).source(), MegatronForm::CommonInside, layout).unwrap();
+        equals(name, &storage);
+    }
+}
+
+#[test]
+fn what_does_not_divide_is_named() {
+    let dense = open(&stored("gpt_tp2pp2_swiglu"));
+    let moe = open(&stored("gpt_moe_ep2_swiglu"));
+    let refused = |checkpoint: &MegatronCheckpoint, layout: ParallelLayout| {
+        convert(checkpoint.source(), MegatronForm::CommonFile, layout).unwrap_err()
+    };
+    let MegatronError::Indivisible { key, axis, len, parts, .. } =
+        refused(&dense, ParallelLayout::new(3, 1))
+    else {
+        panic!()
+    };
+    assert_eq!((&*key, axis, len, parts), ("embedding.word_embeddings.weight", Some(0), 16, 3));
+    let error = refused(&dense, ParallelLayout::new(1, 3)).to_string();
+    assert_eq!(error, "\"decoder.layers\" cannot be divided into 3 equal parts: it has 2 layers");
+    let error = refused(&moe, ParallelLayout::new(1, 1).with_ep(3)).to_string();
+    assert!(error.contains("4 experts along axis 1"), "{error}");
+    let error = refused(&dense, ParallelLayout::new(0, 1)).to_string();
+    assert!(error.contains("TP0"), "{error}");
+}
+
+#[test]
+fn flat_optimizer_state_stays_with_its_layout() {
+    let name = "gpt_dp2_dp_reshardable";
+    let checkpoint = open(&stored(name));
+    let error = convert(checkpoint.source(), MegatronForm::CommonFile, ParallelLayout::new(2, 1));
+    let error = error.unwrap_err();
+    assert!(matches!(error, MegatronError::FlatOptimizer { groups: 1, .. }), "{error:?}");
+    // Another number of data-parallel ranks changes nothing for it.
+    let layout = ParallelLayout::new(1, 1).with_dp(4);
+    let storage = convert(checkpoint.source(), MegatronForm::CommonFile, layout).unwrap();
+    equals(name, &storage);
+}
+
+#[test]
+fn a_dry_run_writes_nothing_and_says_everything() {
+    let source = open(&stored("gpt_tp2pp2_swiglu"));
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let options = JobOptions::default().as_dry_run(true);
+    let writer = MegatronWriter::builder(Arc::clone(&storage));
+    let layout = ParallelLayout::new(4, 2);
+    let report = block_on(to_torch_dist(source.source(), writer, layout, &options)).unwrap();
+    assert!(report.dry_run);
+    assert_eq!(report.files.len(), 8);
+    assert_eq!(
+        report.tensors,
+        expected_json("gpt_tp2pp2_swiglu")["tensors"].as_object().unwrap().len()
+    );
+    assert_eq!(names(&*storage), Vec::<String>::new());
+}
+
+#[test]
+fn damage_is_not_carried_over() {
+    let storage = stored("gpt_tp2pp2_swiglu");
+    let mut bytes = get(&*storage, "__1_0.distcp").unwrap();
+    let metadata = block_on(open(&storage).raw().unwrap().metadata()).unwrap();
+    let (_, chunk) = metadata
+        .iter()
+        .filter_map(|(fqn, entry)| Some((fqn, entry.as_tensor()?)))
+        .flat_map(|(fqn, tensor)| tensor.chunks.iter().map(move |chunk| (fqn, chunk)))
+        .find(|(_, chunk)| {
+            metadata.file(chunk.placement.unwrap().file).unwrap().as_str() == "__1_0.distcp"
+        })
+        .unwrap();
+    // The data of an archive begin behind headers and the pickle, and end before the directory.
+    let placement = chunk.placement.unwrap();
+    let at = placement.byte_offset as usize + placement.byte_len as usize / 2;
+    bytes[at] ^= 1;
+    put(&*storage, "__1_0.distcp", bytes);
+    let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let writer = MegatronWriter::builder(Arc::clone(&target));
+    let source = open(&storage);
+    let layout = ParallelLayout::new(4, 1);
+    let options = JobOptions::default();
+    let error = block_on(to_torch_dist(source.source(), writer, layout, &options)).unwrap_err();
+    assert!(error_chain(&error).contains("__1_0.distcp"), "{error:?}");
+    assert_eq!(get(&*target, "metadata.json"), None);
+    assert_eq!(names(&*target), Vec::<String>::new());
+}
+
+#[test]
+fn a_checkpoint_of_anything_becomes_one_of_megatron() {
+    // A safetensors file, and an object of plain PyTorch.
+    let storage = Arc::new(MemoryStorage::new());
+    let tensors = [("decoder.final_layernorm.weight", 4_u64), ("some.thing", 6)];
+    let items: Vec<_> = tensors
+        .iter()
+        .map(|(name, len)| TorchSaveItem {
+            name: (*name).into(),
+            path: None,
+            content: TorchSaveContent::Object(Value::Tensor(
+                dcp_core::Tensor::replicated(DType::UInt8, [*len], vec![7; *len as usize]).unwrap(),
+            )),
+        })
+        .chain([TorchSaveItem {
+            name: "epoch".into(),
+            path: None,
+            content: TorchSaveContent::Object(Value::Int(3)),
+        }])
+        .collect();
+    let key = Key::new("model.pt").unwrap();
+    let (nothing, options) = (Arc::new(Nothing), TorchSaveOptions::default());
+    let written = write(&*storage, &key, &items, nothing, &options, None);
+    block_on(written).unwrap();
+    let source = Source::torch_save(storage, key);
+    let layout = ParallelLayout::new(2, 1);
+    let target = convert(&source, MegatronForm::CommonFile, layout).unwrap();
+    let checkpoint = open(&target);
+    assert!(checkpoint.common().is_empty());
+    let metadata = block_on(checkpoint.source().metadata()).unwrap();
+    let mut keys: Vec<_> = metadata.iter().map(|(fqn, _)| fqn.to_string()).collect();
+    keys.sort();
+    assert_eq!(
+        keys,
+        ["common_state", "decoder.final_layernorm.weight", "epoch/shard_0_1", "some.thing"]
+    );
+    let epoch = dcp_convert::read_object(checkpoint.source(), "epoch/shard_0_1");
+    let epoch = block_on(epoch).unwrap();
+    assert!(epoch.same(&Value::List(vec![Value::Int(3)])), "{epoch:?}");
+}
+
+/// Data of files that have all of it in their objects.
+#[derive(Debug)]
+struct Nothing;
+
+#[async_trait::async_trait]
+impl dcp_core::DataSource for Nothing {
+    async fn resolve(
+        &self,
+        _: usize,
+        _: std::ops::Range<u64>,
+    ) -> Result<dcp_core::Payload, dcp_core::CheckpointError> {
+        Ok(dcp_core::Payload::from(""))
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        1
+    }
+}

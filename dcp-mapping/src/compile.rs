@@ -92,7 +92,10 @@ impl Compiler<'_> {
                         layouts.entry(shapes).or_insert(layout)
                     }
                 };
-                for made in self.make(rule, instance, layout, &written)? {
+                for mut made in self.make(rule, instance, layout, &written)? {
+                    if active.copies {
+                        made.pieces = in_halves(made.pieces);
+                    }
                     self.add(&mut building, rule, (section, active.order), made)?;
                 }
             }
@@ -354,6 +357,34 @@ impl Compiler<'_> {
             trimmed: built.trimmed,
         })
     }
+}
+
+/// The same pieces, each in two: tensors of the same pieces are written once, but a copy that was
+/// asked for is meant to be one.
+fn in_halves(pieces: Vec<(Region, PieceFrom)>) -> Vec<(Region, PieceFrom)> {
+    let part = |region: &Region, axis: usize, from: u64, len: u64| {
+        let (mut offsets, mut sizes) = (region.offsets().clone(), region.sizes().clone());
+        *offsets.get_mut(axis)? += from;
+        *sizes.get_mut(axis)? = len;
+        Region::new(offsets, sizes).ok()
+    };
+    let halves = |(region, from): &(Region, PieceFrom)| {
+        let axis = region.sizes().iter().position(|size| *size > 1)?;
+        let (len, half) = (*region.sizes().get(axis)?, region.sizes().get(axis)? / 2);
+        let PieceFrom::Box { part: source, entry, region: of, axes } = from else { return None };
+        let there = (*axes.get(axis)?)?;
+        let piece = |from, len| {
+            let region = part(region, axis, from, len)?;
+            let of = part(of, there, from, len)?;
+            let (part, entry, axes) = (*source, *entry, axes.clone());
+            Some((region, PieceFrom::Box { part, entry, region: of, axes }))
+        };
+        Some([piece(0, half)?, piece(half, len - half)?])
+    };
+    pieces
+        .into_iter()
+        .flat_map(|piece| halves(&piece).map_or_else(|| vec![piece], |halves| halves.into()))
+        .collect()
 }
 
 /// A box at a position on axes in front.

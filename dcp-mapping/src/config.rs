@@ -80,6 +80,9 @@ impl Mapping {
             };
             facts.set("moe_shared_expert_intermediate_size", size);
         }
+        if let Some(size) = facts.get("moe_ffn_hidden_size").cloned() {
+            facts.complete("ffn_hidden_size", size);
+        }
         let heads = facts.get_u64("num_attention_heads")?;
         if let (Some(heads), None) = (heads, facts.get_u64("kv_lora_rank")?) {
             facts.complete("num_query_groups", heads);

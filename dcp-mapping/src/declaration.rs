@@ -29,7 +29,18 @@ struct File {
     #[serde(default)]
     rule: Vec<Spanned<RuleTable>>,
     #[serde(default)]
+    repeat: Vec<Spanned<RepeatTable>>,
+    #[serde(default)]
     config: ConfigTable,
+}
+
+/// Rules once more, under other names.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RepeatTable {
+    hf: [String; 2],
+    megatron: [String; 2],
+    layers: Option<Spanned<String>>,
 }
 
 #[derive(Deserialize)]
@@ -120,10 +131,16 @@ pub(crate) fn parse(text: &str, file: &str) -> Result<Mapping, MappingError> {
         reader.error(&span, error.message())
     })?;
     let mut rules = Vec::with_capacity(parsed.rule.len());
-    let rule_lines: Vec<_> = parsed.rule.iter().map(Spanned::span).collect();
+    let mut rule_lines: Vec<_> = parsed.rule.iter().map(Spanned::span).collect();
     for rule in parsed.rule {
         let span = rule.span();
         rules.push(reader.rule(rule.into_inner(), &span)?);
+    }
+    for repeat in parsed.repeat {
+        let span = repeat.span();
+        let more = reader.repeated(repeat.get_ref(), &span, &rules)?;
+        rule_lines.extend(more.iter().map(|_| span.clone()));
+        rules.extend(more);
     }
     if rules.is_empty() {
         return Err(reader.error(&(0..0), "it has no [[rule]]"));
@@ -239,16 +256,7 @@ impl Reader<'_> {
         if first.contains(&Hole::Mtp) && first.contains(&Hole::Layer) {
             return Err(self.error(span, "a rule is about {layer} or about {mtp}, not both"));
         }
-        let layers = match table.layers.as_ref().map(|l| (l.get_ref().as_str(), l.span())) {
-            None | Some(("all", _)) => Layers::All,
-            Some(("dense", _)) => Layers::Dense,
-            Some(("moe", _)) => Layers::Moe,
-            Some((other, span)) => {
-                let problem =
-                    format!("there are no layers {other:?}, only \"all\", \"dense\" and \"moe\"");
-                return Err(self.error(&span, problem));
-            }
-        };
+        let layers = self.layers(table.layers.as_ref())?;
         if layers != Layers::All && !first.contains(&Hole::Layer) {
             return Err(self.error(span, "layers are chosen, but the names have no {layer}"));
         }
@@ -267,6 +275,67 @@ impl Reader<'_> {
             hf_dtype: self.dtype(table.hf_dtype)?,
             megatron_dtype: self.dtype(table.megatron_dtype)?,
         })
+    }
+
+    fn layers(&self, layers: Option<&Spanned<String>>) -> Result<Layers, MappingError> {
+        let Some(layers) = layers else { return Ok(Layers::All) };
+        match layers.get_ref().as_str() {
+            "all" => Ok(Layers::All),
+            "dense" => Ok(Layers::Dense),
+            "moe" => Ok(Layers::Moe),
+            other => {
+                let problem =
+                    format!("there are no layers {other:?}, only \"all\", \"dense\" and \"moe\"");
+                Err(self.error(&layers.span(), problem))
+            }
+        }
+    }
+
+    /// The rules that are about layers of a kind, with other beginnings of their names.
+    fn repeated(
+        &self,
+        repeat: &RepeatTable,
+        span: &Range<usize>,
+        rules: &[Rule],
+    ) -> Result<Vec<Rule>, MappingError> {
+        let kind = self.layers(repeat.layers.as_ref())?;
+        let renamed = |template: &Template, names: &[String; 2], megatron: bool| {
+            let text = template.text();
+            let bare = if megatron { text.replacen("{prefix}", "", 1) } else { text };
+            match bare.strip_prefix(names[0].as_str()) {
+                Some(rest) => {
+                    Ok(Some(self.name(&format!("{}{rest}", names[1]), span, megatron)?))
+                }
+                None => Ok(None),
+            }
+        };
+        let mut all = Vec::new();
+        for rule in rules.iter().filter(|rule| [Layers::All, kind].contains(&rule.layers)) {
+            let of = |names: &[Template], by: &[String; 2], megatron| {
+                let renamed = names.iter().map(|name| renamed(name, by, megatron));
+                renamed.collect::<Result<Option<Vec<_>>, MappingError>>()
+            };
+            let (Some(hf), Some(megatron)) =
+                (of(&rule.hf, &repeat.hf, false)?, of(&rule.megatron, &repeat.megatron, true)?)
+            else {
+                continue;
+            };
+            self.holes(hf.iter().chain(&megatron), span)?;
+            let again = |name: &String| format!("{name}, under {}", repeat.megatron[1]);
+            all.push(Rule {
+                line: self.line(span),
+                name: again(&rule.name),
+                hf,
+                megatron,
+                layers: Layers::All,
+                instead: rule.instead.as_ref().map(again),
+                ..rule.clone()
+            });
+        }
+        if all.is_empty() {
+            return Err(self.error(span, "no rule has names that begin like this"));
+        }
+        Ok(all)
     }
 
     fn dtype(

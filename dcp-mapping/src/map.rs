@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::compile::Compiler;
 use crate::error::MappingError;
-use crate::facts::Facts;
+use crate::facts::{Facts, bad};
 use crate::mapping::Mapping;
 use crate::resolve::{Resolved, Resolver};
 use crate::shapes::Shapes;
@@ -166,7 +166,9 @@ async fn map(
     let metadata = source.metadata().await?;
     let mut known = facts.clone();
     if direction == Direction::ToHf {
-        Shapes::of(&metadata, mapping).complete(&mut known)?;
+        let shapes = Shapes::of(&metadata, mapping);
+        refuse_other_layouts(mapping, &shapes, facts)?;
+        shapes.complete(&mut known)?;
     }
     let mut facts = known.clone();
     let resolved = Resolver::new(mapping, &metadata, &known, options, direction).resolve()?;
@@ -199,7 +201,10 @@ async fn map(
         }
     }
     match direction {
-        Direction::ToHf => note_vocabulary(&facts, &report.trimmed, &mut report.notes)?,
+        Direction::ToHf => {
+            note_vocabulary(&facts, &report.trimmed, &mut report.notes)?;
+            note_arguments(mapping, &facts, &mut report.notes);
+        }
         Direction::ToMegatron => {
             learn(&mut facts, mapping, &resolved, view.metadata(), &report.padded)?;
         }
@@ -209,7 +214,7 @@ async fn map(
         facts.set("moe_layer_freq", freq);
     }
     if let Some(dtype) = view.metadata().iter().find_map(|(_, e)| Some(e.as_tensor()?.dtype)) {
-        facts.complete("params_dtype", format!("torch.{dtype}"));
+        facts.set("params_dtype", format!("torch.{dtype}"));
     }
     if direction == Direction::ToMegatron {
         let mut common = crate::common::common_state(&facts);
@@ -248,6 +253,53 @@ fn report(
         trimmed: Vec::new(),
         tied: resolved.tied,
         notes: resolved.notes.clone(),
+    }
+}
+
+/// Refuses weights that mean something else than the same ones in transformers.
+fn refuse_other_layouts(
+    mapping: &Mapping,
+    shapes: &Shapes,
+    facts: &Facts,
+) -> Result<(), MappingError> {
+    const OTHER: &[(&str, &str)] = &[
+        ("layernorm_zero_centered_gamma", "the weights of norms are stored less 1"),
+        ("apply_layernorm_1p", "the weights of norms are stored less 1"),
+        ("rotary_interleaved", "rotary positions turn neighboring channels"),
+        ("attention_output_gate", "attention has an output gate"),
+        ("apply_residual_connection_post_layernorm", "residuals go past the norms"),
+    ];
+    for (arg, meaning) in OTHER {
+        if facts.get_bool(arg) == Some(true) {
+            let problem =
+                format!("{meaning}, which no model of transformers does that is known here");
+            return Err(bad(arg, &true.into(), &problem));
+        }
+    }
+    if let (Some(expected), Some(found)) = (mapping.recognize.gated, shapes.gated())
+        && expected != found
+    {
+        let has = |gated| if gated { "a gated MLP" } else { "an MLP without a gate" };
+        let problem = format!(
+            "the checkpoint has {}, the family {:?} {}",
+            has(found),
+            mapping.name(),
+            has(expected)
+        );
+        return Err(bad("swiglu", &found.into(), &problem));
+    }
+    Ok(())
+}
+
+/// Says which arguments are others than the family's.
+fn note_arguments(mapping: &Mapping, facts: &Facts, notes: &mut Vec<String>) {
+    for (arg, usual) in &mapping.config.args {
+        if let Some(value) = facts.get(arg).filter(|value| *value != usual) {
+            notes.push(format!(
+                "the argument {arg} is {value}, where models of the family {:?} have {usual}",
+                mapping.name()
+            ));
+        }
     }
 }
 

@@ -37,6 +37,8 @@ pub(crate) struct Active<'a> {
     pub(crate) rule: &'a Rule,
     /// Its position in the mapping.
     pub(crate) order: usize,
+    /// Whether it makes copies of tensors that another rule has, too.
+    pub(crate) copies: bool,
     pub(crate) instances: Vec<Instance>,
 }
 
@@ -152,7 +154,9 @@ impl<'a> Resolver<'a> {
             let mut is_tied = false;
             for (at, reader) in readers {
                 let mut here = found.get_mut(at).map(std::mem::take).unwrap_or_default();
+                let mut copies = false;
                 if rule.tied_to.is_some() {
+                    copies = here.is_empty();
                     is_tied = self.tie(rule, &mut here, &mut notes)?;
                     tied |= is_tied;
                 }
@@ -160,7 +164,7 @@ impl<'a> Resolver<'a> {
                 let optional = rule.optional || is_tied;
                 let instances = self.instances(reader, here, optional, &needed)?;
                 if !instances.is_empty() {
-                    active.push(Active { rule: reader, order: at, instances });
+                    active.push(Active { rule: reader, order: at, copies, instances });
                 }
             }
         }

@@ -2,26 +2,25 @@
 
 use dcp_convert::Source;
 use dcp_mapping::{
-    Facts, LayerForm, LayerSpec, MapOptions, Mapped, Mapping, Padding, map_to_hf, map_to_megatron,
-    recognize_config,
+    Facts, LayerForm, LayerSpec, MapOptions, Mapped, Mapping, Padding, recognize_config,
 };
 
 use crate::model::Model;
 use crate::reference;
-use crate::support::{block_on, checkpoint, contents, job, safetensors};
+use crate::support::{checkpoint, contents, safetensors, to_hf_of, to_megatron_of};
 
 const PADDING: Padding = Padding::Exactly(128);
 
 fn to_megatron(model: &Model, source: &Source, options: &MapOptions) -> Mapped {
     let mapping = recognize_config(&model.config()).unwrap();
     let facts = mapping.facts_of_config(&model.config()).unwrap().with_padding(PADDING);
-    let mapped = block_on(map_to_megatron(source, &mapping, &facts, options, &job()));
+    let mapped = to_megatron_of(source, &mapping, &facts, options);
     mapped.unwrap_or_else(|error| panic!("{model:?}: {error}"))
 }
 
 fn to_hf(model: &Model, source: &Source, facts: &Facts) -> Mapped {
     let mapping = Mapping::builtin(model.family).unwrap();
-    let mapped = block_on(map_to_hf(source, &mapping, facts, &MapOptions::default(), &job()));
+    let mapped = to_hf_of(source, &mapping, facts, &MapOptions::default());
     mapped.unwrap_or_else(|error| panic!("{model:?}: {error}"))
 }
 

@@ -1,15 +1,15 @@
 //! Checkpoints that Megatron wrote.
 
-use dcp_mapping::{Facts, MapOptions, Mapping, map_to_hf};
+use dcp_mapping::{Facts, MapOptions, Mapping};
 
-use crate::support::{Tensor, block_on, contents, fixture, job};
+use crate::support::{Tensor, arguments, block_on, contents, fixture, stored, to_hf_of};
 
 #[test]
 fn a_dense_model_of_two_by_two_ranks() {
     let (source, expected) = fixture("gpt_tp2pp2_swiglu");
     let mapping = Mapping::builtin("llama").unwrap();
     let facts = Facts::new().with("num_attention_heads", 4).with("num_query_groups", 2);
-    let mapped = block_on(map_to_hf(&source, &mapping, &facts, &MapOptions::default(), &job()));
+    let mapped = to_hf_of(&source, &mapping, &facts, &MapOptions::default());
     let mapped = mapped.unwrap();
     let hf = contents(&mapped.source);
     assert_eq!(hf.len(), 2 + 2 * 9);
@@ -45,4 +45,74 @@ fn a_dense_model_of_two_by_two_ranks() {
     assert_eq!(config["vocab_size"], 16);
     assert_eq!(config["tie_word_embeddings"], true);
     assert_eq!(config["torch_dtype"], "float32");
+}
+
+#[test]
+fn experts_of_two_ranks() {
+    let (source, expected) = fixture("gpt_moe_ep2_swiglu");
+    let mapping = Mapping::builtin("mixtral").unwrap();
+    let facts = Facts::new().with("num_attention_heads", 4);
+    let mapped = to_hf_of(&source, &mapping, &facts, &MapOptions::default());
+    let mapped = mapped.unwrap();
+    let hf = contents(&mapped.source);
+    assert_eq!(hf.len(), 2 + 2 * (7 + 3 * 4));
+    let fc1 = &expected["decoder.layers.mlp.experts.experts.linear_fc1.weight"];
+    let fc2 = &expected["decoder.layers.mlp.experts.experts.linear_fc2.weight"];
+    for (layer, expert) in [(0, 0), (0, 3), (1, 2)] {
+        let get = |name: &str| {
+            &hf[&format!("model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}.weight")]
+        };
+        let gate = Tensor::new(&[12, 8], |at| fc1.at(&[layer, expert, at[0], at[1]]));
+        let up = Tensor::new(&[12, 8], |at| fc1.at(&[layer, expert, at[0] + 12, at[1]]));
+        let down = Tensor::new(&[8, 12], |at| fc2.at(&[layer, expert, at[0], at[1]]));
+        assert_eq!((get("w1"), get("w3"), get("w2")), (&gate, &up, &down));
+    }
+    // The local layer specification's name for it.
+    let norm = &expected["decoder.layers.mlp.linear_fc1.layer_norm_weight"];
+    let norm = Tensor::new(&[8], |at| norm.at(&[1, at[0]]));
+    assert_eq!(hf["model.layers.1.post_attention_layernorm.weight"], norm);
+    let config = mapping.config_json(&mapped.facts).unwrap();
+    assert_eq!(config["num_local_experts"], 4);
+    assert_eq!(config["intermediate_size"], 12);
+    assert_eq!(config["num_key_value_heads"], 4);
+}
+
+#[test]
+fn halves_of_a_gate_that_are_stored_apart() {
+    let (source, expected) = fixture("v015_moe_singleton");
+    let mapping = Mapping::builtin("mixtral").unwrap();
+    let facts = Facts::new().with("num_attention_heads", 4);
+    let mapped = to_hf_of(&source, &mapping, &facts, &MapOptions::default());
+    let hf = contents(&mapped.unwrap().source);
+    for (name, stored) in [
+        ("1.w1.weight", "1.linear_fc1.weight_w"),
+        ("1.w3.weight", "1.linear_fc1.weight_v"),
+        ("0.w2.weight", "0.linear_fc2.weight"),
+    ] {
+        let name = format!("model.layers.0.block_sparse_moe.experts.{name}");
+        let stored = format!("decoder.layers.0.mlp.experts.experts.{stored}");
+        assert_eq!(hf[&name], expected[&stored]);
+    }
+}
+
+#[test]
+fn a_run_with_all_its_arguments() {
+    let (name, options) = ("run_torch_dist_dp2", MapOptions::default());
+    let mapping = Mapping::builtin("llama").unwrap();
+    let mapped = to_hf_of(&stored(name), &mapping, &arguments(name), &options).unwrap();
+    // The optimizer is no part of the model.
+    assert!(mapped.report.dropped.iter().any(|key| key.starts_with("optimizer.")));
+    assert_eq!(mapped.report.notes, [""; 0]);
+    let metadata = block_on(mapped.source.metadata()).unwrap();
+    let shape = |name: &str| metadata.get(name).unwrap().as_tensor().unwrap().shape.to_vec();
+    // It says that there is one query group, and that there are no groups.
+    assert_eq!(shape("model.layers.0.self_attn.k_proj.weight"), [8, 8]);
+    // And that the vocabulary has 15 tokens, of a tokenizer that has one more.
+    assert_eq!(shape("model.embed_tokens.weight"), [16, 8]);
+    let config = mapping.config_json(&mapped.facts).unwrap();
+    assert_eq!(config["num_key_value_heads"], 4);
+    assert_eq!(config["rope_theta"], 10000);
+    assert_eq!(config["rms_norm_eps"], 1e-5);
+    assert_eq!(config["torch_dtype"], "bfloat16");
+    assert_eq!(config["max_position_embeddings"], 8);
 }

@@ -2,8 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
 
+mod declarations;
 mod families;
 mod fixtures;
+mod misfits;
 mod model;
+mod options;
+mod recognition;
 mod reference;
 mod support;

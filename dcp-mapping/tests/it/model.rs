@@ -26,6 +26,8 @@ pub(crate) struct Model {
     pub(crate) router_bias: bool,
     pub(crate) mla: Option<Mla>,
     pub(crate) positions: usize,
+    /// Layers for multi-token prediction.
+    pub(crate) mtp: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -59,6 +61,7 @@ impl Model {
             router_bias: false,
             mla: None,
             positions: 0,
+            mtp: 0,
         }
     }
 
@@ -87,6 +90,7 @@ impl Model {
             deepseek("deepseek_v2", 6),
             deepseek("deepseek_v2", 0),
             Self { router_bias: true, ..deepseek("deepseek_v3", 6) },
+            Self { router_bias: true, mtp: 2, ..deepseek("deepseek_v3", 0) },
             Self { router_bias: true, dense_layers: 0, ..deepseek("deepseek_v3", 6) },
             Self {
                 tied: true,
@@ -130,6 +134,9 @@ impl Model {
                 set("n_shared_experts", self.shared_experts.into());
                 set("first_k_dense_replace", self.dense_layers.into());
                 set("moe_intermediate_size", self.expert_ffn.into());
+                if self.router_bias {
+                    set("num_nextn_predict_layers", self.mtp.into());
+                }
             }
         }
         if self.experts > 0 && self.mla.is_none() {
@@ -185,10 +192,16 @@ impl Model {
             return all;
         }
         all.push(("model.embed_tokens.weight".into(), vec![self.vocab, h]));
-        for layer in 0..self.layers {
+        for layer in 0..self.layers + self.mtp {
             let mut add = |name: &str, shape: &[usize]| {
                 all.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
             };
+            if layer >= self.layers {
+                for name in ["enorm", "hnorm", "shared_head.norm"] {
+                    add(&format!("{name}.weight"), &[h]);
+                }
+                add("eh_proj.weight", &[h, 2 * h]);
+            }
             add("input_layernorm.weight", &[h]);
             add("post_attention_layernorm.weight", &[h]);
             if let Some(mla) = self.mla {

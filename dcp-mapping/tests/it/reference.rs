@@ -11,6 +11,21 @@ type Layer = Vec<(String, Tensor)>;
 pub(crate) fn megatron(model: &Model, hf: &Tensors, padded: usize) -> Tensors {
     let layers: Vec<Layer> = (0..model.layers).map(|layer| one_layer(model, hf, layer)).collect();
     let mut all = around(model, hf, padded);
+    for at in 0..model.mtp {
+        let layer = model.layers + at;
+        for (name, tensor) in one_layer(model, hf, layer) {
+            all.insert(format!("mtp.layers.{at}.transformer_layer.{name}"), tensor);
+        }
+        for (to, from) in [
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("eh_proj", "eh_proj"),
+            ("final_layernorm", "shared_head.norm"),
+        ] {
+            let from = hf[&format!("model.layers.{layer}.{from}.weight")].clone();
+            all.insert(format!("mtp.layers.{at}.{to}.weight"), from);
+        }
+    }
     if !model.is_uniform() {
         for (at, layer) in layers.into_iter().enumerate() {
             for (name, tensor) in layer {

@@ -1,7 +1,7 @@
 //! Checkpoints in memory.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
@@ -9,6 +9,7 @@ use dcp_convert::{JobOptions, Source, Target, reshard, to_safetensors};
 use dcp_core::{DType, Key, Payload, PutMode, Storage, StorageExt};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, TensorInfo, encode_header, header_len};
+use dcp_mapping::{Facts, MapOptions, Mapped, Mapping, MappingError, map_to_hf, map_to_megatron};
 use indexmap::IndexMap;
 
 /// A tensor of 32-bit elements.
@@ -113,16 +114,52 @@ pub(crate) fn parse(bytes: &[u8]) -> Tensors {
     header.tensors().map(|(name, info)| (name.to_string(), tensor(info))).collect()
 }
 
-/// A folder of a fixture, in memory.
-pub(crate) fn fixture(name: &str) -> (Source, Tensors) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/megatron").join(name);
+fn fixtures(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/megatron").join(name)
+}
+
+/// A checkpoint that Megatron wrote.
+pub(crate) fn stored(name: &str) -> Source {
+    let ckpt = ["ckpt", "iter_0000010"].map(|folder| fixtures(name).join(folder));
+    let ckpt = ckpt.into_iter().find(|folder| folder.is_dir()).unwrap();
     let storage = MemoryStorage::new();
-    for file in std::fs::read_dir(folder.join("ckpt")).unwrap() {
+    for file in std::fs::read_dir(ckpt).unwrap() {
         let file = file.unwrap();
         let payload = Payload::from(std::fs::read(file.path()).unwrap());
         let name = file.file_name().into_string().unwrap();
         block_on(storage.put(&key(&name), payload, PutMode::Create)).unwrap();
     }
-    let expected = std::fs::read(folder.join("expected.safetensors")).unwrap();
-    (Source::dcp(Arc::new(storage), false), parse(&expected))
+    Source::dcp(Arc::new(storage), false)
+}
+
+/// The same, and the tensors that are in it.
+pub(crate) fn fixture(name: &str) -> (Source, Tensors) {
+    let expected = std::fs::read(fixtures(name).join("expected.safetensors")).unwrap();
+    (stored(name), parse(&expected))
+}
+
+/// The arguments in it.
+pub(crate) fn arguments(name: &str) -> Facts {
+    let expected = std::fs::read(fixtures(name).join("expected.json")).unwrap();
+    let expected: serde_json::Value = serde_json::from_slice(&expected).unwrap();
+    let args = &expected["common"]["args"]["__namespace__"];
+    Facts::from_args(args.as_object().unwrap().clone())
+}
+
+pub(crate) fn to_hf_of(
+    source: &Source,
+    mapping: &Mapping,
+    facts: &Facts,
+    options: &MapOptions,
+) -> Result<Mapped, MappingError> {
+    block_on(map_to_hf(source, mapping, facts, options, &job()))
+}
+
+pub(crate) fn to_megatron_of(
+    source: &Source,
+    mapping: &Mapping,
+    facts: &Facts,
+    options: &MapOptions,
+) -> Result<Mapped, MappingError> {
+    block_on(map_to_megatron(source, mapping, facts, options, &job()))
 }

@@ -1,0 +1,101 @@
+//! Files that are no mappings, and what is said about them.
+
+use dcp_mapping::{Mapping, MappingError};
+
+/// The line and the problem of a file with `rules` behind a good beginning of three lines.
+fn refused(rules: &str) -> (usize, String) {
+    let text = format!("[family]\nname = \"mine\"\n\n{rules}");
+    match Mapping::parse(&text, "mine.toml").unwrap_err() {
+        MappingError::Declaration { file, line, problem } => {
+            assert_eq!(file, "mine.toml");
+            (line, problem)
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn all_that_come_along_are_read() {
+    let all = Mapping::builtins().unwrap();
+    let names: Vec<_> = all.iter().map(Mapping::name).collect();
+    assert_eq!(names, Mapping::families());
+    for mapping in &all {
+        assert!(!mapping.title().is_empty() && !mapping.model_types().is_empty());
+    }
+    assert_eq!(Mapping::builtin("qwen3_moe").unwrap().title(), "Qwen3-MoE");
+    let error = Mapping::builtin("bert").unwrap_err();
+    assert!(error.to_string().contains("\"bert\"; there are llama, "), "{error}");
+}
+
+#[test]
+fn every_mistake_has_its_line() {
+    for (rules, line, expected) in [
+        ("x = ", 4, "string values must be quoted"),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nop = \"frobnicate\"", 7, "\"frobnicate\""),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\noperation = \"copy\"", 7, "operation"),
+        ("[[rule]]\nhf = \"a\"", 4, "megatron"),
+        ("[[rule]]\nhf = 3\nmegatron = \"b\"", 5, "a name or a list of names"),
+        ("[[rule]]\nhf = \"a.{block}\"\nmegatron = \"b\"", 5, "{layer}, {expert} or {mtp}"),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"{prefix}b\"", 6, "needs no {prefix}"),
+        ("[[rule]]\nhf = \"a.{layer}.b\"\nmegatron = \"b\"", 4, "same numbers open"),
+        ("[[rule]]\nhf = []\nmegatron = \"b\"", 4, "takes 1 of Hugging Face's names, not 0"),
+        ("[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"", 4, "not 2"),
+        ("[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"qkv\"", 7, "1 or 3"),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\naxis = 1", 4, "takes no axis"),
+        (
+            "[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"concat\"\nsizes = [\"x\"]",
+            8,
+            "2 parts have 2 sizes",
+        ),
+        (
+            "[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"concat\"\nsizes = [\"x+1\", \"y\"]",
+            8,
+            "\"x+1\" is no size",
+        ),
+        (
+            "[[rule]]\nhf = [\"a\", \"c\"]\nmegatron = \"b\"\nop = \"concat\"\nsizes = [\"rest\", \"rest\"]",
+            8,
+            "at most one",
+        ),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nlayers = \"odd\"", 7, "\"odd\""),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nlayers = \"moe\"", 4, "no {layer}"),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\nhf_dtype = \"float17\"", 7, "\"float17\""),
+        (
+            "[[rule]]\nhf = \"a\"\nmegatron = \"b\"\n[[rule]]\nhf = \"a\"\nmegatron = \"c\"",
+            7,
+            "\"a\" is written by the rule at line 4 too",
+        ),
+        (
+            "[[rule]]\nhf = \"a\"\nmegatron = \"b\"\n[[rule]]\nname = \"x\"\nhf = \"c\"\nmegatron = \"b\"",
+            7,
+            "\"{prefix}b\" is written by the rule at line 4 too",
+        ),
+        (
+            "[[rule]]\nhf = \"a\"\nmegatron = \"b\"\n[[rule]]\nhf = \"c\"\nmegatron = \"b\"",
+            7,
+            "called \"b\" too",
+        ),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\ninstead = \"c\"", 4, "no rule \"c\""),
+        ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\ntied_to = \"b\"", 4, "no rule \"b\""),
+        ("[[rule]]\nhf = \"a.{layer}.{mtp}\"\nmegatron = \"b.{layer}.{mtp}\"", 4, "not both"),
+        (
+            "[[rule]]\nhf = \"a\"\nmegatron = \"b\"\n\n[config]\nrope = \"spiral\"",
+            8,
+            "no rope \"spiral\"; there are plain",
+        ),
+        (
+            "[[rule]]\nhf = \"a\"\nmegatron = \"b\"\n[[repeat]]\nhf = [\"x\", \"y\"]\nmegatron = [\"x\", \"y\"]",
+            7,
+            "no rule has names",
+        ),
+        ("", 1, "no [[rule]]"),
+    ] {
+        let (found, problem) = refused(rules);
+        assert!(problem.contains(expected), "{rules}\n{problem}");
+        assert_eq!(found, line, "{rules}\n{problem}");
+    }
+    let long = format!("#{}", " ".repeat(1 << 20));
+    assert!(Mapping::parse(&long, "x").unwrap_err().to_string().contains("bytes"));
+    let deep = format!("x = {}", "[".repeat(100_000));
+    assert!(Mapping::parse(&deep, "x").is_err());
+}

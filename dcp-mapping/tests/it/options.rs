@@ -1,0 +1,203 @@
+//! What options change.
+
+use dcp_core::DType;
+use dcp_mapping::{
+    Facts, LayerForm, LayerSpec, MapOptions, Mapped, Mapping, MappingError, Padding, Tying,
+    recognize_config,
+};
+
+use crate::model::Model;
+use crate::support::{Tensor, Tensors, block_on, contents, safetensors, to_hf_of, to_megatron_of};
+
+fn to_megatron(model: &Model, hf: &Tensors, options: &MapOptions) -> Result<Mapped, MappingError> {
+    let mapping = recognize_config(&model.config()).unwrap();
+    let facts = mapping.facts_of_config(&model.config()).unwrap();
+    to_megatron_of(&safetensors(hf), &mapping, &facts, options)
+}
+
+fn to_hf(model: &Model, tensors: &Tensors, facts: &Facts, options: &MapOptions) -> Mapped {
+    let mapping = Mapping::builtin(model.family).unwrap();
+    to_hf_of(&safetensors(tensors), &mapping, facts, options).unwrap()
+}
+
+fn options(change: impl FnOnce(&mut MapOptions)) -> MapOptions {
+    let mut options = MapOptions::default();
+    change(&mut options);
+    options
+}
+
+#[test]
+fn names_of_layers_and_norms() {
+    let model = Model { experts: 3, expert_ffn: 7, ..Model::dense("mixtral") };
+    let hf = model.tensors();
+    let has = |options: &MapOptions, name: &str| {
+        let mapped = to_megatron(&model, &hf, options).unwrap();
+        mapped.report.created.iter().any(|created| created == name)
+    };
+    assert!(has(&options(|_| ()), "decoder.layers.pre_mlp_layernorm.weight"));
+    let local = options(|o| o.spec = LayerSpec::Local);
+    assert!(has(&local, "decoder.layers.mlp.linear_fc1.layer_norm_weight"));
+    let apart = options(|o| o.layers = LayerForm::PerLayer);
+    assert!(has(&apart, "decoder.layers.2.mlp.experts.experts.linear_fc1.weight"));
+    let mixed = Model { qk_norm: true, dense_layers: 2, family: "qwen3_moe", ..model.clone() };
+    let stacked = options(|o| o.layers = LayerForm::Stacked);
+    let error = to_megatron(&mixed, &mixed.tensors(), &stacked).unwrap_err();
+    assert!(error.to_string().contains("1 of 3 layers have experts"), "{error}");
+}
+
+#[test]
+fn embeddings_are_tied_and_untied() {
+    let model = Model::dense("llama");
+    let hf = model.tensors();
+    let tied = to_megatron(&model, &hf, &options(|o| o.tying = Tying::Tie)).unwrap();
+    assert!(tied.report.tied);
+    assert_eq!(tied.report.dropped, ["lm_head.weight".into()]);
+    let megatron = contents(&tied.source);
+    assert!(!megatron.contains_key("output_layer.weight"));
+    let back = to_hf(&model, &megatron, &tied.facts, &MapOptions::default());
+    assert!(!contents(&back.source).contains_key("lm_head.weight"));
+    let back = to_hf(&model, &megatron, &tied.facts, &options(|o| o.tying = Tying::Untie));
+    let untied = contents(&back.source);
+    assert_eq!(untied["lm_head.weight"], hf["model.embed_tokens.weight"]);
+    assert!(!back.report.tied && back.report.notes.len() == 1, "{:?}", back.report.notes);
+    let config = Mapping::builtin("llama").unwrap().config_json(&back.facts).unwrap();
+    assert_eq!(config["tie_word_embeddings"], false);
+    // A head that the configuration says nobody looks at.
+    let model = Model { tied: true, ..model };
+    let mapped = to_megatron(&model, &hf, &MapOptions::default()).unwrap();
+    assert!(mapped.report.tied && mapped.report.notes[0].contains("lm_head"));
+}
+
+#[test]
+fn vocabularies_are_padded_as_megatron_does_it() {
+    let model = Model::dense("llama");
+    let mapping = Mapping::builtin("llama").unwrap();
+    let facts = mapping.facts_of_config(&model.config()).unwrap();
+    let source = safetensors(&model.tensors());
+    let rows = |padding| {
+        let facts = facts.clone().with_padding(padding);
+        let mapped = to_megatron_of(&source, &mapping, &facts, &MapOptions::default());
+        let mapped = mapped?;
+        assert_eq!(mapped.facts.get("vocab_size"), Some(&11.into()));
+        let padded = mapped.facts.get("padded_vocab_size").unwrap().as_u64().unwrap();
+        assert_eq!(contents(&mapped.source)["output_layer.weight"].shape, [padded as usize, 8]);
+        Ok::<_, MappingError>(padded)
+    };
+    assert_eq!(rows(Padding::default()).unwrap(), 128);
+    assert_eq!(rows(Padding::Multiple { divisor: 4, tensor_parallel: 2 }).unwrap(), 16);
+    assert_eq!(rows(Padding::Multiple { divisor: 1, tensor_parallel: 1 }).unwrap(), 11);
+    assert_eq!(rows(Padding::Exactly(13)).unwrap(), 13);
+    let error = rows(Padding::Exactly(10)).unwrap_err().to_string();
+    assert!(error.contains("more than the padded vocabulary of 10"), "{error}");
+    let error = rows(Padding::Multiple { divisor: u64::MAX, tensor_parallel: 2 }).unwrap_err();
+    assert!(error.to_string().contains("too large"), "{error}");
+}
+
+#[test]
+fn a_vocabulary_that_is_larger_than_its_embedding() {
+    let model = Model::dense("llama");
+    let megatron = to_megatron(&model, &model.tensors(), &MapOptions::default()).unwrap();
+    let facts = megatron.facts.clone().with("vocab_size", 129);
+    let mapping = Mapping::builtin("llama").unwrap();
+    let mapped = to_hf_of(&megatron.source, &mapping, &facts, &MapOptions::default());
+    let error = mapped.unwrap_err().to_string();
+    assert!(error.contains("fewer than the vocabulary of 129"), "{error}");
+}
+
+#[test]
+fn tensors_are_left_out_when_asked_to_be() {
+    let model = Model::dense("llama");
+    let mut hf = model.tensors();
+    hf.insert("extra.weight".into(), Tensor::new(&[2], |_| 0));
+    hf.insert("model.layers.0.self_attn.rotary_emb.inv_freq".into(), Tensor::new(&[2], |_| 0));
+    let error = to_megatron(&model, &hf, &MapOptions::default()).unwrap_err();
+    assert_eq!(error.to_string(), "the mapping \"llama\" has no rule for \"extra.weight\"");
+    let dropped = to_megatron(&model, &hf, &options(|o| o.drop = vec!["extra.*".into()])).unwrap();
+    assert_eq!(dropped.report.dropped.len(), 2);
+    let left = to_megatron(&model, &hf, &options(|o| o.allow_left_over = true)).unwrap();
+    assert_eq!(left.report.left_over, ["extra.weight".into()]);
+}
+
+#[test]
+fn experts_in_one_tensor_are_experts() {
+    let model = Model { experts: 3, expert_ffn: 7, ..Model::dense("mixtral") };
+    let hf = model.tensors();
+    let expected = contents(&to_megatron(&model, &hf, &MapOptions::default()).unwrap().source);
+    let mut fused = hf.clone();
+    fused.retain(|name, _| !name.contains("experts"));
+    for layer in 0..model.layers {
+        let block = format!("model.layers.{layer}.block_sparse_moe");
+        let one =
+            |expert: usize, name: &str| &hf[&format!("{block}.experts.{expert}.{name}.weight")];
+        let both = Tensor::new(&[3, 14, 8], |at| match at[1].checked_sub(7) {
+            None => one(at[0], "w1").at(&at[1..]),
+            Some(row) => one(at[0], "w3").at(&[row, at[2]]),
+        });
+        let down = Tensor::new(&[3, 8, 7], |at| one(at[0], "w2").at(&at[1..]));
+        let mlp = format!("model.layers.{layer}.mlp");
+        let router = fused.remove(&format!("{block}.gate.weight")).unwrap();
+        fused.insert(format!("{mlp}.gate.weight"), router);
+        fused.insert(format!("{mlp}.experts.gate_up_proj"), both);
+        fused.insert(format!("{mlp}.experts.down_proj"), down);
+    }
+    let mapped = to_megatron(&model, &fused, &MapOptions::default()).unwrap();
+    assert!(contents(&mapped.source) == expected);
+}
+
+#[test]
+fn wrappers_in_front_of_names_are_seen_through() {
+    for (model, from, to) in
+        [(Model::dense("llama"), "", "module."), (Model::dense("llama"), "", "model.module.")]
+    {
+        let hf = model.tensors();
+        let mapped = to_megatron(&model, &hf, &MapOptions::default()).unwrap();
+        let megatron = contents(&mapped.source).into_iter();
+        let wrapped = megatron.map(|(k, t)| (format!("{to}{}", k.strip_prefix(from).unwrap()), t));
+        let back = to_hf(&model, &wrapped.collect(), &mapped.facts, &MapOptions::default());
+        assert!(contents(&back.source) == hf);
+    }
+    let model = Model::all().pop().unwrap();
+    assert_eq!(model.family, "gpt2");
+    let hf = model.tensors();
+    let bare = hf.iter().map(|(k, t)| (k.replace("transformer.", ""), t.clone())).collect();
+    let expected = to_megatron(&model, &hf, &MapOptions::default()).unwrap();
+    let found = to_megatron(&model, &bare, &MapOptions::default()).unwrap();
+    assert!(contents(&found.source) == contents(&expected.source));
+}
+
+#[test]
+fn sizes_and_dtypes_of_ones_own() {
+    let toml = r#"
+        [family]
+        name = "mine"
+        [[rule]]
+        hf = ["q", "kv", "rope"]
+        megatron = "down"
+        op = "concat"
+        axis = 1
+        sizes = ["q_lora_rank", "2*kv_lora_rank", "rest"]
+        [[rule]]
+        hf = "bias"
+        megatron = "expert_bias"
+        megatron_dtype = "bfloat16"
+        hf_dtype = "float64"
+    "#;
+    let mapping = Mapping::parse(toml, "mine.toml").unwrap();
+    let facts = Facts::new().with("q_lora_rank", 1).with("kv_lora_rank", 2);
+    let tensors: Tensors = [
+        ("down".to_owned(), Tensor::new(&[2, 6], |at| (at[0] * 6 + at[1]) as u32)),
+        ("expert_bias".to_owned(), Tensor::new(&[2], |_| 1.5_f32.to_bits())),
+    ]
+    .into();
+    let source = safetensors(&tensors);
+    let map = |facts: &Facts| to_hf_of(&source, &mapping, facts, &MapOptions::default());
+    let mapped = map(&facts).unwrap();
+    let metadata = block_on(mapped.source.metadata()).unwrap();
+    let shape = |name: &str| metadata.get(name).unwrap().as_tensor().unwrap().shape.to_vec();
+    assert_eq!([shape("q"), shape("kv"), shape("rope")], [[2, 1], [2, 4], [2, 1]]);
+    assert_eq!(metadata.get("bias").unwrap().as_tensor().unwrap().dtype, DType::Float64);
+    let error = map(&facts.clone().with("kv_lora_rank", 3)).unwrap_err().to_string();
+    assert!(error.contains("6 rows are not 1 + 6 + rest"), "{error}");
+    let error = map(&Facts::new()).unwrap_err().to_string();
+    assert!(error.contains("needs q_lora_rank"), "{error}");
+}

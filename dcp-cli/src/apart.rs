@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use dcp::convert::{ConvertError, Source};
-use dcp::formats::folder::OLMO_MODEL;
+use dcp::convert::ConvertError;
 use dcp::formats::hf::INDEX_ENDING;
 
 use crate::failure::{Exit, Failure};
+use crate::open::Opened;
 
 /// What is written at a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,31 +18,37 @@ pub(crate) enum Shape {
 }
 
 /// Refuses to write where a file of the source lies, before anything is opened for writing.
-/// `source` is what was opened at `uri`.
 ///
 /// A file may have a free name in the folder of the source; a folder that is written must have
 /// none of the source's files in it.
 pub(crate) async fn keep_apart(
-    uri: &str,
-    source: &Source,
+    source: &Opened,
     target: &str,
     shape: Shape,
 ) -> Result<(), Failure> {
     let same = || Failure::from(ConvertError::SameTarget { target: target.to_owned() });
+    let uri = &*source.uri;
     if uri == target {
         return Err(same());
     }
-    let (Some(typed), Some(to)) = (local(uri), local(target)) else { return Ok(()) };
-    let opened = opened(&typed);
+    let (Some(typed), Some(place), Some(to)) = (local(uri), local(&source.place), local(target))
+    else {
+        return Ok(());
+    };
     let targets = names(&to);
-    if [&typed, &opened].iter().any(|place| names(place).iter().any(|at| targets.contains(at))) {
+    if [&typed, &place].iter().any(|place| names(place).iter().any(|at| targets.contains(at))) {
         return Err(same());
     }
-    for file in files(&opened, source).await? {
+    for file in files(&place, source).await? {
+        // A folder that belongs to the source as a whole has no room for anything else.
+        let whole = file.is_dir();
         let at = names(&file);
-        let touched = at.iter().any(|file| match shape {
-            Shape::File => targets.contains(file),
-            Shape::Folder => targets.iter().any(|folder| file.starts_with(folder)),
+        let touched = at.iter().any(|file| {
+            targets.iter().any(|target| match shape {
+                _ if whole && target.starts_with(file) => true,
+                Shape::File => target == file,
+                Shape::Folder => file.starts_with(target),
+            })
         });
         if touched {
             let file = file.display().to_string();
@@ -64,13 +70,6 @@ fn local(uri: &str) -> Option<PathBuf> {
         Some(_) => None,
         None => Some(uri.into()),
     }
-}
-
-/// The place of the checkpoint that opens when `place` is opened.
-fn opened(place: &Path) -> PathBuf {
-    let inner = place.join(OLMO_MODEL);
-    let is_step = !place.join(".metadata").exists() && inner.join(".metadata").exists();
-    if is_step { inner } else { place.to_owned() }
 }
 
 /// The names of a place that do not depend on how it was written: with every link followed, and
@@ -95,14 +94,14 @@ fn followed(path: &Path) -> PathBuf {
 }
 
 /// All that belongs to a checkpoint: what its index names, the index, and what lies beside it
-/// under names that the formats use.
-async fn files(opened: &Path, source: &Source) -> Result<Vec<PathBuf>, Failure> {
-    let is_folder = opened.is_dir();
-    let folder = if is_folder { opened } else { opened.parent().unwrap_or(opened) };
-    let metadata = source.metadata().await?;
+/// under names that the formats use. Of Megatron-Core's, folders too.
+async fn files(place: &Path, source: &Opened) -> Result<Vec<PathBuf>, Failure> {
+    let is_folder = place.is_dir();
+    let folder = if is_folder { place } else { place.parent().unwrap_or(place) };
+    let metadata = source.source.metadata().await?;
     let mut files: Vec<_> = metadata.files().iter().map(|key| folder.join(key.as_str())).collect();
     if !is_folder {
-        files.push(opened.to_owned());
+        files.push(place.to_owned());
         return Ok(files);
     }
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -112,9 +111,23 @@ async fn files(opened: &Path, source: &Source) -> Result<Vec<PathBuf>, Failure> 
                 || name.ends_with(".metadata")
                 || name.ends_with(INDEX_ENDING)
                 || name == "config.json"
+                || source.megatron.is_some() && is_megatrons(path, name)
         })
     }));
     Ok(files)
+}
+
+/// Whether an entry in the folder of a checkpoint of Megatron-Core is one of its parts: a file of
+/// a fixed name, the folder of a rank, or that of an array or of objects of zarr.
+fn is_megatrons(path: &Path, name: &str) -> bool {
+    if !path.is_dir() {
+        return ["metadata.json", "common.pt", "integrity.json"].contains(&name);
+    }
+    let has_objects = || {
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        entries.take(1).any(|entry| entry.file_name().to_string_lossy().starts_with("shard_"))
+    };
+    name.starts_with("mp_rank_") || path.join(".zarray").exists() || has_objects()
 }
 
 #[cfg(test)]

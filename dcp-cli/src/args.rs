@@ -143,7 +143,15 @@ pub(crate) struct Inspect {
     #[arg(long, value_name = "GLOB")]
     pub(crate) filter: Option<String>,
 
-    /// Show every layer, also those that are alike.
+    /// Print the common state of a checkpoint of Megatron-Core, all but the arguments in it.
+    #[arg(long, conflicts_with_all = ["shards", "filter", "all"])]
+    pub(crate) common: bool,
+
+    /// Print the arguments that the run of a checkpoint of Megatron-Core was started with.
+    #[arg(long, conflicts_with_all = ["shards", "filter", "all", "common"])]
+    pub(crate) args: bool,
+
+    /// Show every layer, also those that are alike, and every sharded object.
     #[arg(long)]
     pub(crate) all: bool,
 }

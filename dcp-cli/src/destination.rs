@@ -14,7 +14,8 @@ use crate::apart::{Shape, keep_apart};
 use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
 use crate::hf_config;
-use crate::open;
+use crate::open::Opened;
+use crate::target;
 
 /// A format to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -212,18 +213,17 @@ impl Destination {
         })
     }
 
-    /// Refuses a target that would touch what was opened at `uri`.
+    /// Refuses a target that would touch what was opened.
     pub(crate) async fn keep_apart(
         &self,
-        uri: &str,
-        source: &Source,
+        opened: &Opened,
         target: &str,
     ) -> Result<(), Failure> {
         let shape = match self.format(target)? {
             Format::Safetensors | Format::TorchSave => Shape::File,
             Format::Hf | Format::Dcp => Shape::Folder,
         };
-        keep_apart(uri, source, target, shape).await
+        keep_apart(opened, target, shape).await
     }
 
     /// Writes `source` to `target`; to a Hugging Face model with `made_config`, if no other
@@ -248,11 +248,11 @@ impl Destination {
         let folders = NewFolders::before(target);
         let mut report = match self.format(target)? {
             Format::Safetensors => {
-                let target = open::target_file(target, overwrite, dry_run).await?;
+                let target = target::file(target, overwrite, dry_run).await?;
                 dcp::convert::to_safetensors(source, &target, options).await?
             }
             Format::TorchSave => {
-                let target = open::target_file(target, overwrite, dry_run).await?;
+                let target = target::file(target, overwrite, dry_run).await?;
                 let zip = TorchSaveForm::default();
                 let form = if self.legacy { TorchSaveForm::Legacy } else { zip };
                 dcp::convert::to_torch_save(source, &target, form, options).await?
@@ -267,7 +267,7 @@ impl Destination {
                 hf_config::write(source, target, files, max_shard_bytes, overwrite, options).await?
             }
             Format::Dcp => {
-                let writer = open::target_directory(target, overwrite, dry_run).await?;
+                let writer = target::directory(target, overwrite, dry_run).await?;
                 dcp::convert::reshard(source, &writer, self.ranks.unwrap_or(1), options).await?
             }
         };

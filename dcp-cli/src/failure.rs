@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use dcp::convert::ConvertError;
 use dcp::core::{CheckpointError, StorageError, StorageErrorKind, StorageOp};
+use dcp::megatron::MegatronError;
 
 use crate::style::Style;
 
@@ -171,6 +172,16 @@ impl From<ConvertError> for Failure {
         match hint {
             Some(hint) => failure.hint(hint),
             None => failure,
+        }
+    }
+}
+
+impl From<MegatronError> for Failure {
+    fn from(error: MegatronError) -> Self {
+        match error {
+            MegatronError::Checkpoint(error) => error.into(),
+            MegatronError::Convert(error) => error.into(),
+            other => Self::of(Exit::Bad, &other),
         }
     }
 }

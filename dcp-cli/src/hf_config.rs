@@ -9,6 +9,7 @@ use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 
 use crate::failure::{Exit, Failure};
 use crate::open;
+use crate::target;
 
 /// Lets the configuration say that weights are plain numbers: what has no scales is not quantized.
 fn say_plain(files: &mut [(Key, Vec<u8>)]) -> Result<(), Failure> {
@@ -75,7 +76,7 @@ pub(crate) async fn write(
     overwrite: bool,
     options: &JobOptions,
 ) -> Result<WriteReport, Failure> {
-    let folder = open::target_folder(target, true, options.dry_run).await?;
+    let folder = target::folder(target, true, options.dry_run).await?;
     if !source.metadata().await?.iter().any(|(fqn, _)| names_scales(fqn)) {
         say_plain(&mut files)?;
     }

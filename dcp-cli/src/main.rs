@@ -9,12 +9,14 @@ mod destination;
 mod failure;
 mod hf_config;
 mod interrupt;
+mod megatron;
 mod nowhere;
 mod open;
 mod output;
 mod progress;
 mod render;
 mod style;
+mod target;
 mod tell;
 mod undo;
 

@@ -1,21 +1,20 @@
-//! From what was typed to a checkpoint to read or a place to write.
+//! From what was typed to a checkpoint to read.
 
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::convert::{ConvertError, Source, Target};
+use dcp::convert::Source;
 use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
-use dcp::formats::hf::INDEX_ENDING;
-use dcp::{Access, DcpWriter, StorageRegistry};
-use futures_util::StreamExt;
+use dcp::megatron::{METADATA_JSON, MegatronCheckpoint};
+use dcp::{Access, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
 pub(crate) use crate::interrupt::run;
-use crate::nowhere::Nowhere;
+use crate::megatron;
 use crate::output::Output;
-use crate::undo;
+use crate::target::{is_dcp, model_file};
 
 /// How whole a checkpoint has to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,32 +31,62 @@ impl Need {
     }
 }
 
+/// A checkpoint that was opened to read.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    /// What was typed.
+    pub(crate) uri: String,
+    /// Where it lies: what was typed, or a folder in it.
+    pub(crate) place: String,
+    /// What jobs read.
+    pub(crate) source: Source,
+    /// The same for Megatron-Core, if it is one of its checkpoints.
+    pub(crate) megatron: Option<MegatronCheckpoint>,
+}
+
 /// Opens a checkpoint to read: a directory, or one file of safetensors or `torch.save`, which are
-/// told from each other by what they begin with.
-pub(crate) async fn source(uri: &str, need: Need) -> Result<Source, Failure> {
-    let directory = StorageRegistry::with_defaults().open(uri, Access::Read);
-    let storage = match directory {
+/// told from each other by what they begin with. Says which of several is taken.
+pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Opened, Failure> {
+    let opened = |place: String, source, megatron| {
+        Ok(Opened { uri: uri.to_owned(), place, source, megatron })
+    };
+    let registry = StorageRegistry::with_defaults();
+    let storage = match registry.open(uri, Access::Read) {
         Ok(storage) => storage,
         Err(error) => {
             return match file(uri).await {
-                Some((storage, key)) => file_source(uri, storage, key, need).await,
+                Some((storage, key)) => {
+                    opened(uri.to_owned(), file_source(uri, storage, key, need).await?, None)
+                }
                 None => Err(cannot_open(uri, &error)),
             };
         }
     };
-    let inner = inside(uri, &*storage).await?;
-    let storage = match inner == uri {
-        true => storage,
-        false => StorageRegistry::with_defaults().open(&inner, Access::Read)?,
-    };
+    let place = place(uri, &storage).await?;
+    if let Some(note) = &place.note {
+        out.note(note);
+    }
+    let place = place.uri;
+    let storage = if place == uri { storage } else { registry.open(&place, Access::Read)? };
+    if let Some(checkpoint) = megatron::open(&place, &storage, need).await? {
+        for warning in checkpoint.warnings() {
+            out.note(warning);
+        }
+        return opened(place, checkpoint.source().clone(), Some(checkpoint));
+    }
     match Source::open(&storage, need.tolerant()).await {
-        Ok(source) => Ok(source),
+        Ok(source) => opened(place, source, None),
         Err(error) if is_missing(&error) => match detect(&storage).await {
             Ok(detection) => Err(no_checkpoint(uri, &storage, &detection, error).await),
             Err(_) => Err(error.into()),
         },
         Err(error) => Err(cannot_read(uri, error)),
     }
+}
+
+/// As [`checkpoint`], for jobs that need only what it holds.
+pub(crate) async fn source(uri: &str, need: Need, out: &Output) -> Result<Source, Failure> {
+    Ok(checkpoint(uri, need, out).await?.source)
 }
 
 fn cannot_read(uri: &str, error: CheckpointError) -> Failure {
@@ -73,13 +102,29 @@ fn is_missing(error: &CheckpointError) -> bool {
     }
 }
 
-/// The URI of the checkpoint in a directory: of `model_and_optim` in a step of OLMo-core, of the
-/// directory itself otherwise.
-async fn inside(uri: &str, storage: &dyn Storage) -> Result<String, StorageError> {
+/// Where the checkpoint in a directory lies.
+struct Place {
+    uri: String,
+    /// Which of several it is.
+    note: Option<String>,
+}
+
+/// The place of the checkpoint in a directory: `model_and_optim` in a step of OLMo-core, the
+/// latest iteration in a run of Megatron-LM, the directory itself otherwise.
+async fn place(uri: &str, storage: &Arc<dyn Storage>) -> Result<Place, Failure> {
     let contains = async |name: &str| storage.contains(&Key::new(name)?).await;
-    let is_step =
-        !contains(".metadata").await? && contains(&format!("{OLMO_MODEL}/.metadata")).await?;
-    Ok(if is_step { format!("{}/{OLMO_MODEL}", uri.trim_end_matches('/')) } else { uri.to_owned() })
+    let below = |folder: &str| format!("{}/{folder}", uri.trim_end_matches('/'));
+    if !contains(".metadata").await? {
+        if contains(&format!("{OLMO_MODEL}/.metadata")).await? {
+            return Ok(Place { uri: below(OLMO_MODEL), note: None });
+        }
+        if !contains(METADATA_JSON).await?
+            && let Some(iteration) = megatron::iteration(uri, storage).await?
+        {
+            return Ok(Place { uri: below(&iteration.folder), note: Some(iteration.note) });
+        }
+    }
+    Ok(Place { uri: uri.to_owned(), note: None })
 }
 
 /// The place of a checkpoint that is there, to change something in it, or only to say what would
@@ -91,7 +136,7 @@ pub(crate) async fn checkpoint_to_change(
     let registry = StorageRegistry::with_defaults();
     // Opened for writing, a directory that is not there would be made.
     let storage = registry.open(uri, Access::Read).map_err(|error| cannot_open(uri, &error))?;
-    let uri = inside(uri, &*storage).await?;
+    let uri = place(uri, &storage).await?.uri;
     let access = if dry_run { Access::Read } else { Access::Write };
     registry.open(&uri, access).map_err(|error| cannot_open(&uri, &error))
 }
@@ -120,7 +165,7 @@ async fn file(uri: &str) -> Option<(Arc<dyn Storage>, Key)> {
 }
 
 /// The folder that a URI lies in, and its name there.
-fn split(uri: &str) -> Option<(String, String)> {
+pub(crate) fn split(uri: &str) -> Option<(String, String)> {
     let (scheme, path) = match uri.split_once("://") {
         Some((scheme, path)) => (format!("{scheme}://"), path),
         None => (String::new(), uri),
@@ -197,120 +242,6 @@ async fn no_checkpoint(
             })
         }
     }
-}
-
-/// A place to write to, or of a dry run to look at: that one makes nothing.
-fn place_to_write(uri: &str, dry_run: bool) -> Result<Arc<dyn Storage>, Failure> {
-    let access = if dry_run { Access::Read } else { Access::Write };
-    match StorageRegistry::with_defaults().open(uri, access) {
-        Ok(storage) if dry_run => Ok(storage),
-        Ok(storage) => Ok(undo::watch(storage)),
-        Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
-            Ok(Arc::new(Nowhere))
-        }
-        Err(error) => Err(Failure::from(error).context(format!("cannot write to {uri:?}"))),
-    }
-}
-
-/// A file to write. One that is there is an error, unless it may be replaced.
-pub(crate) async fn target_file(
-    uri: &str,
-    overwrite: bool,
-    dry_run: bool,
-) -> Result<Target, Failure> {
-    if StorageRegistry::with_defaults().open(uri, Access::Read).is_ok() {
-        let base = uri.trim_end_matches('/');
-        return Err(Failure::new(Exit::Usage, format!("{uri:?} is a directory"))
-            .hint(format!("name a file, such as {base}/model.safetensors")));
-    }
-    let no_name = || Failure::new(Exit::Usage, format!("{uri:?} is no name for a file"));
-    let (parent, name) = split(uri).ok_or_else(no_name)?;
-    let key = Key::new(name).map_err(|_| no_name())?;
-    let storage = place_to_write(&parent, dry_run)?;
-    if !overwrite && storage.contains(&key).await? {
-        return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
-    }
-    Ok(Target::new(storage, key).overwriting(overwrite))
-}
-
-/// A directory to write plain files into, where there may be others, but no checkpoint of
-/// PyTorch's format: that is what the directory would be taken for. For `model` files, which make
-/// the directory itself a checkpoint, there must be none in a step of OLMo-core either.
-pub(crate) async fn target_folder(
-    uri: &str,
-    model: bool,
-    dry_run: bool,
-) -> Result<Arc<dyn Storage>, Failure> {
-    let storage = place_to_write(uri, dry_run)?;
-    let detection = detect(&storage).await?;
-    let mut kinds = [&detection.kind].into_iter().chain(&detection.also);
-    let is_dcp = |kind: &&Detected| {
-        matches!(
-            kind,
-            Detected::Dcp | Detected::DcpRankLocal { .. } | Detected::DcpUnfinished { .. }
-        )
-    };
-    match kinds.find(is_dcp) {
-        Some(kind) => Err(would_stay(uri, &format!("the directory {kind}"))),
-        None if model => refuse_step(uri, &detection).map(|()| storage),
-        None => Ok(storage),
-    }
-}
-
-fn refuse_step(uri: &str, detection: &Detection) -> Result<(), Failure> {
-    if detection.checkpoints.iter().any(|key| key.as_str() == OLMO_MODEL) {
-        return Err(would_stay(uri, &format!("it has a checkpoint in {OLMO_MODEL}")));
-    }
-    Ok(())
-}
-
-/// The refusal to make a directory two checkpoints at once.
-fn would_stay(uri: &str, what: &str) -> Failure {
-    Failure::new(Exit::Usage, format!("there is another checkpoint at {uri:?}: {what}"))
-        .hint("choose another directory; --overwrite replaces only what has the same format")
-}
-
-/// A directory to write a checkpoint into. A checkpoint that is there is an error, unless it may
-/// be replaced; one of another format always is.
-pub(crate) async fn target_directory(
-    uri: &str,
-    overwrite: bool,
-    dry_run: bool,
-) -> Result<DcpWriter, Failure> {
-    let storage = place_to_write(uri, dry_run)?;
-    if !overwrite && is_dcp(&*storage).await? {
-        return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
-    }
-    refuse_step(uri, &detect(&storage).await?)?;
-    if let Some(key) = model_file(&*storage).await? {
-        return Err(would_stay(uri, &format!("{key:?} is of a Hugging Face model")));
-    }
-    Ok(DcpWriter::builder(storage).overwrite(overwrite).build())
-}
-
-/// Whether a directory is a checkpoint of PyTorch's format.
-async fn is_dcp(storage: &dyn Storage) -> Result<bool, StorageError> {
-    for name in [".metadata", "__0.metadata"] {
-        if storage.contains(&Key::new(name)?).await? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
-/// A file that makes a directory a Hugging Face model, whatever else is there: an index, or one
-/// under a name that loaders look for. Other safetensors files may lie beside anything.
-async fn model_file(storage: &dyn Storage) -> Result<Option<Key>, StorageError> {
-    let mut objects = storage.list(None);
-    while let Some(meta) = objects.next().await {
-        let key = meta?.key;
-        let name = key.as_str();
-        let is_weights = name.starts_with("model") && name.ends_with(".safetensors");
-        if !name.contains('/') && (is_weights || name.ends_with(INDEX_ENDING)) {
-            return Ok(Some(key));
-        }
-    }
-    Ok(None)
 }
 
 /// Says of a directory that is two checkpoints at once which of them is taken.

@@ -117,9 +117,9 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         let mut sources = Vec::with_capacity(args.sources.len());
         let mut not_taken = 0;
         for uri in &args.sources {
-            let source = open::source(uri, Need::Whole).await?;
-            args.destination.keep_apart(uri, &source, &args.out).await?;
-            let (source, more) = args.choosing.apply(&selection, &source, &options, out).await?;
+            let opened = open::checkpoint(uri, Need::Whole, out).await?;
+            args.destination.keep_apart(&opened, &args.out).await?;
+            let (source, more) = args.choosing.apply(&selection, &opened.source, &options, out).await?;
             not_taken = not_taken.max(more);
             sources.push(source);
         }

@@ -158,8 +158,8 @@ impl Diff {
 pub(crate) fn diff(args: &Diff, out: &Output) -> Result<(), Failure> {
     let options = args.options()?;
     let report = open::run(!args.keys_only, async {
-        let a = open::source(&args.a, Need::Whole).await?;
-        let b = open::source(&args.b, Need::Whole).await?;
+        let a = open::source(&args.a, Need::Whole, out).await?;
+        let b = open::source(&args.b, Need::Whole, out).await?;
         let bar = Bar::new(out, "comparing");
         let job: JobOptions = bar.options().with_max_memory(args.max_memory);
         Ok(dcp::convert::diff(&a, &b, &options, &job).await?)

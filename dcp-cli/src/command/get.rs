@@ -12,15 +12,16 @@ use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::value::python;
 use crate::style::{printable, size};
+use crate::target;
 
 pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
     open::run(args.output.is_some(), async {
-        let source = open::source(&args.uri, Need::Readable).await?;
-        let found = dcp::convert::find(&source, &args.fqn, args.slice.as_deref()).await?;
+        let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
+        let found = dcp::convert::find(&opened.source, &args.fqn, args.slice.as_deref()).await?;
         match (found, &args.output) {
             (Found::Tensor(tensor), Some(path)) => {
                 let path = path.to_string_lossy();
-                keep_apart(&args.uri, &source, &path, Shape::File).await?;
+                keep_apart(&opened, &path, Shape::File).await?;
                 save(args, &tensor, &path, out).await
             }
             (Found::Tensor(tensor), None) if args.json => out.json(&tensor.to_json().await?),
@@ -57,7 +58,7 @@ async fn save(
         return Err(Failure::new(Exit::Usage, message).hint("end its name in .npy or .safetensors"));
     }
     let folders = NewFolders::before(path);
-    let target = open::target_file(path, args.overwrite, false).await?;
+    let target = target::file(path, args.overwrite, false).await?;
     let bar = Bar::new(out, "writing");
     let note = if is(".npy") {
         tensor.to_npy(&target, &bar.options()).await?

@@ -1,30 +1,48 @@
 //! `dcp inspect`.
 
-use dcp::convert::{ConvertError, JobOptions, KeySummary};
+use dcp::convert::{ConvertError, JobOptions, KeySummary, Summary};
+use dcp::megatron::{COMMON_STATE, Description};
+use serde::Serialize;
 
 use crate::args;
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need};
 use crate::output::Output;
-use crate::render::{shards, tree};
+use crate::render::{megatron, shards, tree};
 
 pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure> {
-    let summary = open::run(false, async {
-        let source = open::source(&args.uri, Need::Readable).await?;
+    let (summary, megatron) = open::run(false, async {
+        let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
+        let source = &opened.source;
         if !args.json {
             open::say_which(&args.uri, out).await?;
         }
+        let megatron = match &opened.megatron {
+            Some(checkpoint) => Some(checkpoint.describe().await?),
+            None => None,
+        };
         let options = JobOptions::default();
         if let Some(fqn) = &args.shards {
             // Looks the name up as `get` does, so that a typo gets the same advice.
-            dcp::convert::find(&source, fqn, None).await?;
-            return Ok(dcp::convert::inspect(&source, &options, |name| name == fqn).await?);
+            dcp::convert::find(source, fqn, None).await?;
+            let summary = dcp::convert::inspect(source, &options, |name| name == fqn).await?;
+            return Ok((summary, megatron));
+        }
+        if args.common || args.args {
+            if megatron.is_none() {
+                return Err(no_common(args));
+            }
+            let common = |name: &str| name == COMMON_STATE;
+            return Ok((dcp::convert::inspect(source, &options, common).await?, megatron));
         }
         let wanted = |name: &str| args.filter.as_ref().is_none_or(|glob| matches(glob, name));
-        Ok(dcp::convert::inspect(&source, &options, wanted).await?)
+        Ok((dcp::convert::inspect(source, &options, wanted).await?, megatron))
     })?;
+    if args.common || args.args {
+        return common_state(args, &summary, out);
+    }
     if args.json {
-        return out.json(&summary);
+        return out.json(&WithMegatron { summary: &summary, megatron: megatron.as_ref() });
     }
     if let Some(fqn) = &args.shards {
         return match summary.keys.get(fqn.as_str()) {
@@ -41,7 +59,58 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
         return Err(Failure::new(Exit::Usage, format!("no name matches {glob:?}"))
             .hint("`dcp inspect` without --filter lists the names there are"));
     }
-    out.write(&tree::render(&args.uri, &summary, args.all, out))
+    let Some(description) = &megatron else {
+        return out.write(&tree::render(&args.uri, &summary, "", args.all, out));
+    };
+    let facts = match args.filter {
+        Some(_) => String::new(),
+        None => megatron::facts(description, out),
+    };
+    let shown = match args.all {
+        true => summary,
+        false => megatron::grouped(summary, &description.objects),
+    };
+    out.write(&tree::render(&args.uri, &shown, &facts, args.all, out))
+}
+
+/// The output of `--json`: fields of a summary, and what Megatron-Core's checkpoints have besides.
+#[derive(Serialize)]
+struct WithMegatron<'a> {
+    #[serde(flatten)]
+    summary: &'a Summary,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    megatron: Option<&'a Description>,
+}
+
+/// The common state that was asked for where there is none.
+fn no_common(args: &args::Inspect) -> Failure {
+    let option = if args.args { "--args" } else { "--common" };
+    let message = format!("{option} is for checkpoints of Megatron-Core, and {:?} is none", args.uri);
+    Failure::new(Exit::Usage, message).hint("leave it out to see what there is")
+}
+
+/// Prints the common state, or only the arguments in it.
+fn common_state(args: &args::Inspect, summary: &Summary, out: &Output) -> Result<(), Failure> {
+    let state = summary.keys.get(COMMON_STATE);
+    let Some(KeySummary::Object { value }) = state else { return Err(no_common(args)) };
+    let bad = |what: &str| Failure::new(Exit::Bad, format!("{:?} has no {what}", args.uri));
+    let Some(state) = megatron::plain_dict(value) else {
+        return Err(bad("common state that is a dict"));
+    };
+    if !args.args {
+        return match args.json {
+            true => out.json(state),
+            false => out.write(&megatron::common(state, out)),
+        };
+    }
+    let Some(arguments) = state.get("args").and_then(megatron::plain_dict) else {
+        return Err(bad("arguments in its common state")
+            .hint("`dcp inspect --common` shows what there is"));
+    };
+    match args.json {
+        true => out.json(arguments),
+        false => out.write(&megatron::arguments(arguments, out)),
+    }
 }
 
 /// Whether `name` is like `glob`, in which `*` stands for any text and `?` for one character.

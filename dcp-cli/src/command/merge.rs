@@ -55,9 +55,9 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
         let options = args.destination.writing.options(bar.options());
         let mut sources = Vec::with_capacity(args.sources.len());
         for uri in &args.sources {
-            let source = open::source(uri, Need::Whole).await?;
-            args.destination.keep_apart(uri, &source, &args.out).await?;
-            sources.push(source);
+            let opened = open::checkpoint(uri, Need::Whole, out).await?;
+            args.destination.keep_apart(&opened, &args.out).await?;
+            sources.push(opened.source);
         }
         let merged = Merged::apply(&sources, duplicates, &options).await;
         let merged = merged.map_err(|error| match error {

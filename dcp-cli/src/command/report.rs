@@ -12,6 +12,7 @@ use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::{printable, size};
+use crate::target;
 
 /// Make a page to look around in a checkpoint.
 ///
@@ -54,22 +55,23 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
     open::run(true, async {
         // Statistics of a part would pass for those of all.
         let need = if args.stats { Need::Whole } else { Need::Readable };
-        let source = open::source(&args.uri, need).await?;
+        let opened = open::checkpoint(&args.uri, need, out).await?;
+        let source = &opened.source;
         let folders = args.output.as_deref().map(NewFolders::before);
         let target = match &args.output {
             Some(path) => {
-                keep_apart(&args.uri, &source, path, Shape::File).await?;
-                Some((path, open::target_file(path, args.overwrite, false).await?))
+                keep_apart(&opened, path, Shape::File).await?;
+                Some((path, target::file(path, args.overwrite, false).await?))
             }
             None => None,
         };
         let bar = Bar::new(out, "reading");
         let limits = ReportLimits::default();
         let mut report =
-            dcp::convert::report::report(&source, &args.uri, &bar.options(), &limits).await?;
+            dcp::convert::report::report(source, &args.uri, &bar.options(), &limits).await?;
         if args.stats {
             let options = bar.options();
-            let stats = dcp::convert::stats(&source, &Selection::all(), &options).await?;
+            let stats = dcp::convert::stats(source, &Selection::all(), &options).await?;
             report.add_stats(&stats, &limits);
         }
         drop(bar);

@@ -11,6 +11,7 @@ use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::tell::tell;
+use crate::target;
 use dcp::convert::StatePart;
 
 /// Rewrite a checkpoint as if another number of ranks had saved it.
@@ -53,7 +54,7 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
         keep_apart(&args.source, &source, &args.target, Shape::Folder).await?;
         let folders = NewFolders::before(&args.target);
         let writer =
-            open::target_directory(&args.target, args.writing.overwrite, args.writing.dry_run)
+            target::directory(&args.target, args.writing.overwrite, args.writing.dry_run)
                 .await?;
         let bar = Bar::new(out, "writing");
         let options = args.writing.options(bar.options());

@@ -117,7 +117,7 @@ impl FailOn {
 
 pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
     let mut report = open::run(true, async {
-        let source = open::source(&args.uri, Need::Whole).await?;
+        let source = open::source(&args.uri, Need::Whole, out).await?;
         let selection = match &args.fqn {
             Some(fqn) => {
                 // Looks the name up as `get` does, so that a typo gets the same advice.

@@ -14,6 +14,7 @@ use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::{count, size};
 use crate::tell::list;
+use crate::target;
 
 /// Write the model of a checkpoint as plain files, as OLMo-core's unshard_checkpoint does.
 ///
@@ -105,13 +106,13 @@ impl Unshard {
 pub(crate) fn unshard(args: &Unshard, out: &Output) -> Result<(), Failure> {
     let how = args.options()?;
     let report = open::run(true, async {
-        let source = open::source(&args.source, Need::Whole).await?;
-        keep_apart(&args.source, &source, &args.target, Shape::Folder).await?;
+        let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
+        keep_apart(&opened, &args.target, Shape::Folder).await?;
         let folders = NewFolders::before(&args.target);
-        let target = open::target_folder(&args.target, false, args.writing.dry_run).await?;
+        let target = target::folder(&args.target, false, args.writing.dry_run).await?;
         let bar = Bar::new(out, "writing");
         let options = args.writing.options(bar.options());
-        let report = unshard_checkpoint(&source, &target, &how, &options).await?;
+        let report = unshard_checkpoint(&opened.source, &target, &how, &options).await?;
         if !options.dry_run {
             folders.keep();
         }

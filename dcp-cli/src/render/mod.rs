@@ -4,6 +4,7 @@ mod canvas;
 pub(crate) mod diff;
 mod files;
 mod grid;
+pub(crate) mod megatron;
 mod nest;
 mod number;
 pub(crate) mod problems;

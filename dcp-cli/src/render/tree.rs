@@ -6,6 +6,7 @@ use dcp::convert::{KeySummary, Summary, TensorSummary};
 
 use crate::output::Output;
 use crate::render::files;
+use crate::render::megatron::cut;
 use crate::render::nest::{Node, nest};
 use crate::render::value::python;
 use crate::style::{columns, count, left, printable, right, shorten, size};
@@ -23,7 +24,14 @@ const NAME_WANTED: usize = 28;
 /// What a name gets in any case.
 const NAME_MIN: usize = 12;
 
-pub(crate) fn render(uri: &str, summary: &Summary, all: bool, out: &Output) -> String {
+/// The tree; `facts` come between its title and its lines.
+pub(crate) fn render(
+    uri: &str,
+    summary: &Summary,
+    facts: &str,
+    all: bool,
+    out: &Output,
+) -> String {
     let mut rows = Vec::new();
     let root = nest(summary);
     let fold = if all { usize::MAX } else { FOLD_FROM };
@@ -32,6 +40,7 @@ pub(crate) fn render(uri: &str, summary: &Summary, all: bool, out: &Output) -> S
         walk.node(child, "", "", "");
     }
     let mut text = title(uri, summary, out);
+    text.push_str(facts);
     text.push_str(&table(&rows, out));
     text.push_str(&files::render(summary, out));
     text
@@ -249,11 +258,3 @@ fn table(rows: &[Row], out: &Output) -> String {
     text
 }
 
-/// The beginning of a text, with `…` where it was cut.
-fn cut(text: &str, width: usize) -> String {
-    if columns(text) <= width {
-        return text.to_owned();
-    }
-    let kept: String = text.chars().take(width.saturating_sub(1)).collect();
-    format!("{kept}…")
-}

@@ -96,6 +96,7 @@ impl Writer {
         match kind {
             "int" | "float" => self.text.push_str(text("value")),
             "global" => self.text.push_str(text("name")),
+            "note" => self.text.push_str(text("text")),
             "truncated" => self.text.push('…'),
             "unreadable" => {
                 self.text.push_str("unreadable: ");

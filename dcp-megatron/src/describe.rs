@@ -1,0 +1,296 @@
+//! A checkpoint of Megatron-Core at a glance: which age, which parallel layout, which objects.
+
+use dcp_convert::{JsonLimits, value_json};
+use dcp_core::{CheckpointMetadata, Entry, TensorEntry};
+use indexmap::IndexMap;
+use serde::Serialize;
+
+use crate::checkpoint::{MegatronCheckpoint, MegatronFormat};
+use crate::common::CommonPlace;
+use crate::error::MegatronError;
+use crate::logical::COMMON_STATE;
+use crate::optimizer::OptimizerFormat;
+
+/// What a checkpoint of Megatron-Core is. Serialized, it is `megatron` in the output of
+/// `dcp inspect --json`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Description {
+    /// The format, by the name that `--ckpt-format` has for it: `torch_dist`, `zarr`, `torch`.
+    pub format: &'static str,
+    /// Where the common state is: a file, or the key of an object.
+    pub common_place: &'static str,
+    /// Which versions of Megatron-Core may have written it.
+    pub written_by: String,
+    /// Which versions of Megatron-Core read it.
+    pub read_by: &'static str,
+    /// The iteration that was saved.
+    pub iteration: Option<u64>,
+    /// Samples that were trained on.
+    pub consumed_samples: Option<u64>,
+    /// How the model was divided among ranks.
+    pub parallel: ParallelSizes,
+    /// The stacks of layers, by the name that their keys begin with, such as `decoder.layers`.
+    pub layers: IndexMap<String, Layers>,
+    /// The form of the optimizer's state: a name of Megatron's or a description, `none` without.
+    pub optimizer: &'static str,
+    /// Sharded objects by key.
+    pub objects: IndexMap<String, ObjectGroup>,
+    /// Keys of the common state, and what kind of value each is.
+    pub common: IndexMap<String, &'static str>,
+    /// What Megatron-Core (0.13 and later) notes of the content, as `value_json` writes it.
+    pub content_metadata: Option<serde_json::Value>,
+    /// What is odd about it.
+    pub warnings: Vec<String>,
+}
+
+/// How a model is divided among ranks; `None` where nothing tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct ParallelSizes {
+    /// Ranks that share a layer's matrices.
+    pub tensor: Option<u64>,
+    /// Ranks that share the layers.
+    pub pipeline: Option<u64>,
+    /// Ranks that share the experts.
+    pub expert: Option<u64>,
+    /// Ranks that share a sequence.
+    pub context: Option<u64>,
+    /// Ranks that train on other data.
+    pub data: Option<u64>,
+    /// All ranks.
+    pub world: Option<u64>,
+}
+
+/// A stack of layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Layers {
+    /// How many layers.
+    pub count: u64,
+    /// The axis that the layers are on in tensors that hold all of them; `None` where every
+    /// layer has tensors of its own.
+    pub axis: Option<usize>,
+    /// Tensors of the stack.
+    pub tensors: usize,
+}
+
+/// The sharded objects of one key.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct ObjectGroup {
+    /// The grid that they lie on: objects per axis.
+    pub grid: Vec<u64>,
+    /// How many of them are there.
+    pub stored: u64,
+    /// Bytes that they take, where known.
+    pub bytes: u64,
+}
+
+impl MegatronCheckpoint {
+    /// What the checkpoint is. Reads no tensor and no object.
+    ///
+    /// # Errors
+    ///
+    /// When the index cannot be read.
+    pub async fn describe(&self) -> Result<Description, MegatronError> {
+        let metadata = self.source().metadata().await?;
+        let objects = objects(&metadata);
+        let flattened = match self.raw().and_then(|raw| raw.dcp_reader()) {
+            Some(reader) => !reader.original_shapes().await?.is_empty(),
+            None => false,
+        };
+        let args = self.args();
+        let of_common = |name: &str| {
+            let number = self.common().get(name).and_then(dcp_core::Value::as_int);
+            number.and_then(|number| u64::try_from(number).ok())
+        };
+        let content = self.content_metadata();
+        let (format, common_place) = match self.format() {
+            MegatronFormat::TorchDist { common: CommonPlace::File } => ("torch_dist", "common.pt"),
+            MegatronFormat::TorchDist { common: CommonPlace::Inside } => {
+                ("torch_dist", "common_state/shard_0_1")
+            }
+            MegatronFormat::Zarr => ("zarr", "common.pt"),
+        };
+        let (written_by, read_by) = ages(self.format(), content.is_some(), flattened);
+        let common = self.common().iter();
+        Ok(Description {
+            format,
+            common_place,
+            written_by,
+            read_by,
+            iteration: of_common("iteration")
+                .or_else(|| args.as_ref().and_then(|args| args.iteration())),
+            consumed_samples: args.as_ref().and_then(|args| args.consumed_train_samples()),
+            parallel: self.parallel(&metadata, &objects),
+            layers: layers(&metadata),
+            optimizer: OptimizerFormat::of(&metadata, self.common()).name(),
+            objects,
+            common: common.map(|(key, value)| (key.to_string(), value.kind())).collect(),
+            content_metadata: content.map(|dict| {
+                value_json(&dcp_core::Value::Dict(dict.clone()), &JsonLimits::default())
+            }),
+            warnings: self.warnings().to_vec(),
+        })
+    }
+
+    /// What the arguments say, or else the grids on which every rank has an object or a part of
+    /// the embedding.
+    fn parallel(
+        &self,
+        metadata: &CheckpointMetadata,
+        objects: &IndexMap<String, ObjectGroup>,
+    ) -> ParallelSizes {
+        let args = self.args();
+        let of = |name: &str| args.as_ref().and_then(|args| args.count(name));
+        let grid = |key: &str| objects.get(key).map(|group| &*group.grid);
+        let (mut pipeline, mut tensor) =
+            (of("pipeline_model_parallel_size"), of("tensor_model_parallel_size"));
+        if let Some([p, t]) = grid("rng_state") {
+            (pipeline, tensor) = (pipeline.or(Some(*p)), tensor.or(Some(*t)));
+        }
+        let embedding = metadata.get("embedding.word_embeddings.weight");
+        if let (None, Some(Entry::Tensor(embedding))) = (tensor, embedding) {
+            tensor = Some(starts(embedding, 0));
+        }
+        let world = of("world_size").or_else(|| match grid("rerun_state_machine_state") {
+            Some([world]) => Some(*world),
+            _ => None,
+        });
+        let context = of("context_parallel_size");
+        let data = of("data_parallel_size").or_else(|| {
+            let model = tensor?.checked_mul(pipeline?)?.checked_mul(context.unwrap_or(1))?;
+            let world = world?;
+            (model > 0 && world % model == 0).then(|| world / model)
+        });
+        let expert = of("expert_model_parallel_size");
+        ParallelSizes { tensor, pipeline, expert, context, data, world }
+    }
+}
+
+/// Which versions may have written a checkpoint, and which read it.
+fn ages(format: &MegatronFormat, content: bool, flattened: bool) -> (String, &'static str) {
+    match format {
+        MegatronFormat::TorchDist { common: CommonPlace::Inside } => {
+            ("0.19 or later".to_owned(), "0.19 and later")
+        }
+        MegatronFormat::TorchDist { common: CommonPlace::File } => {
+            // Content metadata came with 0.13; flattened tensors were noted from 0.8 to 0.15.
+            let first = if content {
+                "0.13"
+            } else if flattened {
+                "0.8"
+            } else {
+                "0.6"
+            };
+            let last = if flattened { "0.15" } else { "0.18" };
+            let read = match flattened {
+                true => "up to 0.15 all of it; 0.16 and later the weights, not the optimizer",
+                false => "0.6 and later",
+            };
+            (format!("{first} to {last}"), read)
+        }
+        MegatronFormat::Zarr => ("up to 0.15".to_owned(), "up to 0.15"),
+    }
+}
+
+/// How many different places the chunks of a tensor begin at along an axis.
+fn starts(tensor: &TensorEntry, axis: usize) -> u64 {
+    let starts: std::collections::BTreeSet<u64> =
+        tensor.chunks.iter().filter_map(|chunk| chunk.offsets.get(axis).copied()).collect();
+    starts.len() as u64
+}
+
+/// The sharded objects by key, in the order of the checkpoint.
+fn objects(metadata: &CheckpointMetadata) -> IndexMap<String, ObjectGroup> {
+    let mut groups: IndexMap<String, ObjectGroup> = IndexMap::new();
+    for (fqn, entry) in metadata.iter() {
+        let Entry::Object(object) = entry else { continue };
+        let Some((key, grid)) = object_key(fqn).filter(|_| &**fqn != COMMON_STATE) else {
+            continue;
+        };
+        let group = groups.entry(key.to_owned()).or_default();
+        group.grid = grid;
+        group.stored += 1;
+        let bytes = object.placement.map_or(0, |placement| placement.byte_len);
+        group.bytes = group.bytes.saturating_add(bytes);
+    }
+    groups
+}
+
+/// The key and the grid of a sharded object, by its unique key `key/shard_<offsets>_<grid>`.
+/// Grids of Megatron-Core before 0.8 may lack the last axis.
+#[must_use]
+pub fn object_key(unique: &str) -> Option<(&str, Vec<u64>)> {
+    let (key, shard) = unique.split_once("/shard_")?;
+    let (offsets, grid) = shard.split_once('_')?;
+    let numbers = |text: &str| -> Option<Vec<u64>> {
+        text.split('.').filter(|part| !part.is_empty()).map(|part| part.parse().ok()).collect()
+    };
+    numbers(offsets)?;
+    Some((key, numbers(grid)?))
+}
+
+/// The stacks of layers among the model's keys.
+fn layers(metadata: &CheckpointMetadata) -> IndexMap<String, Layers> {
+    let mut stacks: IndexMap<String, Layers> = IndexMap::new();
+    for (fqn, entry) in metadata.iter() {
+        let Entry::Tensor(tensor) = entry else { continue };
+        if fqn.starts_with("optimizer.") || fqn.starts_with("chained_") {
+            continue;
+        }
+        let Some((stack, rest)) = fqn.split_once(".layers.") else { continue };
+        let first = rest.split('.').next().and_then(|step| step.parse::<u64>().ok());
+        let (count, axis) = match (first, tensor.shape.first()) {
+            (Some(number), _) => (number.saturating_add(1), None),
+            (None, Some(count)) => (*count, Some(0)),
+            (None, None) => continue,
+        };
+        let layers = stacks.entry(format!("{stack}.layers")).or_default();
+        layers.count = layers.count.max(count);
+        layers.axis = axis;
+        layers.tensors += 1;
+    }
+    stacks
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::DType;
+
+    use super::*;
+
+    #[test]
+    fn unique_keys_are_taken_apart() {
+        for (unique, expected) in [
+            ("rng_state/shard_0.1_1.2", Some(("rng_state", vec![1, 2]))),
+            ("a.b._extra_state/shard_3_24", Some(("a.b._extra_state", vec![24]))),
+            ("common_state", None),
+            ("x/shard_a_1", None),
+            ("x/shard_1", None),
+        ] {
+            assert_eq!(object_key(unique), expected, "{unique}");
+        }
+    }
+
+    #[test]
+    fn layers_are_counted_on_their_axis_or_by_their_numbers() {
+        let mut metadata = CheckpointMetadata::new();
+        let mut add = |name: &str, shape: &[u64]| {
+            let shape = shape.iter().copied().collect::<dcp_core::Dims>();
+            metadata.insert(name, Entry::Tensor(TensorEntry::new(DType::Float32, shape)));
+        };
+        add("decoder.layers.mlp.linear_fc1.weight", &[24, 8, 8]);
+        add("decoder.layers.mlp.linear_fc2.weight", &[24, 8, 8]);
+        add("optimizer.state.param.decoder.layers.mlp.linear_fc1.weight", &[24, 8, 8]);
+        add("mtp.layers.0.enorm.weight", &[8]);
+        add("mtp.layers.1.enorm.weight", &[8]);
+        let found = layers(&metadata);
+        let decoder = Layers { count: 24, axis: Some(0), tensors: 2 };
+        let mtp = Layers { count: 2, axis: None, tensors: 2 };
+        let wanted: IndexMap<String, Layers> =
+            [("decoder.layers".to_owned(), decoder), ("mtp.layers".to_owned(), mtp)].into();
+        assert_eq!(found, wanted);
+    }
+}

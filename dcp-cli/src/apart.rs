@@ -21,11 +21,7 @@ pub(crate) enum Shape {
 ///
 /// A file may have a free name in the folder of the source; a folder that is written must have
 /// none of the source's files in it.
-pub(crate) async fn keep_apart(
-    source: &Opened,
-    target: &str,
-    shape: Shape,
-) -> Result<(), Failure> {
+pub(crate) async fn keep_apart(source: &Opened, target: &str, shape: Shape) -> Result<(), Failure> {
     let same = || Failure::from(ConvertError::SameTarget { target: target.to_owned() });
     let uri = &*source.uri;
     if uri == target {

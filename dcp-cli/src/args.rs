@@ -10,8 +10,8 @@ use crate::command;
 /// Look into, check, compare, convert and reshard model checkpoints.
 ///
 /// dcp reads what PyTorch's torch.distributed.checkpoint and its FSDP, HSDP and tensor-parallel
-/// users write, whatever the number of ranks, OLMo-core's runs, files of torch.save, safetensors
-/// files and Hugging Face folders. It needs no Python, no GPU and no trust in the file: nothing in
+/// users write, whatever the number of ranks, checkpoints of Megatron-Core and OLMo-core and the
+/// runs they lie in, files of torch.save, safetensors files and Hugging Face folders. It needs no Python, no GPU and no trust in the file: nothing in
 /// a checkpoint is ever executed.
 #[derive(Debug, Parser)]
 #[command(
@@ -120,13 +120,18 @@ Examples:
   dcp inspect runs/step_1000 --filter 'model.*'
   dcp inspect runs/step_1000 --shards model.embed.weight
   dcp inspect runs/step_1000 --json | jq '.keys | length'
+  dcp inspect run/iter_0001000 --args                 what a run of Megatron-LM was started with
+  dcp inspect run --json | jq .megatron.parallel
 
 JSON:
   {\"format\": …, \"keys\": {FQN: KEY, …}, \"files\": {NAME: BYTES, …}}
   KEY is {\"kind\": \"tensor\", \"dtype\", \"shape\", \"bytes\",
           \"chunks\": [{\"offsets\", \"sizes\", \"file\", \"byte_offset\", \"byte_len\"}, …]}
       or {\"kind\": \"object\", \"value\"}; a value that JSON lacks is tagged {\"type\": …, …}.
-  dtypes have PyTorch's names without `torch.`; the bytes of a missing file are null.")]
+  dtypes have PyTorch's names without `torch.`; the bytes of a missing file are null.
+  Of Megatron-Core's checkpoints there is \"megatron\", too: \"format\", \"written_by\", \"read_by\",
+  \"iteration\", \"parallel\", \"layers\", \"optimizer\", \"objects\", …; --common and --args print
+  the common state and the arguments instead.")]
 pub(crate) struct Inspect {
     /// The checkpoint.
     pub(crate) uri: String,

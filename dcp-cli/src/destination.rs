@@ -214,11 +214,7 @@ impl Destination {
     }
 
     /// Refuses a target that would touch what was opened.
-    pub(crate) async fn keep_apart(
-        &self,
-        opened: &Opened,
-        target: &str,
-    ) -> Result<(), Failure> {
+    pub(crate) async fn keep_apart(&self, opened: &Opened, target: &str) -> Result<(), Failure> {
         let shape = match self.format(target)? {
             Format::Safetensors | Format::TorchSave => Shape::File,
             Format::Hf | Format::Dcp => Shape::Folder,

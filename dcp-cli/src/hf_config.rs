@@ -8,7 +8,6 @@ use dcp::core::{Key, PutMode, StorageError, StorageExt};
 use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 
 use crate::failure::{Exit, Failure};
-use crate::open;
 use crate::target;
 
 /// Lets the configuration say that weights are plain numbers: what has no scales is not quantized.

@@ -2,14 +2,18 @@
 
 use std::sync::Arc;
 
-use dcp::core::{Key, Storage, StorageError, StorageExt};
+use dcp::convert::{JobOptions, Problem, ProblemKind, VerifyReport};
+use dcp::core::{Key, Storage, StorageError, StorageExt, error_chain};
+use dcp::megatron::optimizer::{CheckDepth, OptimizerReport, OptimizerVerdict, check_optimizer};
 use dcp::megatron::{
-    CheckpointingConfig, METADATA_JSON, MegatronCheckpoint, MegatronError, MegatronRun,
-    OpenOptions, TRACKER_FILE,
+    COMMON_FILE, CheckpointingConfig, METADATA_JSON, MegatronCheckpoint, MegatronError,
+    MegatronRun, OpenOptions, RunCheckpoint, TRACKER,
 };
 
 use crate::failure::{Exit, Failure};
 use crate::open::Need;
+use crate::style::count;
+use crate::tell::list;
 
 /// An iteration of a run.
 pub(crate) struct Iteration {
@@ -25,7 +29,7 @@ pub(crate) async fn iteration(
     uri: &str,
     storage: &Arc<dyn Storage>,
 ) -> Result<Option<Iteration>, Failure> {
-    let tracker = Key::new(TRACKER_FILE).map_err(StorageError::from)?;
+    let tracker = Key::new(TRACKER).map_err(StorageError::from)?;
     if !storage.contains(&tracker).await? {
         return Ok(None);
     }
@@ -33,28 +37,31 @@ pub(crate) async fn iteration(
     let tracked = run.tracked().await;
     let checkpoints = run.checkpoints().await?;
     let complete = || checkpoints.iter().filter(|checkpoint| checkpoint.is_complete());
-    let found = |checkpoint: &dcp::megatron::RunCheckpoint, why: String| {
-        let folder = checkpoint.iteration.to_string();
+    let found = |checkpoint: &RunCheckpoint, why: String| {
+        let folder = checkpoint.which.folder()?.to_string();
         let note = format!("{uri:?} is a run of Megatron-LM; {folder} is taken, {why}");
         Ok(Some(Iteration { folder, note }))
     };
     let wrong = match &tracked {
         Ok(Some(tracked)) => {
-            if let Some(named) = complete().find(|checkpoint| checkpoint.iteration == *tracked) {
+            if let Some(named) = complete().find(|checkpoint| checkpoint.which == *tracked) {
                 return found(named, "which its tracker names".to_owned());
             }
-            match checkpoints.iter().find(|checkpoint| checkpoint.iteration == *tracked) {
+            match checkpoints.iter().find(|checkpoint| checkpoint.which == *tracked) {
                 Some(named) => {
                     let problem = named.entry.problem.as_deref().unwrap_or("it is not whole");
-                    format!("{tracked}, which its tracker names, is not complete: {problem}")
+                    format!(
+                        "{}, which its tracker names, is not complete: {problem}",
+                        tracked.folder()?
+                    )
                 }
-                None => format!("{tracked}, which its tracker names, is not there"),
+                None => format!("{}, which its tracker names, is not there", tracked.folder()?),
             }
         }
         Ok(None) => return Ok(None),
-        Err(error) => error.to_string(),
+        Err(error) => error_chain(error),
     };
-    match complete().last() {
+    match complete().next_back() {
         Some(last) => found(last, format!("the last complete one: {wrong}")),
         None => {
             let message = format!("no checkpoint of the run {uri:?} is complete: {wrong}");
@@ -78,6 +85,20 @@ pub(crate) async fn open(
         Ok(checkpoint) => Ok(Some(checkpoint)),
         Err(error) => Err(cannot_read(uri, error)),
     }
+}
+
+/// What is said of a folder that would be a checkpoint of Megatron-Core if its save had finished,
+/// and is taken for one of PyTorch as it is.
+pub(crate) async fn unfinished(storage: &dyn Storage) -> Result<Option<String>, StorageError> {
+    let contains = async |name: &str| storage.contains(&Key::new(name)?).await;
+    let begun = contains(COMMON_FILE).await? && contains(".metadata").await?;
+    Ok((begun && !contains(METADATA_JSON).await?).then(|| {
+        format!(
+            "there is a {COMMON_FILE} but no {METADATA_JSON}, which Megatron-Core writes last: \
+             the save did not finish, or the file was not copied; this is read as a checkpoint of \
+             PyTorch, without the common state"
+        )
+    }))
 }
 
 fn cannot_read(uri: &str, error: MegatronError) -> Failure {
@@ -108,4 +129,61 @@ async fn is_one(storage: &dyn Storage) -> Result<bool, Failure> {
     let others = serde_json::from_slice::<serde_json::Value>(&json)
         .is_ok_and(|json| json.get("sharded_backend").is_none());
     Ok(!others || CheckpointingConfig::parse(&json).is_ok())
+}
+
+/// Checks a checkpoint: what is stored, and whether the optimizer's state is that of the model.
+pub(crate) async fn verify(
+    checkpoint: &MegatronCheckpoint,
+    deep: bool,
+    options: &JobOptions,
+) -> Result<VerifyReport, Failure> {
+    let stored = checkpoint.raw().unwrap_or(checkpoint.source());
+    let mut report = dcp::convert::verify(stored, deep, options).await?;
+    let depth = if deep { CheckDepth::Full } else { CheckDepth::Sampled };
+    // What cannot be read is no evidence of anything else.
+    if report.ok {
+        let (source, common) = (checkpoint.source(), checkpoint.common());
+        add_optimizer(&check_optimizer(source, common, depth, options).await?, &mut report);
+    }
+    report.ok = report.problems.is_empty();
+    Ok(report)
+}
+
+/// Adds that the save did not finish.
+pub(crate) fn add_unfinished(message: String, report: &mut VerifyReport) {
+    let mut problem = Problem::default();
+    problem.kind = ProblemKind::MissingFile;
+    problem.file = Some(METADATA_JSON.to_owned());
+    problem.message = message;
+    report.problems.push(problem);
+    report.ok = false;
+}
+
+/// Adds what was found in the optimizer's state.
+fn add_optimizer(found: &OptimizerReport, report: &mut VerifyReport) {
+    match found.verdict {
+        OptimizerVerdict::ShiftedBuckets => {}
+        OptimizerVerdict::Different => {
+            let names: Vec<_> = found.mismatches.iter().map(|m| Arc::clone(&m.param)).collect();
+            let differ = count(names.len(), "master parameter");
+            report.notes.push(format!(
+                "the optimizer has {differ} other than the weights, as when weights were replaced: {}",
+                list(&names)
+            ));
+            return;
+        }
+        _ => return,
+    }
+    for mismatch in &found.mismatches {
+        let mut problem = Problem::default();
+        problem.kind = ProblemKind::Corrupt;
+        problem.key = Some(Arc::clone(&mismatch.master));
+        problem.message = mismatch.to_string();
+        report.problems.push(problem);
+    }
+    report.notes.push(format!(
+        "{}; the model is sound. `dcp convert --to torch-dist --repair-optimizer` takes the master \
+         parameters from the weights and resets the moments",
+        found.verdict
+    ));
 }

@@ -42,13 +42,15 @@ pub(crate) struct Opened {
     pub(crate) source: Source,
     /// The same for Megatron-Core, if it is one of its checkpoints.
     pub(crate) megatron: Option<MegatronCheckpoint>,
+    /// What shows that the save did not finish, although all can be read.
+    pub(crate) unfinished: Option<String>,
 }
 
 /// Opens a checkpoint to read: a directory, or one file of safetensors or `torch.save`, which are
 /// told from each other by what they begin with. Says which of several is taken.
 pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Opened, Failure> {
     let opened = |place: String, source, megatron| {
-        Ok(Opened { uri: uri.to_owned(), place, source, megatron })
+        Ok(Opened { uri: uri.to_owned(), place, source, megatron, unfinished: None })
     };
     let registry = StorageRegistry::with_defaults();
     let storage = match registry.open(uri, Access::Read) {
@@ -75,7 +77,14 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
         return opened(place, checkpoint.source().clone(), Some(checkpoint));
     }
     match Source::open(&storage, need.tolerant()).await {
-        Ok(source) => opened(place, source, None),
+        Ok(source) => {
+            let mut opened = opened(place, source, None)?;
+            opened.unfinished = megatron::unfinished(&*storage).await?;
+            if let Some(problem) = &opened.unfinished {
+                out.note(problem);
+            }
+            Ok(opened)
+        }
         Err(error) if is_missing(&error) => match detect(&storage).await {
             Ok(detection) => Err(no_checkpoint(uri, &storage, &detection, error).await),
             Err(_) => Err(error.into()),

@@ -29,11 +29,7 @@ fn place_to_write(uri: &str, dry_run: bool) -> Result<Arc<dyn Storage>, Failure>
 }
 
 /// A file to write. One that is there is an error, unless it may be replaced.
-pub(crate) async fn file(
-    uri: &str,
-    overwrite: bool,
-    dry_run: bool,
-) -> Result<Target, Failure> {
+pub(crate) async fn file(uri: &str, overwrite: bool, dry_run: bool) -> Result<Target, Failure> {
     if StorageRegistry::with_defaults().open(uri, Access::Read).is_ok() {
         let base = uri.trim_end_matches('/');
         return Err(Failure::new(Exit::Usage, format!("{uri:?} is a directory"))

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, Key, PathItem, StorageErrorKind, TensorEntry,
-    error_chain,
+    CheckpointError, CheckpointMetadata, Entry, Key, Layout, PathItem, Placement, StorageErrorKind,
+    TensorEntry, error_chain,
 };
 use dcp_formats::hf::FindingKind;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -142,11 +142,14 @@ pub async fn inspect(
         };
         let key = match entry {
             Entry::Tensor(tensor) => {
-                tensor.chunks.iter().filter_map(|c| c.placement).for_each(|p| mark(p.file));
+                let stored =
+                    tensor.chunks.iter().filter_map(|chunk| stored(chunk.placement?, &metadata));
+                stored.for_each(|placement| mark(placement.file));
                 KeySummary::Tensor(tensor_summary(tensor, &metadata))
             }
             Entry::Object(object) => {
-                object.placement.iter().for_each(|p| mark(p.file));
+                let stored = object.placement.and_then(|placement| stored(placement, &metadata));
+                stored.iter().for_each(|placement| mark(placement.file));
                 let value = match values.remove(&at) {
                     Some(Ok(value)) => value_json(&value, &limits),
                     Some(Err(error)) => {
@@ -214,15 +217,23 @@ fn natural(name: &str) -> Vec<(u128, String)> {
     parts
 }
 
+/// The place of what is stored, not of what is made when it is read.
+fn stored(placement: Placement, metadata: &CheckpointMetadata) -> Option<Placement> {
+    let encoding = metadata.encoding(&placement);
+    let made = placement.byte_len == 0 && encoding.is_some_and(|e| e.layout == Layout::Computed);
+    (!made).then_some(placement)
+}
+
 fn tensor_summary(tensor: &TensorEntry, metadata: &CheckpointMetadata) -> TensorSummary {
     let chunks = tensor.chunks.iter().map(|chunk| {
-        let file = chunk.placement.and_then(|placement| metadata.file(placement.file));
+        let placement = chunk.placement.and_then(|placement| stored(placement, metadata));
+        let file = placement.and_then(|placement| metadata.file(placement.file));
         ChunkSummary {
             offsets: chunk.offsets.to_vec(),
             sizes: chunk.sizes.to_vec(),
             file: file.map(ToString::to_string),
-            byte_offset: chunk.placement.map(|placement| placement.byte_offset),
-            byte_len: chunk.placement.map(|placement| placement.byte_len),
+            byte_offset: placement.map(|placement| placement.byte_offset),
+            byte_len: placement.map(|placement| placement.byte_len),
         }
     });
     TensorSummary {

@@ -192,7 +192,9 @@ pub async fn list_run(storage: &Arc<dyn Storage>) -> Result<RunListing, StorageE
         }
     }
     let tracked = megatron_tracker(&**storage, &files).await?;
-    judge_megatron(&mut listing.entries, tracked);
+    if let Some(Tracked::Iteration(tracked)) = tracked {
+        judge_megatron(&mut listing.entries, tracked);
+    }
     // A file of a checkpoint that is the directory itself is none of its own.
     if own.is_none() {
         let entries = torch_files(&**storage, files).await?;
@@ -203,7 +205,12 @@ pub async fn list_run(storage: &Arc<dyn Storage>) -> Result<RunListing, StorageE
     look_closer(&**storage, &mut listing.entries).await;
     listing.entries.sort_by_cached_key(|entry| natural(&entry.name));
     let whole = listing.entries.iter().filter(|e| e.complete == Some(true) && e.step.is_some());
-    listing.latest = whole.max_by_key(|entry| entry.step).map(|entry| entry.name.clone());
+    let mut latest = whole.max_by_key(|entry| entry.step);
+    if tracked == Some(Tracked::Release) {
+        let release = |entry: &&RunEntry| entry.name == "release" && entry.complete == Some(true);
+        latest = listing.entries.iter().find(release).or(latest);
+    }
+    listing.latest = latest.map(|entry| entry.name.clone());
     Ok(listing)
 }
 
@@ -219,10 +226,9 @@ fn folder_entry(name: &str, found: &Found, truncated: bool) -> Option<RunEntry> 
         "." => inner.to_owned(),
         _ => format!("{name}/{inner}"),
     };
-    let unread = verdict.kind == FolderKind::Megatron;
     entry.checkpoint = match (&verdict.inner, &verdict.problem) {
         (Some(inner), _) => Some(at(inner)),
-        (None, None) if !unread => Some(name.to_owned()),
+        (None, None) => Some(name.to_owned()),
         _ => None,
     };
     entry.complete = Some(verdict.problem.is_none());
@@ -262,21 +268,31 @@ async fn torch_files(
     Ok((entries, other))
 }
 
-/// The iteration that a run of Megatron-LM says it saved last.
+/// What a run of Megatron-LM says it saved last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tracked {
+    Iteration(u64),
+    /// A checkpoint of no iteration, in the folder `release`.
+    Release,
+}
+
 async fn megatron_tracker(
     storage: &dyn Storage,
     files: &[ObjectMeta],
-) -> Result<Option<u64>, StorageError> {
+) -> Result<Option<Tracked>, StorageError> {
     const BYTES_MAX: u64 = 64;
     let tracker = files.iter().find(|meta| meta.key.as_str() == MEGATRON_TRACKER);
     let Some(tracker) = tracker.filter(|meta| meta.byte_len <= BYTES_MAX) else { return Ok(None) };
     let text = storage.read_range(&tracker.key, 0..tracker.byte_len).await?;
-    Ok(std::str::from_utf8(&text).ok().and_then(|text| text.trim().parse().ok()))
+    Ok(match std::str::from_utf8(&text).map(str::trim) {
+        Ok("release") => Some(Tracked::Release),
+        Ok(number) => number.parse().ok().map(Tracked::Iteration),
+        Err(_) => None,
+    })
 }
 
 /// The tracker is written when a save is complete, so what lies beyond it is not.
-fn judge_megatron(entries: &mut [RunEntry], tracked: Option<u64>) {
-    let Some(tracked) = tracked else { return };
+fn judge_megatron(entries: &mut [RunEntry], tracked: u64) {
     for entry in entries {
         let beyond = entry.step.is_some_and(|step| step > tracked);
         let megatron = entry.name.starts_with("iter_");

@@ -118,6 +118,15 @@ fn megatron_says_itself_what_is_finished() {
     assert_eq!(complete, [Some(true), Some(true), Some(false)]);
     assert_eq!(listing.latest.as_deref(), Some("iter_0000100"));
     assert!(listing.entries[2].problem.as_ref().unwrap().contains("is at 100"));
+    let opens: Vec<_> = listing.entries.iter().map(|entry| entry.checkpoint.as_deref()).collect();
+    assert_eq!(opens[1], Some("iter_0000100"));
+
+    let released = run(&[
+        ("latest_checkpointed_iteration.txt", "release"),
+        ("iter_0000050/mp_rank_00/model_optim_rng.pt", ""),
+        ("release/mp_rank_00/model_optim_rng.pt", ""),
+    ]);
+    assert_eq!(released.latest.as_deref(), Some("release"));
 }
 
 #[test]

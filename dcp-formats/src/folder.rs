@@ -233,6 +233,11 @@ impl FolderNames {
             let problem = if unfinished { self.dcp.problem() } else { None };
             return plain(FolderKind::Megatron, problem);
         }
+        // With a `common.pt` beside it, the save of Megatron-Core died before its last step.
+        if self.megatron.common && self.dcp.is_any() {
+            let problem = "there is no metadata.json: the save did not finish".to_owned();
+            return plain(FolderKind::Megatron, Some(problem));
+        }
         if self.dcp.is_any() {
             return plain(FolderKind::Dcp, self.dcp.problem());
         }
@@ -418,7 +423,7 @@ mod tests {
     #[test]
     fn checkpoints_of_other_trainers() {
         use FolderKind::{Dcp, HuggingFace, Megatron, TorchSave};
-        let cases: [(&[&str], _); 13] = [
+        let cases: [(&[&str], _); 14] = [
             (&[".metadata", "__0_0.distcp"], Some((Dcp, true, None))),
             (&["__0_0.distcp"], Some((Dcp, false, None))),
             (&[".metadata.tmp", "__0_0.distcp"], Some((Dcp, false, None))),
@@ -430,6 +435,7 @@ mod tests {
             ),
             (&["metadata.json", "common.pt", ".metadata"], Some((Megatron, true, None))),
             (&["metadata.json", "common.pt", "__0_0.distcp"], Some((Megatron, false, None))),
+            (&["common.pt", ".metadata", "__0_0.distcp"], Some((Megatron, false, None))),
             (&["mp_rank_00/model_optim_rng.pt"], Some((Megatron, true, None))),
             (&["model.safetensors", "optimizer.pt"], Some((HuggingFace, true, None))),
             (&["pytorch_model.bin", "config.json"], Some((TorchSave, true, None))),

@@ -1,7 +1,7 @@
 //! A checkpoint of Megatron-Core at a glance: which age, which parallel layout, which objects.
 
 use dcp_convert::{JsonLimits, value_json};
-use dcp_core::{CheckpointMetadata, Entry, TensorEntry};
+use dcp_core::{CheckpointMetadata, Entry, TensorEntry, Value};
 use indexmap::IndexMap;
 use serde::Serialize;
 
@@ -37,7 +37,7 @@ pub struct Description {
     /// Sharded objects by key.
     pub objects: IndexMap<String, ObjectGroup>,
     /// Keys of the common state, and what kind of value each is.
-    pub common: IndexMap<String, &'static str>,
+    pub common: IndexMap<String, String>,
     /// What Megatron-Core (0.13 and later) notes of the content, as `value_json` writes it.
     pub content_metadata: Option<serde_json::Value>,
     /// What is odd about it.
@@ -102,7 +102,7 @@ impl MegatronCheckpoint {
         };
         let args = self.args();
         let of_common = |name: &str| {
-            let number = self.common().get(name).and_then(dcp_core::Value::as_int);
+            let number = self.common().get(name).and_then(Value::as_int);
             number.and_then(|number| u64::try_from(number).ok())
         };
         let content = self.content_metadata();
@@ -114,7 +114,14 @@ impl MegatronCheckpoint {
             MegatronFormat::Zarr => ("zarr", "common.pt"),
         };
         let (written_by, read_by) = ages(self.format(), content.is_some(), flattened);
-        let common = self.common().iter();
+        let common = self.common().iter().map(|(key, value)| {
+            let name = match key {
+                Value::Str(name) => name.to_string(),
+                Value::Int(number) => number.to_string(),
+                other => other.kind().to_owned(),
+            };
+            (name, value.kind().to_owned())
+        });
         Ok(Description {
             format,
             common_place,
@@ -127,10 +134,9 @@ impl MegatronCheckpoint {
             layers: layers(&metadata),
             optimizer: OptimizerFormat::of(&metadata, self.common()).name(),
             objects,
-            common: common.map(|(key, value)| (key.to_string(), value.kind())).collect(),
-            content_metadata: content.map(|dict| {
-                value_json(&dcp_core::Value::Dict(dict.clone()), &JsonLimits::default())
-            }),
+            common: common.collect(),
+            content_metadata: content
+                .map(|dict| value_json(&Value::Dict(dict.clone()), &JsonLimits::default())),
             warnings: self.warnings().to_vec(),
         })
     }
@@ -257,7 +263,7 @@ fn layers(metadata: &CheckpointMetadata) -> IndexMap<String, Layers> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::DType;
+    use dcp_core::{DType, Dims};
 
     use super::*;
 
@@ -278,7 +284,7 @@ mod tests {
     fn layers_are_counted_on_their_axis_or_by_their_numbers() {
         let mut metadata = CheckpointMetadata::new();
         let mut add = |name: &str, shape: &[u64]| {
-            let shape = shape.iter().copied().collect::<dcp_core::Dims>();
+            let shape = shape.iter().copied().collect::<Dims>();
             metadata.insert(name, Entry::Tensor(TensorEntry::new(DType::Float32, shape)));
         };
         add("decoder.layers.mlp.linear_fc1.weight", &[24, 8, 8]);

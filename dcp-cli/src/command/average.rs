@@ -119,7 +119,8 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         for uri in &args.sources {
             let opened = open::checkpoint(uri, Need::Whole, out).await?;
             args.destination.keep_apart(&opened, &args.out).await?;
-            let (source, more) = args.choosing.apply(&selection, &opened.source, &options, out).await?;
+            let (source, more) =
+                args.choosing.apply(&selection, &opened.source, &options, out).await?;
             not_taken = not_taken.max(more);
             sources.push(source);
         }

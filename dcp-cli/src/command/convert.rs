@@ -86,11 +86,11 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
     let usual = args.destination.usual_part(&args.target)?;
     let selection = args.choosing.selection(usual)?;
     let report = open::run(true, async {
-        let source = open::source(&args.source, Need::Whole).await?;
-        args.destination.keep_apart(&args.source, &source, &args.target).await?;
+        let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
+        args.destination.keep_apart(&opened, &args.target).await?;
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());
-        let source = args.dequantized(source, &options).await?;
+        let source = args.dequantized(opened.source, &options).await?;
         let source = args.optimizer.apply(source, &options).await?;
         let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;
         let mut report = args.destination.write(&source, &args.target, None, &options).await?;

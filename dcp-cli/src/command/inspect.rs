@@ -36,7 +36,12 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
             return Ok((dcp::convert::inspect(source, &options, common).await?, megatron));
         }
         let wanted = |name: &str| args.filter.as_ref().is_none_or(|glob| matches(glob, name));
-        Ok((dcp::convert::inspect(source, &options, wanted).await?, megatron))
+        let mut summary = dcp::convert::inspect(source, &options, wanted).await?;
+        if let Some(megatron) = &megatron {
+            summary.format = format!("megatron_{}", megatron.format);
+            summary.version = None;
+        }
+        Ok((summary, megatron))
     })?;
     if args.common || args.args {
         return common_state(args, &summary, out);
@@ -85,7 +90,8 @@ struct WithMegatron<'a> {
 /// The common state that was asked for where there is none.
 fn no_common(args: &args::Inspect) -> Failure {
     let option = if args.args { "--args" } else { "--common" };
-    let message = format!("{option} is for checkpoints of Megatron-Core, and {:?} is none", args.uri);
+    let message =
+        format!("{option} is for checkpoints of Megatron-Core, and {:?} is none", args.uri);
     Failure::new(Exit::Usage, message).hint("leave it out to see what there is")
 }
 
@@ -104,8 +110,9 @@ fn common_state(args: &args::Inspect, summary: &Summary, out: &Output) -> Result
         };
     }
     let Some(arguments) = state.get("args").and_then(megatron::plain_dict) else {
-        return Err(bad("arguments in its common state")
-            .hint("`dcp inspect --common` shows what there is"));
+        return Err(
+            bad("arguments in its common state").hint("`dcp inspect --common` shows what there is")
+        );
     };
     match args.json {
         true => out.json(arguments),

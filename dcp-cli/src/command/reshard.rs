@@ -10,8 +10,8 @@ use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
-use crate::tell::tell;
 use crate::target;
+use crate::tell::tell;
 use dcp::convert::StatePart;
 
 /// Rewrite a checkpoint as if another number of ranks had saved it.
@@ -50,15 +50,14 @@ pub(crate) struct Reshard {
 pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
     let selection = args.choosing.selection(StatePart::Everything)?;
     let report = open::run(true, async {
-        let source = open::source(&args.source, Need::Whole).await?;
-        keep_apart(&args.source, &source, &args.target, Shape::Folder).await?;
+        let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
+        keep_apart(&opened, &args.target, Shape::Folder).await?;
         let folders = NewFolders::before(&args.target);
         let writer =
-            target::directory(&args.target, args.writing.overwrite, args.writing.dry_run)
-                .await?;
+            target::directory(&args.target, args.writing.overwrite, args.writing.dry_run).await?;
         let bar = Bar::new(out, "writing");
         let options = args.writing.options(bar.options());
-        let source = args.optimizer.apply(source, &options).await?;
+        let source = args.optimizer.apply(opened.source, &options).await?;
         let source = selection.apply(&source, &options).await?;
         let report = dcp::convert::reshard(&source, &writer, args.ranks, &options).await?;
         if !options.dry_run {

@@ -13,8 +13,8 @@ use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::{count, size};
-use crate::tell::list;
 use crate::target;
+use crate::tell::list;
 
 /// Write the model of a checkpoint as plain files, as OLMo-core's unshard_checkpoint does.
 ///

@@ -2,6 +2,7 @@
 
 use crate::args;
 use crate::failure::{Exit, Failure};
+use crate::megatron;
 use crate::open::{self, Need};
 use crate::output::Output;
 use crate::progress::Bar;
@@ -9,10 +10,16 @@ use crate::render::problems;
 
 pub(crate) fn verify(args: &args::Verify, out: &Output) -> Result<(), Failure> {
     let report = open::run(args.deep, async {
-        let source = open::source(&args.uri, Need::Readable).await?;
+        let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
         let bar = Bar::new(out, "verifying");
-        let report = dcp::convert::verify(&source, args.deep, &bar.options()).await?;
+        let mut report = match &opened.megatron {
+            Some(checkpoint) => megatron::verify(checkpoint, args.deep, &bar.options()).await?,
+            None => dcp::convert::verify(&opened.source, args.deep, &bar.options()).await?,
+        };
         drop(bar);
+        if let Some(message) = opened.unfinished {
+            megatron::add_unfinished(message, &mut report);
+        }
         if !args.json && report.notes.is_empty() {
             open::say_which(&args.uri, out).await?;
         }

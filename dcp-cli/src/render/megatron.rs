@@ -91,7 +91,7 @@ pub(crate) fn grouped(mut summary: Summary, objects: &IndexMap<String, ObjectGro
     }
     for (fqn, key) in summary.keys {
         let of = object_key(&fqn).map(|(of, _)| of.to_owned());
-        match (of, key) {
+        match (of, plain(key)) {
             (Some(of), KeySummary::Object { value })
                 if sizes.get(&of).is_some_and(|stored| *stored >= GROUP_FROM) =>
             {
@@ -127,6 +127,24 @@ pub(crate) fn grouped(mut summary: Summary, objects: &IndexMap<String, ObjectGro
     }
     summary.keys = keys;
     summary
+}
+
+/// Without what only the format adds: a list of one around every object, and places of chunks that
+/// are put together when they are read.
+fn plain(mut key: KeySummary) -> KeySummary {
+    match &mut key {
+        KeySummary::Tensor(tensor) => {
+            let nowhere = tensor.chunks.iter_mut().filter(|chunk| chunk.file.is_none());
+            nowhere.for_each(|chunk| chunk.file = Some("assembled".to_owned()));
+        }
+        KeySummary::Object { value } => {
+            if let Some([item]) = value.as_array().map(Vec::as_slice) {
+                *value = item.clone();
+            }
+        }
+        _ => {}
+    }
+    key
 }
 
 /// The arguments of a run, in alphabetical order.

@@ -25,13 +25,7 @@ const NAME_WANTED: usize = 28;
 const NAME_MIN: usize = 12;
 
 /// The tree; `facts` come between its title and its lines.
-pub(crate) fn render(
-    uri: &str,
-    summary: &Summary,
-    facts: &str,
-    all: bool,
-    out: &Output,
-) -> String {
+pub(crate) fn render(uri: &str, summary: &Summary, facts: &str, all: bool, out: &Output) -> String {
     let mut rows = Vec::new();
     let root = nest(summary);
     let fold = if all { usize::MAX } else { FOLD_FROM };
@@ -257,4 +251,3 @@ fn table(rows: &[Row], out: &Output) -> String {
     }
     text
 }
-

@@ -14,6 +14,7 @@ mod inspect;
 mod interrupt;
 mod look;
 mod matrix;
+mod megatron;
 mod memory;
 mod report;
 mod reshard;

@@ -31,7 +31,10 @@ pub struct StagedState(StateDict);
 /// Dropping it lets the save finish unobserved; its error is then logged. To notice a failure,
 /// [`wait`](Self::wait).
 #[derive(Debug)]
-pub struct PendingSave(JoinHandle<Result<SaveSummary, CheckpointError>>);
+pub struct PendingSave {
+    task: JoinHandle<Result<SaveSummary, CheckpointError>>,
+    told: bool,
+}
 
 impl BackgroundSaver {
     /// Saves as `saver` does.
@@ -66,7 +69,7 @@ impl BackgroundSaver {
         // The turn is taken here and not in the task, because tasks may run in any order.
         let (done, mine) = oneshot::channel::<()>();
         let before = self.last.lock().unwrap_or_else(PoisonError::into_inner).replace(mine);
-        PendingSave(tokio::spawn(async move {
+        let task = tokio::spawn(async move {
             if let Some(before) = before {
                 // It ends with an error when its sender is dropped, which is all it ever does.
                 let _ = before.await;
@@ -77,7 +80,8 @@ impl BackgroundSaver {
                 tracing::error!(error = dcp_core::error_chain(error), "background save failed");
             }
             result
-        }))
+        });
+        PendingSave { task, told: false }
     }
 }
 
@@ -98,27 +102,43 @@ impl PendingSave {
     /// # Errors
     ///
     /// As [`Saver::save`], and when the save panicked.
-    pub async fn wait(self) -> Result<SaveSummary, CheckpointError> {
-        self.0.await.unwrap_or_else(|error| {
-            Err(PlanError::Unsupported {
-                fqn: String::new(),
-                problem: format!("the background save did not finish: {error}"),
-            }
-            .into())
-        })
+    pub async fn wait(mut self) -> Result<SaveSummary, CheckpointError> {
+        self.ended().await
     }
 
-    /// Gives up: the group of the save is aborted, so that it fails on all ranks, unless it has
-    /// got as far as the commit. What is written then counts for nothing.
+    /// As [`wait`](Self::wait), for who has only borrowed it; the outcome is told once.
+    ///
+    /// # Errors
+    ///
+    /// As [`wait`](Self::wait), and when the outcome was told before.
+    pub async fn ended(&mut self) -> Result<SaveSummary, CheckpointError> {
+        if self.told {
+            return Err(unfinished("its outcome was told before"));
+        }
+        let outcome = (&mut self.task).await;
+        self.told = true;
+        outcome.unwrap_or_else(|error| Err(unfinished(&error.to_string())))
+    }
+
+    /// Gives up, on all ranks: the group of the save is aborted, and unless it has got as far as
+    /// the commit, what is written counts for nothing.
     pub fn abort(&self) {
-        self.0.abort();
+        self.task.abort();
     }
 
     /// Whether it has ended, well or not.
     #[must_use]
     pub fn is_finished(&self) -> bool {
-        self.0.is_finished()
+        self.task.is_finished()
     }
+}
+
+fn unfinished(why: &str) -> CheckpointError {
+    PlanError::Unsupported {
+        fqn: String::new(),
+        problem: format!("the background save did not finish: {why}"),
+    }
+    .into()
 }
 
 fn copy_dict(dict: &Dict, path: &str) -> Result<Dict, CheckpointError> {

@@ -1,7 +1,7 @@
 //! What goes wrong with checkpoints of Megatron-Core.
 
 use dcp_convert::ConvertError;
-use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
+use dcp_core::{CheckpointError, FormatError, PlanError, Rank, RankFailure, StorageError};
 
 use crate::partition::ParallelLayout;
 
@@ -103,6 +103,32 @@ pub enum MegatronError {
         groups: u64,
         /// The layout that was asked for.
         layout: ParallelLayout,
+    },
+    /// A save in the background, or what was to be done after it, failed.
+    #[error(
+        "asynchronous save {call} failed and is not marked complete: {}",
+        .failures.iter().map(|f| format!("rank {}: {}", f.rank, f.message)).collect::<Vec<_>>().join("; ")
+    )]
+    AsyncCall {
+        /// Which one, counted from 1 in the order in which they were scheduled.
+        call: u64,
+        /// Each failing rank and what it said.
+        failures: Vec<RankFailure>,
+    },
+    /// Ranks schedule or finalize different asynchronous saves.
+    #[error(
+        "asynchronous calls do not match: rank {left_rank} is {left}, rank {right_rank} is {right}; \
+         schedule and finalize on all ranks, in the same order"
+    )]
+    UnmatchedCalls {
+        /// What one rank is doing.
+        left: String,
+        /// The rank that is.
+        left_rank: Rank,
+        /// What another rank is doing.
+        right: String,
+        /// That other rank.
+        right_rank: Rank,
     },
     /// An offline job on it.
     #[error(transparent)]

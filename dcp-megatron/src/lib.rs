@@ -2,6 +2,7 @@
 //! dicts, its save and load, and every age of its on-disk formats, without Megatron.
 
 mod args;
+mod async_queue;
 mod checkpoint;
 mod common;
 mod config;
@@ -20,6 +21,7 @@ mod writer;
 mod zarr;
 
 pub use args::MegatronArgs;
+pub use async_queue::{AsyncCallsQueue, AsyncRequest};
 pub use checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
 pub use common::{COMMON_FILE, COMMON_OBJECT, CommonPlace};
 pub use config::{Backend, CheckpointingConfig, METADATA_JSON};

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail loudly")]
 
+mod async_queue;
 mod expected;
 mod fixtures;
 mod optimizer;

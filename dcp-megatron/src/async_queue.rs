@@ -1,0 +1,404 @@
+//! Saves that go on beside training, and what is done when they are complete.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, Collective, Phase, Rank, RankFailure, StateDict, StorageWriter, error_chain,
+};
+use dcp_engine::{BackgroundSaver, Group, PendingSave, StagedState};
+use futures_util::future::BoxFuture;
+use serde::{Deserialize, Serialize};
+use tokio::task::JoinHandle;
+
+use crate::MegatronError;
+
+/// Saves under way, in the order in which they were scheduled: Megatron-Core's `AsyncCallsQueue`.
+///
+/// Every rank has one, schedules the same saves in the same order, and asks now and then, once an
+/// iteration, say, whether any is complete ([`maybe_finalize`](Self::maybe_finalize)). A save is
+/// complete when it is on all ranks; then its finalizers run, in their order, each on all ranks
+/// before the next one, and only after every save that was scheduled before has been finalized. So
+/// with a [`MegatronWriter`](crate::MegatronWriter), this is the order of what becomes visible: data,
+/// `.metadata`, `integrity.json`, `metadata.json`, and then what the caller adds, such as the
+/// [tracker](crate::write_tracker).
+///
+/// A save that fails, whether its storage failed, a rank was lost, or its task panicked, is an error
+/// of the `maybe_finalize` that finds it, on every rank; none of its finalizers runs, so nothing
+/// names it as the latest. (Megatron-Core does not look at the exit status of its workers.)
+///
+/// The ranks of a queue talk over a group of its own, not the one that the saves or training use.
+/// A future of its methods must be awaited to its end; dropping one ends the group.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use dcp_conformance::MemoryStorage;
+/// # use dcp_core::{Dict, Storage};
+/// use dcp_engine::{BackgroundSaver, Saver};
+/// use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronWriter, Tracked, write_tracker};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), dcp_megatron::MegatronError> {
+/// # let run: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+/// # let folder: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+/// # let state = Dict::from_iter([("step", 10)]);
+/// let saver = BackgroundSaver::new(Saver::new());
+/// let mut queue = AsyncCallsQueue::new(None);
+///
+/// let writer = Arc::new(MegatronWriter::builder(folder).build());
+/// let mut request = AsyncRequest::save(&saver, state, writer);
+/// let tracker = Arc::clone(&run);
+/// request.add_finalize_fn(async move || write_tracker(&*tracker, Tracked::Iteration(10)).await);
+/// queue.schedule_async_request(request).await?;
+///
+/// // … training …
+/// queue.maybe_finalize(false).await?;
+/// // … and in the end:
+/// queue.close().await?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct AsyncCallsQueue {
+    collective: Option<Arc<dyn Collective>>,
+    calls: VecDeque<Call>,
+    next: u64,
+}
+
+/// A save to schedule, and what is to be done when it is complete.
+pub struct AsyncRequest {
+    preload: Preload,
+    finalizers: Vec<Finalizer>,
+}
+
+type Preload = Box<dyn FnOnce() -> Result<Begin, CheckpointError> + Send>;
+type Begin = Box<dyn FnOnce() -> Work + Send>;
+type Finalizer = Box<dyn FnOnce() -> BoxFuture<'static, Result<(), MegatronError>> + Send>;
+
+/// A save that was scheduled.
+struct Call {
+    number: u64,
+    work: Work,
+    /// How it went, once it has ended here.
+    outcome: Option<Outcome>,
+    finalizers: Vec<Finalizer>,
+}
+
+enum Work {
+    Save(PendingSave),
+    Task(JoinHandle<Result<(), CheckpointError>>),
+}
+
+/// Where ranks are: a message that is not the same on all of them is a call out of step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Step {
+    Schedule { call: u64 },
+    Finish { call: u64 },
+    Finalize { call: u64, function: u32 },
+}
+
+/// What failed, and on which ranks.
+type Outcome = Result<(), Vec<(Rank, String)>>;
+
+/// What a rank says at a step.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Word {
+    step: Step,
+    /// How many finalizers it has for this call.
+    finalizers: u32,
+    /// Whether it is done here, or how it failed.
+    done: Result<bool, Vec<(Rank, String)>>,
+}
+
+impl AsyncRequest {
+    /// To save `state` through `writer`. The state is copied when the request is scheduled; until
+    /// then it shares its memory.
+    #[must_use]
+    pub fn save(saver: &BackgroundSaver, state: StateDict, writer: Arc<dyn StorageWriter>) -> Self {
+        let saver = saver.clone();
+        Self::new(Box::new(move || {
+            let staged = StagedState::of(&state)?;
+            Ok(Box::new(move || Work::Save(saver.start_staged(staged, writer))))
+        }))
+    }
+
+    /// To do anything else in the background: `preload` is called when the request is scheduled,
+    /// and when it has succeeded on all ranks, what it returned is run.
+    #[must_use]
+    pub fn task<F>(preload: impl FnOnce() -> Result<F, CheckpointError> + Send + 'static) -> Self
+    where
+        F: Future<Output = Result<(), CheckpointError>> + Send + 'static,
+    {
+        Self::new(Box::new(move || {
+            let task = preload()?;
+            Ok(Box::new(move || Work::Task(tokio::spawn(task))))
+        }))
+    }
+
+    fn new(preload: Preload) -> Self {
+        Self { preload, finalizers: Vec::new() }
+    }
+
+    /// Adds something to do when the save is complete on all ranks, after all that was added
+    /// before. Ranks need not have the same number of them.
+    pub fn add_finalize_fn<F, R>(&mut self, finalize: F) -> &mut Self
+    where
+        F: FnOnce() -> R + Send + 'static,
+        R: Future<Output = Result<(), MegatronError>> + Send + 'static,
+    {
+        self.finalizers.push(Box::new(move || Box::pin(finalize())));
+        self
+    }
+}
+
+impl AsyncCallsQueue {
+    /// An empty queue of the ranks of `collective`, or of this process alone.
+    #[must_use]
+    pub fn new(collective: Option<Arc<dyn Collective>>) -> Self {
+        Self { collective, calls: VecDeque::new(), next: 0 }
+    }
+
+    /// Copies the state of a save, and begins it when all ranks have copied theirs. Returns the
+    /// number of the call, which counts from 1. Must be called within a tokio runtime, on all
+    /// ranks.
+    ///
+    /// # Errors
+    ///
+    /// [`MegatronError::AsyncCall`] on every rank when any cannot copy its state; nothing is then
+    /// begun. [`MegatronError::UnmatchedCalls`] on every rank when ranks are at different calls.
+    pub async fn schedule_async_request(
+        &mut self,
+        request: AsyncRequest,
+    ) -> Result<u64, MegatronError> {
+        let number = self.next + 1;
+        let (begin, done) = match (request.preload)() {
+            Ok(begin) => (Some(begin), Ok(true)),
+            Err(error) => (None, Err(self.failures(error.into()))),
+        };
+        self.say(Step::Schedule { call: number }, 0, done).await?;
+        self.next = number;
+        if let Some(begin) = begin {
+            let finalizers = request.finalizers;
+            self.calls.push_back(Call { number, work: begin(), outcome: None, finalizers });
+        }
+        Ok(number)
+    }
+
+    /// Finalizes every save that is complete on all ranks, as far as none before it is under way,
+    /// and returns their numbers. With `blocking`, waits for all. Called on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// [`MegatronError::AsyncCall`] on every rank when the save or a finalizer failed on any: the
+    /// finalizers after that do not run, and the save is not in the queue any more; those after it
+    /// are. [`MegatronError::UnmatchedCalls`] on every rank when ranks are at different calls.
+    pub async fn maybe_finalize(&mut self, blocking: bool) -> Result<Vec<u64>, MegatronError> {
+        let mut finalized = Vec::new();
+        while let Some((call, finalizers, done)) = self.look(blocking).await {
+            let functions = match self.say(Step::Finish { call }, finalizers, done).await {
+                Ok(Some(functions)) => functions,
+                Ok(None) => break,
+                Err(error) => {
+                    if matches!(error, MegatronError::AsyncCall { .. }) {
+                        self.calls.pop_front();
+                    }
+                    return Err(error);
+                }
+            };
+            let Some(head) = self.calls.pop_front() else { break };
+            let mut mine = head.finalizers.into_iter();
+            for function in 0..functions {
+                let done = match mine.next() {
+                    Some(finalize) => finalize().await.map_err(|error| self.failures(error)),
+                    None => Ok(()),
+                };
+                let done = done.map(|()| true);
+                self.say(Step::Finalize { call, function }, 0, done).await?;
+            }
+            finalized.push(call);
+        }
+        Ok(finalized)
+    }
+
+    /// How the first call stands here: its number, how many finalizers it has, and whether it is
+    /// done.
+    async fn look(&mut self, wait: bool) -> Option<(u64, u32, Result<bool, Vec<(Rank, String)>>)> {
+        let rank = self.rank();
+        let head = self.calls.front_mut()?;
+        if head.outcome.is_none() && (wait || head.work.is_finished()) {
+            let ended = head.work.end().await;
+            head.outcome = Some(ended.map_err(|error| failures(rank, error.into())));
+        }
+        let done = head.outcome.clone().map_or(Ok(false), |outcome| outcome.map(|()| true));
+        Some((head.number, u32::try_from(head.finalizers.len()).unwrap_or(u32::MAX), done))
+    }
+
+    fn rank(&self) -> Rank {
+        self.collective.as_ref().map_or(0, |collective| collective.rank())
+    }
+
+    fn failures(&self, error: MegatronError) -> Vec<(Rank, String)> {
+        failures(self.rank(), error)
+    }
+
+    /// The saves that were scheduled and not finalized yet.
+    #[must_use]
+    #[doc(alias = "get_num_unfinalized_calls")]
+    pub fn unfinalized_calls(&self) -> usize {
+        self.calls.len()
+    }
+
+    /// Waits for all saves and finalizes them. Called on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// The first one, as [`maybe_finalize`](Self::maybe_finalize); the saves after it are finalized
+    /// all the same.
+    pub async fn close(mut self) -> Result<Vec<u64>, MegatronError> {
+        let mut first = None;
+        let mut finalized = Vec::new();
+        while !self.calls.is_empty() {
+            match self.maybe_finalize(true).await {
+                Ok(numbers) => finalized.extend(numbers),
+                Err(error) => {
+                    let goes_on = matches!(error, MegatronError::AsyncCall { .. });
+                    first.get_or_insert(error);
+                    if !goes_on {
+                        break;
+                    }
+                }
+            }
+        }
+        first.map_or(Ok(finalized), Err)
+    }
+
+    /// Gives up all saves that are not finalized. Called on all ranks; nothing is waited for.
+    ///
+    /// One that has just been committed may stay as a whole checkpoint; no finalizer runs.
+    #[doc(alias = "close")]
+    pub fn abort(mut self) {
+        for call in self.calls.drain(..) {
+            call.work.abort();
+        }
+    }
+
+    /// Compares what all ranks say at a step: the largest number of finalizers when all are done,
+    /// `None` when one is not, and on every rank the same error when one failed.
+    async fn say(
+        &self,
+        step: Step,
+        finalizers: u32,
+        done: Result<bool, Vec<(Rank, String)>>,
+    ) -> Result<Option<u32>, MegatronError> {
+        let mine = Word { step: step.clone(), finalizers, done };
+        let group = Group::new(self.collective.clone(), 0)?;
+        let all = group.agree(Phase::Commit, Ok(mine)).await;
+        group.conclude(&all);
+        let all = all?;
+        for (right, right_rank) in all.iter().zip(0..) {
+            let Some(left) = all.first().filter(|left| left.step != right.step) else { continue };
+            let (left, right) = (left.step.to_string(), right.step.to_string());
+            return Err(MegatronError::UnmatchedCalls { left, left_rank: 0, right, right_rank });
+        }
+        if all.iter().any(|word| word.done == Ok(false)) {
+            return Ok(None);
+        }
+        let functions = all.iter().map(|word| word.finalizers).max();
+        let mut failed: Vec<_> =
+            all.into_iter().filter_map(|word| word.done.err()).flatten().collect();
+        // Ranks that fail together tell the same.
+        failed.sort();
+        failed.dedup();
+        if failed.is_empty() {
+            return Ok(Some(functions.unwrap_or(0)));
+        }
+        let failures = failed.into_iter().map(|(rank, text)| RankFailure::new(rank, text));
+        Err(MegatronError::AsyncCall { call: step.call(), failures: failures.collect() })
+    }
+}
+
+impl Step {
+    fn call(&self) -> u64 {
+        match self {
+            Self::Schedule { call } | Self::Finish { call } | Self::Finalize { call, .. } => *call,
+        }
+    }
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Schedule { call } => write!(f, "scheduling call {call}"),
+            Self::Finish { call } => write!(f, "looking whether call {call} is complete"),
+            Self::Finalize { call, function } => {
+                write!(f, "in finalizer {} of call {call}", function + 1)
+            }
+        }
+    }
+}
+
+impl Work {
+    fn is_finished(&self) -> bool {
+        match self {
+            Self::Save(save) => save.is_finished(),
+            Self::Task(task) => task.is_finished(),
+        }
+    }
+
+    /// Waits for the end. Not to be called again after that.
+    async fn end(&mut self) -> Result<(), CheckpointError> {
+        match self {
+            Self::Save(save) => save.ended().await.map(|_| ()),
+            Self::Task(task) => match task.await {
+                Ok(result) => result,
+                Err(error) => Err(dcp_core::PlanError::Unsupported {
+                    fqn: String::new(),
+                    problem: format!("the task did not finish: {error}"),
+                }
+                .into()),
+            },
+        }
+    }
+
+    fn abort(&self) {
+        match self {
+            Self::Save(save) => save.abort(),
+            Self::Task(task) => task.abort(),
+        }
+    }
+}
+
+/// What failed where; an error that lists ranks already is not wrapped again.
+fn failures(rank: Rank, error: MegatronError) -> Vec<(Rank, String)> {
+    match error {
+        MegatronError::Checkpoint(CheckpointError::Ranks { failures, .. }) => {
+            failures.into_iter().map(|failure| (failure.rank, failure.message)).collect()
+        }
+        other => vec![(rank, error_chain(&other))],
+    }
+}
+
+impl Drop for AsyncCallsQueue {
+    fn drop(&mut self) {
+        if !self.calls.is_empty() && !std::thread::panicking() {
+            let calls = self.calls.len();
+            tracing::warn!(calls, "saves were scheduled and never finalized; close the queue");
+        }
+    }
+}
+
+impl fmt::Debug for AsyncCallsQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AsyncCallsQueue")
+            .field("calls", &self.calls.iter().map(|call| call.number).collect::<Vec<_>>())
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for AsyncRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AsyncRequest")
+            .field("finalizers", &self.finalizers.len())
+            .finish_non_exhaustive()
+    }
+}

@@ -238,6 +238,10 @@ impl Mapping {
             }
             config.insert("n_shared_experts".to_owned(), (shared / size).into());
         }
+        // What is not said, transformers takes from the largest model.
+        for field in ["q_lora_rank", "n_shared_experts"] {
+            config.entry(field).or_insert(Value::Null);
+        }
         Ok(())
     }
 }

@@ -5,6 +5,8 @@
 //! Rust to torch, in every form; Hugging Face folders go through the command, and transformers
 //! opens them. The Rust half is `dcp/examples/interop/`, the Python half is in `xtask/python/`.
 
+mod megatron;
+
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -30,21 +32,39 @@ const SAVES: &[(&str, u32, &str, u32)] = &[
 /// Runs everything; the first difference is an error.
 pub(crate) fn main(args: &[&str]) -> Result {
     let (mut torch, mut keep, mut olmo) = (venv::NEWEST, false, false);
+    let mut megatron = None;
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
             "--torch" => torch = args.next().ok_or("--torch needs a version")?,
             "--keep" => keep = true,
             "--olmo" => olmo = true,
+            "--megatron" => megatron = megatron.or(Some(venv::MEGATRON)),
+            // Also older ones, which have shapes of their own.
+            "--megatron-version" => {
+                megatron = Some(*args.next().ok_or("--megatron-version needs a version")?);
+            }
             other => return Err(format!("unknown argument {other}").into()),
         }
     }
-    let python = if olmo { venv::olmo()? } else { venv::python(torch)? };
+    let python = match megatron {
+        Some(version) => venv::megatron(version)?,
+        None if olmo => venv::olmo()?,
+        None => venv::python(torch)?,
+    };
     let rust = build()?;
     let scratch = Scratch::new(&std::env::temp_dir(), "dcp-interop", keep)?;
     let run = Run { python, rust, folder: scratch.path() };
 
     let start = Instant::now();
+    if let Some(version) = megatron {
+        run.megatron()?;
+        println!(
+            "interop with Megatron-Core {version}: both directions agree ({:.0?})",
+            start.elapsed()
+        );
+        return Ok(());
+    }
     if olmo {
         run.olmo()?;
         println!("interop with OLMo-core: both directions agree ({:.0?})", start.elapsed());

@@ -34,6 +34,8 @@ cargo xtask <command>
 
   interop [--torch VERSION] [--keep]  both directions against real PyTorch, on live data
   interop --olmo [--keep]             the same against real OLMo-core
+  interop --megatron [--keep]         the same against real Megatron-Core, and its models against
+                                      transformers; --megatron-version VERSION for another one
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
   bench convert [...]                 the same for converting, with peak memory
   browser [--keep]                    pages of `dcp report` in headless Chromium

@@ -74,8 +74,24 @@ const OLMO_NEEDS: &[&str] = &[
 
 /// The Python of an environment with OLMo-core on top of that of [`NEWEST`].
 pub(crate) fn olmo() -> Result<PathBuf> {
+    on_top(&format!("olmo-{OLMO}"), &format!("ai2-olmo-core=={OLMO}"), OLMO_NEEDS)
+}
+
+/// The Megatron-Core that CI proves interoperability with: the newest on PyPI.
+pub(crate) const MEGATRON: &str = "0.16.1";
+/// What it needs beyond PyTorch to save and load.
+const MEGATRON_NEEDS: &[&str] = &["packaging>=24.2", "psutil"];
+
+/// The Python of an environment with this Megatron-Core on top of that of [`NEWEST`].
+pub(crate) fn megatron(version: &str) -> Result<PathBuf> {
+    on_top(&format!("megatron-{version}"), &format!("megatron-core=={version}"), MEGATRON_NEEDS)
+}
+
+/// The Python of an environment in which `package`, which asks for another PyTorch but runs on
+/// this one, and what it `needs` lie on top of the environment of [`NEWEST`].
+fn on_top(name: &str, package: &str, needs: &[&str]) -> Result<PathBuf> {
     let torch = python(NEWEST)?;
-    let folder = cache()?.join(format!("olmo-{OLMO}"));
+    let folder = cache()?.join(name);
     let python = folder.join("bin").join("python");
     if !folder.join(COMPLETE).is_file() {
         println!("making {}", folder.display());
@@ -89,9 +105,8 @@ pub(crate) fn olmo() -> Result<PathBuf> {
             pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
             process::run(pip.args(more))
         };
-        // It asks for an older PyTorch, but runs on this one.
-        pip(&["--no-deps", &format!("ai2-olmo-core=={OLMO}")])?;
-        pip(OLMO_NEEDS)?;
+        pip(&["--no-deps", package])?;
+        pip(needs)?;
         std::fs::write(folder.join(COMPLETE), "")?;
     }
     Ok(python)

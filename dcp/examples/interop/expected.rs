@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::core::{BigInt, Object};
+use dcp::core::{BigInt, Dict, Object};
 use dcp::{StateDict, Tensor, Value};
 use serde_json::Value as Json;
 
@@ -184,6 +184,22 @@ pub(crate) fn value_of(json: &Json) -> Result<Value> {
         (_, Some("int")) => Value::BigInt(big(text(json, "v")?).ok_or("no integer")?),
         (_, Some("list")) => Value::List(items()?),
         (_, Some("tuple")) => Value::Tuple(items()?),
+        (_, Some("dict")) => {
+            let mut dict = Dict::new();
+            for pair in json.get("v").and_then(Json::as_array).into_iter().flatten() {
+                let [key, value] = pair.as_array().map_or(&[][..], Vec::as_slice) else {
+                    return Err("an entry of a dict is a pair".into());
+                };
+                dict.insert(value_of(key)?, value_of(value)?);
+            }
+            Value::Dict(dict)
+        }
+        (_, Some("tensor")) => {
+            let dtype = text(json, "dtype")?;
+            let dtype = dtype.strip_prefix("torch.").unwrap_or(dtype).parse()?;
+            let bytes = unhex(text(json, "hex")?).ok_or("bytes that are not hex")?;
+            Tensor::replicated(dtype, numbers(Some(json), "shape")?, bytes)?.into()
+        }
         _ => return Err(format!("no value for {json}").into()),
     })
 }

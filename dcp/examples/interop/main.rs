@@ -10,10 +10,15 @@
 //!   name, and the objects of the file.
 //! - `rewrite FROM TO` carries every object over without understanding it.
 //! - `olmo FROM TO nested|flat` loads a checkpoint of OLMo-core and saves it in that layout.
+//! - `megatron ...` opens, loads and saves checkpoints of Megatron-Core.
 //! - `resave FOLDER NAME...` reads each `NAME.pt` of `torch.save` and writes it in every form.
 
 mod expected;
 mod layout;
+#[cfg(all(feature = "mapping", feature = "megatron"))]
+mod mapping;
+#[cfg(feature = "megatron")]
+mod megatron;
 #[cfg(feature = "olmo")]
 mod olmo;
 mod torch_save;
@@ -56,6 +61,10 @@ fn main() -> Result {
             ["rewrite", from, to] => rewrite(from, to, &group).await,
             #[cfg(feature = "olmo")]
             ["olmo", from, to, layout] => olmo::resave(from, to, layout, &group).await,
+            #[cfg(all(feature = "mapping", feature = "megatron"))]
+            ["map", ref args @ ..] => mapping::run(args).await,
+            #[cfg(feature = "megatron")]
+            ["megatron", ref args @ ..] => megatron::run(args).await,
             ["resave", folder, ref names @ ..] => {
                 for name in names {
                     for form in ["zip", "zip-2.1", "legacy"] {
@@ -139,18 +148,23 @@ fn tensor_of(spec: &Json, salt: u32, rank: u32, world: u32) -> Result<Tensor> {
     let shape = expected::numbers(Some(spec), "shape")?;
     let fqn = expected::text(spec, "fqn")?;
     let dtype: DType = expected::text(spec, "dtype")?.parse()?;
-    let count: u64 = shape.iter().product::<u64>() * dtype.size() as u64;
-    let start = crc32(fqn.as_bytes()).wrapping_add(salt);
-    let whole: Vec<u8> = (0..count)
-        .map(|index| {
-            let byte = (u64::from(start) + 31 * index + index / 251) as u8;
-            if dtype == DType::Bool { byte & 1 } else { byte }
-        })
-        .collect();
+    let whole = formula(fqn, dtype, &shape, salt);
     Ok(match layout::by_name(expected::text(spec, "layout")?, &shape, rank, world)? {
         None => Tensor::replicated(dtype, shape, whole)?,
         Some(regions) => layout::cut(dtype, &shape, &whole, regions)?,
     })
+}
+
+/// The bytes of a tensor, in row-major order, which follow from its name.
+fn formula(fqn: &str, dtype: DType, shape: &[u64], salt: u32) -> Vec<u8> {
+    let count: u64 = shape.iter().product::<u64>() * dtype.size() as u64;
+    let start = crc32(fqn.as_bytes()).wrapping_add(salt);
+    (0..count)
+        .map(|index| {
+            let byte = (u64::from(start) + 31 * index + index / 251) as u8;
+            if dtype == DType::Bool { byte & 1 } else { byte }
+        })
+        .collect()
 }
 
 /// CRC-32 as zlib computes it: what both halves derive a tensor's contents from.

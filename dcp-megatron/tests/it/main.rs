@@ -10,5 +10,6 @@ mod parallel;
 mod ranks;
 mod support;
 mod to_torch_dist;
+mod traps;
 mod writer;
 mod zarr;

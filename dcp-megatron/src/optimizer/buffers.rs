@@ -17,6 +17,9 @@ use super::walk::{BucketShape, Elements};
 use super::window::Window;
 use crate::error::MegatronError;
 
+/// More data-parallel ranks than any run has.
+const RANKS_MAX: u64 = 1 << 20;
+
 /// One buffer of gradients of a group of ranks, and what the optimizer keeps for it.
 #[derive(Clone, Debug)]
 pub(super) struct FlatBuffer {
@@ -67,7 +70,8 @@ impl Buffers {
             let lengths = padded_lengths(source, metadata, &key).await;
             let mut buckets: Vec<_> = buckets.into_values().collect();
             for (bucket, length) in buckets.iter_mut().zip(lengths.into_iter().flatten()) {
-                let ranks = data_parallel.filter(|ranks| *ranks > 0 && length / ranks > 0);
+                let plausible = |ranks: &u64| (1..=RANKS_MAX).contains(ranks) && length / ranks > 0;
+                let ranks = data_parallel.filter(plausible);
                 let cuts = ranks.map(|ranks| (1..ranks).map(move |rank| rank * (length / ranks)));
                 let within = |cut: &u64| *cut < bucket.shape.elements;
                 let cuts = cuts.into_iter().flatten().take_while(within).collect();
@@ -121,24 +125,38 @@ impl Buffers {
         group: GroupKey,
     ) -> Result<(), MegatronError> {
         let metadata = part.metadata().await?;
-        let mut buffers: BTreeMap<(u64, Arc<str>), Bucket> = BTreeMap::new();
+        let mut buffers: BTreeMap<(u64, u64, Arc<str>), Bucket> = BTreeMap::new();
         for (at, (fqn, entry)) in metadata.iter().enumerate() {
             let Some(tensor) = entry.as_tensor() else { continue };
-            // A list of one, `[data]`, as objects have it, begins with another number.
             let Some((outer, rest)) = fqn.split_once(".(") else { continue };
             let Some((dtypes, state)) = rest.rsplit_once(").") else { continue };
-            let buffer = outer.rsplit_once('.').map_or(outer, |(_, last)| last);
-            let Ok(buffer) = buffer.parse() else { continue };
-            let bucket = buffers.entry((buffer, format!("({dtypes})").into())).or_default();
+            // In a list there is a number before that of the buffer: an object is a list of one,
+            // a file of chained optimizers one of them.
+            let mut numbers = outer.rsplit('.');
+            let buffer = numbers.next().and_then(|number| number.parse().ok());
+            let item = numbers.next().map_or(Some(0), |number| number.parse().ok());
+            let (Some(item), Some(buffer)) = (item, buffer) else { continue };
+            let key = (item, buffer, format!("({dtypes})").into());
+            let bucket = buffers.entry(key).or_default();
             if StateKind::of(state) == Some(StateKind::Master) {
                 bucket.shape =
                     BucketShape { coalesced: true, bounds: None, ..shape(tensor, false) };
             }
             bucket.states.insert(state.into(), (self.parts.len(), at));
         }
-        for ((buffer, dtypes), bucket) in buffers {
+        if buffers.is_empty() {
+            let what = format!("{}.param_state", group.prefix());
+            let problem = "holds no buffers of parameters, exp_avg and exp_avg_sq".to_owned();
+            return Err(MegatronError::Optimizer { what, problem });
+        }
+        let chained = buffers.keys().any(|(item, ..)| *item > 0);
+        for ((item, buffer, dtypes), bucket) in buffers {
             let dtype = param_dtype(&dtypes);
-            let key = BufferKey { group: group.clone(), buffer, dtypes };
+            let mut group = group.clone();
+            if chained {
+                group.chained = Some(item);
+            }
+            let key = BufferKey { group, buffer, dtypes };
             self.all.push(FlatBuffer { key, dtype, buckets: vec![bucket] });
         }
         self.parts.push(part);

@@ -14,7 +14,7 @@ use super::buffers::{Buffers, FlatBuffer, Masters};
 use super::format::OptimizerFormat;
 use super::groups::{GroupObjects, fully_reshardable};
 use super::keys::{
-    BucketKey, GroupObjectKey, ParamStateKey, StateKind, model_tensors, param_state_fqn,
+    BucketKey, GroupKey, GroupObjectKey, ParamStateKey, StateKind, model_tensors, param_state_fqn,
 };
 use super::report::{AmbiguousPlace, LayoutReport, PerParameterReport, PlacedParam, UnknownPlace};
 use super::shards::{Known, know, local_params};
@@ -78,15 +78,56 @@ pub async fn per_parameter(
         let report = PerParameterReport { from, params, layout: None };
         return Ok(PerParameter { source, common: changed, report });
     }
-    let args = common.get("args").and_then(MegatronArgs::from_value);
-    let ranks = args.as_ref().and_then(|args| args.count("data_parallel_size"));
+    let ranks = args(common).and_then(|args| args.count("data_parallel_size"));
     let padded = from == OptimizerFormat::FullyShardedBucketSpace;
     let buffers = Buffers::find(&source, &metadata, ranks, padded).await?;
-    let gated = args.as_ref().and_then(|args| args.flag("swiglu").filter(|gated| *gated));
-    let found = Found::of(&buffers, &metadata, gated, job).await?;
+    of_buffers(buffers, &metadata, common, from, job).await
+}
+
+/// The same for a checkpoint of `mp_rank_*` folders. `source` shows the model with its tensors
+/// merged, in chunks as ranks have them; `optimizers` are the files `distrib_optim.pt` of the
+/// folders, in any order. The buffers themselves are not shown, whether all of their parameters
+/// were found or not.
+///
+/// # Errors
+///
+/// When a file cannot be read.
+pub async fn per_parameter_of_legacy(
+    source: &Source,
+    common: &Dict,
+    optimizers: &[Source],
+    job: &JobOptions,
+) -> Result<PerParameter, MegatronError> {
+    let source = source.for_job(job.parallelism);
+    let metadata = source.metadata().await?;
+    let mut buffers = Buffers { parts: vec![source], all: Vec::new() };
+    for (group, file) in (0..).zip(optimizers) {
+        let group = GroupKey { chained: None, group };
+        buffers.add_coalesced(file.for_job(job.parallelism), group).await?;
+    }
+    of_buffers(buffers, &metadata, common, OptimizerFormat::LegacyDistributed, job).await
+}
+
+fn args(common: &Dict) -> Option<MegatronArgs> {
+    common.get("args").and_then(MegatronArgs::from_value)
+}
+
+/// The first part of `buffers` with the state in them by parameter.
+async fn of_buffers(
+    buffers: Buffers,
+    metadata: &Arc<CheckpointMetadata>,
+    common: &Dict,
+    from: OptimizerFormat,
+    job: &JobOptions,
+) -> Result<PerParameter, MegatronError> {
+    let gated = args(common).and_then(|args| args.flag("swiglu").filter(|gated| *gated));
+    let found = Found::of(&buffers, metadata, gated, job).await?;
     let mut layout = found.report;
-    let states = states(&buffers, &metadata, &found.places, &mut layout).await?;
-    let objects = group_objects(&source, &metadata).await?;
+    let states = states(&buffers, metadata, &found.places, &mut layout).await?;
+    let objects = match buffers.parts.first() {
+        Some(source) => group_objects(source, metadata).await?,
+        None => GroupObjects::new(),
+    };
     let complete = layout.is_complete();
     let changed = if complete { fully_reshardable(common, &objects) } else { common.clone() };
     let mut view = Assembled::builder(&buffers.parts, job).await?;
@@ -247,13 +288,14 @@ impl Found {
                         at
                     }
                     Assigned::ByOrder(at) => {
-                        let param = known.params.get(at).map(|param| Arc::clone(&param.key));
-                        let buffer = buffer.key.to_string();
-                        self.report.by_order.extend(param.map(|param| PlacedParam {
-                            param,
-                            buffer,
-                            bucket,
-                            element,
+                        self.report.by_order.extend(known.params.get(at).map(|param| {
+                            PlacedParam {
+                                param: Arc::clone(&param.key),
+                                layer: param.layer,
+                                buffer: buffer.key.to_string(),
+                                bucket,
+                                element,
+                            }
                         }));
                         at
                     }
@@ -264,7 +306,7 @@ impl Found {
                             bucket,
                             element,
                             elements: slot.range.end - slot.range.start,
-                            candidates: all.map(|param| Arc::clone(&param.key)).collect(),
+                            candidates: all.map(|p| (Arc::clone(&p.key), p.layer)).collect(),
                         });
                         continue;
                     }

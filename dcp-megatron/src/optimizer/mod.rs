@@ -17,7 +17,7 @@ mod shift;
 mod walk;
 mod window;
 
-pub use by_parameter::{PerParameter, per_parameter};
+pub use by_parameter::{PerParameter, per_parameter, per_parameter_of_legacy};
 pub use check::{
     CheckDepth, MismatchCause, OptimizerReport, OptimizerVerdict, ParamMismatch, SAMPLED_CHUNKS,
     SAMPLED_ELEMENTS, check_optimizer,

@@ -34,6 +34,8 @@ pub struct LayoutReport {
 pub struct PlacedParam {
     /// The model's tensor.
     pub param: Arc<str>,
+    /// The layer, where the tensor is of one or of several.
+    pub layer: Option<u64>,
     /// The buffer, as its tensors are named.
     pub buffer: String,
     /// The bucket of the buffer.
@@ -54,8 +56,8 @@ pub struct AmbiguousPlace {
     pub element: u64,
     /// How many elements there are.
     pub elements: u64,
-    /// The model's tensors that it may be of.
-    pub candidates: Vec<Arc<str>>,
+    /// The model's tensors that it may be of, and the layer, where there is one.
+    pub candidates: Vec<(Arc<str>, Option<u64>)>,
 }
 
 /// A place in a buffer at which no parameter of the model was found.
@@ -85,18 +87,21 @@ impl LayoutReport {
     pub fn problems(&self) -> Vec<String> {
         const NAMED: usize = 4;
         let ambiguous = self.ambiguous.iter().map(|place| {
-            let mut names: Vec<_> = place.candidates.iter().take(NAMED).map(|n| &**n).collect();
+            let name = |(name, layer): &(Arc<str>, Option<u64>)| match layer {
+                Some(layer) => format!("{name} (layer {layer})"),
+                None => name.to_string(),
+            };
+            let names: Vec<_> = place.candidates.iter().take(NAMED).map(name).collect();
             let more = place.candidates.len().saturating_sub(NAMED);
             let more = if more > 0 { format!(" or {more} more") } else { String::new() };
-            names.dedup();
             format!(
-                "{}, bucket {}, elements {} to {}: the master parameters are those of {}{more}, \
-                 which have the same weights, and their order is not known",
+                "{}, bucket {}, elements {} to {}: these are master parameters of {}{more}, which \
+                 have the same weights, and whose order is not known",
                 place.buffer,
                 place.bucket,
                 place.element,
                 place.element.saturating_add(place.elements),
-                names.join(" and of "),
+                names.join(" or of "),
             )
         });
         let unknown = self.unknown.iter().map(|place| {

@@ -19,7 +19,7 @@ pub(super) const HEAD: u64 = 64;
 /// Elements to read at once.
 const SEGMENT: u64 = 1 << 20;
 /// The most parameters of all ranks together: far more than the largest models have.
-const PARAMS_MAX: usize = 1 << 22;
+const PARAMS_MAX: usize = 1 << 20;
 
 /// What is at the beginning of so many elements, and a hash of all of them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -7,7 +7,7 @@ use dcp_convert::{Found, JobOptions, Source, find};
 use dcp_core::{Entry, Region, Value};
 use dcp_megatron::optimizer::{
     CheckDepth, OptimizerFormat, OptimizerVerdict, PerParameter, check_optimizer, is_optimizer_key,
-    per_parameter, restart_optimizer,
+    per_parameter, per_parameter_of_legacy, restart_optimizer,
 };
 use dcp_megatron::{COMMON_STATE, MegatronCheckpoint, MegatronError, OpenOptions};
 
@@ -323,11 +323,11 @@ fn equal_parameters_of_unknown_modules_are_ambiguous() {
     let places: Vec<_> =
         layout.ambiguous.iter().map(|place| (place.element, place.elements)).collect();
     assert_eq!(places, [(64, 96), (192, 96)]);
-    let candidates: Vec<_> = layout.ambiguous[0].candidates.iter().map(|c| &**c).collect();
+    let candidates: Vec<_> = layout.ambiguous[0].candidates.iter().map(|(key, _)| &**key).collect();
     assert_eq!(candidates, ["custom.fc1.weight", "custom.fc2.weight"]);
     let problems = layout.problems().join("\n");
     assert!(problems.contains("elements 64 to 160"), "{problems}");
-    assert!(problems.contains("custom.fc1.weight and of custom.fc2.weight"), "{problems}");
+    assert!(problems.contains("of custom.fc1.weight or of custom.fc2.weight"), "{problems}");
     // What is stored is still there, and so are the parameters that were found.
     let names = |source| tensors(source, |_| true).into_keys().collect::<Vec<_>>();
     let found = names(&shown.source);
@@ -367,4 +367,84 @@ fn weights_that_were_replaced_are_not_taken_for_the_defect() {
     let [mismatch] = &*report.mismatches else { panic!("{:?}", report.mismatches) };
     assert_eq!((mismatch.differing, mismatch.elements), (8, 8));
     assert!(mismatch.to_string().contains("8 of 8 elements differ"), "{mismatch}");
+}
+
+/// The model of `run_legacy_torch_tp2` with its tensors merged, and the optimizers of its ranks.
+fn legacy() -> (Source, Vec<Source>) {
+    let storage = stored("run_legacy_torch_tp2");
+    let file = |rank: usize, name: &str| {
+        let key = dcp_core::Key::new(format!("iter_0000010/mp_rank_0{rank}/{name}")).unwrap();
+        Source::torch_save(std::sync::Arc::clone(&storage), key)
+    };
+    let models = [0, 1].map(|rank| file(rank, "model_optim_rng.pt"));
+    let job = JobOptions::default();
+    let mut view = block_on(Assembled::builder(&models, &job)).unwrap();
+    let metadata = block_on(models[0].metadata()).unwrap();
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        let (Some(key), Entry::Tensor(tensor)) = (fqn.strip_prefix("model."), entry) else {
+            continue;
+        };
+        let local = Region::full(tensor.shape.clone()).unwrap();
+        let mut shape = tensor.shape.to_vec();
+        let axis = match key {
+            key if key.contains("norm") => None,
+            key if key.contains("linear_proj") || key.contains("linear_fc2") => Some(1),
+            _ => Some(0),
+        };
+        let Some(axis) = axis else {
+            view.pass(key, None, 0, at).unwrap();
+            continue;
+        };
+        let len = shape[axis];
+        shape[axis] = 2 * len;
+        let moved = |region: &Region, to: u64| {
+            let mut offsets = region.offsets().to_vec();
+            offsets[axis] = to;
+            Region::new(offsets, region.sizes().clone()).unwrap()
+        };
+        let pieces: Vec<_> = (0..2)
+            .flat_map(|rank: usize| {
+                let first = rank as u64 * len;
+                if !key.contains("linear_fc1") {
+                    return vec![Piece::same(moved(&local, first), rank, at, local.clone())];
+                }
+                // A rank has a part of the gate, and the same part of what goes through it.
+                let mut sizes = local.sizes().to_vec();
+                sizes[axis] = len / 2;
+                let half = Region::new(vec![0; sizes.len()], sizes).unwrap();
+                let part = |which: u64| {
+                    let to = which * len + rank as u64 * (len / 2);
+                    Piece::same(moved(&half, to), rank, at, moved(&half, which * (len / 2)))
+                };
+                vec![part(0), part(1)]
+            })
+            .collect();
+        view.tensor(key, None, tensor.dtype, shape, pieces).unwrap();
+    }
+    let optimizers = [0, 1].map(|rank| file(rank, "distrib_optim.pt"));
+    (view.finish().unwrap(), optimizers.to_vec())
+}
+
+#[test]
+fn optimizers_of_legacy_folders_are_shown_by_parameter() {
+    let (source, optimizers) = legacy();
+    let job = JobOptions::default();
+    let common = dcp_core::Dict::new();
+    let shown = per_parameter_of_legacy(&source, &common, &optimizers, &job);
+    let shown = block_on(shown).unwrap();
+    assert_eq!(shown.report.from, OptimizerFormat::LegacyDistributed);
+    assert!(shown.report.is_complete(), "{:?}", shown.report);
+    let check = check_optimizer(&shown.source, &shown.common, CheckDepth::Full, &job);
+    let check = block_on(check).unwrap();
+    assert_eq!((check.verdict, check.compared), (OptimizerVerdict::Sound, 8));
+    let moments = tensors(&shown.source, |fqn| fqn.contains(".exp_avg."));
+    assert_eq!(moments.len(), 8);
+    let (shape, bytes) = &moments["optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight"];
+    assert_eq!(shape, &[24, 8]);
+    // Gradients run through what a rank has: a part of the gate, then that of the other matrix.
+    let numbers = floats(bytes);
+    for rank in 0..2 {
+        let part = |which: usize| &numbers[(which * 12 + rank * 6) * 8..][..48];
+        assert_is_one_parameters(&[part(0), part(1)].concat(), &format!("rank {rank}"));
+    }
 }

@@ -153,6 +153,12 @@ impl HostMemory {
         }))
     }
 
+    /// Whether both are the same memory, not merely equal bytes.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Bytes there are.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -406,6 +412,13 @@ mod tests {
         assert!(memory.read().is_err());
         drop((a, b));
         assert_eq!(memory.to_vec().unwrap(), [1, 1, 1, 1, 2, 2, 2, 2, 2, 2]);
+    }
+
+    #[test]
+    fn clones_are_the_same_memory_and_copies_are_not() {
+        let memory = HostMemory::zeroed(4);
+        assert!(memory.is_same(&memory.clone()));
+        assert!(!memory.is_same(&HostMemory::zeroed(4)));
     }
 
     #[test]

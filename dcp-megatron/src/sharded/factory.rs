@@ -6,8 +6,8 @@ use std::sync::Arc;
 use dcp_core::Value;
 
 use super::error::ShardError;
+use super::local::LocalTensor;
 use super::replica::ReplicaId;
-use super::tensor::LocalTensor;
 use super::tree::ShardedValue;
 
 /// Makes the shards that stand for a tensor.

@@ -7,16 +7,30 @@
 //! load; [`LocalNonpersistentObject`]s, which are not saved; and plain values, which make up the
 //! common state, the same on all ranks.
 
+mod builder;
+mod describe;
 mod error;
+mod factories;
 mod factory;
+mod integrity;
+mod local;
 mod object;
+mod problem;
 mod replica;
 mod tensor;
+mod traversal;
 mod tree;
 
+pub use builder::ShardedTensorBuilder;
+pub use describe::Description;
 pub use error::ShardError;
+pub use factories::{ExpertGrid, grouped_experts, named_split, swiglu};
 pub use factory::{FactoryParts, ShardedTensorFactory};
+pub use integrity::validate_sharding_integrity;
+pub use local::LocalTensor;
 pub use object::{ObjectKey, ShardedObject};
+pub use problem::{IntegrityError, ShardingProblem};
 pub use replica::ReplicaId;
-pub use tensor::{LocalTensor, ShardedTensor, ShardedTensorBuilder};
+pub use tensor::ShardedTensor;
+pub use traversal::{ShardedLeaf, extract, merge, sharded_leaves};
 pub use tree::{LocalNonpersistentObject, ShardedStateDict, ShardedValue};

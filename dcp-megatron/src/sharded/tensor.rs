@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use dcp_core::{DType, Dims, Region, Tensor, TensorView, checked_volume};
+use dcp_core::{DType, Dims, Region, TensorView};
 
+use super::builder::{Place, ShardedTensorBuilder};
 use super::error::ShardError;
+use super::local::LocalTensor;
 use super::replica::ReplicaId;
 
 /// A rank's shard of a global tensor, in the terms of Megatron-Core's `ShardedTensor`.
@@ -18,74 +20,15 @@ use super::replica::ReplicaId;
 /// ([`validate_sharding_integrity`](super::validate_sharding_integrity)).
 #[derive(Clone, Debug)]
 pub struct ShardedTensor {
-    key: Arc<str>,
-    local: LocalTensor,
-    global_shape: Dims,
-    region: Region,
-    axis_fragmentations: Option<Dims>,
-    replica_id: ReplicaId,
-    prepend_axis_num: usize,
-    allow_shape_mismatch: bool,
-    flattened_range: Option<Range<u64>>,
-}
-
-/// What a rank has of a tensor: memory, or a description of what there is to be.
-#[derive(Clone, Debug)]
-pub struct LocalTensor {
-    dtype: DType,
-    shape: Dims,
-    data: Option<TensorView>,
-}
-
-/// Describes a [`ShardedTensor`]; made by [`ShardedTensor::from_rank_offsets`] and
-/// [`ShardedTensor::builder`].
-#[derive(Clone, Debug)]
-#[must_use = "call `build`"]
-pub struct ShardedTensorBuilder {
-    key: Arc<str>,
-    local: LocalTensor,
-    place: Place,
-    replica_id: ReplicaId,
-    prepend_axis_num: usize,
-    allow_shape_mismatch: bool,
-    flattened: Option<(Range<u64>, Option<Dims>)>,
-}
-
-#[derive(Clone, Debug)]
-enum Place {
-    Ranks(Vec<(usize, u64, u64)>),
-    Global { shape: Dims, offset: Dims, fragmentations: Option<Dims> },
-}
-
-impl LocalTensor {
-    /// Without memory: enough to describe a shard, and to load it into memory made for it.
-    #[must_use]
-    pub fn described(dtype: DType, shape: impl Into<Dims>) -> Self {
-        Self { dtype, shape: shape.into(), data: None }
-    }
-}
-
-impl From<TensorView> for LocalTensor {
-    fn from(view: TensorView) -> Self {
-        Self { dtype: view.dtype(), shape: view.shape().clone(), data: Some(view) }
-    }
-}
-
-impl From<&Tensor> for LocalTensor {
-    /// A tensor that is here in one piece. One in several pieces or none is taken as a
-    /// description.
-    fn from(tensor: &Tensor) -> Self {
-        match tensor.shards() {
-            [shard] => shard.view().clone().into(),
-            _ => Self::described(tensor.dtype(), tensor.shape().clone()),
-        }
-    }
-}
-
-impl From<Tensor> for LocalTensor {
-    fn from(tensor: Tensor) -> Self {
-        Self::from(&tensor)
-    }
+    pub(super) key: Arc<str>,
+    pub(super) local: LocalTensor,
+    pub(super) global_shape: Dims,
+    pub(super) region: Region,
+    pub(super) axis_fragmentations: Option<Dims>,
+    pub(super) replica_id: ReplicaId,
+    pub(super) prepend_axis_num: usize,
+    pub(super) allow_shape_mismatch: bool,
+    pub(super) flattened_range: Option<Range<u64>>,
 }
 
 impl ShardedTensor {
@@ -319,7 +262,7 @@ impl ShardedTensor {
         part.build()
     }
 
-    fn check_data(&self) -> Result<(), ShardError> {
+    pub(super) fn check_data(&self) -> Result<(), ShardError> {
         let Some(data) = &self.local.data else { return Ok(()) };
         let key = || self.key.to_string();
         if data.dtype() != self.local.dtype {
@@ -336,186 +279,6 @@ impl ShardedTensor {
         }
         Ok(())
     }
-}
-
-impl ShardedTensorBuilder {
-    fn new(key: Arc<str>, local: LocalTensor, place: Place) -> Self {
-        Self {
-            key,
-            local,
-            place,
-            replica_id: ReplicaId::MAIN,
-            prepend_axis_num: 0,
-            allow_shape_mismatch: false,
-            flattened: None,
-        }
-    }
-
-    /// The shard is number `position` of `fragments` equal ones along a global axis, counted with
-    /// the prepended ones.
-    pub fn offset(mut self, axis: usize, position: u64, fragments: u64) -> Self {
-        if let Place::Ranks(ranks) = &mut self.place {
-            ranks.push((axis, position, fragments));
-        }
-        self
-    }
-
-    /// How many leading axes of the global shape the local shard does not have.
-    pub fn prepended_axes(mut self, count: usize) -> Self {
-        self.prepend_axis_num = count;
-        self
-    }
-
-    /// How many equal shards there are along each global axis, where the shape and offset were
-    /// given.
-    pub fn axis_fragmentations(mut self, counts: impl Into<Dims>) -> Self {
-        if let Place::Global { fragmentations, .. } = &mut self.place {
-            *fragmentations = Some(counts.into());
-        }
-        self
-    }
-
-    /// Which copy this is; the main one by default.
-    pub fn replica_id(mut self, id: impl Into<ReplicaId>) -> Self {
-        self.replica_id = id.into();
-        self
-    }
-
-    /// Whether on a load the stored tensor may have another shape.
-    pub fn allow_shape_mismatch(mut self, allow: bool) -> Self {
-        self.allow_shape_mismatch = allow;
-        self
-    }
-
-    /// The memory holds only these elements of the shard, in row-major order and as one axis, as
-    /// optimizer states of Megatron-Core 0.15 and before. The shard itself has `local_shape`.
-    #[doc(alias = "from_rank_offsets_flat")]
-    pub fn flattened_range(mut self, range: Range<u64>, local_shape: impl Into<Dims>) -> Self {
-        self.flattened = Some((range, Some(local_shape.into())));
-        self
-    }
-
-    /// The shard.
-    ///
-    /// # Errors
-    ///
-    /// When the numbers contradict each other: see [`ShardError`]. An axis that is placed twice
-    /// is refused; Megatron-Core silently takes the last place.
-    pub fn build(self) -> Result<ShardedTensor, ShardError> {
-        let Self { key, mut local, place, replica_id, prepend_axis_num, .. } = self;
-        let mut flattened_range = None;
-        if let Some((range, Some(shape))) = self.flattened {
-            check_range(&key, &range, &shape)?;
-            local.shape = shape;
-            flattened_range = Some(range);
-        }
-        let sizes: Dims =
-            std::iter::repeat_n(1, prepend_axis_num).chain(local.shape.iter().copied()).collect();
-        let (global_shape, offsets, axis_fragmentations) = match place {
-            Place::Ranks(ranks) => on_even_grid(&key, &sizes, &ranks)?,
-            Place::Global { shape, offset, fragmentations } => (shape, offset, fragmentations),
-        };
-        let axes = |what, found| ShardError::Axes {
-            key: key.to_string(),
-            what,
-            found,
-            global: global_shape.clone(),
-        };
-        if offsets.ndim() != global_shape.ndim() {
-            return Err(axes("offsets", offsets.ndim()));
-        }
-        if sizes.ndim() != global_shape.ndim() {
-            return Err(axes("local and prepended axes", sizes.ndim()));
-        }
-        if let Some(fragmentations) = &axis_fragmentations {
-            if fragmentations.ndim() != global_shape.ndim() {
-                return Err(axes("axis fragmentations", fragmentations.ndim()));
-            }
-            let placed = offsets.iter().zip(&*sizes).enumerate();
-            for (axis, (&offset, &size)) in placed.skip(prepend_axis_num) {
-                if size != 0 && offset % size != 0 {
-                    let key = key.to_string();
-                    return Err(ShardError::OffGrid { key, axis, offset, local: size });
-                }
-            }
-        }
-        let too_large = |problem: String| ShardError::TooLarge { key: key.to_string(), problem };
-        let volume = checked_volume(&global_shape);
-        if volume.and_then(|n| n.checked_mul(local.dtype.size() as u64)).is_none() {
-            return Err(too_large(format!("the bytes of global shape {global_shape}")));
-        }
-        let region = Region::new(offsets, sizes).map_err(|error| too_large(error.to_string()))?;
-        let tensor = ShardedTensor {
-            key,
-            local,
-            global_shape,
-            region,
-            axis_fragmentations,
-            replica_id,
-            prepend_axis_num,
-            allow_shape_mismatch: self.allow_shape_mismatch,
-            flattened_range,
-        };
-        tensor.check_data()?;
-        Ok(tensor)
-    }
-}
-
-type Grid = (Dims, Dims, Option<Dims>);
-
-/// Global shape, offset and fragmentations of a shard of `sizes` at the given places.
-fn on_even_grid(
-    key: &Arc<str>,
-    sizes: &Dims,
-    ranks: &[(usize, u64, u64)],
-) -> Result<Grid, ShardError> {
-    let (mut shape, mut offsets) = (sizes.clone(), Dims::zeros(sizes.ndim()));
-    let mut fragmentations: Dims = std::iter::repeat_n(1, sizes.ndim()).collect();
-    let mut placed = vec![false; sizes.ndim()];
-    for &(axis, position, fragments) in ranks {
-        let refuse = |problem| ShardError::RankOffset {
-            key: key.to_string(),
-            axis,
-            position,
-            fragments,
-            problem,
-        };
-        let (Some(size), Some(seen)) = (sizes.get(axis), placed.get_mut(axis)) else {
-            return Err(refuse("there is no such axis"));
-        };
-        if std::mem::replace(seen, true) {
-            return Err(refuse("the axis is placed twice"));
-        }
-        if position >= fragments {
-            return Err(refuse("positions count from 0 to one less than the fragments"));
-        }
-        let whole =
-            size.checked_mul(fragments).ok_or_else(|| refuse("the size exceeds 64 bits"))?;
-        for (numbers, n) in [
-            (&mut shape, whole),
-            // Less than the whole, which fits.
-            (&mut offsets, size * position),
-            (&mut fragmentations, fragments),
-        ] {
-            if let Some(slot) = numbers.get_mut(axis) {
-                *slot = n;
-            }
-        }
-    }
-    Ok((shape, offsets, Some(fragmentations)))
-}
-
-fn check_range(key: &Arc<str>, range: &Range<u64>, shape: &Dims) -> Result<(), ShardError> {
-    let volume = shape.checked_volume();
-    if range.start <= range.end && volume.is_some_and(|volume| range.end <= volume) {
-        return Ok(());
-    }
-    Err(ShardError::Flattened {
-        key: key.to_string(),
-        start: range.start,
-        end: range.end,
-        problem: format!("a shard of shape {shape} has no such elements"),
-    })
 }
 
 #[cfg(test)]

@@ -1,0 +1,308 @@
+//! What a rank says about its sharded leaves, in columns: no data, a few bytes per shard.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{DType, Dims, PlanError};
+
+use super::traversal::ShardedLeaf;
+
+/// The sharded leaves of one rank as other ranks need to know them, to check that all together make
+/// the tensors and objects.
+///
+/// Shards of one tensor share one specification, so that on the wire each takes about one byte for
+/// every axis.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Description {
+    pub(super) specs: Vec<Spec>,
+    /// Numbers of all rows, specification by specification.
+    pub(super) numbers: Vec<u64>,
+    /// Whether each row is a main replica.
+    pub(super) mains: Vec<bool>,
+}
+
+/// A tensor or grid of objects and the rows of it that a rank has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Spec {
+    pub(super) key: Arc<str>,
+    pub(super) kind: Kind,
+    /// Its rows among all of the description.
+    pub(super) rows: Range<usize>,
+    /// The first of their numbers.
+    pub(super) first_number: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Kind {
+    /// A row is the position in the grid.
+    Object { grid: Dims },
+    /// A row is the position in the grid, and with `flattened` a range of elements.
+    Regular { dtype: DType, shape: Dims, fragments: Dims, sizes: Dims, flattened: bool },
+    /// A row is offsets and sizes.
+    Irregular { dtype: DType, shape: Dims },
+}
+
+impl Kind {
+    /// Numbers in a row.
+    pub(super) fn width(&self) -> usize {
+        match self {
+            Self::Object { grid } => grid.ndim(),
+            Self::Regular { fragments, flattened, .. } => {
+                fragments.ndim() + 2 * usize::from(*flattened)
+            }
+            Self::Irregular { shape, .. } => 2 * shape.ndim(),
+        }
+    }
+}
+
+impl Description {
+    /// Describes leaves, in order.
+    ///
+    /// Flattened ranges of irregular grids, which no version of Megatron-Core had, are described
+    /// by the block they are of.
+    pub fn of<'a>(leaves: impl IntoIterator<Item = ShardedLeaf<'a>>) -> Self {
+        let mut columns: Vec<(Arc<str>, Kind, Vec<u64>, Vec<bool>)> = Vec::new();
+        let mut known: HashMap<(Arc<str>, Kind), usize> = HashMap::new();
+        for leaf in leaves {
+            let (key, kind, main) = match leaf {
+                ShardedLeaf::Object(object) => {
+                    let grid = object.at().grid().clone();
+                    (object.key(), Kind::Object { grid }, object.replica_id().is_main())
+                }
+                ShardedLeaf::Tensor(tensor) => {
+                    let (dtype, shape) = (tensor.dtype(), tensor.global_shape().clone());
+                    let kind = match tensor.axis_fragmentations() {
+                        None => Kind::Irregular { dtype, shape },
+                        Some(fragments) => Kind::Regular {
+                            dtype,
+                            shape,
+                            fragments: fragments.clone(),
+                            sizes: tensor.region().sizes().clone(),
+                            flattened: tensor.flattened_range().is_some(),
+                        },
+                    };
+                    (tensor.key(), kind, tensor.replica_id().is_main())
+                }
+            };
+            let at = *known.entry((Arc::clone(key), kind)).or_insert_with_key(|(key, kind)| {
+                columns.push((Arc::clone(key), kind.clone(), Vec::new(), Vec::new()));
+                columns.len() - 1
+            });
+            let Some((_, _, numbers, mains)) = columns.get_mut(at) else { continue };
+            mains.push(main);
+            push_row(leaf, numbers);
+        }
+        let mut all = Self::default();
+        for (key, kind, numbers, mains) in columns {
+            let rows = all.mains.len()..all.mains.len() + mains.len();
+            all.specs.push(Spec { key, kind, rows, first_number: all.numbers.len() });
+            all.numbers.extend(numbers);
+            all.mains.extend(mains);
+        }
+        all
+    }
+
+    /// The number of shards and objects.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.mains.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.mains.is_empty()
+    }
+
+    /// The keys of all tensors and objects, without the places of objects; some more than once.
+    pub fn keys(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.specs.iter().map(|spec| &spec.key)
+    }
+
+    /// The numbers of a row and whether it is a main replica.
+    pub(super) fn rows<'a>(&'a self, spec: &'a Spec) -> impl Iterator<Item = (&'a [u64], bool)> {
+        let width = spec.kind.width();
+        let mains = self.mains.get(spec.rows.clone()).unwrap_or_default();
+        mains.iter().enumerate().filter_map(move |(row, main)| {
+            let start = spec.first_number + row * width;
+            Some((self.numbers.get(start..start + width)?, *main))
+        })
+    }
+}
+
+fn push_row(leaf: ShardedLeaf<'_>, numbers: &mut Vec<u64>) {
+    match leaf {
+        ShardedLeaf::Object(object) => numbers.extend_from_slice(object.at().offset()),
+        ShardedLeaf::Tensor(tensor) => match tensor.chunk_coordinate() {
+            Some(coordinate) => {
+                numbers.extend_from_slice(&coordinate);
+                let range = tensor.flattened_range();
+                numbers.extend(range.into_iter().flat_map(|range| [range.start, range.end]));
+            }
+            None => {
+                numbers.extend_from_slice(tensor.region().offsets());
+                numbers.extend_from_slice(tensor.region().sizes());
+            }
+        },
+    }
+}
+
+const MAGIC: &[u8; 4] = b"msd1";
+
+impl Description {
+    /// The description as a message.
+    #[must_use]
+    pub fn to_wire(&self) -> Bytes {
+        let mut out = MAGIC.to_vec();
+        number(&mut out, self.specs.len() as u64);
+        for spec in &self.specs {
+            number(&mut out, spec.key.len() as u64);
+            out.extend_from_slice(spec.key.as_bytes());
+            match &spec.kind {
+                Kind::Object { grid } => {
+                    number(&mut out, 0);
+                    dims(&mut out, grid);
+                }
+                Kind::Regular { dtype, shape, fragments, sizes, flattened } => {
+                    number(&mut out, 1 + u64::from(*flattened));
+                    number(&mut out, dtype_code(*dtype));
+                    dims(&mut out, shape);
+                    fragments.iter().chain(&**sizes).for_each(|n| number(&mut out, *n));
+                }
+                Kind::Irregular { dtype, shape } => {
+                    number(&mut out, 3);
+                    number(&mut out, dtype_code(*dtype));
+                    dims(&mut out, shape);
+                }
+            }
+            number(&mut out, spec.rows.len() as u64);
+        }
+        self.numbers.iter().for_each(|n| number(&mut out, *n));
+        let bits = |flags: &[bool]| {
+            flags.iter().rev().fold(0_u8, |byte, flag| byte << 1 | u8::from(*flag))
+        };
+        out.extend(self.mains.chunks(8).map(bits));
+        out.into()
+    }
+
+    /// The description of a message.
+    ///
+    /// # Errors
+    ///
+    /// When the bytes are no description of this version.
+    pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
+        let mut input = Input(bytes.strip_prefix(MAGIC).ok_or_else(|| bad("another version"))?);
+        let mut all = Self::default();
+        let (mut rows, mut width) = (0_usize, 0_usize);
+        for _ in 0..input.count()? {
+            let len = input.count()?;
+            let key = std::str::from_utf8(input.take(len)?).map_err(|_| bad("not UTF-8"))?;
+            let kind = input.kind()?;
+            // A row without numbers still takes a bit.
+            let count = usize::try_from(input.number()?).ok();
+            let count = count.filter(|count| count / 8 <= input.0.len());
+            let count = count.ok_or_else(|| bad("more rows than bytes"))?;
+            let first_number = width;
+            let end = rows.checked_add(count).ok_or_else(|| bad("too many rows"))?;
+            width = count
+                .checked_mul(kind.width())
+                .and_then(|numbers| numbers.checked_add(width))
+                .filter(|numbers| *numbers <= input.0.len())
+                .ok_or_else(|| bad("more numbers than bytes"))?;
+            all.specs.push(Spec { key: key.into(), kind, rows: rows..end, first_number });
+            rows = end;
+        }
+        all.numbers.reserve_exact(width.min(input.0.len()));
+        for _ in 0..width {
+            all.numbers.push(input.number()?);
+        }
+        let flags = input.take(rows.div_ceil(8))?;
+        all.mains = (0..rows).map(|row| flags[row / 8] >> (row % 8) & 1 == 1).collect();
+        if !input.0.is_empty() {
+            return Err(bad("there are bytes left"));
+        }
+        Ok(all)
+    }
+}
+
+fn number(out: &mut Vec<u8>, mut n: u64) {
+    while n >= 0x80 {
+        out.push((n & 0x7f) as u8 | 0x80);
+        n >>= 7;
+    }
+    out.push(n as u8);
+}
+
+fn dims(out: &mut Vec<u8>, dims: &Dims) {
+    number(out, dims.ndim() as u64);
+    dims.iter().for_each(|n| number(out, *n));
+}
+
+fn dtype_code(dtype: DType) -> u64 {
+    DType::ALL.iter().position(|known| *known == dtype).unwrap_or(usize::MAX) as u64
+}
+
+fn bad(problem: &str) -> PlanError {
+    PlanError::Wire { problem: format!("a rank's description of its shards: {problem}") }
+}
+
+struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    fn number(&mut self) -> Result<u64, PlanError> {
+        let mut n = 0_u64;
+        for shift in (0..64).step_by(7) {
+            let (&byte, rest) = self.0.split_first().ok_or_else(|| bad("it ends too early"))?;
+            self.0 = rest;
+            let bits = u64::from(byte & 0x7f);
+            if shift == 63 && bits > 1 {
+                break;
+            }
+            n |= bits << shift;
+            if byte < 0x80 {
+                return Ok(n);
+            }
+        }
+        Err(bad("a number of more than 64 bits"))
+    }
+
+    fn count(&mut self) -> Result<usize, PlanError> {
+        let n = usize::try_from(self.number()?).ok();
+        n.filter(|n| *n <= self.0.len()).ok_or_else(|| bad("a list longer than the message"))
+    }
+
+    fn take(&mut self, len: usize) -> Result<&'a [u8], PlanError> {
+        let (taken, rest) = self.0.split_at_checked(len).ok_or_else(|| bad("it ends too early"))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn numbers(&mut self, count: usize) -> Result<Dims, PlanError> {
+        (0..count).map(|_| self.number()).collect()
+    }
+
+    fn dims(&mut self) -> Result<Dims, PlanError> {
+        let count = self.count()?;
+        self.numbers(count)
+    }
+
+    fn dtype(&mut self) -> Result<DType, PlanError> {
+        let known = usize::try_from(self.number()?).ok().and_then(|code| DType::ALL.get(code));
+        known.copied().ok_or_else(|| bad("an unknown dtype"))
+    }
+
+    fn kind(&mut self) -> Result<Kind, PlanError> {
+        Ok(match self.number()? {
+            0 => Kind::Object { grid: self.dims()? },
+            tag @ (1 | 2) => {
+                let (dtype, shape) = (self.dtype()?, self.dims()?);
+                let (fragments, sizes) = (self.numbers(shape.ndim())?, self.numbers(shape.ndim())?);
+                Kind::Regular { dtype, shape, fragments, sizes, flattened: tag == 2 }
+            }
+            3 => Kind::Irregular { dtype: self.dtype()?, shape: self.dims()? },
+            _ => return Err(bad("an unknown kind of shard")),
+        })
+    }
+}

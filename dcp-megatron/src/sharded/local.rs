@@ -1,0 +1,107 @@
+//! What a rank has of a tensor.
+
+use dcp_core::{DType, Dims, PlanError, Region, Tensor, TensorView};
+
+/// What a rank has of a tensor: memory, or a description of what there is to be.
+#[derive(Clone, Debug)]
+pub struct LocalTensor {
+    pub(super) dtype: DType,
+    pub(super) shape: Dims,
+    pub(super) data: Option<TensorView>,
+}
+
+impl LocalTensor {
+    /// Without memory: enough to describe a shard, and to load it into memory made for it.
+    #[must_use]
+    pub fn described(dtype: DType, shape: impl Into<Dims>) -> Self {
+        Self { dtype, shape: shape.into(), data: None }
+    }
+
+    /// The element type.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Elements per local axis.
+    #[must_use]
+    pub fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// The memory, if there is any.
+    #[must_use]
+    pub fn data(&self) -> Option<&TensorView> {
+        self.data.as_ref()
+    }
+
+    /// The part `region` of it; of its memory, if there is any.
+    ///
+    /// # Errors
+    ///
+    /// When the region lies outside.
+    pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
+        let whole = Region::full(self.shape.clone()).ok();
+        if !whole.is_some_and(|whole| whole.contains(region)) {
+            return Err(PlanError::OutOfBounds {
+                fqn: String::new(),
+                shape: self.shape.to_string(),
+                chunk: region.to_string(),
+                rank: None,
+            });
+        }
+        let data = self.data.as_ref().map(|data| data.narrow(region)).transpose()?;
+        Ok(Self { dtype: self.dtype, shape: region.sizes().clone(), data })
+    }
+
+    /// The same with its axes in another order: axis `i` of the result is axis `axes[i]` of this.
+    ///
+    /// # Errors
+    ///
+    /// When `axes` does not name every axis once.
+    pub fn permuted(&self, axes: &[usize]) -> Result<Self, PlanError> {
+        let mut seen: Vec<usize> = axes.to_vec();
+        seen.sort_unstable();
+        if !seen.into_iter().eq(0..self.shape.ndim()) {
+            return Err(PlanError::Unsupported {
+                fqn: String::new(),
+                problem: format!("axes {axes:?} are no order of those of {}", self.shape),
+            });
+        }
+        let shape = axes.iter().filter_map(|axis| self.shape.get(*axis).copied()).collect();
+        let named: Vec<Option<usize>> = axes.iter().copied().map(Some).collect();
+        let data = self.data.as_ref().map(|data| data.with_axes(&named)).transpose()?;
+        Ok(Self { dtype: self.dtype, shape, data })
+    }
+
+    /// The same without its first axis, which must have one index.
+    pub(super) fn without_first_axis(self) -> Result<Self, PlanError> {
+        let axes: Vec<Option<usize>> = (1..self.shape.ndim()).map(Some).collect();
+        let shape = self.shape.iter().skip(1).copied().collect();
+        let data = self.data.map(|data| data.with_axes(&axes)).transpose()?;
+        Ok(Self { dtype: self.dtype, shape, data })
+    }
+}
+
+impl From<TensorView> for LocalTensor {
+    fn from(view: TensorView) -> Self {
+        Self { dtype: view.dtype(), shape: view.shape().clone(), data: Some(view) }
+    }
+}
+
+impl From<&Tensor> for LocalTensor {
+    /// A tensor that is here in one piece. One in several pieces or none is taken as a
+    /// description.
+    fn from(tensor: &Tensor) -> Self {
+        match tensor.shards() {
+            [shard] => shard.view().clone().into(),
+            _ => Self::described(tensor.dtype(), tensor.shape().clone()),
+        }
+    }
+}
+
+impl From<Tensor> for LocalTensor {
+    fn from(tensor: Tensor) -> Self {
+        Self::from(&tensor)
+    }
+}

@@ -1,0 +1,353 @@
+//! Going through sharded state dicts by Megatron-Core's rules of what belongs where.
+
+use dcp_core::{Dict, Value};
+
+use super::error::ShardError;
+use super::factory::ShardedTensorFactory;
+use super::object::ShardedObject;
+use super::tensor::ShardedTensor;
+use super::tree::{ShardedStateDict, ShardedValue};
+
+/// Divides a state dict into what `wanted` takes and the rest, both nested as before.
+///
+/// A container goes where it still holds something; one that was empty stays with the rest. Lists
+/// are closed up, so positions shift where elements went to the other side. An empty container in
+/// a list is asked for as a leaf is. `wanted` is never called for containers that hold something,
+/// but for plain ones, which are taken as one value.
+#[must_use]
+#[doc(alias = "extract_matching_values")]
+pub fn extract(
+    state: ShardedStateDict,
+    mut wanted: impl FnMut(&ShardedValue) -> bool,
+) -> (ShardedStateDict, ShardedStateDict) {
+    extract_dict(state, &mut wanted)
+}
+
+fn extract_dict(
+    dict: ShardedStateDict,
+    wanted: &mut dyn FnMut(&ShardedValue) -> bool,
+) -> (ShardedStateDict, ShardedStateDict) {
+    let (mut matching, mut rest) = (ShardedStateDict::new(), ShardedStateDict::new());
+    for (key, value) in dict {
+        if is_tree(&value) {
+            let was_empty = is_empty(&value);
+            let (found, other) = extract_value(value, wanted);
+            if !is_empty(&found) {
+                matching.insert(key.clone(), found);
+            }
+            if was_empty || !is_empty(&other) {
+                rest.insert(key, other);
+            }
+        } else if wanted(&value) {
+            matching.insert(key, value);
+        } else {
+            rest.insert(key, value);
+        }
+    }
+    (matching, rest)
+}
+
+fn extract_value(
+    value: ShardedValue,
+    wanted: &mut dyn FnMut(&ShardedValue) -> bool,
+) -> (ShardedValue, ShardedValue) {
+    let items = match value {
+        ShardedValue::Dict(dict) => {
+            let (found, other) = extract_dict(dict, wanted);
+            return (found.into(), other.into());
+        }
+        ShardedValue::List(items) => items,
+        leaf => return (ShardedValue::List(Vec::new()), leaf),
+    };
+    let (mut matching, mut rest) = (Vec::new(), Vec::new());
+    for item in items {
+        if is_tree(&item) && !is_empty(&item) {
+            let (found, other) = extract_value(item, wanted);
+            matching.extend(Some(found).filter(|found| !is_empty(found)));
+            rest.extend(Some(other).filter(|other| !is_empty(other)));
+        } else if wanted(&item) {
+            matching.push(item);
+        } else {
+            rest.push(item);
+        }
+    }
+    (matching.into(), rest.into())
+}
+
+/// Whether it is a container that may hold sharded values.
+fn is_tree(value: &ShardedValue) -> bool {
+    matches!(value, ShardedValue::Dict(_) | ShardedValue::List(_))
+}
+
+fn is_empty(value: &ShardedValue) -> bool {
+    match value {
+        ShardedValue::Dict(dict) => dict.is_empty(),
+        ShardedValue::List(items) => items.is_empty(),
+        _ => false,
+    }
+}
+
+/// Adds what `from` holds to `into`: dicts are united, lists of equal length are merged element by
+/// element.
+///
+/// # Errors
+///
+/// [`ShardError::Merge`] where lists differ in length, or anything else is on both sides. `into`
+/// is then partly merged.
+pub fn merge(into: &mut Dict, from: Dict) -> Result<(), ShardError> {
+    merge_dicts(into, from, &mut Vec::new())
+}
+
+fn merge_dicts(into: &mut Dict, from: Dict, path: &mut Vec<String>) -> Result<(), ShardError> {
+    for (key, value) in from {
+        match into.get_value_mut(&key) {
+            None => {
+                into.insert(key, value);
+            }
+            Some(there) => {
+                path.push(step(&key));
+                merge_values(there, value, path)?;
+                path.pop();
+            }
+        }
+    }
+    Ok(())
+}
+
+fn merge_values(into: &mut Value, from: Value, path: &mut Vec<String>) -> Result<(), ShardError> {
+    let refuse =
+        |path: &[String], problem: String| Err(ShardError::Merge { path: path.join("."), problem });
+    match (into, from) {
+        (Value::Dict(into), Value::Dict(from)) => merge_dicts(into, from, path),
+        (Value::List(into), Value::List(from)) if into.len() == from.len() => {
+            for (index, (into, from)) in into.iter_mut().zip(from).enumerate() {
+                path.push(index.to_string());
+                merge_values(into, from, path)?;
+                path.pop();
+            }
+            Ok(())
+        }
+        (Value::List(into), Value::List(from)) => refuse(
+            path,
+            format!(
+                "the lists have {} and {} elements; a list must not mix sharded and plain ones",
+                into.len(),
+                from.len()
+            ),
+        ),
+        (into, from) => refuse(path, format!("there is a {} and a {}", into.kind(), from.kind())),
+    }
+}
+
+/// A key as a step of a path that people read.
+pub(crate) fn step(key: &Value) -> String {
+    dcp_core::python_str(key).unwrap_or_else(|| format!("<{}>", key.kind()))
+}
+
+/// A step on the way to a leaf.
+#[derive(Clone, Debug)]
+pub(crate) enum Step {
+    Key(Value),
+    Index(usize),
+}
+
+/// A factory and where its result belongs.
+#[derive(Clone, Debug)]
+pub(crate) struct Placed {
+    pub(crate) path: Vec<Step>,
+    pub(crate) factory: ShardedTensorFactory,
+}
+
+/// Puts what each factory builds in its place, and says which they were.
+pub(crate) fn apply_factories(
+    state: &ShardedStateDict,
+) -> Result<(ShardedStateDict, Vec<Placed>), ShardError> {
+    let mut placed = Vec::new();
+    let expanded = expand_dict(state, &mut Vec::new(), &mut placed)?;
+    Ok((expanded, placed))
+}
+
+fn expand_dict(
+    dict: &ShardedStateDict,
+    path: &mut Vec<Step>,
+    placed: &mut Vec<Placed>,
+) -> Result<ShardedStateDict, ShardError> {
+    dict.iter()
+        .map(|(key, value)| {
+            path.push(Step::Key(key.clone()));
+            let expanded = expand(value, path, placed)?;
+            path.pop();
+            Ok((key.clone(), expanded))
+        })
+        .collect()
+}
+
+fn expand(
+    value: &ShardedValue,
+    path: &mut Vec<Step>,
+    placed: &mut Vec<Placed>,
+) -> Result<ShardedValue, ShardError> {
+    Ok(match value {
+        ShardedValue::Dict(dict) => expand_dict(dict, path, placed)?.into(),
+        ShardedValue::List(items) => {
+            let expanded = items.iter().enumerate().map(|(index, item)| {
+                path.push(Step::Index(index));
+                let expanded = expand(item, path, placed)?;
+                path.pop();
+                Ok(expanded)
+            });
+            expanded.collect::<Result<Vec<_>, ShardError>>()?.into()
+        }
+        ShardedValue::Factory(factory) => {
+            let built = factory.build()?;
+            if holds_factory(&built) {
+                return Err(ShardError::Factory {
+                    key: factory.parts().key.to_string(),
+                    problem: "it built another factory".to_owned(),
+                });
+            }
+            placed.push(Placed { path: path.clone(), factory: factory.clone() });
+            built
+        }
+        leaf => leaf.clone(),
+    })
+}
+
+fn holds_factory(value: &ShardedValue) -> bool {
+    match value {
+        ShardedValue::Dict(dict) => dict.iter().any(|(_, value)| holds_factory(value)),
+        ShardedValue::List(items) => items.iter().any(holds_factory),
+        ShardedValue::Factory(_) => true,
+        _ => false,
+    }
+}
+
+/// Puts the tensors that factories make of what was loaded in their places.
+pub(crate) fn apply_factory_merges(loaded: &mut Dict, placed: &[Placed]) -> Result<(), ShardError> {
+    for Placed { path, factory } in placed {
+        let slot = at(loaded, path).ok_or_else(|| ShardError::Factory {
+            key: factory.parts().key.to_string(),
+            problem: format!("what was loaded has no {}", shown(path)),
+        })?;
+        *slot = factory.merge(std::mem::replace(slot, Value::None))?;
+    }
+    Ok(())
+}
+
+fn at<'a>(dict: &'a mut Dict, path: &[Step]) -> Option<&'a mut Value> {
+    let (Step::Key(first), rest) = path.split_first()? else { return None };
+    rest.iter().try_fold(dict.get_value_mut(first)?, |value, step| match (value, step) {
+        (Value::Dict(dict), Step::Key(key)) => dict.get_value_mut(key),
+        (Value::List(items), Step::Index(index)) => items.get_mut(*index),
+        _ => None,
+    })
+}
+
+fn shown(path: &[Step]) -> String {
+    let steps = path.iter().map(|part| match part {
+        Step::Key(key) => step(key),
+        Step::Index(index) => index.to_string(),
+    });
+    steps.collect::<Vec<_>>().join(".")
+}
+
+/// A leaf that is stored under a key of its own.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum ShardedLeaf<'a> {
+    /// A shard of a tensor.
+    Tensor(&'a ShardedTensor),
+    /// An object.
+    Object(&'a ShardedObject),
+}
+
+/// The sharded tensors and objects of a state dict in its order; what factories stand for is not
+/// among them.
+#[must_use]
+pub fn sharded_leaves(state: &ShardedStateDict) -> Vec<ShardedLeaf<'_>> {
+    let mut leaves = Vec::new();
+    state.iter().for_each(|(_, value)| gather(value, &mut leaves));
+    leaves
+}
+
+fn gather<'a>(value: &'a ShardedValue, leaves: &mut Vec<ShardedLeaf<'a>>) {
+    match value {
+        ShardedValue::Dict(dict) => dict.iter().for_each(|(_, value)| gather(value, leaves)),
+        ShardedValue::List(items) => items.iter().for_each(|item| gather(item, leaves)),
+        ShardedValue::Tensor(tensor) => leaves.push(ShardedLeaf::Tensor(tensor)),
+        ShardedValue::Object(object) => leaves.push(ShardedLeaf::Object(object)),
+        _ => {}
+    }
+}
+
+/// The places of lists that hold sharded and other elements side by side.
+pub(crate) fn mixed_lists(state: &ShardedStateDict) -> Vec<String> {
+    let (mut found, mut path) = (Vec::new(), Vec::new());
+    for (key, value) in state.iter() {
+        path.push(step(key));
+        find_mixed(value, &mut path, &mut found);
+        path.pop();
+    }
+    found
+}
+
+/// Says which sides of a division a value has parts on: the sharded, the plain.
+fn find_mixed(
+    value: &ShardedValue,
+    path: &mut Vec<String>,
+    found: &mut Vec<String>,
+) -> (bool, bool) {
+    match value {
+        ShardedValue::Dict(dict) => {
+            let mut sides = (false, dict.is_empty());
+            for (key, value) in dict.iter() {
+                path.push(step(key));
+                let (sharded, plain) = find_mixed(value, path, found);
+                sides = (sides.0 || sharded, sides.1 || plain);
+                path.pop();
+            }
+            sides
+        }
+        ShardedValue::List(items) => {
+            let mut sides = (false, items.is_empty());
+            let mut each_on_both = true;
+            for (index, item) in items.iter().enumerate() {
+                path.push(index.to_string());
+                let (sharded, plain) = find_mixed(item, path, found);
+                each_on_both &= sharded && plain;
+                sides = (sides.0 || sharded, sides.1 || plain);
+                path.pop();
+            }
+            // Both sides get a list, closed up; they fit again only where nothing moved.
+            if sides == (true, true) && !each_on_both {
+                found.push(path.join("."));
+            }
+            sides
+        }
+        ShardedValue::Plain(_) => (false, true),
+        ShardedValue::Local(_) => (false, false),
+        _ => (true, false),
+    }
+}
+
+/// The tree as plain values, every leaf as `leaf` has it.
+pub(crate) fn to_values(
+    state: &ShardedStateDict,
+    leaf: &mut dyn FnMut(&ShardedValue) -> Result<Value, ShardError>,
+) -> Result<Dict, ShardError> {
+    state.iter().map(|(key, value)| Ok((key.clone(), to_value(value, leaf)?))).collect()
+}
+
+fn to_value(
+    value: &ShardedValue,
+    leaf: &mut dyn FnMut(&ShardedValue) -> Result<Value, ShardError>,
+) -> Result<Value, ShardError> {
+    match value {
+        ShardedValue::Dict(dict) => Ok(to_values(dict, leaf)?.into()),
+        ShardedValue::List(items) => {
+            let items = items.iter().map(|item| to_value(item, leaf));
+            Ok(items.collect::<Result<Vec<_>, _>>()?.into())
+        }
+        other => leaf(other),
+    }
+}

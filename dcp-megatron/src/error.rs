@@ -15,6 +15,35 @@ pub enum MegatronError {
     /// A leaf of a sharded state dict contradicts itself.
     #[error(transparent)]
     Shard(#[from] crate::sharded::ShardError),
+    /// The shards of all ranks do not make whole tensors.
+    #[error(transparent)]
+    Integrity(#[from] crate::sharded::IntegrityError),
+    /// Keys are on one side only, and the strict handling does not allow that.
+    #[error(transparent)]
+    Keys(#[from] crate::strict::KeyMismatch),
+    /// The common state is not the same on all ranks.
+    #[error(transparent)]
+    CommonDiffers(#[from] crate::common_check::CommonDiffers),
+    /// Lists that hold sharded and plain elements side by side, which Megatron-Core saves and can
+    /// never load again.
+    #[error(
+        "lists that mix sharded and plain elements cannot be loaded again: {}; divide them, or \
+         allow mixed lists when saving", .paths.join(", ")
+    )]
+    MixedLists {
+        /// The places of the lists.
+        paths: Vec<String>,
+    },
+    /// No strategy is registered for a backend in its version.
+    #[error("nothing here {does} {backend}; there is {}", listed(.registered))]
+    NoStrategy {
+        /// What it should do.
+        does: &'static str,
+        /// The backend and its version.
+        backend: String,
+        /// Those that are registered.
+        registered: Vec<String>,
+    },
     /// There is no checkpoint of Megatron-Core, or not yet.
     #[error("{message}")]
     NotACheckpoint {
@@ -133,6 +162,13 @@ pub enum MegatronError {
     /// An offline job on it.
     #[error(transparent)]
     Convert(#[from] ConvertError),
+}
+
+fn listed(backends: &[String]) -> String {
+    match backends {
+        [] => "nothing else".to_owned(),
+        some => some.join(", "),
+    }
 }
 
 impl From<StorageError> for MegatronError {

@@ -507,7 +507,7 @@ mod tests {
     /// Traps 11 and 12: Megatron-Core leaves irregular grids to PyTorch, which does not ask for
     /// coverage when one rank saves.
     #[test]
-    fn trap11_trap12_irregular_grids_are_checked_for_overlap_and_coverage() {
+    fn trap_11_trap_12_irregular_grids_are_checked_for_overlap_and_coverage() {
         check(&[&[box_of(10, 0, 3), box_of(10, 3, 7)]]).unwrap();
         let text = problem(&[&[box_of(10, 0, 3), box_of(10, 3, 3)]]).to_string();
         assert!(text.contains("hold 6 of its 10"), "{text}");
@@ -519,7 +519,7 @@ mod tests {
 
     /// Trap 12: these end in a division by zero in Megatron-Core.
     #[test]
-    fn trap12_tensors_without_elements_are_fine() {
+    fn trap_12_tensors_without_elements_are_fine() {
         let empty = |position| {
             ShardedTensor::from_rank_offsets("w", LocalTensor::described(DType::Float32, [0, 3]))
                 .offset(0, position, 2)

@@ -32,5 +32,8 @@ pub use object::{ObjectKey, ShardedObject};
 pub use problem::{IntegrityError, ShardingProblem};
 pub use replica::ReplicaId;
 pub use tensor::ShardedTensor;
+pub(crate) use traversal::{
+    Placed, apply_factories, apply_factory_merges, mixed_lists, step, to_values,
+};
 pub use traversal::{ShardedLeaf, extract, merge, sharded_leaves};
 pub use tree::{LocalNonpersistentObject, ShardedStateDict, ShardedValue};

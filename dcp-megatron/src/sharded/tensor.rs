@@ -316,7 +316,7 @@ mod tests {
 
     /// Trap 12: Megatron-Core takes the last of two places on one axis without a word.
     #[test]
-    fn trap12_an_axis_placed_twice_is_refused() {
+    fn trap_12_an_axis_placed_twice_is_refused() {
         let twice = ShardedTensor::from_rank_offsets("w", f32s(&[4])).offset(0, 0, 2);
         let error = twice.offset(0, 1, 2).build().unwrap_err();
         assert!(error.to_string().contains("placed twice"), "{error}");

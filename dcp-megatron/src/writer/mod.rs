@@ -289,7 +289,13 @@ impl StorageWriter for MegatronWriter {
             let fqn = COMMON_OBJECT.to_owned();
             return Err(PlanError::Unsupported { fqn, problem: problem.into() }.into());
         }
-        self.dcp.place(session, locals, global)
+        let mut plans = self.dcp.place(session, locals, global)?;
+        // Of a large job, most ranks hold replicas only; an empty file of each would be the most of
+        // the folder, and Megatron-Core makes none.
+        for plan in plans.iter_mut().filter(|plan| plan.orders.is_empty()) {
+            plan.files.clear();
+        }
+        Ok(plans)
     }
 
     async fn write(

@@ -1,0 +1,72 @@
+//! Ranks that succeed or fail together, with errors that keep their type.
+
+use bytes::Bytes;
+use dcp_core::{CheckpointError, Phase, RankFailure, error_chain};
+use dcp_engine::Group;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::MegatronError;
+
+/// The error as it travels: of this rank, in words.
+pub(crate) fn told(group: &Group, phase: Phase, error: MegatronError) -> CheckpointError {
+    match error {
+        MegatronError::Checkpoint(error) => error,
+        error => {
+            let failure = RankFailure::new(group.context().rank, error_chain(&error));
+            CheckpointError::Ranks { phase, failures: vec![failure] }
+        }
+    }
+}
+
+/// Goes on when every rank does. Alone, an error stays what it is.
+pub(crate) async fn all<T>(
+    group: &Group,
+    phase: Phase,
+    mine: Result<T, MegatronError>,
+) -> Result<T, MegatronError> {
+    if group.context().world_size == 1 {
+        return mine;
+    }
+    let (outcome, value) = match mine {
+        Ok(value) => (Ok(()), Some(value)),
+        Err(error) => (Err(told(group, phase, error)), None),
+    };
+    group.agree(phase, outcome).await?;
+    Ok(value.ok_or(CheckpointError::Canceled)?)
+}
+
+/// Brings what every rank has to say to the coordinator, which alone gets `Some`, and fails on all
+/// ranks when one of them fails.
+pub(crate) async fn offers(
+    group: &Group,
+    phase: Phase,
+    mine: Result<Bytes, MegatronError>,
+) -> Result<Option<Vec<Bytes>>, MegatronError> {
+    let mine = all(group, phase, mine).await?;
+    Ok(group.gather(mine).await?)
+}
+
+/// Tells all ranks what the coordinator found, which alone passes `Some`.
+pub(crate) async fn verdict<T: Serialize + DeserializeOwned>(
+    group: &Group,
+    phase: Phase,
+    found: Option<Result<T, MegatronError>>,
+) -> Result<T, MegatronError> {
+    if group.context().world_size == 1 {
+        return found.unwrap_or_else(|| Err(CheckpointError::Canceled.into()));
+    }
+    let found = found.map(|found| match found {
+        Ok(found) => Ok((found, ())),
+        Err(error) => Err(told(group, phase, error)),
+    });
+    Ok(group.decide(phase, found).await?.0)
+}
+
+/// The ranks part in peace where all of them have the same outcome; otherwise the group ends.
+pub(crate) fn conclude<T>(group: Group, outcome: &Result<T, MegatronError>) {
+    match outcome {
+        Err(MegatronError::Checkpoint(error)) if !group.is_agreed(error) => drop(group),
+        _ => group.conclude(&Ok(())),
+    }
+}

@@ -1,0 +1,226 @@
+//! Whether all ranks have the same common state, and where not.
+
+use std::fmt;
+
+use dcp_core::{Dict, PlanError, Rank, Value};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+use crate::sharded::step;
+
+/// Differences that are listed of one rank; the rest is counted.
+const LISTED: usize = 64;
+/// Of these, those that a message shows.
+const SHOWN: usize = 8;
+
+/// The common state differs between ranks. What is stored is that of rank 0, so what other ranks
+/// have there would be lost. Every rank of the group gets the same list.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct CommonDiffers {
+    /// Each rank that differs from rank 0, and how.
+    pub ranks: Vec<(Rank, CommonDifference)>,
+}
+
+/// How the common state of a rank differs from that of rank 0; paths are steps joined by dots.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct CommonDifference {
+    /// Only on rank 0.
+    pub only_first: Vec<String>,
+    /// Only on this rank.
+    pub only_here: Vec<String>,
+    /// On both, with other values.
+    pub values: Vec<String>,
+    /// Differences beyond those that are listed.
+    pub more: u64,
+}
+
+impl CommonDifference {
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.only_first.is_empty() && self.only_here.is_empty() && self.values.is_empty()
+    }
+
+    fn note(&mut self, list: fn(&mut Self) -> &mut Vec<String>, path: &[String]) {
+        let listed = self.only_first.len() + self.only_here.len() + self.values.len();
+        if listed < LISTED {
+            list(self).push(path.join("."));
+        } else {
+            self.more += 1;
+        }
+    }
+}
+
+impl fmt::Display for CommonDiffers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the common state has to be the same on all ranks: ")?;
+        for (at, (rank, difference)) in self.ranks.iter().take(SHOWN).enumerate() {
+            write!(f, "{}rank {rank} {difference}", if at == 0 { "" } else { "; " })?;
+        }
+        if self.ranks.len() > SHOWN {
+            write!(f, "; and {} more ranks differ", self.ranks.len() - SHOWN)?;
+        }
+        f.write_str("; make what differs a sharded object, or drop it from the comparison")
+    }
+}
+
+impl std::error::Error for CommonDiffers {}
+
+impl fmt::Display for CommonDifference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts = [
+            ("has other values at", &self.values),
+            ("has no", &self.only_first),
+            ("alone has", &self.only_here),
+        ];
+        let parts = parts.iter().filter(|(_, paths)| !paths.is_empty()).map(|(what, paths)| {
+            let shown: Vec<&str> = paths.iter().take(SHOWN).map(String::as_str).collect();
+            let more = paths.len().saturating_sub(SHOWN);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("{what} {}{more}", shown.join(", "))
+        });
+        f.write_str(&parts.collect::<Vec<_>>().join(", "))
+    }
+}
+
+/// A digest that is the same for states that differ in no more than the order of dicts.
+pub(crate) fn digest(common: &Dict) -> Result<[u8; 32], PlanError> {
+    let mut hasher = Sha256::new();
+    hash_dict(common, &mut hasher)?;
+    Ok(hasher.finalize().into())
+}
+
+fn hash_dict(dict: &Dict, hasher: &mut Sha256) -> Result<(), PlanError> {
+    let entries = dict.iter().map(|(key, value)| {
+        let mut entry = Sha256::new();
+        hash_value(key, &mut entry)?;
+        hash_value(value, &mut entry)?;
+        Ok(entry.finalize().into())
+    });
+    let mut entries = entries.collect::<Result<Vec<[u8; 32]>, PlanError>>()?;
+    entries.sort_unstable();
+    hasher.update(b"dict");
+    hasher.update((entries.len() as u64).to_le_bytes());
+    entries.iter().for_each(|entry| hasher.update(entry));
+    Ok(())
+}
+
+fn hash_value(value: &Value, hasher: &mut Sha256) -> Result<(), PlanError> {
+    match value {
+        Value::Dict(dict) => hash_dict(dict, hasher),
+        Value::List(items) => {
+            hasher.update(b"list");
+            hasher.update((items.len() as u64).to_le_bytes());
+            items.iter().try_for_each(|item| hash_value(item, hasher))
+        }
+        leaf => {
+            let bytes = leaf.to_wire()?;
+            hasher.update(b"leaf");
+            hasher.update((bytes.len() as u64).to_le_bytes());
+            hasher.update(&bytes);
+            Ok(())
+        }
+    }
+}
+
+/// Where `here` differs from `first`, the common state of rank 0.
+pub(crate) fn compare(first: &Dict, here: &Dict) -> CommonDifference {
+    let mut difference = CommonDifference::default();
+    compare_dicts(first, here, &mut Vec::new(), &mut difference);
+    difference
+}
+
+fn compare_dicts(
+    first: &Dict,
+    here: &Dict,
+    path: &mut Vec<String>,
+    difference: &mut CommonDifference,
+) {
+    for (key, value) in first.iter() {
+        path.push(step(key));
+        match here.get_value(key) {
+            Some(other) => compare_values(value, other, path, difference),
+            None => difference.note(|d| &mut d.only_first, path),
+        }
+        path.pop();
+    }
+    for (key, _) in here.iter().filter(|(key, _)| first.get_value(key).is_none()) {
+        path.push(step(key));
+        difference.note(|d| &mut d.only_here, path);
+        path.pop();
+    }
+}
+
+fn compare_values(
+    first: &Value,
+    here: &Value,
+    path: &mut Vec<String>,
+    difference: &mut CommonDifference,
+) {
+    match (first, here) {
+        (Value::Dict(first), Value::Dict(here)) => compare_dicts(first, here, path, difference),
+        (Value::List(first), Value::List(here)) if first.len() == here.len() => {
+            for (index, (first, here)) in first.iter().zip(here).enumerate() {
+                path.push(index.to_string());
+                compare_values(first, here, path, difference);
+                path.pop();
+            }
+        }
+        (first, here) if first.same(here) => {}
+        _ => difference.note(|d| &mut d.values, path),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_are_told_by_path() {
+        let inner = |lr: f64| Dict::from([("lr", Value::Float(lr)), ("kind", "cosine".into())]);
+        let first = Dict::from([
+            ("opt", Value::List(vec![inner(0.1).into(), inner(0.2).into()])),
+            ("iteration", 3.into()),
+        ]);
+        let here = Dict::from([
+            ("rank", Value::Int(1)),
+            ("opt", Value::List(vec![inner(0.1).into(), inner(0.3).into()])),
+        ]);
+        let found = compare(&first, &here);
+        assert_eq!(found.values, ["opt.1.lr"]);
+        assert_eq!(
+            (&found.only_first, &found.only_here),
+            (&vec!["iteration".to_owned()], &vec!["rank".to_owned()])
+        );
+        let text = CommonDiffers { ranks: vec![(5, found)] }.to_string();
+        assert!(
+            text.contains("rank 5 has other values at opt.1.lr, has no iteration, alone has rank"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn the_order_of_dicts_is_no_difference() {
+        let a = Dict::from([("x", 1), ("y", 2)]);
+        let b = Dict::from([("y", 2), ("x", 1)]);
+        assert_eq!(digest(&a).unwrap(), digest(&b).unwrap());
+        assert!(compare(&a, &b).is_empty());
+        let c = Dict::from([("x", 2), ("y", 1)]);
+        assert_ne!(digest(&a).unwrap(), digest(&c).unwrap());
+        let nested =
+            |n: i64| Dict::from([("l", Value::List(vec![Value::Int(n), a.clone().into()]))]);
+        assert_ne!(digest(&nested(1)).unwrap(), digest(&nested(2)).unwrap());
+    }
+
+    #[test]
+    fn very_many_differences_are_counted() {
+        let first: Dict = (0..200).map(|n| (Value::Int(n), Value::Int(0))).collect();
+        let found = compare(&first, &Dict::new());
+        assert_eq!(
+            (found.only_first.len() as u64 + found.more, found.only_first.len()),
+            (200, LISTED)
+        );
+    }
+}

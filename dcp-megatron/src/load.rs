@@ -1,0 +1,382 @@
+//! `load`: what each rank asks of a checkpoint, into whatever layout it has now.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Collective, DType, Dict, Dims, LoadReport, Phase,
+    PlanError, ReadReport, Storage, StorageReader,
+};
+use dcp_engine::{Group, LoadMode, Loader};
+use dcp_planner::FlattenRule;
+use serde::{Deserialize, Serialize};
+
+use crate::agreement;
+use crate::checkpoint::OpenOptions;
+use crate::error::MegatronError;
+use crate::fitting::{Cleared, Clip, Fitted};
+use crate::logical::COMMON_STATE;
+use crate::prepare::{self, ToLoad};
+use crate::request::{Request, leave_out};
+use crate::sharded::{
+    Description, IntegrityError, ObjectKey, ShardedStateDict, apply_factory_merges, merge,
+    sharded_leaves, validate_sharding_integrity,
+};
+use crate::strategy::{Opened, Strategies};
+use crate::strict::{KeyMismatch, StrictHandling};
+
+/// Puts something between a checkpoint and the load.
+type Wrap = dyn Fn(Arc<dyn StorageReader>) -> Arc<dyn StorageReader> + Send + Sync;
+
+/// How a checkpoint is loaded. Every rank passes the same, but for the group's own rank.
+#[derive(Clone, Default)]
+pub struct LoadOptions {
+    group: Option<Arc<dyn Collective>>,
+    strict: StrictHandling,
+    skip_validation: bool,
+    refuse_casts: bool,
+    strategies: Strategies,
+    open: OpenOptions,
+    wrap: Option<Arc<Wrap>>,
+}
+
+impl LoadOptions {
+    /// This process alone, with Megatron-Core's defaults: unexpected keys fail when they are read,
+    /// the request is validated, and tensors are cast to what is asked for.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Loads together with the other ranks of `group`; rank 0 coordinates.
+    #[must_use]
+    pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
+        self.group = Some(group);
+        self
+    }
+
+    /// What to do about keys on one side only.
+    #[must_use]
+    pub fn strict(mut self, strict: StrictHandling) -> Self {
+        self.strict = strict;
+        self
+    }
+
+    /// Whether it is checked that what all ranks ask for makes whole tensors (the default). Turn
+    /// it off to load parts.
+    #[must_use]
+    pub fn validate_access_integrity(mut self, validate: bool) -> Self {
+        self.skip_validation = !validate;
+        self
+    }
+
+    /// Whether tensors are cast to the element type that is asked for (the default, as
+    /// Megatron-Core), or another one is an error. Floats never become integers.
+    #[must_use]
+    pub fn cast(mut self, cast: bool) -> Self {
+        self.refuse_casts = !cast;
+        self
+    }
+
+    /// What opens which backend.
+    #[must_use]
+    #[doc(alias = "sharded_strategy")]
+    pub fn strategies(mut self, strategies: Strategies) -> Self {
+        self.strategies = strategies;
+        self
+    }
+
+    /// How the checkpoint is opened, such as a damaged one.
+    #[must_use]
+    pub fn open_options(mut self, open: OpenOptions) -> Self {
+        self.open = open;
+        self
+    }
+
+    /// Reads through what `wrap` makes of the checkpoint's reader, such as one whose ranks share
+    /// what they read.
+    #[must_use]
+    #[doc(alias = "FullyParallelLoadStrategyWrapper")]
+    pub fn reader(
+        mut self,
+        wrap: impl Fn(Arc<dyn StorageReader>) -> Arc<dyn StorageReader> + Send + Sync + 'static,
+    ) -> Self {
+        self.wrap = Some(Arc::new(wrap));
+        self
+    }
+}
+
+/// What a load brought.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Loaded {
+    /// The common state of the checkpoint, all of it, with what was asked for: local tensors,
+    /// objects, what factories made, and local objects.
+    pub state: Dict,
+    /// Stored keys that no rank asked for; with [`StrictHandling::ReturnAll`], and an empty set
+    /// with [`StrictHandling::ReturnUnexpected`].
+    pub missing: Option<BTreeSet<Arc<str>>>,
+    /// Keys that this rank asked for and that are not stored; with
+    /// [`StrictHandling::ReturnAll`] and [`StrictHandling::ReturnUnexpected`].
+    pub unexpected: Option<BTreeSet<Arc<str>>>,
+    /// Tensors of this rank that were cast: key, stored type, type asked for.
+    pub casts: Vec<(Arc<str>, DType, DType)>,
+    /// Tensors of this rank that are stored in another shape, which was allowed: key, stored
+    /// shape, shape asked for. What is not stored is zero.
+    pub reshaped: Vec<(Arc<str>, Dims, Dims)>,
+    /// How the tensors and objects that this rank asked for differ from what is stored.
+    pub report: LoadReport,
+    /// What was read.
+    pub read: ReadReport,
+}
+
+/// Loads what each rank asks for from the checkpoint in `storage`, in the ranks' present layout.
+///
+/// `request` says what is wanted: tensors with memory are filled in place, without get new memory;
+/// objects come by their unique key; factories merge; local objects are put back; plain values are
+/// ignored. The result has all of the checkpoint's common state.
+///
+/// # Errors
+///
+/// The same on all ranks, before any memory is touched: [`MegatronError::Integrity`] when all
+/// requests together do not make whole tensors; [`MegatronError::Keys`], alone, or the same in
+/// words in a group, when the strict handling says so; [`CheckpointError::Mismatch`] when
+/// something is not stored or has another shape; when the checkpoint cannot be opened. Then those
+/// of [`Loader::load`], of [`merge`], and of factories.
+pub async fn load(
+    request: &ShardedStateDict,
+    storage: &Arc<dyn Storage>,
+    options: &LoadOptions,
+) -> Result<Loaded, MegatronError> {
+    let group = Group::new(options.group.clone(), 0)?;
+    let agreed = agree(request, storage, options, &group).await;
+    agreement::conclude(group, &agreed);
+    let Agreed { mut own, keys, casts } = agreed?;
+
+    let mut reader: Arc<dyn StorageReader> =
+        Arc::new(Fitted::new(Arc::clone(&own.opened.reader), casts));
+    if let Some(wrap) = &options.wrap {
+        reader = wrap(reader);
+    }
+    let reshaped = own.request.reshaped(&own.stored);
+    let cleared = own.request.views_of(&reshaped);
+    let allowed = reshaped.iter().map(|(key, ..)| Arc::clone(key)).collect();
+    let mut loader = Loader::new()
+        .planner(Arc::new(Clip::new(allowed)))
+        .mode(LoadMode::Strict)
+        .flatten_rule(FlattenRule::TopLevel);
+    if let Some(group) = &options.group {
+        loader = loader.group(Arc::clone(group));
+    }
+    let summary = loader.load(&mut own.request.flat, &Cleared::new(reader, cleared)).await?;
+
+    let group = Group::new(options.group.clone(), 0)?;
+    let casts = own.casts.clone();
+    let state = agreement::all(&group, Phase::Read, own.into_state()).await;
+    agreement::conclude(group, &state);
+    let state = state?;
+    let returned = options.strict.returns_keys();
+    Ok(Loaded {
+        state,
+        missing: returned.then_some(keys.missing),
+        unexpected: returned.then_some(keys.unexpected),
+        casts,
+        reshaped,
+        report: summary.report,
+        read: summary.read,
+    })
+}
+
+/// What all ranks have agreed to load.
+struct Agreed {
+    own: Own,
+    keys: KeyMismatch,
+    casts: BTreeMap<Arc<str>, DType>,
+}
+
+/// What a rank has found out on its own.
+struct Own {
+    opened: Opened,
+    stored: Arc<CheckpointMetadata>,
+    wanted: ToLoad,
+    request: Request,
+    /// Asked for by this rank and not stored.
+    unexpected: BTreeSet<Arc<str>>,
+    /// Key, stored type, type asked for.
+    casts: Vec<(Arc<str>, DType, DType)>,
+}
+
+/// What a rank tells the coordinator, in front of its description.
+#[derive(Debug, Serialize, Deserialize)]
+struct Offer {
+    unexpected: Vec<Arc<str>>,
+    /// Keys and the numbers of element types.
+    casts: Vec<(Arc<str>, usize)>,
+}
+
+/// What the coordinator found.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Verdict {
+    integrity: Option<IntegrityError>,
+    missing: Vec<Arc<str>>,
+    /// Of all ranks, where that is an error.
+    unexpected: Vec<Arc<str>>,
+    casts: Vec<(Arc<str>, usize)>,
+}
+
+async fn agree(
+    request: &ShardedStateDict,
+    storage: &Arc<dyn Storage>,
+    options: &LoadOptions,
+    group: &Group,
+) -> Result<Agreed, MegatronError> {
+    let (offer, own) = match own(request, storage, options).await {
+        Ok((offer, own)) => (Ok(offer), Some(own)),
+        Err(error) => (Err(error), None),
+    };
+    let offers = agreement::offers(group, Phase::Plan, offer).await?;
+    let own = own.ok_or(CheckpointError::Canceled)?;
+    let found = offers.map(|offers| judge(&offers, &own.stored, options));
+    let verdict = agreement::verdict(group, Phase::Plan, found).await?;
+    if let Some(error) = verdict.integrity {
+        return Err(error.into());
+    }
+    let mut keys = KeyMismatch {
+        missing: verdict.missing.into_iter().collect(),
+        unexpected: verdict.unexpected.into_iter().collect(),
+    };
+    if options.strict.raises() && !keys.is_empty() {
+        return Err(keys.into());
+    }
+    keys.unexpected.clone_from(&own.unexpected);
+    if options.strict.logs() && !keys.is_empty() {
+        tracing::warn!("{keys}");
+    }
+    let dtype = |code: usize| DType::ALL.get(code).copied();
+    let casts = verdict.casts.into_iter().filter_map(|(key, code)| Some((key, dtype(code)?)));
+    Ok(Agreed { own, keys, casts: casts.collect() })
+}
+
+async fn own(
+    request: &ShardedStateDict,
+    storage: &Arc<dyn Storage>,
+    options: &LoadOptions,
+) -> Result<(Bytes, Own), MegatronError> {
+    let mut wanted = prepare::to_load(request)?;
+    let opened = options.strategies.open(storage, &options.open).await?;
+    let stored = opened.reader.metadata().await?;
+    let described = !options.skip_validation || options.strict.asks_all_ranks();
+    let description = match described {
+        true => Description::of(sharded_leaves(&wanted.sharded)).to_wire(),
+        false => Bytes::new(),
+    };
+    let mut unexpected = BTreeSet::new();
+    if options.strict.compares() {
+        unexpected = leave_out(&mut wanted, &stored)?;
+    }
+    let request = Request::new(&wanted.sharded)?;
+    let casts = match options.refuse_casts {
+        true => Vec::new(),
+        false => request.casts(&stored),
+    };
+    let code = |dtype: DType| DType::ALL.iter().position(|known| *known == dtype);
+    let offer = Offer {
+        unexpected: unexpected.iter().cloned().collect(),
+        casts: { casts.iter() }
+            .filter_map(|(key, _, to)| Some((Arc::clone(key), code(*to)?)))
+            .collect(),
+    };
+    let offer = serde_json::to_vec(&offer).map_err(|error| wire(&error))?;
+    let message = [&(offer.len() as u64).to_le_bytes()[..], &offer, &description].concat();
+    let own = Own { opened, stored, wanted, request, unexpected, casts };
+    Ok((message.into(), own))
+}
+
+/// What the coordinator makes of all ranks' requests.
+fn judge(
+    offers: &[Bytes],
+    stored: &CheckpointMetadata,
+    options: &LoadOptions,
+) -> Result<Verdict, MegatronError> {
+    let mut verdict = Verdict::default();
+    let mut descriptions = Vec::with_capacity(offers.len());
+    let mut casts: BTreeMap<Arc<str>, usize> = BTreeMap::new();
+    let mut unexpected = BTreeSet::new();
+    for (rank, offer) in (0_u32..).zip(offers) {
+        let (offer, description) = split(offer).ok_or_else(|| wire(&"it ends too early"))?;
+        let offer: Offer = serde_json::from_slice(offer).map_err(|error| wire(&error))?;
+        unexpected.extend(offer.unexpected);
+        for (key, code) in offer.casts {
+            let first = *casts.entry(Arc::clone(&key)).or_insert(code);
+            if first != code {
+                let name = |code: usize| DType::ALL.get(code).map_or("unknown", |d| d.name());
+                return Err(PlanError::Unsupported {
+                    fqn: key.to_string(),
+                    problem: format!(
+                        "rank {rank} asks for it as {}, another rank as {}; all must ask for the \
+                         same",
+                        name(code),
+                        name(first)
+                    ),
+                }
+                .into());
+            }
+        }
+        if !description.is_empty() {
+            descriptions.push(Description::from_wire(description)?);
+        }
+    }
+    verdict.casts = casts.into_iter().collect();
+    if !options.skip_validation {
+        verdict.integrity = validate_sharding_integrity(&descriptions).err();
+    }
+    if options.strict.raises() {
+        verdict.unexpected = unexpected.into_iter().collect();
+    }
+    if options.strict.asks_all_ranks() {
+        let wanted: BTreeSet<&str> =
+            descriptions.iter().flat_map(Description::keys).map(|key| &**key).collect();
+        let stored: BTreeSet<Arc<str>> = { stored.iter() }
+            .map(|(fqn, _)| match ObjectKey::parse(fqn) {
+                Some(object) => Arc::clone(object.key()),
+                None => Arc::clone(fqn),
+            })
+            .filter(|key| &**key != COMMON_STATE && !wanted.contains(&**key))
+            .collect();
+        verdict.missing = stored.into_iter().collect();
+    }
+    Ok(verdict)
+}
+
+fn split(message: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (len, rest) = message.split_first_chunk::<8>()?;
+    rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)
+}
+
+fn wire(problem: &dyn fmt::Display) -> PlanError {
+    PlanError::Wire { problem: format!("a rank's request: {problem}") }
+}
+
+impl Own {
+    /// The result, when the request's memory is filled.
+    fn into_state(self) -> Result<Dict, MegatronError> {
+        let Self { opened, wanted, request, .. } = self;
+        let mut state = opened.common;
+        merge(&mut state, wanted.local)?;
+        merge(&mut state, request.into_values(&wanted.sharded)?)?;
+        apply_factory_merges(&mut state, &wanted.factories)?;
+        Ok(state)
+    }
+}
+
+impl fmt::Debug for LoadOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadOptions")
+            .field("strict", &self.strict)
+            .field("skip_validation", &self.skip_validation)
+            .field("refuse_casts", &self.refuse_casts)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,273 @@
+//! What a rank asks of a checkpoint, as the engine loads it, and the way back.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointMetadata, DType, Dict, Dims, HostMemory, PlanError, Region, Shard, StateDict, Tensor,
+    TensorView, Value,
+};
+use dcp_formats::torch_save::decode_only_item;
+
+use crate::error::MegatronError;
+use crate::prepare::{ToLoad, boxes_of_range, of};
+use crate::sharded::{
+    ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, extract,
+    sharded_leaves, to_values,
+};
+
+/// A rank's tensors and objects by stored name.
+#[derive(Debug)]
+pub(crate) struct Request {
+    /// Tensors with the memory to fill, and `None` for objects.
+    pub(crate) flat: StateDict,
+    tensors: Vec<Wanted>,
+    /// The memory of each tensor leaf, in the order of the state dict.
+    views: Vec<TensorView>,
+    /// How many leaves want an object.
+    objects: HashMap<String, usize>,
+}
+
+/// A tensor, asked for in one or more shards.
+#[derive(Debug)]
+struct Wanted {
+    key: Arc<str>,
+    dtype: DType,
+    shape: Dims,
+    allow_shape_mismatch: bool,
+    shards: Vec<Shard>,
+    /// Positions of its leaves.
+    views: Vec<usize>,
+}
+
+impl Request {
+    pub(crate) fn new(sharded: &ShardedStateDict) -> Result<Self, MegatronError> {
+        let mut tensors: Vec<Wanted> = Vec::new();
+        let mut known: HashMap<Arc<str>, usize> = HashMap::new();
+        let (mut views, mut objects) = (Vec::new(), HashMap::new());
+        let mut flat = StateDict::new();
+        for leaf in sharded_leaves(sharded) {
+            match leaf {
+                ShardedLeaf::Object(object) => {
+                    *objects.entry(object.unique_key()).or_insert(0) += 1;
+                    flat.insert(object.unique_key(), Value::None);
+                }
+                ShardedLeaf::Tensor(tensor) => {
+                    let key = tensor.key();
+                    let at = *known.entry(Arc::clone(key)).or_insert_with(|| {
+                        tensors.push(Wanted::new(tensor));
+                        tensors.len() - 1
+                    });
+                    let view = memory(tensor)?;
+                    if let Some(wanted) = tensors.get_mut(at) {
+                        wanted.agree(tensor)?;
+                        wanted.views.push(views.len());
+                        wanted.shards.extend(shards(tensor, &view)?);
+                    }
+                    views.push(view);
+                }
+            }
+        }
+        for wanted in &tensors {
+            let tensor = Tensor::sharded(wanted.dtype, wanted.shape.clone(), wanted.shards.clone());
+            let tensor = tensor.map_err(|error| of(&wanted.key, error))?;
+            flat.insert(Arc::clone(&wanted.key), tensor);
+        }
+        Ok(Self { flat, tensors, views, objects })
+    }
+
+    /// Tensors that are stored with another element type: key, stored, asked for.
+    pub(crate) fn casts(&self, stored: &CheckpointMetadata) -> Vec<(Arc<str>, DType, DType)> {
+        let casts = self.tensors.iter().filter_map(|wanted| {
+            let found = stored.get(&wanted.key)?.as_tensor()?.dtype;
+            (found != wanted.dtype).then(|| (Arc::clone(&wanted.key), found, wanted.dtype))
+        });
+        casts.collect()
+    }
+
+    /// Tensors that are stored in another shape with as many axes, where that is allowed: key,
+    /// stored, asked for.
+    pub(crate) fn reshaped(&self, stored: &CheckpointMetadata) -> Vec<(Arc<str>, Dims, Dims)> {
+        let reshaped = self.tensors.iter().filter_map(|wanted| {
+            let found = &stored.get(&wanted.key)?.as_tensor()?.shape;
+            let differs = *found != wanted.shape && found.ndim() == wanted.shape.ndim();
+            (differs && wanted.allow_shape_mismatch)
+                .then(|| (Arc::clone(&wanted.key), found.clone(), wanted.shape.clone()))
+        });
+        reshaped.collect()
+    }
+
+    /// The memory of those tensors.
+    pub(crate) fn views_of(&self, reshaped: &[(Arc<str>, Dims, Dims)]) -> Vec<TensorView> {
+        let keys: HashSet<&str> = reshaped.iter().map(|(key, ..)| &**key).collect();
+        let wanted = self.tensors.iter().filter(|wanted| keys.contains(&*wanted.key));
+        wanted
+            .flat_map(|wanted| &wanted.views)
+            .filter_map(|at| self.views.get(*at).cloned())
+            .collect()
+    }
+
+    /// The tree with what was loaded.
+    pub(crate) fn into_values(self, sharded: &ShardedStateDict) -> Result<Dict, MegatronError> {
+        let Self { flat, views, objects, .. } = self;
+        let mut items = HashMap::with_capacity(objects.len());
+        for (key, count) in objects {
+            let value = flat.get(&key).cloned().unwrap_or(Value::None);
+            items.insert(key.clone(), elements(&key, value, count)?.into_iter());
+        }
+        let mut views = views.into_iter();
+        let lost = |key: &str| ShardError::Object {
+            key: key.to_owned(),
+            problem: "it was not loaded".to_owned(),
+        };
+        Ok(to_values(sharded, &mut |leaf| match leaf {
+            ShardedValue::Tensor(tensor) => {
+                let view = views.next().ok_or_else(|| lost(tensor.key()))?;
+                Tensor::from_view(view).map(Value::from).map_err(|_| lost(tensor.key()))
+            }
+            ShardedValue::Object(object) => {
+                let key = object.unique_key();
+                items.get_mut(&key).and_then(Iterator::next).ok_or_else(|| lost(&key))
+            }
+            _ => Ok(Value::None),
+        })?)
+    }
+}
+
+impl Wanted {
+    fn new(tensor: &ShardedTensor) -> Self {
+        Self {
+            key: Arc::clone(tensor.key()),
+            dtype: tensor.dtype(),
+            shape: tensor.global_shape().clone(),
+            allow_shape_mismatch: tensor.allow_shape_mismatch(),
+            shards: Vec::new(),
+            views: Vec::new(),
+        }
+    }
+
+    fn agree(&self, tensor: &ShardedTensor) -> Result<(), PlanError> {
+        if self.dtype == tensor.dtype() && self.shape == *tensor.global_shape() {
+            return Ok(());
+        }
+        let (dtype, shape) = (tensor.dtype(), tensor.global_shape());
+        let problem = format!(
+            "this rank asks for it as {} of shape {} and as {dtype} of shape {shape}",
+            self.dtype, self.shape
+        );
+        Err(PlanError::Unsupported { fqn: self.key.to_string(), problem })
+    }
+}
+
+/// The memory that a tensor is loaded into: its own, or new one.
+fn memory(tensor: &ShardedTensor) -> Result<TensorView, MegatronError> {
+    if let Some(data) = tensor.data() {
+        return Ok(data.clone());
+    }
+    let shape = match tensor.flattened_range() {
+        Some(range) => Dims::from([range.end.saturating_sub(range.start)]),
+        None => tensor.local_shape().clone(),
+    };
+    // The volume of all of the tensor was counted when it was built.
+    let bytes = shape.checked_volume().unwrap_or(0).checked_mul(tensor.dtype().size() as u64);
+    let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
+    let bytes = bytes.filter(|bytes| isize::try_from(*bytes).is_ok());
+    let bytes = bytes.ok_or_else(|| PlanError::Unsupported {
+        fqn: tensor.key().to_string(),
+        problem: format!("a shard of {} does not fit in memory", tensor.local_shape()),
+    })?;
+    let view = TensorView::contiguous(HostMemory::zeroed(bytes), tensor.dtype(), shape, 0);
+    Ok(view.map_err(|error| of(tensor.key(), error))?)
+}
+
+/// The boxes of the whole tensor that are to be read into `view`.
+fn shards(tensor: &ShardedTensor, view: &TensorView) -> Result<Vec<Shard>, MegatronError> {
+    let named = |error| of(tensor.key(), error);
+    let Some(range) = tensor.flattened_range() else {
+        let data = tensor.clone().with_data(view.clone())?.global_data();
+        let data = data.ok_or_else(|| PlanError::Unsupported {
+            fqn: tensor.key().to_string(),
+            problem: "its memory cannot be seen as a part of the whole".to_owned(),
+        })?;
+        return Ok(vec![Shard::with_view(tensor.region().clone(), data).map_err(named)?]);
+    };
+    let boxes = boxes_of_range(tensor.region(), range.start, range.end);
+    let shards = boxes.into_iter().map(|(first, region)| {
+        let part = Region::new([first], [region.volume()]).map_err(|error| {
+            PlanError::Unsupported { fqn: tensor.key().to_string(), problem: error.to_string() }
+        })?;
+        let data = view.narrow(&part).and_then(|part| part.reshape(region.sizes().clone()));
+        Shard::with_view(region, data.map_err(named)?).map_err(named)
+    });
+    Ok(shards.collect::<Result<_, PlanError>>()?)
+}
+
+/// The elements of a stored list for the leaves that ask for it: one for each of them, or one for
+/// all.
+fn elements(key: &str, value: Value, count: usize) -> Result<Vec<Value>, MegatronError> {
+    let mut items = match value {
+        Value::List(items) => items,
+        Value::Opaque(opaque) => vec![decode_only_item(&opaque.encoded)?],
+        other => {
+            let problem = format!("it is stored as a {}, not as a list", other.kind());
+            return Err(ShardError::Object { key: key.to_owned(), problem }.into());
+        }
+    };
+    if let [only] = &*items {
+        items = vec![only.clone(); count];
+    }
+    if items.len() != count {
+        let problem = format!("{} are stored, {count} are asked for", items.len());
+        return Err(ShardError::Object { key: key.to_owned(), problem }.into());
+    }
+    Ok(items)
+}
+
+/// Takes out of a request what is not stored, and says which keys that were.
+pub(crate) fn leave_out(
+    wanted: &mut ToLoad,
+    stored: &CheckpointMetadata,
+) -> Result<BTreeSet<Arc<str>>, MegatronError> {
+    let mut unexpected = BTreeSet::new();
+    let is_absent = |leaf: ShardedLeaf<'_>| match leaf {
+        ShardedLeaf::Tensor(tensor) => stored.get(tensor.key()).is_none(),
+        ShardedLeaf::Object(object) => stored.get(&object.unique_key()).is_none(),
+    };
+    for leaf in sharded_leaves(&wanted.sharded).into_iter().filter(|leaf| is_absent(*leaf)) {
+        unexpected.insert(Arc::clone(key_of(leaf)));
+    }
+    if unexpected.is_empty() {
+        return Ok(unexpected);
+    }
+    // What is left of a tensor cannot be merged.
+    let mut doomed: HashSet<Arc<str>> = HashSet::new();
+    let mut whole = Vec::with_capacity(wanted.factories.len());
+    for placed in wanted.factories.drain(..) {
+        let built = ShardedStateDict::from([("built", placed.factory.build()?)]);
+        let leaves = sharded_leaves(&built);
+        if leaves.iter().any(|leaf| is_absent(*leaf)) {
+            doomed.extend(leaves.into_iter().map(|leaf| Arc::clone(key_of(leaf))));
+        } else {
+            whole.push(placed);
+        }
+    }
+    wanted.factories = whole;
+    let sharded = std::mem::take(&mut wanted.sharded);
+    let goes = |value: &ShardedValue| {
+        let leaf = match value {
+            ShardedValue::Tensor(tensor) => ShardedLeaf::Tensor(tensor),
+            ShardedValue::Object(object) => ShardedLeaf::Object(object),
+            _ => return false,
+        };
+        is_absent(leaf) || doomed.contains(key_of(leaf))
+    };
+    (_, wanted.sharded) = extract(sharded, goes);
+    Ok(unexpected)
+}
+
+fn key_of(leaf: ShardedLeaf<'_>) -> &Arc<str> {
+    match leaf {
+        ShardedLeaf::Tensor(tensor) => tensor.key(),
+        ShardedLeaf::Object(object) => object.key(),
+    }
+}

@@ -1,0 +1,321 @@
+//! `save`: a sharded state dict of all ranks becomes a checkpoint.
+
+mod options;
+
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, Collective, Dict, Phase, PlanError, Rank, RankFailure, StateDict, Storage,
+    StorageWriter, Value, error_chain,
+};
+use dcp_engine::{BackgroundSaver, Group, PendingSave, SaveSummary};
+use serde::{Deserialize, Serialize};
+
+use crate::agreement;
+use crate::common_check::{self, CommonDifference, CommonDiffers};
+use crate::error::MegatronError;
+use crate::prepare::{self, ToSave};
+use crate::sharded::{
+    Description, IntegrityError, ReplicaId, ShardedLeaf, ShardedStateDict, ShardedTensor,
+    ShardedValue, sharded_leaves, validate_sharding_integrity,
+};
+use crate::strategy::WriterSettings;
+
+pub use options::SaveOptions;
+use options::saver;
+
+/// The member of the common state that says what the content is like.
+const CONTENT_METADATA: &str = "content_metadata";
+/// A member of it that only has a meaning while the job runs.
+const RUNTIME_GROUP: &str = "dp_cp_group";
+
+/// Divides among ranks what several of them hold, as a fully parallel save does.
+///
+/// Every rank calls it in every save, with its shards in the order of its state dict, factories
+/// expanded.
+#[async_trait]
+pub trait SaveDistribution: fmt::Debug + Send + Sync {
+    /// For each of the shards, whether this rank writes it. What it does not write, another rank
+    /// must.
+    ///
+    /// # Errors
+    ///
+    /// When the ranks cannot agree.
+    async fn owned(&self, shards: &[&ShardedTensor]) -> Result<Vec<bool>, MegatronError>;
+}
+
+/// Saves `state` into `storage` with the other ranks of the options' group, by Megatron-Core's
+/// rules: factories are expanded, local objects dropped, tensors and objects stored under their
+/// keys by the ranks with the main replicas, and all else as the common state, that of rank 0.
+///
+/// `state` is not changed; contiguous memory is written without a copy. When this returns, the
+/// checkpoint is complete, and `metadata.json`, which makes it one, was written last.
+///
+/// # Errors
+///
+/// The same on all ranks, before anything is written: [`MegatronError::Integrity`] when the shards
+/// do not make whole tensors, [`MegatronError::CommonDiffers`] when the common state is not the
+/// same, [`MegatronError::MixedLists`], and what factories say. Then those of [`Saver::save`](dcp_engine::Saver::save).
+pub async fn save(
+    state: &ShardedStateDict,
+    storage: &Arc<dyn Storage>,
+    options: &SaveOptions,
+) -> Result<SaveSummary, MegatronError> {
+    let Ready { flat, writer } = ready(state, storage, options, false).await?;
+    Ok(options.saver.save(&flat, &*writer).await?)
+}
+
+/// The same in the background: when this returns, all ranks have agreed on what is saved, and it
+/// was copied, so that training may go on. Writing and commit follow on `background`, whose saver
+/// needs a group of its own; the options' group is not used any more then.
+///
+/// The last thing that the background save does, on rank 0, is to write `metadata.json`; whatever
+/// is to be done when the checkpoint is complete, such as writing the tracker of the run, is done
+/// after [`PendingSave::wait`] returned on all ranks. Megatron-Core guarantees the same order of
+/// finalization.
+///
+/// # Errors
+///
+/// As [`save`], but for what goes wrong later, which [`PendingSave::wait`] reports.
+#[doc(alias = "async_sharded_save")]
+pub async fn async_save(
+    state: &ShardedStateDict,
+    storage: &Arc<dyn Storage>,
+    options: &SaveOptions,
+    background: &MegatronBackgroundSaver,
+) -> Result<PendingSave, MegatronError> {
+    let Ready { flat, writer } = ready(state, storage, options, true).await?;
+    Ok(background.0.start(&flat, writer)?)
+}
+
+/// Saves in the background, one after the other; for [`async_save`].
+#[derive(Clone, Debug)]
+pub struct MegatronBackgroundSaver(BackgroundSaver);
+
+impl MegatronBackgroundSaver {
+    /// For this process alone, or with the ranks of `group`, which nothing else uses.
+    #[must_use]
+    pub fn new(group: Option<Arc<dyn Collective>>) -> Self {
+        let saver = match group {
+            Some(group) => saver().group(group),
+            None => saver(),
+        };
+        Self(BackgroundSaver::new(saver))
+    }
+}
+
+/// What all ranks have agreed to save.
+struct Ready {
+    flat: StateDict,
+    writer: Arc<dyn StorageWriter>,
+}
+
+/// What a rank has made ready on its own.
+struct Own {
+    flat: Result<StateDict, MegatronError>,
+    writer: Arc<dyn StorageWriter>,
+    /// What it tells the coordinator.
+    offer: Bytes,
+    /// The common state as it is compared.
+    compared: Dict,
+}
+
+async fn ready(
+    state: &ShardedStateDict,
+    storage: &Arc<dyn Storage>,
+    options: &SaveOptions,
+    staged: bool,
+) -> Result<Ready, MegatronError> {
+    let group = Group::new(options.group.clone(), 0)?;
+    let ready = agreed(state, storage, options, staged, &group).await;
+    agreement::conclude(group, &ready);
+    ready
+}
+
+async fn agreed(
+    state: &ShardedStateDict,
+    storage: &Arc<dyn Storage>,
+    options: &SaveOptions,
+    staged: bool,
+    group: &Group,
+) -> Result<Ready, MegatronError> {
+    let prepared = match &options.distribution {
+        None => options.prepare(state),
+        Some(distribution) => {
+            // All or none call the distribution, which is collective itself.
+            let prepared = options.prepare(state);
+            let mut prepared = agreement::all(group, Phase::Plan, prepared).await?;
+            redistribute(&mut prepared.sharded, &**distribution).await.map(|()| prepared)
+        }
+    };
+    let own = prepared.and_then(|prepared| options.own(prepared, storage, staged));
+    let (offer, own) = match own {
+        Ok(own) => (Ok(own.offer.clone()), Some(own)),
+        Err(error) => (Err(error), None),
+    };
+    let offers = agreement::offers(group, Phase::Plan, offer).await?;
+    let found = offers.map(|offers| judge(&offers, options.validate));
+    let verdict = agreement::verdict(group, Phase::Plan, found).await?;
+    if let Some(error) = verdict.integrity {
+        return Err(error.into());
+    }
+    let own = own.ok_or(CheckpointError::Canceled)?;
+    if !verdict.failures.is_empty() {
+        return Err(match own.flat {
+            Err(error) if group.context().world_size == 1 => error,
+            _ => {
+                let failures = verdict.failures.into_iter();
+                let failures = failures.map(|(rank, text)| RankFailure::new(rank, text)).collect();
+                CheckpointError::Ranks { phase: Phase::Plan, failures }.into()
+            }
+        });
+    }
+    if !verdict.same_common {
+        let differs = differences(group, &own.compared).await?;
+        if options.common_must_agree && !differs.ranks.is_empty() {
+            return Err(differs.into());
+        }
+        tracing::warn!("{differs}; that of rank 0 is saved");
+    }
+    Ok(Ready { flat: own.flat?, writer: own.writer })
+}
+
+impl SaveOptions {
+    fn prepare(&self, state: &ShardedStateDict) -> Result<ToSave, MegatronError> {
+        let mut prepared = prepare::to_save(state, self.allow_mixed_lists)?;
+        if let Some(content) = &self.content_metadata {
+            let mut content = content.clone();
+            content.remove(RUNTIME_GROUP);
+            prepared.common.insert(CONTENT_METADATA, content);
+        }
+        Ok(prepared)
+    }
+
+    /// All that can be done without the other ranks.
+    fn own(
+        &self,
+        prepared: ToSave,
+        storage: &Arc<dyn Storage>,
+        staged: bool,
+    ) -> Result<Own, MegatronError> {
+        let ToSave { sharded, mut common } = prepared;
+        let compared = match &self.preprocess {
+            Some(preprocess) => preprocess(&common),
+            None => common.clone(),
+        };
+        let digest = common_check::digest(&compared)?;
+        let description = match self.validate {
+            true => Description::of(sharded_leaves(&sharded)).to_wire(),
+            false => Bytes::new(),
+        };
+        let flat = prepare::flat(&sharded);
+        // A shard that cannot be saved by itself may be one that all ranks together explain better.
+        let problem = flat.as_ref().err().map_or_else(String::new, |error| error_chain(error));
+        let len = (problem.len() as u64).to_le_bytes();
+        let offer = Bytes::from([&digest[..], &len, problem.as_bytes(), &description].concat());
+        if staged {
+            // Tensors of the common state are encoded later than this returns.
+            let copy = Value::from_wire(&Value::from(common.clone()).to_wire()?)?;
+            if let Value::Dict(copy) = copy {
+                common = copy;
+            }
+        }
+        let settings = WriterSettings { common, ..self.settings.clone() };
+        let writer = self.strategies.save(&self.backend)?.writer(storage, settings)?;
+        Ok(Own { flat, writer, offer, compared })
+    }
+}
+
+/// What the coordinator found.
+#[derive(Debug, Serialize, Deserialize)]
+struct Verdict {
+    integrity: Option<IntegrityError>,
+    /// Ranks whose shards cannot be saved, and why.
+    failures: Vec<(Rank, String)>,
+    same_common: bool,
+}
+
+fn judge(offers: &[Bytes], validate: bool) -> Result<Verdict, MegatronError> {
+    let mut described = Vec::with_capacity(offers.len());
+    let (mut digests, mut failures) = (Vec::new(), Vec::new());
+    for (rank, offer) in (0..).zip(offers) {
+        let parts = split(offer).ok_or_else(|| PlanError::Wire {
+            problem: format!("what rank {rank} has to save: it ends too early"),
+        })?;
+        let (digest, problem, description) = parts;
+        digests.push(digest);
+        if !problem.is_empty() {
+            failures.push((rank, String::from_utf8_lossy(problem).into_owned()));
+        }
+        if validate {
+            described.push(Description::from_wire(description)?);
+        }
+    }
+    let same_common = digests.windows(2).all(|pair| pair[0] == pair[1]);
+    let integrity = validate_sharding_integrity(&described).err();
+    Ok(Verdict { integrity, failures, same_common })
+}
+
+/// Digest, problem and description of an offer.
+fn split(offer: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
+    let (digest, rest) = offer.split_at_checked(32)?;
+    let (len, rest) = rest.split_first_chunk::<8>()?;
+    let (problem, description) =
+        rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+    Some((digest, problem, description))
+}
+
+/// How every rank's common state differs from that of rank 0. Only asked for when one does.
+async fn differences(group: &Group, compared: &Dict) -> Result<CommonDiffers, MegatronError> {
+    let mine = (group.context().rank == 0).then(|| Ok(Value::from(compared.clone()).to_wire()?));
+    let first = group.spread(Phase::Plan, 0, mine).await?;
+    let mine = match Value::from_wire(&first) {
+        Ok(Value::Dict(first)) => Ok(common_check::compare(&first, compared)),
+        Ok(_) => Ok(CommonDifference::default()),
+        Err(error) => Err(error.into()),
+    };
+    let all = group.agree(Phase::Plan, mine).await?;
+    let ranks = (0..).zip(all).filter(|(_, difference)| !difference.is_empty()).collect();
+    Ok(CommonDiffers { ranks })
+}
+
+/// Makes main replicas of the shards that this rank writes, and of no others.
+async fn redistribute(
+    sharded: &mut ShardedStateDict,
+    distribution: &dyn SaveDistribution,
+) -> Result<(), MegatronError> {
+    let owned = {
+        let leaves = sharded_leaves(sharded);
+        let tensors: Vec<&ShardedTensor> = leaves
+            .iter()
+            .filter_map(|leaf| match leaf {
+                ShardedLeaf::Tensor(tensor) => Some(*tensor),
+                _ => None,
+            })
+            .collect();
+        distribution.owned(&tensors).await?
+    };
+    let mut owned = owned.into_iter();
+    for (_, value) in sharded.iter_mut() {
+        assign(value, &mut owned);
+    }
+    Ok(())
+}
+
+fn assign(value: &mut ShardedValue, owned: &mut impl Iterator<Item = bool>) {
+    match value {
+        ShardedValue::Dict(dict) => dict.iter_mut().for_each(|(_, value)| assign(value, owned)),
+        ShardedValue::List(items) => items.iter_mut().for_each(|item| assign(item, owned)),
+        ShardedValue::Tensor(tensor) => {
+            let id = match owned.next() {
+                Some(true) => ReplicaId::MAIN,
+                _ => ReplicaId::from(1),
+            };
+            *tensor = tensor.clone().with_replica_id(id);
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,192 @@
+//! How a checkpoint is saved.
+
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use dcp_core::{Collective, Dict};
+use dcp_engine::Saver;
+use dcp_formats::dcp::FileLayout;
+use dcp_formats::metadata::Profile;
+use dcp_planner::FlattenRule;
+
+use super::SaveDistribution;
+use crate::config::Backend;
+use crate::strategy::{Strategies, WriterSettings};
+use crate::writer::MegatronForm;
+
+/// A change to the common state before it is compared between ranks.
+type Preprocess = dyn Fn(&Dict) -> Dict + Send + Sync;
+
+/// How a checkpoint is saved. Every rank passes the same, but for the group's own rank.
+///
+/// One kept for several saves remembers plans between them, so that unchanged states exchange a
+/// few bytes only.
+#[derive(Clone)]
+pub struct SaveOptions {
+    pub(super) group: Option<Arc<dyn Collective>>,
+    pub(super) saver: Saver,
+    pub(super) strategies: Strategies,
+    pub(super) backend: Backend,
+    pub(super) validate: bool,
+    pub(super) common_must_agree: bool,
+    pub(super) preprocess: Option<Arc<Preprocess>>,
+    pub(super) content_metadata: Option<Dict>,
+    pub(super) allow_mixed_lists: bool,
+    pub(super) distribution: Option<Arc<dyn SaveDistribution>>,
+    pub(super) settings: WriterSettings,
+}
+
+impl Default for SaveOptions {
+    /// This process alone, to `torch_dist` in the form that most versions read, everything
+    /// checked, nothing replaced.
+    fn default() -> Self {
+        Self {
+            group: None,
+            saver: saver(),
+            strategies: Strategies::default(),
+            backend: Backend::first("torch_dist"),
+            validate: true,
+            common_must_agree: true,
+            preprocess: None,
+            content_metadata: None,
+            allow_mixed_lists: false,
+            distribution: None,
+            settings: WriterSettings::default(),
+        }
+    }
+}
+
+/// Keys are whole names, in which dots mean nothing.
+pub(super) fn saver() -> Saver {
+    Saver::new().flatten_rule(FlattenRule::TopLevel)
+}
+
+impl SaveOptions {
+    /// The default options.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Saves together with the other ranks of `group`; rank 0 coordinates.
+    #[must_use]
+    pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
+        self.saver = saver().group(Arc::clone(&group));
+        self.group = Some(group);
+        self
+    }
+
+    /// Whether it is checked that all ranks' shards make whole tensors (the default). Without,
+    /// only overlaps and gaps of what is written are noticed, and then on the coordinator.
+    #[must_use]
+    pub fn validate_access_integrity(mut self, validate: bool) -> Self {
+        self.validate = validate;
+        self
+    }
+
+    /// Whether a common state that differs between ranks is an error (the default) or, as in
+    /// Megatron-Core (0.16), only a warning; then that of rank 0 is stored and the others' is
+    /// lost.
+    #[must_use]
+    pub fn common_must_agree(mut self, must: bool) -> Self {
+        self.common_must_agree = must;
+        self
+    }
+
+    /// Changes the common state for the comparison between ranks, such as to leave out what may
+    /// differ. What is stored is not changed.
+    #[must_use]
+    #[doc(alias = "preprocess_common_before_consistancy_check")]
+    pub fn preprocess_common_before_consistency_check(
+        mut self,
+        preprocess: impl Fn(&Dict) -> Dict + Send + Sync + 'static,
+    ) -> Self {
+        self.preprocess = Some(Arc::new(preprocess));
+        self
+    }
+
+    /// What the content is like, such as the optimizer's layout; stored in the common state.
+    #[must_use]
+    pub fn content_metadata(mut self, content: Dict) -> Self {
+        self.content_metadata = Some(content);
+        self
+    }
+
+    /// Whether lists that hold sharded and plain elements side by side are saved. By default they
+    /// are refused, because Megatron-Core saves them and can never load them again.
+    #[must_use]
+    pub fn allow_mixed_lists(mut self, allow: bool) -> Self {
+        self.allow_mixed_lists = allow;
+        self
+    }
+
+    /// Lets ranks share the writing of what several of them hold.
+    #[must_use]
+    #[doc(alias = "FullyParallelSaveStrategyWrapper")]
+    pub fn distribution(mut self, distribution: Arc<dyn SaveDistribution>) -> Self {
+        self.distribution = Some(distribution);
+        self
+    }
+
+    /// Which backend writes it, of those in `strategies`.
+    #[must_use]
+    #[doc(alias = "sharded_strategy")]
+    pub fn strategy(mut self, strategies: Strategies, backend: Backend) -> Self {
+        (self.strategies, self.backend) = (strategies, backend);
+        self
+    }
+
+    /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
+    #[must_use]
+    pub fn form(mut self, form: MegatronForm) -> Self {
+        self.settings.form = form;
+        self
+    }
+
+    /// The form of the `.metadata` pickle; by default the one that all versions read.
+    #[must_use]
+    pub fn profile(mut self, profile: Profile) -> Self {
+        self.settings.profile = Some(profile);
+        self
+    }
+
+    /// Files of each rank, with about the same number of bytes in each; one by default.
+    #[must_use]
+    pub fn thread_count(mut self, files: NonZeroUsize) -> Self {
+        self.settings.files = match files.get() {
+            1 => FileLayout::OnePerRank,
+            _ => FileLayout::SplitBySize(files),
+        };
+        self
+    }
+
+    /// Whether `integrity.json` is written, with a hash of every file.
+    #[must_use]
+    #[doc(alias = "verify_integrity")]
+    pub fn integrity(mut self, integrity: bool) -> Self {
+        self.settings.integrity = integrity;
+        self
+    }
+
+    /// Whether a checkpoint that is there is replaced; it stays loadable until the new one is
+    /// complete.
+    #[must_use]
+    pub fn overwrite(mut self, overwrite: bool) -> Self {
+        self.settings.overwrite = overwrite;
+        self
+    }
+}
+
+impl fmt::Debug for SaveOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SaveOptions")
+            .field("backend", &self.backend)
+            .field("validate", &self.validate)
+            .field("common_must_agree", &self.common_must_agree)
+            .field("content_metadata", &self.content_metadata)
+            .field("allow_mixed_lists", &self.allow_mixed_lists)
+            .field("distribution", &self.distribution)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,267 @@
+//! What reads and writes which backend of which version: a registry that a plug-in can extend.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::{Dict, Storage, StorageReader, StorageWriter};
+use dcp_formats::dcp::FileLayout;
+use dcp_formats::metadata::Profile;
+
+use crate::checkpoint::{MegatronCheckpoint, OpenOptions};
+use crate::config::{Backend, CheckpointingConfig};
+use crate::error::MegatronError;
+use crate::writer::{MegatronForm, MegatronWriter};
+
+/// Makes the writers of a backend.
+pub trait SaveStrategy: fmt::Debug + Send + Sync {
+    /// A writer of one checkpoint into `storage`, with its common state.
+    ///
+    /// # Errors
+    ///
+    /// When the backend cannot write as the settings ask.
+    fn writer(
+        &self,
+        storage: &Arc<dyn Storage>,
+        settings: WriterSettings,
+    ) -> Result<Arc<dyn StorageWriter>, MegatronError>;
+}
+
+/// How a checkpoint is to be written.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct WriterSettings {
+    /// All that is not sharded.
+    pub common: Dict,
+    /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
+    pub form: MegatronForm,
+    /// The form of the `.metadata` pickle.
+    pub profile: Option<Profile>,
+    /// How many files each rank writes.
+    pub files: FileLayout,
+    /// Whether `integrity.json` is written.
+    pub integrity: bool,
+    /// Whether a checkpoint that is there is replaced.
+    pub overwrite: bool,
+}
+
+/// Opens the checkpoints of a backend.
+#[async_trait]
+pub trait LoadStrategy: fmt::Debug + Send + Sync {
+    /// The checkpoint in `storage`.
+    ///
+    /// # Errors
+    ///
+    /// When it is damaged or none.
+    async fn open(
+        &self,
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Opened, MegatronError>;
+}
+
+/// A checkpoint as a load needs it.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Opened {
+    /// Tensors under their keys in their logical shapes, and objects under their unique keys, each
+    /// a list of one. What is named [`COMMON_STATE`](crate::COMMON_STATE) is left alone.
+    pub reader: Arc<dyn StorageReader>,
+    /// All that is not sharded.
+    pub common: Dict,
+}
+
+impl Opened {
+    /// What `reader` reads, with this common state.
+    #[must_use]
+    pub fn new(reader: Arc<dyn StorageReader>, common: Dict) -> Self {
+        Self { reader, common }
+    }
+}
+
+/// Strategies by backend and version, as `metadata.json` names them.
+///
+/// The default ones write `torch_dist`, and read what
+/// [`MegatronCheckpoint`](crate::MegatronCheckpoint) does. Registering another one replaces what
+/// was there for the same backend and version.
+///
+/// ```
+/// use dcp_megatron::{Backend, Strategies};
+///
+/// let strategies = Strategies::default();
+/// assert!(strategies.save(&Backend::first("torch_dist")).is_ok());
+/// let error = strategies.save(&Backend::first("zarr")).unwrap_err();
+/// assert!(error.to_string().contains("\"torch_dist\" version 1"), "{error}");
+/// ```
+#[derive(Clone, Debug)]
+pub struct Strategies {
+    save: BTreeMap<(Arc<str>, u64), Arc<dyn SaveStrategy>>,
+    load: BTreeMap<(Arc<str>, u64), Arc<dyn LoadStrategy>>,
+}
+
+impl Default for Strategies {
+    fn default() -> Self {
+        Self::empty()
+            .with_save(Backend::first("torch_dist"), Arc::new(TorchDist))
+            .with_load(Backend::first("torch_dist"), Arc::new(AsMegatron))
+            .with_load(Backend::first("zarr"), Arc::new(AsMegatron))
+    }
+}
+
+impl Strategies {
+    /// None at all.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self { save: BTreeMap::new(), load: BTreeMap::new() }
+    }
+
+    /// The same with `strategy` for saving to a backend.
+    #[must_use]
+    #[doc(alias = "register_default_strategy")]
+    pub fn with_save(mut self, backend: Backend, strategy: Arc<dyn SaveStrategy>) -> Self {
+        self.save.insert((backend.name, backend.version), strategy);
+        self
+    }
+
+    /// The same with `strategy` for loading from a backend.
+    #[must_use]
+    #[doc(alias = "register_default_strategy")]
+    pub fn with_load(mut self, backend: Backend, strategy: Arc<dyn LoadStrategy>) -> Self {
+        self.load.insert((backend.name, backend.version), strategy);
+        self
+    }
+
+    /// What saves to a backend.
+    ///
+    /// # Errors
+    ///
+    /// [`MegatronError::NoStrategy`], naming those that are registered.
+    #[doc(alias = "get_default_save_sharded_strategy")]
+    #[doc(alias = "get_default_save_common_strategy")]
+    #[doc(alias = "get_default_strategy")]
+    pub fn save(&self, backend: &Backend) -> Result<&Arc<dyn SaveStrategy>, MegatronError> {
+        find(&self.save, backend, "saves to")
+    }
+
+    /// What loads from a backend.
+    ///
+    /// # Errors
+    ///
+    /// As [`save`](Self::save).
+    #[doc(alias = "get_default_load_sharded_strategy")]
+    #[doc(alias = "get_default_load_common_strategy")]
+    pub fn load(&self, backend: &Backend) -> Result<&Arc<dyn LoadStrategy>, MegatronError> {
+        find(&self.load, backend, "loads from")
+    }
+
+    /// Opens a checkpoint by what its `metadata.json` names. Where there is none,
+    /// [`MegatronCheckpoint`] says what there is instead.
+    ///
+    /// # Errors
+    ///
+    /// As [`load`](Self::load), and those of the strategy.
+    #[doc(alias = "verify_checkpoint_and_load_strategy")]
+    pub async fn open(
+        &self,
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Opened, MegatronError> {
+        match CheckpointingConfig::read(&**storage).await? {
+            Some(config) => self.load(&config.sharded)?.open(storage, options).await,
+            None => AsMegatron.open(storage, options).await,
+        }
+    }
+}
+
+fn find<'a, T: ?Sized>(
+    strategies: &'a BTreeMap<(Arc<str>, u64), Arc<T>>,
+    backend: &Backend,
+    does: &'static str,
+) -> Result<&'a Arc<T>, MegatronError> {
+    let wanted = (Arc::clone(&backend.name), backend.version);
+    strategies.get(&wanted).ok_or_else(|| MegatronError::NoStrategy {
+        does,
+        backend: backend.to_string(),
+        registered: strategies
+            .keys()
+            .map(|(name, version)| {
+                Backend { name: Arc::clone(name), version: *version }.to_string()
+            })
+            .collect(),
+    })
+}
+
+#[derive(Debug)]
+struct TorchDist;
+
+impl SaveStrategy for TorchDist {
+    fn writer(
+        &self,
+        storage: &Arc<dyn Storage>,
+        settings: WriterSettings,
+    ) -> Result<Arc<dyn StorageWriter>, MegatronError> {
+        let WriterSettings { common, form, profile, files, integrity, overwrite } = settings;
+        let mut writer = MegatronWriter::builder(Arc::clone(storage))
+            .common(common)
+            .form(form)
+            .files(files)
+            .integrity(integrity)
+            .overwrite(overwrite);
+        if let Some(profile) = profile {
+            writer = writer.profile(profile);
+        }
+        Ok(Arc::new(writer.build()))
+    }
+}
+
+/// Whatever `MegatronCheckpoint` opens.
+#[derive(Debug)]
+struct AsMegatron;
+
+#[async_trait]
+impl LoadStrategy for AsMegatron {
+    async fn open(
+        &self,
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Opened, MegatronError> {
+        let checkpoint = MegatronCheckpoint::open(storage, options).await?;
+        Ok(Opened::new(Arc::clone(&checkpoint.source().reader), checkpoint.common().clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Plugged;
+
+    #[async_trait]
+    impl LoadStrategy for Plugged {
+        async fn open(
+            &self,
+            _: &Arc<dyn Storage>,
+            _: &OpenOptions,
+        ) -> Result<Opened, MegatronError> {
+            Err(MegatronError::NotACheckpoint { message: "plugged in".to_owned() })
+        }
+    }
+
+    #[test]
+    fn what_is_not_registered_is_named_with_what_is() {
+        let newer = Backend { name: "torch_dist".into(), version: 2 };
+        let error = Strategies::default().load(&newer).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "nothing here loads from \"torch_dist\" version 2; there is \"torch_dist\" version 1, \
+             \"zarr\" version 1"
+        );
+        assert!(
+            Strategies::empty().save(&newer).unwrap_err().to_string().ends_with("nothing else")
+        );
+        let extended = Strategies::default().with_load(newer.clone(), Arc::new(Plugged));
+        assert!(extended.load(&newer).is_ok());
+    }
+}

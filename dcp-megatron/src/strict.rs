@@ -1,0 +1,176 @@
+//! What to do when a checkpoint holds other keys than are asked for.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// What a load does about keys that are asked for and not stored (*unexpected*, of this rank), and
+/// about keys that are stored and that no rank asks for (*missing*), as Megatron-Core has it since
+/// 0.8. Keys of objects count without their place.
+///
+/// But for the first, what is unexpected is left out of the request and of the result, with all of
+/// the factory that it is a part of. An object whose key is stored but whose place is not, because
+/// its grid has changed, is unexpected, too; Megatron-Core does not notice before it reads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum StrictHandling {
+    /// Unexpected keys fail when they are to be read; missing ones are ignored.
+    #[default]
+    AssumeOkUnexpected,
+    /// Unexpected keys are logged; missing ones are ignored.
+    LogUnexpected,
+    /// Both are logged.
+    LogAll,
+    /// Unexpected keys are an error before anything is read; missing ones are ignored.
+    RaiseUnexpected,
+    /// Both are an error.
+    RaiseAll,
+    /// Unexpected keys are returned, and an empty set of missing ones.
+    ReturnUnexpected,
+    /// Both are returned.
+    ReturnAll,
+    /// Nothing is said about either.
+    IgnoreAll,
+}
+
+impl StrictHandling {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::AssumeOkUnexpected,
+        Self::LogUnexpected,
+        Self::LogAll,
+        Self::RaiseUnexpected,
+        Self::RaiseAll,
+        Self::ReturnUnexpected,
+        Self::ReturnAll,
+        Self::IgnoreAll,
+    ];
+
+    /// The value that Megatron-Core has for it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AssumeOkUnexpected => "assume_ok_unexpected",
+            Self::LogUnexpected => "log_unexpected",
+            Self::LogAll => "log_all",
+            Self::RaiseUnexpected => "raise_unexpected",
+            Self::RaiseAll => "raise_all",
+            Self::ReturnUnexpected => "return_unexpected",
+            Self::ReturnAll => "return_all",
+            Self::IgnoreAll => "ignore_all",
+        }
+    }
+
+    /// Whether what is asked for is compared with what is stored before it is read.
+    #[must_use]
+    #[doc(alias = "requires_explicit_ckpt_mismatch_check")]
+    pub fn compares(self) -> bool {
+        self != Self::AssumeOkUnexpected
+    }
+
+    /// Whether it matters what other ranks ask for.
+    #[must_use]
+    #[doc(alias = "requires_global_app_metadata")]
+    pub fn asks_all_ranks(self) -> bool {
+        matches!(self, Self::IgnoreAll | Self::RaiseAll | Self::ReturnAll | Self::LogAll)
+    }
+
+    /// Whether the load returns the sets of keys.
+    #[must_use]
+    #[doc(alias = "requires_returning_mismatch_keys")]
+    pub fn returns_keys(self) -> bool {
+        matches!(self, Self::ReturnUnexpected | Self::ReturnAll)
+    }
+
+    pub(crate) fn raises(self) -> bool {
+        matches!(self, Self::RaiseUnexpected | Self::RaiseAll)
+    }
+
+    pub(crate) fn logs(self) -> bool {
+        matches!(self, Self::LogUnexpected | Self::LogAll)
+    }
+}
+
+impl fmt::Display for StrictHandling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A name that is no [`StrictHandling`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name:?} is no strict handling; there are {}", names())]
+pub struct UnknownStrictHandling {
+    name: String,
+}
+
+fn names() -> String {
+    StrictHandling::ALL.map(StrictHandling::name).join(", ")
+}
+
+impl FromStr for StrictHandling {
+    type Err = UnknownStrictHandling;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        let found = Self::ALL.into_iter().find(|handling| handling.name() == name);
+        found.ok_or_else(|| UnknownStrictHandling { name: name.to_owned() })
+    }
+}
+
+/// Keys on one side only, told apart by side.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KeyMismatch {
+    /// Stored, and asked for by no rank.
+    pub missing: BTreeSet<Arc<str>>,
+    /// Asked for by this rank, and not stored.
+    pub unexpected: BTreeSet<Arc<str>>,
+}
+
+impl KeyMismatch {
+    /// Whether both sides have the same keys.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.missing.is_empty() && self.unexpected.is_empty()
+    }
+}
+
+impl fmt::Display for KeyMismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 32;
+        let mut separator = "request and checkpoint have different keys: ";
+        for (keys, what) in [
+            (&self.unexpected, "asked for but not in the checkpoint"),
+            (&self.missing, "in the checkpoint but asked for by no rank"),
+        ] {
+            if keys.is_empty() {
+                continue;
+            }
+            let shown: Vec<String> =
+                keys.iter().take(SHOWN).map(|key| format!("{key:?}")).collect();
+            write!(f, "{separator}{what}: {}", shown.join(", "))?;
+            if keys.len() > SHOWN {
+                write!(f, " and {} more", keys.len() - SHOWN)?;
+            }
+            separator = "; ";
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for KeyMismatch {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_megatron_and_nothing_else() {
+        for handling in StrictHandling::ALL {
+            assert_eq!(handling.name().parse(), Ok(handling));
+        }
+        let error = "True".parse::<StrictHandling>().unwrap_err().to_string();
+        assert!(error.contains("\"True\"") && error.contains("return_all"), "{error}");
+    }
+}

@@ -152,7 +152,7 @@ pub(crate) fn boxes_of_range(block: &Region, start: u64, end: u64) -> Vec<(u64, 
         let (mut axis, mut slice) = (sizes.ndim(), 1_u64);
         while let Some(next) = axis.checked_sub(1) {
             let larger = slice.saturating_mul(sizes[next]);
-            if at % larger != 0 || end - at < larger {
+            if !at.is_multiple_of(larger) || end - at < larger {
                 break;
             }
             (axis, slice) = (next, larger);

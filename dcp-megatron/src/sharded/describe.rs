@@ -57,13 +57,16 @@ impl Kind {
     }
 }
 
+/// A tensor or grid of objects, the numbers of its rows, and which are main replicas.
+type Column = (Arc<str>, Kind, Vec<u64>, Vec<bool>);
+
 impl Description {
     /// Describes leaves, in order.
     ///
     /// Flattened ranges of irregular grids, which no version of Megatron-Core had, are described
     /// by the block they are of.
     pub fn of<'a>(leaves: impl IntoIterator<Item = ShardedLeaf<'a>>) -> Self {
-        let mut columns: Vec<(Arc<str>, Kind, Vec<u64>, Vec<bool>)> = Vec::new();
+        let mut columns: Vec<Column> = Vec::new();
         let mut known: HashMap<(Arc<str>, Kind), usize> = HashMap::new();
         for leaf in leaves {
             let (key, kind, main) = match leaf {

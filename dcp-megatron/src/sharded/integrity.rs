@@ -546,7 +546,7 @@ mod tests {
         check(&[&[range(0, 4, 6), second.clone()], &[range(0, 0, 4)], &[range(0, 4, 4)]]).unwrap();
         let gap = problem(&[&[range(0, 4, 6), second.clone()], &[range(0, 0, 3)]]).to_string();
         assert!(gap.contains("elements 4..6 of rank 0"), "{gap}");
-        let short = problem(&[&[range(0, 0, 3)], &[second.clone()]]).to_string();
+        let short = problem(&[&[range(0, 0, 3)], std::slice::from_ref(&second)]).to_string();
         assert!(short.contains("end at 3 of 6"), "{short}");
         assert!(matches!(problem(&[&[second]]), ShardingProblem::Missing { count: 1, .. }));
     }

@@ -10,7 +10,9 @@ use dcp_megatron::{
 };
 use proptest::prelude::*;
 
-use crate::small_model::{Fill, Layout, elements, held, memory, model, on_ranks, rng, tensors, view};
+use crate::small_model::{
+    Fill, Layout, elements, held, memory, model, on_ranks, rng, tensors, view,
+};
 use crate::support::{block_on, names};
 
 fn save_model(storage: &Arc<dyn Storage>, tp: u64, pp: u64, dp: u64, options: &SaveOptions) {

@@ -1,15 +1,15 @@
-//! Groups of ranks as threads, and a small model in whatever layout.
+//! A small model in whatever layout.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use dcp_collectives::LocalCollective;
 use dcp_conformance::MemoryStorage;
 use dcp_core::{Collective, DType, Dict, HostMemory, Region, Storage, TensorView, Value};
 use dcp_megatron::sharded::{
     LocalNonpersistentObject, LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor,
     ShardedValue, swiglu,
 };
+
+use crate::ranks;
 
 pub(crate) fn memory() -> Arc<dyn Storage> {
     Arc::new(MemoryStorage::new())
@@ -20,17 +20,7 @@ pub(crate) fn on_ranks<T: Send>(
     n: u32,
     main: impl Fn(u64, Arc<dyn Collective>) -> T + Sync,
 ) -> Vec<T> {
-    let group = LocalCollective::builder(n).deadline(Duration::from_secs(20)).build();
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = group
-            .into_iter()
-            .map(|collective| {
-                let main = &main;
-                scope.spawn(move || main(collective.rank().into(), Arc::new(collective)))
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
+    ranks::on_ranks(n, |rank, collective| main(rank.into(), collective.into()))
 }
 
 /// The bytes of a box of an `i32` tensor of `shape` whose elements count up from `first`.

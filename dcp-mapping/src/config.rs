@@ -142,7 +142,8 @@ impl Mapping {
         let mut config = self.config.constants.clone();
         for (field, arg) in &self.config.fields {
             let value = match arg.strip_prefix('!') {
-                None => facts.get(arg).cloned(),
+                // Transformers checks types, and has no lists where Megatron may have one.
+                None => facts.get(arg).filter(|v| !v.is_array() && !v.is_object()).cloned(),
                 Some(arg) => facts.get_bool(arg).map(|on| Value::Bool(!on)),
             };
             if let Some(value) = value {
@@ -176,8 +177,8 @@ impl Mapping {
 
     fn rope_to_config(&self, facts: &Facts, config: &mut Map<String, Value>) {
         let Some(rope) = self.config.rope.as_deref() else { return };
-        if let Some(base) = facts.get("rotary_base") {
-            config.insert("rope_theta".to_owned(), base.clone());
+        if let Some(base) = facts.get("rotary_base").and_then(Value::as_f64) {
+            config.insert("rope_theta".to_owned(), base.into());
         }
         let factor = |name: &str| facts.get(name).and_then(Value::as_f64);
         if rope == "llama3" && facts.get_bool("use_rope_scaling") == Some(true) {
@@ -196,7 +197,10 @@ impl Mapping {
         };
         if rope == "yarn" && facts.get("rope_type") != Some(&Value::from("rope")) {
             let mut scaling = Map::new();
-            scaling.insert("type".to_owned(), "yarn".into());
+            // The name that it has in transformers, and that in the models' own code.
+            for name in ["rope_type", "type"] {
+                scaling.insert(name.to_owned(), "yarn".into());
+            }
             scaling.insert("factor".to_owned(), scale.into());
             let usual = [json!(1.0), json!(0.0), json!(32), json!(1), json!(4096)];
             for (field, usual) in YARN.iter().zip(usual) {
@@ -229,6 +233,11 @@ impl Mapping {
             return Err(bad("moe_layer_freq", &which, problem));
         }
         config.insert("first_k_dense_replace".to_owned(), dense.len().into());
+        if !config.contains_key("topk_method") {
+            let groups = config.get("n_group").and_then(Value::as_u64).unwrap_or(1);
+            let method = if groups > 1 { "group_limited_greedy" } else { "greedy" };
+            config.insert("topk_method".to_owned(), method.into());
+        }
         let size = facts.get_u64("moe_ffn_hidden_size")?;
         let shared = facts.get_u64("moe_shared_expert_intermediate_size")?;
         if let (Some(size), Some(shared)) = (size, shared) {

@@ -111,7 +111,7 @@ fn a_run_with_all_its_arguments() {
     assert_eq!(shape("model.embed_tokens.weight"), [16, 8]);
     let config = mapping.config_json(&mapped.facts).unwrap();
     assert_eq!(config["num_key_value_heads"], 4);
-    assert_eq!(config["rope_theta"], 10000);
+    assert_eq!(config["rope_theta"], 10000.0);
     assert_eq!(config["rms_norm_eps"], 1e-5);
     assert_eq!(config["torch_dtype"], "bfloat16");
     assert_eq!(config["max_position_embeddings"], 8);

@@ -5,6 +5,7 @@
 mod declarations;
 mod families;
 mod fixtures;
+mod large;
 mod misfits;
 mod model;
 mod mutations;

@@ -107,7 +107,7 @@ fn what_configurations_say_in_many_words() {
     }
     let deepseek = Mapping::builtin("deepseek_v3").unwrap();
     let scaling = json!({
-        "type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+        "rope_type": "yarn", "type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
         "beta_slow": 1, "original_max_position_embeddings": 4096,
     });
     let facts = deepseek.facts_of_config(&json!({ "rope_scaling": scaling })).unwrap();

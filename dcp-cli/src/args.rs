@@ -105,6 +105,7 @@ pub(crate) enum Command {
     Unshard(command::Unshard),
     RewriteMetadata(command::RewriteMetadata),
     Report(command::Report),
+    Arch(command::Arch),
     Completions(Completions),
     Man(command::ManPages),
 }

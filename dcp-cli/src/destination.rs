@@ -1,13 +1,14 @@
 //! Options of commands that write a checkpoint in any format, and the writing.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use dcp::DType;
 use dcp::convert::{CastOptions, JobOptions, Source, StatePart, WriteReport, view};
 use dcp::core::Key;
 use dcp::formats::torch_save::TorchSaveForm;
+use dcp::megatron::ParallelLayout;
 use dcp::planner::KeyFilter;
 
 use crate::apart::{Shape, keep_apart};
@@ -16,6 +17,7 @@ use crate::failure::{Exit, Failure};
 use crate::hf_config;
 use crate::open::Opened;
 use crate::target;
+use crate::torch_dist::TorchDist;
 
 /// A format to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -28,6 +30,9 @@ pub(crate) enum Format {
     TorchSave,
     /// A directory of PyTorch's torch.distributed.checkpoint.
     Dcp,
+    /// A directory of Megatron-Core's torch_dist.
+    #[value(alias = "megatron")]
+    TorchDist,
 }
 
 impl fmt::Display for Format {
@@ -38,6 +43,7 @@ impl fmt::Display for Format {
             Self::Hf => "hf",
             Self::TorchSave => "torch-save",
             Self::Dcp => "dcp",
+            Self::TorchDist => "torch-dist",
         })
     }
 }
@@ -70,7 +76,7 @@ pub(crate) struct Destination {
     max_shard_size: Option<u64>,
 
     /// Copy config and tokenizer files from this directory, so that transformers finds all it
-    /// needs. For hf.
+    /// needs. For hf; with --arch, for torch-dist too, of which it tells the model.
     #[arg(long, value_name = "DIR")]
     config: Option<PathBuf>,
 
@@ -79,7 +85,19 @@ pub(crate) struct Destination {
     legacy: bool,
 
     #[command(flatten)]
+    pub(crate) torch_dist: TorchDist,
+
+    #[command(flatten)]
     pub(crate) writing: Writing,
+}
+
+/// What the source tells of how it is to be written.
+#[derive(Default)]
+pub(crate) struct For {
+    /// The configuration that a Hugging Face model gets when no other was asked for.
+    pub(crate) config: Option<(Key, Vec<u8>)>,
+    /// The ranks that a checkpoint of Megatron-Core is written for.
+    pub(crate) layout: Option<ParallelLayout>,
 }
 
 /// Options of everything that writes.
@@ -167,7 +185,12 @@ impl Destination {
         for (given, option, of) in [
             (self.ranks.is_some(), "--ranks", Format::Dcp),
             (self.max_shard_size.is_some(), "--max-shard-size", Format::Hf),
-            (self.config.is_some(), "--config", Format::Hf),
+            (self.config.is_some() && format != Format::TorchDist, "--config", Format::Hf),
+            (
+                self.torch_dist.given().is_some(),
+                self.torch_dist.given().unwrap_or_default(),
+                Format::TorchDist,
+            ),
             (self.legacy, "--legacy", Format::TorchSave),
         ] {
             if given && of != format {
@@ -190,13 +213,20 @@ impl Destination {
             return Ok(Format::TorchSave);
         }
         Err(Failure::new(Exit::Usage, format!("cannot tell in which format to write {target:?}"))
-            .hint("say --to safetensors, hf, torch-save or dcp"))
+            .hint("say --to safetensors, hf, torch-save, dcp or torch-dist"))
+    }
+
+    /// The directory that files beside the weights come from.
+    pub(crate) fn config(&self) -> Option<&Path> {
+        self.config.as_deref()
     }
 
     /// The part of a training state that such a target gets when nothing else is asked for.
     pub(crate) fn usual_part(&self, target: &str) -> Result<StatePart, Failure> {
         Ok(match self.format(target)? {
-            Format::Safetensors | Format::TorchSave | Format::Dcp => StatePart::Everything,
+            Format::Safetensors | Format::TorchSave | Format::Dcp | Format::TorchDist => {
+                StatePart::Everything
+            }
             Format::Hf => StatePart::Model,
         })
     }
@@ -217,18 +247,17 @@ impl Destination {
     pub(crate) async fn keep_apart(&self, opened: &Opened, target: &str) -> Result<(), Failure> {
         let shape = match self.format(target)? {
             Format::Safetensors | Format::TorchSave => Shape::File,
-            Format::Hf | Format::Dcp => Shape::Folder,
+            Format::Hf | Format::Dcp | Format::TorchDist => Shape::Folder,
         };
         keep_apart(opened, target, shape).await
     }
 
-    /// Writes `source` to `target`; to a Hugging Face model with `made_config`, if no other
-    /// configuration was asked for.
+    /// Writes `source` to `target`.
     pub(crate) async fn write(
         &self,
         source: &Source,
         target: &str,
-        made_config: Option<(Key, Vec<u8>)>,
+        how: For,
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
         let (overwrite, dry_run) = (self.writing.overwrite, options.dry_run);
@@ -259,12 +288,16 @@ impl Destination {
                     Some(from) => hf_config::files(from)?,
                     None => Vec::new(),
                 };
-                hf_config::complete(&mut files, made_config);
+                hf_config::complete(&mut files, how.config);
                 hf_config::write(source, target, files, max_shard_bytes, overwrite, options).await?
             }
             Format::Dcp => {
                 let writer = target::directory(target, overwrite, dry_run).await?;
                 dcp::convert::reshard(source, &writer, self.ranks.unwrap_or(1), options).await?
+            }
+            Format::TorchDist => {
+                let layout = how.layout.unwrap_or_else(|| ParallelLayout::new(1, 1));
+                self.torch_dist.write(source, target, layout, overwrite, options).await?
             }
         };
         if !options.dry_run {

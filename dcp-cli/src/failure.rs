@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use dcp::convert::ConvertError;
 use dcp::core::{CheckpointError, StorageError, StorageErrorKind, StorageOp};
+use dcp::mapping::MappingError;
 use dcp::megatron::MegatronError;
 
 use crate::style::Style;
@@ -49,6 +50,12 @@ impl Failure {
 
     pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
+        self
+    }
+
+    /// With reasons, each of which is told as a cause.
+    pub(crate) fn because(mut self, reasons: Vec<String>) -> Self {
+        self.causes.extend(reasons);
         self
     }
 
@@ -181,7 +188,44 @@ impl From<MegatronError> for Failure {
         match error {
             MegatronError::Checkpoint(error) => error.into(),
             MegatronError::Convert(error) => error.into(),
+            MegatronError::FlatOptimizer { .. } => Self::of(Exit::Usage, &error).hint(
+                "--no-optimizer leaves it out; --optimizer per-parameter tells the parameters in \
+                 the buffers apart by their values",
+            ),
+            MegatronError::Layout { .. } | MegatronError::Indivisible { .. } => {
+                Self::of(Exit::Usage, &error).hint("choose other sizes for --tp, --pp and --ep")
+            }
             other => Self::of(Exit::Bad, &other),
+        }
+    }
+}
+
+impl From<MappingError> for Failure {
+    fn from(error: MappingError) -> Self {
+        let hint = match &error {
+            MappingError::Convert(_) => None,
+            MappingError::Declaration { .. } => Some("`dcp arch llama` prints one that is right"),
+            MappingError::UnknownFamily { .. } => Some(
+                "name one of them, or a TOML file of your own (`dcp arch llama > my.toml` is one \
+                 to begin with)",
+            ),
+            MappingError::LeftOver { .. } => Some(
+                "--allow-left-over leaves them out; `dcp arch FAMILY > my.toml` prints a mapping \
+                 to add rules to",
+            ),
+            MappingError::UnknownFact { .. } => Some(
+                "`dcp inspect --args` shows what the checkpoint tells; a mapping of your own may \
+                 say it",
+            ),
+            _ => Some("--arch names another mapping; `dcp arch` lists them"),
+        };
+        let failure = match error {
+            MappingError::Convert(error) => Self::from(error),
+            other => Self::of(Exit::Usage, &other),
+        };
+        match hint {
+            Some(hint) => failure.hint(hint),
+            None => failure,
         }
     }
 }

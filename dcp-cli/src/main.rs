@@ -1,6 +1,7 @@
 //! The `dcp` command.
 
 mod apart;
+mod arch;
 mod args;
 mod choosing;
 mod command;
@@ -12,12 +13,14 @@ mod interrupt;
 mod megatron;
 mod nowhere;
 mod open;
+mod optimizer;
 mod output;
 mod progress;
 mod render;
 mod style;
 mod target;
 mod tell;
+mod torch_dist;
 mod undo;
 
 use std::process::ExitCode;
@@ -56,6 +59,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Unshard(args) => command::unshard(&args, &out),
         Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &out),
         Command::Report(args) => command::report(&args, &out),
+        Command::Arch(args) => command::arch(&args, &out),
         Command::Man(args) => command::man(&args, &out),
         Command::Completions(args) => {
             let mut script = Vec::new();

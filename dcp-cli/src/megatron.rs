@@ -107,7 +107,7 @@ fn cannot_read(uri: &str, error: MegatronError) -> Failure {
 
 /// Whether a folder is meant as a checkpoint of Megatron-Core: it has the folder of a rank, or a
 /// `metadata.json` that speaks of backends, or none that speaks of anything.
-async fn is_one(storage: &dyn Storage) -> Result<bool, Failure> {
+pub(crate) async fn is_one(storage: &dyn Storage) -> Result<bool, Failure> {
     /// More than any `metadata.json` of Megatron-Core has, in bytes.
     const BYTES_MAX: u64 = 1 << 16;
     let contains = async |name: &str| storage.contains(&Key::new(name)?).await;

@@ -11,6 +11,7 @@ use dcp::{Access, DcpWriter, StorageRegistry};
 use futures_util::StreamExt;
 
 use crate::failure::{Exit, Failure};
+use crate::megatron;
 use crate::nowhere::Nowhere;
 use crate::open::split;
 use crate::undo;
@@ -54,6 +55,7 @@ pub(crate) async fn folder(
     dry_run: bool,
 ) -> Result<Arc<dyn Storage>, Failure> {
     let storage = place_to_write(uri, dry_run)?;
+    refuse_megatron(uri, &*storage).await?;
     let detection = detect(&storage).await?;
     let mut kinds = [&detection.kind].into_iter().chain(&detection.also);
     let is_dcp = |kind: &&Detected| {
@@ -90,6 +92,7 @@ pub(crate) async fn directory(
     dry_run: bool,
 ) -> Result<DcpWriter, Failure> {
     let storage = place_to_write(uri, dry_run)?;
+    refuse_megatron(uri, &*storage).await?;
     if !overwrite && is_dcp(&*storage).await? {
         return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
     }
@@ -98,6 +101,38 @@ pub(crate) async fn directory(
         return Err(would_stay(uri, &format!("{key:?} is of a Hugging Face model")));
     }
     Ok(DcpWriter::builder(storage).overwrite(overwrite).build())
+}
+
+/// A directory to write a checkpoint of Megatron-Core into. One of its format that is there is an
+/// error, unless it may be replaced; one of another format always is.
+pub(crate) async fn megatron(
+    uri: &str,
+    overwrite: bool,
+    dry_run: bool,
+) -> Result<Arc<dyn Storage>, Failure> {
+    let storage = place_to_write(uri, dry_run)?;
+    let (is_megatrons, is_dcp) = (megatron::is_one(&*storage).await?, is_dcp(&*storage).await?);
+    match (is_megatrons, is_dcp) {
+        (true, true) if !overwrite => {
+            return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
+        }
+        (true, false) => return Err(would_stay(uri, "it is one of an older Megatron-Core")),
+        (false, true) => return Err(would_stay(uri, "it is one of PyTorch's format")),
+        _ => {}
+    }
+    refuse_step(uri, &detect(&storage).await?)?;
+    if let Some(key) = model_file(&*storage).await? {
+        return Err(would_stay(uri, &format!("{key:?} is of a Hugging Face model")));
+    }
+    Ok(storage)
+}
+
+/// Refuses a directory with a checkpoint of Megatron-Core in it.
+async fn refuse_megatron(uri: &str, storage: &dyn Storage) -> Result<(), Failure> {
+    if megatron::is_one(storage).await? {
+        return Err(would_stay(uri, "it is one of Megatron-Core"));
+    }
+    Ok(())
 }
 
 /// Whether a directory is a checkpoint of PyTorch's format.

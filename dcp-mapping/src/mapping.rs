@@ -125,6 +125,13 @@ impl Mapping {
         families::FILES.iter().map(|(file, text)| declaration::parse(text, file)).collect()
     }
 
+    /// The TOML of a family that comes with this crate, to begin one's own with.
+    #[must_use]
+    pub fn declaration(family: &str) -> Option<&'static str> {
+        let mut files = families::NAMES.iter().zip(families::FILES);
+        files.find_map(|(name, (_, text))| (*name == family).then_some(*text))
+    }
+
     /// The names of the families that come with this crate.
     #[must_use]
     pub fn families() -> &'static [&'static str] {

@@ -6,7 +6,7 @@ use dcp::convert::ConvertError;
 use dcp::convert::view::{AverageOptions, Averaged, NonFloat};
 
 use crate::choosing::Choosing;
-use crate::destination::Destination;
+use crate::destination::{Destination, For};
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
@@ -116,12 +116,16 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         let options = args.destination.writing.options(bar.options());
         let mut sources = Vec::with_capacity(args.sources.len());
         let mut not_taken = 0;
+        let mut how = For::default();
         for uri in &args.sources {
             let opened = open::checkpoint(uri, Need::Whole, out).await?;
             args.destination.keep_apart(&opened, &args.out).await?;
             let (source, more) =
                 args.choosing.apply(&selection, &opened.source, &options, out).await?;
             not_taken = not_taken.max(more);
+            if how.layout.is_none() {
+                how.layout = Some(args.destination.torch_dist.layout(&opened).await?);
+            }
             sources.push(source);
         }
         let averaged = Averaged::apply(&sources, &args.options(), &options).await;
@@ -132,7 +136,7 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
             ),
             error => error.into(),
         })?;
-        let mut report = args.destination.write(&source, &args.out, None, &options).await?;
+        let mut report = args.destination.write(&source, &args.out, how, &options).await?;
         report.not_taken = not_taken;
         let cast = view.report();
         if args.destination.cast_rule().is_some() || cast.lost_range().next().is_some() {

@@ -2,16 +2,20 @@
 
 use clap::Args;
 
+use crate::arch::{self, Arch};
 use crate::choosing::{Choosing, OptimizerKeys};
-use crate::destination::{Destination, parse_dtype};
+use crate::destination::{Destination, For, parse_dtype};
 use crate::failure::Failure;
 use crate::open::{self, Need};
+use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::tell::tell;
 use dcp::convert::view::{DequantizeOptions, Dequantized};
-use dcp::convert::{JobOptions, Source};
+use dcp::convert::{JobOptions, Source, WriteReport};
 use dcp::core::DType;
+use dcp::mapping::MappingReport;
+use serde::Serialize;
 
 /// Write a checkpoint in another format.
 ///
@@ -23,7 +27,12 @@ use dcp::core::DType;
 /// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
 /// format cannot hold, are left out and listed. `hf` is a directory of such files with an index,
 /// as transformers opens it; of a training state it gets the model. `torch-save` is one file
-/// with everything, nested as it was saved. `dcp` is a directory in PyTorch's format.
+/// with everything, nested as it was saved. `dcp` is a directory in PyTorch's format. `torch-dist`
+/// is one in Megatron-Core's, cut for the ranks of --tp, --pp and --ep.
+///
+/// A checkpoint of Megatron-Core becomes a model that transformers opens: --to hf recognizes the
+/// family by arguments and shapes, splits and renames the weights, leaves padding out and writes
+/// a config.json. --to torch-dist --arch goes the other way.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
@@ -34,10 +43,14 @@ Examples:
   dcp convert DeepSeek-V3 plain --to hf --dequantize bf16
   dcp convert runs/step_1000 model.safetensors --model-only --dry-run
   dcp convert runs/step_1000 ema.safetensors --include 'ema.*' --rename 's/^ema\\.//'
+  dcp convert run/iter_0001000 my-model --to hf
+  dcp convert my-model run/release --to torch-dist --arch auto --tp 4 --pp 2
+  dcp convert run/iter_0001000 repaired --to torch-dist --repair-optimizer
 
 Keys:
   A GLOB is a whole name in which * stands for any text and ? for one character, or the beginning
   of names up to a dot. Keys are chosen by the names they have; then --map and --rename apply.
+  With a mapping (--arch), the names are those that it gives.
   Two keys that would get one name are an error, and nothing is written.")]
 pub(crate) struct Convert {
     /// The checkpoint: a directory or a file of any format.
@@ -63,6 +76,12 @@ pub(crate) struct Convert {
 
     #[command(flatten)]
     optimizer: OptimizerKeys,
+
+    #[command(flatten)]
+    arch: Arch,
+
+    #[command(flatten)]
+    megatron_optimizer: MegatronOptimizer,
 }
 
 fn parse_block(text: &str) -> Result<[u64; 2], String> {
@@ -85,17 +104,39 @@ impl Convert {
 pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
     let usual = args.destination.usual_part(&args.target)?;
     let selection = args.choosing.selection(usual)?;
-    let report = open::run(true, async {
+    let (report, mapping) = open::run(true, async {
         let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
         args.destination.keep_apart(&opened, &args.target).await?;
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());
-        let source = args.dequantized(opened.source, &options).await?;
+        let source = args.megatron_optimizer.apply(&opened, &selection, &options, out).await?;
+        let source = args.dequantized(source, &options).await?;
         let source = args.optimizer.apply(source, &options).await?;
+        let (to, config) = (args.destination.format(&args.target)?, args.destination.config());
+        let layout = args.destination.torch_dist.layout(&opened).await?;
+        let named = args.arch.apply(source, &opened, to, layout.tp, config, &options).await?;
+        let source = named.source;
+        let how = For { config: named.config, layout: Some(layout) };
         let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;
-        let mut report = args.destination.write(&source, &args.target, None, &options).await?;
+        let mut report = args.destination.write(&source, &args.target, how, &options).await?;
         report.not_taken = not_taken;
-        Ok(report)
+        Ok((report, named.report))
     })?;
-    tell(&report, &args.target, args.destination.writing.json, out)
+    if args.destination.writing.json {
+        return out.json(&Converted { report: &report, mapping: mapping.as_ref() });
+    }
+    tell(&report, &args.target, false, out)?;
+    if let Some(mapping) = &mapping {
+        arch::tell(mapping, out);
+    }
+    Ok(())
+}
+
+/// The output of `--json`.
+#[derive(Serialize)]
+struct Converted<'a> {
+    #[serde(flatten)]
+    report: &'a WriteReport,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mapping: Option<&'a MappingReport>,
 }

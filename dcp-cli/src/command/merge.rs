@@ -5,7 +5,7 @@ use dcp::convert::view::{Duplicates, Merged};
 use dcp::convert::{ConvertError, StatePart};
 
 use crate::choosing::Choosing;
-use crate::destination::Destination;
+use crate::destination::{Destination, For};
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::output::Output;
@@ -54,9 +54,13 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
         let bar = Bar::new(out, "merging");
         let options = args.destination.writing.options(bar.options());
         let mut sources = Vec::with_capacity(args.sources.len());
+        let mut how = For::default();
         for uri in &args.sources {
             let opened = open::checkpoint(uri, Need::Whole, out).await?;
             args.destination.keep_apart(&opened, &args.out).await?;
+            if how.layout.is_none() {
+                how.layout = Some(args.destination.torch_dist.layout(&opened).await?);
+            }
             sources.push(opened.source);
         }
         let merged = Merged::apply(&sources, duplicates, &options).await;
@@ -68,7 +72,7 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
             error => error.into(),
         })?;
         let merged = selection.apply(&merged, &options).await?;
-        args.destination.write(&merged, &args.out, None, &options).await
+        args.destination.write(&merged, &args.out, how, &options).await
     })?;
     tell(&report, &args.out, args.destination.writing.json, out)
 }

@@ -1,5 +1,6 @@
 //! One function a command: open, do the job in `dcp::convert`, print.
 
+mod arch;
 mod average;
 mod convert;
 mod diff;
@@ -15,6 +16,7 @@ mod stats;
 mod unshard;
 mod verify;
 
+pub(crate) use arch::{Arch, arch};
 pub(crate) use average::{Average, average};
 pub(crate) use convert::{Convert, convert};
 pub(crate) use diff::{Diff, diff};

@@ -6,12 +6,14 @@ use crate::apart::{Shape, keep_apart};
 use crate::choosing::{Choosing, OptimizerKeys};
 use crate::created::NewFolders;
 use crate::destination::Writing;
-use crate::failure::Failure;
-use crate::open::{self, Need};
+use crate::failure::{Exit, Failure};
+use crate::open::{self, Need, Opened};
+use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::target;
 use crate::tell::tell;
+use crate::torch_dist::TorchDist;
 use dcp::convert::StatePart;
 
 /// Rewrite a checkpoint as if another number of ranks had saved it.
@@ -19,13 +21,18 @@ use dcp::convert::StatePart;
 /// Tensors are cut along their first axis, as FSDP2 does; objects are kept byte for byte. PyTorch
 /// loads any checkpoint into any number of ranks, but one that is cut as it will be loaded is
 /// read in fewer and larger pieces.
+///
+/// With --tp, --pp and --ep, a checkpoint of Megatron-Core is rewritten as the ranks of that
+/// layout would have saved it, whatever its age: weights, optimizer and common state.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
   dcp reshard runs/step_1000 resharded --ranks 8
   dcp reshard runs/step_1000 merged --ranks 1
   dcp reshard runs/step_1000 resharded --ranks 8 --no-optimizer --dry-run
-  dcp reshard run/step1000 nested --ranks 8 --optimizer-layout nested")]
+  dcp reshard run/step1000 nested --ranks 8 --optimizer-layout nested
+  dcp reshard run/iter_0001000 resharded --tp 4 --pp 2
+  dcp reshard run/iter_0001000 newest --tp 8 --form newest --integrity")]
 pub(crate) struct Reshard {
     /// The checkpoint: a directory or a file of any format.
     pub(crate) source: String,
@@ -34,8 +41,18 @@ pub(crate) struct Reshard {
     pub(crate) target: String,
 
     /// How many ranks to write for; each gets a file.
-    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    pub(crate) ranks: u32,
+    #[arg(
+        short = 'n',
+        long,
+        value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..=65_536),
+        required_unless_present_any = ["tp", "pp", "ep"],
+        conflicts_with_all = ["tp", "pp", "ep", "form", "integrity"]
+    )]
+    pub(crate) ranks: Option<u32>,
+
+    #[command(flatten)]
+    torch_dist: TorchDist,
 
     #[command(flatten)]
     pub(crate) writing: Writing,
@@ -45,6 +62,47 @@ pub(crate) struct Reshard {
 
     #[command(flatten)]
     optimizer: OptimizerKeys,
+
+    #[command(flatten)]
+    megatron_optimizer: MegatronOptimizer,
+}
+
+/// The ranks to write for.
+enum Ranks {
+    /// Equal ones.
+    Flat(u32),
+    /// Those of a layout of Megatron-Core.
+    Megatron,
+}
+
+impl Reshard {
+    /// What was asked for, if it goes with the source.
+    fn ranks_for(&self, opened: &Opened) -> Result<Ranks, Failure> {
+        let is_megatrons = opened.megatron.is_some();
+        match self.ranks {
+            None if is_megatrons => Ok(Ranks::Megatron),
+            None => {
+                let message = format!(
+                    "--tp, --pp and --ep are for checkpoints of Megatron-Core, and {:?} is none",
+                    opened.uri
+                );
+                Err(Failure::new(Exit::Usage, message)
+                    .hint("say --ranks, or `dcp convert --to torch-dist --arch` to make it one"))
+            }
+            Some(_) if is_megatrons => {
+                let message = format!(
+                    "{:?} is a checkpoint of Megatron-Core, which equal ranks of PyTorch would \
+                     not leave it",
+                    opened.uri
+                );
+                Err(Failure::new(Exit::Usage, message).hint(
+                    "say --tp, --pp and --ep for another layout of Megatron-Core; `dcp convert \
+                     --to dcp --ranks N` makes it a checkpoint of PyTorch",
+                ))
+            }
+            Some(ranks) => Ok(Ranks::Flat(ranks)),
+        }
+    }
 }
 
 pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
@@ -52,14 +110,26 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
     let report = open::run(true, async {
         let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
         keep_apart(&opened, &args.target, Shape::Folder).await?;
+        let ranks = args.ranks_for(&opened)?;
         let folders = NewFolders::before(&args.target);
-        let writer =
-            target::directory(&args.target, args.writing.overwrite, args.writing.dry_run).await?;
         let bar = Bar::new(out, "writing");
         let options = args.writing.options(bar.options());
-        let source = args.optimizer.apply(opened.source, &options).await?;
+        let source = args.megatron_optimizer.apply(&opened, &selection, &options, out).await?;
+        let source = args.optimizer.apply(source, &options).await?;
         let source = selection.apply(&source, &options).await?;
-        let report = dcp::convert::reshard(&source, &writer, args.ranks, &options).await?;
+        let overwrite = args.writing.overwrite;
+        let report = match ranks {
+            Ranks::Flat(ranks) => {
+                let writer =
+                    target::directory(&args.target, overwrite, args.writing.dry_run).await?;
+                dcp::convert::reshard(&source, &writer, ranks, &options).await?
+            }
+            Ranks::Megatron => {
+                let layout = args.torch_dist.layout(&opened).await?;
+                let (how, target) = (&args.torch_dist, &args.target);
+                how.write(&source, target, layout, overwrite, &options).await?
+            }
+        };
         if !options.dry_run {
             folders.keep();
         }

@@ -1,0 +1,278 @@
+//! The mapping between names of Megatron-Core and of Hugging Face that a conversion goes by.
+
+use std::path::Path;
+
+use clap::Args;
+use dcp::convert::{JobOptions, Source, read_object};
+use dcp::core::{Key, StorageError, StorageExt};
+use dcp::mapping::{
+    Facts, MapOptions, Mapped, Mapping, MappingReport, Padding, Recognition, Tying, map_to_hf,
+    map_to_megatron, recognize, recognize_config,
+};
+use dcp::megatron::MegatronArgs;
+
+use crate::destination::Format;
+use crate::failure::{Exit, Failure};
+use crate::open::Opened;
+use crate::output::Output;
+use crate::style::count;
+use crate::tell::list;
+
+/// Bytes of a `config.json` that are read at most.
+const CONFIG_MAX: u64 = 16 << 20;
+/// What `make_vocab_size_divisible_by` is for Megatron-LM.
+const DIVISOR: u64 = 128;
+
+/// Which mapping is applied, and how.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Megatron-Core and Hugging Face")]
+pub(crate) struct Arch {
+    /// Go from Megatron-Core's weights to Hugging Face's, or the other way with --to torch-dist:
+    /// a family of models (`dcp arch` lists them), a TOML file of your own, auto to recognize it,
+    /// or none to keep names and shapes. From Megatron-Core to hf it is auto.
+    #[arg(long, value_name = "FAMILY|FILE")]
+    arch: Option<String>,
+
+    /// Pad the vocabulary to a multiple of this times --tp; 128 by default, as Megatron-LM has it.
+    #[arg(
+        long,
+        value_name = "N",
+        alias = "make-vocab-size-divisible-by",
+        value_parser = clap::value_parser!(u64).range(1..=1 << 32)
+    )]
+    make_vocab_divisible_by: Option<u64>,
+
+    /// Leave out tensors that the mapping has no rule for instead of refusing them.
+    #[arg(long)]
+    allow_left_over: bool,
+
+    /// Write an output embedding also where the model has none of its own, as a copy of the input
+    /// embedding.
+    #[arg(long)]
+    untie: bool,
+}
+
+/// What is converted, under the names that it gets.
+pub(crate) struct Named {
+    pub(crate) source: Source,
+    pub(crate) config: Option<(Key, Vec<u8>)>,
+    pub(crate) report: Option<MappingReport>,
+}
+
+/// What was asked for.
+enum Wanted {
+    Auto,
+    Of(Box<Mapping>),
+}
+
+impl Arch {
+    /// `source`, which was opened as `opened`, under the names of the other side, if it goes there.
+    pub(crate) async fn apply(
+        &self,
+        source: Source,
+        opened: &Opened,
+        to: Format,
+        tp: u32,
+        config: Option<&Path>,
+        options: &JobOptions,
+    ) -> Result<Named, Failure> {
+        let Some(wanted) = self.wanted(opened, to)? else {
+            self.refuse_idle()?;
+            return Ok(Named { source, config: None, report: None });
+        };
+        let mut how = MapOptions::default();
+        how.allow_left_over = self.allow_left_over;
+        if self.untie {
+            how.tying = Tying::Untie;
+        }
+        if to == Format::TorchDist {
+            let config = config_of(opened, config).await?;
+            let mapping = match wanted {
+                Wanted::Auto => recognize_config(&config)?,
+                Wanted::Of(mapping) => *mapping,
+            };
+            let divisor = self.make_vocab_divisible_by.unwrap_or(DIVISOR);
+            let padding = Padding::Multiple { divisor, tensor_parallel: tp.into() };
+            let facts = mapping.facts_of_config(&config)?.with_padding(padding);
+            let mapped = map_to_megatron(&source, &mapping, &facts, &how, options).await?;
+            return Ok(Named { source: mapped.source, config: None, report: Some(mapped.report) });
+        }
+        if self.make_vocab_divisible_by.is_some() {
+            let message = "--make-vocab-divisible-by pads for Megatron-Core, and this goes from it";
+            return Err(Failure::new(Exit::Usage, message).hint("leave it out"));
+        }
+        let facts = facts(opened, &source).await?;
+        let mapping = match wanted {
+            Wanted::Auto => recognized(&source, &facts).await?,
+            Wanted::Of(mapping) => *mapping,
+        };
+        let mapped = map_to_hf(&source, &mapping, &facts, &how, options).await?;
+        let config = match (to, config) {
+            (Format::Hf, None) => Some(config_json(&mapping, &mapped)?),
+            _ => None,
+        };
+        Ok(Named { source: mapped.source, config, report: Some(mapped.report) })
+    }
+
+    /// The mapping that is applied, if one is.
+    fn wanted(&self, opened: &Opened, to: Format) -> Result<Option<Wanted>, Failure> {
+        let from_megatron = opened.megatron.is_some();
+        let name = match &self.arch {
+            None if from_megatron && to == Format::Hf => "auto",
+            None => return Ok(None),
+            Some(name) => name,
+        };
+        if name == "none" {
+            return Ok(None);
+        }
+        if from_megatron && to == Format::TorchDist {
+            let message = format!(
+                "--arch goes to Hugging Face or from there, and both {:?} and --to torch-dist are \
+                 Megatron-Core's",
+                opened.uri
+            );
+            return Err(Failure::new(Exit::Usage, message).hint("leave it out"));
+        }
+        Ok(Some(match name {
+            "auto" => Wanted::Auto,
+            name if name.ends_with(".toml") || name.contains('/') => {
+                let text = std::fs::read_to_string(name).map_err(|error| {
+                    Failure::new(Exit::Io, error.to_string())
+                        .context(format!("cannot read the mapping {name:?}"))
+                })?;
+                Wanted::Of(Box::new(Mapping::parse(&text, name)?))
+            }
+            name => Wanted::Of(Box::new(Mapping::builtin(name)?)),
+        }))
+    }
+
+    /// Refuses options of a mapping where none is applied.
+    fn refuse_idle(&self) -> Result<(), Failure> {
+        for (given, option) in [
+            (self.make_vocab_divisible_by.is_some(), "--make-vocab-divisible-by"),
+            (self.allow_left_over, "--allow-left-over"),
+            (self.untie, "--untie"),
+        ] {
+            if given {
+                let message = format!("{option} is for a mapping, and none is applied");
+                return Err(Failure::new(Exit::Usage, message).hint("say --arch, or leave it out"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What the arguments of a checkpoint tell. Those that were saved through PyTorch alone have them
+/// as an object of their own.
+async fn facts(opened: &Opened, source: &Source) -> Result<Facts, Failure> {
+    if let Some(checkpoint) = &opened.megatron {
+        let args = checkpoint.args();
+        return Ok(args.map_or_else(Facts::new, |args| Facts::from_dict(args.dict())));
+    }
+    let is_object = |entry: &dcp::core::Entry| matches!(entry, dcp::core::Entry::Object(_));
+    if !source.metadata().await?.get("args").is_some_and(is_object) {
+        return Ok(Facts::new());
+    }
+    let args = MegatronArgs::from_value(&read_object(source, "args").await?);
+    Ok(args.map_or_else(Facts::new, |args| Facts::from_dict(args.dict())))
+}
+
+/// The family of a Megatron checkpoint.
+async fn recognized(source: &Source, facts: &Facts) -> Result<Mapping, Failure> {
+    let families = || format!("families: {}", Mapping::families().join(", "));
+    match recognize(&*source.metadata().await?, facts)? {
+        Recognition::Found { family, .. } => Ok(Mapping::builtin(&family)?),
+        Recognition::Ambiguous { candidates, why } => {
+            let message = format!(
+                "the model may be of several families, {}, as far as its weights tell: {why}",
+                candidates.join(" or ")
+            );
+            Err(Failure::new(Exit::Usage, message).hint(format!(
+                "say which with --arch, or --arch none to keep Megatron-Core's names; {}",
+                families()
+            )))
+        }
+        Recognition::Unknown { why } => {
+            let why: Vec<_> = why.iter().map(|(name, what)| format!("{name}: {what}")).collect();
+            let message = "the model is of no family that is known here".to_owned();
+            Err(Failure::new(Exit::Usage, message).because(why).hint(format!(
+                "name one with --arch, write a mapping of your own (`dcp arch llama > my.toml` \
+                 shows how) and pass --arch my.toml, or keep Megatron-Core's names with --arch \
+                 none; {}",
+                families()
+            )))
+        }
+        _ => Err(Failure::new(Exit::Usage, "the family cannot be told").hint(families())),
+    }
+}
+
+/// The configuration of a model of Hugging Face: of the folder that was named, or of the source.
+async fn config_of(opened: &Opened, folder: Option<&Path>) -> Result<serde_json::Value, Failure> {
+    const NAME: &str = "config.json";
+    let absent = |place: String| {
+        Failure::new(Exit::Usage, format!("there is no {NAME} in {place:?}, which tells the model"))
+            .hint("pass --config DIR, the folder that has it")
+    };
+    let bad = |error: serde_json::Error| {
+        Failure::new(Exit::Bad, error.to_string()).context(format!("cannot read {NAME}"))
+    };
+    if let Some(folder) = folder {
+        let path = folder.join(NAME);
+        return match std::fs::read(&path) {
+            Ok(bytes) => serde_json::from_slice(&bytes).map_err(bad),
+            Err(_) => Err(absent(folder.display().to_string())),
+        };
+    }
+    let storage = &opened.source.storage;
+    let key = Key::new(NAME).map_err(StorageError::from)?;
+    if !storage.contains(&key).await? {
+        return Err(absent(opened.place.clone()));
+    }
+    let len = storage.stat(&key).await?.byte_len;
+    if len > CONFIG_MAX {
+        let message = format!("{NAME} has {len} bytes, more than a configuration has");
+        return Err(Failure::new(Exit::Bad, message));
+    }
+    serde_json::from_slice(&storage.read_range(&key, 0..len).await?).map_err(bad)
+}
+
+/// The configuration of the model that was made.
+fn config_json(mapping: &Mapping, mapped: &Mapped) -> Result<(Key, Vec<u8>), Failure> {
+    let config = mapping.config_json(&mapped.facts).map_err(|error| {
+        Failure::from(error).hint("--config DIR takes another model's config.json instead")
+    })?;
+    let mut text = serde_json::to_vec_pretty(&config).map_err(std::io::Error::from)?;
+    text.push(b'\n');
+    Ok((Key::new("config.json").map_err(StorageError::from)?, text))
+}
+
+/// Says what a mapping did.
+pub(crate) fn tell(report: &MappingReport, out: &Output) {
+    let what = match report.direction {
+        dcp::mapping::Direction::ToMegatron => "Megatron-Core's",
+        _ => "Hugging Face's",
+    };
+    out.note(&format!(
+        "mapped as {}: {} made of {} of the checkpoint, under {what} names",
+        report.family,
+        count(report.created.len(), "tensor"),
+        report.used.len()
+    ));
+    if !report.dropped.is_empty() {
+        let dropped = count(report.dropped.len(), "key");
+        out.note(&format!("{dropped} belong to no model: {}", list(&report.dropped)));
+    }
+    if !report.left_over.is_empty() {
+        let left = count(report.left_over.len(), "tensor");
+        out.note(&format!("left out {left} without a rule: {}", list(&report.left_over)));
+    }
+    for (what, rows) in [("added", &report.padded), ("left out", &report.trimmed)] {
+        for (name, rows) in rows {
+            let rows = count(usize::try_from(*rows).unwrap_or(usize::MAX), "row");
+            out.note(&format!("{what} {rows} of padding: {name}"));
+        }
+    }
+    for note in &report.notes {
+        out.note(note);
+    }
+}

@@ -1,0 +1,141 @@
+//! What becomes of the optimizer's state in checkpoints of Megatron-Core.
+
+use clap::{Args, ValueEnum};
+use dcp::convert::{JobOptions, Selection, Source};
+use dcp::megatron::MegatronCheckpoint;
+use dcp::megatron::optimizer::{
+    CheckDepth, OptimizerReport, check_optimizer, is_optimizer_key, per_parameter,
+    restart_optimizer,
+};
+
+use crate::failure::{Exit, Failure};
+use crate::open::Opened;
+use crate::output::Output;
+use crate::style::count;
+use crate::tell::list;
+
+/// Options about the optimizer's state of Megatron-Core.
+#[derive(Args, Clone, Copy, Debug, Default)]
+#[command(next_help_heading = "Megatron-Core")]
+pub(crate) struct MegatronOptimizer {
+    /// Show the optimizer's state in another form: a tensor for each parameter and state, which
+    /// any layout of ranks can have. Flat buffers are told apart by the values in them.
+    #[arg(long, value_name = "FORM")]
+    optimizer: Option<Form>,
+
+    /// Take optimizer state that Megatron-Core 0.15 to 0.19 shifted as it is.
+    #[arg(long, conflicts_with = "repair_optimizer")]
+    allow_corrupt_optimizer: bool,
+
+    /// Let the optimizer begin anew: master parameters from the weights, moments and steps zero.
+    #[arg(long)]
+    repair_optimizer: bool,
+}
+
+/// A form of the optimizer's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Form {
+    /// As it is stored.
+    Stored,
+    /// As fully_reshardable has it.
+    PerParameter,
+}
+
+impl MegatronOptimizer {
+    /// The first of the options that was given.
+    fn given(self) -> Option<&'static str> {
+        let given = [
+            (self.optimizer.is_some(), "--optimizer"),
+            (self.allow_corrupt_optimizer, "--allow-corrupt-optimizer"),
+            (self.repair_optimizer, "--repair-optimizer"),
+        ];
+        given.into_iter().find_map(|(given, option)| given.then_some(option))
+    }
+
+    /// What was opened, with the optimizer's state as it was asked for. Shifted state that
+    /// `selection` would take is refused, unless it was said what to do about it.
+    pub(crate) async fn apply(
+        self,
+        opened: &Opened,
+        selection: &Selection,
+        options: &JobOptions,
+        out: &Output,
+    ) -> Result<Source, Failure> {
+        let Some(checkpoint) = &opened.megatron else {
+            return match self.given() {
+                None => Ok(opened.source.clone()),
+                Some(option) => {
+                    let message = format!(
+                        "{option} is for checkpoints of Megatron-Core, and {:?} is none",
+                        opened.uri
+                    );
+                    Err(Failure::new(Exit::Usage, message).hint("leave it out"))
+                }
+            };
+        };
+        let mut source = checkpoint.source().clone();
+        let mut common = checkpoint.common().clone();
+        let metadata = source.metadata().await?;
+        let chosen = selection.of(&metadata)?;
+        let mut taken = chosen.iter().filter_map(|key| metadata.at(key.entry));
+        if !taken.any(|(fqn, _)| is_optimizer_key(fqn)) {
+            return Ok(source);
+        }
+        if self.repair_optimizer {
+            let restarted = restart_optimizer(&source, &common, options).await?;
+            out.note(&format!(
+                "the optimizer begins anew: {} are the weights, moments and steps are zero",
+                count(restarted.params, "master parameter")
+            ));
+            if !restarted.kept.is_empty() {
+                let tensors = count(restarted.kept.len(), "tensor");
+                out.note(&format!("{tensors} of it stay as they are: {}", list(&restarted.kept)));
+            }
+            (source, common) = (restarted.source, restarted.common);
+        } else if !self.allow_corrupt_optimizer {
+            refuse_shifted(&opened.uri, checkpoint, options).await?;
+        }
+        if self.optimizer == Some(Form::PerParameter) {
+            let shown = per_parameter(&source, &common, options).await?;
+            out.note(&format!("optimizer by parameter, from {}", shown.report));
+            if let Some(layout) = shown.report.layout.as_ref().filter(|l| !l.is_complete()) {
+                for problem in layout.problems().iter().take(PROBLEMS_MAX) {
+                    out.note(problem);
+                }
+                out.note("the buffers are kept besides, so that nothing is lost");
+            }
+            source = shown.source;
+        }
+        Ok(source)
+    }
+}
+
+/// Places that could not be told and are said.
+const PROBLEMS_MAX: usize = 5;
+
+/// Fails when the optimizer's state is not that of the model, because it was shifted.
+async fn refuse_shifted(
+    uri: &str,
+    checkpoint: &MegatronCheckpoint,
+    options: &JobOptions,
+) -> Result<(), Failure> {
+    let (source, common) = (checkpoint.source(), checkpoint.common());
+    let report: OptimizerReport =
+        check_optimizer(source, common, CheckDepth::Sampled, options).await?;
+    if !report.is_corrupt() {
+        return Ok(());
+    }
+    let names: Vec<_> = report.mismatches.iter().map(|m| m.param.clone()).collect();
+    let message = format!(
+        "the optimizer of {uri:?} is damaged: {}; {} of {} are concerned: {}",
+        report.verdict,
+        names.len(),
+        count(report.compared, "parameter"),
+        list(&names)
+    );
+    Err(Failure::new(Exit::Bad, message).hint(
+        "--repair-optimizer takes the master parameters from the weights and lets the moments \
+         begin anew; --no-optimizer leaves the state out; --allow-corrupt-optimizer takes it as \
+         it is; the model is sound",
+    ))
+}

@@ -139,6 +139,7 @@ pub(crate) async fn verify(
 ) -> Result<VerifyReport, Failure> {
     let stored = checkpoint.raw().unwrap_or(checkpoint.source());
     let mut report = dcp::convert::verify(stored, deep, options).await?;
+    report.format = format!("megatron_{}", checkpoint.describe().await?.format);
     let depth = if deep { CheckDepth::Full } else { CheckDepth::Sampled };
     // What cannot be read is no evidence of anything else.
     if report.ok {

@@ -108,6 +108,27 @@ fn an_old_checkpoint_stays() {
 }
 
 #[test]
+fn an_old_checkpoint_of_megatron_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = large(&folder);
+    let target = folder.path().join("old");
+    let uri = target.to_str().unwrap();
+    let fixture = crate::megatron::megatron("tp2_basic/ckpt");
+    dcp(["convert", &fixture, uri, "--to", "torch-dist"]).ok();
+    let before = names(&target);
+    let begun = || names(&target).iter().any(|name| is_temporary(name));
+    let args = ["convert", &source, uri, "--to", "torch-dist", "--overwrite"];
+    interrupted(&args, "INT", begun).fails(130, &["interrupted; nothing was written"]);
+    assert_eq!(names(&target), before);
+    dcp(["diff", &fixture, uri]).ok();
+    let new = folder.path().join("run/iter_0000001");
+    let args = ["convert", &source, new.to_str().unwrap(), "--to", "torch-dist"];
+    let begun = || names(&new).iter().any(|name| is_temporary(name));
+    interrupted(&args, "TERM", begun).fails(143, &["interrupted; nothing was written"]);
+    assert_eq!(names(folder.path()), ["large.safetensors", "old"]);
+}
+
+#[test]
 fn a_log_has_lines_of_long_work_only() {
     let folder = tempfile::tempdir().unwrap();
     let target = path(&folder, "short.safetensors");

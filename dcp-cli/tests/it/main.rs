@@ -15,6 +15,7 @@ mod interrupt;
 mod look;
 mod matrix;
 mod megatron;
+mod megatron_convert;
 mod memory;
 mod report;
 mod reshard;

@@ -1,0 +1,240 @@
+//! Checkpoints of Megatron-Core that are written, resharded, and mapped to Hugging Face and back.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::megatron::megatron;
+use crate::support::{dcp, path, read_json, tensors};
+
+const MODEL: &str = "gpt_tp2pp2_swiglu/ckpt";
+
+#[test]
+fn any_format_goes_to_torch_dist_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = megatron("tp2_basic/ckpt");
+    for (name, more) in [
+        ("compatible", &["--tp=2"] as &[&str]),
+        ("newest", &["--form=newest", "--integrity"]),
+        ("staged", &["--tp=1", "--pp=1"]),
+    ] {
+        let out = path(&folder, name);
+        dcp(["convert", &source, &out, "--to", "torch-dist"].iter().chain(more)).ok();
+        dcp(["diff", &source, &out]).ok();
+        dcp(["verify", &out, "--deep"]).ok();
+        let has = |file: &str| folder.path().join(name).join(file).exists();
+        assert_eq!(has("common.pt"), name != "newest");
+        assert_eq!(has("integrity.json"), name == "newest");
+        assert!(has("metadata.json"));
+    }
+    // Through PyTorch's format, nothing is lost either.
+    let (through, back) = (path(&folder, "d"), path(&folder, "back"));
+    dcp(["convert", &source, &through, "--to", "dcp"]).ok();
+    dcp(["convert", &through, &back, "--to", "megatron"]).ok();
+    dcp(["diff", &source, &back]).ok();
+}
+
+#[test]
+fn a_layout_is_rewritten() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = megatron(MODEL);
+    let out = path(&folder, "resharded");
+    let report = dcp(["reshard", &source, &out, "--tp", "4", "--pp", "1", "--json"]).json();
+    assert_eq!(report["tensors"], 8);
+    let found = dcp(["inspect", &out, "--json"]).json();
+    let chunks = |key: &str| found["keys"][key]["chunks"].as_array().unwrap().len();
+    assert_eq!(chunks("decoder.layers.self_attention.linear_proj.weight"), 2 * 4);
+    assert_eq!(chunks("embedding.word_embeddings.weight"), 4);
+    dcp(["diff", &source, &out]).ok();
+    // Without other sizes, it is laid out as it was.
+    let again = path(&folder, "again");
+    dcp(["convert", &source, &again, "--to", "torch-dist"]).ok();
+    let found = dcp(["inspect", &again, "--json"]).json();
+    assert_eq!(
+        found["keys"]["embedding.word_embeddings.weight"]["chunks"].as_array().unwrap().len(),
+        2
+    );
+    let planned = dcp(["reshard", &source, &path(&folder, "dry"), "--tp", "2", "--dry-run"]).ok();
+    assert!(planned.contains("would be written"), "{planned}");
+    assert!(!folder.path().join("dry").exists());
+}
+
+#[test]
+fn layouts_that_do_not_fit_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, out) = (megatron(MODEL), path(&folder, "out"));
+    let reshard = |uri: &str, more: &[&str]| dcp(["-q", "reshard", uri, &out].iter().chain(more));
+    reshard(&source, &["--tp", "3"]).fails(2, &["cannot be divided into 3", "hint: choose other"]);
+    reshard(&source, &["--pp", "3"]).fails(2, &["hint: choose other"]);
+    reshard(&source, &["--ranks", "2"]).fails(2, &["Megatron-Core", "hint: say --tp"]);
+    reshard("fsdp2_adam_2r", &["--tp", "2"]).fails(2, &["is none", "hint: say --ranks"]);
+    reshard(&megatron("gpt_dp2_dp_reshardable/ckpt"), &["--tp", "2"])
+        .fails(2, &["flat buffers", "--optimizer per-parameter"]);
+    dcp(["convert", "zstd_2r", &out, "--to", "dcp", "--tp", "2"])
+        .fails(2, &["--tp is for torch-dist"]);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing was written");
+}
+
+#[test]
+fn a_folder_is_one_checkpoint_of_one_kind() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, out) = (megatron(MODEL), path(&folder, "out"));
+    let plain = path(&folder, "plain");
+    dcp(["convert", &source, &out, "--to", "torch-dist"]).ok();
+    dcp(["convert", "nested", &plain, "--to", "dcp"]).ok();
+    dcp(["convert", &source, &out, "--to", "torch-dist"]).fails(2, &["--overwrite"]);
+    dcp(["convert", &source, &out, "--to", "torch-dist", "--tp=1", "--overwrite"]).ok();
+    dcp(["diff", &source, &out]).ok();
+    for to in ["dcp", "hf"] {
+        dcp(["-q", "convert", "nested", &out, "--to", to, "--overwrite"])
+            .fails(2, &["another checkpoint", "Megatron-Core", "another directory"]);
+    }
+    dcp(["convert", &source, &plain, "--to", "torch-dist", "--overwrite"])
+        .fails(2, &["another checkpoint", "PyTorch's format"]);
+}
+
+#[test]
+fn shifted_optimizer_state_is_not_carried_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let bad = megatron("gpt_fully_reshardable_multibucket_CORRUPT/ckpt");
+    let convert = |name: &str, more: &[&str]| {
+        let out = path(&folder, name);
+        dcp(["-q", "convert", &bad, &out, "--to", "torch-dist"].iter().chain(more))
+    };
+    convert("refused", &[])
+        .fails(1, &["is damaged", "embedding.word_embeddings.weight", "--repair-optimizer"]);
+    assert!(!folder.path().join("refused").exists());
+    convert("repaired", &["--repair-optimizer"]).ok();
+    let repaired = path(&folder, "repaired");
+    dcp(["verify", &repaired, "--deep"]).ok();
+    let all = tensors_of(&repaired);
+    let moments = all.iter().filter(|(name, _)| name.starts_with("optimizer.state.exp_avg"));
+    assert!(
+        moments.clone().count() > 0
+            && moments.clone().all(|(_, (_, _, bytes))| bytes.iter().all(|b| *b == 0))
+    );
+    convert("model", &["--no-optimizer"]).ok();
+    let model = tensors_of(&path(&folder, "model"));
+    assert!(model.keys().all(|name| !name.contains("optimizer")));
+    convert("as_it_is", &["--allow-corrupt-optimizer"]).ok();
+    dcp(["diff", &bad, &path(&folder, "as_it_is")]).ok();
+    dcp(["convert", "zstd_2r", &path(&folder, "x.pt"), "--repair-optimizer"])
+        .fails(2, &["--repair-optimizer is for checkpoints of Megatron-Core"]);
+}
+
+type Tensors = std::collections::BTreeMap<String, (String, Vec<u64>, Vec<u8>)>;
+
+fn tensors_of(uri: &str) -> Tensors {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "all.safetensors");
+    dcp(["-q", "convert", uri, &file, "--everything"]).ok();
+    tensors(Path::new(&file))
+}
+
+#[test]
+fn an_optimizer_is_shown_by_parameter() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = megatron("gpt_dp2_dp_reshardable/ckpt");
+    let out = path(&folder, "out");
+    let more = ["--optimizer", "per-parameter", "--tp", "2"];
+    let run = dcp(["convert", &source, &out, "--to", "torch-dist"].iter().chain(&more));
+    assert!(run.stderr.contains("optimizer by parameter, from dp_reshardable"), "{}", run.stderr);
+    run.ok();
+    let found = dcp(["inspect", &out, "--json"]).json();
+    assert_eq!(found["megatron"]["optimizer"], "fully_reshardable");
+    let master = "optimizer.state.param.embedding.word_embeddings.weight";
+    assert!(found["keys"].get(master).is_some(), "{:?}", found["keys"]);
+    dcp(["verify", &out, "--deep"]).ok();
+}
+
+#[test]
+fn a_model_goes_to_hugging_face_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = megatron("run_torch_dist_dp2");
+    let at = |name: &str| path(&folder, name);
+    let report = dcp(["convert", &source, &at("hf"), "--to", "hf", "--json"]).json();
+    assert_eq!(report["mapping"]["family"], "llama");
+    assert_eq!(report["tensors"], 11);
+    let config = read_json(&folder.path().join("hf/config.json"));
+    assert_eq!(config["architectures"], json!(["LlamaForCausalLM"]));
+    assert_eq!(config["num_attention_heads"], 4);
+    let found = dcp(["inspect", &at("hf"), "--json"]).json();
+    let q = &found["keys"]["model.layers.0.self_attn.q_proj.weight"];
+    assert_eq!(q["shape"], json!([8, 8]));
+
+    let back = ["--to", "torch-dist", "--arch", "auto", "--make-vocab-divisible-by", "16"];
+    dcp(["convert", &at("hf"), &at("back")].iter().map(|s| *s as &str).chain(back)).ok();
+    dcp(["verify", &at("back"), "--deep"]).ok();
+    let (before, after) = (tensors_of(&source), tensors_of(&at("back")));
+    for (name, tensor) in &after {
+        assert_eq!(before.get(name), Some(tensor), "{name}");
+    }
+    assert_eq!(after.len(), before.keys().filter(|name| !name.contains("optimizer")).count());
+    dcp(["convert", &at("back"), &at("again"), "--to", "hf"]).ok();
+    assert_eq!(tensors_of(&at("again")), tensors_of(&at("hf")));
+    assert_eq!(read_json(&folder.path().join("again/config.json"))["model_type"], "llama");
+}
+
+#[test]
+fn names_are_kept_on_request() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = path(&folder, "hf");
+    dcp(["-q", "convert", &megatron(MODEL), &out, "--to", "hf", "--arch", "none"]).ok();
+    assert!(tensors_of(&out).contains_key("decoder.layers.mlp.linear_fc1.weight"));
+    assert!(!folder.path().join("hf/config.json").exists());
+}
+
+#[test]
+fn a_mapping_of_ones_own_is_taken_or_refused_by_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let toml = path(&folder, "my.toml");
+    let llama = dcp(["arch", "llama"]).ok();
+    fs::write(&toml, &llama).unwrap();
+    let convert = |arch: &str| {
+        dcp(["-q", "convert", &megatron(MODEL), &path(&folder, "hf"), "--to", "hf", "--arch", arch])
+    };
+    convert(&toml).ok();
+    fs::remove_dir_all(folder.path().join("hf")).unwrap();
+    let line = 1 + llama.lines().position(|line| line.trim_start().starts_with("op =")).unwrap();
+    let bad: Vec<_> = llama
+        .lines()
+        .enumerate()
+        .map(|(at, text)| if at + 1 == line { "op = \"explode\"" } else { text })
+        .collect();
+    fs::write(&toml, bad.join("\n")).unwrap();
+    convert(&toml).fails(2, &["my.toml:", "explode", "hint: `dcp arch llama`"]);
+    fs::write(&toml, "[family\n").unwrap();
+    convert(&toml).fails(2, &["my.toml:1"]);
+    convert(&path(&folder, "none.toml")).fails(3, &["cannot read the mapping"]);
+    convert("gpt5").fails(2, &["no model family \"gpt5\"", "llama"]);
+    convert("gpt2").fails(2, &["swiglu is true", "\"gpt2\"", "hint:"]);
+    assert!(!folder.path().join("hf").exists());
+}
+
+#[test]
+fn what_is_of_no_family_is_said_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = path(&folder, "hf");
+    dcp(["-q", "convert", &megatron("v015_flattened/ckpt"), &out, "--to", "hf"]).fails(
+        2,
+        &["of no family", "llama: there is no", "--arch none", "families: llama, mistral"],
+    );
+    dcp(["convert", "fsdp2_adam_2r", &out, "--to", "torch-dist", "--arch", "llama"])
+        .fails(2, &["there is no config.json", "--config DIR"]);
+    dcp(["convert", "zstd_2r", &out, "--to", "dcp", "--untie"])
+        .fails(2, &["--untie is for a mapping"]);
+    assert!(!folder.path().join("hf").exists());
+}
+
+#[test]
+fn families_are_listed() {
+    let listed = dcp(["arch", "--json"]).json();
+    let names: Vec<_> = listed.as_array().unwrap().iter().map(|one| one["name"].clone()).collect();
+    for name in ["llama", "qwen3_moe", "deepseek_v3", "gpt2"] {
+        assert!(names.contains(&Value::from(name)), "{names:?}");
+        assert!(dcp(["arch"]).ok().contains(name));
+        assert!(dcp(["arch", name]).ok().contains("[[rule]]"));
+    }
+    dcp(["arch", "gpt5"]).fails(2, &["no model family"]);
+}

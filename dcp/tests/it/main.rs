@@ -5,6 +5,8 @@
 mod broadcast;
 mod child;
 mod kills;
+#[cfg(all(feature = "megatron", feature = "mapping"))]
+mod mapping;
 mod ranks;
 #[path = "../support/state.rs"]
 mod state;

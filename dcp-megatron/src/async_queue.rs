@@ -122,6 +122,12 @@ impl AsyncRequest {
         }))
     }
 
+    /// To follow a save that has been started, as [`async_save`](crate::async_save) does.
+    #[must_use]
+    pub fn started(save: PendingSave) -> Self {
+        Self::new(Box::new(move || Ok(Box::new(move || Work::Save(save)))))
+    }
+
     /// To do anything else in the background: `preload` is called when the request is scheduled,
     /// and when it has succeeded on all ranks, what it returned is run.
     #[must_use]

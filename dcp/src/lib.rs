@@ -63,7 +63,8 @@ pub use dcp_core::{
     Storage, StorageReader, StorageWriter, Tensor, Value,
 };
 pub use dcp_engine::{
-    AppState, BackgroundSaver, BroadcastReader, LoadMode, LoadSummary, Loader, SaveSummary, Saver,
+    AppState, BackgroundSaver, BroadcastReader, LoadMode, LoadSummary, Loader, ParallelReader,
+    SaveSummary, Saver,
 };
 pub use dcp_formats::dcp::{DcpReader, DcpWriter};
 pub use uri::{Access, StorageRegistry};

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{CheckpointError, Collective, Phase, PlanError, Rank, SavePlan, Storage};
 use dcp_engine::Group;
@@ -11,15 +12,16 @@ use serde::{Deserialize, Serialize};
 use super::cache::DiskCache;
 use super::distribution::{Distribution, Purpose, distribute_different};
 use super::inventory::{Fingerprint, Inventory, digest, pack, unpack};
-use crate::MegatronError;
 use crate::sharded::ShardedTensor;
+use crate::{MegatronError, SaveDistribution};
 
 /// Shares the writing of a save among the ranks of a parallelization group: Megatron-Core's
 /// `FullyParallelSaveStrategyWrapper`.
 ///
-/// Every rank of the group makes one and keeps it for all its saves. Before each save, after
-/// factories were applied, [`redistribute`](Self::redistribute) makes one rank's copy of every
-/// shard the main replica. Objects stay with whom they are.
+/// Every rank of the group makes one, keeps it for all its saves, and gives it to
+/// [`SaveOptions::distribution`](crate::SaveOptions::distribution): one rank's copy of every shard
+/// becomes the main replica. Objects stay with whom they are. For saves of another kind there is
+/// [`redistribute`](Self::redistribute).
 ///
 /// What ranks exchanged once is remembered and holds while nothing changes: before every save they
 /// compare fingerprints of 16 bytes of all that they hold. (Megatron-Core with
@@ -151,25 +153,42 @@ impl ParallelSave {
         mut tensors: Vec<&mut ShardedTensor>,
     ) -> Result<Redistribution, MegatronError> {
         let inventory = Inventory::of(tensors.iter().map(|tensor| &**tensor));
-        if self.collective.world_size() == 1 {
-            let inventory = inventory?;
-            let byte_len = inventory.byte_len(&inventory.main);
-            let shards = inventory.main.iter().filter(|main| **main).count() as u64;
-            return Ok(Redistribution { origin: DistributionOrigin::Alone, shards, byte_len });
+        let (done, owned) = self.distribute(inventory).await?;
+        if done.origin != DistributionOrigin::Alone {
+            for (tensor, owned) in tensors.iter_mut().zip(&owned) {
+                **tensor = tensor.clone().with_replica_id(u64::from(!owned));
+            }
         }
-        let group = Group::new(Some(Arc::clone(&self.collective)), 0)?.called(self.world_rank);
-        let inventory = inventory.map_err(|error| match error {
-            MegatronError::Checkpoint(error) => error,
-            other => unsupported(&other.to_string()),
-        });
-        let result = self.agree(&group, inventory).await;
-        group.conclude(&result);
-        let (origin, inventory, owned) = result?;
-        for (tensor, owned) in tensors.iter_mut().zip(&owned) {
-            **tensor = tensor.clone().with_replica_id(u64::from(!owned));
-        }
+        Ok(done)
+    }
+
+    /// Which of a rank's shards it writes.
+    async fn distribute(
+        &self,
+        inventory: Result<Inventory, MegatronError>,
+    ) -> Result<(Redistribution, Vec<bool>), MegatronError> {
+        let (origin, inventory, owned) = match self.collective.world_size() {
+            1 => {
+                let inventory = inventory?;
+                let main = inventory.main.clone();
+                (DistributionOrigin::Alone, inventory, main)
+            }
+            _ => {
+                let group =
+                    Group::new(Some(Arc::clone(&self.collective)), 0)?.called(self.world_rank);
+                let inventory = inventory.map_err(|error| match error {
+                    MegatronError::Checkpoint(error) => error,
+                    other => unsupported(&other.to_string()),
+                });
+                let result = self.agree(&group, inventory).await;
+                group.conclude(&result);
+                result?
+            }
+        };
         let shards = owned.iter().filter(|owned| **owned).count() as u64;
-        Ok(Redistribution { origin, shards, byte_len: inventory.byte_len(&owned) })
+        let byte_len = inventory.byte_len(&owned);
+        tracing::debug!(?origin, shards, byte_len, "work of a save shared out");
+        Ok((Redistribution { origin, shards, byte_len }, owned))
     }
 
     async fn agree(
@@ -278,6 +297,14 @@ impl ParallelSave {
         };
         let told = |owned: &Vec<bool>| [&lead.id[..], &pack(owned)].concat().into();
         Ok((owned.all().iter().map(told).collect(), ()))
+    }
+}
+
+#[async_trait]
+impl SaveDistribution for ParallelSave {
+    async fn owned(&self, shards: &[&ShardedTensor]) -> Result<Vec<bool>, MegatronError> {
+        let inventory = Inventory::of(shards.iter().copied());
+        self.distribute(inventory).await.map(|(_, owned)| owned)
     }
 }
 

@@ -11,7 +11,7 @@ use dcp_core::{
     CheckpointError, Collective, Dict, Phase, PlanError, Rank, RankFailure, StateDict, Storage,
     StorageWriter, Value, error_chain,
 };
-use dcp_engine::{BackgroundSaver, Group, PendingSave, SaveSummary};
+use dcp_engine::{BackgroundSaver, Group, PendingSave, SaveSummary, StagedState};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
@@ -64,7 +64,7 @@ pub async fn save(
     storage: &Arc<dyn Storage>,
     options: &SaveOptions,
 ) -> Result<SaveSummary, MegatronError> {
-    let Ready { flat, writer } = ready(state, storage, options, false).await?;
+    let Ready { flat, writer, .. } = ready(state, storage, options, false).await?;
     Ok(options.saver.save(&flat, &*writer).await?)
 }
 
@@ -74,12 +74,14 @@ pub async fn save(
 ///
 /// The last thing that the background save does, on rank 0, is to write `metadata.json`; whatever
 /// is to be done when the checkpoint is complete, such as writing the tracker of the run, is done
-/// after [`PendingSave::wait`] returned on all ranks. Megatron-Core guarantees the same order of
+/// after [`PendingSave::wait`] returned on all ranks, which an
+/// [`AsyncCallsQueue`](crate::AsyncCallsQueue) sees to. Megatron-Core guarantees the same order of
 /// finalization.
 ///
 /// # Errors
 ///
-/// As [`save`], but for what goes wrong later, which [`PendingSave::wait`] reports.
+/// As [`save`], and on all ranks when one cannot copy its state; what goes wrong later
+/// [`PendingSave::wait`] reports.
 #[doc(alias = "async_sharded_save")]
 pub async fn async_save(
     state: &ShardedStateDict,
@@ -87,8 +89,9 @@ pub async fn async_save(
     options: &SaveOptions,
     background: &MegatronBackgroundSaver,
 ) -> Result<PendingSave, MegatronError> {
-    let Ready { flat, writer } = ready(state, storage, options, true).await?;
-    Ok(background.0.start(&flat, writer)?)
+    let Ready { staged, writer, .. } = ready(state, storage, options, true).await?;
+    let staged = staged.ok_or(CheckpointError::Canceled)?;
+    Ok(background.0.start_staged(staged, writer))
 }
 
 /// Saves in the background, one after the other; for [`async_save`].
@@ -110,12 +113,15 @@ impl MegatronBackgroundSaver {
 /// What all ranks have agreed to save.
 struct Ready {
     flat: StateDict,
+    /// The copy, for a save in the background.
+    staged: Option<StagedState>,
     writer: Arc<dyn StorageWriter>,
 }
 
 /// What a rank has made ready on its own.
 struct Own {
     flat: Result<StateDict, MegatronError>,
+    staged: Option<StagedState>,
     writer: Arc<dyn StorageWriter>,
     /// What it tells the coordinator.
     offer: Bytes,
@@ -127,10 +133,10 @@ async fn ready(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
     options: &SaveOptions,
-    staged: bool,
+    background: bool,
 ) -> Result<Ready, MegatronError> {
     let group = Group::new(options.group.clone(), 0)?;
-    let ready = agreed(state, storage, options, staged, &group).await;
+    let ready = agreed(state, storage, options, background, &group).await;
     agreement::conclude(group, &ready);
     ready
 }
@@ -139,7 +145,7 @@ async fn agreed(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
     options: &SaveOptions,
-    staged: bool,
+    background: bool,
     group: &Group,
 ) -> Result<Ready, MegatronError> {
     let prepared = match &options.distribution {
@@ -151,7 +157,7 @@ async fn agreed(
             redistribute(&mut prepared.sharded, &**distribution).await.map(|()| prepared)
         }
     };
-    let own = prepared.and_then(|prepared| options.own(prepared, storage, staged));
+    let own = prepared.and_then(|prepared| options.own(prepared, storage, background));
     let (offer, own) = match own {
         Ok(own) => (Ok(own.offer.clone()), Some(own)),
         Err(error) => (Err(error), None),
@@ -180,7 +186,7 @@ async fn agreed(
         }
         tracing::warn!("{differs}; that of rank 0 is saved");
     }
-    Ok(Ready { flat: own.flat?, writer: own.writer })
+    Ok(Ready { flat: own.flat?, staged: own.staged, writer: own.writer })
 }
 
 impl SaveOptions {
@@ -199,7 +205,7 @@ impl SaveOptions {
         &self,
         prepared: ToSave,
         storage: &Arc<dyn Storage>,
-        staged: bool,
+        background: bool,
     ) -> Result<Own, MegatronError> {
         let ToSave { sharded, mut common } = prepared;
         let compared = match &self.preprocess {
@@ -212,11 +218,16 @@ impl SaveOptions {
             false => Bytes::new(),
         };
         let flat = prepare::flat(&sharded);
+        // Before the ranks agree, so that none begins to write when one has no copy.
+        let staged = match &flat {
+            Ok(flat) if background => Some(StagedState::of(flat)?),
+            _ => None,
+        };
         // A shard that cannot be saved by itself may be one that all ranks together explain better.
         let problem = flat.as_ref().err().map_or_else(String::new, |error| error_chain(error));
         let len = (problem.len() as u64).to_le_bytes();
         let offer = Bytes::from([&digest[..], &len, problem.as_bytes(), &description].concat());
-        if staged {
+        if background {
             // Tensors of the common state are encoded later than this returns.
             let copy = Value::from_wire(&Value::from(common.clone()).to_wire()?)?;
             if let Value::Dict(copy) = copy {
@@ -225,7 +236,7 @@ impl SaveOptions {
         }
         let settings = WriterSettings { common, ..self.settings.clone() };
         let writer = self.strategies.save(&self.backend)?.writer(storage, settings)?;
-        Ok(Own { flat, writer, offer, compared })
+        Ok(Own { flat, staged, writer, offer, compared })
     }
 }
 

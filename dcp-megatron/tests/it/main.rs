@@ -14,6 +14,7 @@ mod small_model;
 mod strictness;
 mod support;
 mod to_torch_dist;
+mod together;
 mod traps;
 mod writer;
 mod zarr;

@@ -357,7 +357,14 @@ async fn states(
     let mut states = Vec::new();
     for (entry, fqn, tensor) in model_tensors(metadata) {
         let Some(places) = places.get(&entry) else {
-            report.without_state.push(Arc::clone(fqn));
+            let is_candidate =
+                report.ambiguous.iter().flat_map(|at| &at.candidates).any(|(name, _)| name == fqn);
+            if is_candidate || !report.unknown.is_empty() {
+                let problem = "it was not found in the buffers".to_owned();
+                report.unresolved.push((Arc::clone(fqn), problem));
+            } else {
+                report.without_state.push(Arc::clone(fqn));
+            }
             continue;
         };
         let expected = tensor.shape.checked_volume().unwrap_or(0);

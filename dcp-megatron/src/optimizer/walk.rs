@@ -54,9 +54,21 @@ pub(super) struct Walked {
     pub(super) unknown: Vec<(usize, u64)>,
 }
 
-/// Where a parameter can begin, where its bucket does then, and the parameter's class.
-type Choice = (u64, u64, usize);
+/// Something in a bucket without bounds.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    start: u64,
+    end: u64,
+    /// Where the bucket begins.
+    base: u64,
+    /// The class of the parameter; `None` when it is none of the model's.
+    class: Option<usize>,
+}
 
+/// Parameters of a bucket without bounds that need not be of the model for the others to be found.
+const UNKNOWN_MAX: usize = 2;
+/// Sizes to try for those.
+const SIZES_MAX: usize = 64;
 /// Steps to take before a buffer is given up, for each of its parameters.
 const STEPS: usize = 64;
 /// The longest padding at the end of a bucket, in elements.
@@ -181,52 +193,75 @@ impl Walker<'_> {
         shape: &BucketShape,
         walked: &mut Walked,
     ) -> Result<(), CheckpointError> {
-        let end = shape.elements;
-        let mut left = STEPS.saturating_mul(self.known.params.len().max(1));
-        // What was chosen so far, each with what else could be.
-        let mut path: Vec<(Slot, u64, Vec<Choice>)> = Vec::new();
-        let (mut at, mut base) = (0_u64, 0_u64);
-        let mut furthest = 0_u64;
-        let mut choices = self.choices(bucket, shape, at, base).await?;
-        loop {
-            let is_end = at == end || (shape.padded && end - at < PADDING_MAX);
-            if is_end && (choices.is_empty() || at == end) {
-                walked.slots.extend(path.into_iter().map(|(slot, ..)| slot));
-                return Ok(());
-            }
-            left = left.saturating_sub(1);
-            match choices.pop() {
-                Some((start, new_base, class)) if left > 0 => {
-                    let elements = self.known.prints.get(class).map_or(0, |p| p.elements);
-                    let slot = Slot { bucket, range: start..start + elements, class };
-                    at = slot.range.end;
-                    furthest = furthest.max(at);
-                    path.push((slot, base, std::mem::take(&mut choices)));
-                    base = new_base;
-                    choices = self.choices(bucket, shape, at, base).await?;
-                }
-                None if left > 0 && !path.is_empty() => {
-                    let Some((_, before, others)) = path.pop() else { continue };
-                    base = before;
-                    at = path.last().map_or(0, |(slot, ..)| slot.range.end);
-                    choices = others;
-                }
-                _ => {
-                    walked.unknown.push((bucket, furthest));
+        let mut furthest = 0;
+        for unknown in 0..=UNKNOWN_MAX {
+            match self.search(bucket, shape, unknown).await? {
+                Ok(path) => {
+                    for step in path {
+                        let range = step.start..step.end;
+                        match step.class {
+                            Some(class) => walked.slots.push(Slot { bucket, range, class }),
+                            None => walked.unknown.push((bucket, range.start)),
+                        }
+                    }
                     return Ok(());
                 }
+                Err(reached) if unknown == 0 => furthest = reached,
+                Err(_) => {}
+            }
+        }
+        walked.unknown.push((bucket, furthest));
+        Ok(())
+    }
+
+    /// A way through a bucket to its end, on which up to `unknown` parameters are none of the
+    /// model's, of sizes that others have; or how far one gets.
+    async fn search(
+        &mut self,
+        bucket: usize,
+        shape: &BucketShape,
+        unknown: usize,
+    ) -> Result<Result<Vec<Step>, u64>, CheckpointError> {
+        let mut left = STEPS.saturating_mul(self.known.params.len().max(1));
+        // What was chosen so far, each with what else could have been.
+        let mut path: Vec<(Step, Vec<Step>)> = Vec::new();
+        let mut furthest = 0_u64;
+        let mut choices = self.choices(bucket, shape, 0, 0, unknown > 0).await?;
+        loop {
+            let at = path.last().map_or(0, |(step, _)| step.end);
+            let is_end = at == shape.elements
+                || (shape.padded && shape.elements - at < PADDING_MAX && choices.is_empty());
+            if is_end {
+                return Ok(Ok(path.into_iter().map(|(step, _)| step).collect()));
+            }
+            if left == 0 {
+                return Ok(Err(furthest));
+            }
+            left -= 1;
+            if let Some(step) = choices.pop() {
+                furthest = furthest.max(step.end);
+                path.push((step, std::mem::take(&mut choices)));
+                let used = path.iter().filter(|(step, _)| step.class.is_none()).count();
+                let more = used < unknown;
+                choices = self.choices(bucket, shape, step.end, step.base, more).await?;
+            } else if let Some((_, others)) = path.pop() {
+                choices = others;
+            } else {
+                return Ok(Err(furthest));
             }
         }
     }
 
-    /// What can follow at `at`, the likeliest last.
+    /// What can follow at `at` of a bucket that begins at `base`, the likeliest last. With
+    /// `unknown`, where nothing does that is known, anything of a known size.
     async fn choices(
         &mut self,
         bucket: usize,
         shape: &BucketShape,
         at: u64,
         base: u64,
-    ) -> Result<Vec<Choice>, CheckpointError> {
+        unknown: bool,
+    ) -> Result<Vec<Step>, CheckpointError> {
         let mut starts = Vec::new();
         let aligned = (at - base).checked_next_multiple_of(ALIGNMENT);
         starts.extend(aligned.and_then(|offset| base.checked_add(offset)).map(|s| (s, base)));
@@ -235,11 +270,23 @@ impl Walker<'_> {
             // one rather than a gap before an aligned one.
             starts.push((at, at));
         }
+        starts.retain(|(start, _)| *start < shape.elements);
         let mut choices = Vec::new();
-        for (start, base) in starts {
-            if start < shape.elements {
-                let found = self.at(bucket, start, shape.elements).await?;
-                choices.extend(found.into_iter().rev().map(|class| (start, base, class)));
+        for (start, base) in &starts {
+            let found = self.at(bucket, *start, shape.elements).await?;
+            choices.extend(found.into_iter().rev().filter_map(|class| {
+                let end = start.checked_add(self.known.prints.get(class)?.elements)?;
+                Some(Step { start: *start, end, base: *base, class: Some(class) })
+            }));
+        }
+        if choices.is_empty() && unknown {
+            let sizes: BTreeSet<u64> = self.known.prints.iter().map(|p| p.elements).collect();
+            for (start, base) in starts {
+                // The smallest first, so that nothing that is known is taken for a part of it.
+                let sizes = sizes.iter().take(SIZES_MAX).rev();
+                let ends = sizes.filter_map(|size| start.checked_add(*size));
+                let ends = ends.filter(|end| *end <= shape.elements);
+                choices.extend(ends.map(|end| Step { start, end, base, class: None }));
             }
         }
         Ok(choices)
@@ -328,9 +375,16 @@ mod tests {
         let walked = found(&known, &[shape(Some(bounds))], vec![strange.clone()]);
         assert_eq!(places(&walked), [(0, 0..64), (0, 128..192)]);
         assert_eq!(walked.unknown, [(0, 64)]);
-        // Without bounds nothing tells where the next one begins.
+        // Without bounds only its size can tell where the next one begins: that of another one.
         let walked = found(&known, &[shape(None)], vec![strange]);
-        assert_eq!((walked.slots, walked.unknown), (vec![], vec![(0, 64)]));
+        assert_eq!(places(&walked), [(0, 0..64), (0, 128..192)]);
+        assert_eq!(walked.unknown, [(0, 64)]);
+        let longer = [params[0].clone(), vec![9; 128], params[1].clone()].concat();
+        let shape = BucketShape { elements: 256, ..BucketShape::default() };
+        let walked = found(&known, std::slice::from_ref(&shape), vec![longer]);
+        assert_eq!(walked.unknown, [(0, 64), (0, 128)]);
+        let none = found(&known, &[shape], vec![vec![9; 256]]);
+        assert_eq!((none.slots, none.unknown), (vec![], vec![(0, 0)]));
     }
 
     #[test]

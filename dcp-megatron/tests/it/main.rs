@@ -5,6 +5,7 @@
 mod async_queue;
 mod expected;
 mod fixtures;
+mod fixtures_loaded;
 mod optimizer;
 mod parallel;
 mod ranks;

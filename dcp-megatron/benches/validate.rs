@@ -4,6 +4,7 @@
 //! `cargo bench -p dcp-megatron --bench validate`
 
 #![allow(clippy::unwrap_used, reason = "a bench that fails may panic")]
+#![allow(clippy::print_stdout, reason = "it says what it measures")]
 
 use std::hint::black_box;
 use std::time::Duration;

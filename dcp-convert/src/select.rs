@@ -48,7 +48,8 @@ pub enum StatePart {
     #[default]
     Everything,
     /// All but the optimizer: keys below `optim`, `optimizer`, `optimizers`, `optimizer_states`,
-    /// `optimizer_state_dict` or `optim_state_dict` are left out.
+    /// `optimizer_state_dict`, `optim_state_dict` or Megatron-Core's `chained_<n>.optimizer` are
+    /// left out.
     WithoutOptimizer,
     /// What a model is made of, by the names that its own code has for it: of a state dict with
     /// a `model` (or `model_state_dict`, `state_dict`, `module`) at its root, only what is below
@@ -158,9 +159,17 @@ impl Selection {
             && match (self.part, model_root) {
                 (StatePart::Everything, _) => true,
                 (StatePart::Model, Some(model)) => root == model,
-                _ => !OPTIMIZER_ROOTS.contains(&root),
+                _ => !OPTIMIZER_ROOTS.contains(&root) && !is_chained_optimizer(fqn),
             }
     }
+}
+
+/// Whether a key is of one of several optimizers of Megatron-Core: `chained_<n>.optimizer.…`.
+fn is_chained_optimizer(fqn: &str) -> bool {
+    let chained = fqn.strip_prefix("chained_").and_then(|rest| rest.split_once('.'));
+    chained.is_some_and(|(number, rest)| {
+        number.bytes().all(|byte| byte.is_ascii_digit()) && rest.starts_with("optimizer.")
+    })
 }
 
 /// A key that is taken.
@@ -404,6 +413,14 @@ mod tests {
         assert_eq!(rename(r"s/b/\&\$1/", "abc"), "a&$1c");
         assert_eq!(rename(r"s/a\/b/x/", "a/b"), "x");
         assert_eq!(rename("s/x/y/", "abc"), "abc");
+    }
+
+    #[test]
+    fn chained_optimizers_are_told_by_name() {
+        assert!(is_chained_optimizer("chained_12.optimizer.distributed.x"));
+        for other in ["chained_x.optimizer.y", "chained_0.weight", "chain.optimizer.x"] {
+            assert!(!is_chained_optimizer(other), "{other}");
+        }
     }
 
     #[test]

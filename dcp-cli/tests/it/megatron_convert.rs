@@ -228,6 +228,41 @@ fn what_is_of_no_family_is_said_so() {
 }
 
 #[test]
+fn the_commands_of_the_readme_work() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let readme = fs::read_to_string(root.join("README.md")).unwrap();
+    let (_, section) = readme.split_once("\n## Megatron-Core\n").unwrap();
+    let section = section.split("\n## ").next().unwrap();
+    let blocks: String =
+        section.split("```sh").skip(1).map(|block| block.split("```").next().unwrap()).collect();
+    let blocks = blocks.replace("\\\n", " ");
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = 0;
+    for line in blocks.lines().filter(|line| !line.trim().is_empty()) {
+        let line = line.replace("/tmp/", &path(&folder, ""));
+        let args: Vec<_> = line.split_whitespace().skip(1).collect();
+        let output = crate::support::command().current_dir(&root).args(&args).output().unwrap();
+        crate::support::finish(output).ok();
+        run += 1;
+    }
+    assert!(run >= 8, "{run} commands in\n{section}");
+}
+
+#[test]
+fn chained_optimizers_are_left_out_of_models() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = path(&folder, "model.safetensors");
+    let source = megatron("gpt_moe_chained_dp_reshardable/ckpt");
+    dcp(["-q", "convert", &source, &out, "--no-optimizer"]).ok();
+    let all = tensors(Path::new(&out));
+    assert!(
+        !all.is_empty() && all.keys().all(|name| !name.contains("optimizer")),
+        "{:?}",
+        all.keys()
+    );
+}
+
+#[test]
 fn families_are_listed() {
     let listed = dcp(["arch", "--json"]).json();
     let names: Vec<_> = listed.as_array().unwrap().iter().map(|one| one["name"].clone()).collect();

@@ -10,6 +10,7 @@ use crate::args::MegatronArgs;
 use crate::common::{self, COMMON_FILE, COMMON_OBJECT, Common, CommonPlace};
 use crate::config::{CheckpointingConfig, METADATA_JSON, ShardedBackend};
 use crate::error::MegatronError;
+use crate::legacy::{Legacy, LegacyFolders};
 use crate::logical;
 use crate::run::MegatronRun;
 use crate::tracker::{TRACKER, Tracked};
@@ -30,6 +31,8 @@ pub struct MegatronCheckpoint {
     raw: Option<Source>,
     common: Common,
     args: Option<MegatronArgs>,
+    /// Of legacy folders.
+    optimizer_files: Vec<Source>,
     warnings: Vec<String>,
 }
 
@@ -44,6 +47,16 @@ pub enum MegatronFormat {
     },
     /// In arrays of zarr (Megatron-Core up to 0.15); only read.
     Zarr,
+    /// In a folder `mp_rank_*` for each rank of the model, as `--ckpt-format torch` of every
+    /// version has it; only read.
+    Legacy {
+        /// Ranks that share a layer's matrices.
+        tp: u32,
+        /// Ranks that share the layers.
+        pp: u32,
+        /// Ranks that share the experts.
+        ep: u32,
+    },
 }
 
 /// How to open a checkpoint.
@@ -103,6 +116,9 @@ impl MegatronCheckpoint {
         options: &OpenOptions,
     ) -> Result<Self, MegatronError> {
         let Some(config) = CheckpointingConfig::read(&**storage).await? else {
+            if let Some(folders) = LegacyFolders::find(&**storage).await? {
+                return Self::legacy(storage, folders, options).await;
+            }
             return Err(MegatronError::NotACheckpoint { message: no_config(storage).await? });
         };
         match config.sharded_backend()? {
@@ -186,6 +202,20 @@ impl MegatronCheckpoint {
         Self::assemble(storage, options, parts, found, warnings).await
     }
 
+    async fn legacy(
+        storage: &Arc<dyn Storage>,
+        folders: LegacyFolders,
+        options: &OpenOptions,
+    ) -> Result<Self, MegatronError> {
+        let Legacy { source, common, optimizers, tp, pp, ep, warnings } =
+            Legacy::open(storage, folders, &options.job).await?;
+        let format = MegatronFormat::Legacy { tp, pp, ep };
+        let common = Ok(Common { value: Value::Dict(common.clone()), dict: common });
+        let parts = (format, source, None);
+        let opened = Self::assemble(storage, options, parts, common, warnings).await?;
+        Ok(Self { optimizer_files: optimizers, ..opened })
+    }
+
     /// Puts what was found together: the format, what is stored, and what of it is to be shown as
     /// it is.
     async fn assemble(
@@ -205,7 +235,8 @@ impl MegatronCheckpoint {
         let source = logical::view(&stored, common.value.clone(), options, &mut warnings).await?;
         let args = common.dict.get("args").and_then(MegatronArgs::from_value);
         let storage = Arc::clone(storage);
-        Ok(Self { storage, which: None, format, source, raw, common, args, warnings })
+        let (which, optimizer_files) = (None, Vec::new());
+        Ok(Self { storage, which, format, source, raw, common, args, optimizer_files, warnings })
     }
 
     /// The folder of the checkpoint.
@@ -261,6 +292,13 @@ impl MegatronCheckpoint {
     #[must_use]
     pub fn content_metadata(&self) -> Option<&Dict> {
         self.common().get("content_metadata")?.as_dict()
+    }
+
+    /// The files of a distributed optimizer in legacy folders, `distrib_optim.pt`, by rank of the
+    /// model: flat buffers, which name no parameters and so are not in [`source`](Self::source).
+    #[must_use]
+    pub fn optimizer_files(&self) -> &[Source] {
+        &self.optimizer_files
     }
 
     /// What is odd about the checkpoint but did not keep it from being opened.

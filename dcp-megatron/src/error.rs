@@ -159,6 +159,14 @@ pub enum MegatronError {
         /// That other rank.
         right_rank: Rank,
     },
+    /// The folders of `--ckpt-format torch` do not make a checkpoint.
+    #[error("{folder}: {problem}")]
+    Legacy {
+        /// The folder, such as `mp_rank_00_001`.
+        folder: String,
+        /// What is wrong with it, and what to do.
+        problem: String,
+    },
     /// An offline job on it.
     #[error(transparent)]
     Convert(#[from] ConvertError),

@@ -13,6 +13,7 @@ mod error;
 mod fitting;
 mod flattened;
 mod load;
+mod legacy;
 mod logical;
 pub mod optimizer;
 pub mod parallel;

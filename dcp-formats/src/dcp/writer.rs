@@ -155,7 +155,7 @@ impl DcpWriterBuilder {
 #[async_trait]
 impl StorageWriter for DcpWriter {
     fn encode_object(&self, fqn: &str, value: &Value) -> Result<Bytes, CheckpointError> {
-        crate::torch_object::encode_object(value).map_err(|error| {
+        crate::torch_save::encode_value(value, "archive").map_err(|error| {
             FormatError::new("object to save", format!("{fqn:?}: {}", error.problem()))
                 .with_source(error)
                 .into()

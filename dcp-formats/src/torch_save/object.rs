@@ -10,7 +10,7 @@ use indexmap::IndexMap;
 
 use super::contents::{Contents, LIMITS};
 use super::persistent::PersistentStorages;
-use crate::pickle::{Converter, NodeId, Pickle, Writer};
+use crate::pickle::{Converter, Node, NodeId, Pickle, Writer};
 use crate::torch_object::Tensors;
 use crate::torch_tensor::{StorageRef, stored};
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
@@ -41,6 +41,13 @@ impl<'a> Objects<'a> {
         let size = pickle.node_count().saturating_add(pickle.reference_count());
         let nodes_left = size.saturating_mul(SHARED_MAX);
         Ok(Self { storage, key, contents, pickle, nodes_left, bytes_read: 0 })
+    }
+
+    /// The items of the whole object under keys that are text; `None` when it is no dict.
+    pub(super) fn items(&self) -> Option<Vec<(Box<str>, NodeId)>> {
+        let Node::Dict(span) = self.pickle.node(self.pickle.root()) else { return None };
+        let entries = self.pickle.entries(*span);
+        Some(entries.filter_map(|(key, item)| Some((self.pickle.str(key)?.into(), item))).collect())
     }
 
     /// The value of a node: plain data as it is, anything else as the archive that `torch.save`

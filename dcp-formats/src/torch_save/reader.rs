@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, FormatError, Key, Layout, LoadPlan, Placement,
-    PlanError, ReadItem, ReadKind, ReadReport, Region, Storage, StorageReader,
+    CheckpointError, CheckpointMetadata, DataSink, Dict, FormatError, Key, Layout, LoadPlan,
+    Placement, PlanError, ReadItem, ReadKind, ReadReport, Region, Storage, StorageReader,
 };
 use futures_util::lock::Mutex;
 
@@ -154,6 +154,34 @@ impl TorchSaveReader {
         options: &TorchSaveOptions,
     ) -> Result<Option<TorchSaveAgain>, CheckpointError> {
         TorchSaveAgain::new(key, &self.key, &*self.index().await?, options)
+    }
+
+    /// The values in the file's outermost dict under those keys that `wanted` accepts, as they are:
+    /// empty containers, keys of all types, and of classes that mean nothing here a
+    /// [`Value::Opaque`](dcp_core::Value::Opaque). Tensors in them are read as a whole, up to
+    /// 1 GiB for each key.
+    ///
+    /// Returns `None` when the file's object is no dict.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`], and when a value is damaged or too large.
+    pub async fn values(
+        &self,
+        wanted: impl Fn(&str) -> bool + Send,
+    ) -> Result<Option<Dict>, CheckpointError> {
+        let index = self.index().await?;
+        let objects = Objects::new(&*self.storage, &self.key, &index.contents);
+        let mut objects = objects.map_err(|error| self.locate(error))?;
+        let Some(items) = objects.items() else { return Ok(None) };
+        let mut values = Dict::new();
+        for (key, node) in items {
+            if wanted(&key) {
+                let value = objects.value(node).await;
+                values.insert(&*key, value.map_err(|error| self.name(&key, error))?);
+            }
+        }
+        Ok(Some(values))
     }
 
     async fn index(&self) -> Result<Arc<Index>, CheckpointError> {

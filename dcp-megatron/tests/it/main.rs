@@ -7,6 +7,7 @@ mod expected;
 mod fixtures;
 mod fixtures_loaded;
 mod hostile_shards;
+mod legacy;
 mod optimizer;
 mod parallel;
 mod ranks;

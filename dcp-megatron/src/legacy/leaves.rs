@@ -1,0 +1,160 @@
+//! What ranks hold, under the numbers that layers and experts have in the whole model.
+
+use std::collections::BTreeMap;
+
+use dcp_convert::Source;
+use dcp_core::{DType, Dims, Entry, PathItem};
+use indexmap::IndexMap;
+
+use super::folders::Grid;
+use super::model_chunk;
+use super::names::LocalName;
+use crate::args::MegatronArgs;
+use crate::error::MegatronError;
+
+/// Something in the model: a parameter, or an extra state.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Slot {
+    /// The stack of layers and the number of the layer in it.
+    pub(super) layer: Option<(String, u64)>,
+    /// The number of the expert.
+    pub(super) expert: Option<u64>,
+    /// The name in the layer, or the whole name.
+    pub(super) name: String,
+}
+
+/// What one rank has of it.
+#[derive(Clone, Debug)]
+pub(super) struct Leaf {
+    /// The rank's file, by its position.
+    pub(super) part: usize,
+    /// The entry in it.
+    pub(super) entry: usize,
+    /// The tensor's dtype and shape; `None` of an object.
+    pub(super) tensor: Option<(DType, Dims)>,
+}
+
+/// What the ranks of one stage have, by tensor-parallel rank.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ByRank {
+    pub(super) pp: u32,
+    pub(super) ep: u32,
+    pub(super) leaves: BTreeMap<u32, Leaf>,
+}
+
+/// A leaf before the numbers of other ranks are known.
+struct Found {
+    place: usize,
+    /// Its chunk of a virtual pipeline.
+    chunk: u64,
+    local: LocalName,
+    leaf: Leaf,
+}
+
+/// Everything in the models of all ranks, each thing once but for its tensor-parallel parts.
+pub(super) async fn collect(
+    grid: &Grid,
+    sources: &[Source],
+    args: Option<&MegatronArgs>,
+) -> Result<IndexMap<Slot, ByRank>, MegatronError> {
+    let mut found = Vec::new();
+    for (place, source) in sources.iter().enumerate() {
+        for (entry, (_, stored)) in source.metadata().await?.iter().enumerate() {
+            let Some([PathItem::Key(first), rest @ ..]) = stored.path().map(|path| &**path) else {
+                continue;
+            };
+            let Some(chunk) = model_chunk(first) else { continue };
+            let tensor = match stored {
+                Entry::Tensor(tensor) => Some((tensor.dtype, tensor.shape.clone())),
+                _ => None,
+            };
+            let local = LocalName::parse(&joined(rest));
+            found.push(Found { place, chunk, local, leaf: Leaf { part: place, entry, tensor } });
+        }
+    }
+    let is_local = is_local(&found, args);
+    let tied = args.and_then(MegatronArgs::untie_embeddings_and_output_weights) == Some(false);
+    let layers = Numbers::of(grid, &found);
+    let mut all: IndexMap<Slot, ByRank> = IndexMap::new();
+    for Found { place, chunk, local, leaf } in found {
+        let Some(rank) = grid.place(place) else { continue };
+        // A copy of the embedding, for the last stage to compute with.
+        let copy = tied && local.layer.is_none() && local.name == "output_layer.weight";
+        if copy || (local.expert.is_none() && rank.ep > 0) {
+            continue;
+        }
+        let local = local.with_fused_norms(is_local);
+        let layer = local.layer.map(|(stack, n)| {
+            let before = layers.before(&stack, chunk, rank.pp);
+            (stack, before.saturating_add(n))
+        });
+        let expert = local.expert.map(|n| {
+            let each = layers.experts.get(place).copied().unwrap_or(0);
+            each.saturating_mul(u64::from(rank.ep)).saturating_add(n)
+        });
+        let slot = Slot { layer, expert, name: local.name };
+        let known = all.entry(slot).or_insert_with(|| ByRank {
+            pp: rank.pp,
+            ep: rank.ep,
+            leaves: BTreeMap::new(),
+        });
+        // What several stages have is the same in all of them.
+        if known.pp == rank.pp {
+            known.leaves.insert(rank.tp, leaf);
+        }
+    }
+    Ok(all)
+}
+
+fn joined(path: &[PathItem]) -> String {
+    let names = path.iter().map(|item| match item {
+        PathItem::Key(key) => key.to_string(),
+        PathItem::Index(index) => index.to_string(),
+    });
+    names.collect::<Vec<_>>().join(".")
+}
+
+/// Whether modules are those of the local implementation, whose norms are modules of their own.
+fn is_local(found: &[Found], args: Option<&MegatronArgs>) -> bool {
+    if let Some(implementation) = args.and_then(|args| args.text("transformer_impl")) {
+        let latent = args.and_then(MegatronArgs::multi_latent_attention).unwrap_or(false);
+        return implementation == "local" && !latent;
+    }
+    let has = |name: &str| found.iter().any(|found| found.local.name == name);
+    has("self_attention.linear_qkv.weight") && !has("self_attention.linear_qkv.layer_norm_weight")
+}
+
+/// How many layers and experts ranks have.
+struct Numbers {
+    /// Of each stack, by chunk of the virtual pipeline and then by stage, which is the order of
+    /// layers.
+    layers: BTreeMap<String, BTreeMap<(u64, u32), u64>>,
+    /// Experts of a layer, by position of the rank.
+    experts: Vec<u64>,
+}
+
+impl Numbers {
+    fn of(grid: &Grid, found: &[Found]) -> Self {
+        let stages: Vec<u32> = grid.places().map(|place| place.pp).collect();
+        let mut numbers = Self { layers: BTreeMap::new(), experts: vec![0; stages.len()] };
+        for Found { place, chunk, local, .. } in found {
+            let stage = stages.get(*place).copied().unwrap_or(0);
+            if let Some((stack, n)) = &local.layer {
+                let of_stack = numbers.layers.entry(stack.clone()).or_default();
+                let known = of_stack.entry((*chunk, stage)).or_default();
+                *known = n.saturating_add(1).max(*known);
+            }
+            if let (Some(n), Some(known)) = (local.expert, numbers.experts.get_mut(*place)) {
+                *known = n.saturating_add(1).max(*known);
+            }
+        }
+        numbers
+    }
+
+    /// The layers of a stack before those of a chunk of a stage.
+    fn before(&self, stack: &str, chunk: u64, stage: u32) -> u64 {
+        let of_stack = self.layers.get(stack).into_iter();
+        let before = of_stack.flat_map(|counts| counts.range(..(chunk, stage)));
+        before.fold(0, |sum, (_, count)| sum.saturating_add(*count))
+    }
+}

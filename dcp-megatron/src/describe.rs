@@ -112,6 +112,7 @@ impl MegatronCheckpoint {
                 ("torch_dist", "common_state/shard_0_1")
             }
             MegatronFormat::Zarr => ("zarr", "common.pt"),
+            MegatronFormat::Legacy { .. } => ("torch", "model_optim_rng.pt"),
         };
         let (written_by, read_by) = ages(self.format(), content.is_some(), flattened);
         let common = self.common().iter().map(|(key, value)| {
@@ -122,6 +123,10 @@ impl MegatronCheckpoint {
             };
             (name, value.kind().to_owned())
         });
+        let optimizer = match self.optimizer_files() {
+            [] => OptimizerFormat::of(&metadata, self.common()),
+            _ => OptimizerFormat::LegacyDistributed,
+        };
         Ok(Description {
             format,
             common_place,
@@ -132,7 +137,7 @@ impl MegatronCheckpoint {
             consumed_samples: args.as_ref().and_then(|args| args.consumed_train_samples()),
             parallel: self.parallel(&metadata, &objects),
             layers: layers(&metadata),
-            optimizer: OptimizerFormat::of(&metadata, self.common()).name(),
+            optimizer: optimizer.name(),
             objects,
             common: common.collect(),
             content_metadata: content
@@ -198,6 +203,9 @@ fn ages(format: &MegatronFormat, content: bool, flattened: bool) -> (String, &'s
             (format!("{first} to {last}"), read)
         }
         MegatronFormat::Zarr => ("up to 0.15".to_owned(), "up to 0.15"),
+        MegatronFormat::Legacy { .. } => {
+            ("any version".to_owned(), "every version, by as many ranks as saved it")
+        }
     }
 }
 

@@ -240,3 +240,102 @@ impl Assignment {
         self.turns.get(rank as usize).copied().unwrap_or(0)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::{DType, ObjectEntry, TensorEntry};
+
+    use super::*;
+
+    /// `tensors` tensors of `len` bytes, each one chunk, and as many objects.
+    fn stored(tensors: u32, len: u64) -> (CheckpointMetadata, LoadPlan) {
+        let (mut metadata, mut plan) = (CheckpointMetadata::new(), LoadPlan::default());
+        for at in 0..tensors {
+            let mut tensor = TensorEntry::new(DType::Int8, [len]);
+            tensor.chunks.push(&[0], &[len], None).unwrap();
+            metadata.insert(format!("w{at}"), Entry::Tensor(tensor));
+            let region = Region::full([len]).unwrap();
+            let kind = ReadKind::Tensor { chunk: 0, shard: 0, region };
+            plan.items.push(ReadItem { entry: at, leaf: at, kind });
+        }
+        for at in 0..tensors {
+            metadata.insert(format!("o{at}"), Entry::Object(ObjectEntry::new(None)));
+            let entry = tensors + at;
+            plan.items.push(ReadItem { entry, leaf: entry, kind: ReadKind::Object });
+        }
+        (metadata, plan)
+    }
+
+    fn bytes(plan: &LoadPlan) -> BTreeMap<u32, u64> {
+        let mut messages = BTreeMap::new();
+        for item in &plan.items {
+            let len = match &item.kind {
+                ReadKind::Tensor { region, .. } => region.volume(),
+                _ => 0,
+            };
+            *messages.entry(item.leaf).or_default() += len;
+        }
+        messages
+    }
+
+    #[test]
+    fn messages_are_bounded_and_counted_and_ranks_have_about_the_same() {
+        let (metadata, plan) = stored(5, 3000);
+        let division = Division { world_size: 4, rule: ShareRule::Balanced, message_bytes: 1000 };
+        let all = division.divide(&metadata, &[plan], &[0; 4]).unwrap();
+        let mut sum = 0;
+        for (rank, assignment) in (0..).zip(&all) {
+            let messages = bytes(&assignment.send);
+            let count = u32::try_from(messages.len()).unwrap();
+            assert_eq!(assignment.turns_of(rank), count, "rank {rank}");
+            assert_eq!(messages.keys().copied().collect::<Vec<_>>(), Vec::from_iter(0..count));
+            assert!(messages.values().all(|bytes| *bytes <= 1000), "{messages:?}");
+            assert_eq!(assignment.keep.items, []);
+            sum += messages.values().sum::<u64>();
+            assert!(messages.values().sum::<u64>() <= 6000, "rank {rank}");
+        }
+        assert_eq!(sum, 15_000);
+    }
+
+    #[test]
+    fn what_one_rank_wants_stays_with_it() {
+        let (metadata, plan) = stored(3, 10);
+        let nothing = LoadPlan::default();
+        let division = Division { world_size: 3, rule: ShareRule::Megatron, message_bytes: 1000 };
+        let all = division.divide(&metadata, &[nothing, plan], &[0, 1, 0]).unwrap();
+        assert_eq!(all[1].keep.items.len(), 6);
+        assert!(all.iter().all(|assignment| assignment.send.items.is_empty()));
+        assert_eq!(all[0].turns, [0, 0, 0]);
+    }
+
+    #[test]
+    fn assignments_travel_and_damage_is_refused() {
+        let (metadata, plan) = stored(2, 10);
+        let division = Division { world_size: 2, rule: ShareRule::Megatron, message_bytes: 9 };
+        let all = division.divide(&metadata, &[plan], &[0, 0]).unwrap();
+        for assignment in all {
+            let wire = assignment.to_wire();
+            assert_eq!(Assignment::from_wire(&wire, 2), Ok(assignment));
+            assert!(Assignment::from_wire(&wire, 3).is_err());
+            for len in 0..wire.len() {
+                assert!(Assignment::from_wire(&wire[..len], 2).is_err(), "{len} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn plans_that_read_what_is_not_there_are_refused() {
+        let (metadata, plan) = stored(1, 10);
+        let division = Division { world_size: 2, rule: ShareRule::Megatron, message_bytes: 9 };
+        for (at, kind) in [
+            (0, ReadKind::Tensor { chunk: 1, shard: 0, region: Region::full([10]).unwrap() }),
+            (0, ReadKind::Tensor { chunk: 0, shard: 0, region: Region::full([11]).unwrap() }),
+            (0, ReadKind::Object),
+            (7, ReadKind::Object),
+        ] {
+            let mut bad = plan.clone();
+            bad.items.push(ReadItem { entry: at, leaf: 9, kind });
+            assert!(division.divide(&metadata, &[bad], &[0, 0]).is_err());
+        }
+    }
+}

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, LoadPlan, ReadItem, ReadKind, ReadReport,
-    Region, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DataSink, LoadPlan, PlanError, ReadItem, ReadKind,
+    ReadReport, Region, TensorView, Value,
 };
 
 use crate::broadcast::{tensor_dtype, unsupported};
@@ -174,9 +174,24 @@ impl<'a> Taker<'a> {
             self.sink.destination(item)?;
             self.sink.commit(item)?;
         }
-        let all_here = self.tensors.values().flatten().all(|open| open.missing == 0);
-        if !all_here || !self.objects.is_empty() {
-            return Err(unsupported("", "the reading rank sent less than was asked for"));
+        let name = |entry: u32| {
+            self.metadata.at(entry as usize).map_or_else(String::new, |(fqn, _)| fqn.to_string())
+        };
+        let parts = self.tensors.iter().flat_map(|((entry, _), opens)| {
+            let missing = opens.iter().filter(|open| open.missing > 0);
+            missing
+                .map(|open| (name(*entry), format!("{} elements of {}", open.missing, open.region)))
+        });
+        let objects = self.objects.keys().map(|entry| (name(*entry), "it".to_owned()));
+        let missing: Vec<PlanError> = parts
+            .chain(objects)
+            .map(|(fqn, what)| {
+                let problem = format!("{what} did not come from any rank");
+                PlanError::Unsupported { fqn, problem }
+            })
+            .collect();
+        if !missing.is_empty() {
+            return Err(PlanError::Many(missing).into());
         }
         report.bytes_needed = self.bytes_needed;
         Ok(())
@@ -204,5 +219,57 @@ impl Open<'_> {
     fn arrived(&mut self, part: &Region, sink: &Arc<dyn DataSink>) -> Result<(), CheckpointError> {
         self.missing = self.missing.saturating_sub(part.volume());
         if self.missing == 0 { sink.commit(self.item) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::{DType, Entry, ObjectEntry, TensorEntry};
+
+    use super::*;
+
+    /// Gives no memory, because nothing comes.
+    #[derive(Debug)]
+    struct Nowhere;
+
+    impl DataSink for Nowhere {
+        fn destination(&self, _: &ReadItem) -> Result<TensorView, CheckpointError> {
+            Err(unsupported("", "no memory"))
+        }
+
+        fn commit(&self, _: &ReadItem) -> Result<(), CheckpointError> {
+            Ok(())
+        }
+
+        fn object(&self, _: &ReadItem, _: Value) -> Result<(), CheckpointError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn all_that_did_not_come_is_named() {
+        let mut metadata = CheckpointMetadata::new();
+        let mut tensor = TensorEntry::new(DType::Int8, [4, 2]);
+        tensor.chunks.push(&[0, 0], &[4, 2], None).unwrap();
+        metadata.insert("weight", Entry::Tensor(tensor));
+        metadata.insert("rng", Entry::Object(ObjectEntry::new(None)));
+        let region = Region::new([1, 0], [2, 2]).unwrap();
+        let kind = ReadKind::Tensor { chunk: 0, shard: 0, region };
+        let plan = LoadPlan {
+            items: vec![
+                ReadItem { entry: 0, leaf: 0, kind },
+                ReadItem { entry: 1, leaf: 1, kind: ReadKind::Object },
+            ],
+        };
+        let sink: Arc<dyn DataSink> = Arc::new(Nowhere);
+        let error = Taker::new(&metadata, &plan, &sink).finish(&mut ReadReport::default());
+        let text = error.unwrap_err().to_string();
+        for part in ["\"weight\"", "4 elements of [1:3, 0:2]", "\"rng\""] {
+            assert!(text.contains(part), "{text}");
+        }
+        let mut taker = Taker::new(&metadata, &plan, &sink);
+        taker.value(1, Value::None).unwrap();
+        let text = taker.finish(&mut ReadReport::default()).unwrap_err().to_string();
+        assert!(!text.contains("rng"), "{text}");
     }
 }

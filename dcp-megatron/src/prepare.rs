@@ -99,7 +99,10 @@ pub(crate) fn flat(sharded: &ShardedStateDict) -> Result<StateDict, MegatronErro
         let Some(first) = shards.first() else { continue };
         let parts = shards.iter().map(|shard| to_shard(shard)).collect::<Result<_, _>>()?;
         let tensor = Tensor::sharded(first.dtype(), first.global_shape().clone(), parts);
-        flat.insert(Arc::clone(&key), tensor.map_err(|error| of(&key, error))?);
+        let tensor = tensor.map_err(|error| of(&key, error))?;
+        if flat.insert(Arc::clone(&key), tensor).is_some() {
+            return Err(one_name(&key).into());
+        }
     }
     Ok(flat)
 }
@@ -123,6 +126,14 @@ fn to_shard(tensor: &ShardedTensor) -> Result<Shard, MegatronError> {
 
 fn without_data(key: &str) -> PlanError {
     PlanError::Unsupported { fqn: key.to_owned(), problem: "there is no data to save".to_owned() }
+}
+
+/// A tensor is named as the unique key of an object is.
+pub(crate) fn one_name(key: &str) -> PlanError {
+    PlanError::Unsupported {
+        fqn: key.to_owned(),
+        problem: "a tensor and an object have this name; rename one of them".to_owned(),
+    }
 }
 
 /// The error, with the name that the engine's types do not know.

@@ -10,7 +10,7 @@ use dcp_core::{
 use dcp_formats::torch_save::decode_only_item;
 
 use crate::error::MegatronError;
-use crate::prepare::{ToLoad, boxes_of_range, of};
+use crate::prepare::{ToLoad, boxes_of_range, of, one_name};
 use crate::sharded::{
     ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, extract,
     sharded_leaves, to_values,
@@ -71,7 +71,9 @@ impl Request {
         for wanted in &tensors {
             let tensor = Tensor::sharded(wanted.dtype, wanted.shape.clone(), wanted.shards.clone());
             let tensor = tensor.map_err(|error| of(&wanted.key, error))?;
-            flat.insert(Arc::clone(&wanted.key), tensor);
+            if flat.insert(Arc::clone(&wanted.key), tensor).is_some() {
+                return Err(one_name(&wanted.key).into());
+            }
         }
         Ok(Self { flat, tensors, views, objects })
     }

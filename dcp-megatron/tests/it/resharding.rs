@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use dcp_core::{Collective, DType, Dict, Region, Storage, Value};
+use dcp_megatron::parallel::ParallelReader;
 use dcp_megatron::sharded::{LocalTensor, ShardedStateDict, ShardedTensor};
 use dcp_megatron::{
     LoadOptions, Loaded, MegatronBackgroundSaver, MegatronError, MegatronForm, SaveOptions,
@@ -10,6 +11,7 @@ use dcp_megatron::{
 };
 use proptest::prelude::*;
 
+use crate::ranks::on_mesh;
 use crate::small_model::{
     Fill, Layout, elements, held, memory, model, on_ranks, rng, tensors, view,
 };
@@ -55,6 +57,31 @@ fn tp2_pp2_is_loaded_as_tp1_pp4_and_as_tp4() {
             }
         }
     }
+}
+
+#[test]
+fn replicas_share_what_they_read() {
+    let storage = memory();
+    save_model(&storage, 2, 1, 1, &SaveOptions::new());
+    let bytes_read = |shared: bool| -> u64 {
+        let read = on_mesh(2, 3, |mesh| {
+            let at = Layout::of(mesh.rank.into(), 2, 1);
+            let request = model(at, Fill::Zeros);
+            let (replicas, rank) = (Arc::clone(&mesh.replicas), mesh.rank);
+            let mut options = LoadOptions::new().group(Arc::clone(&mesh.world));
+            if shared {
+                options = options.reader(move |inner| {
+                    Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
+                });
+            }
+            let loaded = block_on(load(&request, &storage, &options)).unwrap();
+            assert_eq!(tensors(&loaded.state), held(&model(at, Fill::Model)), "{at:?}");
+            loaded.read.bytes_read
+        });
+        read.into_iter().sum()
+    };
+    let (shared, alone) = (bytes_read(true), bytes_read(false));
+    assert!(shared * 2 < alone, "{shared} bytes were read, {alone} without sharing");
 }
 
 #[test]

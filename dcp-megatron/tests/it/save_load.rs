@@ -351,3 +351,11 @@ fn keys_with_dots_and_slashes_keep_their_names() {
     assert_eq!(loaded.state.get("o").unwrap().as_int(), Some(4));
     assert_eq!(tensors(&loaded.state).len(), 1);
 }
+
+#[test]
+fn a_tensor_and_an_object_cannot_share_a_name() {
+    let mut state = ShardedStateDict::from([("w", part("rng/shard_0_1", 0, 1))]);
+    state.insert("o", ShardedObject::single("rng", 4).unwrap());
+    let error = block_on(save(&state, &memory(), &SaveOptions::new())).unwrap_err().to_string();
+    assert!(error.contains("rename one of them"), "{error}");
+}

@@ -101,11 +101,20 @@ impl Arch {
             let message = "--make-vocab-divisible-by pads for Megatron-Core, and this goes from it";
             return Err(Failure::new(Exit::Usage, message).hint("leave it out"));
         }
-        let facts = facts(opened, &source).await?;
-        let mapping = match wanted {
-            Wanted::Auto => recognized(&source, &facts).await?,
-            Wanted::Of(mapping) => *mapping,
+        let mut facts = facts(opened, &source).await?;
+        let given = match config {
+            Some(folder) => Some(config_of(opened, Some(folder)).await?),
+            None => None,
         };
+        let mapping = match (wanted, given.as_ref().map(recognize_config)) {
+            (Wanted::Of(mapping), _) => *mapping,
+            (Wanted::Auto, Some(Ok(mapping))) => mapping,
+            (Wanted::Auto, _) => recognized(&source, &facts).await?,
+        };
+        if let Some(config) = &given {
+            // The model is opened with it, so that is how many tokens there are.
+            facts = facts.described_by(&mapping.facts_of_config(config)?)?;
+        }
         let mapped = map_to_hf(&source, &mapping, &facts, &how, options).await?;
         let config = match (to, config) {
             (Format::Hf, None) => Some(config_json(&mapping, &mapped)?),

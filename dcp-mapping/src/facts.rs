@@ -94,6 +94,39 @@ impl Facts {
         }
     }
 
+    /// The same for a model that will be opened with a given `config.json`, of which `config` are
+    /// the facts: the vocabulary has as many tokens as it says, and it tells what else is not known.
+    ///
+    /// # Errors
+    ///
+    /// [`MappingError::BadFact`] when it is the configuration of another model: of other layers,
+    /// widths or heads, or with its embeddings tied otherwise.
+    pub fn described_by(mut self, config: &Self) -> Result<Self, MappingError> {
+        const SAME: &[&str] = &[
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "num_experts",
+            "untie_embeddings_and_output_weights",
+        ];
+        for name in SAME {
+            if let (Some(own), Some(other)) = (self.get(name), config.get(name))
+                && own != other
+            {
+                let problem = format!("config.json says {other}, so it is that of another model");
+                return Err(bad(name, own, &problem));
+            }
+        }
+        if let Some(tokens) = config.get("vocab_size") {
+            self.set("vocab_size", tokens.clone());
+        }
+        for (name, value) in config.values() {
+            self.complete(name, value.clone());
+        }
+        Ok(self)
+    }
+
     /// A value.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Value> {

@@ -177,6 +177,25 @@ fn a_model_goes_to_hugging_face_and_back() {
 }
 
 #[test]
+fn a_configuration_tells_what_the_arguments_do_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (like, out) = (path(&folder, "like"), path(&folder, "hf"));
+    fs::create_dir(&like).unwrap();
+    let describe = |layers: u32| {
+        let config = json!({
+            "model_type": "mistral", "vocab_size": 13, "num_hidden_layers": layers,
+        });
+        fs::write(folder.path().join("like/config.json"), config.to_string()).unwrap();
+        dcp(["convert", &megatron(MODEL), &out, "--to", "hf", "--config", &like, "--json"])
+    };
+    describe(3).fails(2, &["num_layers is 2: config.json says 3"]);
+    assert_eq!(describe(2).json()["mapping"]["family"], "mistral");
+    let embedding = &tensors_of(&out)["model.embed_tokens.weight"];
+    assert_eq!(embedding.1, [13, 8]);
+    assert_eq!(read_json(&folder.path().join("hf/config.json"))["vocab_size"], 13);
+}
+
+#[test]
 fn names_are_kept_on_request() {
     let folder = tempfile::tempdir().unwrap();
     let out = path(&folder, "hf");

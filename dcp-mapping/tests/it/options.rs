@@ -201,3 +201,30 @@ fn sizes_and_dtypes_of_ones_own() {
     let error = map(&Facts::new()).unwrap_err().to_string();
     assert!(error.contains("needs q_lora_rank"), "{error}");
 }
+
+#[test]
+fn a_configuration_that_is_there_tells_what_arguments_do_not() {
+    let model = Model::dense("llama");
+    let mapping = Mapping::builtin("llama").unwrap();
+    let megatron = to_megatron(&model, &model.tensors(), &MapOptions::default()).unwrap();
+    let mut args = megatron.facts.clone();
+    // As it is in runs whose tokenizer knows the size by itself.
+    args.set("vocab_size", serde_json::Value::Null);
+    let config = mapping.facts_of_config(&model.config()).unwrap();
+    let map = |facts: &Facts| {
+        to_hf_of(&megatron.source, &mapping, facts, &MapOptions::default()).unwrap()
+    };
+    let padded = map(&args);
+    assert!(padded.report.trimmed.is_empty() && padded.report.notes[0].contains("vocab_size"));
+    let facts = args.clone().described_by(&config).unwrap();
+    assert!(contents(&map(&facts).source) == model.tensors());
+    for (name, value) in [
+        ("num_layers", serde_json::json!(4)),
+        ("num_query_groups", serde_json::json!(1)),
+        ("untie_embeddings_and_output_weights", serde_json::json!(false)),
+    ] {
+        let other = config.clone().with(name, value);
+        let error = args.clone().described_by(&other).unwrap_err().to_string();
+        assert!(error.starts_with(name) && error.contains("another model"), "{error}");
+    }
+}

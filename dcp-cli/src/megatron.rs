@@ -7,7 +7,7 @@ use dcp::core::{Key, Storage, StorageError, StorageExt, error_chain};
 use dcp::megatron::optimizer::{CheckDepth, OptimizerReport, OptimizerVerdict, check_optimizer};
 use dcp::megatron::{
     COMMON_FILE, CheckpointingConfig, METADATA_JSON, MegatronCheckpoint, MegatronError,
-    MegatronRun, OpenOptions, RunCheckpoint, TRACKER,
+    MegatronRun, OpenOptions, RunCheckpoint, TRACKER, verify_opened,
 };
 
 use crate::failure::{Exit, Failure};
@@ -137,8 +137,7 @@ pub(crate) async fn verify(
     deep: bool,
     options: &JobOptions,
 ) -> Result<VerifyReport, Failure> {
-    let stored = checkpoint.raw().unwrap_or(checkpoint.source());
-    let mut report = dcp::convert::verify(stored, deep, options).await?;
+    let mut report = verify_opened(checkpoint, deep, options).await?;
     report.format = format!("megatron_{}", checkpoint.describe().await?.format);
     let depth = if deep { CheckDepth::Full } else { CheckDepth::Sampled };
     // What cannot be read is no evidence of anything else.

@@ -47,6 +47,11 @@ pub enum Detected {
         /// One of them.
         example: Key,
     },
+    /// A checkpoint of Megatron-Core: a `metadata.json` beside a `.metadata`, a `common.pt` or
+    /// arrays of zarr.
+    Megatron,
+    /// A checkpoint of Megatron-LM in its format `torch`: `mp_rank_*` folders.
+    MegatronRanks,
     /// A training run of Megatron-LM: `latest_checkpointed_iteration.txt` and `iter_*` folders.
     MegatronRun,
     /// A training run or checkpoint of OLMo-core: `step*` folders or a `model_and_optim` one.
@@ -90,6 +95,8 @@ struct Names {
     folders: BTreeSet<String>,
     /// Folders with a `.metadata` or `__0.metadata` in them.
     committed: BTreeSet<Key>,
+    /// Whether a folder is an array of zarr.
+    arrays: bool,
 }
 
 impl Names {
@@ -111,6 +118,7 @@ impl Names {
         if !self.folders.contains(first) {
             self.folders.insert(first.to_owned());
         }
+        self.arrays |= file == ".zarray" && first == folder;
         if matches!(file, ".metadata" | "__0.metadata")
             && folder.split('/').count() <= DEPTH_MAX
             && let Ok(folder) = Key::new(folder)
@@ -142,7 +150,11 @@ impl Names {
         let mut ranks: Vec<u32> = named.values().filter_map(rank).collect();
         ranks.sort_unstable();
         let mut unfinished = None;
-        if any(|named| *named == Named::Metadata) {
+        let metadata = any(|named| *named == Named::Metadata);
+        if self.has("metadata.json") && (metadata || self.has("common.pt") || self.arrays) {
+            kinds.push(Detected::Megatron);
+        }
+        if metadata {
             kinds.push(Detected::Dcp);
         } else if ranks.is_empty() {
             let metadata_tmp = any(|named| *named == Named::MetadataTmp);
@@ -165,6 +177,9 @@ impl Names {
             models.reverse();
         }
         kinds.extend(models.into_iter().flatten());
+        if self.folders.iter().any(|folder| numbered(folder, "mp_rank_")) {
+            kinds.push(Detected::MegatronRanks);
+        }
         if self.has("latest_checkpointed_iteration.txt")
             || self.folders.iter().any(|folder| numbered(folder, "iter_"))
         {
@@ -246,6 +261,10 @@ impl fmt::Display for Detected {
             }
             Self::TorchSave { example } => {
                 write!(f, "holds files of torch.save, such as {example:?}, not a DCP checkpoint")
+            }
+            Self::Megatron => f.write_str("is a checkpoint of Megatron-Core"),
+            Self::MegatronRanks => {
+                f.write_str("is a checkpoint of Megatron-LM, by ranks in mp_rank_* folders")
             }
             Self::MegatronRun => f.write_str("is the directory of a Megatron-LM run"),
             Self::OlmoRun => f.write_str("is a directory of OLMo-core"),

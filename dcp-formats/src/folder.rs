@@ -120,8 +120,12 @@ struct HuggingFaceNames {
 
 #[derive(Clone, Debug, Default)]
 struct MegatronNames {
+    /// `common.pt`.
     common: bool,
+    /// `metadata.json`.
     index: bool,
+    /// An array of zarr.
+    arrays: bool,
     rank_folders: bool,
 }
 
@@ -186,6 +190,9 @@ impl FolderNames {
         if first.starts_with("mp_rank_") && is_torch_file(file) {
             self.megatron.rank_folders = true;
         }
+        if file == ".zarray" && first == folder {
+            self.megatron.arrays = true;
+        }
         let Some(named) = named else { return };
         if folder.split('/').count() <= DEPTH_MAX {
             if let Some(nested) = self.nested.get_mut(folder) {
@@ -227,10 +234,7 @@ impl FolderNames {
             let inner = model.is_some_and(DcpNames::is_committed).then(|| OLMO_MODEL.to_owned());
             return Some(Verdict { kind: FolderKind::OlmoStep, problem, inner });
         }
-        let megatron = self.megatron.index && (self.megatron.common || self.dcp.is_any());
-        if megatron || self.megatron.rank_folders {
-            let unfinished = megatron && self.dcp.is_any() && !self.dcp.is_committed();
-            let problem = if unfinished { self.dcp.problem() } else { None };
+        if let Some(problem) = self.megatron_problem() {
             return plain(FolderKind::Megatron, problem);
         }
         // With a `common.pt` beside it, the save of Megatron-Core died before its last step.
@@ -256,6 +260,22 @@ impl FolderNames {
         }
         (self.torch_files > 0).then_some(())?;
         plain(FolderKind::TorchSave, None)
+    }
+
+    /// What a checkpoint of Megatron lacks; `None` when it is none. Since Megatron-Core 0.19 there
+    /// is no `common.pt`, and a save that did not finish looks as one of PyTorch does.
+    fn megatron_problem(&self) -> Option<Option<String>> {
+        let MegatronNames { common, index, arrays, rank_folders } = self.megatron;
+        let data = self.dcp.is_any() || arrays;
+        if index && (common || data) {
+            let unfinished = self.dcp.is_any() && !self.dcp.is_committed();
+            return Some(self.dcp.problem().filter(|_| unfinished));
+        }
+        if common && data {
+            let problem = "there is no metadata.json: the save did not finish";
+            return Some(Some(problem.to_owned()));
+        }
+        rank_folders.then_some(None)
     }
 
     /// As `dir_is_checkpoint` of OLMo-core (3.0), which wants all three files and looks into none.
@@ -454,6 +474,26 @@ mod tests {
         assert!(problem("x", &["model.safetensors.index.json"]).contains("no safetensors file"));
         let hostile = ["a-1-of-4294967295.safetensors"];
         assert_eq!(verdict("x", &hostile), Some((FolderKind::HuggingFace, true, None)));
+    }
+
+    #[test]
+    fn a_checkpoint_of_megatron_is_committed_by_its_metadata_json() {
+        let verdict = |names: &[&str]| {
+            let mut facts = FolderNames::new();
+            names.iter().for_each(|name| facts.add(name));
+            facts.verdict("iter_0000010").map(|verdict| (verdict.kind, verdict.problem.is_none()))
+        };
+        let data = ["__0_0.distcp", ".metadata"];
+        let with = |more: &[&'static str]| [&data, more].concat();
+        let megatron = |whole| Some((FolderKind::Megatron, whole));
+        assert_eq!(verdict(&with(&["common.pt", "metadata.json"])), megatron(true));
+        assert_eq!(verdict(&with(&["metadata.json"])), megatron(true));
+        assert_eq!(verdict(&with(&["common.pt"])), megatron(false));
+        assert_eq!(verdict(&["common.pt", "metadata.json", "__0_0.distcp"]), megatron(false));
+        assert_eq!(verdict(&["common.pt", "metadata.json", "w/.zarray"]), megatron(true));
+        assert_eq!(verdict(&["common.pt", "w/.zarray", "w/0"]), megatron(false));
+        assert_eq!(verdict(&["mp_rank_00_000/model_optim_rng.pt"]), megatron(true));
+        assert_eq!(verdict(&data), Some((FolderKind::Dcp, true)));
     }
 
     #[test]

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use dcp_convert::{JobOptions, Source};
-use dcp_core::{CheckpointError, Dict, Storage, Value, error_chain};
+use dcp_core::{
+    CheckpointError, Dict, Key, Storage, StorageError, StorageExt as _, Value, error_chain,
+};
 use dcp_formats::detect::{Detected, detect};
 
 use crate::args::MegatronArgs;
@@ -14,6 +16,7 @@ use crate::legacy::{Legacy, LegacyFolders};
 use crate::logical;
 use crate::run::MegatronRun;
 use crate::tracker::{TRACKER, Tracked};
+use crate::writer::integrity::INTEGRITY;
 use crate::zarr::ZarrCheckpoint;
 
 /// A checkpoint of Megatron-Core.
@@ -28,11 +31,12 @@ pub struct MegatronCheckpoint {
     which: Option<Tracked>,
     format: MegatronFormat,
     source: Source,
-    raw: Option<Source>,
+    stored: Source,
     common: Common,
     args: Option<MegatronArgs>,
     /// Of legacy folders.
     optimizer_files: Vec<Source>,
+    damage: Vec<String>,
     warnings: Vec<String>,
 }
 
@@ -59,12 +63,24 @@ pub enum MegatronFormat {
     },
 }
 
+impl MegatronFormat {
+    /// A short name, such as `torch_dist`.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::TorchDist { .. } => "torch_dist",
+            Self::Zarr => "zarr",
+            Self::Legacy { .. } => "torch",
+        }
+    }
+}
+
 /// How to open a checkpoint.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct OpenOptions {
-    /// Whether to look at a damaged one as far as it is whole: what is wrong is then among
-    /// [`MegatronCheckpoint::warnings`].
+    /// Whether to look at a damaged one as far as it is whole; what is wrong is then
+    /// [`MegatronCheckpoint::damage`], or an error when such a part is read.
     pub tolerant: bool,
     /// How jobs read it.
     pub job: JobOptions,
@@ -186,8 +202,8 @@ impl MegatronCheckpoint {
             CommonPlace::Inside => common::from_inside(&raw).await,
         };
         let format = MegatronFormat::TorchDist { common: place };
-        let parts = (format, raw.clone(), Some(raw));
-        Self::assemble(storage, options, parts, found, warnings).await
+        let parts = (format, raw);
+        Self::assemble(storage, options, parts, found, Vec::new(), warnings).await
     }
 
     async fn zarr(
@@ -195,11 +211,11 @@ impl MegatronCheckpoint {
         options: &OpenOptions,
     ) -> Result<Self, MegatronError> {
         let reader = ZarrCheckpoint::open(Arc::clone(storage), options.tolerant).await?;
-        let warnings = reader.warnings().to_vec();
+        let (damage, warnings) = (reader.damage().to_vec(), reader.warnings().to_vec());
         let stored = Source::new(Arc::clone(storage), Arc::new(reader));
         let found = common::from_file(storage).await;
-        let parts = (MegatronFormat::Zarr, stored, None);
-        Self::assemble(storage, options, parts, found, warnings).await
+        let parts = (MegatronFormat::Zarr, stored);
+        Self::assemble(storage, options, parts, found, damage, warnings).await
     }
 
     async fn legacy(
@@ -211,32 +227,44 @@ impl MegatronCheckpoint {
             Legacy::open(storage, folders, &options.job).await?;
         let format = MegatronFormat::Legacy { tp, pp, ep };
         let common = Ok(Common { value: Value::Dict(common.clone()), dict: common });
-        let parts = (format, source, None);
-        let opened = Self::assemble(storage, options, parts, common, warnings).await?;
+        let parts = (format, source);
+        let opened = Self::assemble(storage, options, parts, common, Vec::new(), warnings).await?;
         Ok(Self { optimizer_files: optimizers, ..opened })
     }
 
-    /// Puts what was found together: the format, what is stored, and what of it is to be shown as
-    /// it is.
+    /// Puts what was found together.
     async fn assemble(
         storage: &Arc<dyn Storage>,
         options: &OpenOptions,
-        (format, stored, raw): (MegatronFormat, Source, Option<Source>),
+        (format, stored): (MegatronFormat, Source),
         common: Result<Common, MegatronError>,
-        mut warnings: Vec<String>,
+        mut damage: Vec<String>,
+        warnings: Vec<String>,
     ) -> Result<Self, MegatronError> {
         let common = match common {
             Err(error) if options.tolerant => {
-                warnings.push(error_chain(&error));
+                damage.push(error_chain(&error));
                 Common::empty()
             }
             found => found?,
         };
-        let source = logical::view(&stored, common.value.clone(), options, &mut warnings).await?;
+        let source = logical::view(&stored, common.value.clone(), options, &mut damage).await?;
         let args = common.dict.get("args").and_then(MegatronArgs::from_value);
         let storage = Arc::clone(storage);
         let (which, optimizer_files) = (None, Vec::new());
-        Ok(Self { storage, which, format, source, raw, common, args, optimizer_files, warnings })
+        let opened = Self {
+            storage,
+            which,
+            format,
+            source,
+            stored,
+            common,
+            args,
+            optimizer_files,
+            damage,
+            warnings,
+        };
+        Ok(opened)
     }
 
     /// The folder of the checkpoint.
@@ -266,7 +294,12 @@ impl MegatronCheckpoint {
     /// The checkpoint of PyTorch beneath one of `torch_dist`, as it is stored.
     #[must_use]
     pub fn raw(&self) -> Option<&Source> {
-        self.raw.as_ref()
+        matches!(self.format, MegatronFormat::TorchDist { .. }).then_some(&self.stored)
+    }
+
+    /// What is stored, whatever the format, with its places.
+    pub(crate) fn stored(&self) -> &Source {
+        &self.stored
     }
 
     /// The common state: all that is not sharded, such as arguments, iteration and schedule.
@@ -299,6 +332,23 @@ impl MegatronCheckpoint {
     #[must_use]
     pub fn optimizer_files(&self) -> &[Source] {
         &self.optimizer_files
+    }
+
+    /// What is wrong with the checkpoint, beyond what the index and the lengths of its files show,
+    /// and was overlooked because it was opened tolerantly.
+    #[must_use]
+    pub fn damage(&self) -> &[String] {
+        &self.damage
+    }
+
+    /// Whether there is an `integrity.json`, against which
+    /// [`verify_integrity`](crate::verify_integrity) compares the files.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails.
+    pub async fn has_integrity(&self) -> Result<bool, StorageError> {
+        self.storage.contains(&Key::new(INTEGRITY)?).await
     }
 
     /// What is odd about the checkpoint but did not keep it from being opened.

@@ -22,7 +22,7 @@ pub(crate) async fn view(
     raw: &Source,
     common: Value,
     options: &OpenOptions,
-    warnings: &mut Vec<String>,
+    damage: &mut Vec<String>,
 ) -> Result<Source, MegatronError> {
     let metadata = raw.metadata().await?;
     let shapes = match raw.dcp_reader() {
@@ -46,7 +46,7 @@ pub(crate) async fn view(
                 });
             match shown {
                 Ok(()) => continue,
-                Err(error) if options.tolerant => warnings.push(error_chain(&error)),
+                Err(error) if options.tolerant => damage.push(error_chain(&error)),
                 Err(error) => return Err(error),
             }
         }

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{RunEntry, Within, list_run};
+use dcp_convert::{EntryKind, RunEntry, Within, list_run};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt as _};
+use dcp_formats::folder::FolderKind;
 
 use crate::error::MegatronError;
 use crate::tracker::{TRACKER, Tracked};
@@ -87,14 +88,15 @@ impl MegatronRun {
         Ok(all)
     }
 
-    /// The last complete checkpoint, whatever the tracker says.
+    /// The last complete checkpoint of the formats that are opened here, whatever the tracker says.
     ///
     /// # Errors
     ///
     /// When the storage fails.
     pub async fn latest(&self) -> Result<Option<RunCheckpoint>, StorageError> {
         let mut all = self.checkpoints().await?;
-        all.retain(RunCheckpoint::is_complete);
+        let megatron = EntryKind::Folder(FolderKind::Megatron);
+        all.retain(|checkpoint| checkpoint.is_complete() && checkpoint.entry.kind == megatron);
         Ok(all.pop())
     }
 }

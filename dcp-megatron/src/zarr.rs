@@ -35,12 +35,17 @@ impl ZarrCheckpoint {
         tolerant: bool,
     ) -> Result<Self, CheckpointError> {
         let arrays = ZarrReader::open(storage, tolerant).await?;
-        let mut warnings = arrays.warnings().to_vec();
+        let mut warnings = Vec::new();
         let objects = objects(arrays.others(), &mut warnings);
         let stored = (*arrays.metadata().await?).clone();
         let stored = with_objects(stored, &objects, Layout::TorchArchive)?;
         let shown = with_objects((*arrays.metadata().await?).clone(), &objects, Layout::Computed)?;
         Ok(Self { arrays, stored: Arc::new(stored), shown: Arc::new(shown), warnings })
+    }
+
+    /// What is wrong with it, which only a tolerant reader comes to say.
+    pub(crate) fn damage(&self) -> &[String] {
+        self.arrays.warnings()
     }
 
     /// What is odd about it but did not keep it from being opened.

@@ -318,6 +318,16 @@ fn what_is_no_checkpoint_is_said() {
     ]);
     assert_eq!(run.0, Detected::OlmoRun);
     assert!(run.1.contains("step10/model_and_optim"), "{}", run.1);
+    let of = |names: &[&str]| {
+        let storage = MemoryStorage::new();
+        names.iter().for_each(|name| put(&storage, name, b"x".to_vec()));
+        let storage: Arc<dyn Storage> = Arc::new(storage);
+        block_on(detect(&storage)).unwrap().kind
+    };
+    assert_eq!(of(&["metadata.json", ".metadata", "common.pt"]), Detected::Megatron);
+    assert_eq!(of(&["metadata.json", "common.pt", "w/.zarray", "w/0"]), Detected::Megatron);
+    assert_eq!(of(&["metadata.json"]), Detected::Unknown);
+    assert_eq!(of(&["mp_rank_00/model_optim_rng.pt"]), Detected::MegatronRanks);
     let megatron =
         hint(&[("latest_checkpointed_iteration.txt", b"5"), ("iter_0000005/.metadata", b"")]);
     assert_eq!(megatron.0, Detected::MegatronRun);

@@ -29,7 +29,7 @@ struct Manifest {
 /// removed, with a `metadata.json` of these contents, whatever is there now.
 ///
 /// Every file is read from the storage, so the manifest tells what is stored, not what was sent.
-pub(super) async fn manifest(
+pub(crate) async fn manifest(
     storage: &dyn Storage,
     stale: &HashSet<Key>,
     metadata_json: &str,
@@ -58,7 +58,12 @@ pub(super) async fn manifest(
     Ok(json.into())
 }
 
-async fn hash(storage: &dyn Storage, key: &Key, byte_len: u64) -> Result<String, CheckpointError> {
+/// The SHA-256 of a file, in lower-case hexadecimal.
+pub(crate) async fn hash(
+    storage: &dyn Storage,
+    key: &Key,
+    byte_len: u64,
+) -> Result<String, CheckpointError> {
     let mut hasher = Sha256::new();
     let mut at = 0;
     while at < byte_len {

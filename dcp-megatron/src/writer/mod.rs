@@ -3,7 +3,7 @@
 
 mod before;
 mod form;
-mod integrity;
+pub(crate) mod integrity;
 
 use std::collections::HashSet;
 use std::fmt;

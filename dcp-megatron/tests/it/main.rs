@@ -3,14 +3,17 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail loudly")]
 
 mod async_queue;
+mod contents;
 mod expected;
 mod fixtures;
 mod fixtures_loaded;
 mod hostile_shards;
 mod legacy;
+mod opening;
 mod optimizer;
 mod parallel;
 mod ranks;
+mod remove;
 mod resharding;
 mod save_load;
 mod small_model;
@@ -20,5 +23,6 @@ mod targets;
 mod to_torch_dist;
 mod together;
 mod traps;
+mod verifying;
 mod writer;
 mod zarr;

@@ -1,0 +1,138 @@
+//! What is in a checkpoint, under the names that Megatron-Core gives to asking for it.
+
+use std::sync::Arc;
+
+use dcp_convert::{Found, find};
+use dcp_core::{CheckpointError, Dict, Entry, FormatError, StateDict, Storage, Tensor, Value};
+use indexmap::IndexMap;
+
+use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use crate::common::{COMMON_OBJECT, CommonPlace};
+use crate::config::CheckpointingConfig;
+use crate::error::MegatronError;
+use crate::sharded::{LocalTensor, ObjectKey, ShardedObject, ShardedTensor};
+
+/// A tensor or object of a checkpoint, without its data.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Described {
+    /// A tensor in one piece.
+    Tensor(Box<ShardedTensor>),
+    /// An object.
+    Object(Box<ShardedObject>),
+}
+
+/// Whether a folder is a checkpoint of Megatron-Core: whether it has a `metadata.json` that can be
+/// read, which is written last.
+///
+/// # Errors
+///
+/// When the file is there but cannot be understood, or the storage fails.
+pub async fn check_is_distributed_checkpoint(
+    storage: &Arc<dyn Storage>,
+) -> Result<bool, MegatronError> {
+    Ok(CheckpointingConfig::read(&**storage).await?.is_some())
+}
+
+/// The common state of a checkpoint: all that is not sharded.
+///
+/// # Errors
+///
+/// As [`MegatronCheckpoint::open`].
+pub async fn load_common_state_dict(storage: &Arc<dyn Storage>) -> Result<Dict, MegatronError> {
+    Ok(open(storage).await?.common().clone())
+}
+
+/// What Megatron-Core (0.13 and later) notes of a checkpoint's content; `None` where it did not.
+///
+/// # Errors
+///
+/// As [`MegatronCheckpoint::open`].
+pub async fn load_content_metadata(
+    storage: &Arc<dyn Storage>,
+) -> Result<Option<Dict>, MegatronError> {
+    Ok(open(storage).await?.content_metadata().cloned())
+}
+
+/// Every tensor of a checkpoint by its key, in one piece and without data. Those that versions up
+/// to 0.15 saved flattened have the shape that they have for Megatron-Core, where Megatron-Core
+/// since 0.16 shows how they are stored.
+///
+/// # Errors
+///
+/// As [`MegatronCheckpoint::open`].
+pub async fn load_tensors_metadata(
+    storage: &Arc<dyn Storage>,
+) -> Result<IndexMap<Arc<str>, ShardedTensor>, MegatronError> {
+    let all = load_sharded_metadata(storage).await?.into_iter();
+    let tensors = all.filter_map(|(key, described)| match described {
+        Described::Tensor(tensor) => Some((key, *tensor)),
+        Described::Object(_) => None,
+    });
+    Ok(tensors.collect())
+}
+
+/// The same, and every object by its unique key; since 0.19 the common state is among them.
+///
+/// # Errors
+///
+/// As [`MegatronCheckpoint::open`].
+pub async fn load_sharded_metadata(
+    storage: &Arc<dyn Storage>,
+) -> Result<IndexMap<Arc<str>, Described>, MegatronError> {
+    let checkpoint = open(storage).await?;
+    let metadata = checkpoint.source().metadata().await?;
+    let mut all = IndexMap::with_capacity(metadata.len());
+    for (key, entry) in metadata.iter() {
+        match entry {
+            Entry::Tensor(tensor) => {
+                let local = LocalTensor::described(tensor.dtype, tensor.shape.clone());
+                let whole = ShardedTensor::from_rank_offsets(Arc::clone(key), local).build()?;
+                all.insert(Arc::clone(key), Described::Tensor(Box::new(whole)));
+            }
+            _ => {
+                if let Some(at) = ObjectKey::parse(key) {
+                    all.insert(
+                        Arc::clone(key),
+                        Described::Object(Box::new(ShardedObject::request(at))),
+                    );
+                }
+            }
+        }
+    }
+    let inside = MegatronFormat::TorchDist { common: CommonPlace::Inside };
+    if *checkpoint.format() == inside
+        && let Some(at) = ObjectKey::parse(COMMON_OBJECT)
+    {
+        all.insert(COMMON_OBJECT.into(), Described::Object(Box::new(ShardedObject::request(at))));
+    }
+    Ok(all)
+}
+
+/// Every tensor of a checkpoint by its key, whole, and the common state beside them. All of it is
+/// in memory then; jobs of dcp-convert are for what is larger.
+///
+/// # Errors
+///
+/// As [`MegatronCheckpoint::open`], when a tensor cannot be read, and when it has the name of an
+/// entry of the common state.
+pub async fn load_plain_tensors(storage: &Arc<dyn Storage>) -> Result<StateDict, MegatronError> {
+    let checkpoint = open(storage).await?;
+    let metadata = checkpoint.source().metadata().await?;
+    let mut all = checkpoint.common().clone();
+    for (key, entry) in metadata.iter() {
+        let Entry::Tensor(tensor) = entry else { continue };
+        let Found::Tensor(found) = find(checkpoint.source(), key, None).await? else { continue };
+        let bytes = found.read().await?.to_vec();
+        let value = Tensor::replicated(tensor.dtype, tensor.shape.clone(), bytes)?;
+        if all.insert(Arc::clone(key), Value::Tensor(value)).is_some() {
+            let problem = format!("{key:?} is both a tensor and an entry of the common state");
+            return Err(CheckpointError::from(FormatError::new("checkpoint", problem)).into());
+        }
+    }
+    Ok(all)
+}
+
+async fn open(storage: &Arc<dyn Storage>) -> Result<MegatronCheckpoint, MegatronError> {
+    MegatronCheckpoint::open(storage, &OpenOptions::default()).await
+}

@@ -1,0 +1,179 @@
+//! `integrity.json` against the files of a checkpoint (Megatron-Core 0.17.1 and later).
+
+use std::collections::BTreeMap;
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use dcp_convert::{JobOptions, Problem, ProblemKind};
+use dcp_core::{
+    CheckpointError, FormatError, Key, PutMode, Storage, StorageError, StorageErrorKind,
+    StorageExt as _, error_chain,
+};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use serde_json::Value as Json;
+
+use crate::config::METADATA_JSON;
+use crate::error::MegatronError;
+use crate::writer::integrity::{INTEGRITY, hash, manifest};
+
+/// A longer manifest than any: a million files, in bytes.
+const BYTES_MAX: u64 = 256 << 20;
+/// Hexadecimal digits of a SHA-256.
+const DIGITS: usize = 64;
+/// How many of them a message shows.
+const SHOWN: usize = 16;
+
+/// What a manifest says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Manifest {
+    /// How files were hashed; `sha256` is the only way there ever was.
+    pub algorithm: String,
+    /// Hashes by the names of files, in lower-case hexadecimal.
+    pub files: BTreeMap<String, String>,
+}
+
+impl Manifest {
+    /// Takes a manifest apart.
+    ///
+    /// # Errors
+    ///
+    /// When it is no JSON object of an algorithm and hashes by name.
+    pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
+        let bad = |problem: String| FormatError::new("integrity manifest", problem);
+        let json: Json = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
+        let algorithm = json.get("algorithm").and_then(Json::as_str);
+        let algorithm = algorithm.ok_or_else(|| bad("it has no \"algorithm\"".to_owned()))?;
+        let files = json.get("files").and_then(Json::as_object);
+        let files = files.ok_or_else(|| bad("it has no \"files\"".to_owned()))?;
+        let hash = |(name, hash): (&String, &Json)| {
+            let hash = hash.as_str().map(str::to_ascii_lowercase);
+            let hash = hash.ok_or_else(|| bad(format!("the hash of {name:?} is no text")))?;
+            Ok((name.clone(), hash))
+        };
+        let files = files.iter().map(hash).collect::<Result<_, FormatError>>()?;
+        Ok(Self { algorithm: algorithm.to_owned(), files })
+    }
+}
+
+/// Reads every file that the manifest of a checkpoint names and compares its SHA-256; `None` when
+/// there is no manifest. A manifest that is damaged or of an unknown algorithm is a problem, too;
+/// files that it does not name are none.
+///
+/// # Errors
+///
+/// When the storage fails for reasons of its own.
+pub async fn verify_integrity(
+    storage: &Arc<dyn Storage>,
+    job: &JobOptions,
+) -> Result<Option<Vec<Problem>>, MegatronError> {
+    let key = Key::new(INTEGRITY).map_err(StorageError::from)?;
+    let byte_len = match storage.stat(&key).await {
+        Ok(meta) => meta.byte_len,
+        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let damaged = |error: FormatError| {
+        let message = error.in_file(INTEGRITY, 0).to_string();
+        Ok(Some(vec![problem(ProblemKind::Corrupt, INTEGRITY, message)]))
+    };
+    if byte_len > BYTES_MAX {
+        let says = format!("it has {byte_len} bytes, more than it can have");
+        return damaged(FormatError::new("integrity manifest", says));
+    }
+    let manifest = match Manifest::parse(&storage.read_range(&key, 0..byte_len).await?) {
+        Ok(manifest) => manifest,
+        Err(error) => return damaged(error),
+    };
+    if manifest.algorithm != "sha256" {
+        let message = format!(
+            "files were hashed by {:?}, which is not known: \"sha256\" is",
+            manifest.algorithm.chars().take(DIGITS).collect::<String>()
+        );
+        return Ok(Some(vec![problem(ProblemKind::Index, INTEGRITY, message)]));
+    }
+    let checks: Vec<_> = manifest
+        .files
+        .into_iter()
+        .map(|(name, hash)| async move { check(&**storage, name, &hash).await })
+        .collect();
+    let checks = stream::iter(checks).buffered(job.parallelism.max(1));
+    let problems: Vec<Option<Problem>> = checks.try_collect().await?;
+    Ok(Some(problems.into_iter().flatten().collect()))
+}
+
+async fn check(
+    storage: &dyn Storage,
+    name: String,
+    expected: &str,
+) -> Result<Option<Problem>, MegatronError> {
+    let Ok(key) = Key::new(&name) else {
+        let message = format!("{name:?} is no name of a file in the checkpoint");
+        return Ok(Some(problem(ProblemKind::Index, INTEGRITY, message)));
+    };
+    let found = async {
+        let byte_len = storage.stat(&key).await?.byte_len;
+        hash(storage, &key, byte_len).await
+    };
+    let found = match found.await {
+        Ok(found) => found,
+        Err(CheckpointError::Storage(error)) if error.kind() == StorageErrorKind::NotFound => {
+            let message = format!("{INTEGRITY} names it, but it does not exist");
+            return Ok(Some(problem(ProblemKind::MissingFile, &name, message)));
+        }
+        Err(error) => {
+            let message = format!("it cannot be read: {}", error_chain(&error));
+            return Ok(Some(problem(ProblemKind::Corrupt, &name, message)));
+        }
+    };
+    if found == expected {
+        return Ok(None);
+    }
+    let start = |hash: &str| hash.chars().take(SHOWN).collect::<String>();
+    let message =
+        format!("its SHA-256 begins with {}, {INTEGRITY} says {}", start(&found), start(expected));
+    Ok(Some(problem(ProblemKind::Corrupt, &name, message)))
+}
+
+pub(crate) fn problem(kind: ProblemKind, file: &str, message: String) -> Problem {
+    let mut problem = Problem::default();
+    problem.kind = kind;
+    problem.file = Some(file.to_owned());
+    problem.message = message;
+    problem
+}
+
+/// Writes the manifest of a checkpoint that has none, or another one in place of what it has: of
+/// every file directly in the folder, as it is now.
+///
+/// # Errors
+///
+/// When there is no `metadata.json`, and when the storage fails.
+pub async fn write_integrity(storage: &Arc<dyn Storage>) -> Result<(), MegatronError> {
+    let config = Key::new(METADATA_JSON).map_err(StorageError::from)?;
+    let config = storage.read_all(&config).await?;
+    let config = String::from_utf8_lossy(&config);
+    let manifest = manifest(&**storage, &HashSet::new(), &config).await?;
+    let key = Key::new(INTEGRITY).map_err(StorageError::from)?;
+    Ok(storage.put(&key, manifest.into(), PutMode::Overwrite).await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_manifest_that_is_none_is_refused() {
+        for (json, said) in [
+            ("", "EOF"),
+            ("[]", "algorithm"),
+            (r#"{"algorithm": 3, "files": {}}"#, "algorithm"),
+            (r#"{"algorithm": "sha256"}"#, "files"),
+            (r#"{"algorithm": "sha256", "files": []}"#, "files"),
+            (r#"{"algorithm": "sha256", "files": {"a": null}}"#, "\"a\""),
+        ] {
+            let error = Manifest::parse(json.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(said), "{json}: {error}");
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Whether a checkpoint of Megatron-Core is whole: what lies beneath, and what Megatron adds.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use dcp_convert::{ConvertError, JobOptions, Problem, ProblemKind, Source, VerifyReport};
+use dcp_core::{CheckpointError, CheckpointMetadata, Dims, Entry, Region, Storage};
+use futures_util::StreamExt as _;
+
+use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use crate::error::MegatronError;
+use crate::integrity::{problem, verify_integrity};
+use crate::sharded::ObjectKey;
+
+/// The files that Megatron-Core hashes are only read in a deep check.
+const NOT_COMPARED: &str =
+    "there is an integrity.json; a deep check compares the files with its SHA-256 sums";
+
+/// Checks a checkpoint, or the latest one of a run, and collects everything that is wrong with it.
+///
+/// Always: `metadata.json`, the index and the lengths of files as
+/// [`dcp_convert::verify`] does it, that the common state can be read, that every grid of objects
+/// is complete, that flattened tensors make up their logical shapes. With `deep`, too: every
+/// stored byte against its checksum, and every file against `integrity.json` where there is one.
+///
+/// # Errors
+///
+/// As [`MegatronCheckpoint::open`] of a tolerant reader: when there is no checkpoint that could be
+/// checked, or the storage fails.
+pub async fn verify(
+    storage: &Arc<dyn Storage>,
+    deep: bool,
+    job: &JobOptions,
+) -> Result<VerifyReport, MegatronError> {
+    let options = OpenOptions::default().with_tolerant(true).with_job(job.clone());
+    let checkpoint = MegatronCheckpoint::open(storage, &options).await?;
+    verify_opened(&checkpoint, deep, job).await
+}
+
+/// The same for a checkpoint that was opened tolerantly.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn verify_opened(
+    checkpoint: &MegatronCheckpoint,
+    deep: bool,
+    job: &JobOptions,
+) -> Result<VerifyReport, MegatronError> {
+    let mut report = match checkpoint.format() {
+        MegatronFormat::Legacy { .. } => verify_files(checkpoint.storage(), deep, job).await?,
+        _ => dcp_convert::verify(checkpoint.stored(), deep, job).await?,
+    };
+    report.format = checkpoint.format().name().to_owned();
+    for damage in checkpoint.damage() {
+        let known = report.problems.iter().any(|problem| damage.contains(&*problem.message));
+        if !known {
+            report.problems.push(index_problem(None, damage.clone()));
+        }
+    }
+    let metadata = checkpoint.source().metadata().await?;
+    report.problems.extend(object_grids(&metadata));
+    if deep {
+        let problems = verify_integrity(checkpoint.storage(), job).await?;
+        report.problems.extend(problems.unwrap_or_default());
+    } else if checkpoint.has_integrity().await? {
+        report.notes.push(NOT_COMPARED.to_owned());
+    }
+    report.notes.extend(checkpoint.warnings().iter().cloned());
+    report.ok = report.problems.is_empty();
+    Ok(report)
+}
+
+/// Checks the files of the ranks of the format `torch`, each a checkpoint of its own.
+async fn verify_files(
+    storage: &Arc<dyn Storage>,
+    deep: bool,
+    job: &JobOptions,
+) -> Result<VerifyReport, MegatronError> {
+    let mut files = Vec::new();
+    let mut objects = storage.list(None);
+    while let Some(meta) = objects.next().await {
+        let key = meta?.key;
+        if key.as_str().starts_with("mp_rank_") && key.as_str().ends_with(".pt") {
+            files.push(key);
+        }
+    }
+    files.sort();
+    let mut report = VerifyReport::default();
+    report.deep = deep;
+    report.files = files.len();
+    for key in files {
+        let source = Source::torch_save(Arc::clone(storage), key.clone());
+        match dcp_convert::verify(&source, deep, job).await {
+            Ok(one) => {
+                report.tensors += one.tensors;
+                report.objects += one.objects;
+                report.bytes_checked += one.bytes_checked;
+                report.problems.extend(one.problems);
+                report.notes.extend(one.notes);
+            }
+            Err(ConvertError::Checkpoint(CheckpointError::Format(error))) => {
+                let error = error.in_file(key.as_str(), 0).to_string();
+                report.problems.push(problem(ProblemKind::Corrupt, key.as_str(), error));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(report)
+}
+
+fn index_problem(key: Option<Arc<str>>, message: String) -> Problem {
+    let mut problem = Problem::default();
+    problem.kind = ProblemKind::Index;
+    problem.key = key;
+    problem.message = message;
+    problem
+}
+
+/// Grids of objects that are not complete: Megatron-Core saves none such.
+fn object_grids(metadata: &CheckpointMetadata) -> Vec<Problem> {
+    let mut grids: BTreeMap<(Arc<str>, Dims), Vec<Dims>> = BTreeMap::new();
+    let mut problems = Vec::new();
+    for (fqn, entry) in metadata.iter() {
+        let Entry::Object(_) = entry else { continue };
+        let Some(at) = ObjectKey::parse(fqn) else { continue };
+        let whole = Region::full(at.grid().clone());
+        let one = Region::new(at.offset().clone(), vec![1; at.offset().ndim()]);
+        if !whole.is_ok_and(|whole| one.is_ok_and(|one| whole.contains(&one))) {
+            let message = format!("object {} is not in a grid of {}", at.offset(), at.grid());
+            problems.push(index_problem(Some(Arc::clone(fqn)), message));
+            continue;
+        }
+        let grid = (Arc::clone(at.key()), at.grid().clone());
+        grids.entry(grid).or_default().push(at.offset().clone());
+    }
+    let mut last: Option<&Arc<str>> = None;
+    for ((key, grid), offsets) in &grids {
+        if last == Some(key) {
+            let message = format!("there are objects of several grids, one of them {grid}");
+            problems.push(index_problem(Some(Arc::clone(key)), message));
+        }
+        last = Some(key);
+        // Unique keys are names in an index, so no object is counted twice.
+        let (expected, found) = (grid.checked_volume().unwrap_or(u64::MAX), offsets.len() as u64);
+        if found < expected {
+            let missing = first_missing(grid, offsets);
+            let missing = missing.map_or_else(String::new, |at| format!(", the first at {at}"));
+            let message = format!(
+                "of {expected} objects in a grid of {grid} {} are missing{missing}",
+                expected - found
+            );
+            problems.push(index_problem(Some(Arc::clone(key)), message));
+        }
+    }
+    problems
+}
+
+/// The first cell of a grid in row-major order that is not among `offsets`, which has fewer than
+/// all.
+fn first_missing(grid: &[u64], offsets: &[Dims]) -> Option<Dims> {
+    let mut offsets = offsets.to_vec();
+    offsets.sort_unstable();
+    let mut cell = vec![0_u64; grid.len()];
+    for offset in offsets {
+        if *offset != *cell {
+            break;
+        }
+        let mut carried = true;
+        for (at, len) in cell.iter_mut().zip(grid).rev() {
+            *at += 1;
+            if *at < *len {
+                carried = false;
+                break;
+            }
+            *at = 0;
+        }
+        if carried {
+            return None;
+        }
+    }
+    Some(cell.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::ObjectEntry;
+
+    use super::*;
+
+    fn problems(names: &[&str]) -> Vec<String> {
+        let mut metadata = CheckpointMetadata::new();
+        for name in names {
+            metadata.insert(*name, Entry::Object(ObjectEntry::new(None)));
+        }
+        object_grids(&metadata).into_iter().map(|problem| problem.message).collect()
+    }
+
+    #[test]
+    fn every_object_of_a_grid_must_be_there() {
+        assert_eq!(problems(&["a/shard_0_1", "b/shard_0.0_1.2", "b/shard_0.1_1.2", "x"]), [""; 0]);
+        let said = |names: &[&str], said: &str| {
+            let problems = problems(names);
+            assert!(matches!(&*problems, [one] if one.contains(said)), "{problems:?}");
+        };
+        said(
+            &["b/shard_0.0_2.2", "b/shard_1.1_2.2"],
+            "4 objects in a grid of [2, 2] 2 are missing",
+        );
+        said(&["b/shard_0.0_2.2", "b/shard_1.1_2.2"], "the first at [0, 1]");
+        said(&["b/shard_1_2"], "the first at [0]");
+        said(&["b/shard_2_2"], "not in a grid");
+        said(&["b/shard_0_1", "b/shard_0_2", "b/shard_1_2"], "several grids");
+        let huge = ["b/shard_0.0_4294967296.4294967296"];
+        said(&huge, "not in a grid");
+        said(&["b/shard_0_18446744073709551615"], "18446744073709551614 are missing");
+    }
+}

@@ -218,7 +218,8 @@ impl Source {
     }
 
     /// The reader, when it is one of a file of `torch.save`.
-    pub(crate) fn save_reader(&self) -> Option<&Arc<TorchSaveReader>> {
+    #[must_use]
+    pub fn save_reader(&self) -> Option<&Arc<TorchSaveReader>> {
         if let Known::TorchSave(reader) = &self.known { Some(reader) } else { None }
     }
 

@@ -1,17 +1,22 @@
 //! Any checkpoint as one of Megatron-Core's `torch_dist`, as the ranks of a job would have saved
 //! it.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use dcp_convert::view::Assembled;
-use dcp_convert::{JobOptions, Source, WriteReport, divide, read_object};
-use dcp_core::{CheckpointMetadata, Entry, Value};
+use dcp_convert::{Found, JobOptions, Source, WriteReport, divide, find, read_object};
+use dcp_core::{CheckpointMetadata, Dict, Entry, FormatError, PathItem, Tensor, Value};
+use dcp_planner::unflatten;
 
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;
 use crate::logical::COMMON_STATE;
 use crate::partition::{MegatronDivision, ParallelLayout};
 use crate::writer::MegatronWriterBuilder;
+
+/// Bytes of tensors in objects that a source keeps in parts.
+const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 
 /// Writes everything that `source` has as a checkpoint of `torch_dist`, as the ranks of `layout`
 /// would have saved it: each tensor cut as [`partition::RULES`](crate::partition::RULES) says, one
@@ -23,7 +28,8 @@ use crate::writer::MegatronWriterBuilder;
 /// [`COMMON_STATE`]. It is taken over as it is: arguments in it go on to say how the run that
 /// saved it was laid out, as the random states among the objects do, which Megatron-Core passes
 /// over where the layout is another. An object that has no place in a grid becomes one of a grid of
-/// one, `name/shard_0_1`, a list of one, which is how Megatron-Core knows objects.
+/// one, `name/shard_0_1`, a list of one, which is how Megatron-Core knows objects. Objects that a
+/// file of `torch.save` keeps in parts are put together.
 ///
 /// Nothing is held in memory as a whole, and what was read is compared with its checksums before
 /// the new checkpoint is committed.
@@ -40,28 +46,93 @@ pub async fn to_torch_dist(
     options: &JobOptions,
 ) -> Result<WriteReport, MegatronError> {
     let metadata = source.metadata().await?;
+    let nested = nested(source, &metadata).await?;
     let mut writer = writer;
-    if !writer.has_common() && metadata.get(COMMON_STATE).is_some() {
-        writer = writer.common(read_object(source, COMMON_STATE).await?);
+    if !writer.has_common() {
+        let of_source = match nested.get(COMMON_STATE) {
+            Some(common) => Some(common.clone()),
+            None if metadata.get(COMMON_STATE).is_some() => {
+                Some(read_object(source, COMMON_STATE).await?)
+            }
+            None => None,
+        };
+        if let Some(common) = of_source {
+            writer = writer.common(common);
+        }
     }
     let args = writer.common_dict().and_then(|common| common.get("args"));
     let args = args.and_then(MegatronArgs::from_value);
-    let source = with_unique_keys(source, &metadata, options).await?;
+    let source = with_unique_keys(source, &metadata, nested, options).await?;
     let metadata = source.metadata().await?;
     let division = MegatronDivision::new(&metadata, layout, args.as_ref())?;
     Ok(divide(&source, &writer.build(), &division, options).await?)
 }
 
-/// The same with every object under a unique key.
+/// Whether a key is that of something that Megatron-Core keeps as one object.
+fn is_one_object(key: &str) -> bool {
+    key == COMMON_STATE || key.contains("/shard_")
+}
+
+/// The object whose part an entry is, in a checkpoint that keeps what is in objects one by one, as
+/// a file of `torch.save` does.
+fn outermost(entry: &Entry) -> Option<&Arc<str>> {
+    match entry.path().map(|path| &**path) {
+        Some([PathItem::Key(first), _, ..]) if is_one_object(first) => Some(first),
+        _ => None,
+    }
+}
+
+/// Objects that a checkpoint keeps in parts, put together again.
+async fn nested(
+    source: &Source,
+    metadata: &Arc<CheckpointMetadata>,
+) -> Result<Dict, MegatronError> {
+    let parts: Vec<_> = metadata.iter().filter(|(_, entry)| outermost(entry).is_some()).collect();
+    let lens = parts.iter().filter_map(|(_, entry)| entry.as_tensor()?.byte_len());
+    let byte_len = lens.fold(0, u64::saturating_add);
+    if byte_len > OBJECTS_BYTES_MAX {
+        let problem = format!("the objects in it have tensors of {byte_len} bytes");
+        return Err(FormatError::new("checkpoint", problem).into());
+    }
+    let keys: HashSet<&Arc<str>> = parts.iter().filter_map(|(_, e)| outermost(e)).collect();
+    if keys.is_empty() {
+        return Ok(Dict::new());
+    }
+    // The file itself knows more than the names of the parts: empty containers, and keys that are
+    // no text.
+    if let Some(reader) = source.save_reader()
+        && let Some(values) = reader.values(|key| keys.iter().any(|known| &***known == key)).await?
+    {
+        return Ok(values);
+    }
+    let mut leaves = Vec::new();
+    for (fqn, entry) in parts {
+        let value = match find(source, fqn, None).await? {
+            Found::Object(_) => read_object(source, fqn).await?,
+            Found::Tensor(tensor) => {
+                let bytes = tensor.read().await?.to_vec();
+                let Some(tensor) = entry.as_tensor() else { continue };
+                let tensor = Tensor::replicated(tensor.dtype, tensor.shape.clone(), bytes);
+                Value::Tensor(tensor?)
+            }
+            _ => continue,
+        };
+        leaves.extend(entry.path().map(|path| (Arc::clone(path), value)));
+    }
+    Ok(unflatten(leaves)?)
+}
+
+/// The same with every object in one piece, under a unique key.
 async fn with_unique_keys(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
+    nested: Dict,
     options: &JobOptions,
 ) -> Result<Source, MegatronError> {
     let is_plain = |fqn: &str, entry: &Entry| {
-        matches!(entry, Entry::Object(_)) && fqn != COMMON_STATE && !fqn.contains("/shard_")
+        matches!(entry, Entry::Object(_)) && outermost(entry).is_none() && !is_one_object(fqn)
     };
-    if !metadata.iter().any(|(fqn, entry)| is_plain(fqn, entry)) {
+    if nested.is_empty() && !metadata.iter().any(|(fqn, entry)| is_plain(fqn, entry)) {
         return Ok(source.clone());
     }
     let mut view = Assembled::builder(std::slice::from_ref(source), options).await?;
@@ -69,8 +140,15 @@ async fn with_unique_keys(
         if is_plain(fqn, entry) {
             let value = read_object(source, fqn).await?;
             view.object(format!("{fqn}/shard_0_1"), None, Value::List(vec![value]))?;
-        } else {
+        } else if outermost(entry).is_none() {
             view.pass(Arc::clone(fqn), None, 0, at)?;
+        }
+    }
+    for (key, value) in nested {
+        if let Value::Str(key) = key
+            && *key != *COMMON_STATE
+        {
+            view.object(key, None, value)?;
         }
     }
     Ok(view.finish()?)

@@ -11,6 +11,7 @@ use dcp_core::{
     CheckpointError, DType, DataSource, Dict, Key, PathItem, Payload, Storage, Value, error_chain,
 };
 use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, write};
+use dcp_megatron::optimizer::per_parameter_of_legacy;
 use dcp_megatron::{
     MegatronCheckpoint, MegatronError, MegatronFormat, MegatronWriter, OpenOptions, ParallelLayout,
     to_torch_dist,
@@ -138,6 +139,26 @@ fn the_fixture_becomes_one_of_torch_dist() {
             keys
         };
         assert_eq!(keys(again.source()), keys(source));
+    }
+}
+
+#[test]
+fn the_optimizer_of_the_fixture_is_found_by_parameter() {
+    let checkpoint = open(&stored(RUN)).unwrap();
+    let (files, job) = (checkpoint.optimizer_files(), JobOptions::default());
+    let found = per_parameter_of_legacy(checkpoint.source(), checkpoint.common(), files, &job);
+    let found = block_on(found).unwrap();
+    assert!(found.report.is_complete(), "{:?}", found.report);
+    let all = tensors(&found.source);
+    let (shape, master) = &all["optimizer.state.param.decoder.layers.mlp.linear_fc1.weight"];
+    assert_eq!(*shape, [1, 24, 8]);
+    // A weight is its master parameter, rounded to the half of its bits that counts.
+    let (_, weight) = &all["decoder.layers.mlp.linear_fc1.weight"];
+    for (master, weight) in master.chunks(4).zip(weight.chunks(2)) {
+        let master = u32::from_le_bytes(master.try_into().unwrap());
+        let weight = u16::from_le_bytes(weight.try_into().unwrap());
+        let rounded = (u64::from(master) + 0x7fff + u64::from(master >> 16 & 1)) >> 16;
+        assert_eq!(rounded, u64::from(weight));
     }
 }
 

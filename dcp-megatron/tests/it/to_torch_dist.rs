@@ -6,7 +6,9 @@ use std::sync::Arc;
 use dcp_conformance::MemoryStorage;
 use dcp_convert::{JobOptions, Source};
 use dcp_core::{DType, Entry, Key, Storage, Value, error_chain};
-use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, write};
+use dcp_formats::torch_save::{
+    TorchSaveContent, TorchSaveItem, TorchSaveOptions, TorchSaveReader, write,
+};
 use dcp_megatron::{
     CommonPlace, MegatronCheckpoint, MegatronError, MegatronForm, MegatronFormat, MegatronWriter,
     OpenOptions, ParallelLayout, to_torch_dist,
@@ -301,4 +303,54 @@ impl dcp_core::DataSource for Nothing {
     fn segment_bytes(&self) -> u64 {
         1
     }
+}
+
+#[test]
+fn what_went_through_another_format_comes_back() {
+    for name in ["tp2_basic", "gpt_moe_ep2_swiglu", "objects_grid", "head020_basic_integrity"] {
+        let original = open(&stored(name));
+        let layout = layout_of(name, &original);
+        let options = JobOptions::default();
+        let file: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let key = Key::new("all.pt").unwrap();
+        let target = dcp_convert::Target::new(Arc::clone(&file), key.clone());
+        let form = dcp_formats::torch_save::TorchSaveForm::default();
+        let saved = dcp_convert::to_torch_save(original.source(), &target, form, &options);
+        block_on(saved).unwrap();
+        let through = Source::torch_save(Arc::clone(&file), key.clone());
+        equals(name, &convert(&through, MegatronForm::CommonFile, layout).unwrap());
+        if name == "gpt_moe_ep2_swiglu" {
+            // By the names of its parts alone, which know no empty containers.
+            let reader = TorchSaveReader::new(Arc::clone(&file), key);
+            let through = Source::new(file, Arc::new(reader));
+            equals(name, &convert(&through, MegatronForm::CommonFile, layout).unwrap());
+        }
+
+        let folder: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let writer = dcp_formats::dcp::DcpWriter::new(Arc::clone(&folder));
+        block_on(dcp_convert::reshard(original.source(), &writer, 3, &options)).unwrap();
+        let through = Source::dcp(folder, false);
+        equals(name, &convert(&through, MegatronForm::CommonInside, layout).unwrap());
+    }
+}
+
+/// The rows behind the last token hold what training left there, and how many there are depends
+/// on the layout: nothing but the arguments tells which rows are tokens.
+#[test]
+fn trap_07_rows_of_padding_are_kept_and_never_made_up() {
+    let name = "gpt_tp2pp2_swiglu";
+    let source = open(&stored(name));
+    let key = "embedding.word_embeddings.weight";
+    assert_eq!(source.args().unwrap().padded_vocab_size(), Some(16));
+    let expected = crate::support::expected_tensors(name).remove(key).unwrap();
+    for tp in [1, 2, 4] {
+        let layout = ParallelLayout::new(tp, 1);
+        let again = open(&convert(source.source(), MegatronForm::CommonFile, layout).unwrap());
+        let found = block_on(dcp_convert::find(again.source(), key, None)).unwrap();
+        let dcp_convert::Found::Tensor(found) = found else { panic!() };
+        assert!(*block_on(found.read()).unwrap() == *expected.1);
+    }
+    let error = convert(source.source(), MegatronForm::CommonFile, ParallelLayout::new(5, 1));
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains(key) && error.contains("16 elements along axis 0"), "{error}");
 }

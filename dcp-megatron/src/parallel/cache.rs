@@ -115,9 +115,12 @@ fn ranks(mut columns: &[u8], lens: &[usize]) -> Option<Vec<Vec<bool>>> {
     for &expected in lens {
         let (len, rest) = columns.split_first_chunk::<8>()?;
         let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
+        if len != expected {
+            return None;
+        }
         let (bits, rest) = rest.split_at_checked(len.div_ceil(8))?;
         columns = rest;
-        owned.push(unpack(bits, len).filter(|_| len == expected)?);
+        owned.push(unpack(bits, len)?);
     }
     columns.is_empty().then_some(owned)
 }

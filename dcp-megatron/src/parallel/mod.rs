@@ -8,6 +8,38 @@
 //!
 //! A fully parallel load needs no sharded state dict: [`dcp_engine::ParallelReader`] shares what
 //! ranks read beneath the planner.
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use dcp_conformance::MemoryStorage;
+//! # use dcp_core::{Collective, DType, Storage, TensorView, HostMemory};
+//! use dcp_megatron::parallel::{ParallelReader, ParallelSave};
+//! use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor};
+//! use dcp_megatron::{LoadOptions, SaveOptions, load, save};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), dcp_megatron::MegatronError> {
+//! # let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+//! # let group = || dcp_collectives::LocalCollective::group(1).pop().map(Arc::new);
+//! # let (Some(world), Some(replicas)) = (group(), group()) else { return Ok(()) };
+//! # let (world, replicas): (Arc<dyn Collective>, Arc<dyn Collective>) = (world, replicas);
+//! # let (rank, dp_rank) = (0, 0);
+//! # let data = TensorView::contiguous(HostMemory::zeroed(64), DType::Float32, [4, 4], 0)?;
+//! let weight = ShardedTensor::from_rank_offsets("weight", data).replica_id((0, 0, dp_rank)).build()?;
+//! let state = ShardedStateDict::from([("weight", weight)]);
+//!
+//! // One for all saves of the process.
+//! let share = Arc::new(ParallelSave::new(Arc::clone(&replicas)).world_rank(rank));
+//! let options = SaveOptions::new().group(Arc::clone(&world)).distribution(share);
+//! save(&state, &storage, &options).await?;
+//!
+//! let options = LoadOptions::new().group(world).reader(move |inner| {
+//!     Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
+//! });
+//! load(&state, &storage, &options).await?;
+//! # Ok(())
+//! # }
+//! ```
 
 mod cache;
 mod distribution;

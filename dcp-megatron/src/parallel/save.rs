@@ -38,7 +38,8 @@ pub struct ParallelSave {
     world_rank: Rank,
     rule: ShareRule,
     disk: Option<DiskCache>,
-    remembered: Mutex<Option<Remembered>>,
+    /// The latest last.
+    remembered: Mutex<Vec<Remembered>>,
 }
 
 /// What [`ParallelSave::redistribute`] did on this rank.
@@ -73,6 +74,9 @@ struct Remembered {
     group: Fingerprint,
     owned: Vec<bool>,
 }
+
+/// Distributions to remember: a trainer has one or two kinds of save.
+const KINDS_KEPT: usize = 2;
 
 /// What a rank tells the others first.
 #[derive(Debug, Serialize, Deserialize)]
@@ -235,10 +239,11 @@ impl ParallelSave {
         let (mine, _) = group.hand_out(Phase::Plan, made).await?;
         let (id, bits) = mine.split_first_chunk().ok_or_else(out_of_step)?;
         let owned = unpack(bits, inventory.len()).ok_or_else(out_of_step)?;
-        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
-        *remembered =
-            Some(Remembered { mine: inventory.fingerprint(), group: *id, owned: owned.clone() });
-        drop(remembered);
+        self.remember(Remembered {
+            mine: inventory.fingerprint(),
+            group: *id,
+            owned: owned.clone(),
+        });
         Ok((origin, inventory, owned))
     }
 
@@ -255,7 +260,16 @@ impl ParallelSave {
 
     fn recall(&self, mine: &Fingerprint) -> Option<Remembered> {
         let remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
-        remembered.clone().filter(|known| known.mine == *mine)
+        remembered.iter().find(|known| known.mine == *mine).cloned()
+    }
+
+    fn remember(&self, new: Remembered) {
+        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+        remembered.retain(|known| known.mine != new.mine);
+        if remembered.len() == KINDS_KEPT {
+            remembered.remove(0);
+        }
+        remembered.push(new);
     }
 
     /// On the coordinator: how much of what was known before serves again.

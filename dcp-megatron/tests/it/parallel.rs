@@ -163,6 +163,22 @@ fn what_is_remembered_holds_only_while_nothing_changes() {
     }
 }
 
+/// Weights now and then, everything from time to time.
+#[test]
+fn two_kinds_of_saves_are_remembered() {
+    let origins = on_ranks(2, |rank, group| {
+        let save = ParallelSave::new(group.into());
+        let kinds = [4, 2, 4, 2, 4, 1, 4, 2].map(|shards| {
+            let mut tensors = replicas(rank);
+            tensors.truncate(shards);
+            redistribute(&save, &mut tensors).unwrap().origin
+        });
+        kinds.map(|origin| origin == DistributionOrigin::Memory)
+    });
+    assert_eq!(origins[0], [false, false, true, true, true, false, false, false]);
+    assert_eq!(origins[0], origins[1]);
+}
+
 /// One process after the other: each begins with nothing but what is on disk.
 #[test]
 fn what_is_on_disk_serves_later_processes_and_damage_does_not_matter() {

@@ -4,6 +4,7 @@
 
 mod async_queue;
 mod contents;
+mod corpus;
 mod expected;
 mod fixtures;
 mod fixtures_loaded;

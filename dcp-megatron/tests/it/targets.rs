@@ -1,6 +1,9 @@
-//! What is fuzzed: what another rank says about its shards.
+//! What is fuzzed: what another rank says about its shards, and the small files of a checkpoint.
 
-use dcp_megatron::sharded::{Description, validate_sharding_integrity};
+#![allow(dead_code, reason = "each fuzz target uses one of them")]
+
+use dcp_megatron::sharded::{Description, ObjectKey, validate_sharding_integrity};
+use dcp_megatron::{CheckpointingConfig, Manifest, Tracked};
 
 /// Reads a description, checks it with itself, and writes it again.
 pub(crate) fn shards(bytes: &[u8]) {
@@ -8,4 +11,21 @@ pub(crate) fn shards(bytes: &[u8]) {
     drop(validate_sharding_integrity(&[description.clone(), description.clone()]));
     let again = Description::from_wire(&description.to_wire());
     assert_eq!(again.as_ref(), Ok(&description), "what is written comes back");
+}
+
+/// What the small files of a checkpoint and a run say, and the names of objects.
+pub(crate) fn small_files(bytes: &[u8]) {
+    if let Ok(config) = CheckpointingConfig::parse(bytes) {
+        let again = CheckpointingConfig::parse(config.to_json().as_bytes()).unwrap();
+        assert_eq!(again, config);
+    }
+    if let Ok(tracked) = Tracked::parse(bytes) {
+        assert_eq!(Tracked::parse(tracked.to_string().as_bytes()).unwrap(), tracked);
+        assert_eq!(Tracked::of_folder(tracked.folder().unwrap().as_str()), Some(tracked));
+    }
+    let _ = Manifest::parse(bytes);
+    let text = String::from_utf8_lossy(bytes);
+    if let Some(at) = ObjectKey::parse(&text) {
+        assert_eq!(ObjectKey::parse(&at.to_string()), Some(at));
+    }
 }

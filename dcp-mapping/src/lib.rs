@@ -52,4 +52,4 @@ pub use map::{
     map_to_megatron,
 };
 pub use mapping::Mapping;
-pub use recognize::{Recognition, recognize, recognize_config};
+pub use recognize::{Recognition, recognize, recognize_among, recognize_config};

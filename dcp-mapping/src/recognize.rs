@@ -48,16 +48,27 @@ pub fn recognize(
     metadata: &CheckpointMetadata,
     facts: &Facts,
 ) -> Result<Recognition, MappingError> {
+    Ok(recognize_among(&Mapping::builtins()?, metadata, facts))
+}
+
+/// The same among given mappings, those of one's own say. The one that most speaks for is found.
+#[must_use]
+pub fn recognize_among(
+    mappings: &[Mapping],
+    metadata: &CheckpointMetadata,
+    facts: &Facts,
+) -> Recognition {
     let (mut fitting, mut against) = (Vec::new(), Vec::new());
-    for mapping in Mapping::builtins()? {
-        let shapes = Shapes::of(metadata, &mapping);
-        match judge(&mapping, &shapes, facts) {
-            Ok(because) => fitting.push((mapping.family.name, because)),
-            Err(problem) => against.push((mapping.family.name, problem)),
+    for mapping in mappings {
+        let shapes = Shapes::of(metadata, mapping);
+        let name = mapping.family.name.clone();
+        match judge(mapping, &shapes, facts) {
+            Ok(because) => fitting.push((name, because)),
+            Err(problem) => against.push((name, problem)),
         }
     }
     let Some(most) = fitting.iter().map(|(_, because)| because.len()).max() else {
-        return Ok(Recognition::Unknown { why: against });
+        return Recognition::Unknown { why: against };
     };
     let (best, rest): (Vec<_>, Vec<_>) =
         fitting.into_iter().partition(|(_, because)| because.len() == most);
@@ -65,13 +76,13 @@ pub fn recognize(
     match (best.next(), best.next()) {
         (Some((family, because)), None) => {
             let alike = rest.into_iter().map(|(name, _)| name).collect();
-            Ok(Recognition::Found { family, because, alike })
+            Recognition::Found { family, because, alike }
         }
         (first, second) => {
             let all = first.into_iter().chain(second).chain(best).collect::<Vec<_>>();
             let why = all.first().map_or_else(String::new, |(_, because)| because.join("; "));
             let candidates = all.into_iter().map(|(name, _)| name).collect();
-            Ok(Recognition::Ambiguous { candidates, why })
+            Recognition::Ambiguous { candidates, why }
         }
     }
 }

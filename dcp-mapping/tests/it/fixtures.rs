@@ -116,3 +116,16 @@ fn a_run_with_all_its_arguments() {
     assert_eq!(config["torch_dtype"], "bfloat16");
     assert_eq!(config["max_position_embeddings"], 8);
 }
+
+#[test]
+fn a_run_that_was_saved_through_pytorch_alone() {
+    let mapping = Mapping::builtin("llama").unwrap();
+    let facts = Facts::new().with("num_attention_heads", 4);
+    let source = stored("run_torch_dcp");
+    let mapped = to_hf_of(&source, &mapping, &facts, &MapOptions::default()).unwrap();
+    let metadata = block_on(mapped.source.metadata()).unwrap();
+    let shape = |name: &str| metadata.get(name).unwrap().as_tensor().unwrap().shape.to_vec();
+    assert_eq!(shape("model.layers.0.self_attn.q_proj.weight"), [8, 8]);
+    assert_eq!(shape("model.layers.0.mlp.up_proj.weight"), [12, 8]);
+    assert!(mapped.report.used.iter().all(|key| key.starts_with("model.")));
+}

@@ -1,6 +1,8 @@
 //! Families are told by what is there, and configurations by arguments.
 
-use dcp_mapping::{Facts, MapOptions, Mapping, Recognition, recognize, recognize_config};
+use dcp_mapping::{
+    Facts, MapOptions, Mapping, Recognition, recognize, recognize_among, recognize_config,
+};
 use serde_json::{Value, json};
 
 use crate::model::Model;
@@ -134,4 +136,38 @@ fn arguments_mean_what_megatron_makes_of_them() {
     assert_eq!(facts.get("num_query_groups"), Some(&json!(8)));
     assert_eq!(facts.get("vocab_size"), Some(&json!(16)));
     assert_eq!(facts.get("q_lora_rank"), None);
+}
+
+#[test]
+fn what_may_be_of_two_families_is_of_neither() {
+    let mine = |name: &str, recognize: &str| {
+        let rule = "[[rule]]\nhf = \"a\"\nmegatron = \"b\"";
+        let text = format!("[family]\nname = {name:?}\n[recognize]\n{recognize}\n{rule}");
+        Mapping::parse(&text, "mine.toml").unwrap()
+    };
+    let embedding = "has = [\"embedding.word_embeddings.weight\"]";
+    let all = [
+        mine("one", embedding),
+        mine("two", embedding),
+        mine("three", "gated = false"),
+        mine("four", "args = { swiglu = true }"),
+        mine("five", ""),
+    ];
+    let metadata = block_on(stored("gpt_tp2pp2_swiglu").metadata()).unwrap();
+    let found = recognize_among(&all, &metadata, &Facts::new());
+    let Recognition::Ambiguous { candidates, why } = found else { panic!("{found:?}") };
+    assert_eq!(candidates, ["one", "two"]);
+    assert_eq!(why, "there is embedding.word_embeddings.weight");
+    let Recognition::Unknown { why } = recognize_among(&all[2..], &metadata, &Facts::new()) else {
+        panic!()
+    };
+    let why: Vec<_> = why.iter().map(|(_, problem)| problem.as_str()).collect();
+    assert_eq!(
+        why,
+        [
+            "the MLP is gated",
+            "the argument swiglu is not set",
+            "it says nothing of how to recognize it"
+        ]
+    );
 }

@@ -228,3 +228,27 @@ fn a_configuration_that_is_there_tells_what_arguments_do_not() {
         assert!(error.starts_with(name) && error.contains("another model"), "{error}");
     }
 }
+
+#[test]
+fn trap_07_padding_of_the_vocabulary_is_left_out_whatever_is_in_it() {
+    let model = Model::dense("llama");
+    let mapped = to_megatron(&model, &model.tensors(), &MapOptions::default()).unwrap();
+    let mut megatron = contents(&mapped.source);
+    let names = ["embedding.word_embeddings.weight", "output_layer.weight"];
+    for name in names {
+        // What training leaves in rows that no token has.
+        let rows = megatron.get_mut(name).unwrap();
+        let garbage =
+            |row: usize, at: usize| if row < 11 { rows.elements[at] } else { 0x7fc0_beef };
+        let elements = (0..128 * 8).map(|at| garbage(at / 8, at)).collect();
+        *rows = Tensor { shape: vec![128, 8], elements };
+    }
+    let back = to_hf(&model, &megatron, &mapped.facts, &MapOptions::default());
+    assert!(contents(&back.source) == model.tensors());
+    assert_eq!(back.report.trimmed.len(), 2);
+    assert!(back.report.trimmed.iter().all(|(_, rows)| *rows == 117));
+    // And what is added is zero.
+    let again =
+        contents(&to_megatron(&model, &model.tensors(), &MapOptions::default()).unwrap().source);
+    assert!(names.iter().all(|name| again[*name].elements[11 * 8..].iter().all(|e| *e == 0)));
+}

@@ -5,7 +5,7 @@ use dcp::convert::{JobOptions, Selection, Source};
 use dcp::megatron::MegatronCheckpoint;
 use dcp::megatron::optimizer::{
     CheckDepth, OptimizerReport, check_optimizer, is_optimizer_key, per_parameter,
-    restart_optimizer,
+    per_parameter_of_legacy, restart_optimizer,
 };
 
 use crate::failure::{Exit, Failure};
@@ -78,7 +78,8 @@ impl MegatronOptimizer {
         let metadata = source.metadata().await?;
         let chosen = selection.of(&metadata)?;
         let mut taken = chosen.iter().filter_map(|key| metadata.at(key.entry));
-        if !taken.any(|(fqn, _)| is_optimizer_key(fqn)) {
+        let files = checkpoint.optimizer_files();
+        if files.is_empty() && !taken.any(|(fqn, _)| is_optimizer_key(fqn)) {
             return Ok(source);
         }
         if self.repair_optimizer {
@@ -96,7 +97,10 @@ impl MegatronOptimizer {
             refuse_shifted(&opened.uri, checkpoint, options).await?;
         }
         if self.optimizer == Some(Form::PerParameter) {
-            let shown = per_parameter(&source, &common, options).await?;
+            let shown = match files {
+                [] => per_parameter(&source, &common, options).await?,
+                files => per_parameter_of_legacy(&source, &common, files, options).await?,
+            };
             out.note(&format!("optimizer by parameter, from {}", shown.report));
             if let Some(layout) = shown.report.layout.as_ref().filter(|l| !l.is_complete()) {
                 for problem in layout.problems().iter().take(PROBLEMS_MAX) {

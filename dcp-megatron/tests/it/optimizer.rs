@@ -1,15 +1,20 @@
 //! Optimizer state of real checkpoints by parameter, damaged by Megatron and not.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
+use dcp_conformance::MemoryStorage;
 use dcp_convert::view::{Assembled, Piece, PieceFrom};
 use dcp_convert::{Found, JobOptions, Source, find};
-use dcp_core::{Entry, Region, Value};
+use dcp_core::{Entry, Region, Storage, Value};
 use dcp_megatron::optimizer::{
     CheckDepth, OptimizerFormat, OptimizerVerdict, PerParameter, check_optimizer, is_optimizer_key,
     per_parameter, per_parameter_of_legacy, restart_optimizer,
 };
-use dcp_megatron::{COMMON_STATE, MegatronCheckpoint, MegatronError, OpenOptions};
+use dcp_megatron::{
+    COMMON_STATE, MegatronCheckpoint, MegatronError, MegatronWriter, OpenOptions, ParallelLayout,
+    to_torch_dist,
+};
 
 use crate::support::{block_on, expected_json, expected_tensors, stored};
 
@@ -72,7 +77,7 @@ fn formats_are_told_apart() {
 }
 
 #[test]
-fn only_the_damaged_optimizer_is_found() {
+fn trap_21_shifted_optimizer_state_is_found_and_nothing_else() {
     for (fixture, format) in FORMATS {
         let checkpoint = open(fixture);
         for depth in [CheckDepth::Full, CheckDepth::Sampled] {
@@ -88,7 +93,7 @@ fn only_the_damaged_optimizer_is_found() {
 }
 
 #[test]
-fn flat_buffers_hold_what_the_same_run_saved_by_parameter() {
+fn trap_20_flat_buffers_hold_what_the_same_run_saved_by_parameter() {
     // Saved after the same step of the same model, in other formats and by other versions.
     let by_parameter = expected_tensors("head020_fully_reshardable_multibucket");
     for fixture in [
@@ -214,7 +219,7 @@ fn formats_with_names_are_renamed() {
 }
 
 #[test]
-fn a_damaged_optimizer_begins_anew_from_the_weights() {
+fn trap_21_a_damaged_optimizer_begins_anew_from_the_weights() {
     let fixture = "gpt_fully_reshardable_multibucket_CORRUPT";
     let checkpoint = open(fixture);
     let job = JobOptions::default();
@@ -313,7 +318,7 @@ fn equal_parameters_are_told_by_the_order_of_registration() {
 }
 
 #[test]
-fn equal_parameters_of_unknown_modules_are_ambiguous() {
+fn trap_20_equal_parameters_of_unknown_modules_are_ambiguous() {
     let rename = |fqn: &str| fqn.replace("decoder.layers.mlp.linear_", "custom.");
     let (checkpoint, source) = with_equal_matrices(rename);
     let job = JobOptions::default();
@@ -369,68 +374,13 @@ fn weights_that_were_replaced_are_not_taken_for_the_defect() {
     assert!(mismatch.to_string().contains("8 of 8 elements differ"), "{mismatch}");
 }
 
-/// The model of `run_legacy_torch_tp2` with its tensors merged, and the optimizers of its ranks.
-fn legacy() -> (Source, Vec<Source>) {
-    let storage = stored("run_legacy_torch_tp2");
-    let file = |rank: usize, name: &str| {
-        let key = dcp_core::Key::new(format!("iter_0000010/mp_rank_0{rank}/{name}")).unwrap();
-        Source::torch_save(std::sync::Arc::clone(&storage), key)
-    };
-    let models = [0, 1].map(|rank| file(rank, "model_optim_rng.pt"));
-    let job = JobOptions::default();
-    let mut view = block_on(Assembled::builder(&models, &job)).unwrap();
-    let metadata = block_on(models[0].metadata()).unwrap();
-    for (at, (fqn, entry)) in metadata.iter().enumerate() {
-        let (Some(key), Entry::Tensor(tensor)) = (fqn.strip_prefix("model."), entry) else {
-            continue;
-        };
-        let local = Region::full(tensor.shape.clone()).unwrap();
-        let mut shape = tensor.shape.to_vec();
-        let axis = match key {
-            key if key.contains("norm") => None,
-            key if key.contains("linear_proj") || key.contains("linear_fc2") => Some(1),
-            _ => Some(0),
-        };
-        let Some(axis) = axis else {
-            view.pass(key, None, 0, at).unwrap();
-            continue;
-        };
-        let len = shape[axis];
-        shape[axis] = 2 * len;
-        let moved = |region: &Region, to: u64| {
-            let mut offsets = region.offsets().to_vec();
-            offsets[axis] = to;
-            Region::new(offsets, region.sizes().clone()).unwrap()
-        };
-        let pieces: Vec<_> = (0..2)
-            .flat_map(|rank: usize| {
-                let first = rank as u64 * len;
-                if !key.contains("linear_fc1") {
-                    return vec![Piece::same(moved(&local, first), rank, at, local.clone())];
-                }
-                // A rank has a part of the gate, and the same part of what goes through it.
-                let mut sizes = local.sizes().to_vec();
-                sizes[axis] = len / 2;
-                let half = Region::new(vec![0; sizes.len()], sizes).unwrap();
-                let part = |which: u64| {
-                    let to = which * len + rank as u64 * (len / 2);
-                    Piece::same(moved(&half, to), rank, at, moved(&half, which * (len / 2)))
-                };
-                vec![part(0), part(1)]
-            })
-            .collect();
-        view.tensor(key, None, tensor.dtype, shape, pieces).unwrap();
-    }
-    let optimizers = [0, 1].map(|rank| file(rank, "distrib_optim.pt"));
-    (view.finish().unwrap(), optimizers.to_vec())
-}
-
 #[test]
 fn optimizers_of_legacy_folders_are_shown_by_parameter() {
-    let (source, optimizers) = legacy();
+    let checkpoint = open("run_legacy_torch_tp2");
+    let (source, files) = (checkpoint.source(), checkpoint.optimizer_files());
+    assert_eq!(files.len(), 2);
     let job = JobOptions::default();
-    let common = dcp_core::Dict::new();
-    let shown = per_parameter_of_legacy(&source, &common, &optimizers, &job);
+    let shown = per_parameter_of_legacy(source, checkpoint.common(), files, &job);
     let shown = block_on(shown).unwrap();
     assert_eq!(shown.report.from, OptimizerFormat::LegacyDistributed);
     assert!(shown.report.is_complete(), "{:?}", shown.report);
@@ -439,12 +389,35 @@ fn optimizers_of_legacy_folders_are_shown_by_parameter() {
     assert_eq!((check.verdict, check.compared), (OptimizerVerdict::Sound, 8));
     let moments = tensors(&shown.source, |fqn| fqn.contains(".exp_avg."));
     assert_eq!(moments.len(), 8);
-    let (shape, bytes) = &moments["optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight"];
-    assert_eq!(shape, &[24, 8]);
+    let (shape, bytes) = &moments["optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"];
+    assert_eq!(shape, &[1, 24, 8]);
     // Gradients run through what a rank has: a part of the gate, then that of the other matrix.
     let numbers = floats(bytes);
     for rank in 0..2 {
         let part = |which: usize| &numbers[(which * 12 + rank * 6) * 8..][..48];
         assert_is_one_parameters(&[part(0), part(1)].concat(), &format!("rank {rank}"));
     }
+    let optimizer = shown.common.get("optimizer").unwrap().as_dict().unwrap();
+    let kind = optimizer.get("param_state_sharding_type").unwrap();
+    assert_eq!(kind.as_str(), Some("fully_reshardable"));
+}
+
+#[test]
+fn what_was_flat_is_written_for_ranks_of_another_layout() {
+    let checkpoint = open("gpt_dp2_dp_reshardable_multibucket");
+    let job = JobOptions::default();
+    let shown = block_on(per_parameter(checkpoint.source(), checkpoint.common(), &job)).unwrap();
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let writer = MegatronWriter::builder(Arc::clone(&storage));
+    let layout = ParallelLayout::new(2, 1);
+    block_on(to_torch_dist(&shown.source, writer, layout, &job)).unwrap();
+    let written = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
+    let found = tensors(written.source(), |_| true);
+    assert_eq!(found, expected_tensors("head020_fully_reshardable_multibucket"));
+    let verdict = verdict(written.source(), written.common(), CheckDepth::Full);
+    assert_eq!(verdict, OptimizerVerdict::Sound);
+    let expected = expected_json("head020_fully_reshardable_multibucket");
+    let optimizer = written.common().get("optimizer").unwrap();
+    crate::expected::check(optimizer, &expected["common"]["optimizer"], "written");
+    assert!(written.common().get("args").is_some());
 }

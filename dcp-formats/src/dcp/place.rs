@@ -90,7 +90,8 @@ struct Lengths(HashMap<(DType, Dims), u64>);
 impl Lengths {
     fn size(&mut self, item: WriteItem<'_>) -> Result<ItemSize, CheckpointError> {
         let Some(spec) = &item.key.tensor else {
-            return Ok(ItemSize { is_tensor: false, byte_len: item.byte_len, global_bytes: 0 });
+            let byte_len = item.byte_len;
+            return Ok(ItemSize { is_tensor: false, byte_len, chunk_bytes: 0, global_bytes: 0 });
         };
         let key = (spec.dtype, Dims::from(item.sizes));
         let byte_len = match self.0.get(&key) {
@@ -103,7 +104,7 @@ impl Lengths {
         };
         let volume = spec.shape.checked_volume().unwrap_or(u64::MAX);
         let global_bytes = volume.saturating_mul(spec.dtype.size() as u64);
-        Ok(ItemSize { is_tensor: true, byte_len, global_bytes })
+        Ok(ItemSize { is_tensor: true, byte_len, chunk_bytes: item.byte_len, global_bytes })
     }
 }
 

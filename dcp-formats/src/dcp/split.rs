@@ -18,6 +18,9 @@ pub enum FileLayout {
     /// This many files with PyTorch's division for `thread_count` (2.15): objects in turn,
     /// tensors by descending size of the whole tensor, which balances badly when it is sharded.
     TorchCompatible(NonZeroUsize),
+    /// This many files with Megatron-Core's division for `thread_count` (0.6 to 0.19): as PyTorch's,
+    /// but tensors by the size of what this rank writes of them.
+    MegatronCompatible(NonZeroUsize),
     /// A file for each item: PyTorch's `single_file_per_rank=False`.
     OnePerItem,
 }
@@ -28,6 +31,8 @@ pub(crate) struct ItemSize {
     pub(crate) is_tensor: bool,
     /// Encoded bytes of the item.
     pub(crate) byte_len: u64,
+    /// Bytes of the elements of the item.
+    pub(crate) chunk_bytes: u64,
     /// Bytes of the elements of the whole tensor.
     pub(crate) global_bytes: u64,
 }
@@ -40,8 +45,9 @@ impl FileLayout {
             Self::SplitBySize(files) => (1, files.get()),
             Self::TorchCompatible(files) => (2, files.get()),
             Self::OnePerItem => (3, 0),
+            Self::MegatronCompatible(files) => (4, files.get()),
         };
-        kind | (files as u64) << 2
+        kind | (files as u64) << 3
     }
 
     /// For each file, the positions of its items in the order of their bytes.
@@ -61,7 +67,8 @@ impl FileLayout {
                     })
                     .collect()
             }
-            Self::TorchCompatible(files) => {
+            Self::TorchCompatible(files) | Self::MegatronCompatible(files) => {
+                let of_chunks = matches!(self, Self::MegatronCompatible(_));
                 let (tensors, objects): (Vec<_>, Vec<_>) =
                     (0..items.len()).partition(|index| items[*index].is_tensor);
                 let mut split = vec![Vec::new(); files.get()];
@@ -71,7 +78,10 @@ impl FileLayout {
                 if files.get() == 1 {
                     split[0].extend(tensors);
                 } else {
-                    spread(tensors, &mut split, |index| items[index].global_bytes);
+                    spread(tensors, &mut split, |index| match of_chunks {
+                        true => items[index].chunk_bytes,
+                        false => items[index].global_bytes,
+                    });
                 }
                 split
             }
@@ -122,7 +132,7 @@ mod tests {
                 } else {
                     0
                 };
-                items.push(ItemSize { is_tensor, byte_len: 1, global_bytes });
+                items.push(ItemSize { is_tensor, byte_len: 1, chunk_bytes: 1, global_bytes });
             }
             let bins = usize::try_from(case["bins"].as_u64().unwrap()).unwrap();
             let layout = FileLayout::TorchCompatible(bins.try_into().unwrap());
@@ -146,7 +156,12 @@ mod tests {
 
     #[test]
     fn bytes_are_balanced_and_objects_come_first() {
-        let size = |is_tensor, byte_len| ItemSize { is_tensor, byte_len, global_bytes: 1_000_000 };
+        let size = |is_tensor, byte_len| ItemSize {
+            is_tensor,
+            byte_len,
+            chunk_bytes: byte_len,
+            global_bytes: 1_000_000,
+        };
         let items = [
             size(true, 10),
             size(true, 40),
@@ -162,5 +177,42 @@ mod tests {
         assert_eq!(FileLayout::OnePerItem.split(&items).len(), 6);
         assert_eq!(FileLayout::OnePerRank.split(&[]), [Vec::<usize>::new()]);
         assert_eq!(FileLayout::OnePerItem.split(&[]), Vec::<Vec<usize>>::new());
+    }
+
+    /// Rank 0 of `fixtures/megatron/tp2_basic`, in the order in which its state dict was walked.
+    #[test]
+    fn megatron_compatible_equals_megatron() {
+        let object = (false, 0);
+        let items: Vec<_> = [
+            // embedding, final_layernorm, col, row, both, ids, mask, scalar, u8, f64
+            (true, 128),
+            (true, 16),
+            (true, 32),
+            (true, 32),
+            (true, 72),
+            (true, 40),
+            (true, 12),
+            (true, 4),
+            (true, 5),
+            (true, 32),
+            // col._extra_state, fp8._extra_state, rng_state, and list.tensor
+            object,
+            object,
+            object,
+            (true, 8),
+        ]
+        .map(|(is_tensor, chunk_bytes)| ItemSize {
+            is_tensor,
+            byte_len: 1,
+            chunk_bytes,
+            global_bytes: 1,
+        })
+        .into();
+        let layout = FileLayout::MegatronCompatible(NonZeroUsize::new(2).unwrap());
+        let split = layout.split(&items);
+        // `__0_0.distcp`: col, rng | embedding, row, final_layernorm, mask, scalar
+        assert_eq!(split[0], [10, 12, 0, 3, 1, 6, 7]);
+        // `__0_1.distcp`: fp8 | both, ids, col, f64, list.tensor, u8
+        assert_eq!(split[1], [11, 4, 5, 2, 9, 13, 8]);
     }
 }

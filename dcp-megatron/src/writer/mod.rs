@@ -214,6 +214,7 @@ impl MegatronWriterBuilder {
     }
 
     /// How many files each rank writes; one by default, as Megatron-Core since 0.17.
+    /// [`FileLayout::MegatronCompatible`] divides as its `thread_count` does.
     pub fn files(mut self, layout: FileLayout) -> Self {
         self.dcp = self.dcp.files(layout);
         self

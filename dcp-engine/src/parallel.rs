@@ -46,7 +46,8 @@ pub enum Exchange {
 /// in any group, also one of more ranks, takes it as its reader and knows nothing of it. What is
 /// shared is not the requested shard but the stored element, so that ranks with different layouts
 /// share, too. What only one rank needs, it reads straight into its own memory. Objects are
-/// shared as tensors are. The index is read by one rank for all.
+/// shared as tensors are. The index is read by one rank for all. A group of one reads as its
+/// reader does.
 ///
 /// Memory is bounded whatever the sizes of tensors: what is sent goes in messages, of which a rank
 /// reads one ahead, and together they take about [`in_flight`](Self::in_flight) bytes. Only an

@@ -6,7 +6,7 @@ interop_megatron.py save DIR                       Megatron saves DIR/megatron_p
 interop_megatron.py load RANKS LAYOUTS DIR=SAVED...  Megatron loads each strictly in each of the layouts, such
                                                    as 1x4,4x1, and compares; SAVED is the layout that it was
                                                    saved in, with its number of ranks, such as 2x2x4
-interop_megatron.py inside DIR                     PyTorch reads a common state that lies inside the data
+interop_megatron.py inside DIR...                  PyTorch reads a common state that lies inside the data
 
 What a rank holds follows from its coordinates (`leaves`), the bytes of a tensor from its key. Rust's
 examples/interop/megatron.rs builds the same from the JSON."""
@@ -55,8 +55,8 @@ def tensors():
     layer("mlp.linear_fc1.bias", "float32", [32], tp=0, form="swiglu")
     layer("mlp.linear_fc2.weight", "bfloat16", [8, 16], tp=1)
     layer("mlp.router.expert_bias", "float32", [4])
-    layer("mlp.experts.experts.linear_fc1.weight", "bfloat16", [12, 8], form="swiglu", prepend=2)
-    layer("mlp.experts.experts.linear_fc2.weight", "bfloat16", [8, 6], prepend=2)
+    layer("mlp.experts.experts.linear_fc1.weight", "bfloat16", [16, 8], form="swiglu", prepend=2)
+    layer("mlp.experts.experts.linear_fc2.weight", "bfloat16", [8, 8], prepend=2)
     tensor("decoder.final_layernorm.weight", "float32", [8], stage="last")
     tensor("mask", "bool", [3, 7])
     tensor("counts", "int64", [12], tp=0)
@@ -102,17 +102,19 @@ def common_state(whole):
         "optimizer": {"param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95), "wd_mult": 1.0, "is_expert": False, "names": ["a", "б"]}]},
         "empty": {}, "none": None, "blob": b"\x00\xff", "huge": 2**80 + 1,
     }
+    args = {
+        "num_layers": LAYERS, "hidden_size": 8, "num_attention_heads": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+        "num_experts": EXPERTS, "bf16": True, "params_dtype": torch.bfloat16, "data_path": ["a", "b"], "swiglu": True, "missing": None,
+    }
     if whole:
         import pathlib
 
-        state["args"] = argparse.Namespace(
-            num_layers=LAYERS, hidden_size=8, num_attention_heads=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, bf16=True,
-            params_dtype=torch.bfloat16, save=pathlib.PosixPath("/checkpoints"), data_path=["a", "b"], swiglu=True, missing=None, betas=(0.9, 0.95),
-        )
+        args["save"] = pathlib.PosixPath("/checkpoints")
         state["tensor"] = torch.arange(12, dtype=torch.int32).reshape(3, 4)
         state["random"] = ("MT19937", np.arange(5, dtype=np.uint32), 3)
         state["file"] = io.BytesIO(b"\x01\x02")
         state["numbers"] = {0: "zero", 1: {2: "two"}}
+    state["args"] = argparse.Namespace(**args)
     return state
 
 
@@ -122,12 +124,16 @@ CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_
 def state(path):
     """The Rust half's description of all that."""
     cells = [tagged(extra_state(layer)) for layer in range(LAYERS)]
+    made = common_state(False)
     description = {
         "layers": LAYERS, "experts": EXPERTS, "tensors": tensors(), "content": tagged(CONTENT),
         "objects": [{"key": key, "path": path, "place": place, "values": cells if place == "layers" else None}
                     for key, path, _, place, _ in objects(1, 1, 1)],
-        "common": tagged(common_state(False)), "common_whole": tagged(common_state(True)),
+        "common": tagged(made), "args": tagged(vars(made["args"])), "common_whole": tagged(common_state(True)),
     }
+    # Rust makes the arguments of what is in them.
+    del made["args"]
+    description["made"] = tagged(made)
     with open(path, "w") as file:
         json.dump(description, file, indent=1)
 
@@ -291,8 +297,8 @@ def without_cuda():
 
 
 def listing_works():
-    """With the properties that torch 2.15 writes, Megatron-Core 0.16 cannot list what is in a
-    checkpoint, not even one of its own."""
+    """Megatron-Core 0.16 hands what torch 2.15 makes of a tensor's properties, whoever wrote them,
+    to torch.empty, which does not know `strides`."""
     create = torch.empty
 
     def without_strides(*args, strides=None, **kwargs):
@@ -328,11 +334,9 @@ def load_rank(rank, world, layouts, checkpoints):
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    # What Rust saved must need no help.
-    for checkpoint in sorted(checkpoints, key=lambda checkpoint: "megatron_" in checkpoint):
+    listing_works()
+    for checkpoint in checkpoints:
         path, saved = checkpoint.split("=")
-        if "megatron_" in checkpoint:
-            listing_works()
         assert dist_checkpointing.load_content_metadata(path) == CONTENT, path
         for layout in layouts.split(","):
             tp, pp = map(int, layout.split("x"))
@@ -345,10 +349,10 @@ def load_rank(rank, world, layouts, checkpoints):
                 loaded = dist_checkpointing.load(request, path, validate_access_integrity=True, strict=strict)
                 if strict == StrictHandling.RETURN_ALL:
                     loaded, missing, unexpected = loaded
-                    wanted = set() if same_ranks or "without" in path else TIED_TO_RANKS
+                    wanted = set() if same_ranks else TIED_TO_RANKS
                     assert missing == wanted, "%s: Megatron misses %s" % (path, sorted(missing ^ wanted))
                     assert not unexpected, "%s: Megatron does not expect %s" % (path, sorted(unexpected))
-                wanted = merged(expected, common_state("args" in loaded))
+                wanted = merged(expected, common_state("random" in loaded))
                 wanted["content_metadata"] = CONTENT
                 same(loaded, wanted, path)
             if rank == 0:
@@ -359,8 +363,13 @@ def load(ranks, layouts, *checkpoints):
     common.on_ranks(load_rank, int(ranks), layouts, checkpoints)
 
 
-def inside(checkpoint):
-    """No released Megatron-Core reads this form yet, but PyTorch reads what it is made of."""
+def inside(*checkpoints):
+    """No Megatron-Core on PyPI reads this form yet, but PyTorch reads what it is made of."""
+    for checkpoint in checkpoints:
+        inside_one(checkpoint)
+
+
+def inside_one(checkpoint):
     import torch.distributed.checkpoint as dcp
 
     assert not os.path.exists(os.path.join(checkpoint, "common.pt")), "common.pt"
@@ -371,14 +380,12 @@ def inside(checkpoint):
     for name, entry in metadata.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
             state[name] = None
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True, planner=DefaultLoadPlanner(flatten_state_dict=False))
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     for spec in tensors():
         same(state[spec["key"]], whole_of(spec), spec["key"])
     (found,) = state["common_state/shard_0_1"]
     assert found.pop("content_metadata") == CONTENT
-    same(found, common_state("args" in found), "common_state")
+    same(found, common_state("random" in found), "common_state")
 
 
 if __name__ == "__main__":

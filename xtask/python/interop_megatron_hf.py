@@ -2,11 +2,9 @@
 
 interop_megatron_hf.py save DIR        for every family of models: DIR/NAME/hf, written by transformers;
                                        DIR/NAME/megatron, the same weights saved by Megatron-Core
-interop_megatron_hf.py check DIR OUT SIDE...
-                                       hf: OUT/NAME/hf, made of DIR/NAME/megatron, is the model that transformers
-                                       wrote; megatron: OUT/NAME/megatron, made of DIR/NAME/hf, holds what
-                                       Megatron-Core saved; back: OUT/NAME/back, made of that, is the model again
-interop_megatron_hf.py names           the families
+interop_megatron_hf.py check DIR OUT   OUT/NAME/hf, made of DIR/NAME/megatron, is the model that transformers
+                                       wrote; OUT/NAME/megatron, made of DIR/NAME/hf, holds what Megatron-Core
+                                       saved; OUT/NAME/back, made of that, is the model again
 
 The weights change sides in `megatron_weights`, a few lines of PyTorch that know nothing of dcp."""
 import argparse
@@ -296,30 +294,25 @@ def same(found, wanted, what):
         assert raw(there) == raw(tensor), "%s: %s differs" % (what, name)
 
 
-def check_models(folder, out, sides):
+def check_models(folder, out):
     for name, (kind, _) in models().items():
         theirs = os.path.join(folder, name, "hf")
         weights, original = open_folder(theirs), kind.from_pretrained(theirs, dtype="auto").eval()
-        for side in sides:
+        for side in ("hf", "back"):
             path = os.path.join(out, name, side)
             same(open_folder(path), weights, path)
             model, report = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
             wrong = {kind: found for kind, found in report.items() if found}
             assert not wrong, "%s: transformers found %s" % (path, wrong)
             assert torch.equal(logits(model.eval()), logits(original)), "%s: other logits" % path
-        print("%s: %s: the weights and logits of transformers" % (name, ", ".join(sides)), flush=True)
+        print("%s: the tensors of Megatron-Core, the weights and logits of transformers" % name, flush=True)
 
 
-def check(folder, out, *sides):
-    if "megatron" in sides:
-        common.on_ranks(check_megatron, 1, folder, out)
-    check_models(folder, out, [side for side in sides if side != "megatron"])
-
-
-def names():
-    print("\n".join(models()))
+def check(folder, out):
+    common.on_ranks(check_megatron, 1, folder, out)
+    check_models(folder, out)
 
 
 if __name__ == "__main__":
-    commands = {"save": save, "check": check, "names": names}
+    commands = {"save": save, "check": check}
     common.main(lambda what, *args: commands[what](*args))

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::core::{BigInt, Dict, Object};
+use dcp::core::{BigInt, Dict, Global, Object};
 use dcp::{StateDict, Tensor, Value};
 use serde_json::Value as Json;
 
@@ -184,6 +184,11 @@ pub(crate) fn value_of(json: &Json) -> Result<Value> {
         (_, Some("int")) => Value::BigInt(big(text(json, "v")?).ok_or("no integer")?),
         (_, Some("list")) => Value::List(items()?),
         (_, Some("tuple")) => Value::Tuple(items()?),
+        (_, Some("torch.dtype")) => {
+            let name = text(json, "repr")?;
+            let (module, name) = name.split_once('.').ok_or("a dtype of no module")?;
+            Value::Global(Global::new(module, name))
+        }
         (_, Some("dict")) => {
             let mut dict = Dict::new();
             for pair in json.get("v").and_then(Json::as_array).into_iter().flatten() {

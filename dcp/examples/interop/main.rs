@@ -15,8 +15,6 @@
 
 mod expected;
 mod layout;
-#[cfg(all(feature = "mapping", feature = "megatron"))]
-mod mapping;
 #[cfg(feature = "megatron")]
 mod megatron;
 #[cfg(feature = "olmo")]
@@ -61,10 +59,8 @@ fn main() -> Result {
             ["rewrite", from, to] => rewrite(from, to, &group).await,
             #[cfg(feature = "olmo")]
             ["olmo", from, to, layout] => olmo::resave(from, to, layout, &group).await,
-            #[cfg(all(feature = "mapping", feature = "megatron"))]
-            ["map", ref args @ ..] => mapping::run(args).await,
             #[cfg(feature = "megatron")]
-            ["megatron", ref args @ ..] => megatron::run(args).await,
+            ["megatron", ref args @ ..] => megatron::run(args, &group).await,
             ["resave", folder, ref names @ ..] => {
                 for name in names {
                     for form in ["zip", "zip-2.1", "legacy"] {

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use dcp::DType;
+use dcp::core::{Dict, Global, Object};
 use dcp::megatron::sharded::ObjectKey;
+use dcp::{DType, Value};
 use serde_json::Value as Json;
 
 use crate::{Result, expected, formula};
@@ -14,6 +15,20 @@ pub(super) struct Description(Json);
 impl Description {
     pub(super) fn read(path: &str) -> Result<Self> {
         Ok(Self(serde_json::from_slice(&std::fs::read(Path::new(path))?)?))
+    }
+
+    /// The common state that Rust makes itself, the arguments in an `argparse.Namespace`.
+    pub(super) fn made(&self) -> Result<Dict> {
+        let mut common = dict(self.0.get("made").unwrap_or(&Json::Null))?;
+        let mut args = Object::new(Global::new("argparse", "Namespace"), Vec::new());
+        args.state = Some(dict(self.0.get("args").unwrap_or(&Json::Null))?.into());
+        common.insert("args", Value::Object(Box::new(args)));
+        Ok(common)
+    }
+
+    /// The content metadata to save.
+    pub(super) fn content_to_save(&self) -> Result<Dict> {
+        dict(self.content())
     }
 
     /// The common state as tagged JSON: what Rust makes itself, or the whole that Megatron saves.
@@ -52,8 +67,14 @@ impl Description {
 /// A tensor of the description.
 pub(super) struct Spec {
     pub(super) key: String,
+    pub(super) path: Vec<String>,
     pub(super) shape: Vec<u64>,
     pub(super) dtype: DType,
+    pub(super) prepended: usize,
+    pub(super) cut: Option<usize>,
+    pub(super) stage: String,
+    pub(super) gated: bool,
+    pub(super) pieces: u64,
     pub(super) whole: Vec<u8>,
 }
 
@@ -62,7 +83,21 @@ impl Spec {
         let key = expected::text(json, "key")?.to_owned();
         let dtype: DType = expected::text(json, "dtype")?.parse()?;
         let shape = expected::numbers(Some(json), "shape")?;
-        Ok(Self { whole: formula(&key, dtype, &shape, 0), key, dtype, shape })
+        let form = expected::text(json, "form")?;
+        let stage = if form == "uneven" { form } else { expected::text(json, "stage")? };
+        let path = json.get("path").and_then(Json::as_array).into_iter().flatten();
+        Ok(Self {
+            whole: formula(&key, dtype, &shape, 0),
+            path: path.map(|item| item.as_str().unwrap_or_default().to_owned()).collect(),
+            prepended: usize::try_from(number(json, "prepend")?)?,
+            cut: json.get("tp").and_then(Json::as_u64).map(usize::try_from).transpose()?,
+            pieces: number(json, "pieces")?,
+            stage: stage.to_owned(),
+            gated: form == "swiglu",
+            key,
+            dtype,
+            shape,
+        })
     }
 }
 
@@ -75,6 +110,13 @@ fn by_formula(at: &ObjectKey) -> Json {
         ["offset", {"t": "list", "v": offset}],
         ["blob", {"t": "bytes", "hex": hex}],
     ]})
+}
+
+fn dict(json: &Json) -> Result<Dict> {
+    match expected::value_of(json)? {
+        Value::Dict(dict) => Ok(dict),
+        other => Err(format!("a dict is a {}", other.kind()).into()),
+    }
 }
 
 /// A field that is a number.

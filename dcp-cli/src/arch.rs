@@ -4,7 +4,7 @@ use std::path::Path;
 
 use clap::Args;
 use dcp::convert::{JobOptions, Source, read_object};
-use dcp::core::{Key, StorageError, StorageExt};
+use dcp::core::{DType, Key, StorageError, StorageExt};
 use dcp::mapping::{
     Facts, MapOptions, Mapped, Mapping, MappingReport, Padding, Recognition, Tying, map_to_hf,
     map_to_megatron, recognize, recognize_config,
@@ -59,6 +59,17 @@ pub(crate) struct Named {
     pub(crate) report: Option<MappingReport>,
 }
 
+/// Where it goes.
+pub(crate) struct Towards<'a> {
+    pub(crate) format: Format,
+    /// The tensor parallel size.
+    pub(crate) tp: u32,
+    /// The folder with the configuration.
+    pub(crate) config: Option<&'a Path>,
+    /// What the weights are cast to afterwards.
+    pub(crate) dtype: Option<DType>,
+}
+
 /// What was asked for.
 enum Wanted {
     Auto,
@@ -71,17 +82,17 @@ impl Arch {
         &self,
         source: Source,
         opened: &Opened,
-        to: Format,
-        tp: u32,
-        config: Option<&Path>,
+        towards: Towards<'_>,
         options: &JobOptions,
     ) -> Result<Named, Failure> {
+        let Towards { format: to, tp, config, dtype } = towards;
         let Some(wanted) = self.wanted(opened, to)? else {
             self.refuse_idle()?;
             return Ok(Named { source, config: None, report: None });
         };
         let mut how = MapOptions::default();
         how.allow_left_over = self.allow_left_over;
+        how.params_dtype = dtype;
         if self.untie {
             how.tying = Tying::Untie;
         }

@@ -231,6 +231,11 @@ impl Destination {
         })
     }
 
+    /// The dtype that floats are cast to, when one was asked for.
+    pub(crate) fn dtype(&self) -> Option<DType> {
+        self.dtype
+    }
+
     /// Which dtype a tensor gets, by its name and the dtype it has, when one was asked for.
     pub(crate) fn cast_rule(
         &self,

@@ -40,6 +40,9 @@ pub struct MapOptions {
     pub drop: Vec<String>,
     /// Whether source tensors that no rule knows are left out instead of refused.
     pub allow_left_over: bool,
+    /// What the weights will be cast to behind the mapping, for the arguments and `config.json`; by
+    /// default they say what the weights are.
+    pub params_dtype: Option<DType>,
     /// More for the common state of a Megatron checkpoint; entries here replace those made from
     /// the facts.
     pub common: Option<Dict>,
@@ -213,7 +216,8 @@ async fn map(
     if let Some(freq) = resolved.moe_layer_freq() {
         facts.set("moe_layer_freq", freq);
     }
-    if let Some(dtype) = view.metadata().iter().find_map(|(_, e)| Some(e.as_tensor()?.dtype)) {
+    let stored = view.metadata().iter().find_map(|(_, e)| Some(e.as_tensor()?.dtype));
+    if let Some(dtype) = options.params_dtype.or(stored) {
         facts.set("params_dtype", format!("torch.{dtype}"));
     }
     if direction == Direction::ToMegatron {

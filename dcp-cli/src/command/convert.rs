@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use crate::arch::{self, Arch};
+use crate::arch::{self, Arch, Towards};
 use crate::choosing::{Choosing, OptimizerKeys};
 use crate::destination::{Destination, For, parse_dtype};
 use crate::failure::Failure;
@@ -114,7 +114,9 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         let source = args.optimizer.apply(source, &options).await?;
         let (to, config) = (args.destination.format(&args.target)?, args.destination.config());
         let layout = args.destination.torch_dist.layout(&opened).await?;
-        let named = args.arch.apply(source, &opened, to, layout.tp, config, &options).await?;
+        let dtype = args.destination.dtype();
+        let towards = Towards { format: to, tp: layout.tp, config, dtype };
+        let named = args.arch.apply(source, &opened, towards, &options).await?;
         let source = named.source;
         let how = For { config: named.config, layout: Some(layout) };
         let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;

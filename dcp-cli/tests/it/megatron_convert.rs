@@ -159,6 +159,10 @@ fn a_model_goes_to_hugging_face_and_back() {
     let config = read_json(&folder.path().join("hf/config.json"));
     assert_eq!(config["architectures"], json!(["LlamaForCausalLM"]));
     assert_eq!(config["num_attention_heads"], 4);
+    assert_eq!(config["torch_dtype"], "bfloat16");
+    dcp(["convert", &source, &at("wide"), "--to", "hf", "--dtype", "fp32"]).ok();
+    let wide = read_json(&folder.path().join("wide/config.json"));
+    assert_eq!(wide["torch_dtype"], "float32");
     let found = dcp(["inspect", &at("hf"), "--json"]).json();
     let q = &found["keys"]["model.layers.0.self_attn.q_proj.weight"];
     assert_eq!(q["shape"], json!([8, 8]));

@@ -71,7 +71,7 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
     let place = place.uri;
     let storage = if place == uri { storage } else { registry.open(&place, Access::Read)? };
     if let Some(checkpoint) = megatron::open(&place, &storage, need).await? {
-        for warning in checkpoint.warnings() {
+        for warning in checkpoint.damage().iter().chain(checkpoint.warnings()) {
             out.note(warning);
         }
         return opened(place, checkpoint.source().clone(), Some(checkpoint));

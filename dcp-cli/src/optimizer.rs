@@ -4,7 +4,7 @@ use clap::{Args, ValueEnum};
 use dcp::convert::{JobOptions, Selection, Source};
 use dcp::megatron::MegatronCheckpoint;
 use dcp::megatron::optimizer::{
-    CheckDepth, OptimizerReport, check_optimizer, is_optimizer_key, per_parameter,
+    CheckDepth, OptimizerReport, PerParameter, check_optimizer, is_optimizer_key, per_parameter,
     per_parameter_of_legacy, restart_optimizer,
 };
 
@@ -101,16 +101,23 @@ impl MegatronOptimizer {
                 [] => per_parameter(&source, &common, options).await?,
                 files => per_parameter_of_legacy(&source, &common, files, options).await?,
             };
-            out.note(&format!("optimizer by parameter, from {}", shown.report));
-            if let Some(layout) = shown.report.layout.as_ref().filter(|l| !l.is_complete()) {
-                for problem in layout.problems().iter().take(PROBLEMS_MAX) {
-                    out.note(problem);
-                }
+            tell(&shown, out);
+            if !shown.report.is_complete() && files.is_empty() {
                 out.note("the buffers are kept besides, so that nothing is lost");
             }
             source = shown.source;
         }
         Ok(source)
+    }
+}
+
+/// Says how the state was divided by parameter.
+fn tell(shown: &PerParameter, out: &Output) {
+    out.note(&format!("optimizer by parameter, from {}", shown.report));
+    if let Some(layout) = shown.report.layout.as_ref().filter(|layout| !layout.is_complete()) {
+        for problem in layout.problems().iter().take(PROBLEMS_MAX) {
+            out.note(problem);
+        }
     }
 }
 

@@ -28,6 +28,11 @@ impl Output {
         }
     }
 
+    /// The same without notes.
+    pub(crate) fn silent(self) -> Self {
+        Self { quiet: true, ..self }
+    }
+
     /// Writes data.
     pub(crate) fn write(&self, text: &str) -> Result<(), Failure> {
         let mut stdout = io::stdout().lock();

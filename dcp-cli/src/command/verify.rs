@@ -9,26 +9,27 @@ use crate::progress::Bar;
 use crate::render::problems;
 
 pub(crate) fn verify(args: &args::Verify, out: &Output) -> Result<(), Failure> {
-    let report = open::run(args.deep, async {
-        let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
+    let (place, report) = open::run(args.deep, async {
+        // What there is to say of it, the report says.
+        let opened = open::checkpoint(&args.uri, Need::Readable, &out.silent()).await?;
         let bar = Bar::new(out, "verifying");
         let mut report = match &opened.megatron {
             Some(checkpoint) => megatron::verify(checkpoint, args.deep, &bar.options()).await?,
             None => dcp::convert::verify(&opened.source, args.deep, &bar.options()).await?,
         };
         drop(bar);
-        if let Some(message) = opened.unfinished {
+        if let Some(message) = opened.unfinished.clone() {
             megatron::add_unfinished(message, &mut report);
         }
         if !args.json && report.notes.is_empty() {
             open::say_which(&args.uri, out).await?;
         }
-        Ok(report)
+        Ok((opened.place, report))
     })?;
     if args.json {
         out.json(&report)?;
     } else {
-        out.write(&problems::render(&args.uri, &report, out))?;
+        out.write(&problems::render(&place, &report, out))?;
     }
     if report.ok { Ok(()) } else { Err(Failure::reported(Exit::Bad)) }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::support::{dcp, fixtures, path, tensors};
 
 /// A checkpoint of each format; the header of its column.
-const FORMATS: [(&str, &str); 7] = [
+const FORMATS: [(&str, &str); 9] = [
     ("PyTorch DCP", "pytorch/fsdp2_adam_2r"),
     ("OLMo-core", "olmo/fsdp2-2rank-nested/ckpt"),
     ("torch.save", "torch_save/t215/zip.pt"),
@@ -15,6 +15,8 @@ const FORMATS: [(&str, &str); 7] = [
     ("safetensors", "pytorch/fsdp2_adam_2r/expected.safetensors"),
     ("Hugging Face", "hf/consolidated_index_4r/ckpt"),
     ("Megatron torch_dist", "megatron/gpt_tp2pp2_swiglu/ckpt"),
+    ("Megatron zarr", "megatron/v09_zarr/ckpt"),
+    ("Megatron mp_rank", "megatron/run_legacy_torch_tp2"),
 ];
 
 /// The table's rows: what is run. `SRC` is the checkpoint, `OUT` a place that is free, `RANKS` a

@@ -107,6 +107,27 @@ fn every_age_opens_everywhere() {
 }
 
 #[test]
+fn folders_of_ranks_are_one_model() {
+    let run = megatron("run_legacy_torch_tp2");
+    let found = dcp(["inspect", &run, "--json"]).json();
+    assert_eq!(found["format"], "megatron_torch");
+    assert_eq!(found["megatron"]["parallel"]["tensor"], 2);
+    assert_eq!(found["keys"]["decoder.layers.mlp.linear_fc1.weight"]["shape"], json!([1, 24, 8]));
+    let verified = dcp(["verify", &run, "--deep"]).ok();
+    assert!(verified.contains("iter_0000010 (megatron_torch)"), "{verified}");
+    let folder = tempfile::tempdir().unwrap();
+    let out = path(&folder, "out");
+    let args = ["--to", "torch-dist", "--optimizer", "per-parameter"];
+    dcp(["-q", "convert", &run, &out].iter().copied().chain(args)).ok();
+    let written = dcp(["inspect", &out, "--json"]).json();
+    assert_eq!(written["megatron"]["optimizer"], "fully_reshardable");
+    let damaged = copy("run_legacy_torch_tp2");
+    let file = damaged.path().join("iter_0000010/mp_rank_01/model_optim_rng.pt");
+    fs::write(&file, "no archive").unwrap();
+    dcp(["-q", "convert", &path(&damaged, ""), &path(&folder, "x.pt")]).fails(1, &["mp_rank_01"]);
+}
+
+#[test]
 fn a_run_is_its_latest_complete_iteration() {
     let run = copy("run_torch_dist_dp2");
     let uri = path(&run, "");

@@ -28,11 +28,13 @@ fn any_format_goes_to_torch_dist_and_back() {
         assert_eq!(has("integrity.json"), name == "newest");
         assert!(has("metadata.json"));
     }
-    // Through PyTorch's format, nothing is lost either.
-    let (through, back) = (path(&folder, "d"), path(&folder, "back"));
-    dcp(["convert", &source, &through, "--to", "dcp"]).ok();
-    dcp(["convert", &through, &back, "--to", "megatron"]).ok();
-    dcp(["diff", &source, &back]).ok();
+    // Through PyTorch's formats, nothing is lost either.
+    for (name, to) in [("d", "dcp"), ("x.pt", "torch-save")] {
+        let (through, back) = (path(&folder, name), path(&folder, &format!("{name}.back")));
+        dcp(["convert", &source, &through, "--to", to]).ok();
+        dcp(["convert", &through, &back, "--to", "megatron"]).ok();
+        dcp(["diff", &source, &back]).ok();
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ interop_megatron.py inside DIR...                  PyTorch reads a common state 
 What a rank holds follows from its coordinates (`leaves`), the bytes of a tensor from its key. Rust's
 examples/interop/megatron.rs builds the same from the JSON."""
 import argparse
+import importlib.metadata
 import io
 import json
 import os
@@ -112,7 +113,9 @@ def common_state(whole):
         args["save"] = pathlib.PosixPath("/checkpoints")
         state["tensor"] = torch.arange(12, dtype=torch.int32).reshape(3, 4)
         state["random"] = ("MT19937", np.arange(5, dtype=np.uint32), 3)
-        state["file"] = io.BytesIO(b"\x01\x02")
+        # Megatron-Core before 0.16 saves this, but does not load it.
+        if importlib.metadata.version("megatron-core") >= "0.16":
+            state["file"] = io.BytesIO(b"\x01\x02")
         state["numbers"] = {0: "zero", 1: {2: "two"}}
     state["args"] = argparse.Namespace(**args)
     return state

@@ -24,11 +24,11 @@ pub enum MegatronError {
     /// The common state is not the same on all ranks.
     #[error(transparent)]
     CommonDiffers(#[from] crate::common_check::CommonDiffers),
-    /// Lists that hold sharded and plain elements side by side, which Megatron-Core saves and can
-    /// never load again.
+    /// Lists that hold sharded, plain and local elements side by side, which Megatron-Core saves
+    /// and can never load again.
     #[error(
-        "lists that mix sharded and plain elements cannot be loaded again: {}; divide them, or \
-         allow mixed lists when saving", .paths.join(", ")
+        "lists that mix sharded, plain and local elements cannot be loaded again: {}; divide them, \
+         or allow mixed lists when saving", .paths.join(", ")
     )]
     MixedLists {
         /// The places of the lists.

@@ -71,6 +71,7 @@ mod strict;
 mod to_torch_dist;
 mod tracker;
 mod verify;
+mod wanted;
 mod writer;
 mod zarr;
 

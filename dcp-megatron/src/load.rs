@@ -18,14 +18,14 @@ use crate::checkpoint::OpenOptions;
 use crate::error::MegatronError;
 use crate::fitting::{Cleared, Clip, Fitted};
 use crate::logical::COMMON_STATE;
-use crate::prepare::{self, ToLoad};
-use crate::request::{Request, leave_out};
+use crate::request::Request;
 use crate::sharded::{
-    Description, IntegrityError, ObjectKey, ShardedStateDict, apply_factory_merges, merge,
-    sharded_leaves, validate_sharding_integrity,
+    Description, IntegrityError, ObjectKey, ShardedLeaf, ShardedStateDict, apply_factory_merges,
+    merge, sharded_leaves, validate_sharding_integrity,
 };
 use crate::strategy::{Opened, Strategies};
 use crate::strict::{KeyMismatch, StrictHandling};
+use crate::wanted::{ToLoad, is_stored, to_load};
 
 /// Puts something between a checkpoint and the load.
 type Wrap = dyn Fn(Arc<dyn StorageReader>) -> Arc<dyn StorageReader> + Send + Sync;
@@ -121,6 +121,9 @@ pub struct Loaded {
     /// Keys that this rank asked for and that are not stored; with
     /// [`StrictHandling::ReturnAll`] and [`StrictHandling::ReturnUnexpected`].
     pub unexpected: Option<BTreeSet<Arc<str>>>,
+    /// Keys that are stored and that this rank asked for in vain: as parts of factories that were
+    /// left out as a whole, because other parts of them are not stored.
+    pub left_out: BTreeSet<Arc<str>>,
     /// Tensors of this rank that were cast: key, stored type, type asked for.
     pub casts: Vec<(Arc<str>, DType, DType)>,
     /// Tensors of this rank that are stored in another shape, which was allowed: key, stored
@@ -173,7 +176,7 @@ pub async fn load(
     let summary = loader.load(&mut own.request.flat, &Cleared::new(reader, cleared)).await?;
 
     let group = Group::new(options.group.clone(), 0)?;
-    let casts = own.casts.clone();
+    let (casts, left_out) = (own.casts.clone(), std::mem::take(&mut own.wanted.left_out));
     let state = agreement::all(&group, Phase::Read, own.into_state()).await;
     agreement::conclude(group, &state);
     let state = state?;
@@ -182,6 +185,7 @@ pub async fn load(
         state,
         missing: returned.then_some(keys.missing),
         unexpected: returned.then_some(keys.unexpected),
+        left_out,
         casts,
         reshaped,
         report: summary.report,
@@ -202,8 +206,6 @@ struct Own {
     stored: Arc<CheckpointMetadata>,
     wanted: ToLoad,
     request: Request,
-    /// Asked for by this rank and not stored.
-    unexpected: BTreeSet<Arc<str>>,
     /// Key, stored type, type asked for.
     casts: Vec<(Arc<str>, DType, DType)>,
 }
@@ -250,9 +252,12 @@ async fn agree(
     if options.strict.raises() && !keys.is_empty() {
         return Err(keys.into());
     }
-    keys.unexpected.clone_from(&own.unexpected);
+    keys.unexpected.clone_from(&own.wanted.unexpected);
     if options.strict.logs() && !keys.is_empty() {
         tracing::warn!("{keys}");
+        if !own.wanted.left_out.is_empty() {
+            tracing::warn!(keys = ?own.wanted.left_out, "stored, but left out with their factories");
+        }
     }
     let dtype = |code: usize| DType::ALL.get(code).copied();
     let casts = verdict.casts.into_iter().filter_map(|(key, code)| Some((key, dtype(code)?)));
@@ -264,33 +269,33 @@ async fn own(
     storage: &Arc<dyn Storage>,
     options: &LoadOptions,
 ) -> Result<(Bytes, Own), MegatronError> {
-    let mut wanted = prepare::to_load(request)?;
+    let mut wanted = to_load(request, None)?;
     let opened = options.strategies.open(storage, &options.open).await?;
     let stored = opened.reader.metadata().await?;
     let described = !options.skip_validation || options.strict.asks_all_ranks();
     let description = match described {
-        true => Description::of(sharded_leaves(&wanted.sharded)).to_wire(),
+        true => Description::of(sharded_leaves(&wanted.tree)).to_wire(),
         false => Bytes::new(),
     };
-    let mut unexpected = BTreeSet::new();
-    if options.strict.compares() {
-        unexpected = leave_out(&mut wanted, &stored)?;
+    let absent = |leaf: &ShardedLeaf<'_>| !is_stored(*leaf, &stored);
+    if options.strict.compares() && sharded_leaves(&wanted.tree).iter().any(absent) {
+        wanted = to_load(request, Some(&stored))?;
     }
-    let request = Request::new(&wanted.sharded)?;
+    let request = Request::new(&wanted.tree)?;
     let casts = match options.refuse_casts {
         true => Vec::new(),
         false => request.casts(&stored),
     };
     let code = |dtype: DType| DType::ALL.iter().position(|known| *known == dtype);
     let offer = Offer {
-        unexpected: unexpected.iter().cloned().collect(),
+        unexpected: wanted.unexpected.iter().cloned().collect(),
         casts: { casts.iter() }
             .filter_map(|(key, _, to)| Some((Arc::clone(key), code(*to)?)))
             .collect(),
     };
     let offer = serde_json::to_vec(&offer).map_err(|error| wire(&error))?;
     let message = [&(offer.len() as u64).to_le_bytes()[..], &offer, &description].concat();
-    let own = Own { opened, stored, wanted, request, unexpected, casts };
+    let own = Own { opened, stored, wanted, request, casts };
     Ok((message.into(), own))
 }
 
@@ -364,8 +369,7 @@ impl Own {
     fn into_state(self) -> Result<Dict, MegatronError> {
         let Self { opened, wanted, request, .. } = self;
         let mut state = opened.common;
-        merge(&mut state, wanted.local)?;
-        merge(&mut state, request.into_values(&wanted.sharded)?)?;
+        merge(&mut state, request.into_values(&wanted.tree)?)?;
         apply_factory_merges(&mut state, &wanted.factories)?;
         Ok(state)
     }

@@ -1,5 +1,4 @@
-//! From the tree that a rank hands in to what is stored of it, and to what is asked of a
-//! checkpoint.
+//! From the tree that a rank hands in to what is stored of it.
 
 use std::sync::Arc;
 
@@ -7,8 +6,8 @@ use dcp_core::{Dict, PlanError, Region, Shard, StateDict, Tensor, Value};
 
 use crate::error::MegatronError;
 use crate::sharded::{
-    Placed, ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue,
-    apply_factories, extract, mixed_lists, sharded_leaves, to_values,
+    ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, apply_factories,
+    extract, mixed_lists, sharded_leaves, to_values,
 };
 
 /// What a rank saves.
@@ -26,42 +25,18 @@ pub(crate) fn to_save(
     allow_mixed_lists: bool,
 ) -> Result<ToSave, MegatronError> {
     let (expanded, _) = apply_factories(state)?;
-    let is_local = |value: &ShardedValue| matches!(value, ShardedValue::Local(_));
-    let (_, stored) = extract(expanded, is_local);
-    let mixed = mixed_lists(&stored);
+    let mixed = mixed_lists(&expanded);
     if !mixed.is_empty() && !allow_mixed_lists {
         return Err(MegatronError::MixedLists { paths: mixed });
     }
+    let is_local = |value: &ShardedValue| matches!(value, ShardedValue::Local(_));
+    let (_, stored) = extract(expanded, is_local);
     let (sharded, common) = extract(stored, ShardedValue::is_sharded);
     let common = to_values(&common, &mut |leaf| match leaf {
         ShardedValue::Plain(value) => Ok(value.clone()),
         _ => Ok(Value::None),
     })?;
     Ok(ToSave { sharded, common })
-}
-
-/// What a rank asks for.
-#[derive(Debug)]
-pub(crate) struct ToLoad {
-    /// Tensors and objects.
-    pub(crate) sharded: ShardedStateDict,
-    /// What was not stored and is put back.
-    pub(crate) local: Dict,
-    /// Where the tensors of factories belong.
-    pub(crate) factories: Vec<Placed>,
-}
-
-/// Expands factories, takes out what was not stored, and drops plain values.
-pub(crate) fn to_load(request: &ShardedStateDict) -> Result<ToLoad, MegatronError> {
-    let (expanded, factories) = apply_factories(request)?;
-    let is_local = |value: &ShardedValue| matches!(value, ShardedValue::Local(_));
-    let (local, rest) = extract(expanded, is_local);
-    let local = to_values(&local, &mut |leaf| match leaf {
-        ShardedValue::Local(object) => Ok(object.0.clone()),
-        _ => Ok(Value::None),
-    })?;
-    let (sharded, _) = extract(rest, ShardedValue::is_sharded);
-    Ok(ToLoad { sharded, local, factories })
 }
 
 /// The main replicas of a rank as the engine saves them: tensors by key, objects by unique key.

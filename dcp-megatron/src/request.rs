@@ -1,6 +1,6 @@
 //! What a rank asks of a checkpoint, as the engine loads it, and the way back.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use dcp_core::{
@@ -10,10 +10,10 @@ use dcp_core::{
 use dcp_formats::torch_save::decode_only_item;
 
 use crate::error::MegatronError;
-use crate::prepare::{ToLoad, boxes_of_range, of, one_name};
+use crate::prepare::{boxes_of_range, of, one_name};
 use crate::sharded::{
-    ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, extract,
-    sharded_leaves, to_values,
+    ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, sharded_leaves,
+    to_values,
 };
 
 /// A rank's tensors and objects by stored name.
@@ -131,6 +131,7 @@ impl Request {
                 let key = object.unique_key();
                 items.get_mut(&key).and_then(Iterator::next).ok_or_else(|| lost(&key))
             }
+            ShardedValue::Local(object) => Ok(object.0.clone()),
             _ => Ok(Value::None),
         })?)
     }
@@ -223,53 +224,4 @@ fn elements(key: &str, value: Value, count: usize) -> Result<Vec<Value>, Megatro
         return Err(ShardError::Object { key: key.to_owned(), problem }.into());
     }
     Ok(items)
-}
-
-/// Takes out of a request what is not stored, and says which keys that were.
-pub(crate) fn leave_out(
-    wanted: &mut ToLoad,
-    stored: &CheckpointMetadata,
-) -> Result<BTreeSet<Arc<str>>, MegatronError> {
-    let mut unexpected = BTreeSet::new();
-    let is_absent = |leaf: ShardedLeaf<'_>| match leaf {
-        ShardedLeaf::Tensor(tensor) => stored.get(tensor.key()).is_none(),
-        ShardedLeaf::Object(object) => stored.get(&object.unique_key()).is_none(),
-    };
-    for leaf in sharded_leaves(&wanted.sharded).into_iter().filter(|leaf| is_absent(*leaf)) {
-        unexpected.insert(Arc::clone(key_of(leaf)));
-    }
-    if unexpected.is_empty() {
-        return Ok(unexpected);
-    }
-    // What is left of a tensor cannot be merged.
-    let mut doomed: HashSet<Arc<str>> = HashSet::new();
-    let mut whole = Vec::with_capacity(wanted.factories.len());
-    for placed in wanted.factories.drain(..) {
-        let built = ShardedStateDict::from([("built", placed.factory.build()?)]);
-        let leaves = sharded_leaves(&built);
-        if leaves.iter().any(|leaf| is_absent(*leaf)) {
-            doomed.extend(leaves.into_iter().map(|leaf| Arc::clone(key_of(leaf))));
-        } else {
-            whole.push(placed);
-        }
-    }
-    wanted.factories = whole;
-    let sharded = std::mem::take(&mut wanted.sharded);
-    let goes = |value: &ShardedValue| {
-        let leaf = match value {
-            ShardedValue::Tensor(tensor) => ShardedLeaf::Tensor(tensor),
-            ShardedValue::Object(object) => ShardedLeaf::Object(object),
-            _ => return false,
-        };
-        is_absent(leaf) || doomed.contains(key_of(leaf))
-    };
-    (_, wanted.sharded) = extract(sharded, goes);
-    Ok(unexpected)
-}
-
-fn key_of(leaf: ShardedLeaf<'_>) -> &Arc<str> {
-    match leaf {
-        ShardedLeaf::Tensor(tensor) => tensor.key(),
-        ShardedLeaf::Object(object) => object.key(),
-    }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// 0.8. Keys of objects count without their place.
 ///
 /// But for the first, what is unexpected is left out of the request and of the result, with all of
-/// the factory that it is a part of. An object whose key is stored but whose place is not, because
+/// the factory that it is a part of; lists close up over it. An object whose key is stored but whose place is not, because
 /// its grid has changed, is unexpected, too; Megatron-Core does not notice before it reads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]

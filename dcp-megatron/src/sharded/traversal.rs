@@ -199,18 +199,24 @@ fn expand(
             expanded.collect::<Result<Vec<_>, ShardError>>()?.into()
         }
         ShardedValue::Factory(factory) => {
-            let built = factory.build()?;
-            if holds_factory(&built) {
-                return Err(ShardError::Factory {
-                    key: factory.parts().key.to_string(),
-                    problem: "it built another factory".to_owned(),
-                });
-            }
+            let built = build(factory)?;
             placed.push(Placed { path: path.clone(), factory: factory.clone() });
             built
         }
         leaf => leaf.clone(),
     })
+}
+
+/// What a factory stands for, which must be no other.
+pub(crate) fn build(factory: &ShardedTensorFactory) -> Result<ShardedValue, ShardError> {
+    let built = factory.build()?;
+    if holds_factory(&built) {
+        return Err(ShardError::Factory {
+            key: factory.parts().key.to_string(),
+            problem: "it built another factory".to_owned(),
+        });
+    }
+    Ok(built)
 }
 
 fn holds_factory(value: &ShardedValue) -> bool {
@@ -270,6 +276,13 @@ pub fn sharded_leaves(state: &ShardedStateDict) -> Vec<ShardedLeaf<'_>> {
     leaves
 }
 
+/// The same of one value.
+pub(crate) fn leaves_of(value: &ShardedValue) -> Vec<ShardedLeaf<'_>> {
+    let mut leaves = Vec::new();
+    gather(value, &mut leaves);
+    leaves
+}
+
 fn gather<'a>(value: &'a ShardedValue, leaves: &mut Vec<ShardedLeaf<'a>>) {
     match value {
         ShardedValue::Dict(dict) => dict.iter().for_each(|(_, value)| gather(value, leaves)),
@@ -280,7 +293,7 @@ fn gather<'a>(value: &'a ShardedValue, leaves: &mut Vec<ShardedLeaf<'a>>) {
     }
 }
 
-/// The places of lists that hold sharded and other elements side by side.
+/// The places of lists whose elements are on different sides: sharded, plain, or not stored.
 pub(crate) fn mixed_lists(state: &ShardedStateDict) -> Vec<String> {
     let (mut found, mut path) = (Vec::new(), Vec::new());
     for (key, value) in state.iter() {
@@ -291,42 +304,53 @@ pub(crate) fn mixed_lists(state: &ShardedStateDict) -> Vec<String> {
     found
 }
 
-/// Says which sides of a division a value has parts on: the sharded, the plain.
-fn find_mixed(
-    value: &ShardedValue,
-    path: &mut Vec<String>,
-    found: &mut Vec<String>,
-) -> (bool, bool) {
+/// The sides of a division that a value has parts on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Sides {
+    sharded: bool,
+    plain: bool,
+    local: bool,
+}
+
+impl Sides {
+    fn and(self, other: Self) -> Self {
+        Self {
+            sharded: self.sharded || other.sharded,
+            plain: self.plain || other.plain,
+            local: self.local || other.local,
+        }
+    }
+}
+
+fn find_mixed(value: &ShardedValue, path: &mut Vec<String>, found: &mut Vec<String>) -> Sides {
+    let nothing = Sides::default();
     match value {
         ShardedValue::Dict(dict) => {
-            let mut sides = (false, dict.is_empty());
+            let mut sides = Sides { plain: dict.is_empty(), ..nothing };
             for (key, value) in dict.iter() {
                 path.push(step(key));
-                let (sharded, plain) = find_mixed(value, path, found);
-                sides = (sides.0 || sharded, sides.1 || plain);
+                sides = sides.and(find_mixed(value, path, found));
                 path.pop();
             }
             sides
         }
         ShardedValue::List(items) => {
-            let mut sides = (false, items.is_empty());
-            let mut each_on_both = true;
+            let mut of_items = Vec::with_capacity(items.len());
             for (index, item) in items.iter().enumerate() {
                 path.push(index.to_string());
-                let (sharded, plain) = find_mixed(item, path, found);
-                each_on_both &= sharded && plain;
-                sides = (sides.0 || sharded, sides.1 || plain);
+                of_items.push(find_mixed(item, path, found));
                 path.pop();
             }
-            // Both sides get a list, closed up; they fit again only where nothing moved.
-            if sides == (true, true) && !each_on_both {
+            let sides = of_items.iter().fold(nothing, |all, item| all.and(*item));
+            // Each side gets a list, closed up; they fit again only where nothing moved.
+            if of_items.iter().any(|item| *item != sides) {
                 found.push(path.join("."));
             }
-            sides
+            Sides { plain: sides.plain || items.is_empty(), ..sides }
         }
-        ShardedValue::Plain(_) => (false, true),
-        ShardedValue::Local(_) => (false, false),
-        _ => (true, false),
+        ShardedValue::Plain(_) => Sides { plain: true, ..nothing },
+        ShardedValue::Local(_) => Sides { local: true, ..nothing },
+        _ => Sides { sharded: true, ..nothing },
     }
 }
 

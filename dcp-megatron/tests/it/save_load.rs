@@ -172,7 +172,11 @@ fn containers_go_where_they_hold_something() {
         ],
     );
     let storage = memory();
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    let error = block_on(save(&state, &storage, &SaveOptions::new())).unwrap_err();
+    let MegatronError::MixedLists { paths } = &error else { panic!("{error}") };
+    assert_eq!(*paths, ["nested"], "a local object would not find its place again");
+    let options = SaveOptions::new().allow_mixed_lists(true);
+    block_on(save(&state, &storage, &options)).unwrap();
     let opened = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
     let expected = Dict::from([
         ("empty_dict", Dict::new().into()),

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use dcp_core::{DType, HostMemory, Region, Storage, TensorView, Value};
 use dcp_megatron::sharded::{
-    LocalTensor, ObjectKey, ShardedObject, ShardedStateDict, ShardedTensor, named_split,
+    LocalNonpersistentObject, LocalTensor, ObjectKey, ShardedObject, ShardedStateDict,
+    ShardedTensor, ShardedValue, named_split, swiglu,
 };
 use dcp_megatron::{LoadOptions, Loaded, MegatronError, SaveOptions, StrictHandling, load, save};
 
@@ -36,7 +37,7 @@ fn stored() -> Arc<dyn Storage> {
         ("step", Value::Int(5).into()),
     ]
     .into_iter()
-    .collect::<Vec<(&str, dcp_megatron::sharded::ShardedValue)>>()
+    .collect::<Vec<(&str, ShardedValue)>>()
     .into_iter()
     .collect();
     block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
@@ -274,14 +275,112 @@ fn what_all_ranks_ask_for_must_make_whole_tensors() {
     assert_eq!(tensors(&loaded.state)[0].1, [2, 0, 0, 0, 3, 0, 0, 0]);
 }
 
+/// A tensor `b.x` of one row of three, `kept` of four rows and `other` of as many bytes.
+fn parts_stored() -> Arc<dyn Storage> {
+    let storage = memory();
+    let state = ShardedStateDict::from([
+        ("x", whole("b.x", counting(&[1, 3]))),
+        ("kept", whole("kept", counting(&[4, 3]))),
+        ("other", whole("other", view(&[4, 3], vec![7; 48]))),
+    ]);
+    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    storage
+}
+
 #[test]
 fn a_factory_goes_as_a_whole_when_a_part_is_not_stored() {
-    let storage = stored();
-    let shard = described("b", &[4, 3]);
-    let factory = named_split(&shard, &[("x", 1), ("y", 3)]).unwrap();
-    let request: ShardedStateDict = [("b", factory)].into_iter().collect();
+    let storage = parts_stored();
+    let factory = || named_split(&described("b", &[4, 3]), &[("x", 1), ("y", 3)]).unwrap();
     let options = LoadOptions::new().strict(StrictHandling::ReturnUnexpected);
+    let request: ShardedStateDict = [("b", factory())].into_iter().collect();
     let loaded = block_on(load(&request, &storage, &options)).unwrap();
-    assert_eq!(loaded.unexpected, Some(set(&["b.x", "b.y"])));
+    assert_eq!(loaded.unexpected, Some(set(&["b.y"])));
+    assert_eq!(loaded.left_out, set(&["b.x"]));
     assert!(loaded.state.get("b").is_none());
+    // What others ask for under the same key stays theirs.
+    let request: ShardedStateDict =
+        [("b", factory().into()), ("x", described("b.x", &[1, 3]).into())]
+            .into_iter()
+            .collect::<Vec<(&str, ShardedValue)>>()
+            .into_iter()
+            .collect();
+    let options = options.validate_access_integrity(false);
+    let loaded = block_on(load(&request, &storage, &options)).unwrap();
+    assert_eq!(tensors(&loaded.state), [(".x".to_owned(), bytes_of(&[1, 3]))]);
+    assert_eq!(loaded.left_out, set(&[]));
+}
+
+fn bytes_of(shape: &[u64]) -> Vec<u8> {
+    elements(shape, &Region::full(shape).unwrap(), 0)
+}
+
+/// Lists close up over what is left out of them, and factories still merge where they lie.
+#[test]
+fn a_factory_in_a_list_merges_its_own_parts_when_others_are_left_out() {
+    let storage = parts_stored();
+    let options = LoadOptions::new().strict(StrictHandling::ReturnUnexpected);
+    let absent = || ShardedValue::from(swiglu(&described("absent", &[4, 3])).unwrap());
+    let mine = view(&[4, 3], vec![0xff; 48]);
+    let kept = || ShardedValue::from(swiglu(&whole("kept", mine.clone())).unwrap());
+    let theirs = view(&[4, 3], vec![0xff; 48]);
+    let other = || ShardedValue::from(whole("other", theirs.clone()));
+    let partly = || {
+        ShardedValue::from(named_split(&described("b", &[4, 3]), &[("x", 1), ("y", 3)]).unwrap())
+    };
+    let held = |view: &TensorView| view.payload().unwrap().to_bytes().to_vec();
+    for list in [
+        vec![absent(), kept()],
+        vec![absent(), kept(), other()],
+        vec![partly(), kept(), absent(), other()],
+        vec![Value::Int(1).into(), kept(), other()],
+        vec![ShardedStateDict::new().into(), kept(), other()],
+        vec![vec![absent()].into(), kept(), other()],
+    ] {
+        mine.fill_from(&[0xff; 48]).unwrap();
+        theirs.fill_from(&[0xff; 48]).unwrap();
+        let request = ShardedStateDict::from([("layers", ShardedValue::from(list.clone()))]);
+        let loaded = block_on(load(&request, &storage, &options)).unwrap();
+        let found = tensors(&loaded.state);
+        assert_eq!(found[0], (".layers.0".to_owned(), bytes_of(&[4, 3])), "{list:?}");
+        assert_eq!(held(&mine), bytes_of(&[4, 3]), "{list:?}");
+        if let Some(second) = found.get(1) {
+            assert_eq!(*second, (".layers.1".to_owned(), vec![7; 48]), "{list:?}");
+            assert_eq!(held(&theirs), [7; 48], "{list:?}");
+        }
+    }
+}
+
+#[test]
+fn local_objects_in_lists_go_back_to_their_places_or_are_refused_before_the_save() {
+    let storage = memory();
+    let local = || ShardedValue::from(LocalNonpersistentObject(Value::Int(3)));
+    let tensor = || ShardedValue::from(whole("t", counting(&[4])));
+    let with = |list: Vec<ShardedValue>| ShardedStateDict::from([("l", ShardedValue::from(list))]);
+    for list in [vec![local(), tensor()], vec![local(), Value::Int(5).into()]] {
+        let error = block_on(save(&with(list), &storage, &SaveOptions::new())).unwrap_err();
+        let MegatronError::MixedLists { paths } = &error else { panic!("{error}") };
+        assert_eq!(*paths, ["l"]);
+    }
+    // As the groups of an optimizer: something of each in every element.
+    let group = |lr| {
+        ShardedValue::from(
+            [("params", local()), ("lr", Value::Int(lr).into())]
+                .into_iter()
+                .collect::<ShardedStateDict>(),
+        )
+    };
+    let mut state = with(vec![group(1), group(2)]);
+    state.insert("t", tensor());
+    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    let loaded = block_on(load(&state, &storage, &LoadOptions::new())).unwrap();
+    let Some(Value::List(groups)) = loaded.state.get("l") else { panic!() };
+    let group = groups[1].as_dict().unwrap();
+    assert_eq!(group.get("params").unwrap().as_int(), Some(3));
+    assert_eq!(group.get("lr").unwrap().as_int(), Some(2));
+    // What lies beside a tensor comes back beside it.
+    let beside = ShardedStateDict::from([("m", ShardedValue::from(vec![local(), tensor()]))]);
+    let loaded = block_on(load(&beside, &storage, &LoadOptions::new())).unwrap();
+    let Some(Value::List(list)) = loaded.state.get("m") else { panic!() };
+    assert_eq!(list[0].as_int(), Some(3));
+    assert_eq!(tensors(&loaded.state), [(".m.1".to_owned(), bytes_of(&[4]))]);
 }

@@ -13,6 +13,9 @@ use crate::error::MappingError;
 pub struct Facts {
     values: Map<String, Value>,
     padding: Padding,
+    /// Whether `vocab_size` is what the model is opened with, rather than an argument that may
+    /// have counted for nothing.
+    vocabulary_is_sure: bool,
 }
 
 /// To what a vocabulary is padded on the way to Megatron.
@@ -29,6 +32,19 @@ pub enum Padding {
     },
     /// To so many rows.
     Exactly(u64),
+}
+
+impl Padding {
+    /// The rows of a vocabulary of `tokens`, unless they are too many to count.
+    fn rows(self, tokens: u64) -> Option<u64> {
+        match self {
+            Self::Exactly(rows) => Some(rows),
+            Self::Multiple { divisor, tensor_parallel } => {
+                let multiple = divisor.max(1).checked_mul(tensor_parallel.max(1))?;
+                tokens.checked_next_multiple_of(multiple)
+            }
+        }
+    }
 }
 
 impl Default for Padding {
@@ -62,7 +78,7 @@ impl Facts {
         {
             args.insert("vocab_size".to_owned(), size.saturating_add(1).into());
         }
-        Self { values: args, padding: Padding::default() }
+        Self { values: args, ..Self::default() }
     }
 
     /// The same with one more value, or another one.
@@ -99,32 +115,65 @@ impl Facts {
     ///
     /// # Errors
     ///
-    /// [`MappingError::BadFact`] when it is the configuration of another model: of other layers,
-    /// widths or heads, or with its embeddings tied otherwise.
+    /// [`MappingError::BadFact`] when it is the configuration of another model: where both tell how
+    /// the model computes, they must tell the same, and no token that the arguments count may be
+    /// missing.
     pub fn described_by(mut self, config: &Self) -> Result<Self, MappingError> {
-        const SAME: &[&str] = &[
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "num_experts",
-            "untie_embeddings_and_output_weights",
-        ];
-        for name in SAME {
-            if let (Some(own), Some(other)) = (self.get(name), config.get(name))
-                && own != other
+        for (name, other) in config.values() {
+            if let Some(own) = self.get(name)
+                && self.has_to_agree(name, other, config)
+                && !same(own, other)
             {
                 let problem = format!("config.json says {other}, so it is that of another model");
                 return Err(bad(name, own, &problem));
             }
         }
-        if let Some(tokens) = config.get("vocab_size") {
-            self.set("vocab_size", tokens.clone());
+        if let Some(tokens) = config.vocab_size()? {
+            if let Some(own) = self.vocab_size()?.filter(|own| *own > tokens) {
+                let problem = format!("config.json says {tokens}, which would cut off tokens");
+                return Err(bad("vocab_size", &own.into(), &problem));
+            }
+            self.set("vocab_size", tokens);
+            self.vocabulary_is_sure = true;
         }
         for (name, value) in config.values() {
             self.complete(name, value.clone());
         }
         Ok(self)
+    }
+
+    /// Whether a fact that `config` tells, too, has to be the same there.
+    fn has_to_agree(&self, name: &str, value: &Value, config: &Self) -> bool {
+        let is = |name: &str, value: &str| config.get(name).and_then(Value::as_str) == Some(value);
+        match name {
+            // How long sequences are in training, and what only training looks at.
+            "seq_length" | "moe_aux_loss_coeff" => false,
+            "max_position_embeddings" => is("position_embedding_type", "learned_absolute"),
+            "vocab_size" | "padded_vocab_size" => false,
+            // The width of layers without experts, of which there may be none.
+            "ffn_hidden_size" => [self, config].iter().all(|f| f.get("num_experts").is_none()),
+            "untie_embeddings_and_output_weights" | "use_rope_scaling" | "add_qkv_bias" => true,
+            "moe_router_pre_softmax" => !is("moe_router_score_function", "sigmoid"),
+            // Other switches and names are the family's, not of a configuration.
+            _ => value.is_number() || value.is_array(),
+        }
+    }
+
+    /// Forgets a size of the vocabulary that an embedding of `rows` rows does not confirm.
+    /// Megatron-LM looks at the argument only where its tokenizer knows no size, so it may be
+    /// anything; its padding, which is among its arguments, tells.
+    pub(crate) fn doubt_vocabulary(&mut self, rows: u64) -> Result<(), MappingError> {
+        let (Some(tokens), Some(divisor)) =
+            (self.vocab_size()?, self.get_u64("make_vocab_size_divisible_by")?)
+        else {
+            return Ok(());
+        };
+        let tensor_parallel = self.get_u64("tensor_model_parallel_size")?.unwrap_or(1);
+        let padding = Padding::Multiple { divisor, tensor_parallel };
+        if !self.vocabulary_is_sure && tokens != rows && padding.rows(tokens) != Some(rows) {
+            self.set("vocab_size", Value::Null);
+        }
+        Ok(())
     }
 
     /// A value.
@@ -186,14 +235,21 @@ impl Facts {
 
     /// The rows that a vocabulary of `tokens` is padded to.
     pub(crate) fn padded_vocab_size(&self, tokens: u64) -> Result<u64, MappingError> {
-        match self.padding {
-            Padding::Exactly(rows) => Ok(rows),
-            Padding::Multiple { divisor, tensor_parallel } => {
-                let multiple = divisor.max(1).checked_mul(tensor_parallel.max(1));
-                let rows = multiple.and_then(|multiple| tokens.checked_next_multiple_of(multiple));
-                rows.ok_or_else(|| bad("vocab_size", &tokens.into(), "padded it is too large"))
-            }
+        let rows = self.padding.rows(tokens);
+        rows.ok_or_else(|| bad("vocab_size", &tokens.into(), "padded it is too large"))
+    }
+}
+
+/// Whether two values say the same; `10000` and `10000.0` do.
+fn same(one: &Value, other: &Value) -> bool {
+    match (one, other) {
+        (Value::Number(one), Value::Number(other)) => {
+            one == other || one.as_f64().is_some_and(|one| other.as_f64() == Some(one))
         }
+        (Value::Array(one), Value::Array(other)) => {
+            one.len() == other.len() && one.iter().zip(other).all(|(one, other)| same(one, other))
+        }
+        _ => one == other,
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use dcp_core::{CheckpointMetadata, Dims};
 
 use crate::error::MappingError;
-use crate::facts::Facts;
+use crate::facts::{Facts, bad};
 use crate::mapping::Mapping;
 
 /// The shapes of a model's tensors without layer and expert, by names without numbers.
@@ -18,6 +18,18 @@ pub(crate) struct Shapes {
 
 const LAYERS: &str = "decoder.layers.";
 const EXPERTS: &str = "mlp.experts.experts.";
+/// Facts that are the extent of an axis of a tensor.
+const WIDTHS: &[(&str, &str, usize)] = &[
+    ("hidden_size", "embedding.word_embeddings.weight", 1),
+    ("ffn_hidden_size", "decoder.layers.mlp.linear_fc2.weight", 1),
+    ("moe_ffn_hidden_size", "decoder.layers.mlp.experts.experts.linear_fc2.weight", 1),
+    (
+        "moe_shared_expert_intermediate_size",
+        "decoder.layers.mlp.shared_experts.linear_fc2.weight",
+        1,
+    ),
+    ("max_position_embeddings", "embedding.position_embeddings.weight", 0),
+];
 
 impl Shapes {
     /// Of a checkpoint under any of the prefixes that the mapping knows.
@@ -103,11 +115,24 @@ impl Shapes {
         })
     }
 
-    /// Sets the facts that shapes tell and arguments did not.
+    /// Sets the facts that shapes tell and arguments did not, and makes sure of those that both
+    /// tell.
     pub(crate) fn complete(&self, facts: &mut Facts) -> Result<(), MappingError> {
+        if let Some(rows) = self.vocabulary() {
+            facts.doubt_vocabulary(rows)?;
+        }
         let at = |name: &str, axis: usize| {
             self.get(&format!("{LAYERS}{name}")).and_then(|shape| shape.get(axis).copied())
         };
+        for (name, tensor, axis) in WIDTHS {
+            let told = self.get(tensor).and_then(|shape| shape.get(*axis).copied());
+            if let (Some(told), Some(known)) = (told, facts.get_u64(name)?)
+                && told != known
+            {
+                let problem = format!("{tensor} has {told} on its axis {axis}");
+                return Err(bad(name, &known.into(), &problem));
+            }
+        }
         let mut complete = |name: &str, value: Option<u64>| {
             if let Some(value) = value {
                 facts.complete(name, value);

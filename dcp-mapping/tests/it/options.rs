@@ -222,11 +222,47 @@ fn a_configuration_that_is_there_tells_what_arguments_do_not() {
         ("num_layers", serde_json::json!(4)),
         ("num_query_groups", serde_json::json!(1)),
         ("untie_embeddings_and_output_weights", serde_json::json!(false)),
+        ("rotary_base", serde_json::json!(5e5)),
+        ("layernorm_epsilon", serde_json::json!(1e-5)),
+        ("ffn_hidden_size", serde_json::json!(99)),
+        ("kv_channels", serde_json::json!(2)),
     ] {
         let other = config.clone().with(name, value);
         let error = args.clone().described_by(&other).unwrap_err().to_string();
         assert!(error.starts_with(name) && error.contains("another model"), "{error}");
     }
+    // Numbers are the same however they are written; training may have been on shorter texts.
+    let args = args.with("rotary_base", 10_000).with("seq_length", 4).with("vocab_size", 11);
+    args.clone().described_by(&config).unwrap();
+    let error = args.with("vocab_size", 12).described_by(&config).unwrap_err().to_string();
+    assert!(error.starts_with("vocab_size is 12") && error.contains("11"), "{error}");
+    // Where the arguments tell nothing, shapes do.
+    let facts = Facts::new().described_by(&config.clone().with("ffn_hidden_size", 99)).unwrap();
+    let mapped = to_hf_of(&megatron.source, &mapping, &facts, &MapOptions::default());
+    let error = mapped.unwrap_err().to_string();
+    assert!(error.starts_with("ffn_hidden_size is 99") && error.contains("has 5"), "{error}");
+}
+
+#[test]
+fn a_vocabulary_is_trimmed_only_where_padding_explains_its_rows() {
+    let model = Model::dense("llama");
+    let mapping = Mapping::builtin("llama").unwrap();
+    let megatron = to_megatron(&model, &model.tensors(), &MapOptions::default()).unwrap();
+    let rows = |facts: &Facts| {
+        let mapped = to_hf_of(&megatron.source, &mapping, facts, &MapOptions::default()).unwrap();
+        let rows = contents(&mapped.source)["lm_head.weight"].shape[0];
+        assert_eq!(mapping.config_json(&mapped.facts).unwrap()["vocab_size"], rows);
+        let kept = mapped.report.notes.iter().any(|note| note.contains("keeps all its rows"));
+        assert_eq!(kept, rows == 128, "{:?}", mapped.report.notes);
+        rows
+    };
+    let args = megatron.facts.clone().with("make_vocab_size_divisible_by", 64);
+    assert_eq!(rows(&args), 128, "11 tokens would have been padded to 64 rows");
+    assert_eq!(rows(&args.clone().with("tensor_model_parallel_size", 2)), 11);
+    assert_eq!(rows(&args.clone().with("vocab_size", 65)), 65);
+    assert_eq!(rows(&args.clone().with("vocab_size", 1000)), 128);
+    let config = mapping.facts_of_config(&model.config()).unwrap();
+    assert_eq!(rows(&args.described_by(&config).unwrap()), 11);
 }
 
 #[test]

@@ -144,10 +144,20 @@ impl Op {
             Op::Copy => Ok(Division::one(len, len, len)),
             Op::Qkv => qkv(len, lens.as_deref(), parts, facts),
             Op::Concat { sizes, .. } => {
-                let lens = match (lens, sizes) {
-                    (Some(lens), _) => lens,
-                    (None, None) => equal_parts(len, parts)?,
-                    (None, Some(sizes)) => sized_parts(len, sizes, facts)?,
+                let total = lens.as_ref().map_or(Some(len), |lens| sum(lens));
+                let total = total.ok_or("is too large")?;
+                let expected = match sizes {
+                    None => equal_parts(total, parts),
+                    Some(sizes) => sized_parts(total, sizes, facts),
+                };
+                // What is joined otherwise would come apart otherwise, too.
+                let lens = match lens {
+                    Some(lens) if expected.as_ref() != Ok(&lens) => {
+                        let (lens, expected) = (Dims::from(lens), expected.map(Dims::from));
+                        let expected = expected.map_or_else(|why| why, |e| format!("not {e}"));
+                        return Err(format!("the parts have {lens} along axis {axis}, {expected}"));
+                    }
+                    _ => expected?,
                 };
                 let (mut runs, mut to) = (Vec::with_capacity(lens.len()), 0_u64);
                 for (part, &len) in lens.iter().enumerate() {
@@ -253,6 +263,10 @@ fn same_but(shapes: &[Dims], axis: usize) -> Result<Vec<u64>, String> {
     Ok(shapes.iter().filter_map(|s| s.get(axis).copied()).collect())
 }
 
+fn sum(lens: &[u64]) -> Option<u64> {
+    lens.iter().try_fold(0, |sum: u64, len| sum.checked_add(*len))
+}
+
 fn equal_parts(len: u64, parts: usize) -> Result<Vec<u64>, String> {
     let count = parts as u64;
     match len.checked_rem(count) {
@@ -304,10 +318,7 @@ fn qkv(len: u64, lens: Option<&[u64]>, parts: usize, facts: &Facts) -> Result<Di
     let all = all.ok_or("there are too many heads")?;
     let total = match lens {
         None => len,
-        Some(lens) => {
-            let sum = lens.iter().try_fold(0_u64, |sum, len| sum.checked_add(*len));
-            sum.ok_or("there are too many rows")?
-        }
+        Some(lens) => sum(lens).ok_or("there are too many rows")?,
     };
     let what = format!("{heads} heads in {groups} query groups");
     let head = match total.checked_rem(all) {

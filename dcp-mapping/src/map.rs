@@ -316,7 +316,7 @@ fn note_vocabulary(
     if trimmed.is_empty() && facts.vocab_size()?.is_none() {
         notes.push(
             "the vocabulary keeps all its rows, padding included if there is any: the arguments \
-             do not tell its size (vocab_size)"
+             tell no size (vocab_size) that padding makes so many rows"
                 .to_owned(),
         );
     }

@@ -43,7 +43,7 @@ fn mine(to_hf: bool, shapes: &[(&str, &[usize])]) -> Result<(), MappingError> {
 #[test]
 fn a_mapping_of_ones_own_works_both_ways() {
     mine(true, &[("w.x", &[2, 4, 3]), ("n.x", &[2, 4, 3])]).unwrap();
-    let [a, b, n] = [("a.0", &[1, 3][..]), ("b.0", &[2, 3]), ("n.0", &[3, 4])];
+    let [a, b, n] = [("a.0", &[2, 3][..]), ("b.0", &[2, 3]), ("n.0", &[3, 4])];
     mine(false, &[a, b, n]).unwrap();
 }
 
@@ -80,16 +80,22 @@ fn the_rule_and_the_tensor_are_named() {
         ),
         (
             false,
+            vec![("a.0", &[3, 3]), ("b.0", &[1, 3]), ("n.0", &[3, 4])],
+            4,
+            "\"a.0\", \"b.0\": the parts have [3, 1] along axis 0, not [2, 2]",
+        ),
+        (
+            false,
             vec![
                 ("a.0", &[1, 3]),
                 ("b.0", &[1, 3]),
                 ("a.1", &[2, 3]),
-                ("b.1", &[1, 3]),
+                ("b.1", &[2, 3]),
                 ("n.0", &[3, 4]),
                 ("n.1", &[3, 4]),
             ],
             4,
-            "\"w.x\" would be of float32 [2, 3] and of float32 [3, 3]",
+            "\"w.x\" would be of float32 [2, 3] and of float32 [4, 3]",
         ),
     ] {
         match mine(to_hf, &shapes).unwrap_err() {

@@ -200,6 +200,13 @@ fn sizes_and_dtypes_of_ones_own() {
     assert!(error.contains("6 rows are not 1 + 6 + rest"), "{error}");
     let error = map(&Facts::new()).unwrap_err().to_string();
     assert!(error.contains("needs q_lora_rank"), "{error}");
+    // The other way the parts have to be as long.
+    let back = |facts: &Facts| {
+        to_megatron_of(&mapped.source, &mapping, facts, &MapOptions::default()).map(|_| ())
+    };
+    back(&facts).unwrap();
+    let error = back(&facts.clone().with("kv_lora_rank", 1)).unwrap_err().to_string();
+    assert!(error.contains("[1, 4, 1] along axis 1, not [1, 2, 3]"), "{error}");
 }
 
 #[test]

@@ -63,7 +63,8 @@ pub(crate) struct Destination {
     ranks: Option<u32>,
 
     /// Cast floating-point tensors to this dtype, such as bf16. float8 and narrower ones stay, and
-    /// so do the scales of quantized weights and the steps that an optimizer counts.
+    /// so do the scales of quantized weights, the biases that balance experts and the steps that an
+    /// optimizer counts.
     #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
     dtype: Option<DType>,
 
@@ -135,9 +136,13 @@ impl Writing {
 }
 
 /// Whether a tensor is no weight but a number that has to stay as it is: the scales of block-scaled
-/// weights, which give every one of them its value, and how many steps an optimizer has made.
+/// weights, which give every one of them its value, how many steps an optimizer has made, and what
+/// balances the experts of a router, which transformers and Megatron-Core keep in float32.
 fn is_exact(fqn: &str) -> bool {
-    fqn.ends_with("_scale_inv") || fqn.rsplit('.').next() == Some("step")
+    let name = fqn.rsplit('.').next().unwrap_or(fqn);
+    fqn.ends_with("_scale_inv")
+        || ["step", "e_score_correction_bias"].contains(&name)
+        || fqn.ends_with("router.expert_bias")
 }
 
 /// Reads a dtype by PyTorch's name or the usual short one.
@@ -315,7 +320,24 @@ impl Destination {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_bytes;
+    use super::{is_exact, parse_bytes};
+
+    #[test]
+    fn what_balances_experts_keeps_its_dtype() {
+        for name in [
+            "model.layers.3.mlp.gate.e_score_correction_bias",
+            "decoder.layers.mlp.router.expert_bias",
+            "optim.state.w.step",
+            "w.weight_scale_inv",
+        ] {
+            assert!(is_exact(name), "{name}");
+        }
+        for name in
+            ["model.layers.3.mlp.gate.weight", "decoder.layers.mlp.router.weight", "w.steps"]
+        {
+            assert!(!is_exact(name), "{name}");
+        }
+    }
 
     #[test]
     fn bytes_are_written_in_many_ways() {

@@ -7,6 +7,7 @@ use dcp::core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
 use dcp::formats::hf::INDEX_ENDING;
+use dcp::megatron::TRACKER;
 use dcp::{Access, DcpWriter, StorageRegistry};
 use futures_util::StreamExt;
 
@@ -56,6 +57,9 @@ pub(crate) async fn folder(
 ) -> Result<Arc<dyn Storage>, Failure> {
     let storage = place_to_write(uri, dry_run)?;
     refuse_megatron(uri, &*storage).await?;
+    if model {
+        refuse_run(uri, &*storage).await?;
+    }
     let detection = detect(&storage).await?;
     let mut kinds = [&detection.kind].into_iter().chain(&detection.also);
     let is_dcp = |kind: &&Detected| {
@@ -93,6 +97,7 @@ pub(crate) async fn directory(
 ) -> Result<DcpWriter, Failure> {
     let storage = place_to_write(uri, dry_run)?;
     refuse_megatron(uri, &*storage).await?;
+    refuse_run(uri, &*storage).await?;
     if !overwrite && is_dcp(&*storage).await? {
         return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
     }
@@ -111,6 +116,7 @@ pub(crate) async fn megatron(
     dry_run: bool,
 ) -> Result<Arc<dyn Storage>, Failure> {
     let storage = place_to_write(uri, dry_run)?;
+    refuse_run(uri, &*storage).await?;
     let (is_megatrons, is_dcp) = (megatron::is_one(&*storage).await?, is_dcp(&*storage).await?);
     match (is_megatrons, is_dcp) {
         (true, true) if !overwrite => {
@@ -131,6 +137,30 @@ pub(crate) async fn megatron(
 async fn refuse_megatron(uri: &str, storage: &dyn Storage) -> Result<(), Failure> {
     if megatron::is_one(storage).await? {
         return Err(would_stay(uri, "it is one of Megatron-Core"));
+    }
+    Ok(())
+}
+
+/// Refuses the folder of a run of Megatron-LM: a checkpoint in it would be taken for the run.
+async fn refuse_run(uri: &str, storage: &dyn Storage) -> Result<(), Failure> {
+    let is_run = |key: &str| {
+        let iteration = key.strip_prefix("iter_").and_then(|rest| rest.split_once('/'));
+        key == TRACKER
+            || iteration.is_some_and(|(number, _)| {
+                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+            })
+    };
+    let mut objects = storage.list(None);
+    while let Some(meta) = objects.next().await {
+        let key = meta?.key;
+        if is_run(key.as_str()) {
+            let message = format!("{uri:?} is the folder of a run of Megatron-LM: there is {key}");
+            let base = uri.trim_end_matches('/');
+            return Err(Failure::new(Exit::Usage, message).hint(format!(
+                "name a folder in it, such as {base}/release or {base}/iter_0000001, or another \
+                 directory"
+            )));
+        }
     }
     Ok(())
 }

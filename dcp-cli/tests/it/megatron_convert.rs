@@ -97,6 +97,28 @@ fn a_folder_is_one_checkpoint_of_one_kind() {
 }
 
 #[test]
+fn nothing_is_written_in_place_of_a_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, run) = (megatron(MODEL), path(&folder, "run"));
+    let at = |name: &str| path(&folder, &format!("run/{name}"));
+    dcp(["convert", &source, &at("iter_0000010"), "--to", "torch-dist"]).ok();
+    for tracker in [false, true] {
+        if tracker {
+            fs::write(at("latest_checkpointed_iteration.txt"), "10").unwrap();
+        }
+        for to in ["torch-dist", "dcp", "hf"] {
+            for more in [&["--overwrite"][..], &["--dry-run"]] {
+                dcp(["-q", "convert", &source, &run, "--to", to].iter().chain(more))
+                    .fails(2, &["a run of Megatron-LM", "run/release"]);
+            }
+        }
+    }
+    dcp(["reshard", &source, &run, "--tp", "1"]).fails(2, &["a run of Megatron-LM"]);
+    dcp(["convert", &source, &at("release"), "--to", "torch-dist"]).ok();
+    dcp(["diff", &source, &run]).ok();
+}
+
+#[test]
 fn shifted_optimizer_state_is_not_carried_over() {
     let folder = tempfile::tempdir().unwrap();
     let bad = megatron("gpt_fully_reshardable_multibucket_CORRUPT/ckpt");

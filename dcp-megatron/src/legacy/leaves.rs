@@ -6,7 +6,7 @@ use dcp_convert::Source;
 use dcp_core::{DType, Dims, Entry, PathItem};
 use indexmap::IndexMap;
 
-use super::folders::Grid;
+use super::folders::{Grid, Place};
 use super::model_chunk;
 use super::names::LocalName;
 use crate::args::MegatronArgs;
@@ -51,11 +51,18 @@ struct Found {
     leaf: Leaf,
 }
 
-/// Everything in the models of all ranks, each thing once but for its tensor-parallel parts.
+/// Everything in the models of all ranks, each thing once but for its tensor-parallel parts. What
+/// is left out goes into `warnings`.
+///
+/// # Errors
+///
+/// [`MegatronError::Legacy`] when something would be lost: parameters of experts that do not say of
+/// which expert they are, and copies that are none.
 pub(super) async fn collect(
     grid: &Grid,
     sources: &[Source],
     args: Option<&MegatronArgs>,
+    warnings: &mut Vec<String>,
 ) -> Result<IndexMap<Slot, ByRank>, MegatronError> {
     let mut found = Vec::new();
     for (place, source) in sources.iter().enumerate() {
@@ -76,12 +83,25 @@ pub(super) async fn collect(
     let tied = args.and_then(MegatronArgs::untie_embeddings_and_output_weights) == Some(false);
     let layers = Numbers::of(grid, &found);
     let mut all: IndexMap<Slot, ByRank> = IndexMap::new();
+    let mut states_left_out = 0_u64;
     for Found { place, chunk, local, leaf } in found {
         let Some(rank) = grid.place(place) else { continue };
         // A copy of the embedding, for the last stage to compute with.
-        let copy = tied && local.layer.is_none() && local.name == "output_layer.weight";
-        if copy || (local.expert.is_none() && rank.ep > 0) {
+        if tied && local.layer.is_none() && local.name == "output_layer.weight" {
             continue;
+        }
+        let is_state = local.name.ends_with("_extra_state");
+        if grid.ep > 1 && local.is_of_all_experts() {
+            if is_state {
+                states_left_out += 1;
+                continue;
+            }
+            let problem = format!(
+                "{:?} is of all experts of the rank, and what part of it each of them has is not \
+                 known here: have Megatron-Core save it as --ckpt-format torch_dist",
+                local.name
+            );
+            return Err(MegatronError::Legacy { folder: rank.folder.clone(), problem });
         }
         let local = local.with_fused_norms(is_local);
         let layer = local.layer.map(|(stack, n)| {
@@ -93,6 +113,19 @@ pub(super) async fn collect(
             each.saturating_mul(u64::from(rank.ep)).saturating_add(n)
         });
         let slot = Slot { layer, expert, name: local.name };
+        if let Some(known) = all.get(&slot) {
+            same(&slot, known, rank, &leaf)?;
+        } else if expert.is_none() && rank.ep > 0 && !is_state {
+            let problem = format!(
+                "{:?} is in it, and not in the folder of the first group of experts, of which it \
+                 should be a copy",
+                slot.name
+            );
+            return Err(MegatronError::Legacy { folder: rank.folder.clone(), problem });
+        }
+        if expert.is_none() && rank.ep > 0 {
+            continue;
+        }
         let known = all.entry(slot).or_insert_with(|| ByRank {
             pp: rank.pp,
             ep: rank.ep,
@@ -103,7 +136,41 @@ pub(super) async fn collect(
             known.leaves.insert(rank.tp, leaf);
         }
     }
+    if states_left_out > 0 {
+        warnings.push(format!(
+            "{states_left_out} extra states are each of all experts of a rank, not of one, and are \
+             left out"
+        ));
+    }
     Ok(all)
+}
+
+/// Whether what a rank has is a copy of what is known, or its tensor-parallel part.
+fn same(slot: &Slot, known: &ByRank, rank: &Place, leaf: &Leaf) -> Result<(), MegatronError> {
+    let refuse = |problem: String| {
+        Err(MegatronError::Legacy { folder: rank.folder.clone(), problem })
+    };
+    if let (Some(n), true) = (slot.expert, known.ep != rank.ep) {
+        return refuse(format!(
+            "{:?} of expert {n} is in it and in one of another group: the folders have different \
+             numbers of experts",
+            slot.name
+        ));
+    }
+    let Some(first) = known.leaves.get(&rank.tp) else { return Ok(()) };
+    if slot.name.ends_with("_extra_state") || first.tensor == leaf.tensor {
+        return Ok(());
+    }
+    let shown = |leaf: &Leaf| match &leaf.tensor {
+        Some((dtype, shape)) => format!("{dtype} of {shape}"),
+        None => "no tensor".to_owned(),
+    };
+    refuse(format!(
+        "{:?} is {} in it, and {} in the folder of which it should have a copy",
+        slot.name,
+        shown(leaf),
+        shown(first)
+    ))
 }
 
 fn joined(path: &[PathItem]) -> String {

@@ -75,7 +75,7 @@ impl Legacy {
             }
             sources.push(reader.source);
         }
-        let leaves = leaves::collect(&grid, &sources, args.as_ref()).await?;
+        let leaves = leaves::collect(&grid, &sources, args.as_ref(), &mut warnings).await?;
         let mut view = Assembled::builder(&sources, job).await?;
         assemble::add(&mut view, leaves, &grid, args.as_ref(), &sources).await?;
         for (tp, pp, state) in ranks {

@@ -22,6 +22,13 @@ impl LocalName {
         Self { layer, expert, name }
     }
 
+    /// Whether it is of experts and does not say of which one, such as `experts.weight1` of
+    /// `GroupedMLP`, which is a matrix of all experts that the rank has. Shared experts are no such
+    /// experts: all ranks have them.
+    pub(super) fn is_of_all_experts(&self) -> bool {
+        self.expert.is_none() && self.name.split('.').any(|part| part == "experts")
+    }
+
     /// The name in distributed checkpoints, where a norm in front of a layer is named as part of
     /// it. Modules of the local implementation (`--transformer-impl local`) have them on their own.
     pub(super) fn with_fused_norms(mut self, local: bool) -> Self {
@@ -113,10 +120,15 @@ mod tests {
         ] {
             let key = format!("decoder.layers.0.{whole}");
             assert_eq!(parse(&key), (decoder(0), None, whole.to_owned()));
+            let of_all = LocalName::parse(&key).is_of_all_experts();
+            assert_eq!(of_all, !whole.contains("shared"), "{key}");
         }
         let name = "embedding.word_embeddings.weight";
         assert_eq!(parse(name), (None, None, name.to_owned()));
         assert_eq!(parse("mylayers.3.weight").0, None);
+        for one in ["experts.local_experts.0.linear_fc1.weight", "experts.linear_fc1.weight3"] {
+            assert!(!LocalName::parse(&format!("mlp.{one}")).is_of_all_experts(), "{one}");
+        }
     }
 
     #[test]

@@ -378,7 +378,7 @@ fn what_does_not_go_together_is_named_with_its_folder() {
         let error = error.to_string();
         assert!(said.iter().all(|said| error.contains(said)), "{error}");
     };
-    let last = |tp, pp, ep| (tp, pp, ep) == (1, 1, 0);
+    let last = |tp, pp, _: u32| (tp, pp) == (1, 1);
     let norm = "decoder.layers.0.mlp.router.weight";
     refused(
         &|file, tp, pp, ep| {
@@ -409,4 +409,61 @@ fn what_does_not_go_together_is_named_with_its_folder() {
         },
         &["mp_rank_01_001_000", "iteration 8", "iteration 7"],
     );
+}
+
+#[test]
+fn experts_without_numbers_are_refused_not_dropped() {
+    let refused = |change: &dyn Fn(&mut RankFile, u32, u32, u32), said: &[&str]| {
+        let error = open(&synthetic(change)).unwrap_err();
+        assert!(matches!(error, MegatronError::Legacy { .. }), "{error:?}");
+        let error = error.to_string();
+        assert!(said.iter().all(|said| error.contains(said)), "{error}");
+    };
+    for name in ["experts.weight1", "experts.weight2", "experts.linear_fc1.adapter.a.weight"] {
+        let name = format!("decoder.layers.0.mlp.{name}");
+        refused(
+            &|file, _, _, _| file.tensor("model0", &name, &[3, 4], vec![0; 12]),
+            &["mp_rank_00_000_000", "mlp.experts.", "torch_dist"],
+        );
+    }
+    // A copy that is none.
+    let norm = "decoder.layers.0.pre_mlp_layernorm.weight";
+    refused(
+        &|file, _, _, ep| {
+            let len = if ep == 0 { 3 } else { 4 };
+            file.tensor("model0", norm, &[len], vec![0; len as usize]);
+        },
+        &["mp_rank_00_000_001", "pre_mlp_layernorm.weight", "[3]", "[4]"],
+    );
+    refused(
+        &|file, _, _, ep| {
+            if ep == 1 {
+                file.tensor("model0", norm, &[3], vec![0; 3]);
+            }
+        },
+        &["mp_rank_00_000_001", "pre_mlp_layernorm.weight", "first group"],
+    );
+    // Groups of different size: numbers of one would be those of another.
+    refused(
+        &|file, _, _, ep| {
+            if ep == 0 {
+                let name = "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight";
+                file.tensor("model0", name, &[4, 3], vec![0; 12]);
+            }
+        },
+        &["mp_rank_0", "different numbers of experts"],
+    );
+}
+
+#[test]
+fn extra_states_of_a_ranks_experts_are_left_out_and_said_to_be() {
+    let storage = synthetic(|file, _, _, _| {
+        let name = "decoder.layers.0.mlp.experts.linear_fc1._extra_state";
+        file.tensor("model0", name, &[2], vec![0; 2]);
+    });
+    let checkpoint = open(&storage).unwrap();
+    let said = checkpoint.warnings().join("; ");
+    assert!(said.contains("8 extra states"), "{said}");
+    let metadata = block_on(checkpoint.source().metadata()).unwrap();
+    assert!(metadata.iter().all(|(fqn, _)| !fqn.contains("experts.linear_fc1._extra")));
 }

@@ -147,9 +147,8 @@ pub(super) async fn collect(
 
 /// Whether what a rank has is a copy of what is known, or its tensor-parallel part.
 fn same(slot: &Slot, known: &ByRank, rank: &Place, leaf: &Leaf) -> Result<(), MegatronError> {
-    let refuse = |problem: String| {
-        Err(MegatronError::Legacy { folder: rank.folder.clone(), problem })
-    };
+    let refuse =
+        |problem: String| Err(MegatronError::Legacy { folder: rank.folder.clone(), problem });
     if let (Some(n), true) = (slot.expert, known.ep != rank.ep) {
         return refuse(format!(
             "{:?} of expert {n} is in it and in one of another group: the folders have different \

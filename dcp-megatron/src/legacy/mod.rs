@@ -5,7 +5,9 @@ mod assemble;
 mod folders;
 mod leaves;
 mod names;
+mod own;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use dcp_convert::view::Assembled;
@@ -59,11 +61,21 @@ impl Legacy {
                  parameters, and is left out"
             ));
         }
-        let common = reader
+        let mut common = reader
             .values(|key| !is_model(key) && key != RNG && (keeps_optimizer || key != "optimizer"))
             .await?;
         let args = common.get("args").and_then(MegatronArgs::from_value);
         let grid = folders.grid(args.as_ref())?;
+        if grid.places().count() > 1
+            && let Some(optimizer) = common.get_mut("optimizer")
+            && own::strip(optimizer)
+        {
+            warnings.push(format!(
+                "the optimizer's state in each {MODEL_FILE} is that of its rank, in lists that \
+                 name no parameters, and is left out; the optimizer's settings are kept"
+            ));
+        }
+        let mut differing = BTreeSet::new();
         let mut sources = Vec::new();
         let mut ranks = Vec::new();
         for place in grid.places() {
@@ -73,7 +85,16 @@ impl Legacy {
             if place.ep == 0 {
                 ranks.push((place.tp, place.pp, own.get(RNG).cloned()));
             }
+            if place.folder != first {
+                differing.extend(own::differing(&reader, &common).await?);
+            }
             sources.push(reader.source);
+        }
+        if !differing.is_empty() {
+            let keys = differing.into_iter().collect::<Vec<_>>().join(", ");
+            warnings.push(format!(
+                "what is not the same in all folders is taken from {first} alone: {keys}"
+            ));
         }
         let leaves = leaves::collect(&grid, &sources, args.as_ref(), &mut warnings).await?;
         let mut view = Assembled::builder(&sources, job).await?;

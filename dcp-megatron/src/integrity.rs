@@ -1,7 +1,6 @@
 //! `integrity.json` against the files of a checkpoint (Megatron-Core 0.17.1 and later).
 
-use std::collections::BTreeMap;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use dcp_convert::{JobOptions, Problem, ProblemKind};
@@ -153,7 +152,7 @@ pub async fn write_integrity(storage: &Arc<dyn Storage>) -> Result<(), MegatronE
     let config = Key::new(METADATA_JSON).map_err(StorageError::from)?;
     let config = storage.read_all(&config).await?;
     let config = String::from_utf8_lossy(&config);
-    let manifest = manifest(&**storage, &HashSet::new(), &config).await?;
+    let manifest = manifest(&**storage, &HashSet::new(), HashMap::new(), &config).await?;
     let key = Key::new(INTEGRITY).map_err(StorageError::from)?;
     Ok(storage.put(&key, manifest.into(), PutMode::Overwrite).await?)
 }

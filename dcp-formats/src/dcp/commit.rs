@@ -34,7 +34,9 @@ pub(super) async fn commit(
     let mut kept: HashSet<Key> = files.iter().map(|(key, _)| key.clone()).collect();
     let sidecar = sidecar_name(crc32).map_err(StorageError::from)?;
     if options.sidecar {
-        let content = Sidecar::new(world_size, session.generation, crc32, &files).encode()?;
+        let content = Sidecar::new(world_size, session.generation, crc32, &files)
+            .with_completed_by(options.completed_by.as_ref())
+            .encode()?;
         storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
         kept.insert(sidecar.clone());
     }
@@ -119,6 +121,23 @@ pub(super) async fn current(storage: &dyn Storage) -> Result<Option<Bytes>, Stor
         Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// Whether the checkpoint of this `.metadata` waits for `last`, without which it is none: its
+/// [`Sidecar`] says so, and the file is not there.
+pub(super) async fn is_unfinished(
+    storage: &dyn Storage,
+    metadata: &[u8],
+    last: &Key,
+) -> Result<bool, StorageError> {
+    let crc32 = crc32fast::hash(metadata);
+    let sidecar = match storage.read_all(&sidecar_name(crc32)?).await {
+        Ok(bytes) => Sidecar::decode(&bytes, crc32).ok(),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => None,
+        Err(error) => return Err(error),
+    };
+    let waits_for = sidecar.and_then(|sidecar| sidecar.completed_by);
+    Ok(waits_for.as_deref() == Some(last.as_str()) && !storage.contains(last).await?)
 }
 
 /// Every file that a placement refers to was written, and every written file has its length.

@@ -26,6 +26,10 @@ pub struct Sidecar {
     pub metadata_crc32: u32,
     /// Every data file and its length in bytes, empty ones included.
     pub files: Vec<SidecarFile>,
+    /// The file that comes after the `.metadata` and makes the checkpoint complete, where its format
+    /// has one, such as the `metadata.json` of Megatron-Core.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub completed_by: Option<String>,
 }
 
 /// A data file, as it was when the checkpoint was committed.
@@ -55,7 +59,14 @@ impl Sidecar {
             generation,
             metadata_crc32,
             files: files.collect(),
+            completed_by: None,
         }
+    }
+
+    /// The same save, complete only with this file.
+    pub(super) fn with_completed_by(mut self, file: Option<&Key>) -> Self {
+        self.completed_by = file.map(ToString::to_string);
+        self
     }
 
     /// The same save under other metadata.

@@ -53,6 +53,7 @@ pub(super) struct Options {
     pub(super) overwrite: bool,
     pub(super) sidecar: bool,
     pub(super) checksums: bool,
+    pub(super) completed_by: Option<Key>,
     pub(super) progress: Option<Progress>,
 }
 
@@ -78,6 +79,7 @@ impl DcpWriter {
             overwrite: true,
             sidecar: true,
             checksums: true,
+            completed_by: None,
             progress: None,
         };
         DcpWriterBuilder { storage, options }
@@ -134,6 +136,15 @@ impl DcpWriterBuilder {
         self
     }
 
+    /// The file that the caller writes after the commit and that makes the checkpoint complete,
+    /// where the format has one. A save that died before it was written then stands in the way of
+    /// none that is not to [`overwrite`](Self::overwrite); only the
+    /// [`Sidecar`](super::Sidecar) tells it from other checkpoints.
+    pub fn completed_by(mut self, file: Key) -> Self {
+        self.options.completed_by = Some(file);
+        self
+    }
+
     /// Is told how many bytes were written, part by part.
     pub fn progress(mut self, progress: Progress) -> Self {
         self.options.progress = Some(progress);
@@ -183,7 +194,14 @@ impl StorageWriter for DcpWriter {
                 _ => stale.push(meta.key),
             }
         }
+        let unfinished = match (&metadata, &self.options.completed_by) {
+            (Some(bytes), Some(last)) if !self.options.overwrite => {
+                commit::is_unfinished(&*self.storage, bytes, last).await?
+            }
+            _ => false,
+        };
         let there = match metadata {
+            Some(_) if unfinished => None,
             Some(_) => Some(Key::new(METADATA).map_err(StorageError::from)?),
             None => rank_metadata,
         };

@@ -1,6 +1,6 @@
 //! `integrity.json`: the SHA-256 of every file of a checkpoint (Megatron-Core 0.17.1 and later).
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 
 use bytes::Bytes;
@@ -26,12 +26,14 @@ struct Manifest {
 }
 
 /// The manifest of all files directly in the folder but those in `stale`, which are about to be
-/// removed, with a `metadata.json` of these contents, whatever is there now.
+/// removed, with a `metadata.json` of these contents, whatever is there now. The hashes that are
+/// `known` are not made again.
 ///
 /// Every file is read from the storage, so the manifest tells what is stored, not what was sent.
 pub(crate) async fn manifest(
     storage: &dyn Storage,
     stale: &HashSet<Key>,
+    known: HashMap<Key, String>,
     metadata_json: &str,
 ) -> Result<Bytes, CheckpointError> {
     let mut keys = Vec::new();
@@ -44,18 +46,29 @@ pub(crate) async fn manifest(
             keys.push((meta.key, meta.byte_len));
         }
     }
-    let hashes = keys.into_iter().map(|(key, byte_len)| async move {
-        let digest = hash(storage, &key, byte_len).await?;
-        Ok::<_, CheckpointError>((key.to_string(), digest))
-    });
-    let mut files: Vec<(String, String)> =
-        stream::iter(hashes).buffer_unordered(FILES_AT_ONCE).try_collect().await?;
+    let there: HashSet<Key> = keys.iter().map(|(key, _)| key.clone()).collect();
+    keys.retain(|(key, _)| !known.contains_key(key));
+    let known = known.into_iter().filter(|(key, _)| there.contains(key));
+    let hashed = hashes(storage, keys).await?.into_iter().chain(known);
+    let mut files: Vec<_> = hashed.map(|(key, hash)| (key.to_string(), hash)).collect();
     files.push((METADATA_JSON.to_owned(), hex(&Sha256::digest(metadata_json))));
     files.sort_unstable();
     let manifest = Manifest { algorithm: "sha256", files: files.into_iter().collect() };
     let json = serde_json::to_vec_pretty(&manifest)
         .map_err(|error| FormatError::new("integrity manifest", error.to_string()))?;
     Ok(json.into())
+}
+
+/// The SHA-256 of files of these lengths, each in lower-case hexadecimal.
+pub(crate) async fn hashes(
+    storage: &dyn Storage,
+    files: Vec<(Key, u64)>,
+) -> Result<HashMap<Key, String>, CheckpointError> {
+    let hashes = files.into_iter().map(|(key, byte_len)| async move {
+        let digest = hash(storage, &key, byte_len).await?;
+        Ok::<_, CheckpointError>((key, digest))
+    });
+    stream::iter(hashes).buffer_unordered(FILES_AT_ONCE).try_collect().await
 }
 
 /// The SHA-256 of a file, in lower-case hexadecimal.

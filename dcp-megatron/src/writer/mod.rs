@@ -5,7 +5,7 @@ mod before;
 mod form;
 pub(crate) mod integrity;
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -52,7 +52,10 @@ use integrity::INTEGRITY;
 /// replacement of `.metadata` alone is the commit, and there is no such moment. When the commit
 /// fails rather than dies, what was there before is put back.
 ///
-/// The [`Sidecar`](dcp_formats::dcp::Sidecar) is written too; Megatron-Core ignores it.
+/// The [`Sidecar`](dcp_formats::dcp::Sidecar) is written too; Megatron-Core ignores it. It says that
+/// the checkpoint is complete with `metadata.json` only: what a save that died before left is in the
+/// way of no other one. A `.metadata` of which that is not said may be a checkpoint of PyTorch, and
+/// stays unless overwriting is on.
 pub struct MegatronWriter {
     dcp: DcpWriter,
     storage: Arc<dyn Storage>,
@@ -150,6 +153,14 @@ impl MegatronWriter {
             MegatronForm::CommonFile => Some(self.encoded_common()?),
             MegatronForm::CommonInside => None,
         };
+        // Data files are as they will be: the while without a complete checkpoint is no longer for
+        // their hashes.
+        let hashes = if self.integrity {
+            let files = reports.iter().flat_map(|report| report.files.iter().cloned()).collect();
+            integrity::hashes(&*self.storage, files).await?
+        } else {
+            HashMap::new()
+        };
         let same_common = common == before.common;
         if !(same_common && before.is_described_as(json)) {
             before.remove(&*self.storage, METADATA_JSON).await?;
@@ -169,7 +180,7 @@ impl MegatronWriter {
             return Err(overtaken()?.into());
         }
         if self.integrity {
-            let manifest = integrity::manifest(&*self.storage, &stale, json).await?;
+            let manifest = integrity::manifest(&*self.storage, &stale, hashes, json).await?;
             put(&*self.storage, &key(INTEGRITY)?, &manifest, PutMode::Overwrite).await?;
         }
         let json = Bytes::from_static(json.as_bytes());
@@ -236,8 +247,12 @@ impl MegatronWriterBuilder {
     /// The writer.
     #[must_use]
     pub fn build(self) -> MegatronWriter {
+        let mut dcp = self.dcp.profile(self.profile).overwrite(self.overwrite);
+        if let Ok(last) = Key::new(METADATA_JSON) {
+            dcp = dcp.completed_by(last);
+        }
         MegatronWriter {
-            dcp: self.dcp.profile(self.profile).overwrite(self.overwrite).build(),
+            dcp: dcp.build(),
             storage: self.storage,
             common: self.common,
             form: self.form,

@@ -248,6 +248,68 @@ fn a_checkpoint_is_not_replaced_unasked() {
 }
 
 #[test]
+fn an_unfinished_save_is_not_in_the_way_of_the_next() {
+    let careful = |storage: Arc<dyn Storage>, form, seed| {
+        MegatronWriter::builder(storage).common(common(seed)).form(form).build()
+    };
+    for form in FORMS {
+        let mut between = 0;
+        for n in 1.. {
+            let inner = Arc::new(MemoryStorage::new());
+            let storage = FaultStorage::new(inner.clone()).dying_after(n - 1);
+            let saved = save(&source(), &careful(Arc::new(storage.clone()), form, 1));
+            if saved.is_err() {
+                between += u32::from(get(&*inner, ".metadata").is_some());
+                save(&other_source(), &careful(inner.clone(), form, 2))
+                    .unwrap_or_else(|error| panic!("dead at operation {n}: {error:?}"));
+                assert_eq!(load(&inner).unwrap().1, 2, "dead at operation {n}");
+            } else {
+                assert!(save(&other_source(), &careful(inner.clone(), form, 2)).is_err());
+                assert_eq!(load(&inner).unwrap().1, 1);
+            }
+            if storage.operations() < n {
+                break;
+            }
+        }
+        assert!(between > 0, "no save died after its .metadata");
+    }
+    // What may be a whole checkpoint of PyTorch stays: of PyTorch itself, and of our writer for it.
+    let of_pytorch = in_memory(&fixture("tp2_basic").join("ckpt"));
+    block_on(of_pytorch.delete(&dcp_core::Key::new("metadata.json").unwrap())).unwrap();
+    let of_ours = Arc::new(MemoryStorage::new());
+    let plain = dcp_formats::dcp::DcpWriter::new(of_ours.clone());
+    block_on(reshard(&source(), &plain, 2, &JobOptions::default())).unwrap();
+    for place in [of_pytorch, of_ours as _] {
+        let before = names(&*place);
+        let error = save(&source(), &careful(place.clone(), FORMS[0], 1)).unwrap_err();
+        assert!(error_chain(&error).contains("overwriting is off"), "{error:?}");
+        assert_eq!(names(&*place), before);
+    }
+}
+
+#[test]
+fn data_files_are_hashed_before_the_index_is_visible() {
+    // However many files there are, a save is as long between the index and its completion.
+    let moments = |ranks| {
+        let mut between = 0;
+        for n in 1.. {
+            let inner = Arc::new(MemoryStorage::new());
+            let storage = FaultStorage::new(inner.clone()).dying_after(n - 1);
+            let writer = MegatronWriter::builder(Arc::new(storage.clone())).common(common(1));
+            let writer = writer.integrity(true).build();
+            let saved = block_on(reshard(&source(), &writer, ranks, &JobOptions::default()));
+            let has = |name| get(&*inner, name).is_some();
+            between += u32::from(saved.is_err() && has(".metadata") && !has("metadata.json"));
+            if storage.operations() < n {
+                break;
+            }
+        }
+        between
+    };
+    assert_eq!(moments(2), moments(8));
+}
+
+#[test]
 fn files_of_a_separation_hint_go_with_the_checkpoint_that_had_them() {
     let place = in_memory(&fixture("gpt_separation_hint").join("ckpt"));
     put(&*place, "notes.distcp", b"mine".to_vec());

@@ -69,4 +69,4 @@ pub use storage::{
 };
 pub use tensor::{Shard, Tensor};
 pub use tensor_view::TensorView;
-pub use value::{BigInt, Dict, Global, Object, Opaque, Value};
+pub use value::{BigInt, Dict, Global, MadeBy, Object, Opaque, Value};

@@ -86,9 +86,15 @@ impl fmt::Display for Global {
 
 /// A Python object by its parts, as pickle stores them: what would be called with which
 /// arguments, and the state and items that would be put in afterwards.
+///
+/// Written again, it is what it was read as, but for what its parts share with each other.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Object {
-    /// The class or function.
+    /// How it would be made.
+    pub made_by: MadeBy,
+    /// The class or function. The one named `<call>` in no module stands for something that has
+    /// no name itself and is the first of the arguments, such as `getattr(Outer, "Inner")`.
     pub class: Global,
     /// Arguments of the call.
     pub args: Vec<Value>,
@@ -100,11 +106,26 @@ pub struct Object {
     pub entries: Vec<(Value, Value)>,
 }
 
+/// How Python would make an [`Object`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MadeBy {
+    /// `class(*args)`.
+    Call,
+    /// `class.__new__(class, *args)`.
+    New,
+    /// The same with keyword arguments, a dict that is the last of the arguments.
+    NewWithKeywords,
+    /// Not like this: the parts only show what it is, and it cannot be written by them.
+    Unknown,
+}
+
 impl Object {
     /// `class(*args)`, without state or items.
     #[must_use]
     pub fn new(class: Global, args: Vec<Value>) -> Self {
-        Self { class, args, state: None, items: Vec::new(), entries: Vec::new() }
+        let (items, entries) = (Vec::new(), Vec::new());
+        Self { made_by: MadeBy::Call, class, args, state: None, items, entries }
     }
 }
 
@@ -381,7 +402,7 @@ impl Value {
                         .iter()
                         .zip(&b.entries)
                         .all(|((k, v), (l, w))| k.same(l) && v.same(w));
-                a.class == b.class
+                (a.made_by, &a.class) == (b.made_by, &b.class)
                     && all(&a.args, &b.args)
                     && state
                     && all(&a.items, &b.items)

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Global, Object, Opaque, Tensor, Value};
+use dcp_core::{FormatError, Global, MadeBy, Object, Opaque, Tensor, Value};
 
 use crate::pickle::{
     Converted, Converter, Hook, Limits, NodeId, Pickle, TensorSink, Writer, not_alone,
@@ -47,8 +47,8 @@ pub fn decode_object(blob: &Bytes) -> Result<Value, FormatError> {
 ///
 /// # Errors
 ///
-/// When the value holds an object of a class, or an opaque value inside of other data, or a
-/// tensor that is not all here.
+/// When the value holds an opaque value inside of other data, a tensor that is not all here, or
+/// what [`Writer::value`] cannot write.
 pub fn encode_object(value: &Value) -> Result<Bytes, FormatError> {
     if let Value::Opaque(opaque) = value {
         return Ok(opaque.encoded.clone());
@@ -140,7 +140,9 @@ impl<'a> Tensors<'a> {
         };
         let class = Global::new("torch._utils", "_rebuild_qtensor");
         let args = vec![Value::Tensor(stored), Value::Tuple(how)];
-        Ok(Value::Object(Box::new(Object::new(class, args))))
+        let mut object = Object::new(class, args);
+        object.made_by = MadeBy::Unknown;
+        Ok(Value::Object(Box::new(object)))
     }
 
     /// The tensor, and whether no other tensor had this storage before.

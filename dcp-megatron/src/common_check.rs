@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use dcp_core::{Dict, PlanError, Rank, Value};
+use dcp_core::{Dict, Object, PlanError, Rank, Value};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
@@ -115,6 +115,11 @@ fn hash_value(value: &Value, hasher: &mut Sha256) -> Result<(), PlanError> {
             hasher.update((items.len() as u64).to_le_bytes());
             items.iter().try_for_each(|item| hash_value(item, hasher))
         }
+        Value::Object(object) if let Some(state) = &object.state => {
+            hasher.update(b"object");
+            hash_value(&without_state(object).into(), hasher)?;
+            hash_value(state, hasher)
+        }
         leaf => {
             let bytes = leaf.to_wire()?;
             hasher.update(b"leaf");
@@ -123,6 +128,22 @@ fn hash_value(value: &Value, hasher: &mut Sha256) -> Result<(), PlanError> {
             Ok(())
         }
     }
+}
+
+/// All of an object but its attributes.
+fn without_state(object: &Object) -> Object {
+    let mut rest = Object::new(object.class.clone(), object.args.clone());
+    rest.made_by = object.made_by;
+    rest.items.clone_from(&object.items);
+    rest.entries.clone_from(&object.entries);
+    rest
+}
+
+/// The attributes of two objects that may differ in nothing else, such as the arguments of runs.
+fn attributes<'a>(first: &'a Object, here: &'a Object) -> Option<(&'a Dict, &'a Dict)> {
+    let attributes = first.state.as_ref()?.as_dict().zip(here.state.as_ref()?.as_dict())?;
+    let alike = Value::from(without_state(first)).same(&without_state(here).into());
+    alike.then_some(attributes)
 }
 
 /// Where `here` differs from `first`, the common state of rank 0.
@@ -167,6 +188,11 @@ fn compare_values(
                 compare_values(first, here, path, difference);
                 path.pop();
             }
+        }
+        (Value::Object(first), Value::Object(here))
+            if let Some((first, here)) = attributes(first, here) =>
+        {
+            compare_dicts(first, here, path, difference);
         }
         (first, here) if first.same(here) => {}
         _ => difference.note(|d| &mut d.values, path),

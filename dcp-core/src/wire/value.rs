@@ -7,9 +7,12 @@ use bytes::Bytes;
 use super::{Receiver, Sender, bad, dtype_code};
 use crate::error::PlanError;
 use crate::tensor::Tensor;
-use crate::value::{BigInt, Global, Object, Opaque, Value};
+use crate::value::{BigInt, Global, MadeBy, Object, Opaque, Value};
 
-const VALUE: &[u8; 4] = b"dvl1";
+const VALUE: &[u8; 4] = b"dvl2";
+/// Every way to make an object, by its number in a message.
+const MADE_BY: [MadeBy; 4] =
+    [MadeBy::Call, MadeBy::New, MadeBy::NewWithKeywords, MadeBy::Unknown];
 /// Values nest no deeper than this: more than any reader lets through.
 const DEPTH_MAX: usize = 256;
 
@@ -87,6 +90,9 @@ impl Sender {
 
     fn object(&mut self, object: &Object, depth: usize) -> Result<(), PlanError> {
         self.number(17);
+        let made_by = MADE_BY.iter().position(|known| *known == object.made_by);
+        let made_by = made_by.ok_or_else(|| bad("an object that is made in an unknown way"))?;
+        self.number(made_by as u64);
         self.global(&object.class);
         self.values(10, &object.args, depth)?;
         self.number(object.state.is_some().into());
@@ -182,8 +188,11 @@ impl Receiver<'_> {
     }
 
     fn object(&mut self, depth: usize) -> Result<Value, PlanError> {
+        let made_by = usize::try_from(self.number()?).ok().and_then(|at| MADE_BY.get(at).copied());
+        let made_by = made_by.ok_or_else(|| bad("an object that is made in an unknown way"))?;
         let class = self.global()?;
         let mut object = Box::new(Object::new(class, self.tagged(10, depth)?));
+        object.made_by = made_by;
         object.state = self.option(|input| input.value(depth))?;
         object.items = self.tagged(10, depth)?;
         if self.number()? != 12 {
@@ -252,6 +261,7 @@ mod tests {
         object.state = Some(Value::Dict(Dict::from([("lr", 0.1)])));
         object.items = vec![Value::Bool(true), Value::Bool(false)];
         object.entries = vec![(Value::Str("k".into()), Value::None)];
+        object.made_by = MadeBy::New;
         let tensor = Tensor::replicated(DType::Int16, [2], vec![1, 2, 3, 4]).unwrap();
         let view = Value::Set(vec![Value::Int(3)]);
         Value::Tuple(vec![

@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use bytes::Bytes;
-use dcp_core::{BigInt, Dict, FormatError, Global, Object, Value};
+use dcp_core::{BigInt, Dict, FormatError, Global, MadeBy, Object, Value};
 
-use super::arena::{Node, NodeId, ObjectNode, Pickle, Span};
+use super::arena::{Construction, Node, NodeId, ObjectNode, Pickle, Span};
 use super::limits::Limits;
 
 /// Gives values to objects that the pickle only refers to, above all tensors.
@@ -254,13 +254,20 @@ impl<'p, 'a> Converter<'p, 'a> {
                 Global::new("", "<call>")
             }
         };
+        let mut made_by = match object.construction {
+            Construction::Call => MadeBy::Call,
+            Construction::New => MadeBy::New,
+        };
         if let Some(kwargs) = pickle.kwargs(&object) {
             args.push(self.value(kwargs, depth)?);
+            made_by = MadeBy::NewWithKeywords;
         }
-        let state = object.state.map(|state| self.value(state, depth)).transpose()?;
-        let items = self.each(pickle.object_items(&object), depth)?;
-        let entries = self.pairs(pickle.object_entries(&object), depth)?;
-        Ok(Value::Object(Box::new(Object { class, args, state, items, entries })))
+        let mut parts = Object::new(class, args);
+        parts.made_by = made_by;
+        parts.state = object.state.map(|state| self.value(state, depth)).transpose()?;
+        parts.items = self.each(pickle.object_items(&object), depth)?;
+        parts.entries = self.pairs(pickle.object_entries(&object), depth)?;
+        Ok(Value::Object(Box::new(parts)))
     }
 
     fn persistent(&mut self, id: NodeId, depth: usize) -> Result<Value, FormatError> {
@@ -269,7 +276,9 @@ impl<'p, 'a> Converter<'p, 'a> {
             Node::Persistent(pid) => vec![self.value(pid, depth)?],
             _ => Vec::new(),
         };
-        Ok(Value::Object(Box::new(Object::new(Global::new("", "<persistent>"), args))))
+        let mut object = Object::new(Global::new("", "<persistent>"), args);
+        object.made_by = MadeBy::Unknown;
+        Ok(Value::Object(Box::new(object)))
     }
 
     /// The value of an object of a class that has a kind of value of its own.

@@ -1,10 +1,11 @@
 //! Values to pickles.
 
 use bytes::Bytes;
-use dcp_core::{Dict, FormatError, Object, Opaque, Tensor, Value};
+use dcp_core::{Dict, FormatError, Global, MadeBy, Object, Opaque, Tensor, Value};
 
 use super::limits::Limits;
-use super::writer::Writer;
+use super::opcode as op;
+use super::writer::{BATCH, Writer};
 
 /// Writes what a pickle refers to but does not hold: tensors, and objects kept in their encoding.
 pub trait TensorSink {
@@ -70,9 +71,9 @@ impl Writer {
     ///
     /// # Errors
     ///
-    /// When it nests too deeply, or holds an object of a class, which can only be written as the
-    /// whole [`Opaque`](dcp_core::Opaque) that it was read as. An `argparse.Namespace` can be: it
-    /// is nothing but its attributes.
+    /// When it nests too deeply, has a name with a line break, or holds what was only shown where
+    /// it was read: an object that is [made in an unknown way](MadeBy::Unknown), a part that
+    /// contains itself, or one that was left out.
     pub fn value(
         &mut self,
         value: &Value,
@@ -131,27 +132,98 @@ impl Writer {
             Value::Set(items) => self.set("set", items, tensors, depth)?,
             Value::FrozenSet(items) => self.set("frozenset", items, tensors, depth)?,
             Value::Tensor(tensor) => tensors.tensor(self, tensor)?,
-            Value::Global(global) => self.global(&global.module, &global.name),
-            Value::Object(object) => {
-                if let Some(attributes) = namespace(object) {
-                    self.global("argparse", "Namespace");
-                    self.empty_tuple();
-                    self.new_object();
-                    self.dict(attributes.iter(), |writer, (key, value)| {
-                        writer.nested(key, tensors, depth)?;
-                        writer.nested(value, tensors, depth)
-                    })?;
-                    self.build();
-                    return Ok(());
-                }
-                let problem = format!("an object of class {} cannot be made anew", object.class);
-                return Err(FormatError::new("pickle", problem));
-            }
+            Value::Global(global) => self.name(global)?,
+            Value::Object(object) => self.object(object, tensors, depth)?,
             Value::Opaque(opaque) => tensors.opaque(self, opaque)?,
             other => {
                 let problem = format!("a {} cannot be written", other.kind());
                 return Err(FormatError::new("pickle", problem));
             }
+        }
+        Ok(())
+    }
+
+    fn name(&mut self, global: &Global) -> Result<(), FormatError> {
+        if global.module.is_empty() {
+            let name = &global.name;
+            let problem = format!("{name} stands for what was not understood, and is not it");
+            return Err(FormatError::new("pickle", problem));
+        }
+        if global.module.contains('\n') || global.name.contains('\n') {
+            let problem = format!("the name {:?} has a line break", global.to_string());
+            return Err(FormatError::new("pickle", problem));
+        }
+        self.global(&global.module, &global.name);
+        Ok(())
+    }
+
+    /// Begins a batch of items, and says what ends it.
+    fn batch(&mut self, len: usize, one: u8, many: u8) -> u8 {
+        if len == 1 {
+            return one;
+        }
+        self.out.push(op::MARK);
+        many
+    }
+
+    /// An object by its parts, with the opcodes that CPython writes for one that is made so.
+    fn object(
+        &mut self,
+        object: &Object,
+        tensors: &mut dyn TensorSink,
+        depth: usize,
+    ) -> Result<(), FormatError> {
+        let bad = |problem: &str| {
+            let problem = format!("an object of class {} {problem}", object.class);
+            FormatError::new("pickle", problem)
+        };
+        let mut args = &*object.args;
+        if object.class.is("", "<call>") {
+            let (callee, rest) =
+                args.split_first().ok_or_else(|| bad("does not say what is called"))?;
+            self.nested(callee, tensors, depth)?;
+            args = rest;
+        } else {
+            self.name(&object.class)?;
+        }
+        let mut keywords = None;
+        let opcode = match object.made_by {
+            // Where there is no telling them apart, as CPython makes one.
+            MadeBy::Call if namespace(object).is_some() => op::NEWOBJ,
+            MadeBy::Call => op::REDUCE,
+            MadeBy::New => op::NEWOBJ,
+            MadeBy::NewWithKeywords => {
+                let (last, rest) =
+                    args.split_last().ok_or_else(|| bad("is without its keywords"))?;
+                (keywords, args) = (Some(last), rest);
+                op::NEWOBJ_EX
+            }
+            _ => return Err(bad("was only shown, and cannot be written by what was")),
+        };
+        self.tuple(args.len(), |writer| {
+            args.iter().try_for_each(|arg| writer.nested(arg, tensors, depth))
+        })?;
+        if let Some(keywords) = keywords {
+            self.nested(keywords, tensors, depth)?;
+        }
+        self.out.push(opcode);
+        self.memoize();
+        for items in object.items.chunks(BATCH) {
+            let opcode = self.batch(items.len(), op::APPEND, op::APPENDS);
+            items.iter().try_for_each(|item| self.nested(item, tensors, depth))?;
+            self.out.push(opcode);
+        }
+        for entries in object.entries.chunks(BATCH) {
+            let opcode = self.batch(entries.len(), op::SETITEM, op::SETITEMS);
+            for (key, value) in entries {
+                self.nested(key, tensors, depth)?;
+                self.nested(value, tensors, depth)?;
+            }
+            self.out.push(opcode);
+        }
+        if let Some(state) = &object.state {
+            self.nested(state, tensors, depth)?;
+            self.build();
         }
         Ok(())
     }

@@ -22,8 +22,8 @@ const STREAM_ROOT: &str = "archive";
 ///
 /// # Errors
 ///
-/// When the value holds an object of a class that is not opaque, a tensor that is not all here,
-/// or an opaque value whose archive is damaged.
+/// When the value holds a tensor that is not all here, an opaque value whose archive is damaged,
+/// or what [`Writer::value`] cannot write.
 pub fn encode_value(value: &Value, root: &str) -> Result<Bytes, FormatError> {
     if let Value::Opaque(opaque) = value {
         let index = ArchiveIndex::read(&Sparse::whole(&opaque.encoded));

@@ -108,8 +108,8 @@ impl TorchSavePlan {
     /// # Errors
     ///
     /// [`PlanError`](dcp_core::PlanError) when an item cannot be written, which it names: a
-    /// quantized tensor, whose scale is not known here, an object of a class that is not opaque,
-    /// two items with the same place.
+    /// quantized tensor, whose scale is not known here, what
+    /// [`Writer::value`](crate::pickle::Writer::value) cannot write, two items with the same place.
     pub fn new(
         key: &Key,
         items: &[TorchSaveItem],

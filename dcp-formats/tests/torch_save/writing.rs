@@ -185,7 +185,8 @@ fn what_cannot_be_written_is_refused_by_name() {
         ..item("l.1099511627776", none())
     }]);
     assert_eq!(fqn, "l.1099511627776");
-    let class = dcp_core::Object::new(dcp_core::Global::new("m", "C"), Vec::new());
+    let mut class = dcp_core::Object::new(dcp_core::Global::new("m", "C"), Vec::new());
+    class.made_by = dcp_core::MadeBy::Unknown;
     let (fqn, problem) =
         refused(&[item("o", TorchSaveContent::Object(Value::Object(Box::new(class))))]);
     assert!(fqn == "o" && problem.contains("m.C"), "{problem}");

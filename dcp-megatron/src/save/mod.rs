@@ -15,6 +15,7 @@ use dcp_engine::{BackgroundSaver, Group, PendingSave, SaveSummary, StagedState};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
+use crate::common::culprit;
 use crate::common_check::{self, CommonDifference, CommonDiffers};
 use crate::error::MegatronError;
 use crate::prepare::{self, ToSave};
@@ -212,7 +213,11 @@ impl SaveOptions {
             Some(preprocess) => preprocess(&common),
             None => common.clone(),
         };
-        let digest = common_check::digest(&compared)?;
+        let digest = common_check::digest(&compared).map_err(|error| {
+            let path = culprit(&compared.clone().into(), &|part| part.to_wire().is_err());
+            let problem = format!("cannot be saved: {path}: {}", error_chain(&error));
+            MegatronError::CommonState { problem }
+        })?;
         let description = match self.validate {
             true => Description::of(sharded_leaves(&sharded)).to_wire(),
             false => Bytes::new(),

@@ -24,6 +24,7 @@ use dcp_formats::torch_save::encode_value;
 
 pub use form::MegatronForm;
 
+use crate::common::culprit;
 use before::{Before, hinted_files};
 use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
 use integrity::INTEGRITY;
@@ -101,10 +102,17 @@ impl MegatronWriter {
         }
         let encoded = match self.form {
             MegatronForm::CommonFile => encode_value(&value, "common"),
-            MegatronForm::CommonInside => encode_value(&Value::List(vec![value]), "archive"),
+            MegatronForm::CommonInside => {
+                encode_value(&Value::List(vec![value.clone()]), "archive")
+            }
         };
         encoded.map_err(|error| {
-            FormatError::new("common state", error.problem().to_owned()).with_source(error).into()
+            let path = culprit(&value, &|part| encode_value(part, "archive").is_err());
+            let problem = match path.is_empty() {
+                true => error.problem().to_owned(),
+                false => format!("at {path}: {}", error.problem()),
+            };
+            FormatError::new("common state", problem).with_source(error).into()
         })
     }
 

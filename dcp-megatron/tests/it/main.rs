@@ -17,6 +17,7 @@ mod ranks;
 mod remove;
 mod resharding;
 mod save_load;
+mod saved_again;
 mod small_model;
 mod strictness;
 mod support;

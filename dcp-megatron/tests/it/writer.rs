@@ -351,9 +351,14 @@ fn the_integrity_manifest_lists_every_file_with_its_hash() {
 
 #[test]
 fn what_cannot_be_common_state_is_refused_before_anything_is_written() {
-    let object = dcp_core::Object::new(dcp_core::Global::new("argparse", "Namespace"), vec![]);
-    let of_a_class = Value::Dict(Dict::from([("args", Value::from(object))]));
-    for (value, said) in [(Value::Int(3), "a int, not a dict"), (of_a_class, "Namespace")] {
+    let mut shown = dcp_core::Object::new(dcp_core::Global::new("m", "C"), vec![]);
+    shown.made_by = dcp_core::MadeBy::Unknown;
+    let mut args = dcp_core::Object::new(dcp_core::Global::new("argparse", "Namespace"), vec![]);
+    let attributes = Dict::from([("lr", Value::Int(1)), ("odd", Value::from(shown))]);
+    args.state = Some(attributes.into());
+    let of_a_class = Value::Dict(Dict::from([("list", Value::List(vec![args.into()]))]));
+    let said = "at list.0.odd: an object of class m.C";
+    for (value, said) in [(Value::Int(3), "a int, not a dict"), (of_a_class, said)] {
         let storage = Arc::new(MemoryStorage::new());
         let writer = MegatronWriter::builder(storage.clone()).common(value).build();
         let error = error_chain(&save(&source(), &writer).unwrap_err());

@@ -11,8 +11,7 @@ use crate::value::{BigInt, Global, MadeBy, Object, Opaque, Value};
 
 const VALUE: &[u8; 4] = b"dvl2";
 /// Every way to make an object, by its number in a message.
-const MADE_BY: [MadeBy; 4] =
-    [MadeBy::Call, MadeBy::New, MadeBy::NewWithKeywords, MadeBy::Unknown];
+const MADE_BY: [MadeBy; 4] = [MadeBy::Call, MadeBy::New, MadeBy::NewWithKeywords, MadeBy::Unknown];
 /// Values nest no deeper than this: more than any reader lets through.
 const DEPTH_MAX: usize = 256;
 

@@ -59,7 +59,9 @@ pub trait SaveDistribution: fmt::Debug + Send + Sync {
 ///
 /// The same on all ranks, before anything is written: [`MegatronError::Integrity`] when the shards
 /// do not make whole tensors, [`MegatronError::CommonDiffers`] when the common state is not the
-/// same, [`MegatronError::MixedLists`], and what factories say. Then those of [`Saver::save`](dcp_engine::Saver::save).
+/// same, [`MegatronError::CommonState`] when a part of it cannot be sent or compared,
+/// [`MegatronError::MixedLists`], and what factories say. A part of the common state that cannot be
+/// written, such as an object in itself, is named by its path. Then those of [`Saver::save`](dcp_engine::Saver::save).
 pub async fn save(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,

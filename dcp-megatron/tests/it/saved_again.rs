@@ -26,9 +26,8 @@ fn contents(storage: &Arc<dyn Storage>) -> (Dict, BTreeMap<Arc<str>, Value>) {
     let objects = metadata.iter().filter(|(fqn, entry)| {
         entry.as_tensor().is_none() && &***fqn != COMMON_STATE && ObjectKey::parse(fqn).is_some()
     });
-    let objects = objects.map(|(fqn, _)| {
-        (Arc::clone(fqn), block_on(read_object(opened.source(), fqn)).unwrap())
-    });
+    let objects = objects
+        .map(|(fqn, _)| (Arc::clone(fqn), block_on(read_object(opened.source(), fqn)).unwrap()));
     (opened.common().clone(), objects.collect())
 }
 

@@ -86,15 +86,12 @@ impl fmt::Display for Global {
 
 /// A Python object by its parts, as pickle stores them: what would be called with which
 /// arguments, and the state and items that would be put in afterwards.
-///
-/// Written again, it is what it was read as, but for what its parts share with each other.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Object {
     /// How it would be made.
     pub made_by: MadeBy,
-    /// The class or function. The one named `<call>` in no module stands for something that has
-    /// no name itself and is the first of the arguments, such as `getattr(Outer, "Inner")`.
+    /// The class or function; `<call>` in no module where it is the first of the arguments.
     pub class: Global,
     /// Arguments of the call.
     pub args: Vec<Value>,

@@ -1,9 +1,10 @@
 """The PyTorch half of `cargo xtask bench`: one measurement per run, printed as a line of JSON.
 
 save DIR GIB [THREADS] | load DIR GIB | save-one DIR | slice DIR rows|columns | inspect DIR | evict PATH
-save-random DIR MIB | save-rows DIR | to-torch-save DIR FILE
+save-random DIR MIB | save-rows DIR | save-llama DIR MIB | to-torch-save DIR FILE
 """
 import json
+import math
 import os
 import shutil
 import sys
@@ -33,6 +34,51 @@ def model(gib):
 
     count = int(gib) * 1024 // 32
     return {"layers.%d.weight" % n: torch.full(TENSOR, float(n % 251 + 1)) for n in range(count)}
+
+
+def llama(path, mib):
+    """A model of Hugging Face's Llama of about so many MiB: random numbers in one safetensors file."""
+    import torch
+
+    hidden, ffn, heads, groups, size, vocab = 2048, 5632, 16, 4, 128, 32000
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    of_layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (heads * size, hidden),
+        "self_attn.k_proj": (groups * size, hidden),
+        "self_attn.v_proj": (groups * size, hidden),
+        "self_attn.o_proj": (hidden, heads * size),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+    }
+    count = lambda shape: math.prod(shape) * 2
+    room = mib * 2**20 - sum(map(count, shapes.values()))
+    layers = max(1, room // sum(map(count, of_layer.values())))
+    layers -= layers % 2
+    for layer in range(layers):
+        shapes.update({"model.layers.%d.%s.weight" % (layer, name): shape for name, shape in of_layer.items()})
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        end = at + count(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+        at = end
+    header = json.dumps(header).encode()
+    header += b" " * (-len(header) % 8)
+    os.makedirs(path)
+    with open(os.path.join(path, "model.safetensors"), "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for shape in shapes.values():
+            torch.randn(shape).bfloat16().view(torch.uint8).numpy().tofile(file)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": hidden,
+        "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
+        "head_dim": size, "vocab_size": vocab, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }
+    with open(os.path.join(path, "config.json"), "w") as file:
+        json.dump(config, file)
 
 
 def warm_up(path):
@@ -80,6 +126,8 @@ def main(what, path, *args):
         tensors = {"layers.%d.weight" % n: torch.zeros(200, 2) for n in range(1000)}
         dcp.save({"model": tensors}, checkpoint_id=path, no_dist=True)
         return
+    if what == "save-llama":
+        return llama(path, int(args[0]))
     if what == "to-torch-save":
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -20,10 +20,12 @@ const SIZES_MIB: [u64; 3] = [512, 2048, 8192];
 /// Prints the tables.
 pub(crate) fn main(setup: &Machine) -> Result {
     let bench = Bench { setup };
-    let mut speeds = Vec::new();
+    let (mut speeds, mut mapped) = (Vec::new(), Vec::new());
     for (place, folder) in [("tmpfs", &setup.tmpfs), ("disk", &setup.disk)] {
         let scratch = Scratch::new(folder, "dcp-bench", false)?;
         speeds.extend(bench.speeds(place, scratch.path())?);
+        let scratch = Scratch::new(folder, "dcp-bench", false)?;
+        mapped.extend(bench.megatron(place, scratch.path())?);
     }
     // The largest checkpoint and what is made of it are too much for most memories.
     let scratch = Scratch::new(&setup.disk, "dcp-bench", false)?;
@@ -34,6 +36,11 @@ pub(crate) fn main(setup: &Machine) -> Result {
     println!("| convert 2 GiB saved by PyTorch | `dcp convert` | `dcp_to_torch_save` | `cp` |");
     println!("|---|---:|---:|---:|");
     for row in speeds {
+        println!("{row}");
+    }
+    println!("\n| Llama of 2 GiB, TP2 PP2 | `dcp convert` | peak memory | `cp` |");
+    println!("|---|---:|---:|---:|");
+    for row in mapped {
         println!("{row}");
     }
     println!("\n| peak memory | 0.5 GiB | 2 GiB | 8 GiB |");
@@ -79,6 +86,47 @@ impl Bench<'_> {
                 "| → {format}, {place} | {:.2} s ({:.2} × `cp`) | {theirs} | {:.2} s |",
                 ours.seconds,
                 ours.seconds / copy.seconds,
+                copy.seconds
+            ));
+        }
+        Ok(rows)
+    }
+
+    /// Between Megatron-Core and Hugging Face.
+    fn megatron(&self, place: &str, folder: &Path) -> Result<Vec<String>> {
+        let hf = folder.join("hf");
+        output(self.script("save-llama").arg(&hf).arg("2048"))?;
+        let megatron = folder.join("megatron");
+        let ways = [("→ torch_dist", &hf, &megatron), ("→ hf", &megatron, &folder.join("back"))];
+        let mut rows = Vec::new();
+        for (what, source, target) in ways {
+            let copy = self.fastest(&|| self.copy(source, &folder.join("copy")))?;
+            remove(&folder.join("copy"));
+            let ours = self.fastest(&|| {
+                remove(target);
+                let mut command = self.measured();
+                command.arg(&self.setup.command).args(["-q", "convert"]).args([source, target]);
+                if *target == megatron {
+                    command.args([
+                        "--to",
+                        "torch-dist",
+                        "--arch",
+                        "llama",
+                        "--tp",
+                        "2",
+                        "--pp",
+                        "2",
+                    ]);
+                } else {
+                    command.args(["--to", "hf"]);
+                }
+                cost(&mut command)
+            })?;
+            rows.push(format!(
+                "| {what}, {place} | {:.2} s ({:.2} × `cp`) | {:.0} MiB | {:.2} s |",
+                ours.seconds,
+                ours.seconds / copy.seconds,
+                ours.peak_mib,
                 copy.seconds
             ));
         }

@@ -4,6 +4,7 @@ use dcp_convert::ConvertError;
 use dcp_core::{CheckpointError, FormatError, PlanError, Rank, RankFailure, StorageError};
 
 use crate::partition::ParallelLayout;
+use crate::tracker::Tracked;
 
 /// A checkpoint of Megatron-Core could not be read, written or understood.
 #[derive(Debug, thiserror::Error)]
@@ -72,6 +73,35 @@ pub enum MegatronError {
          file, or open the folder of a checkpoint itself"
     )]
     Tracker(#[source] FormatError),
+    /// The tracker of a run names a checkpoint that is not there, or was not finished.
+    #[error(
+        "the tracker of the run says {tracked}, but {folder} is no finished checkpoint; restore \
+         it, write the iteration of another one into the tracker, or allow the load to fall back \
+         to the last complete one"
+    )]
+    TrackedAbsent {
+        /// What the tracker says.
+        tracked: Tracked,
+        /// The folder that it means.
+        folder: String,
+    },
+    /// Files are not what `integrity.json` says, or there is none though one was asked for.
+    #[error("the checkpoint is not what was saved: {}", some(.problems))]
+    Damaged {
+        /// What is wrong, by file.
+        problems: Vec<String>,
+    },
+    /// Ranks that load together have opened different checkpoints.
+    #[error(
+        "rank {rank} sees another checkpoint than rank 0: {differs}; all ranks have to load from \
+         the same place, which nobody may change meanwhile"
+    )]
+    OtherCheckpoint {
+        /// The first rank that does.
+        rank: Rank,
+        /// In what they differ.
+        differs: String,
+    },
     /// A tensor of Megatron-Core 0.8 to 0.15 was stored flattened in a form that makes no sense.
     #[error(
         "{fqn:?} was saved flattened, as {stored} for a tensor of shape {original}, which does not \
@@ -170,6 +200,14 @@ pub enum MegatronError {
     /// An offline job on it.
     #[error(transparent)]
     Convert(#[from] ConvertError),
+}
+
+fn some(problems: &[String]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<&str> = problems.iter().take(SHOWN).map(String::as_str).collect();
+    let more = problems.len().saturating_sub(SHOWN);
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    shown.join("; ") + &more
 }
 
 fn listed(backends: &[String]) -> String {

@@ -72,6 +72,7 @@ mod to_torch_dist;
 mod tracker;
 mod verify;
 mod wanted;
+mod which;
 mod writer;
 mod zarr;
 

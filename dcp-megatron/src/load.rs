@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::agreement;
 use crate::checkpoint::OpenOptions;
+use crate::common_check;
 use crate::error::MegatronError;
 use crate::fitting::{Cleared, Clip, Fitted};
 use crate::logical::COMMON_STATE;
@@ -25,7 +26,9 @@ use crate::sharded::{
 };
 use crate::strategy::{Opened, Strategies};
 use crate::strict::{KeyMismatch, StrictHandling};
+use crate::tracker::Tracked;
 use crate::wanted::{ToLoad, is_stored, to_load};
+use crate::which::{Choice, Rule};
 
 /// Puts something between a checkpoint and the load.
 type Wrap = dyn Fn(Arc<dyn StorageReader>) -> Arc<dyn StorageReader> + Send + Sync;
@@ -37,6 +40,8 @@ pub struct LoadOptions {
     strict: StrictHandling,
     skip_validation: bool,
     refuse_casts: bool,
+    fall_back: bool,
+    verify_integrity: bool,
     strategies: Strategies,
     open: OpenOptions,
     wrap: Option<Arc<Wrap>>,
@@ -80,6 +85,25 @@ impl LoadOptions {
         self
     }
 
+    /// Whether, of the folder of a run, the last complete checkpoint is loaded when the one that
+    /// the tracker names is not there or not finished. Otherwise, which is the default, that is
+    /// [`MegatronError::TrackedAbsent`]. [`Loaded::which`] says what was loaded.
+    #[must_use]
+    pub fn fall_back(mut self, fall_back: bool) -> Self {
+        self.fall_back = fall_back;
+        self
+    }
+
+    /// Whether every file is compared with `integrity.json` first (Megatron-Core 0.17.1 and later
+    /// write it when asked to; [`SaveOptions::integrity`](crate::SaveOptions::integrity)). Rank 0
+    /// reads all files for it while the others wait. A checkpoint without a manifest is then
+    /// [`MegatronError::Damaged`], as one of other contents is.
+    #[must_use]
+    pub fn verify_integrity(mut self, verify: bool) -> Self {
+        self.verify_integrity = verify;
+        self
+    }
+
     /// What opens which backend.
     #[must_use]
     #[doc(alias = "sharded_strategy")]
@@ -115,6 +139,12 @@ pub struct Loaded {
     /// The common state of the checkpoint, all of it, with what was asked for: local tensors,
     /// objects, what factories made, and local objects.
     pub state: Dict,
+    /// Which checkpoint was loaded of the run whose folder was given.
+    pub which: Option<Tracked>,
+    /// What is odd about the checkpoint but did not keep it from being loaded.
+    pub warnings: Vec<String>,
+    /// What is wrong with it and was overlooked because it was opened tolerantly.
+    pub damage: Vec<String>,
     /// Stored keys that no rank asked for; with [`StrictHandling::ReturnAll`], and an empty set
     /// with [`StrictHandling::ReturnUnexpected`].
     pub missing: Option<BTreeSet<Arc<str>>>,
@@ -139,13 +169,15 @@ pub struct Loaded {
 ///
 /// `request` says what is wanted: tensors with memory are filled in place, without get new memory;
 /// objects come by their unique key; factories merge; local objects are put back; plain values are
-/// ignored. The result has all of the checkpoint's common state.
+/// ignored. The result has all of the checkpoint's common state. In the folder of a run, rank 0
+/// looks which checkpoint the tracker names, and all ranks load that one.
 ///
 /// # Errors
 ///
-/// The same on all ranks, before any memory is touched: [`MegatronError::Integrity`] when all
-/// requests together do not make whole tensors; [`MegatronError::Keys`], alone, or the same in
-/// words in a group, when the strict handling says so; [`CheckpointError::Mismatch`] when
+/// The same on all ranks, before any memory is touched: [`MegatronError::TrackedAbsent`],
+/// [`MegatronError::Damaged`] and [`MegatronError::OtherCheckpoint`], in a group in words;
+/// [`MegatronError::Keys`] when the strict handling says so; then [`MegatronError::Integrity`]
+/// when all requests together do not make whole tensors; [`CheckpointError::Mismatch`] when
 /// something is not stored or has another shape; when the checkpoint cannot be opened. Then those
 /// of [`Loader::load`], of [`merge`], and of factories.
 pub async fn load(
@@ -177,12 +209,17 @@ pub async fn load(
 
     let group = Group::new(options.group.clone(), 0)?;
     let (casts, left_out) = (own.casts.clone(), std::mem::take(&mut own.wanted.left_out));
+    let (which, warnings) = (own.opened.which, std::mem::take(&mut own.opened.warnings));
+    let damage = std::mem::take(&mut own.opened.damage);
     let state = agreement::all(&group, Phase::Read, own.into_state()).await;
     agreement::conclude(group, &state);
     let state = state?;
     let returned = options.strict.returns_keys();
     Ok(Loaded {
         state,
+        which,
+        warnings,
+        damage,
         missing: returned.then_some(keys.missing),
         unexpected: returned.then_some(keys.unexpected),
         left_out,
@@ -213,8 +250,13 @@ struct Own {
 /// What a rank tells the coordinator, in front of its description.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
+    which: Option<Tracked>,
+    /// The digest of the common state, where it has one: two iterations of a run hardly differ in
+    /// anything else that is known before tensors are read.
+    common: Option<[u8; 32]>,
     unexpected: Vec<Arc<str>>,
-    /// Keys and the numbers of element types.
+    /// Keys and the numbers of element types: of tensors that are cast or, where nothing else
+    /// compares them between ranks, of all.
     casts: Vec<(Arc<str>, usize)>,
 }
 
@@ -234,7 +276,10 @@ async fn agree(
     options: &LoadOptions,
     group: &Group,
 ) -> Result<Agreed, MegatronError> {
-    let (offer, own) = match own(request, storage, options).await {
+    let LoadOptions { fall_back, verify_integrity, open, .. } = options;
+    let rule = Rule { fall_back: *fall_back, verify_integrity: *verify_integrity, open };
+    let choice = Choice::agree(storage, rule, group).await?;
+    let (offer, own) = match own(request, storage, choice, options).await {
         Ok((offer, own)) => (Ok(offer), Some(own)),
         Err(error) => (Err(error), None),
     };
@@ -242,9 +287,7 @@ async fn agree(
     let own = own.ok_or(CheckpointError::Canceled)?;
     let found = offers.map(|offers| judge(&offers, &own.stored, options));
     let verdict = agreement::verdict(group, Phase::Plan, found).await?;
-    if let Some(error) = verdict.integrity {
-        return Err(error.into());
-    }
+    own.opened.report(group.context().rank == 0);
     let mut keys = KeyMismatch {
         missing: verdict.missing.into_iter().collect(),
         unexpected: verdict.unexpected.into_iter().collect(),
@@ -259,6 +302,9 @@ async fn agree(
             tracing::warn!(keys = ?own.wanted.left_out, "stored, but left out with their factories");
         }
     }
+    if let Some(error) = verdict.integrity {
+        return Err(error.into());
+    }
     let dtype = |code: usize| DType::ALL.get(code).copied();
     let casts = verdict.casts.into_iter().filter_map(|(key, code)| Some((key, dtype(code)?)));
     Ok(Agreed { own, keys, casts: casts.collect() })
@@ -267,10 +313,14 @@ async fn agree(
 async fn own(
     request: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
+    choice: Choice,
     options: &LoadOptions,
 ) -> Result<(Bytes, Own), MegatronError> {
     let mut wanted = to_load(request, None)?;
-    let opened = options.strategies.open(storage, &options.open).await?;
+    let storage = choice.place(storage)?;
+    let mut opened = options.strategies.open(&storage, &options.open).await?;
+    opened.which = choice.which.or(opened.which);
+    opened.warnings.extend(choice.warning);
     let stored = opened.reader.metadata().await?;
     let described = !options.skip_validation || options.strict.asks_all_ranks();
     let description = match described {
@@ -287,10 +337,16 @@ async fn own(
         false => request.casts(&stored),
     };
     let code = |dtype: DType| DType::ALL.iter().position(|known| *known == dtype);
+    let compared: Vec<_> = match options.skip_validation && !options.refuse_casts {
+        true => request.dtypes().collect(),
+        false => casts.iter().map(|(key, _, to)| (key, *to)).collect(),
+    };
     let offer = Offer {
+        which: opened.which,
+        common: common_check::digest(&opened.common).ok(),
         unexpected: wanted.unexpected.iter().cloned().collect(),
-        casts: { casts.iter() }
-            .filter_map(|(key, _, to)| Some((Arc::clone(key), code(*to)?)))
+        casts: { compared.into_iter() }
+            .filter_map(|(key, to)| Some((Arc::clone(key), code(to)?)))
             .collect(),
     };
     let offer = serde_json::to_vec(&offer).map_err(|error| wire(&error))?;
@@ -308,34 +364,39 @@ fn judge(
     let mut verdict = Verdict::default();
     let mut descriptions = Vec::with_capacity(offers.len());
     let mut casts: BTreeMap<Arc<str>, usize> = BTreeMap::new();
-    let mut unexpected = BTreeSet::new();
+    let (mut unexpected, mut conflict) = (BTreeSet::new(), None);
+    let mut opened = None;
     for (rank, offer) in (0_u32..).zip(offers) {
         let (offer, description) = split(offer).ok_or_else(|| wire(&"it ends too early"))?;
         let offer: Offer = serde_json::from_slice(offer).map_err(|error| wire(&error))?;
+        let (which, common) = *opened.get_or_insert((offer.which, offer.common));
+        if which != offer.which || common != offer.common {
+            let name = |which: Option<Tracked>| match which {
+                Some(which) => format!("that of {which}"),
+                None => "one of no run".to_owned(),
+            };
+            let differs = match which == offer.which {
+                true => "its common state is another".to_owned(),
+                false => format!("{} instead of {}", name(offer.which), name(which)),
+            };
+            return Err(MegatronError::OtherCheckpoint { rank, differs });
+        }
         unexpected.extend(offer.unexpected);
         for (key, code) in offer.casts {
             let first = *casts.entry(Arc::clone(&key)).or_insert(code);
-            if first != code {
+            if first != code && conflict.is_none() {
                 let name = |code: usize| DType::ALL.get(code).map_or("unknown", |d| d.name());
-                return Err(PlanError::Unsupported {
-                    fqn: key.to_string(),
-                    problem: format!(
-                        "rank {rank} asks for it as {}, another rank as {}; all must ask for the \
-                         same",
-                        name(code),
-                        name(first)
-                    ),
-                }
-                .into());
+                let problem = format!(
+                    "rank {rank} asks for it as {}, another rank as {}; all must ask for the same",
+                    name(code),
+                    name(first)
+                );
+                conflict = Some(PlanError::Unsupported { fqn: key.to_string(), problem });
             }
         }
         if !description.is_empty() {
             descriptions.push(Description::from_wire(description)?);
         }
-    }
-    verdict.casts = casts.into_iter().collect();
-    if !options.skip_validation {
-        verdict.integrity = validate_sharding_integrity(&descriptions).err();
     }
     if options.strict.raises() {
         verdict.unexpected = unexpected.into_iter().collect();
@@ -352,6 +413,20 @@ fn judge(
             .collect();
         verdict.missing = stored.into_iter().collect();
     }
+    // A misspelled key is why its shards do not make a whole tensor, so it is said first.
+    let differ = !verdict.unexpected.is_empty() || !verdict.missing.is_empty();
+    if options.strict.raises() && differ {
+        return Ok(verdict);
+    }
+    if !options.skip_validation {
+        verdict.integrity = validate_sharding_integrity(&descriptions).err();
+    }
+    if let Some(conflict) = conflict.filter(|_| verdict.integrity.is_none()) {
+        return Err(conflict.into());
+    }
+    let dtype = |key: &str| Some(stored.get(key)?.as_tensor()?.dtype);
+    casts.retain(|key, code| dtype(key).is_some_and(|dtype| DType::ALL.get(*code) != Some(&dtype)));
+    verdict.casts = casts.into_iter().collect();
     Ok(verdict)
 }
 
@@ -375,12 +450,26 @@ impl Own {
     }
 }
 
+impl Opened {
+    /// Logs what should not go unseen: what all ranks see only once.
+    fn report(&self, coordinates: bool) {
+        for warning in self.warnings.iter().filter(|_| coordinates) {
+            tracing::warn!(which = ?self.which, "{warning}");
+        }
+        for damage in &self.damage {
+            tracing::warn!(which = ?self.which, "damaged checkpoint: {damage}");
+        }
+    }
+}
+
 impl fmt::Debug for LoadOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LoadOptions")
             .field("strict", &self.strict)
             .field("skip_validation", &self.skip_validation)
             .field("refuse_casts", &self.refuse_casts)
+            .field("fall_back", &self.fall_back)
+            .field("verify_integrity", &self.verify_integrity)
             .finish_non_exhaustive()
     }
 }

@@ -87,6 +87,11 @@ impl Request {
         casts.collect()
     }
 
+    /// The types that tensors are asked for as.
+    pub(crate) fn dtypes(&self) -> impl Iterator<Item = (&Arc<str>, DType)> {
+        self.tensors.iter().map(|wanted| (&wanted.key, wanted.dtype))
+    }
+
     /// Tensors that are stored in another shape with as many axes, where that is allowed: key,
     /// stored, asked for.
     pub(crate) fn reshaped(&self, stored: &CheckpointMetadata) -> Vec<(Arc<str>, Dims, Dims)> {

@@ -12,6 +12,7 @@ use dcp_formats::metadata::Profile;
 use crate::checkpoint::{MegatronCheckpoint, OpenOptions};
 use crate::config::{Backend, CheckpointingConfig};
 use crate::error::MegatronError;
+use crate::tracker::Tracked;
 use crate::writer::{MegatronForm, MegatronWriter};
 
 /// Makes the writers of a backend.
@@ -70,13 +71,19 @@ pub struct Opened {
     pub reader: Arc<dyn StorageReader>,
     /// All that is not sharded.
     pub common: Dict,
+    /// Which one it is of the run whose folder was opened.
+    pub which: Option<Tracked>,
+    /// What is odd about it but did not keep it from being opened.
+    pub warnings: Vec<String>,
+    /// What is wrong with it and was overlooked because it was opened tolerantly.
+    pub damage: Vec<String>,
 }
 
 impl Opened {
-    /// What `reader` reads, with this common state.
+    /// What `reader` reads, with this common state and nothing to say about it.
     #[must_use]
     pub fn new(reader: Arc<dyn StorageReader>, common: Dict) -> Self {
-        Self { reader, common }
+        Self { reader, common, which: None, warnings: Vec::new(), damage: Vec::new() }
     }
 }
 
@@ -227,7 +234,13 @@ impl LoadStrategy for AsMegatron {
         options: &OpenOptions,
     ) -> Result<Opened, MegatronError> {
         let checkpoint = MegatronCheckpoint::open(storage, options).await?;
-        Ok(Opened::new(Arc::clone(&checkpoint.source().reader), checkpoint.common().clone()))
+        let reader = Arc::clone(&checkpoint.source().reader);
+        Ok(Opened {
+            which: checkpoint.which(),
+            warnings: checkpoint.warnings().to_vec(),
+            damage: checkpoint.damage().to_vec(),
+            ..Opened::new(reader, checkpoint.common().clone())
+        })
     }
 }
 

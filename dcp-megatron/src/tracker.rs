@@ -4,6 +4,7 @@ use std::fmt;
 
 use bytes::Bytes;
 use dcp_core::{FormatError, Key, Payload, PutMode, Storage, StorageError};
+use serde::{Deserialize, Serialize};
 
 use crate::error::MegatronError;
 
@@ -11,7 +12,7 @@ use crate::error::MegatronError;
 pub const TRACKER: &str = "latest_checkpointed_iteration.txt";
 
 /// What a tracker names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Tracked {
     /// The checkpoint after so many iterations, in `iter_0000010`.

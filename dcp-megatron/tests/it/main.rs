@@ -26,5 +26,6 @@ mod to_torch_dist;
 mod together;
 mod traps;
 mod verifying;
+mod which;
 mod writer;
 mod zarr;

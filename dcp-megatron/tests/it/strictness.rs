@@ -384,3 +384,36 @@ fn local_objects_in_lists_go_back_to_their_places_or_are_refused_before_the_save
     assert_eq!(list[0].as_int(), Some(3));
     assert_eq!(tensors(&loaded.state), [(".m.1".to_owned(), bytes_of(&[4]))]);
 }
+
+#[test]
+fn types_of_other_ranks_count_where_one_of_them_is_the_stored_one() {
+    let storage = memory();
+    let half = TensorView::contiguous(HostMemory::zeroed(4), DType::BFloat16, [2], 0).unwrap();
+    let state = ShardedStateDict::from([("w", whole("p", half))]);
+    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    let errors = on_ranks(2, |rank, group| {
+        let dtype = [DType::BFloat16, DType::Float32][usize::try_from(rank).unwrap()];
+        let request =
+            ShardedStateDict::from([("w", whole("p", LocalTensor::described(dtype, [2])))]);
+        let options = LoadOptions::new().group(group).validate_access_integrity(false);
+        block_on(load(&request, &storage, &options)).unwrap_err().to_string()
+    });
+    assert!(
+        errors[0] == errors[1] && errors[0].contains("all must ask for the same"),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn a_misspelled_key_is_said_before_what_it_makes_of_the_request() {
+    let storage = stored();
+    let local = LocalTensor::described(DType::Int32, [2]);
+    let half = ShardedTensor::from_rank_offsets("aa", local).offset(0, 1, 2).build().unwrap();
+    let request = ShardedStateDict::from([("a", half)]);
+    for strict in [StrictHandling::RaiseAll, StrictHandling::RaiseUnexpected] {
+        let options = LoadOptions::new().strict(strict);
+        let error = block_on(load(&request, &storage, &options)).unwrap_err();
+        let MegatronError::Keys(keys) = &error else { panic!("{error}") };
+        assert_eq!(keys.unexpected, set(&["aa"]));
+    }
+}

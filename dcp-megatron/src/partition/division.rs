@@ -16,13 +16,14 @@ use crate::optimizer::{is_optimizer_key, model_parallel_groups};
 
 /// The most parts of one tensor; a larger number is none of a real model.
 const PARTS_MAX: u64 = 1 << 22;
+/// The most parts of all tensors together, all of which a job plans at once.
+const PARTS_OF_ALL_MAX: u64 = 1 << 23;
 
-/// Who holds what of a checkpoint in a layout: all of it is decided, and what cannot be divided
-/// refused, when this is made.
+/// Who holds what of a checkpoint in a layout: what cannot be divided is refused when this is
+/// made, and the parts of a tensor are made when they are asked for.
 #[derive(Debug)]
 pub(crate) struct MegatronDivision {
-    ranks: u32,
-    tensors: HashMap<Arc<str>, Held>,
+    survey: Survey,
     objects: HashMap<Arc<str>, u32>,
 }
 
@@ -32,22 +33,30 @@ impl MegatronDivision {
     ///
     /// # Errors
     ///
-    /// [`MegatronError::Layout`] and [`MegatronError::Indivisible`];
-    /// [`MegatronError::FlatOptimizer`] when the optimizer's state belongs to ranks of another
-    /// layout.
+    /// [`MegatronError::Layout`], also when all tensors together would have more parts than any
+    /// real model; [`MegatronError::Indivisible`]; [`MegatronError::FlatOptimizer`] when the
+    /// optimizer's state belongs to ranks of another layout.
     pub(crate) fn new(
-        metadata: &CheckpointMetadata,
+        metadata: &Arc<CheckpointMetadata>,
         layout: ParallelLayout,
         args: Option<&MegatronArgs>,
     ) -> Result<Self, MegatronError> {
         let ranks = layout.resolve()?;
         refuse_flat_optimizer(metadata, layout, args)?;
         let survey = Survey::new(metadata, ranks, args);
-        let (mut tensors, mut objects) = (HashMap::new(), HashMap::new());
+        let mut objects = HashMap::new();
+        let mut left = PARTS_OF_ALL_MAX;
         for (fqn, entry) in metadata.iter() {
             match entry {
                 Entry::Tensor(tensor) => {
-                    tensors.insert(Arc::clone(fqn), survey.tensor(fqn, tensor)?);
+                    let parts = survey.check(fqn, tensor)?;
+                    left = left.checked_sub(parts).ok_or_else(|| MegatronError::Layout {
+                        layout,
+                        problem: format!(
+                            "the tensors up to {fqn:?} would be in more than {PARTS_OF_ALL_MAX} \
+                             parts; choose fewer of them at a time"
+                        ),
+                    })?;
                 }
                 Entry::Object(_) if &**fqn != COMMON_STATE => {
                     objects.insert(Arc::clone(fqn), survey.object(fqn)?);
@@ -55,17 +64,23 @@ impl MegatronDivision {
                 _ => {}
             }
         }
-        Ok(Self { ranks: ranks.world(), tensors, objects })
+        Ok(Self { survey, objects })
     }
 }
 
 impl Division for MegatronDivision {
     fn ranks(&self) -> u32 {
-        self.ranks
+        self.survey.ranks.world()
     }
 
     fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, ConvertError> {
-        self.tensors.get(fqn).map_or_else(|| Held::whole(0, tensor), |held| Ok(held.clone()))
+        self.survey.tensor(fqn, tensor).map_err(|error| match error {
+            MegatronError::Convert(error) => error,
+            // Asked for another tensor than those that were looked at.
+            other => {
+                ConvertError::Unsupported { what: format!("{fqn:?}"), problem: other.to_string() }
+            }
+        })
     }
 
     fn object(&self, fqn: &str) -> Holder {
@@ -105,22 +120,37 @@ fn refuse_flat_optimizer(
 }
 
 /// What has to be known of all names before one of them is divided.
-struct Survey<'m> {
-    metadata: &'m CheckpointMetadata,
+#[derive(Debug)]
+struct Survey {
+    metadata: Arc<CheckpointMetadata>,
     ranks: Ranks,
     /// How many layers there are in each stack.
-    layers: HashMap<&'m str, u64>,
+    layers: HashMap<String, u64>,
     /// How many experts there are in each stack, where names number them.
-    experts: HashMap<&'m str, u64>,
+    experts: HashMap<String, u64>,
     gated: bool,
 }
 
-impl<'m> Survey<'m> {
-    fn new(metadata: &'m CheckpointMetadata, ranks: Ranks, args: Option<&MegatronArgs>) -> Self {
+/// How a tensor is cut.
+struct Cut {
+    /// The axis of the parts of tensor-parallel ranks.
+    axis: Option<usize>,
+    /// The axes in front, of layers and experts.
+    in_front: Vec<u64>,
+    /// Along the axis.
+    fragments: u64,
+    /// The shape of every part.
+    sizes: Dims,
+}
+
+impl Survey {
+    fn new(metadata: &Arc<CheckpointMetadata>, ranks: Ranks, args: Option<&MegatronArgs>) -> Self {
         let (mut layers, mut experts) = (HashMap::new(), HashMap::new());
-        let note = |counts: &mut HashMap<&'m str, u64>, stack: &'m str, count: u64| {
-            let known = counts.entry(stack).or_default();
-            *known = count.max(*known);
+        let note = |counts: &mut HashMap<String, u64>, stack: &str, count: u64| match counts
+            .get_mut(stack)
+        {
+            Some(known) => *known = count.max(*known),
+            None => _ = counts.insert(stack.to_owned(), count),
         };
         for (fqn, entry) in metadata.iter() {
             let object = ObjectKey::parse(fqn);
@@ -141,11 +171,11 @@ impl<'m> Survey<'m> {
             }
         }
         let gated = args.and_then(MegatronArgs::swiglu).unwrap_or(false);
-        Self { metadata, ranks, layers, experts, gated }
+        Self { metadata: Arc::clone(metadata), ranks, layers, experts, gated }
     }
 
     /// The pipeline stage of layer `n` of a stack, or of what is in none.
-    fn stage(&self, key: &ModelKey<'m>, n: Option<u64>) -> Result<u32, MegatronError> {
+    fn stage(&self, key: &ModelKey<'_>, n: Option<u64>) -> Result<u32, MegatronError> {
         let pp = u64::from(self.ranks.pp);
         if key.is_last() {
             return Ok(self.ranks.pp - 1);
@@ -179,23 +209,33 @@ impl<'m> Survey<'m> {
         })
     }
 
-    fn tensor(&self, fqn: &'m str, tensor: &TensorEntry) -> Result<Held, MegatronError> {
-        let key = ModelKey::parse(fqn);
+    /// The ranks that cut a matrix of a layer.
+    fn cutting(&self, key: &ModelKey<'_>) -> u32 {
+        if key.experts.is_some() { self.ranks.etp } else { self.ranks.tp }
+    }
+
+    /// How a tensor is cut; `None` of one that stays in the parts that are stored.
+    fn cut(
+        &self,
+        fqn: &str,
+        key: &ModelKey<'_>,
+        tensor: &TensorEntry,
+    ) -> Result<Option<Cut>, MegatronError> {
         let front = key.prepended();
-        let Some(cut) = tensor_cut(key.param) else { return self.as_stored(tensor) };
-        let tp = if key.experts.is_some() { self.ranks.etp } else { self.ranks.tp };
+        let Some(cut) = tensor_cut(key.param) else { return Ok(None) };
+        let tp = self.cutting(key);
         let (axis, fragments) = match cut {
             TensorCut::Replicated => (None, 1),
             TensorCut::Column => (Some(front), u64::from(tp)),
             TensorCut::Row => (Some(front + 1), u64::from(tp)),
             TensorCut::Gated => {
-                let twice = if self.is_gated(&key, tensor, front) { 2 } else { 1 };
+                let twice = if self.is_gated(key, tensor, front) { 2 } else { 1 };
                 (Some(front), twice * u64::from(tp))
             }
         };
         let shape = &tensor.shape;
         if shape.ndim() < front.max(axis.map_or(0, |axis| axis + 1)) || shape.contains(&0) {
-            return self.as_stored(tensor);
+            return Ok(None);
         }
         let len = axis.and_then(|axis| shape.get(axis)).copied().unwrap_or(1);
         if len % fragments != 0 {
@@ -210,13 +250,34 @@ impl<'m> Survey<'m> {
         let in_front: Vec<u64> = shape.iter().take(front).copied().collect();
         let cells = in_front.iter().try_fold(fragments, |cells, len| cells.checked_mul(*len));
         if cells.is_none_or(|cells| cells > PARTS_MAX) {
-            return self.as_stored(tensor);
+            return Ok(None);
         }
         let mut sizes = shape.clone();
         sizes.iter_mut().take(front).for_each(|size| *size = 1);
         if let Some(size) = axis.and_then(|axis| sizes.get_mut(axis)) {
             *size = len / fragments;
         }
+        Ok(Some(Cut { axis, in_front, fragments, sizes }))
+    }
+
+    /// Whether a tensor can be divided, and in how many parts that no index has yet.
+    fn check(&self, fqn: &str, tensor: &TensorEntry) -> Result<u64, MegatronError> {
+        let key = ModelKey::parse(fqn);
+        let Some(cut) = self.cut(fqn, &key, tensor)? else {
+            self.as_stored(tensor)?;
+            return Ok(0);
+        };
+        for place in places(&cut.in_front) {
+            self.place(fqn, &key, &place, &tensor.shape)?;
+        }
+        Ok(cut.in_front.iter().fold(cut.fragments, |parts, len| parts.saturating_mul(*len)))
+    }
+
+    fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, MegatronError> {
+        let key = ModelKey::parse(fqn);
+        let Some(cut) = self.cut(fqn, &key, tensor)? else { return self.as_stored(tensor) };
+        let Cut { axis, in_front, fragments, sizes } = cut;
+        let (tp, shape) = (self.cutting(&key), &tensor.shape);
         let mut parts = Vec::new();
         for place in places(&in_front) {
             let (stage, group) = self.place(fqn, &key, &place, shape)?;
@@ -229,7 +290,7 @@ impl<'m> Survey<'m> {
                 let mut offsets = Dims::zeros(shape.ndim());
                 offsets.iter_mut().zip(&place).for_each(|(offset, at)| *offset = *at);
                 if let Some(offset) = axis.and_then(|axis| offsets.get_mut(axis)) {
-                    *offset = fragment * (len / fragments);
+                    *offset = fragment * sizes.get(axis.unwrap_or(0)).copied().unwrap_or(0);
                 }
                 parts.push((rank, region(fqn, offsets, &sizes)?));
             }
@@ -242,7 +303,7 @@ impl<'m> Survey<'m> {
     fn place(
         &self,
         fqn: &str,
-        key: &ModelKey<'m>,
+        key: &ModelKey<'_>,
         place: &[u64],
         shape: &[u64],
     ) -> Result<(u32, Option<u32>), MegatronError> {
@@ -298,7 +359,7 @@ impl<'m> Survey<'m> {
         Ok(Held { sharded: true, parts })
     }
 
-    fn object(&self, fqn: &'m str) -> Result<u32, MegatronError> {
+    fn object(&self, fqn: &str) -> Result<u32, MegatronError> {
         let Some(object) = ObjectKey::parse(fqn) else { return Ok(0) };
         let key = ModelKey::parse(object.key);
         let world = u64::from(self.ranks.world());
@@ -338,18 +399,21 @@ fn share(n: u64, all: u64, parts: u64) -> Option<u32> {
 }
 
 /// All positions on axes of these lengths, in row-major order.
-fn places(lens: &[u64]) -> Vec<Vec<u64>> {
-    lens.iter().fold(vec![Vec::new()], |places, len| {
-        places
-            .into_iter()
-            .flat_map(|place| {
-                (0..*len).map(move |n| {
-                    let mut next = place.clone();
-                    next.push(n);
-                    next
-                })
+fn places(lens: &[u64]) -> impl Iterator<Item = Vec<u64>> + '_ {
+    let all = lens.iter().fold(1_u64, |all, len| all.saturating_mul(*len));
+    (0..all).map(|n| {
+        let mut rest = n;
+        let mut place: Vec<u64> = lens
+            .iter()
+            .rev()
+            .map(|len| {
+                let at = rest % (*len).max(1);
+                rest /= (*len).max(1);
+                at
             })
-            .collect()
+            .collect();
+        place.reverse();
+        place
     })
 }
 
@@ -365,4 +429,32 @@ fn region(fqn: &str, offsets: Dims, sizes: &Dims) -> Result<Region, MegatronErro
             problem: error.to_string(),
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::DType;
+
+    use super::*;
+
+    #[test]
+    fn places_are_in_row_major_order() {
+        let all: Vec<_> = places(&[2, 3]).collect();
+        assert_eq!(all, [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]);
+        assert_eq!(places(&[]).collect::<Vec<_>>(), [Vec::<u64>::new()]);
+    }
+
+    #[test]
+    fn all_tensors_together_have_a_budget_of_parts() {
+        let mut metadata = CheckpointMetadata::new();
+        for n in 0..3 {
+            let fqn = format!("decoder{n}.layers.mlp.linear_fc2.weight");
+            let shape = Dims::from([1 << 22, 4, 4]);
+            metadata.insert(fqn, Entry::Tensor(TensorEntry::new(DType::UInt8, shape)));
+        }
+        let layout = ParallelLayout::new(1, 1);
+        let error = MegatronDivision::new(&Arc::new(metadata), layout, None).unwrap_err();
+        assert!(matches!(error, MegatronError::Layout { .. }), "{error:?}");
+        assert!(error.to_string().contains("decoder2.layers"), "{error}");
+    }
 }

@@ -15,7 +15,8 @@ use crate::logical::COMMON_STATE;
 use crate::partition::{MegatronDivision, ParallelLayout};
 use crate::writer::MegatronWriterBuilder;
 
-/// Bytes of tensors in objects that a source keeps in parts.
+/// Bytes of tensors in objects that a source keeps in parts, and of objects that get another name:
+/// both are in memory while the job goes on.
 const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 
 /// Writes everything that `source` has as a checkpoint of `torch_dist`, as the ranks of `layout`
@@ -31,7 +32,8 @@ const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 /// one, `name/shard_0_1`, a list of one, which is how Megatron-Core knows objects. Objects that a
 /// file of `torch.save` keeps in parts are put together.
 ///
-/// Nothing is held in memory as a whole, and what was read is compared with its checksums before
+/// No tensor is held in memory as a whole, objects that are not Megatron-Core's own are, up to 1 GiB
+/// of them; and what was read is compared with its checksums before
 /// the new checkpoint is committed.
 ///
 /// # Errors
@@ -134,6 +136,18 @@ async fn with_unique_keys(
     };
     if nested.is_empty() && !metadata.iter().any(|(fqn, entry)| is_plain(fqn, entry)) {
         return Ok(source.clone());
+    }
+    let lens = metadata.iter().filter(|(fqn, entry)| is_plain(fqn, entry)).filter_map(|(_, e)| {
+        let Entry::Object(object) = e else { return None };
+        object.placement.map(|placement| placement.byte_len)
+    });
+    let byte_len = lens.fold(0, u64::saturating_add);
+    if byte_len > OBJECTS_BYTES_MAX {
+        let problem = format!(
+            "the objects in it that become sharded objects of Megatron-Core have {byte_len} bytes, \
+             more than the {OBJECTS_BYTES_MAX} that are taken over; leave some of them out"
+        );
+        return Err(FormatError::new("checkpoint", problem).into());
     }
     let mut view = Assembled::builder(std::slice::from_ref(source), options).await?;
     for (at, (fqn, entry)) in metadata.iter().enumerate() {

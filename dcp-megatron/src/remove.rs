@@ -5,8 +5,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointMetadata, Entry, FormatError, Key, Placement, Storage, StorageError,
-    StorageErrorKind, StorageExt as _,
+    CheckpointMetadata, Entry, FormatError, Key, Placement, PutMode, Storage, StorageError,
+    StorageErrorKind, StorageExt as _, error_chain,
 };
 use dcp_formats::dcp::{remove_unreferenced, replace_metadata};
 use dcp_formats::metadata::{Profile, decode_all, encode};
@@ -27,14 +27,20 @@ pub struct Removed {
     pub entries: Vec<Arc<str>>,
     /// Files in which nothing else was.
     pub files: Vec<Key>,
+    /// What could not be done after that: the checkpoint is whole all the same.
+    pub warnings: Vec<String>,
 }
 
 /// Removes the tensors and objects whose keys begin with `prefix`, and the files in which nothing
-/// else is: with `separation_hint`, all that they took.
+/// else is: with `separation_hint`, all that they took. The `chained_0.` and so on that Megatron-Core
+/// puts in front of the keys of several optimizers does not count as part of a key, unless `prefix`
+/// has it, too.
 ///
 /// The replacement of `.metadata` is the one step in which they go. A process that dies before
 /// leaves the checkpoint as it was, one that dies after it at most files that nothing refers to.
-/// An `integrity.json` is removed first and written again last. Megatron-Core itself (0.16) leaves
+/// An `integrity.json` is removed first and written again last, or put back when nothing was removed.
+/// Where it cannot be written again, the removal is done all the same, and
+/// [`Removed::warnings`] say so. Megatron-Core itself (0.16) leaves
 /// a broken checkpoint on current PyTorch.
 ///
 /// # Errors
@@ -56,7 +62,7 @@ pub async fn remove_sharded_tensors(
     let seen = storage.read_all(&key).await?;
     let in_file = |error: FormatError| error.in_file(METADATA, 0);
     let decoded = decode_all(&seen).map_err(in_file)?;
-    let goes = |fqn: &str| fqn.starts_with(prefix) && fqn != COMMON_OBJECT;
+    let goes = |fqn: &str| begins_with(fqn, prefix) && fqn != COMMON_OBJECT;
     let flattened = decoded.original_shapes.keys().find(|fqn| !goes(fqn));
     if let Some(fqn) = flattened {
         let problem = format!(
@@ -87,20 +93,44 @@ pub async fn remove_sharded_tensors(
     let profile = Profile::of(&seen).map_err(in_file)?;
     let bytes = encode(&new, profile).map_err(in_file)?;
     let integrity = Key::new(INTEGRITY).map_err(StorageError::from)?;
-    let had_integrity = match storage.stat(&integrity).await {
-        Ok(_) => true,
-        Err(error) if error.kind() == StorageErrorKind::NotFound => false,
+    let manifest = match storage.read_all(&integrity).await {
+        Ok(bytes) => Some(bytes),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => None,
         Err(error) => return Err(error.into()),
     };
-    if had_integrity {
+    if manifest.is_some() {
         storage.delete(&integrity).await?;
     }
-    replace_metadata(&**storage, &seen, &bytes).await?;
+    if let Err(error) = replace_metadata(&**storage, &seen, &bytes).await {
+        // It is that of the old index, which may have been replaced all the same.
+        if let Some(manifest) = manifest
+            && storage.read_all(&key).await.is_ok_and(|now| now == seen)
+            && let Err(error) = storage.put(&integrity, manifest.into(), PutMode::Create).await
+        {
+            tracing::warn!(%error, "integrity.json cannot be put back");
+        }
+        return Err(error.into());
+    }
     remove_unreferenced(&**storage, removed.files.clone()).await;
-    if had_integrity {
-        write_integrity(storage).await?;
+    if manifest.is_some()
+        && let Err(error) = write_integrity(storage).await
+    {
+        removed.warnings.push(format!(
+            "{INTEGRITY} could not be written again, and is not there: {}",
+            error_chain(&error)
+        ));
     }
     Ok(removed)
+}
+
+/// Whether a key begins with `prefix`, as it is or without the number of one of several optimizers.
+fn begins_with(fqn: &str, prefix: &str) -> bool {
+    let unchained = || {
+        let (number, rest) = fqn.strip_prefix("chained_")?.split_once('.')?;
+        let is_number = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+        is_number.then_some(rest)
+    };
+    fqn.starts_with(prefix) || unchained().is_some_and(|rest| rest.starts_with(prefix))
 }
 
 /// An entry of `old` for `new`, with its places.
@@ -127,4 +157,21 @@ fn again(old: &CheckpointMetadata, entry: &Entry, new: &mut CheckpointMetadata) 
         _ => {}
     }
     Some(entry)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::begins_with;
+
+    #[test]
+    fn numbers_of_optimizers_are_no_part_of_a_key() {
+        for key in ["optimizer.state.exp_avg.w", "chained_0.optimizer.state", "optimizer"] {
+            assert!(begins_with(key, "optimizer"), "{key}");
+        }
+        for key in ["chained_.optimizer", "chained_x.optimizer", "chained_0", "w.optimizer"] {
+            assert!(!begins_with(key, "optimizer"), "{key}");
+        }
+        assert!(begins_with("chained_1.optimizer.w", "chained_1."));
+        assert!(!begins_with("chained_0.optimizer.w", "chained_1."));
+    }
 }

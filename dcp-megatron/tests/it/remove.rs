@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use dcp_conformance::FaultStorage;
+use dcp_conformance::{Fault, FaultStorage};
 use dcp_convert::JobOptions;
-use dcp_core::Storage;
+use dcp_core::{Storage, StorageErrorKind};
 use dcp_megatron::{
     MegatronCheckpoint, OpenOptions, remove_sharded_tensors, verify_integrity, write_integrity,
 };
@@ -67,6 +67,32 @@ fn flattened_tensors_and_arrays_are_not_taken_apart() {
     assert_eq!(get(&*flattened, ".metadata"), before);
     let error = block_on(remove_sharded_tensors(&stored("v06_zarr"), "col.")).unwrap_err();
     assert!(error.to_string().contains("torch_dist only"), "{error}");
+}
+
+/// An operation fails at every one of them in turn: what is left has a manifest, and a removal that
+/// was done is no error.
+#[test]
+fn a_removal_that_fails_leaves_the_manifest_it_found() {
+    let before = stored("head020_basic_integrity");
+    let (index, manifest) = (get(&*before, ".metadata"), get(&*before, "integrity.json"));
+    for n in 1.. {
+        let storage = stored("head020_basic_integrity");
+        let fault = Fault::Fail(StorageErrorKind::Full);
+        let failing = Arc::new(FaultStorage::new(Arc::clone(&storage)).with_fault(n, fault));
+        let as_storage: Arc<dyn Storage> = Arc::clone(&failing) as _;
+        let outcome = block_on(remove_sharded_tensors(&as_storage, "col."));
+        let (now, kept) = (get(&*storage, ".metadata"), get(&*storage, "integrity.json"));
+        match outcome {
+            Err(_) => assert!(now == index && kept == manifest, "failed at operation {n}"),
+            Ok(removed) => {
+                assert!(now != index, "failed at operation {n}");
+                assert_eq!(removed.warnings.is_empty(), kept.is_some(), "operation {n}");
+            }
+        }
+        if failing.operations() < n {
+            break;
+        }
+    }
 }
 
 /// A process dies at every one of its operations in turn: what is left opens, and is the old

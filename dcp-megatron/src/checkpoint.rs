@@ -118,6 +118,16 @@ impl MegatronCheckpoint {
         storage: &Arc<dyn Storage>,
         options: &OpenOptions,
     ) -> Result<Self, MegatronError> {
+        // To look for folders of ranks is to list all iterations of a run, which its tracker saves.
+        let run = MegatronRun::new(Arc::clone(storage));
+        if CheckpointingConfig::read(&**storage).await?.is_none()
+            && let Ok(Some(tracked)) = run.tracked().await
+        {
+            match Self::open_folder(&run.checkpoint(tracked)?, options).await {
+                Err(MegatronError::NotACheckpoint { .. }) => {}
+                opened => return opened.map(|opened| opened.of_run(tracked, None)),
+            }
+        }
         match Self::open_folder(storage, options).await {
             Err(MegatronError::NotACheckpoint { message }) => {
                 Self::open_run(storage, options, message).await
@@ -189,8 +199,13 @@ impl MegatronCheckpoint {
         };
         let mut warnings = Vec::new();
         let in_file = common::is_in_file(&**storage).await?;
-        let place = if in_file { CommonPlace::File } else { CommonPlace::Inside };
-        if in_file && metadata.get(COMMON_OBJECT).is_some() {
+        let is_inside = metadata.get(COMMON_OBJECT).is_some();
+        let place = match (in_file, is_inside) {
+            (true, _) => CommonPlace::File,
+            (false, true) => CommonPlace::Inside,
+            (false, false) => CommonPlace::Nowhere,
+        };
+        if in_file && is_inside {
             warnings.push(format!(
                 "there are both a {} and an object {COMMON_OBJECT:?}; the file is taken, as \
                  Megatron-Core does",
@@ -199,7 +214,7 @@ impl MegatronCheckpoint {
         }
         let found = match place {
             CommonPlace::File => common::from_file(storage).await,
-            CommonPlace::Inside => common::from_inside(&raw).await,
+            _ => common::from_inside(&raw).await,
         };
         let format = MegatronFormat::TorchDist { common: place };
         let parts = (format, raw);

@@ -28,6 +28,8 @@ pub enum CommonPlace {
     File,
     /// Among the sharded objects (0.19 and later).
     Inside,
+    /// In neither place, which only a tolerant reader takes.
+    Nowhere,
 }
 
 /// A common state that was read.

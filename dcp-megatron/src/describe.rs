@@ -111,6 +111,9 @@ impl MegatronCheckpoint {
             MegatronFormat::TorchDist { common: CommonPlace::Inside } => {
                 ("torch_dist", "common_state/shard_0_1")
             }
+            MegatronFormat::TorchDist { common: CommonPlace::Nowhere } => {
+                ("torch_dist", "neither place")
+            }
             MegatronFormat::Zarr => ("zarr", "common.pt"),
             MegatronFormat::Legacy { .. } => ("torch", "model_optim_rng.pt"),
         };
@@ -201,6 +204,9 @@ fn ages(format: &MegatronFormat, content: bool, flattened: bool) -> (String, &'s
                 false => "0.6 and later",
             };
             (format!("{first} to {last}"), read)
+        }
+        MegatronFormat::TorchDist { common: CommonPlace::Nowhere } => {
+            ("not known without a common state".to_owned(), "none, as it is damaged")
         }
         MegatronFormat::Zarr => ("up to 0.15".to_owned(), "up to 0.15"),
         MegatronFormat::Legacy { .. } => {

@@ -40,6 +40,11 @@ pub(crate) fn render(uri: &str, report: &VerifyReport, out: &Output) -> String {
             for problem in problems {
                 let at = problem.byte_offset.map(|at| format!("  at byte {}", thousands(at)));
                 let key = problem.key.as_deref().map_or_else(String::new, printable);
+                if key.is_empty() && at.is_none() {
+                    let message = printable(&problem.message);
+                    let _ = writeln!(text, "  {} {message}", style.bad("✗"));
+                    continue;
+                }
                 let _ = writeln!(
                     text,
                     "  {} {key}{}",

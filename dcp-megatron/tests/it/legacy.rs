@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_conformance::MemoryStorage;
+use dcp_conformance::{CountingStorage, MemoryStorage};
 use dcp_convert::{Found, JobOptions, Source, find, read_object};
 use dcp_core::{
     CheckpointError, DType, DataSource, Dict, Key, PathItem, Payload, Storage, Tensor, Value,
@@ -529,4 +529,25 @@ fn the_only_ranks_optimizer_is_kept() {
     let checkpoint = open(&(storage as _)).unwrap();
     assert!(checkpoint.common().get("optimizer").unwrap().same(&optimizer(3)));
     assert!(checkpoint.warnings().is_empty(), "{:?}", checkpoint.warnings());
+}
+
+#[test]
+fn a_report_of_what_is_put_together_names_no_file_that_never_was() {
+    let checkpoint = open(&stored(RUN)).unwrap();
+    let (job, limits) = (JobOptions::default(), dcp_convert::report::ReportLimits::default());
+    let report = dcp_convert::report::report(checkpoint.source(), "run", &job, &limits);
+    let report = block_on(report).unwrap();
+    assert_eq!(report.totals.missing_files, 0, "{:?}", report.files);
+}
+
+#[test]
+fn a_run_with_a_tracker_is_not_listed_as_a_whole() {
+    let lists = |storage: Arc<dyn Storage>| {
+        let counting = CountingStorage::new(storage);
+        open(&(Arc::new(counting.clone()) as _)).unwrap();
+        counting.counts().lists
+    };
+    // No more than the checkpoint's own folder.
+    let of_checkpoint = lists(stored("run_torch_dist_dp2/iter_0000010"));
+    assert_eq!(lists(stored("run_torch_dist_dp2")), of_checkpoint);
 }

@@ -162,7 +162,7 @@ pub(crate) fn add_unfinished(message: String, report: &mut VerifyReport) {
 /// Adds what was found in the optimizer's state.
 fn add_optimizer(found: &OptimizerReport, report: &mut VerifyReport) {
     match found.verdict {
-        OptimizerVerdict::ShiftedBuckets => {}
+        OptimizerVerdict::ShiftedBuckets | OptimizerVerdict::PossiblyShifted => {}
         OptimizerVerdict::Different => {
             let names: Vec<_> = found.mismatches.iter().map(|m| Arc::clone(&m.param)).collect();
             let differ = count(names.len(), "master parameter");

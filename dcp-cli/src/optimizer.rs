@@ -133,12 +133,13 @@ async fn refuse_shifted(
     let (source, common) = (checkpoint.source(), checkpoint.common());
     let report: OptimizerReport =
         check_optimizer(source, common, CheckDepth::Sampled, options).await?;
-    if !report.is_corrupt() {
+    if !report.is_suspect() {
         return Ok(());
     }
     let names: Vec<_> = report.mismatches.iter().map(|m| m.param.clone()).collect();
     let message = format!(
-        "the optimizer of {uri:?} is damaged: {}; {} of {} are concerned: {}",
+        "the optimizer of {uri:?} {}: {}; {} of {} are concerned: {}",
+        if report.is_corrupt() { "is damaged" } else { "is not that of the model" },
         report.verdict,
         names.len(),
         count(report.compared, "parameter"),

@@ -70,6 +70,10 @@ pub enum OptimizerVerdict {
     /// Parameters were cut out of the buffers at wrong places: the defect of Megatron 0.15 to
     /// 0.19. Their moments are as wrong.
     ShiftedBuckets,
+    /// That defect cannot be excluded: in a `fully_reshardable` checkpoint, master parameters are
+    /// zeros, or hold the elements of another one. Parameters that are shorter than the padding
+    /// between buckets show no more of it than that.
+    PossiblyShifted,
     /// Master parameters and weights differ, but not as that defect would have it: one of them
     /// may have been replaced on purpose.
     Different,
@@ -83,6 +87,9 @@ impl fmt::Display for OptimizerVerdict {
             Self::Sound => "master parameters are those of the model",
             Self::ShiftedBuckets => {
                 "optimizer state is shifted between buckets, as Megatron 0.15 to 0.19 wrote it"
+            }
+            Self::PossiblyShifted => {
+                "optimizer state may be shifted between buckets, as Megatron 0.15 to 0.19 wrote it"
             }
             Self::Different => "master parameters differ from the weights",
             Self::NotComparable => "there are no master parameters by name",
@@ -152,6 +159,35 @@ impl OptimizerReport {
     pub fn is_corrupt(&self) -> bool {
         self.verdict == OptimizerVerdict::ShiftedBuckets
     }
+
+    /// Whether the state is damaged, or that cannot be excluded: not to be carried over unasked.
+    #[must_use]
+    pub fn is_suspect(&self) -> bool {
+        self.is_corrupt() || self.verdict == OptimizerVerdict::PossiblyShifted
+    }
+}
+
+/// What the causes of mismatches come down to.
+fn judge(format: OptimizerFormat, mismatches: &[ParamMismatch]) -> OptimizerVerdict {
+    // A weight that is its own, from a few elements further on to its end, is the defect. Parameters
+    // that are shorter than the padding are nowhere their own: they begin in the middle of others,
+    // or are zero. One such parameter may have the elements of another by chance, or on purpose.
+    let by_buffer = format == OptimizerFormat::FullyReshardable;
+    let shifted = |one: &ParamMismatch| matches!(one.cause, MismatchCause::Shift { .. });
+    let cut =
+        |one: &ParamMismatch| matches!(one.cause, MismatchCause::Elsewhere { element: 1.., .. });
+    let known = mismatches.iter().filter(|one| one.cause != MismatchCause::Unknown).count();
+    if mismatches.is_empty() {
+        OptimizerVerdict::Sound
+    } else if mismatches.iter().any(shifted)
+        || (by_buffer && known > 1 && mismatches.iter().any(cut))
+    {
+        OptimizerVerdict::ShiftedBuckets
+    } else if by_buffer && known > 0 {
+        OptimizerVerdict::PossiblyShifted
+    } else {
+        OptimizerVerdict::Different
+    }
 }
 
 /// Compares the master parameters of a Megatron checkpoint with its weights, a bounded part at a
@@ -188,17 +224,9 @@ pub async fn check_optimizer(
         .map_err(MegatronError::Checkpoint)?;
     let wrong: Vec<_> = found.into_iter().flatten().collect();
     let mismatches = explain(&source, &metadata, wrong).await?;
-    // Small parameters may have the elements of others by chance; a weight that is its own, from
-    // a few elements further on to its end, is the defect.
-    let moved = |mismatch: &ParamMismatch| matches!(mismatch.cause, MismatchCause::Shift { .. });
-    let verdict = if pairs.is_empty() {
-        OptimizerVerdict::NotComparable
-    } else if mismatches.is_empty() {
-        OptimizerVerdict::Sound
-    } else if mismatches.iter().any(moved) {
-        OptimizerVerdict::ShiftedBuckets
-    } else {
-        OptimizerVerdict::Different
+    let verdict = match pairs.is_empty() {
+        true => OptimizerVerdict::NotComparable,
+        false => judge(format, &mismatches),
     };
     Ok(OptimizerReport {
         format,

@@ -1,6 +1,6 @@
 //! Where the elements of wrong master parameters come from.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use dcp_convert::{Source, TensorReader};
@@ -13,6 +13,8 @@ use super::keys::model_tensors;
 const PROBE: u64 = 16;
 /// The fewest, for parameters that have no more.
 const PROBE_MIN: u64 = 4;
+/// Different ones among them, to be looked for in others: norms have few values for long.
+const PROBE_KINDS: usize = 4;
 /// The longest shift that is looked for, in elements: several times the padding of thousands of
 /// buckets.
 const SHIFT_MAX: u64 = 4 << 20;
@@ -126,8 +128,8 @@ async fn is_shifted(wrong: &Wrong<'_>, region: &Region, by: u64) -> Result<bool,
     Ok(true)
 }
 
-/// The first elements of a wrong master parameter, unless they are too few or too much alike to
-/// be told.
+/// The first elements of a wrong master parameter, unless they are those of its weight, which were
+/// not moved, or too few or too much alike to be told.
 async fn probe(wrong: &Wrong<'_>) -> Result<Option<Vec<u8>>, CheckpointError> {
     let size = wrong.pair.dtype().size();
     for region in &wrong.chunks {
@@ -135,12 +137,19 @@ async fn probe(wrong: &Wrong<'_>) -> Result<Option<Vec<u8>>, CheckpointError> {
         if elements < PROBE_MIN {
             continue;
         }
-        let probe = wrong.pair.read_master(region, 0..elements).await?;
-        if !is_constant(&probe, size) {
+        let (weight, probe) = wrong.pair.read(region, 0..elements).await?;
+        let head = usize::try_from(PROBE_MIN).unwrap_or(usize::MAX).saturating_mul(size);
+        let moved = weight.get(..head) != probe.get(..head);
+        if moved && kinds(&probe, size) >= PROBE_KINDS {
             return Ok(Some(probe));
         }
     }
     Ok(None)
+}
+
+/// How many different elements there are.
+fn kinds(elements: &[u8], size: usize) -> usize {
+    elements.chunks_exact(size).collect::<HashSet<_>>().len()
 }
 
 fn is_constant(elements: &[u8], size: usize) -> bool {

@@ -348,30 +348,86 @@ fn trap_20_equal_parameters_of_unknown_modules_are_ambiguous() {
     );
 }
 
-#[test]
-fn weights_that_were_replaced_are_not_taken_for_the_defect() {
+/// A sound checkpoint in which these tensors are rows of another one, from that row on, or are
+/// zeros: of weights the second half.
+fn with_elements_of(
+    changes: &[(&str, Option<(&str, u64)>)],
+    depth: CheckDepth,
+) -> dcp_megatron::optimizer::OptimizerReport {
     let checkpoint = open("head020_fully_reshardable_multibucket");
     let metadata = block_on(checkpoint.source().metadata()).unwrap();
     let job = JobOptions::default();
     let parts = [checkpoint.source().clone()];
     let mut view = block_on(Assembled::builder(&parts, &job)).unwrap();
     for (at, (fqn, entry)) in metadata.iter().enumerate() {
-        match entry {
-            Entry::Tensor(tensor) if **fqn == *"decoder.final_layernorm.weight" => {
-                let whole = Region::full(tensor.shape.clone()).unwrap();
-                let pieces = vec![Piece::zeros(whole)];
+        let change = changes.iter().find(|(name, _)| **name == **fqn);
+        let (Entry::Tensor(tensor), Some((_, from))) = (entry, change) else {
+            view.pass(&**fqn, None, 0, at).unwrap();
+            continue;
+        };
+        let whole = Region::full(tensor.shape.clone()).unwrap();
+        let piece = match from {
+            None if fqn.starts_with("optimizer.") => Piece::zeros(whole),
+            None => {
+                let (mut start, mut sizes) = (vec![0; tensor.shape.ndim()], tensor.shape.to_vec());
+                sizes[0] /= 2;
+                let kept = Region::new(start.clone(), sizes.clone()).unwrap();
+                start[0] = sizes[0];
+                let rest = Region::new(start, sizes).unwrap();
+                let pieces = vec![Piece::same(kept.clone(), 0, at, kept), Piece::zeros(rest)];
                 view.tensor(&**fqn, None, tensor.dtype, tensor.shape.clone(), pieces).unwrap();
+                continue;
             }
-            _ => view.pass(&**fqn, None, 0, at).unwrap(),
-        }
+            Some((other, row)) => {
+                let from = metadata.index_of(other).unwrap();
+                let mut sizes = metadata.get(other).unwrap().as_tensor().unwrap().shape.to_vec();
+                let mut start = vec![0; sizes.len()];
+                // Whole rows: the last axis but one is cut.
+                let axis = sizes.len().saturating_sub(2);
+                let of_row: u64 = sizes[axis + 1..].iter().product();
+                start[axis] = *row;
+                sizes[axis] = whole.volume() / of_row;
+                let region = Region::new(start, sizes).unwrap();
+                Piece { region: whole, from: PieceFrom::Reshaped { part: 0, entry: from, region } }
+            }
+        };
+        view.tensor(&**fqn, None, tensor.dtype, tensor.shape.clone(), vec![piece]).unwrap();
     }
     let source = view.finish().unwrap();
-    let report = check_optimizer(&source, checkpoint.common(), CheckDepth::Full, &job);
-    let report = block_on(report).unwrap();
-    assert_eq!(report.verdict, OptimizerVerdict::Different);
+    block_on(check_optimizer(&source, checkpoint.common(), depth, &job)).unwrap()
+}
+
+#[test]
+fn trap_21_a_shift_that_is_longer_than_every_parameter_is_not_missed() {
+    use OptimizerVerdict as V;
+    let master = |name: &str| format!("optimizer.state.param.{name}");
+    let qkv = master("decoder.layers.self_attention.linear_qkv.weight");
+    let proj = master("decoder.layers.self_attention.linear_proj.weight");
+    let fc1 = master("decoder.layers.mlp.linear_fc1.weight");
+    let (qkv, proj, fc1) = (&*qkv, &*proj, &*fc1);
+    for depth in [CheckDepth::Full, CheckDepth::Sampled] {
+        let verdict = |changes: &[_]| with_elements_of(changes, depth);
+        // Behind the end of the buffer there are zeros.
+        let report = verdict(&[(qkv, None), (proj, None)]);
+        assert_eq!((report.verdict, report.is_corrupt()), (V::PossiblyShifted, false));
+        assert!(report.is_suspect());
+        // What was cut out of the buffer begins in the middle of another parameter.
+        let report = verdict(&[(proj, Some((qkv, 4))), (fc1, None)]);
+        assert_eq!(report.verdict, V::ShiftedBuckets, "{report:?}");
+        // One alone may be so by chance.
+        let report = verdict(&[(proj, Some((qkv, 4)))]);
+        assert_eq!(report.verdict, V::PossiblyShifted, "{report:?}");
+    }
+}
+
+#[test]
+fn weights_that_were_replaced_are_not_taken_for_the_defect() {
+    let report = with_elements_of(&[("decoder.final_layernorm.weight", None)], CheckDepth::Full);
+    assert_eq!(report.verdict, OptimizerVerdict::Different, "{report:?}");
+    assert!(!report.is_suspect());
     let [mismatch] = &*report.mismatches else { panic!("{:?}", report.mismatches) };
-    assert_eq!((mismatch.differing, mismatch.elements), (8, 8));
-    assert!(mismatch.to_string().contains("8 of 8 elements differ"), "{mismatch}");
+    assert_eq!((mismatch.differing, mismatch.elements), (4, 8));
+    assert!(mismatch.to_string().contains("4 of 8 elements differ"), "{mismatch}");
 }
 
 #[test]

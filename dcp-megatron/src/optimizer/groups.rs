@@ -18,14 +18,14 @@ pub(super) type GroupObjects = BTreeMap<GroupKey, Vec<(String, Value)>>;
 pub(super) fn fully_reshardable(common: &Dict, objects: &GroupObjects) -> Dict {
     let mut common = common.clone();
     let format = OptimizerFormat::FullyReshardable.name();
-    let mut content = common.get("content_metadata").and_then(Value::as_dict).cloned();
-    if let Some(content) = &mut content {
-        content.insert("distrib_optim_sharding_type", format);
-        content.insert("distrib_optim_fully_reshardable_mem_efficient", false);
-    }
-    if let Some(content) = content {
-        common.insert("content_metadata", content);
-    }
+    // Without these, Megatron looks for what the version that saved the checkpoint wrote: before
+    // 0.13 for another format, before 0.15 for keys with the number of the chained optimizer.
+    let content = common.get("content_metadata").and_then(Value::as_dict);
+    let mut content = content.cloned().unwrap_or_default();
+    content.insert("distrib_optim_sharding_type", format);
+    content.insert("distrib_optim_fully_reshardable_mem_efficient", false);
+    content.insert("chained_optim_avoid_prefix", true);
+    common.insert("content_metadata", content);
     let mut optimizer = common.get(OPTIMIZER).and_then(Value::as_dict).cloned().unwrap_or_default();
     // Groups of one optimizer have the same settings: the first one stands for all.
     let mut of_chain: BTreeMap<Option<u64>, &Vec<(String, Value)>> = BTreeMap::new();
@@ -186,6 +186,10 @@ mod tests {
         let common = Dict::from([(OPTIMIZER, Dict::from([(OPTIMIZER, inner)]))]);
         let made = fully_reshardable(&common, &GroupObjects::new());
         assert_eq!(step(&made, &[]), Some(7.0));
+        // Common states before 0.13 do not say what is in the checkpoint.
+        let content = made.get("content_metadata").unwrap().as_dict().unwrap();
+        let named = content.get("distrib_optim_sharding_type").unwrap().as_str();
+        assert_eq!(named, Some("fully_reshardable"));
         let optimizer = made.get(OPTIMIZER).unwrap().as_dict().unwrap();
         assert!(optimizer.get(OPTIMIZER).unwrap().as_dict().unwrap().get("state").is_none());
         let kind = optimizer.get("param_state_sharding_type").unwrap().as_str();
@@ -212,6 +216,8 @@ mod tests {
         let content = made.get("content_metadata").unwrap().as_dict().unwrap();
         let named = content.get("distrib_optim_sharding_type").unwrap().as_str();
         assert_eq!(named, Some("fully_reshardable"));
+        let prefix = content.get("chained_optim_avoid_prefix");
+        assert!(matches!(prefix, Some(Value::Bool(true))), "{prefix:?}");
         let reset = without_steps(&made);
         assert_eq!(step(&reset, &[Value::Int(1)]), Some(0.0));
     }

@@ -24,8 +24,8 @@ pub struct Restarted {
     pub common: Dict,
     /// Master parameters that are now those of the model.
     pub params: usize,
-    /// State that is as it was, for the model has no tensor of that name and shape, or it is not
-    /// Adam's.
+    /// State that is as it was: master parameters of which the model has no tensor of that name
+    /// and shape, and what is not Adam's. Moments are never kept, for the steps are zero.
     pub kept: Vec<Arc<str>>,
 }
 
@@ -82,13 +82,19 @@ pub async fn restart_optimizer(
         }
         let key = ParamStateKey::parse(fqn);
         let known = key.as_ref().and_then(|key| {
-            let weight = metadata.index_of(key.param).filter(|_| masters.contains_key(key.param));
-            Some((StateKind::of(key.state)?, weight?, entry.as_tensor()?))
+            let weight = match StateKind::of(key.state)? {
+                StateKind::Master => {
+                    masters.get(key.param)?;
+                    Some(metadata.index_of(key.param)?)
+                }
+                StateKind::ExpAvg | StateKind::ExpAvgSq => None,
+            };
+            Some((weight, entry.as_tensor()?))
         });
         match known {
-            Some((kind, weight, tensor)) => {
-                params += usize::from(kind == StateKind::Master);
-                let pieces = pieces(kind, weight, tensor)?;
+            Some((weight, tensor)) => {
+                params += usize::from(weight.is_some());
+                let pieces = pieces(weight, tensor)?;
                 let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
                 view.tensor(Arc::clone(fqn), entry.path().cloned(), dtype, shape, pieces)?;
             }
@@ -103,15 +109,14 @@ pub async fn restart_optimizer(
     Ok(Restarted { source: view.finish()?, common: changed, params, kept })
 }
 
-/// The chunks of a state, as the weight's of the second part, or zeros.
+/// The chunks of a state, as those of a weight of the second part, or zeros.
 fn pieces(
-    kind: StateKind,
-    weight: usize,
+    weight: Option<usize>,
     tensor: &TensorEntry,
 ) -> Result<Vec<Piece>, dcp_core::CheckpointError> {
-    let chunks = tiles(tensor)?.into_iter().map(|region| match kind {
-        StateKind::Master => Piece::same(region.clone(), 1, weight, region),
-        _ => Piece::zeros(region),
+    let chunks = tiles(tensor)?.into_iter().map(|region| match weight {
+        Some(weight) => Piece::same(region.clone(), 1, weight, region),
+        None => Piece::zeros(region),
     });
     Ok(chunks.collect())
 }

@@ -251,6 +251,27 @@ fn trap_21_a_damaged_optimizer_begins_anew_from_the_weights() {
 }
 
 #[test]
+fn moments_without_a_master_parameter_begin_anew_too() {
+    let checkpoint = open("head020_fully_reshardable_multibucket");
+    let metadata = block_on(checkpoint.source().metadata()).unwrap();
+    let job = JobOptions::default();
+    let mut view = block_on(Assembled::builder(&[checkpoint.source().clone()], &job)).unwrap();
+    let param = "embedding.word_embeddings.weight";
+    let (gone, master) = (param, format!("optimizer.state.param.{param}"));
+    for (at, (fqn, entry)) in metadata.iter().enumerate().filter(|(_, (fqn, _))| &***fqn != gone) {
+        view.pass(&**fqn, entry.path().cloned(), 0, at).unwrap();
+    }
+    let source = view.finish().unwrap();
+    let made = block_on(restart_optimizer(&source, checkpoint.common(), &job)).unwrap();
+    assert_eq!((made.params, &*made.kept), (7, &[master.as_str().into()][..]));
+    let moments = tensors(&made.source, |fqn| fqn.contains(".exp_avg"));
+    assert_eq!(moments.len(), 16);
+    for (fqn, (_, bytes)) in moments {
+        assert!(bytes.iter().all(|byte| *byte == 0), "{fqn}");
+    }
+}
+
+#[test]
 fn flat_state_cannot_begin_anew() {
     let checkpoint = open("gpt_dp2_dp_reshardable");
     let job = JobOptions::default();

@@ -17,9 +17,6 @@ use super::walk::{BucketShape, Elements};
 use super::window::Window;
 use crate::error::MegatronError;
 
-/// More data-parallel ranks than any run has.
-const RANKS_MAX: u64 = 1 << 20;
-
 /// One buffer of gradients of a group of ranks, and what the optimizer keeps for it.
 #[derive(Clone, Debug)]
 pub(super) struct FlatBuffer {
@@ -70,12 +67,10 @@ impl Buffers {
             let lengths = padded_lengths(source, metadata, &key).await;
             let mut buckets: Vec<_> = buckets.into_values().collect();
             for (bucket, length) in buckets.iter_mut().zip(lengths.into_iter().flatten()) {
-                let plausible = |ranks: &u64| (1..=RANKS_MAX).contains(ranks) && length / ranks > 0;
-                let ranks = data_parallel.filter(plausible);
-                let cuts = ranks.map(|ranks| (1..ranks).map(move |rank| rank * (length / ranks)));
-                let within = |cut: &u64| *cut < bucket.shape.elements;
-                let cuts = cuts.into_iter().flatten().take_while(within).collect();
-                bucket.shape.rank_bounds = cuts;
+                bucket.shape.ranks = data_parallel.and_then(|ranks| {
+                    let share = length.checked_div(ranks).filter(|share| *share > 0)?;
+                    Some((ranks, share))
+                });
             }
             all.push(FlatBuffer { dtype: param_dtype(&key.dtypes), key, buckets });
         }

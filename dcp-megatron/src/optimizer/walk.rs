@@ -30,12 +30,23 @@ pub(super) struct BucketShape {
     pub(super) elements: u64,
     /// Where its chunks begin and end, if they are those of parameters.
     pub(super) bounds: Option<BTreeSet<u64>>,
-    /// Where chunks end because the part of a data-parallel rank does.
-    pub(super) rank_bounds: BTreeSet<u64>,
+    /// The data-parallel ranks that share the bucket, and how many elements each has: chunks may
+    /// end where a rank's part does.
+    pub(super) ranks: Option<(u64, u64)>,
     /// Whether several buckets lie here, one after the other.
     pub(super) coalesced: bool,
     /// Whether there may be padding at the end.
     pub(super) padded: bool,
+}
+
+impl BucketShape {
+    /// Whether the part of a rank ends here, and that of another begins.
+    fn is_rank_bound(&self, bound: u64) -> bool {
+        self.ranks.is_some_and(|(ranks, share)| {
+            let rank = bound.checked_div(share).unwrap_or(0);
+            rank > 0 && rank < ranks && bound.is_multiple_of(share)
+        })
+    }
 }
 
 /// Where a parameter lies.
@@ -157,7 +168,7 @@ impl Walker<'_> {
             // A chunk ends inside of a parameter only where the part of a rank does.
             let cuts = |stop: u64| {
                 let inner = bounds.range(start + 1..stop);
-                inner.filter(|bound| !shape.rank_bounds.contains(bound)).count()
+                inner.filter(|bound| !shape.is_rank_bound(**bound)).count()
             };
             let stop = |class: usize| {
                 start + self.known.prints.get(class).map_or(0, |print| print.elements)
@@ -411,6 +422,16 @@ mod tests {
         assert_eq!((walked.slots.len(), walked.unknown.len()), (0, 1));
     }
 
+    #[test]
+    fn parts_of_ranks_are_told_without_a_list_of_them() {
+        let shape = |ranks| BucketShape { ranks, ..BucketShape::default() };
+        let four = shape(Some((4, 10)));
+        let bounds: Vec<_> = (0..100).filter(|bound| four.is_rank_bound(*bound)).collect();
+        assert_eq!(bounds, [10, 20, 30]);
+        assert!(!shape(None).is_rank_bound(10) && !shape(Some((4, 0))).is_rank_bound(10));
+        assert!(shape(Some((u64::MAX, 1))).is_rank_bound(1 << 40));
+    }
+
     proptest! {
         #[test]
         fn parameters_are_found_where_they_were_laid_out(
@@ -448,7 +469,7 @@ mod tests {
                     BucketShape {
                         elements: bucket.unpadded,
                         bounds: Some(pieces.iter().flat_map(|p| [p.start, p.end]).collect()),
-                        rank_bounds: (1..data_parallel).map(|rank| rank * share).collect(),
+                        ranks: Some((data_parallel, share)),
                         ..BucketShape::default()
                     }
                 })

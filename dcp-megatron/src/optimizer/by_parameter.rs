@@ -8,6 +8,7 @@ use std::sync::Arc;
 use dcp_convert::view::{Assembled, AssembledBuilder, Piece, PieceFrom};
 use dcp_convert::{JobOptions, Source, read_object};
 use dcp_core::{CheckpointMetadata, DType, Dict, Entry, Region, Value};
+use indexmap::IndexMap;
 
 use super::assign::{Assigned, Sequence, assign};
 use super::buffers::{Buffers, FlatBuffer, Masters};
@@ -189,19 +190,21 @@ fn add(
     Ok(())
 }
 
-/// A box of a model's tensor, and where its state lies.
+/// Where the state of a box of a model's tensor lies.
 #[derive(Clone, Debug)]
 struct Place {
-    region: Region,
     buffer: usize,
     bucket: usize,
     range: Range<u64>,
 }
 
+/// The boxes of a tensor, in the order in which they were found.
+type Boxes = IndexMap<Region, Place>;
+
 /// Where the parameters of all buffers lie, by the entry of the model's tensor.
 #[derive(Debug, Default)]
 struct Found {
-    places: BTreeMap<usize, Vec<Place>>,
+    places: BTreeMap<usize, Boxes>,
     report: LayoutReport,
 }
 
@@ -316,12 +319,10 @@ impl Found {
                 for region in &param.boxes {
                     let range = from..from + region.volume();
                     from = range.end;
-                    let places = self.places.entry(param.entry).or_default();
                     // Ranks that share a parameter have the same state of it.
-                    if places.iter().all(|place| place.region != *region) {
-                        let (region, buffer) = (region.clone(), number);
-                        places.push(Place { region, buffer, bucket, range });
-                    }
+                    let places = self.places.entry(param.entry).or_default();
+                    let place = Place { buffer: number, bucket, range };
+                    places.entry(region.clone()).or_insert(place);
                 }
             }
         }
@@ -347,19 +348,19 @@ struct StateTensor {
 async fn states(
     buffers: &Buffers,
     metadata: &CheckpointMetadata,
-    places: &BTreeMap<usize, Vec<Place>>,
+    places: &BTreeMap<usize, Boxes>,
     report: &mut LayoutReport,
 ) -> Result<Vec<StateTensor>, MegatronError> {
     let mut indices = Vec::with_capacity(buffers.parts.len());
     for part in &buffers.parts {
         indices.push(part.metadata().await?);
     }
+    let candidates = report.ambiguous.iter().flat_map(|at| &at.candidates);
+    let candidates: HashSet<Arc<str>> = candidates.map(|(name, _)| Arc::clone(name)).collect();
     let mut states = Vec::new();
     for (entry, fqn, tensor) in model_tensors(metadata) {
         let Some(places) = places.get(&entry) else {
-            let is_candidate =
-                report.ambiguous.iter().flat_map(|at| &at.candidates).any(|(name, _)| name == fqn);
-            if is_candidate || !report.unknown.is_empty() {
+            if candidates.contains(fqn) || !report.unknown.is_empty() {
                 let problem = "it was not found in the buffers".to_owned();
                 report.unresolved.push((Arc::clone(fqn), problem));
             } else {
@@ -368,8 +369,7 @@ async fn states(
             continue;
         };
         let expected = tensor.shape.checked_volume().unwrap_or(0);
-        let held =
-            places.iter().fold(0_u64, |sum, place| sum.saturating_add(place.region.volume()));
+        let held = places.keys().fold(0_u64, |sum, region| sum.saturating_add(region.volume()));
         if held != expected {
             let problem = format!("the buffers hold {held} of its {expected} elements");
             report.unresolved.push((Arc::clone(fqn), problem));
@@ -377,7 +377,7 @@ async fn states(
         }
         let bucket = |place: &Place| buffers.all.get(place.buffer)?.buckets.get(place.bucket);
         let names: BTreeSet<_> = places
-            .iter()
+            .values()
             .filter_map(bucket)
             .flat_map(|bucket| bucket.states.keys().cloned())
             .collect();
@@ -385,14 +385,14 @@ async fn states(
             let mut dtype = None;
             let pieces: Option<Vec<Piece>> = places
                 .iter()
-                .map(|place| {
+                .map(|(filled, place)| {
                     let (part, from) = *bucket(place)?.states.get(&name)?;
                     let (_, stored) = indices.get(part)?.at(from)?;
                     dtype = Some(stored.as_tensor()?.dtype);
                     let length = place.range.end - place.range.start;
                     let region = Region::new([place.range.start], [length]).ok()?;
                     let from = PieceFrom::Reshaped { part, entry: from, region };
-                    Some(Piece { region: place.region.clone(), from })
+                    Some(Piece { region: filled.clone(), from })
                 })
                 .collect();
             let (Some(pieces), Some(dtype)) = (pieces, dtype) else {

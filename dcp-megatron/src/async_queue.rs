@@ -72,7 +72,13 @@ pub struct AsyncRequest {
 }
 
 type Preload = Box<dyn FnOnce() -> Result<Begin, CheckpointError> + Send>;
-type Begin = Box<dyn FnOnce() -> Work + Send>;
+
+/// Work to begin, or that has begun.
+enum Begin {
+    Now(Box<dyn FnOnce() -> Work + Send>),
+    Begun(Work),
+}
+
 type Finalizer = Box<dyn FnOnce() -> BoxFuture<'static, Result<(), MegatronError>> + Send>;
 
 /// A save that was scheduled.
@@ -118,14 +124,15 @@ impl AsyncRequest {
         let saver = saver.clone();
         Self::new(Box::new(move || {
             let staged = StagedState::of(&state)?;
-            Ok(Box::new(move || Work::Save(saver.start_staged(staged, writer))))
+            Ok(Begin::Now(Box::new(move || Work::Save(saver.start_staged(staged, writer)))))
         }))
     }
 
-    /// To follow a save that has been started, as [`async_save`](crate::async_save) does.
+    /// To follow a save that has been started, as [`async_save`](crate::async_save) does. When it
+    /// cannot be scheduled it is aborted, for nothing would wait for it or finalize it.
     #[must_use]
     pub fn started(save: PendingSave) -> Self {
-        Self::new(Box::new(move || Ok(Box::new(move || Work::Save(save)))))
+        Self::new(Box::new(move || Ok(Begin::Begun(Work::Save(save)))))
     }
 
     /// To do anything else in the background: `preload` is called when the request is scheduled,
@@ -137,7 +144,7 @@ impl AsyncRequest {
     {
         Self::new(Box::new(move || {
             let task = preload()?;
-            Ok(Box::new(move || Work::Task(tokio::spawn(task))))
+            Ok(Begin::Now(Box::new(move || Work::Task(tokio::spawn(task)))))
         }))
     }
 
@@ -170,8 +177,9 @@ impl AsyncCallsQueue {
     ///
     /// # Errors
     ///
-    /// [`MegatronError::AsyncCall`] on every rank when any cannot copy its state; nothing is then
-    /// begun. [`MegatronError::UnmatchedCalls`] on every rank when ranks are at different calls.
+    /// [`MegatronError::AsyncCall`] on every rank when any cannot copy its state, and
+    /// [`MegatronError::UnmatchedCalls`] on every rank when ranks are at different calls. Nothing
+    /// is then begun, and what [had been](AsyncRequest::started) is aborted.
     pub async fn schedule_async_request(
         &mut self,
         request: AsyncRequest,
@@ -181,11 +189,20 @@ impl AsyncCallsQueue {
             Ok(begin) => (Some(begin), Ok(true)),
             Err(error) => (None, Err(self.failures(error.into()))),
         };
-        self.say(Step::Schedule { call: number }, 0, done).await?;
+        if let Err(error) = self.say(Step::Schedule { call: number }, 0, done).await {
+            if let Some(Begin::Begun(work)) = begin {
+                work.abort();
+            }
+            return Err(error);
+        }
         self.next = number;
         if let Some(begin) = begin {
             let finalizers = request.finalizers;
-            self.calls.push_back(Call { number, work: begin(), outcome: None, finalizers });
+            let work = match begin {
+                Begin::Now(begin) => begin(),
+                Begin::Begun(work) => work,
+            };
+            self.calls.push_back(Call { number, work, outcome: None, finalizers });
         }
         Ok(number)
     }

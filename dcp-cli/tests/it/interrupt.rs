@@ -36,9 +36,11 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Runs a command until `ready`, and then sends it a signal.
+/// Runs a command until `ready`, and then sends it a signal. It is quiet: where it takes longer, it
+/// says how far it is before it fails.
 fn interrupted(args: &[&str], signal: &str, ready: impl Fn() -> bool) -> Run {
-    let child = command().args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let child =
+        command().arg("--quiet").args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let mut child: Child = child.unwrap();
     let begin = Instant::now();
     while !ready() {

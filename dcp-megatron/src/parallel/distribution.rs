@@ -102,7 +102,8 @@ pub(super) fn distribute_different(
     // Shards count in the order of their names.
     order.sort_unstable_by(|&left, &right| {
         let (left, right) = (&shards[left], &shards[right]);
-        (&left.key, &left.offset[..]).cmp(&(&right.key, &right.offset[..]))
+        let (mine, other) = (left.byte_len > 0, right.byte_len > 0);
+        (&left.key, &left.offset[..], mine).cmp(&(&right.key, &right.offset[..], other))
     });
 
     let world_size = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
@@ -142,13 +143,14 @@ type Merged = (Vec<Shard>, Vec<Vec<(usize, bool)>>);
 
 fn merge(lists: &[&SavePlan], ranks: &[(usize, &[bool])]) -> Result<Merged, PlanError> {
     let mut shards: Vec<Shard> = Vec::new();
-    let mut known: HashMap<(&str, &[u64]), usize> = HashMap::new();
+    let mut known: HashMap<(&str, &[u64], bool), usize> = HashMap::new();
     let mut all_rows = Vec::with_capacity(lists.len());
     for (list, number) in lists.iter().zip(0_u32..) {
         let mut rows = Vec::with_capacity(list.len());
         for at in 0..list.len() {
             let Some(item) = list.item(at) else { continue };
-            let id = (&*item.key.fqn, item.offsets);
+            // An empty shard may lie where another one begins; it is not that one.
+            let id = (&*item.key.fqn, item.offsets, item.byte_len == 0);
             let shard = *known.entry(id).or_insert_with(|| {
                 shards.push(Shard {
                     key: Arc::clone(&item.key.fqn),
@@ -214,6 +216,27 @@ mod tests {
             inventory.main.push(*main);
         }
         inventory
+    }
+
+    #[test]
+    fn an_empty_shard_is_not_the_one_that_begins_where_it_lies() {
+        let shards = |lens: &[u64]| {
+            let all = lens.iter().map(|len| ("k".to_owned(), 100, *len, true));
+            inventory(&all.collect::<Vec<_>>())
+        };
+        for purpose in [Purpose::Save, Purpose::Load] {
+            for rule in [ShareRule::Balanced, ShareRule::Megatron] {
+                let group = [shards(&[0]), shards(&[10, 0]), shards(&[10])];
+                let distribution = distribute(&group, rule, purpose).unwrap();
+                let owned = |rank| distribution.owned(rank).to_vec();
+                let (first, second, third) = (owned(0), owned(1), owned(2));
+                assert_eq!(usize::from(first[0]) + usize::from(second[1]), 1);
+                assert_eq!(usize::from(second[0]) + usize::from(third[0]), 1);
+            }
+        }
+        let group = [shards(&[9]), shards(&[10])];
+        let error = distribute(&group, ShareRule::Balanced, Purpose::Save).unwrap_err();
+        assert!(error.to_string().contains("100"), "{error}");
     }
 
     type Owners = BTreeMap<(String, u64), Vec<usize>>;

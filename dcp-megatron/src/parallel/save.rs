@@ -115,8 +115,7 @@ impl ParallelSave {
         }
     }
 
-    /// This rank among all ranks; by default its rank in the group. Failures call it so, and the
-    /// lowest one in the group names the group's file in the cache.
+    /// This rank among all ranks; by default its rank in the group. Failures call it so.
     #[must_use]
     pub fn world_rank(mut self, rank: Rank) -> Self {
         self.world_rank = rank;
@@ -135,8 +134,12 @@ impl ParallelSave {
     /// processes. Only the first rank of each group reads and writes it. (Megatron-Core's
     /// `pg_dist_<lowest rank>.pkl` is a pickle and never checked; this one holds bits, and counts
     /// only when it is whole and of exactly these shards.)
+    ///
+    /// `world_rank` is this rank among all ranks, as of [`world_rank`](Self::world_rank): by their
+    /// ranks in themselves, all groups would have the same file.
     #[must_use]
-    pub fn cache_in(mut self, storage: Arc<dyn Storage>) -> Self {
+    pub fn cache_in(mut self, storage: Arc<dyn Storage>, world_rank: Rank) -> Self {
+        self.world_rank = world_rank;
         self.disk = Some(DiskCache::new(storage));
         self
     }

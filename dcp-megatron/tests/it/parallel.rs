@@ -188,9 +188,8 @@ fn what_is_on_disk_serves_later_processes_and_damage_does_not_matter() {
             let mut tensors = replicas(rank);
             tensors.push(replica("more", more, rank));
             let save = ParallelSave::new(group.into())
-                .world_rank(10 + 2 * rank)
                 .rule(rule)
-                .cache_in(Arc::clone(&cache));
+                .cache_in(Arc::clone(&cache), 10 + 2 * rank);
             (redistribute(&save, &mut tensors).unwrap().origin, main(&tensors))
         });
         assert_eq!(results[0].0, results[1].0);

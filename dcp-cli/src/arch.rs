@@ -46,6 +46,11 @@ pub(crate) struct Arch {
     #[arg(long)]
     allow_left_over: bool,
 
+    /// Go on where the arguments or config.json say what the other side cannot do, and say so: the
+    /// model made computes something else. To hf, --config DIR has it so too.
+    #[arg(long)]
+    ignore_args: bool,
+
     /// Write an output embedding also where the model has none of its own, as a copy of the input
     /// embedding.
     #[arg(long)]
@@ -104,8 +109,10 @@ impl Arch {
             };
             let divisor = self.make_vocab_divisible_by.unwrap_or(DIVISOR);
             let padding = Padding::Multiple { divisor, tensor_parallel: tp.into() };
-            let facts = mapping.facts_of_config(&config)?.with_padding(padding);
-            let mapped = map_to_megatron(&source, &mapping, &facts, &how, options).await?;
+            let (facts, notes) = mapping.read_config(&config, self.ignore_args)?;
+            let facts = facts.with_padding(padding);
+            let mut mapped = map_to_megatron(&source, &mapping, &facts, &how, options).await?;
+            mapped.report.notes.splice(..0, notes);
             return Ok(Named { source: mapped.source, config: None, report: Some(mapped.report) });
         }
         if self.make_vocab_divisible_by.is_some() {
@@ -124,11 +131,12 @@ impl Arch {
         };
         if let Some(config) = &given {
             // The model is opened with it, so that is how many tokens there are.
-            facts = facts.described_by(&mapping.facts_of_config(config)?)?;
+            facts = facts.described_by(&mapping.read_config(config, true)?.0)?;
         }
-        let mapped = map_to_hf(&source, &mapping, &facts, &how, options).await?;
+        how.ignore_arguments = self.ignore_args || config.is_some();
+        let mut mapped = map_to_hf(&source, &mapping, &facts, &how, options).await?;
         let config = match (to, config) {
-            (Format::Hf, None) => Some(config_json(&mapping, &mapped)?),
+            (Format::Hf, None) => Some(config_json(&mapping, &mut mapped)?),
             _ => None,
         };
         Ok(Named { source: mapped.source, config, report: Some(mapped.report) })
@@ -171,6 +179,7 @@ impl Arch {
         for (given, option) in [
             (self.make_vocab_divisible_by.is_some(), "--make-vocab-divisible-by"),
             (self.allow_left_over, "--allow-left-over"),
+            (self.ignore_args, "--ignore-args"),
             (self.untie, "--untie"),
         ] {
             if given {
@@ -257,10 +266,13 @@ async fn config_of(opened: &Opened, folder: Option<&Path>) -> Result<serde_json:
 }
 
 /// The configuration of the model that was made.
-fn config_json(mapping: &Mapping, mapped: &Mapped) -> Result<(Key, Vec<u8>), Failure> {
+fn config_json(mapping: &Mapping, mapped: &mut Mapped) -> Result<(Key, Vec<u8>), Failure> {
     let config = mapping.config_json(&mapped.facts).map_err(|error| {
-        Failure::from(error).hint("--config DIR takes another model's config.json instead")
+        Failure::from(error)
+            .hint("pass --config DIR, the folder with the original model's config.json")
     })?;
+    let note = "config.json leaves bos_token_id and eos_token_id open: the tokenizer decides";
+    mapped.report.notes.push(note.to_owned());
     let mut text = serde_json::to_vec_pretty(&config).map_err(std::io::Error::from)?;
     text.push(b'\n');
     Ok((Key::new("config.json").map_err(StorageError::from)?, text))

@@ -213,6 +213,10 @@ impl From<MappingError> for Failure {
                 "--allow-left-over leaves them out; `dcp arch FAMILY > my.toml` prints a mapping \
                  to add rules to",
             ),
+            MappingError::Differs { .. } => Some(
+                "--ignore-args goes on all the same, and says so; --config DIR takes the \
+                 configuration that the model is opened with",
+            ),
             MappingError::UnknownFact { .. } => Some(
                 "`dcp inspect --args` shows what the checkpoint tells; a mapping of your own may \
                  say it",

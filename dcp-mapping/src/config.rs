@@ -4,6 +4,7 @@ use dcp_core::{Dict, Value as Py};
 use serde_json::{Map, Value, json};
 
 use crate::error::MappingError;
+use crate::express::{differs, same, settle};
 use crate::facts::{Facts, bad};
 use crate::mapping::Mapping;
 
@@ -44,14 +45,31 @@ fn plain(value: &Py, depth: usize) -> Option<Value> {
 
 impl Mapping {
     /// What transformers' `config.json` tells of a model, by the names that Megatron has for it.
+    /// What it lacks is what transformers takes for it.
     ///
     /// # Errors
     ///
-    /// [`MappingError::BadFact`] when it is no object, or a field of it makes no sense.
+    /// [`MappingError::BadFact`] when it is no object, or a field of it makes no sense,
+    /// [`MappingError::Differs`] when Megatron does not do what a field says.
     pub fn facts_of_config(&self, config: &Value) -> Result<Facts, MappingError> {
+        Ok(self.read_config(config, false)?.0)
+    }
+
+    /// The same, and notes on what Megatron does not do, where `ignore` has that pass.
+    ///
+    /// # Errors
+    ///
+    /// As [`facts_of_config`](Self::facts_of_config).
+    pub fn read_config(
+        &self,
+        config: &Value,
+        ignore: bool,
+    ) -> Result<(Facts, Vec<String>), MappingError> {
         let Some(fields) = config.as_object() else {
             return Err(bad("config.json", &Value::Null, "it is no object"));
         };
+        let mut problems = self.beyond_megatron(fields);
+        let fields = &self.with_absent(fields);
         let mut facts = Facts::new();
         for (field, arg) in &self.config.fields {
             let Some(value) = fields.get(field).filter(|value| !value.is_null()) else { continue };
@@ -61,10 +79,12 @@ impl Mapping {
                 (Some(_), value) => return Err(bad(field, value, "it must be true or false")),
             }
         }
-        for (arg, value) in &self.config.args {
+        self.router_of_config(fields, &mut facts, &mut problems);
+        for (arg, value) in self.config.args.iter().chain(&self.config.usual) {
             facts.complete(arg, value.clone());
         }
-        self.rope_of_config(fields, &mut facts);
+        self.gelu_of_config(fields, &mut facts, &mut problems);
+        self.rope_of_config(fields, &mut facts, &mut problems);
         if let Some(window) = fields.get("sliding_window").filter(|_| self.config.window)
             && let Some(before) = window.as_u64().and_then(|window| window.checked_sub(1))
         {
@@ -96,10 +116,80 @@ impl Mapping {
         if let Some(length) = facts.get("max_position_embeddings").cloned() {
             facts.complete("seq_length", length);
         }
-        Ok(facts)
+        problems.extend(self.groups_differ(&facts)?);
+        let mut notes = Vec::new();
+        settle(problems, ignore, &mut notes)?;
+        Ok((facts, notes))
     }
 
-    fn rope_of_config(&self, fields: &Map<String, Value>, facts: &mut Facts) {
+    /// The fields, and what transformers takes for those that are not there. Null is there.
+    fn with_absent(&self, fields: &Map<String, Value>) -> Map<String, Value> {
+        let mut fields = fields.clone();
+        let parameters = fields.get("rope_parameters").and_then(Value::as_object);
+        let theta = parameters.is_some_and(|parameters| parameters.contains_key("rope_theta"));
+        for (field, value) in &self.config.absent {
+            if !(fields.contains_key(field) || theta && field == "rope_theta") {
+                fields.insert(field.clone(), value.clone());
+            }
+        }
+        fields
+    }
+
+    fn router_of_config(
+        &self,
+        fields: &Map<String, Value>,
+        facts: &mut Facts,
+        problems: &mut Vec<MappingError>,
+    ) {
+        let config = &self.config;
+        if config.moe_layers.as_deref() != Some("deepseek")
+            || config.constants.contains_key("topk_method")
+        {
+            return;
+        }
+        match fields.get("topk_method") {
+            Some(Value::String(method)) if method == "group_limited_greedy" => {}
+            // The groups count for nothing.
+            None | Some(Value::Null) => clear_groups(facts),
+            Some(Value::String(method)) if method == "greedy" => clear_groups(facts),
+            Some(method) => {
+                let problem = "Megatron-Core has greedy and group_limited_greedy here";
+                problems.push(differs("topk_method", method, problem));
+            }
+        }
+    }
+
+    fn gelu_of_config(
+        &self,
+        fields: &Map<String, Value>,
+        facts: &mut Facts,
+        problems: &mut Vec<MappingError>,
+    ) {
+        let Some((name, gelu)) = self.config.gelu.as_ref().and_then(|f| Some((f, fields.get(f)?)))
+        else {
+            return;
+        };
+        let tanh = match gelu.as_str() {
+            Some("gelu_new" | "gelu_pytorch_tanh") => true,
+            Some("gelu") => false,
+            _ => {
+                let problem = "Megatron-Core has gelu and gelu_new for this family";
+                problems.push(differs(name, gelu, problem));
+                return;
+            }
+        };
+        // Megatron-Core computes it where it is fused, Megatron's older models by the other name.
+        for arg in ["openai_gelu", "bias_gelu_fusion"] {
+            facts.set(arg, tanh);
+        }
+    }
+
+    fn rope_of_config(
+        &self,
+        fields: &Map<String, Value>,
+        facts: &mut Facts,
+        problems: &mut Vec<MappingError>,
+    ) {
         if self.config.rope.is_none() {
             return;
         }
@@ -111,24 +201,58 @@ impl Mapping {
         let scaling = fields.get("rope_scaling").and_then(Value::as_object).or(parameters);
         let Some(scaling) = scaling else { return };
         let kind = scaling.get("rope_type").or_else(|| scaling.get("type"));
+        let partial = scaling.get("partial_rotary_factor").filter(|v| v.as_f64() != Some(1.0));
+        if let Some(partial) = partial.filter(|partial| !partial.is_null()) {
+            let problem = "Megatron-Core turns all channels in this family";
+            problems.push(differs("partial_rotary_factor", partial, problem));
+        }
         let mut take = |field: &str, arg: &str| {
             if let Some(value) = scaling.get(field).filter(|value| value.is_number()) {
                 facts.complete(arg, value.clone());
             }
         };
+        let rope = self.config.rope.as_deref();
         match kind.and_then(Value::as_str) {
-            Some("llama3") => {
+            None | Some("default") => {}
+            Some("llama3") if rope == Some("llama3") => {
                 take("factor", "rope_scaling_factor");
                 facts.set("use_rope_scaling", true);
+                for (field, number) in llama3() {
+                    if let Some(value) = scaling.get(field).filter(|value| !same(value, &number)) {
+                        let problem = format!("Megatron-Core knows no other number than {number}");
+                        problems.push(differs(field, value, &problem));
+                    }
+                }
             }
-            Some("yarn") => {
+            Some("linear") if self.config.linear_rope() => {
+                take("factor", "rotary_seq_len_interpolation_factor");
+            }
+            Some("yarn") if rope == Some("yarn") => {
                 take("factor", "rotary_scaling_factor");
                 for field in YARN {
                     take(field, field);
                 }
                 facts.set("rope_type", "yarn");
+                for (field, usual) in [("attention_factor", Value::Null), ("truncate", true.into())]
+                {
+                    if let Some(value) = scaling.get(field).filter(|v| !v.is_null() && **v != usual)
+                    {
+                        problems.push(differs(field, value, "Megatron-Core works it out itself"));
+                    }
+                }
+                // What transformers takes for what is not there.
+                if let Some(positions) = facts.get("max_position_embeddings").cloned() {
+                    facts.complete("original_max_position_embeddings", positions);
+                }
+                for (field, usual) in YARN.iter().zip(yarn_usual()) {
+                    facts.complete(field, usual);
+                }
             }
-            _ => {}
+            Some(_) => {
+                let value = Value::Object(scaling.clone());
+                let problem = "Megatron-Core does not scale the positions of this family like that";
+                problems.push(differs("rope_scaling", &value, problem));
+            }
         }
     }
 
@@ -137,7 +261,8 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`MappingError::BadFact`] when transformers has no way to say what the arguments do.
+    /// [`MappingError::BadFact`] when transformers has no way to say what the arguments do,
+    /// [`MappingError::Unsaid`] when they do not tell what it has to say.
     pub fn config_json(&self, facts: &Facts) -> Result<Value, MappingError> {
         let mut config = self.config.constants.clone();
         for (field, arg) in &self.config.fields {
@@ -168,6 +293,24 @@ impl Mapping {
             config.insert("sliding_window".to_owned(), window.into());
         }
         self.moe_to_config(facts, &mut config)?;
+        if let Some(field) = &self.config.gelu {
+            let on = |arg| facts.get_bool(arg);
+            let gelu = match (on("openai_gelu"), on("bias_gelu_fusion")) {
+                (Some(true), _) | (_, Some(true)) => Some("gelu_new"),
+                (_, Some(false)) => Some("gelu"),
+                _ => None,
+            };
+            config.extend(gelu.map(|gelu| (field.clone(), gelu.into())));
+        }
+        let unsaid = self.config.required.iter().filter(|field| !config.contains_key(*field));
+        let fields: Vec<_> = unsaid.cloned().collect();
+        if !fields.is_empty() {
+            return Err(MappingError::Unsaid { fields });
+        }
+        // Transformers would take those of another tokenizer.
+        for token in ["bos_token_id", "eos_token_id"] {
+            config.entry(token).or_insert(Value::Null);
+        }
         if let Some(dtype) = facts.get("params_dtype").and_then(Value::as_str) {
             let dtype = dtype.strip_prefix("torch.").unwrap_or(dtype);
             config.insert("torch_dtype".to_owned(), dtype.into());
@@ -182,14 +325,16 @@ impl Mapping {
         }
         let factor = |name: &str| facts.get(name).and_then(Value::as_f64);
         if rope == "llama3" && facts.get_bool("use_rope_scaling") == Some(true) {
-            // Megatron knows no other numbers than Llama 3.1's.
-            let scaling = json!({
-                "rope_type": "llama3",
-                "factor": factor("rope_scaling_factor").unwrap_or(8.0),
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            });
+            let mut scaling = Map::new();
+            scaling.insert("rope_type".to_owned(), "llama3".into());
+            let scale = factor("rope_scaling_factor").unwrap_or(8.0);
+            scaling.insert("factor".to_owned(), scale.into());
+            scaling.extend(llama3().map(|(field, number)| (field.to_owned(), number)));
+            config.insert("rope_scaling".to_owned(), Value::Object(scaling));
+        }
+        let linear = factor("rotary_seq_len_interpolation_factor").filter(|scale| *scale != 1.0);
+        if let Some(scale) = linear.filter(|_| self.config.linear_rope()) {
+            let scaling = json!({ "rope_type": "linear", "factor": scale });
             config.insert("rope_scaling".to_owned(), scaling);
         }
         let Some(scale) = factor("rotary_scaling_factor").filter(|scale| *scale > 1.0) else {
@@ -202,8 +347,7 @@ impl Mapping {
                 scaling.insert(name.to_owned(), "yarn".into());
             }
             scaling.insert("factor".to_owned(), scale.into());
-            let usual = [json!(1.0), json!(0.0), json!(32), json!(1), json!(4096)];
-            for (field, usual) in YARN.iter().zip(usual) {
+            for (field, usual) in YARN.iter().zip(yarn_usual()) {
                 scaling.insert((*field).to_owned(), facts.get(field).cloned().unwrap_or(usual));
             }
             config.insert("rope_scaling".to_owned(), Value::Object(scaling));
@@ -253,6 +397,26 @@ impl Mapping {
         }
         Ok(())
     }
+}
+
+fn clear_groups(facts: &mut Facts) {
+    for arg in ["moe_router_num_groups", "moe_router_group_topk"] {
+        facts.set(arg, Value::Null);
+    }
+}
+
+/// Megatron knows no other numbers than Llama 3.1's.
+fn llama3() -> [(&'static str, Value); 3] {
+    [
+        ("low_freq_factor", json!(1.0)),
+        ("high_freq_factor", json!(4.0)),
+        ("original_max_position_embeddings", json!(8192)),
+    ]
+}
+
+/// What the fields of [`YARN`] are where nothing is said.
+fn yarn_usual() -> [Value; 5] {
+    [json!(1.0), json!(0.0), json!(32), json!(1), json!(4096)]
 }
 
 /// Fields of YaRN that have one name on both sides.

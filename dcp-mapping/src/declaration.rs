@@ -78,11 +78,16 @@ struct DropTable {
 struct ConfigTable {
     constants: IndexMap<String, toml::Value>,
     defaults: IndexMap<String, toml::Value>,
+    required: Vec<String>,
+    absent: IndexMap<String, toml::Value>,
     fields: IndexMap<String, String>,
     args: IndexMap<String, toml::Value>,
+    usual: IndexMap<String, toml::Value>,
     rope: Option<String>,
     moe_layers: Option<String>,
     window: bool,
+    gelu: Option<String>,
+    group_score: Option<u64>,
 }
 
 #[derive(Deserialize)]
@@ -174,10 +179,15 @@ pub(crate) fn parse(text: &str, file: &str) -> Result<Mapping, MappingError> {
         constants: json_map(parsed.config.constants),
         defaults: json_map(parsed.config.defaults),
         fields: parsed.config.fields,
+        required: parsed.config.required,
+        absent: json_map(parsed.config.absent),
         args: json_map(parsed.config.args),
+        usual: json_map(parsed.config.usual),
         rope: parsed.config.rope,
         moe_layers: parsed.config.moe_layers,
         window: parsed.config.window,
+        gelu: parsed.config.gelu,
+        group_score: parsed.config.group_score,
     };
     config.check().map_err(|problem| reader.error(&reader.find("[config"), problem))?;
     let drop = Drop { hf: parsed.drop.hf, megatron: parsed.drop.megatron };

@@ -63,6 +63,22 @@ pub enum MappingError {
         /// Why that cannot be.
         problem: String,
     },
+    /// The other side would compute something else: it has no way to say this.
+    #[error("{fact} is {value}: {problem}")]
+    Differs {
+        /// The argument of Megatron's, or the field of `config.json`.
+        fact: String,
+        /// What it is, as JSON.
+        value: String,
+        /// What the other side has.
+        problem: String,
+    },
+    /// `config.json` would have holes, which transformers fills with numbers of another model.
+    #[error("the arguments do not tell {}, which config.json has to say", .fields.join(", "))]
+    Unsaid {
+        /// Fields of `config.json`.
+        fields: Vec<String>,
+    },
     /// The checkpoint, or what is beneath it.
     #[error(transparent)]
     Convert(#[from] ConvertError),

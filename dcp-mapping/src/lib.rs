@@ -34,6 +34,7 @@ mod compile;
 mod config;
 mod declaration;
 mod error;
+mod express;
 mod facts;
 mod families;
 mod find;

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::compile::Compiler;
 use crate::error::MappingError;
+use crate::express::{same, settle};
 use crate::facts::{Facts, bad};
 use crate::mapping::Mapping;
 use crate::resolve::{Resolved, Resolver};
@@ -40,6 +41,9 @@ pub struct MapOptions {
     pub drop: Vec<String>,
     /// Whether source tensors that no rule knows are left out instead of refused.
     pub allow_left_over: bool,
+    /// Whether arguments that transformers cannot express are only noted: for a model that will be
+    /// opened with a `config.json` of its own, or because whoever asks knows better.
+    pub ignore_arguments: bool,
     /// What the weights will be cast to behind the mapping, for the arguments and `config.json`; by
     /// default they say what the weights are.
     pub params_dtype: Option<DType>,
@@ -130,7 +134,9 @@ pub struct MappingReport {
 ///
 /// # Errors
 ///
-/// [`MappingError`] when a tensor is missing, left over or of a shape that does not fit.
+/// [`MappingError`] when a tensor is missing, left over or of a shape that does not fit, or when an
+/// argument says what no model of the family does in transformers
+/// ([`ignore_arguments`](MapOptions::ignore_arguments)).
 pub async fn map_to_hf(
     source: &Source,
     mapping: &Mapping,
@@ -167,10 +173,11 @@ async fn map(
     direction: Direction,
 ) -> Result<Mapped, MappingError> {
     let metadata = source.metadata().await?;
-    let mut known = facts.clone();
+    let (mut known, mut notes) = (facts.clone(), Vec::new());
     if direction == Direction::ToHf {
         let shapes = Shapes::of(&metadata, mapping);
         refuse_other_layouts(mapping, &shapes, facts)?;
+        settle(mapping.beyond_hf(facts)?, options.ignore_arguments, &mut notes)?;
         shapes.complete(&mut known)?;
     }
     let mut facts = known.clone();
@@ -185,6 +192,7 @@ async fn map(
     };
     let targets = compiler.compile()?;
     let mut report = report(mapping, direction, &resolved, &metadata);
+    report.notes.append(&mut notes);
     let mut view = Assembled::builder(std::slice::from_ref(source), job).await?;
     let mut casts: HashMap<String, DType> = HashMap::new();
     for (name, target) in targets {
@@ -297,8 +305,8 @@ fn refuse_other_layouts(
 
 /// Says which arguments are others than the family's.
 fn note_arguments(mapping: &Mapping, facts: &Facts, notes: &mut Vec<String>) {
-    for (arg, usual) in &mapping.config.args {
-        if let Some(value) = facts.get(arg).filter(|value| *value != usual) {
+    for (arg, usual) in &mapping.config.usual {
+        if let Some(value) = facts.get(arg).filter(|value| !same(value, usual)) {
             notes.push(format!(
                 "the argument {arg} is {value}, where models of the family {:?} have {usual}",
                 mapping.name()

@@ -55,12 +55,22 @@ pub(crate) struct ConfigRules {
     pub(crate) defaults: Map<String, Value>,
     /// Fields of `config.json` and Megatron's arguments; `!` in front of one negates it.
     pub(crate) fields: IndexMap<String, String>,
+    /// Fields that have to be written: what transformers takes instead is that of another model.
+    pub(crate) required: Vec<String>,
+    /// What transformers takes for fields that `config.json` lacks.
+    pub(crate) absent: Map<String, Value>,
     /// What Megatron's arguments are for every model of the family.
     pub(crate) args: Map<String, Value>,
+    /// The same, of arguments that change nothing, or nothing that the tensors do not tell.
+    pub(crate) usual: Map<String, Value>,
     pub(crate) rope: Option<String>,
     pub(crate) moe_layers: Option<String>,
     /// Whether attention may be within a window.
     pub(crate) window: bool,
+    /// The field that says which GELU it is.
+    pub(crate) gelu: Option<String>,
+    /// How many of its experts transformers scores a group of experts by.
+    pub(crate) group_score: Option<u64>,
 }
 
 /// One Megatron tensor, and what it is in Hugging Face.
@@ -176,6 +186,11 @@ impl Mapping {
 }
 
 impl ConfigRules {
+    /// Whether positions may be interpolated linearly.
+    pub(crate) fn linear_rope(&self) -> bool {
+        matches!(self.rope.as_deref(), Some("plain" | "llama3"))
+    }
+
     pub(crate) fn check(&self) -> Result<(), String> {
         let known = |what: &str, value: &Option<String>, names: &[&str]| match value {
             Some(value) if !names.contains(&value.as_str()) => {

@@ -197,7 +197,8 @@ def arguments(config, padded, dtype):
         params_dtype=dtype, bf16=dtype == torch.bfloat16,
     )
     if gpt2:
-        return argparse.Namespace(**args)
+        # The GELU that is fused with the bias is gelu_new.
+        return argparse.Namespace(**args, openai_gelu=False, bias_gelu_fusion=True)
     groups = config.num_key_value_heads
     latent = hasattr(config, "kv_lora_rank")
     args.update(group_query_attention=groups != heads and not latent, num_query_groups=groups, rotary_base=config.rope_parameters["rope_theta"],
@@ -214,7 +215,7 @@ def arguments(config, padded, dtype):
             moe_router_group_topk=config.topk_group, moe_router_topk_scaling_factor=config.routed_scaling_factor,
             moe_shared_expert_intermediate_size=config.n_shared_experts * config.moe_intermediate_size, rotary_scaling_factor=1.0,
             moe_router_score_function="sigmoid" if config.model_type == "deepseek_v3" else "softmax",
-            moe_router_enable_expert_bias=config.model_type == "deepseek_v3",
+            moe_router_enable_expert_bias=config.model_type == "deepseek_v3", moe_router_pre_softmax=True,
         )
     return argparse.Namespace(**args)
 

@@ -39,7 +39,12 @@ fn a_dense_model_of_two_by_two_ranks() {
     assert_eq!(hf["model.embed_tokens.weight"], *stored("embedding.word_embeddings.weight"));
     assert!(mapped.report.tied);
     assert_eq!(mapped.report.notes.len(), 1, "{:?}", mapped.report.notes);
-    let config = mapping.config_json(&mapped.facts).unwrap();
+    // Nobody knows what else the model is.
+    let error = mapping.config_json(&mapped.facts).unwrap_err().to_string();
+    assert!(error.contains("max_position_embeddings, rms_norm_eps, rope_theta"), "{error}");
+    let facts = mapped.facts.clone().with("max_position_embeddings", 64);
+    let facts = facts.with("layernorm_epsilon", 1e-5).with("rotary_base", 10000);
+    let config = mapping.config_json(&facts).unwrap();
     assert_eq!(config["num_hidden_layers"], 2);
     assert_eq!(config["head_dim"], 2);
     assert_eq!(config["vocab_size"], 16);
@@ -71,7 +76,10 @@ fn experts_of_two_ranks() {
     let norm = &expected["decoder.layers.mlp.linear_fc1.layer_norm_weight"];
     let norm = Tensor::new(&[8], |at| norm.at(&[1, at[0]]));
     assert_eq!(hf["model.layers.1.post_attention_layernorm.weight"], norm);
-    let config = mapping.config_json(&mapped.facts).unwrap();
+    assert!(mapping.config_json(&mapped.facts).is_err());
+    let facts = mapped.facts.clone().with("max_position_embeddings", 64);
+    let facts = facts.with("layernorm_epsilon", 1e-5).with("rotary_base", 10000);
+    let config = mapping.config_json(&facts.with("moe_router_topk", 2)).unwrap();
     assert_eq!(config["num_local_experts"], 4);
     assert_eq!(config["intermediate_size"], 12);
     assert_eq!(config["num_key_value_heads"], 4);
@@ -115,6 +123,8 @@ fn a_run_with_all_its_arguments() {
     assert_eq!(config["rms_norm_eps"], 1e-5);
     assert_eq!(config["torch_dtype"], "bfloat16");
     assert_eq!(config["max_position_embeddings"], 8);
+    // Those of Llama's tokenizer would be taken else.
+    assert!(config["bos_token_id"].is_null() && config.get("eos_token_id").is_some());
 }
 
 #[test]

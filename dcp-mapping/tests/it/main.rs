@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
 
 mod declarations;
+mod express;
 mod families;
 mod fixtures;
 mod large;

@@ -134,7 +134,10 @@ impl Model {
                 set("n_shared_experts", self.shared_experts.into());
                 set("first_k_dense_replace", self.dense_layers.into());
                 set("moe_intermediate_size", self.expert_ffn.into());
+                set("num_experts_per_tok", 2.into());
                 if self.router_bias {
+                    set("n_group", 1.into());
+                    set("topk_group", 1.into());
                     set("num_nextn_predict_layers", self.mtp.into());
                 }
             }
@@ -150,6 +153,18 @@ impl Model {
                 set("mlp_only_layers", (0..self.dense_layers).collect());
             }
         }
+        config
+    }
+
+    /// The configuration of some model of a family, with other fields.
+    pub(crate) fn config_with(family: &str, more: Value) -> Value {
+        let model = Self::all().into_iter().find(|model| model.family == family).unwrap();
+        let mut config = model.config();
+        let fields = config.as_object_mut().unwrap();
+        if more.get("rope_parameters").is_some() {
+            fields.remove("rope_theta");
+        }
+        fields.extend(more.as_object().unwrap().clone());
         config
     }
 

@@ -93,7 +93,7 @@ fn what_configurations_say_in_many_words() {
             "rope_theta": 500000.0, "rope_type": "llama3", "factor": 32.0,
         } }),
     ] {
-        let facts = llama.facts_of_config(&config).unwrap();
+        let facts = llama.facts_of_config(&Model::config_with("llama", config)).unwrap();
         assert_eq!(facts.get("rotary_base"), Some(&json!(500000.0)));
         assert_eq!(facts.get("use_rope_scaling"), Some(&json!(true)));
         let back = llama.config_json(&facts).unwrap();
@@ -102,7 +102,10 @@ fn what_configurations_say_in_many_words() {
     }
     let mistral = Mapping::builtin("mistral").unwrap();
     for (window, size) in [(json!(4096), Some(json!([4095, 0]))), (json!(null), None)] {
-        let facts = mistral.facts_of_config(&json!({ "sliding_window": window })).unwrap();
+        let facts = {
+            let config = Model::config_with("mistral", json!({ "sliding_window": window }));
+            mistral.facts_of_config(&config).unwrap()
+        };
         assert_eq!(facts.get("window_size"), size.as_ref());
         // Where transformers finds nothing, it takes 4096.
         assert_eq!(mistral.config_json(&facts).unwrap()["sliding_window"], window);
@@ -112,7 +115,8 @@ fn what_configurations_say_in_many_words() {
         "rope_type": "yarn", "type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
         "beta_slow": 1, "original_max_position_embeddings": 4096,
     });
-    let facts = deepseek.facts_of_config(&json!({ "rope_scaling": scaling })).unwrap();
+    let config = Model::config_with("deepseek_v3", json!({ "rope_scaling": scaling }));
+    let facts = deepseek.facts_of_config(&config).unwrap();
     assert_eq!(deepseek.config_json(&facts).unwrap()["rope_scaling"], scaling);
     let facts = Facts::new().with("moe_layer_freq", json!([0, 1, 0, 1]));
     let error = deepseek.config_json(&facts).unwrap_err().to_string();

@@ -129,6 +129,7 @@ fn model(latent: bool) -> (Value, Tensors) {
             "first_k_dense_replace": 1, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
             "qk_rope_head_dim": 2, "v_head_dim": 4, "num_experts_per_tok": 2,
             "tie_word_embeddings": false, "rope_theta": 500_000.0,
+            "n_group": 1, "topk_group": 1,
         });
     }
     (config, tensors(all))

@@ -101,6 +101,8 @@ fn nothing_is_written_in_place_of_a_run() {
     let folder = tempfile::tempdir().unwrap();
     let (source, run) = (megatron(MODEL), path(&folder, "run"));
     let at = |name: &str| path(&folder, &format!("run/{name}"));
+    // Its arguments tell what config.json has to say.
+    let told = megatron("run_torch_dist_dp2");
     dcp(["convert", &source, &at("iter_0000010"), "--to", "torch-dist"]).ok();
     for tracker in [false, true] {
         if tracker {
@@ -108,7 +110,8 @@ fn nothing_is_written_in_place_of_a_run() {
         }
         for to in ["torch-dist", "dcp", "hf"] {
             for more in [&["--overwrite"][..], &["--dry-run"]] {
-                dcp(["-q", "convert", &source, &run, "--to", to].iter().chain(more))
+                let source = if to == "hf" { &told } else { &source };
+                dcp(["-q", "convert", source, &run, "--to", to].iter().chain(more))
                     .fails(2, &["a run of Megatron-LM", "run/release"]);
             }
         }

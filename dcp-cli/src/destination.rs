@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueEnum};
 use dcp::DType;
 use dcp::convert::{CastOptions, JobOptions, Source, StatePart, WriteReport, view};
-use dcp::core::Key;
+use dcp::core::{Key, Value};
 use dcp::formats::torch_save::TorchSaveForm;
 use dcp::megatron::ParallelLayout;
 use dcp::planner::KeyFilter;
@@ -99,6 +99,8 @@ pub(crate) struct For {
     pub(crate) config: Option<(Key, Vec<u8>)>,
     /// The ranks that a checkpoint of Megatron-Core is written for.
     pub(crate) layout: Option<ParallelLayout>,
+    /// The common state that it gets, if not the one among the keys.
+    pub(crate) common: Option<Value>,
 }
 
 /// Options of everything that writes.
@@ -307,7 +309,8 @@ impl Destination {
             }
             Format::TorchDist => {
                 let layout = how.layout.unwrap_or_else(|| ParallelLayout::new(1, 1));
-                self.torch_dist.write(source, target, layout, overwrite, options).await?
+                let what = (layout, how.common);
+                self.torch_dist.write(source, target, what, overwrite, options).await?
             }
         };
         if !options.dry_run {

@@ -11,7 +11,7 @@ use dcp::megatron::{
 };
 
 use crate::failure::{Exit, Failure};
-use crate::open::Need;
+use crate::open::{Need, Opened};
 use crate::style::count;
 use crate::tell::list;
 
@@ -21,6 +21,8 @@ pub(crate) struct Iteration {
     pub(crate) folder: String,
     /// Why this one is taken.
     pub(crate) note: String,
+    /// What is wrong with the tracker.
+    pub(crate) wrong: Option<String>,
 }
 
 /// The iteration that stands for a run: the one that the tracker names, or the last complete one
@@ -37,15 +39,15 @@ pub(crate) async fn iteration(
     let tracked = run.tracked().await;
     let checkpoints = run.checkpoints().await?;
     let complete = || checkpoints.iter().filter(|checkpoint| checkpoint.is_complete());
-    let found = |checkpoint: &RunCheckpoint, why: String| {
+    let found = |checkpoint: &RunCheckpoint, why: String, wrong: Option<String>| {
         let folder = checkpoint.which.folder()?.to_string();
         let note = format!("{uri:?} is a run of Megatron-LM; {folder} is taken, {why}");
-        Ok(Some(Iteration { folder, note }))
+        Ok(Some(Iteration { folder, note, wrong }))
     };
     let wrong = match &tracked {
         Ok(Some(tracked)) => {
             if let Some(named) = complete().find(|checkpoint| checkpoint.which == *tracked) {
-                return found(named, "which its tracker names".to_owned());
+                return found(named, "which its tracker names".to_owned(), None);
             }
             match checkpoints.iter().find(|checkpoint| checkpoint.which == *tracked) {
                 Some(named) => {
@@ -62,13 +64,28 @@ pub(crate) async fn iteration(
         Err(error) => error_chain(error),
     };
     match complete().next_back() {
-        Some(last) => found(last, format!("the last complete one: {wrong}")),
+        Some(last) => found(last, format!("the last complete one: {wrong}"), Some(wrong)),
         None => {
             let message = format!("no checkpoint of the run {uri:?} is complete: {wrong}");
             Err(Failure::new(Exit::Bad, message)
                 .hint("`dcp ls` says of every iteration what is missing"))
         }
     }
+}
+
+/// The last complete iteration, or the release, of a run without a tracker; `None` where there is
+/// none.
+pub(crate) async fn untracked(
+    uri: &str,
+    storage: &Arc<dyn Storage>,
+) -> Result<Option<Iteration>, Failure> {
+    let Some(last) = MegatronRun::new(Arc::clone(storage)).latest().await? else {
+        return Ok(None);
+    };
+    let folder = last.which.folder()?.to_string();
+    let note =
+        format!("there is no {TRACKER} in {uri:?}; {folder} is taken, the last complete one");
+    Ok(Some(Iteration { folder, note, wrong: None }))
 }
 
 /// Opens the checkpoint of Megatron-Core in a folder; `None` where there is none.
@@ -125,10 +142,10 @@ pub(crate) async fn is_one(storage: &dyn Storage) -> Result<bool, Failure> {
         return Ok(false);
     }
     let json = storage.read_range(&key, 0..len).await?;
-    // Other programs have files of this name, too.
+    // Other programs have files of this name, too, but no common state beside it.
     let others = serde_json::from_slice::<serde_json::Value>(&json)
         .is_ok_and(|json| json.get("sharded_backend").is_none());
-    Ok(!others || CheckpointingConfig::parse(&json).is_ok())
+    Ok(!others || contains(COMMON_FILE).await?)
 }
 
 /// Checks a checkpoint: what is stored, and whether the optimizer's state is that of the model.
@@ -149,14 +166,37 @@ pub(crate) async fn verify(
     Ok(report)
 }
 
-/// Adds that the save did not finish.
-pub(crate) fn add_unfinished(message: String, report: &mut VerifyReport) {
-    let mut problem = Problem::default();
-    problem.kind = ProblemKind::MissingFile;
-    problem.file = Some(METADATA_JSON.to_owned());
-    problem.message = message;
-    report.problems.push(problem);
-    report.ok = false;
+/// Refuses to make something that looks whole of a checkpoint whose save did not finish, and whose
+/// common state would be gone.
+pub(crate) fn refuse_unfinished(opened: &Opened) -> Result<(), Failure> {
+    if opened.unfinished.is_none() {
+        return Ok(());
+    }
+    let message = format!(
+        "{:?} has a {COMMON_FILE} but no {METADATA_JSON}, which Megatron-Core writes last: the save \
+         did not finish, or the file was not copied",
+        opened.uri
+    );
+    let whole = CheckpointingConfig::torch_dist().to_json();
+    Err(Failure::new(Exit::Bad, message).hint(format!(
+        "take another iteration; if only the file was lost, put it back: {whole}; its tensors alone \
+         can be had with --to safetensors"
+    )))
+}
+
+/// Adds that the save did not finish, and what is wrong with the tracker of the run.
+pub(crate) fn add_surroundings(opened: &Opened, report: &mut VerifyReport) {
+    let mut add = |kind, file: &str, message: &Option<String>| {
+        let Some(message) = message else { return };
+        let mut problem = Problem::default();
+        problem.kind = kind;
+        problem.file = Some(file.to_owned());
+        problem.message = message.clone();
+        report.problems.push(problem);
+        report.ok = false;
+    };
+    add(ProblemKind::MissingFile, METADATA_JSON, &opened.unfinished);
+    add(ProblemKind::Index, TRACKER, &opened.wrong_tracker);
 }
 
 /// Adds what was found in the optimizer's state.

@@ -44,13 +44,16 @@ pub(crate) struct Opened {
     pub(crate) megatron: Option<MegatronCheckpoint>,
     /// What shows that the save did not finish, although all can be read.
     pub(crate) unfinished: Option<String>,
+    /// What is wrong with the tracker of the run whose latest checkpoint it is.
+    pub(crate) wrong_tracker: Option<String>,
 }
 
 /// Opens a checkpoint to read: a directory, or one file of safetensors or `torch.save`, which are
 /// told from each other by what they begin with. Says which of several is taken.
 pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Opened, Failure> {
     let opened = |place: String, source, megatron| {
-        Ok(Opened { uri: uri.to_owned(), place, source, megatron, unfinished: None })
+        let (unfinished, wrong_tracker) = (None, None);
+        Ok(Opened { uri: uri.to_owned(), place, source, megatron, unfinished, wrong_tracker })
     };
     let registry = StorageRegistry::with_defaults();
     let storage = match registry.open(uri, Access::Read) {
@@ -68,13 +71,14 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
     if let Some(note) = &place.note {
         out.note(note);
     }
-    let place = place.uri;
+    let Place { uri: place, wrong_tracker, .. } = place;
     let storage = if place == uri { storage } else { registry.open(&place, Access::Read)? };
     if let Some(checkpoint) = megatron::open(&place, &storage, need).await? {
         for warning in checkpoint.damage().iter().chain(checkpoint.warnings()) {
             out.note(warning);
         }
-        return opened(place, checkpoint.source().clone(), Some(checkpoint));
+        let opened = opened(place, checkpoint.source().clone(), Some(checkpoint))?;
+        return Ok(Opened { wrong_tracker, ..opened });
     }
     match Source::open(&storage, need.tolerant()).await {
         Ok(source) => {
@@ -85,10 +89,17 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
             }
             Ok(opened)
         }
-        Err(error) if is_missing(&error) => match detect(&storage).await {
-            Ok(detection) => Err(no_checkpoint(uri, &storage, &detection, error).await),
-            Err(_) => Err(error.into()),
-        },
+        Err(error) if is_missing(&error) => {
+            if let Ok(Some(last)) = megatron::untracked(uri, &storage).await {
+                out.note(&last.note);
+                let opened = Box::pin(checkpoint(&below(uri, &last.folder), need, out)).await?;
+                return Ok(Opened { uri: uri.to_owned(), ..opened });
+            }
+            match detect(&storage).await {
+                Ok(detection) => Err(no_checkpoint(uri, &storage, &detection, error).await),
+                Err(_) => Err(error.into()),
+            }
+        }
         Err(error) => Err(cannot_read(uri, error)),
     }
 }
@@ -116,24 +127,31 @@ struct Place {
     uri: String,
     /// Which of several it is.
     note: Option<String>,
+    /// What is wrong with the tracker that says so.
+    wrong_tracker: Option<String>,
+}
+
+fn below(uri: &str, folder: &str) -> String {
+    format!("{}/{folder}", uri.trim_end_matches('/'))
 }
 
 /// The place of the checkpoint in a directory: `model_and_optim` in a step of OLMo-core, the
 /// latest iteration in a run of Megatron-LM, the directory itself otherwise.
 async fn place(uri: &str, storage: &Arc<dyn Storage>) -> Result<Place, Failure> {
     let contains = async |name: &str| storage.contains(&Key::new(name)?).await;
-    let below = |folder: &str| format!("{}/{folder}", uri.trim_end_matches('/'));
+    let at = |uri: String| Place { uri, note: None, wrong_tracker: None };
     if !contains(".metadata").await? {
         if contains(&format!("{OLMO_MODEL}/.metadata")).await? {
-            return Ok(Place { uri: below(OLMO_MODEL), note: None });
+            return Ok(at(below(uri, OLMO_MODEL)));
         }
         if !contains(METADATA_JSON).await?
             && let Some(iteration) = megatron::iteration(uri, storage).await?
         {
-            return Ok(Place { uri: below(&iteration.folder), note: Some(iteration.note) });
+            let (note, wrong_tracker) = (Some(iteration.note), iteration.wrong);
+            return Ok(Place { uri: below(uri, &iteration.folder), note, wrong_tracker });
         }
     }
-    Ok(Place { uri: uri.to_owned(), note: None })
+    Ok(at(uri.to_owned()))
 }
 
 /// The place of a checkpoint that is there, to change something in it, or only to say what would

@@ -1,5 +1,6 @@
 //! From what was typed to a place to write.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use dcp::convert::{ConvertError, Target};
@@ -26,6 +27,11 @@ fn place_to_write(uri: &str, dry_run: bool) -> Result<Arc<dyn Storage>, Failure>
         Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
             Ok(Arc::new(Nowhere))
         }
+        Err(_) if Path::new(uri).is_file() => Err(Failure::new(
+            Exit::Usage,
+            format!("{uri:?} is a file, and a directory is to be written"),
+        )
+        .hint("name another place, or a format of one file: --to safetensors or torch-save")),
         Err(error) => Err(Failure::from(error).context(format!("cannot write to {uri:?}"))),
     }
 }

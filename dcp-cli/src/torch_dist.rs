@@ -1,8 +1,9 @@
 //! Options of checkpoints of Megatron-Core that are written, and the writing.
 
 use clap::{Args, ValueEnum};
-use dcp::convert::{JobOptions, Source, WriteReport};
-use dcp::megatron::{MegatronForm, MegatronWriter, ParallelLayout, to_torch_dist};
+use dcp::convert::{JobOptions, Selection, Source, StatePart, WriteReport, read_object};
+use dcp::core::Value;
+use dcp::megatron::{COMMON_STATE, MegatronForm, MegatronWriter, ParallelLayout, to_torch_dist};
 
 use crate::failure::Failure;
 use crate::open::Opened;
@@ -70,23 +71,43 @@ impl TorchDist {
         Ok(ParallelLayout::new(tp, pp).with_ep(size(self.ep, sizes.expert)))
     }
 
-    /// Writes `source` to the directory `target` for the ranks of `layout`.
+    /// The common state of `source`, where keys were chosen without a word of it: Megatron-Core
+    /// loads no checkpoint that has none.
+    pub(crate) async fn common(
+        source: &Source,
+        selection: &Selection,
+    ) -> Result<Option<Value>, Failure> {
+        let taken =
+            selection.include.selects(COMMON_STATE, None) && selection.part != StatePart::Model;
+        let excluded = selection.exclude.as_ref().is_some_and(|e| e.selects(COMMON_STATE, None))
+            || selection.mapping.contains_key(COMMON_STATE);
+        if taken || excluded || source.metadata().await?.get(COMMON_STATE).is_none() {
+            return Ok(None);
+        }
+        Ok(Some(read_object(source, COMMON_STATE).await?))
+    }
+
+    /// Writes `source` to the directory `target` for the ranks of `layout`, with this common state
+    /// instead of the one in `source`.
     pub(crate) async fn write(
         &self,
         source: &Source,
         target: &str,
-        layout: ParallelLayout,
+        (layout, common): (ParallelLayout, Option<Value>),
         overwrite: bool,
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
         let storage = target::megatron(target, overwrite, options.dry_run).await?;
-        let writer = MegatronWriter::builder(storage)
+        let mut writer = MegatronWriter::builder(storage)
             .form(match self.form {
                 None | Some(Form::Compatible) => MegatronForm::CommonFile,
                 Some(Form::Newest) => MegatronForm::CommonInside,
             })
             .integrity(self.integrity)
             .overwrite(overwrite);
+        if let Some(common) = common {
+            writer = writer.common(common);
+        }
         Ok(to_torch_dist(source, writer, layout, options).await?)
     }
 }

@@ -49,6 +49,46 @@ pub(crate) async fn dcp_problem(
     Ok(lacking.in_words())
 }
 
+/// The same of the folder of a checkpoint of Megatron-Core, which needs a `metadata.json` that says
+/// something, and a common state.
+pub(crate) async fn megatron_problem(
+    storage: &dyn Storage,
+    folder: &str,
+) -> Result<Option<String>, StorageError> {
+    /// In bytes; longer ones are not read.
+    const CONFIG_BYTES_MAX: u64 = 1 << 16;
+    const COMMON_INSIDE: &str = "common_state/shard_0_1";
+    let byte_len = async |name: &str| match storage.stat(&within(folder, name)?).await {
+        Ok(meta) => Ok(Some(meta.byte_len)),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    };
+    let Some(config) = byte_len("metadata.json").await? else { return Ok(None) };
+    if config <= CONFIG_BYTES_MAX {
+        let json = storage.read_range(&within(folder, "metadata.json")?, 0..config).await?;
+        let json = serde_json::from_slice::<serde_json::Value>(&json);
+        if !json.is_ok_and(|json| json.is_object()) {
+            return Ok(Some("the metadata.json cannot be read".to_owned()));
+        }
+    }
+    if let Some(problem) = dcp_problem(storage, folder).await? {
+        return Ok(Some(problem));
+    }
+    match byte_len("common.pt").await? {
+        Some(0) => return Ok(Some("the common.pt is empty".to_owned())),
+        Some(_) => return Ok(None),
+        None => {}
+    }
+    let index = within(folder, ".metadata")?;
+    let inside = match byte_len(".metadata").await? {
+        None => false,
+        Some(byte_len) if byte_len >= INDEX_BYTES_MAX => true,
+        Some(byte_len) => decode(&storage.read_range(&index, 0..byte_len).await?)
+            .is_ok_and(|metadata| metadata.get(COMMON_INSIDE).is_some()),
+    };
+    Ok((!inside).then(|| "there is no common.pt".to_owned()))
+}
+
 /// The same of the folder of a Hugging Face model, whose index says which files there are.
 pub(crate) async fn hugging_face_problem(
     storage: &dyn Storage,

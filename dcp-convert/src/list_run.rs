@@ -323,6 +323,9 @@ async fn look_closer(storage: &dyn Storage, entries: &mut [RunEntry]) {
                 Ok(key) => borne_out::torch_save_problem(storage, &key).await,
                 Err(error) => Err(error.into()),
             },
+            EntryKind::Folder(FolderKind::Megatron) => {
+                borne_out::megatron_problem(storage, place).await
+            }
             EntryKind::Folder(_) => continue,
         };
         match problem {

@@ -46,7 +46,7 @@ fn ends(name: &str, part: &str) -> bool {
 }
 
 fn starts(name: &str, part: &str) -> bool {
-    name.strip_prefix(part.trim_end_matches('.')).is_some_and(|rest| rest.starts_with('.'))
+    name.strip_prefix(part.trim_end_matches('.')).is_some_and(|rest| rest.starts_with(['.', '/']))
 }
 
 /// Insertions, deletions and replacements between two texts.
@@ -86,6 +86,7 @@ mod tests {
         assert_eq!(distance("weight", "model.norm.weight"), Some(1));
         assert_eq!(distance("model.norm", "model.norm.weight"), Some(1));
         assert_eq!(distance("model.nrom.weight", "model.norm.weight"), Some(2));
+        assert_eq!(distance("rng_state", "rng_state/shard_0.1_1.2"), Some(1));
         assert_eq!(distance("eight", "model.weight"), None);
         assert_eq!(distance("", "x"), None);
     }

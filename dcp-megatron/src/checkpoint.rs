@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use dcp_convert::{JobOptions, Source};
 use dcp_core::{
-    CheckpointError, Dict, Key, Storage, StorageError, StorageExt as _, Value, error_chain,
+    CheckpointError, Dict, Key, Storage, StorageError, StorageErrorKind, StorageExt as _,
+    StorageReader as _, Value, error_chain,
 };
 use dcp_formats::detect::{Detected, detect};
+use futures_util::StreamExt as _;
 
 use crate::args::MegatronArgs;
 use crate::common::{self, COMMON_FILE, COMMON_OBJECT, Common, CommonPlace};
@@ -226,6 +228,14 @@ impl MegatronCheckpoint {
         options: &OpenOptions,
     ) -> Result<Self, MegatronError> {
         let reader = ZarrCheckpoint::open(Arc::clone(storage), options.tolerant).await?;
+        if reader.metadata().await?.is_empty() && is_dcp(storage).await? {
+            return Err(MegatronError::NotACheckpoint {
+                message: format!(
+                    "{METADATA_JSON} says that this is a checkpoint of \"zarr\", but there are \
+                     files of \"torch_dist\" and no array: one of the two is of another checkpoint"
+                ),
+            });
+        }
         let (damage, warnings) = (reader.damage().to_vec(), reader.warnings().to_vec());
         let stored = Source::new(Arc::clone(storage), Arc::new(reader));
         let found = common::from_file(storage).await;
@@ -257,7 +267,8 @@ impl MegatronCheckpoint {
         warnings: Vec<String>,
     ) -> Result<Self, MegatronError> {
         let common = match common {
-            Err(error) if options.tolerant => {
+            // A failure of the machine says nothing of the checkpoint.
+            Err(error) if options.tolerant && !is_machines(&error) => {
                 damage.push(error_chain(&error));
                 Common::empty()
             }
@@ -386,6 +397,26 @@ async fn no_config(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> 
          written last; either the save did not finish, or it was one of --ckpt-format torch_dcp or \
          fsdp_dtensor, which is to be opened as a checkpoint of PyTorch"
     ))
+}
+
+/// Whether a failure is one of the storage and not of what is stored.
+fn is_machines(error: &MegatronError) -> bool {
+    let MegatronError::Checkpoint(CheckpointError::Storage(error)) = error else { return false };
+    !matches!(error.kind(), StorageErrorKind::NotFound | StorageErrorKind::Truncated)
+}
+
+/// Whether the files of a checkpoint of PyTorch are there, or some of them.
+async fn is_dcp(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
+    if storage.contains(&Key::new(".metadata").map_err(StorageError::from)?).await? {
+        return Ok(true);
+    }
+    let mut objects = storage.list(None);
+    while let Some(meta) = objects.next().await {
+        if meta?.key.as_str().ends_with(".distcp") {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// What to say where `metadata.json` promises what is not there.

@@ -9,7 +9,7 @@ use futures_util::StreamExt as _;
 
 use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
 use crate::error::MegatronError;
-use crate::integrity::{problem, verify_integrity};
+use crate::integrity::{problem, verify_manifest};
 use crate::sharded::ObjectKey;
 
 /// The files that Megatron-Core hashes are only read in a deep check.
@@ -20,7 +20,8 @@ const NOT_COMPARED: &str =
 ///
 /// Always: `metadata.json`, the index and the lengths of files as
 /// [`dcp_convert::verify`] does it, that the common state can be read, that every grid of objects
-/// is complete, that flattened tensors make up their logical shapes. With `deep`, too: every
+/// is complete, that flattened tensors make up their logical shapes, that every file is there that
+/// `integrity.json` names. With `deep`, too: every
 /// stored byte against its checksum, and every file against `integrity.json` where there is one.
 ///
 /// # Errors
@@ -60,11 +61,11 @@ pub async fn verify_opened(
     }
     let metadata = checkpoint.source().metadata().await?;
     report.problems.extend(object_grids(&metadata));
-    if deep {
-        let problems = verify_integrity(checkpoint.storage(), job).await?;
-        report.problems.extend(problems.unwrap_or_default());
-    } else if checkpoint.has_integrity().await? {
-        report.notes.push(NOT_COMPARED.to_owned());
+    if let Some(problems) = verify_manifest(checkpoint.storage(), deep, job).await? {
+        if !deep && problems.is_empty() {
+            report.notes.push(NOT_COMPARED.to_owned());
+        }
+        report.problems.extend(problems);
     }
     report.notes.extend(checkpoint.warnings().iter().cloned());
     report.ok = report.problems.is_empty();

@@ -4,13 +4,15 @@ use clap::Args;
 
 use crate::arch::{self, Arch, Towards};
 use crate::choosing::{Choosing, OptimizerKeys};
-use crate::destination::{Destination, For, parse_dtype};
+use crate::destination::{Destination, For, Format, parse_dtype};
 use crate::failure::Failure;
+use crate::megatron;
 use crate::open::{self, Need};
 use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::tell::tell;
+use crate::torch_dist::TorchDist;
 use dcp::convert::view::{DequantizeOptions, Dequantized};
 use dcp::convert::{JobOptions, Source, WriteReport};
 use dcp::core::DType;
@@ -107,18 +109,25 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
     let (report, mapping) = open::run(true, async {
         let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
         args.destination.keep_apart(&opened, &args.target).await?;
+        let (to, config) = (args.destination.format(&args.target)?, args.destination.config());
+        if matches!(to, Format::TorchDist | Format::Dcp | Format::TorchSave) {
+            megatron::refuse_unfinished(&opened)?;
+        }
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());
         let source = args.megatron_optimizer.apply(&opened, &selection, &options, out).await?;
         let source = args.dequantized(source, &options).await?;
         let source = args.optimizer.apply(source, &options).await?;
-        let (to, config) = (args.destination.format(&args.target)?, args.destination.config());
         let layout = args.destination.torch_dist.layout(&opened).await?;
         let dtype = args.destination.dtype();
         let towards = Towards { format: to, tp: layout.tp, config, dtype };
         let named = args.arch.apply(source, &opened, towards, &options).await?;
         let source = named.source;
-        let how = For { config: named.config, layout: Some(layout) };
+        let common = match to {
+            Format::TorchDist => TorchDist::common(&source, &selection).await?,
+            _ => None,
+        };
+        let how = For { config: named.config, layout: Some(layout), common };
         let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;
         let mut report = args.destination.write(&source, &args.target, how, &options).await?;
         report.not_taken = not_taken;

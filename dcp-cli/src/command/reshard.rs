@@ -7,6 +7,7 @@ use crate::choosing::{Choosing, OptimizerKeys};
 use crate::created::NewFolders;
 use crate::destination::Writing;
 use crate::failure::{Exit, Failure};
+use crate::megatron;
 use crate::open::{self, Need, Opened};
 use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
@@ -110,13 +111,15 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
     let report = open::run(true, async {
         let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
         keep_apart(&opened, &args.target, Shape::Folder).await?;
+        megatron::refuse_unfinished(&opened)?;
         let ranks = args.ranks_for(&opened)?;
         let folders = NewFolders::before(&args.target);
         let bar = Bar::new(out, "writing");
         let options = args.writing.options(bar.options());
         let source = args.megatron_optimizer.apply(&opened, &selection, &options, out).await?;
         let source = args.optimizer.apply(source, &options).await?;
-        let source = selection.apply(&source, &options).await?;
+        let all = source;
+        let source = selection.apply(&all, &options).await?;
         let overwrite = args.writing.overwrite;
         let report = match ranks {
             Ranks::Flat(ranks) => {
@@ -127,7 +130,8 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
             Ranks::Megatron => {
                 let layout = args.torch_dist.layout(&opened).await?;
                 let (how, target) = (&args.torch_dist, &args.target);
-                how.write(&source, target, layout, overwrite, &options).await?
+                let common = TorchDist::common(&all, &selection).await?;
+                how.write(&source, target, (layout, common), overwrite, &options).await?
             }
         };
         if !options.dry_run {

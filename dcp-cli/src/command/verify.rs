@@ -18,9 +18,7 @@ pub(crate) fn verify(args: &args::Verify, out: &Output) -> Result<(), Failure> {
             None => dcp::convert::verify(&opened.source, args.deep, &bar.options()).await?,
         };
         drop(bar);
-        if let Some(message) = opened.unfinished.clone() {
-            megatron::add_unfinished(message, &mut report);
-        }
+        megatron::add_surroundings(&opened, &mut report);
         if !args.json && report.notes.is_empty() {
             open::say_which(&args.uri, out).await?;
         }

@@ -16,6 +16,7 @@ mod look;
 mod matrix;
 mod megatron;
 mod megatron_convert;
+mod megatron_damaged;
 mod memory;
 mod report;
 mod reshard;

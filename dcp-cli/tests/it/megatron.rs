@@ -13,13 +13,13 @@ pub(crate) fn megatron(name: &str) -> String {
 }
 
 /// A copy of a fixture's folder that may be changed.
-fn copy(name: &str) -> TempDir {
+pub(crate) fn copy(name: &str) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     copy_into(megatron(name).as_ref(), folder.path());
     folder
 }
 
-fn copy_into(from: &Path, to: &Path) {
+pub(crate) fn copy_into(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();

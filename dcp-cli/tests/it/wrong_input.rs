@@ -97,7 +97,7 @@ fn targets_are_checked() {
     dcp(["convert", "zstd_2r", "zstd_2r", "--to", "dcp"]).fails(2, &["the same"]);
     let file = path(&folder, "file");
     fs::write(&file, "x").unwrap();
-    dcp(["reshard", "zstd_2r", &file, "-n", "2"]).fails(2, &["cannot write to"]);
+    dcp(["reshard", "zstd_2r", &file, "-n", "2"]).fails(2, &["is a file, and a directory is"]);
     let npy = path(&folder, "taken.npy");
     fs::write(&npy, "x").unwrap();
     dcp(["get", "zstd_2r", "w", "-o", &npy]).fails(2, &["exists already"]);

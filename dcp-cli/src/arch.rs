@@ -1,10 +1,11 @@
 //! The mapping between names of Megatron-Core and of Hugging Face that a conversion goes by.
 
+use std::io::{self, Read};
 use std::path::Path;
 
 use clap::Args;
 use dcp::convert::{JobOptions, Source, read_object};
-use dcp::core::{DType, Key, StorageError, StorageExt};
+use dcp::core::{DType, Entry, Key, StorageError, StorageExt};
 use dcp::mapping::{
     Facts, MapOptions, Mapped, Mapping, MappingReport, Padding, Recognition, Tying, map_to_hf,
     map_to_megatron, recognize, recognize_config,
@@ -16,10 +17,15 @@ use crate::failure::{Exit, Failure};
 use crate::open::Opened;
 use crate::output::Output;
 use crate::style::count;
+use crate::target::is_dcp;
 use crate::tell::list;
 
+/// What tells a model of Hugging Face.
+const CONFIG: &str = "config.json";
 /// Bytes of a `config.json` that are read at most.
 const CONFIG_MAX: u64 = 16 << 20;
+/// Bytes of a mapping that are read at most.
+const MAPPING_MAX: u64 = 16 << 20;
 /// What `make_vocab_size_divisible_by` is for Megatron-LM.
 const DIVISOR: u64 = 128;
 
@@ -29,7 +35,8 @@ const DIVISOR: u64 = 128;
 pub(crate) struct Arch {
     /// Go from Megatron-Core's weights to Hugging Face's, or the other way with --to torch-dist:
     /// a family of models (`dcp arch` lists them), a TOML file of your own, auto to recognize it,
-    /// or none to keep names and shapes. From Megatron-Core to hf it is auto.
+    /// or none to keep names and shapes. It is auto from Megatron-Core to hf, and from a Hugging
+    /// Face folder with a config.json to torch-dist.
     #[arg(long, value_name = "FAMILY|FILE")]
     arch: Option<String>,
 
@@ -75,6 +82,39 @@ pub(crate) struct Towards<'a> {
     pub(crate) dtype: Option<DType>,
 }
 
+/// Whose names a checkpoint has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    Megatron,
+    /// Those of a Hugging Face folder with a `config.json`.
+    HuggingFace,
+    /// Any.
+    Other,
+}
+
+impl Origin {
+    async fn of(opened: &Opened, source: &Source) -> Result<Self, Failure> {
+        if opened.megatron.is_some() || has_args(source).await? {
+            return Ok(Self::Megatron);
+        }
+        // Layers of a decoder are called so elsewhere, too, but not what is in them.
+        let is_layer = |name: &str| {
+            let layer = name.split_once("decoder.layers.").map(|(_, rest)| rest);
+            layer.is_some_and(|rest| rest.contains("self_attention.linear_"))
+        };
+        if source.metadata().await?.iter().any(|(name, _)| is_layer(name)) {
+            return Ok(Self::Megatron);
+        }
+        let storage = &*opened.source.storage;
+        let is_folder = !Path::new(&opened.place).is_file() && !is_dcp(storage).await?;
+        let config = Key::new(CONFIG).map_err(StorageError::from)?;
+        Ok(match is_folder && storage.contains(&config).await? {
+            true => Self::HuggingFace,
+            false => Self::Other,
+        })
+    }
+}
+
 /// What was asked for.
 enum Wanted {
     Auto,
@@ -89,9 +129,11 @@ impl Arch {
         opened: &Opened,
         towards: Towards<'_>,
         options: &JobOptions,
+        out: &Output,
     ) -> Result<Named, Failure> {
         let Towards { format: to, tp, config, dtype } = towards;
-        let Some(wanted) = self.wanted(opened, to)? else {
+        let origin = Origin::of(opened, &source).await?;
+        let Some(wanted) = self.wanted(opened, origin, to, out)? else {
             self.refuse_idle()?;
             return Ok(Named { source, config: None, report: None });
         };
@@ -104,7 +146,12 @@ impl Arch {
         if to == Format::TorchDist {
             let config = config_of(opened, config).await?;
             let mapping = match wanted {
-                Wanted::Auto => recognize_config(&config)?,
+                Wanted::Auto => recognize_config(&config).map_err(|error| {
+                    Failure::from(error).hint(
+                        "name one with --arch, or a TOML file of your own (`dcp arch llama` is \
+                         one to begin with); --arch none keeps the names",
+                    )
+                })?,
                 Wanted::Of(mapping) => *mapping,
             };
             let divisor = self.make_vocab_divisible_by.unwrap_or(DIVISOR);
@@ -131,7 +178,11 @@ impl Arch {
         };
         if let Some(config) = &given {
             // The model is opened with it, so that is how many tokens there are.
-            facts = facts.described_by(&mapping.read_config(config, true)?.0)?;
+            let described = facts.described_by(&mapping.read_config(config, true)?.0);
+            facts = described.map_err(|error| {
+                let failure = Failure::from(error).instead_of(Exit::Bad, Exit::Usage);
+                failure.hint("pass --config with the folder of this model, or leave it out")
+            })?;
         }
         how.ignore_arguments = self.ignore_args || config.is_some();
         let mut mapped = map_to_hf(&source, &mapping, &facts, &how, options).await?;
@@ -143,10 +194,26 @@ impl Arch {
     }
 
     /// The mapping that is applied, if one is.
-    fn wanted(&self, opened: &Opened, to: Format) -> Result<Option<Wanted>, Failure> {
-        let from_megatron = opened.megatron.is_some();
+    fn wanted(
+        &self,
+        opened: &Opened,
+        origin: Origin,
+        to: Format,
+        out: &Output,
+    ) -> Result<Option<Wanted>, Failure> {
+        let from_megatron = origin == Origin::Megatron;
         let name = match &self.arch {
             None if from_megatron && to == Format::Hf => "auto",
+            None if to == Format::TorchDist && origin == Origin::HuggingFace => {
+                out.note(
+                    "it gets Megatron-Core's names, by config.json; --arch none keeps its own",
+                );
+                "auto"
+            }
+            None if to == Format::TorchDist && origin == Origin::Other => {
+                out.note("names are kept; --arch gives a model of Hugging Face Megatron-Core's");
+                return Ok(None);
+            }
             None => return Ok(None),
             Some(name) => name,
         };
@@ -161,10 +228,22 @@ impl Arch {
             );
             return Err(Failure::new(Exit::Usage, message).hint("leave it out"));
         }
+        if origin == Origin::HuggingFace && to != Format::TorchDist {
+            let message = format!(
+                "--arch goes to Megatron-Core or from there, and neither {:?} nor --to {to} is \
+                 Megatron-Core's",
+                opened.uri
+            );
+            return Err(
+                Failure::new(Exit::Usage, message).hint("leave it out, or say --to torch-dist")
+            );
+        }
         Ok(Some(match name {
             "auto" => Wanted::Auto,
             name if name.ends_with(".toml") || name.contains('/') => {
-                let text = std::fs::read_to_string(name).map_err(|error| {
+                let bytes = read_at_most(Path::new(name), MAPPING_MAX);
+                let text = bytes.and_then(|bytes| String::from_utf8(bytes).map_err(invalid));
+                let text = text.map_err(|error| {
                     Failure::new(Exit::Io, error.to_string())
                         .context(format!("cannot read the mapping {name:?}"))
                 })?;
@@ -198,12 +277,31 @@ async fn facts(opened: &Opened, source: &Source) -> Result<Facts, Failure> {
         let args = checkpoint.args();
         return Ok(args.map_or_else(Facts::new, |args| Facts::from_dict(args.dict())));
     }
-    let is_object = |entry: &dcp::core::Entry| matches!(entry, dcp::core::Entry::Object(_));
-    if !source.metadata().await?.get("args").is_some_and(is_object) {
+    if !has_args(source).await? {
         return Ok(Facts::new());
     }
     let args = MegatronArgs::from_value(&read_object(source, "args").await?);
     Ok(args.map_or_else(Facts::new, |args| Facts::from_dict(args.dict())))
+}
+
+/// Whether there are arguments of Megatron as an object of their own.
+async fn has_args(source: &Source) -> Result<bool, Failure> {
+    let is_object = |entry: &Entry| matches!(entry, Entry::Object(_));
+    Ok(source.metadata().await?.get("args").is_some_and(is_object))
+}
+
+/// A file, unless it is larger than such a file ever is.
+pub(crate) fn read_at_most(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)?.take(max.saturating_add(1)).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > max {
+        return Err(invalid(format!("it has more than {max} bytes")));
+    }
+    Ok(bytes)
+}
+
+fn invalid(problem: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, problem)
 }
 
 /// The family of a Megatron checkpoint.
@@ -237,29 +335,35 @@ async fn recognized(source: &Source, facts: &Facts) -> Result<Mapping, Failure> 
 
 /// The configuration of a model of Hugging Face: of the folder that was named, or of the source.
 async fn config_of(opened: &Opened, folder: Option<&Path>) -> Result<serde_json::Value, Failure> {
-    const NAME: &str = "config.json";
     let absent = |place: String| {
-        Failure::new(Exit::Usage, format!("there is no {NAME} in {place:?}, which tells the model"))
-            .hint("pass --config DIR, the folder that has it")
+        Failure::new(
+            Exit::Usage,
+            format!("there is no {CONFIG} in {place:?}, which tells the model"),
+        )
+        .hint("pass --config DIR, the folder that has it")
     };
     let bad = |error: serde_json::Error| {
-        Failure::new(Exit::Bad, error.to_string()).context(format!("cannot read {NAME}"))
+        Failure::new(Exit::Bad, error.to_string()).context(format!("cannot read {CONFIG}"))
     };
     if let Some(folder) = folder {
-        let path = folder.join(NAME);
-        return match std::fs::read(&path) {
+        let path = folder.join(CONFIG);
+        return match read_at_most(&path, CONFIG_MAX) {
             Ok(bytes) => serde_json::from_slice(&bytes).map_err(bad),
-            Err(_) => Err(absent(folder.display().to_string())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(absent(folder.display().to_string()))
+            }
+            Err(error) => Err(Failure::new(Exit::Io, error.to_string())
+                .context(format!("cannot read {:?}", path.display().to_string()))),
         };
     }
     let storage = &opened.source.storage;
-    let key = Key::new(NAME).map_err(StorageError::from)?;
+    let key = Key::new(CONFIG).map_err(StorageError::from)?;
     if !storage.contains(&key).await? {
         return Err(absent(opened.place.clone()));
     }
     let len = storage.stat(&key).await?.byte_len;
     if len > CONFIG_MAX {
-        let message = format!("{NAME} has {len} bytes, more than a configuration has");
+        let message = format!("{CONFIG} has {len} bytes, more than a configuration has");
         return Err(Failure::new(Exit::Bad, message));
     }
     serde_json::from_slice(&storage.read_range(&key, 0..len).await?).map_err(bad)
@@ -273,7 +377,7 @@ fn config_json(mapping: &Mapping, mapped: &mut Mapped) -> Result<(Key, Vec<u8>),
     })?;
     let note = "config.json leaves bos_token_id and eos_token_id open: the tokenizer decides";
     mapped.report.notes.push(note.to_owned());
-    let mut text = serde_json::to_vec_pretty(&config).map_err(std::io::Error::from)?;
+    let mut text = serde_json::to_vec_pretty(&config).map_err(io::Error::from)?;
     text.push(b'\n');
     Ok((Key::new("config.json").map_err(StorageError::from)?, text))
 }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use dcp::convert::ConvertError;
 use dcp::core::{CheckpointError, StorageError, StorageErrorKind, StorageOp};
-use dcp::mapping::MappingError;
+use dcp::mapping::{Mapping, MappingError};
 use dcp::megatron::MegatronError;
 
 use crate::style::Style;
@@ -202,36 +202,57 @@ impl From<MegatronError> for Failure {
 
 impl From<MappingError> for Failure {
     fn from(error: MappingError) -> Self {
-        let hint = match &error {
-            MappingError::Convert(_) => None,
-            MappingError::Declaration { .. } => Some("`dcp arch llama` prints one that is right"),
-            MappingError::UnknownFamily { .. } => Some(
+        let (exit, hint) = match error {
+            MappingError::Convert(error) => return error.into(),
+            MappingError::Declaration { .. } => {
+                (Exit::Usage, "`dcp arch llama` prints one that is right")
+            }
+            MappingError::UnknownFamily { .. } => (
+                Exit::Usage,
                 "name one of them, or a TOML file of your own (`dcp arch llama > my.toml` is one \
                  to begin with)",
             ),
-            MappingError::LeftOver { .. } => Some(
+            MappingError::OtherFamily { .. } => {
+                (Exit::Usage, "--arch names another family; `dcp arch` lists them")
+            }
+            MappingError::LeftOver { .. } => (
+                Exit::Bad,
                 "--allow-left-over leaves them out; `dcp arch FAMILY > my.toml` prints a mapping \
                  to add rules to",
             ),
-            MappingError::Differs { .. } => Some(
+            MappingError::Differs { .. } => (
+                Exit::Usage,
                 "--ignore-args goes on all the same, and says so; --config DIR takes the \
                  configuration that the model is opened with",
             ),
-            MappingError::UnknownFact { .. } => Some(
+            MappingError::UnknownFact { .. } => (
+                Exit::Usage,
                 "`dcp inspect --args` shows what the checkpoint tells; a mapping of your own may \
                  say it",
             ),
-            _ => Some("--arch names another mapping; `dcp arch` lists them"),
+            MappingError::BadFact { .. } => {
+                (Exit::Bad, "`dcp inspect` shows what the checkpoint holds and tells of itself")
+            }
+            _ => (
+                Exit::Bad,
+                "`dcp inspect` lists what the checkpoint holds: it is not whole, or of another \
+                 family, which --arch names",
+            ),
         };
-        let failure = match error {
-            MappingError::Convert(error) => Self::from(error),
-            other => Self::of(Exit::Usage, &other),
-        };
-        match hint {
-            Some(hint) => failure.hint(hint),
-            None => failure,
+        let mut failure = Self::of(exit, &error);
+        if let MappingError::Rule { file, line, rule, problem } = &error
+            && let Some(family) = builtin(file)
+        {
+            failure.message = format!("`dcp arch {family}`, line {line}: rule {rule:?}: {problem}");
         }
+        failure.hint(hint)
     }
+}
+
+/// The family that a mapping's file is of, if it comes with the command.
+fn builtin(file: &str) -> Option<&str> {
+    let family = file.strip_prefix("families/")?.strip_suffix(".toml")?;
+    Mapping::families().contains(&family).then_some(family)
 }
 
 impl From<io::Error> for Failure {

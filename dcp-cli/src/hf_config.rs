@@ -7,8 +7,12 @@ use dcp::convert::{ConvertError, JobOptions, Source, WriteReport};
 use dcp::core::{Key, PutMode, StorageError, StorageExt};
 use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 
+use crate::arch::read_at_most;
 use crate::failure::{Exit, Failure};
 use crate::target;
+
+/// Bytes of a file beside the weights that are read at most; the largest are tokenizers.
+const FILE_MAX: u64 = 256 << 20;
 
 /// Lets the configuration say that weights are plain numbers: what has no scales is not quantized.
 fn say_plain(files: &mut [(Key, Vec<u8>)]) -> Result<(), Failure> {
@@ -43,11 +47,11 @@ pub(crate) fn files(folder: &Path) -> Result<Vec<(Key, Vec<u8>)>, Failure> {
     let mut files = Vec::new();
     for name in NAMES {
         let path = folder.join(name);
-        match std::fs::read(&path) {
+        match read_at_most(&path, FILE_MAX) {
             Ok(bytes) => files.push((Key::new(*name).map_err(StorageError::from)?, bytes)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => {
-                return Err(Failure::from(error)
+                return Err(Failure::new(Exit::Io, error.to_string())
                     .context(format!("cannot read {:?}", path.display().to_string())));
             }
         }

@@ -466,8 +466,13 @@ impl Reader<'_> {
             let megatron = rule.megatron.first().into_iter().map(|name| (false, name));
             for (is_hf, name) in hf.chain(megatron) {
                 let mut clash = written.insert((is_hf, name.text(), rule.layers), rule.line);
-                if clash.is_none() && rule.layers != Layers::All {
-                    clash = written.get(&(is_hf, name.text(), Layers::All)).copied();
+                let others: &[Layers] = match rule.layers {
+                    Layers::All => &[Layers::Dense, Layers::Moe],
+                    _ => &[Layers::All],
+                };
+                for other in others {
+                    let line = written.get(&(is_hf, name.text(), *other)).copied();
+                    clash = clash.or(line);
                 }
                 if let Some(line) = clash {
                     let name = name.text();

@@ -37,6 +37,14 @@ pub enum MappingError {
         /// Those there are.
         known: Vec<&'static str>,
     },
+    /// The weights are not those of a model of the mapping's family.
+    #[error("the checkpoint is none of the models of the family {family:?}: {why}")]
+    OtherFamily {
+        /// The mapping's name.
+        family: String,
+        /// What speaks against it.
+        why: String,
+    },
     /// No rule knows what to do with some tensors of the checkpoint.
     #[error("the mapping {family:?} has no rule for {}", first_of(.tensors))]
     LeftOver {

@@ -1,6 +1,7 @@
 //! Finding the tensors that have a name of a mapping.
 
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -33,6 +34,8 @@ pub(crate) struct Finder<'a> {
     pub(crate) tensors: Vec<Candidate<'a>>,
     /// Of the source's names.
     pub(crate) naming: Naming,
+    /// How many uses of rules there are so far.
+    pub(crate) instances: Cell<u64>,
 }
 
 impl<'a> Finder<'a> {
@@ -90,7 +93,7 @@ impl<'a> Finder<'a> {
         for (slot, templates) in slots.iter().enumerate() {
             for form in templates.iter().flat_map(|template| self.forms(template)) {
                 for (numbers, source) in self.matches(rule, &form)? {
-                    if found.len() as u64 >= INSTANCES_MAX {
+                    if self.instances.get().saturating_add(found.len() as u64) >= INSTANCES_MAX {
                         return Err(self.mapping.error(rule, "it is about too many tensors"));
                     }
                     let row = found.entry(numbers).or_insert_with(|| vec![None; slots.len()]);
@@ -106,6 +109,7 @@ impl<'a> Finder<'a> {
                 }
             }
         }
+        self.instances.set(self.instances.get().saturating_add(found.len() as u64));
         Ok(found)
     }
 
@@ -132,6 +136,7 @@ impl<'a> Finder<'a> {
             };
             let count = dcp_core::checked_volume(extents).filter(|count| {
                 let total = (all.len() as u64).saturating_add(*count);
+                let total = total.saturating_add(self.instances.get());
                 total <= INSTANCES_MAX && extents.iter().all(|extent| *extent <= NUMBER_MAX)
             });
             let Some(count) = count else {

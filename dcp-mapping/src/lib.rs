@@ -38,6 +38,7 @@ mod express;
 mod facts;
 mod families;
 mod find;
+mod fit;
 mod layout;
 mod map;
 mod mapping;

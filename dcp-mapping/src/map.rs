@@ -174,11 +174,13 @@ async fn map(
 ) -> Result<Mapped, MappingError> {
     let metadata = source.metadata().await?;
     let (mut known, mut notes) = (facts.clone(), Vec::new());
+    let mut unlike = Vec::new();
     if direction == Direction::ToHf {
         let shapes = Shapes::of(&metadata, mapping);
         refuse_other_layouts(mapping, &shapes, facts)?;
         settle(mapping.beyond_hf(facts)?, options.ignore_arguments, &mut notes)?;
         shapes.complete(&mut known)?;
+        unlike = crate::fit::fit(mapping, &shapes, &mut known)?;
     }
     let mut facts = known.clone();
     let resolved = Resolver::new(mapping, &metadata, &known, options, direction).resolve()?;
@@ -193,6 +195,7 @@ async fn map(
     let targets = compiler.compile()?;
     let mut report = report(mapping, direction, &resolved, &metadata);
     report.notes.append(&mut notes);
+    report.notes.append(&mut unlike);
     let mut view = Assembled::builder(std::slice::from_ref(source), job).await?;
     let mut casts: HashMap<String, DType> = HashMap::new();
     for (name, target) in targets {
@@ -292,13 +295,8 @@ fn refuse_other_layouts(
         && expected != found
     {
         let has = |gated| if gated { "a gated MLP" } else { "an MLP without a gate" };
-        let problem = format!(
-            "the checkpoint has {}, the family {:?} {}",
-            has(found),
-            mapping.name(),
-            has(expected)
-        );
-        return Err(bad("swiglu", &found.into(), &problem));
+        let why = format!("it has {}, they have {}", has(found), has(expected));
+        return Err(MappingError::OtherFamily { family: mapping.family.name.clone(), why });
     }
     Ok(())
 }

@@ -101,22 +101,32 @@ pub fn recognize_config(config: &Value) -> Result<Mapping, MappingError> {
     found.ok_or_else(|| MappingError::UnknownFamily { name: kind.to_owned(), known })
 }
 
+/// The name of a tensor without prefix, layer and expert.
+fn bare(template: &Template) -> String {
+    template.text().replace("{prefix}", "").replace("{layer}.", "").replace("{expert}.", "")
+}
+
+/// What of the tensors is not as it is in models of a family.
+pub(crate) fn contradictions(mapping: &Mapping, shapes: &Shapes) -> Vec<String> {
+    let missing = mapping.recognize.has.iter().map(bare).filter(|name| !shapes.has(name));
+    let excess = mapping.recognize.lacks.iter().map(bare).filter(|name| shapes.has(name));
+    let missing = missing.map(|name| format!("there is no {name}"));
+    missing.chain(excess.map(|name| format!("there is {name}"))).collect()
+}
+
 /// What speaks for a family, or the first thing that speaks against it.
 fn judge(mapping: &Mapping, shapes: &Shapes, facts: &Facts) -> Result<Vec<String>, String> {
     let recognize = &mapping.recognize;
     let mut because = Vec::new();
-    let name = |template: &Template| {
-        template.text().replace("{prefix}", "").replace("{layer}.", "").replace("{expert}.", "")
-    };
     for template in &recognize.has {
-        let name = name(template);
+        let name = bare(template);
         if !shapes.has(&name) {
             return Err(format!("there is no {name}"));
         }
         because.push(format!("there is {name}"));
     }
     for template in &recognize.lacks {
-        let name = name(template);
+        let name = bare(template);
         if shapes.has(&name) {
             return Err(format!("there is {name}"));
         }

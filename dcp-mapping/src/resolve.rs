@@ -1,5 +1,6 @@
 //! What the rules of a mapping are about in a checkpoint, and what is missing or left over.
 
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
@@ -104,7 +105,8 @@ impl<'a> Resolver<'a> {
             }
         }
         let naming = Naming::default();
-        let mut finder = Finder { mapping, metadata, direction, tensors, naming };
+        let mut finder =
+            Finder { mapping, metadata, direction, tensors, naming, instances: Cell::new(0) };
         finder.naming.prefix = finder.prefix();
         Self { finder, facts, options, dropped }
     }

@@ -58,7 +58,7 @@ impl Shapes {
             self.shapes.insert(name.to_owned(), shape.into());
             return;
         };
-        let (layer, mut rest) = number(rest);
+        let (layer, rest) = number(rest);
         match layer {
             Some(layer) => self.layers = self.layers.max(layer.saturating_add(1)),
             None => {
@@ -67,12 +67,9 @@ impl Shapes {
                 shape = below;
             }
         }
-        let whole = rest;
         let mut key = rest.to_owned();
-        if let Some(below) = rest.strip_prefix(EXPERTS) {
-            let (expert, name) = number(below);
-            rest = name;
-            key = format!("{EXPERTS}{rest}");
+        if let Some((expert, name)) = expert(rest) {
+            key = format!("{EXPERTS}{name}");
             match expert {
                 Some(expert) => self.experts = self.experts.max(expert.saturating_add(1)),
                 None => {
@@ -82,7 +79,6 @@ impl Shapes {
                 }
             }
         }
-        debug_assert!(!whole.is_empty() || rest.is_empty());
         self.shapes.entry(format!("{LAYERS}{key}")).or_insert_with(|| shape.into());
     }
 
@@ -91,9 +87,11 @@ impl Shapes {
         self.shapes.get(name).map(|shape| &**shape)
     }
 
-    /// Whether there is a tensor of a name without numbers, in any layer.
+    /// Whether there is a tensor of a name without numbers, in any layer; a gated weight may be
+    /// in two halves (`weight_w`, `weight_v`).
     pub(crate) fn has(&self, name: &str) -> bool {
-        self.shapes.contains_key(name)
+        let halves = || self.shapes.contains_key(&format!("{name}_w"));
+        self.shapes.contains_key(name) || halves()
     }
 
     /// The rows of the embedding, padding included.
@@ -180,6 +178,21 @@ impl Shapes {
         }
         Ok(())
     }
+}
+
+/// The expert that a tensor of a layer is of, where its name says it, and its name in it. There are
+/// experts in grouped tensors, one by one, and as several weights of one grouped layer.
+fn expert(name: &str) -> Option<(Option<u64>, &str)> {
+    if let Some(below) = name.strip_prefix(EXPERTS) {
+        return Some(number(below));
+    }
+    if let Some(below) = name.strip_prefix("mlp.experts.local_experts.") {
+        return Some(number(below)).filter(|(expert, _)| expert.is_some());
+    }
+    let below = name.strip_prefix("mlp.experts.").filter(|below| below.starts_with("linear_fc"))?;
+    let whole = below.trim_end_matches(|c: char| c.is_ascii_digit());
+    let expert = below.get(whole.len()..)?.parse().ok()?;
+    whole.ends_with(".weight").then_some((Some(expert), whole))
 }
 
 /// A number and the dot behind it, at the beginning of a name.

@@ -34,7 +34,7 @@ use serde::Serialize;
 ///
 /// A checkpoint of Megatron-Core becomes a model that transformers opens: --to hf recognizes the
 /// family by arguments and shapes, splits and renames the weights, leaves padding out and writes
-/// a config.json. --to torch-dist --arch goes the other way.
+/// a config.json. A Hugging Face model goes the other way with --to torch-dist.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
@@ -121,7 +121,7 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         let layout = args.destination.torch_dist.layout(&opened).await?;
         let dtype = args.destination.dtype();
         let towards = Towards { format: to, tp: layout.tp, config, dtype };
-        let named = args.arch.apply(source, &opened, towards, &options).await?;
+        let named = args.arch.apply(source, &opened, towards, &options, out).await?;
         let source = named.source;
         let common = match to {
             Format::TorchDist => TorchDist::common(&source, &selection).await?,

@@ -47,7 +47,7 @@ pub(crate) struct Reshard {
         long,
         value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=65_536),
-        required_unless_present_any = ["tp", "pp", "ep"],
+        required_unless_present_any = ["tp", "pp", "ep", "form", "integrity"],
         conflicts_with_all = ["tp", "pp", "ep", "form", "integrity"]
     )]
     pub(crate) ranks: Option<u32>,
@@ -84,7 +84,8 @@ impl Reshard {
             None if is_megatrons => Ok(Ranks::Megatron),
             None => {
                 let message = format!(
-                    "--tp, --pp and --ep are for checkpoints of Megatron-Core, and {:?} is none",
+                    "--tp, --pp, --ep, --form and --integrity are for checkpoints of Megatron-Core, and \
+                     {:?} is none",
                     opened.uri
                 );
                 Err(Failure::new(Exit::Usage, message)

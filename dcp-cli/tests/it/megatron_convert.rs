@@ -219,11 +219,52 @@ fn a_configuration_tells_what_the_arguments_do_not() {
         fs::write(folder.path().join("like/config.json"), config.to_string()).unwrap();
         dcp(["convert", &megatron(MODEL), &out, "--to", "hf", "--config", &like, "--json"])
     };
-    describe(3).fails(2, &["num_layers is 2: config.json says 3"]);
+    describe(3).fails(2, &["num_layers is 2: config.json says 3", "hint: pass --config"]);
     assert_eq!(describe(2).json()["mapping"]["family"], "mistral");
     let embedding = &tensors_of(&out)["model.embed_tokens.weight"];
     assert_eq!(embedding.1, [13, 8]);
     assert_eq!(read_json(&folder.path().join("hf/config.json"))["vocab_size"], 13);
+}
+
+#[test]
+fn a_run_that_pytorch_saved_alone_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let source = megatron("run_torch_dcp");
+    let report = dcp(["convert", &source, &at("hf"), "--to", "hf", "--json"]).json();
+    assert_eq!(report["mapping"]["family"], "llama");
+    assert_eq!(read_json(&folder.path().join("hf/config.json"))["model_type"], "llama");
+    // What is Hugging Face's goes the other way without being asked.
+    let run = dcp(["convert", &at("hf"), &at("back"), "--to", "torch-dist"]);
+    assert!(run.stderr.contains("by config.json; --arch none"), "{}", run.stderr);
+    run.ok();
+    assert!(tensors_of(&at("back")).contains_key("embedding.word_embeddings.weight"));
+    dcp(["-q", "convert", &at("hf"), &at("kept"), "--to", "torch-dist", "--arch", "none"]).ok();
+    assert!(tensors_of(&at("kept")).contains_key("model.embed_tokens.weight"));
+    for to in ["dcp", "hf", "safetensors"] {
+        dcp(["convert", &at("hf"), &at("wrong"), "--to", to, "--arch", "llama"])
+            .fails(2, &["neither", "--to torch-dist"]);
+    }
+    fs::write(at("hf/config.json"), r#"{"model_type": "bert"}"#).unwrap();
+    dcp(["-q", "convert", &at("hf"), &at("wrong"), "--to", "torch-dist"])
+        .fails(2, &["no model family \"bert\"", "llama", "--arch none"]);
+    // Of others, only a note says that there would be a way.
+    let run = dcp(["convert", "nested", &at("nested"), "--to", "torch-dist"]);
+    assert!(run.stderr.contains("names are kept"), "{}", run.stderr);
+    run.ok();
+    assert!(!folder.path().join("wrong").exists());
+}
+
+#[test]
+fn a_checkpoint_that_is_not_whole_is_bad() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, out) = (megatron(MODEL), path(&folder, "hf"));
+    let hf = |more: &[&str]| dcp(["-q", "convert", &source, &out, "--to", "hf"].iter().chain(more));
+    hf(&["--arch", "qwen3"]).fails(1, &["rule \"", "`dcp arch qwen3`, line", "not whole"]);
+    hf(&["--arch", "/dev/zero"]).fails(3, &["cannot read the mapping", "more than"]);
+    let like = path(&folder, "like");
+    fs::create_dir_all(folder.path().join("like/config.json")).unwrap();
+    hf(&["--config", &like]).fails(3, &["cannot read", "config.json"]);
 }
 
 #[test]
@@ -262,7 +303,7 @@ fn a_mapping_of_ones_own_is_taken_or_refused_by_line() {
     convert(&toml).fails(2, &["my.toml:1"]);
     convert(&path(&folder, "none.toml")).fails(3, &["cannot read the mapping"]);
     convert("gpt5").fails(2, &["no model family \"gpt5\"", "llama"]);
-    convert("gpt2").fails(2, &["swiglu is true", "\"gpt2\"", "hint:"]);
+    convert("gpt2").fails(2, &["a gated MLP", "\"gpt2\"", "hint: --arch names"]);
     assert!(!folder.path().join("hf").exists());
 }
 

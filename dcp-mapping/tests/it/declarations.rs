@@ -75,6 +75,12 @@ fn every_mistake_has_its_line() {
             7,
             "called \"b\" too",
         ),
+        (
+            "[[rule]]\nhf = \"a.{layer}\"\nmegatron = \"b.{layer}\"\nlayers = \"dense\"\n\
+             [[rule]]\nhf = \"a.{layer}\"\nmegatron = \"c.{layer}\"",
+            8,
+            "\"a.{layer}\" is written by the rule at line 4 too",
+        ),
         ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\ninstead = \"c\"", 4, "no rule \"c\""),
         ("[[rule]]\nhf = \"a\"\nmegatron = \"b\"\ntied_to = \"b\"", 4, "no rule \"b\""),
         ("[[rule]]\nhf = \"a.{layer}.{mtp}\"\nmegatron = \"b.{layer}.{mtp}\"", 4, "not both"),

@@ -198,6 +198,56 @@ fn weights_that_mean_something_else_are_refused() {
 }
 
 #[test]
+fn a_family_that_is_named_has_to_fit() {
+    let qwen = Model { qkv_bias: true, ..Model::dense("qwen2") };
+    let mapped = |model: &Model| {
+        let mapping = recognize_config(&model.config()).unwrap();
+        let facts = mapping.facts_of_config(&model.config()).unwrap();
+        let options = MapOptions::default();
+        to_megatron_of(&safetensors(&model.tensors()), &mapping, &facts, &options).unwrap()
+    };
+    let llama = Mapping::builtin("llama").unwrap();
+    let (source, options) = (mapped(&qwen), MapOptions::default());
+    let error = to_hf_of(&source.source, &llama, &source.facts, &options).unwrap_err();
+    assert!(matches!(error, MappingError::OtherFamily { .. }), "{error}");
+    assert!(error.to_string().contains("a linear_qkv.bias but no linear_proj.bias"), "{error}");
+    // Llama with all biases is not as it usually is, and its configuration says so.
+    let plain = Model::dense("llama");
+    let mut tensors = plain.tensors();
+    for layer in 0..plain.layers {
+        for (name, rows) in [("q", 24), ("k", 8), ("v", 8), ("o", 8)] {
+            let name = format!("model.layers.{layer}.self_attn.{name}_proj.bias");
+            tensors.insert(name, Tensor::new(&[rows], |at| at[0] as u32));
+        }
+    }
+    let facts = llama.facts_of_config(&plain.config()).unwrap();
+    let biased = to_megatron_of(&safetensors(&tensors), &llama, &facts, &options).unwrap();
+    let back =
+        to_hf_of(&biased.source, &llama, &Facts::new().with("num_attention_heads", 6), &options);
+    let back = back.unwrap();
+    assert_eq!(llama.config_json(&back.facts).unwrap()["attention_bias"], true);
+    assert!(
+        back.report.notes.iter().any(|note| note.contains("unlike")),
+        "{:?}",
+        back.report.notes
+    );
+    let without = mapped(&plain);
+    let facts = without.facts.clone().with("add_qkv_bias", true);
+    let without = to_hf_of(&without.source, &llama, &facts, &options).unwrap();
+    assert_eq!(llama.config_json(&without.facts).unwrap()["attention_bias"], false);
+    assert!(!without.report.notes.iter().any(|note| note.contains("unlike")));
+    let gpt2 = Model::all().pop().unwrap();
+    let (mapping, gpt2) = (Mapping::builtin("gpt2").unwrap(), mapped(&gpt2));
+    for (facts, why) in [
+        (gpt2.facts.clone().with("num_query_groups", 3), "6 heads are in 3 query groups"),
+        (gpt2.facts.clone().with("kv_channels", 3), "6 heads of 3 channels"),
+    ] {
+        let error = to_hf_of(&gpt2.source, &mapping, &facts, &options).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+}
+
+#[test]
 fn an_index_that_claims_much_takes_little() {
     let mut metadata = CheckpointMetadata::new();
     for name in ["decoder.layers.mlp.experts.experts.linear_fc1.weight", "decoder.layers.x"] {

@@ -1,5 +1,6 @@
 //! Families are told by what is there, and configurations by arguments.
 
+use dcp_core::{CheckpointMetadata, DType, Entry, TensorEntry};
 use dcp_mapping::{
     Facts, MapOptions, Mapping, Recognition, recognize, recognize_among, recognize_config,
 };
@@ -54,6 +55,44 @@ fn real_checkpoints_are_recognized() {
             }
             other => panic!("{other:?}"),
         }
+    }
+}
+
+#[test]
+fn experts_and_gates_are_seen_under_all_their_names() {
+    let recognized = |mlp: &[(&str, &[u64])]| {
+        let mut metadata = CheckpointMetadata::new();
+        let mut add = |name: &str, shape: &[u64]| {
+            metadata.insert(name, Entry::Tensor(TensorEntry::new(DType::Float32, shape)));
+        };
+        add("embedding.word_embeddings.weight", &[16, 8]);
+        for layer in 0..2 {
+            let layer = format!("decoder.layers.{layer}");
+            add(&format!("{layer}.self_attention.linear_qkv.weight"), &[12, 8]);
+            for (name, shape) in mlp {
+                add(&format!("{layer}.mlp.{name}"), shape);
+            }
+        }
+        match recognize(&metadata, &Facts::new()).unwrap() {
+            Recognition::Found { family, .. } => family,
+            other => panic!("{other:?}"),
+        }
+    };
+    let halves: [(&str, &[u64]); 3] = [
+        ("linear_fc1.weight_w", &[7, 8]),
+        ("linear_fc1.weight_v", &[7, 8]),
+        ("linear_fc2.weight", &[8, 7]),
+    ];
+    assert_eq!(recognized(&halves), "llama");
+    for (up, down) in [
+        ("experts.experts.linear_fc1.weight", "experts.experts.linear_fc2.weight"),
+        ("experts.local_experts.1.linear_fc1.weight", "experts.local_experts.1.linear_fc2.weight"),
+        ("experts.linear_fc1.weight1", "experts.linear_fc2.weight1"),
+    ] {
+        let stacked = up.contains("experts.experts");
+        let (ups, downs): (&[u64], &[u64]) =
+            if stacked { (&[2, 14, 8], &[2, 8, 7]) } else { (&[14, 8], &[8, 7]) };
+        assert_eq!(recognized(&[("router.weight", &[2, 8]), (up, ups), (down, downs)]), "mixtral");
     }
 }
 

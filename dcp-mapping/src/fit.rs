@@ -1,0 +1,49 @@
+//! Whether a Megatron checkpoint can be of the family that it is taken for.
+
+use crate::error::MappingError;
+use crate::facts::Facts;
+use crate::mapping::Mapping;
+use crate::recognize::contradictions;
+use crate::shapes::Shapes;
+
+/// Refuses weights that transformers has no way to load in the family, sets the facts that the
+/// tensors decide, and says what else is not as it is in models of the family.
+pub(crate) fn fit(
+    mapping: &Mapping,
+    shapes: &Shapes,
+    facts: &mut Facts,
+) -> Result<Vec<String>, MappingError> {
+    let other =
+        |why: String| MappingError::OtherFamily { family: mapping.family.name.clone(), why };
+    // In transformers, one field is about the biases of all projections of attention.
+    if mapping.config.fields.get("attention_bias").is_some_and(|arg| arg == "add_qkv_bias") {
+        let has = |name: &str| shapes.has(&format!("decoder.layers.self_attention.{name}"));
+        match (has("linear_qkv.bias"), has("linear_proj.bias")) {
+            (true, false) => {
+                return Err(other("there is a linear_qkv.bias but no linear_proj.bias".to_owned()));
+            }
+            (false, true) => {
+                return Err(other("there is a linear_proj.bias but no linear_qkv.bias".to_owned()));
+            }
+            (both, _) => facts.set("add_qkv_bias", both),
+        }
+    }
+    if mapping.config.args.get("group_query_attention") == Some(&false.into())
+        && let Some(heads) = facts.get_u64("num_attention_heads")?
+    {
+        let groups = facts.query_groups(heads)?;
+        if groups != heads {
+            return Err(other(format!("{heads} heads are in {groups} query groups")));
+        }
+        let (head, hidden) = (facts.get_u64("kv_channels")?, facts.get_u64("hidden_size")?);
+        if let (Some(head), Some(hidden)) = (head, hidden)
+            && head.checked_mul(heads) != Some(hidden)
+        {
+            let why =
+                format!("{heads} heads of {head} channels are not as wide as the model, {hidden}");
+            return Err(other(why));
+        }
+    }
+    let note = |what| format!("unlike models of the family {:?}, {what}", mapping.family.name);
+    Ok(contradictions(mapping, shapes).into_iter().map(note).collect())
+}

@@ -94,7 +94,7 @@ enum Origin {
 
 impl Origin {
     async fn of(opened: &Opened, source: &Source) -> Result<Self, Failure> {
-        if opened.megatron.is_some() || has_args(source).await? {
+        if opened.megatron.is_some() {
             return Ok(Self::Megatron);
         }
         // Layers of a decoder are called so elsewhere, too, but not what is in them.

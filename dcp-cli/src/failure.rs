@@ -225,6 +225,9 @@ impl From<MappingError> for Failure {
                 "--ignore-args goes on all the same, and says so; --config DIR takes the \
                  configuration that the model is opened with",
             ),
+            MappingError::Unsaid { .. } => {
+                (Exit::Usage, "pass --config DIR, the folder with the original model's config.json")
+            }
             MappingError::UnknownFact { .. } => (
                 Exit::Usage,
                 "`dcp inspect --args` shows what the checkpoint tells; a mapping of your own may \

@@ -119,12 +119,12 @@ fn an_old_checkpoint_of_megatron_stays() {
     dcp(["convert", &fixture, uri, "--to", "torch-dist"]).ok();
     let before = names(&target);
     let begun = || names(&target).iter().any(|name| is_temporary(name));
-    let args = ["-q", "convert", &source, uri, "--to", "torch-dist", "--overwrite"];
+    let args = ["convert", &source, uri, "--to", "torch-dist", "--overwrite"];
     interrupted(&args, "INT", begun).fails(130, &["interrupted; nothing was written"]);
     assert_eq!(names(&target), before);
     dcp(["diff", &fixture, uri]).ok();
     let new = folder.path().join("run/iter_0000001");
-    let args = ["-q", "convert", &source, new.to_str().unwrap(), "--to", "torch-dist"];
+    let args = ["convert", &source, new.to_str().unwrap(), "--to", "torch-dist"];
     let begun = || names(&new).iter().any(|name| is_temporary(name));
     interrupted(&args, "TERM", begun).fails(143, &["interrupted; nothing was written"]);
     assert_eq!(names(folder.path()), ["large.safetensors", "old"]);

@@ -109,9 +109,9 @@ fn megatron_says_itself_what_is_finished() {
     let listing = run(&[
         ("latest_checkpointed_iteration.txt", "100\n"),
         ("iter_0000050/mp_rank_00/model_optim_rng.pt", ""),
-        ("iter_0000100/metadata.json", ""),
-        ("iter_0000100/common.pt", ""),
-        ("iter_0000100/.metadata", ""),
+        ("iter_0000100/metadata.json", r#"{"sharded_backend": "torch_dist"}"#),
+        ("iter_0000100/common.pt", "PK\u{3}\u{4}…PK\u{5}\u{6}"),
+        ("iter_0000100/.metadata", "EMPTY"),
         ("iter_0000150/mp_rank_00/model_optim_rng.pt", ""),
     ]);
     let complete: Vec<_> = listing.entries.iter().map(|entry| entry.complete).collect();

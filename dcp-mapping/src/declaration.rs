@@ -471,8 +471,7 @@ impl Reader<'_> {
                     _ => &[Layers::All],
                 };
                 for other in others {
-                    let line = written.get(&(is_hf, name.text(), *other)).copied();
-                    clash = clash.or(line);
+                    clash = clash.or(written.get(&(is_hf, name.text(), *other)).copied());
                 }
                 if let Some(line) = clash {
                     let name = name.text();

@@ -222,8 +222,7 @@ fn a_family_that_is_named_has_to_fit() {
     }
     let facts = llama.facts_of_config(&plain.config()).unwrap();
     let biased = to_megatron_of(&safetensors(&tensors), &llama, &facts, &options).unwrap();
-    let back =
-        to_hf_of(&biased.source, &llama, &Facts::new().with("num_attention_heads", 6), &options);
+    let back = to_hf_of(&biased.source, &llama, &biased.facts, &options);
     let back = back.unwrap();
     assert_eq!(llama.config_json(&back.facts).unwrap()["attention_bias"], true);
     assert!(

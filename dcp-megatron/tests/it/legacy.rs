@@ -5,11 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_conformance::{CountingStorage, MemoryStorage};
+use dcp_conformance::MemoryStorage;
 use dcp_convert::{Found, JobOptions, Source, find, read_object};
 use dcp_core::{
-    CheckpointError, DType, DataSource, Dict, Key, PathItem, Payload, Storage, Tensor, Value,
-    error_chain,
+    CheckpointError, DType, DataSource, Dict, Key, PathItem, Payload, Storage, Value, error_chain,
 };
 use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, write};
 use dcp_megatron::optimizer::per_parameter_of_legacy;
@@ -21,9 +20,9 @@ use dcp_megatron::{
 use crate::expected;
 use crate::support::{block_on, copy, expected_json, expected_tensors, get, put, stored};
 
-const RUN: &str = "run_legacy_torch_tp2";
+pub(crate) const RUN: &str = "run_legacy_torch_tp2";
 
-fn open(storage: &Arc<dyn Storage>) -> Result<MegatronCheckpoint, MegatronError> {
+pub(crate) fn open(storage: &Arc<dyn Storage>) -> Result<MegatronCheckpoint, MegatronError> {
     block_on(MegatronCheckpoint::open(storage, &OpenOptions::default()))
 }
 
@@ -208,13 +207,13 @@ impl DataSource for Data {
 
 /// A rank's file in the making.
 #[derive(Default)]
-struct RankFile {
+pub(crate) struct RankFile {
     items: Vec<TorchSaveItem>,
     data: Vec<Vec<u8>>,
 }
 
 impl RankFile {
-    fn tensor(&mut self, model: &str, name: &str, shape: &[u64], bytes: Vec<u8>) {
+    pub(crate) fn tensor(&mut self, model: &str, name: &str, shape: &[u64], bytes: Vec<u8>) {
         let path: Vec<_> = [model, name].iter().map(|key| PathItem::Key((*key).into())).collect();
         self.items.push(TorchSaveItem {
             name: format!("{model}.{name}").into(),
@@ -228,7 +227,7 @@ impl RankFile {
         self.data.push(bytes);
     }
 
-    fn object(&mut self, name: &str, value: Value) {
+    pub(crate) fn object(&mut self, name: &str, value: Value) {
         self.items.push(TorchSaveItem {
             name: name.into(),
             path: Some(vec![PathItem::Key(name.into())].into()),
@@ -237,7 +236,7 @@ impl RankFile {
         self.data.push(Vec::new());
     }
 
-    fn write(self, storage: &MemoryStorage, folder: &str) {
+    pub(crate) fn write(self, storage: &MemoryStorage, folder: &str) {
         let key = Key::new(format!("{folder}/model_optim_rng.pt")).unwrap();
         let options = TorchSaveOptions::default();
         let data = Arc::new(Data(self.data));
@@ -245,7 +244,7 @@ impl RankFile {
     }
 }
 
-fn arguments(tp: i64, pp: i64, ep: i64) -> Value {
+pub(crate) fn arguments(tp: i64, pp: i64, ep: i64) -> Value {
     Value::Dict(Dict::from([
         ("tensor_model_parallel_size", Value::Int(tp)),
         ("pipeline_model_parallel_size", Value::Int(pp)),
@@ -262,7 +261,7 @@ fn row(layer: u64, what: u8, n: usize) -> u8 {
 
 /// Four layers over two stages with two chunks each, two experts in each of two groups, TP2: every
 /// row of a matrix tells where it is from.
-fn synthetic(change: impl Fn(&mut RankFile, u32, u32, u32)) -> Arc<dyn Storage> {
+pub(crate) fn synthetic(change: impl Fn(&mut RankFile, u32, u32, u32)) -> Arc<dyn Storage> {
     let storage = Arc::new(MemoryStorage::new());
     for (tp, pp, ep) in
         (0..2).flat_map(|tp| (0..2).flat_map(move |pp| (0..2).map(move |ep| (tp, pp, ep))))
@@ -467,87 +466,4 @@ fn extra_states_of_a_ranks_experts_are_left_out_and_said_to_be() {
     assert!(said.contains("8 extra states"), "{said}");
     let metadata = block_on(checkpoint.source().metadata()).unwrap();
     assert!(metadata.iter().all(|(fqn, _)| !fqn.contains("experts.linear_fc1._extra")));
-}
-
-/// An optimizer that is not distributed, as each rank has it.
-fn optimizer(rank: u32) -> Value {
-    let tensor = |shape: &[u64], byte: u8| {
-        let volume: u64 = shape.iter().product();
-        let bytes = vec![byte; volume as usize];
-        Value::Tensor(Tensor::replicated(DType::UInt8, shape, bytes).unwrap())
-    };
-    let (state, master) = (tensor(&[3], rank as u8), tensor(&[2, 2], rank as u8));
-    let of_parameter = Dict::from([("step", tensor(&[], 7)), ("exp_avg", state)]);
-    let group = Dict::from([("lr", Value::Float(0.5))]);
-    let mut states = Dict::new();
-    states.insert(Value::Int(0), Value::Dict(of_parameter));
-    let inner = Dict::from([
-        ("state", Value::Dict(states)),
-        ("param_groups", Value::List(vec![Value::Dict(group)])),
-    ]);
-    let scaler = Dict::from([("scale", tensor(&[1], 9))]);
-    Value::Dict(Dict::from([
-        ("optimizer", Value::Dict(inner)),
-        ("grad_scaler", Value::Dict(scaler)),
-        ("fp32_from_fp16_params", Value::List(vec![Value::List(vec![master])])),
-    ]))
-}
-
-#[test]
-fn state_of_one_ranks_optimizer_is_not_passed_off_as_that_of_all() {
-    let storage = synthetic(|file, tp, pp, ep| {
-        file.object("optimizer", optimizer(tp + 2 * pp + 4 * ep));
-        file.object("num_floating_point_operations_so_far", Value::Int(i64::from(tp)));
-        if tp == 1 {
-            file.object("extra", Value::Int(1));
-        }
-    });
-    let checkpoint = open(&storage).unwrap();
-    let kept = checkpoint.common().get("optimizer").unwrap().as_dict().unwrap();
-    let inner = kept.get("optimizer").unwrap().as_dict().unwrap();
-    let groups = Value::List(vec![Value::Dict(Dict::from([("lr", Value::Float(0.5))]))]);
-    assert!(inner.get("param_groups").unwrap().same(&groups));
-    let has_parameters =
-        inner.get("state").is_some_and(|state| !state.as_dict().unwrap().is_empty());
-    assert!(!has_parameters, "{inner:?}");
-    assert!(kept.get("grad_scaler").unwrap().as_dict().unwrap().get("scale").is_some());
-    let text = format!("{:?}", kept.get("fp32_from_fp16_params"));
-    assert!(!text.contains("Tensor("), "{text}");
-    let said = checkpoint.warnings().join("; ");
-    assert!(said.contains("optimizer's state in each"), "{said}");
-    assert!(said.contains("alone: extra, num_floating"), "{said}");
-}
-
-#[test]
-fn the_only_ranks_optimizer_is_kept() {
-    let storage = Arc::new(MemoryStorage::new());
-    let mut file = RankFile::default();
-    file.object("args", arguments(1, 1, 1));
-    file.object("optimizer", optimizer(3));
-    file.tensor("model", "decoder.final_layernorm.weight", &[3], vec![1; 3]);
-    file.write(&storage, "mp_rank_00");
-    let checkpoint = open(&(storage as _)).unwrap();
-    assert!(checkpoint.common().get("optimizer").unwrap().same(&optimizer(3)));
-    assert!(checkpoint.warnings().is_empty(), "{:?}", checkpoint.warnings());
-}
-
-#[test]
-fn a_report_of_what_is_put_together_names_no_file_that_never_was() {
-    let checkpoint = open(&stored(RUN)).unwrap();
-    let (job, limits) = (JobOptions::default(), dcp_convert::report::ReportLimits::default());
-    let report = dcp_convert::report::report(checkpoint.source(), "run", &job, &limits);
-    let report = block_on(report).unwrap();
-    assert_eq!(report.totals.missing_files, 0, "{:?}", report.files);
-}
-
-#[test]
-fn a_run_with_a_tracker_is_not_listed_as_a_whole() {
-    let lists = |storage: Arc<dyn Storage>| {
-        let counting = CountingStorage::new(storage);
-        open(&(Arc::new(counting.clone()) as _)).unwrap();
-        counting.counts().lists
-    };
-    // No more than the checkpoint's own folder.
-    let of_checkpoint = lists(stored("run_torch_dist_dp2/iter_0000010"));
-    assert_eq!(lists(stored("run_torch_dist_dp2")), of_checkpoint);
 }

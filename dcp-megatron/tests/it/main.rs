@@ -10,6 +10,7 @@ mod fixtures;
 mod fixtures_loaded;
 mod hostile_shards;
 mod legacy;
+mod legacy_files;
 mod opening;
 mod optimizer;
 mod parallel;

@@ -26,6 +26,11 @@ pub(crate) struct TorchDist {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     ep: Option<u32>,
 
+    /// Ranks that share each expert, to write for; by default as many as --tp, or as the source has
+    /// where that has another number than its --tp.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    etp: Option<u32>,
+
     /// Which versions of Megatron-Core are to read it.
     #[arg(long, value_name = "FORM")]
     form: Option<Form>,
@@ -52,6 +57,7 @@ impl TorchDist {
             (self.tp.is_some(), "--tp"),
             (self.pp.is_some(), "--pp"),
             (self.ep.is_some(), "--ep"),
+            (self.etp.is_some(), "--etp"),
             (self.form.is_some(), "--form"),
             (self.integrity, "--integrity"),
         ];
@@ -68,7 +74,10 @@ impl TorchDist {
             asked.or_else(|| there.and_then(|size| u32::try_from(size).ok())).unwrap_or(1)
         };
         let (tp, pp) = (size(self.tp, sizes.tensor), size(self.pp, sizes.pipeline));
-        Ok(ParallelLayout::new(tp, pp).with_ep(size(self.ep, sizes.expert)))
+        let mut layout = ParallelLayout::new(tp, pp).with_ep(size(self.ep, sizes.expert));
+        let of_source = sizes.expert_tensor.filter(|size| sizes.tensor != Some(*size));
+        layout.etp = self.etp.or(of_source.and_then(|size| u32::try_from(size).ok()));
+        Ok(layout)
     }
 
     /// The common state of `source`, where keys were chosen without a word of it: Megatron-Core

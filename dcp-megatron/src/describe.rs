@@ -1,7 +1,7 @@
 //! A checkpoint of Megatron-Core at a glance: which age, which parallel layout, which objects.
 
 use dcp_convert::{JsonLimits, value_json};
-use dcp_core::{CheckpointMetadata, Entry, TensorEntry, Value};
+use dcp_core::{CheckpointMetadata, Entry, Value};
 use indexmap::IndexMap;
 use serde::Serialize;
 
@@ -10,6 +10,7 @@ use crate::common::CommonPlace;
 use crate::error::MegatronError;
 use crate::logical::COMMON_STATE;
 use crate::optimizer::OptimizerFormat;
+use crate::partition::Observed;
 
 /// What a checkpoint of Megatron-Core is. Serialized, it is `megatron` in the output of
 /// `dcp inspect --json`.
@@ -28,8 +29,12 @@ pub struct Description {
     pub iteration: Option<u64>,
     /// Samples that were trained on.
     pub consumed_samples: Option<u64>,
-    /// How the model was divided among ranks.
+    /// How the model is divided among ranks, as the files have it.
     pub parallel: ParallelSizes,
+    /// What the arguments say of it, where that is something else: they are those of the run that
+    /// saved the model, and stay as they are when it is divided anew.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parallel_of_args: Option<ParallelSizes>,
     /// The stacks of layers, by the name that their keys begin with, such as `decoder.layers`.
     pub layers: IndexMap<String, Layers>,
     /// The form of the optimizer's state: a name of Megatron's or a description, `none` without.
@@ -54,6 +59,8 @@ pub struct ParallelSizes {
     pub pipeline: Option<u64>,
     /// Ranks that share the experts.
     pub expert: Option<u64>,
+    /// Ranks that share each expert.
+    pub expert_tensor: Option<u64>,
     /// Ranks that share a sequence.
     pub context: Option<u64>,
     /// Ranks that train on other data.
@@ -130,6 +137,7 @@ impl MegatronCheckpoint {
             [] => OptimizerFormat::of(&metadata, self.common()),
             _ => OptimizerFormat::LegacyDistributed,
         };
+        let (parallel, parallel_of_args) = self.parallel(&metadata, &objects);
         Ok(Description {
             format,
             common_place,
@@ -138,7 +146,8 @@ impl MegatronCheckpoint {
             iteration: of_common("iteration")
                 .or_else(|| args.as_ref().and_then(|args| args.iteration())),
             consumed_samples: args.as_ref().and_then(|args| args.consumed_train_samples()),
-            parallel: self.parallel(&metadata, &objects),
+            parallel,
+            parallel_of_args,
             layers: layers(&metadata),
             optimizer: optimizer.name(),
             objects,
@@ -149,37 +158,74 @@ impl MegatronCheckpoint {
         })
     }
 
-    /// What the arguments say, or else the grids on which every rank has an object or a part of
-    /// the embedding.
+    /// The sizes that the files have, completed by the arguments where these agree, and what the
+    /// arguments say where they do not.
     fn parallel(
         &self,
         metadata: &CheckpointMetadata,
         objects: &IndexMap<String, ObjectGroup>,
-    ) -> ParallelSizes {
-        let args = self.args();
-        let of = |name: &str| args.as_ref().and_then(|args| args.count(name));
+    ) -> (ParallelSizes, Option<ParallelSizes>) {
+        let stored = match *self.format() {
+            MegatronFormat::Legacy { tp, pp, ep } => Observed {
+                tensor: Some(tp.into()),
+                pipeline: Some(pp.into()),
+                expert: Some(ep.into()),
+                expert_tensor: None,
+            },
+            _ => Observed::of(metadata),
+        };
+        let said = self.sizes_of_args();
+        let differ = |stored: Option<u64>, said: Option<u64>| match (stored, said) {
+            (Some(stored), Some(said)) => stored != said,
+            _ => false,
+        };
+        if differ(stored.tensor, said.tensor)
+            || differ(stored.pipeline, said.pipeline)
+            || differ(stored.expert, said.expert)
+            || differ(stored.expert_tensor, said.expert_tensor)
+        {
+            let Observed { tensor, pipeline, expert, expert_tensor } = stored;
+            let none = ParallelSizes::default();
+            return (ParallelSizes { tensor, pipeline, expert, expert_tensor, ..none }, Some(said));
+        }
         let grid = |key: &str| objects.get(key).map(|group| &*group.grid);
-        let (mut pipeline, mut tensor) =
-            (of("pipeline_model_parallel_size"), of("tensor_model_parallel_size"));
-        if let Some([p, t]) = grid("rng_state") {
-            (pipeline, tensor) = (pipeline.or(Some(*p)), tensor.or(Some(*t)));
-        }
-        let embedding = metadata.get("embedding.word_embeddings.weight");
-        if let (None, Some(Entry::Tensor(embedding))) = (tensor, embedding) {
-            tensor = Some(starts(embedding, 0));
-        }
-        let world = of("world_size").or_else(|| match grid("rerun_state_machine_state") {
+        let (of_pipeline, of_tensor) = match grid("rng_state") {
+            Some([pipeline, tensor]) => (Some(*pipeline), Some(*tensor)),
+            _ => (None, None),
+        };
+        let tensor = said.tensor.or(stored.tensor).or(of_tensor);
+        let pipeline = said.pipeline.or(stored.pipeline).or(of_pipeline);
+        let world = said.world.or_else(|| match grid("rerun_state_machine_state") {
             Some([world]) => Some(*world),
             _ => None,
         });
-        let context = of("context_parallel_size");
-        let data = of("data_parallel_size").or_else(|| {
-            let model = tensor?.checked_mul(pipeline?)?.checked_mul(context.unwrap_or(1))?;
+        let data = said.data.or_else(|| {
+            let context = said.context.unwrap_or(1);
+            let model = tensor?.checked_mul(pipeline?)?.checked_mul(context)?;
             let world = world?;
             (model > 0 && world % model == 0).then(|| world / model)
         });
-        let expert = of("expert_model_parallel_size");
-        ParallelSizes { tensor, pipeline, expert, context, data, world }
+        let expert = said.expert.or(stored.expert);
+        let expert_tensor = stored.expert_tensor.or(said.expert_tensor);
+        (ParallelSizes { tensor, pipeline, expert, expert_tensor, data, world, ..said }, None)
+    }
+
+    fn sizes_of_args(&self) -> ParallelSizes {
+        let args = self.args();
+        let of = |name: &str| args.as_ref().and_then(|args| args.count(name));
+        let tensor = of("tensor_model_parallel_size");
+        // Only where there are experts does it mean anything; it is the tensor parallel size
+        // unless given.
+        let experts = of("num_experts");
+        ParallelSizes {
+            tensor,
+            pipeline: of("pipeline_model_parallel_size"),
+            expert: of("expert_model_parallel_size"),
+            expert_tensor: experts.and(of("expert_tensor_parallel_size").or(tensor)),
+            context: of("context_parallel_size"),
+            data: of("data_parallel_size"),
+            world: of("world_size"),
+        }
     }
 }
 
@@ -213,13 +259,6 @@ fn ages(format: &MegatronFormat, content: bool, flattened: bool) -> (String, &'s
             ("any version".to_owned(), "every version, by as many ranks as saved it")
         }
     }
-}
-
-/// How many different places the chunks of a tensor begin at along an axis.
-fn starts(tensor: &TensorEntry, axis: usize) -> u64 {
-    let starts: std::collections::BTreeSet<u64> =
-        tensor.chunks.iter().filter_map(|chunk| chunk.offsets.get(axis).copied()).collect();
-    starts.len() as u64
 }
 
 /// The sharded objects by key, in the order of the checkpoint.
@@ -277,7 +316,7 @@ fn layers(metadata: &CheckpointMetadata) -> IndexMap<String, Layers> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, Dims};
+    use dcp_core::{DType, Dims, TensorEntry};
 
     use super::*;
 

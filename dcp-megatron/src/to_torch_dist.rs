@@ -27,8 +27,9 @@ const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 ///
 /// The common state is the writer's, if it was given one, else the source's own: the entry
 /// [`COMMON_STATE`]. It is taken over as it is: arguments in it go on to say how the run that
-/// saved it was laid out, as the random states among the objects do, which Megatron-Core passes
-/// over where the layout is another. An object that has no place in a grid becomes one of a grid of
+/// saved it was laid out, as the random states among the objects do, which Megatron-LM passes
+/// over where the two layouts differ. With the sizes of `layout` in the arguments it would ask for
+/// random states and rerun states of ranks that never were. An object that has no place in a grid becomes one of a grid of
 /// one, `name/shard_0_1`, a list of one, which is how Megatron-Core knows objects. Objects that a
 /// file of `torch.save` keeps in parts are put together.
 ///

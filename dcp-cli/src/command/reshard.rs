@@ -23,8 +23,11 @@ use dcp::convert::StatePart;
 /// loads any checkpoint into any number of ranks, but one that is cut as it will be loaded is
 /// read in fewer and larger pieces.
 ///
-/// With --tp, --pp and --ep, a checkpoint of Megatron-Core is rewritten as the ranks of that
-/// layout would have saved it, whatever its age: weights, optimizer and common state.
+/// With --tp, --pp, --ep and --etp, a checkpoint of Megatron-Core is rewritten as the ranks of that
+/// layout would have saved it, whatever its age: weights, optimizer and common state. The arguments
+/// in it stay those of the run that saved it: by them Megatron-LM sees that the random states are
+/// those of other ranks, and passes over them. So name the new sizes when it goes on, instead of
+/// --use-mp-args-from-checkpoint-args.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
@@ -47,8 +50,8 @@ pub(crate) struct Reshard {
         long,
         value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=65_536),
-        required_unless_present_any = ["tp", "pp", "ep", "form", "integrity"],
-        conflicts_with_all = ["tp", "pp", "ep", "form", "integrity"]
+        required_unless_present_any = ["tp", "pp", "ep", "etp", "form", "integrity"],
+        conflicts_with_all = ["tp", "pp", "ep", "etp", "form", "integrity"]
     )]
     pub(crate) ranks: Option<u32>,
 
@@ -84,8 +87,8 @@ impl Reshard {
             None if is_megatrons => Ok(Ranks::Megatron),
             None => {
                 let message = format!(
-                    "--tp, --pp, --ep, --form and --integrity are for checkpoints of Megatron-Core, and \
-                     {:?} is none",
+                    "--tp, --pp, --ep, --etp, --form and --integrity are for checkpoints of \
+                     Megatron-Core, and {:?} is none",
                     opened.uri
                 );
                 Err(Failure::new(Exit::Usage, message)

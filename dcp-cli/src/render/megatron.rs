@@ -39,6 +39,9 @@ pub(crate) fn facts(description: &Description, out: &Output) -> String {
     fact("written by", format!("Megatron-Core {by}; read by {read}"));
     fact("iteration", iteration(description));
     fact("parallel", parallel(&description.parallel));
+    if let Some(said) = &description.parallel_of_args {
+        fact("", format!("was {}, as the arguments say", parallel(said)));
+    }
     for (stack, layers) in description.layers.iter().take(STACKS_MAX) {
         fact("layers", layers_of(stack, layers));
     }
@@ -63,6 +66,7 @@ fn parallel(sizes: &ParallelSizes) -> String {
         ("TP", sizes.tensor),
         ("PP", sizes.pipeline),
         ("EP", sizes.expert),
+        ("ETP", sizes.expert_tensor.filter(|size| sizes.tensor != Some(*size))),
         ("CP", sizes.context),
         ("DP", sizes.data),
     ];

@@ -49,6 +49,17 @@ fn a_layout_is_rewritten() {
     assert_eq!(chunks("decoder.layers.self_attention.linear_proj.weight"), 2 * 4);
     assert_eq!(chunks("embedding.word_embeddings.weight"), 4);
     dcp(["diff", &source, &out]).ok();
+    // What is there is shown; the arguments are those of the run.
+    let megatron = &found["megatron"];
+    assert_eq!([&megatron["parallel"]["tensor"], &megatron["parallel"]["pipeline"]], [4, 1]);
+    assert_eq!(megatron["parallel_of_args"]["tensor"], 2);
+    let text = dcp(["inspect", &out]).ok();
+    assert!(text.contains("parallel   TP 4 · PP 1\n"), "{text}");
+    assert!(text.contains("was TP 2 · PP 2 · DP 1 · 4 ranks, as the arguments say"), "{text}");
+    let newest = path(&folder, "newest");
+    dcp(["reshard", &out, &newest, "--form", "newest"]).ok();
+    let newest = dcp(["inspect", &newest, "--json"]).json();
+    assert_eq!(newest["megatron"]["parallel"], megatron["parallel"]);
     // Without other sizes, it is laid out as it was.
     let again = path(&folder, "again");
     dcp(["convert", &source, &again, "--to", "torch-dist"]).ok();

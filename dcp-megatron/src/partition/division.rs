@@ -418,7 +418,7 @@ fn places(lens: &[u64]) -> impl Iterator<Item = Vec<u64>> + '_ {
 }
 
 /// The rank in the name of a data file, `[hint]__{rank}_{n}.distcp`.
-fn rank_of_file(name: &str) -> Option<u32> {
+pub(super) fn rank_of_file(name: &str) -> Option<u32> {
     name.rsplit_once("__")?.1.split_once('_')?.0.parse().ok()
 }
 

@@ -4,9 +4,11 @@
 mod division;
 mod key;
 mod layout;
+mod observed;
 
 pub(crate) use division::MegatronDivision;
 pub use layout::ParallelLayout;
+pub(crate) use observed::Observed;
 
 /// How tensor parallelism of `t` ranks cuts a parameter along one of its own axes: those without
 /// the axes of layers and experts that Megatron-Core puts in front.

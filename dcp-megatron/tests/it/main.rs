@@ -5,6 +5,7 @@
 mod async_queue;
 mod contents;
 mod corpus;
+mod describing;
 mod expected;
 mod fixtures;
 mod fixtures_loaded;

@@ -140,9 +140,11 @@ impl Run<'_> {
     }
 
     /// Folders of transformers and of PyTorch's Hugging Face storage, converted by the command and
-    /// opened by the libraries.
+    /// opened by the libraries. What families of models say of transformers is so.
     fn hugging_face(&self) -> Result {
         venv::with_transformers(&self.python)?;
+        let families = workspace::root().join("dcp-mapping/families");
+        run(self.script("interop_families.py").arg(families))?;
         let (theirs, ours) = (self.folder.join("hf"), self.folder.join("hf_converted"));
         println!("transformers and PyTorch → dcp convert → transformers and PyTorch");
         run(self.script("interop_hf.py").arg("save").arg(&theirs))?;

@@ -97,6 +97,40 @@ fn arguments_that_change_nothing_pass() {
     assert!(back.report.notes[0].contains("moe_router_pre_softmax"), "{:?}", back.report.notes);
 }
 
+/// What `cargo xtask interop` finds the same in transformers.
+#[test]
+fn fields_that_are_not_there_are_those_of_transformers() {
+    for (family, fields, arg, value) in [
+        ("mistral", vec!["num_key_value_heads"], "num_query_groups", json!(8)),
+        ("mixtral", vec!["num_key_value_heads"], "num_query_groups", json!(8)),
+        ("llama", vec!["num_key_value_heads"], "num_query_groups", json!(6)),
+        (
+            "qwen2",
+            vec!["num_key_value_heads", "num_attention_heads"],
+            "num_query_groups",
+            json!(32),
+        ),
+        ("qwen3_moe", vec!["num_key_value_heads"], "num_query_groups", json!(4)),
+        ("qwen3_moe", vec!["router_aux_loss_coef"], "moe_aux_loss_coeff", json!(0.001)),
+        ("gpt2", vec!["n_head"], "num_attention_heads", json!(12)),
+        ("gpt2", vec![], "untie_embeddings_and_output_weights", json!(false)),
+        ("llama", vec!["tie_word_embeddings"], "untie_embeddings_and_output_weights", json!(true)),
+        ("deepseek_v3", vec!["v_head_dim"], "v_head_dim", json!(128)),
+        ("deepseek_v2", vec!["qk_nope_head_dim"], "qk_head_dim", json!(128)),
+    ] {
+        let mut config = Model::config_with(family, json!({}));
+        for field in &fields {
+            config.as_object_mut().unwrap().remove(*field);
+        }
+        let facts = Mapping::builtin(family).unwrap().facts_of_config(&config).unwrap();
+        assert_eq!(facts.get(arg), Some(&value), "{family} without {fields:?}");
+    }
+    // Null is no lack.
+    let config = Model::config_with("mistral", json!({ "num_key_value_heads": null }));
+    let facts = Mapping::builtin("mistral").unwrap().facts_of_config(&config).unwrap();
+    assert_eq!(facts.get("num_query_groups"), Some(&json!(6)));
+}
+
 #[test]
 fn configurations_that_megatron_does_not_follow() {
     for (family, more, shown) in [

@@ -12,6 +12,7 @@ use dcp::mapping::{
 };
 use dcp::megatron::MegatronArgs;
 
+use crate::beside;
 use crate::destination::Format;
 use crate::failure::{Exit, Failure};
 use crate::open::Opened;
@@ -105,7 +106,7 @@ impl Origin {
         if source.metadata().await?.iter().any(|(name, _)| is_layer(name)) {
             return Ok(Self::Megatron);
         }
-        let storage = &*opened.source.storage;
+        let storage = &*opened.folder;
         let is_folder = !Path::new(&opened.place).is_file() && !is_dcp(storage).await?;
         let config = Key::new(CONFIG).map_err(StorageError::from)?;
         Ok(match is_folder && storage.contains(&config).await? {
@@ -166,7 +167,7 @@ impl Arch {
             let message = "--make-vocab-divisible-by pads for Megatron-Core, and this goes from it";
             return Err(Failure::new(Exit::Usage, message).hint("leave it out"));
         }
-        let mut facts = facts(opened, &source).await?;
+        let mut facts = facts(opened, &source, out).await?;
         let given = match config {
             Some(folder) => Some(config_of(opened, Some(folder)).await?),
             None => None,
@@ -272,16 +273,22 @@ impl Arch {
 
 /// What the arguments of a checkpoint tell. Those that were saved through PyTorch alone have them
 /// as an object of their own.
-async fn facts(opened: &Opened, source: &Source) -> Result<Facts, Failure> {
-    if let Some(checkpoint) = &opened.megatron {
-        let args = checkpoint.args();
-        return Ok(args.map_or_else(Facts::new, |args| Facts::from_dict(args.dict())));
+/// What wrote no arguments wrote a configuration beside it.
+async fn facts(opened: &Opened, source: &Source, out: &Output) -> Result<Facts, Failure> {
+    let args = match &opened.megatron {
+        Some(checkpoint) => checkpoint.args().map(|args| Facts::from_dict(args.dict())),
+        None if has_args(source).await? => {
+            let args = MegatronArgs::from_value(&read_object(source, "args").await?);
+            args.map(|args| Facts::from_dict(args.dict()))
+        }
+        None => None,
+    };
+    if let Some(facts) = args {
+        return Ok(facts);
     }
-    if !has_args(source).await? {
-        return Ok(Facts::new());
-    }
-    let args = MegatronArgs::from_value(&read_object(source, "args").await?);
-    Ok(args.map_or_else(Facts::new, |args| Facts::from_dict(args.dict())))
+    let Some((facts, file)) = beside::facts(opened).await? else { return Ok(Facts::new()) };
+    out.note(&format!("there are no arguments in it; {file} tells of the model"));
+    Ok(facts)
 }
 
 /// Whether there are arguments of Megatron as an object of their own.
@@ -356,7 +363,7 @@ async fn config_of(opened: &Opened, folder: Option<&Path>) -> Result<serde_json:
                 .context(format!("cannot read {:?}", path.display().to_string()))),
         };
     }
-    let storage = &opened.source.storage;
+    let storage = &opened.folder;
     let key = Key::new(CONFIG).map_err(StorageError::from)?;
     if !storage.contains(&key).await? {
         return Err(absent(opened.place.clone()));
@@ -375,8 +382,11 @@ fn config_json(mapping: &Mapping, mapped: &mut Mapped) -> Result<(Key, Vec<u8>),
         Failure::from(error)
             .hint("pass --config DIR, the folder with the original model's config.json")
     })?;
-    let note = "config.json leaves bos_token_id and eos_token_id open: the tokenizer decides";
-    mapped.report.notes.push(note.to_owned());
+    let is_open = |token| config.get(token).is_none_or(serde_json::Value::is_null);
+    if ["bos_token_id", "eos_token_id"].into_iter().all(is_open) {
+        let note = "config.json leaves bos_token_id and eos_token_id open: the tokenizer decides";
+        mapped.report.notes.push(note.to_owned());
+    }
     let mut text = serde_json::to_vec_pretty(&config).map_err(io::Error::from)?;
     text.push(b'\n');
     Ok((Key::new("config.json").map_err(StorageError::from)?, text))
@@ -396,7 +406,8 @@ pub(crate) fn tell(report: &MappingReport, out: &Output) {
     ));
     if !report.dropped.is_empty() {
         let dropped = count(report.dropped.len(), "key");
-        out.note(&format!("{dropped} belong to no model: {}", list(&report.dropped)));
+        let belong = if report.dropped.len() == 1 { "belongs" } else { "belong" };
+        out.note(&format!("{dropped} {belong} to no model: {}", list(&report.dropped)));
     }
     if !report.left_over.is_empty() {
         let left = count(report.left_over.len(), "tensor");

@@ -200,6 +200,10 @@ impl From<MegatronError> for Failure {
     }
 }
 
+/// What helps where a checkpoint does not tell enough of its model.
+const UNTOLD: &str = "`dcp inspect --args` shows what the checkpoint tells; --config DIR takes the \
+                      rest from the model's config.json, and a mapping of your own may say it";
+
 impl From<MappingError> for Failure {
     fn from(error: MappingError) -> Self {
         let (exit, hint) = match error {
@@ -207,6 +211,11 @@ impl From<MappingError> for Failure {
             MappingError::Declaration { .. } => {
                 (Exit::Usage, "`dcp arch llama` prints one that is right")
             }
+            MappingError::Yaml { .. } => (
+                Exit::Bad,
+                "it is written beside the checkpoint and tells of its model; without it, --config \
+                 DIR takes the model's config.json",
+            ),
             MappingError::UnknownFamily { .. } => (
                 Exit::Usage,
                 "name one of them, or a TOML file of your own (`dcp arch llama > my.toml` is one \
@@ -228,11 +237,10 @@ impl From<MappingError> for Failure {
             MappingError::Unsaid { .. } => {
                 (Exit::Usage, "pass --config DIR, the folder with the original model's config.json")
             }
-            MappingError::UnknownFact { .. } => (
-                Exit::Usage,
-                "`dcp inspect --args` shows what the checkpoint tells; a mapping of your own may \
-                 say it",
-            ),
+            MappingError::UnknownFact { .. } => (Exit::Usage, UNTOLD),
+            MappingError::Rule { ref problem, .. } if problem.ends_with("the shapes tell") => {
+                (Exit::Usage, UNTOLD)
+            }
             MappingError::BadFact { .. } => {
                 (Exit::Bad, "`dcp inspect` shows what the checkpoint holds and tells of itself")
             }

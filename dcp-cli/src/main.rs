@@ -3,6 +3,7 @@
 mod apart;
 mod arch;
 mod args;
+mod beside;
 mod choosing;
 mod command;
 mod created;
@@ -21,6 +22,7 @@ mod style;
 mod target;
 mod tell;
 mod torch_dist;
+mod torch_folder;
 mod undo;
 
 use std::process::ExitCode;

@@ -10,11 +10,13 @@ use dcp::formats::folder::OLMO_MODEL;
 use dcp::megatron::{METADATA_JSON, MegatronCheckpoint};
 use dcp::{Access, StorageRegistry};
 
+use crate::beside::WEIGHTS;
 use crate::failure::{Exit, Failure};
 pub(crate) use crate::interrupt::run;
 use crate::megatron;
 use crate::output::Output;
 use crate::target::{is_dcp, model_file};
+use crate::torch_folder;
 
 /// How whole a checkpoint has to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +42,8 @@ pub(crate) struct Opened {
     pub(crate) place: String,
     /// What jobs read.
     pub(crate) source: Source,
+    /// What that lies in.
+    pub(crate) folder: Arc<dyn Storage>,
     /// The same for Megatron-Core, if it is one of its checkpoints.
     pub(crate) megatron: Option<MegatronCheckpoint>,
     /// What shows that the save did not finish, although all can be read.
@@ -51,9 +55,14 @@ pub(crate) struct Opened {
 /// Opens a checkpoint to read: a directory, or one file of safetensors or `torch.save`, which are
 /// told from each other by what they begin with. Says which of several is taken.
 pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Opened, Failure> {
-    let opened = |place: String, source, megatron| {
-        let (unfinished, wrong_tracker) = (None, None);
-        Ok(Opened { uri: uri.to_owned(), place, source, megatron, unfinished, wrong_tracker })
+    let opened = |place: String, folder: &Arc<dyn Storage>, source, megatron| Opened {
+        uri: uri.to_owned(),
+        place,
+        source,
+        folder: Arc::clone(folder),
+        megatron,
+        unfinished: None,
+        wrong_tracker: None,
     };
     let registry = StorageRegistry::with_defaults();
     let storage = match registry.open(uri, Access::Read) {
@@ -61,7 +70,8 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
         Err(error) => {
             return match file(uri).await {
                 Some((storage, key)) => {
-                    opened(uri.to_owned(), file_source(uri, storage, key, need).await?, None)
+                    let source = file_source(uri, Arc::clone(&storage), key, need).await?;
+                    Ok(opened(uri.to_owned(), &storage, source, None))
                 }
                 None => Err(cannot_open(uri, &error)),
             };
@@ -77,12 +87,12 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
         for warning in checkpoint.damage().iter().chain(checkpoint.warnings()) {
             out.note(warning);
         }
-        let opened = opened(place, checkpoint.source().clone(), Some(checkpoint))?;
+        let opened = opened(place, &storage, checkpoint.source().clone(), Some(checkpoint));
         return Ok(Opened { wrong_tracker, ..opened });
     }
     match Source::open(&storage, need.tolerant()).await {
         Ok(source) => {
-            let mut opened = opened(place, source, None)?;
+            let mut opened = opened(place, &storage, source, None);
             opened.unfinished = megatron::unfinished(&*storage).await?;
             if let Some(problem) = &opened.unfinished {
                 out.note(problem);
@@ -94,6 +104,9 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
                 out.note(&last.note);
                 let opened = Box::pin(checkpoint(&below(uri, &last.folder), need, out)).await?;
                 return Ok(Opened { uri: uri.to_owned(), ..opened });
+            }
+            if let Some(source) = torch_folder::open(&storage, need.tolerant()).await? {
+                return Ok(opened(place, &storage, source, None));
             }
             match detect(&storage).await {
                 Ok(detection) => Err(no_checkpoint(uri, &storage, &detection, error).await),
@@ -135,14 +148,16 @@ fn below(uri: &str, folder: &str) -> String {
     format!("{}/{folder}", uri.trim_end_matches('/'))
 }
 
-/// The place of the checkpoint in a directory: `model_and_optim` in a step of OLMo-core, the
-/// latest iteration in a run of Megatron-LM, the directory itself otherwise.
+/// The place of the checkpoint in a directory: `model_and_optim` in a step of OLMo-core, `weights`
+/// in a checkpoint of NeMo, the latest iteration in a run of Megatron-LM, the directory itself otherwise.
 async fn place(uri: &str, storage: &Arc<dyn Storage>) -> Result<Place, Failure> {
     let contains = async |name: &str| storage.contains(&Key::new(name)?).await;
     let at = |uri: String| Place { uri, note: None, wrong_tracker: None };
     if !contains(".metadata").await? {
-        if contains(&format!("{OLMO_MODEL}/.metadata")).await? {
-            return Ok(at(below(uri, OLMO_MODEL)));
+        for folder in [OLMO_MODEL, WEIGHTS] {
+            if contains(&format!("{folder}/.metadata")).await? {
+                return Ok(at(below(uri, folder)));
+            }
         }
         if !contains(METADATA_JSON).await?
             && let Some(iteration) = megatron::iteration(uri, storage).await?

@@ -94,17 +94,49 @@ impl Compiler<'_> {
                 };
                 for mut made in self.make(rule, instance, layout, &written)? {
                     if active.copies {
-                        made.pieces = in_halves(made.pieces);
+                        made.pieces = in_two(made.pieces, None);
                     }
                     self.add(&mut building, rule, (section, active.order), made)?;
                 }
             }
+        }
+        if self.direction == Direction::ToHf {
+            self.copy(&mut building);
         }
         building.sort_by(|_, a, _, b| a.rank.cmp(&b.rank));
         building
             .into_iter()
             .map(|(name, built)| Ok((name.clone(), self.target(&name, built)?)))
             .collect()
+    }
+
+    /// Adds what Hugging Face has for each layer for multi-token prediction, and Megatron once.
+    fn copy(&self, building: &mut IndexMap<String, Building>) {
+        for copied in &self.mapping.copies {
+            let of = copied.of.name(&Numbers::default(), &self.resolved.hf);
+            for mtp in 0..self.resolved.mtp_layers {
+                let numbers = Numbers { mtp: Some(mtp), ..Numbers::default() };
+                let Some(built) = building.get(&of) else { break };
+                let pieces = built.pieces.iter().map(|p| (p.region.clone(), p.from.clone()));
+                let pieces = in_two(pieces.collect(), Some(mtp + 1));
+                let copy = Building {
+                    rule: built.rule,
+                    rank: (2, numbers, usize::MAX),
+                    dtype: built.dtype,
+                    element: built.element.clone(),
+                    lead: built.lead.clone(),
+                    positions: built.positions.clone(),
+                    pieces: pieces
+                        .into_iter()
+                        .map(|(region, from)| Piece { region, from })
+                        .collect(),
+                    cast: built.cast,
+                    padded: 0,
+                    trimmed: 0,
+                };
+                building.insert(copied.hf.name(&numbers, &self.resolved.hf), copy);
+            }
+        }
     }
 
     /// Whether layers are written as one tensor with a leading axis.
@@ -359,9 +391,9 @@ impl Compiler<'_> {
     }
 }
 
-/// The same pieces, each in two: tensors of the same pieces are written once, but a copy that was
-/// asked for is meant to be one.
-fn in_halves(pieces: Vec<(Region, PieceFrom)>) -> Vec<(Region, PieceFrom)> {
+/// The same pieces, each in two, behind `first` rows or in the middle: tensors of the same pieces
+/// are written once, but a copy that was asked for is meant to be one.
+fn in_two(pieces: Vec<(Region, PieceFrom)>, first: Option<u64>) -> Vec<(Region, PieceFrom)> {
     let part = |region: &Region, axis: usize, from: u64, len: u64| {
         let (mut offsets, mut sizes) = (region.offsets().clone(), region.sizes().clone());
         *offsets.get_mut(axis)? += from;
@@ -370,7 +402,8 @@ fn in_halves(pieces: Vec<(Region, PieceFrom)>) -> Vec<(Region, PieceFrom)> {
     };
     let halves = |(region, from): &(Region, PieceFrom)| {
         let axis = region.sizes().iter().position(|size| *size > 1)?;
-        let (len, half) = (*region.sizes().get(axis)?, region.sizes().get(axis)? / 2);
+        let len = *region.sizes().get(axis)?;
+        let half = first.map_or(len / 2, |first| first.min(len - 1));
         let PieceFrom::Box { part: source, entry, region: of, axes } = from else { return None };
         let there = (*axes.get(axis)?)?;
         let piece = |from, len| {

@@ -4,9 +4,10 @@ use dcp_core::{Dict, Value as Py};
 use serde_json::{Map, Value, json};
 
 use crate::error::MappingError;
-use crate::express::{differs, same, settle};
+use crate::express::{differs, settle};
 use crate::facts::{Facts, bad};
 use crate::mapping::Mapping;
+use crate::own::{OWN_CONFIG, with_dtype};
 
 /// How positions are scaled in a family.
 pub(crate) const ROPES: &[&str] = &["plain", "llama3", "yarn"];
@@ -36,8 +37,15 @@ fn plain(value: &Py, depth: usize) -> Option<Value> {
         Py::Float(x) => serde_json::Number::from_f64(*x).map(Value::Number),
         Py::Str(text) => Some(Value::from(&**text)),
         Py::Global(global) => Some(Value::String(global.to_string())),
+        Py::None if depth > 0 => Some(Value::Null),
         Py::List(items) | Py::Tuple(items) if depth < DEPTH_MAX => {
             items.iter().map(|item| plain(item, depth + 1)).collect::<Option<_>>().map(Value::Array)
+        }
+        Py::Dict(fields) if depth < DEPTH_MAX => {
+            let plain = |(key, value): (&Py, &Py)| {
+                Some((key.as_str()?.to_owned(), plain(value, depth + 1)?))
+            };
+            fields.iter().map(plain).collect::<Option<_>>().map(Value::Object)
         }
         _ => None,
     }
@@ -117,6 +125,8 @@ impl Mapping {
             facts.complete("seq_length", length);
         }
         problems.extend(self.groups_differ(&facts)?);
+        problems.extend(self.biases_differ(&facts));
+        facts.set(OWN_CONFIG, config.clone());
         let mut notes = Vec::new();
         settle(problems, ignore, &mut notes)?;
         Ok((facts, notes))
@@ -184,78 +194,6 @@ impl Mapping {
         }
     }
 
-    fn rope_of_config(
-        &self,
-        fields: &Map<String, Value>,
-        facts: &mut Facts,
-        problems: &mut Vec<MappingError>,
-    ) {
-        if self.config.rope.is_none() {
-            return;
-        }
-        let parameters = fields.get("rope_parameters").and_then(Value::as_object);
-        let theta = fields.get("rope_theta").or_else(|| parameters?.get("rope_theta"));
-        if let Some(theta) = theta.filter(|theta| theta.is_number()) {
-            facts.complete("rotary_base", theta.clone());
-        }
-        let scaling = fields.get("rope_scaling").and_then(Value::as_object).or(parameters);
-        let Some(scaling) = scaling else { return };
-        let kind = scaling.get("rope_type").or_else(|| scaling.get("type"));
-        let partial = scaling.get("partial_rotary_factor").filter(|v| v.as_f64() != Some(1.0));
-        if let Some(partial) = partial.filter(|partial| !partial.is_null()) {
-            let problem = "Megatron-Core turns all channels in this family";
-            problems.push(differs("partial_rotary_factor", partial, problem));
-        }
-        let mut take = |field: &str, arg: &str| {
-            if let Some(value) = scaling.get(field).filter(|value| value.is_number()) {
-                facts.complete(arg, value.clone());
-            }
-        };
-        let rope = self.config.rope.as_deref();
-        match kind.and_then(Value::as_str) {
-            None | Some("default") => {}
-            Some("llama3") if rope == Some("llama3") => {
-                take("factor", "rope_scaling_factor");
-                facts.set("use_rope_scaling", true);
-                for (field, number) in llama3() {
-                    if let Some(value) = scaling.get(field).filter(|value| !same(value, &number)) {
-                        let problem = format!("Megatron-Core knows no other number than {number}");
-                        problems.push(differs(field, value, &problem));
-                    }
-                }
-            }
-            Some("linear") if self.config.linear_rope() => {
-                take("factor", "rotary_seq_len_interpolation_factor");
-            }
-            Some("yarn") if rope == Some("yarn") => {
-                take("factor", "rotary_scaling_factor");
-                for field in YARN {
-                    take(field, field);
-                }
-                facts.set("rope_type", "yarn");
-                for (field, usual) in [("attention_factor", Value::Null), ("truncate", true.into())]
-                {
-                    if let Some(value) = scaling.get(field).filter(|v| !v.is_null() && **v != usual)
-                    {
-                        problems.push(differs(field, value, "Megatron-Core works it out itself"));
-                    }
-                }
-                // What transformers takes for what is not there.
-                if let Some(positions) = facts.get("max_position_embeddings").cloned() {
-                    facts.complete("original_max_position_embeddings", positions);
-                }
-                for (field, usual) in YARN.iter().zip(yarn_usual()) {
-                    facts.complete(field, usual);
-                }
-            }
-            Some(_) => {
-                let value = Value::Object(scaling.clone());
-                let problem = "Megatron-Core does not scale the positions of this family like that";
-                problems.push(differs("rope_scaling", &value, problem));
-            }
-        }
-    }
-
     /// A `config.json` for a model of this family, as far as `facts` tell it: those of
     /// [`Mapped`](crate::Mapped), which know what the shapes told.
     ///
@@ -307,51 +245,27 @@ impl Mapping {
         if !fields.is_empty() {
             return Err(MappingError::Unsaid { fields });
         }
+        let dtype = facts.get("params_dtype").and_then(Value::as_str);
+        let dtype = dtype.map(|dtype| dtype.strip_prefix("torch.").unwrap_or(dtype));
+        if let Some(own) = self.own_config(facts) {
+            if self.still_tells(own, facts, &config) {
+                let mut own = with_dtype(own.clone(), dtype);
+                own.extend(
+                    config
+                        .remove_entry("architectures")
+                        .filter(|(field, _)| !own.contains_key(field)),
+                );
+                return Ok(Value::Object(own));
+            }
+            for (field, value) in own.iter().filter(|(field, _)| !self.speaks_of_field(field)) {
+                config.entry(field).or_insert_with(|| value.clone());
+            }
+        }
         // Transformers would take those of another tokenizer.
         for token in ["bos_token_id", "eos_token_id"] {
             config.entry(token).or_insert(Value::Null);
         }
-        if let Some(dtype) = facts.get("params_dtype").and_then(Value::as_str) {
-            let dtype = dtype.strip_prefix("torch.").unwrap_or(dtype);
-            config.insert("torch_dtype".to_owned(), dtype.into());
-        }
-        Ok(Value::Object(config))
-    }
-
-    fn rope_to_config(&self, facts: &Facts, config: &mut Map<String, Value>) {
-        let Some(rope) = self.config.rope.as_deref() else { return };
-        if let Some(base) = facts.get("rotary_base").and_then(Value::as_f64) {
-            config.insert("rope_theta".to_owned(), base.into());
-        }
-        let factor = |name: &str| facts.get(name).and_then(Value::as_f64);
-        if rope == "llama3" && facts.get_bool("use_rope_scaling") == Some(true) {
-            let mut scaling = Map::new();
-            scaling.insert("rope_type".to_owned(), "llama3".into());
-            let scale = factor("rope_scaling_factor").unwrap_or(8.0);
-            scaling.insert("factor".to_owned(), scale.into());
-            scaling.extend(llama3().map(|(field, number)| (field.to_owned(), number)));
-            config.insert("rope_scaling".to_owned(), Value::Object(scaling));
-        }
-        let linear = factor("rotary_seq_len_interpolation_factor").filter(|scale| *scale != 1.0);
-        if let Some(scale) = linear.filter(|_| self.config.linear_rope()) {
-            let scaling = json!({ "rope_type": "linear", "factor": scale });
-            config.insert("rope_scaling".to_owned(), scaling);
-        }
-        let Some(scale) = factor("rotary_scaling_factor").filter(|scale| *scale > 1.0) else {
-            return;
-        };
-        if rope == "yarn" && facts.get("rope_type") != Some(&Value::from("rope")) {
-            let mut scaling = Map::new();
-            // The name that it has in transformers, and that in the models' own code.
-            for name in ["rope_type", "type"] {
-                scaling.insert(name.to_owned(), "yarn".into());
-            }
-            scaling.insert("factor".to_owned(), scale.into());
-            for (field, usual) in YARN.iter().zip(yarn_usual()) {
-                scaling.insert((*field).to_owned(), facts.get(field).cloned().unwrap_or(usual));
-            }
-            config.insert("rope_scaling".to_owned(), Value::Object(scaling));
-        }
+        Ok(Value::Object(with_dtype(config, dtype)))
     }
 
     fn moe_to_config(
@@ -404,21 +318,3 @@ fn clear_groups(facts: &mut Facts) {
         facts.set(arg, Value::Null);
     }
 }
-
-/// Megatron knows no other numbers than Llama 3.1's.
-fn llama3() -> [(&'static str, Value); 3] {
-    [
-        ("low_freq_factor", json!(1.0)),
-        ("high_freq_factor", json!(4.0)),
-        ("original_max_position_embeddings", json!(8192)),
-    ]
-}
-
-/// What the fields of [`YARN`] are where nothing is said.
-fn yarn_usual() -> [Value; 5] {
-    [json!(1.0), json!(0.0), json!(32), json!(1), json!(4096)]
-}
-
-/// Fields of YaRN that have one name on both sides.
-const YARN: &[&str] =
-    &["mscale", "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings"];

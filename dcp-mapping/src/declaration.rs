@@ -12,6 +12,10 @@ use crate::layout::{Op, Size};
 use crate::mapping::{ConfigRules, Drop, Family, Layers, Mapping, Recognize, Rule};
 use crate::template::{Hole, Template};
 
+mod again;
+
+use again::{CopyTable, RepeatTable};
+
 /// The longest file that is taken for a mapping, in bytes.
 const LEN_MAX: usize = 1 << 20;
 
@@ -31,16 +35,9 @@ struct File {
     #[serde(default)]
     repeat: Vec<Spanned<RepeatTable>>,
     #[serde(default)]
+    copy: Vec<Spanned<CopyTable>>,
+    #[serde(default)]
     config: ConfigTable,
-}
-
-/// Rules once more, under other names.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RepeatTable {
-    hf: [String; 2],
-    megatron: [String; 2],
-    layers: Option<Spanned<String>>,
 }
 
 #[derive(Deserialize)]
@@ -190,8 +187,10 @@ pub(crate) fn parse(text: &str, file: &str) -> Result<Mapping, MappingError> {
         group_score: parsed.config.group_score,
     };
     config.check().map_err(|problem| reader.error(&reader.find("[config"), problem))?;
+    let copies = parsed.copy.iter().map(|copy| reader.copied(copy, &rules));
+    let copies = copies.collect::<Result<_, _>>()?;
     let drop = Drop { hf: parsed.drop.hf, megatron: parsed.drop.megatron };
-    Ok(Mapping { file: file.to_owned(), family, recognize, drop, rules, config })
+    Ok(Mapping { file: file.to_owned(), family, recognize, drop, rules, copies, config })
 }
 
 fn json_map(table: IndexMap<String, toml::Value>) -> serde_json::Map<String, serde_json::Value> {
@@ -299,53 +298,6 @@ impl Reader<'_> {
                 Err(self.error(&layers.span(), problem))
             }
         }
-    }
-
-    /// The rules that are about layers of a kind, with other beginnings of their names.
-    fn repeated(
-        &self,
-        repeat: &RepeatTable,
-        span: &Range<usize>,
-        rules: &[Rule],
-    ) -> Result<Vec<Rule>, MappingError> {
-        let kind = self.layers(repeat.layers.as_ref())?;
-        let renamed = |template: &Template, names: &[String; 2], megatron: bool| {
-            let text = template.text();
-            let bare = if megatron { text.replacen("{prefix}", "", 1) } else { text };
-            match bare.strip_prefix(names[0].as_str()) {
-                Some(rest) => {
-                    Ok(Some(self.name(&format!("{}{rest}", names[1]), span, megatron)?))
-                }
-                None => Ok(None),
-            }
-        };
-        let mut all = Vec::new();
-        for rule in rules.iter().filter(|rule| [Layers::All, kind].contains(&rule.layers)) {
-            let of = |names: &[Template], by: &[String; 2], megatron| {
-                let renamed = names.iter().map(|name| renamed(name, by, megatron));
-                renamed.collect::<Result<Option<Vec<_>>, MappingError>>()
-            };
-            let (Some(hf), Some(megatron)) =
-                (of(&rule.hf, &repeat.hf, false)?, of(&rule.megatron, &repeat.megatron, true)?)
-            else {
-                continue;
-            };
-            self.holes(hf.iter().chain(&megatron), span)?;
-            let again = |name: &String| format!("{name}, under {}", repeat.megatron[1]);
-            all.push(Rule {
-                line: self.line(span),
-                name: again(&rule.name),
-                hf,
-                megatron,
-                layers: Layers::All,
-                instead: rule.instead.as_ref().map(again),
-                ..rule.clone()
-            });
-        }
-        if all.is_empty() {
-            return Err(self.error(span, "no rule has names that begin like this"));
-        }
-        Ok(all)
     }
 
     fn dtype(

@@ -17,6 +17,16 @@ pub enum MappingError {
         /// What is wrong.
         problem: String,
     },
+    /// A configuration in YAML that cannot be read, or says nothing of a model.
+    #[error("{file}:{line}: {problem}")]
+    Yaml {
+        /// The file's name as given.
+        file: String,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong.
+        problem: String,
+    },
     /// A rule does not fit the checkpoint.
     #[error("{file}:{line}: rule {rule:?}: {problem}")]
     Rule {

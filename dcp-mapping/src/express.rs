@@ -110,6 +110,12 @@ impl Mapping {
             }
         }
         for (arg, usual) in &self.config.args {
+            if arg == "position_embedding_type"
+                && self.config.linear_rope()
+                && facts.get(arg).is_some_and(|value| value == "yarn")
+            {
+                continue;
+            }
             if let Some(value) = facts.get(arg).filter(|value| !same(value, usual)) {
                 let problem =
                     format!("models of the family {:?} have {usual} in transformers", self.name());
@@ -148,6 +154,21 @@ impl Mapping {
             }
         }
         found
+    }
+
+    /// Megatron's attention has a bias behind it where its MLP has biases, and only there.
+    pub(crate) fn biases_differ(&self, facts: &Facts) -> Option<MappingError> {
+        let fields = &self.config.fields;
+        let field = |arg: &str| fields.iter().find(|(_, known)| *known == arg).map(|(f, _)| f);
+        let (attention, mlp) = (field("add_qkv_bias")?, field("add_bias_linear")?);
+        let on = |arg: &str| facts.get_bool(arg).unwrap_or(false);
+        let (has, lacks) = match (on("add_qkv_bias"), on("add_bias_linear")) {
+            (true, false) => (attention, mlp),
+            (false, true) => (mlp, attention),
+            _ => return None,
+        };
+        let problem = format!("Megatron-Core has such biases only with those of {lacks}");
+        Some(differs(has, &true.into(), &problem))
     }
 
     /// Whether both sides choose groups of experts alike.

@@ -27,6 +27,9 @@ pub(crate) fn fit(
             }
             (both, _) => facts.set("add_qkv_bias", both),
         }
+        if mapping.config.fields.values().any(|arg| arg == "add_bias_linear") {
+            facts.set("add_bias_linear", shapes.has("decoder.layers.mlp.linear_fc1.bias"));
+        }
     }
     if mapping.config.args.get("group_query_attention") == Some(&false.into())
         && let Some(heads) = facts.get_u64("num_attention_heads")?

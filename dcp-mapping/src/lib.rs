@@ -42,10 +42,14 @@ mod fit;
 mod layout;
 mod map;
 mod mapping;
+mod own;
 mod recognize;
 mod resolve;
+mod rope;
+mod run_config;
 mod shapes;
 mod template;
+mod yaml;
 
 pub use error::MappingError;
 pub use facts::{Facts, Padding};

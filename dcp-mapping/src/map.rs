@@ -344,8 +344,7 @@ fn learn(
         let added = padded.first().map_or(0, |(_, added)| *added);
         facts.set("vocab_size", rows.saturating_sub(added));
     }
-    if resolved.mtp_layers > 0 {
-        facts.set("mtp_num_layers", resolved.mtp_layers);
-    }
+    let mtp = Some(resolved.mtp_layers).filter(|layers| *layers > 0);
+    facts.set("mtp_num_layers", serde_json::Value::from(mtp));
     Ok(())
 }

@@ -18,7 +18,16 @@ pub struct Mapping {
     pub(crate) recognize: Recognize,
     pub(crate) drop: Drop,
     pub(crate) rules: Vec<Rule>,
+    pub(crate) copies: Vec<Copied>,
     pub(crate) config: ConfigRules,
+}
+
+/// A tensor that every layer for multi-token prediction has in Hugging Face, and which is another
+/// one of the model: Megatron has it once.
+#[derive(Clone, Debug)]
+pub(crate) struct Copied {
+    pub(crate) hf: Template,
+    pub(crate) of: Template,
 }
 
 #[derive(Clone, Debug)]

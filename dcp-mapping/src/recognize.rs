@@ -67,6 +67,14 @@ pub fn recognize_among(
             Err(problem) => against.push((name, problem)),
         }
     }
+    let came_as = facts.own_model_type().unwrap_or_default();
+    let is_own = |name: &str| {
+        let mut own = mappings.iter().filter(|mapping| mapping.family.name == name);
+        own.any(|mapping| mapping.family.model_types.iter().any(|kind| kind == came_as))
+    };
+    if fitting.iter().any(|(name, _)| is_own(name)) {
+        fitting.retain(|(name, _)| is_own(name));
+    }
     let Some(most) = fitting.iter().map(|(_, because)| because.len()).max() else {
         return Recognition::Unknown { why: against };
     };
@@ -118,6 +126,8 @@ pub(crate) fn contradictions(mapping: &Mapping, shapes: &Shapes) -> Vec<String> 
 fn judge(mapping: &Mapping, shapes: &Shapes, facts: &Facts) -> Result<Vec<String>, String> {
     let recognize = &mapping.recognize;
     let mut because = Vec::new();
+    let came_as = facts.own_model_type();
+    let came_as = came_as.filter(|kind| mapping.family.model_types.iter().any(|own| own == kind));
     for template in &recognize.has {
         let name = bare(template);
         if !shapes.has(&name) {
@@ -127,10 +137,11 @@ fn judge(mapping: &Mapping, shapes: &Shapes, facts: &Facts) -> Result<Vec<String
     }
     for template in &recognize.lacks {
         let name = bare(template);
-        if shapes.has(&name) {
-            return Err(format!("there is {name}"));
+        match shapes.has(&name) {
+            false => because.push(format!("there is no {name}")),
+            true if came_as.is_some() => {}
+            true => return Err(format!("there is {name}")),
         }
-        because.push(format!("there is no {name}"));
     }
     if let Some(gated) = recognize.gated {
         let text = |gated| if gated { "the MLP is gated" } else { "the MLP is not gated" };
@@ -148,10 +159,15 @@ fn judge(mapping: &Mapping, shapes: &Shapes, facts: &Facts) -> Result<Vec<String
         };
         let shown = found.map_or_else(|| "not set".to_owned(), Value::to_string);
         let text = format!("the argument {arg} is {shown}");
-        if !fits {
-            return Err(text);
+        match fits {
+            true => because.push(text),
+            false if came_as.is_some() => {}
+            false => return Err(text),
         }
-        because.push(text);
+    }
+    if let Some(kind) = came_as {
+        let told = format!("the config.json that it came with is of a {kind}");
+        because.insert(0, told);
     }
     if because.is_empty() {
         return Err("it says nothing of how to recognize it".to_owned());

@@ -189,7 +189,7 @@ impl<'a> Resolver<'a> {
             if used.contains(&entry) {
                 continue;
             }
-            if self.is_tied_copy(name, tied) {
+            if self.is_tied_copy(name, tied) || self.is_copy(name) {
                 self.dropped.push(Arc::clone(name));
             } else {
                 left_over.push(Arc::clone(name));
@@ -237,6 +237,14 @@ impl<'a> Resolver<'a> {
                 .flatten()
                 .any(|template| template.numbers(name, &self.finder.naming).is_some())
         })
+    }
+
+    /// Whether a tensor of Hugging Face's is one that Megatron has once.
+    fn is_copy(&self, name: &str) -> bool {
+        let finder = &self.finder;
+        let mut copies = finder.mapping.copies.iter();
+        finder.direction == Direction::ToMegatron
+            && copies.any(|copied| copied.hf.numbers(name, &finder.naming).is_some())
     }
 
     /// The number of layers: what the arguments say, else what there is.

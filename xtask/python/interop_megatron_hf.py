@@ -295,6 +295,13 @@ def same(found, wanted, what):
         assert raw(there) == raw(tensor), "%s: %s differs" % (what, name)
 
 
+def configuration(path):
+    """All that transformers reads in config.json, and what it takes for the rest."""
+    from transformers import AutoConfig
+
+    return {name: value for name, value in AutoConfig.from_pretrained(path).to_dict().items() if name != "_name_or_path"}
+
+
 def check_models(folder, out):
     for name, (kind, _) in models().items():
         theirs = os.path.join(folder, name, "hf")
@@ -306,7 +313,11 @@ def check_models(folder, out):
             wrong = {kind: found for kind, found in report.items() if found}
             assert not wrong, "%s: transformers found %s" % (path, wrong)
             assert torch.equal(logits(model.eval()), logits(original)), "%s: other logits" % path
-        print("%s: the tensors of Megatron-Core, the weights and logits of transformers" % name, flush=True)
+        # What came from transformers comes back with all that it said.
+        found, wanted = configuration(os.path.join(out, name, "back")), configuration(theirs)
+        wrong = {field for field in found.keys() | wanted.keys() if found.get(field) != wanted.get(field)}
+        assert not wrong, "%s: config.json has other %s" % (name, sorted(wrong))
+        print("%s: the tensors of Megatron-Core, the weights, logits and configuration of transformers" % name, flush=True)
 
 
 def check(folder, out):

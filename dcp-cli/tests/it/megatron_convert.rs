@@ -226,6 +226,7 @@ fn a_configuration_tells_what_the_arguments_do_not() {
     let describe = |layers: u32| {
         let config = json!({
             "model_type": "mistral", "vocab_size": 13, "num_hidden_layers": layers,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": true,
         });
         fs::write(folder.path().join("like/config.json"), config.to_string()).unwrap();
         dcp(["convert", &megatron(MODEL), &out, "--to", "hf", "--config", &like, "--json"])
@@ -378,4 +379,95 @@ fn families_are_listed() {
         assert!(dcp(["arch", name]).ok().contains("[[rule]]"));
     }
     dcp(["arch", "gpt5"]).fails(2, &["no model family"]);
+}
+
+/// A model of Megatron-Core without arguments, as others than Megatron-LM save it.
+fn without_arguments(folder: &tempfile::TempDir, name: &str) -> String {
+    let file = path(folder, "plain.safetensors");
+    dcp(["-q", "convert", &megatron(MODEL), &file, "--model-only", "--overwrite"]).ok();
+    let place = path(folder, name);
+    dcp(["-q", "convert", &file, &place, "--to", "torch-dist", "--arch", "none"]).ok();
+    place
+}
+
+const RUN_CONFIG: &str = "\
+num_layers: 2
+    hidden_size: 8
+    ffn_hidden_size: 12
+    num_attention_heads: 4
+    num_query_groups: 2
+    gated_linear_unit: true
+    activation_func: {_target_: torch.nn.functional.silu, _call_: false}
+    layernorm_epsilon: 1.0e-05
+    normalization: RMSNorm
+    position_embedding_type: rope
+    rotary_base: 10000
+    seq_length: 64
+    vocab_size: 16
+";
+
+#[test]
+fn a_configuration_beside_it_tells_what_arguments_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    let bridge = without_arguments(&folder, "bridge");
+    dcp(["convert", &bridge, &at("hf"), "--to", "hf"])
+        .fails(2, &["needs num_attention_heads", "--config DIR takes the rest"]);
+    let config = format!("_target_: a.ConfigContainer\nmodel:\n    {RUN_CONFIG}");
+    fs::write(at("bridge/run_config.yaml"), config).unwrap();
+    let run = dcp(["convert", &bridge, &at("hf"), "--to", "hf"]);
+    assert!(run.stderr.contains("run_config.yaml tells of the model"), "{}", run.stderr);
+    run.ok();
+    let config = read_json(&folder.path().join("hf/config.json"));
+    assert_eq!(config["num_key_value_heads"], 2);
+    assert_eq!(config["max_position_embeddings"], 64);
+    // NeMo has the checkpoint in one folder, and what tells of it in another.
+    fs::create_dir_all(at("nemo/context")).unwrap();
+    fs::rename(&bridge, at("nemo/weights")).unwrap();
+    fs::remove_file(at("nemo/weights/run_config.yaml")).unwrap();
+    let config = format!("_target_: a.LlamaModel\nconfig:\n    {RUN_CONFIG}");
+    fs::write(at("nemo/context/model.yaml"), config).unwrap();
+    for (place, target) in [("nemo", "one"), ("nemo/weights", "two")] {
+        dcp(["-q", "convert", &at(place), &at(target), "--to", "hf"]).ok();
+        assert_eq!(tensors_of(&at(target)), tensors_of(&at("hf")));
+        let config = read_json(&folder.path().join(target).join("config.json"));
+        assert_eq!(config["num_attention_heads"], 4);
+    }
+    dcp(["inspect", &at("nemo")]).ok();
+    fs::write(at("nemo/context/model.yaml"), "config: [\n").unwrap();
+    dcp(["-q", "convert", &at("nemo"), &at("bad"), "--to", "hf"])
+        .fails(1, &["context/model.yaml:2: ", "hint: it is written beside the checkpoint"]);
+}
+
+#[test]
+fn weights_that_torch_saved_are_a_model_of_hugging_face() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    dcp(["-q", "convert", &megatron("run_torch_dcp"), &at("hf"), "--to", "hf"]).ok();
+    for one in ["one", "many"] {
+        fs::create_dir(at(one)).unwrap();
+        fs::copy(at("hf/config.json"), at(&format!("{one}/config.json"))).unwrap();
+    }
+    let save = |file: &str, choice: &str| {
+        dcp(["-q", "convert", &at("hf"), &at(file), "--to", "torch-save", choice, "model.layers"])
+            .ok();
+    };
+    let all = ["-q", "convert", &at("hf"), &at("one/pytorch_model.bin"), "--to", "torch-save"];
+    dcp(all).ok();
+    save("many/pytorch_model-00001-of-00002.bin", "--include");
+    save("many/pytorch_model-00002-of-00002.bin", "--exclude");
+    let names = tensors_of(&at("hf")).into_keys().map(|name| {
+        let number = if name.starts_with("model.layers") { 1 } else { 2 };
+        (name, json!(format!("pytorch_model-0000{number}-of-00002.bin")))
+    });
+    let index = json!({ "weight_map": names.collect::<serde_json::Map<_, _>>() });
+    fs::write(at("many/pytorch_model.bin.index.json"), index.to_string()).unwrap();
+    dcp(["-q", "convert", &at("hf"), &at("expected"), "--to", "torch-dist"]).ok();
+    for from in ["one", "many"] {
+        let made = at(&format!("{from}_megatron"));
+        dcp(["-q", "convert", &at(from), &made, "--to", "torch-dist"]).ok();
+        assert_eq!(tensors_of(&made), tensors_of(&at("expected")), "{from}");
+    }
+    fs::remove_file(at("many/pytorch_model-00002-of-00002.bin")).unwrap();
+    dcp(["inspect", &at("many")]).fails(1, &["00002-of-00002.bin", "is not there"]);
 }

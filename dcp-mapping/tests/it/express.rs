@@ -137,7 +137,7 @@ fn configurations_that_megatron_does_not_follow() {
         ("llama", json!({ "hidden_act": "gelu" }), "hidden_act is \"gelu\""),
         ("llama", json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor is 0.5"),
         ("llama", json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }), "rope_scaling"),
-        ("qwen2", json!({ "rope_scaling": { "type": "yarn", "factor": 2.0 } }), "rope_scaling"),
+        ("mixtral", json!({ "rope_scaling": { "type": "longrope" } }), "rope_scaling"),
         (
             "llama",
             json!({ "rope_parameters": { "rope_theta": 1e4, "partial_rotary_factor": 0.5 } }),
@@ -195,7 +195,8 @@ fn what_a_configuration_lacks_is_what_transformers_takes() {
 fn gpt2_has_the_gelu_that_it_was_trained_with() {
     let (mapping, there) = megatron("gpt2");
     let written = |openai: Value, fused: Value| {
-        let facts = there.facts.clone().with("openai_gelu", openai);
+        let facts = there.facts.clone().with("hf_config", json!(null));
+        let facts = facts.with("openai_gelu", openai);
         mapping.config_json(&facts.with("bias_gelu_fusion", fused))
     };
     for (openai, fused, expected) in [

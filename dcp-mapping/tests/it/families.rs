@@ -91,7 +91,16 @@ fn model() -> impl Strategy<Value = Model> {
             _ => {
                 let mla = Mla { q_lora: head, kv_lora: ffn, nope: groups, rope: 2, value: head };
                 let (groups, mtp) = (heads, usize::from(tied));
-                Model { groups, mtp, shared_experts: 1, router_bias: true, mla: Some(mla), ..moe }
+                let vocab = vocab.max(2);
+                Model {
+                    groups,
+                    mtp,
+                    vocab,
+                    shared_experts: 1,
+                    router_bias: true,
+                    mla: Some(mla),
+                    ..moe
+                }
             }
         }
     })

@@ -231,7 +231,7 @@ fn a_family_that_is_named_has_to_fit() {
         back.report.notes
     );
     let without = mapped(&plain);
-    let facts = without.facts.clone().with("add_qkv_bias", true);
+    let facts = without.facts.clone().with("hf_config", json!(null)).with("add_qkv_bias", true);
     let without = to_hf_of(&without.source, &llama, &facts, &options).unwrap();
     assert_eq!(llama.config_json(&without.facts).unwrap()["attention_bias"], false);
     assert!(!without.report.notes.iter().any(|note| note.contains("unlike")));

@@ -176,7 +176,20 @@ impl Model {
             (state >> 32) as u32
         };
         let shapes = self.shapes();
-        shapes.into_iter().map(|(name, shape)| (name, Tensor::new(&shape, &mut random))).collect()
+        let tensors = shapes.into_iter();
+        let mut all: Tensors =
+            tensors.map(|(name, shape)| (name, Tensor::new(&shape, &mut random))).collect();
+        // Layers for multi-token prediction have the embeddings of the model.
+        for layer in self.layers..self.layers + self.mtp {
+            for (copy, of) in [
+                ("embed_tokens", "model.embed_tokens.weight"),
+                ("shared_head.head", "lm_head.weight"),
+            ] {
+                let tensor = all.get(of).cloned();
+                all.extend(tensor.map(|of| (format!("model.layers.{layer}.{copy}.weight"), of)));
+            }
+        }
+        all
     }
 
     fn shapes(&self) -> Vec<(String, Vec<usize>)> {

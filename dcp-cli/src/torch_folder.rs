@@ -1,0 +1,62 @@
+//! Models of Hugging Face whose weights `torch.save` wrote: one file, or several with an index.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use dcp::convert::view::{Duplicates, Merged};
+use dcp::convert::{JobOptions, Source};
+use dcp::core::{Key, Storage, StorageError, StorageExt};
+use serde::Deserialize;
+
+use crate::failure::{Exit, Failure};
+
+const FILE: &str = "pytorch_model.bin";
+const INDEX: &str = "pytorch_model.bin.index.json";
+/// Bytes of an index that are read at most.
+const INDEX_MAX: u64 = 64 << 20;
+/// The most files that an index may name.
+const FILES_MAX: usize = 1 << 14;
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+/// The model in a folder; `None` where there is none.
+pub(crate) async fn open(
+    storage: &Arc<dyn Storage>,
+    tolerant: bool,
+) -> Result<Option<Source>, Failure> {
+    let key = |name: &str| Key::new(name).map_err(StorageError::from);
+    if storage.contains(&key(FILE)?).await? {
+        return Ok(Some(Source::open_file(storage, key(FILE)?, tolerant).await?));
+    }
+    if !storage.contains(&key(INDEX)?).await? {
+        return Ok(None);
+    }
+    let bad = |problem: String| Failure::new(Exit::Bad, format!("{INDEX}: {problem}"));
+    let len = storage.stat(&key(INDEX)?).await?.byte_len;
+    if len > INDEX_MAX {
+        return Err(bad(format!("it has {len} bytes, more than an index has")));
+    }
+    let json = storage.read_range(&key(INDEX)?, 0..len).await?;
+    let index: Index = serde_json::from_slice(&json).map_err(|error| bad(error.to_string()))?;
+    let files: BTreeSet<&String> = index.weight_map.values().collect();
+    if files.len() > FILES_MAX {
+        return Err(bad(format!("it names {} files, too many", files.len())));
+    }
+    let mut parts = Vec::with_capacity(files.len());
+    for file in files {
+        let named = Key::new(file.as_str()).map_err(|error| bad(error.to_string()))?;
+        if !storage.contains(&named).await? {
+            return Err(bad(format!("{file:?}, which it names, is not there")));
+        }
+        parts.push(Source::open_file(storage, named, tolerant).await?);
+    }
+    let whole = Merged::apply(&parts, Duplicates::Identical, &JobOptions::default()).await?;
+    let metadata = whole.metadata().await?;
+    if let Some((name, file)) = index.weight_map.iter().find(|(n, _)| metadata.get(n).is_none()) {
+        return Err(bad(format!("{name:?}, which it has in {file:?}, is not there")));
+    }
+    Ok(Some(whole))
+}

@@ -307,12 +307,13 @@ impl Saver {
         writer: &dyn StorageWriter,
     ) -> Result<Planned, CheckpointError> {
         let remembered = prepared.as_ref().ok().and_then(|mine| self.recall(mine.fingerprint));
+        // A rank that has nothing to offer was at this save all the same.
+        let sequence = self.begun.fetch_add(1, Ordering::Relaxed);
         let (offer, prepared) = match prepared {
             Err(error) => (Err(error), None),
             Ok(mine) => {
                 let fingerprint = ((mine.fingerprint >> 64) as u64, mine.fingerprint as u64);
                 let remembers = remembered.as_ref().map(|last| last.plan_id);
-                let sequence = self.begun.fetch_add(1, Ordering::Relaxed);
                 (Ok(Offer { sequence, fingerprint, remembers }), Some(mine))
             }
         };

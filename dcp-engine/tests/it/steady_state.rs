@@ -120,6 +120,27 @@ fn ranks_at_different_saves_are_refused() {
     }
 }
 
+/// Ranks count the saves that they began, also those for which they had nothing to offer.
+#[test]
+fn after_a_rank_could_not_prepare_a_save_the_next_ones_go_on() {
+    let place = memory();
+    on_ranks(2, |rank, group| {
+        let saver = Saver::new().group(group);
+        let writer = DcpWriter::new(Arc::clone(&place));
+        let (good, mut bad) = (sample(rank, 2, 1), sample(rank, 2, 1));
+        if rank == 1 {
+            // Two values of one name.
+            bad.insert("model.bias", 1);
+        }
+        for state in [&bad, &bad] {
+            let text = block_on(saver.save(state, &writer)).unwrap_err().to_string();
+            assert!(text.contains("rank 1") && text.contains("model.bias"), "{text}");
+        }
+        block_on(saver.save(&good, &writer)).unwrap();
+    });
+    assert!(holds_sample(&place, 1));
+}
+
 /// A plan is made for one division into files; another writer gets another one.
 #[test]
 fn another_layout_of_files_is_another_plan() {

@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use dcp_core::{
-    CheckpointError, Dict, HostMemory, PlanError, Shard, StateDict, StorageWriter, Tensor, Value,
+    CheckpointError, Dict, HostMemory, Object, PlanError, Shard, StateDict, StorageWriter, Tensor,
+    Value,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -159,9 +160,23 @@ fn copy(value: &Value, path: &str) -> Result<Value, CheckpointError> {
         Value::Dict(dict) => Value::Dict(copy_dict(dict, path)?),
         Value::List(items) => Value::List(copy_all(items)?),
         Value::Tuple(items) => Value::Tuple(copy_all(items)?),
+        Value::Set(items) => Value::Set(copy_all(items)?),
+        Value::FrozenSet(items) => Value::FrozenSet(copy_all(items)?),
+        Value::Object(object) => Value::Object(Box::new(copy_object(object, path)?)),
         // All else is immutable.
         other => other.clone(),
     })
+}
+
+fn copy_object(object: &Object, path: &str) -> Result<Object, CheckpointError> {
+    let mut copied = object.clone();
+    for part in copied.args.iter_mut().chain(&mut copied.state).chain(&mut copied.items) {
+        *part = copy(part, path)?;
+    }
+    for (key, value) in &mut copied.entries {
+        (*key, *value) = (copy(key, path)?, copy(value, path)?);
+    }
+    Ok(copied)
 }
 
 fn copy_tensor(tensor: &Tensor, path: &str) -> Result<Tensor, CheckpointError> {

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use dcp_collectives::LocalCollective;
 use dcp_core::{
-    CheckpointError, Collective, HostMemory, Region, Shard, StateDict, Stateful, Tensor,
-    TensorView, Value,
+    CheckpointError, Collective, Dict, Global, HostMemory, Object, Region, Shard, StateDict,
+    Stateful, Tensor, TensorView, Value,
 };
 use dcp_engine::{AppState, BackgroundSaver, Loader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
@@ -166,6 +166,50 @@ fn a_background_save_keeps_the_state_of_its_start() {
         pending.wait().await.unwrap();
     });
     assert!(holds_sample(&storage, 40));
+}
+
+/// The bytes of all tensors in a value.
+fn bytes_in(value: &Value) -> Vec<Vec<u8>> {
+    match value.view() {
+        Value::Tensor(tensor) => vec![tensor.to_vec().unwrap()],
+        Value::Dict(dict) => dict.iter().flat_map(|(_, value)| bytes_in(value)).collect(),
+        Value::Tuple(items) | Value::List(items) | Value::Set(items) | Value::FrozenSet(items) => {
+            items.iter().flat_map(bytes_in).collect()
+        }
+        Value::Object(object) => {
+            let parts = object.args.iter().chain(&object.state).chain(&object.items);
+            parts.chain(object.entries.iter().map(|(_, value)| value)).flat_map(bytes_in).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Tensors lie in objects and sets, too.
+#[test]
+fn a_background_save_keeps_tensors_inside_of_any_value() {
+    let storage = memory();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let tensor = counting_whole(&[2], 7);
+    let value = || Value::Tensor(tensor.clone());
+    let mut object = Object::new(Global::new("collections", "Thing"), vec![value()]);
+    object.state = Some(Dict::from([("t", value())]).into());
+    object.items = vec![value()];
+    object.entries = vec![("k".into(), value())];
+    let sets = [Value::Set(vec![value()]), Value::FrozenSet(vec![value()])];
+    let all = [Value::Object(Box::new(object))].into_iter().chain(sets);
+    let state = StateDict::from([("o", Value::Tuple(all.collect()))]);
+    let expected = vec![tensor.to_vec().unwrap(); 6];
+    assert_eq!(bytes_in(state.get("o").unwrap()), expected);
+    let mut loaded = StateDict::from([("o", Value::None)]);
+    runtime.block_on(async {
+        let writer = Arc::new(DcpWriter::new(Arc::clone(&storage)));
+        let pending = BackgroundSaver::new(Saver::new()).start(&state, writer).unwrap();
+        tensor.shards()[0].view().fill_from(&[0; 8]).unwrap();
+        pending.wait().await.unwrap();
+        let reader = DcpReader::new(Arc::clone(&storage));
+        Loader::new().load(&mut loaded, &reader).await.unwrap();
+    });
+    assert_eq!(bytes_in(loaded.get("o").unwrap()), expected);
 }
 
 /// Tasks may run in any order; saves may not.

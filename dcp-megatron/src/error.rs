@@ -102,6 +102,33 @@ pub enum MegatronError {
         /// In what they differ.
         differs: String,
     },
+    /// A save in the background whose saver is of other ranks than the save.
+    #[error(
+        "this is rank {rank} of {world_size} in the group of the save, but rank {background_rank} \
+         of {background_world_size} in that of the background saver; make the saver with a second \
+         group of the same ranks in the same order"
+    )]
+    OtherGroup {
+        /// The rank in the group of the save's options.
+        rank: Rank,
+        /// The ranks of that group.
+        world_size: u32,
+        /// The rank in the group of the background saver.
+        background_rank: Rank,
+        /// The ranks of that group.
+        background_world_size: u32,
+    },
+    /// A [`SaveDistribution`](crate::SaveDistribution) that does not tell who writes which shard.
+    #[error(
+        "the distribution says of {told} shards whether this rank writes them, but the rank has a \
+         state of {shards} shards; it has to say so of each of them, in their order"
+    )]
+    Distribution {
+        /// Of how many it tells.
+        told: usize,
+        /// How many there are.
+        shards: usize,
+    },
     /// A tensor of Megatron-Core 0.8 to 0.15 was stored flattened in a form that makes no sense.
     #[error(
         "{fqn:?} was saved flattened, as {stored} for a tensor of shape {original}, which does not \

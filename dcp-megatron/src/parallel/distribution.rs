@@ -38,7 +38,8 @@ pub struct Distribution {
 ///
 /// # Errors
 ///
-/// When ranks disagree about the size of a shard.
+/// When ranks disagree about the size of a shard, and for a save when there are several main
+/// replicas of one: what the others hold would not be stored.
 pub fn distribute(
     group: &[Inventory],
     rule: ShareRule,
@@ -85,7 +86,8 @@ struct Shard {
     byte_len: u64,
     /// Which of the different lists have it, ascending.
     lists: Vec<u32>,
-    main: bool,
+    /// A rank with the main replica.
+    main: Option<Rank>,
 }
 
 /// The same, given the different lists of shards, and for each rank which of them it holds and
@@ -96,9 +98,9 @@ pub(super) fn distribute_different(
     rule: ShareRule,
     purpose: Purpose,
 ) -> Result<Distribution, PlanError> {
-    let (mut shards, rows) = merge(lists, ranks)?;
+    let (mut shards, rows) = merge(lists, ranks, purpose)?;
     let mut order: Vec<usize> = (0..shards.len()).collect();
-    order.retain(|&at| shards[at].main || purpose == Purpose::Load);
+    order.retain(|&at| shards[at].main.is_some() || purpose == Purpose::Load);
     // Shards count in the order of their names.
     order.sort_unstable_by(|&left, &right| {
         let (left, right) = (&shards[left], &shards[right]);
@@ -118,7 +120,7 @@ pub(super) fn distribute_different(
             holdings.holders(all.map(|(rank, _)| rank))
         });
         let nobody = || PlanError::Wire { problem: "shards of no rank".into() };
-        holdings.push(holders.ok_or_else(nobody)?, shard.byte_len, !shard.main);
+        holdings.push(holders.ok_or_else(nobody)?, shard.byte_len, shard.main.is_none());
     }
     let shares = holdings.share_out(rule);
 
@@ -141,7 +143,11 @@ pub(super) fn distribute_different(
 /// that list.
 type Merged = (Vec<Shard>, Vec<Vec<(usize, bool)>>);
 
-fn merge(lists: &[&SavePlan], ranks: &[(usize, &[bool])]) -> Result<Merged, PlanError> {
+fn merge(
+    lists: &[&SavePlan],
+    ranks: &[(usize, &[bool])],
+    purpose: Purpose,
+) -> Result<Merged, PlanError> {
     let mut shards: Vec<Shard> = Vec::new();
     let mut known: HashMap<(&str, &[u64], bool), usize> = HashMap::new();
     let mut all_rows = Vec::with_capacity(lists.len());
@@ -157,7 +163,7 @@ fn merge(lists: &[&SavePlan], ranks: &[(usize, &[bool])]) -> Result<Merged, Plan
                     offset: item.offsets.into(),
                     byte_len: item.byte_len,
                     lists: Vec::new(),
-                    main: false,
+                    main: None,
                 });
                 shards.len() - 1
             });
@@ -184,10 +190,24 @@ fn merge(lists: &[&SavePlan], ranks: &[(usize, &[bool])]) -> Result<Merged, Plan
         }
         all_rows.push(rows);
     }
-    for (list, main) in ranks {
+    for ((list, main), rank) in ranks.iter().zip(0..) {
         let rows = all_rows.get(*list).map_or(&[][..], |rows| rows);
         for ((shard, _), _) in rows.iter().zip(*main).filter(|(_, main)| **main) {
-            shards[*shard].main = true;
+            let shard = &mut shards[*shard];
+            let before = shard.main.replace(rank);
+            if let Some(first) = before.filter(|_| purpose == Purpose::Save && shard.byte_len > 0) {
+                let ranks = match first == rank {
+                    true => format!("rank {rank} has it twice"),
+                    false => format!("ranks {first} and {rank} have it"),
+                };
+                return Err(PlanError::Unsupported {
+                    fqn: shard.key.to_string(),
+                    problem: format!(
+                        "of the shard at {:?} there must be one main replica, but {ranks}",
+                        shard.offset
+                    ),
+                });
+            }
         }
     }
     Ok((shards, all_rows))
@@ -220,13 +240,13 @@ mod tests {
 
     #[test]
     fn an_empty_shard_is_not_the_one_that_begins_where_it_lies() {
-        let shards = |lens: &[u64]| {
-            let all = lens.iter().map(|len| ("k".to_owned(), 100, *len, true));
+        let shards = |lens: &[u64], main: bool| {
+            let all = lens.iter().map(|len| ("k".to_owned(), 100, *len, main));
             inventory(&all.collect::<Vec<_>>())
         };
         for purpose in [Purpose::Save, Purpose::Load] {
             for rule in [ShareRule::Balanced, ShareRule::Megatron] {
-                let group = [shards(&[0]), shards(&[10, 0]), shards(&[10])];
+                let group = [shards(&[0], true), shards(&[10, 0], true), shards(&[10], false)];
                 let distribution = distribute(&group, rule, purpose).unwrap();
                 let owned = |rank| distribution.owned(rank).to_vec();
                 let (first, second, third) = (owned(0), owned(1), owned(2));
@@ -234,7 +254,7 @@ mod tests {
                 assert_eq!(usize::from(second[0]) + usize::from(third[0]), 1);
             }
         }
-        let group = [shards(&[9]), shards(&[10])];
+        let group = [shards(&[9], true), shards(&[10], true)];
         let error = distribute(&group, ShareRule::Balanced, Purpose::Save).unwrap_err();
         assert!(error.to_string().contains("100"), "{error}");
     }
@@ -269,7 +289,13 @@ mod tests {
         let rank = prop::collection::vec((shard, any::<bool>()), 0..16).prop_map(|shards| {
             shards.into_iter().map(|((key, at, len, _), main)| (key, at, len, main)).collect()
         });
-        prop::collection::vec(rank, 1..6)
+        prop::collection::vec(rank, 1..6).prop_map(|mut ranks: Vec<Vec<_>>| {
+            let mut claimed = std::collections::HashSet::new();
+            for (key, at, _, main) in ranks.iter_mut().flatten() {
+                *main = *main && claimed.insert((key.clone(), *at));
+            }
+            ranks
+        })
     }
 
     proptest! {
@@ -301,11 +327,32 @@ mod tests {
     fn a_load_begins_with_what_the_group_answers_for() {
         let shard = |key: &str, len, main| (key.to_owned(), 0, len, main);
         // "b" is larger, but another group's.
-        let ranks = vec![vec![shard("a", 5, true), shard("b", 9, false), shard("c", 2, true)]; 2];
+        let rank = |main| vec![shard("a", 5, main), shard("b", 9, false), shard("c", 2, main)];
+        let ranks = [rank(true), rank(false)];
         let loaded = owners(&ranks, ShareRule::Megatron, Purpose::Load);
         assert_eq!(loaded.into_values().collect::<Vec<_>>(), [[0], [1], [1]]);
         let saved = owners(&ranks, ShareRule::Megatron, Purpose::Save);
         assert_eq!(saved.into_values().map(|owners| owners.len()).collect::<Vec<_>>(), [1, 0, 1]);
+    }
+
+    #[test]
+    fn main_replicas_that_are_there_twice_are_named() {
+        let shards = |len: u64, mains: &[bool]| {
+            let all = mains.iter().map(|main| ("x".to_owned(), 100, len, *main));
+            inventory(&all.collect::<Vec<_>>())
+        };
+        let save = |group: &[Inventory]| distribute(group, ShareRule::Megatron, Purpose::Save);
+        let error = save(&[shards(4, &[false]), shards(4, &[true]), shards(4, &[true])]);
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "\"x\" cannot be planned: of the shard at [100] there must be one main replica, but \
+             ranks 1 and 2 have it"
+        );
+        let error = save(&[shards(4, &[true, true])]).unwrap_err().to_string();
+        assert!(error.ends_with("rank 0 has it twice"), "{error}");
+        assert!(save(&[shards(0, &[true]), shards(0, &[true])]).is_ok(), "nothing is lost");
+        let group = [shards(4, &[true]), shards(4, &[true])];
+        assert!(distribute(&group, ShareRule::Megatron, Purpose::Load).is_ok());
     }
 
     #[test]

@@ -29,8 +29,10 @@ use crate::{MegatronError, SaveDistribution};
 /// the state: a shard that is new then has no writer.) With [`cache_in`](Self::cache_in) it outlives
 /// the process, under the same condition.
 ///
-/// Validate the sharding after this and not before: what is written follows from the replica ids
-/// that it leaves.
+/// A shard that is there twice as the main replica is refused. What else there may be wrong with
+/// the sharding of all ranks is told by their own replica ids, so validate it before this;
+/// [`save`](crate::save) does, and once more by the ids that this leaves, from which it follows what
+/// is written.
 #[doc(alias = "FullyParallelSaveStrategyWrapper")]
 #[derive(Debug)]
 pub struct ParallelSave {
@@ -152,8 +154,8 @@ impl ParallelSave {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Ranks`] on every rank when ranks disagree about a shard, or one has a
-    /// flattened shard; [`CheckpointError::Collective`] when a rank is lost. The ids are then as
+    /// [`CheckpointError::Ranks`] on every rank when ranks disagree about a shard, several claim
+    /// its main replica, or one has a flattened shard; [`CheckpointError::Collective`] when a rank is lost. The ids are then as
     /// they were.
     pub async fn redistribute(
         &self,

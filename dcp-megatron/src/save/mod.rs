@@ -39,8 +39,9 @@ const RUNTIME_GROUP: &str = "dp_cp_group";
 /// expanded.
 #[async_trait]
 pub trait SaveDistribution: fmt::Debug + Send + Sync {
-    /// For each of the shards, whether this rank writes it. What it does not write, another rank
-    /// must.
+    /// For each of the shards, in their order, whether this rank writes it. What it does not
+    /// write, another rank must. The replica ids of the shards are those of the state; when the
+    /// save is [validated](SaveOptions::validate_access_integrity), they are known to be right.
     ///
     /// # Errors
     ///
@@ -67,13 +68,14 @@ pub async fn save(
     storage: &Arc<dyn Storage>,
     options: &SaveOptions,
 ) -> Result<SaveSummary, MegatronError> {
-    let Ready { flat, writer, .. } = ready(state, storage, options, false).await?;
+    let Ready { flat, writer, .. } = ready(state, storage, options, None).await?;
     Ok(options.saver.save(&flat, &*writer).await?)
 }
 
 /// The same in the background: when this returns, all ranks have agreed on what is saved, and it
 /// was copied, so that training may go on. Writing and commit follow on `background`, whose saver
-/// needs a group of its own; the options' group is not used any more then.
+/// needs a group of its own, of the same ranks in the same order; the options' group is not used
+/// any more then.
 ///
 /// The last thing that the background save does, on rank 0, is to write `metadata.json`; whatever
 /// is to be done when the checkpoint is complete, such as writing the tracker of the run, is done
@@ -83,8 +85,8 @@ pub async fn save(
 ///
 /// # Errors
 ///
-/// As [`save`], and on all ranks when one cannot copy its state; what goes wrong later
-/// [`PendingSave::wait`] reports.
+/// As [`save`], and on all ranks when one cannot copy its state or has a background saver of other
+/// ranks ([`MegatronError::OtherGroup`]); what goes wrong later [`PendingSave::wait`] reports.
 #[doc(alias = "async_sharded_save")]
 pub async fn async_save(
     state: &ShardedStateDict,
@@ -92,24 +94,44 @@ pub async fn async_save(
     options: &SaveOptions,
     background: &MegatronBackgroundSaver,
 ) -> Result<PendingSave, MegatronError> {
-    let Ready { staged, writer, .. } = ready(state, storage, options, true).await?;
+    let Ready { staged, writer, .. } = ready(state, storage, options, Some(background)).await?;
     let staged = staged.ok_or(CheckpointError::Canceled)?;
-    Ok(background.0.start_staged(staged, writer))
+    Ok(background.saver.start_staged(staged, writer))
 }
 
 /// Saves in the background, one after the other; for [`async_save`].
 #[derive(Clone, Debug)]
-pub struct MegatronBackgroundSaver(BackgroundSaver);
+pub struct MegatronBackgroundSaver {
+    saver: BackgroundSaver,
+    rank: Rank,
+    world_size: u32,
+}
 
 impl MegatronBackgroundSaver {
-    /// For this process alone, or with the ranks of `group`, which nothing else uses.
+    /// For this process alone, or with the ranks of `group`, which nothing else uses: those of the
+    /// group of [`SaveOptions`], in the same order.
     #[must_use]
     pub fn new(group: Option<Arc<dyn Collective>>) -> Self {
+        let (rank, world_size) = group.as_ref().map_or((0, 1), |g| (g.rank(), g.world_size()));
         let saver = match group {
             Some(group) => saver().group(group),
             None => saver(),
         };
-        Self(BackgroundSaver::new(saver))
+        Self { saver: BackgroundSaver::new(saver), rank, world_size }
+    }
+
+    /// Ranks that commit in other groups than they agreed in would each commit a part.
+    fn check_group(&self, group: &Group) -> Result<(), MegatronError> {
+        let save = group.context();
+        if (self.rank, self.world_size) == (save.rank, save.world_size) {
+            return Ok(());
+        }
+        Err(MegatronError::OtherGroup {
+            rank: save.rank,
+            world_size: save.world_size,
+            background_rank: self.rank,
+            background_world_size: self.world_size,
+        })
     }
 }
 
@@ -136,7 +158,7 @@ async fn ready(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
     options: &SaveOptions,
-    background: bool,
+    background: Option<&MegatronBackgroundSaver>,
 ) -> Result<Ready, MegatronError> {
     let group = Group::new(options.group.clone(), 0)?;
     let ready = agreed(state, storage, options, background, &group).await;
@@ -148,19 +170,23 @@ async fn agreed(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
     options: &SaveOptions,
-    background: bool,
+    background: Option<&MegatronBackgroundSaver>,
     group: &Group,
 ) -> Result<Ready, MegatronError> {
+    let fits = background.map_or(Ok(()), |background| background.check_group(group));
+    let prepared = fits.and_then(|()| options.prepare(state));
     let prepared = match &options.distribution {
-        None => options.prepare(state),
+        None => prepared,
         Some(distribution) => {
             // All or none call the distribution, which is collective itself.
-            let prepared = options.prepare(state);
-            let mut prepared = agreement::all(group, Phase::Plan, prepared).await?;
+            let mut prepared = match options.validate {
+                true => claims_checked(prepared, group).await?,
+                false => agreement::all(group, Phase::Plan, prepared).await?,
+            };
             redistribute(&mut prepared.sharded, &**distribution).await.map(|()| prepared)
         }
     };
-    let own = prepared.and_then(|prepared| options.own(prepared, storage, background));
+    let own = prepared.and_then(|prepared| options.own(prepared, storage, background.is_some()));
     let (offer, own) = match own {
         Ok(own) => (Ok(own.offer.clone()), Some(own)),
         Err(error) => (Err(error), None),
@@ -192,6 +218,36 @@ async fn agreed(
     Ok(Ready { flat: own.flat?, staged: own.staged, writer: own.writer })
 }
 
+/// Checks the replica ids of the state itself, which a distribution replaces: where several claim
+/// to be the main replica, it would choose one, and the data of the others would be lost.
+async fn claims_checked(
+    prepared: Result<ToSave, MegatronError>,
+    group: &Group,
+) -> Result<ToSave, MegatronError> {
+    let (offer, prepared) = match prepared {
+        Ok(prepared) => (Ok(described(&prepared.sharded)), Some(prepared)),
+        Err(error) => (Err(error), None),
+    };
+    let offers = agreement::offers(group, Phase::Plan, offer).await?;
+    let found = offers.map(|offers| Ok(problems(offers.iter().map(|offer| &**offer))?));
+    match agreement::verdict(group, Phase::Plan, found).await? {
+        Some(error) => Err(MegatronError::Integrity(error)),
+        None => Ok(prepared.ok_or(CheckpointError::Canceled)?),
+    }
+}
+
+fn described(sharded: &ShardedStateDict) -> Bytes {
+    Description::of(sharded_leaves(sharded)).to_wire()
+}
+
+/// What is wrong with the shards that ranks describe.
+fn problems<'a>(
+    offers: impl Iterator<Item = &'a [u8]>,
+) -> Result<Option<IntegrityError>, PlanError> {
+    let ranks = offers.map(Description::from_wire).collect::<Result<Vec<_>, _>>()?;
+    Ok(validate_sharding_integrity(&ranks).err())
+}
+
 impl SaveOptions {
     fn prepare(&self, state: &ShardedStateDict) -> Result<ToSave, MegatronError> {
         let mut prepared = prepare::to_save(state, self.allow_mixed_lists)?;
@@ -221,7 +277,7 @@ impl SaveOptions {
             MegatronError::CommonState { problem }
         })?;
         let description = match self.validate {
-            true => Description::of(sharded_leaves(&sharded)).to_wire(),
+            true => described(&sharded),
             false => Bytes::new(),
         };
         let flat = prepare::flat(&sharded);
@@ -257,7 +313,7 @@ struct Verdict {
 }
 
 fn judge(offers: &[Bytes], validate: bool) -> Result<Verdict, MegatronError> {
-    let mut described = Vec::with_capacity(offers.len());
+    let mut descriptions = Vec::with_capacity(offers.len());
     let (mut digests, mut failures) = (Vec::new(), Vec::new());
     for (rank, offer) in (0..).zip(offers) {
         let parts = split(offer).ok_or_else(|| PlanError::Wire {
@@ -268,12 +324,10 @@ fn judge(offers: &[Bytes], validate: bool) -> Result<Verdict, MegatronError> {
         if !problem.is_empty() {
             failures.push((rank, String::from_utf8_lossy(problem).into_owned()));
         }
-        if validate {
-            described.push(Description::from_wire(description)?);
-        }
+        descriptions.push(description);
     }
     let same_common = digests.windows(2).all(|pair| pair[0] == pair[1]);
-    let integrity = validate_sharding_integrity(&described).err();
+    let integrity = if validate { problems(descriptions.into_iter())? } else { None };
     Ok(Verdict { integrity, failures, same_common })
 }
 
@@ -305,7 +359,7 @@ async fn redistribute(
     sharded: &mut ShardedStateDict,
     distribution: &dyn SaveDistribution,
 ) -> Result<(), MegatronError> {
-    let owned = {
+    let (owned, shards) = {
         let leaves = sharded_leaves(sharded);
         let tensors: Vec<&ShardedTensor> = leaves
             .iter()
@@ -314,8 +368,11 @@ async fn redistribute(
                 _ => None,
             })
             .collect();
-        distribution.owned(&tensors).await?
+        (distribution.owned(&tensors).await?, tensors.len())
     };
+    if owned.len() != shards {
+        return Err(MegatronError::Distribution { told: owned.len(), shards });
+    }
     let mut owned = owned.into_iter();
     for (_, value) in sharded.iter_mut() {
         assign(value, &mut owned);

@@ -151,13 +151,23 @@ impl SaveOptions {
         self
     }
 
-    /// Files of each rank, with about the same number of bytes in each; one by default.
+    /// Files of each rank, with about the same number of bytes in each; one by default. Short for
+    /// [`files`](Self::files) with [`FileLayout::SplitBySize`].
     #[must_use]
-    pub fn thread_count(mut self, files: NonZeroUsize) -> Self {
-        self.settings.files = match files.get() {
+    pub fn thread_count(self, files: NonZeroUsize) -> Self {
+        self.files(match files.get() {
             1 => FileLayout::OnePerRank,
             _ => FileLayout::SplitBySize(files),
-        };
+        })
+    }
+
+    /// How each rank divides what it writes into files; all into one by default.
+    /// [`FileLayout::MegatronCompatible`] divides as Megatron-Core's `thread_count` does: with
+    /// [`ShareRule::Megatron`](crate::parallel::ShareRule::Megatron) the files then hold what
+    /// Megatron-Core's would.
+    #[must_use]
+    pub fn files(mut self, layout: FileLayout) -> Self {
+        self.settings.files = layout;
         self
     }
 

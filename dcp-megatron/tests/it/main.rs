@@ -20,6 +20,7 @@ mod remove;
 mod resharding;
 mod save_load;
 mod saved_again;
+mod saving;
 mod small_model;
 mod strictness;
 mod support;

@@ -20,8 +20,8 @@ use crate::MegatronError;
 /// iteration, say, whether any is complete ([`maybe_finalize`](Self::maybe_finalize)). A save is
 /// complete when it is on all ranks; then its finalizers run, in their order, each on all ranks
 /// before the next one, and only after every save that was scheduled before has been finalized. So
-/// with a [`MegatronWriter`](crate::MegatronWriter), this is the order of what becomes visible: data,
-/// `.metadata`, `integrity.json`, `metadata.json`, and then what the caller adds, such as the
+/// this is the order of what an [`async_save`](crate::async_save) makes visible: data, `.metadata`,
+/// `integrity.json`, `metadata.json`, and then what the caller adds, such as the
 /// [tracker](crate::write_tracker).
 ///
 /// A save that fails, whether its storage failed, a rank was lost, or its task panicked, is an error
@@ -34,35 +34,46 @@ use crate::MegatronError;
 /// ```
 /// # use std::sync::Arc;
 /// # use dcp_conformance::MemoryStorage;
-/// # use dcp_core::{Dict, Storage};
-/// use dcp_engine::{BackgroundSaver, Saver};
-/// use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronWriter, Tracked, write_tracker};
+/// # use dcp_core::{Storage, Value};
+/// use dcp_megatron::sharded::ShardedStateDict;
+/// use dcp_megatron::{
+///     AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, MegatronRun, SaveOptions, Tracked,
+///     async_save, write_tracker,
+/// };
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), dcp_megatron::MegatronError> {
-/// # let run: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
-/// # let folder: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
-/// # let state = Dict::from_iter([("step", 10)]);
-/// let saver = BackgroundSaver::new(Saver::new());
+/// # let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+/// # let state = ShardedStateDict::from([("step", Value::Int(10))]);
+/// // Once: in a job of several ranks, each of the three with a group of its own.
+/// let options = SaveOptions::new();
+/// let background = MegatronBackgroundSaver::new(None);
 /// let mut queue = AsyncCallsQueue::new(None);
 ///
-/// let writer = Arc::new(MegatronWriter::builder(folder).build());
-/// let mut request = AsyncRequest::save(&saver, state, writer);
-/// let tracker = Arc::clone(&run);
+/// // At iteration 10:
+/// let folder = MegatronRun::new(Arc::clone(&storage)).checkpoint(Tracked::Iteration(10))?;
+/// let save = async_save(&state, &folder, &options, &background).await?;
+/// let mut request = AsyncRequest::started(save);
+/// let tracker = Arc::clone(&storage);
 /// request.add_finalize_fn(async move || write_tracker(&*tracker, Tracked::Iteration(10)).await);
 /// queue.schedule_async_request(request).await?;
 ///
-/// // … training …
+/// // … training, and once an iteration:
 /// queue.maybe_finalize(false).await?;
 /// // … and in the end:
 /// queue.close().await?;
+/// # assert_eq!(MegatronRun::new(storage).tracked().await?, Some(Tracked::Iteration(10)));
 /// # Ok(())
 /// # }
 /// ```
 pub struct AsyncCallsQueue {
     collective: Option<Arc<dyn Collective>>,
+    /// Between two steps, the group of the last one.
+    group: Option<Group>,
     calls: VecDeque<Call>,
     next: u64,
+    /// Calls that were finalized when an error kept it from being told.
+    untold: Vec<u64>,
 }
 
 /// A save to schedule, and what is to be done when it is complete.
@@ -98,22 +109,31 @@ enum Work {
 /// Where ranks are: a message that is not the same on all of them is a call out of step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Step {
-    Schedule { call: u64 },
-    Finish { call: u64 },
-    Finalize { call: u64, function: u32 },
+    Schedule(u64),
+    Finish(u64),
+    /// A call, and which of its finalizers.
+    Finalize(u64, u32),
 }
 
 /// What failed, and on which ranks.
-type Outcome = Result<(), Vec<(Rank, String)>>;
+type Failures = Vec<(Rank, String)>;
 
-/// What a rank says at a step.
+type Outcome = Result<(), Failures>;
+
+/// What a rank says at a step: where it is, how many finalizers it has for this call, and whether
+/// it is done here, or how it failed. Fields have no names, for this is said once an iteration.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Word {
-    step: Step,
-    /// How many finalizers it has for this call.
-    finalizers: u32,
-    /// Whether it is done here, or how it failed.
-    done: Result<bool, Vec<(Rank, String)>>,
+struct Word(Step, u32, Result<bool, Failures>);
+
+/// What follows from the words of all ranks.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Answer {
+    /// All are done; so many finalizers the rank with the most has.
+    Done(u32),
+    NotYet,
+    Failed(Failures),
+    /// What the coordinator and another rank are doing, and which rank that is.
+    Unmatched(String, String, Rank),
 }
 
 impl AsyncRequest {
@@ -168,7 +188,8 @@ impl AsyncCallsQueue {
     /// An empty queue of the ranks of `collective`, or of this process alone.
     #[must_use]
     pub fn new(collective: Option<Arc<dyn Collective>>) -> Self {
-        Self { collective, calls: VecDeque::new(), next: 0 }
+        let calls = VecDeque::new();
+        Self { collective, group: None, calls, next: 0, untold: Vec::new() }
     }
 
     /// Copies the state of a save, and begins it when all ranks have copied theirs. Returns the
@@ -189,7 +210,7 @@ impl AsyncCallsQueue {
             Ok(begin) => (Some(begin), Ok(true)),
             Err(error) => (None, Err(self.failures(error.into()))),
         };
-        if let Err(error) = self.say(Step::Schedule { call: number }, 0, done).await {
+        if let Err(error) = self.say(Step::Schedule(number), 0, done).await {
             if let Some(Begin::Begun(work)) = begin {
                 work.abort();
             }
@@ -208,17 +229,30 @@ impl AsyncCallsQueue {
     }
 
     /// Finalizes every save that is complete on all ranks, as far as none before it is under way,
-    /// and returns their numbers. With `blocking`, waits for all. Called on all ranks.
+    /// and returns their numbers. With `blocking`, waits for all. Called on all ranks. While a save
+    /// is under way, it costs a few bytes from each rank to the first one and back.
     ///
     /// # Errors
     ///
     /// [`MegatronError::AsyncCall`] on every rank when the save or a finalizer failed on any: the
     /// finalizers after that do not run, and the save is not in the queue any more; those after it
-    /// are. [`MegatronError::UnmatchedCalls`] on every rank when ranks are at different calls.
+    /// are. The error has the numbers of those before it that were finalized.
+    /// [`MegatronError::UnmatchedCalls`] on every rank when ranks are at different calls; what was
+    /// finalized until then is told by the next call that gets on.
     pub async fn maybe_finalize(&mut self, blocking: bool) -> Result<Vec<u64>, MegatronError> {
-        let mut finalized = Vec::new();
+        match self.finalize(blocking).await {
+            Ok(()) => Ok(std::mem::take(&mut self.untold)),
+            Err(MegatronError::AsyncCall { call, failures, .. }) => {
+                let finalized = std::mem::take(&mut self.untold);
+                Err(MegatronError::AsyncCall { call, failures, finalized })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn finalize(&mut self, blocking: bool) -> Result<(), MegatronError> {
         while let Some((call, finalizers, done)) = self.look(blocking).await {
-            let functions = match self.say(Step::Finish { call }, finalizers, done).await {
+            let functions = match self.say(Step::Finish(call), finalizers, done).await {
                 Ok(Some(functions)) => functions,
                 Ok(None) => break,
                 Err(error) => {
@@ -236,16 +270,16 @@ impl AsyncCallsQueue {
                     None => Ok(()),
                 };
                 let done = done.map(|()| true);
-                self.say(Step::Finalize { call, function }, 0, done).await?;
+                self.say(Step::Finalize(call, function), 0, done).await?;
             }
-            finalized.push(call);
+            self.untold.push(call);
         }
-        Ok(finalized)
+        Ok(())
     }
 
     /// How the first call stands here: its number, how many finalizers it has, and whether it is
     /// done.
-    async fn look(&mut self, wait: bool) -> Option<(u64, u32, Result<bool, Vec<(Rank, String)>>)> {
+    async fn look(&mut self, wait: bool) -> Option<(u64, u32, Result<bool, Failures>)> {
         let rank = self.rank();
         let head = self.calls.front_mut()?;
         if head.outcome.is_none() && (wait || head.work.is_finished()) {
@@ -260,7 +294,7 @@ impl AsyncCallsQueue {
         self.collective.as_ref().map_or(0, |collective| collective.rank())
     }
 
-    fn failures(&self, error: MegatronError) -> Vec<(Rank, String)> {
+    fn failures(&self, error: MegatronError) -> Failures {
         failures(self.rank(), error)
     }
 
@@ -276,7 +310,7 @@ impl AsyncCallsQueue {
     /// # Errors
     ///
     /// The first one, as [`maybe_finalize`](Self::maybe_finalize); the saves after it are finalized
-    /// all the same.
+    /// all the same, and the error has the numbers of all that were.
     pub async fn close(mut self) -> Result<Vec<u64>, MegatronError> {
         let mut first = None;
         let mut finalized = Vec::new();
@@ -284,7 +318,13 @@ impl AsyncCallsQueue {
             match self.maybe_finalize(true).await {
                 Ok(numbers) => finalized.extend(numbers),
                 Err(error) => {
-                    let goes_on = matches!(error, MegatronError::AsyncCall { .. });
+                    let goes_on = match &error {
+                        MegatronError::AsyncCall { finalized: before, .. } => {
+                            finalized.extend(before);
+                            true
+                        }
+                        _ => false,
+                    };
                     first.get_or_insert(error);
                     if !goes_on {
                         break;
@@ -292,7 +332,13 @@ impl AsyncCallsQueue {
                 }
             }
         }
-        first.map_or(Ok(finalized), Err)
+        match first {
+            None => Ok(finalized),
+            Some(MegatronError::AsyncCall { call, failures, .. }) => {
+                Err(MegatronError::AsyncCall { call, failures, finalized })
+            }
+            Some(error) => Err(error),
+        }
     }
 
     /// Gives up all saves that are not finalized. Called on all ranks; nothing is waited for.
@@ -308,52 +354,63 @@ impl AsyncCallsQueue {
     /// Compares what all ranks say at a step: the largest number of finalizers when all are done,
     /// `None` when one is not, and on every rank the same error when one failed.
     async fn say(
-        &self,
+        &mut self,
         step: Step,
         finalizers: u32,
-        done: Result<bool, Vec<(Rank, String)>>,
+        done: Result<bool, Failures>,
     ) -> Result<Option<u32>, MegatronError> {
-        let mine = Word { step: step.clone(), finalizers, done };
-        let group = Group::new(self.collective.clone(), 0)?;
-        let all = group.agree(Phase::Commit, Ok(mine)).await;
-        group.conclude(&all);
-        let all = all?;
-        for (right, right_rank) in all.iter().zip(0..) {
-            let Some(left) = all.first().filter(|left| left.step != right.step) else { continue };
-            let (left, right) = (left.step.to_string(), right.step.to_string());
-            return Err(MegatronError::UnmatchedCalls { left, left_rank: 0, right, right_rank });
+        let (Step::Schedule(call) | Step::Finish(call) | Step::Finalize(call, _)) = step;
+        // While it is away from the queue, whatever ends this early ends the group.
+        let group = match self.group.take() {
+            Some(group) => group,
+            None => Group::new(self.collective.clone(), 0)?,
+        };
+        let words = group.collect(Phase::Commit, Ok(Word(step, finalizers, done))).await?;
+        let answer = words.map(|words| words.map(|words| (Answer::to(words), ())));
+        let (answer, _) = group.decide(Phase::Commit, answer).await?;
+        self.group = Some(group);
+        match answer {
+            Answer::Done(functions) => Ok(Some(functions)),
+            Answer::NotYet => Ok(None),
+            Answer::Failed(failed) => {
+                let failures = failed.into_iter().map(|(rank, text)| RankFailure::new(rank, text));
+                let (failures, finalized) = (failures.collect(), Vec::new());
+                Err(MegatronError::AsyncCall { call, failures, finalized })
+            }
+            Answer::Unmatched(left, right, right_rank) => {
+                Err(MegatronError::UnmatchedCalls { left, left_rank: 0, right, right_rank })
+            }
         }
-        if all.iter().any(|word| word.done == Ok(false)) {
-            return Ok(None);
-        }
-        let functions = all.iter().map(|word| word.finalizers).max();
-        let mut failed: Vec<_> =
-            all.into_iter().filter_map(|word| word.done.err()).flatten().collect();
-        // Ranks that fail together tell the same.
-        failed.sort();
-        failed.dedup();
-        if failed.is_empty() {
-            return Ok(Some(functions.unwrap_or(0)));
-        }
-        let failures = failed.into_iter().map(|(rank, text)| RankFailure::new(rank, text));
-        Err(MegatronError::AsyncCall { call: step.call(), failures: failures.collect() })
     }
 }
 
-impl Step {
-    fn call(&self) -> u64 {
-        match self {
-            Self::Schedule { call } | Self::Finish { call } | Self::Finalize { call, .. } => *call,
+impl Answer {
+    fn to(words: Vec<Word>) -> Self {
+        if let Some(Word(first, ..)) = words.first() {
+            let mut others = words.iter().zip(0..);
+            if let Some((Word(other, ..), rank)) = others.find(|(word, _)| word.0 != *first) {
+                return Self::Unmatched(first.to_string(), other.to_string(), rank);
+            }
         }
+        if words.iter().any(|Word(.., done)| *done == Ok(false)) {
+            return Self::NotYet;
+        }
+        let functions = words.iter().map(|Word(_, finalizers, _)| *finalizers).max();
+        let mut failed: Vec<_> =
+            words.into_iter().filter_map(|Word(.., done)| done.err()).flatten().collect();
+        // Ranks that fail together tell the same.
+        failed.sort();
+        failed.dedup();
+        if failed.is_empty() { Self::Done(functions.unwrap_or(0)) } else { Self::Failed(failed) }
     }
 }
 
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Schedule { call } => write!(f, "scheduling call {call}"),
-            Self::Finish { call } => write!(f, "looking whether call {call} is complete"),
-            Self::Finalize { call, function } => {
+            Self::Schedule(call) => write!(f, "scheduling call {call}"),
+            Self::Finish(call) => write!(f, "looking whether call {call} is complete"),
+            Self::Finalize(call, function) => {
                 write!(f, "in finalizer {} of call {call}", function + 1)
             }
         }
@@ -392,7 +449,7 @@ impl Work {
 }
 
 /// What failed where; an error that lists ranks already is not wrapped again.
-fn failures(rank: Rank, error: MegatronError) -> Vec<(Rank, String)> {
+fn failures(rank: Rank, error: MegatronError) -> Failures {
     match error {
         MegatronError::Checkpoint(CheckpointError::Ranks { failures, .. }) => {
             failures.into_iter().map(|failure| (failure.rank, failure.message)).collect()
@@ -403,6 +460,9 @@ fn failures(rank: Rank, error: MegatronError) -> Vec<(Rank, String)> {
 
 impl Drop for AsyncCallsQueue {
     fn drop(&mut self) {
+        if let Some(group) = self.group.take().filter(|_| !std::thread::panicking()) {
+            group.conclude(&Ok(()));
+        }
         if !self.calls.is_empty() && !std::thread::panicking() {
             let calls = self.calls.len();
             tracing::warn!(calls, "saves were scheduled and never finalized; close the queue");

@@ -200,6 +200,9 @@ pub enum MegatronError {
         call: u64,
         /// Each failing rank and what it said.
         failures: Vec<RankFailure>,
+        /// The calls that were finalized before this one was found to have failed, and that nobody
+        /// was told of yet; of a queue that was closed, also those after it.
+        finalized: Vec<u64>,
     },
     /// Ranks schedule or finalize different asynchronous saves.
     #[error(

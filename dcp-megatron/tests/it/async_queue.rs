@@ -1,12 +1,14 @@
 //! Saves beside training: their order, and what remains when they fail.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use dcp_conformance::{CollectiveFault, FaultCollective, FaultStorage, MemoryStorage, SlowStorage};
 use dcp_core::{
-    CheckpointError, Collective, DType, Key, Region, Shard, StateDict, Storage, StorageExt as _,
-    Tensor, Value,
+    CheckpointError, Collective, CollectiveError, DType, Key, Region, Shard, StateDict, Storage,
+    StorageExt as _, Tensor, Value,
 };
 use dcp_engine::{BackgroundSaver, Loader, Saver};
 use dcp_megatron::{
@@ -201,7 +203,7 @@ fn trap_18_a_save_that_fails_in_the_background_leaves_the_previous_checkpoint_th
                 assert_eq!(latest(&run), (Tracked::Iteration(20), 20));
                 break;
             }
-            Err(MegatronError::AsyncCall { call: 1, failures }) => {
+            Err(MegatronError::AsyncCall { call: 1, failures, .. }) => {
                 assert!(!failures.is_empty());
                 assert_eq!(latest(&run), (Tracked::Iteration(10), 10), "{operations} operations");
                 failed += 1;
@@ -230,7 +232,9 @@ fn trap_18_a_worker_that_dies_is_an_error_of_the_save_and_later_ones_go_on() {
             queue.schedule_async_request(dying).await.unwrap();
             queue.schedule_async_request(good).await.unwrap();
             let error = queue.maybe_finalize(true).await.unwrap_err();
-            let MegatronError::AsyncCall { call: 1, failures } = &error else { panic!("{error}") };
+            let MegatronError::AsyncCall { call: 1, failures, .. } = &error else {
+                panic!("{error}")
+            };
             assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [2]);
             assert_eq!(queue.maybe_finalize(true).await.unwrap(), [2]);
             let log = log.lock().unwrap().clone();
@@ -263,6 +267,123 @@ fn a_finalizer_that_fails_stops_those_after_it_on_all_ranks() {
             assert_eq!(*log.lock().unwrap(), [(1, 0, rank)]);
         });
     });
+}
+
+/// That a save is complete is known, whatever becomes of those after it.
+#[test]
+fn calls_that_were_finalized_before_one_that_failed_are_told() {
+    on_ranks(2, |rank, group| {
+        block_on(async {
+            let mut queue = AsyncCallsQueue::new(Some(group.into()));
+            for call in 1..=6 {
+                let bad = call % 3 == 0 && rank == 1;
+                let request = AsyncRequest::task(move || {
+                    Ok(async move { if bad { Err(failing("no space")) } else { Ok(()) } })
+                });
+                queue.schedule_async_request(request).await.unwrap();
+            }
+            let error = queue.maybe_finalize(true).await.unwrap_err();
+            let MegatronError::AsyncCall { call: 3, finalized, .. } = error else {
+                panic!("{error}")
+            };
+            assert_eq!(finalized, [1, 2]);
+            queue.schedule_async_request(task(None)).await.unwrap();
+            let error = queue.close().await.unwrap_err();
+            let MegatronError::AsyncCall { call: 6, finalized, .. } = error else {
+                panic!("{error}")
+            };
+            assert_eq!(finalized, [4, 5, 7]);
+        });
+    });
+}
+
+/// Counts the calls and bytes that come to a rank, and on how many threads.
+#[derive(Debug)]
+struct Metered {
+    inner: Box<dyn Collective>,
+    seen: Arc<Mutex<Seen>>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    calls: usize,
+    received: usize,
+    threads: HashSet<std::thread::ThreadId>,
+}
+
+impl Metered {
+    fn count<T>(&self, received: T, len: impl Fn(&T) -> usize) -> T {
+        let mut seen = self.seen.lock().unwrap();
+        seen.calls += 1;
+        seen.received += len(&received);
+        seen.threads.insert(std::thread::current().id());
+        received
+    }
+}
+
+impl Collective for Metered {
+    fn rank(&self) -> u32 {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> u32 {
+        self.inner.world_size()
+    }
+
+    fn gather(&self, root: u32, mine: Bytes) -> Result<Option<Vec<Bytes>>, CollectiveError> {
+        let all = self.inner.gather(root, mine)?;
+        Ok(self.count(all, |all| all.iter().flatten().map(Bytes::len).sum()))
+    }
+
+    fn scatter(&self, root: u32, all: Option<Vec<Bytes>>) -> Result<Bytes, CollectiveError> {
+        Ok(self.count(self.inner.scatter(root, all)?, Bytes::len))
+    }
+
+    fn broadcast(&self, root: u32, from: Option<Bytes>) -> Result<Bytes, CollectiveError> {
+        Ok(self.count(self.inner.broadcast(root, from)?, Bytes::len))
+    }
+
+    fn all_gather(&self, mine: Bytes) -> Result<Vec<Bytes>, CollectiveError> {
+        Ok(self.count(self.inner.all_gather(mine)?, |all| all.iter().map(Bytes::len).sum()))
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        self.inner.barrier()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+}
+
+/// It is done once an iteration, on thousands of ranks.
+#[test]
+fn to_look_whether_a_save_is_complete_costs_a_few_bytes_of_each_rank() {
+    const RANKS: u32 = 16;
+    const LOOKS: usize = 20;
+    let seen = on_ranks(RANKS, |_, group| {
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let metered = Metered { inner: group, seen: Arc::clone(&seen) };
+        block_on(async {
+            let mut queue = AsyncCallsQueue::new(Some(Arc::new(metered)));
+            let wait = Arc::new(Notify::new());
+            queue.schedule_async_request(task(Some(Arc::clone(&wait)))).await.unwrap();
+            *seen.lock().unwrap() = Seen::default();
+            for _ in 0..LOOKS {
+                assert!(queue.maybe_finalize(false).await.unwrap().is_empty());
+            }
+            let looked = std::mem::take(&mut *seen.lock().unwrap());
+            wait.notify_one();
+            assert_eq!(queue.close().await.unwrap(), [1]);
+            looked
+        })
+    });
+    for (rank, seen) in seen.iter().enumerate() {
+        let senders = if rank == 0 { RANKS as usize } else { 1 };
+        assert!(seen.received <= LOOKS * (senders * 32 + 32), "rank {rank}: {seen:?}");
+        assert_eq!(seen.threads.len(), 1, "rank {rank}: {seen:?}");
+        assert!(seen.calls <= LOOKS * 2, "rank {rank}: {seen:?}");
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use dcp_core::{Dims, Region, checked_volume};
+use dcp_core::{Dims, Region};
 
 use super::error::ShardError;
 use super::local::LocalTensor;
@@ -22,6 +22,8 @@ pub struct ShardedTensorBuilder {
     prepend_axis_num: usize,
     allow_shape_mismatch: bool,
     flattened: Option<(Range<u64>, Option<Dims>)>,
+    /// What was called that the place has no room for.
+    misplaced: Option<&'static str>,
 }
 
 #[derive(Clone, Debug)]
@@ -40,14 +42,21 @@ impl ShardedTensorBuilder {
             prepend_axis_num: 0,
             allow_shape_mismatch: false,
             flattened: None,
+            misplaced: None,
         }
     }
 
     /// The shard is number `position` of `fragments` equal ones along a global axis, counted with
-    /// the prepended ones.
+    /// the prepended ones. Only after [`ShardedTensor::from_rank_offsets`].
     pub fn offset(mut self, axis: usize, position: u64, fragments: u64) -> Self {
-        if let Place::Ranks(ranks) = &mut self.place {
-            ranks.push((axis, position, fragments));
+        match &mut self.place {
+            Place::Ranks(ranks) => ranks.push((axis, position, fragments)),
+            Place::Global { .. } => {
+                self.misplaced = Some(
+                    "positions on an axis go with `ShardedTensor::from_rank_offsets`, not with \
+                     the global offset of `ShardedTensor::builder`",
+                );
+            }
         }
         self
     }
@@ -59,10 +68,16 @@ impl ShardedTensorBuilder {
     }
 
     /// How many equal shards there are along each global axis, where the shape and offset were
-    /// given.
+    /// given. Only after [`ShardedTensor::builder`].
     pub fn axis_fragmentations(mut self, counts: impl Into<Dims>) -> Self {
-        if let Place::Global { fragmentations, .. } = &mut self.place {
-            *fragmentations = Some(counts.into());
+        match &mut self.place {
+            Place::Global { fragmentations, .. } => *fragmentations = Some(counts.into()),
+            Place::Ranks(_) => {
+                self.misplaced = Some(
+                    "axis fragmentations go with the global shape of `ShardedTensor::builder`; \
+                     those of `ShardedTensor::from_rank_offsets` follow from its positions",
+                );
+            }
         }
         self
     }
@@ -92,9 +107,13 @@ impl ShardedTensorBuilder {
     /// # Errors
     ///
     /// When the numbers contradict each other: see [`ShardError`]. An axis that is placed twice
-    /// is refused; Megatron-Core silently takes the last place.
+    /// is refused, where Megatron-Core silently takes the last place, and so is a place that is
+    /// described in both ways.
     pub fn build(self) -> Result<ShardedTensor, ShardError> {
         let Self { key, mut local, place, replica_id, prepend_axis_num, .. } = self;
+        if let Some(problem) = self.misplaced {
+            return Err(ShardError::Misplaced { key: key.to_string(), problem });
+        }
         let mut flattened_range = None;
         if let Some((range, Some(shape))) = self.flattened {
             check_range(&key, &range, &shape)?;
@@ -131,12 +150,10 @@ impl ShardedTensorBuilder {
                 }
             }
         }
-        let too_large = |problem: String| ShardError::TooLarge { key: key.to_string(), problem };
-        let volume = checked_volume(&global_shape);
-        if volume.and_then(|n| n.checked_mul(local.dtype.size() as u64)).is_none() {
-            return Err(too_large(format!("the bytes of global shape {global_shape}")));
-        }
-        let region = Region::new(offsets, sizes).map_err(|error| too_large(error.to_string()))?;
+        let region = Region::new(offsets, sizes).map_err(|error| ShardError::TooLarge {
+            key: key.to_string(),
+            problem: error.to_string(),
+        })?;
         let tensor = ShardedTensor {
             key,
             local,
@@ -148,6 +165,7 @@ impl ShardedTensorBuilder {
             allow_shape_mismatch: self.allow_shape_mismatch,
             flattened_range,
         };
+        tensor.check_size()?;
         tensor.check_data()?;
         Ok(tensor)
     }

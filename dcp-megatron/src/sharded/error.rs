@@ -66,6 +66,14 @@ pub enum ShardError {
         /// What is wrong with that.
         problem: &'static str,
     },
+    /// A place that is described in two ways.
+    #[error("the place of {key:?} is described in two ways: {problem}")]
+    Misplaced {
+        /// The tensor.
+        key: String,
+        /// What does not go together.
+        problem: &'static str,
+    },
     /// Sizes beyond what 64 bits can count.
     #[error("{key:?} is too large: {problem}")]
     TooLarge {

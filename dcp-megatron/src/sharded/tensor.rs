@@ -206,6 +206,27 @@ impl ShardedTensor {
         Ok(self)
     }
 
+    /// The same place in other memory, or as another description, also of another dtype: optimizer
+    /// state of 32 bits, say, in the place of its parameter of 16 bits. Give it a
+    /// [key](Self::with_key) of its own.
+    ///
+    /// # Errors
+    ///
+    /// When the shape is another one, or of a flattened range the length.
+    #[doc(alias = "make_sharded_optimizer_tensor")]
+    pub fn with_local(mut self, local: impl Into<LocalTensor>) -> Result<Self, ShardError> {
+        let local = local.into();
+        let expected = self.data_shape();
+        if local.shape != expected {
+            let (key, data) = (self.key.to_string(), local.shape);
+            return Err(ShardError::DataShape { key, local: expected, data });
+        }
+        (self.local.dtype, self.local.data) = (local.dtype, local.data);
+        self.check_size()?;
+        self.check_data()?;
+        Ok(self)
+    }
+
     /// A part of this shard as a shard of a smaller tensor, which has this part of every shard
     /// along `axis`: what Megatron-Core's `narrow` makes. The axis counts without the prepended
     /// ones.
@@ -262,6 +283,26 @@ impl ShardedTensor {
         part.build()
     }
 
+    /// The shape of the memory.
+    fn data_shape(&self) -> Dims {
+        match &self.flattened_range {
+            Some(range) => Dims::from([range.end.saturating_sub(range.start)]),
+            None => self.local.shape.clone(),
+        }
+    }
+
+    /// Whether the bytes of the whole tensor can be counted.
+    pub(super) fn check_size(&self) -> Result<(), ShardError> {
+        let volume = self.global_shape.checked_volume();
+        match volume.and_then(|volume| volume.checked_mul(self.local.dtype.size() as u64)) {
+            Some(_) => Ok(()),
+            None => Err(ShardError::TooLarge {
+                key: self.key.to_string(),
+                problem: format!("the bytes of global shape {}", self.global_shape),
+            }),
+        }
+    }
+
     pub(super) fn check_data(&self) -> Result<(), ShardError> {
         let Some(data) = &self.local.data else { return Ok(()) };
         let key = || self.key.to_string();
@@ -269,10 +310,7 @@ impl ShardedTensor {
             let (declared, data) = (self.local.dtype, data.dtype());
             return Err(ShardError::DType { key: key(), declared, data });
         }
-        let expected = match &self.flattened_range {
-            Some(range) => Dims::from([range.end.saturating_sub(range.start)]),
-            None => self.local.shape.clone(),
-        };
+        let expected = self.data_shape();
         if *data.shape() != expected {
             let data = data.shape().clone();
             return Err(ShardError::DataShape { key: key(), local: expected, data });
@@ -359,6 +397,41 @@ mod tests {
         assert!(shard.clone().with_data(memory(&[3, 2])).is_err());
         let other = TensorView::contiguous(HostMemory::zeroed(24), DType::Float32, [2, 3], 0);
         assert!(matches!(shard.with_data(other.unwrap()), Err(ShardError::DType { .. })));
+    }
+
+    /// Megatron-Core makes the shards of an optimizer's state from those of its parameters.
+    #[test]
+    fn optimizer_state_lies_where_its_parameter_does() {
+        let parameter = ShardedTensor::from_rank_offsets("w", memory(&[2, 3]))
+            .prepended_axes(1)
+            .offset(0, 1, 2)
+            .offset(2, 1, 4)
+            .replica_id(3)
+            .build()
+            .unwrap();
+        let floats = TensorView::contiguous(HostMemory::zeroed(24), DType::Float32, [2, 3], 0);
+        let state = parameter.clone().with_local(floats.unwrap()).unwrap().with_key("exp_avg.w");
+        assert_eq!((state.dtype(), &**state.key()), (DType::Float32, "exp_avg.w"));
+        assert_eq!(state.region(), parameter.region());
+        assert_eq!(state.global_shape(), parameter.global_shape());
+        assert_eq!(state.axis_fragmentations(), parameter.axis_fragmentations());
+        assert_eq!(state.replica_id(), parameter.replica_id());
+        assert_eq!(state.data().map(TensorView::dtype), Some(DType::Float32));
+        assert!(parameter.clone().with_local(f32s(&[2, 3])).unwrap().data().is_none());
+        let other = parameter.with_local(f32s(&[3, 2]));
+        assert!(matches!(other, Err(ShardError::DataShape { .. })));
+
+        let range = ShardedTensor::from_rank_offsets("w", memory(&[4]))
+            .flattened_range(1..5, [2, 3])
+            .build()
+            .unwrap();
+        let state = range.clone().with_local(f32s(&[4])).unwrap();
+        assert_eq!((state.local_shape(), state.flattened_range()), (&[2, 3].into(), Some(&(1..5))));
+        assert!(range.with_local(f32s(&[2, 3])).is_err());
+
+        let huge = LocalTensor::described(DType::UInt8, [1 << 62]);
+        let huge = ShardedTensor::from_rank_offsets("w", huge).build().unwrap();
+        assert!(matches!(huge.with_local(f32s(&[1 << 62])), Err(ShardError::TooLarge { .. })));
     }
 
     #[test]

@@ -79,8 +79,7 @@ fn objects<'f>(
     let whole = found.into_iter().filter_map(|(at, meta)| {
         let Some((0, rest)) = at.grid().split_last() else { return Some((at, meta)) };
         let last = *reach.get(&(Arc::clone(at.key()), rest.into()))?;
-        let grid: Dims = rest.iter().copied().chain([last]).collect();
-        Some((ObjectKey::new(Arc::clone(at.key()), grid, at.offset().clone()).ok()?, meta))
+        Some((at.with_last_axis(last), meta))
     });
     let mut whole: Vec<_> = whole.collect();
     whole.sort_by(|(a, _), (b, _)| a.cmp(b));

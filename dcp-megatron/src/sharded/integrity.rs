@@ -404,7 +404,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::local::LocalTensor;
-    use super::super::object::ShardedObject;
+    use super::super::object::{ObjectKey, ShardedObject};
     use super::super::tensor::ShardedTensor;
     use super::super::traversal::ShardedLeaf;
     use super::*;
@@ -576,7 +576,7 @@ mod tests {
         assert!(text.contains("object [1, 1] of [2, 2] (ranks 0, 0)"), "{text}");
         let text = check(&all, &[part(0, 1, 0).with_key("rng")]).unwrap_err().to_string();
         assert!(text.contains("objects in a grid of [2, 2] on rank 0 but float32"), "{text}");
-        let far = ShardedObject::new("rng", Value::None, [2], [2]).unwrap();
+        let far = ShardedObject::request(ObjectKey::parse("rng/shard_2_2").unwrap());
         assert!(check(&[far], &[]).is_err());
     }
 

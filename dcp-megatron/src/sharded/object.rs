@@ -31,8 +31,8 @@ impl ObjectKey {
     ///
     /// # Errors
     ///
-    /// When the lists differ in length, or the key has a slash, which Megatron-Core could not read
-    /// back.
+    /// When the lists differ in length or the grid has no axis or no such place, and when the key
+    /// has a slash: Megatron-Core could not read the name back.
     pub fn new(
         key: impl Into<Arc<str>>,
         grid: impl Into<Dims>,
@@ -43,10 +43,31 @@ impl ObjectKey {
         if grid.ndim() != offset.ndim() {
             return Err(refuse(format!("offset {offset} in a grid of {grid}")));
         }
-        if key.contains('/') {
-            return Err(refuse("it has a slash, which divides key and place".to_owned()));
+        if grid.ndim() == 0 {
+            let problem = "its grid needs at least one axis; that of a single object is [1]";
+            return Err(refuse(problem.to_owned()));
         }
-        Ok(Self { key, offset, grid })
+        if offset.iter().zip(&*grid).any(|(at, len)| at >= len) {
+            return Err(refuse(format!("a grid of {grid} has no place {offset}")));
+        }
+        Self { key: "".into(), offset, grid }.renamed(key)
+    }
+
+    /// The same place under another key. The place is one that was read, or checked before.
+    fn renamed(self, key: Arc<str>) -> Result<Self, ShardError> {
+        if key.contains('/') {
+            let problem = "it has a slash, which divides key and place".to_owned();
+            return Err(ShardError::Object { key: key.to_string(), problem });
+        }
+        Ok(Self { key, ..self })
+    }
+
+    /// The same place in a grid whose last axis is `len` long, once it is known of an older name.
+    pub(crate) fn with_last_axis(mut self, len: u64) -> Self {
+        if let Some(last) = self.grid.last_mut() {
+            *last = len;
+        }
+        self
     }
 
     /// The object that a stored entry is named after, if it is one: also in the older form of one
@@ -144,9 +165,9 @@ impl ShardedObject {
     ///
     /// # Errors
     ///
-    /// As [`ObjectKey::new`].
+    /// When the key has a slash.
     pub fn with_key(mut self, key: impl Into<Arc<str>>) -> Result<Self, ShardError> {
-        self.at = ObjectKey::new(key, self.at.grid, self.at.offset)?;
+        self.at = self.at.renamed(key.into())?;
         Ok(self)
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::{Collective, DType, Dict, Region, Storage, Value};
 use dcp_megatron::sharded::{
-    ExpertGrid, LocalNonpersistentObject, LocalTensor, ShardedObject, ShardedStateDict,
+    ExpertGrid, LocalNonpersistentObject, LocalTensor, ObjectKey, ShardedObject, ShardedStateDict,
     ShardedTensor, ShardedTensorFactory, ShardedValue, ShardingProblem, extract, grouped_experts,
     merge, named_split, swiglu,
 };
@@ -62,6 +62,35 @@ fn trap_11_every_rank_hears_of_every_bad_shard_before_anything_is_written() {
     assert_eq!(first.problems.len(), 4);
     assert!(first.problems.iter().any(|p| matches!(p, ShardingProblem::Missing { count: 1, .. })));
     assert!(names(&*storage).is_empty(), "nothing was written");
+}
+
+/// What a description of a place cannot hold is not left out of it without a word.
+#[test]
+fn places_that_are_described_in_two_ways_are_refused() {
+    let local = || LocalTensor::described(DType::Int32, [2]);
+    let both = ShardedTensor::builder("w", local(), [4], [0]).offset(0, 1, 2);
+    let error = both.build().unwrap_err().to_string();
+    assert!(error.contains("\"w\"") && error.contains("from_rank_offsets"), "{error}");
+    let both = ShardedTensor::from_rank_offsets("w", local()).axis_fragmentations([7]);
+    let error = both.build().unwrap_err().to_string();
+    assert!(error.contains("\"w\"") && error.contains("ShardedTensor::builder"), "{error}");
+}
+
+/// Megatron-Core's strict modes fail on names such as `x/shard__`.
+#[test]
+fn objects_without_a_grid_or_outside_of_it_are_refused() {
+    let refused = |grid: &[u64], offset: &[u64], said: &str| {
+        let error = ObjectKey::new("rng", grid, offset).unwrap_err().to_string();
+        assert!(error.contains("\"rng\"") && error.contains(said), "{error}");
+        assert!(ShardedObject::new("rng", 1, grid, offset).is_err());
+    };
+    refused(&[], &[], "at least one axis");
+    refused(&[2], &[2], "[2]");
+    refused(&[2, 0], &[1, 0], "[2, 0]");
+    // An older name, of which the last axis of the grid is not known, keeps its place.
+    let older = ShardedObject::request(ObjectKey::parse("optimizer/shard_3.7_24").unwrap());
+    let renamed = older.with_key("other").unwrap();
+    assert_eq!(renamed.at().offset(), &[3, 7].into());
 }
 
 /// Trap 13: in Megatron-Core that is a warning, and what other ranks have is lost.

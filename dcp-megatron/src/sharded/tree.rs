@@ -47,8 +47,11 @@ pub struct LocalNonpersistentObject(pub Value);
 ///     .offset(0, 1, 2)
 ///     .build()?;
 /// let mut state = ShardedStateDict::new();
-/// state.insert("model", ShardedStateDict::from([("weight", weight)]));
 /// state.insert("iteration", Value::Int(10));
+/// // As Python's `setdefault`, wherever the parts of a nested dict come from.
+/// if let ShardedValue::Dict(model) = state.get_or_insert_with("model", ShardedStateDict::new) {
+///     model.insert("weight", weight);
+/// }
 /// assert!(matches!(state.get("model"), Some(ShardedValue::Dict(model)) if model.len() == 1));
 /// # Ok::<(), dcp_megatron::sharded::ShardError>(())
 /// ```
@@ -117,6 +120,29 @@ impl ShardedStateDict {
         self.0.get(&NodeKey(key.clone()))
     }
 
+    /// The value of a string key, to change.
+    #[must_use]
+    pub fn get_mut(&mut self, key: &str) -> Option<&mut ShardedValue> {
+        self.get_value_mut(&key.into())
+    }
+
+    /// The value of a key of any kind, to change.
+    #[must_use]
+    pub fn get_value_mut(&mut self, key: &Value) -> Option<&mut ShardedValue> {
+        self.0.get_mut(&NodeKey(key.clone()))
+    }
+
+    /// The value of a key, to change; where there is none yet, what `make` returns is put there.
+    #[doc(alias = "entry")]
+    #[doc(alias = "setdefault")]
+    pub fn get_or_insert_with<V: Into<ShardedValue>>(
+        &mut self,
+        key: impl Into<Value>,
+        make: impl FnOnce() -> V,
+    ) -> &mut ShardedValue {
+        self.0.entry(NodeKey(key.into())).or_insert_with(|| make().into())
+    }
+
     /// Removes a key, keeping the order of the rest.
     pub fn remove(&mut self, key: &str) -> Option<ShardedValue> {
         self.0.shift_remove(&NodeKey(key.into()))
@@ -161,6 +187,18 @@ impl From<Dict> for ShardedStateDict {
 }
 
 impl ShardedValue {
+    /// The dict, if it is one.
+    #[must_use]
+    pub fn as_dict(&self) -> Option<&ShardedStateDict> {
+        if let Self::Dict(dict) = self { Some(dict) } else { None }
+    }
+
+    /// The dict, if it is one, to change.
+    #[must_use]
+    pub fn as_dict_mut(&mut self) -> Option<&mut ShardedStateDict> {
+        if let Self::Dict(dict) = self { Some(dict) } else { None }
+    }
+
     /// Whether it is a dict or a list, also of plain values.
     #[must_use]
     pub fn is_container(&self) -> bool {

@@ -292,12 +292,8 @@ impl Part {
                     Some(_) => Err(format!("{name:?} twice").into()),
                 };
             }
-            if into.get_value(name).is_none() {
-                into.insert(name.clone(), ShardedStateDict::new());
-            }
-            let mut entries = into.iter_mut();
-            match entries.find(|(key, _)| key.same(name)) {
-                Some((_, ShardedValue::Dict(inner))) => set(inner, rest, value),
+            match into.get_or_insert_with(name.clone(), ShardedStateDict::new) {
+                ShardedValue::Dict(inner) => set(inner, rest, value),
                 _ => Err(format!("{name:?} is no dict").into()),
             }
         }
@@ -308,17 +304,11 @@ impl Part {
     pub(super) fn merge(&mut self, common: &Dict) -> Result {
         fn merge(into: &mut ShardedStateDict, common: &Dict) -> Result {
             for (name, value) in common.iter() {
-                let mut entries = into.iter_mut();
-                match (entries.find(|(key, _)| key.same(name)), value) {
-                    (None, _) => {}
-                    (Some((_, ShardedValue::Dict(inner))), Value::Dict(value)) => {
-                        merge(inner, value)?;
-                        continue;
-                    }
+                match (into.get_value_mut(name), value) {
+                    (None, _) => drop(into.insert(name.clone(), value.clone())),
+                    (Some(ShardedValue::Dict(inner)), Value::Dict(value)) => merge(inner, value)?,
                     _ => return Err(format!("{name:?} twice").into()),
                 }
-                drop(entries);
-                into.insert(name.clone(), value.clone());
             }
             Ok(())
         }

@@ -76,7 +76,7 @@ impl DecodedOnce {
         plan.items.push(ReadItem { entry: item.entry, leaf: item.leaf, kind });
         let fqn = name(metadata, item);
         let read = self.inner.read(metadata, &plan, Arc::new(WholeChunk { view, fqn })).await?;
-        report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+        *report += ReadReport::new(0, read.bytes_read);
         let elements = memory.read().map_err(failed)?;
         let mut kept = lock();
         if !kept.iter().any(is_it) {
@@ -144,12 +144,10 @@ impl StorageReader for DecodedOnce {
             view.fill_from(&wanted)
                 .map_err(|source| CheckpointError::Memory { fqn: name(metadata, item), source })?;
             sink.commit(item)?;
-            report.bytes_needed = report.bytes_needed.saturating_add(view.byte_len());
+            report += ReadReport::new(view.byte_len(), 0);
         }
         if !rest.items.is_empty() {
-            let read = self.inner.read(metadata, &rest, sink).await?;
-            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
-            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+            report += self.inner.read(metadata, &rest, sink).await?;
         }
         Ok(report)
     }

@@ -6,7 +6,7 @@
 //! read.
 
 use std::fmt;
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -247,5 +247,13 @@ impl ReadReport {
     #[must_use]
     pub fn new(bytes_needed: u64, bytes_read: u64) -> Self {
         Self { bytes_needed, bytes_read }
+    }
+}
+
+/// What two reads cost together.
+impl AddAssign for ReadReport {
+    fn add_assign(&mut self, other: Self) {
+        self.bytes_needed = self.bytes_needed.saturating_add(other.bytes_needed);
+        self.bytes_read = self.bytes_read.saturating_add(other.bytes_read);
     }
 }

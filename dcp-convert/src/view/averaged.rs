@@ -468,13 +468,10 @@ impl StorageReader for Averaged {
             let target = sink.destination(item)?;
             let read = self.fill(item, region, &target).await?;
             sink.commit(item)?;
-            report.bytes_read = report.bytes_read.saturating_add(read);
-            report.bytes_needed = report.bytes_needed.saturating_add(target.byte_len());
+            report += ReadReport::new(target.byte_len(), read);
         }
         if !objects.items.is_empty() {
-            let read = self.objects.read(&self.objects_metadata, &objects, sink).await?;
-            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
-            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+            report += self.objects.read(&self.objects_metadata, &objects, sink).await?;
         }
         Ok(report)
     }

@@ -98,10 +98,10 @@ impl Cast {
     ) -> Result<(), CheckpointError> {
         let taken = std::mem::take(scratch);
         let (read, cost) = taken.read(&*self.inner, &self.inner_metadata).await?;
-        report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+        *report += ReadReport::new(0, cost.bytes_read);
         for (part, bytes) in parts.drain(..).zip(read) {
             self.hand_over(&part, &bytes)?;
-            report.bytes_needed = report.bytes_needed.saturating_add(part.target.byte_len());
+            *report += ReadReport::new(part.target.byte_len(), 0);
         }
         Ok(())
     }
@@ -205,9 +205,7 @@ impl StorageReader for Cast {
         }
         drain(&mut done, &*sink)?;
         if !unchanged.items.is_empty() {
-            let read = self.inner.read(&self.inner_metadata, &unchanged, sink).await?;
-            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
-            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+            report += self.inner.read(&self.inner_metadata, &unchanged, sink).await?;
         }
         Ok(report)
     }

@@ -432,14 +432,11 @@ impl StorageReader for Dequantized {
             let view = sink.destination(item)?;
             let read = self.fill(item, region, (shown, weight), &view).await?;
             sink.commit(item)?;
-            report.bytes_needed = report.bytes_needed.saturating_add(view.byte_len());
-            report.bytes_read = report.bytes_read.saturating_add(read);
+            report += ReadReport::new(view.byte_len(), read);
         }
         if !unchanged.items.is_empty() {
             let sink = Arc::new(Translated::new(sink, Arc::clone(&self.outward)));
-            let read = self.inner.read(&self.inner_metadata, &unchanged, sink).await?;
-            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
-            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+            report += self.inner.read(&self.inner_metadata, &unchanged, sink).await?;
         }
         Ok(report)
     }

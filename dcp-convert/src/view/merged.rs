@@ -188,9 +188,7 @@ impl StorageReader for Merged {
                 continue;
             }
             let sink = Translated::new(Arc::clone(&sink), Arc::clone(&part.outward));
-            let read = part.reader.read(&part.metadata, &plan, Arc::new(sink)).await?;
-            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
-            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+            report += part.reader.read(&part.metadata, &plan, Arc::new(sink)).await?;
         }
         Ok(report)
     }

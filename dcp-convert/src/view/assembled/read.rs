@@ -211,9 +211,7 @@ impl<'a> Inner<'a> {
             if plan.items.is_empty() {
                 continue;
             }
-            let read = part.reader.read(&part.metadata, &plan, Arc::clone(&sink)).await?;
-            report.bytes_needed = report.bytes_needed.saturating_add(read.bytes_needed);
-            report.bytes_read = report.bytes_read.saturating_add(read.bytes_read);
+            report += part.reader.read(&part.metadata, &plan, Arc::clone(&sink)).await?;
         }
         Ok(report)
     }

@@ -70,3 +70,4 @@ pub use storage::{
 pub use tensor::{Shard, Tensor};
 pub use tensor_view::TensorView;
 pub use value::{BigInt, Dict, Global, MadeBy, Object, Opaque, Value};
+pub use wire::{MessageReader, MessageWriter};

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Receiver, Sender, bad, fingerprint};
+use super::{MessageReader, MessageWriter, bad, fingerprint};
 use crate::error::PlanError;
 use crate::plan::{LoadPlan, ReadItem, ReadKind};
 use crate::region::Region;
@@ -13,7 +13,7 @@ impl LoadPlan {
     /// The plan as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
-        let mut out = Sender(LOAD_PLAN.to_vec());
+        let mut out = MessageWriter::new(*LOAD_PLAN);
         out.number(self.items.len() as u64);
         for item in &self.items {
             out.number(item.entry.into());
@@ -29,7 +29,7 @@ impl LoadPlan {
                 }
             }
         }
-        out.0.into()
+        out.finish()
     }
 
     /// The plan of a message.
@@ -38,7 +38,7 @@ impl LoadPlan {
     ///
     /// When the bytes are no plan of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
-        let mut input = Receiver::new(bytes, *LOAD_PLAN)?;
+        let mut input = MessageReader::new(bytes, *LOAD_PLAN)?;
         let mut plan = Self::default();
         for _ in 0..input.count()? {
             let (entry, leaf) = (input.small()?, input.small()?);

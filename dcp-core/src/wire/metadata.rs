@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::{Receiver, Sender, bad, dtype_code};
+use super::{MessageReader, MessageWriter, bad};
 use crate::error::PlanError;
 use crate::key::Key;
 use crate::metadata::{CheckpointMetadata, Entry, ObjectEntry, Placement, TensorEntry};
@@ -16,7 +16,7 @@ impl CheckpointMetadata {
     /// The index as a message, with everything in it.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
-        let mut out = Sender(METADATA.to_vec());
+        let mut out = MessageWriter::new(*METADATA);
         out.number(self.files().len() as u64);
         self.files().iter().for_each(|file| out.text(file.as_str()));
         out.number(self.encodings().len() as u64);
@@ -32,7 +32,7 @@ impl CheckpointMetadata {
             match entry {
                 Entry::Object(object) => {
                     out.number(0);
-                    out.option(object.placement.as_ref(), Sender::placement);
+                    out.option(object.placement.as_ref(), MessageWriter::placement);
                 }
                 Entry::Tensor(tensor) => {
                     out.number(1);
@@ -40,7 +40,7 @@ impl CheckpointMetadata {
                 }
             }
         }
-        out.0.into()
+        out.finish()
     }
 
     /// The index of a message.
@@ -49,7 +49,7 @@ impl CheckpointMetadata {
     ///
     /// When the bytes are no index of this version, or refer to what is not in them.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
-        let mut input = Receiver::new(bytes, *METADATA)?;
+        let mut input = MessageReader::new(bytes, *METADATA)?;
         let mut metadata = Self::new();
         let files = input.count()?;
         for _ in 0..files {
@@ -102,9 +102,9 @@ impl CheckpointMetadata {
     }
 }
 
-impl Sender {
+impl MessageWriter {
     fn tensor(&mut self, tensor: &TensorEntry) {
-        self.number(dtype_code(tensor.dtype));
+        self.dtype(tensor.dtype);
         self.dims(&tensor.shape);
         let properties = &tensor.properties;
         let flags = u64::from(properties.requires_grad) | u64::from(properties.pin_memory) << 1;
@@ -123,7 +123,7 @@ impl Sender {
     }
 }
 
-impl Receiver<'_> {
+impl MessageReader<'_> {
     fn tensor(&mut self, files: usize, encodings: usize) -> Result<TensorEntry, PlanError> {
         let dtype = self.dtype()?;
         let mut tensor = TensorEntry::new(dtype, self.dims()?);

@@ -4,14 +4,15 @@
 //! Decoding claims no more memory than the message has bytes to fill it with.
 
 mod load_plan;
+mod message;
 mod metadata;
 mod plan;
 mod value;
 
 use std::sync::Arc;
 
-use crate::dims::Dims;
-use crate::dtype::DType;
+pub use message::{MessageReader, MessageWriter};
+
 use crate::error::PlanError;
 use crate::metadata::{Encoding, FileId, Layout, PathItem, Placement, StatePath};
 
@@ -26,10 +27,6 @@ fn fingerprint(bytes: &[u8]) -> u128 {
     bytes.iter().fold(BASIS, |hash, byte| (hash ^ u128::from(*byte)).wrapping_mul(PRIME))
 }
 
-fn dtype_code(dtype: DType) -> u64 {
-    DType::ALL.iter().position(|known| *known == dtype).unwrap_or(usize::MAX) as u64
-}
-
 fn layout_code(layout: Layout) -> u64 {
     match layout {
         Layout::TorchArchive => 0,
@@ -39,40 +36,7 @@ fn layout_code(layout: Layout) -> u64 {
     }
 }
 
-/// A message in the making.
-struct Sender(Vec<u8>);
-
-impl Sender {
-    fn number(&mut self, mut n: u64) {
-        while n >= 0x80 {
-            self.0.push((n & 0x7f) as u8 | 0x80);
-            n >>= 7;
-        }
-        self.0.push(n as u8);
-    }
-
-    fn text(&mut self, text: &str) {
-        self.number(text.len() as u64);
-        self.0.extend_from_slice(text.as_bytes());
-    }
-
-    fn bytes(&mut self, bytes: &[u8]) {
-        self.number(bytes.len() as u64);
-        self.0.extend_from_slice(bytes);
-    }
-
-    fn dims(&mut self, dims: &[u64]) {
-        self.number(dims.len() as u64);
-        dims.iter().for_each(|n| self.number(*n));
-    }
-
-    fn option<T>(&mut self, value: Option<T>, send: impl FnOnce(&mut Self, T)) {
-        self.number(value.is_some().into());
-        if let Some(value) = value {
-            send(self, value);
-        }
-    }
-
+impl MessageWriter {
     fn encoding(&mut self, encoding: &Encoding) {
         self.number(layout_code(encoding.layout));
         self.number(encoding.transforms.len() as u64);
@@ -104,73 +68,7 @@ impl Sender {
     }
 }
 
-/// What is left of a message.
-struct Receiver<'a>(&'a [u8]);
-
-impl<'a> Receiver<'a> {
-    fn new(bytes: &'a [u8], magic: [u8; 4]) -> Result<Self, PlanError> {
-        bytes
-            .strip_prefix(&magic)
-            .map(Self)
-            .ok_or_else(|| bad("another kind or version of message"))
-    }
-
-    fn number(&mut self) -> Result<u64, PlanError> {
-        let mut n = 0_u64;
-        for shift in (0..64).step_by(7) {
-            let (&byte, rest) = self.0.split_first().ok_or_else(|| bad("it ends too early"))?;
-            self.0 = rest;
-            let bits = u64::from(byte & 0x7f);
-            if shift == 63 && bits > 1 {
-                break;
-            }
-            n |= bits << shift;
-            if byte < 0x80 {
-                return Ok(n);
-            }
-        }
-        Err(bad("a number of more than 64 bits"))
-    }
-
-    /// A number of things that take at least one byte each, so it cannot exceed what is left.
-    fn count(&mut self) -> Result<usize, PlanError> {
-        let n = self.number()?;
-        usize::try_from(n)
-            .ok()
-            .filter(|n| *n <= self.0.len())
-            .ok_or_else(|| bad(format!("a list of {n} in {} bytes", self.0.len())))
-    }
-
-    fn bytes(&mut self) -> Result<&'a [u8], PlanError> {
-        let len = self.count()?;
-        let (bytes, rest) = self.0.split_at(len);
-        self.0 = rest;
-        Ok(bytes)
-    }
-
-    fn text(&mut self) -> Result<&'a str, PlanError> {
-        std::str::from_utf8(self.bytes()?).map_err(|_| bad("text that is not UTF-8"))
-    }
-
-    fn dims(&mut self) -> Result<Dims, PlanError> {
-        (0..self.count()?).map(|_| self.number()).collect()
-    }
-
-    fn numbers(&mut self, count: usize) -> Result<Dims, PlanError> {
-        (0..count).map(|_| self.number()).collect()
-    }
-
-    fn option<T>(
-        &mut self,
-        receive: impl FnOnce(&mut Self) -> Result<T, PlanError>,
-    ) -> Result<Option<T>, PlanError> {
-        match self.number()? {
-            0 => Ok(None),
-            1 => receive(self).map(Some),
-            other => Err(bad(format!("neither something nor nothing but {other}"))),
-        }
-    }
-
+impl MessageReader<'_> {
     fn small(&mut self) -> Result<u32, PlanError> {
         u32::try_from(self.number()?).map_err(|_| bad("a number of more than 32 bits"))
     }
@@ -204,15 +102,6 @@ impl<'a> Receiver<'a> {
         Ok(Placement { file, encoding, byte_offset, byte_len })
     }
 
-    fn dtype(&mut self) -> Result<DType, PlanError> {
-        let code = self.number()?;
-        usize::try_from(code)
-            .ok()
-            .and_then(|code| DType::ALL.get(code))
-            .copied()
-            .ok_or_else(|| bad(format!("unknown dtype {code}")))
-    }
-
     fn path(&mut self) -> Result<Option<StatePath>, PlanError> {
         let Some(len) = self.count()?.checked_sub(1) else { return Ok(None) };
         (0..len)
@@ -223,13 +112,5 @@ impl<'a> Receiver<'a> {
             })
             .collect::<Result<StatePath, _>>()
             .map(Some)
-    }
-
-    fn finish(self) -> Result<(), PlanError> {
-        if self.0.is_empty() {
-            Ok(())
-        } else {
-            Err(bad(format!("{} bytes too many", self.0.len())))
-        }
     }
 }

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Receiver, Sender, bad, dtype_code, fingerprint};
+use super::{MessageReader, MessageWriter, bad, fingerprint};
 use crate::dims::Dims;
 use crate::error::PlanError;
 use crate::key::Key;
@@ -15,7 +15,7 @@ impl SavePlan {
     /// The plan as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
-        let mut out = Sender(SAVE_PLAN.to_vec());
+        let mut out = MessageWriter::new(*SAVE_PLAN);
         out.number(self.keys.len() as u64);
         for key in &self.keys {
             out.text(&key.fqn);
@@ -24,7 +24,7 @@ impl SavePlan {
                 None => out.number(0),
                 Some(spec) => {
                     out.number(1 + u64::from(spec.sharded));
-                    out.number(dtype_code(spec.dtype));
+                    out.dtype(spec.dtype);
                     out.number(spec.shape.ndim() as u64);
                     spec.shape.iter().for_each(|size| out.number(*size));
                 }
@@ -39,7 +39,7 @@ impl SavePlan {
                 out.number(item.byte_len);
             }
         }
-        out.0.into()
+        out.finish()
     }
 
     /// The plan of a message.
@@ -48,7 +48,7 @@ impl SavePlan {
     ///
     /// When the bytes are no plan of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
-        let mut input = Receiver::new(bytes, *SAVE_PLAN)?;
+        let mut input = MessageReader::new(bytes, *SAVE_PLAN)?;
         let mut plan = SavePlan::new();
         for _ in 0..input.count()? {
             let fqn = input.text()?.into();
@@ -106,7 +106,7 @@ impl WritePlan {
     /// The plan as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
-        let mut out = Sender(WRITE_PLAN.to_vec());
+        let mut out = MessageWriter::new(*WRITE_PLAN);
         out.number(self.files.len() as u64);
         self.files.iter().for_each(|file| out.text(file.as_str()));
         out.number(self.encodings.len() as u64);
@@ -118,7 +118,7 @@ impl WritePlan {
             out.number(order.item.into());
             out.placement(&order.placement);
         }
-        out.0.into()
+        out.finish()
     }
 
     /// The plan of a message.
@@ -127,7 +127,7 @@ impl WritePlan {
     ///
     /// When the bytes are no plan of this version, or name a file outside the checkpoint.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
-        let mut input = Receiver::new(bytes, *WRITE_PLAN)?;
+        let mut input = MessageReader::new(bytes, *WRITE_PLAN)?;
         let mut plan = WritePlan::default();
         for _ in 0..input.count()? {
             plan.files.push(Key::new(input.text()?).map_err(|error| bad(error.to_string()))?);

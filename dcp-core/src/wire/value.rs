@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::{Receiver, Sender, bad, dtype_code};
+use super::{MessageReader, MessageWriter, bad};
 use crate::error::PlanError;
 use crate::tensor::Tensor;
 use crate::value::{BigInt, Global, MadeBy, Object, Opaque, Value};
@@ -22,9 +22,9 @@ impl Value {
     ///
     /// When it holds a sharded tensor, memory that is lent to a writer, or nests too deeply.
     pub fn to_wire(&self) -> Result<Bytes, PlanError> {
-        let mut out = Sender(VALUE.to_vec());
+        let mut out = MessageWriter::new(*VALUE);
         out.value(self, DEPTH_MAX)?;
-        Ok(out.0.into())
+        Ok(out.finish())
     }
 
     /// The value of a message.
@@ -33,7 +33,7 @@ impl Value {
     ///
     /// When the bytes are no value of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
-        let mut input = Receiver::new(bytes, *VALUE)?;
+        let mut input = MessageReader::new(bytes, *VALUE)?;
         let value = input.value(DEPTH_MAX)?;
         input.finish()?;
         Ok(value)
@@ -47,7 +47,7 @@ fn deeper(depth: usize) -> Result<usize, PlanError> {
 // One function for every kind that nests and one for all others: a frame holds only what its own
 // kind needs.
 
-impl Sender {
+impl MessageWriter {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), PlanError> {
         let depth = deeper(depth)?;
         match value {
@@ -139,7 +139,7 @@ impl Sender {
                 self.number(15);
                 let bytes = tensor.to_vec().filter(|_| !tensor.is_sharded());
                 let bytes = bytes.ok_or_else(|| bad("a value holds a tensor that is not whole"))?;
-                self.number(dtype_code(tensor.dtype()));
+                self.dtype(tensor.dtype());
                 self.dims(tensor.shape());
                 self.bytes(&bytes);
             }
@@ -159,7 +159,7 @@ impl Sender {
     }
 }
 
-impl Receiver<'_> {
+impl MessageReader<'_> {
     fn value(&mut self, depth: usize) -> Result<Value, PlanError> {
         let depth = deeper(depth)?;
         match self.number()? {

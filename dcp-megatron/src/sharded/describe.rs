@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{DType, Dims, PlanError};
+use dcp_core::{DType, Dims, MessageReader, MessageWriter, PlanError};
 
 use super::traversal::ShardedLeaf;
 
@@ -152,42 +152,22 @@ fn push_row(leaf: ShardedLeaf<'_>, numbers: &mut Vec<u64>) {
     }
 }
 
-const MAGIC: &[u8; 4] = b"msd1";
+const MAGIC: [u8; 4] = *b"msd1";
 
 impl Description {
     /// The description as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
-        let mut out = MAGIC.to_vec();
-        number(&mut out, self.specs.len() as u64);
+        let mut out = MessageWriter::new(MAGIC);
+        out.number(self.specs.len() as u64);
         for spec in &self.specs {
-            number(&mut out, spec.key.len() as u64);
-            out.extend_from_slice(spec.key.as_bytes());
-            match &spec.kind {
-                Kind::Object { grid } => {
-                    number(&mut out, 0);
-                    dims(&mut out, grid);
-                }
-                Kind::Regular { dtype, shape, fragments, sizes, flattened } => {
-                    number(&mut out, 1 + u64::from(*flattened));
-                    number(&mut out, dtype_code(*dtype));
-                    dims(&mut out, shape);
-                    fragments.iter().chain(&**sizes).for_each(|n| number(&mut out, *n));
-                }
-                Kind::Irregular { dtype, shape } => {
-                    number(&mut out, 3);
-                    number(&mut out, dtype_code(*dtype));
-                    dims(&mut out, shape);
-                }
-            }
-            number(&mut out, spec.rows.len() as u64);
+            out.text(&spec.key);
+            send_kind(&mut out, &spec.kind);
+            out.number(spec.rows.len() as u64);
         }
-        self.numbers.iter().for_each(|n| number(&mut out, *n));
-        let bits = |flags: &[bool]| {
-            flags.iter().rev().fold(0_u8, |byte, flag| byte << 1 | u8::from(*flag))
-        };
-        out.extend(self.mains.chunks(8).map(bits));
-        out.into()
+        out.numbers(&self.numbers);
+        out.flags(&self.mains);
+        out.finish()
     }
 
     /// The description of a message.
@@ -196,116 +176,80 @@ impl Description {
     ///
     /// When the bytes are no description of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
-        let mut input = Input(bytes.strip_prefix(MAGIC).ok_or_else(|| bad("another version"))?);
+        Self::receive(bytes).map_err(|error| match error {
+            PlanError::Wire { problem } => {
+                broken(format!("a rank's description of its shards: {problem}"))
+            }
+            other => other,
+        })
+    }
+
+    fn receive(bytes: &[u8]) -> Result<Self, PlanError> {
+        let mut input = MessageReader::new(bytes, MAGIC)?;
         let mut all = Self::default();
         let (mut rows, mut width) = (0_usize, 0_usize);
         for _ in 0..input.count()? {
-            let len = input.count()?;
-            let key = std::str::from_utf8(input.take(len)?).map_err(|_| bad("not UTF-8"))?;
-            let kind = input.kind()?;
+            let key = input.text()?.into();
+            let kind = kind(&mut input)?;
             // A row without numbers still takes a bit.
             let count = usize::try_from(input.number()?).ok();
-            let count = count.filter(|count| count / 8 <= input.0.len());
-            let count = count.ok_or_else(|| bad("more rows than bytes"))?;
+            let count = count.filter(|count| count / 8 <= input.remaining());
+            let count = count.ok_or_else(|| broken("more rows than bytes"))?;
             let first_number = width;
-            let end = rows.checked_add(count).ok_or_else(|| bad("too many rows"))?;
+            let end = rows.checked_add(count).ok_or_else(|| broken("too many rows"))?;
             width = count
                 .checked_mul(kind.width())
                 .and_then(|numbers| numbers.checked_add(width))
-                .filter(|numbers| *numbers <= input.0.len())
-                .ok_or_else(|| bad("more numbers than bytes"))?;
-            all.specs.push(Spec { key: key.into(), kind, rows: rows..end, first_number });
+                .filter(|numbers| *numbers <= input.remaining())
+                .ok_or_else(|| broken("more numbers than bytes"))?;
+            all.specs.push(Spec { key, kind, rows: rows..end, first_number });
             rows = end;
         }
-        all.numbers.reserve_exact(width.min(input.0.len()));
+        all.numbers.reserve_exact(width.min(input.remaining()));
         for _ in 0..width {
             all.numbers.push(input.number()?);
         }
-        let flags = input.take(rows.div_ceil(8))?;
-        all.mains = (0..rows).map(|row| flags[row / 8] >> (row % 8) & 1 == 1).collect();
-        if !input.0.is_empty() {
-            return Err(bad("there are bytes left"));
-        }
+        all.mains = input.flags(rows)?;
+        input.finish()?;
         Ok(all)
     }
 }
 
-fn number(out: &mut Vec<u8>, mut n: u64) {
-    while n >= 0x80 {
-        out.push((n & 0x7f) as u8 | 0x80);
-        n >>= 7;
-    }
-    out.push(n as u8);
+fn broken(problem: impl Into<String>) -> PlanError {
+    PlanError::Wire { problem: problem.into() }
 }
 
-fn dims(out: &mut Vec<u8>, dims: &Dims) {
-    number(out, dims.ndim() as u64);
-    dims.iter().for_each(|n| number(out, *n));
-}
-
-fn dtype_code(dtype: DType) -> u64 {
-    DType::ALL.iter().position(|known| *known == dtype).unwrap_or(usize::MAX) as u64
-}
-
-fn bad(problem: &str) -> PlanError {
-    PlanError::Wire { problem: format!("a rank's description of its shards: {problem}") }
-}
-
-struct Input<'a>(&'a [u8]);
-
-impl<'a> Input<'a> {
-    fn number(&mut self) -> Result<u64, PlanError> {
-        let mut n = 0_u64;
-        for shift in (0..64).step_by(7) {
-            let (&byte, rest) = self.0.split_first().ok_or_else(|| bad("it ends too early"))?;
-            self.0 = rest;
-            let bits = u64::from(byte & 0x7f);
-            if shift == 63 && bits > 1 {
-                break;
-            }
-            n |= bits << shift;
-            if byte < 0x80 {
-                return Ok(n);
-            }
+fn send_kind(out: &mut MessageWriter, kind: &Kind) {
+    match kind {
+        Kind::Object { grid } => {
+            out.number(0);
+            out.dims(grid);
         }
-        Err(bad("a number of more than 64 bits"))
+        Kind::Regular { dtype, shape, fragments, sizes, flattened } => {
+            out.number(1 + u64::from(*flattened));
+            out.dtype(*dtype);
+            out.dims(shape);
+            out.numbers(fragments);
+            out.numbers(sizes);
+        }
+        Kind::Irregular { dtype, shape } => {
+            out.number(3);
+            out.dtype(*dtype);
+            out.dims(shape);
+        }
     }
+}
 
-    fn count(&mut self) -> Result<usize, PlanError> {
-        let n = usize::try_from(self.number()?).ok();
-        n.filter(|n| *n <= self.0.len()).ok_or_else(|| bad("a list longer than the message"))
-    }
-
-    fn take(&mut self, len: usize) -> Result<&'a [u8], PlanError> {
-        let (taken, rest) = self.0.split_at_checked(len).ok_or_else(|| bad("it ends too early"))?;
-        self.0 = rest;
-        Ok(taken)
-    }
-
-    fn numbers(&mut self, count: usize) -> Result<Dims, PlanError> {
-        (0..count).map(|_| self.number()).collect()
-    }
-
-    fn dims(&mut self) -> Result<Dims, PlanError> {
-        let count = self.count()?;
-        self.numbers(count)
-    }
-
-    fn dtype(&mut self) -> Result<DType, PlanError> {
-        let known = usize::try_from(self.number()?).ok().and_then(|code| DType::ALL.get(code));
-        known.copied().ok_or_else(|| bad("an unknown dtype"))
-    }
-
-    fn kind(&mut self) -> Result<Kind, PlanError> {
-        Ok(match self.number()? {
-            0 => Kind::Object { grid: self.dims()? },
-            tag @ (1 | 2) => {
-                let (dtype, shape) = (self.dtype()?, self.dims()?);
-                let (fragments, sizes) = (self.numbers(shape.ndim())?, self.numbers(shape.ndim())?);
-                Kind::Regular { dtype, shape, fragments, sizes, flattened: tag == 2 }
-            }
-            3 => Kind::Irregular { dtype: self.dtype()?, shape: self.dims()? },
-            _ => return Err(bad("an unknown kind of shard")),
-        })
-    }
+fn kind(input: &mut MessageReader<'_>) -> Result<Kind, PlanError> {
+    Ok(match input.number()? {
+        0 => Kind::Object { grid: input.dims()? },
+        tag @ (1 | 2) => {
+            let (dtype, shape) = (input.dtype()?, input.dims()?);
+            let fragments = input.numbers(shape.ndim())?;
+            let sizes = input.numbers(shape.ndim())?;
+            Kind::Regular { dtype, shape, fragments, sizes, flattened: tag == 2 }
+        }
+        3 => Kind::Irregular { dtype: input.dtype()?, shape: input.dims()? },
+        _ => return Err(broken("an unknown kind of shard")),
+    })
 }

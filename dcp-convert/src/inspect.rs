@@ -163,10 +163,7 @@ pub async fn inspect(
         };
         summary.keys.insert(Arc::clone(fqn), key);
         if let Some(path) = entry.path() {
-            let steps = path.iter().map(|step| match step {
-                PathItem::Key(key) => key.to_string(),
-                PathItem::Index(index) => index.to_string(),
-            });
+            let steps = path.iter().map(PathItem::to_string);
             summary.paths.insert(Arc::clone(fqn), steps.collect());
         }
     }

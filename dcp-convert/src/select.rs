@@ -216,16 +216,9 @@ fn below<'a>(root: &str, fqn: &'a str) -> Option<&'a str> {
 /// single step otherwise.
 fn renamed_path(path: Option<&StatePath>, name: &str) -> Option<StatePath> {
     let path = path?;
-    let joined = |steps: &[PathItem]| {
-        let steps = steps.iter().map(|step| match step {
-            PathItem::Key(key) => key.to_string(),
-            PathItem::Index(index) => index.to_string(),
-        });
-        steps.collect::<Vec<_>>().join(".")
-    };
-    let kept = (1..path.len())
-        .map(|from| &path[from..])
-        .find(|rest| matches!(rest.first(), Some(PathItem::Key(_))) && joined(rest) == name);
+    let kept = (1..path.len()).map(|from| &path[from..]).find(|rest| {
+        matches!(rest.first(), Some(PathItem::Key(_))) && PathItem::flat_name(rest) == name
+    });
     Some(kept.map_or_else(|| [PathItem::Key(name.into())].into(), Into::into))
 }
 

@@ -98,11 +98,7 @@ fn renamed(
     let with = |param: &str, make: &dyn Fn(&str) -> Vec<PathItem>| {
         let all = names.get(param)?.iter().map(|now| {
             let path = make(now);
-            let steps = path.iter().map(|step| match step {
-                PathItem::Key(key) => key.to_string(),
-                PathItem::Index(index) => index.to_string(),
-            });
-            (Arc::from(steps.collect::<Vec<_>>().join(".")), Some(StatePath::from(path)))
+            (PathItem::flat_name(&path).into(), Some(path.into()))
         });
         Some(all.collect())
     };

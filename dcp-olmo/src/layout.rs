@@ -206,12 +206,7 @@ impl Parts {
 
 /// The entry at a path, under the name that flattening gives it.
 fn shown(path: Vec<PathItem>, origin: Origin) -> Shown {
-    let steps = path.iter().map(|step| match step {
-        PathItem::Key(key) => key.to_string(),
-        PathItem::Index(index) => index.to_string(),
-    });
-    let fqn = steps.collect::<Vec<_>>().join(".").into();
-    Shown { fqn, path: Some(path.into()), origin }
+    Shown { fqn: PathItem::flat_name(&path).into(), path: Some(path.into()), origin }
 }
 
 fn key(key: impl Into<Arc<str>>) -> PathItem {

@@ -112,10 +112,7 @@ fn rest_of_name<'n>(name: &'n str, key: &str) -> Option<&'n str> {
 fn rest_of_path(path: &[PathItem], key: &str) -> Option<Vec<PathItem>> {
     let mut rest = key;
     for (position, step) in path.iter().enumerate() {
-        let text = match step {
-            PathItem::Key(text) => text.to_string(),
-            PathItem::Index(index) => index.to_string(),
-        };
+        let text = step.to_string();
         let below = path.get(position + 1..)?;
         if rest == text {
             return (!below.is_empty()).then(|| below.to_vec());

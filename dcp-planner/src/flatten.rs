@@ -182,7 +182,11 @@ impl<'a> Walk<'a> {
                 None => {
                     let nested = self.rule != FlattenRule::TopLevel;
                     let path = nested.then(|| self.path.as_slice().into());
-                    self.leaves.push(FlatEntry { fqn: joined(&self.path).into(), path, value });
+                    self.leaves.push(FlatEntry {
+                        fqn: PathItem::flat_name(&self.path).into(),
+                        path,
+                        value,
+                    });
                     self.path.pop();
                 }
             }
@@ -220,7 +224,7 @@ impl<'a> Walk<'a> {
     fn unsupported(&self, problem: String) -> PlanError {
         // The name of something nested too deep would fill the screen.
         let shown = self.path.get(..16).unwrap_or(&self.path);
-        let mut fqn = joined(shown);
+        let mut fqn = PathItem::flat_name(shown);
         if shown.len() < self.path.len() {
             fqn.push_str(".…");
         }
@@ -257,19 +261,4 @@ fn inside(value: &Value, rule: FlattenRule) -> Option<Box<dyn Iterator<Item = &V
         }
         _ => None,
     }
-}
-
-/// The flat name of a path.
-pub(crate) fn joined(path: &[PathItem]) -> String {
-    let mut name = String::new();
-    for (position, step) in path.iter().enumerate() {
-        if position > 0 {
-            name.push('.');
-        }
-        match step {
-            PathItem::Key(key) => name.push_str(key),
-            PathItem::Index(index) => name.push_str(&index.to_string()),
-        }
-    }
-    name
 }

@@ -2,7 +2,7 @@
 
 use dcp_core::{Dict, PathItem, PlanError, StateDict, Value, python_str};
 
-use crate::flatten::{MAX_DEPTH, joined};
+use crate::flatten::MAX_DEPTH;
 
 /// Elements of lists that may be filled up with `None` although nothing is stored for them:
 /// PyTorch leaves such gaps where a list held empty dicts.
@@ -99,7 +99,7 @@ fn slot<'a>(
                 .find(|(known, _)| prints_as(known, key))
                 .map(|(_, value)| Slot { value, vacant: false }),
             (other, _) => {
-                let through = joined(path.get(..=position).unwrap_or_default());
+                let through = PathItem::flat_name(path.get(..=position).unwrap_or_default());
                 return Err(refuse(path, &format!("{through:?} is a {}", other.kind())));
             }
         };
@@ -142,7 +142,7 @@ fn element<'a>(items: &'a mut Vec<Value>, index: u64, padding: &mut u64) -> Opti
 }
 
 fn refuse(path: &[PathItem], problem: &str) -> PlanError {
-    PlanError::Unsupported { fqn: joined(path), problem: problem.to_owned() }
+    PlanError::Unsupported { fqn: PathItem::flat_name(path), problem: problem.to_owned() }
 }
 
 #[cfg(test)]

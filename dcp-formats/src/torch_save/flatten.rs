@@ -114,7 +114,7 @@ impl<'p, 'a> Walk<'p, 'a> {
     }
 
     fn leaf(&mut self, node: NodeId) -> Result<(), FormatError> {
-        let fqn: Arc<str> = joined(&self.path).into();
+        let fqn: Arc<str> = PathItem::flat_name(&self.path).into();
         self.names_left = self
             .names_left
             .checked_sub(fqn.len())
@@ -130,7 +130,7 @@ impl<'p, 'a> Walk<'p, 'a> {
     }
 
     fn bad(&self, problem: impl Into<String>) -> FormatError {
-        let shown = joined(self.path.get(..8).unwrap_or(&self.path));
+        let shown = PathItem::flat_name(self.path.get(..8).unwrap_or(&self.path));
         let shown: String = shown.chars().take(200).collect();
         FormatError::new("torch.save file", format!("{shown:?}: {}", problem.into()))
     }
@@ -243,19 +243,4 @@ impl<'p, 'a> Walk<'p, 'a> {
         }
         false
     }
-}
-
-/// The flat name of a path.
-fn joined(path: &[PathItem]) -> String {
-    let mut name = String::new();
-    for (position, step) in path.iter().enumerate() {
-        if position > 0 {
-            name.push('.');
-        }
-        match step {
-            PathItem::Key(key) => name.push_str(key),
-            PathItem::Index(index) => name.push_str(&index.to_string()),
-        }
-    }
-    name
 }

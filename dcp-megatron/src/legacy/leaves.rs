@@ -75,7 +75,7 @@ pub(super) async fn collect(
                 Entry::Tensor(tensor) => Some((tensor.dtype, tensor.shape.clone())),
                 _ => None,
             };
-            let local = LocalName::parse(&joined(rest));
+            let local = LocalName::parse(&PathItem::flat_name(rest));
             found.push(Found { place, chunk, local, leaf: Leaf { part: place, entry, tensor } });
         }
     }
@@ -170,14 +170,6 @@ fn same(slot: &Slot, known: &ByRank, rank: &Place, leaf: &Leaf) -> Result<(), Me
         shown(leaf),
         shown(first)
     ))
-}
-
-fn joined(path: &[PathItem]) -> String {
-    let names = path.iter().map(|item| match item {
-        PathItem::Key(key) => key.to_string(),
-        PathItem::Index(index) => index.to_string(),
-    });
-    names.collect::<Vec<_>>().join(".")
 }
 
 /// Whether modules are those of the local implementation, whose norms are modules of their own.

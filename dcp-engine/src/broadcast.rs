@@ -145,7 +145,7 @@ impl BroadcastReader {
         }
         for objects in needs.objects.chunks(OBJECTS) {
             let (bytes, cost) = Wanted::objects(objects, reader, metadata).await?;
-            report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+            *report += ReadReport::new(0, cost.bytes_read);
             let bytes = group.spread(Phase::Read, self.reading_rank, Some(Ok(bytes))).await?;
             taker.take(&bytes);
         }
@@ -162,7 +162,7 @@ impl BroadcastReader {
         report: &mut ReadReport,
     ) -> Result<(), CheckpointError> {
         let (bytes, cost) = wanted.read(reader, metadata).await?;
-        report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+        *report += ReadReport::new(0, cost.bytes_read);
         let bytes = group.spread(Phase::Read, self.reading_rank, Some(Ok(bytes))).await?;
         taker.take(&bytes);
         Ok(())
@@ -172,12 +172,8 @@ impl BroadcastReader {
 #[async_trait]
 impl StorageReader for BroadcastReader {
     async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
-        let shared = || async {
-            let group = self.group()?;
-            let result = self.share_metadata(&group).await;
-            group.conclude(&result);
-            result
-        };
+        let shared =
+            || async { self.group()?.run(async |group| self.share_metadata(group).await).await };
         self.known.get_or_try_init(shared).await.cloned()
     }
 
@@ -187,10 +183,8 @@ impl StorageReader for BroadcastReader {
         plan: &LoadPlan,
         sink: Arc<dyn DataSink>,
     ) -> Result<ReadReport, CheckpointError> {
-        let group = self.group()?;
-        let result = self.share_items(&group, metadata, plan, &sink).await;
-        group.conclude(&result);
-        result
+        let share = async |group: &Group| self.share_items(group, metadata, plan, &sink).await;
+        self.group()?.run(share).await
     }
 }
 

@@ -21,7 +21,7 @@ type Job = Box<dyn FnOnce(&dyn Collective) + Send>;
 /// future, an error outside the protocol) aborts the group, so that no rank waits in vain.
 ///
 /// [`Saver`](crate::Saver) and [`Loader`](crate::Loader) are made of it; a crate with a protocol of
-/// its own makes one for each operation and ends it with [`conclude`](Self::conclude). Every method
+/// its own makes one for each operation and [`run`](Self::run)s it. Every method
 /// is called by all ranks in the same order, also by those that have already failed: what failed
 /// goes in as an `Err` and comes out, on every rank, as one [`CheckpointError::Ranks`]. A rank that
 /// is lost makes every method fail with [`CheckpointError::Collective`].
@@ -88,6 +88,20 @@ impl Group {
     #[must_use]
     pub fn is_agreed(&self, error: &CheckpointError) -> bool {
         self.collective.is_none() || matches!(error, CheckpointError::Ranks { .. })
+    }
+
+    /// Does an operation of all ranks, and [`conclude`](Self::conclude)s with its result.
+    ///
+    /// # Errors
+    ///
+    /// Those of `operation`.
+    pub async fn run<T>(
+        self,
+        operation: impl AsyncFnOnce(&Self) -> Result<T, CheckpointError>,
+    ) -> Result<T, CheckpointError> {
+        let result = operation(&self).await;
+        self.conclude(&result);
+        result
     }
 
     /// The operation ended with `result`, and every rank knows it, unless the error says

@@ -148,9 +148,7 @@ impl Loader {
         reader: &dyn StorageReader,
     ) -> Result<LoadSummary, CheckpointError> {
         let group = Group::new(self.group.clone(), self.coordinator)?;
-        let result = self.run(&group, state, reader).await;
-        group.conclude(&result);
-        result
+        group.run(async |group| self.run(group, state, reader).await).await
     }
 
     async fn run(

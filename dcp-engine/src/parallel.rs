@@ -244,7 +244,7 @@ impl ParallelReader {
         if !direct.items.is_empty() {
             let sink = Arc::new(Collector::new(views));
             let cost = self.inner.read(metadata, &direct, Arc::clone(&sink) as _).await?;
-            report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+            *report += ReadReport::new(0, cost.bytes_read);
             for item in &direct.items {
                 if let ReadKind::Tensor { chunk, region, .. } = &item.kind {
                     taker.arrived(item.entry, *chunk, region)?;
@@ -261,7 +261,7 @@ impl ParallelReader {
                 let mut wanted = Wanted::default();
                 wanted.push(Piece::tensor(item.entry, *chunk, region), dtype);
                 let (bytes, cost) = wanted.read(&self.inner, metadata).await?;
-                report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+                *report += ReadReport::new(0, cost.bytes_read);
                 taker.take(&bytes);
             }
         }
@@ -272,12 +272,7 @@ impl ParallelReader {
 #[async_trait]
 impl StorageReader for ParallelReader {
     async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
-        let look = || async {
-            let group = self.group()?;
-            let result = self.look(&group).await;
-            group.conclude(&result);
-            result
-        };
+        let look = || async { self.group()?.run(async |group| self.look(group).await).await };
         Ok(Arc::clone(&self.known.get_or_try_init(look).await?.metadata))
     }
 
@@ -290,9 +285,8 @@ impl StorageReader for ParallelReader {
         if self.collective.world_size() == 1 {
             return self.inner.read(metadata, plan, sink).await;
         }
-        let group = self.group()?;
-        let result = self.share(&group, metadata, plan, &sink).await;
-        group.conclude(&result);
+        let share = async |group: &Group| self.share(group, metadata, plan, &sink).await;
+        let result = self.group()?.run(share).await;
         let names = self.known.get().map_or(&[][..], |known| &known.world_ranks);
         result.map_err(|error| in_the_world(error, names))
     }
@@ -360,7 +354,7 @@ impl Ahead {
         let unread = |why: &str| unsupported("", &format!("a message was not read: {why}"));
         let reading = self.reading.as_mut().ok_or_else(|| unread("there are no more"))?;
         let (bytes, cost) = reading.await.map_err(|error| unread(&error.to_string()))??;
-        report.bytes_read = report.bytes_read.saturating_add(cost.bytes_read);
+        *report += ReadReport::new(0, cost.bytes_read);
         self.begin();
         Ok(bytes)
     }

@@ -225,9 +225,7 @@ impl Saver {
         writer: &dyn StorageWriter,
     ) -> Result<SaveSummary, CheckpointError> {
         let group = Group::new(self.group.clone(), self.coordinator)?;
-        let result = self.run(&group, state, writer).await;
-        group.conclude(&result);
-        result
+        group.run(async |group| self.run(group, state, writer).await).await
     }
 
     async fn run(

@@ -1,28 +1,19 @@
 //! One rank reads for all: any plans, any group, and any of them failing.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
-use dcp_collectives::TcpConfig;
 use dcp_conformance::{CollectiveFault, FaultCollective};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DType, DataSink, LoadPlan, Region, StateDict,
-    Storage, StorageReader, Tensor,
-};
+use dcp_core::{CheckpointError, Collective, DType, Region, StateDict, StorageReader, Tensor};
 use dcp_engine::{BroadcastReader, Loader, Saver};
-use dcp_formats::dcp::{DcpReader, DcpWriter};
+use dcp_formats::dcp::DcpWriter;
 use proptest::prelude::*;
 
 use crate::harness::{
-    blank, block_on, counting, counting_whole, memory, on_boxed_ranks, on_ranks, rows, same,
-    sample, save_sample,
+    blank, block_on, counting, counting_whole, memory, on_boxed_ranks, on_ranks, on_tcp_ranks,
+    rows, same, sample, save_sample,
 };
-
-fn reader(storage: &Arc<dyn Storage>) -> Arc<dyn StorageReader> {
-    Arc::new(DcpReader::new(Arc::clone(storage)))
-}
+use crate::readers::{Failing, Probe, reader};
 
 /// Loads `state`, of which only rank `reading` can read the storage.
 fn load(
@@ -33,35 +24,6 @@ fn load(
 ) -> Result<(), CheckpointError> {
     let reader = BroadcastReader::new(inner, Arc::clone(&group), reading);
     block_on(Loader::new().group(group).load(state, &reader)).map(|_| ())
-}
-
-/// Counts the bytes that are asked for.
-#[derive(Debug)]
-struct Counting {
-    inner: Arc<dyn StorageReader>,
-    elements: AtomicU64,
-}
-
-#[async_trait]
-impl StorageReader for Counting {
-    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
-        self.inner.metadata().await
-    }
-
-    async fn read(
-        &self,
-        metadata: &Arc<CheckpointMetadata>,
-        plan: &LoadPlan,
-        sink: Arc<dyn DataSink>,
-    ) -> Result<dcp_core::ReadReport, CheckpointError> {
-        let volume = |kind: &dcp_core::ReadKind| match kind {
-            dcp_core::ReadKind::Tensor { region, .. } => region.volume(),
-            _ => 0,
-        };
-        let all = plan.items.iter().map(|item| volume(&item.kind)).sum();
-        self.elements.fetch_add(all, Ordering::Relaxed);
-        self.inner.read(metadata, plan, sink).await
-    }
 }
 
 #[test]
@@ -82,8 +44,7 @@ fn one_rank_reads_and_every_rank_gets_its_own_shards() {
 fn ranks_may_want_different_things_or_nothing() {
     let storage = memory();
     save_sample(2, &storage, 1);
-    let counting_reader =
-        Arc::new(Counting { inner: reader(&storage), elements: AtomicU64::default() });
+    let probe = Arc::new(Probe::new(reader(&storage)));
     let results = on_ranks(3, |rank, group| {
         let mut state = StateDict::new();
         let mut model = StateDict::new();
@@ -103,7 +64,7 @@ fn ranks_may_want_different_things_or_nothing() {
                 state.insert("note", "");
             }
         }
-        let inner = (rank == 0).then(|| Arc::clone(&counting_reader) as _);
+        let inner = (rank == 0).then(|| Arc::clone(&probe) as _);
         load(group, &mut state, inner, 0).map(|()| state)
     });
     let states: Vec<_> = results.into_iter().map(Result::unwrap).collect();
@@ -116,8 +77,7 @@ fn ranks_may_want_different_things_or_nothing() {
     let part = Region::new([2, 1], [3, 2]).unwrap();
     assert!(weight(&states[2]).same(&counting(&[7, 3], &[part], 1)));
     assert_eq!(states[2].get("note").unwrap().as_str(), Some("same everywhere"));
-    let read = counting_reader.elements.load(Ordering::Relaxed);
-    assert_eq!(read, 21, "each element is read once, whoever wants it");
+    assert_eq!(probe.bytes(), 4 * 21, "each element is read once, whoever wants it");
 }
 
 /// More than a message holds, in one tensor.
@@ -173,32 +133,6 @@ proptest! {
         for result in results {
             prop_assert!(result.unwrap());
         }
-    }
-}
-
-/// A reader that fails in one of its calls.
-#[derive(Debug)]
-struct Failing {
-    inner: Arc<dyn StorageReader>,
-    metadata: bool,
-}
-
-#[async_trait]
-impl StorageReader for Failing {
-    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
-        if self.metadata {
-            return Err(CheckpointError::NotACheckpoint { message: "the disk is on fire".into() });
-        }
-        self.inner.metadata().await
-    }
-
-    async fn read(
-        &self,
-        _: &Arc<CheckpointMetadata>,
-        _: &LoadPlan,
-        _: Arc<dyn DataSink>,
-    ) -> Result<dcp_core::ReadReport, CheckpointError> {
-        Err(CheckpointError::NotACheckpoint { message: "the disk is on fire".into() })
     }
 }
 
@@ -275,29 +209,9 @@ fn nobody_waits_for_a_dead_rank() {
 fn ranks_may_be_processes_apart() {
     let storage = memory();
     save_sample(2, &storage, 4);
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let mut listener = Some(listener);
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..3)
-            .map(|rank| {
-                let patient = Duration::from_secs(30);
-                let mut config = TcpConfig::new(rank, 3, "127.0.0.1", port)
-                    .deadline(patient)
-                    .connect_timeout(patient);
-                if let Some(listener) = listener.take() {
-                    config = config.listener(listener);
-                }
-                let storage = &storage;
-                scope.spawn(move || {
-                    let group: Arc<dyn Collective> = Arc::new(config.connect().unwrap());
-                    let mut state = blank(rank, 3);
-                    let inner = (rank == 2).then(|| reader(storage));
-                    load(group, &mut state, inner, 2).unwrap();
-                    assert!(same(&state, &sample(rank, 3, 4)));
-                })
-            })
-            .collect();
-        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    on_tcp_ranks(3, |rank, group| {
+        let mut state = blank(rank, 3);
+        load(group, &mut state, (rank == 2).then(|| reader(&storage)), 2).unwrap();
+        assert!(same(&state, &sample(rank, 3, 4)));
     });
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dcp_collectives::LocalCollective;
+use dcp_collectives::{LocalCollective, TcpConfig};
 use dcp_conformance::MemoryStorage;
 use dcp_core::{
     CheckpointError, Collective, DType, HostMemory, Region, Shard, StateDict, Storage, Tensor,
@@ -39,6 +39,32 @@ pub(crate) fn on_boxed_ranks<T: Send>(
             .map(|collective| {
                 let main = &main;
                 scope.spawn(move || main(collective.rank(), Box::new(collective)))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// The same over TCP, as processes of their own would do it.
+pub(crate) fn on_tcp_ranks<T: Send>(
+    n: u32,
+    main: impl Fn(u32, Arc<dyn Collective>) -> T + Sync,
+) -> Vec<T> {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let mut listener = Some(listener);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..n)
+            .map(|rank| {
+                let patient = Duration::from_secs(30);
+                let mut config = TcpConfig::new(rank, n, "127.0.0.1", port)
+                    .deadline(patient)
+                    .connect_timeout(patient);
+                if let Some(listener) = listener.take() {
+                    config = config.listener(listener);
+                }
+                let main = &main;
+                scope.spawn(move || main(rank, Arc::new(config.connect().unwrap())))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()

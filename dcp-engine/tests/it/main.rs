@@ -9,5 +9,6 @@ mod harness;
 mod modes;
 mod parallel;
 mod protocol;
+mod readers;
 mod reshard;
 mod steady_state;

@@ -4,12 +4,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
-use dcp_collectives::{LocalCollective, TcpConfig};
+use dcp_collectives::LocalCollective;
 use dcp_conformance::{CollectiveFault, CountingStorage, FaultCollective};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DType, DataSink, LoadPlan, ReadKind,
-    ReadReport, Region, StateDict, Storage, StorageReader, Tensor, TensorView, Value,
+    CheckpointError, CheckpointMetadata, Collective, DType, DataSink, LoadPlan, ReadKind, Region,
+    StateDict, StorageReader, Tensor, TensorView, Value,
 };
 use dcp_engine::{Exchange, Loader, ParallelReader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
@@ -17,15 +16,12 @@ use dcp_planner::ShareRule;
 use proptest::prelude::*;
 
 use crate::harness::{
-    blank, block_on, counting, counting_whole, elements, memory, on_boxed_ranks, on_ranks, rows,
-    same, sample, save_sample,
+    blank, block_on, counting, counting_whole, elements, memory, on_boxed_ranks, on_ranks,
+    on_tcp_ranks, rows, same, sample, save_sample,
 };
+use crate::readers::{Failing, Probe, reader};
 
 const EXCHANGES: [Exchange; 2] = [Exchange::Broadcast, Exchange::GatherRounds];
-
-fn reader(storage: &Arc<dyn Storage>) -> Arc<dyn StorageReader> {
-    Arc::new(DcpReader::new(Arc::clone(storage)))
-}
 
 fn load(
     group: Arc<dyn Collective>,
@@ -138,49 +134,9 @@ fn what_one_rank_needs_goes_straight_into_its_memory() {
         let probe = Arc::new(Probe::new(reader(&storage)));
         load(group, &mut state, Arc::clone(&probe) as _, Exchange::Broadcast).unwrap();
         assert!(same(&state, &one("w", counting(&shape, &[mine], 3))));
-        (probe.bytes.load(Ordering::Relaxed), probe.reads.load(Ordering::Relaxed))
+        (probe.bytes(), probe.reads())
     });
     assert_eq!(results, [(16 * 8 * 4, 1); 4]);
-}
-
-/// Notes how much is read at once.
-#[derive(Debug)]
-struct Probe {
-    inner: Arc<dyn StorageReader>,
-    bytes: AtomicU64,
-    reads: AtomicU64,
-    most: AtomicU64,
-}
-
-impl Probe {
-    fn new(inner: Arc<dyn StorageReader>) -> Self {
-        let [bytes, reads, most] = std::array::from_fn(|_| AtomicU64::default());
-        Self { inner, bytes, reads, most }
-    }
-}
-
-#[async_trait]
-impl StorageReader for Probe {
-    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
-        self.inner.metadata().await
-    }
-
-    async fn read(
-        &self,
-        metadata: &Arc<CheckpointMetadata>,
-        plan: &LoadPlan,
-        sink: Arc<dyn DataSink>,
-    ) -> Result<ReadReport, CheckpointError> {
-        let volume = |kind: &ReadKind| match kind {
-            ReadKind::Tensor { region, .. } => region.volume() * 4,
-            _ => 0,
-        };
-        let bytes = plan.items.iter().map(|item| volume(&item.kind)).sum();
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.reads.fetch_add(1, Ordering::Relaxed);
-        self.most.fetch_max(bytes, Ordering::Relaxed);
-        self.inner.read(metadata, plan, sink).await
-    }
 }
 
 #[test]
@@ -198,7 +154,7 @@ fn large_tensors_go_in_parts_and_every_rank_reads_some_of_them() {
                 .in_flight(1);
             block_on(Loader::new().group(group).load(&mut state, &reader)).unwrap();
             assert!(same(&state, &one("w", counting_whole(&shape, 9))));
-            (probe.bytes.load(Ordering::Relaxed), probe.most.load(Ordering::Relaxed))
+            (probe.bytes(), probe.most())
         });
         let (bytes, most): (Vec<u64>, Vec<u64>) = results.into_iter().unzip();
         assert_eq!(bytes.iter().sum::<u64>(), 4 * 700 * 1000);
@@ -237,7 +193,7 @@ proptest! {
             // Boxes of one rank may cover each other: each is a shard of its own.
             let wanted = Boxes::new(&mine);
             block_on(shared.read(&metadata, &wanted.plan(&metadata), Arc::new(wanted.clone())))?;
-            read.fetch_add(probe.bytes.load(Ordering::Relaxed), Ordering::Relaxed);
+            read.fetch_add(probe.bytes(), Ordering::Relaxed);
             Ok::<_, CheckpointError>(wanted.hold(&shape, &mine, 3))
         });
         for result in results {
@@ -310,32 +266,6 @@ impl DataSink for Boxes {
 
     fn object(&self, _: &dcp_core::ReadItem, _: Value) -> Result<(), CheckpointError> {
         Ok(())
-    }
-}
-
-/// A reader that fails in one of its calls.
-#[derive(Debug)]
-struct Failing {
-    inner: Arc<dyn StorageReader>,
-    metadata: bool,
-}
-
-#[async_trait]
-impl StorageReader for Failing {
-    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
-        if self.metadata {
-            return Err(CheckpointError::NotACheckpoint { message: "the disk is on fire".into() });
-        }
-        self.inner.metadata().await
-    }
-
-    async fn read(
-        &self,
-        _: &Arc<CheckpointMetadata>,
-        _: &LoadPlan,
-        _: Arc<dyn DataSink>,
-    ) -> Result<ReadReport, CheckpointError> {
-        Err(CheckpointError::NotACheckpoint { message: "the disk is on fire".into() })
     }
 }
 
@@ -432,30 +362,11 @@ fn nobody_waits_for_a_dead_rank() {
 fn ranks_may_be_processes_apart() {
     let storage = memory();
     save_sample(2, &storage, 4);
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let mut listener = Some(listener);
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..3)
-            .map(|rank| {
-                let patient = Duration::from_secs(30);
-                let mut config = TcpConfig::new(rank, 3, "127.0.0.1", port)
-                    .deadline(patient)
-                    .connect_timeout(patient);
-                if let Some(listener) = listener.take() {
-                    config = config.listener(listener);
-                }
-                let storage = &storage;
-                scope.spawn(move || {
-                    let group: Arc<dyn Collective> = Arc::new(config.connect().unwrap());
-                    for exchange in EXCHANGES {
-                        let mut state = blank(0, 1);
-                        load(Arc::clone(&group), &mut state, reader(storage), exchange).unwrap();
-                        assert!(same(&state, &sample(0, 1, 4)));
-                    }
-                })
-            })
-            .collect();
-        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    on_tcp_ranks(3, |_, group| {
+        for exchange in EXCHANGES {
+            let mut state = blank(0, 1);
+            load(Arc::clone(&group), &mut state, reader(&storage), exchange).unwrap();
+            assert!(same(&state, &sample(0, 1, 4)));
+        }
     });
 }

@@ -189,9 +189,7 @@ impl ParallelSave {
                     MegatronError::Checkpoint(error) => error,
                     other => unsupported(&other.to_string()),
                 });
-                let result = self.agree(&group, inventory).await;
-                group.conclude(&result);
-                result?
+                group.run(async |group| self.agree(group, inventory).await).await?
             }
         };
         let shards = owned.iter().filter(|owned| **owned).count() as u64;

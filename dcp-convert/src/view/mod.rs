@@ -19,4 +19,3 @@ pub use averaged::{AverageOptions, Averaged, NonFloat};
 pub use cast::Cast;
 pub use dequantized::{DequantizeOptions, Dequantized};
 pub use merged::{Duplicates, Merged};
-pub use selected::Selected;

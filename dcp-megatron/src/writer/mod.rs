@@ -274,11 +274,7 @@ impl MegatronWriterBuilder {
 #[async_trait]
 impl StorageWriter for MegatronWriter {
     fn encode_object(&self, fqn: &str, value: &Value) -> Result<Bytes, CheckpointError> {
-        encode_value(value, "archive").map_err(|error| {
-            FormatError::new("object to save", format!("{fqn:?}: {}", error.problem()))
-                .with_source(error)
-                .into()
-        })
+        self.dcp.encode_object(fqn, value)
     }
 
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {

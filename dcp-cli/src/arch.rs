@@ -1,6 +1,6 @@
 //! The mapping between names of Megatron-Core and of Hugging Face that a conversion goes by.
 
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 
 use clap::Args;
@@ -15,10 +15,11 @@ use dcp::megatron::MegatronArgs;
 use crate::beside;
 use crate::destination::Format;
 use crate::failure::{Exit, Failure};
+use crate::folder::is_dcp;
 use crate::open::Opened;
 use crate::output::Output;
+use crate::small_file::read_at_most;
 use crate::style::count;
-use crate::target::is_dcp;
 use crate::tell::list;
 
 /// What tells a model of Hugging Face.
@@ -295,16 +296,6 @@ async fn facts(opened: &Opened, source: &Source, out: &Output) -> Result<Facts, 
 async fn has_args(source: &Source) -> Result<bool, Failure> {
     let is_object = |entry: &Entry| matches!(entry, Entry::Object(_));
     Ok(source.metadata().await?.get("args").is_some_and(is_object))
-}
-
-/// A file, unless it is larger than such a file ever is.
-pub(crate) fn read_at_most(path: &Path, max: u64) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    std::fs::File::open(path)?.take(max.saturating_add(1)).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > max {
-        return Err(invalid(format!("it has more than {max} bytes")));
-    }
-    Ok(bytes)
 }
 
 fn invalid(problem: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {

@@ -7,8 +7,8 @@ use dcp::convert::{ConvertError, JobOptions, Source, WriteReport};
 use dcp::core::{Key, PutMode, StorageError, StorageExt};
 use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 
-use crate::arch::read_at_most;
 use crate::failure::{Exit, Failure};
+use crate::small_file::read_at_most;
 use crate::target;
 
 /// Bytes of a file beside the weights that are read at most; the largest are tokenizers.

@@ -7,15 +7,15 @@ use dcp::convert::Source;
 use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
-use dcp::megatron::{METADATA_JSON, MegatronCheckpoint};
+use dcp::megatron::{METADATA_JSON, MegatronCheckpoint, OpenOptions};
 use dcp::{Access, StorageRegistry};
 
 use crate::beside::WEIGHTS;
 use crate::failure::{Exit, Failure};
+use crate::folder::{is_dcp, is_megatron, model_file, split, unfinished_megatron};
 pub(crate) use crate::interrupt::run;
-use crate::megatron;
+use crate::iteration;
 use crate::output::Output;
-use crate::target::{is_dcp, model_file};
 use crate::torch_folder;
 
 /// How whole a checkpoint has to be.
@@ -83,7 +83,7 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
     }
     let Place { uri: place, wrong_tracker, .. } = place;
     let storage = if place == uri { storage } else { registry.open(&place, Access::Read)? };
-    if let Some(checkpoint) = megatron::open(&place, &storage, need).await? {
+    if let Some(checkpoint) = megatron_checkpoint(&place, &storage, need).await? {
         for warning in checkpoint.damage().iter().chain(checkpoint.warnings()) {
             out.note(warning);
         }
@@ -93,14 +93,14 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
     match Source::open(&storage, need.tolerant()).await {
         Ok(source) => {
             let mut opened = opened(place, &storage, source, None);
-            opened.unfinished = megatron::unfinished(&*storage).await?;
+            opened.unfinished = unfinished_megatron(&*storage).await?;
             if let Some(problem) = &opened.unfinished {
                 out.note(problem);
             }
             Ok(opened)
         }
         Err(error) if is_missing(&error) => {
-            if let Ok(Some(last)) = megatron::untracked(uri, &storage).await {
+            if let Ok(Some(last)) = iteration::untracked(uri, &storage).await {
                 out.note(&last.note);
                 let opened = Box::pin(checkpoint(&below(uri, &last.folder), need, out)).await?;
                 return Ok(Opened { uri: uri.to_owned(), ..opened });
@@ -122,8 +122,24 @@ pub(crate) async fn source(uri: &str, need: Need, out: &Output) -> Result<Source
     Ok(checkpoint(uri, need, out).await?.source)
 }
 
-fn cannot_read(uri: &str, error: CheckpointError) -> Failure {
-    Failure::from(error).context(format!("cannot read {uri:?}")).without_hint()
+/// Opens the checkpoint of Megatron-Core in a folder; `None` where there is none.
+async fn megatron_checkpoint(
+    uri: &str,
+    storage: &Arc<dyn Storage>,
+    need: Need,
+) -> Result<Option<MegatronCheckpoint>, Failure> {
+    if !is_megatron(&**storage).await? {
+        return Ok(None);
+    }
+    let options = OpenOptions::default().with_tolerant(need == Need::Readable);
+    match MegatronCheckpoint::open(storage, &options).await {
+        Ok(checkpoint) => Ok(Some(checkpoint)),
+        Err(error) => Err(cannot_read(uri, error)),
+    }
+}
+
+fn cannot_read(uri: &str, error: impl Into<Failure>) -> Failure {
+    error.into().context(format!("cannot read {uri:?}")).without_hint()
 }
 
 /// Whether there is no checkpoint, rather than a bad one.
@@ -160,7 +176,7 @@ async fn place(uri: &str, storage: &Arc<dyn Storage>) -> Result<Place, Failure> 
             }
         }
         if !contains(METADATA_JSON).await?
-            && let Some(iteration) = megatron::iteration(uri, storage).await?
+            && let Some(iteration) = iteration::of_run(uri, storage).await?
         {
             let (note, wrong_tracker) = (Some(iteration.note), iteration.wrong);
             return Ok(Place { uri: below(uri, &iteration.folder), note, wrong_tracker });
@@ -204,21 +220,6 @@ async fn file(uri: &str) -> Option<(Arc<dyn Storage>, Key)> {
     let key = Key::new(name).ok()?;
     storage.stat(&key).await.ok()?;
     Some((storage, key))
-}
-
-/// The folder that a URI lies in, and its name there.
-pub(crate) fn split(uri: &str) -> Option<(String, String)> {
-    let (scheme, path) = match uri.split_once("://") {
-        Some((scheme, path)) => (format!("{scheme}://"), path),
-        None => (String::new(), uri),
-    };
-    let path = path.trim_end_matches('/');
-    let (parent, name) = match path.rsplit_once('/') {
-        Some(("", name)) => ("/", name),
-        Some((parent, name)) => (parent, name),
-        None => (".", path),
-    };
-    (!name.is_empty()).then(|| (format!("{scheme}{parent}"), name.to_owned()))
 }
 
 async fn file_source(
@@ -301,19 +302,4 @@ pub(crate) async fn say_which(uri: &str, out: &Output) -> Result<(), Failure> {
         ));
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn uris_split_into_folder_and_name() {
-        let split = |uri| split(uri).unwrap();
-        assert_eq!(split("a/b.npy"), ("a".into(), "b.npy".into()));
-        assert_eq!(split("b.npy"), (".".into(), "b.npy".into()));
-        assert_eq!(split("/b"), ("/".into(), "b".into()));
-        assert_eq!(split("file:///x/y/"), ("file:///x".into(), "y".into()));
-        assert!(super::split("/").is_none());
-    }
 }

@@ -4,18 +4,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp::convert::{ConvertError, Target};
-use dcp::core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
+use dcp::core::{Key, Storage, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
-use dcp::formats::hf::INDEX_ENDING;
 use dcp::megatron::TRACKER;
 use dcp::{Access, DcpWriter, StorageRegistry};
 use futures_util::StreamExt;
 
 use crate::failure::{Exit, Failure};
-use crate::megatron;
+use crate::folder::{is_dcp, is_megatron, model_file, split};
 use crate::nowhere::Nowhere;
-use crate::open::split;
 use crate::undo;
 
 /// A place to write to, or of a dry run to look at: that one makes nothing.
@@ -123,7 +121,7 @@ pub(crate) async fn megatron(
 ) -> Result<Arc<dyn Storage>, Failure> {
     let storage = place_to_write(uri, dry_run)?;
     refuse_run(uri, &*storage).await?;
-    let (is_megatrons, is_dcp) = (megatron::is_one(&*storage).await?, is_dcp(&*storage).await?);
+    let (is_megatrons, is_dcp) = (is_megatron(&*storage).await?, is_dcp(&*storage).await?);
     match (is_megatrons, is_dcp) {
         (true, true) if !overwrite => {
             return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
@@ -141,7 +139,7 @@ pub(crate) async fn megatron(
 
 /// Refuses a directory with a checkpoint of Megatron-Core in it.
 async fn refuse_megatron(uri: &str, storage: &dyn Storage) -> Result<(), Failure> {
-    if megatron::is_one(storage).await? {
+    if is_megatron(storage).await? {
         return Err(would_stay(uri, "it is one of Megatron-Core"));
     }
     Ok(())
@@ -169,29 +167,4 @@ async fn refuse_run(uri: &str, storage: &dyn Storage) -> Result<(), Failure> {
         }
     }
     Ok(())
-}
-
-/// Whether a directory is a checkpoint of PyTorch's format.
-pub(crate) async fn is_dcp(storage: &dyn Storage) -> Result<bool, StorageError> {
-    for name in [".metadata", "__0.metadata"] {
-        if storage.contains(&Key::new(name)?).await? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
-/// A file that makes a directory a Hugging Face model, whatever else is there: an index, or one
-/// under a name that loaders look for. Other safetensors files may lie beside anything.
-pub(crate) async fn model_file(storage: &dyn Storage) -> Result<Option<Key>, StorageError> {
-    let mut objects = storage.list(None);
-    while let Some(meta) = objects.next().await {
-        let key = meta?.key;
-        let name = key.as_str();
-        let is_weights = name.starts_with("model") && name.ends_with(".safetensors");
-        if !name.contains('/') && (is_weights || name.ends_with(INDEX_ENDING)) {
-            return Ok(Some(key));
-        }
-    }
-    Ok(None)
 }

@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use dcp::convert::{ChunkSummary, TensorSummary};
 
 use crate::render::canvas::Canvas;
-use crate::render::shards::label;
 use crate::style::right;
 
 /// The lines that a picture may take.
@@ -151,6 +150,18 @@ fn digits(number: u64) -> usize {
     number.to_string().len()
 }
 
+/// A, B, … Z, AA, AB, …
+pub(crate) fn label(index: usize) -> String {
+    let mut letters = Vec::new();
+    let mut left = index + 1;
+    while left > 0 {
+        left -= 1;
+        letters.push(char::from(b'A' + u8::try_from(left % 26).unwrap_or(0)));
+        left /= 26;
+    }
+    letters.iter().rev().collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -162,5 +173,11 @@ mod tests {
         assert_eq!(axis.scale(11, 4), None);
         let line = axis.line(&[0, 4, 8, 30], 2);
         assert_eq!(line, 8);
+    }
+
+    #[test]
+    fn labels_count_in_letters() {
+        let labels: Vec<_> = [0, 25, 26, 27, 701, 702].into_iter().map(label).collect();
+        assert_eq!(labels, ["A", "Z", "AA", "AB", "ZZ", "AAA"]);
     }
 }

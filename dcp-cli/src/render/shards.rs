@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use dcp::convert::{ChunkSummary, TensorSummary};
 
 use crate::output::Output;
-use crate::render::grid::{Axis, Plane};
+use crate::render::grid::{self, Axis, Plane};
 use crate::style::{columns, count, left, printable, right, shorten, size, thousands};
 
 /// Slices of a tensor with more than two cut axes that are drawn at most.
@@ -158,11 +158,11 @@ fn list(tensor: &TensorSummary, hues: &[usize], out: &Output) -> String {
     let file_name = |file: &str| shorten(&printable(file), 40);
     let names = shown().map(|c| c.file.as_deref().map_or(7, |file| columns(&file_name(file))));
     let names = names.max().unwrap_or(0);
-    let label = label(tensor.chunks.len().saturating_sub(1)).len();
+    let label = grid::label(tensor.chunks.len().saturating_sub(1)).len();
     let mut text = String::new();
     for (index, (chunk, place)) in shown().zip(&places).enumerate() {
         let hue = hues.get(index).copied().unwrap_or(0);
-        let name = style.hue(hue, &left(&self::label(index), label));
+        let name = style.hue(hue, &left(&grid::label(index), label));
         let file = match &chunk.file {
             Some(file) => style.hue(hue, &left(&file_name(file), names)),
             None => style.bad(&left("nowhere", names)),
@@ -179,27 +179,4 @@ fn list(tensor: &TensorSummary, hues: &[usize], out: &Output) -> String {
         let _ = writeln!(text, "  {}", style.dim(&format!("… {more} more; --json has all")));
     }
     text
-}
-
-/// A, B, … Z, AA, AB, …
-pub(crate) fn label(index: usize) -> String {
-    let mut letters = Vec::new();
-    let mut left = index + 1;
-    while left > 0 {
-        left -= 1;
-        letters.push(char::from(b'A' + u8::try_from(left % 26).unwrap_or(0)));
-        left /= 26;
-    }
-    letters.iter().rev().collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::label;
-
-    #[test]
-    fn labels_count_in_letters() {
-        let labels: Vec<_> = [0, 25, 26, 27, 701, 702].into_iter().map(label).collect();
-        assert_eq!(labels, ["A", "Z", "AA", "AB", "ZZ", "AAA"]);
-    }
 }

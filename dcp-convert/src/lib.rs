@@ -1,4 +1,37 @@
-//! Offline jobs on whole checkpoints: inspect, verify, extract, convert, reshard.
+//! Offline jobs on whole checkpoints, in bounded memory: inspect, verify, extract, compare,
+//! convert, reshard.
+//!
+//! A [`Source`] is a checkpoint of any format. [Views](view) show one or several differently:
+//! chosen keys ([`Selection`]), other dtypes, averages, other shapes; a view is a source, too.
+//! Jobs take sources:
+//!
+//! | to | |
+//! |---|---|
+//! | look | [`inspect()`], [`list_run()`], [`find()`], [`stats()`], [`report`] |
+//! | judge | [`verify()`], [`diff()`] |
+//! | write | [`to_safetensors()`], [`to_hf()`], [`to_torch_save()`], [`reshard()`], [`rewrite_metadata()`] |
+//!
+//! Every byte is read once and compared with its checksum on the way, and a target appears when
+//! it is complete. [`JobOptions`] bound memory, tell progress, and make a job a dry run.
+//!
+//! ```
+//! # use std::sync::Arc;
+//! use dcp_convert::{JobOptions, Selection, Source, StatePart, Target, to_safetensors};
+//! use dcp_core::{Key, Storage};
+//!
+//! # async fn example(from: Arc<dyn Storage>, to: Arc<dyn Storage>) ->
+//! #     Result<(), Box<dyn std::error::Error>> {
+//! // Whatever is in the folder: PyTorch DCP, a file of torch.save, Hugging Face, …
+//! let source = Source::open(&from, false).await?;
+//! let job = JobOptions::default().with_max_memory(256 << 20);
+//!
+//! let model = Selection::all().of_part(StatePart::Model).apply(&source, &job).await?;
+//! let target = Target::new(to, Key::new("model.safetensors")?);
+//! let report = to_safetensors(&model, &target, &job).await?;
+//! println!("{} tensors", report.tensors);
+//! # Ok(())
+//! # }
+//! ```
 
 mod borne_out;
 mod cast;

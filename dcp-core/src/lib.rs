@@ -18,6 +18,24 @@
 //!
 //! Words: a *shard* is what a rank holds in memory, a *chunk* what is stored, a *region* a box of
 //! elements. Offsets and sizes are in elements per axis; `byte_offset` and `byte_len` in bytes.
+//!
+//! What a rank has is a [`StateDict`]: nested dicts and lists of tensors and plain values. Of a
+//! sharded tensor it says which regions it holds:
+//!
+//! ```
+//! use dcp_core::{DType, HostMemory, Region, Shard, StateDict, Tensor};
+//!
+//! // Rows 2 and 3 of a 4 x 2 tensor, in memory that a save reads and a load fills in place.
+//! let memory = HostMemory::zeroed(2 * 2 * 4);
+//! let shard = Shard::new(DType::Float32, Region::new([2, 0], [2, 2])?, memory.clone())?;
+//!
+//! let mut model = StateDict::new();
+//! model.insert("weight", Tensor::sharded(DType::Float32, [4, 2], vec![shard])?);
+//! let mut state = StateDict::new();
+//! state.insert("model", model);
+//! state.insert("step", 1000);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod checkpoint;
 mod collective;

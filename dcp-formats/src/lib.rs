@@ -1,5 +1,42 @@
-//! On-disk formats: pickle, torch archives, PyTorch DCP metadata, safetensors, Hugging Face
-//! folders.
+//! On-disk formats: what the bytes of checkpoints mean, in both directions.
+//!
+//! Codecs take bytes and return results; they open nothing and execute nothing. Readers and
+//! writers of whole checkpoints implement [`StorageReader`](dcp_core::StorageReader) and
+//! [`StorageWriter`](dcp_core::StorageWriter) over any [`Storage`](dcp_core::Storage).
+//!
+//! | a checkpoint of | is read by | and written by |
+//! |---|---|---|
+//! | PyTorch DCP | [`dcp::DcpReader`] | [`dcp::DcpWriter`] |
+//! | `torch.save` | [`torch_save::TorchSaveReader`] | [`torch_save::write()`] |
+//! | Hugging Face, safetensors | [`hf::HfReader`] | [`hf::write_folder`], [`safetensors::write()`] |
+//! | Megatron-Core's zarr | [`zarr::ZarrReader`] | |
+//!
+//! | what they are made of | |
+//! |---|---|
+//! | [`metadata`] | the `.metadata` of DCP |
+//! | [`pickle`] | Python's pickle, as data |
+//! | [`torch_zip`] | the archives of `torch.save` |
+//! | [`torch_tensor`], [`torch_object`] | one tensor or object in such an archive |
+//! | [`detect`](mod@detect), [`folder`] | what a directory holds |
+//!
+//! ```
+//! # use std::sync::Arc;
+//! use dcp_core::{CheckpointError, Storage, StorageReader};
+//! use dcp_formats::dcp::DcpReader;
+//! use dcp_formats::detect::{Detected, detect};
+//!
+//! # async fn example(storage: Arc<dyn Storage>) -> Result<(), CheckpointError> {
+//! if detect(&storage).await?.kind == Detected::Dcp {
+//!     let metadata = DcpReader::new(storage).metadata().await?;
+//!     for (fqn, entry) in metadata.iter() {
+//!         if let Some(tensor) = entry.as_tensor() {
+//!             println!("{fqn}: {} {} in {} chunks", tensor.dtype, tensor.shape, tensor.chunks.len());
+//!         }
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod dcp;
 pub mod detect;

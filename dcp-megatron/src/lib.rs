@@ -1,9 +1,49 @@
 //! Checkpoints of [Megatron-Core](https://github.com/NVIDIA/Megatron-LM): its sharded state
 //! dicts, its save and load, and every age of its on-disk formats, without Megatron.
 //!
-//! [`MegatronCheckpoint`] opens a checkpoint for every job of dcp-convert. A trainer describes its
-//! state as a [`sharded::ShardedStateDict`], and all ranks [`save`] it and [`load`] it in whatever
-//! layout they have:
+//! | Megatron-Core | here |
+//! |---|---|
+//! | `dist_checkpointing.save`, `load` | [`save`], [`load`] |
+//! | `ShardedTensor`, `ShardedObject`, `ShardedTensorFactory` | [`sharded`] |
+//! | `FullyParallelSaveStrategyWrapper`, `FullyParallelLoadStrategyWrapper` | [`parallel`] |
+//! | `AsyncCallsQueue`, `AsyncRequest` | [`async_save`], [`AsyncCallsQueue`] |
+//! | `StrictHandling` | [`StrictHandling`] |
+//! | strategies and their registry | [`SaveStrategy`], [`LoadStrategy`], [`Strategies`] |
+//! | `load_common_state_dict`, `load_tensors_metadata`, `load_plain_tensors` | functions of the same names |
+//! | `latest_checkpointed_iteration.txt` | [`MegatronRun`], [`write_tracker`] |
+//! | `DistributedOptimizer` | [`optimizer`] |
+//!
+//! # Any checkpoint, offline
+//!
+//! [`MegatronCheckpoint`] opens what any version wrote, the folder of a run included: `torch_dist`,
+//! zarr, and the `mp_rank_*` folders of `--ckpt-format torch`. What it shows is whole tensors
+//! under the keys of today, and every job of [`dcp_convert`] takes it.
+//!
+//! ```no_run
+//! # use std::sync::Arc;
+//! use dcp_convert::{JobOptions, inspect};
+//! use dcp_core::Storage;
+//! use dcp_megatron::{MegatronCheckpoint, OpenOptions};
+//! use dcp_storage_fs::FsStorage;
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let run: Arc<dyn Storage> = Arc::new(FsStorage::open("/checkpoints/llama")?);
+//! let checkpoint = MegatronCheckpoint::open(&run, &OpenOptions::default()).await?;
+//! println!("{}, {:?}", checkpoint.format().name(), checkpoint.which());
+//! if let Some(layers) = checkpoint.args().and_then(|args| args.count("num_layers")) {
+//!     println!("{layers} layers");
+//! }
+//! let summary = inspect(checkpoint.source(), &JobOptions::default(), |_| true).await?;
+//! println!("{} tensors of {} bytes", summary.tensor_count(), summary.tensor_bytes());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Saving and loading
+//!
+//! A trainer describes its state as a [`sharded::ShardedStateDict`], and all ranks [`save`] it and
+//! [`load`] it in whatever layout they have. What a rank has of a tensor is cut by an offset and
+//! a number of parts for each axis; everything else in the dict is the common state.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -21,6 +61,7 @@
 //! for layer in 0..2 {
 //!     let memory = HostMemory::from_vec(vec![layer as u8; 16]);
 //!     let weight = TensorView::contiguous(memory, DType::Float32, [2, 2], 0)?;
+//!     // A part of a tensor of all layers, which has one axis more.
 //!     let weight = ShardedTensor::from_rank_offsets("layers.weight", weight)
 //!         .prepended_axes(1)
 //!         .offset(0, layer, 2)
@@ -39,6 +80,110 @@
 //! assert_eq!(layers, Some([[0; 16], [1; 16]].concat()));
 //! # Ok(())
 //! # }
+//! ```
+//!
+//! Ranks talk through a [`Collective`](dcp_core::Collective) of [`SaveOptions::group`] and
+//! [`LoadOptions::group`]. Before the first byte is written, it is checked that all their shards
+//! make whole tensors; what fails on one rank is the same error on all.
+//!
+//! # Replicas share the work
+//!
+//! Without more, the ranks with the main replicas write everything and each rank reads what it
+//! needs. With [`parallel::ParallelSave`] and [`parallel::ParallelReader`], every byte is written
+//! and read once in a group of replicas, by whoever has least to do:
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use dcp_core::Collective;
+//! use dcp_megatron::parallel::{ParallelReader, ParallelSave};
+//! use dcp_megatron::{LoadOptions, SaveOptions};
+//!
+//! # fn example(world: Arc<dyn Collective>, replicas: Arc<dyn Collective>, rank: u32) {
+//! // One for all saves of the process.
+//! let share = ParallelSave::new(Arc::clone(&replicas)).world_rank(rank);
+//! let save = SaveOptions::new().group(Arc::clone(&world)).distribution(Arc::new(share));
+//!
+//! let load = LoadOptions::new().group(world).reader(move |inner| {
+//!     Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
+//! });
+//! # }
+//! ```
+//!
+//! # Beside training
+//!
+//! [`async_save`] returns when the state is copied. An [`AsyncCallsQueue`] finalizes saves in their
+//! order, on all ranks, so that the tracker never names a checkpoint that is not there:
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use dcp_conformance::MemoryStorage;
+//! # use dcp_core::{Storage, Value};
+//! use dcp_megatron::sharded::ShardedStateDict;
+//! use dcp_megatron::{
+//!     AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, SaveOptions, Tracked, async_save,
+//!     write_tracker,
+//! };
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), dcp_megatron::MegatronError> {
+//! # let run: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+//! # let folder: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+//! # let state = ShardedStateDict::from([("iteration", Value::Int(10))]);
+//! let background = MegatronBackgroundSaver::new(None);
+//! let mut queue = AsyncCallsQueue::new(None);
+//!
+//! let save = async_save(&state, &folder, &SaveOptions::new(), &background).await?;
+//! let mut request = AsyncRequest::started(save);
+//! let tracker = Arc::clone(&run);
+//! request.add_finalize_fn(async move || write_tracker(&*tracker, Tracked::Iteration(10)).await);
+//! queue.schedule_async_request(request).await?;
+//!
+//! // Once an iteration:
+//! queue.maybe_finalize(false).await?;
+//! // And in the end:
+//! queue.close().await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # A strategy of one's own
+//!
+//! What writes and reads a backend of some version is looked up in [`Strategies`]. A plug-in adds
+//! to them, or replaces what is there:
+//!
+//! ```
+//! use std::num::NonZeroUsize;
+//! use std::sync::Arc;
+//!
+//! use dcp_core::{Storage, StorageWriter};
+//! use dcp_formats::dcp::FileLayout;
+//! use dcp_megatron::{
+//!     Backend, MegatronError, MegatronWriter, SaveOptions, SaveStrategy, Strategies,
+//!     WriterSettings,
+//! };
+//!
+//! /// Two files of each rank, whatever was asked for.
+//! #[derive(Debug)]
+//! struct TwoFiles;
+//!
+//! impl SaveStrategy for TwoFiles {
+//!     fn writer(
+//!         &self,
+//!         storage: &Arc<dyn Storage>,
+//!         settings: WriterSettings,
+//!     ) -> Result<Arc<dyn StorageWriter>, MegatronError> {
+//!         let files = NonZeroUsize::MIN.saturating_add(1);
+//!         let writer = MegatronWriter::builder(Arc::clone(storage))
+//!             .common(settings.common)
+//!             .overwrite(settings.overwrite)
+//!             .files(FileLayout::SplitBySize(files));
+//!         Ok(Arc::new(writer.build()))
+//!     }
+//! }
+//!
+//! let backend = Backend::first("torch_dist");
+//! let strategies = Strategies::default().with_save(backend.clone(), Arc::new(TwoFiles));
+//! let options = SaveOptions::new().strategy(strategies, backend);
 //! ```
 
 mod agreement;

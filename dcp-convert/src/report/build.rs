@@ -21,84 +21,10 @@ const LAYERS: usize = 4096;
 type Layers = BTreeMap<String, BTreeMap<u64, LayerShare>>;
 
 pub(super) fn build(name: &str, summary: &Summary, limits: &ReportLimits) -> Report {
-    let mut totals = Totals::default();
-    let mut dtypes: BTreeMap<&'static str, DtypeShare> = BTreeMap::new();
-    let mut parts: BTreeMap<Part, PartShare> = BTreeMap::new();
-    let mut layers = Layers::new();
-    let mut files: Vec<FileShare> = summary
-        .files
-        .iter()
-        .map(|(name, bytes)| FileShare {
-            name: name.clone(),
-            bytes: *bytes,
-            rank: rank(name),
-            chunks: 0,
-        })
-        .collect();
-    for (fqn, key) in &summary.keys {
-        let KeySummary::Tensor(tensor) = key else {
-            totals.objects += 1;
-            continue;
-        };
-        let (elements, part) = (elements(tensor), part(fqn));
-        totals.tensors += 1;
-        totals.chunks += tensor.chunks.len() as u64;
-        totals.elements = totals.elements.saturating_add(elements);
-        totals.tensor_bytes = totals.tensor_bytes.saturating_add(tensor.bytes);
-        let dtype = dtypes.entry(tensor.dtype).or_insert_with(|| DtypeShare {
-            dtype: tensor.dtype,
-            tensors: 0,
-            elements: 0,
-            bytes: 0,
-        });
-        dtype.tensors += 1;
-        dtype.elements = dtype.elements.saturating_add(elements);
-        dtype.bytes = dtype.bytes.saturating_add(tensor.bytes);
-        let share = parts.entry(part).or_insert_with(|| PartShare {
-            part,
-            tensors: 0,
-            elements: 0,
-            bytes: 0,
-        });
-        share.tensors += 1;
-        share.elements = share.elements.saturating_add(elements);
-        share.bytes = share.bytes.saturating_add(tensor.bytes);
-        if let Some((stack, number)) = layer(fqn) {
-            let layer = layers.entry(stack).or_default().entry(number).or_default();
-            layer.layer = number;
-            layer.tensors += 1;
-            let bytes = match part {
-                Part::Model => &mut layer.model_bytes,
-                Part::Optimizer => &mut layer.optimizer_bytes,
-            };
-            *bytes = bytes.saturating_add(tensor.bytes);
-        }
-        for chunk in &tensor.chunks {
-            let place = chunk.file.as_ref().and_then(|file| summary.files.get_index_of(file));
-            if let Some(file) = place.and_then(|place| files.get_mut(place)) {
-                file.chunks += 1;
-            }
-        }
-    }
-    totals.parameters = parts.get(&Part::Model).map_or(0, |model| model.elements);
-    totals.files = files.len() as u64;
-    totals.missing_files = files.iter().filter(|file| file.bytes.is_none()).count() as u64;
-    let present = files.iter().filter_map(|file| file.bytes);
-    totals.file_bytes = present.fold(0, u64::saturating_add);
-
+    let Sums { totals, dtypes, parts, layers, mut files } = Sums::of(summary);
     let mut dtypes: Vec<_> = dtypes.into_values().collect();
     dtypes.sort_by_key(|share| std::cmp::Reverse(share.bytes));
-    let mut stacks: Vec<Stack> = beside_the_model(layers)
-        .into_iter()
-        .filter(|(_, layers)| layers.len() > 1)
-        .map(|(name, layers)| Stack {
-            name: shortened(&name, limits.name_len),
-            layers: layers.into_values().take(LAYERS).collect(),
-        })
-        .collect();
-    // The longest say the most; those of the same length stay in the order of their names.
-    stacks.sort_by_key(|stack| std::cmp::Reverse(stack.layers.len()));
-    stacks.truncate(STACKS);
+    let stacks = stacks(layers, limits);
     let ranks = ranks(&files);
     let mut cut = Cut::default();
     let keys = keys(summary, limits, &mut cut);
@@ -126,6 +52,100 @@ pub(super) fn build(name: &str, summary: &Summary, limits: &ReportLimits) -> Rep
         keys,
         cut,
     }
+}
+
+/// Sums over all keys and files.
+#[derive(Default)]
+struct Sums {
+    totals: Totals,
+    dtypes: BTreeMap<&'static str, DtypeShare>,
+    parts: BTreeMap<Part, PartShare>,
+    layers: Layers,
+    /// In the order of the summary.
+    files: Vec<FileShare>,
+}
+
+impl Sums {
+    fn of(summary: &Summary) -> Self {
+        let files = summary.files.iter().map(|(name, bytes)| FileShare {
+            name: name.clone(),
+            bytes: *bytes,
+            rank: rank(name),
+            chunks: 0,
+        });
+        let mut sums = Self { files: files.collect(), ..Self::default() };
+        for (fqn, key) in &summary.keys {
+            match key {
+                KeySummary::Tensor(tensor) => sums.add(fqn, tensor, summary),
+                KeySummary::Object { .. } => sums.totals.objects += 1,
+            }
+        }
+        let Self { totals, parts, files, .. } = &mut sums;
+        totals.parameters = parts.get(&Part::Model).map_or(0, |model| model.elements);
+        totals.files = files.len() as u64;
+        totals.missing_files = files.iter().filter(|file| file.bytes.is_none()).count() as u64;
+        let present = files.iter().filter_map(|file| file.bytes);
+        totals.file_bytes = present.fold(0, u64::saturating_add);
+        sums
+    }
+
+    fn add(&mut self, fqn: &str, tensor: &TensorSummary, summary: &Summary) {
+        let (elements, part) = (elements(tensor), part(fqn));
+        let totals = &mut self.totals;
+        totals.tensors += 1;
+        totals.chunks += tensor.chunks.len() as u64;
+        totals.elements = totals.elements.saturating_add(elements);
+        totals.tensor_bytes = totals.tensor_bytes.saturating_add(tensor.bytes);
+        let dtype = self.dtypes.entry(tensor.dtype).or_insert_with(|| DtypeShare {
+            dtype: tensor.dtype,
+            tensors: 0,
+            elements: 0,
+            bytes: 0,
+        });
+        dtype.tensors += 1;
+        dtype.elements = dtype.elements.saturating_add(elements);
+        dtype.bytes = dtype.bytes.saturating_add(tensor.bytes);
+        let share = self.parts.entry(part).or_insert_with(|| PartShare {
+            part,
+            tensors: 0,
+            elements: 0,
+            bytes: 0,
+        });
+        share.tensors += 1;
+        share.elements = share.elements.saturating_add(elements);
+        share.bytes = share.bytes.saturating_add(tensor.bytes);
+        if let Some((stack, number)) = layer(fqn) {
+            let layer = self.layers.entry(stack).or_default().entry(number).or_default();
+            layer.layer = number;
+            layer.tensors += 1;
+            let bytes = match part {
+                Part::Model => &mut layer.model_bytes,
+                Part::Optimizer => &mut layer.optimizer_bytes,
+            };
+            *bytes = bytes.saturating_add(tensor.bytes);
+        }
+        for chunk in &tensor.chunks {
+            let place = chunk.file.as_ref().and_then(|file| summary.files.get_index_of(file));
+            if let Some(file) = place.and_then(|place| self.files.get_mut(place)) {
+                file.chunks += 1;
+            }
+        }
+    }
+}
+
+/// Lists of layers, the longest first: they say the most. Those of the same length stay in the
+/// order of their names.
+fn stacks(layers: Layers, limits: &ReportLimits) -> Vec<Stack> {
+    let lists = beside_the_model(layers).into_iter().filter(|(_, layers)| layers.len() > 1);
+    let mut stacks: Vec<Stack> = lists
+        .map(|(name, layers)| Stack {
+            name: shortened(&name, limits.name_len),
+            layers: layers.into_values().take(LAYERS).collect(),
+        })
+        .collect();
+    stacks.sort_by_key(|stack| std::cmp::Reverse(stack.layers.len()));
+    stacks.truncate(STACKS);
+    stacks
 }
 
 /// Optimizers put words of their own before the layers of the model. When there is one list in the

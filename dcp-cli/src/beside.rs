@@ -7,7 +7,8 @@ use dcp::mapping::Facts;
 use dcp::{Access, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
-use crate::open::{Opened, split};
+use crate::folder::split;
+use crate::open::Opened;
 
 /// The folder of NeMo's that has the checkpoint, beside that with what tells of it.
 pub(crate) const WEIGHTS: &str = "weights";

@@ -116,6 +116,34 @@ fn crate_maps_are_complete() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// A name without a folder lies beside the one before it in the row.
+#[test]
+fn every_place_of_the_way_is_there() {
+    let text = std::fs::read_to_string(workspace::root().join("ARCHITECTURE.md")).unwrap();
+    let (_, way) = text.split_once("\n## Finding your way\n").unwrap();
+    let mut wrong = Vec::new();
+    for row in way.lines().filter_map(|line| line.strip_prefix('|')) {
+        let places = row.split('|').nth(1).unwrap_or_default();
+        let mut beside = PathBuf::new();
+        for place in places.split('`').skip(1).step_by(2) {
+            let is_whole = place.starts_with("dcp");
+            let path = if is_whole { PathBuf::from(place) } else { beside.join(place) };
+            // Of files told by a pattern, the folder.
+            let known =
+                if place.contains('*') { path.parent().unwrap().into() } else { path.clone() };
+            if !workspace::root().join(known).exists() {
+                wrong.push(path.display().to_string());
+            }
+            if is_whole && path.extension().is_some() {
+                beside = path.parent().unwrap().into();
+            } else if is_whole {
+                beside = path;
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "ARCHITECTURE.md sends readers to what is not there: {wrong:?}");
+}
+
 /// The name that a table row starts with, as a code span or a link of one.
 fn first_cell(line: &str) -> Option<&str> {
     let cell = line.strip_prefix('|')?.split('|').next()?.trim();

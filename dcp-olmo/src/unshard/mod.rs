@@ -178,19 +178,7 @@ pub async fn unshard_checkpoint(
 ) -> Result<UnshardReport, ConvertError> {
     let metadata = source.metadata().await?;
     let mut report = UnshardReport { dry_run: job.dry_run, ..UnshardReport::default() };
-    let mut parts = Vec::new();
-    for root in [MODEL, OPTIM].into_iter().filter(|root| is_exported(root, options.optim)) {
-        let shown = below(&metadata, root);
-        if shown.is_empty() {
-            let what = format!("{root:?}");
-            let problem = match root {
-                MODEL => "is not in this checkpoint; `dcp convert` writes whatever there is",
-                _ => "is not in this checkpoint: it was saved without its optimizer",
-            };
-            return Err(ConvertError::Unsupported { what, problem: problem.to_owned() });
-        }
-        parts.push((root, shown));
-    }
+    let parts = exported(&metadata, options)?;
     let taken: std::collections::HashSet<usize> =
         parts.iter().flat_map(|(_, shown)| shown).map(position).collect();
     let names = metadata.iter().enumerate().filter(|(at, _)| !taken.contains(at));
@@ -206,20 +194,10 @@ pub async fn unshard_checkpoint(
         let files = divide(&metadata, root, tensors, options.strategy, options.format)?;
         planned.push((root, files, objects));
     }
-    let objects_file = |files: &Files| -> Result<Key, ConvertError> {
-        let name = if files.index.is_some() { "optim/objects.json" } else { "optim.json" };
-        Ok(Key::new(name).map_err(StorageError::from)?)
-    };
     if !options.save_overwrite {
         for (root, files, objects) in &planned {
             let extra = (*root == OPTIM && !objects.is_empty()).then(|| objects_file(files));
-            let keys = files.data.iter().map(|file| &file.key).chain(&files.index).cloned();
-            for key in keys.map(Ok).chain(extra) {
-                let key = key?;
-                if target.contains(&key).await? {
-                    return Err(ConvertError::TargetExists { target: key.to_string() });
-                }
-            }
+            refuse_existing(&**target, files, extra.transpose()?).await?;
         }
     }
     let json = planned.iter().map(|(root, files, _)| {
@@ -260,6 +238,47 @@ pub async fn unshard_checkpoint(
         report.removed = old.remove_stale(&**target, is_new).await;
     }
     Ok(report)
+}
+
+/// What is below each part of the state that is exported.
+fn exported(
+    metadata: &CheckpointMetadata,
+    options: &UnshardOptions,
+) -> Result<Vec<(&'static str, Vec<Shown>)>, ConvertError> {
+    let mut parts = Vec::new();
+    for root in [MODEL, OPTIM].into_iter().filter(|root| is_exported(root, options.optim)) {
+        let shown = below(metadata, root);
+        if shown.is_empty() {
+            let what = format!("{root:?}");
+            let problem = match root {
+                MODEL => "is not in this checkpoint; `dcp convert` writes whatever there is",
+                _ => "is not in this checkpoint: it was saved without its optimizer",
+            };
+            return Err(ConvertError::Unsupported { what, problem: problem.to_owned() });
+        }
+        parts.push((root, shown));
+    }
+    Ok(parts)
+}
+
+/// Where the optimizer's objects go that the format cannot hold.
+fn objects_file(files: &Files) -> Result<Key, ConvertError> {
+    let name = if files.index.is_some() { "optim/objects.json" } else { "optim.json" };
+    Ok(Key::new(name).map_err(StorageError::from)?)
+}
+
+async fn refuse_existing(
+    target: &dyn Storage,
+    files: &Files,
+    extra: Option<Key>,
+) -> Result<(), ConvertError> {
+    let data = files.data.iter().map(|file| &file.key);
+    for key in data.chain(&files.index).chain(&extra) {
+        if target.contains(key).await? {
+            return Err(ConvertError::TargetExists { target: key.to_string() });
+        }
+    }
+    Ok(())
 }
 
 /// Removes what was written; what was replaced cannot be had back.

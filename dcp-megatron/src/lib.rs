@@ -90,7 +90,7 @@
 //!
 //! Without more, the ranks with the main replicas write everything and each rank reads what it
 //! needs. With [`parallel::ParallelSave`] and [`parallel::ParallelReader`], every byte is written
-//! and read once in a group of replicas, by whoever has least to do:
+//! and read once in a group of replicas, in shares of about the same size:
 //!
 //! ```
 //! # use std::sync::Arc;

@@ -18,9 +18,14 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! In a group of ranks, [`Saver`] and [`Loader`] take a [`Collective`]; other formats are other
+//! [`StorageWriter`]s and [`StorageReader`]s.
+//!
 //! The crates behind it can be used on their own: [`core`] for the vocabulary and the traits that
 //! plug-ins implement, [`planner`] for geometry and policy, [`formats`] for the bytes,
-//! [`engine`] for the protocols.
+//! [`engine`] for the protocols. With their features, `convert` has offline jobs on whole
+//! checkpoints, `megatron` and `olmo` what these frameworks save and load, `mapping` their weights
+//! as Hugging Face has them.
 //!
 //! # Features
 //!
@@ -28,9 +33,9 @@
 //! |---|---|---|
 //! | `fs` | yes | checkpoints on a file system: `file://` URLs and plain paths |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
-//! | `convert` | yes | offline jobs: inspect, verify, get, convert, reshard |
-//! | `olmo` | yes | checkpoints of OLMo-core: run directories, optimizer layouts, its API |
-//! | `megatron` | yes | checkpoints of Megatron-Core: every age of its formats, its sharded state dicts |
+//! | `convert` | yes | offline jobs: inspect, verify, get, diff, stats, convert, reshard, average, merge, report |
+//! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions |
+//! | `megatron` | yes | Megatron-Core's checkpoints of every age, its sharded state dicts, its save and load |
 //! | `mapping` | yes | mappings of weights between Megatron-Core's names and Hugging Face's |
 //! | `blocking` | yes | the API for callers without a runtime |
 //! | `zstd` | yes | reading checkpoints saved through PyTorch's zstd extension |

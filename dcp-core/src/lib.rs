@@ -46,6 +46,7 @@ mod key;
 mod memory;
 mod metadata;
 mod overlap;
+mod path;
 mod payload;
 mod plan;
 mod python_str;
@@ -71,9 +72,10 @@ pub use key::{InvalidKey, Key};
 pub use memory::{Buffer, HostMemory, LoanError};
 pub use metadata::{
     CheckpointMetadata, ChunkRef, ChunkTable, Encoding, Entry, FileId, Layout, ObjectEntry,
-    PathItem, Placement, Provenance, StatePath, TensorEntry, TensorProperties,
+    Placement, Provenance, TensorEntry, TensorProperties,
 };
 pub use overlap::{TooIrregular, find_overlap};
+pub use path::{PathItem, StatePath};
 pub use payload::Payload;
 pub use plan::{
     GlobalPlan, LeafKind, LoadPlan, LoadPlanner, LoadReport, PlanContext, PlanKey, ReadItem,

@@ -4,7 +4,6 @@
 //! has millions of chunks. Numbers of elements are per axis; places in files are in bytes.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
@@ -13,6 +12,7 @@ use indexmap::IndexMap;
 use crate::dims::Dims;
 use crate::dtype::DType;
 use crate::key::Key;
+use crate::path::StatePath;
 use crate::region::{Region, RegionError};
 
 /// Everything a checkpoint says of itself: its tensors and objects by FQN, where their bytes lie,
@@ -78,52 +78,6 @@ pub struct TensorProperties {
     pub memory_format: u8,
     /// The local strides, in elements (torch 2.15 and later).
     pub strides: Option<Vec<i64>>,
-}
-
-/// Where a value sits in a nested state dict, from the outside in.
-pub type StatePath = Arc<[PathItem]>;
-
-/// One step into a nested state dict.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum PathItem {
-    /// An entry of a dict; keys of other types are stored as text (PyTorch's rule).
-    Key(Arc<str>),
-    /// An element of a list.
-    Index(u64),
-}
-
-impl PathItem {
-    /// The name that flattening gives to a path: its steps, with dots between them.
-    ///
-    /// ```
-    /// use dcp_core::PathItem;
-    ///
-    /// let path = [PathItem::Key("groups".into()), PathItem::Index(0), PathItem::Key("lr".into())];
-    /// assert_eq!(PathItem::flat_name(&path), "groups.0.lr");
-    /// ```
-    #[must_use]
-    pub fn flat_name(path: &[Self]) -> String {
-        let mut name = String::new();
-        for (position, step) in path.iter().enumerate() {
-            if position > 0 {
-                name.push('.');
-            }
-            match step {
-                Self::Key(key) => name.push_str(key),
-                Self::Index(index) => name.push_str(&index.to_string()),
-            }
-        }
-        name
-    }
-}
-
-impl fmt::Display for PathItem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Key(key) => f.write_str(key),
-            Self::Index(index) => index.fmt(f),
-        }
-    }
 }
 
 /// A file of the checkpoint, as the metadata that made it counts them.

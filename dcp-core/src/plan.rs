@@ -12,7 +12,8 @@ use crate::dims::Dims;
 use crate::dtype::DType;
 use crate::error::{PlanError, Rank};
 use crate::key::Key;
-use crate::metadata::{CheckpointMetadata, Encoding, Placement, StatePath};
+use crate::metadata::{CheckpointMetadata, Encoding, Placement};
+use crate::path::StatePath;
 use crate::region::Region;
 
 /// Who is planning.

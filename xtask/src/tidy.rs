@@ -134,10 +134,8 @@ fn every_place_of_the_way_is_there() {
             if !workspace::root().join(known).exists() {
                 wrong.push(path.display().to_string());
             }
-            if is_whole && path.extension().is_some() {
+            if is_whole {
                 beside = path.parent().unwrap().into();
-            } else if is_whole {
-                beside = path;
             }
         }
     }

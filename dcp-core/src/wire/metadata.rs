@@ -153,7 +153,8 @@ impl MessageReader<'_> {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::metadata::{Encoding, Layout, PathItem};
+    use crate::metadata::{Encoding, Layout};
+    use crate::path::PathItem;
 
     fn sample() -> CheckpointMetadata {
         let mut metadata = CheckpointMetadata::new();

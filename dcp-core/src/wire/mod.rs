@@ -14,7 +14,8 @@ use std::sync::Arc;
 pub use message::{MessageReader, MessageWriter};
 
 use crate::error::PlanError;
-use crate::metadata::{Encoding, FileId, Layout, PathItem, Placement, StatePath};
+use crate::metadata::{Encoding, FileId, Layout, Placement};
+use crate::path::{PathItem, StatePath};
 
 fn bad(problem: impl Into<String>) -> PlanError {
     PlanError::Wire { problem: problem.into() }

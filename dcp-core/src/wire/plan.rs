@@ -150,7 +150,8 @@ impl WritePlan {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::metadata::{Encoding, FileId, PathItem, Placement, StatePath};
+    use crate::metadata::{Encoding, FileId, Placement};
+    use crate::path::{PathItem, StatePath};
     use crate::region::Region;
 
     fn plan() -> SavePlan {

@@ -118,6 +118,11 @@ pub(crate) struct Writing {
     #[arg(long)]
     pub(crate) json: bool,
 
+    /// Write objects with this class or function of Python too, although Python runs it when it
+    /// loads them and it is not known to be harmless; may be given again.
+    #[arg(long, value_name = "NAME")]
+    allow_callable: Vec<String>,
+
     /// Tensor data to hold in memory at once, such as 64MiB.
     #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = parse_bytes)]
     max_memory: u64,
@@ -134,6 +139,7 @@ impl Writing {
             .with_max_memory(self.max_memory)
             .with_parallelism(usize::from(self.jobs))
             .as_dry_run(self.dry_run)
+            .with_callables(KeyFilter::any_of(&self.allow_callable))
     }
 }
 

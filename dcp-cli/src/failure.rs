@@ -4,7 +4,7 @@ use std::error::Error;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use dcp::convert::ConvertError;
+use dcp::convert::{ConvertError, ForeignCallable};
 use dcp::core::{CheckpointError, StorageError, StorageErrorKind, StorageOp};
 use dcp::mapping::{Mapping, MappingError};
 use dcp::megatron::MegatronError;
@@ -167,6 +167,7 @@ impl From<ConvertError> for Failure {
                 Some("per axis START:STOP or an index, such as 0:2,: or -1".to_owned())
             }
             ConvertError::TargetExists { .. } => Some("pass --overwrite to replace it".to_owned()),
+            ConvertError::Callables { found } => Some(admitting(found)),
             ConvertError::SameTarget { .. } => {
                 Some("write to another place, then remove the old one".to_owned())
             }
@@ -174,6 +175,7 @@ impl From<ConvertError> for Failure {
         };
         let failure = match error {
             ConvertError::Checkpoint(error) => Self::from(error),
+            callables @ ConvertError::Callables { .. } => Self::of(Exit::Bad, &callables),
             other => Self::of(Exit::Usage, &other),
         };
         match hint {
@@ -181,6 +183,21 @@ impl From<ConvertError> for Failure {
             None => failure,
         }
     }
+}
+
+/// How to write objects all the same: what they name has to be named.
+fn admitting(found: &[ForeignCallable]) -> String {
+    let mut names: Vec<&str> = found.iter().map(|one| &*one.name).collect();
+    names.sort_unstable();
+    names.dedup();
+    let options: Vec<_> = names.iter().map(|name| format!("--allow-callable {name}")).collect();
+    let dangerous = found.iter().any(|one| one.dangerous);
+    let trust = if dangerous {
+        "do not load the checkpoint in Python; --exclude leaves objects out, and"
+    } else {
+        "if these are classes of your own programs,"
+    };
+    format!("{trust} {} writes them as they are", options.join(" "))
 }
 
 impl From<MegatronError> for Failure {

@@ -80,6 +80,9 @@ fn notes(report: &WriteReport, out: &Output) {
     if let Some(cast) = report.cast.as_ref().filter(|_| !report.dry_run) {
         cast_notes(cast, out);
     }
+    for one in &report.callables {
+        out.note(&format!("Python will run {one}, when it loads the copy"));
+    }
     if !report.left_out.is_empty() {
         let objects = count(report.left_out.len(), "object");
         out.note(&format!("left out {objects}: {}", list(&report.left_out)));

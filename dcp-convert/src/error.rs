@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
 
+use crate::callables::ForeignCallable;
+
 /// An offline job failed, or was refused before anything was written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -44,6 +46,14 @@ pub enum ConvertError {
     Disagreement {
         /// Every key that stands in the way, in words.
         problems: Vec<String>,
+    },
+    /// Objects that would be written name what Python would run when it loads them, and what is
+    /// neither known to be harmless nor admitted by
+    /// [`JobOptions::callables`](crate::JobOptions::callables).
+    #[error("Python would run what is not known to be harmless when it loads the copy: {}", first_of(&in_words(.found)))]
+    Callables {
+        /// All of it.
+        found: Vec<ForeignCallable>,
     },
     /// Something that the target's format has no way to hold, or that makes no sense.
     #[error("{what} {problem}")]
@@ -88,6 +98,10 @@ impl From<FormatError> for ConvertError {
     fn from(error: FormatError) -> Self {
         Self::Checkpoint(error.into())
     }
+}
+
+fn in_words(found: &[ForeignCallable]) -> Vec<String> {
+    found.iter().map(ToString::to_string).collect()
 }
 
 fn first_of(problems: &[String]) -> String {

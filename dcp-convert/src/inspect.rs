@@ -12,6 +12,7 @@ use indexmap::IndexMap;
 use serde::Serialize;
 use serde_json::json;
 
+use crate::callables::{self, ForeignCallable};
 use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
 use crate::source::Source;
@@ -27,6 +28,9 @@ pub struct Summary {
     pub keys: IndexMap<Arc<str>, KeySummary>,
     /// The files that the checkpoint refers to and their bytes; `None` for one that is missing.
     pub files: IndexMap<String, Option<u64>>,
+    /// What Python would run when it loads the checkpoint, and what is not known to be harmless.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub callables: Vec<ForeignCallable>,
     /// The version that the format claims.
     #[serde(skip)]
     pub version: Option<Arc<str>>,
@@ -128,6 +132,7 @@ pub async fn inspect(
         format,
         keys: IndexMap::new(),
         files: IndexMap::new(),
+        callables: callables::in_index(source).await?,
         version: provenance.version.clone(),
         paths: IndexMap::new(),
     };
@@ -151,7 +156,14 @@ pub async fn inspect(
                 let stored = object.placement.and_then(|placement| stored(placement, &metadata));
                 stored.iter().for_each(|placement| mark(placement.file));
                 let value = match values.remove(&at) {
-                    Some(Ok(value)) => value_json(&value, &limits),
+                    Some(Ok(value)) => {
+                        // Of a file of `torch.save`, the pickle as a whole was looked at.
+                        if source.save_reader().is_none() {
+                            let found = callables::foreign_callables(fqn, &value).unwrap_or_default();
+                            summary.callables.extend(found);
+                        }
+                        value_json(&value, &limits)
+                    }
                     Some(Err(error)) => {
                         json!({ "type": "unreadable", "error": error_chain(&error) })
                     }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use dcp_planner::KeyFilter;
+
 /// How a job may use the machine.
 #[derive(Clone)]
 #[non_exhaustive]
@@ -19,6 +21,9 @@ pub struct JobOptions {
     /// Whether a job that writes only says what it would write: it reads the index, refuses what
     /// it would refuse, and stops before the first byte of data.
     pub dry_run: bool,
+    /// What may be in objects that are written, though Python would run it when it loads them and
+    /// it is not known to be harmless: names such as `my_code.config.Args`; nothing by default.
+    pub callables: KeyFilter,
 }
 
 /// The least that [`JobOptions::max_memory`] is taken for, in bytes.
@@ -27,7 +32,13 @@ pub const MIN_MEMORY: u64 = 1 << 20;
 impl Default for JobOptions {
     /// 256 MiB, four reads in flight, nobody told, and the work is done.
     fn default() -> Self {
-        Self { max_memory: 256 << 20, parallelism: 4, progress: None, dry_run: false }
+        Self {
+            max_memory: 256 << 20,
+            parallelism: 4,
+            progress: None,
+            dry_run: false,
+            callables: KeyFilter::any_of::<&str>([]),
+        }
     }
 }
 
@@ -57,6 +68,13 @@ impl JobOptions {
     #[must_use]
     pub fn as_dry_run(mut self, dry_run: bool) -> Self {
         self.dry_run = dry_run;
+        self
+    }
+
+    /// The same, with these classes and functions of Python admitted in objects that are written.
+    #[must_use]
+    pub fn with_callables(mut self, callables: KeyFilter) -> Self {
+        self.callables = callables;
         self
     }
 

@@ -34,6 +34,7 @@
 //! ```
 
 mod borne_out;
+mod callables;
 mod cast;
 mod check;
 mod checked;
@@ -80,6 +81,7 @@ pub mod view;
 mod within;
 mod written;
 
+pub use callables::{ForeignCallable, admit_callables, foreign_callables};
 pub use cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_float};
 pub use dcp_formats::safetensors::RAW;
 pub use diff::{

@@ -4,13 +4,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, Entry, GlobalPlan, Layout, ObjectEntry,
-    Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt, StorageWriter,
+    CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
+    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt, StorageWriter,
     TensorSpec, Value, WritePlan,
 };
+use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
+use crate::callables::{self, ForeignCallable};
 use crate::check::refuse_unsound;
 use crate::data::{CheckpointData, FirstRead, Part};
 use crate::division::{Division, FirstAxis, Holder};
@@ -80,8 +82,9 @@ pub async fn divide(
     let total = total_bytes(&global, &locals);
     let session = writer.begin().await?;
     let plans = writer.place(&session, &locals, &mut global).map_err(ConvertError::unwritable)?;
+    let callables = job.callables.clone();
     if options.dry_run {
-        return Ok(report(&global).with_files(planned_files(&global)).planned(&global.metadata));
+        return Ok(report(&global, callables).with_files(planned_files(&global)).planned(&global.metadata));
     }
     options.start(total);
     let done = write(source, writer, session, &locals, &plans, data, &global, options).await;
@@ -91,10 +94,10 @@ pub async fn divide(
         }
         return Err(error.into());
     }
-    Ok(report(&global).with_files(done.unwrap_or_default()))
+    Ok(report(&global, callables).with_files(done.unwrap_or_default()))
 }
 
-fn report(global: &GlobalPlan) -> WriteReport {
+fn report(global: &GlobalPlan, callables: Vec<ForeignCallable>) -> WriteReport {
     let count = |is: fn(&Entry) -> bool| global.metadata.iter().filter(|(_, e)| is(e)).count();
     WriteReport {
         tensors: count(|entry| matches!(entry, Entry::Tensor(_))),
@@ -105,6 +108,7 @@ fn report(global: &GlobalPlan) -> WriteReport {
             .filter_map(|(_, entry)| entry.as_tensor())
             .map(|tensor| tensor.chunks.len())
             .sum(),
+        callables,
         ..WriteReport::default()
     }
 }
@@ -175,6 +179,8 @@ struct Job<'a> {
     readers: HashMap<usize, Arc<TensorReader>>,
     /// The objects by position: what they are made from, and their bytes.
     objects: HashMap<usize, (Part, u64)>,
+    /// What Python would run when it loads the objects, and what was admitted.
+    callables: Vec<ForeignCallable>,
     options: &'a JobOptions,
 }
 
@@ -198,15 +204,18 @@ impl<'a> Job<'a> {
         wanted.retain(|index| {
             metadata.at(*index).is_some_and(|(fqn, _)| division.object(fqn) != Holder::Nobody)
         });
-        let mut objects = HashMap::new();
+        let (mut objects, mut foreign) = (HashMap::new(), Vec::new());
         for batch in wanted.chunks(OBJECTS_AT_ONCE) {
             for (index, value) in read_objects(source, metadata, batch).await {
                 let Some((fqn, Entry::Object(object))) = metadata.at(index) else { continue };
-                let part = object_part(source, writer, metadata, fqn, object, value?).await?;
-                objects.insert(index, part);
+                let (value, stored) = with_stored(source, metadata, fqn, object, value?).await?;
+                foreign.extend(callables::foreign_callables(fqn, &value)?);
+                objects.insert(index, object_part(writer, fqn, &value, stored)?);
             }
         }
-        Ok(Self { source, metadata: Arc::clone(metadata), readers, objects, options })
+        let callables = callables::admit(foreign, options)?;
+        let metadata = Arc::clone(metadata);
+        Ok(Self { source, metadata, readers, objects, callables, options })
     }
 
     /// What every rank would offer to write, and where its bytes come from.
@@ -289,16 +298,14 @@ fn no_such_rank(fqn: &str, rank: u32) -> ConvertError {
     ConvertError::unsupported(format!("{fqn:?}"), problem)
 }
 
-/// What an object is made from: the stored bytes where they can be taken as they are, its value
-/// encoded anew otherwise.
-async fn object_part(
+/// An object with the bytes of its archive where they can be taken as they are, and their place.
+async fn with_stored(
     source: &Source,
-    writer: &dyn StorageWriter,
     metadata: &CheckpointMetadata,
     fqn: &str,
     object: &ObjectEntry,
     value: Value,
-) -> Result<(Part, u64), ConvertError> {
+) -> Result<(Value, Option<(Key, u64)>), ConvertError> {
     let archive = object.placement.filter(|placement| {
         metadata.encoding(placement).is_some_and(|encoding| {
             encoding.layout == Layout::TorchArchive && encoding.transforms.is_empty()
@@ -306,21 +313,38 @@ async fn object_part(
     });
     let (Some(placement), Some(key)) = (archive, archive.and_then(|p| metadata.file(p.file)))
     else {
-        let encoded = writer.encode_object(fqn, &value)?;
-        let byte_len = encoded.len() as u64;
-        return Ok((Part::Encoded(encoded), byte_len));
+        return Ok((value, None));
     };
     let range = placement.byte_offset..placement.byte_offset.saturating_add(placement.byte_len);
-    let stored = source.storage.read_range(key, range).await?;
-    let opaque = Value::Opaque(Arc::new(Opaque { encoded: stored.clone(), view: value }));
-    let encoded = writer.encode_object(fqn, &opaque)?;
+    let encoded = source.storage.read_range(key, range).await?;
+    check_archive(&encoded).map_err(|error| {
+        FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
+            .at(error.byte_offset().unwrap_or(0))
+            .in_file(key.as_str(), placement.byte_offset)
+    })?;
+    let opaque = Value::Opaque(Arc::new(Opaque { encoded, view: value }));
+    Ok((opaque, Some((key.clone(), placement.byte_offset))))
+}
+
+/// What an object is made from: its stored bytes where the writer takes them as they are, its
+/// value encoded anew otherwise.
+fn object_part(
+    writer: &dyn StorageWriter,
+    fqn: &str,
+    value: &Value,
+    stored: Option<(Key, u64)>,
+) -> Result<(Part, u64), ConvertError> {
+    let encoded = writer.encode_object(fqn, value)?;
     let byte_len = encoded.len() as u64;
     // A large object stays where it is until its turn comes.
-    let part = if encoded.len() > KEPT_BYTES && encoded == stored {
-        let first = FirstRead::new(fqn, &encoded);
-        Part::Stored { key: key.clone(), byte_offset: placement.byte_offset, first: Some(first) }
-    } else {
-        Part::Encoded(encoded)
+    let part = match (value, stored) {
+        (Value::Opaque(opaque), Some((key, byte_offset)))
+            if encoded.len() > KEPT_BYTES && encoded == opaque.encoded =>
+        {
+            let first = FirstRead::new(fqn, &encoded);
+            Part::Stored { key, byte_offset, first: Some(first) }
+        }
+        _ => Part::Encoded(encoded),
     };
     Ok((part, byte_len))
 }

@@ -8,6 +8,7 @@ use dcp_formats::torch_save::{
     TorchSaveAgain, TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
 };
 
+use crate::callables;
 use crate::check::refuse_unsound;
 use crate::data::{CheckpointData, Part};
 use crate::error::ConvertError;
@@ -47,9 +48,11 @@ pub async fn to_torch_save(
     if let Some(reader) = source.save_reader()
         && let Some(again) = reader.again(&target.key, &how).await?
     {
-        return write_again(&source, reader.key(), target, again, options).await;
+        let callables = callables::admit(callables::in_index(&source).await?, options)?;
+        let report = WriteReport { callables, ..WriteReport::default() };
+        return write_again(&source, reader.key(), target, again, report, options).await;
     }
-    let outgoing = Outgoing::gather(&source).await?;
+    let outgoing = Outgoing::gather(&source, options).await?;
     let plan =
         TorchSavePlan::new(&target.key, &outgoing.items, &how).map_err(ConvertError::unwritable)?;
     let report = outgoing.report.with_files([(target.key.to_string(), plan.byte_len())]);
@@ -69,12 +72,12 @@ async fn write_again(
     from: &Key,
     target: &Target,
     again: TorchSaveAgain,
+    mut report: WriteReport,
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
     let tied = ties(&metadata);
-    let mut report = WriteReport::default();
     for (index, (fqn, entry)) in metadata.iter().enumerate() {
         match (entry, tied.get(&index)) {
             (Entry::Tensor(_), None) => report.chunks += 1,
@@ -115,12 +118,13 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    async fn gather(source: &Source) -> Result<Self, ConvertError> {
+    async fn gather(source: &Source, options: &JobOptions) -> Result<Self, ConvertError> {
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
         let mut values = read_objects(source, &metadata, &object_entries(&metadata)).await;
         let tied = ties(&metadata);
         let mut positions: HashMap<&str, usize> = HashMap::new();
+        let mut foreign = Vec::new();
         let (items, parts) = (Vec::new(), Vec::new());
         let mut outgoing = Self { items, parts, byte_len: 0, report: WriteReport::default() };
         for (index, (fqn, entry)) in metadata.iter().enumerate() {
@@ -150,6 +154,7 @@ impl Outgoing {
                         let problem = "it could not be read".to_owned();
                         Err(PlanError::Unsupported { fqn: fqn.to_string(), problem }.into())
                     })?;
+                    foreign.extend(callables::foreign_callables(fqn, &value)?);
                     outgoing.report.objects += 1;
                     (TorchSaveContent::Object(value), nothing)
                 }
@@ -159,6 +164,7 @@ impl Outgoing {
             outgoing.items.push(TorchSaveItem { name: Arc::clone(fqn), path, content });
             outgoing.parts.push(part);
         }
+        outgoing.report.callables = callables::admit(foreign, options)?;
         Ok(outgoing)
     }
 }

@@ -1,6 +1,6 @@
 //! Whether a checkpoint is whole: its index, its files, and every stored byte.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use dcp_core::{
@@ -11,6 +11,7 @@ use dcp_planner::validate_metadata;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
 
+use crate::callables::{self, ForeignCallable};
 use crate::deep;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
@@ -82,6 +83,8 @@ pub enum ProblemKind {
     SharedBytes,
     /// Bytes differ from their checksum, or cannot be decoded.
     Corrupt,
+    /// Python would run commands or code when it loads the checkpoint.
+    Callable,
 }
 
 impl Problem {
@@ -100,7 +103,8 @@ impl Problem {
 /// Checks a checkpoint and collects everything that is wrong with it.
 ///
 /// Always: every chunk inside its tensor, none overlapping, none missing; every file there and
-/// long enough; no two items over the same bytes. With `deep`, too: every record's CRC-32, every
+/// long enough; no two items over the same bytes; no object that runs commands where Python loads
+/// it. With `deep`, too: every record's CRC-32, every
 /// blob's own dtype and shape, every object decoded. Bytes go through
 /// [`JobOptions::max_memory`], whatever the size of a tensor.
 ///
@@ -136,6 +140,11 @@ pub async fn verify(
     report.notes = notes(source, &metadata).await?;
     sidecar(source, &metadata, &sizes, &mut report).await?;
     folder(source, &mut report).await?;
+    let objects: HashSet<usize> =
+        readable.iter().filter(|item| item.chunk.is_none()).map(|item| item.entry).collect();
+    let foreign = callables::in_checkpoint(source, &metadata, |at| objects.contains(&at)).await?;
+    let file = source.save_reader().map(|save| save.key().to_string());
+    report.judge_callables(foreign, file.as_deref());
     if deep {
         let checked = deep::check(source, &metadata, readable, options).await?;
         report.bytes_checked = checked.bytes;
@@ -148,6 +157,25 @@ pub async fn verify(
     }
     report.ok = report.problems.is_empty();
     Ok(report)
+}
+
+impl VerifyReport {
+    /// Adds what Python would run when it loads the checkpoint, or its file `file`: what runs
+    /// commands or code as a problem, that of which nothing is known as a note.
+    pub fn judge_callables(&mut self, found: Vec<ForeignCallable>, file: Option<&str>) {
+        for one in found {
+            let place = file.map_or_else(String::new, |file| format!(" of {file}"));
+            let message = format!("{one}{place}: Python runs it when it loads the checkpoint");
+            if !one.dangerous {
+                self.notes.push(format!("{message}, and nothing is known of it"));
+                continue;
+            }
+            let mut problem = Problem::new(ProblemKind::Callable, message);
+            (problem.key, problem.file) = (one.key, file.map(ToOwned::to_owned));
+            self.problems.push(problem);
+        }
+        self.ok = self.problems.is_empty();
+    }
 }
 
 /// What the planner finds wrong, as problems.

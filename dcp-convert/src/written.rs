@@ -6,6 +6,7 @@ use dcp_core::{CheckpointMetadata, Entry};
 use indexmap::IndexMap;
 use serde::Serialize;
 
+use crate::callables::ForeignCallable;
 use crate::cast::CastReport;
 
 /// What became of a checkpoint. Serialized, it is the output of `dcp convert --json`.
@@ -40,6 +41,10 @@ pub struct WriteReport {
     /// safetensors files only the other name is among the tensors, and the header tells of this
     /// one.
     pub tied: IndexMap<Arc<str>, Arc<str>>,
+    /// What was admitted into the copy, though Python would run it when it loads that and it is
+    /// not known to be harmless.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub callables: Vec<ForeignCallable>,
     /// What was lost in casts, when tensors were cast.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cast: Option<CastReport>,

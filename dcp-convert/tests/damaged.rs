@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
 
+mod support;
+
 use std::sync::Arc;
 
 use dcp_conformance::{CountingStorage, MemoryStorage};
@@ -14,12 +16,10 @@ use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use futures_util::StreamExt;
 use indexmap::IndexMap;
 
+use support::{block_on, fixture};
+
 const ROWS: u64 = 1024;
 const COLUMNS: u64 = 1024;
-
-fn block_on<T>(work: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
-}
 
 fn key(name: &str) -> Key {
     Key::new(name).unwrap()
@@ -135,4 +135,42 @@ fn every_byte_is_read_once() {
             assert!(read < bytes + bytes / 4, "{read} of {bytes} bytes were read");
         }
     });
+}
+
+/// What is not read to know an object is part of its archive all the same: a copy would have it.
+#[test]
+fn damage_anywhere_in_the_archive_of_an_object_is_refused() {
+    let find = |bytes: &[u8], what: &[u8], from: usize| {
+        let found = bytes[from..].windows(what.len()).position(|at| at == what);
+        from + found.unwrap()
+    };
+    let damages: [(&str, &dyn Fn(&mut Vec<u8>)); 3] = [
+        ("a record that says the version", &|bytes| {
+            let header = find(bytes, b"/version", 0);
+            let at = find(bytes, b"3\n", header);
+            bytes[at] ^= 1;
+        }),
+        ("the name in a local header", &|bytes| {
+            let at = find(bytes, b"/byteorder", 0);
+            bytes[at + 1] ^= 1;
+        }),
+        ("the magic of a local header", &|bytes| {
+            let at = find(bytes, b"/.data/serialization_id", 0);
+            let header = bytes[..at].windows(4).rposition(|at| at == b"PK\x03\x04").unwrap();
+            bytes[header] ^= 1;
+        }),
+    ];
+    for (what, damage) in damages {
+        let storage = fixture("objects");
+        let file = key("__0_0.distcp");
+        let mut bytes = block_on(storage.read_all(&file)).unwrap().to_vec();
+        damage(&mut bytes);
+        block_on(storage.put(&file, bytes.into(), PutMode::Overwrite)).unwrap();
+        let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let writer = DcpWriter::new(Arc::clone(&target));
+        let done = block_on(reshard(&source(&storage), &writer, 2, &small()));
+        let error = dcp_core::error_chain(&done.expect_err(what));
+        assert!(error.contains("__0_0.distcp"), "{what}: {error}");
+        assert_eq!(block_on(target.list(None).count()), 0, "{what} left something");
+    }
 }

@@ -6,10 +6,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Global, MadeBy, Object, Opaque, Tensor, Value};
+use dcp_core::{FormatError, Global, MadeBy, Object, Opaque, PathItem, Tensor, Value};
 
 use crate::pickle::{
-    Converted, Converter, Hook, Limits, NodeId, Pickle, TensorSink, Writer, not_alone,
+    Converted, Converter, ForeignName, Hook, Limits, NodeId, Pickle, TensorSink, Writer, not_alone,
 };
 use crate::torch_tensor::{
     ByteOrder, Quantizer, TensorLayout, byte_order, small_record, storage_record,
@@ -24,8 +24,9 @@ const EXPANDED_MAX: u64 = 16 << 20;
 /// The object in an archive of `torch.save`.
 ///
 /// Plain data becomes plain values, tensors in it included. Whatever else it holds (objects of
-/// classes, shared or cyclic containers, tensors that share a storage) makes the whole a
-/// [`Value::Opaque`], which [`encode_object`] writes back unchanged.
+/// classes, shared or cyclic containers, tensors that share a storage, names that Python would
+/// import only to throw them away) makes the whole a [`Value::Opaque`], which [`encode_object`]
+/// writes back unchanged.
 ///
 /// # Errors
 ///
@@ -93,7 +94,110 @@ fn read(blob: &Bytes) -> Result<Converted, Halt> {
         let kept = sparse.need("a storage", record.data.clone())?;
         Ok(record.decode(kept, INFLATED_MAX)?)
     });
-    Ok(Converter::new(&pickle, &Limits::DEFAULT, &mut tensors).convert(pickle.root())?)
+    let converted = Converter::new(&pickle, &Limits::DEFAULT, &mut tensors).convert(pickle.root())?;
+    let faithful = converted.faithful && !pickle.has_foreign_names();
+    Ok(Converted { faithful, ..converted })
+}
+
+/// The names in a value that Python would import where it is loaded from an archive of
+/// [`encode_object`], and that are not known to be harmless.
+///
+/// # Errors
+///
+/// When it holds an object whose kept archive or pickle is damaged.
+pub fn foreign_names(value: &Value) -> Result<Vec<ForeignName>, FormatError> {
+    let mut found = Vec::new();
+    let mut open = vec![(value, Vec::new())];
+    while let Some((value, path)) = open.pop() {
+        let below = |item| path.iter().cloned().chain([item]).collect::<Vec<PathItem>>();
+        let mut name = |global: &Global| {
+            // What has no module stands for a part that was left out, or made by other parts.
+            if !global.module.is_empty() {
+                let path = Some(joined(&path));
+                found.extend(ForeignName::new(&global.module, &global.name, path));
+            }
+        };
+        match value {
+            Value::Global(global) => name(global),
+            Value::Opaque(opaque) => {
+                let names = foreign_names_in(&opaque.encoded)?;
+                found.extend(names.into_iter().map(|mut name| {
+                    let inner = name.path.take();
+                    name.path = inner.map(|inner| match (path.is_empty(), inner.is_empty()) {
+                        (true, _) => inner,
+                        (false, true) => joined(&path),
+                        (false, false) => format!("{}.{inner}", joined(&path)),
+                    });
+                    name
+                }));
+            }
+            Value::Object(object) => {
+                name(&object.class);
+                let parts = object.args.iter().chain(&object.state).chain(&object.items);
+                open.extend(parts.map(|part| (part, path.clone())));
+                let pairs = object.entries.iter().flat_map(|(key, item)| [key, item]);
+                open.extend(pairs.map(|part| (part, path.clone())));
+            }
+            Value::List(items) | Value::Tuple(items) | Value::Set(items) | Value::FrozenSet(items) => {
+                let items = (0..).zip(items).filter(|(_, item)| may_name(item));
+                open.extend(items.map(|(at, item)| (item, below(PathItem::Index(at)))));
+            }
+            Value::Dict(dict) => {
+                for (key, item) in dict.iter() {
+                    open.extend(may_name(key).then(|| (key, path.clone())));
+                    if !may_name(item) {
+                        continue;
+                    }
+                    let step = match key {
+                        Value::Str(key) => PathItem::Key(Arc::clone(key)),
+                        Value::Int(key) => PathItem::Key(key.to_string().into()),
+                        _ => PathItem::Key("?".into()),
+                    };
+                    open.push((item, below(step)));
+                }
+            }
+            _ => {}
+        }
+    }
+    found.sort_by(|a, b| (&a.path, &a.module, &a.name).cmp(&(&b.path, &b.module, &b.name)));
+    Ok(found)
+}
+
+/// Whether a value is of a kind that names can be in.
+fn may_name(value: &Value) -> bool {
+    matches!(
+        value,
+        Value::Global(_)
+            | Value::Opaque(_)
+            | Value::Object(_)
+            | Value::List(_)
+            | Value::Tuple(_)
+            | Value::Set(_)
+            | Value::FrozenSet(_)
+            | Value::Dict(_)
+    )
+}
+
+fn joined(path: &[PathItem]) -> String {
+    let steps = path.iter().map(|step| match step {
+        PathItem::Key(key) => key.to_string(),
+        PathItem::Index(at) => at.to_string(),
+    });
+    steps.collect::<Vec<_>>().join(".")
+}
+
+/// The same of an object in its archive.
+fn foreign_names_in(archive: &Bytes) -> Result<Vec<ForeignName>, FormatError> {
+    let names = || -> Result<_, Halt> {
+        let sparse = Sparse::whole(archive);
+        let index = ArchiveIndex::read(&sparse)?;
+        let pickle = small_record(&sparse, index.require("data.pkl")?, INFLATED_MAX)?;
+        Ok(Pickle::parse(&pickle, &Limits::DEFAULT)?.foreign_names())
+    };
+    names().map_err(|halt| match halt {
+        Halt::Bad(error) => error,
+        Halt::Need(range) => FormatError::new("torch archive", "it is cut short").at(range.start),
+    })
 }
 
 /// Gives tensors in a pickle the bytes of their storages.

@@ -5,7 +5,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use dcp_convert::view::Assembled;
-use dcp_convert::{Found, JobOptions, Source, WriteReport, divide, find, read_object};
+use dcp_convert::{
+    Found, JobOptions, Source, WriteReport, admit_callables, divide, find, read_object,
+};
 use dcp_core::{CheckpointMetadata, Dict, Entry, FormatError, PathItem, Tensor, Value};
 use dcp_planner::unflatten;
 
@@ -41,7 +43,7 @@ const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 ///
 /// [`MegatronError::Layout`] and [`MegatronError::Indivisible`] when the layout does not fit;
 /// [`MegatronError::FlatOptimizer`] for optimizer state that only its own layout can have; else as
-/// [`divide`]. What was there before is then untouched.
+/// [`divide`], which [`JobOptions::callables`] governs as it does for the common state. What was there before is then untouched.
 pub async fn to_torch_dist(
     source: &Source,
     writer: MegatronWriterBuilder,
@@ -63,12 +65,18 @@ pub async fn to_torch_dist(
             writer = writer.common(common);
         }
     }
+    let callables = match writer.common_value() {
+        Some(common) => admit_callables(&COMMON_STATE.into(), common, options)?,
+        None => Vec::new(),
+    };
     let args = writer.common_dict().and_then(|common| common.get("args"));
     let args = args.and_then(MegatronArgs::from_value);
     let source = with_unique_keys(source, &metadata, nested, options).await?;
     let metadata = source.metadata().await?;
     let division = MegatronDivision::new(&metadata, layout, args.as_ref())?;
-    Ok(divide(&source, &writer.build(), &division, options).await?)
+    let mut report = divide(&source, &writer.build(), &division, options).await?;
+    report.callables.splice(0..0, callables);
+    Ok(report)
 }
 
 /// Whether a key is that of something that Megatron-Core keeps as one object.

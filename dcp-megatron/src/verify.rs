@@ -3,13 +3,17 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp_convert::{ConvertError, JobOptions, Problem, ProblemKind, Source, VerifyReport};
+use dcp_convert::{
+    ConvertError, JobOptions, Problem, ProblemKind, Source, VerifyReport, foreign_callables,
+};
 use dcp_core::{CheckpointError, CheckpointMetadata, Dims, Entry, Region, Storage};
 use futures_util::StreamExt as _;
 
 use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use crate::common::{COMMON_FILE, CommonPlace};
 use crate::error::MegatronError;
 use crate::integrity::{problem, verify_manifest};
+use crate::logical::COMMON_STATE;
 use crate::sharded::ObjectKey;
 
 /// The files that Megatron-Core hashes are only read in a deep check.
@@ -20,7 +24,7 @@ const NOT_COMPARED: &str =
 ///
 /// Always: `metadata.json`, the index and the lengths of files as
 /// [`dcp_convert::verify`] does it, that the common state can be read, that every grid of objects
-/// is complete, that flattened tensors make up their logical shapes, that every file is there that
+/// is complete, that nothing in it runs commands where Python loads it, that flattened tensors make up their logical shapes, that every file is there that
 /// `integrity.json` names. With `deep`, too: every
 /// stored byte against its checksum, and every file against `integrity.json` where there is one.
 ///
@@ -66,6 +70,16 @@ pub async fn verify_opened(
             report.notes.push(NOT_COMPARED.to_owned());
         }
         report.problems.extend(problems);
+    }
+    let in_file = match checkpoint.format() {
+        MegatronFormat::TorchDist { common } => *common == CommonPlace::File,
+        MegatronFormat::Zarr => true,
+        MegatronFormat::Legacy { .. } => false,
+    };
+    // Elsewhere it was among the objects, or in the ranks' files.
+    if in_file {
+        let found = foreign_callables(&COMMON_STATE.into(), checkpoint.common_value())?;
+        report.judge_callables(found, Some(COMMON_FILE));
     }
     report.notes.extend(checkpoint.warnings().iter().cloned());
     report.ok = report.problems.is_empty();

@@ -43,6 +43,9 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
         }
         Ok((summary, megatron))
     })?;
+    for one in &summary.callables {
+        out.note(&format!("Python would run {one}, when it loads the checkpoint"));
+    }
     if args.common || args.args {
         return common_state(args, &summary, out);
     }

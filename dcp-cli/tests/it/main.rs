@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
 
 mod apart;
+mod callables;
 mod choosing;
 mod combine;
 mod convert;

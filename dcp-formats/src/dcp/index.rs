@@ -18,6 +18,7 @@ use super::safetensors_files;
 use crate::detect::detect;
 use crate::hf::INDEX_ENDING;
 use crate::metadata::{Decoded, check_chunks};
+use crate::pickle::ForeignName;
 
 /// A checked index.
 #[derive(Clone, Debug)]
@@ -25,6 +26,8 @@ pub(super) struct Index {
     pub(super) metadata: Arc<CheckpointMetadata>,
     /// As [`Decoded::original_shapes`]; none where the metadata of ranks were merged.
     pub(super) original_shapes: Arc<HashMap<Arc<str>, Dims>>,
+    /// As [`Decoded::foreign_names`]; none where the metadata of ranks were merged.
+    pub(super) foreign_names: Arc<[ForeignName]>,
     /// CRC-32 of the `.metadata`; `None` for a merged one.
     pub(super) crc32: Option<u32>,
     pub(super) warnings: Arc<[String]>,
@@ -36,12 +39,13 @@ pub(super) async fn load(
     tolerant: bool,
 ) -> Result<Index, CheckpointError> {
     let mut warnings = Vec::new();
-    let mut original_shapes = HashMap::new();
+    let (mut original_shapes, mut foreign_names) = (HashMap::new(), Vec::new());
     let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
         Some(bytes) => {
             warn_of_others(&**storage, &mut warnings).await?;
             let decoded = decode(METADATA, &bytes)?;
             original_shapes = decoded.original_shapes;
+            foreign_names = decoded.foreign_names;
             (decoded.metadata, Some(crc32fast::hash(&bytes)))
         }
         None => (merge_ranks(storage, &mut warnings).await?, None),
@@ -58,7 +62,8 @@ pub(super) async fn load(
         tracing::warn!("{warning}");
     }
     let (metadata, original_shapes) = (Arc::new(metadata), Arc::new(original_shapes));
-    Ok(Index { metadata, original_shapes, crc32, warnings: warnings.into() })
+    let (foreign_names, warnings) = (foreign_names.into(), warnings.into());
+    Ok(Index { metadata, original_shapes, foreign_names, crc32, warnings })
 }
 
 async fn read_if_there(

@@ -15,6 +15,7 @@ use super::index::{Index, load};
 use super::names::sidecar;
 use super::read::{Context, SCRATCH_BYTES, run};
 use super::sidecar::Sidecar;
+use crate::pickle::ForeignName;
 use crate::upload::Progress;
 
 /// Reads checkpoints of PyTorch's DCP: those of `FileSystemWriter` from PyTorch 2.1 on, in all its
@@ -98,6 +99,16 @@ impl DcpReader {
     /// As [`StorageReader::metadata`].
     pub async fn original_shapes(&self) -> Result<Arc<HashMap<Arc<str>, Dims>>, CheckpointError> {
         Ok(self.index().await?.original_shapes)
+    }
+
+    /// The names in the `.metadata` that Python would import where it is loaded, and that are not
+    /// known to be harmless.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn foreign_names(&self) -> Result<Arc<[ForeignName]>, CheckpointError> {
+        Ok(self.index().await?.foreign_names)
     }
 
     async fn index(&self) -> Result<Index, CheckpointError> {

@@ -11,7 +11,7 @@ use dcp_core::{
 use super::attributes::{Graph, bad};
 use super::class::{Class, describe};
 use super::places::Places;
-use crate::pickle::{Limits, Node, NodeId, Pickle};
+use crate::pickle::{ForeignName, Limits, Node, NodeId, Pickle};
 
 /// What [`dcp_core::Provenance::format`] says of these checkpoints.
 const FORMAT: &str = "torch_dcp";
@@ -40,6 +40,8 @@ pub struct Decoded {
     /// The shapes, in elements, that tensors have for Megatron-Core (0.8 to 0.15), by key, where
     /// the index says another one: those of which each rank saved a range of a flattened shard.
     pub original_shapes: HashMap<Arc<str>, Dims>,
+    /// Names that Python would import where it is loaded, and that are not known to be harmless.
+    pub foreign_names: Vec<ForeignName>,
 }
 
 /// As [`decode`], with what Megatron-Core adds.
@@ -86,7 +88,8 @@ pub fn decode_all(bytes: &[u8]) -> Result<Decoded, FormatError> {
         Some(data) => original_shapes(&graph, data)?,
         None => HashMap::new(),
     };
-    Ok(Decoded { metadata: out, original_shapes })
+    let foreign_names = pickle.foreign_names();
+    Ok(Decoded { metadata: out, original_shapes, foreign_names })
 }
 
 /// What Megatron-Core (0.8 to 0.15) notes of tensors; attributes of other names are left alone.

@@ -15,6 +15,7 @@ mod arena;
 mod convert;
 mod cursor;
 mod dump;
+mod foreign;
 mod limits;
 mod machine;
 mod names;
@@ -27,6 +28,7 @@ pub use arena::{Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, Span
 pub use convert::{Converted, Converter, Hook};
 pub(crate) use dump::not_alone;
 pub use dump::{Dumper, TensorSink, dump};
+pub use foreign::{ForeignName, Trust};
 pub use limits::Limits;
 pub use rewrite::PersistentSink;
 pub use writer::Writer;

@@ -10,7 +10,7 @@ use dcp_core::{
 
 use super::contents::{Contents, LIMITS};
 use super::flatten::flatten;
-use crate::pickle::{NodeId, Pickle};
+use crate::pickle::{ForeignName, NodeId, Pickle};
 use crate::torch_tensor::{ByteOrder, TensorLayout};
 use crate::torch_zip::{Method, Record};
 
@@ -30,6 +30,8 @@ pub(super) struct Index {
     pub(super) by_start: Vec<(u64, usize)>,
     /// CRC-32 of what lies in the file as a whole record, by first byte and length.
     pub(super) checksums: Arc<HashMap<(u64, u64), u32>>,
+    /// Names in the pickle that are not known to be harmless.
+    pub(super) foreign: Vec<ForeignName>,
 }
 
 /// What an entry is made from.
@@ -101,9 +103,10 @@ impl Index {
         let occupied = contents.storages.values().enumerate().filter(|(_, r)| !r.data.is_empty());
         let mut by_start: Vec<_> = occupied.map(|(at, r)| (r.data.start, at)).collect();
         by_start.sort_unstable();
+        let foreign = pickle.foreign_names();
         drop(pickle);
         let (metadata, checksums) = (Arc::new(metadata), Arc::new(checksums));
-        Ok(Self { contents, metadata, leaves, by_start, checksums })
+        Ok(Self { contents, metadata, leaves, by_start, checksums, foreign })
     }
 }
 

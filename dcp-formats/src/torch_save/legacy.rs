@@ -113,7 +113,11 @@ fn pickles(head: &[u8]) -> Result<Stream, FormatError> {
         return Err(bad("it is of an unknown version", start));
     }
     // Of the machine: nothing in it bears on the rest.
-    next(&mut start)?;
+    let machine = next(&mut start)?;
+    if let Some(name) = machine.foreign_names().first().or(protocol.foreign_names().first()) {
+        let problem = format!("what it notes of the machine that wrote it names {name}");
+        return Err(bad(&problem, start));
+    }
     let object = next(&mut start)?;
     let object = start as u64..(start + object.byte_len()) as u64;
     let keys = next(&mut start)?;

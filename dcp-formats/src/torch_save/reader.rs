@@ -18,6 +18,7 @@ use super::object::Objects;
 use super::strided::{self, Place};
 use super::write::TorchSaveOptions;
 use crate::dcp::PlacedReads;
+use crate::pickle::ForeignName;
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{Method, Record};
 
@@ -137,6 +138,16 @@ impl TorchSaveReader {
             },
         });
         Ok(records.collect())
+    }
+
+    /// The names in the file that Python would import where it is loaded, and that are not known
+    /// to be harmless.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn foreign_names(&self) -> Result<Vec<ForeignName>, CheckpointError> {
+        Ok(self.index().await?.foreign.clone())
     }
 
     /// Lays out the file `key` with the very objects of this one: keys of any class, empty

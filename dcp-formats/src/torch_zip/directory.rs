@@ -8,7 +8,7 @@ use indexmap::IndexMap;
 
 use super::le::{u16_at, u32_at, u64_at};
 use super::{
-    CENTRAL_ENTRY, CENTRAL_ENTRY_LEN, END, END_LEN, Halt, LOCAL_HEADER, LOCAL_HEADER_LEN, Method,
+    CENTRAL_ENTRY, CENTRAL_ENTRY_LEN, END, END_LEN, Halt, Inflater, LOCAL_HEADER, LOCAL_HEADER_LEN, Method,
     Progress, Record, Sparse, ZIP64_END, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR,
     ZIP64_LOCATOR_LEN,
 };
@@ -36,6 +36,33 @@ pub struct Entry {
     header_offset: u64,
     /// Where the next record or the directory begins.
     limit: u64,
+}
+
+/// Checks a whole archive: its directory, the header of every record, and every record against its
+/// CRC-32, whether or not anything refers to it.
+///
+/// # Errors
+///
+/// With the first of them that is damaged, by name.
+pub fn check_archive(archive: &[u8]) -> Result<(), FormatError> {
+    let blob = Sparse::whole(archive);
+    let index = ArchiveIndex::parse(&blob)?.ready()?;
+    for entry in index.entries() {
+        let record = entry.locate(&blob)?.ready()?;
+        let kept = blob.get(record.data.clone()).unwrap_or_default();
+        let checked = match record.method {
+            Method::Stored => record.check_crc32(crc32fast::hash(kept)),
+            Method::Deflated => {
+                let mut inflater = Inflater::new(&record)?;
+                inflater.push(kept, |_| ()).and_then(|()| inflater.finish())
+            }
+        };
+        checked.map_err(|error| {
+            let problem = format!("{}: {}", entry.name(), error.problem());
+            FormatError::new("torch archive", problem).at(record.data.start)
+        })?;
+    }
+    Ok(())
 }
 
 impl ArchiveIndex {

@@ -13,7 +13,7 @@ mod le;
 mod record;
 mod sparse;
 
-pub use directory::{ArchiveIndex, Entry};
+pub use directory::{ArchiveIndex, Entry, check_archive};
 pub use encode::{ArchiveEncoder, RecordSet, StorageSlot};
 pub use inflate::{INFLATED_MAX, Inflater};
 pub use record::{Method, Record};

@@ -209,6 +209,10 @@ impl MegatronWriterBuilder {
         self.common.is_some()
     }
 
+    pub(crate) fn common_value(&self) -> Option<&Value> {
+        self.common.as_ref()
+    }
+
     pub(crate) fn common_dict(&self) -> Option<&Dict> {
         self.common.as_ref()?.view().as_dict()
     }

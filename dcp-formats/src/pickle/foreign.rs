@@ -1,0 +1,569 @@
+//! Names that Python would import where a pickle is loaded, and which of them are known to be
+//! harmless.
+//!
+//! A pickle calls whatever it names. Nothing here does, but what is written again says to the
+//! next Python what it said before. So the names are told apart: those that the checkpoints of
+//! PyTorch, OLMo-core and Megatron-Core are made of, those by which a pickle takes a machine over,
+//! and all others, of which nothing is known.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use super::arena::{Node, NodeId, Pickle};
+
+/// What is known of a name that Python would import and call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Trust {
+    /// Calling it with any arguments makes a value and does nothing else.
+    Harmless,
+    /// Nothing is known of it: a class of the training program, most likely.
+    Unknown,
+    /// It runs commands or code, or reaches what does.
+    Dangerous,
+}
+
+impl Trust {
+    /// What is known of `name` in `module`, both as Python 3 has them.
+    #[must_use]
+    pub fn of(module: &str, name: &str) -> Self {
+        if is_harmless(module, name) {
+            Self::Harmless
+        } else if is_dangerous(module, name) {
+            Self::Dangerous
+        } else {
+            Self::Unknown
+        }
+    }
+}
+
+/// A name in a pickle that is not known to be harmless.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ForeignName {
+    /// The module, as Python 3 has it.
+    pub module: String,
+    /// The name in it.
+    pub name: String,
+    /// Where in the object it is met first: keys and positions, joined by dots; empty where it is
+    /// the object itself. `None` where Python would import it and throw away what it makes.
+    pub path: Option<String>,
+    /// What is known of it; never [`Trust::Harmless`].
+    pub trust: Trust,
+}
+
+impl ForeignName {
+    /// The name `name` in `module`, met at `path`; `None` when it is known to be harmless.
+    #[must_use]
+    pub fn new(module: &str, name: &str, path: Option<String>) -> Option<Self> {
+        let trust = Trust::of(module, name);
+        let (module, name) = (module.to_owned(), name.to_owned());
+        (trust != Trust::Harmless).then_some(Self { module, name, path, trust })
+    }
+}
+
+impl fmt::Display for ForeignName {
+    /// `module.name`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.module, self.name)
+    }
+}
+
+/// The most of a path that is kept, in bytes.
+const PATH_MAX: usize = 256;
+
+/// How a node is reached from another one.
+#[derive(Clone, Copy)]
+enum Step {
+    /// It is a part without a name.
+    Part,
+    Key(NodeId),
+    Index(usize),
+}
+
+impl Pickle<'_> {
+    /// Whether Python would import anything that is not known to be harmless.
+    #[must_use]
+    pub fn has_foreign_names(&self) -> bool {
+        self.globals().iter().any(|g| Trust::of(&g.module, &g.name) != Trust::Harmless)
+    }
+
+    /// Every name that Python would import and that is not known to be harmless, whether or not
+    /// anything of it is left in the object.
+    #[must_use]
+    pub fn foreign_names(&self) -> Vec<ForeignName> {
+        if !self.has_foreign_names() {
+            return Vec::new();
+        }
+        let mut paths: Vec<Option<String>> = vec![None; self.globals().len()];
+        let mut reached: Vec<Option<(NodeId, Step)>> = vec![None; self.node_count()];
+        let mut open = VecDeque::from([(self.root(), self.root(), Step::Part)]);
+        while let Some((id, from, step)) = open.pop_front() {
+            let Some(place @ None) = reached.get_mut(id.index()) else { continue };
+            *place = Some((from, step));
+            match self.node(id) {
+                Node::Global(number) => {
+                    if let Some(path) = paths.get_mut(*number as usize) {
+                        *path = Some(self.path_to(id, &reached));
+                    }
+                }
+                Node::Dict(span) => self.push_pairs(id, self.children(*span), &mut open),
+                Node::Tuple(span) | Node::List(span) | Node::Set(span) | Node::FrozenSet(span) => {
+                    self.push_items(id, self.children(*span), &mut open);
+                }
+                Node::Persistent(inner) => open.push_back((*inner, id, Step::Part)),
+                Node::Object(_) => {
+                    let Some(object) = self.object(id) else { continue };
+                    let parts = [object.class, object.args].into_iter().chain(object.state);
+                    let parts = parts.chain(self.kwargs(object));
+                    open.extend(parts.map(|part| (part, id, Step::Part)));
+                    self.push_items(id, self.object_items(object), &mut open);
+                    self.push_pairs(id, self.object_entries(object), &mut open);
+                }
+                _ => {}
+            }
+        }
+        let named = self.globals().iter().zip(paths);
+        named.filter_map(|(g, path)| ForeignName::new(&g.module, &g.name, path)).collect()
+    }
+
+    fn push_items(
+        &self,
+        id: NodeId,
+        items: &[NodeId],
+        open: &mut VecDeque<(NodeId, NodeId, Step)>,
+    ) {
+        open.extend(items.iter().enumerate().map(|(at, item)| (*item, id, Step::Index(at))));
+    }
+
+    fn push_pairs(
+        &self,
+        id: NodeId,
+        pairs: &[NodeId],
+        open: &mut VecDeque<(NodeId, NodeId, Step)>,
+    ) {
+        for [key, value] in pairs.as_chunks::<2>().0 {
+            open.push_back((*key, id, Step::Part));
+            open.push_back((*value, id, Step::Key(*key)));
+        }
+    }
+
+    /// Keys and positions on the way to a node, the innermost ones where there are too many.
+    fn path_to(&self, mut id: NodeId, reached: &[Option<(NodeId, Step)>]) -> String {
+        let mut path = String::new();
+        while id != self.root()
+            && let Some(Some((from, step))) = reached.get(id.index())
+        {
+            let step = match step {
+                Step::Part => None,
+                Step::Index(at) => Some(at.to_string()),
+                Step::Key(key) => Some(match (self.str(*key), self.int(*key)) {
+                    (Some(text), _) => text.chars().take(PATH_MAX).collect(),
+                    (None, Some(number)) => number.to_string(),
+                    (None, None) => "?".to_owned(),
+                }),
+            };
+            if let Some(step) = step {
+                if step.len() + path.len() > PATH_MAX {
+                    return format!("….{path}");
+                }
+                path = if path.is_empty() { step } else { format!("{step}.{path}") };
+            }
+            id = *from;
+        }
+        path
+    }
+}
+
+fn is_harmless(module: &str, name: &str) -> bool {
+    let listed = HARMLESS.iter().any(|(known, names)| *known == module && names.contains(&name));
+    let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    let of_torch = || match module {
+        "torch" => name.ends_with("Storage") || name.parse::<dcp_core::DType>().is_ok(),
+        "torch.cuda" | "torch.storage" => name.ends_with("Storage"),
+        // `_rebuild_tensor_v2` and the like.
+        "torch._utils" => name.starts_with("_rebuild_"),
+        "numpy.dtypes" => name.ends_with("DType"),
+        // `signal.SIGTERM`, as Python has pickled enumerations of the system since 3.12.
+        "signal" => name.starts_with("SIG"),
+        // Modules that were saved as a whole.
+        _ => {
+            module.starts_with("torch.nn.modules.")
+                && name.starts_with(|first: char| first.is_ascii_uppercase())
+        }
+    };
+    listed || plain && of_torch()
+}
+
+/// What the checkpoints that are read here are made of, by module.
+const HARMLESS: &[(&str, &[&str])] = &[
+    (
+        "builtins",
+        &[
+            "Ellipsis",
+            "NotImplemented",
+            "bool",
+            "bytearray",
+            "bytes",
+            "complex",
+            "dict",
+            "float",
+            "frozenset",
+            "int",
+            "list",
+            "object",
+            "range",
+            "set",
+            "slice",
+            "str",
+            "tuple",
+        ],
+    ),
+    ("_codecs", &["encode"]),
+    ("_io", &["BytesIO"]),
+    ("io", &["BytesIO"]),
+    ("argparse", &["Namespace"]),
+    ("collections", &["Counter", "OrderedDict", "defaultdict", "deque"]),
+    ("copyreg", &["__newobj__", "__newobj_ex__", "_reconstructor"]),
+    ("datetime", &["date", "datetime", "time", "timedelta", "timezone"]),
+    ("decimal", &["Decimal"]),
+    ("fractions", &["Fraction"]),
+    (
+        "pathlib",
+        &["Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"],
+    ),
+    (
+        "pathlib._local",
+        &["Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"],
+    ),
+    ("re", &["_compile"]),
+    ("signal", &["Handlers", "Signals"]),
+    ("types", &["SimpleNamespace"]),
+    ("uuid", &["SafeUUID", "UUID"]),
+    (
+        "numpy",
+        &[
+            "bool",
+            "bool_",
+            "complex128",
+            "complex64",
+            "dtype",
+            "float16",
+            "float32",
+            "float64",
+            "int16",
+            "int32",
+            "int64",
+            "int8",
+            "longdouble",
+            "ndarray",
+            "str_",
+            "uint16",
+            "uint32",
+            "uint64",
+            "uint8",
+        ],
+    ),
+    ("numpy.core.multiarray", &["_reconstruct", "scalar"]),
+    ("numpy._core.multiarray", &["_reconstruct", "scalar"]),
+    ("numpy.core.numeric", &["_frombuffer"]),
+    ("numpy._core.numeric", &["_frombuffer"]),
+    (
+        "numpy.random._pickle",
+        &["__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor"],
+    ),
+    ("numpy.random._mt19937", &["MT19937"]),
+    ("numpy.random._pcg64", &["PCG64", "PCG64DXSM"]),
+    ("numpy.random._philox", &["Philox"]),
+    ("numpy.random._sfc64", &["SFC64"]),
+    ("numpy.random.bit_generator", &["SeedSequence", "__pyx_unpickle_SeedSequence"]),
+    (
+        "torch",
+        &[
+            "Generator",
+            "Size",
+            "Tensor",
+            "channels_last",
+            "channels_last_3d",
+            "contiguous_format",
+            "device",
+            "jagged",
+            "per_channel_affine",
+            "per_channel_affine_float_qparams",
+            "per_channel_symmetric",
+            "per_tensor_affine",
+            "per_tensor_symmetric",
+            "preserve_format",
+            "sparse_bsc",
+            "sparse_bsr",
+            "sparse_coo",
+            "sparse_csc",
+            "sparse_csr",
+            "strided",
+        ],
+    ),
+    ("torch._tensor", &["_rebuild_from_type_v2"]),
+    ("torch.nn.parameter", &["Buffer", "Parameter", "UninitializedParameter"]),
+    ("torch.serialization", &["_get_layout"]),
+    ("torch.torch_version", &["TorchVersion"]),
+    (
+        "torch.distributed._shard.sharded_tensor.metadata",
+        &["MEM_FORMAT_ENCODING", "ShardedTensorMetadata", "TensorProperties"],
+    ),
+    ("torch.distributed.checkpoint.filesystem", &["_StorageInfo", "_StoragePrefix"]),
+    (
+        "torch.distributed.checkpoint.metadata",
+        &[
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ],
+    ),
+    (
+        "torch.distributed.checkpoint.planner",
+        &["SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"],
+    ),
+    ("torch.distributed.tensor", &["DTensor"]),
+    ("torch.distributed.tensor._dtensor_spec", &["DTensorSpec", "TensorMeta"]),
+    ("torch.distributed.tensor.placement_types", &["Partial", "Replicate", "Shard", "_StridedShard"]),
+    ("megatron.core.dist_checkpointing.strategies.torch", &["MCoreMetadata", "MCoreSavePlan"]),
+    ("megatron.core.dist_checkpointing.validation", &["StrictHandling"]),
+    ("megatron.core.enums", &["Fp4Recipe", "Fp8Recipe", "ModelType"]),
+    (
+        "megatron.core.transformer.enums",
+        &[
+            "AttnBackend",
+            "AttnMaskType",
+            "AttnType",
+            "CudaGraphModule",
+            "CudaGraphScope",
+            "InferenceCudaGraphScope",
+            "LayerType",
+            "ModelType",
+        ],
+    ),
+    ("megatron.core.model_parallel_config", &["ModelParallelConfig"]),
+    (
+        "megatron.core.transformer.transformer_config",
+        &["MLATransformerConfig", "TransformerConfig"],
+    ),
+    (
+        "megatron.core.optimizer.optimizer_config",
+        &["AdamOptimizerConfig", "OptimizerConfig", "SGDOptimizerConfig"],
+    ),
+    (
+        "megatron.core.distributed.distributed_data_parallel_config",
+        &["DistributedDataParallelConfig"],
+    ),
+    (
+        "megatron.core.rerun_state_machine",
+        &[
+            "Call",
+            "Caller",
+            "QuickStats",
+            "RerunDiagnostic",
+            "RerunMode",
+            "RerunState",
+            "RerunValidationStatus",
+        ],
+    ),
+    ("megatron.training.checkpointing", &["CheckpointType"]),
+    ("megatron.model.enums", &["AttnMaskType", "AttnType", "LayerType", "ModelType"]),
+    ("megatron.legacy.model.enums", &["AttnMaskType", "AttnType", "LayerType", "ModelType"]),
+    ("olmo_core.distributed.checkpoint.filesystem", &["_StorageInfo"]),
+];
+
+fn is_dangerous(module: &str, name: &str) -> bool {
+    let top = module.split('.').next().unwrap_or(module);
+    let listed = DANGEROUS.iter().any(|(known, names)| *known == module && names.contains(&name));
+    // What is reached through a name with dots may be of any module.
+    let through = name.split('.').any(|part| DANGEROUS_MODULES.contains(&part));
+    DANGEROUS_MODULES.contains(&top) || listed || through
+}
+
+/// Modules of which anything may run commands or code, open files, or speak to the network.
+const DANGEROUS_MODULES: &[&str] = &[
+    "_posixsubprocess",
+    "_pickle",
+    "_thread",
+    "asyncio",
+    "bdb",
+    "cProfile",
+    "cffi",
+    "cloudpickle",
+    "code",
+    "codeop",
+    "commands",
+    "ctypes",
+    "_ctypes",
+    "dill",
+    "distutils",
+    "doctest",
+    "ensurepip",
+    "ftplib",
+    "http",
+    "idlelib",
+    "imp",
+    "importlib",
+    "_frozen_importlib",
+    "_frozen_importlib_external",
+    "joblib",
+    "lib2to3",
+    "linecache",
+    "marshal",
+    "multiprocessing",
+    "nt",
+    "os",
+    "paramiko",
+    "pdb",
+    "pickle",
+    "pip",
+    "pkgutil",
+    "popen2",
+    "posix",
+    "profile",
+    "pty",
+    "pydoc",
+    "requests",
+    "runpy",
+    "setuptools",
+    "shelve",
+    "shutil",
+    "site",
+    "smtplib",
+    "socket",
+    "_socket",
+    "sqlite3",
+    "ssl",
+    "subprocess",
+    "sys",
+    "telnetlib",
+    "tempfile",
+    "threading",
+    "timeit",
+    "trace",
+    "urllib",
+    "urllib2",
+    "venv",
+    "webbrowser",
+    "zipimport",
+];
+
+/// The same of modules that have harmless names besides.
+const DANGEROUS: &[(&str, &[&str])] = &[
+    (
+        "builtins",
+        &[
+            "__import__",
+            "apply",
+            "breakpoint",
+            "compile",
+            "delattr",
+            "eval",
+            "exec",
+            "execfile",
+            "file",
+            "getattr",
+            "globals",
+            "help",
+            "input",
+            "locals",
+            "map",
+            "open",
+            "setattr",
+            "vars",
+        ],
+    ),
+    ("io", &["FileIO", "open", "open_code"]),
+    ("_io", &["FileIO", "open", "open_code"]),
+    ("functools", &["partial", "reduce"]),
+    ("operator", &["attrgetter", "itemgetter", "methodcaller"]),
+    ("_operator", &["attrgetter", "itemgetter", "methodcaller"]),
+    ("types", &["CodeType", "FunctionType", "LambdaType", "MethodType"]),
+    ("numpy", &["fromfile", "load", "memmap", "save"]),
+    ("numpy.testing._private.utils", &["runstring"]),
+    ("torch", &["compile", "load"]),
+    ("torch.hub", &["load", "load_state_dict_from_url", "download_url_to_file"]),
+    ("torch.jit", &["load"]),
+    ("torch.serialization", &["load"]),
+    // Loads another pickle.
+    ("torch.storage", &["_load_from_bytes"]),
+    ("torch.utils.cpp_extension", &["load", "load_inline"]),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::super::Limits;
+    use super::*;
+
+    fn names(pickle: &[u8]) -> Vec<(String, Option<String>, Trust)> {
+        let pickle = Pickle::parse(pickle, &Limits::DEFAULT).unwrap();
+        let names = pickle.foreign_names().into_iter();
+        names.map(|name| (name.to_string(), name.path, name.trust)).collect()
+    }
+
+    #[test]
+    fn names_are_found_wherever_they_hide() {
+        let found = |pickle: &[u8], name: &str, path: Option<&str>, trust| {
+            let expected = (name.to_owned(), path.map(str::to_owned), trust);
+            assert_eq!(names(pickle), [expected], "{}", String::from_utf8_lossy(pickle));
+        };
+        // {"args": {"hooks": [os.system("x")]}}
+        found(
+            b"}(X\x04\0\0\0args}(X\x05\0\0\0hooks](cos\nsystem\nX\x01\0\0\0x\x85Reuu.",
+            "os.system",
+            Some("args.hooks.0"),
+            Trust::Dangerous,
+        );
+        // The same, called and thrown away.
+        found(b"cposix\nsystem\nX\x01\0\0\0x\x85R0K\x01.", "posix.system", None, Trust::Dangerous);
+        // Named, not called.
+        found(b"cmy.code\nrun\n.", "my.code.run", Some(""), Trust::Unknown);
+        // As a key, and as the state of an object.
+        found(b"}cmy\nKey\nK\x01s.", "my.Key", Some(""), Trust::Unknown);
+        found(
+            b"cargparse\nNamespace\n)\x81}X\x01\0\0\0fcbuiltins\neval\nsb.",
+            "builtins.eval",
+            Some("f"),
+            Trust::Dangerous,
+        );
+        // Python 2's name of it, and one by way of a harmless module.
+        found(b"c__builtin__\neval\n.", "builtins.eval", Some(""), Trust::Dangerous);
+        let dotted = b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.";
+        found(dotted, "torch.os.system", Some(""), Trust::Dangerous);
+        assert_eq!(names(b"ccollections\nOrderedDict\n)R."), []);
+    }
+
+    #[test]
+    fn an_object_that_holds_itself_is_looked_at_once() {
+        assert_eq!(names(b"]q\0h\0acos\nsystem\na.").len(), 1);
+    }
+
+    #[test]
+    fn only_exact_names_are_harmless() {
+        for (module, name, trust) in [
+            ("torch", "bfloat16", Trust::Harmless),
+            ("torch", "FloatStorage", Trust::Harmless),
+            ("torch", "os.Storage", Trust::Dangerous),
+            ("torch._utils", "_rebuild_tensor_v2", Trust::Harmless),
+            ("torch._utils", "_rebuild_x.os.system", Trust::Dangerous),
+            ("torch.nn.modules.linear", "Linear", Trust::Harmless),
+            ("torch.nn.modules.linear", "Linear.forward", Trust::Unknown),
+            ("torch.nn.modules.module", "warnings", Trust::Unknown),
+            ("signal", "SIGTERM", Trust::Harmless),
+            ("signal", "signal", Trust::Unknown),
+            ("torch.storage", "_load_from_bytes", Trust::Dangerous),
+            ("builtins", "getattr", Trust::Dangerous),
+            ("os.path", "join", Trust::Dangerous),
+            ("osmosis", "Osmosis", Trust::Unknown),
+            ("", "", Trust::Unknown),
+        ] {
+            assert_eq!(Trust::of(module, name), trust, "{module}.{name}");
+        }
+    }
+}

@@ -20,7 +20,7 @@ pub(crate) enum Shape {
 /// Refuses to write where a file of the source lies, before anything is opened for writing.
 ///
 /// A file may have a free name in the folder of the source; a folder that is written must have
-/// none of the source's files in it.
+/// none of the source's files in it, nor lie in the source itself.
 pub(crate) async fn keep_apart(source: &Opened, target: &str, shape: Shape) -> Result<(), Failure> {
     let same = || Failure::from(ConvertError::SameTarget { target: target.to_owned() });
     let uri = &*source.uri;
@@ -34,6 +34,15 @@ pub(crate) async fn keep_apart(source: &Opened, target: &str, shape: Shape) -> R
     let targets = names(&to);
     if [&typed, &place].iter().any(|place| names(place).iter().any(|at| targets.contains(at))) {
         return Err(same());
+    }
+    // Whatever takes the folder of the source for a checkpoint, copies or removes it as a whole.
+    let inside = |place: &Path| {
+        names(place).iter().any(|at| targets.iter().any(|target| target.starts_with(at)))
+    };
+    if shape == Shape::Folder && place.is_dir() && inside(&place) {
+        let message = format!("{target:?} lies in the source {uri:?}");
+        return Err(Failure::new(Exit::Usage, message)
+            .hint("write to a folder beside it; what lies in a checkpoint goes when it goes"));
     }
     for file in files(&place, source).await? {
         // A folder that belongs to the source as a whole has no room for anything else.

@@ -94,6 +94,53 @@ fn a_target_that_touches_a_source_is_refused() {
 }
 
 #[test]
+fn a_folder_in_the_source_or_around_it_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    dcp(["convert", "fsdp2_adam_2r", &at("m"), "--to", "dcp"]).ok();
+    let megatron = crate::megatron::megatron("gpt_tp2pp2_swiglu/ckpt");
+    crate::megatron::copy_into(megatron.as_ref(), at("runs/g").as_ref());
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink(at("m"), at("link")).unwrap();
+        std::os::unix::fs::symlink(at("runs/g"), at("other")).unwrap();
+    }
+    let before = contents(folder.path());
+    let (m, g) = (at("m"), at("runs/g"));
+    let commands: &[&[&str]] = &[
+        &["convert", &m, &at("m/new"), "--to", "dcp"],
+        &["convert", &m, &at("m/deep/er/new"), "--to", "hf"],
+        &["convert", &m, &at("runs/../m/new"), "--to", "hf"],
+        &["reshard", &m, &at("m/new"), "-n", "3"],
+        &["unshard", &m, &at("m/new")],
+        &["average", &m, &m, "--out", &at("m/new"), "--to", "dcp"],
+        &["merge", &m, "--out", &at("m/new"), "--to", "torch-dist"],
+        &["convert", &g, &at("runs/g/new"), "--to", "torch-dist"],
+        &["convert", &g, &at("runs/g/new"), "--to", "hf"],
+        &["reshard", &g, &at("runs/g/new"), "--tp", "1"],
+        &["reshard", &g, &at("runs"), "--tp", "1"],
+        &["convert", &g, &at("runs"), "--to", "hf"],
+    ];
+    let linked: &[&[&str]] = &[
+        &["convert", &m, &at("link/new"), "--to", "dcp"],
+        &["convert", &at("link"), &at("m/new"), "--to", "dcp"],
+        &["convert", &m, &at("link"), "--to", "dcp"],
+        &["reshard", &at("other"), &g, "--tp", "1"],
+        &["reshard", &g, &at("other"), "--tp", "1"],
+        &["reshard", &g, &at("other/new"), "--tp", "1"],
+    ];
+    for command in commands.iter().chain(linked.iter().filter(|_| cfg!(unix))) {
+        for more in [[].as_slice(), &["--overwrite"]] {
+            let run = dcp(command.iter().chain(more));
+            assert_eq!(run.code, 2, "{command:?}: {}{}", run.stdout, run.stderr);
+            assert!(run.stderr.contains("source"), "{command:?}: {}", run.stderr);
+            assert!(contents(folder.path()) == before, "{command:?} changed something");
+            assert!(!Path::new(&at("m/new")).exists() && !Path::new(&at("runs/g/new")).exists());
+        }
+    }
+}
+
+#[test]
 fn a_free_name_beside_the_source_may_be_written() {
     let folder = copy_of("zstd_2r");
     let source = folder.path().display().to_string();

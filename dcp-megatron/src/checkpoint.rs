@@ -274,7 +274,8 @@ impl MegatronCheckpoint {
             }
             found => found?,
         };
-        let source = logical::view(&stored, common.value.clone(), options, &mut damage).await?;
+        let shown = common.value.clone();
+        let source = logical::view(&stored, &format, shown, options, &mut damage).await?;
         let args = common.dict.get("args").and_then(MegatronArgs::from_value);
         let storage = Arc::clone(storage);
         let (which, optimizer_files) = (None, Vec::new());

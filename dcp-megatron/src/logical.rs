@@ -7,7 +7,7 @@ use dcp_convert::Source;
 use dcp_convert::view::Assembled;
 use dcp_core::{Entry, Value, error_chain};
 
-use crate::checkpoint::OpenOptions;
+use crate::checkpoint::{MegatronFormat, OpenOptions};
 use crate::common::COMMON_OBJECT;
 use crate::error::MegatronError;
 use crate::flattened::{self, Cells};
@@ -20,6 +20,7 @@ pub const COMMON_STATE: &str = "common_state";
 /// stored flattened keeps its place, so its checksums are compared and its chunks copied.
 pub(crate) async fn view(
     raw: &Source,
+    format: &MegatronFormat,
     common: Value,
     options: &OpenOptions,
     damage: &mut Vec<String>,
@@ -30,6 +31,7 @@ pub(crate) async fn view(
         None => Arc::default(),
     };
     let mut view = Assembled::builder(std::slice::from_ref(raw), &options.job).await?;
+    view.format(format!("megatron_{}", format.name()));
     view.object(COMMON_STATE, None, common)?;
     let mut cells = Cells::default();
     for (at, (fqn, entry)) in metadata.iter().enumerate() {

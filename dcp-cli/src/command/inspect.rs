@@ -37,8 +37,7 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
         }
         let wanted = |name: &str| args.filter.as_ref().is_none_or(|glob| matches(glob, name));
         let mut summary = dcp::convert::inspect(source, &options, wanted).await?;
-        if let Some(megatron) = &megatron {
-            summary.format = format!("megatron_{}", megatron.format);
+        if megatron.is_some() {
             summary.version = None;
         }
         Ok((summary, megatron))

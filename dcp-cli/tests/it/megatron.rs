@@ -228,3 +228,31 @@ fn parts_of_a_checkpoint_are_no_target() {
     dcp(["-q", "reshard", &path(&run, ""), &iteration, "-n", "2", "--overwrite"])
         .fails(2, &["source and target are the same"]);
 }
+
+#[test]
+fn a_checkpoint_is_its_own_torch_save() {
+    let out = tempfile::tempdir().unwrap();
+    for name in ["gpt_tp2pp2_swiglu/ckpt", "head020_basic_integrity/ckpt"] {
+        let (source, file) = (megatron(name), path(&out, "all.pt"));
+        dcp(["convert", &source, &file, "--overwrite"]).ok();
+        for (a, b) in [(&source, &file), (&file, &source)] {
+            let found = dcp(["diff", a, b, "--json"]).json();
+            assert_eq!(found["differences"], json!([]), "{name}");
+            assert_eq!(found["compared"]["keys_a"], found["compared"]["keys_b"]);
+        }
+    }
+}
+
+#[test]
+fn the_format_has_one_name_everywhere() {
+    for (name, format) in [
+        ("gpt_tp2pp2_swiglu/ckpt", "megatron_torch_dist"),
+        ("v09_zarr/ckpt", "megatron_zarr"),
+        ("run_legacy_torch_tp2", "megatron_torch"),
+    ] {
+        let uri = megatron(name);
+        for command in ["inspect", "verify", "stats", "report"] {
+            assert_eq!(dcp([command, &uri, "--json"]).json()["format"], format, "{command}");
+        }
+    }
+}

@@ -3,6 +3,7 @@
 mod compare;
 mod objects;
 mod report;
+mod whole;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,6 +15,7 @@ use futures_util::{StreamExt, future, stream};
 
 use crate::check::refuse_unsound;
 use crate::diff::compare::{Comparer, Pair};
+use crate::diff::whole::whole_as_in;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::read_objects;
@@ -88,6 +90,7 @@ pub async fn diff(
     what: &DiffOptions,
     options: &JobOptions,
 ) -> Result<DiffReport, ConvertError> {
+    let (a, b) = &(whole_as_in(a, b, options).await?, whole_as_in(b, a, options).await?);
     let a = Side::open(a, &what.a, what, options).await?;
     let b = Side::open(b, &what.b, what, options).await?;
     let mut job = Job { what, a: &a, b: &b, report: DiffReport::default() };

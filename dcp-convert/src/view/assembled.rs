@@ -169,6 +169,12 @@ impl AssembledBuilder {
         self.inputs.get(part).map(|input| &input.metadata)
     }
 
+    /// The name that the format of the whole has, instead of that of the first part's.
+    pub fn format(&mut self, name: impl Into<Arc<str>>) -> &mut Self {
+        self.metadata.provenance_mut().format = Some(name.into());
+        self
+    }
+
     /// The index of what was added so far.
     #[must_use]
     pub fn metadata(&self) -> &CheckpointMetadata {

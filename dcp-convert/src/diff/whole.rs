@@ -1,0 +1,61 @@
+//! Objects that one checkpoint has whole and a file of `torch.save` takes apart.
+//!
+//! Such a file is one object: what is a key of its own in it follows from its dicts and lists. A
+//! dict that was a single object before is then many keys. To compare them, it is put together.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, Entry, PathItem, Value};
+
+use crate::error::ConvertError;
+use crate::job::JobOptions;
+use crate::source::Source;
+use crate::view::Assembled;
+
+/// `source` with those of its parts put together that `other` has as one object.
+pub(super) async fn whole_as_in(
+    source: &Source,
+    other: &Source,
+    options: &JobOptions,
+) -> Result<Source, ConvertError> {
+    let Some(save) = source.save_reader() else { return Ok(source.clone()) };
+    let (metadata, other) = (source.metadata().await?, other.metadata().await?);
+    let is_whole = |name: &Arc<str>| matches!(other.get(name), Some(Entry::Object(_)));
+    let parts = metadata.iter().filter_map(|(_, entry)| outermost(entry));
+    let names: HashSet<&Arc<str>> = parts.filter(|name| is_whole(name)).collect();
+    if names.is_empty() || names.iter().any(|name| metadata.get(name).is_some()) {
+        return Ok(source.clone());
+    }
+    let wanted = |key: &str| names.iter().any(|name| &***name == key);
+    let Some(values) = save.values(wanted).await? else { return Ok(source.clone()) };
+    let mut view = Assembled::builder(std::slice::from_ref(source), options).await?;
+    pass_others(&mut view, &metadata, &names)?;
+    for (key, value) in values {
+        if let Value::Str(key) = key {
+            view.object(key, None, value)?;
+        }
+    }
+    view.finish()
+}
+
+fn pass_others(
+    view: &mut crate::view::AssembledBuilder,
+    metadata: &CheckpointMetadata,
+    names: &HashSet<&Arc<str>>,
+) -> Result<(), ConvertError> {
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        if outermost(entry).is_none_or(|name| !names.contains(name)) {
+            view.pass(Arc::clone(fqn), entry.path().cloned(), 0, at)?;
+        }
+    }
+    Ok(())
+}
+
+/// The key of the outermost dict that an entry lies below.
+fn outermost(entry: &Entry) -> Option<&Arc<str>> {
+    match entry.path().map(|path| &**path) {
+        Some([PathItem::Key(first), _, ..]) => Some(first),
+        _ => None,
+    }
+}

@@ -24,19 +24,25 @@ pub async fn read_objects(
     entries: &[usize],
 ) -> HashMap<usize, ObjectResult> {
     let mut results = HashMap::with_capacity(entries.len());
-    for batch in entries.chunks(BATCH) {
-        match read_batch(source, metadata, batch).await {
-            Ok(values) => results.extend(values.into_iter().map(|(at, value)| (at, Ok(value)))),
-            Err(_) => {
+    // Every read of a file of `torch.save` parses its pickle.
+    let at_once = if source.save_reader().is_some() { usize::MAX } else { BATCH };
+    for batch in entries.chunks(at_once) {
+        let mut open = vec![batch];
+        while let Some(batch) = open.pop() {
+            match (read_batch(source, metadata, batch).await, batch) {
+                (Ok(values), _) => {
+                    results.extend(values.into_iter().map(|(at, value)| (at, Ok(value))));
+                }
+                (Err(error), [entry]) => _ = results.insert(*entry, Err(error)),
                 // Somewhere in it is a bad one: find it.
-                for &entry in batch {
-                    let one = read_batch(source, metadata, &[entry]).await;
-                    let value = one.and_then(|mut values| {
-                        values.remove(&entry).ok_or_else(|| missing(metadata, entry))
-                    });
-                    results.insert(entry, value);
+                (Err(_), batch) => {
+                    let (first, second) = batch.split_at(batch.len() / 2);
+                    open.extend([second, first]);
                 }
             }
+        }
+        for &entry in batch {
+            results.entry(entry).or_insert_with(|| Err(missing(metadata, entry)));
         }
     }
     results

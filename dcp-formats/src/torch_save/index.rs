@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointMetadata, Dims, Encoding, Entry, FormatError, Key, Layout, ObjectEntry, Placement,
-    TensorEntry,
+    TensorEntry, Value,
 };
 
 use super::contents::{Contents, LIMITS};
 use super::flatten::flatten;
-use crate::pickle::{ForeignName, NodeId, Pickle};
+use crate::pickle::{ForeignName, Node, NodeId, Pickle};
 use crate::torch_tensor::{ByteOrder, TensorLayout};
 use crate::torch_zip::{Method, Record};
 
@@ -41,6 +41,8 @@ pub(super) enum Leaf {
     Tensor(Box<TensorLayout>, Record),
     /// A node of the pickle.
     Object(NodeId),
+    /// One that is known without the pickle.
+    Plain(Value),
 }
 
 impl Index {
@@ -90,7 +92,8 @@ impl Index {
                 None => {
                     let mut entry = ObjectEntry::new(Some(in_pickle));
                     entry.path = Some(leaf.path);
-                    (Entry::Object(entry), Leaf::Object(leaf.node))
+                    let part = plain(&pickle, leaf.node).map(Leaf::Plain);
+                    (Entry::Object(entry), part.unwrap_or(Leaf::Object(leaf.node)))
                 }
             };
             metadata.insert(leaf.fqn, entry);
@@ -108,6 +111,20 @@ impl Index {
         let (metadata, checksums) = (Arc::new(metadata), Arc::new(checksums));
         Ok(Self { contents, metadata, leaves, by_start, checksums, foreign })
     }
+}
+
+/// The value of a node that is nothing but a number or a short text. Files have up to millions of
+/// them, and parsing the pickle again for every batch that is read would take longer each time.
+fn plain(pickle: &Pickle<'_>, node: NodeId) -> Option<Value> {
+    const TEXT_MAX: usize = 64;
+    Some(match pickle.node(node) {
+        Node::None => Value::None,
+        Node::Bool(value) => Value::Bool(*value),
+        Node::Int(value) => Value::Int(*value),
+        Node::Float(value) => Value::Float(*value),
+        Node::Str(text) if text.len() <= TEXT_MAX => Value::Str(Arc::from(*text)),
+        _ => return None,
+    })
 }
 
 /// Whether its elements and their type are all of the tensor: types that pack several quantized

@@ -281,6 +281,10 @@ impl StorageReader for TorchSaveReader {
                     let read = self.read_strided(&index, layout, record, item, &*sink);
                     read.await.map_err(named)?
                 }
+                (Some(Leaf::Plain(value)), ReadKind::Object) => {
+                    sink.object(item, value.clone())?;
+                    ReadReport::default()
+                }
                 (Some(Leaf::Object(node)), ReadKind::Object) => {
                     let objects = match &mut objects {
                         Some(objects) => objects,

@@ -13,6 +13,8 @@ mod get;
 mod hf;
 mod inspect;
 mod interrupt;
+#[cfg(unix)]
+mod kills;
 mod look;
 mod matrix;
 mod megatron;

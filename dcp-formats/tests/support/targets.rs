@@ -17,6 +17,7 @@ use dcp_formats::zarr::ArrayHeader;
 
 pub fn pickle(bytes: &[u8]) {
     if let Ok(pickle) = Pickle::parse(bytes, &Limits::DEFAULT) {
+        assert!(pickle.foreign_names().len() <= pickle.globals().len());
         let converted =
             Converter::new(&pickle, &Limits::DEFAULT, &mut ()).convert(pickle.root()).unwrap();
         if converted.faithful {

@@ -1,6 +1,10 @@
-//! Replays the seeds of the fuzz target `megatron_files`, whole, cut short, and damaged.
+//! Replays the seeds of the fuzz targets `megatron_files` and `megatron_common`, whole, cut short,
+//! and damaged.
 
 use std::path::Path;
+
+use dcp_core::{Dict, Global, Object, Value};
+use dcp_formats::pickle::dump;
 
 use crate::targets;
 
@@ -22,4 +26,26 @@ fn small_files_never_do_more_than_fail() {
         count += 1;
     }
     assert!(count >= 8, "{count} seeds");
+}
+
+#[test]
+fn common_states_never_do_more_than_fail() {
+    let number = |name: &str, value: i64| (name.to_owned(), Value::Int(value));
+    let mut args = Object::new(Global::new("argparse", "Namespace"), Vec::new());
+    let sizes = [number("tensor_model_parallel_size", 2), number("num_layers", 1 << 40)];
+    args.state = Some(Dict::from(sizes).into());
+    let content = Dict::from([number("distrib_optim_sharding_type", 1)]);
+    let common = Dict::from([
+        ("args".to_owned(), Value::Object(Box::new(args))),
+        number("iteration", 7),
+        ("content_metadata".to_owned(), content.into()),
+    ]);
+    let bytes = dump(&common.into()).unwrap();
+    targets::common_state(&bytes);
+    for at in 0..bytes.len() {
+        targets::common_state(&bytes[..at]);
+        let mut damaged = bytes.to_vec();
+        damaged[at] ^= 1 << (at % 8);
+        targets::common_state(&damaged);
+    }
 }

@@ -2,8 +2,15 @@
 
 #![allow(dead_code, reason = "each fuzz target uses one of them")]
 
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_conformance::MemoryStorage;
+use dcp_core::{Key, PutMode, Storage};
+use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 use dcp_megatron::sharded::{Description, ObjectKey, validate_sharding_integrity};
-use dcp_megatron::{CheckpointingConfig, Manifest, Tracked};
+use dcp_megatron::{CheckpointingConfig, Manifest, MegatronCheckpoint, OpenOptions, Tracked};
+use futures_util::FutureExt as _;
 
 /// Reads a description, checks it with itself, and writes it again.
 pub(crate) fn shards(bytes: &[u8]) {
@@ -27,5 +34,30 @@ pub(crate) fn small_files(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     if let Some(at) = ObjectKey::parse(&text) {
         assert_eq!(ObjectKey::parse(&at.to_string()), Some(at));
+    }
+}
+
+/// What a pickle is as the common state of a checkpoint: arguments, layout, content metadata.
+pub(crate) fn common_state(bytes: &[u8]) {
+    const INDEX: &[u8] = include_bytes!("../../../fixtures/megatron/tp2_basic/ckpt/.metadata");
+    const CONFIG: &[u8] = include_bytes!("../../../fixtures/megatron/tp2_basic/ckpt/metadata.json");
+    let pickle = Bytes::copy_from_slice(bytes);
+    let Ok(common) = ArchiveEncoder::encode(RecordSet::default(), pickle, &[]) else { return };
+    let storage = MemoryStorage::new();
+    for (name, bytes) in [
+        (".metadata", Bytes::from_static(INDEX)),
+        ("metadata.json", Bytes::from_static(CONFIG)),
+        ("common.pt", common),
+    ] {
+        let key = Key::new(name).unwrap();
+        storage.put(&key, bytes.into(), PutMode::Create).now_or_never().unwrap().unwrap();
+    }
+    let storage: Arc<dyn Storage> = Arc::new(storage);
+    let options = OpenOptions::default().with_tolerant(true);
+    let opened = MegatronCheckpoint::open(&storage, &options).now_or_never().unwrap();
+    if let Ok(checkpoint) = opened {
+        let _ = checkpoint.describe().now_or_never();
+        let _ = checkpoint.args();
+        let _ = checkpoint.content_metadata();
     }
 }

@@ -34,11 +34,13 @@ fn a_process() {
     match job.as_str() {
         "save" => save_for_ever(&place),
         "rank" => save_as_a_rank(&place),
+        #[cfg(feature = "megatron")]
+        "megatron_rank" => crate::megatron::save_as_a_rank(&place),
         other => panic!("unknown job {other}"),
     }
 }
 
-fn say(line: &str) {
+pub(crate) fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}").unwrap();
     out.flush().unwrap();

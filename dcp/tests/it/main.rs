@@ -7,6 +7,8 @@ mod child;
 mod kills;
 #[cfg(all(feature = "megatron", feature = "mapping"))]
 mod mapping;
+#[cfg(feature = "megatron")]
+mod megatron;
 mod ranks;
 #[path = "../support/state.rs"]
 mod state;

@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use crate::child::start;
 use crate::state::load;
 
-struct Rank {
-    child: Child,
+pub(crate) struct Rank {
+    pub(crate) child: Child,
     lines: Lines<BufReader<ChildStdout>>,
 }
 
 impl Rank {
     /// Reads until a line begins with `start`, and returns it.
-    fn wait_for(&mut self, start: &str) -> String {
+    pub(crate) fn wait_for(&mut self, start: &str) -> String {
         self.lines
             .by_ref()
             .map_while(Result::ok)
@@ -33,6 +33,11 @@ impl Drop for Rank {
 }
 
 fn ranks(world: u32, place: &str) -> Vec<Rank> {
+    ranks_doing("rank", world, place)
+}
+
+/// Processes that do `job` together.
+pub(crate) fn ranks_doing(job: &str, world: u32, place: &str) -> Vec<Rank> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     (0..world)
         .map(|rank| {
@@ -42,7 +47,7 @@ fn ranks(world: u32, place: &str) -> Vec<Rank> {
                 ("RANK", rank.to_string()),
                 ("WORLD_SIZE", world.to_string()),
             ];
-            let mut child = start("rank", place, &variables);
+            let mut child = start(job, place, &variables);
             let lines = BufReader::new(child.stdout.take().unwrap()).lines();
             Rank { child, lines }
         })

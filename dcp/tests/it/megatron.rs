@@ -1,0 +1,114 @@
+//! Ranks as processes that save a run of Megatron-Core over TCP, and one of them dies.
+
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dcp::collectives::TcpConfig;
+use dcp::convert::JobOptions;
+use dcp::megatron::sharded::{LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor};
+use dcp::megatron::{
+    LoadOptions, METADATA_JSON, MegatronRun, SaveOptions, Tracked, load, save, verify,
+    write_tracker,
+};
+use dcp::{Access, DType, Storage, StorageRegistry, Tensor, Value};
+
+use crate::child::say;
+use crate::ranks::ranks_doing;
+
+/// Rows that a rank has, and elements of a row.
+const ROWS: u64 = 8;
+const COLUMNS: u64 = 4096;
+
+fn block_on<T>(work: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap().block_on(work)
+}
+
+fn open(place: &str, access: Access) -> Arc<dyn Storage> {
+    StorageRegistry::with_defaults().open(place, access).unwrap()
+}
+
+/// The state of save number `step`, as `rank` of `world` holds it.
+fn state(step: u8, rank: u32, world: u32) -> ShardedStateDict {
+    let bytes = vec![step; usize::try_from(ROWS * COLUMNS).unwrap()];
+    let tensor = Tensor::replicated(DType::UInt8, [ROWS, COLUMNS], bytes).unwrap();
+    let view = tensor.shards()[0].view().clone();
+    let weight = ShardedTensor::from_rank_offsets("weight", view)
+        .offset(0, rank.into(), world.into())
+        .build()
+        .unwrap();
+    let object = Value::Int(step.into());
+    let rng = ShardedObject::new("rng", object, [u64::from(world)], [u64::from(rank)]).unwrap();
+    let mut state = ShardedStateDict::from([("weight", weight)]);
+    state.insert("rng", rng);
+    state.insert("iteration", Value::Int(step.into()));
+    state
+}
+
+/// What a process does until one of the ranks is gone.
+pub(crate) fn save_as_a_rank(place: &str) {
+    let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(5));
+    let group = config.connect().unwrap();
+    let (rank, world) = (dcp::Collective::rank(&group), dcp::Collective::world_size(&group));
+    let options = SaveOptions::new().group(Arc::new(group));
+    let run = open(place, Access::Write);
+    for step in 1..=250_u8 {
+        let which = Tracked::Iteration(step.into());
+        let storage = open(&format!("{place}/iter_{step:07}"), Access::Write);
+        if let Err(error) = block_on(save(&state(step, rank, world), &storage, &options)) {
+            return say(&format!("error {}", dcp::core::error_chain(&error)));
+        }
+        if rank == 0 {
+            block_on(write_tracker(&*run, which)).unwrap();
+        }
+        say(&format!("saved {step}"));
+    }
+}
+
+#[test]
+fn when_a_rank_of_megatron_is_killed_the_tracker_names_a_whole_checkpoint() {
+    for (victim, delay) in [(0_usize, 1), (1, 4), (2, 9), (0, 13)] {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("run").display().to_string();
+        let mut ranks = ranks_doing("megatron_rank", 3, &place);
+        for rank in &mut ranks {
+            rank.wait_for("saved 2");
+        }
+        std::thread::sleep(Duration::from_millis(delay));
+        ranks[victim].child.kill().unwrap();
+        let killed = Instant::now();
+        for (rank, process) in ranks.iter_mut().enumerate().filter(|(rank, _)| *rank != victim) {
+            let error = process.wait_for("error ");
+            assert!(killed.elapsed() < Duration::from_secs(15), "rank {rank} took too long");
+            assert!(error.contains(&format!("rank {victim}")), "rank {rank}: {error}");
+        }
+        drop(ranks);
+        let run = MegatronRun::new(open(&place, Access::Read));
+        let Some(Tracked::Iteration(latest)) = block_on(run.tracked()).unwrap() else {
+            panic!("the tracker names no iteration")
+        };
+        assert!(latest >= 2, "{latest}");
+        assert_whole(&place, u8::try_from(latest).unwrap());
+        for entry in fs::read_dir(&place).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            let Some(step) = name.strip_prefix("iter_") else { continue };
+            if fs::exists(format!("{place}/{name}/{METADATA_JSON}")).unwrap() {
+                assert_whole(&place, step.parse().unwrap());
+            }
+        }
+    }
+}
+
+/// Every byte of the checkpoint is that of the one save.
+fn assert_whole(run: &str, step: u8) {
+    let storage = open(&format!("{run}/iter_{step:07}"), Access::Read);
+    let report = block_on(verify(&storage, true, &JobOptions::default())).unwrap();
+    assert!(report.ok, "{report:?}");
+    let whole = LocalTensor::described(DType::UInt8, [3 * ROWS, COLUMNS]);
+    let whole = ShardedTensor::from_rank_offsets("weight", whole).build().unwrap();
+    let request = ShardedStateDict::from([("weight", whole)]);
+    let loaded = block_on(load(&request, &storage, &LoadOptions::new())).unwrap().state;
+    assert_eq!(loaded.get("iteration").and_then(Value::as_int), Some(step.into()));
+    let weight = loaded.get("weight").and_then(Value::as_tensor).and_then(Tensor::to_vec);
+    assert!(weight.unwrap().iter().all(|byte| *byte == step), "parts of another save");
+}

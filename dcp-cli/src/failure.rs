@@ -209,6 +209,11 @@ impl From<MegatronError> for Failure {
                 "--no-optimizer leaves it out; --optimizer per-parameter tells the parameters in \
                  the buffers apart by their values",
             ),
+            MegatronError::Indivisible { what: "layers", .. } => Self::of(Exit::Usage, &error)
+                .hint(
+                    "choose another --pp, or say how many layers the first or the last stage has: \
+                     --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
+                ),
             MegatronError::Layout { .. } | MegatronError::Indivisible { .. } => {
                 Self::of(Exit::Usage, &error).hint("choose other sizes for --tp, --pp and --ep")
             }

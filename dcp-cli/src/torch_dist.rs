@@ -3,7 +3,9 @@
 use clap::{Args, ValueEnum};
 use dcp::convert::{JobOptions, Selection, Source, StatePart, WriteReport, read_object};
 use dcp::core::Value;
-use dcp::megatron::{COMMON_STATE, MegatronForm, MegatronWriter, ParallelLayout, to_torch_dist};
+use dcp::megatron::{
+    COMMON_STATE, MegatronForm, MegatronWriter, ParallelLayout, PipelineSplit, to_torch_dist,
+};
 
 use crate::failure::Failure;
 use crate::open::Opened;
@@ -31,6 +33,9 @@ pub(crate) struct TorchDist {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     etp: Option<u32>,
 
+    #[command(flatten)]
+    split: Split,
+
     /// Which versions of Megatron-Core are to read it.
     #[arg(long, value_name = "FORM")]
     form: Option<Form>,
@@ -39,6 +44,67 @@ pub(crate) struct TorchDist {
     /// later compare on request.
     #[arg(long)]
     integrity: bool,
+}
+
+/// How the decoder's layers are divided among pipeline stages, by the names that Megatron-LM has for
+/// it.
+#[derive(Args, Clone, Copy, Debug, Default)]
+struct Split {
+    /// Layers of the first pipeline stage; the other stages share what is left. Without any of
+    /// these options stages are as in the source, where it has as many of them, else equal.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    decoder_first_pipeline_num_layers: Option<u32>,
+
+    /// Layers of the last pipeline stage.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    decoder_last_pipeline_num_layers: Option<u32>,
+
+    /// Count the embedding as a layer of the first pipeline stage.
+    #[arg(long)]
+    account_for_embedding_in_pipeline_split: bool,
+
+    /// Count the loss as a layer of the last pipeline stage.
+    #[arg(long)]
+    account_for_loss_in_pipeline_split: bool,
+
+    /// Chunks of layers of each pipeline stage, for an interleaved schedule.
+    #[arg(
+        long,
+        value_name = "N",
+        alias = "num-virtual-stages-per-pipeline-rank",
+        value_parser = clap::value_parser!(u32).range(1..=65_536)
+    )]
+    vpp: Option<u32>,
+}
+
+impl Split {
+    fn given(&self) -> Option<&'static str> {
+        let given = [
+            (
+                self.decoder_first_pipeline_num_layers.is_some(),
+                "--decoder-first-pipeline-num-layers",
+            ),
+            (self.decoder_last_pipeline_num_layers.is_some(), "--decoder-last-pipeline-num-layers"),
+            (
+                self.account_for_embedding_in_pipeline_split,
+                "--account-for-embedding-in-pipeline-split",
+            ),
+            (self.account_for_loss_in_pipeline_split, "--account-for-loss-in-pipeline-split"),
+            (self.vpp.is_some(), "--vpp"),
+        ];
+        given.into_iter().find_map(|(given, option)| given.then_some(option))
+    }
+
+    fn of_layers(&self) -> PipelineSplit {
+        let mut split = PipelineSplit::default();
+        split.decoder_first_pipeline_num_layers = self.decoder_first_pipeline_num_layers;
+        split.decoder_last_pipeline_num_layers = self.decoder_last_pipeline_num_layers;
+        split.account_for_embedding_in_pipeline_split =
+            self.account_for_embedding_in_pipeline_split;
+        split.account_for_loss_in_pipeline_split = self.account_for_loss_in_pipeline_split;
+        split.virtual_pipeline_model_parallel_size = self.vpp;
+        split
+    }
 }
 
 /// A form of `torch_dist`.
@@ -61,7 +127,8 @@ impl TorchDist {
             (self.form.is_some(), "--form"),
             (self.integrity, "--integrity"),
         ];
-        given.into_iter().find_map(|(given, option)| given.then_some(option))
+        let given = given.into_iter().find_map(|(given, option)| given.then_some(option));
+        given.or_else(|| self.split.given())
     }
 
     /// The ranks to write for: as asked for, else as `source` was laid out.
@@ -74,7 +141,9 @@ impl TorchDist {
             asked.or_else(|| there.and_then(|size| u32::try_from(size).ok())).unwrap_or(1)
         };
         let (tp, pp) = (size(self.tp, sizes.tensor), size(self.pp, sizes.pipeline));
-        let mut layout = ParallelLayout::new(tp, pp).with_ep(size(self.ep, sizes.expert));
+        let mut layout = ParallelLayout::new(tp, pp)
+            .with_ep(size(self.ep, sizes.expert))
+            .with_split(self.split.of_layers());
         let of_source = sizes.expert_tensor.filter(|size| sizes.tensor != Some(*size));
         layout.etp = self.etp.or(of_source.and_then(|size| u32::try_from(size).ok()));
         Ok(layout)

@@ -236,7 +236,7 @@ pub use error::MegatronError;
 pub use integrity::{Manifest, verify_integrity, write_integrity};
 pub use load::{LoadOptions, Loaded, load};
 pub use logical::COMMON_STATE;
-pub use partition::ParallelLayout;
+pub use partition::{ParallelLayout, PipelineSplit};
 pub use remove::{Removed, remove_sharded_tensors};
 pub use run::{MegatronRun, RunCheckpoint};
 pub use save::{MegatronBackgroundSaver, SaveDistribution, SaveOptions, async_save, save};

@@ -17,6 +17,21 @@ use crate::tell::tell;
 use crate::torch_dist::TorchDist;
 use dcp::convert::StatePart;
 
+/// Options that are Megatron-Core's, by the names of their fields.
+const MEGATRONS: [&str; 11] = [
+    "tp",
+    "pp",
+    "ep",
+    "etp",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "vpp",
+    "form",
+    "integrity",
+];
+
 /// Rewrite a checkpoint as if another number of ranks had saved it.
 ///
 /// Tensors are cut along their first axis, as FSDP2 does; objects are kept byte for byte. PyTorch
@@ -50,8 +65,8 @@ pub(crate) struct Reshard {
         long,
         value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=65_536),
-        required_unless_present_any = ["tp", "pp", "ep", "etp", "form", "integrity"],
-        conflicts_with_all = ["tp", "pp", "ep", "etp", "form", "integrity"]
+        required_unless_present_any = MEGATRONS,
+        conflicts_with_all = MEGATRONS
     )]
     pub(crate) ranks: Option<u32>,
 
@@ -87,8 +102,8 @@ impl Reshard {
             None if is_megatrons => Ok(Ranks::Megatron),
             None => {
                 let message = format!(
-                    "--tp, --pp, --ep, --etp, --form and --integrity are for checkpoints of \
-                     Megatron-Core, and {:?} is none",
+                    "{} is for checkpoints of Megatron-Core, and {:?} is none",
+                    self.torch_dist.given().unwrap_or("what was asked for"),
                     opened.uri
                 );
                 Err(Failure::new(Exit::Usage, message)

@@ -74,12 +74,32 @@ fn a_layout_is_rewritten() {
 }
 
 #[test]
+fn stages_and_experts_are_divided_as_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, out) = (megatron(MODEL), path(&folder, "out"));
+    let uneven = ["--pp=3", "--account-for-embedding-in-pipeline-split"];
+    dcp(["-q", "reshard", &source, &out].into_iter().chain(uneven)).ok();
+    dcp(["diff", &source, &out]).ok();
+    let found = dcp(["inspect", &out, "--json"]).json();
+    let norm = &found["keys"]["decoder.layers.self_attention.linear_qkv.layer_norm_weight"];
+    let files = norm["chunks"].as_array().unwrap().iter().map(|chunk| chunk["file"].clone());
+    // The first stage has the embedding alone, and each stage two ranks.
+    assert_eq!(files.collect::<Vec<_>>(), ["__2_0.distcp", "__4_0.distcp"]);
+    let (source, out) = (megatron("gpt_moe_ep2_swiglu/ckpt"), path(&folder, "experts"));
+    dcp(["-q", "reshard", &source, &out, "--tp=2", "--ep=2", "--etp=1"]).ok();
+    dcp(["diff", &source, &out]).ok();
+    let sizes = dcp(["inspect", &out, "--json"]).json()["megatron"]["parallel"].clone();
+    assert_eq!([&sizes["tensor"], &sizes["expert"], &sizes["expert_tensor"]], [2, 2, 1]);
+}
+
+#[test]
 fn layouts_that_do_not_fit_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (source, out) = (megatron(MODEL), path(&folder, "out"));
     let reshard = |uri: &str, more: &[&str]| dcp(["-q", "reshard", uri, &out].iter().chain(more));
     reshard(&source, &["--tp", "3"]).fails(2, &["cannot be divided into 3", "hint: choose other"]);
-    reshard(&source, &["--pp", "3"]).fails(2, &["hint: choose other"]);
+    reshard(&source, &["--pp", "3"]).fails(2, &["hint: choose another --pp", "--decoder-first"]);
+    reshard(&source, &["--pp", "1", "--vpp", "2"]).fails(2, &["one pipeline stage"]);
     reshard(&source, &["--ranks", "2"]).fails(2, &["Megatron-Core", "hint: say --tp"]);
     reshard("fsdp2_adam_2r", &["--tp", "2"]).fails(2, &["is none", "hint: say --ranks"]);
     reshard(&megatron("gpt_dp2_dp_reshardable/ckpt"), &["--tp", "2"])

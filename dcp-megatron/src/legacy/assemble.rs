@@ -9,7 +9,7 @@ use indexmap::IndexMap;
 
 use super::MODEL_FILE;
 use super::folders::Grid;
-use super::leaves::{ByRank, Leaf, Slot};
+use super::leaves::{ByRank, Leaf, MIXER, Slot};
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;
 use crate::partition::{TensorCut, tensor_cut};
@@ -109,16 +109,41 @@ struct Part<'l> {
 
 impl<'l> Model<'l> {
     fn error(&self, by_rank: &ByRank, tp: u32, problem: String) -> MegatronError {
-        let folder = self.grid.folder(tp, by_rank.pp, by_rank.ep);
+        let folder = self.grid.folder(tp, by_rank.pp, by_rank.group);
         MegatronError::Legacy { folder, problem }
     }
 
+    /// Whether Megatron-Core keeps layers one by one, alike or not: the arguments let them differ.
+    fn layers_may_differ(&self) -> bool {
+        let arg = |name: &str| self.args.and_then(|args| args.get(name)).map(Value::view);
+        let by_frequency = |name| match arg(name) {
+            Some(Value::Int(every)) => *every > 1,
+            Some(Value::List(_)) => true,
+            _ => false,
+        };
+        let given = |name| arg(name).and_then(Value::as_str).is_some_and(|text| !text.is_empty());
+        ["moe_layer_freq", "linear_attention_freq"].into_iter().any(by_frequency)
+            || [
+                "hybrid_layer_pattern",
+                "hybrid_override_pattern",
+                "heterogeneous_layers_config_path",
+                "heterogeneous_layers_config_encoded_json",
+            ]
+            .into_iter()
+            .any(given)
+            || matches!(arg("hetereogenous_dist_checkpoint"), Some(Value::Bool(true)))
+    }
+
     /// The stacks of layers that are all alike, which distributed checkpoints keep as tensors with
-    /// an axis of layers. Layers of multi-token prediction are kept one by one.
+    /// an axis of layers. Layers of multi-token prediction and of hybrid models are kept one by one.
     fn stacked(&self) -> Result<BTreeSet<&'l str>, MegatronError> {
         let mut stacks: BTreeMap<&str, BTreeMap<u64, BTreeSet<_>>> = BTreeMap::new();
+        let mut numbered = BTreeSet::new();
         for (slot, by_rank) in self.leaves {
             let Some((stack, n)) = &slot.layer else { continue };
+            if slot.name.starts_with(MIXER) {
+                numbered.insert(&**stack);
+            }
             let tensor = by_rank.leaves.values().next().and_then(|leaf| leaf.tensor.as_ref());
             let shape = tensor.map(|(dtype, shape)| (dtype.name(), shape));
             let layers = stacks.entry(stack).or_default().entry(*n).or_default();
@@ -134,7 +159,11 @@ impl<'l> Model<'l> {
             }
             let mut contents = layers.values();
             let first = contents.next();
-            if !stack.starts_with("mtp.") && contents.all(|other| Some(other) == first) {
+            let may_differ = numbered.contains(stack) || self.layers_may_differ();
+            if !may_differ
+                && !stack.starts_with("mtp.")
+                && contents.all(|other| Some(other) == first)
+            {
                 alike.insert(stack);
             }
         }
@@ -186,18 +215,19 @@ impl<'l> Model<'l> {
                 return Err(self.error(by_rank, 0, problem));
             }
             for part in parts {
-                let axes = std::iter::repeat_n(None, front).chain((0..own.ndim()).map(Some));
+                let bad = |error| self.error(by_rank, 0, format!("{fqn:?}: {error}"));
+                let axes = part.leaf.axes.iter().copied().map(Some);
+                let axes = std::iter::repeat_n(None, front).chain(axes);
                 let offsets: Dims =
                     cell.iter().chain(part.region.offsets().iter()).copied().collect();
                 let ones = std::iter::repeat_n(&1, front);
                 let sizes: Dims = ones.chain(part.region.sizes().iter()).copied().collect();
                 pieces.push(Piece {
-                    region: Region::new(offsets, sizes)
-                        .map_err(|error| self.error(by_rank, 0, format!("{fqn:?}: {error}")))?,
+                    region: Region::new(offsets, sizes).map_err(bad)?,
                     from: PieceFrom::Box {
                         part: part.leaf.part,
                         entry: part.leaf.entry,
-                        region: part.local,
+                        region: part.leaf.in_entry(&part.local).map_err(bad)?,
                         axes: axes.collect(),
                     },
                 });
@@ -219,22 +249,12 @@ impl<'l> Model<'l> {
     ) -> Result<Option<(DType, Dims, Vec<Part<'l>>)>, MegatronError> {
         let tensor = by_rank.leaves.values().find_map(|leaf| leaf.tensor.as_ref());
         let Some((dtype, local)) = tensor else { return Ok(None) };
-        let tp = self.grid.tp;
+        let tp = if slot.expert.is_some() { self.grid.etp } else { self.grid.tp };
         let cut = tensor_cut(&slot.name);
         if cut.is_none() && tp > 1 {
             let problem = format!(
                 "{fqn:?} has a part in each of {tp} folders, and no rule says what parts of it they \
                  are"
-            );
-            return Err(self.error(by_rank, 0, problem));
-        }
-        let of_experts = self.args.and_then(|args| args.count("expert_tensor_parallel_size"));
-        if slot.expert.is_some()
-            && let Some(other) = of_experts.filter(|other| *other != u64::from(tp))
-        {
-            let problem = format!(
-                "{fqn:?} is divided among {other} ranks, other parameters among {tp}; such folders \
-                 cannot be put together here"
             );
             return Err(self.error(by_rank, 0, problem));
         }

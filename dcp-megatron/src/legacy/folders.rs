@@ -12,6 +12,8 @@ use crate::error::MegatronError;
 const PREFIX: &str = "mp_rank_";
 /// More of them than any model was ever divided among.
 const FOLDERS_MAX: usize = 1 << 14;
+/// More ranks than one pipeline stage ever had.
+const STAGE_MAX: u64 = 1 << 20;
 
 /// The folders of a checkpoint, by the numbers in their names.
 #[derive(Debug)]
@@ -26,6 +28,8 @@ pub(super) struct Grid {
     pub(super) tp: u32,
     pub(super) pp: u32,
     pub(super) ep: u32,
+    /// Ranks that share each expert.
+    pub(super) etp: u32,
     places: Vec<Place>,
 }
 
@@ -35,6 +39,8 @@ pub(super) struct Place {
     pub(super) tp: u32,
     pub(super) pp: u32,
     pub(super) ep: u32,
+    /// Which part of its experts it has.
+    pub(super) etp: u32,
     pub(super) folder: String,
     pub(super) has_optimizer: bool,
 }
@@ -106,6 +112,17 @@ impl LegacyFolders {
             found.keys().map(part).max().unwrap_or(0).saturating_add(1)
         };
         let (pp, ep, tp) = (most(|key| key.0), most(|key| key.1), most(|key| key.2));
+        let ranks = args.and_then(MegatronArgs::tensor_model_parallel_size).map_or(tp, narrow);
+        let ranks = ranks.max(tp);
+        if let Some(etp) = parts_of_experts(args).filter(|etp| *etp != ranks) {
+            let sizes = Sizes { tp: ranks, ep: ep.max(narrow(groups)), etp };
+            let context = size(args.and_then(MegatronArgs::context_parallel_size));
+            let places = sizes.places(&found, context, &|stage, group, rank| {
+                missing(&name(rank, stage, group, parts, of_experts))
+            })?;
+            let grid = Grid { tp, pp, ep: sizes.ep, etp, places };
+            return grid.checked(args);
+        }
         let mut places = Vec::with_capacity(found.len());
         for (stage, group, rank) in (0..pp).flat_map(|stage| {
             (0..ep).flat_map(move |group| (0..tp).map(move |rank| (stage, group, rank)))
@@ -114,8 +131,117 @@ impl LegacyFolders {
                 return Err(missing(&name(rank, stage, group, parts, of_experts)));
             };
             let (folder, has_optimizer) = ((*folder).clone(), *has_optimizer);
-            places.push(Place { tp: rank, pp: stage, ep: group, folder, has_optimizer });
+            let (tp, pp, ep, etp) = (rank, stage, group, rank);
+            places.push(Place { tp, pp, ep, etp, folder, has_optimizer });
         }
+        Grid { tp, pp, ep, etp: tp, places }.checked(args)
+    }
+}
+
+/// How many ranks share each expert, if there are any and the arguments tell.
+fn parts_of_experts(args: Option<&MegatronArgs>) -> Option<u32> {
+    let args = args?;
+    args.num_experts()?;
+    args.count("expert_tensor_parallel_size").map(narrow).filter(|size| *size > 0)
+}
+
+fn narrow(size: u64) -> u32 {
+    u32::try_from(size).unwrap_or(u32::MAX)
+}
+
+/// The folders that there are: by stage, group of experts and tensor-parallel rank, the name and
+/// whether it holds the file of a distributed optimizer.
+type Found<'f> = BTreeMap<(u32, u32, u32), (&'f String, bool)>;
+
+/// Sizes of a stage whose experts are shared by another number of ranks than its layers. Then not
+/// every tensor-parallel rank has a part of every group of experts, and there are only folders of
+/// those pairs that there are ranks of.
+struct Sizes {
+    tp: u32,
+    ep: u32,
+    etp: u32,
+}
+
+impl Sizes {
+    /// Which part of its experts each folder has, after checking that all parts are there.
+    /// Ranks are numbered as Megatron-Core numbers them. Those save that are the first of replicas
+    /// of layers (since 0.18) or of experts.
+    fn places(
+        &self,
+        found: &Found<'_>,
+        context: u64,
+        missing: &dyn Fn(u32, u32, u32) -> MegatronError,
+    ) -> Result<Vec<Place>, MegatronError> {
+        let Self { tp, ep, etp } = *self;
+        let [wide_tp, wide_ep, wide_etp] = [tp, ep, etp].map(u64::from);
+        let ranks = wide_tp.saturating_mul(context).max(wide_etp.saturating_mul(wide_ep));
+        if ranks > STAGE_MAX {
+            return Err(MegatronError::Legacy {
+                folder: format!("{PREFIX}*"),
+                problem: format!(
+                    "the arguments say that {etp} ranks share each expert, in {ep} groups: these \
+                     are no sizes of a run"
+                ),
+            });
+        }
+        let mut parts: BTreeMap<(u32, u32), BTreeSet<u32>> = BTreeMap::new();
+        for rank in 0..ranks {
+            let group = narrow((rank / wide_etp) % wide_ep);
+            let named = (group, narrow(rank % wide_tp));
+            parts.entry(named).or_default().insert(narrow(rank % wide_etp));
+        }
+        let mut places = Vec::with_capacity(found.len());
+        for (&(pp, group, rank), (folder, has_optimizer)) in found {
+            let of_folder = parts.get(&(group, rank)).map(|parts| parts.iter().collect::<Vec<_>>());
+            let part = match of_folder.as_deref() {
+                Some([part]) => **part,
+                Some(_) => {
+                    return Err(MegatronError::Legacy {
+                        folder: (*folder).clone(),
+                        problem: format!(
+                            "several ranks have this name that have different parts of the experts: \
+                             {etp} ranks share each expert, and {tp} each layer. Each of them \
+                             replaced what the one before had saved, so there is no telling which \
+                             part this is; have Megatron-LM save it as --ckpt-format torch_dist"
+                        ),
+                    });
+                }
+                None => {
+                    return Err(MegatronError::Legacy {
+                        folder: (*folder).clone(),
+                        problem: format!(
+                            "no rank has this name where {etp} ranks share each expert, in {ep} \
+                             groups, and {tp} each layer"
+                        ),
+                    });
+                }
+            };
+            let (folder, has_optimizer) = ((*folder).clone(), *has_optimizer);
+            places.push(Place { tp: rank, pp, ep: group, etp: part, folder, has_optimizer });
+        }
+        let stages: BTreeSet<u32> = places.iter().map(|place| place.pp).collect();
+        for stage in 0..stages.last().map_or(0, |last| last.saturating_add(1)) {
+            let has = |fits: &dyn Fn(&Place) -> bool| {
+                places.iter().any(|place| place.pp == stage && fits(place))
+            };
+            for (&(group, rank), of_folder) in &parts {
+                let has_layers = has(&|place| place.tp == rank);
+                let has_experts =
+                    of_folder.iter().all(|p| has(&|place| (place.ep, place.etp) == (group, *p)));
+                if !has_layers || !has_experts {
+                    return Err(missing(stage, group, rank));
+                }
+            }
+        }
+        Ok(places)
+    }
+}
+
+impl Grid {
+    /// The grid, if it has as many ranks as the arguments say.
+    fn checked(self, args: Option<&MegatronArgs>) -> Result<Self, MegatronError> {
+        let Self { tp, pp, .. } = self;
+        let stages = args.and_then(MegatronArgs::pipeline_model_parallel_size).unwrap_or(1);
         let said = args.and_then(MegatronArgs::tensor_model_parallel_size);
         if let Some(said) = said.filter(|said| *said != u64::from(tp)) {
             return Err(missing_ranks("tensor", tp, said));
@@ -123,11 +249,9 @@ impl LegacyFolders {
         if args.is_some() && stages != u64::from(pp) {
             return Err(missing_ranks("pipeline", pp, stages));
         }
-        Ok(Grid { tp, pp, ep, places })
+        Ok(self)
     }
-}
 
-impl Grid {
     /// All ranks: stage by stage, in each group of experts by group, tensor-parallel ranks next
     /// to each other.
     pub(super) fn places(&self) -> impl Iterator<Item = &Place> {
@@ -139,10 +263,25 @@ impl Grid {
         self.places.get(at)
     }
 
-    /// The folder of a rank.
-    pub(super) fn folder(&self, tp: u32, pp: u32, ep: u32) -> String {
-        let place = self.places.iter().find(|place| (place.tp, place.pp, place.ep) == (tp, pp, ep));
-        place.map_or_else(|| format!("{PREFIX}{tp:02}"), |place| place.folder.clone())
+    /// Whether the place at a position is the first one with its part of the layers.
+    pub(super) fn is_first(&self, at: usize) -> bool {
+        let layers = |place: &Place| (place.tp, place.pp);
+        let mut places = self.places.iter();
+        self.place(at).is_some_and(|place| {
+            places.position(|other| layers(other) == layers(place)) == Some(at)
+        })
+    }
+
+    /// The folder with part `rank` of a stage's layers, or of a group of its experts.
+    pub(super) fn folder(&self, rank: u32, pp: u32, group: Option<u32>) -> String {
+        let place = self.places.iter().find(|place| {
+            place.pp == pp
+                && match group {
+                    None => place.tp == rank,
+                    Some(group) => (place.ep, place.etp) == (group, rank),
+                }
+        });
+        place.map_or_else(|| format!("{PREFIX}{rank:02}"), |place| place.folder.clone())
     }
 }
 
@@ -217,7 +356,8 @@ mod tests {
         ];
         let grid = folders(&three).grid(Some(&args(1, 2, 2))).unwrap();
         assert_eq!((grid.tp, grid.pp, grid.ep), (1, 2, 2));
-        assert_eq!(grid.folder(0, 1, 0), "mp_rank_00_001_000");
+        assert_eq!(grid.folder(0, 1, None), "mp_rank_00_001_000");
+        assert_eq!(grid.folder(0, 1, Some(1)), "mp_rank_00_001_001");
         for other in ["mp_rank_", "mp_rank_x", "mp_rank_00_0_0_0", "rank_00", "mp_rank_-1"] {
             assert_eq!(numbers(other), None, "{other}");
         }

@@ -3,14 +3,18 @@
 use std::collections::BTreeMap;
 
 use dcp_convert::Source;
-use dcp_core::{DType, Dims, Entry, PathItem};
+use dcp_core::{DType, Dims, Entry, PathItem, Region, RegionError};
 use indexmap::IndexMap;
 
 use super::folders::{Grid, Place};
+use super::fused;
 use super::model_chunk;
 use super::names::LocalName;
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;
+
+/// The module of a layer that is one of Mamba's, in hybrid models.
+pub(super) const MIXER: &str = "mixer.";
 
 /// Something in the model: a parameter, or an extra state.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -32,23 +36,54 @@ pub(super) struct Leaf {
     pub(super) entry: usize,
     /// The tensor's dtype and shape; `None` of an object.
     pub(super) tensor: Option<(DType, Dims)>,
+    /// Where the tensor begins in that of the entry.
+    pub(super) start: Dims,
+    /// For every axis of the tensor the one of the entry that it runs along.
+    pub(super) axes: Vec<usize>,
 }
 
-/// What the ranks of one stage have, by tensor-parallel rank.
+impl Leaf {
+    fn whole(part: usize, entry: usize, tensor: Option<(DType, Dims)>) -> Self {
+        let ndim = tensor.as_ref().map_or(0, |(_, shape)| shape.ndim());
+        Self { part, entry, tensor, start: Dims::zeros(ndim), axes: (0..ndim).collect() }
+    }
+
+    /// What no file has: nothing, as an object.
+    pub(super) fn nowhere(part: usize) -> Self {
+        Self::whole(part, usize::MAX, None)
+    }
+
+    /// A box of the tensor, as one of the entry.
+    pub(super) fn in_entry(&self, of: &Region) -> Result<Region, RegionError> {
+        let (mut offsets, mut sizes) = (self.start.clone(), self.start.clone());
+        sizes.iter_mut().for_each(|size| *size = 1);
+        for ((axis, at), len) in self.axes.iter().zip(of.offsets().iter()).zip(of.sizes().iter()) {
+            if let (Some(offset), Some(size)) = (offsets.get_mut(*axis), sizes.get_mut(*axis)) {
+                *offset = offset.saturating_add(*at);
+                *size = *len;
+            }
+        }
+        Region::new(offsets, sizes)
+    }
+}
+
+/// What the ranks of one stage have, by tensor-parallel rank, or by part of an expert.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ByRank {
     pub(super) pp: u32,
-    pub(super) ep: u32,
+    /// The group of experts, of what is of an expert.
+    pub(super) group: Option<u32>,
     pub(super) leaves: BTreeMap<u32, Leaf>,
 }
 
 /// A leaf before the numbers of other ranks are known.
-struct Found {
-    place: usize,
+#[derive(Clone, Debug)]
+pub(super) struct Found {
+    pub(super) place: usize,
     /// Its chunk of a virtual pipeline.
-    chunk: u64,
-    local: LocalName,
-    leaf: Leaf,
+    pub(super) chunk: u64,
+    pub(super) local: LocalName,
+    pub(super) leaf: Leaf,
 }
 
 /// Everything in the models of all ranks, each thing once but for its tensor-parallel parts. What
@@ -76,18 +111,25 @@ pub(super) async fn collect(
                 _ => None,
             };
             let local = LocalName::parse(&PathItem::flat_name(rest));
-            found.push(Found { place, chunk, local, leaf: Leaf { part: place, entry, tensor } });
+            found.push(Found { place, chunk, local, leaf: Leaf::whole(place, entry, tensor) });
         }
     }
-    let is_local = is_local(&found, args);
+    let found = fused::taken_apart(found);
+    let is_hybrid = found.iter().any(|found| found.local.name.starts_with(MIXER));
+    // Nobody gives the norms of hybrid models other names.
+    let is_local = !is_hybrid && is_local(&found, args);
     let tied = args.and_then(MegatronArgs::untie_embeddings_and_output_weights) == Some(false);
     let layers = Numbers::of(grid, &found);
     let mut all: IndexMap<Slot, ByRank> = IndexMap::new();
     let mut states_left_out = 0_u64;
     for Found { place, chunk, local, leaf } in found {
         let Some(rank) = grid.place(place) else { continue };
-        // A copy of the embedding, for the last stage to compute with.
-        if tied && local.layer.is_none() && local.name == "output_layer.weight" {
+        // A copy of the embedding, for the last stage to compute with, and a state that distributed
+        // checkpoints have of hybrid models only.
+        if local.layer.is_none()
+            && (tied && local.name == "output_layer.weight"
+                || !is_hybrid && local.name == "output_layer._extra_state")
+        {
             continue;
         }
         let is_state = local.name.ends_with("_extra_state");
@@ -113,9 +155,17 @@ pub(super) async fn collect(
             each.saturating_mul(u64::from(rank.ep)).saturating_add(n)
         });
         let slot = Slot { layer, expert, name: local.name };
-        if let Some(known) = all.get(&slot) {
-            same(&slot, known, rank, &leaf)?;
-        } else if expert.is_none() && rank.ep > 0 && !is_state {
+        let is_copy = expert.is_none() && !grid.is_first(place);
+        let (part, group) = match expert {
+            Some(_) => (rank.etp, Some(rank.ep)),
+            None => (rank.tp, None),
+        };
+        let known = all.get(&slot);
+        if let Some(known) = known {
+            same(&slot, known, rank, part, &leaf)?;
+        }
+        let is_original = || known.is_some_and(|k| k.pp != rank.pp || k.leaves.contains_key(&part));
+        if is_copy && !is_state && !is_original() {
             let problem = format!(
                 "{:?} is in it, and not in the folder of the first group of experts, of which it \
                  should be a copy",
@@ -123,17 +173,17 @@ pub(super) async fn collect(
             );
             return Err(MegatronError::Legacy { folder: rank.folder.clone(), problem });
         }
-        if expert.is_none() && rank.ep > 0 {
+        if is_copy {
             continue;
         }
         let known = all.entry(slot).or_insert_with(|| ByRank {
             pp: rank.pp,
-            ep: rank.ep,
+            group,
             leaves: BTreeMap::new(),
         });
         // What several stages have is the same in all of them.
         if known.pp == rank.pp {
-            known.leaves.insert(rank.tp, leaf);
+            known.leaves.entry(part).or_insert(leaf);
         }
     }
     if states_left_out > 0 {
@@ -146,17 +196,23 @@ pub(super) async fn collect(
 }
 
 /// Whether what a rank has is a copy of what is known, or its tensor-parallel part.
-fn same(slot: &Slot, known: &ByRank, rank: &Place, leaf: &Leaf) -> Result<(), MegatronError> {
+fn same(
+    slot: &Slot,
+    known: &ByRank,
+    rank: &Place,
+    part: u32,
+    leaf: &Leaf,
+) -> Result<(), MegatronError> {
     let refuse =
         |problem: String| Err(MegatronError::Legacy { folder: rank.folder.clone(), problem });
-    if let (Some(n), true) = (slot.expert, known.ep != rank.ep) {
+    if let (Some(n), true) = (slot.expert, known.group != Some(rank.ep)) {
         return refuse(format!(
             "{:?} of expert {n} is in it and in one of another group: the folders have different \
              numbers of experts",
             slot.name
         ));
     }
-    let Some(first) = known.leaves.get(&rank.tp) else { return Ok(()) };
+    let Some(first) = known.leaves.get(&part) else { return Ok(()) };
     if slot.name.ends_with("_extra_state") || first.tensor == leaf.tensor {
         return Ok(());
     }

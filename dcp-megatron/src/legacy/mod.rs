@@ -3,6 +3,7 @@
 
 mod assemble;
 mod folders;
+mod fused;
 mod leaves;
 mod names;
 mod own;
@@ -78,17 +79,17 @@ impl Legacy {
         let mut differing = BTreeSet::new();
         let mut sources = Vec::new();
         let mut ranks = Vec::new();
-        for place in grid.places() {
+        for (at, place) in grid.places().enumerate() {
             let reader = self::reader(storage, &place.folder, MODEL_FILE)?;
             let own = reader.values(|key| matches!(key, RNG | "iteration")).await?;
             same_iteration(&place.folder, own.get("iteration"), common.get("iteration"))?;
-            if place.ep == 0 {
+            if grid.is_first(at) {
                 ranks.push((place.tp, place.pp, own.get(RNG).cloned()));
             }
             if place.folder != first {
                 differing.extend(own::differing(&reader, &common).await?);
             }
-            sources.push(reader.source);
+            sources.push(fused::grouped(reader.source, grid.ep, args.as_ref(), job).await?);
         }
         if !differing.is_empty() {
             let keys = differing.into_iter().collect::<Vec<_>>().join(", ");

@@ -7,7 +7,7 @@ use dcp_convert::{ConvertError, Division, Held, Holder};
 use dcp_core::{CheckpointMetadata, Dims, Entry, Region, TensorEntry};
 
 use super::key::{Counted, ModelKey, ObjectKey};
-use super::layout::{ParallelLayout, Ranks};
+use super::layout::{ParallelLayout, PipelineSplit, Ranks};
 use super::{TensorCut, tensor_cut};
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;
@@ -18,6 +18,9 @@ use crate::optimizer::{is_optimizer_key, model_parallel_groups};
 const PARTS_MAX: u64 = 1 << 22;
 /// The most parts of all tensors together, all of which a job plans at once.
 const PARTS_OF_ALL_MAX: u64 = 1 << 23;
+
+/// The layers that are divided among stages as asked for.
+const DECODER: &str = "decoder.layers";
 
 /// Who holds what of a checkpoint in a layout: what cannot be divided is refused when this is
 /// made, and the parts of a tensor are made when they are asked for.
@@ -43,7 +46,7 @@ impl MegatronDivision {
     ) -> Result<Self, MegatronError> {
         let ranks = layout.resolve()?;
         refuse_flat_optimizer(metadata, layout, args)?;
-        let survey = Survey::new(metadata, ranks, args);
+        let survey = Survey::new(metadata, layout, ranks, args);
         let mut objects = HashMap::new();
         let mut left = PARTS_OF_ALL_MAX;
         for (fqn, entry) in metadata.iter() {
@@ -93,6 +96,12 @@ impl Division for MegatronDivision {
     }
 }
 
+/// How the decoder's layers were divided among stages, where there were as many of these.
+fn split_of_args(layout: ParallelLayout, args: Option<&MegatronArgs>) -> Option<PipelineSplit> {
+    let was = args.and_then(MegatronArgs::pipeline_model_parallel_size);
+    args.filter(|_| was == Some(layout.pp.into())).map(PipelineSplit::of_args)
+}
+
 /// Flat buffers have no parameters in them that could be cut: they stay with their ranks.
 fn refuse_flat_optimizer(
     metadata: &CheckpointMetadata,
@@ -126,6 +135,8 @@ struct Survey {
     ranks: Ranks,
     /// How many layers there are in each stack.
     layers: HashMap<String, u64>,
+    /// Where each chunk of a stack's layers ends, and its stage.
+    stages: HashMap<String, Vec<(u64, u32)>>,
     /// How many experts there are in each stack, where names number them.
     experts: HashMap<String, u64>,
     gated: bool,
@@ -144,7 +155,12 @@ struct Cut {
 }
 
 impl Survey {
-    fn new(metadata: &Arc<CheckpointMetadata>, ranks: Ranks, args: Option<&MegatronArgs>) -> Self {
+    fn new(
+        metadata: &Arc<CheckpointMetadata>,
+        layout: ParallelLayout,
+        ranks: Ranks,
+        args: Option<&MegatronArgs>,
+    ) -> Self {
         let (mut layers, mut experts) = (HashMap::new(), HashMap::new());
         let note = |counts: &mut HashMap<String, u64>, stack: &str, count: u64| match counts
             .get_mut(stack)
@@ -171,23 +187,34 @@ impl Survey {
             }
         }
         let gated = args.and_then(MegatronArgs::swiglu).unwrap_or(false);
-        Self { metadata: Arc::clone(metadata), ranks, layers, experts, gated }
+        let was = split_of_args(layout, args);
+        let stages = layers.iter().filter_map(|(stack, count): (&String, &u64)| {
+            let (equal, count) = (PipelineSplit::default(), *count);
+            let asked = if stack == DECODER { layout.split } else { equal };
+            let was = was.filter(|_| stack == DECODER && asked == equal);
+            let was = was.and_then(|split| split.ends(count, ranks.pp));
+            Some((stack.clone(), was.or_else(|| asked.ends(count, ranks.pp))?))
+        });
+        let stages = stages.collect();
+        Self { metadata: Arc::clone(metadata), ranks, layers, stages, experts, gated }
     }
 
     /// The pipeline stage of layer `n` of a stack, or of what is in none.
     fn stage(&self, key: &ModelKey<'_>, n: Option<u64>) -> Result<u32, MegatronError> {
-        let pp = u64::from(self.ranks.pp);
         if key.is_last() {
             return Ok(self.ranks.pp - 1);
         }
         let (Some((stack, _)), Some(n)) = (key.layers, n) else { return Ok(0) };
-        let all = self.layers.get(stack).copied().unwrap_or(1).max(1);
-        share(n, all, pp).ok_or_else(|| MegatronError::Indivisible {
+        let stage = self.stages.get(stack).and_then(|ends| {
+            let at = ends.partition_point(|(end, _)| *end <= n);
+            ends.get(at).map(|(_, stage)| *stage)
+        });
+        stage.ok_or_else(|| MegatronError::Indivisible {
             key: stack.to_owned(),
             what: "layers",
             axis: None,
-            len: all,
-            parts: pp,
+            len: self.layers.get(stack).copied().unwrap_or(1),
+            parts: self.ranks.pp.into(),
         })
     }
 

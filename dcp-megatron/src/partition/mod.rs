@@ -7,7 +7,7 @@ mod layout;
 mod observed;
 
 pub(crate) use division::MegatronDivision;
-pub use layout::ParallelLayout;
+pub use layout::{ParallelLayout, PipelineSplit};
 pub(crate) use observed::Observed;
 
 /// How tensor parallelism of `t` ranks cuts a parameter along one of its own axes: those without
@@ -111,6 +111,9 @@ pub const RULES: &[PartitionRule] = &{
         rule("conv1d.bias.x", Column),
         rule("conv1d.bias.B", Column),
         rule("conv1d.bias.C", Column),
+        rule("conv1d.bias.query", Column),
+        rule("conv1d.bias.key", Column),
+        rule("conv1d.bias.value", Column),
         rule("A_log", Column),
         rule("mixer.D", Column),
         rule("dt_bias", Column),

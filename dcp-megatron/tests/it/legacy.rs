@@ -26,7 +26,7 @@ pub(crate) fn open(storage: &Arc<dyn Storage>) -> Result<MegatronCheckpoint, Meg
     block_on(MegatronCheckpoint::open(storage, &OpenOptions::default()))
 }
 
-fn tensors(source: &Source) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
+pub(crate) fn tensors(source: &Source) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
     let metadata = block_on(source.metadata()).unwrap();
     let tensors = metadata.iter().filter_map(|(fqn, entry)| Some((fqn, entry.as_tensor()?)));
     let tensors = tensors.map(|(fqn, tensor)| {

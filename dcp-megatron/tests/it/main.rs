@@ -12,6 +12,7 @@ mod fixtures_loaded;
 mod hostile_shards;
 mod legacy;
 mod legacy_files;
+mod legacy_fused;
 mod opening;
 mod optimizer;
 mod parallel;

@@ -190,9 +190,19 @@ fn expert(name: &str) -> Option<(Option<u64>, &str)> {
         return Some(number(below)).filter(|(expert, _)| expert.is_some());
     }
     let below = name.strip_prefix("mlp.experts.").filter(|below| below.starts_with("linear_fc"))?;
-    let whole = below.trim_end_matches(|c: char| c.is_ascii_digit());
-    let expert = below.get(whole.len()..)?.parse().ok()?;
-    whole.ends_with(".weight").then_some((Some(expert), whole))
+    // The halves that Megatron-FSDP makes of a gated matrix.
+    let (numbered, half) = match below.rsplit_once('_') {
+        Some((numbered, "w")) => (numbered, Some("linear_fc1.weight_w")),
+        Some((numbered, "v")) => (numbered, Some("linear_fc1.weight_v")),
+        _ => (below, None),
+    };
+    let whole = numbered.trim_end_matches(|c: char| c.is_ascii_digit());
+    let expert = numbered.get(whole.len()..)?.parse().ok()?;
+    let name = match half {
+        Some(half) => (whole == "linear_fc1.weight").then_some(half),
+        None => whole.ends_with(".weight").then_some(whole),
+    };
+    Some((Some(expert), name?))
 }
 
 /// A number and the dot behind it, at the beginning of a name.

@@ -1,8 +1,11 @@
 //! Checkpoints that Megatron wrote.
 
-use dcp_mapping::{Facts, MapOptions, Mapping};
+use dcp_convert::Source;
+use dcp_mapping::{Facts, MapOptions, Mapping, Recognition, recognize};
 
-use crate::support::{Tensor, arguments, block_on, contents, fixture, stored, to_hf_of};
+use crate::support::{
+    Tensor, Tensors, arguments, block_on, contents, fixture, safetensors, stored, to_hf_of,
+};
 
 #[test]
 fn a_dense_model_of_two_by_two_ranks() {
@@ -100,6 +103,48 @@ fn halves_of_a_gate_that_are_stored_apart() {
         let name = format!("model.layers.0.block_sparse_moe.experts.{name}");
         let stored = format!("decoder.layers.0.mlp.experts.experts.{stored}");
         assert_eq!(hf[&name], expected[&stored]);
+    }
+}
+
+/// Megatron-FSDP's names for the same: those of modules, of experts by their numbers in all.
+#[test]
+fn the_names_of_megatron_fsdp() {
+    let (_, expected) = fixture("v015_moe_singleton");
+    let mapping = Mapping::builtin("mixtral").unwrap();
+    let facts = Facts::new().with("num_attention_heads", 4);
+    let model = expected.into_iter().filter(|(name, _)| !name.starts_with("optimizer."));
+    let model: Tensors = model.collect();
+    let mapped = |tensors: &Tensors| {
+        let source = safetensors(tensors);
+        let mapped = to_hf_of(&source, &mapping, &facts, &MapOptions::default()).unwrap();
+        assert_eq!(recognized(&source), "mixtral");
+        contents(&mapped.source)
+    };
+    let wanted = mapped(&model);
+    for sequential in [false, true] {
+        let renamed = model.iter().map(|(name, tensor)| {
+            let named = match name.split_once("experts.experts.") {
+                Some((before, rest)) if sequential => {
+                    format!("{before}experts.local_experts.{rest}")
+                }
+                Some((before, rest)) => {
+                    let (number, matrix) = rest.split_once('.').unwrap();
+                    let (matrix, half) = matrix.split_once(".weight").unwrap();
+                    format!("{before}experts.{matrix}.weight{number}{half}")
+                }
+                None => name.clone(),
+            };
+            (format!("model.module.{named}"), tensor.clone())
+        });
+        assert_eq!(mapped(&renamed.collect()), wanted);
+    }
+}
+
+fn recognized(source: &Source) -> String {
+    let metadata = block_on(source.metadata()).unwrap();
+    match recognize(&metadata, &Facts::new()).unwrap() {
+        Recognition::Found { family, .. } => family,
+        other => format!("{other:?}"),
     }
 }
 

@@ -10,7 +10,7 @@ use crate::mapping::Mapping;
 use crate::own::{OWN_CONFIG, with_dtype};
 
 /// How positions are scaled in a family.
-pub(crate) const ROPES: &[&str] = &["plain", "llama3", "yarn"];
+pub(crate) const ROPES: &[&str] = &["plain", "llama3", "yarn", "unscaled"];
 /// How a family says which layers have experts, and how large shared experts are.
 pub(crate) const MOE_LAYERS: &[&str] = &["deepseek", "qwen"];
 

@@ -12,4 +12,5 @@ macro_rules! families {
 
 families! {
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt2",
+    "phi3",
 }

@@ -38,14 +38,20 @@ pub(crate) fn fit(
         if groups != heads {
             return Err(other(format!("{heads} heads are in {groups} query groups")));
         }
-        let (head, hidden) = (facts.get_u64("kv_channels")?, facts.get_u64("hidden_size")?);
-        if let (Some(head), Some(hidden)) = (head, hidden)
-            && head.checked_mul(heads) != Some(hidden)
-        {
-            let why =
-                format!("{heads} heads of {head} channels are not as wide as the model, {hidden}");
-            return Err(other(why));
-        }
+    }
+    // Where transformers has no field for the width of a head, it works it out.
+    let says = |arg: &str| mapping.config.fields.values().any(|known| known == arg);
+    if says("num_attention_heads")
+        && !says("kv_channels")
+        && !says("kv_lora_rank")
+        && let Some(heads) = facts.get_u64("num_attention_heads")?
+        && let Some(head) = facts.get_u64("kv_channels")?
+        && let Some(hidden) = facts.get_u64("hidden_size")?
+        && head.checked_mul(heads) != Some(hidden)
+    {
+        let why =
+            format!("{heads} heads of {head} channels are not as wide as the model, {hidden}");
+        return Err(other(why));
     }
     let note = |what| format!("unlike models of the family {:?}, {what}", mapping.family.name);
     Ok(contradictions(mapping, shapes).into_iter().map(note).collect())

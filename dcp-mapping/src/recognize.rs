@@ -75,6 +75,12 @@ pub fn recognize_among(
     if fitting.iter().any(|(name, _)| is_own(name)) {
         fitting.retain(|(name, _)| is_own(name));
     }
+    if !came_as.is_empty() && !mappings.iter().any(|mapping| is_own(&mapping.family.name)) {
+        // Whatever its weights look like, it may compute something else.
+        let why = format!("the config.json that the model came with is of a {came_as}");
+        let all = mappings.iter().map(|mapping| (mapping.family.name.clone(), why.clone()));
+        return Recognition::Unknown { why: all.collect() };
+    }
     let Some(most) = fitting.iter().map(|(_, because)| because.len()).max() else {
         return Recognition::Unknown { why: against };
     };

@@ -41,6 +41,7 @@ def models():
         "qwen3_moe": (hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**moe, head_dim=16, num_experts=4, norm_topk_prob=True)),
         "deepseek_v2": (hf.DeepseekV2ForCausalLM, hf.DeepseekV2Config(**latent, q_lora_rank=None)),
         "deepseek_v3": (hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config(**latent, q_lora_rank=24)),
+        "phi3": (hf.Phi3ForCausalLM, hf.Phi3Config(**dense, pad_token_id=0, bos_token_id=1, eos_token_id=2)),
         "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)),
     }
 
@@ -96,6 +97,9 @@ def llama_layer(w, config, layer):
                 found[attention + ours] = w[at + "self_attn." + theirs]
     else:
         found[attention + "linear_qkv.layer_norm_weight"] = w[at + "input_layernorm.weight"]
+        if at + "self_attn.qkv_proj.weight" in w:
+            whole, head = w[at + "self_attn.qkv_proj.weight"], config.hidden_size // config.num_attention_heads
+            found[attention + "linear_qkv.weight"] = grouped(*whole.split([config.hidden_size, groups * head, groups * head]), groups)
         for kind in ("weight", "bias"):
             if at + "self_attn.q_proj." + kind in w:
                 q, k, v = (w[at + "self_attn.%s_proj.%s" % (name, kind)] for name in "qkv")
@@ -123,7 +127,8 @@ def llama_layer(w, config, layer):
             found["mlp.shared_experts.linear_fc2.weight"] = shared[2]
     else:
         found["mlp.linear_fc1.layer_norm_weight"] = norm
-        found["mlp.linear_fc1.weight"] = torch.cat([w[mlp + "gate_proj.weight"], w[mlp + "up_proj.weight"]])
+        fused = w.get(mlp + "gate_up_proj.weight")
+        found["mlp.linear_fc1.weight"] = torch.cat([w[mlp + "gate_proj.weight"], w[mlp + "up_proj.weight"]]) if fused is None else fused
         found["mlp.linear_fc2.weight"] = w[mlp + "down_proj.weight"]
     return found
 

@@ -138,6 +138,8 @@ fn configurations_that_megatron_does_not_follow() {
         ("llama", json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor is 0.5"),
         ("llama", json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }), "rope_scaling"),
         ("mixtral", json!({ "rope_scaling": { "type": "longrope" } }), "rope_scaling"),
+        // There it is another name of longrope.
+        ("phi3", json!({ "rope_scaling": { "type": "yarn", "factor": 2.0 } }), "rope_scaling"),
         (
             "llama",
             json!({ "rope_parameters": { "rope_theta": 1e4, "partial_rotary_factor": 0.5 } }),

@@ -87,6 +87,7 @@ impl Model {
             moe("mixtral"),
             Self { qk_norm: true, ..moe("qwen3_moe") },
             Self { qk_norm: true, dense_layers: 2, ..moe("qwen3_moe") },
+            Self { hidden: 24, ..dense("phi3") },
             deepseek("deepseek_v2", 6),
             deepseek("deepseek_v2", 0),
             Self { router_bias: true, ..deepseek("deepseek_v3", 6) },
@@ -246,6 +247,9 @@ impl Model {
                 let key_value = self.heads * (mla.nope + mla.value);
                 add("self_attn.kv_b_proj.weight", &[key_value, mla.kv_lora]);
                 add("self_attn.o_proj.weight", &[h, self.heads * mla.value]);
+            } else if self.family == "phi3" {
+                add("self_attn.qkv_proj.weight", &[q + 2 * kv, h]);
+                add("self_attn.o_proj.weight", &[h, q]);
             } else {
                 for (name, rows) in [("q", q), ("k", kv), ("v", kv)] {
                     add(&format!("self_attn.{name}_proj.weight"), &[rows, h]);
@@ -258,6 +262,11 @@ impl Model {
             if self.qk_norm {
                 add("self_attn.q_norm.weight", &[self.head]);
                 add("self_attn.k_norm.weight", &[self.head]);
+            }
+            if self.family == "phi3" {
+                add("mlp.gate_up_proj.weight", &[2 * self.ffn, h]);
+                add("mlp.down_proj.weight", &[h, self.ffn]);
+                continue;
             }
             if !self.is_moe(layer) {
                 add("mlp.gate_proj.weight", &[self.ffn, h]);

@@ -45,6 +45,7 @@ fn no_field_is_lost_or_changed() {
         ("qwen3_moe", json!({ "norm_topk_prob": true, "decoder_sparse_step": 1 })),
         ("deepseek_v2", json!({ "topk_method": "greedy", "ep_size": 1 })),
         ("deepseek_v3", json!({ "num_nextn_predict_layers": 1 })),
+        ("phi3", json!({ "sliding_window": 2047, "original_max_position_embeddings": 64 })),
         ("gpt2", json!({ "n_inner": null, "summary_type": "cls_index", "resid_pdrop": 0.1 })),
     ] {
         let mut config = Model::config_with(family, more.clone());
@@ -119,6 +120,12 @@ fn a_model_is_of_the_family_that_it_came_as() {
     let (found, because) = family(&mapped.facts);
     assert_eq!(found, "mistral");
     assert!(because[0].contains("mistral"), "{because:?}");
+    let phi3 = mapped.facts.clone().with("hf_config", json!({ "model_type": "phi3" }));
+    assert_eq!(family(&phi3).0, "phi3");
+    // What it came as is no family that is known.
+    let gemma = mapped.facts.clone().with("hf_config", json!({ "model_type": "gemma2" }));
+    let Recognition::Unknown { why } = recognize(&metadata, &gemma).unwrap() else { panic!() };
+    assert!(why[0].1.contains("of a gemma2"), "{why:?}");
     // Without the tensors of its family it is none of them.
     let other = mapped.facts.clone().with("hf_config", json!({ "model_type": "qwen3" }));
     assert_eq!(family(&other).0, "llama");

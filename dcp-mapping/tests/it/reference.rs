@@ -111,6 +111,12 @@ fn one_layer(model: &Model, hf: &Tensors, layer: usize) -> Layer {
         let parts = ["q", "k", "v"];
         let weight = Tensor::new(&[rows, model.hidden], |at| {
             let (part, row) = qkv_row(model, at[0]);
+            if model.family == "phi3" {
+                // All queries, all keys, all values.
+                let (q, kv) = (model.heads * model.head, model.groups * model.head);
+                let before = [0, q, q + kv][part];
+                return get("self_attn.qkv_proj.weight").at(&[before + row, at[1]]);
+            }
             get(&format!("self_attn.{}_proj.weight", parts[part])).at(&[row, at[1]])
         });
         add("self_attention.linear_qkv.weight", weight);
@@ -136,7 +142,10 @@ fn one_layer(model: &Model, hf: &Tensors, layer: usize) -> Layer {
     };
     if !model.is_moe(layer) {
         add("mlp.linear_fc1.layer_norm_weight", norm);
-        let fc1 = gated(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight"));
+        let fc1 = match model.family {
+            "phi3" => get("mlp.gate_up_proj.weight").clone(),
+            _ => gated(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")),
+        };
         add("mlp.linear_fc1.weight", fc1);
         add("mlp.linear_fc2.weight", get("mlp.down_proj.weight").clone());
         return all;

@@ -109,7 +109,10 @@ impl Run<'_> {
                     .arg(from)
                     .arg(made.join(to)))
             };
-            convert(&["hf"], from.join("megatron"), "hf")?;
+            // Nothing in Megatron's checkpoint tells it from a Llama.
+            let phi3 = from.file_name().is_some_and(|name| name == "phi3");
+            let named: &[_] = if phi3 { &["hf", "--arch", "phi3"] } else { &["hf"] };
+            convert(named, from.join("megatron"), "hf")?;
             let arguments = ["torch-dist", "--arch", "auto", "--tp", "2"];
             convert(&arguments, from.join("hf"), "megatron")?;
             convert(&["hf"], made.join("megatron"), "back")?;

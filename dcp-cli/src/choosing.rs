@@ -1,6 +1,8 @@
 //! Options that say which keys are taken, and under which names.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use dcp::convert::{JobOptions, Rename, Selection, Source, StatePart, parse_mapping};
@@ -74,6 +76,17 @@ impl OptimizerKeys {
         };
         Ok(source_with_layout(&source, layout, options).await?)
     }
+}
+
+/// The keys of a source that `selection` takes, by the names that they have in it.
+pub(crate) async fn taken_of(
+    selection: &Selection,
+    source: &Source,
+) -> Result<HashSet<Arc<str>>, Failure> {
+    let metadata = source.metadata().await?;
+    let chosen = selection.of(&metadata)?;
+    let names = chosen.iter().filter_map(|key| metadata.at(key.entry));
+    Ok(names.map(|(fqn, _)| Arc::clone(fqn)).collect())
 }
 
 pub(crate) fn parse_rename(text: &str) -> Result<Rename, String> {

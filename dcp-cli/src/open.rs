@@ -117,11 +117,6 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
     }
 }
 
-/// As [`checkpoint`], for jobs that need only what it holds.
-pub(crate) async fn source(uri: &str, need: Need, out: &Output) -> Result<Source, Failure> {
-    Ok(checkpoint(uri, need, out).await?.source)
-}
-
 /// Opens the checkpoint of Megatron-Core in a folder; `None` where there is none.
 async fn megatron_checkpoint(
     uri: &str,

@@ -8,6 +8,7 @@ use dcp::megatron::optimizer::{
     per_parameter_of_legacy, restart_optimizer,
 };
 
+use crate::choosing::taken_of;
 use crate::failure::{Exit, Failure};
 use crate::open::Opened;
 use crate::output::Output;
@@ -23,13 +24,21 @@ pub(crate) struct MegatronOptimizer {
     #[arg(long, value_name = "FORM")]
     optimizer: Option<Form>,
 
-    /// Take optimizer state that Megatron-Core 0.15 to 0.19 shifted as it is.
-    #[arg(long, conflicts_with = "repair_optimizer")]
-    allow_corrupt_optimizer: bool,
+    #[command(flatten)]
+    corrupt: CorruptOptimizer,
 
     /// Let the optimizer begin anew: master parameters from the weights, moments and steps zero.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "allow_corrupt_optimizer")]
     repair_optimizer: bool,
+}
+
+/// Whether damaged state of an optimizer of Megatron-Core is taken along.
+#[derive(Args, Clone, Copy, Debug, Default)]
+#[command(next_help_heading = "Megatron-Core")]
+pub(crate) struct CorruptOptimizer {
+    /// Take optimizer state that Megatron-Core 0.15 to 0.19 shifted as it is.
+    #[arg(long)]
+    allow_corrupt_optimizer: bool,
 }
 
 /// A form of the optimizer's state.
@@ -46,7 +55,7 @@ impl MegatronOptimizer {
     fn given(self) -> Option<&'static str> {
         let given = [
             (self.optimizer.is_some(), "--optimizer"),
-            (self.allow_corrupt_optimizer, "--allow-corrupt-optimizer"),
+            (self.corrupt.allow_corrupt_optimizer, "--allow-corrupt-optimizer"),
             (self.repair_optimizer, "--repair-optimizer"),
         ];
         given.into_iter().find_map(|(given, option)| given.then_some(option))
@@ -64,22 +73,14 @@ impl MegatronOptimizer {
         let Some(checkpoint) = &opened.megatron else {
             return match self.given() {
                 None => Ok(opened.source.clone()),
-                Some(option) => {
-                    let message = format!(
-                        "{option} is for checkpoints of Megatron-Core, and {:?} is none",
-                        opened.uri
-                    );
-                    Err(Failure::new(Exit::Usage, message).hint("leave it out"))
-                }
+                Some(option) => Err(not_for(option, &opened.uri)),
             };
         };
         let mut source = checkpoint.source().clone();
         let mut common = checkpoint.common().clone();
-        let metadata = source.metadata().await?;
-        let chosen = selection.of(&metadata)?;
-        let mut taken = chosen.iter().filter_map(|key| metadata.at(key.entry));
+        let taken = taken_of(selection, &source).await?;
         let files = checkpoint.optimizer_files();
-        if files.is_empty() && !taken.any(|(fqn, _)| is_optimizer_key(fqn)) {
+        if files.is_empty() && !taken.iter().any(|fqn| is_optimizer_key(fqn)) {
             return Ok(source);
         }
         if self.repair_optimizer {
@@ -93,8 +94,14 @@ impl MegatronOptimizer {
                 out.note(&format!("{tensors} of it stay as they are: {}", list(&restarted.kept)));
             }
             (source, common) = (restarted.source, restarted.common);
-        } else if !self.allow_corrupt_optimizer {
-            refuse_shifted(&opened.uri, checkpoint, options).await?;
+        } else if !self.corrupt.allow_corrupt_optimizer
+            && let Some(problem) = shifted(&opened.uri, checkpoint, options).await?
+        {
+            return Err(Failure::new(Exit::Bad, problem).hint(
+                "--repair-optimizer takes the master parameters from the weights and lets the \
+                 moments begin anew; --no-optimizer leaves the state out; \
+                 --allow-corrupt-optimizer takes it as it is; the model is sound",
+            ));
         }
         if self.optimizer == Some(Form::PerParameter) {
             let shown = match files {
@@ -124,30 +131,87 @@ fn tell(shown: &PerParameter, out: &Output) {
 /// Places that could not be told and are said.
 const PROBLEMS_MAX: usize = 5;
 
-/// Fails when the optimizer's state is not that of the model, because it was shifted.
-async fn refuse_shifted(
+fn not_for(option: &str, uri: &str) -> Failure {
+    let message = format!("{option} is for checkpoints of Megatron-Core, and {uri:?} is none");
+    Failure::new(Exit::Usage, message).hint("leave it out")
+}
+
+impl CorruptOptimizer {
+    /// Fails when shifted state would become a part of something that is made of several
+    /// checkpoints. `taken` tells the keys, by their names in these, that do.
+    pub(crate) async fn refuse(
+        self,
+        sources: &[Opened],
+        taken: impl Fn(&str) -> bool,
+        options: &JobOptions,
+    ) -> Result<(), Failure> {
+        if self.allow_corrupt_optimizer {
+            let none = sources.iter().all(|opened| opened.megatron.is_none());
+            return match sources.first() {
+                Some(first) if none => Err(not_for("--allow-corrupt-optimizer", &first.uri)),
+                _ => Ok(()),
+            };
+        }
+        for opened in sources {
+            if let Some(problem) = shifted_among(opened, &taken, options).await? {
+                return Err(Failure::new(Exit::Bad, problem).hint(
+                    "`dcp convert --to torch-dist --repair-optimizer` makes a sound one of it; \
+                     --no-optimizer leaves the state out; --allow-corrupt-optimizer takes it as it \
+                     is; the model is sound",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Says of a checkpoint that is looked at that the state among `shown` was shifted.
+pub(crate) async fn note_shifted(
+    opened: &Opened,
+    shown: impl Fn(&str) -> bool,
+    options: &JobOptions,
+    out: &Output,
+) {
+    // What cannot be read is no evidence of anything, and said by whoever needs it.
+    if let Ok(Some(problem)) = shifted_among(opened, shown, options).await {
+        out.note(&format!("{problem}; `dcp verify` says what of each"));
+    }
+}
+
+/// What is wrong with the optimizer's state, if any of it is among the keys `taken`.
+async fn shifted_among(
+    opened: &Opened,
+    taken: impl Fn(&str) -> bool,
+    options: &JobOptions,
+) -> Result<Option<String>, Failure> {
+    let Some(checkpoint) = &opened.megatron else { return Ok(None) };
+    let metadata = opened.source.metadata().await?;
+    match metadata.iter().any(|(fqn, _)| is_optimizer_key(fqn) && taken(fqn)) {
+        true => shifted(&opened.uri, checkpoint, options).await,
+        false => Ok(None),
+    }
+}
+
+/// What is wrong with the optimizer's state, when it is not that of the model because it was
+/// shifted.
+async fn shifted(
     uri: &str,
     checkpoint: &MegatronCheckpoint,
     options: &JobOptions,
-) -> Result<(), Failure> {
+) -> Result<Option<String>, Failure> {
     let (source, common) = (checkpoint.source(), checkpoint.common());
     let report: OptimizerReport =
         check_optimizer(source, common, CheckDepth::Sampled, options).await?;
     if !report.is_suspect() {
-        return Ok(());
+        return Ok(None);
     }
     let names: Vec<_> = report.mismatches.iter().map(|m| m.param.clone()).collect();
-    let message = format!(
+    Ok(Some(format!(
         "the optimizer of {uri:?} {}: {}; {} of {} are concerned: {}",
         if report.is_corrupt() { "is damaged" } else { "is not that of the model" },
         report.verdict,
         names.len(),
         count(report.compared, "parameter"),
         list(&names)
-    );
-    Err(Failure::new(Exit::Bad, message).hint(
-        "--repair-optimizer takes the master parameters from the weights and lets the moments \
-         begin anew; --no-optimizer leaves the state out; --allow-corrupt-optimizer takes it as \
-         it is; the model is sound",
-    ))
+    )))
 }

@@ -1,14 +1,17 @@
 //! `dcp average`.
 
+use std::collections::HashSet;
+
 use clap::{Args, ValueEnum};
 use dcp::DType;
 use dcp::convert::ConvertError;
 use dcp::convert::view::{AverageOptions, Averaged, NonFloat};
 
-use crate::choosing::Choosing;
+use crate::choosing::{Choosing, taken_of};
 use crate::destination::{Destination, For};
 use crate::failure::Failure;
 use crate::open::{self, Need};
+use crate::optimizer::CorruptOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::count;
@@ -61,6 +64,9 @@ pub(crate) struct Average {
 
     #[command(flatten)]
     choosing: Choosing,
+
+    #[command(flatten)]
+    corrupt_optimizer: CorruptOptimizer,
 }
 
 /// A dtype for sums.
@@ -114,20 +120,27 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
     let (report, view) = open::run(true, async {
         let bar = Bar::new(out, "averaging");
         let options = args.destination.writing.options(bar.options());
-        let mut sources = Vec::with_capacity(args.sources.len());
-        let mut not_taken = 0;
-        let mut how = For::default();
+        let mut all = Vec::with_capacity(args.sources.len());
         for uri in &args.sources {
             let opened = open::checkpoint(uri, Need::Whole, out).await?;
             args.destination.keep_apart(&opened, &args.out).await?;
+            all.push(opened);
+        }
+        let mut sources = Vec::with_capacity(all.len());
+        let mut not_taken = 0;
+        let mut how = For::default();
+        let mut taken = HashSet::new();
+        for opened in &all {
+            taken.extend(taken_of(&selection, &opened.source).await?);
             let (source, more) =
                 args.choosing.apply(&selection, &opened.source, &options, out).await?;
             not_taken = not_taken.max(more);
             if how.layout.is_none() {
-                how.layout = Some(args.destination.torch_dist.layout(&opened).await?);
+                how.layout = Some(args.destination.torch_dist.layout(opened).await?);
             }
             sources.push(source);
         }
+        args.corrupt_optimizer.refuse(&all, |fqn| taken.contains(fqn), &options).await?;
         let averaged = Averaged::apply(&sources, &args.options(), &options).await;
         let (source, view) = averaged.map_err(|error| match error {
             ConvertError::Disagreement { .. } => Failure::from(error).hint(

@@ -1,5 +1,7 @@
 //! `dcp diff`.
 
+use std::collections::HashSet;
+
 use clap::Args;
 use dcp::convert::{DiffOptions, JobOptions, Rename, Selection, StatePart, Tolerance};
 use dcp::planner::KeyFilter;
@@ -8,6 +10,7 @@ use crate::choosing::parse_rename;
 use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need};
+use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::diff;
@@ -158,11 +161,24 @@ impl Diff {
 pub(crate) fn diff(args: &Diff, out: &Output) -> Result<(), Failure> {
     let options = args.options()?;
     let report = open::run(!args.keys_only, async {
-        let a = open::source(&args.a, Need::Whole, out).await?;
-        let b = open::source(&args.b, Need::Whole, out).await?;
+        let a = open::checkpoint(&args.a, Need::Whole, out).await?;
+        let b = open::checkpoint(&args.b, Need::Whole, out).await?;
         let bar = Bar::new(out, "comparing");
         let job: JobOptions = bar.options().with_max_memory(args.max_memory);
-        Ok(dcp::convert::diff(&a, &b, &options, &job).await?)
+        let report = dcp::convert::diff(&a.source, &b.source, &options, &job).await?;
+        if !args.keys_only {
+            for (opened, side) in [(&a, &options.a), (&b, &options.b)] {
+                let metadata = opened.source.metadata().await?;
+                let compared: HashSet<&str> = side
+                    .of(&metadata)?
+                    .into_iter()
+                    .filter(|key| options.compares(&key.fqn))
+                    .filter_map(|key| Some(&**metadata.at(key.entry)?.0))
+                    .collect();
+                note_shifted(opened, |fqn| compared.contains(fqn), &job, out).await;
+            }
+        }
+        Ok(report)
     })
     // A checkpoint that cannot be read is neither equal nor different.
     .map_err(|failure| failure.instead_of(Exit::Bad, Exit::Io))?;

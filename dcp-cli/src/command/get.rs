@@ -1,6 +1,6 @@
 //! `dcp get`.
 
-use dcp::convert::{Found, FoundTensor};
+use dcp::convert::{Found, FoundTensor, JobOptions};
 use serde_json::json;
 
 use crate::apart::{Shape, keep_apart};
@@ -8,6 +8,7 @@ use crate::args;
 use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need};
+use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::value::python;
@@ -18,6 +19,9 @@ pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
     open::run(args.output.is_some(), async {
         let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
         let found = dcp::convert::find(&opened.source, &args.fqn, args.slice.as_deref()).await?;
+        if let Found::Tensor(tensor) = &found {
+            note_shifted(&opened, |fqn| fqn == tensor.fqn(), &JobOptions::default(), out).await;
+        }
         match (found, &args.output) {
             (Found::Tensor(tensor), Some(path)) => {
                 let path = path.to_string_lossy();

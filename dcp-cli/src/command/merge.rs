@@ -4,10 +4,11 @@ use clap::Args;
 use dcp::convert::view::{Duplicates, Merged};
 use dcp::convert::{ConvertError, StatePart};
 
-use crate::choosing::Choosing;
+use crate::choosing::{Choosing, taken_of};
 use crate::destination::{Destination, For};
 use crate::failure::Failure;
 use crate::open::{self, Need};
+use crate::optimizer::CorruptOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::tell::tell;
@@ -43,6 +44,9 @@ pub(crate) struct Merge {
 
     #[command(flatten)]
     choosing: Choosing,
+
+    #[command(flatten)]
+    corrupt_optimizer: CorruptOptimizer,
 }
 
 pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
@@ -53,7 +57,7 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
     let report = open::run(true, async {
         let bar = Bar::new(out, "merging");
         let options = args.destination.writing.options(bar.options());
-        let mut sources = Vec::with_capacity(args.sources.len());
+        let mut all = Vec::with_capacity(args.sources.len());
         let mut how = For::default();
         for uri in &args.sources {
             let opened = open::checkpoint(uri, Need::Whole, out).await?;
@@ -61,8 +65,9 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
             if how.layout.is_none() {
                 how.layout = Some(args.destination.torch_dist.layout(&opened).await?);
             }
-            sources.push(opened.source);
+            all.push(opened);
         }
+        let sources: Vec<_> = all.iter().map(|opened| opened.source.clone()).collect();
         let merged = Merged::apply(&sources, duplicates, &options).await;
         let merged = merged.map_err(|error| match error {
             ConvertError::Disagreement { .. } if duplicates == Duplicates::Refuse => {
@@ -71,6 +76,8 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
             }
             error => error.into(),
         })?;
+        let taken = taken_of(&selection, &merged).await?;
+        args.corrupt_optimizer.refuse(&all, |fqn| taken.contains(fqn), &options).await?;
         let merged = selection.apply(&merged, &options).await?;
         args.destination.write(&merged, &args.out, how, &options).await
     })?;

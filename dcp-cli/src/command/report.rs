@@ -9,6 +9,7 @@ use crate::apart::{Shape, keep_apart};
 use crate::created::NewFolders;
 use crate::failure::Failure;
 use crate::open::{self, Need};
+use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::{printable, size};
@@ -73,6 +74,7 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
             let options = bar.options();
             let stats = dcp::convert::stats(source, &Selection::all(), &options).await?;
             report.add_stats(&stats, &limits);
+            note_shifted(&opened, |_| true, &options, out).await;
         }
         drop(bar);
         let Some((path, target)) = target else { return out.json(&report) };

@@ -4,9 +4,11 @@ use clap::{Args, ValueEnum};
 use dcp::convert::{NumberStats, Selection, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
+use crate::choosing::taken_of;
 use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need};
+use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::stats;
@@ -117,11 +119,12 @@ impl FailOn {
 
 pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
     let mut report = open::run(true, async {
-        let source = open::source(&args.uri, Need::Whole, out).await?;
+        let opened = open::checkpoint(&args.uri, Need::Whole, out).await?;
+        let source = &opened.source;
         let selection = match &args.fqn {
             Some(fqn) => {
                 // Looks the name up as `get` does, so that a typo gets the same advice.
-                dcp::convert::find(&source, fqn, None).await?;
+                dcp::convert::find(source, fqn, None).await?;
                 let metadata = source.metadata().await?;
                 let others = metadata.iter().map(|(name, _)| name).filter(|name| ***name != **fqn);
                 let others = others.map(|name| (name.to_string(), None)).collect();
@@ -132,7 +135,10 @@ pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
         };
         let bar = Bar::new(out, "counting");
         let options = bar.options().with_max_memory(args.max_memory);
-        Ok(dcp::convert::stats(&source, &selection, &options).await?)
+        let report = dcp::convert::stats(source, &selection, &options).await?;
+        let taken = taken_of(&selection, source).await?;
+        note_shifted(&opened, |fqn| taken.contains(fqn), &options, out).await;
+        Ok(report)
     })?;
     if report.tensors.is_empty() && report.objects.count == 0 && !args.filter.is_empty() {
         let globs: Vec<_> = args.filter.iter().map(|glob| format!("{glob:?}")).collect();

@@ -1,5 +1,6 @@
 //! `average` and `merge`: several checkpoints as one.
 
+use crate::megatron::megatron;
 use crate::support::{assert_same_tensors, dcp, path, tensors};
 
 #[test]
@@ -189,4 +190,29 @@ fn an_average_of_finite_numbers_that_overflows_says_so() {
     let run = dcp(wide.iter().copied().chain([&*out]));
     assert!(!run.stderr.contains("exceeded"), "{}", run.stderr);
     assert_eq!(tensors(out.as_ref()), tensors(source.as_ref()));
+}
+
+#[test]
+fn shifted_optimizer_state_of_megatron_is_not_combined_unasked() {
+    let folder = tempfile::tempdir().unwrap();
+    let bad = megatron("gpt_fully_reshardable_multibucket_CORRUPT/ckpt");
+    let sound = megatron("head020_fully_reshardable_multibucket/ckpt");
+    let out = path(&folder, "out");
+    let average =
+        ["-q", "average", &sound, &bad, "--non-float", "first", "-o", &out, "--to", "dcp"];
+    let merge = ["-q", "merge", &bad, "zstd_2r", "-o", &out, "--to", "dcp"];
+    for command in [&average[..], &merge] {
+        let run = |more: &[&str]| dcp(command.iter().chain(more));
+        run(&[])
+            .fails(1, &["CORRUPT", "is damaged", "--no-optimizer", "--allow-corrupt-optimizer"]);
+        assert!(!std::fs::exists(&out).unwrap());
+        run(&["--no-optimizer", "--dry-run"]).ok();
+        run(&["--exclude", "optimizer", "--dry-run"]).ok();
+        run(&["--include", "optimizer", "--dry-run"]).fails(1, &["is damaged"]);
+        run(&["--allow-corrupt-optimizer", "--dry-run"]).ok();
+    }
+    dcp(["-q", "average", &sound, &sound, "-o", &out, "--to", "dcp"]).ok();
+    let other = path(&folder, "other.safetensors");
+    dcp(["average", "zstd_2r", "-o", &other, "--allow-corrupt-optimizer"])
+        .fails(2, &["--allow-corrupt-optimizer is for checkpoints of Megatron-Core"]);
 }

@@ -173,6 +173,31 @@ fn shifted_optimizer_state_is_found() {
 }
 
 #[test]
+fn looking_at_shifted_optimizer_state_says_that_it_is() {
+    let bad = megatron("gpt_fully_reshardable_multibucket_CORRUPT/ckpt");
+    let sound = megatron("head020_fully_reshardable_multibucket/ckpt");
+    let folder = tempfile::tempdir().unwrap();
+    let moment = "optimizer.state.exp_avg.embedding.word_embeddings.weight";
+    let weight = "embedding.word_embeddings.weight";
+    let page = path(&folder, "report.html");
+    let said = |args: &[&str]| dcp(args).stderr.contains("is damaged");
+    for (uri, damaged) in [(&bad, true), (&sound, false)] {
+        assert_eq!(said(&["get", uri, moment]), damaged);
+        assert_eq!(said(&["stats", uri]), damaged);
+        assert_eq!(said(&["stats", uri, moment]), damaged);
+        assert_eq!(said(&["report", uri, "-o", &page, "--stats", "--overwrite"]), damaged);
+        assert_eq!(said(&["diff", &sound, uri]), damaged);
+        // What is shown is sound.
+        assert!(!said(&["get", uri, weight]));
+        assert!(!said(&["stats", uri, "--filter", weight]));
+        assert!(!said(&["diff", uri, &sound, "--no-optimizer"]));
+        assert!(!said(&["diff", uri, &sound, "--include", weight]));
+        assert!(!said(&["diff", uri, &sound, "--keys-only"]));
+        assert!(!said(&["-q", "stats", uri]));
+    }
+}
+
+#[test]
 fn bad_checkpoints_are_refused_in_words() {
     let bad = |file: &str, bytes: &[u8], code: i32, said: &[&str]| {
         let folder = copy("tp2_basic/ckpt");

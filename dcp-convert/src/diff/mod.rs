@@ -77,6 +77,15 @@ pub struct DiffOptions {
     pub ignore_dtype: bool,
 }
 
+impl DiffOptions {
+    /// Whether a key is compared, by the name that a side's selection gives it.
+    #[must_use]
+    pub fn compares(&self, name: &str) -> bool {
+        self.include.selects(name, None)
+            && !self.exclude.as_ref().is_some_and(|filter| filter.selects(name, None))
+    }
+}
+
 /// Compares two checkpoints and lists their differences, the gravest first. Both are read at
 /// once, in segments of the same elements; memory stays within [`JobOptions::max_memory`].
 ///
@@ -126,10 +135,7 @@ impl Side {
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
         let mut chosen = selection.of(&metadata)?;
-        chosen.retain(|one| {
-            what.include.selects(&one.fqn, None)
-                && !what.exclude.as_ref().is_some_and(|filter| filter.selects(&one.fqn, None))
-        });
+        chosen.retain(|one| what.compares(&one.fqn));
         Ok(Self { source, metadata, chosen })
     }
 

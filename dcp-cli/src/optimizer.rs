@@ -126,6 +126,13 @@ fn tell(shown: &PerParameter, out: &Output) {
             out.note(problem);
         }
     }
+    for difference in shown.report.differing.iter().take(PROBLEMS_MAX) {
+        out.note(&difference.to_string());
+    }
+    let more = shown.report.differing.len().saturating_sub(PROBLEMS_MAX);
+    if more > 0 {
+        out.note(&format!("and so have {}", count(more, "other group")));
+    }
 }
 
 /// Places that could not be told and are said.

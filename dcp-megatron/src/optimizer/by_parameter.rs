@@ -68,15 +68,15 @@ pub async fn per_parameter(
     let as_it_is = |params, layout| PerParameter {
         source: source.clone(),
         common: common.clone(),
-        report: PerParameterReport { from, params, layout },
+        report: PerParameterReport { from, params, layout, differing: Vec::new() },
     };
     if matches!(from, OptimizerFormat::None | OptimizerFormat::FsdpDtensor) {
         return Ok(as_it_is(0, None));
     }
     if from.is_by_parameter() {
-        let changed = fully_reshardable(common, &GroupObjects::new());
+        let (changed, differing) = fully_reshardable(common, &GroupObjects::new());
         let (source, params) = renamed(&source, &metadata, &changed, job).await?;
-        let report = PerParameterReport { from, params, layout: None };
+        let report = PerParameterReport { from, params, layout: None, differing };
         return Ok(PerParameter { source, common: changed, report });
     }
     let ranks = args(common).and_then(|args| args.count("data_parallel_size"));
@@ -130,7 +130,10 @@ async fn of_buffers(
         None => GroupObjects::new(),
     };
     let complete = layout.is_complete();
-    let changed = if complete { fully_reshardable(common, &objects) } else { common.clone() };
+    let (changed, differing) = match complete {
+        true => fully_reshardable(common, &objects),
+        false => (common.clone(), Vec::new()),
+    };
     let mut view = Assembled::builder(&buffers.parts, job).await?;
     for (at, (fqn, entry)) in metadata.iter().enumerate() {
         if **fqn == *COMMON_STATE {
@@ -143,14 +146,21 @@ async fn of_buffers(
     for state in states {
         view.tensor(state.fqn, None, state.dtype, state.shape, state.pieces)?;
     }
-    let report = PerParameterReport { from, params, layout: Some(layout) };
+    let report = PerParameterReport { from, params, layout: Some(layout), differing };
     Ok(PerParameter { source: view.finish()?, common: changed, report })
 }
 
-/// Whether a name is one of flat state, or of what goes with it.
+/// Whether a name is one of flat state, or of what goes with it and has another place by parameter.
 fn is_flat(fqn: &str) -> bool {
-    BucketKey::parse(fqn).is_some() || GroupObjectKey::parse(fqn).is_some()
+    let placed = |key: GroupObjectKey<'_>| {
+        SETTINGS.contains(&key.name)
+            || matches!(key.name, "param_state" | "per_bucket_numel" | "per_bucket_numel_unpadded")
+    };
+    BucketKey::parse(fqn).is_some() || GroupObjectKey::parse(fqn).is_some_and(placed)
 }
+
+/// Objects beside the buffers that a `fully_reshardable` checkpoint has in its common state.
+const SETTINGS: [&str; 2] = ["optimizer", "grad_scaler"];
 
 /// A checkpoint whose state has names, under the canonical ones.
 async fn renamed(
@@ -410,8 +420,7 @@ async fn states(
     Ok(states)
 }
 
-/// The small objects beside the buffers that a `fully_reshardable` checkpoint has in its common
-/// state.
+/// The [`SETTINGS`] beside the buffers.
 async fn group_objects(
     source: &Source,
     metadata: &CheckpointMetadata,
@@ -419,7 +428,7 @@ async fn group_objects(
     let mut objects = GroupObjects::new();
     for (fqn, entry) in metadata.iter() {
         let (Some(key), Entry::Object(_)) = (GroupObjectKey::parse(fqn), entry) else { continue };
-        if !matches!(key.name, "optimizer" | "grad_scaler") {
+        if !SETTINGS.contains(&key.name) {
             continue;
         }
         let value = read_object(source, fqn).await?;

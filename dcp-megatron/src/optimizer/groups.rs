@@ -2,10 +2,12 @@
 //! that goes with `fully_reshardable`.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use dcp_core::{Dict, Tensor, Value};
 
 use super::format::OptimizerFormat;
+use super::join::{SettingsDifference, join};
 use super::keys::GroupKey;
 
 const OPTIMIZER: &str = "optimizer";
@@ -14,8 +16,12 @@ const GROUPS: &str = "param_groups";
 /// What objects beside the buffers say, by group and by their name.
 pub(super) type GroupObjects = BTreeMap<GroupKey, Vec<(String, Value)>>;
 
-/// The common state of a checkpoint whose optimizer becomes `fully_reshardable`.
-pub(super) fn fully_reshardable(common: &Dict, objects: &GroupObjects) -> Dict {
+/// The common state of a checkpoint whose optimizer becomes `fully_reshardable`, and where groups
+/// of one optimizer say different things, of which there is room for one.
+pub(super) fn fully_reshardable(
+    common: &Dict,
+    objects: &GroupObjects,
+) -> (Dict, Vec<SettingsDifference>) {
     let mut common = common.clone();
     let format = OptimizerFormat::FullyReshardable.name();
     // Without these, Megatron looks for what the version that saved the checkpoint wrote: before
@@ -27,19 +33,28 @@ pub(super) fn fully_reshardable(common: &Dict, objects: &GroupObjects) -> Dict {
     content.insert("chained_optim_avoid_prefix", true);
     common.insert("content_metadata", content);
     let mut optimizer = common.get(OPTIMIZER).and_then(Value::as_dict).cloned().unwrap_or_default();
-    // Groups of one optimizer have the same settings: the first one stands for all.
-    let mut of_chain: BTreeMap<Option<u64>, &Vec<(String, Value)>> = BTreeMap::new();
+    let mut differences = Vec::new();
+    let mut of_chain: BTreeMap<Option<u64>, (&GroupKey, Dict)> = BTreeMap::new();
     for (group, values) in objects {
-        of_chain.entry(group.chained).or_insert(values);
+        let values: Dict = values.iter().map(|(name, value)| (&**name, value.clone())).collect();
+        match of_chain.entry(group.chained) {
+            Entry::Vacant(slot) => {
+                slot.insert((group, values));
+            }
+            Entry::Occupied(mut slot) => {
+                let (first, all) = slot.get_mut();
+                differences.extend(join((first, all), (group, &values)));
+            }
+        }
     }
-    for (chained, values) in of_chain {
+    for (chained, (_, values)) in of_chain {
         let part = match chained.and_then(|at| i64::try_from(at).ok()) {
             Some(at) => optimizer.get_value(&Value::Int(at)).and_then(Value::as_dict).cloned(),
             None => Some(optimizer.clone()),
         };
         let mut part = part.unwrap_or_default();
         for (name, value) in values {
-            part.insert(name.clone(), value.clone());
+            part.insert(name, value);
         }
         match chained.and_then(|at| i64::try_from(at).ok()) {
             Some(at) => {
@@ -54,7 +69,7 @@ pub(super) fn fully_reshardable(common: &Dict, objects: &GroupObjects) -> Dict {
         step_into_groups(part);
     });
     common.insert(OPTIMIZER, optimizer);
-    common
+    (common, differences)
 }
 
 /// The common state with every step of the optimizer set to zero, as moments of zero need it.
@@ -184,7 +199,7 @@ mod tests {
         )]);
         let inner = Dict::from([("state", Value::Dict(state)), (GROUPS, groups(None))]);
         let common = Dict::from([(OPTIMIZER, Dict::from([(OPTIMIZER, inner)]))]);
-        let made = fully_reshardable(&common, &GroupObjects::new());
+        let (made, _) = fully_reshardable(&common, &GroupObjects::new());
         assert_eq!(step(&made, &[]), Some(7.0));
         // Common states before 0.13 do not say what is in the checkpoint.
         let content = made.get("content_metadata").unwrap().as_dict().unwrap();
@@ -210,7 +225,14 @@ mod tests {
         let key = |chained, group| GroupKey { chained: Some(chained), group };
         let objects =
             [(key(0, 0), object(1.0)), (key(1, 0), object(2.0)), (key(1, 1), object(9.0))];
-        let made = fully_reshardable(&common, &objects.into_iter().collect());
+        let (made, differences) = fully_reshardable(&common, &objects.into_iter().collect());
+        let said: Vec<_> = differences.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            said,
+            ["chained_1.optimizer.distributed.dp_group_idx_1 has other values than \
+              chained_1.optimizer.distributed.dp_group_idx_0, whose are taken, at \
+              optimizer.param_groups.0.step"]
+        );
         assert_eq!(step(&made, &[Value::Int(0)]), Some(1.0));
         assert_eq!(step(&made, &[Value::Int(1)]), Some(2.0));
         let content = made.get("content_metadata").unwrap().as_dict().unwrap();
@@ -220,5 +242,53 @@ mod tests {
         assert!(matches!(prefix, Some(Value::Bool(true))), "{prefix:?}");
         let reset = without_steps(&made);
         assert_eq!(step(&reset, &[Value::Int(1)]), Some(0.0));
+    }
+
+    #[test]
+    fn what_only_some_ranks_of_the_model_have_is_kept() {
+        let group = |decoupled: bool, lr: f64, more: &[(&str, i64)]| {
+            let mut group = Dict::from([("pre_wd_mult", Value::Float(1.0)), ("lr", lr.into())]);
+            group.insert("is_decoupled_lr", decoupled);
+            for (key, value) in more {
+                group.insert(*key, *value);
+            }
+            Value::Dict(group)
+        };
+        let objects = |groups: Vec<Value>, scale: Option<f64>| {
+            let inner = Dict::from([(GROUPS, Value::List(groups))]);
+            let mut all = vec![(OPTIMIZER.to_owned(), Value::Dict(inner))];
+            let scaler = |scale| Value::Dict(Dict::from([("scale", Value::Float(scale))]));
+            all.extend(scale.map(|scale| ("grad_scaler".to_owned(), scaler(scale))));
+            all
+        };
+        let key = |group| GroupKey { chained: None, group };
+        // The step of a group without parameters is not counted by every optimizer.
+        let all = [
+            (key(0), objects(vec![group(false, 0.1, &[("params", 5)])], None)),
+            (key(1), objects(vec![group(true, 0.3, &[]), group(false, 0.1, &[("step", 7)])], None)),
+            (key(2), objects(vec![group(false, 0.2, &[("params", 1)])], Some(8.0))),
+            (key(3), objects(vec![group(true, 0.3, &[])], Some(9.0))),
+        ];
+        let (made, differences) = fully_reshardable(&Dict::new(), &all.into_iter().collect());
+        let optimizer = made.get(OPTIMIZER).unwrap().as_dict().unwrap();
+        let Value::List(groups) =
+            optimizer.get(OPTIMIZER).unwrap().as_dict().unwrap().get(GROUPS).unwrap()
+        else {
+            panic!()
+        };
+        let expected = [group(false, 0.1, &[("params", 5), ("step", 7)]), group(true, 0.3, &[])];
+        assert!(Value::List(groups.clone()).same(&Value::List(expected.into())), "{groups:?}");
+        let scale = optimizer.get("grad_scaler").unwrap().as_dict().unwrap().get("scale");
+        assert_eq!(scale.unwrap().as_float(), Some(8.0));
+        let paths: Vec<_> =
+            differences.iter().map(|one| (&*one.group, one.paths.join(" "))).collect();
+        let name = |group| format!("optimizer.distributed.dp_group_idx_{group}");
+        assert_eq!(
+            paths,
+            [
+                (&*name(2), "optimizer.param_groups.0.lr".to_owned()),
+                (&*name(3), "grad_scaler.scale".to_owned()),
+            ]
+        );
     }
 }

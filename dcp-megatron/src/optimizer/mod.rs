@@ -7,6 +7,7 @@ mod by_parameter;
 mod check;
 mod format;
 mod groups;
+mod join;
 mod keys;
 mod layout;
 mod registration;
@@ -23,6 +24,7 @@ pub use check::{
     SAMPLED_ELEMENTS, check_optimizer,
 };
 pub use format::OptimizerFormat;
+pub use join::SettingsDifference;
 pub(crate) use keys::{ParamStateKey, group_of, model_parallel_groups};
 pub use keys::{StateKind, is_optimizer_key};
 pub use layout::{ALIGNMENT, FlatBucket, FlatLayoutOptions, FlatParam, flat_layout};

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::format::OptimizerFormat;
+use super::join::SettingsDifference;
 
 /// How the parameters in the flat buffers of an optimizer were found, and which were not.
 #[derive(Clone, Debug, Default)]
@@ -123,6 +124,10 @@ pub struct PerParameterReport {
     pub params: usize,
     /// How they were found, where the format does not name them.
     pub layout: Option<LayoutReport>,
+    /// Where ranks of the model have other settings than the first, which stands for all:
+    /// learning rates, steps, the scale of gradients. Parameter groups that only some of them have
+    /// are all kept.
+    pub differing: Vec<SettingsDifference>,
 }
 
 impl PerParameterReport {

@@ -121,9 +121,14 @@ impl MegatronOptimizer {
 /// Says how the state was divided by parameter.
 fn tell(shown: &PerParameter, out: &Output) {
     out.note(&format!("optimizer by parameter, from {}", shown.report));
-    if let Some(layout) = shown.report.layout.as_ref().filter(|layout| !layout.is_complete()) {
+    if let Some(layout) = &shown.report.layout {
         for problem in layout.problems().iter().take(PROBLEMS_MAX) {
             out.note(problem);
+        }
+        if !layout.without_state.is_empty() {
+            let tensors = count(layout.without_state.len(), "tensor");
+            let names = list(&layout.without_state);
+            out.note(&format!("the optimizer has no state of {tensors} of the model: {names}"));
         }
     }
     for difference in shown.report.differing.iter().take(PROBLEMS_MAX) {

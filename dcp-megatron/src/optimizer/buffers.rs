@@ -63,15 +63,25 @@ impl Buffers {
             bucket.states.insert(key.state, (0, at));
         }
         let mut all = Vec::with_capacity(buffers.len());
-        for (key, buckets) in buffers {
-            let lengths = padded_lengths(source, metadata, &key).await;
-            let mut buckets: Vec<_> = buckets.into_values().collect();
-            for (bucket, length) in buckets.iter_mut().zip(lengths.into_iter().flatten()) {
+        for (key, mut buckets) in buffers {
+            let lengths = bucket_lengths(source, metadata, &key, "per_bucket_numel").await;
+            for (number, length) in (0..).zip(lengths.into_iter().flatten()) {
+                let Some(bucket) = buckets.get_mut(&number) else { continue };
                 bucket.shape.ranks = data_parallel.and_then(|ranks| {
                     let share = length.checked_div(ranks).filter(|share| *share > 0)?;
                     Some((ranks, share))
                 });
             }
+            if padded {
+                let name = "per_bucket_numel_unpadded";
+                let lengths = bucket_lengths(source, metadata, &key, name).await;
+                for (number, length) in (0..).zip(lengths.into_iter().flatten()) {
+                    if let Some(bucket) = buckets.get_mut(&number) {
+                        bucket.shape.end_at(length);
+                    }
+                }
+            }
+            let buckets = buckets.into_values().collect();
             all.push(FlatBuffer { dtype: param_dtype(&key.dtypes), key, buckets });
         }
         let mut found = Self { parts: vec![source.clone()], all };
@@ -167,8 +177,10 @@ fn shape(tensor: &TensorEntry, padded: bool) -> BucketShape {
             bounds.extend([*start, start.saturating_add(*len)]);
         }
     }
-    // One chunk for all says nothing.
-    let bounds = (tensor.chunks.len() > 1 && tensor.shape.ndim() == 1).then_some(bounds);
+    // One chunk for all says nothing, and equal ones may be the parts of ranks, as zarr has them.
+    let lengths: BTreeSet<_> = tensor.chunks.iter().map(|chunk| chunk.sizes.to_vec()).collect();
+    let told = tensor.chunks.len() > 1 && !(padded && lengths.len() == 1);
+    let bounds = (told && tensor.shape.ndim() == 1).then_some(bounds);
     BucketShape { elements, bounds, padded, ..BucketShape::default() }
 }
 
@@ -182,13 +194,14 @@ fn param_dtype(dtypes: &str) -> Option<DType> {
     }
 }
 
-/// The lengths of a buffer's buckets with their padding, as the checkpoint says.
-async fn padded_lengths(
+/// The lengths of a buffer's buckets, as an object of the checkpoint says.
+async fn bucket_lengths(
     source: &Source,
     metadata: &CheckpointMetadata,
     key: &BufferKey,
+    name: &str,
 ) -> Option<Vec<u64>> {
-    let fqn = format!("{}.per_bucket_numel/shard_0_1", key.group.prefix());
+    let fqn = format!("{}.{name}/shard_0_1", key.group.prefix());
     metadata.get(&fqn)?;
     // Only a hint: where it cannot be read, places are found without it.
     let value = read_object(source, &fqn).await.ok()?;

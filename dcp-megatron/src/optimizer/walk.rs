@@ -35,11 +35,25 @@ pub(super) struct BucketShape {
     pub(super) ranks: Option<(u64, u64)>,
     /// Whether several buckets lie here, one after the other.
     pub(super) coalesced: bool,
-    /// Whether there may be padding at the end.
+    /// Whether there may be padding at the end, of a length that is not known.
     pub(super) padded: bool,
 }
 
 impl BucketShape {
+    /// Leaves out the padding behind the first `elements`.
+    pub(super) fn end_at(&mut self, elements: u64) {
+        let fits = self.elements.checked_sub(elements).is_some_and(|padding| padding < PADDING_MAX);
+        if !fits {
+            return;
+        }
+        self.elements = elements;
+        self.padded = false;
+        if let Some(bounds) = &mut self.bounds {
+            bounds.retain(|bound| *bound < elements);
+            bounds.insert(elements);
+        }
+    }
+
     /// Whether the part of a rank ends here, and that of another begins.
     fn is_rank_bound(&self, bound: u64) -> bool {
         self.ranks.is_some_and(|(ranks, share)| {
@@ -185,9 +199,12 @@ impl Walker<'_> {
                     at = Some(after);
                 }
                 None => {
-                    if after.checked_next_multiple_of(ALIGNMENT) == Some(start)
-                        && !(shape.padded && end - start < PADDING_MAX)
-                    {
+                    // Padding is one chunk, from the last parameter to the end.
+                    let padding = shape.padded
+                        && start == after
+                        && end - start < PADDING_MAX
+                        && bounds.range(start + 1..end).next().is_none();
+                    if after.checked_next_multiple_of(ALIGNMENT) == Some(start) && !padding {
                         walked.unknown.push((bucket, start));
                     }
                     at = bounds.range(start + 1..).next().copied();

@@ -43,6 +43,7 @@ pub(crate) const OPENED: &[(&str, MegatronFormat)] = &[
     ("v06_zarr", MegatronFormat::Zarr),
     ("v09_basic_torch24", IN_FILE),
     ("v09_flattened_torch24", IN_FILE),
+    ("v09_gpt_dp2_fs_bucket_space", IN_FILE),
     ("v09_zarr", MegatronFormat::Zarr),
 ];
 

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail loudly")]
 
 mod async_queue;
+mod bucket_space;
 mod contents;
 mod corpus;
 mod describing;

@@ -18,18 +18,20 @@ use dcp_megatron::{
 
 use crate::support::{block_on, expected_json, expected_tensors, stored};
 
-fn open(fixture: &str) -> MegatronCheckpoint {
+pub(crate) fn open(fixture: &str) -> MegatronCheckpoint {
     block_on(MegatronCheckpoint::open(&stored(fixture), &OpenOptions::default())).unwrap()
 }
 
-fn shown(fixture: &str) -> PerParameter {
+pub(crate) fn shown(fixture: &str) -> PerParameter {
     let checkpoint = open(fixture);
     let job = JobOptions::default();
     block_on(per_parameter(checkpoint.source(), checkpoint.common(), &job)).unwrap()
 }
 
+type Tensors = BTreeMap<String, (Vec<u64>, Vec<u8>)>;
+
 /// The tensors of a checkpoint for whose names `keep` holds: shape and bytes.
-fn tensors(source: &Source, keep: impl Fn(&str) -> bool) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
+pub(crate) fn tensors(source: &Source, keep: impl Fn(&str) -> bool) -> Tensors {
     let metadata = block_on(source.metadata()).unwrap();
     let names = metadata.iter().filter(|(fqn, entry)| entry.as_tensor().is_some() && keep(fqn));
     let read = |fqn: &str| match block_on(find(source, fqn, None)).unwrap() {

@@ -83,7 +83,12 @@ pub(crate) fn expected_json(name: &str) -> Json {
 
 /// Shape and bytes of the tensors in a fixture's `expected.safetensors`, by key.
 pub(crate) fn expected_tensors(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
-    let bytes = std::fs::read(fixture(name).join("expected.safetensors")).unwrap();
+    tensors_in(name, "expected.safetensors")
+}
+
+/// The same of another file of a fixture.
+pub(crate) fn tensors_in(name: &str, file: &str) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
+    let bytes = std::fs::read(fixture(name).join(file)).unwrap();
     let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header: Json = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
     let data = &bytes[8 + header_len..];

@@ -1,12 +1,12 @@
 //! Reading ranges of a file straight into lent memory.
 
 use std::fs::File;
-use std::io;
-use std::os::unix::fs::FileExt;
+use std::io::{self, IoSliceMut};
 use std::sync::Arc;
 
 use dcp_core::{Buffer, Key, ReadInto, StorageError, StorageErrorKind, StorageOp};
 use futures_util::future::join_all;
+use rustix::io::{Errno, preadv};
 
 use crate::blocking::blocking;
 use crate::error::{is_absence, on_key};
@@ -14,6 +14,8 @@ use crate::root::{READ, Root};
 
 /// Fewer bytes than this are not worth another thread.
 const PER_THREAD: u64 = 8 << 20;
+/// The most vectors that Linux takes in one call (`IOV_MAX`).
+const VECTORS_MAX: usize = 1024;
 
 /// Fills the buffers, on up to `parallelism` threads.
 pub(crate) async fn read(
@@ -93,17 +95,42 @@ fn open(root: &Root, key: &Key, reads: &[ReadInto]) -> Result<File, StorageError
     Ok(file)
 }
 
-fn fill(file: &File, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-    reads
-        .into_iter()
-        .map(|ReadInto { byte_offset, mut buffer }| {
-            if !buffer.is_empty() {
-                file.read_exact_at(&mut buffer, byte_offset)
-                    .map_err(|error| shrunk_or(error, key, byte_offset))?;
+/// Fills the buffers. Those whose ranges follow each other in the file share a call to the system:
+/// rows of a shard that go to strided memory are often a few kilobytes each.
+fn fill(file: &File, key: &Key, mut reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+    for run in reads.chunk_by_mut(|a, b| a.byte_offset + a.buffer.len() as u64 == b.byte_offset) {
+        for part in run.chunks_mut(VECTORS_MAX) {
+            let byte_offset = part.first().map_or(0, |read| read.byte_offset);
+            let mut vectors: Vec<_> = part
+                .iter_mut()
+                .filter(|read| !read.buffer.is_empty())
+                .map(|read| IoSliceMut::new(&mut read.buffer))
+                .collect();
+            read_vectors(file, &mut vectors, byte_offset)
+                .map_err(|(error, at)| shrunk_or(error, key, at))?;
+        }
+    }
+    Ok(reads.into_iter().map(|read| read.buffer).collect())
+}
+
+/// Fills `vectors` with what begins at `byte_offset`; an error comes with where it was met.
+fn read_vectors(
+    file: &File,
+    mut vectors: &mut [IoSliceMut<'_>],
+    mut byte_offset: u64,
+) -> Result<(), (io::Error, u64)> {
+    while !vectors.is_empty() {
+        match preadv(file, vectors, byte_offset) {
+            Ok(0) => return Err((io::ErrorKind::UnexpectedEof.into(), byte_offset)),
+            Ok(len) => {
+                byte_offset += len as u64;
+                IoSliceMut::advance_slices(&mut vectors, len);
             }
-            Ok(buffer)
-        })
-        .collect()
+            Err(Errno::INTR) => {}
+            Err(error) => return Err((error.into(), byte_offset)),
+        }
+    }
+    Ok(())
 }
 
 fn shrunk_or(error: io::Error, key: &Key, byte_offset: u64) -> StorageError {
@@ -122,8 +149,59 @@ mod tests {
 
     use super::*;
 
+    fn file_of(bytes: &[u8]) -> File {
+        let mut file = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut file, bytes).unwrap();
+        file
+    }
+
+    #[test]
+    fn more_rows_than_one_call_takes() {
+        let bytes: Vec<_> = (0..10_000_u32).flat_map(u32::to_le_bytes).collect();
+        let rows = (0..10_000_u64).map(|row| (row * 4, 4));
+        let file = file_of(&bytes);
+        assert_eq!(filled(&file, rows).unwrap(), bytes);
+    }
+
+    #[test]
+    fn a_file_that_shrinks_names_the_byte() {
+        let file = file_of(&[7; 10]);
+        let error = filled(&file, [(0, 4), (4, 4), (8, 4)].into_iter()).unwrap_err();
+        assert_eq!(error.kind(), StorageErrorKind::Truncated);
+        assert!(error.to_string().contains("behind byte 10"), "{error}");
+    }
+
+    fn filled(
+        file: &File,
+        ranges: impl Iterator<Item = (u64, usize)>,
+    ) -> Result<Vec<u8>, StorageError> {
+        let reads = ranges
+            .map(|(byte_offset, len)| ReadInto { byte_offset, buffer: Buffer::zeroed(len) })
+            .collect();
+        let buffers = fill(file, &Key::new("a").unwrap(), reads)?;
+        Ok(buffers.iter().flat_map(|buffer| buffer.to_vec()).collect())
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn rows_that_touch_and_rows_that_do_not_are_what_the_file_holds(
+            ranges in prop::collection::vec((0_usize..300, 0_usize..50, any::<bool>()), 0..60),
+        ) {
+            let bytes: Vec<_> = (0..400_u32).map(|byte| (byte % 251) as u8).collect();
+            let mut end = 0;
+            let mut wanted = Vec::new();
+            let mut expected = Vec::new();
+            for (start, len, follows) in ranges {
+                let start = if follows && end + len <= bytes.len() { end } else { start };
+                end = start + len;
+                wanted.push((start as u64, len));
+                expected.extend_from_slice(&bytes[start..end]);
+            }
+            let found = filled(&file_of(&bytes), wanted.into_iter()).unwrap();
+            prop_assert_eq!(found, expected);
+        }
 
         #[test]
         fn groups_keep_order_and_size(

@@ -1,19 +1,25 @@
 //! Streaming items into a file: bounded memory, no copy of tensor data, CRCs on the way.
 
+use std::collections::VecDeque;
 use std::fmt;
+use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use dcp_core::{
     CheckpointError, DataSource, FormatError, Key, Payload, PlanError, PutMode, Storage, Upload,
 };
-use futures_util::future::join;
+use futures_util::future::{Either, select};
+use futures_util::stream::{self, StreamExt};
 
 /// Called with the number of bytes each time some were written or read.
 pub type Progress = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// The fewest bytes that are sent at a time.
 const PART_BYTES: u64 = 16 << 20;
+/// Parts that wait to be sent while one is on its way and one is made: making and sending take
+/// turns at being the slower one.
+const READY_MAX: usize = 1;
 /// The most parts of a file; S3 allows 10 000.
 const PARTS_MAX: u64 = 8192;
 /// Files up to this length are put whole, in one request.
@@ -87,24 +93,45 @@ pub(crate) async fn write_file(
     }
 }
 
-/// Sends all parts; while one is on its way, the next is made.
+/// Sends all parts; while one is on its way, the next are made.
 async fn send(
     upload: &mut dyn Upload,
     parts: &mut Parts<'_>,
     part_bytes: u64,
     report: &(dyn Fn(u64) + Send + Sync),
 ) -> Result<u64, CheckpointError> {
+    let making = stream::try_unfold(parts, |parts| async move {
+        let part = parts.next(part_bytes).await?;
+        Ok::<_, CheckpointError>(part.map(|part| (part, parts)))
+    });
+    let mut making = pin!(making.fuse());
+    let mut ready = VecDeque::new();
     let mut total = 0;
-    let mut ready = parts.next(part_bytes).await?;
-    while let Some(part) = ready {
+    loop {
+        let part = match ready.pop_front() {
+            Some(part) => part,
+            None => making.next().await,
+        };
+        let Some(part) = part.transpose()? else { return Ok(total) };
         let len = part.len();
-        let (sent, next) = join(upload.put_part(part), parts.next(part_bytes)).await;
+        let mut sending = upload.put_part(part);
+        // Not dropped when the next part fails: a storage may be in the middle of it.
+        let sent = loop {
+            if ready.len() >= READY_MAX || making.is_done() {
+                break sending.await;
+            }
+            match select(sending, making.next()).await {
+                Either::Left((sent, _)) => break sent,
+                Either::Right((made, still)) => {
+                    ready.push_back(made);
+                    sending = still;
+                }
+            }
+        };
         sent?;
         report(len);
         total += len;
-        ready = next?;
     }
-    Ok(total)
 }
 
 fn check_len(file: &FileSpec<'_>, len: u64) -> Result<(), CheckpointError> {
@@ -235,5 +262,139 @@ impl Gather {
     fn finish(mut self) -> Option<Payload> {
         self.flush();
         if self.pieces.is_empty() { None } else { Some(Payload::from(self.pieces)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Mutex, PoisonError};
+
+    use async_trait::async_trait;
+    use dcp_core::StorageError;
+    use tokio::sync::Notify;
+
+    use super::*;
+
+    const LEN: u64 = 40;
+
+    /// Bytes that count up, ten at a time, as many as may be had.
+    #[derive(Debug)]
+    struct Counting {
+        given: AtomicU64,
+        good: u64,
+    }
+
+    #[async_trait]
+    impl DataSource for Counting {
+        async fn resolve(&self, _: usize, range: Range<u64>) -> Result<Payload, CheckpointError> {
+            tokio::task::yield_now().await;
+            if range.end > self.good {
+                return Err(FormatError::new("item", "is damaged").into());
+            }
+            self.given.store(range.end, Ordering::Relaxed);
+            Ok(Payload::from(Bytes::from_iter(range.map(|byte| byte as u8))))
+        }
+
+        fn segment_bytes(&self) -> u64 {
+            10
+        }
+    }
+
+    #[derive(Debug)]
+    struct NoFraming;
+
+    impl Framing for NoFraming {
+        fn before(&self, _: usize) -> Result<Bytes, FormatError> {
+            Ok(Bytes::new())
+        }
+
+        fn after(&self, _: usize, _: u32) -> Result<Bytes, FormatError> {
+            Ok(Bytes::new())
+        }
+
+        fn needs_crc(&self, _: usize) -> bool {
+            false
+        }
+
+        fn name(&self, _: usize) -> &'static str {
+            "counting"
+        }
+    }
+
+    /// Takes a part when it is let go on.
+    #[derive(Debug, Default)]
+    struct Slow {
+        taken: Arc<Mutex<Vec<u8>>>,
+        go_on: Option<Arc<Notify>>,
+    }
+
+    #[async_trait]
+    impl Upload for Slow {
+        async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+            if let Some(go_on) = &self.go_on {
+                go_on.notified().await;
+            }
+            tokio::task::yield_now().await;
+            let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+            part.pieces().iter().for_each(|piece| taken.extend_from_slice(piece));
+            Ok(())
+        }
+
+        async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+            Ok(())
+        }
+
+        async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+            Ok(())
+        }
+    }
+
+    async fn sent(upload: &mut Slow, data: &Counting) -> Result<u64, CheckpointError> {
+        let key = Key::new("file").unwrap();
+        let items = [FileItem { item: 0, byte_len: LEN }];
+        let file = FileSpec { key: &key, byte_len: LEN, items: &items, framing: &NoFraming };
+        send(upload, &mut Parts::new(&file, data), 10, &|_| ()).await
+    }
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+    }
+
+    #[test]
+    fn while_a_part_is_on_its_way_the_next_ones_are_made_and_no_more() {
+        let data = Arc::new(Counting { given: AtomicU64::new(0), good: LEN });
+        let go_on = Arc::new(Notify::new());
+        let mut upload = Slow { go_on: Some(Arc::clone(&go_on)), ..Slow::default() };
+        let taken = Arc::clone(&upload.taken);
+        block_on(async {
+            let watch = async {
+                for _ in 0..100 {
+                    tokio::task::yield_now().await;
+                }
+                let ahead = data.given.load(Ordering::Relaxed);
+                assert_eq!(ahead, 20, "one is on its way, one is ready");
+                for _ in 0..LEN / 10 {
+                    go_on.notify_one();
+                    for _ in 0..100 {
+                        tokio::task::yield_now().await;
+                    }
+                }
+            };
+            let (sent, ()) = futures_util::future::join(sent(&mut upload, &data), watch).await;
+            assert_eq!(sent.unwrap(), LEN);
+        });
+        let expected: Vec<u8> = (0..LEN as u8).collect();
+        assert_eq!(*taken.lock().unwrap(), expected);
+    }
+
+    #[test]
+    fn a_part_that_cannot_be_made_does_not_cut_off_the_one_on_its_way() {
+        let data = Counting { given: AtomicU64::new(0), good: 20 };
+        let mut upload = Slow::default();
+        let error = block_on(sent(&mut upload, &data)).unwrap_err();
+        assert!(dcp_core::error_chain(&error).contains("is damaged"), "{error}");
+        assert_eq!(upload.taken.lock().unwrap().len(), 20);
     }
 }

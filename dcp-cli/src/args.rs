@@ -76,6 +76,14 @@ pub(crate) struct Global {
     /// Say what is being done, on stderr; twice for more.
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Output")]
     pub(crate) verbose: u8,
+
+    /// Follow symbolic links that lead out of the folder of a checkpoint.
+    ///
+    /// As in a run whose iterations are links to another disk. Only for folders that you trust: a
+    /// link can lead to any file. In the cache of the Hugging Face hub, links to the files of the
+    /// same repository are followed anyway.
+    #[arg(long, global = true, hide_short_help = true, help_heading = "Input")]
+    pub(crate) follow_links: bool,
 }
 
 /// When to color.

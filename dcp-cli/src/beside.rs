@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
+use dcp::Access;
 use dcp::core::{Key, Storage, StorageError, StorageExt};
 use dcp::mapping::Facts;
-use dcp::{Access, StorageRegistry};
 
 use crate::failure::{Exit, Failure};
 use crate::folder::split;
-use crate::open::Opened;
+use crate::open::{Opened, registry};
 
 /// The folder of NeMo's that has the checkpoint, beside that with what tells of it.
 pub(crate) const WEIGHTS: &str = "weights";
@@ -27,7 +27,7 @@ pub(crate) async fn facts(opened: &Opened) -> Result<Option<(Facts, String)>, Fa
     let Some((parent, _)) = split(&opened.place).filter(|(_, name)| name == WEIGHTS) else {
         return Ok(None);
     };
-    let storage = StorageRegistry::with_defaults().open(&parent, Access::Read)?;
+    let storage = registry().open(&parent, Access::Read)?;
     read(&storage, &parent, NEMO).await
 }
 

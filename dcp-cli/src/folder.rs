@@ -73,22 +73,6 @@ pub(crate) async fn is_megatron(storage: &dyn Storage) -> Result<bool, Failure> 
     Ok(!others || contains(COMMON_FILE).await?)
 }
 
-/// What is said of a folder that would be a checkpoint of Megatron-Core if its save had finished,
-/// and is taken for one of PyTorch as it is.
-pub(crate) async fn unfinished_megatron(
-    storage: &dyn Storage,
-) -> Result<Option<String>, StorageError> {
-    let contains = async |name: &str| storage.contains(&Key::new(name)?).await;
-    let begun = contains(COMMON_FILE).await? && contains(".metadata").await?;
-    Ok((begun && !contains(METADATA_JSON).await?).then(|| {
-        format!(
-            "there is a {COMMON_FILE} but no {METADATA_JSON}, which Megatron-Core writes last: \
-             the save did not finish, or the file was not copied; this is read as a checkpoint of \
-             PyTorch, without the common state"
-        )
-    }))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

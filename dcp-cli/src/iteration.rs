@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dcp::core::{Key, Storage, StorageError, StorageExt, error_chain};
-use dcp::megatron::{MegatronRun, RunCheckpoint, TRACKER};
+use dcp::megatron::{METADATA_JSON, MegatronRun, RunCheckpoint, TRACKER};
 
 use crate::failure::{Exit, Failure};
 
@@ -49,7 +49,13 @@ pub(crate) async fn of_run(
                         tracked.folder()?
                     )
                 }
-                None => format!("{}, which its tracker names, is not there", tracked.folder()?),
+                None => {
+                    let folder = tracked.folder()?;
+                    // A link that leads out is not listed, but says so when it is gone through.
+                    let inside = Key::new(format!("{folder}/{METADATA_JSON}"));
+                    storage.contains(&inside.map_err(StorageError::from)?).await?;
+                    format!("{folder}, which its tracker names, is not there")
+                }
             }
         }
         Ok(None) => return Ok(None),

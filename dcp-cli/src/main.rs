@@ -27,6 +27,7 @@ mod tell;
 mod torch_dist;
 mod torch_folder;
 mod undo;
+mod unfinished;
 
 use std::process::ExitCode;
 
@@ -49,6 +50,9 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<(), Failure> {
     trace(cli.global.verbose);
+    if cli.global.follow_links {
+        open::follow_links();
+    }
     let out = Output::new(cli.global);
     match cli.command {
         Command::Ls(args) => command::ls(&args, &out),

@@ -4,14 +4,13 @@ use std::sync::Arc;
 
 use dcp::convert::{JobOptions, Problem, ProblemKind, VerifyReport};
 use dcp::megatron::optimizer::{CheckDepth, OptimizerReport, OptimizerVerdict, check_optimizer};
-use dcp::megatron::{
-    COMMON_FILE, CheckpointingConfig, METADATA_JSON, MegatronCheckpoint, TRACKER, verify_opened,
-};
+use dcp::megatron::{METADATA_JSON, MegatronCheckpoint, TRACKER, verify_opened};
 
-use crate::failure::{Exit, Failure};
+use crate::failure::Failure;
 use crate::open::Opened;
 use crate::style::count;
 use crate::tell::list;
+use crate::unfinished::Unfinished;
 
 /// Checks a checkpoint: what is stored, and whether the optimizer's state is that of the model.
 pub(crate) async fn verify(
@@ -31,24 +30,6 @@ pub(crate) async fn verify(
     Ok(report)
 }
 
-/// Refuses to make something that looks whole of a checkpoint whose save did not finish, and whose
-/// common state would be gone.
-pub(crate) fn refuse_unfinished(opened: &Opened) -> Result<(), Failure> {
-    if opened.unfinished.is_none() {
-        return Ok(());
-    }
-    let message = format!(
-        "{:?} has a {COMMON_FILE} but no {METADATA_JSON}, which Megatron-Core writes last: the save \
-         did not finish, or the file was not copied",
-        opened.uri
-    );
-    let whole = CheckpointingConfig::torch_dist().to_json();
-    Err(Failure::new(Exit::Bad, message).hint(format!(
-        "take another iteration; if only the file was lost, put it back: {whole}; its tensors alone \
-         can be had with --to safetensors"
-    )))
-}
-
 /// Adds that the save did not finish, and what is wrong with the tracker of the run.
 pub(crate) fn add_surroundings(opened: &Opened, report: &mut VerifyReport) {
     let mut add = |kind, file: &str, message: &Option<String>| {
@@ -60,7 +41,8 @@ pub(crate) fn add_surroundings(opened: &Opened, report: &mut VerifyReport) {
         report.problems.push(problem);
         report.ok = false;
     };
-    add(ProblemKind::MissingFile, METADATA_JSON, &opened.unfinished);
+    let unfinished = opened.unfinished.as_ref().map(Unfinished::note);
+    add(ProblemKind::MissingFile, METADATA_JSON, &unfinished);
     add(ProblemKind::Index, TRACKER, &opened.wrong_tracker);
 }
 

@@ -1,7 +1,7 @@
 //! From what was typed to a checkpoint to read.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use dcp::convert::Source;
 use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
@@ -12,11 +12,26 @@ use dcp::{Access, StorageRegistry};
 
 use crate::beside::WEIGHTS;
 use crate::failure::{Exit, Failure};
-use crate::folder::{is_dcp, is_megatron, model_file, split, unfinished_megatron};
+use crate::folder::{is_dcp, is_megatron, model_file, split};
 pub(crate) use crate::interrupt::run;
 use crate::iteration;
 use crate::output::Output;
 use crate::torch_folder;
+use crate::unfinished::Unfinished;
+
+/// Whether links that lead out of a folder are followed; set once, by the command line.
+static FOLLOW_LINKS: OnceLock<()> = OnceLock::new();
+
+/// Lets all that is opened from now on follow links.
+pub(crate) fn follow_links() {
+    FOLLOW_LINKS.get_or_init(|| ());
+}
+
+/// The storages that can be opened.
+pub(crate) fn registry() -> StorageRegistry {
+    let registry = StorageRegistry::with_defaults();
+    if FOLLOW_LINKS.get().is_some() { registry.following_links() } else { registry }
+}
 
 /// How whole a checkpoint has to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +62,7 @@ pub(crate) struct Opened {
     /// The same for Megatron-Core, if it is one of its checkpoints.
     pub(crate) megatron: Option<MegatronCheckpoint>,
     /// What shows that the save did not finish, although all can be read.
-    pub(crate) unfinished: Option<String>,
+    pub(crate) unfinished: Option<Unfinished>,
     /// What is wrong with the tracker of the run whose latest checkpoint it is.
     pub(crate) wrong_tracker: Option<String>,
 }
@@ -64,7 +79,7 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
         unfinished: None,
         wrong_tracker: None,
     };
-    let registry = StorageRegistry::with_defaults();
+    let registry = registry();
     let storage = match registry.open(uri, Access::Read) {
         Ok(storage) => storage,
         Err(error) => {
@@ -93,9 +108,9 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
     match Source::open(&storage, need.tolerant()).await {
         Ok(source) => {
             let mut opened = opened(place, &storage, source, None);
-            opened.unfinished = unfinished_megatron(&*storage).await?;
-            if let Some(problem) = &opened.unfinished {
-                out.note(problem);
+            opened.unfinished = Unfinished::find(&*storage, &opened.source).await?;
+            if let Some(unfinished) = &opened.unfinished {
+                out.note(&unfinished.note());
             }
             Ok(opened)
         }
@@ -186,7 +201,7 @@ pub(crate) async fn checkpoint_to_change(
     uri: &str,
     dry_run: bool,
 ) -> Result<Arc<dyn Storage>, Failure> {
-    let registry = StorageRegistry::with_defaults();
+    let registry = registry();
     // Opened for writing, a directory that is not there would be made.
     let storage = registry.open(uri, Access::Read).map_err(|error| cannot_open(uri, &error))?;
     let uri = place(uri, &storage).await?.uri;
@@ -211,7 +226,7 @@ pub(crate) fn cannot_open(uri: &str, error: &StorageError) -> Failure {
 /// The storage and key of a URI that names a file.
 async fn file(uri: &str) -> Option<(Arc<dyn Storage>, Key)> {
     let (parent, name) = split(uri)?;
-    let storage = StorageRegistry::with_defaults().open(&parent, Access::Read).ok()?;
+    let storage = registry().open(&parent, Access::Read).ok()?;
     let key = Key::new(name).ok()?;
     storage.stat(&key).await.ok()?;
     Some((storage, key))
@@ -284,7 +299,7 @@ async fn no_checkpoint(
 
 /// Says of a directory that is two checkpoints at once which of them is taken.
 pub(crate) async fn say_which(uri: &str, out: &Output) -> Result<(), Failure> {
-    let Ok(storage) = StorageRegistry::with_defaults().open(uri, Access::Read) else {
+    let Ok(storage) = registry().open(uri, Access::Read) else {
         return Ok(());
     };
     if is_dcp(&*storage).await?

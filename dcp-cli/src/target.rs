@@ -8,18 +8,19 @@ use dcp::core::{Key, Storage, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
 use dcp::megatron::TRACKER;
-use dcp::{Access, DcpWriter, StorageRegistry};
+use dcp::{Access, DcpWriter};
 use futures_util::StreamExt;
 
 use crate::failure::{Exit, Failure};
 use crate::folder::{is_dcp, is_megatron, model_file, split};
 use crate::nowhere::Nowhere;
+use crate::open::registry;
 use crate::undo;
 
 /// A place to write to, or of a dry run to look at: that one makes nothing.
 fn place_to_write(uri: &str, dry_run: bool) -> Result<Arc<dyn Storage>, Failure> {
     let access = if dry_run { Access::Read } else { Access::Write };
-    match StorageRegistry::with_defaults().open(uri, access) {
+    match registry().open(uri, access) {
         Ok(storage) if dry_run => Ok(storage),
         Ok(storage) => Ok(undo::watch(storage)),
         Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
@@ -36,7 +37,7 @@ fn place_to_write(uri: &str, dry_run: bool) -> Result<Arc<dyn Storage>, Failure>
 
 /// A file to write. One that is there is an error, unless it may be replaced.
 pub(crate) async fn file(uri: &str, overwrite: bool, dry_run: bool) -> Result<Target, Failure> {
-    if StorageRegistry::with_defaults().open(uri, Access::Read).is_ok() {
+    if registry().open(uri, Access::Read).is_ok() {
         let base = uri.trim_end_matches('/');
         return Err(Failure::new(Exit::Usage, format!("{uri:?} is a directory"))
             .hint(format!("name a file, such as {base}/model.safetensors")));

@@ -159,7 +159,8 @@ pub async fn inspect(
                     Some(Ok(value)) => {
                         // Of a file of `torch.save`, the pickle as a whole was looked at.
                         if source.save_reader().is_none() {
-                            let found = callables::foreign_callables(fqn, &value).unwrap_or_default();
+                            let found =
+                                callables::foreign_callables(fqn, &value).unwrap_or_default();
                             summary.callables.extend(found);
                         }
                         value_json(&value, &limits)

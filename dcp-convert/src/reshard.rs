@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
-    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt, StorageWriter,
-    TensorSpec, Value, WritePlan,
+    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt,
+    StorageWriter, TensorSpec, Value, WritePlan,
 };
 use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
@@ -84,7 +84,9 @@ pub async fn divide(
     let plans = writer.place(&session, &locals, &mut global).map_err(ConvertError::unwritable)?;
     let callables = job.callables.clone();
     if options.dry_run {
-        return Ok(report(&global, callables).with_files(planned_files(&global)).planned(&global.metadata));
+        return Ok(report(&global, callables)
+            .with_files(planned_files(&global))
+            .planned(&global.metadata));
     }
     options.start(total);
     let done = write(source, writer, session, &locals, &plans, data, &global, options).await;

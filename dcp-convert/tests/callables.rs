@@ -13,8 +13,8 @@ use dcp_convert::{
     ConvertError, JobOptions, ProblemKind, Source, Target, VerifyReport, WriteReport, inspect,
     reshard, to_safetensors, to_torch_save, verify,
 };
-use dcp_core::{Dict, Global, Key, Object, PutMode, Storage, Tensor, Value};
 use dcp_core::{DType, StorageExt};
+use dcp_core::{Dict, Global, Key, Object, PutMode, Storage, Tensor, Value};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_save::{TorchSaveForm, encode_value};
 use dcp_planner::KeyFilter;

@@ -122,6 +122,8 @@ struct HuggingFaceNames {
 struct MegatronNames {
     /// `common.pt`.
     common: bool,
+    /// `integrity.json`.
+    integrity: bool,
     /// `metadata.json`.
     index: bool,
     /// An array of zarr.
@@ -210,6 +212,7 @@ impl FolderNames {
         match name {
             OLMO_COMMIT => self.olmo.commit = true,
             "common.pt" => self.megatron.common = true,
+            "integrity.json" => self.megatron.integrity = true,
             "metadata.json" => self.megatron.index = true,
             "model.safetensors.index.json" => self.hugging_face.index = true,
             _ => {}
@@ -237,11 +240,6 @@ impl FolderNames {
         if let Some(problem) = self.megatron_problem() {
             return plain(FolderKind::Megatron, problem);
         }
-        // With a `common.pt` beside it, the save of Megatron-Core died before its last step.
-        if self.megatron.common && self.dcp.is_any() {
-            let problem = "there is no metadata.json: the save did not finish".to_owned();
-            return plain(FolderKind::Megatron, Some(problem));
-        }
         if self.dcp.is_any() {
             return plain(FolderKind::Dcp, self.dcp.problem());
         }
@@ -263,15 +261,16 @@ impl FolderNames {
     }
 
     /// What a checkpoint of Megatron lacks; `None` when it is none. Since Megatron-Core 0.19 there
-    /// is no `common.pt`, and a save that did not finish looks as one of PyTorch does.
+    /// is no `common.pt`, and a save that did not finish looks as one of PyTorch does, but for the
+    /// `integrity.json` that may be there.
     fn megatron_problem(&self) -> Option<Option<String>> {
-        let MegatronNames { common, index, arrays, rank_folders } = self.megatron;
+        let MegatronNames { common, integrity, index, arrays, rank_folders } = self.megatron;
         let data = self.dcp.is_any() || arrays;
         if index && (common || data) {
             let unfinished = self.dcp.is_any() && !self.dcp.is_committed();
             return Some(self.dcp.problem().filter(|_| unfinished));
         }
-        if common && data {
+        if common && data || integrity && self.dcp.is_any() {
             let problem = "there is no metadata.json: the save did not finish";
             return Some(Some(problem.to_owned()));
         }
@@ -489,6 +488,7 @@ mod tests {
         assert_eq!(verdict(&with(&["common.pt", "metadata.json"])), megatron(true));
         assert_eq!(verdict(&with(&["metadata.json"])), megatron(true));
         assert_eq!(verdict(&with(&["common.pt"])), megatron(false));
+        assert_eq!(verdict(&with(&["integrity.json"])), megatron(false));
         assert_eq!(verdict(&["common.pt", "metadata.json", "__0_0.distcp"]), megatron(false));
         assert_eq!(verdict(&["common.pt", "metadata.json", "w/.zarray"]), megatron(true));
         assert_eq!(verdict(&["common.pt", "w/.zarray", "w/0"]), megatron(false));

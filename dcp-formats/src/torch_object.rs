@@ -94,7 +94,8 @@ fn read(blob: &Bytes) -> Result<Converted, Halt> {
         let kept = sparse.need("a storage", record.data.clone())?;
         Ok(record.decode(kept, INFLATED_MAX)?)
     });
-    let converted = Converter::new(&pickle, &Limits::DEFAULT, &mut tensors).convert(pickle.root())?;
+    let converted =
+        Converter::new(&pickle, &Limits::DEFAULT, &mut tensors).convert(pickle.root())?;
     let faithful = converted.faithful && !pickle.has_foreign_names();
     Ok(Converted { faithful, ..converted })
 }
@@ -138,7 +139,10 @@ pub fn foreign_names(value: &Value) -> Result<Vec<ForeignName>, FormatError> {
                 let pairs = object.entries.iter().flat_map(|(key, item)| [key, item]);
                 open.extend(pairs.map(|part| (part, path.clone())));
             }
-            Value::List(items) | Value::Tuple(items) | Value::Set(items) | Value::FrozenSet(items) => {
+            Value::List(items)
+            | Value::Tuple(items)
+            | Value::Set(items)
+            | Value::FrozenSet(items) => {
                 let items = (0..).zip(items).filter(|(_, item)| may_name(item));
                 open.extend(items.map(|(at, item)| (item, below(PathItem::Index(at)))));
             }

@@ -18,7 +18,7 @@ use crate::legacy::{Legacy, LegacyFolders};
 use crate::logical;
 use crate::run::MegatronRun;
 use crate::tracker::{TRACKER, Tracked};
-use crate::writer::integrity::INTEGRITY;
+use crate::writer::integrity::INTEGRITY_FILE;
 use crate::zarr::ZarrCheckpoint;
 
 /// A checkpoint of Megatron-Core.
@@ -375,7 +375,7 @@ impl MegatronCheckpoint {
     ///
     /// When the storage fails.
     pub async fn has_integrity(&self) -> Result<bool, StorageError> {
-        self.storage.contains(&Key::new(INTEGRITY)?).await
+        self.storage.contains(&Key::new(INTEGRITY_FILE)?).await
     }
 
     /// What is odd about the checkpoint but did not keep it from being opened.

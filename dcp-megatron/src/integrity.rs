@@ -13,7 +13,7 @@ use serde_json::Value as Json;
 
 use crate::config::METADATA_JSON;
 use crate::error::MegatronError;
-use crate::writer::integrity::{INTEGRITY, hash, manifest};
+use crate::writer::integrity::{INTEGRITY_FILE, hash, manifest};
 
 /// A longer manifest than any: a million files, in bytes.
 const BYTES_MAX: u64 = 256 << 20;
@@ -75,15 +75,15 @@ pub(crate) async fn verify_manifest(
     deep: bool,
     job: &JobOptions,
 ) -> Result<Option<Vec<Problem>>, MegatronError> {
-    let key = Key::new(INTEGRITY).map_err(StorageError::from)?;
+    let key = Key::new(INTEGRITY_FILE).map_err(StorageError::from)?;
     let byte_len = match storage.stat(&key).await {
         Ok(meta) => meta.byte_len,
         Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error.into()),
     };
     let damaged = |error: FormatError| {
-        let message = error.in_file(INTEGRITY, 0).to_string();
-        Ok(Some(vec![problem(ProblemKind::Corrupt, INTEGRITY, message)]))
+        let message = error.in_file(INTEGRITY_FILE, 0).to_string();
+        Ok(Some(vec![problem(ProblemKind::Corrupt, INTEGRITY_FILE, message)]))
     };
     if byte_len > BYTES_MAX {
         let says = format!("it has {byte_len} bytes, more than it can have");
@@ -98,7 +98,7 @@ pub(crate) async fn verify_manifest(
             "files were hashed by {:?}, which is not known: \"sha256\" is",
             manifest.algorithm.chars().take(DIGITS).collect::<String>()
         );
-        return Ok(Some(vec![problem(ProblemKind::Index, INTEGRITY, message)]));
+        return Ok(Some(vec![problem(ProblemKind::Index, INTEGRITY_FILE, message)]));
     }
     let checks: Vec<_> = manifest
         .files
@@ -117,7 +117,7 @@ async fn check(
 ) -> Result<Option<Problem>, MegatronError> {
     let Ok(key) = Key::new(&name) else {
         let message = format!("{name:?} is no name of a file in the checkpoint");
-        return Ok(Some(problem(ProblemKind::Index, INTEGRITY, message)));
+        return Ok(Some(problem(ProblemKind::Index, INTEGRITY_FILE, message)));
     };
     let found = async {
         let byte_len = storage.stat(&key).await?.byte_len;
@@ -129,7 +129,7 @@ async fn check(
     let found = match found.await {
         Ok(found) => found,
         Err(CheckpointError::Storage(error)) if error.kind() == StorageErrorKind::NotFound => {
-            let message = format!("{INTEGRITY} names it, but it does not exist");
+            let message = format!("{INTEGRITY_FILE} names it, but it does not exist");
             return Ok(Some(problem(ProblemKind::MissingFile, &name, message)));
         }
         Err(error) => {
@@ -142,8 +142,11 @@ async fn check(
         return Ok(None);
     }
     let start = |hash: &str| hash.chars().take(SHOWN).collect::<String>();
-    let message =
-        format!("its SHA-256 begins with {}, {INTEGRITY} says {}", start(&found), start(expected));
+    let message = format!(
+        "its SHA-256 begins with {}, {INTEGRITY_FILE} says {}",
+        start(&found),
+        start(expected)
+    );
     Ok(Some(problem(ProblemKind::Corrupt, &name, message)))
 }
 
@@ -166,7 +169,7 @@ pub async fn write_integrity(storage: &Arc<dyn Storage>) -> Result<(), MegatronE
     let config = storage.read_all(&config).await?;
     let config = String::from_utf8_lossy(&config);
     let manifest = manifest(&**storage, &HashSet::new(), HashMap::new(), &config).await?;
-    let key = Key::new(INTEGRITY).map_err(StorageError::from)?;
+    let key = Key::new(INTEGRITY_FILE).map_err(StorageError::from)?;
     Ok(storage.put(&key, manifest.into(), PutMode::Overwrite).await?)
 }
 

@@ -245,4 +245,5 @@ pub use strict::{KeyMismatch, StrictHandling, UnknownStrictHandling};
 pub use to_torch_dist::to_torch_dist;
 pub use tracker::{TRACKER, Tracked, write_tracker};
 pub use verify::{verify, verify_opened};
+pub use writer::integrity::INTEGRITY_FILE;
 pub use writer::{MegatronForm, MegatronWriter, MegatronWriterBuilder};

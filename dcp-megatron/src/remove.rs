@@ -15,7 +15,7 @@ use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
 use crate::common::COMMON_OBJECT;
 use crate::error::MegatronError;
 use crate::integrity::write_integrity;
-use crate::writer::integrity::INTEGRITY;
+use crate::writer::integrity::INTEGRITY_FILE;
 
 const METADATA: &str = ".metadata";
 
@@ -92,7 +92,7 @@ pub async fn remove_sharded_tensors(
     removed.files = old.files().iter().filter(|key| !needed.contains(key)).cloned().collect();
     let profile = Profile::of(&seen).map_err(in_file)?;
     let bytes = encode(&new, profile).map_err(in_file)?;
-    let integrity = Key::new(INTEGRITY).map_err(StorageError::from)?;
+    let integrity = Key::new(INTEGRITY_FILE).map_err(StorageError::from)?;
     let manifest = match storage.read_all(&integrity).await {
         Ok(bytes) => Some(bytes),
         Err(error) if error.kind() == StorageErrorKind::NotFound => None,
@@ -116,7 +116,7 @@ pub async fn remove_sharded_tensors(
         && let Err(error) = write_integrity(storage).await
     {
         removed.warnings.push(format!(
-            "{INTEGRITY} could not be written again, and is not there: {}",
+            "{INTEGRITY_FILE} could not be written again, and is not there: {}",
             error_chain(&error)
         ));
     }

@@ -9,7 +9,7 @@ use dcp_core::{StorageError, StorageOp};
 
 use crate::folder;
 use crate::leftovers;
-use crate::root::Root;
+use crate::root::{Links, Root};
 use crate::storage::{FsStorage, Shared};
 
 /// Options of a [`FsStorage`]; from [`FsStorage::builder`].
@@ -20,7 +20,7 @@ pub struct Builder {
     sync: bool,
     parallelism: u16,
     create: bool,
-    follow_links: bool,
+    links: Links,
     clean: bool,
 }
 
@@ -28,7 +28,7 @@ impl Builder {
     pub(crate) fn new(root: PathBuf) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let parallelism = u16::try_from(cores.clamp(4, 32)).unwrap_or(32);
-        Self { root, sync: true, parallelism, create: false, follow_links: false, clean: false }
+        Self { root, sync: true, parallelism, create: false, links: Links::Below, clean: false }
     }
 
     /// Whether a write returns only when its bytes and names would survive a crash of the
@@ -56,8 +56,19 @@ impl Builder {
     /// Whether a symbolic link below the root may lead out of it, as in the cache of the Hugging
     /// Face hub. By default it may not, and a key that needs it is refused as
     /// [`Invalid`](dcp_core::StorageErrorKind::Invalid). Only allow it in folders that you trust.
+    ///
+    /// Then a link to a folder, too, is looked through by listings: one on the way to each object,
+    /// so that links that lead in a circle come to an end.
     pub fn follow_links(mut self, follow: bool) -> Self {
-        self.follow_links = follow;
+        self.links = if follow { Links::Anywhere } else { Links::Below };
+        self
+    }
+
+    /// Lets symbolic links below the root lead to what is below `folder`, which the root is in,
+    /// and no further. So the snapshots in the cache of the Hugging Face hub can be read, whose
+    /// files are links to blobs of the same repository.
+    pub fn links_within(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.links = Links::Within(folder.into());
         self
     }
 
@@ -82,7 +93,7 @@ impl Builder {
         if self.create {
             create_folders(&self.root, self.sync).map_err(failed)?;
         }
-        let root = Root::open(self.root.clone(), self.follow_links).map_err(failed)?;
+        let root = Root::open(self.root.clone(), &self.links).map_err(failed)?;
         if self.clean
             && let Err(error) = leftovers::clean_root(&root, self.sync)
         {

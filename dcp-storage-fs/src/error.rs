@@ -16,11 +16,12 @@ pub(crate) fn classify(op: StorageOp, key: Option<&Key>, error: io::Error) -> St
     };
     match Errno::from_io_error(&error) {
         Some(Errno::XDEV) => {
-            invalid("a symbolic link leads out of the storage; `follow_links` would allow that")
+            invalid("a symbolic link leads out of the folder; `follow_links`, of the command --follow-links, \
+                     allows that")
                 .with_source(error)
         }
         Some(Errno::LOOP) => {
-            invalid("a symbolic link is in the way; `follow_links` would allow that")
+            invalid("a symbolic link is in the way; `follow_links`, of the command --follow-links, allows that")
                 .with_source(error)
         }
         Some(Errno::NOTDIR) => {

@@ -1,5 +1,6 @@
 //! Opening paths below the root, and nowhere else.
 
+use std::borrow::Cow;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -19,19 +20,53 @@ pub(crate) const READ: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK).union(OFl
 /// How a folder is opened: for reading, because only such a descriptor can be synced.
 pub(crate) const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY);
 
-/// The root folder, held open: what is opened below it stays below it even if somebody renames
+/// Where symbolic links may lead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Links {
+    /// To what is below the root.
+    Below,
+    /// To what is below this folder, which the root is in.
+    Within(PathBuf),
+    /// Anywhere.
+    Anywhere,
+}
+
+/// The root folder: what is opened below it stays where links may lead even if somebody renames
 /// folders or plants symbolic links meanwhile.
 #[derive(Debug)]
 pub(crate) struct Root {
     path: PathBuf,
+    /// The folder that nothing leads out of, held open.
     fd: OwnedFd,
+    /// The path of the root in it, empty where it is the root.
+    inner: String,
     follow_links: bool,
 }
 
 impl Root {
-    pub(crate) fn open(path: PathBuf, follow_links: bool) -> io::Result<Self> {
-        let fd = rustix::fs::open(&path, FOLDER | OFlags::CLOEXEC, Mode::empty())?;
-        Ok(Self { path, fd, follow_links })
+    pub(crate) fn open(path: PathBuf, links: &Links) -> io::Result<Self> {
+        let (outer, inner) = match links {
+            Links::Within(outer) => {
+                let (outer, path) = (outer.canonicalize()?, path.canonicalize()?);
+                let inner = path.strip_prefix(&outer).ok().and_then(Path::to_str);
+                let inner = inner.ok_or_else(|| {
+                    let problem = "it is not in the folder that links may lead to";
+                    io::Error::new(io::ErrorKind::InvalidInput, problem)
+                })?;
+                let inner = inner.to_owned();
+                (outer, inner)
+            }
+            _ => (path.clone(), String::new()),
+        };
+        let fd = rustix::fs::open(&outer, FOLDER | OFlags::CLOEXEC, Mode::empty())?;
+        let root = Self { path, fd, inner, follow_links: *links == Links::Anywhere };
+        root.open_below("", FOLDER)?;
+        Ok(root)
+    }
+
+    /// Whether links to folders are looked through in listings.
+    pub(crate) fn follows_links(&self) -> bool {
+        self.follow_links
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -45,6 +80,11 @@ impl Root {
     /// walked step by step and any symbolic link is refused.
     pub(crate) fn open_below(&self, path: &str, flags: OFlags) -> io::Result<OwnedFd> {
         let flags = flags | OFlags::CLOEXEC;
+        let path = match (self.inner.as_str(), path) {
+            ("", path) | (path, "") => Cow::Borrowed(path),
+            (inner, path) => Cow::Owned(format!("{inner}/{path}")),
+        };
+        let path = path.as_ref();
         if self.follow_links {
             let path = if path.is_empty() { "." } else { path };
             return Ok(openat(&self.fd, path, flags, Mode::empty())?);
@@ -137,15 +177,45 @@ mod tests {
     #[test]
     fn nothing_outside_is_reached() {
         check(
-            |root, path| Root::open(root.to_owned(), false)?.open_below(path, READ),
+            |root, path| Root::open(root.to_owned(), &Links::Below)?.open_below(path, READ),
             cfg!(target_os = "linux"),
         );
     }
 
     #[test]
+    #[cfg(target_os = "linux")]
+    fn links_lead_as_far_as_they_are_let() {
+        let folder = tempfile::tempdir().unwrap();
+        let (hub, secret) = (folder.path().join("hub"), folder.path().join("secret"));
+        let root = hub.join("snapshots/main");
+        fs::create_dir_all(&root).unwrap();
+        fs::create_dir(hub.join("blobs")).unwrap();
+        fs::write(hub.join("blobs/1"), "1").unwrap();
+        fs::write(&secret, "s").unwrap();
+        symlink("../../blobs/1", root.join("blob")).unwrap();
+        symlink("../../../secret", root.join("secret")).unwrap();
+        symlink(&secret, root.join("absolute")).unwrap();
+        for (links, blob, out) in [
+            (Links::Below, false, false),
+            (Links::Within(hub.clone()), true, false),
+            (Links::Anywhere, true, true),
+        ] {
+            let open = Root::open(root.clone(), &links).unwrap();
+            assert!(open.open_below("", FOLDER).is_ok());
+            assert_eq!(open.open_below("blob", READ).is_ok(), blob, "{links:?}");
+            assert_eq!(open.open_below("secret", READ).is_ok(), out, "{links:?}");
+            assert_eq!(open.open_below("absolute", READ).is_ok(), out, "{links:?}");
+        }
+        assert!(Root::open(hub.clone(), &Links::Within(root)).is_err());
+        assert!(Root::open(hub.join("gone"), &Links::Within(hub)).is_err());
+    }
+
+    #[test]
     fn nothing_outside_is_reached_step_by_step() {
         check(
-            |root, path| open_step_by_step(Root::open(root.to_owned(), false)?.fd, path, READ),
+            |root, path| {
+                open_step_by_step(Root::open(root.to_owned(), &Links::Below)?.fd, path, READ)
+            },
             false,
         );
     }

@@ -234,13 +234,17 @@ impl Storage for FsStorage {
 
     fn list(&self, prefix: Option<&Key>) -> ObjectStream {
         let root = Arc::clone(&self.0.root);
-        let folders = vec![prefix.map(|prefix| prefix.as_str().to_owned()).unwrap_or_default()];
+        let first = prefix.map(|prefix| prefix.as_str().to_owned()).unwrap_or_default();
+        // Each with whether a link was followed on the way.
+        let folders = vec![(first, false)];
         let prefix = prefix.cloned();
         Box::pin(
             stream::try_unfold(folders, move |mut folders| {
                 let (root, prefix) = (Arc::clone(&root), prefix.clone());
                 async move {
-                    let Some(path) = folders.pop() else { return Ok::<_, StorageError>(None) };
+                    let Some((path, by_link)) = folders.pop() else {
+                        return Ok::<_, StorageError>(None);
+                    };
                     let op = StorageOp::List;
                     let for_thread = prefix.clone();
                     let found = blocking(op, prefix.as_ref(), move || {
@@ -249,7 +253,11 @@ impl Storage for FsStorage {
                     })
                     .await?;
                     let found = found.map(|(_, found)| found).unwrap_or_default();
-                    folders.extend(found.folders);
+                    folders.extend(found.folders.into_iter().map(|folder| (folder, by_link)));
+                    if !by_link {
+                        folders
+                            .extend(found.linked_folders.into_iter().map(|folder| (folder, true)));
+                    }
                     Ok(Some((stream::iter(found.objects.into_iter().map(Ok)), folders)))
                 }
             })

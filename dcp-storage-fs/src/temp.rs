@@ -102,10 +102,11 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+    use crate::root::Links;
     use crate::root::{FOLDER, Root};
 
     fn temp(root: &std::path::Path, bytes: &[u8]) -> Temp {
-        let root = Root::open(root.to_owned(), false).unwrap();
+        let root = Root::open(root.to_owned(), &Links::Below).unwrap();
         let temp = Temp::create(root.open_below("", FOLDER).unwrap()).unwrap();
         temp.file().write_all(bytes).unwrap();
         temp

@@ -19,6 +19,8 @@ pub(crate) struct Found {
     pub(crate) objects: Vec<ObjectMeta>,
     /// Paths below the root.
     pub(crate) folders: Vec<String>,
+    /// Links to folders, where links are followed.
+    pub(crate) linked_folders: Vec<String>,
     pub(crate) temps: Vec<FoundTemp>,
 }
 
@@ -33,7 +35,7 @@ pub(crate) struct FoundTemp {
 ///
 /// What disappears meanwhile is left out, and so is what cannot be an object: names that are no
 /// key, and anything but regular files. A symbolic link to a regular file that may be opened
-/// counts as that file; one to a folder is not followed, because it could lead in a circle.
+/// counts as that file; one to a folder could lead in a circle and is told apart.
 pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, Found)>> {
     let folder = match root.open_below(path, FOLDER) {
         Ok(folder) => folder,
@@ -65,7 +67,11 @@ pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, 
                     found.objects.push(meta);
                 }
             }
-            FileType::Symlink if !is_temp(name) => found.objects.extend(linked(root, &below)),
+            FileType::Symlink if !is_temp(name) => match linked(root, &below) {
+                Some(Linked::File(meta)) => found.objects.push(meta),
+                Some(Linked::Folder) if root.follows_links() => found.linked_folders.push(below),
+                _ => {}
+            },
             FileType::Directory if Key::new(&below).is_ok() => found.folders.push(below),
             _ => {}
         }
@@ -73,12 +79,21 @@ pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, 
     Ok(Some((folder, found)))
 }
 
-/// The regular file that a symbolic link leads to, if one may go there.
-fn linked(root: &Root, path: &str) -> Option<ObjectMeta> {
+/// What a symbolic link leads to.
+enum Linked {
+    File(ObjectMeta),
+    Folder,
+}
+
+/// The regular file or folder that a symbolic link leads to, if one may go there.
+fn linked(root: &Root, path: &str) -> Option<Linked> {
     let key = Key::new(path).ok()?;
     let meta = File::from(root.open_below(path, LOOK).ok()?).metadata().ok()?;
-    let modified = meta.modified().ok();
-    meta.is_file().then(|| ObjectMeta::new(key, meta.len()).with_modified(modified))
+    if meta.is_dir() {
+        return Some(Linked::Folder);
+    }
+    let object = || ObjectMeta::new(key, meta.len()).with_modified(meta.modified().ok());
+    meta.is_file().then(|| Linked::File(object()))
 }
 
 fn modified(stat: &Stat) -> Option<SystemTime> {

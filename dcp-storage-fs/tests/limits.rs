@@ -189,6 +189,9 @@ fn no_key_leads_out_of_the_root() {
 
     let storage = FsStorage::builder(&root).follow_links(true).open().unwrap();
     assert_eq!(block_on(storage.read_all(&key("folder/secret"))).unwrap(), "s");
+    // One link is followed on the way to an object, so a circle comes to an end.
+    symlink("..", outside.join("up")).unwrap();
+    assert_eq!(names(&storage), ["file", "folder/secret", "link"]);
 }
 
 fn what_is_no_regular_file_is_no_object() {

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+#[cfg(feature = "fs")]
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dcp_core::{Storage, StorageError, StorageErrorKind, StorageOp};
@@ -52,13 +54,30 @@ impl StorageRegistry {
         #[cfg(feature = "fs")]
         registry.register("file", |url, access| {
             let path = url.strip_prefix("file://").unwrap_or(url);
-            let storage = dcp_storage_fs::FsStorage::builder(path)
-                .create(access == Access::Write)
-                .clean(access == Access::Write)
-                .open()?;
-            Ok(Arc::new(storage))
+            let builder = dcp_storage_fs::FsStorage::builder(path);
+            let builder = match hub_repository(Path::new(path)) {
+                Some(repository) if access == Access::Read => builder.links_within(repository),
+                _ => builder.create(access == Access::Write).clean(access == Access::Write),
+            };
+            Ok(Arc::new(builder.open()?))
         });
         registry
+    }
+
+    /// The same, but symbolic links on a file system are followed wherever they lead when
+    /// something is read, as in a run whose iterations are links to another disk. By default they
+    /// lead no further than the folder that was opened and, in the cache of the Hugging Face hub,
+    /// its repository. Only for folders that you trust: a link can lead to any file.
+    #[cfg(feature = "fs")]
+    #[must_use]
+    pub fn following_links(mut self) -> Self {
+        self.register("file", |url, access| {
+            let path = url.strip_prefix("file://").unwrap_or(url);
+            let write = access == Access::Write;
+            let builder = dcp_storage_fs::FsStorage::builder(path);
+            Ok(Arc::new(builder.follow_links(!write).create(write).clean(write).open()?))
+        });
+        self
     }
 
     /// Lets `opener` serve URLs of `scheme`, in place of any that did before. It does no I/O
@@ -85,6 +104,16 @@ impl StorageRegistry {
         })?;
         opener(url, access)
     }
+}
+
+/// The repository that a snapshot in the cache of the Hugging Face hub is of:
+/// `models--ORG--NAME`, where files of `snapshots/REVISION` are links into `blobs`.
+#[cfg(feature = "fs")]
+fn hub_repository(path: &Path) -> Option<PathBuf> {
+    let path = path.canonicalize().ok()?;
+    let snapshots = path.ancestors().find(|above| above.ends_with("snapshots"))?;
+    let repository = snapshots.parent()?;
+    repository.join("blobs").is_dir().then(|| repository.to_owned())
 }
 
 impl Default for StorageRegistry {

@@ -6,13 +6,13 @@ use crate::arch::{self, Arch, Towards};
 use crate::choosing::{Choosing, OptimizerKeys};
 use crate::destination::{Destination, For, Format, parse_dtype};
 use crate::failure::Failure;
-use crate::megatron;
 use crate::open::{self, Need};
 use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::tell::tell;
 use crate::torch_dist::TorchDist;
+use crate::unfinished;
 use dcp::convert::view::{DequantizeOptions, Dequantized};
 use dcp::convert::{JobOptions, Source, WriteReport};
 use dcp::core::DType;
@@ -111,7 +111,7 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         args.destination.keep_apart(&opened, &args.target).await?;
         let (to, config) = (args.destination.format(&args.target)?, args.destination.config());
         if matches!(to, Format::TorchDist | Format::Dcp | Format::TorchSave) {
-            megatron::refuse_unfinished(&opened)?;
+            unfinished::refuse(&opened)?;
         }
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());

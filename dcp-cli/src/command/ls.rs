@@ -1,7 +1,7 @@
 //! `dcp ls`.
 
 use clap::Args;
-use dcp::{Access, StorageRegistry};
+use dcp::Access;
 
 use crate::failure::Failure;
 use crate::open;
@@ -38,7 +38,7 @@ pub(crate) struct Ls {
 
 pub(crate) fn ls(args: &Ls, out: &Output) -> Result<(), Failure> {
     let listing = open::run(false, async {
-        let storage = StorageRegistry::with_defaults().open(&args.uri, Access::Read);
+        let storage = open::registry().open(&args.uri, Access::Read);
         let storage = storage.map_err(|error| open::cannot_open(&args.uri, &error))?;
         if !args.json {
             open::say_which(&args.uri, out).await?;

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use clap::{Args, Command, CommandFactory};
 use clap_mangen::Man;
+use dcp::Access;
 use dcp::core::{Key, Payload, PutMode, StorageError};
-use dcp::{Access, StorageRegistry};
 use serde_json::json;
 
 use crate::args::Cli;
@@ -40,7 +40,7 @@ pub(crate) fn man(args: &ManPages, out: &Output) -> Result<(), Failure> {
         return out.write(page);
     };
     open::run(true, async {
-        let storage = StorageRegistry::with_defaults().open(directory, Access::Write)?;
+        let storage = open::registry().open(directory, Access::Write)?;
         let storage = undo::watch(storage);
         for (name, page) in &pages {
             let key = Key::new(name.clone()).map_err(StorageError::from)?;

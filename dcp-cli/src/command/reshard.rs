@@ -7,7 +7,6 @@ use crate::choosing::{Choosing, OptimizerKeys};
 use crate::created::NewFolders;
 use crate::destination::Writing;
 use crate::failure::{Exit, Failure};
-use crate::megatron;
 use crate::open::{self, Need, Opened};
 use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
@@ -15,6 +14,7 @@ use crate::progress::Bar;
 use crate::target;
 use crate::tell::tell;
 use crate::torch_dist::TorchDist;
+use crate::unfinished;
 use dcp::convert::StatePart;
 
 /// Options that are Megatron-Core's, by the names of their fields.
@@ -130,7 +130,7 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
     let report = open::run(true, async {
         let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
         keep_apart(&opened, &args.target, Shape::Folder).await?;
-        megatron::refuse_unfinished(&opened)?;
+        unfinished::refuse(&opened)?;
         let ranks = args.ranks_for(&opened)?;
         let folders = NewFolders::before(&args.target);
         let bar = Bar::new(out, "writing");

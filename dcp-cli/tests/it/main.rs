@@ -15,6 +15,7 @@ mod inspect;
 mod interrupt;
 #[cfg(unix)]
 mod kills;
+mod links;
 mod look;
 mod matrix;
 mod megatron;

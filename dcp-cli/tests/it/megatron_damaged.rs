@@ -65,6 +65,37 @@ fn a_save_that_did_not_finish_does_not_become_one_that_did() {
 }
 
 #[test]
+fn so_it_is_where_the_common_state_is_inside() {
+    const INSIDE: &str = "head020_basic_integrity/ckpt";
+    let folder = copy(INSIDE);
+    let uri = path(&folder, "");
+    fs::remove_file(folder.path().join("metadata.json")).unwrap();
+    let listed = dcp(["ls", &uri, "--json"]).json();
+    assert_eq!(listed["entries"][0]["complete"], false, "{listed}");
+    no_conversion(&folder, &["a common_state", "no metadata.json"]);
+    fs::remove_file(folder.path().join("integrity.json")).unwrap();
+    no_conversion(&folder, &["a common_state", "no metadata.json", "hint: take another"]);
+    bad(&uri, &["--deep"], "no metadata.json");
+    let hint = dcp(["convert", &uri, "out", "--to", "torch-dist"]).stderr;
+    let config = fs::read_to_string(Path::new(&megatron(INSIDE)).join("metadata.json")).unwrap();
+    let config: Value = serde_json::from_str(&config).unwrap();
+    let hint = &hint[hint.find('{').unwrap()..=hint.rfind('}').unwrap()];
+    assert_eq!(serde_json::from_str::<Value>(hint).unwrap(), config);
+}
+
+#[test]
+fn an_array_that_nothing_describes_is_a_problem() {
+    let folder = copy("v06_zarr/ckpt");
+    let uri = path(&folder, "");
+    fs::remove_file(folder.path().join("u8/.zarray")).unwrap();
+    bad(&uri, &[], "u8/.zarray");
+    no_conversion(&folder, &["u8/.zarray", "parts of an array"]);
+    let shown = dcp(["inspect", &uri]);
+    assert!(shown.stderr.contains("u8/.zarray"), "{}", shown.stderr);
+    shown.ok();
+}
+
+#[test]
 fn a_common_state_that_cannot_be_had_is_a_problem() {
     let file = |folder: &TempDir| folder.path().join("common.pt");
     let folder = copy(MODEL);

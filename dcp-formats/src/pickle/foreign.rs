@@ -268,10 +268,7 @@ const HARMLESS: &[(&str, &[&str])] = &[
     ("numpy._core.multiarray", &["_reconstruct", "scalar"]),
     ("numpy.core.numeric", &["_frombuffer"]),
     ("numpy._core.numeric", &["_frombuffer"]),
-    (
-        "numpy.random._pickle",
-        &["__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor"],
-    ),
+    ("numpy.random._pickle", &["__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor"]),
     ("numpy.random._mt19937", &["MT19937"]),
     ("numpy.random._pcg64", &["PCG64", "PCG64DXSM"]),
     ("numpy.random._philox", &["Philox"]),
@@ -330,7 +327,10 @@ const HARMLESS: &[(&str, &[&str])] = &[
     ),
     ("torch.distributed.tensor", &["DTensor"]),
     ("torch.distributed.tensor._dtensor_spec", &["DTensorSpec", "TensorMeta"]),
-    ("torch.distributed.tensor.placement_types", &["Partial", "Replicate", "Shard", "_StridedShard"]),
+    (
+        "torch.distributed.tensor.placement_types",
+        &["Partial", "Replicate", "Shard", "_StridedShard"],
+    ),
     ("megatron.core.dist_checkpointing.strategies.torch", &["MCoreMetadata", "MCoreSavePlan"]),
     ("megatron.core.dist_checkpointing.validation", &["StrictHandling"]),
     ("megatron.core.enums", &["Fp4Recipe", "Fp8Recipe", "ModelType"]),

@@ -8,8 +8,8 @@ use indexmap::IndexMap;
 
 use super::le::{u16_at, u32_at, u64_at};
 use super::{
-    CENTRAL_ENTRY, CENTRAL_ENTRY_LEN, END, END_LEN, Halt, Inflater, LOCAL_HEADER, LOCAL_HEADER_LEN, Method,
-    Progress, Record, Sparse, ZIP64_END, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR,
+    CENTRAL_ENTRY, CENTRAL_ENTRY_LEN, END, END_LEN, Halt, Inflater, LOCAL_HEADER, LOCAL_HEADER_LEN,
+    Method, Progress, Record, Sparse, ZIP64_END, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR,
     ZIP64_LOCATOR_LEN,
 };
 

@@ -1,6 +1,6 @@
 //! The arrays in a folder, and the files of their parts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use dcp_core::{Key, ObjectMeta};
 
@@ -54,19 +54,30 @@ impl Names {
     }
 }
 
+/// Whether a name is that of an array's part: numbers.
+fn is_part(name: &str) -> bool {
+    name.split(['.', '/']).all(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// The folders that have parts of an array but no header, in order.
+pub(super) fn without_header(others: &[ObjectMeta]) -> BTreeSet<&str> {
+    let folders = others.iter().filter_map(|meta| {
+        let (folder, name) = meta.key.as_str().rsplit_once('/')?;
+        is_part(name).then_some(folder)
+    });
+    folders.collect()
+}
+
 /// The array in whose folder, or below it, a file of numbers lies, and its name there.
 fn part_of<'a>(
     arrays: &'a mut BTreeMap<String, ArrayFiles>,
     key: &Key,
 ) -> Option<(&'a mut ArrayFiles, String)> {
     let text = key.as_str();
-    let numbers = |name: &str| {
-        name.split(['.', '/']).all(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
-    };
     let mut at = text.len();
     while let Some(slash) = text.get(..at)?.rfind('/') {
         let (folder, name) = (text.get(..slash)?, text.get(slash + 1..)?);
-        if !numbers(name) {
+        if !is_part(name) {
             return None;
         }
         if arrays.contains_key(folder) {

@@ -11,7 +11,7 @@ use dcp_core::{
 };
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
-use super::arrays::{ArrayFiles, Names};
+use super::arrays::{ArrayFiles, Names, without_header};
 use super::header::{ArrayHeader, HEADER_FILE};
 use crate::dcp::PlacedReads;
 
@@ -41,7 +41,7 @@ impl ZarrReader {
     ///
     /// # Errors
     ///
-    /// When a header cannot be understood, an array's parts are not all there, or the storage
+    /// When a header cannot be understood or is missing, an array's parts are not all there, or the storage
     /// fails.
     pub async fn open(storage: Arc<dyn Storage>, tolerant: bool) -> Result<Self, CheckpointError> {
         let mut names = Names::default();
@@ -67,6 +67,9 @@ impl ZarrReader {
             index.add(&folder, &header, &files)?;
         }
         drop(arrays);
+        for folder in without_header(&others) {
+            index.headless(folder)?;
+        }
         let (metadata, warnings) = (Arc::new(index.metadata), index.warnings);
         Ok(Self { storage, metadata, others, warnings })
     }
@@ -154,6 +157,18 @@ impl Index {
             more = advance(&mut cell, &grid);
         }
         self.metadata.insert(folder, Entry::Tensor(tensor));
+        Ok(())
+    }
+
+    /// A folder of parts that nothing describes.
+    fn headless(&mut self, folder: &str) -> Result<(), CheckpointError> {
+        let problem = "there are parts of an array, but not what describes it";
+        let error =
+            FormatError::new("zarr array", problem).in_file(format!("{folder}/{HEADER_FILE}"), 0);
+        if !self.tolerant {
+            return Err(error.into());
+        }
+        self.warnings.push(error.to_string());
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use dcp_core::{
 use futures_util::StreamExt as _;
 
 use super::form::{COMMON_FILE, METADATA_JSON};
-use super::integrity::INTEGRITY;
+use super::integrity::INTEGRITY_FILE;
 use super::put;
 
 const METADATA: &str = ".metadata";
@@ -28,7 +28,7 @@ impl Before {
         Ok(Self {
             metadata_json: read(storage, METADATA_JSON).await?,
             common: read(storage, COMMON_FILE).await?,
-            integrity: read(storage, INTEGRITY).await?,
+            integrity: read(storage, INTEGRITY_FILE).await?,
             metadata: read(storage, METADATA).await?,
         })
     }
@@ -42,7 +42,7 @@ impl Before {
         match name {
             METADATA_JSON => self.metadata_json.as_ref(),
             COMMON_FILE => self.common.as_ref(),
-            INTEGRITY => self.integrity.as_ref(),
+            INTEGRITY_FILE => self.integrity.as_ref(),
             _ => self.metadata.as_ref(),
         }
     }
@@ -83,7 +83,7 @@ impl Before {
             return Ok(());
         }
         delete(storage, METADATA_JSON).await?;
-        for name in [METADATA, COMMON_FILE, INTEGRITY, METADATA_JSON] {
+        for name in [METADATA, COMMON_FILE, INTEGRITY_FILE, METADATA_JSON] {
             match self.get(name) {
                 Some(bytes) if read(storage, name).await?.as_ref() == Some(bytes) => {}
                 Some(bytes) => put(storage, &Key::new(name)?, bytes, PutMode::Overwrite).await?,
@@ -95,7 +95,7 @@ impl Before {
 
     /// Whether all is as it was.
     async fn is_whole(&self, storage: &dyn Storage) -> Result<bool, StorageError> {
-        for name in [METADATA_JSON, COMMON_FILE, INTEGRITY, METADATA] {
+        for name in [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, METADATA] {
             if read(storage, name).await?.as_ref() != self.get(name) {
                 return Ok(false);
             }

@@ -12,8 +12,8 @@ use sha2::{Digest as _, Sha256};
 
 use super::form::METADATA_JSON;
 
-/// The manifest's name.
-pub(crate) const INTEGRITY: &str = "integrity.json";
+/// The name of the manifest of file hashes (Megatron-Core 0.17.1 and later).
+pub const INTEGRITY_FILE: &str = "integrity.json";
 /// Bytes of a file to hold at once.
 const SEGMENT_BYTES: u64 = 4 << 20;
 /// Files to read at once.
@@ -41,7 +41,7 @@ pub(crate) async fn manifest(
     while let Some(meta) = objects.next().await {
         let meta = meta?;
         let name = meta.key.as_str();
-        let other = name.contains('/') || name == INTEGRITY || name == METADATA_JSON;
+        let other = name.contains('/') || name == INTEGRITY_FILE || name == METADATA_JSON;
         if !other && !stale.contains(&meta.key) {
             keys.push((meta.key, meta.byte_len));
         }

@@ -27,7 +27,7 @@ pub use form::MegatronForm;
 use crate::common::culprit;
 use before::{Before, hinted_files};
 use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
-use integrity::INTEGRITY;
+use integrity::INTEGRITY_FILE;
 
 /// Writes checkpoints as Megatron-Core's `torch_dist` strategy does.
 ///
@@ -173,7 +173,7 @@ impl MegatronWriter {
         if !(same_common && before.is_described_as(json)) {
             before.remove(&*self.storage, METADATA_JSON).await?;
         }
-        before.remove(&*self.storage, INTEGRITY).await?;
+        before.remove(&*self.storage, INTEGRITY_FILE).await?;
         match &common {
             Some(bytes) if !same_common => {
                 put(&*self.storage, &key(COMMON_FILE)?, bytes, PutMode::Overwrite).await?;
@@ -189,7 +189,7 @@ impl MegatronWriter {
         }
         if self.integrity {
             let manifest = integrity::manifest(&*self.storage, &stale, hashes, json).await?;
-            put(&*self.storage, &key(INTEGRITY)?, &manifest, PutMode::Overwrite).await?;
+            put(&*self.storage, &key(INTEGRITY_FILE)?, &manifest, PutMode::Overwrite).await?;
         }
         let json = Bytes::from_static(json.as_bytes());
         put(&*self.storage, &key(METADATA_JSON)?, &json, PutMode::Overwrite).await?;

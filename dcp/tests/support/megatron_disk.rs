@@ -108,8 +108,14 @@ pub(crate) fn a_full_or_read_only_disk_keeps_the_old_checkpoint_of_megatron() {
         assert_eq!(kind(&error), Some(StorageErrorKind::Full), "{free}: {error}");
         assert!(!folder.join("metadata.json").exists());
         let hf = open(&mount.path().join("hf"), Access::Write);
-        let error =
-            block_on(to_hf(&old, &hf, &HfLayout::MaxFileBytes(1 << 14), true, &JobOptions::default())).map(|_| ());
+        let error = block_on(to_hf(
+            &old,
+            &hf,
+            &HfLayout::MaxFileBytes(1 << 14),
+            true,
+            &JobOptions::default(),
+        ))
+        .map(|_| ());
         let error = error.unwrap_err();
         assert_eq!(kind(&error), Some(StorageErrorKind::Full), "{free}: {error}");
         assert!(!mount.path().join("hf/model.safetensors.index.json").exists());

@@ -1,0 +1,64 @@
+//! Symbolic links in and around checkpoints.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use crate::megatron::{copy_into, megatron};
+use crate::support::{dcp, fixtures, path};
+
+#[test]
+fn a_snapshot_in_the_cache_of_the_hugging_face_hub_is_a_model() {
+    let cache = tempfile::tempdir().unwrap();
+    let repository = cache.path().join("models--tiny");
+    let snapshot = repository.join("snapshots/abc");
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir(repository.join("blobs")).unwrap();
+    for entry in fs::read_dir(fixtures().join("../hf/rank0_index/ckpt")).unwrap() {
+        let entry = entry.unwrap();
+        let blob = format!("{:x}", entry.file_name().len() * 77);
+        let blob = format!("{blob}-{}", entry.file_name().display());
+        fs::copy(entry.path(), repository.join("blobs").join(&blob)).unwrap();
+        symlink(format!("../../blobs/{blob}"), snapshot.join(entry.file_name())).unwrap();
+    }
+    let uri = snapshot.display().to_string();
+    let found = dcp(["inspect", &uri, "--json"]).json();
+    assert_eq!(found["format"], "hf", "{found}");
+    dcp(["verify", "--deep", &uri]).ok();
+    dcp(["convert", &uri, &path(&cache, "out.safetensors")]).ok();
+    let file = found["files"].as_object().unwrap().keys().next().unwrap();
+    dcp(["inspect", &format!("{uri}/{file}")]).ok();
+    // What is outside of the repository is not reached.
+    let secret = cache.path().join("secret.safetensors");
+    fs::copy(path(&cache, "out.safetensors"), &secret).unwrap();
+    fs::remove_file(snapshot.join(file)).unwrap();
+    symlink(&secret, snapshot.join(file)).unwrap();
+    assert_ne!(dcp(["verify", &uri]).code, 0);
+}
+
+#[test]
+fn links_that_lead_out_are_followed_when_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = folder.path().join("disk/iter_0000010");
+    copy_into(Path::new(&megatron("run_torch_dist_dp2/iter_0000010")), &disk);
+    let run = folder.path().join("run");
+    fs::create_dir(&run).unwrap();
+    fs::write(run.join("latest_checkpointed_iteration.txt"), "10").unwrap();
+    symlink("../disk/iter_0000010", run.join("iter_0000010")).unwrap();
+    let uri = path(&folder, "run");
+    dcp(["inspect", &uri]).fails(2, &["iter_0000010", "symbolic link", "--follow-links"]);
+    let found = dcp(["inspect", &uri, "--follow-links", "--json"]).json();
+    assert_eq!(found["format"], "megatron_torch_dist", "{found}");
+    let listed = dcp(["ls", &uri, "--follow-links", "--json"]).json();
+    assert_eq!(listed["entries"].as_array().unwrap().len(), 1, "{listed}");
+    dcp(["verify", "--deep", &uri, "--follow-links"]).ok();
+    let linked = folder.path().join("linked");
+    fs::create_dir(&linked).unwrap();
+    for entry in fs::read_dir(&disk).unwrap() {
+        let entry = entry.unwrap();
+        symlink(entry.path(), linked.join(entry.file_name())).unwrap();
+    }
+    let uri = path(&folder, "linked");
+    dcp(["verify", &uri]).fails(2, &["symbolic link", "--follow-links"]);
+    dcp(["verify", "--deep", &uri, "--follow-links"]).ok();
+}

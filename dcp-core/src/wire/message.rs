@@ -23,7 +23,7 @@ use crate::error::PlanError;
 /// let mut message = MessageReader::new(&bytes, *b"hey1")?;
 /// assert_eq!(message.text()?, "weight");
 /// assert_eq!(message.dtype()?, DType::Float32);
-/// assert_eq!(**message.dims()?, [4, 300]);
+/// assert_eq!(*message.dims()?, [4, 300]);
 /// message.finish()?;
 /// # Ok::<(), dcp_core::PlanError>(())
 /// ```

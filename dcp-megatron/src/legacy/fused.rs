@@ -89,9 +89,9 @@ fn reshaped(
 fn by_expert(all: u64, groups: u32, first: &Dims, second: &Dims) -> Option<[Dims; 2]> {
     let ([width, out], [taken, back]) = (&**first, &**second) else { return None };
     let experts = all.checked_div(groups.into()).filter(|n| (1..=EXPERTS_MAX).contains(n))?;
-    let each = |len: u64| (len > 0 && len % experts == 0).then_some(len / experts);
+    let each = |len: u64| (len > 0 && len.is_multiple_of(experts)).then_some(len / experts);
     let (out, taken) = (each(*out)?, each(*taken)?);
-    let whole = all % u64::from(groups) == 0;
+    let whole = all.is_multiple_of(u64::from(groups));
     (whole && width == back && (out == taken || taken.checked_mul(2) == Some(out)))
         .then(|| [Dims::from([experts, *width, out]), Dims::from([experts, taken, *width])])
 }

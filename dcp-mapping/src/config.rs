@@ -262,7 +262,7 @@ impl Mapping {
             }
         }
         // Transformers would take those of another tokenizer.
-        for token in ["bos_token_id", "eos_token_id"] {
+        for token in ["bos_token_id", "eos_token_id", "pad_token_id"] {
             config.entry(token).or_insert(Value::Null);
         }
         Ok(Value::Object(with_dtype(config, dtype)))

@@ -244,6 +244,12 @@ fn a_family_that_is_named_has_to_fit() {
         let error = to_hf_of(&gpt2.source, &mapping, &facts, &options).unwrap_err().to_string();
         assert!(error.contains(why), "{error}");
     }
+    // Other families whose width of a head transformers works out.
+    let phi3 = Model::all().into_iter().find(|model| model.family == "phi3").unwrap();
+    let (mapping, phi3) = (Mapping::builtin("phi3").unwrap(), mapped(&phi3));
+    let facts = phi3.facts.clone().with("kv_channels", 8);
+    let error = to_hf_of(&phi3.source, &mapping, &facts, &options).unwrap_err().to_string();
+    assert!(error.contains("6 heads of 8 channels"), "{error}");
 }
 
 #[test]

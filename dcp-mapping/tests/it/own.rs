@@ -109,6 +109,19 @@ fn layers_without_experts_are_compared() {
 }
 
 #[test]
+fn tokens_of_another_model_are_not_taken() {
+    // Transformers has a token for padding in its Phi-3, beyond smaller vocabularies.
+    for family in Mapping::families() {
+        let config = Model::config_with(family, json!({}));
+        let (mapping, mapped) = there(family, &config).unwrap();
+        let bare = back(&mapping, &mapped, |facts| facts.with("hf_config", Value::Null));
+        for token in ["bos_token_id", "eos_token_id", "pad_token_id"] {
+            assert_eq!(bare.get(token), Some(&Value::Null), "{token} of {family}");
+        }
+    }
+}
+
+#[test]
 fn a_model_is_of_the_family_that_it_came_as() {
     let config = Model::config_with("mistral", json!({ "sliding_window": null }));
     let (_, mapped) = there("mistral", &config).unwrap();

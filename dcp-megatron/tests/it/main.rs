@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail loudly")]
 
-mod async_aborted;
 mod async_queue;
 mod bucket_space;
 mod contents;

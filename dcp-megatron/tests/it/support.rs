@@ -81,16 +81,13 @@ pub(crate) fn expected_json(name: &str) -> Json {
     serde_json::from_slice(&text).unwrap()
 }
 
-/// Shapes and bytes by key.
-pub(crate) type Tensors = BTreeMap<String, (Vec<u64>, Vec<u8>)>;
-
-/// The tensors in a fixture's `expected.safetensors`.
-pub(crate) fn expected_tensors(name: &str) -> Tensors {
+/// Shape and bytes of the tensors in a fixture's `expected.safetensors`, by key.
+pub(crate) fn expected_tensors(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
     tensors_in(name, "expected.safetensors")
 }
 
 /// The same of another file of a fixture.
-pub(crate) fn tensors_in(name: &str, file: &str) -> Tensors {
+pub(crate) fn tensors_in(name: &str, file: &str) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
     let bytes = std::fs::read(fixture(name).join(file)).unwrap();
     let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header: Json = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();

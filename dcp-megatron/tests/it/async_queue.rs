@@ -409,44 +409,6 @@ fn calls_that_do_not_match_are_told_apart_on_all_ranks() {
     }
 }
 
-#[test]
-fn a_save_that_was_begun_and_cannot_be_scheduled_is_aborted() {
-    on_ranks(2, |rank, group| {
-        let folder: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
-        block_on(async {
-            let mut queue = AsyncCallsQueue::new(Some(group.into()));
-            let error = match rank {
-                0 => {
-                    // Slow enough not to be complete before it is known that it cannot be
-                    // scheduled.
-                    let slow = SlowStorage::new(Arc::clone(&folder), Duration::from_millis(300));
-                    let writer = Arc::new(MegatronWriter::builder(Arc::new(slow)).build());
-                    let ended = Arc::downgrade(&writer);
-                    let saver = BackgroundSaver::new(Saver::new());
-                    let state = StateDict::from_iter([("step", 10)]);
-                    let begun = AsyncRequest::started(saver.start(&state, writer).unwrap());
-                    let error = queue.schedule_async_request(begun).await.unwrap_err();
-                    let begin = Instant::now();
-                    while ended.strong_count() > 0 && begin.elapsed() < Duration::from_secs(60) {
-                        tokio::time::sleep(Duration::from_millis(5)).await;
-                    }
-                    assert_eq!(ended.strong_count(), 0, "the save goes on");
-                    error
-                }
-                _ => queue.schedule_async_request(failing_preload()).await.unwrap_err(),
-            };
-            assert!(matches!(error, MegatronError::AsyncCall { .. }), "{error}");
-            assert_eq!(queue.unfinalized_calls(), 0);
-        });
-        assert!(!names(&*folder).contains(&"metadata.json".to_owned()));
-    });
-}
-
-/// A request whose state cannot be copied.
-fn failing_preload() -> AsyncRequest {
-    AsyncRequest::task(|| Err::<std::future::Ready<_>, _>(failing("no memory for a copy")))
-}
-
 /// Nothing is begun when one rank cannot copy its state; the others need not wait for it.
 #[test]
 fn a_rank_that_cannot_copy_its_state_fails_the_call_on_all() {

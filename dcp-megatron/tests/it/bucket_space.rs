@@ -4,7 +4,7 @@
 //! this form as `torch_dist` where a rank has several pieces of a bucket.
 
 use dcp_convert::JobOptions;
-use dcp_convert::view::{Assembled, Piece};
+use dcp_convert::view::{Assembled, Piece, PieceFrom};
 use dcp_core::{Entry, Region};
 use dcp_megatron::optimizer::{OptimizerFormat, per_parameter};
 
@@ -39,9 +39,14 @@ fn what_is_not_found_before_the_padding_is_kept() {
             let fqn = &**fqn;
             match entry {
                 Entry::Tensor(tensor) if fqn == "embedding.word_embeddings.weight" => {
-                    let zeros = Piece::zeros(Region::full(tensor.shape.clone()).unwrap());
+                    // Eight rows of another weight.
+                    let from = Region::new([0, 0, 0], [1, 8, 8]).unwrap();
+                    let entry = metadata.index_of("decoder.layers.mlp.linear_fc1.weight").unwrap();
+                    let from = PieceFrom::Reshaped { part: 0, entry, region: from };
+                    let region = Region::full(tensor.shape.clone()).unwrap();
+                    let pieces = vec![Piece { region, from }];
                     let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
-                    view.tensor(fqn, None, dtype, shape, vec![zeros]).unwrap();
+                    view.tensor(fqn, None, dtype, shape, pieces).unwrap();
                 }
                 Entry::Object(_) if !told && fqn.contains("per_bucket_numel_unpadded") => {}
                 _ => view.pass(fqn, None, 0, at).unwrap(),

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail loudly")]
 
+mod async_aborted;
 mod async_queue;
 mod bucket_space;
 mod contents;

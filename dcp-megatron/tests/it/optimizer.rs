@@ -1,6 +1,5 @@
 //! Optimizer state of real checkpoints by parameter, damaged by Megatron and not.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
@@ -16,7 +15,7 @@ use dcp_megatron::{
     to_torch_dist,
 };
 
-use crate::support::{block_on, expected_json, expected_tensors, stored};
+use crate::support::{Tensors, block_on, expected_json, expected_tensors, stored};
 
 pub(crate) fn open(fixture: &str) -> MegatronCheckpoint {
     block_on(MegatronCheckpoint::open(&stored(fixture), &OpenOptions::default())).unwrap()
@@ -27,8 +26,6 @@ pub(crate) fn shown(fixture: &str) -> PerParameter {
     let job = JobOptions::default();
     block_on(per_parameter(checkpoint.source(), checkpoint.common(), &job)).unwrap()
 }
-
-type Tensors = BTreeMap<String, (Vec<u64>, Vec<u8>)>;
 
 /// The tensors of a checkpoint for whose names `keep` holds: shape and bytes.
 pub(crate) fn tensors(source: &Source, keep: impl Fn(&str) -> bool) -> Tensors {

@@ -81,13 +81,16 @@ pub(crate) fn expected_json(name: &str) -> Json {
     serde_json::from_slice(&text).unwrap()
 }
 
-/// Shape and bytes of the tensors in a fixture's `expected.safetensors`, by key.
-pub(crate) fn expected_tensors(name: &str) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
+/// Shapes and bytes by key.
+pub(crate) type Tensors = BTreeMap<String, (Vec<u64>, Vec<u8>)>;
+
+/// The tensors in a fixture's `expected.safetensors`.
+pub(crate) fn expected_tensors(name: &str) -> Tensors {
     tensors_in(name, "expected.safetensors")
 }
 
 /// The same of another file of a fixture.
-pub(crate) fn tensors_in(name: &str, file: &str) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
+pub(crate) fn tensors_in(name: &str, file: &str) -> Tensors {
     let bytes = std::fs::read(fixture(name).join(file)).unwrap();
     let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header: Json = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();

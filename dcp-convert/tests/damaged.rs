@@ -144,7 +144,8 @@ fn damage_anywhere_in_the_archive_of_an_object_is_refused() {
         let found = bytes[from..].windows(what.len()).position(|at| at == what);
         from + found.unwrap()
     };
-    let damages: [(&str, &dyn Fn(&mut Vec<u8>)); 3] = [
+    type Damage<'a> = &'a dyn Fn(&mut Vec<u8>);
+    let damages: [(&str, Damage<'_>); 3] = [
         ("a record that says the version", &|bytes| {
             let header = find(bytes, b"/version", 0);
             let at = find(bytes, b"3\n", header);

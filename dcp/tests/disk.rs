@@ -11,9 +11,6 @@ use std::process::{Command, ExitCode};
 use dcp::core::{CheckpointError, StorageErrorKind};
 use libtest_mimic::{Arguments, Trial};
 
-#[cfg(feature = "megatron")]
-#[path = "support/megatron_disk.rs"]
-mod megatron;
 #[path = "support/state.rs"]
 mod state;
 
@@ -35,15 +32,6 @@ fn main() -> ExitCode {
             a_read_only_place_is_denied_and_still_readable,
         ),
     ];
-    #[cfg(feature = "megatron")]
-    let trials = {
-        let mut trials = trials;
-        trials.push(trial(
-            "a_full_or_read_only_disk_keeps_the_old_checkpoint_of_megatron",
-            megatron::a_full_or_read_only_disk_keeps_the_old_checkpoint_of_megatron,
-        ));
-        trials
-    };
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 

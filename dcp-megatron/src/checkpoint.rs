@@ -248,12 +248,20 @@ impl MegatronCheckpoint {
         folders: LegacyFolders,
         options: &OpenOptions,
     ) -> Result<Self, MegatronError> {
-        let Legacy { source, common, optimizers, tp, pp, ep, warnings } =
+        let Legacy { source, common, optimizers, tp, pp, ep, damage, warnings } =
             Legacy::open(storage, folders, &options.job).await?;
+        let lost = |(folder, problem)| MegatronError::Legacy { folder, problem };
+        let mut damage = damage.into_iter().map(lost);
+        if !options.tolerant
+            && let Some(error) = damage.next()
+        {
+            return Err(error);
+        }
+        let damage = damage.map(|error| error_chain(&error)).collect();
         let format = MegatronFormat::Legacy { tp, pp, ep };
         let common = Ok(Common { value: Value::Dict(common.clone()), dict: common });
         let parts = (format, source);
-        let opened = Self::assemble(storage, options, parts, common, Vec::new(), warnings).await?;
+        let opened = Self::assemble(storage, options, parts, common, damage, warnings).await?;
         Ok(Self { optimizer_files: optimizers, ..opened })
     }
 

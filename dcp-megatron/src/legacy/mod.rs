@@ -16,6 +16,7 @@ use dcp_convert::{JobOptions, Source};
 use dcp_core::{Dict, Key, Storage, Value};
 use dcp_formats::torch_save::TorchSaveReader;
 
+use folders::Grid;
 pub(crate) use folders::LegacyFolders;
 
 use crate::args::MegatronArgs;
@@ -41,6 +42,8 @@ pub(crate) struct Legacy {
     pub(crate) tp: u32,
     pub(crate) pp: u32,
     pub(crate) ep: u32,
+    /// What is lost of folders.
+    pub(crate) damage: Vec<(String, String)>,
     pub(crate) warnings: Vec<String>,
 }
 
@@ -112,14 +115,30 @@ impl Legacy {
         }
         if !optimizers.is_empty() {
             warnings.push(format!(
-                "the optimizer's state in {} files {OPTIMIZER_FILE} names no parameters, and is \
-                 not among the tensors; it can be taken apart by parameter",
+                "the optimizer's state is in buffers that name no parameters, {} of \
+                 {OPTIMIZER_FILE}; it is left out unless it is taken apart by parameter \
+                 (`--optimizer per-parameter`)",
                 optimizers.len()
             ));
         }
+        let damage = lost_optimizers(&grid);
         let (tp, pp, ep) = (grid.tp, grid.pp, grid.ep);
-        Ok(Self { source: view.finish()?, common, optimizers, tp, pp, ep, warnings })
+        Ok(Self { source: view.finish()?, common, optimizers, tp, pp, ep, damage, warnings })
     }
+}
+
+/// The folders without the optimizer that others have: all have one or none.
+fn lost_optimizers(grid: &Grid) -> Vec<(String, String)> {
+    let has = grid.places().find(|place| place.has_optimizer);
+    let Some(has) = has.map(|place| place.folder.as_str()) else { return Vec::new() };
+    let lost = grid.places().filter(|place| !place.has_optimizer).map(|place| {
+        let problem = format!(
+            "there is no {OPTIMIZER_FILE} in it, and there is one in {has}: the optimizer's state \
+             of this rank is lost; with none of these files, all but the optimizer can be read"
+        );
+        (place.folder.clone(), problem)
+    });
+    lost.collect()
 }
 
 const RNG: &str = "rng_state";

@@ -47,7 +47,7 @@ fn the_fixture_is_merged_under_the_names_of_distributed_checkpoints() {
     let checkpoint = open(&stored(RUN)).unwrap();
     assert_eq!(*checkpoint.format(), MegatronFormat::Legacy { tp: 2, pp: 1, ep: 1 });
     assert_eq!(checkpoint.optimizer_files().len(), 2);
-    assert!(checkpoint.warnings()[0].contains("2 files distrib_optim.pt"));
+    assert!(checkpoint.warnings()[0].contains("2 of distrib_optim.pt"));
     let of_rank = |rank: usize, name: &str| {
         let name = format!("mp_rank_{rank:02}/model_optim_rng.pt.model.{name}");
         expected_tensors(RUN).remove(&name).unwrap().1

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_convert::{JobOptions, VerifyReport};
 use dcp_core::Storage;
-use dcp_megatron::verify;
+use dcp_megatron::{MegatronCheckpoint, OpenOptions, verify};
 
 use crate::support::{block_on, get, put, remove, stored};
 
@@ -94,4 +94,17 @@ fn a_rank_of_the_old_format_that_is_damaged_is_named() {
     let report = report(&storage, true);
     let files: Vec<_> = report.problems.iter().filter_map(|p| p.file.as_deref()).collect();
     assert_eq!(files, ["mp_rank_01/distrib_optim.pt"], "{:?}", messages(&report));
+}
+
+#[test]
+fn an_optimizer_that_one_rank_of_the_old_format_has_lost_is_a_problem() {
+    let storage = stored("run_legacy_torch_tp2");
+    remove(&*storage, "iter_0000010/mp_rank_01/distrib_optim.pt");
+    let found = messages(&report(&storage, false)).join("\n");
+    assert!(found.contains("mp_rank_01") && found.contains("no distrib_optim.pt"), "{found}");
+    let strict = OpenOptions::default();
+    let error = block_on(MegatronCheckpoint::open(&storage, &strict)).unwrap_err();
+    assert!(error.to_string().contains("mp_rank_01"), "{error}");
+    remove(&*storage, "iter_0000010/mp_rank_00/distrib_optim.pt");
+    assert!(report(&storage, false).ok);
 }

@@ -5,6 +5,7 @@
 //! [`DataSource`] yields the bytes of an item to write, [`DataSink`] the memory for an item to
 //! read.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{AddAssign, Range};
 use std::sync::Arc;
@@ -195,13 +196,22 @@ impl SaveSession {
 pub struct WriteReport {
     /// Each file and its length in bytes.
     pub files: Vec<(Key, u64)>,
+    /// The SHA-256 of files, where the writer has made them; of all, some or none.
+    pub sha256: BTreeMap<Key, [u8; 32]>,
 }
 
 impl WriteReport {
     /// `files` were written, with their lengths in bytes.
     #[must_use]
     pub fn new(files: Vec<(Key, u64)>) -> Self {
-        Self { files }
+        Self { files, sha256: BTreeMap::new() }
+    }
+
+    /// The same with the SHA-256 of files.
+    #[must_use]
+    pub fn with_sha256(mut self, sha256: BTreeMap<Key, [u8; 32]>) -> Self {
+        self.sha256 = sha256;
+        self
     }
 }
 

@@ -1,14 +1,14 @@
 //! The save protocol: plan, merge, write, commit.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Key, Phase, PlanError,
-    Rank, SavePlan, SavePlanner, SaveSession, StateDict, StorageWriter, Value, WritePlan,
-    WriteReport,
+    Rank, SavePlan, SavePlanner, SaveSession, StateDict, StorageError, StorageWriter, Value,
+    WritePlan, WriteReport,
 };
 use dcp_planner::{DefaultSavePlanner, FlattenRule, PlanCache, flatten, index_of};
 use serde::{Deserialize, Serialize};
@@ -427,35 +427,39 @@ fn no_plan() -> CheckpointError {
     PlanError::Wire { problem: "the coordinator asked for a plan that is not there".into() }.into()
 }
 
-/// A report as it travels.
-fn lines(report: &WriteReport) -> Vec<(String, u64)> {
-    report.files.iter().map(|(key, len)| (key.to_string(), *len)).collect()
+/// A file of a report as it travels: its name, its length, and its SHA-256 where there is one.
+type Line = (String, u64, Option<[u8; 32]>);
+
+fn lines(report: &WriteReport) -> Vec<Line> {
+    let line = |(key, len): &(Key, u64)| (key.to_string(), *len, report.sha256.get(key).copied());
+    report.files.iter().map(line).collect()
+}
+
+fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
+    let (mut files, mut sha256) = (Vec::with_capacity(lines.len()), BTreeMap::new());
+    for (name, len, digest) in lines {
+        let key = Key::new(name)?;
+        sha256.extend(digest.map(|digest| (key.clone(), digest)));
+        files.push((key, len));
+    }
+    Ok(WriteReport::new(files).with_sha256(sha256))
 }
 
 async fn commit(
     lead: &Lead,
     reused: bool,
-    reports: Vec<Vec<(String, u64)>>,
+    reports: Vec<Vec<Line>>,
     writer: &dyn StorageWriter,
 ) -> Result<(Totals, ()), CheckpointError> {
     let plan = lead.plan.as_ref().ok_or_else(no_plan)?;
     let all = reports.iter().flatten();
     let totals = Totals {
         entries: plan.metadata.len() as u64,
-        bytes_written: all.clone().map(|(_, len)| *len).sum(),
+        bytes_written: all.clone().map(|(_, len, _)| *len).sum(),
         files: all.count() as u64,
         reused_plan: reused,
     };
-    let reports = reports
-        .into_iter()
-        .map(|files| {
-            let files = files
-                .into_iter()
-                .map(|(name, len)| Ok((Key::new(name)?, len)))
-                .collect::<Result<_, dcp_core::InvalidKey>>();
-            files.map(WriteReport::new).map_err(|e| dcp_core::StorageError::from(e).into())
-        })
-        .collect::<Result<Vec<_>, CheckpointError>>()?;
+    let reports = reports.into_iter().map(report).collect::<Result<Vec<_>, _>>()?;
     writer.commit(lead.session.clone(), &plan.metadata, reports).await?;
     Ok((totals, ()))
 }

@@ -1,11 +1,11 @@
 //! `integrity.json` against the files of a checkpoint (Megatron-Core 0.17.1 and later).
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use dcp_convert::{JobOptions, Problem, ProblemKind};
 use dcp_core::{
-    CheckpointError, FormatError, Key, PutMode, Storage, StorageError, StorageErrorKind,
+    CheckpointError, FormatError, Key, PutMode, Rank, Storage, StorageError, StorageErrorKind,
     StorageExt as _, error_chain,
 };
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
@@ -13,7 +13,7 @@ use serde_json::Value as Json;
 
 use crate::config::METADATA_JSON;
 use crate::error::MegatronError;
-use crate::writer::integrity::{INTEGRITY_FILE, hash, manifest};
+use crate::writer::integrity::{INTEGRITY_FILE, hash, hex, manifest};
 
 /// A longer manifest than any: a million files, in bytes.
 const BYTES_MAX: u64 = 256 << 20;
@@ -75,6 +75,24 @@ pub(crate) async fn verify_manifest(
     deep: bool,
     job: &JobOptions,
 ) -> Result<Option<Vec<Problem>>, MegatronError> {
+    verify_files(storage, deep, (0, 1), job).await
+}
+
+/// The same, of the files that fall to a rank when so many share them.
+pub(crate) async fn verify_share(
+    storage: &Arc<dyn Storage>,
+    share: (Rank, u32),
+    job: &JobOptions,
+) -> Result<Option<Vec<Problem>>, MegatronError> {
+    verify_files(storage, true, share, job).await
+}
+
+async fn verify_files(
+    storage: &Arc<dyn Storage>,
+    deep: bool,
+    (rank, ranks): (Rank, u32),
+    job: &JobOptions,
+) -> Result<Option<Vec<Problem>>, MegatronError> {
     let key = Key::new(INTEGRITY_FILE).map_err(StorageError::from)?;
     let byte_len = match storage.stat(&key).await {
         Ok(meta) => meta.byte_len,
@@ -103,6 +121,8 @@ pub(crate) async fn verify_manifest(
     let checks: Vec<_> = manifest
         .files
         .into_iter()
+        .skip(rank as usize)
+        .step_by(ranks.max(1) as usize)
         .map(|(name, hash)| async move { check(&**storage, name, deep.then_some(&*hash)).await })
         .collect();
     let checks = stream::iter(checks).buffered(job.parallelism.max(1));
@@ -122,7 +142,7 @@ async fn check(
     let found = async {
         let byte_len = storage.stat(&key).await?.byte_len;
         match expected {
-            Some(_) => hash(storage, &key, byte_len).await.map(Some),
+            Some(_) => hash(storage, &key, byte_len).await.map(|digest| Some(hex(&digest))),
             None => Ok(None),
         }
     };
@@ -168,7 +188,7 @@ pub async fn write_integrity(storage: &Arc<dyn Storage>) -> Result<(), MegatronE
     let config = Key::new(METADATA_JSON).map_err(StorageError::from)?;
     let config = storage.read_all(&config).await?;
     let config = String::from_utf8_lossy(&config);
-    let manifest = manifest(&**storage, &HashSet::new(), HashMap::new(), &config).await?;
+    let manifest = manifest(&**storage, &HashSet::new(), BTreeMap::new(), &config).await?;
     let key = Key::new(INTEGRITY_FILE).map_err(StorageError::from)?;
     Ok(storage.put(&key, manifest.into(), PutMode::Overwrite).await?)
 }

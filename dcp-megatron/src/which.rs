@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Phase, Storage, StorageError};
+use dcp_convert::Problem;
+use dcp_core::{Phase, PlanContext, Storage, StorageError};
 use dcp_engine::Group;
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +12,7 @@ use crate::agreement;
 use crate::checkpoint::OpenOptions;
 use crate::config::CheckpointingConfig;
 use crate::error::MegatronError;
-use crate::integrity::verify_integrity;
+use crate::integrity::verify_share;
 use crate::legacy::LegacyFolders;
 use crate::run::MegatronRun;
 use crate::tracker::{TRACKER, Tracked};
@@ -40,10 +41,43 @@ impl Choice {
         group: &Group,
     ) -> Result<Self, MegatronError> {
         let found = match group.context().rank {
-            0 => Some(Self::make(storage, rule).await),
+            0 => Some(Self::find(storage, rule.fall_back).await),
             _ => None,
         };
-        agreement::verdict(group, Phase::Plan, found).await
+        let choice: Self = agreement::verdict(group, Phase::Plan, found).await?;
+        if rule.verify_integrity {
+            choice.verify(storage, rule.open, group).await?;
+        }
+        Ok(choice)
+    }
+
+    /// Compares the files with their manifest, each rank its share of them.
+    async fn verify(
+        &self,
+        storage: &Arc<dyn Storage>,
+        open: &OpenOptions,
+        group: &Group,
+    ) -> Result<(), MegatronError> {
+        let mine = async {
+            let place = self.place(storage)?;
+            let PlanContext { rank, world_size, .. } = group.context();
+            Ok(match verify_share(&place, (rank, world_size), &open.job).await? {
+                None => vec!["there is no integrity.json to compare the files with".to_owned()],
+                Some(problems) => problems.into_iter().map(in_words).collect(),
+            })
+        };
+        let mine: Result<Vec<String>, MegatronError> = mine.await;
+        let mut problems = match group.context().world_size {
+            1 => mine?,
+            _ => {
+                let mine = mine.map_err(|error| agreement::told(group, Phase::Plan, error));
+                group.agree(Phase::Plan, mine).await?.into_iter().flatten().collect()
+            }
+        };
+        // What is wrong with the manifest itself every rank has found.
+        problems.sort();
+        problems.dedup();
+        if problems.is_empty() { Ok(()) } else { Err(MegatronError::Damaged { problems }) }
     }
 
     /// The folder of the checkpoint.
@@ -55,27 +89,6 @@ impl Choice {
             Some(which) => MegatronRun::new(Arc::clone(storage)).checkpoint(which),
             None => Ok(Arc::clone(storage)),
         }
-    }
-
-    async fn make(storage: &Arc<dyn Storage>, rule: Rule<'_>) -> Result<Self, MegatronError> {
-        let choice = Self::find(storage, rule.fall_back).await?;
-        if rule.verify_integrity {
-            let place = choice.place(storage)?;
-            let problems = match verify_integrity(&place, &rule.open.job).await? {
-                None => vec!["there is no integrity.json to compare the files with".to_owned()],
-                Some(problems) => problems
-                    .into_iter()
-                    .map(|problem| match problem.file {
-                        Some(file) => format!("{file}: {}", problem.message),
-                        None => problem.message,
-                    })
-                    .collect(),
-            };
-            if !problems.is_empty() {
-                return Err(MegatronError::Damaged { problems });
-            }
-        }
-        Ok(choice)
     }
 
     async fn find(storage: &Arc<dyn Storage>, fall_back: bool) -> Result<Self, MegatronError> {
@@ -101,6 +114,13 @@ impl Choice {
             )
         });
         Ok(Self { which: Some(latest.which), warning })
+    }
+}
+
+fn in_words(problem: Problem) -> String {
+    match problem.file {
+        Some(file) => format!("{file}: {}", problem.message),
+        None => problem.message,
     }
 }
 

@@ -171,7 +171,8 @@ impl SaveOptions {
         self
     }
 
-    /// Whether `integrity.json` is written, with a hash of every file.
+    /// Whether `integrity.json` is written, with a hash of every file. Every rank reads the files
+    /// that it wrote once more for it.
     #[must_use]
     #[doc(alias = "verify_integrity")]
     pub fn integrity(mut self, integrity: bool) -> Self {

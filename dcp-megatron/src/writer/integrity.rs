@@ -1,6 +1,6 @@
 //! `integrity.json`: the SHA-256 of every file of a checkpoint (Megatron-Core 0.17.1 and later).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
 
 use bytes::Bytes;
@@ -9,6 +9,7 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use indexmap::IndexMap;
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
+use tokio::runtime::Handle;
 
 use super::form::METADATA_JSON;
 
@@ -18,6 +19,9 @@ pub const INTEGRITY_FILE: &str = "integrity.json";
 const SEGMENT_BYTES: u64 = 4 << 20;
 /// Files to read at once.
 const FILES_AT_ONCE: usize = 4;
+
+/// A SHA-256.
+pub(crate) type Digest = [u8; 32];
 
 #[derive(Serialize)]
 struct Manifest {
@@ -33,7 +37,7 @@ struct Manifest {
 pub(crate) async fn manifest(
     storage: &dyn Storage,
     stale: &HashSet<Key>,
-    known: HashMap<Key, String>,
+    known: BTreeMap<Key, Digest>,
     metadata_json: &str,
 ) -> Result<Bytes, CheckpointError> {
     let mut keys = Vec::new();
@@ -50,7 +54,7 @@ pub(crate) async fn manifest(
     keys.retain(|(key, _)| !known.contains_key(key));
     let known = known.into_iter().filter(|(key, _)| there.contains(key));
     let hashed = hashes(storage, keys).await?.into_iter().chain(known);
-    let mut files: Vec<_> = hashed.map(|(key, hash)| (key.to_string(), hash)).collect();
+    let mut files: Vec<_> = hashed.map(|(key, hash)| (key.to_string(), hex(&hash))).collect();
     files.push((METADATA_JSON.to_owned(), hex(&Sha256::digest(metadata_json))));
     files.sort_unstable();
     let manifest = Manifest { algorithm: "sha256", files: files.into_iter().collect() };
@@ -59,11 +63,11 @@ pub(crate) async fn manifest(
     Ok(json.into())
 }
 
-/// The SHA-256 of files of these lengths, each in lower-case hexadecimal.
+/// The SHA-256 of files of these lengths, several at a time.
 pub(crate) async fn hashes(
     storage: &dyn Storage,
     files: Vec<(Key, u64)>,
-) -> Result<HashMap<Key, String>, CheckpointError> {
+) -> Result<BTreeMap<Key, Digest>, CheckpointError> {
     let hashes = files.into_iter().map(|(key, byte_len)| async move {
         let digest = hash(storage, &key, byte_len).await?;
         Ok::<_, CheckpointError>((key, digest))
@@ -71,23 +75,36 @@ pub(crate) async fn hashes(
     stream::iter(hashes).buffer_unordered(FILES_AT_ONCE).try_collect().await
 }
 
-/// The SHA-256 of a file, in lower-case hexadecimal.
+/// The SHA-256 of a file. A part is hashed, on another thread, while the next one is read.
 pub(crate) async fn hash(
     storage: &dyn Storage,
     key: &Key,
     byte_len: u64,
-) -> Result<String, CheckpointError> {
+) -> Result<Digest, CheckpointError> {
+    let starts = (0..byte_len.div_ceil(SEGMENT_BYTES)).map(|part| part * SEGMENT_BYTES);
+    let parts = starts.map(|at| storage.read_range(key, at..byte_len.min(at + SEGMENT_BYTES)));
+    let mut parts = stream::iter(parts).buffered(2);
     let mut hasher = Sha256::new();
-    let mut at = 0;
-    while at < byte_len {
-        let end = byte_len.min(at + SEGMENT_BYTES);
-        hasher.update(&storage.read_range(key, at..end).await?);
-        at = end;
+    while let Some(part) = parts.next().await {
+        hasher = update(hasher, part?).await?;
     }
-    Ok(hex(&hasher.finalize()))
+    Ok(hasher.finalize().into())
 }
 
-fn hex(digest: &[u8]) -> String {
+/// Hashes some more bytes where other tasks need not wait for it.
+async fn update(mut hasher: Sha256, bytes: Bytes) -> Result<Sha256, CheckpointError> {
+    let work = move || {
+        hasher.update(&bytes);
+        hasher
+    };
+    match Handle::try_current() {
+        // It is lost only when the runtime shuts down.
+        Ok(runtime) => runtime.spawn_blocking(work).await.map_err(|_| CheckpointError::Canceled),
+        Err(_) => Ok(work()),
+    }
+}
+
+pub(crate) fn hex(digest: &[u8]) -> String {
     digest.iter().fold(String::new(), |mut text, byte| {
         // Writing to a `String` does not fail.
         let _ = write!(text, "{byte:02x}");

@@ -5,7 +5,7 @@ mod before;
 mod form;
 pub(crate) mod integrity;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -148,6 +148,21 @@ impl MegatronWriter {
         Ok(())
     }
 
+    /// The hashes of all files that were written: those that the ranks have made of theirs, and of
+    /// what nobody has hashed yet. Data files are as they will be, so it is done before the while
+    /// without a complete checkpoint.
+    async fn hashes(
+        &self,
+        reports: &[WriteReport],
+    ) -> Result<BTreeMap<Key, integrity::Digest>, CheckpointError> {
+        let mut known: BTreeMap<Key, integrity::Digest> =
+            reports.iter().flat_map(|report| report.sha256.clone()).collect();
+        let files = reports.iter().flat_map(|report| &report.files);
+        let others = files.filter(|(key, _)| !known.contains_key(key)).cloned().collect();
+        known.extend(integrity::hashes(&*self.storage, others).await?);
+        Ok(known)
+    }
+
     /// Everything of the commit that can be undone.
     async fn replace(
         &self,
@@ -161,14 +176,7 @@ impl MegatronWriter {
             MegatronForm::CommonFile => Some(self.encoded_common()?),
             MegatronForm::CommonInside => None,
         };
-        // Data files are as they will be: the while without a complete checkpoint is no longer for
-        // their hashes.
-        let hashes = if self.integrity {
-            let files = reports.iter().flat_map(|report| report.files.iter().cloned()).collect();
-            integrity::hashes(&*self.storage, files).await?
-        } else {
-            HashMap::new()
-        };
+        let hashes = if self.integrity { self.hashes(&reports).await? } else { BTreeMap::new() };
         let same_common = common == before.common;
         if !(same_common && before.is_described_as(json)) {
             before.remove(&*self.storage, METADATA_JSON).await?;
@@ -224,7 +232,7 @@ impl MegatronWriterBuilder {
     }
 
     /// Whether `integrity.json` is written (Megatron-Core 0.17.1 and later verify it on request);
-    /// off by default, because every file is read once more for it.
+    /// off by default, because every rank reads the files that it wrote once more for it.
     pub fn integrity(mut self, integrity: bool) -> Self {
         self.integrity = integrity;
         self
@@ -328,7 +336,13 @@ impl StorageWriter for MegatronWriter {
         plan: &WritePlan,
         data: Arc<dyn DataSource>,
     ) -> Result<WriteReport, CheckpointError> {
-        self.dcp.write(local, plan, data).await
+        let report = self.dcp.write(local, plan, data).await?;
+        if !self.integrity {
+            return Ok(report);
+        }
+        // Here and not in the commit, for which all other ranks wait.
+        let hashes = integrity::hashes(&*self.storage, report.files.clone()).await?;
+        Ok(report.with_sha256(hashes))
     }
 
     async fn commit(

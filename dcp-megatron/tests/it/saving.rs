@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use dcp_collectives::LocalCollective;
+use dcp_conformance::CountingStorage;
+use dcp_convert::JobOptions;
 use dcp_core::{Collective, Dict, Global, MadeBy, Object, Storage, Tensor, Value};
 use dcp_formats::dcp::FileLayout;
 use dcp_megatron::parallel::ParallelSave;
@@ -12,12 +14,12 @@ use dcp_megatron::sharded::{
     ObjectKey, ShardedObject, ShardedStateDict, ShardedTensor, ShardedValue,
 };
 use dcp_megatron::{
-    LoadOptions, MegatronBackgroundSaver, MegatronError, SaveDistribution, SaveOptions, async_save,
-    load, save,
+    LoadOptions, Manifest, MegatronBackgroundSaver, MegatronError, SaveDistribution, SaveOptions,
+    async_save, load, save, verify_integrity,
 };
 
 use crate::small_model::{memory, on_ranks, view};
-use crate::support::{block_on, names};
+use crate::support::{block_on, get, names};
 
 /// A second group of the same ranks, each taken by its rank.
 fn group(ranks: u32) -> Vec<Arc<dyn Collective>> {
@@ -193,6 +195,32 @@ fn how_files_are_divided_is_an_option_of_a_save() {
         let data = names.iter().filter(|name| name.ends_with(".distcp")).count();
         assert_eq!(data, files, "{layout:?}: {names:?}");
     }
+}
+
+/// The coordinator alone would read the whole checkpoint while the others wait for its commit.
+#[test]
+fn every_rank_hashes_the_files_that_it_wrote() {
+    let shared = memory();
+    let read = on_ranks(3, |rank, world| {
+        let counted = CountingStorage::new(Arc::clone(&shared));
+        let storage: Arc<dyn Storage> = Arc::new(counted.clone());
+        let bytes = vec![u8::try_from(rank).unwrap(); 400_000];
+        let shard = ShardedTensor::from_rank_offsets("w", view(&[100_000], bytes));
+        let shard = shard.offset(0, rank, 3).build().unwrap();
+        let options = SaveOptions::new().group(world).integrity(true);
+        block_on(save(&[("w", shard)].into(), &storage, &options)).unwrap();
+        counted.counts().bytes_read
+    });
+    for (rank, bytes) in read.into_iter().enumerate() {
+        assert!((400_000..450_000).contains(&bytes), "rank {rank} has read {bytes} bytes");
+    }
+    let problems = block_on(verify_integrity(&shared, &JobOptions::default())).unwrap();
+    assert_eq!(problems, Some(vec![]));
+    let manifest = Manifest::parse(&get(&*shared, "integrity.json").unwrap()).unwrap();
+    let mut files: Vec<_> = manifest.files.into_keys().collect();
+    files.push("integrity.json".to_owned());
+    files.sort();
+    assert_eq!(files, names(&*shared));
 }
 
 /// A saver of another group would have every rank commit a checkpoint of its own into one folder.

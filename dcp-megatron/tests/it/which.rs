@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Storage, Value};
+use dcp_conformance::CountingStorage;
+use dcp_core::{Key, Storage, Value};
 use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor, ShardedValue};
 use dcp_megatron::{
     LoadOptions, MegatronError, MegatronRun, SaveOptions, TRACKER, Tracked, load, save,
@@ -107,6 +108,23 @@ fn files_are_compared_with_the_manifest_on_all_ranks_when_asked_for() {
         block_on(load(&request(), &storage, &options)).unwrap_err().to_string()
     });
     assert!(errors.iter().all(|error| error.contains("__0_0.distcp")), "{errors:?}");
+    // Each file is read by one rank.
+    let ranks = on_ranks(2, |_, group| {
+        let counted = CountingStorage::new(Arc::clone(&storage));
+        let options = options.clone().group(group).validate_access_integrity(false);
+        let place: Arc<dyn Storage> = Arc::new(counted.clone());
+        assert!(block_on(load(&request(), &place, &options)).is_err());
+        counted
+    });
+    let mut shares = [0, 0];
+    for name in [".metadata", "__0_0.distcp", "common.pt"] {
+        let key = Key::new(format!("iter_0000020/{name}")).unwrap();
+        let read = ranks.iter().map(|rank| rank.requests(&key) > 0);
+        let [first, second] = read.collect::<Vec<_>>()[..] else { panic!("{name}") };
+        assert_ne!(first, second, "{name}");
+        shares[usize::from(second)] += 1;
+    }
+    assert!(shares.iter().all(|files| *files > 0), "{shares:?}");
     remove(&*storage, "iter_0000020/integrity.json");
     let error = block_on(load(&request(), &storage, &options)).unwrap_err().to_string();
     assert!(error.contains("no integrity.json"), "{error}");

@@ -83,18 +83,8 @@ impl MegatronOptimizer {
         if files.is_empty() && !taken.iter().any(|fqn| is_optimizer_key(fqn)) {
             return Ok(source);
         }
-        if self.repair_optimizer {
-            let restarted = restart_optimizer(&source, &common, options).await?;
-            out.note(&format!(
-                "the optimizer begins anew: {} are the weights, moments and steps are zero",
-                count(restarted.params, "master parameter")
-            ));
-            if !restarted.kept.is_empty() {
-                let tensors = count(restarted.kept.len(), "tensor");
-                out.note(&format!("{tensors} of it stay as they are: {}", list(&restarted.kept)));
-            }
-            (source, common) = (restarted.source, restarted.common);
-        } else if !self.corrupt.allow_corrupt_optimizer
+        if !self.repair_optimizer
+            && !self.corrupt.allow_corrupt_optimizer
             && let Some(problem) = shifted(&opened.uri, checkpoint, options).await?
         {
             return Err(Failure::new(Exit::Bad, problem).hint(
@@ -112,7 +102,26 @@ impl MegatronOptimizer {
             if !shown.report.is_complete() && files.is_empty() {
                 out.note("the buffers are kept besides, so that nothing is lost");
             }
-            source = shown.source;
+            (source, common) = (shown.source, shown.common);
+        }
+        if self.repair_optimizer {
+            // By parameter first, where that was asked for: flat buffers do not name them.
+            let restarted =
+                restart_optimizer(&source, &common, options).await.map_err(|error| {
+                    Failure::from(error).hint(
+                        "--optimizer per-parameter besides tells the parameters in buffers apart \
+                     first; --no-optimizer leaves the state out",
+                    )
+                })?;
+            out.note(&format!(
+                "the optimizer begins anew: {} are the weights, moments and steps are zero",
+                count(restarted.params, "master parameter")
+            ));
+            if !restarted.kept.is_empty() {
+                let tensors = count(restarted.kept.len(), "tensor");
+                out.note(&format!("{tensors} of it stay as they are: {}", list(&restarted.kept)));
+            }
+            source = restarted.source;
         }
         Ok(source)
     }

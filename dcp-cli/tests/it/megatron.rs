@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::megatron_convert::tensors_of;
 use crate::support::{dcp, fixtures, path, read_json};
 
 pub(crate) fn megatron(name: &str) -> String {
@@ -194,6 +195,21 @@ fn looking_at_shifted_optimizer_state_says_that_it_is() {
         assert!(!said(&["diff", uri, &sound, "--include", weight]));
         assert!(!said(&["diff", uri, &sound, "--keys-only"]));
         assert!(!said(&["-q", "stats", uri]));
+    }
+}
+
+#[test]
+fn a_flat_optimizer_begins_anew_by_parameter() {
+    let folder = tempfile::tempdir().unwrap();
+    for fixture in ["gpt_dp2_dp_reshardable/ckpt", "run_legacy_torch_tp2"] {
+        let (flat, out) = (megatron(fixture), path(&folder, "out"));
+        let convert = ["-q", "convert", &flat, &out, "--to", "torch-dist", "--repair-optimizer"];
+        dcp(convert).fails(1, &["does not name the parameters", "--optimizer per-parameter"]);
+        dcp(convert.iter().chain(&["--optimizer", "per-parameter", "--overwrite"])).ok();
+        let all = tensors_of(&out);
+        let moments = all.iter().filter(|(name, _)| name.starts_with("optimizer.state.exp_avg"));
+        let zero = moments.map(|(_, (_, _, bytes))| bytes.iter().all(|byte| *byte == 0));
+        assert_eq!(zero.collect::<Vec<_>>(), [true; 16], "{fixture}");
     }
 }
 

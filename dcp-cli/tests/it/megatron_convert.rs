@@ -183,7 +183,7 @@ fn shifted_optimizer_state_is_not_carried_over() {
 
 type Tensors = std::collections::BTreeMap<String, (String, Vec<u64>, Vec<u8>)>;
 
-fn tensors_of(uri: &str) -> Tensors {
+pub(crate) fn tensors_of(uri: &str) -> Tensors {
     let folder = tempfile::tempdir().unwrap();
     let file = path(&folder, "all.safetensors");
     dcp(["-q", "convert", uri, &file, "--everything"]).ok();

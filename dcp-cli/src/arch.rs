@@ -3,12 +3,12 @@
 use std::io;
 use std::path::Path;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use dcp::convert::{JobOptions, Source, read_object};
 use dcp::core::{DType, Entry, Key, StorageError, StorageExt};
 use dcp::mapping::{
-    Facts, MapOptions, Mapped, Mapping, MappingReport, Padding, Recognition, Tying, map_to_hf,
-    map_to_megatron, recognize, recognize_config,
+    Facts, LayerSpec, MapOptions, Mapped, Mapping, MappingReport, Padding, Recognition, Tying,
+    map_to_hf, map_to_megatron, recognize, recognize_config,
 };
 use dcp::megatron::MegatronArgs;
 
@@ -51,6 +51,11 @@ pub(crate) struct Arch {
     )]
     make_vocab_divisible_by: Option<u64>,
 
+    /// The layers that are to load what is written, which have other names for norms:
+    /// transformer_engine by default, as Megatron-LM has it.
+    #[arg(long, value_name = "IMPL")]
+    transformer_impl: Option<TransformerImpl>,
+
     /// Leave out tensors that the mapping has no rule for instead of refusing them.
     #[arg(long)]
     allow_left_over: bool,
@@ -64,6 +69,16 @@ pub(crate) struct Arch {
     /// embedding.
     #[arg(long)]
     untie: bool,
+}
+
+/// An implementation of layers in Megatron-Core.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum TransformerImpl {
+    /// Those of Transformer Engine.
+    TransformerEngine,
+    /// Megatron-Core's own.
+    Local,
 }
 
 /// What is converted, under the names that it gets.
@@ -145,6 +160,9 @@ impl Arch {
         if self.untie {
             how.tying = Tying::Untie;
         }
+        if self.transformer_impl == Some(TransformerImpl::Local) {
+            how.spec = LayerSpec::Local;
+        }
         if to == Format::TorchDist {
             let config = config_of(opened, config).await?;
             let mapping = match wanted {
@@ -164,9 +182,14 @@ impl Arch {
             mapped.report.notes.splice(..0, notes);
             return Ok(Named { source: mapped.source, config: None, report: Some(mapped.report) });
         }
-        if self.make_vocab_divisible_by.is_some() {
-            let message = "--make-vocab-divisible-by pads for Megatron-Core, and this goes from it";
-            return Err(Failure::new(Exit::Usage, message).hint("leave it out"));
+        for (given, option, does) in [
+            (self.make_vocab_divisible_by.is_some(), "--make-vocab-divisible-by", "pads"),
+            (self.transformer_impl.is_some(), "--transformer-impl", "chooses names"),
+        ] {
+            if given {
+                let message = format!("{option} {does} for Megatron-Core, and this goes from it");
+                return Err(Failure::new(Exit::Usage, message).hint("leave it out"));
+            }
         }
         let mut facts = facts(opened, &source, out).await?;
         let given = match config {
@@ -259,6 +282,7 @@ impl Arch {
     fn refuse_idle(&self) -> Result<(), Failure> {
         for (given, option) in [
             (self.make_vocab_divisible_by.is_some(), "--make-vocab-divisible-by"),
+            (self.transformer_impl.is_some(), "--transformer-impl"),
             (self.allow_left_over, "--allow-left-over"),
             (self.ignore_args, "--ignore-args"),
             (self.untie, "--untie"),

@@ -20,6 +20,8 @@ use crate::template::{Hole, Naming, Numbers, Template};
 pub(crate) struct Target {
     pub(crate) dtype: DType,
     pub(crate) shape: Dims,
+    /// How many of its axes count layers and experts.
+    pub(crate) lead: usize,
     pub(crate) pieces: Vec<Piece>,
     /// The source entry that it is, element for element.
     pub(crate) same_as: Option<usize>,
@@ -382,6 +384,7 @@ impl Compiler<'_> {
         Ok(Target {
             dtype: built.dtype,
             shape,
+            lead: built.lead.len(),
             pieces: built.pieces,
             same_as,
             cast: built.cast,

@@ -35,6 +35,7 @@ mod config;
 mod declaration;
 mod error;
 mod express;
+mod extra_state;
 mod facts;
 mod families;
 mod find;

@@ -11,6 +11,7 @@ use serde::Serialize;
 use crate::compile::Compiler;
 use crate::error::MappingError;
 use crate::express::{same, settle};
+use crate::extra_state::extra_states;
 use crate::facts::{Facts, bad};
 use crate::mapping::Mapping;
 use crate::resolve::{Resolved, Resolver};
@@ -207,6 +208,13 @@ async fn map(
         }
         if target.trimmed > 0 {
             report.trimmed.push((name.clone(), target.trimmed));
+        }
+        if direction == Direction::ToMegatron {
+            let grid = target.shape.get(..target.lead).unwrap_or_default();
+            for key in extra_states(&name, grid, options.spec) {
+                // Megatron has every object in a list of its own.
+                view.object(key, None, Value::List(vec![Value::None]))?;
+            }
         }
         report.created.push(name.clone());
         match target.same_as {

@@ -239,6 +239,23 @@ fn a_model_goes_to_hugging_face_and_back() {
 }
 
 #[test]
+fn local_layers_ask_for_no_state_of_transformer_engine() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    dcp(["convert", &megatron("run_torch_dist_dp2"), &at("hf"), "--to", "hf"]).ok();
+    for (layers, states) in [(&[][..], 6), (&["--transformer-impl", "local"], 4)] {
+        let back = ["convert", &at("hf"), &at("back"), "--to", "torch-dist", "--overwrite"];
+        dcp(back.iter().chain(layers)).ok();
+        let found = dcp(["inspect", &at("back"), "--json"]).json();
+        let keys = found["keys"].as_object().unwrap().keys();
+        let keys: Vec<_> = keys.filter(|key| key.contains("._extra_state/shard_0_1")).collect();
+        assert_eq!(keys.len(), states, "{keys:?}");
+    }
+    let idle = ["convert", &at("back"), &at("again"), "--to", "hf", "--transformer-impl", "local"];
+    dcp(idle).fails(2, &["--transformer-impl chooses names for Megatron-Core"]);
+}
+
+#[test]
 fn a_configuration_tells_what_the_arguments_do_not() {
     let folder = tempfile::tempdir().unwrap();
     let (like, out) = (path(&folder, "like"), path(&folder, "hf"));

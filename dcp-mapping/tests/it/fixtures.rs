@@ -1,10 +1,13 @@
 //! Checkpoints that Megatron wrote.
 
-use dcp_convert::Source;
-use dcp_mapping::{Facts, MapOptions, Mapping, Recognition, recognize};
+use std::collections::BTreeSet;
+
+use dcp_convert::{Source, read_object};
+use dcp_mapping::{Facts, LayerSpec, MapOptions, Mapping, Padding, Recognition, recognize};
 
 use crate::support::{
     Tensor, Tensors, arguments, block_on, contents, fixture, safetensors, stored, to_hf_of,
+    to_megatron_of,
 };
 
 #[test]
@@ -183,4 +186,29 @@ fn a_run_that_was_saved_through_pytorch_alone() {
     assert_eq!(shape("model.layers.0.self_attn.q_proj.weight"), [8, 8]);
     assert_eq!(shape("model.layers.0.mlp.up_proj.weight"), [12, 8]);
     assert!(mapped.report.used.iter().all(|key| key.starts_with("model.")));
+}
+
+/// The keys of a model: without those of the run.
+fn keys(source: &Source) -> BTreeSet<String> {
+    let metadata = block_on(source.metadata()).unwrap();
+    let names = metadata.iter().map(|(name, _)| name.to_string());
+    let of_model = |name: &String| ["decoder.", "embedding."].iter().any(|p| name.starts_with(p));
+    names.filter(of_model).collect()
+}
+
+#[test]
+fn all_that_a_model_of_megatron_asks_for_is_made() {
+    let mut local = MapOptions::default();
+    local.spec = LayerSpec::Local;
+    for (name, family) in [("gpt_tp2pp2_swiglu", "llama"), ("gpt_moe_ep2_swiglu", "mixtral")] {
+        let (source, mapping) = (stored(name), Mapping::builtin(family).unwrap());
+        let facts = Facts::new().with("num_attention_heads", 4);
+        let hf = to_hf_of(&source, &mapping, &facts, &local).unwrap();
+        let facts = hf.facts.clone().with_padding(Padding::Exactly(16));
+        let made = to_megatron_of(&hf.source, &mapping, &facts, &local).unwrap();
+        assert_eq!(keys(&made.source), keys(&source), "{name}");
+        let state = "decoder.layers.self_attention.linear_qkv._extra_state/shard_1_2";
+        let object = |source| format!("{:?}", block_on(read_object(source, state)).unwrap());
+        assert_eq!(object(&made.source), object(&source));
+    }
 }

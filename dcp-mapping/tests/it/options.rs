@@ -46,6 +46,25 @@ fn names_of_layers_and_norms() {
 }
 
 #[test]
+fn local_layers_with_latent_attention_fuse_no_norm() {
+    let family = |model: &&Model| model.family == "deepseek_v3" && model.dense_layers == 1;
+    let model = Model::all().into_iter().find(|model| family(&model)).unwrap();
+    let spec = options(|o| o.spec = LayerSpec::Local);
+    let created = to_megatron(&model, &model.tensors(), &spec).unwrap().report.created;
+    let norms: Vec<_> = created.iter().filter(|name| name.contains("norm")).collect();
+    for layer in ["0", "1"] {
+        for norm in ["input_layernorm", "self_attention.q_layernorm", "self_attention.kv_layernorm"]
+        {
+            let name = format!("decoder.layers.{layer}.{norm}.weight");
+            assert!(norms.contains(&&name), "{name}: {norms:?}");
+        }
+        let name = format!("decoder.layers.{layer}.pre_mlp_layernorm.weight");
+        assert!(norms.contains(&&name), "{name}: {norms:?}");
+    }
+    assert_eq!(norms.len(), 3 * 4 + 1, "{norms:?}");
+}
+
+#[test]
 fn embeddings_are_tied_and_untied() {
     let model = Model::dense("llama");
     let hf = model.tensors();

@@ -1,11 +1,13 @@
 """Megatron-Core's dist_checkpointing on CPU processes, saving what Rust loads and loading what Rust saves.
 
 interop_megatron.py state FILE                     writes what is in the state, for the Rust half
-interop_megatron.py save DIR                       Megatron saves DIR/megatron_plain as TP2xPP2 and
-                                                   DIR/megatron_parallel as TP2xDP2, fully parallel
+interop_megatron.py save DIR                       Megatron saves DIR/megatron_plain as TP2xPP2,
+                                                   DIR/megatron_parallel as TP2xDP2, fully parallel, and
+                                                   DIR/megatron_async as TP2xDP2 in the background
 interop_megatron.py load RANKS LAYOUTS DIR=SAVED...  Megatron loads each strictly in each of the layouts, such
-                                                   as 1x4,4x1, and compares; SAVED is the layout that it was
-                                                   saved in, with its number of ranks, such as 2x2x4
+                                                   as 1x4,4x1, every rank for itself and fully parallel, and
+                                                   compares; SAVED is the layout that it was saved in, with
+                                                   its number of ranks, such as 2x2x4
 interop_megatron.py inside DIR...                  PyTorch reads a common state that lies inside the data
 
 What a rank holds follows from its coordinates (`leaves`), the bytes of a tensor from its key. Rust's
@@ -13,6 +15,7 @@ examples/interop/megatron.rs builds the same from the JSON."""
 import argparse
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 
@@ -288,7 +291,8 @@ def without_cuda():
         np.product = np.prod
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.current_device = lambda: torch.device("cpu")
-    for name in ("empty", "empty_like", "tensor"):
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    for name in ("empty", "empty_like", "tensor", "ones", "zeros", "arange"):
         create = getattr(torch, name)
 
         def on_cpu(*args, create=create, **kwargs):
@@ -314,20 +318,28 @@ def save_rank(rank, world, folder):
     without_cuda()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     groups = [dist.new_group(list(range(first, world, 2))) for first in range(2)]
-    for name, tp, pp in (("plain", 2, 2), ("parallel", 2, 1)):
+    queue = AsyncCallsQueue()
+    for name, tp, pp in (("plain", 2, 2), ("parallel", 2, 1), ("async", 2, 1)):
         state, _ = leaves(rank, world, tp, pp, fill=True)
         strategy = get_default_save_sharded_strategy()
         if name == "parallel":
             strategy = FullyParallelSaveStrategyWrapper(strategy, groups[rank % 2])
         path = os.path.join(folder, "megatron_" + name)
-        dist_checkpointing.save(merged(state, common_state(True)), path, strategy, content_metadata=dict(CONTENT))
+        whole, beside = merged(state, common_state(True)), name == "async"
+        request = dist_checkpointing.save(whole, path, strategy, content_metadata=dict(CONTENT), async_sharded_save=beside)
+        if beside:
+            queue.schedule_async_request(request)
+            assert not os.path.exists(os.path.join(path, "metadata.json")), "committed before it was written"
+            queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
 
 
 def save(folder):
-    for name in ("plain", "parallel"):
+    for name in ("plain", "parallel", "async"):
         os.makedirs(os.path.join(folder, "megatron_" + name))
     common.on_ranks(save_rank, 4, folder)
 
@@ -335,13 +347,17 @@ def save(folder):
 def load_rank(rank, world, layouts, checkpoints):
     without_cuda()
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     listing_works()
+    # Rounds of gathering are not for gloo, whose parts have one size.
+    exchanges = itertools.cycle(("broadcast", "gather_object"))
     for checkpoint in checkpoints:
         path, saved = checkpoint.split("=")
         assert dist_checkpointing.load_content_metadata(path) == CONTENT, path
-        for layout in layouts.split(","):
+        for layout, exchange in zip(layouts.split(","), exchanges):
             tp, pp = map(int, layout.split("x"))
             same_ranks = saved == "%sx%d" % (layout, world)
             for strict in (StrictHandling.RETURN_ALL, StrictHandling.RAISE_ALL if same_ranks else StrictHandling.RAISE_UNEXPECTED):
@@ -349,7 +365,10 @@ def load_rank(rank, world, layouts, checkpoints):
                 if not same_ranks:
                     for name in ("rng_state", "rerun_state_machine"):
                         del request[name], expected[name]
-                loaded = dist_checkpointing.load(request, path, validate_access_integrity=True, strict=strict)
+                strategy = get_default_load_sharded_strategy(path)
+                if strict != StrictHandling.RETURN_ALL:
+                    strategy = FullyParallelLoadStrategyWrapper(strategy, exchange_algo=exchange)
+                loaded = dist_checkpointing.load(request, path, strategy, validate_access_integrity=True, strict=strict)
                 if strict == StrictHandling.RETURN_ALL:
                     loaded, missing, unexpected = loaded
                     wanted = set() if same_ranks else TIED_TO_RANKS

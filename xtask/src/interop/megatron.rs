@@ -25,7 +25,11 @@ impl Run<'_> {
         println!("Megatron-Core saves");
         run(self.script("interop_megatron.py").arg("save").arg(self.folder))?;
         // With the layout and the ranks that it was saved from.
-        let saved = [("megatron_plain", "2x2x4"), ("megatron_parallel", "2x1x4")];
+        let saved = [
+            ("megatron_plain", "2x2x4"),
+            ("megatron_parallel", "2x1x4"),
+            ("megatron_async", "2x1x4"),
+        ];
         for (name, _) in saved {
             let checkpoint = self.folder.join(name);
             run(self.dcp().args(["verify", "--deep", "--quiet"]).arg(&checkpoint))?;
@@ -116,8 +120,29 @@ impl Run<'_> {
             let arguments = ["torch-dist", "--arch", "auto", "--tp", "2"];
             convert(&arguments, from.join("hf"), "megatron")?;
             convert(&["hf"], made.join("megatron"), "back")?;
+            let arguments = [&arguments[..], &["--transformer-impl", "local"]].concat();
+            convert(&arguments, from.join("hf"), "local")?;
         }
         let mut check = self.script("interop_megatron_hf.py");
-        run(check.arg("check").arg(&theirs).arg(&ours))
+        run(check.arg("check").arg(&theirs).arg(&ours))?;
+        println!("transformers → Rust → Megatron-Core's own models");
+        run(self.script("interop_megatron_gpt.py").arg("load").arg(&theirs).arg(&ours))?;
+        self.own_models()
+    }
+
+    /// Models of Megatron-Core with random weights, in transformers.
+    fn own_models(&self) -> Result {
+        let (theirs, ours) = (self.folder.join("own"), self.folder.join("own_converted"));
+        println!("Megatron-Core's own models → Rust → transformers");
+        run(self.script("interop_megatron_gpt.py").arg("save").arg(&theirs))?;
+        for entry in std::fs::read_dir(&theirs)? {
+            let entry = entry?;
+            let made = ours.join(entry.file_name());
+            std::fs::create_dir_all(&made)?;
+            let mut dcp = self.dcp();
+            dcp.args(["convert", "--quiet", "--to", "hf"]).arg(entry.path().join("megatron"));
+            run(dcp.arg(made.join("hf")))?;
+        }
+        run(self.script("interop_megatron_gpt.py").arg("check").arg(&theirs).arg(&ours))
     }
 }

@@ -71,12 +71,23 @@ impl StorageReader for Fitted {
 #[derive(Debug)]
 pub(crate) struct Cleared {
     inner: Arc<dyn StorageReader>,
-    views: Vec<TensorView>,
+    views: Vec<(Arc<str>, TensorView)>,
 }
 
 impl Cleared {
-    pub(crate) fn new(inner: Arc<dyn StorageReader>, views: Vec<TensorView>) -> Self {
+    pub(crate) fn new(inner: Arc<dyn StorageReader>, views: Vec<(Arc<str>, TensorView)>) -> Self {
         Self { inner, views }
+    }
+
+    fn clear(&self) -> Result<(), CheckpointError> {
+        for (key, view) in &self.views {
+            for run in view.runs() {
+                let lent = view.memory().lend(run);
+                let named = |source| CheckpointError::Memory { fqn: key.to_string(), source };
+                lent.map_err(named)?.fill(0);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -93,15 +104,10 @@ impl StorageReader for Cleared {
         sink: Arc<dyn DataSink>,
     ) -> Result<ReadReport, CheckpointError> {
         // Only now is it known that all ranks go on.
-        for view in &self.views {
-            for run in view.runs() {
-                let lent = view.memory().lend(run);
-                let mut lent = lent.map_err(|source| CheckpointError::Memory {
-                    fqn: "tensor of another shape".to_owned(),
-                    source,
-                })?;
-                lent.fill(0);
-            }
+        if let Err(error) = self.clear() {
+            // Where ranks share what they read, the others wait for this one to take part.
+            let nothing = LoadPlan::default();
+            return self.inner.read(metadata, &nothing, sink).await.and(Err(error));
         }
         self.inner.read(metadata, plan, sink).await
     }

@@ -120,7 +120,8 @@ impl LoadOptions {
     }
 
     /// Reads through what `wrap` makes of the checkpoint's reader, such as one whose ranks share
-    /// what they read.
+    /// what they read. Ranks whose readers wait for each other have to be of one
+    /// [`group`](Self::group), which lets none of them read alone.
     #[must_use]
     #[doc(alias = "FullyParallelLoadStrategyWrapper")]
     pub fn reader(

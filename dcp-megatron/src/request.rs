@@ -104,13 +104,16 @@ impl Request {
         reshaped.collect()
     }
 
-    /// The memory of those tensors.
-    pub(crate) fn views_of(&self, reshaped: &[(Arc<str>, Dims, Dims)]) -> Vec<TensorView> {
+    /// The memory of those tensors, with their keys.
+    pub(crate) fn views_of(
+        &self,
+        reshaped: &[(Arc<str>, Dims, Dims)],
+    ) -> Vec<(Arc<str>, TensorView)> {
         let keys: HashSet<&str> = reshaped.iter().map(|(key, ..)| &**key).collect();
         let wanted = self.tensors.iter().filter(|wanted| keys.contains(&*wanted.key));
         wanted
-            .flat_map(|wanted| &wanted.views)
-            .filter_map(|at| self.views.get(*at).cloned())
+            .flat_map(|wanted| wanted.views.iter().map(|at| (&wanted.key, *at)))
+            .filter_map(|(key, at)| Some((Arc::clone(key), self.views.get(at)?.clone())))
             .collect()
     }
 

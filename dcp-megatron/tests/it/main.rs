@@ -24,6 +24,7 @@ mod resharding;
 mod save_load;
 mod saved_again;
 mod saving;
+mod sharing;
 mod small_model;
 mod strictness;
 mod support;

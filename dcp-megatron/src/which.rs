@@ -92,19 +92,27 @@ impl Choice {
     }
 
     async fn find(storage: &Arc<dyn Storage>, fall_back: bool) -> Result<Self, MegatronError> {
-        if is_checkpoint(storage).await? {
+        if CheckpointingConfig::read(&**storage).await?.is_some() {
             return Ok(Self::default());
         }
         let run = MegatronRun::new(Arc::clone(storage));
-        let tracked = run.tracked().await?;
-        if let Some(tracked) = tracked {
-            if is_checkpoint(&run.checkpoint(tracked)?).await? {
-                return Ok(Self { which: Some(tracked), warning: None });
-            }
-            if !fall_back {
-                let folder = tracked.folder()?.to_string();
-                return Err(MegatronError::TrackedAbsent { tracked, folder });
-            }
+        let tracked = run.tracked().await;
+        if let Ok(Some(tracked)) = tracked
+            && is_checkpoint(&run.checkpoint(tracked)?).await?
+        {
+            return Ok(Self { which: Some(tracked), warning: None });
+        }
+        // To look for folders of ranks is to list all iterations of a run, so it comes after the
+        // tracker, which saves that.
+        if LegacyFolders::find(&**storage).await?.is_some() {
+            return Ok(Self::default());
+        }
+        let tracked = tracked?;
+        if let Some(tracked) = tracked
+            && !fall_back
+        {
+            let folder = tracked.folder()?.to_string();
+            return Err(MegatronError::TrackedAbsent { tracked, folder });
         }
         let Some(latest) = run.latest().await? else { return Ok(Self::default()) };
         let warning = tracked.map(|tracked| {

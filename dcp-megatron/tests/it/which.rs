@@ -10,7 +10,7 @@ use dcp_megatron::{
 };
 
 use crate::small_model::{memory, on_ranks, tensors, view};
-use crate::support::{block_on, copy, get, put, remove};
+use crate::support::{block_on, copy, get, put, remove, stored};
 
 fn state(iteration: i64) -> ShardedStateDict {
     let bytes = vec![u8::try_from(iteration).unwrap(); 4];
@@ -128,4 +128,30 @@ fn files_are_compared_with_the_manifest_on_all_ranks_when_asked_for() {
     remove(&*storage, "iter_0000020/integrity.json");
     let error = block_on(load(&request(), &storage, &options)).unwrap_err().to_string();
     assert!(error.contains("no integrity.json"), "{error}");
+}
+
+#[test]
+fn a_run_with_a_tracker_is_not_listed() {
+    let storage = run();
+    let lists = |storage: Arc<dyn Storage>| {
+        let counted = Arc::new(CountingStorage::new(storage));
+        let dynamic: Arc<dyn Storage> = Arc::clone(&counted) as _;
+        block_on(load(&request(), &dynamic, &LoadOptions::new())).unwrap();
+        counted.counts().lists
+    };
+    let folder = MegatronRun::new(Arc::clone(&storage)).checkpoint(Tracked::Iteration(20)).unwrap();
+    assert_eq!(lists(Arc::clone(&storage)), lists(folder));
+}
+
+#[test]
+fn folders_of_ranks_are_a_checkpoint_whatever_a_tracker_beside_them_says() {
+    let storage = stored("run_legacy_torch_tp2");
+    let run = MegatronRun::new(Arc::clone(&storage));
+    let folder = copy(&*run.checkpoint(Tracked::Iteration(10)).unwrap());
+    for says in ["30", "nothing"] {
+        put(&*folder, TRACKER, says.into());
+        let dynamic: Arc<dyn Storage> = Arc::clone(&folder) as _;
+        let loaded = block_on(load(&ShardedStateDict::new(), &dynamic, &LoadOptions::new()));
+        assert_eq!(loaded.unwrap().which, None);
+    }
 }

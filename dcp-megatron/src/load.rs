@@ -22,7 +22,7 @@ use crate::logical::COMMON_STATE;
 use crate::request::Request;
 use crate::sharded::{
     Description, IntegrityError, ObjectKey, ShardedLeaf, ShardedStateDict, apply_factory_merges,
-    merge, sharded_leaves, validate_sharding_integrity,
+    check_merge, merge, sharded_leaves, validate_sharding_integrity,
 };
 use crate::strategy::{Opened, Strategies};
 use crate::strict::{KeyMismatch, StrictHandling};
@@ -332,6 +332,7 @@ async fn own(
     if options.strict.compares() && sharded_leaves(&wanted.tree).iter().any(absent) {
         wanted = to_load(request, Some(&stored))?;
     }
+    check_merge(&opened.common, &wanted.tree)?;
     let request = Request::new(&wanted.tree)?;
     let casts = match options.refuse_casts {
         true => Vec::new(),

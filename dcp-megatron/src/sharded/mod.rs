@@ -33,8 +33,8 @@ pub use problem::{IntegrityError, ShardingProblem};
 pub use replica::ReplicaId;
 pub use tensor::ShardedTensor;
 pub(crate) use traversal::{
-    Placed, Step, apply_factories, apply_factory_merges, build, leaves_of, mixed_lists, step,
-    to_values,
+    Placed, Step, apply_factories, apply_factory_merges, build, check_merge, leaves_of,
+    mixed_lists, step, to_values,
 };
 pub use traversal::{ShardedLeaf, extract, merge, sharded_leaves};
 pub use tree::{LocalNonpersistentObject, ShardedStateDict, ShardedValue};

@@ -115,8 +115,6 @@ fn merge_dicts(into: &mut Dict, from: Dict, path: &mut Vec<String>) -> Result<()
 }
 
 fn merge_values(into: &mut Value, from: Value, path: &mut Vec<String>) -> Result<(), ShardError> {
-    let refuse =
-        |path: &[String], problem: String| Err(ShardError::Merge { path: path.join("."), problem });
     match (into, from) {
         (Value::Dict(into), Value::Dict(from)) => merge_dicts(into, from, path),
         (Value::List(into), Value::List(from)) if into.len() == from.len() => {
@@ -127,16 +125,71 @@ fn merge_values(into: &mut Value, from: Value, path: &mut Vec<String>) -> Result
             }
             Ok(())
         }
-        (Value::List(into), Value::List(from)) => refuse(
-            path,
-            format!(
-                "the lists have {} and {} elements; a list must not mix sharded and plain ones",
-                into.len(),
-                from.len()
-            ),
-        ),
+        (Value::List(into), Value::List(from)) => refuse_lists(path, into.len(), from.len()),
         (into, from) => refuse(path, format!("there is a {} and a {}", into.kind(), from.kind())),
     }
+}
+
+/// Finds what [`merge`] would refuse once the leaves of `from` are loaded. What an object turns out
+/// to be is not known, so it only collides with what takes in nothing.
+pub(crate) fn check_merge(into: &Dict, from: &ShardedStateDict) -> Result<(), ShardError> {
+    check_dicts(into, from, &mut Vec::new())
+}
+
+fn check_dicts(
+    into: &Dict,
+    from: &ShardedStateDict,
+    path: &mut Vec<String>,
+) -> Result<(), ShardError> {
+    for (key, value) in from.iter() {
+        if let Some(there) = into.get_value(key) {
+            path.push(step(key));
+            check_values(there, value, path)?;
+            path.pop();
+        }
+    }
+    Ok(())
+}
+
+fn check_values(
+    into: &Value,
+    from: &ShardedValue,
+    path: &mut Vec<String>,
+) -> Result<(), ShardError> {
+    let from = match (into, from) {
+        (Value::Dict(into), ShardedValue::Dict(from)) => return check_dicts(into, from, path),
+        (Value::List(into), ShardedValue::List(from)) if into.len() == from.len() => {
+            for (index, (into, from)) in into.iter().zip(from).enumerate() {
+                path.push(index.to_string());
+                check_values(into, from, path)?;
+                path.pop();
+            }
+            return Ok(());
+        }
+        (Value::List(into), ShardedValue::List(from)) => {
+            return refuse_lists(path, into.len(), from.len());
+        }
+        (into, ShardedValue::Local(local)) => {
+            return merge_values(&mut into.clone(), local.0.clone(), path);
+        }
+        (Value::Dict(_) | Value::List(_), ShardedValue::Object(_)) => return Ok(()),
+        (_, ShardedValue::Dict(_)) => "dict",
+        (_, ShardedValue::List(_)) => "list",
+        (_, ShardedValue::Object(_)) => "sharded object",
+        _ => "tensor",
+    };
+    refuse(path, format!("there is a {} and a {from}", into.kind()))
+}
+
+fn refuse(path: &[String], problem: String) -> Result<(), ShardError> {
+    Err(ShardError::Merge { path: path.join("."), problem })
+}
+
+fn refuse_lists(path: &[String], into: usize, from: usize) -> Result<(), ShardError> {
+    let problem = format!(
+        "the lists have {into} and {from} elements; a list must not mix sharded and plain ones"
+    );
+    refuse(path, problem)
 }
 
 /// A key as a step of a path that people read.

@@ -392,3 +392,51 @@ fn a_tensor_and_an_object_cannot_share_a_name() {
     let error = block_on(save(&state, &memory(), &SaveOptions::new())).unwrap_err().to_string();
     assert!(error.contains("rename one of them"), "{error}");
 }
+
+/// A place that the common state has, too, is found before the memory of the request is touched,
+/// and on all ranks.
+#[test]
+fn what_collides_with_the_common_state_is_refused_while_memory_is_as_it_was() {
+    let storage = memory();
+    let weight =
+        |byte| ShardedTensor::from_rank_offsets("w", view(&[1], vec![byte; 4])).build().unwrap();
+    let mut state = ShardedStateDict::from([("w", weight(1))]);
+    let numbers = |n: i64| Value::List((0..n).map(Value::Int).collect());
+    let inner = Dict::from([("lr", Value::Int(1)), ("steps", numbers(2))]);
+    state.insert("nested", Value::Dict(inner));
+    let object = ShardedObject::single("o", Dict::from([("seed", Value::Int(5))])).unwrap();
+    state.insert("object", object.clone());
+    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    let local = |value: Value| ShardedValue::from(LocalNonpersistentObject(value));
+    let of = |key: &str, value: ShardedValue| {
+        let inner: ShardedStateDict = [(key, value)].into_iter().collect();
+        ShardedValue::from(inner)
+    };
+    for (key, value, said) in [
+        ("nested", local(Value::Int(2)), "nested"),
+        ("nested", weight(9).into(), "nested"),
+        ("nested", of("lr", local(Value::None)), "nested.lr"),
+        ("nested", of("lr", weight(9).into()), "nested.lr"),
+        ("nested", of("lr", object.clone().into()), "nested.lr"),
+        ("nested", of("steps", vec![local(Value::None)].into()), "nested.steps"),
+        ("nested", of("steps", local(numbers(3))), "nested.steps"),
+    ] {
+        let mine = weight(9);
+        let mut request = ShardedStateDict::from([("first", mine.clone())]);
+        request.insert(key, value);
+        let options = LoadOptions::new().validate_access_integrity(false);
+        let error = block_on(load(&request, &storage, &options)).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, MegatronError::Shard(_)) && text.contains(said), "{said}: {text}");
+        let held = mine.data().unwrap().payload().unwrap().to_bytes();
+        assert_eq!(*held, [9; 4], "{said}");
+    }
+    // Dicts are united, also with one that is only known when it is loaded.
+    let request: ShardedStateDict =
+        [("nested", ShardedValue::from(object)), ("other", local(Value::Int(2)))]
+            .into_iter()
+            .collect();
+    let loaded = block_on(load(&request, &storage, &LoadOptions::new())).unwrap();
+    let nested = loaded.state.get("nested").and_then(Value::as_dict).unwrap();
+    assert_eq!(nested.len(), 3);
+}

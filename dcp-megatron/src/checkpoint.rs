@@ -139,7 +139,7 @@ impl MegatronCheckpoint {
     }
 
     /// Opens the checkpoint in a folder that is not that of a run.
-    async fn open_folder(
+    pub(crate) async fn open_folder(
         storage: &Arc<dyn Storage>,
         options: &OpenOptions,
     ) -> Result<Self, MegatronError> {

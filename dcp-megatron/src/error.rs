@@ -85,6 +85,16 @@ pub enum MegatronError {
         /// The folder that it means.
         folder: String,
     },
+    /// What changes a checkpoint was given the folder of a run, of which it might take another
+    /// checkpoint than was meant.
+    #[error(
+        "this is the folder of a run, and of which of its checkpoints is not said; name the folder \
+         of the checkpoint itself, such as {folder}"
+    )]
+    FolderOfRun {
+        /// The folder of the checkpoint that the tracker names, or else of the last complete one.
+        folder: String,
+    },
     /// Files are not what `integrity.json` says, or there is none though one was asked for.
     #[error("the checkpoint is not what was saved: {}", some(.problems))]
     Damaged {

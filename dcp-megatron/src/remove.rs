@@ -13,8 +13,11 @@ use dcp_formats::metadata::{Profile, decode_all, encode};
 
 use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
 use crate::common::COMMON_OBJECT;
+use crate::config::CheckpointingConfig;
 use crate::error::MegatronError;
 use crate::integrity::write_integrity;
+use crate::run::MegatronRun;
+use crate::tracker::Tracked;
 use crate::writer::integrity::INTEGRITY_FILE;
 
 const METADATA: &str = ".metadata";
@@ -43,16 +46,25 @@ pub struct Removed {
 /// [`Removed::warnings`] say so. Megatron-Core itself (0.16) leaves
 /// a broken checkpoint on current PyTorch.
 ///
+/// `storage` is the folder of the checkpoint itself. What is removed from is never looked for: not by
+/// the tracker of a run, which may move meanwhile, nor among its iterations.
+/// [`MegatronRun::checkpoint`] is the folder of one of them.
+///
 /// # Errors
 ///
-/// When the checkpoint cannot be opened or is not of `torch_dist`; when tensors would be left that
-/// were saved flattened, whose shapes only the old `.metadata` can say; and when the storage fails.
+/// [`MegatronError::FolderOfRun`] for the folder of a run; when the checkpoint cannot be opened or is
+/// not of `torch_dist`; when tensors would be left that were saved flattened, whose shapes only the
+/// old `.metadata` can say; and when the storage fails. Nothing was removed then.
 pub async fn remove_sharded_tensors(
     storage: &Arc<dyn Storage>,
     prefix: &str,
 ) -> Result<Removed, MegatronError> {
-    let checkpoint = MegatronCheckpoint::open(storage, &OpenOptions::default()).await?;
-    let storage = checkpoint.storage();
+    if CheckpointingConfig::read(&**storage).await?.is_none()
+        && let Some(which) = latest(storage).await?
+    {
+        return Err(MegatronError::FolderOfRun { folder: which.folder()?.to_string() });
+    }
+    let checkpoint = MegatronCheckpoint::open_folder(storage, &OpenOptions::default()).await?;
     let refuse = |problem: String| MegatronError::from(FormatError::new("checkpoint", problem));
     if !matches!(checkpoint.format(), MegatronFormat::TorchDist { .. }) {
         let problem = "tensors are removed from checkpoints of torch_dist only; convert it first";
@@ -121,6 +133,15 @@ pub async fn remove_sharded_tensors(
         ));
     }
     Ok(removed)
+}
+
+/// What whoever means the latest checkpoint of a run would mean; `None` where there is no run.
+async fn latest(storage: &Arc<dyn Storage>) -> Result<Option<Tracked>, MegatronError> {
+    let run = MegatronRun::new(Arc::clone(storage));
+    match run.tracked().await? {
+        Some(tracked) => Ok(Some(tracked)),
+        None => Ok(run.latest().await?.map(|latest| latest.which)),
+    }
 }
 
 /// Whether a key begins with `prefix`, as it is or without the number of one of several optimizers.

@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use dcp_conformance::{Fault, FaultStorage};
+use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_convert::JobOptions;
 use dcp_core::{Storage, StorageErrorKind};
 use dcp_megatron::{
-    MegatronCheckpoint, OpenOptions, remove_sharded_tensors, verify_integrity, write_integrity,
+    MegatronCheckpoint, MegatronError, MegatronRun, OpenOptions, TRACKER, Tracked,
+    remove_sharded_tensors, verify_integrity, write_integrity,
 };
 
 use crate::support::{block_on, expected_tensors, get, names, put, remove, stored};
@@ -67,6 +68,32 @@ fn flattened_tensors_and_arrays_are_not_taken_apart() {
     assert_eq!(get(&*flattened, ".metadata"), before);
     let error = block_on(remove_sharded_tensors(&stored("v06_zarr"), "col.")).unwrap_err();
     assert!(error.to_string().contains("torch_dist only"), "{error}");
+}
+
+/// Nothing is removed of a checkpoint that was not named: neither of the one that the tracker of a
+/// run names, nor of another that is there instead.
+#[test]
+fn of_a_run_no_checkpoint_is_chosen_to_remove_from() {
+    let hinted = stored("gpt_separation_hint");
+    let run: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    for name in names(&*hinted) {
+        put(&*run, &format!("iter_0000010/{name}"), get(&*hinted, &name).unwrap());
+    }
+    let before = names(&*run);
+    for (tracker, folder) in [("", "iter_0000010"), ("10", "iter_0000010"), ("20", "iter_0000020")]
+    {
+        if !tracker.is_empty() {
+            put(&*run, TRACKER, tracker.into());
+        }
+        let error = block_on(remove_sharded_tensors(&run, "optimizer.")).unwrap_err();
+        assert!(error.to_string().contains(folder), "{tracker}: {error}");
+        assert!(matches!(error, MegatronError::FolderOfRun { .. }), "{error}");
+    }
+    remove(&*run, TRACKER);
+    assert_eq!(names(&*run), before);
+    let folder = MegatronRun::new(run).checkpoint(Tracked::Iteration(10)).unwrap();
+    let removed = block_on(remove_sharded_tensors(&folder, "optimizer.")).unwrap();
+    assert!(!removed.entries.is_empty());
 }
 
 /// An operation fails at every one of them in turn: what is left has a manifest, and a removal that

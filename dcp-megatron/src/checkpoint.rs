@@ -12,11 +12,12 @@ use futures_util::StreamExt as _;
 
 use crate::args::MegatronArgs;
 use crate::common::{self, COMMON_FILE, COMMON_OBJECT, Common, CommonPlace};
-use crate::config::{CheckpointingConfig, METADATA_JSON, ShardedBackend};
+use crate::config::{Backend, CheckpointingConfig, METADATA_JSON, ShardedBackend};
 use crate::error::MegatronError;
 use crate::legacy::{Legacy, LegacyFolders};
 use crate::logical;
 use crate::run::MegatronRun;
+use crate::strategy::{LoadStrategy, Opened, Strategies};
 use crate::tracker::{TRACKER, Tracked};
 use crate::writer::integrity::INTEGRITY_FILE;
 use crate::zarr::ZarrCheckpoint;
@@ -63,13 +64,19 @@ pub enum MegatronFormat {
         /// Ranks that share the experts.
         ep: u32,
     },
+    /// As a plug-in's [`LoadStrategy`] reads it.
+    Plugged {
+        /// What `metadata.json` says.
+        backend: Backend,
+    },
 }
 
 impl MegatronFormat {
     /// A short name, such as `torch_dist`.
     #[must_use]
-    pub fn name(&self) -> &'static str {
+    pub fn name(&self) -> &str {
         match self {
+            Self::Plugged { backend } => &backend.name,
             Self::TorchDist { .. } => "torch_dist",
             Self::Zarr => "zarr",
             Self::Legacy { .. } => "torch",
@@ -86,6 +93,8 @@ pub struct OpenOptions {
     pub tolerant: bool,
     /// How jobs read it.
     pub job: JobOptions,
+    /// What opens which backend: those of plug-ins, too.
+    pub strategies: Strategies,
 }
 
 impl OpenOptions {
@@ -102,6 +111,18 @@ impl OpenOptions {
         self.job = job;
         self
     }
+
+    /// The same, by these strategies.
+    #[must_use]
+    pub fn with_strategies(mut self, strategies: Strategies) -> Self {
+        self.strategies = strategies;
+        self
+    }
+
+    /// The same for a plug-in, which may open something by them and must not get itself again.
+    pub(crate) fn for_plug_in(&self) -> Self {
+        Self { tolerant: self.tolerant, job: self.job.clone(), strategies: Strategies::default() }
+    }
 }
 
 impl MegatronCheckpoint {
@@ -113,7 +134,8 @@ impl MegatronCheckpoint {
     ///
     /// [`MegatronError::NotACheckpoint`] when there is no `metadata.json`, by which Megatron-Core
     /// alone tells its checkpoints, or not what it promises;
-    /// [`MegatronError::UnknownBackend`] for formats that are not known here;
+    /// [`MegatronError::UnknownBackend`] for formats that are not known here and that no strategy
+    /// in `options` is registered for; those of that strategy;
     /// [`MegatronError::Tracker`] when a run's tracker makes no sense; when the index or the
     /// common state cannot be read, unless `options` are tolerant.
     pub async fn open(
@@ -149,7 +171,12 @@ impl MegatronCheckpoint {
             }
             return Err(MegatronError::NotACheckpoint { message: no_config(storage).await? });
         };
-        match config.sharded_backend()? {
+        if let Some(strategy) = options.strategies.plugged(&config.sharded) {
+            return Self::plugged(storage, strategy, config.sharded, options).await;
+        }
+        let backend = config.sharded_backend()?;
+        options.strategies.load(&config.sharded)?;
+        match backend {
             ShardedBackend::TorchDist => Self::torch_dist(storage, options).await,
             ShardedBackend::Zarr => Self::zarr(storage, options).await,
         }
@@ -263,6 +290,19 @@ impl MegatronCheckpoint {
         let parts = (format, source);
         let opened = Self::assemble(storage, options, parts, common, damage, warnings).await?;
         Ok(Self { optimizer_files: optimizers, ..opened })
+    }
+
+    async fn plugged(
+        storage: &Arc<dyn Storage>,
+        strategy: &Arc<dyn LoadStrategy>,
+        backend: Backend,
+        options: &OpenOptions,
+    ) -> Result<Self, MegatronError> {
+        let opened = strategy.open(storage, &options.for_plug_in()).await?;
+        let Opened { reader, common, damage, warnings, .. } = opened;
+        let common = Ok(Common { value: Value::Dict(common.clone()), dict: common });
+        let parts = (MegatronFormat::Plugged { backend }, Source::new(Arc::clone(storage), reader));
+        Self::assemble(storage, options, parts, common, damage, warnings).await
     }
 
     /// Puts what was found together.

@@ -59,6 +59,19 @@ pub(crate) enum ShardedBackend {
 }
 
 impl CheckpointingConfig {
+    /// What a plug-in writes whose backend is `sharded`, the common state with it.
+    #[must_use]
+    pub fn new(sharded: Backend) -> Self {
+        Self { sharded, common: None }
+    }
+
+    /// The same, with the common state in a backend of its own.
+    #[must_use]
+    pub fn with_common(mut self, common: Backend) -> Self {
+        self.common = Some(common);
+        self
+    }
+
     /// What Megatron-Core 0.6 to 0.18 writes for `torch_dist`, and every later version reads.
     #[must_use]
     pub fn torch_dist() -> Self {

@@ -40,7 +40,19 @@ pub async fn check_is_distributed_checkpoint(
 ///
 /// As [`MegatronCheckpoint::open`].
 pub async fn load_common_state_dict(storage: &Arc<dyn Storage>) -> Result<Dict, MegatronError> {
-    Ok(open(storage).await?.common().clone())
+    load_common_state_dict_with(storage, &OpenOptions::default()).await
+}
+
+/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+///
+/// # Errors
+///
+/// As [`load_common_state_dict`].
+pub async fn load_common_state_dict_with(
+    storage: &Arc<dyn Storage>,
+    options: &OpenOptions,
+) -> Result<Dict, MegatronError> {
+    Ok(MegatronCheckpoint::open(storage, options).await?.common().clone())
 }
 
 /// What Megatron-Core (0.13 and later) notes of a checkpoint's content; `None` where it did not.
@@ -51,7 +63,19 @@ pub async fn load_common_state_dict(storage: &Arc<dyn Storage>) -> Result<Dict, 
 pub async fn load_content_metadata(
     storage: &Arc<dyn Storage>,
 ) -> Result<Option<Dict>, MegatronError> {
-    Ok(open(storage).await?.content_metadata().cloned())
+    load_content_metadata_with(storage, &OpenOptions::default()).await
+}
+
+/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+///
+/// # Errors
+///
+/// As [`load_content_metadata`].
+pub async fn load_content_metadata_with(
+    storage: &Arc<dyn Storage>,
+    options: &OpenOptions,
+) -> Result<Option<Dict>, MegatronError> {
+    Ok(MegatronCheckpoint::open(storage, options).await?.content_metadata().cloned())
 }
 
 /// Every tensor of a checkpoint by its key, in one piece and without data. Those that versions up
@@ -64,7 +88,19 @@ pub async fn load_content_metadata(
 pub async fn load_tensors_metadata(
     storage: &Arc<dyn Storage>,
 ) -> Result<IndexMap<Arc<str>, ShardedTensor>, MegatronError> {
-    let all = load_sharded_metadata(storage).await?.into_iter();
+    load_tensors_metadata_with(storage, &OpenOptions::default()).await
+}
+
+/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+///
+/// # Errors
+///
+/// As [`load_tensors_metadata`].
+pub async fn load_tensors_metadata_with(
+    storage: &Arc<dyn Storage>,
+    options: &OpenOptions,
+) -> Result<IndexMap<Arc<str>, ShardedTensor>, MegatronError> {
+    let all = load_sharded_metadata_with(storage, options).await?.into_iter();
     let tensors = all.filter_map(|(key, described)| match described {
         Described::Tensor(tensor) => Some((key, *tensor)),
         Described::Object(_) => None,
@@ -80,7 +116,19 @@ pub async fn load_tensors_metadata(
 pub async fn load_sharded_metadata(
     storage: &Arc<dyn Storage>,
 ) -> Result<IndexMap<Arc<str>, Described>, MegatronError> {
-    let checkpoint = open(storage).await?;
+    load_sharded_metadata_with(storage, &OpenOptions::default()).await
+}
+
+/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+///
+/// # Errors
+///
+/// As [`load_sharded_metadata`].
+pub async fn load_sharded_metadata_with(
+    storage: &Arc<dyn Storage>,
+    options: &OpenOptions,
+) -> Result<IndexMap<Arc<str>, Described>, MegatronError> {
+    let checkpoint = MegatronCheckpoint::open(storage, options).await?;
     let metadata = checkpoint.source().metadata().await?;
     let mut all = IndexMap::with_capacity(metadata.len());
     for (key, entry) in metadata.iter() {
@@ -117,7 +165,19 @@ pub async fn load_sharded_metadata(
 /// As [`MegatronCheckpoint::open`], when a tensor cannot be read, and when it has the name of an
 /// entry of the common state.
 pub async fn load_plain_tensors(storage: &Arc<dyn Storage>) -> Result<StateDict, MegatronError> {
-    let checkpoint = open(storage).await?;
+    load_plain_tensors_with(storage, &OpenOptions::default()).await
+}
+
+/// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
+///
+/// # Errors
+///
+/// As [`load_plain_tensors`].
+pub async fn load_plain_tensors_with(
+    storage: &Arc<dyn Storage>,
+    options: &OpenOptions,
+) -> Result<StateDict, MegatronError> {
+    let checkpoint = MegatronCheckpoint::open(storage, options).await?;
     let metadata = checkpoint.source().metadata().await?;
     let mut all = checkpoint.common().clone();
     for (key, entry) in metadata.iter() {
@@ -131,8 +191,4 @@ pub async fn load_plain_tensors(storage: &Arc<dyn Storage>) -> Result<StateDict,
         }
     }
     Ok(all)
-}
-
-async fn open(storage: &Arc<dyn Storage>) -> Result<MegatronCheckpoint, MegatronError> {
-    MegatronCheckpoint::open(storage, &OpenOptions::default()).await
 }

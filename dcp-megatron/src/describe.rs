@@ -17,7 +17,8 @@ use crate::partition::Observed;
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Description {
-    /// The format, by the name that `--ckpt-format` has for it: `torch_dist`, `zarr`, `torch`.
+    /// The format, by the name that `--ckpt-format` has for it: `torch_dist`, `zarr`, `torch`; or
+    /// `plug-in`.
     pub format: &'static str,
     /// Where the common state is: a file, or the key of an object.
     pub common_place: &'static str,
@@ -123,6 +124,7 @@ impl MegatronCheckpoint {
             }
             MegatronFormat::Zarr => ("zarr", "common.pt"),
             MegatronFormat::Legacy { .. } => ("torch", "model_optim_rng.pt"),
+            MegatronFormat::Plugged { .. } => ("plug-in", "where the plug-in has it"),
         };
         let (written_by, read_by) = ages(self.format(), content.is_some(), flattened);
         let common = self.common().iter().map(|(key, value)| {
@@ -257,6 +259,9 @@ fn ages(format: &MegatronFormat, content: bool, flattened: bool) -> (String, &'s
         MegatronFormat::Zarr => ("up to 0.15".to_owned(), "up to 0.15"),
         MegatronFormat::Legacy { .. } => {
             ("any version".to_owned(), "every version, by as many ranks as saved it")
+        }
+        MegatronFormat::Plugged { backend } => {
+            (format!("with a plug-in for {backend}"), "those with the plug-in")
         }
     }
 }

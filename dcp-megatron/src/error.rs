@@ -51,7 +51,9 @@ pub enum MegatronError {
         /// What there is instead, and what to do.
         message: String,
     },
-    /// It was written by a backend, or in a version of one, that is not known here.
+    /// It was written by a backend, or in a version of one, that is not known here. What a plug-in
+    /// reads is opened where its strategy is given
+    /// ([`OpenOptions::with_strategies`](crate::OpenOptions::with_strategies)).
     #[error(
         "the {backend} in metadata.json cannot be read here: the sharded backend has to be \
          \"torch_dist\" or \"zarr\", the common backend \"torch\", all of version 1; if the file is \

@@ -228,8 +228,10 @@ pub use common::{COMMON_FILE, COMMON_OBJECT, CommonPlace};
 pub use common_check::{CommonDifference, CommonDiffers};
 pub use config::{Backend, CheckpointingConfig, METADATA_JSON};
 pub use contents::{
-    Described, check_is_distributed_checkpoint, load_common_state_dict, load_content_metadata,
-    load_plain_tensors, load_sharded_metadata, load_tensors_metadata,
+    Described, check_is_distributed_checkpoint, load_common_state_dict,
+    load_common_state_dict_with, load_content_metadata, load_content_metadata_with,
+    load_plain_tensors, load_plain_tensors_with, load_sharded_metadata, load_sharded_metadata_with,
+    load_tensors_metadata, load_tensors_metadata_with,
 };
 pub use describe::{Description, Layers, ObjectGroup, ParallelSizes, object_key};
 pub use error::MegatronError;
@@ -244,6 +246,6 @@ pub use strategy::{LoadStrategy, Opened, SaveStrategy, Strategies, WriterSetting
 pub use strict::{KeyMismatch, StrictHandling, UnknownStrictHandling};
 pub use to_torch_dist::to_torch_dist;
 pub use tracker::{TRACKER, Tracked, write_tracker};
-pub use verify::{verify, verify_opened};
+pub use verify::{verify, verify_opened, verify_with};
 pub use writer::integrity::INTEGRITY_FILE;
 pub use writer::{MegatronForm, MegatronWriter, MegatronWriterBuilder};

@@ -42,7 +42,7 @@ pub struct LoadOptions {
     refuse_casts: bool,
     fall_back: bool,
     verify_integrity: bool,
-    strategies: Strategies,
+    strategies: Option<Strategies>,
     open: OpenOptions,
     wrap: Option<Arc<Wrap>>,
 }
@@ -104,11 +104,11 @@ impl LoadOptions {
         self
     }
 
-    /// What opens which backend.
+    /// What opens which backend, whatever the options by which the checkpoint is opened say.
     #[must_use]
     #[doc(alias = "sharded_strategy")]
     pub fn strategies(mut self, strategies: Strategies) -> Self {
-        self.strategies = strategies;
+        self.strategies = Some(strategies);
         self
     }
 
@@ -319,7 +319,8 @@ async fn own(
 ) -> Result<(Bytes, Own), MegatronError> {
     let mut wanted = to_load(request, None)?;
     let storage = choice.place(storage)?;
-    let mut opened = options.strategies.open(&storage, &options.open).await?;
+    let strategies = options.strategies.as_ref().unwrap_or(&options.open.strategies);
+    let mut opened = strategies.open(&storage, &options.open).await?;
     opened.which = choice.which.or(opened.which);
     opened.warnings.extend(choice.warning);
     let stored = opened.reader.metadata().await?;

@@ -34,8 +34,10 @@ pub(crate) async fn view(
     view.format(format!("megatron_{}", format.name()));
     view.object(COMMON_STATE, None, common)?;
     let mut cells = Cells::default();
+    let plugged = matches!(format, MegatronFormat::Plugged { .. });
     for (at, (fqn, entry)) in metadata.iter().enumerate() {
-        if &**fqn == COMMON_OBJECT {
+        // A plug-in's reader may be a view of this kind itself.
+        if &**fqn == COMMON_OBJECT || plugged && &**fqn == COMMON_STATE {
             continue;
         }
         if let Entry::Tensor(tensor) = entry

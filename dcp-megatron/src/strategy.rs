@@ -50,7 +50,10 @@ pub struct WriterSettings {
 /// Opens the checkpoints of a backend.
 #[async_trait]
 pub trait LoadStrategy: fmt::Debug + Send + Sync {
-    /// The checkpoint in `storage`.
+    /// The checkpoint in `storage`, which is its folder, never that of a run.
+    ///
+    /// Of a plug-in, the [`strategies`](OpenOptions::strategies) in `options` are the default ones:
+    /// it can open with them what it only changes a little.
     ///
     /// # Errors
     ///
@@ -93,6 +96,10 @@ impl Opened {
 /// [`MegatronCheckpoint`](crate::MegatronCheckpoint) does. Registering another one replaces what
 /// was there for the same backend and version.
 ///
+/// [`save`](crate::save()) and [`load`](crate::load()) take them in their options; whatever else
+/// opens a checkpoint takes them in [`OpenOptions::with_strategies`]. The `dcp` command has the
+/// default ones and no way to register others: a program of one's own has.
+///
 /// ```
 /// use dcp_megatron::{Backend, Strategies};
 ///
@@ -104,15 +111,24 @@ impl Opened {
 #[derive(Clone, Debug)]
 pub struct Strategies {
     save: BTreeMap<(Arc<str>, u64), Arc<dyn SaveStrategy>>,
-    load: BTreeMap<(Arc<str>, u64), Arc<dyn LoadStrategy>>,
+    load: BTreeMap<(Arc<str>, u64), Loads>,
+}
+
+#[derive(Clone, Debug)]
+struct Loads {
+    strategy: Arc<dyn LoadStrategy>,
+    /// Whether [`MegatronCheckpoint`] reads it by itself.
+    built_in: bool,
 }
 
 impl Default for Strategies {
     fn default() -> Self {
-        Self::empty()
-            .with_save(Backend::first("torch_dist"), Arc::new(TorchDist))
-            .with_load(Backend::first("torch_dist"), Arc::new(AsMegatron))
-            .with_load(Backend::first("zarr"), Arc::new(AsMegatron))
+        let mut all = Self::empty().with_save(Backend::first("torch_dist"), Arc::new(TorchDist));
+        for name in ["torch_dist", "zarr"] {
+            let loads = Loads { strategy: Arc::new(AsMegatron), built_in: true };
+            all.load.insert((name.into(), 1), loads);
+        }
+        all
     }
 }
 
@@ -135,7 +151,8 @@ impl Strategies {
     #[must_use]
     #[doc(alias = "register_default_strategy")]
     pub fn with_load(mut self, backend: Backend, strategy: Arc<dyn LoadStrategy>) -> Self {
-        self.load.insert((backend.name, backend.version), strategy);
+        let loads = Loads { strategy, built_in: false };
+        self.load.insert((backend.name, backend.version), loads);
         self
     }
 
@@ -159,11 +176,18 @@ impl Strategies {
     #[doc(alias = "get_default_load_sharded_strategy")]
     #[doc(alias = "get_default_load_common_strategy")]
     pub fn load(&self, backend: &Backend) -> Result<&Arc<dyn LoadStrategy>, MegatronError> {
-        find(&self.load, backend, "loads from")
+        find(&self.load, backend, "loads from").map(|loads| &loads.strategy)
+    }
+
+    /// What a plug-in has registered for loading from a backend.
+    pub(crate) fn plugged(&self, backend: &Backend) -> Option<&Arc<dyn LoadStrategy>> {
+        let loads = self.load.get(&(Arc::clone(&backend.name), backend.version))?;
+        (!loads.built_in).then_some(&loads.strategy)
     }
 
     /// Opens a checkpoint by what its `metadata.json` names. Where there is none,
-    /// [`MegatronCheckpoint`] says what there is instead.
+    /// [`MegatronCheckpoint`] says what there is instead. The strategies in `options` are passed
+    /// over for these.
     ///
     /// # Errors
     ///
@@ -174,18 +198,22 @@ impl Strategies {
         storage: &Arc<dyn Storage>,
         options: &OpenOptions,
     ) -> Result<Opened, MegatronError> {
-        match CheckpointingConfig::read(&**storage).await? {
-            Some(config) => self.load(&config.sharded)?.open(storage, options).await,
-            None => AsMegatron.open(storage, options).await,
+        let own = options.clone().with_strategies(self.clone());
+        let Some(config) = CheckpointingConfig::read(&**storage).await? else {
+            return AsMegatron.open(storage, &own).await;
+        };
+        match self.plugged(&config.sharded) {
+            Some(strategy) => strategy.open(storage, &own.for_plug_in()).await,
+            None => self.load(&config.sharded)?.open(storage, &own).await,
         }
     }
 }
 
-fn find<'a, T: ?Sized>(
-    strategies: &'a BTreeMap<(Arc<str>, u64), Arc<T>>,
+fn find<'a, T>(
+    strategies: &'a BTreeMap<(Arc<str>, u64), T>,
     backend: &Backend,
     does: &'static str,
-) -> Result<&'a Arc<T>, MegatronError> {
+) -> Result<&'a T, MegatronError> {
     let wanted = (Arc::clone(&backend.name), backend.version);
     strategies.get(&wanted).ok_or_else(|| MegatronError::NoStrategy {
         does,

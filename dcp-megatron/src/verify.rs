@@ -37,9 +37,22 @@ pub async fn verify(
     deep: bool,
     job: &JobOptions,
 ) -> Result<VerifyReport, MegatronError> {
-    let options = OpenOptions::default().with_tolerant(true).with_job(job.clone());
-    let checkpoint = MegatronCheckpoint::open(storage, &options).await?;
-    verify_opened(&checkpoint, deep, job).await
+    verify_with(storage, deep, &OpenOptions::default().with_job(job.clone())).await
+}
+
+/// The same, opened in this way, though always tolerantly: by a plug-in's strategy, for one.
+///
+/// # Errors
+///
+/// As [`verify`].
+pub async fn verify_with(
+    storage: &Arc<dyn Storage>,
+    deep: bool,
+    options: &OpenOptions,
+) -> Result<VerifyReport, MegatronError> {
+    let checkpoint =
+        MegatronCheckpoint::open(storage, &options.clone().with_tolerant(true)).await?;
+    verify_opened(&checkpoint, deep, &options.job).await
 }
 
 /// The same for a checkpoint that was opened tolerantly.
@@ -74,9 +87,9 @@ pub async fn verify_opened(
     let in_file = match checkpoint.format() {
         MegatronFormat::TorchDist { common } => *common == CommonPlace::File,
         MegatronFormat::Zarr => true,
-        MegatronFormat::Legacy { .. } => false,
+        MegatronFormat::Legacy { .. } | MegatronFormat::Plugged { .. } => false,
     };
-    // Elsewhere it was among the objects, or in the ranks' files.
+    // Elsewhere it was among the objects, in the ranks' files, or wherever a plug-in has it.
     if in_file {
         let found = foreign_callables(&COMMON_STATE.into(), checkpoint.common_value())?;
         report.judge_callables(found, Some(COMMON_FILE));

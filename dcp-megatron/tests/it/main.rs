@@ -18,6 +18,7 @@ mod legacy_fused;
 mod opening;
 mod optimizer;
 mod parallel;
+mod plugged;
 mod ranks;
 mod remove;
 mod resharding;

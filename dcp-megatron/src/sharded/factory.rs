@@ -20,6 +20,11 @@ type Merge = dyn Fn(&FactoryParts, Value) -> Result<Value, ShardError> + Send + 
 ///
 /// An optimizer clones the factory of a parameter for its states, with
 /// [`with_key`](Self::with_key) and [`with_local`](Self::with_local), so that they are cut alike.
+///
+/// Factories of Megatron-Core up to 0.15 had a `flattened_range`, too: the optimizer's states were
+/// ranges of flattened shards. One here takes none, and no factory here cuts a flattened shard. To
+/// load such states, ask for the whole shard, as its parameter is cut, and take the range of what
+/// was loaded: tensors that are stored flattened have their own shapes here.
 #[derive(Clone)]
 pub struct ShardedTensorFactory {
     parts: FactoryParts,

@@ -214,6 +214,7 @@ pub mod sharded;
 mod strategy;
 mod strict;
 mod to_torch_dist;
+mod told;
 mod tracker;
 mod verify;
 mod wanted;

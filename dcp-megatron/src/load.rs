@@ -26,6 +26,7 @@ use crate::sharded::{
 };
 use crate::strategy::{Opened, Strategies};
 use crate::strict::{KeyMismatch, StrictHandling};
+use crate::told::{self, Indexed};
 use crate::tracker::Tracked;
 use crate::wanted::{ToLoad, is_stored, to_load};
 use crate::which::{Choice, Rule};
@@ -55,7 +56,10 @@ impl LoadOptions {
         Self::default()
     }
 
-    /// Loads together with the other ranks of `group`; rank 0 coordinates.
+    /// Loads together with the other ranks of `group`; rank 0 coordinates. It alone reads what
+    /// opens the checkpoint, such as its index, and tells the others, who only look whether they
+    /// see the same files: of the same length and, where the storage knows it, age. A rank that
+    /// does not reads for itself.
     #[must_use]
     pub fn group(mut self, group: Arc<dyn Collective>) -> Self {
         self.group = Some(group);
@@ -280,7 +284,9 @@ async fn agree(
     let LoadOptions { fall_back, verify_integrity, open, .. } = options;
     let rule = Rule { fall_back: *fall_back, verify_integrity: *verify_integrity, open };
     let choice = Choice::agree(storage, rule, group).await?;
-    let (offer, own) = match own(request, storage, choice, options).await {
+    let strategies = options.strategies.as_ref().unwrap_or(&open.strategies);
+    let opened = told::open(strategies, &choice.place(storage)?, open, group).await?;
+    let (offer, own) = match own(request, opened, choice, options) {
         Ok((offer, own)) => (Ok(offer), Some(own)),
         Err(error) => (Err(error), None),
     };
@@ -311,19 +317,16 @@ async fn agree(
     Ok(Agreed { own, keys, casts: casts.collect() })
 }
 
-async fn own(
+fn own(
     request: &ShardedStateDict,
-    storage: &Arc<dyn Storage>,
+    opened: Result<Indexed, MegatronError>,
     choice: Choice,
     options: &LoadOptions,
 ) -> Result<(Bytes, Own), MegatronError> {
+    let (mut opened, stored) = opened?;
     let mut wanted = to_load(request, None)?;
-    let storage = choice.place(storage)?;
-    let strategies = options.strategies.as_ref().unwrap_or(&options.open.strategies);
-    let mut opened = strategies.open(&storage, &options.open).await?;
     opened.which = choice.which.or(opened.which);
     opened.warnings.extend(choice.warning);
-    let stored = opened.reader.metadata().await?;
     let described = !options.skip_validation || options.strict.asks_all_ranks();
     let description = match described {
         true => Description::of(sharded_leaves(&wanted.tree)).to_wire(),

@@ -1,0 +1,350 @@
+//! What one rank reads to open a checkpoint, for all ranks of its group: a storage that notes what
+//! is asked of it, and one that answers from such notes.
+//!
+//! Whatever opens a checkpoint asks for the same on every rank, so this serves every format, and
+//! the strategies of plug-ins. What others were told is only believed where a rank's own look at
+//! the files says that they are the same; otherwise it reads what it sees, and the load finds out
+//! that ranks see different checkpoints.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::{
+    Buffer, Capabilities, CheckpointError, CheckpointMetadata, Key, ObjectMeta, ObjectStream,
+    Payload, Phase, PlanError, PutMode, ReadInto, Storage, StorageError, StorageErrorKind,
+    StorageOp, Upload,
+};
+use dcp_engine::Group;
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use serde::{Deserialize, Serialize};
+
+use crate::agreement;
+use crate::checkpoint::OpenOptions;
+use crate::error::MegatronError;
+use crate::strategy::{Opened, Strategies};
+
+/// Of more bytes than this no notes are taken: other ranks read them themselves.
+const BYTES_MAX: u64 = 1 << 30;
+/// Of longer listings neither.
+const LISTED_MAX: usize = 1 << 20;
+
+/// A checkpoint that was opened, and its index.
+pub(crate) type Indexed = (Opened, Arc<CheckpointMetadata>);
+
+/// Opens a checkpoint on all ranks of a group, of which rank 0 reads it.
+///
+/// The outer error is the same on all ranks, such as that rank 0 could not open it; the inner one
+/// is this rank's own.
+pub(crate) async fn open(
+    strategies: &Strategies,
+    storage: &Arc<dyn Storage>,
+    options: &OpenOptions,
+    group: &Group,
+) -> Result<Result<Indexed, MegatronError>, MegatronError> {
+    let indexed = async |storage: &Arc<dyn Storage>| {
+        let opened = strategies.open(storage, options).await?;
+        let metadata = opened.reader.metadata().await?;
+        Ok::<_, MegatronError>((opened, metadata))
+    };
+    let context = group.context();
+    if context.world_size == 1 {
+        return Ok(indexed(storage).await);
+    }
+    if context.rank != 0 {
+        let notes = Notes::from_wire(&group.spread(Phase::Open, 0, None).await?);
+        let notes = match notes {
+            Ok(notes) => notes,
+            Err(error) => return Ok(Err(error.into())),
+        };
+        if !notes.hold(&**storage).await {
+            return Ok(indexed(storage).await);
+        }
+        let told = Told::new(storage, Mode::Tell(Arc::new(notes)));
+        let opened = indexed(&(Arc::clone(&told) as _)).await;
+        told.finish();
+        return Ok(opened);
+    }
+    let told = Told::new(storage, Mode::Note(Notes::default()));
+    let opened = indexed(&(Arc::clone(&told) as _)).await;
+    let (notes, opened) = match opened {
+        Ok(opened) => (told.finish().to_wire().map_err(Into::into), Some(opened)),
+        Err(error) => (Err(agreement::told(group, Phase::Open, error)), None),
+    };
+    group.spread(Phase::Open, 0, Some(notes)).await?;
+    Ok(opened.ok_or_else(|| CheckpointError::Canceled.into()))
+}
+
+/// What a storage was asked, and what it answered.
+#[derive(Debug, Default)]
+struct Notes {
+    /// `None` where there is no such object.
+    stats: BTreeMap<Key, Option<ObjectMeta>>,
+    /// Parts of objects: where each begins, and its bytes.
+    ranges: BTreeMap<Key, BTreeMap<u64, Bytes>>,
+    lists: BTreeMap<Option<Key>, Vec<ObjectMeta>>,
+    byte_len: u64,
+}
+
+/// An object on the wire: its name, length and age.
+type Object = (String, u64, Option<Duration>);
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Wire {
+    stats: Vec<Object>,
+    absent: Vec<String>,
+    /// Name, where it begins and how long it is; the bytes follow.
+    ranges: Vec<(String, u64, u64)>,
+    lists: Vec<(Option<String>, Vec<Object>)>,
+}
+
+impl Notes {
+    /// Whether the files that were read are what this rank sees, too, as far as length and age
+    /// tell.
+    async fn hold(&self, storage: &dyn Storage) -> bool {
+        let same = |key: &Key| {
+            let noted = self.stats.get(key).cloned().flatten();
+            let key = key.clone();
+            async move {
+                let noted = noted.filter(|noted| noted.modified.is_some());
+                noted.is_some() && storage.stat(&key).await.ok() == noted
+            }
+        };
+        let parallelism = storage.capabilities().parallelism.max(1);
+        let mut checks = stream::iter(self.ranges.keys().map(same)).buffered(parallelism.into());
+        while let Some(same) = checks.next().await {
+            if !same {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// The bytes of an object that were noted.
+    fn bytes(&self, key: &Key, offset: u64, len: usize) -> Option<&[u8]> {
+        let (start, bytes) = self.ranges.get(key)?.range(..=offset).next_back()?;
+        let from = usize::try_from(offset.checked_sub(*start)?).ok()?;
+        bytes.get(from..from.checked_add(len)?)
+    }
+
+    fn note(&mut self, key: &Key, offset: u64, bytes: &[u8]) {
+        let byte_len = self.byte_len.saturating_add(bytes.len() as u64);
+        if byte_len <= BYTES_MAX && self.bytes(key, offset, bytes.len()).is_none() {
+            self.byte_len = byte_len;
+            let bytes = Bytes::copy_from_slice(bytes);
+            self.ranges.entry(key.clone()).or_default().insert(offset, bytes);
+        }
+    }
+
+    fn to_wire(&self) -> Result<Bytes, PlanError> {
+        let (mut stats, mut absent, mut ranges) = (Vec::new(), Vec::new(), Vec::new());
+        for (key, meta) in &self.stats {
+            match meta {
+                Some(meta) => stats.push(object(meta)),
+                None => absent.push(key.to_string()),
+            }
+        }
+        let parts = || {
+            let parts = self.ranges.iter();
+            parts.flat_map(|(key, parts)| parts.iter().map(move |(at, bytes)| (key, *at, bytes)))
+        };
+        for (key, at, bytes) in parts() {
+            ranges.push((key.to_string(), at, bytes.len() as u64));
+        }
+        let lists = self.lists.iter().map(|(prefix, listed)| {
+            (prefix.as_ref().map(ToString::to_string), listed.iter().map(object).collect())
+        });
+        let wire = Wire { stats, absent, ranges, lists: lists.collect() };
+        let head = serde_json::to_vec(&wire).map_err(|error| bad(&error))?;
+        let mut message = Vec::new();
+        message.extend_from_slice(&(head.len() as u64).to_le_bytes());
+        message.extend_from_slice(&head);
+        parts().for_each(|(.., bytes)| message.extend_from_slice(bytes));
+        Ok(message.into())
+    }
+
+    fn from_wire(message: &Bytes) -> Result<Self, PlanError> {
+        let short = || bad(&"it ends too early");
+        let (len, rest) = message.split_first_chunk::<8>().ok_or_else(short)?;
+        let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| short())?;
+        let (head, data) = rest.split_at_checked(len).ok_or_else(short)?;
+        let Wire { stats, absent, ranges, lists } =
+            serde_json::from_slice(head).map_err(|error| bad(&error))?;
+        let mut notes = Self::default();
+        for meta in stats {
+            let meta = seen(meta)?;
+            notes.stats.insert(meta.key.clone(), Some(meta));
+        }
+        for name in absent {
+            notes.stats.insert(key(name)?, None);
+        }
+        let mut data = message.slice_ref(data);
+        for (name, at, len) in ranges {
+            let len = usize::try_from(len).ok().filter(|len| *len <= data.len());
+            let bytes = data.split_to(len.ok_or_else(short)?);
+            notes.ranges.entry(key(name)?).or_default().insert(at, bytes);
+        }
+        for (prefix, listed) in lists {
+            let listed = listed.into_iter().map(seen).collect::<Result<_, _>>()?;
+            notes.lists.insert(prefix.map(key).transpose()?, listed);
+        }
+        Ok(notes)
+    }
+}
+
+fn object(meta: &ObjectMeta) -> Object {
+    let age = meta.modified.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
+    (meta.key.to_string(), meta.byte_len, age)
+}
+
+fn seen((name, byte_len, age): Object) -> Result<ObjectMeta, PlanError> {
+    let modified = age.and_then(|age| SystemTime::UNIX_EPOCH.checked_add(age));
+    Ok(ObjectMeta::new(key(name)?, byte_len).with_modified(modified))
+}
+
+fn key(name: String) -> Result<Key, PlanError> {
+    Key::new(name).map_err(|error| bad(&error))
+}
+
+fn bad(problem: &dyn std::fmt::Display) -> PlanError {
+    PlanError::Wire { problem: format!("what rank 0 read of the checkpoint: {problem}") }
+}
+
+/// A storage that notes or tells until [`finish`](Self::finish), and then is the one beneath.
+#[derive(Debug)]
+struct Told {
+    inner: Arc<dyn Storage>,
+    mode: Arc<Mutex<Mode>>,
+}
+
+#[derive(Debug, Default)]
+enum Mode {
+    Note(Notes),
+    Tell(Arc<Notes>),
+    #[default]
+    Off,
+}
+
+impl Told {
+    fn new(storage: &Arc<dyn Storage>, mode: Mode) -> Arc<Self> {
+        Arc::new(Self { inner: Arc::clone(storage), mode: Arc::new(Mutex::new(mode)) })
+    }
+
+    /// Ends the notes, which are returned where they were taken.
+    fn finish(&self) -> Notes {
+        match std::mem::take(&mut *lock(&self.mode)) {
+            Mode::Note(notes) => notes,
+            _ => Notes::default(),
+        }
+    }
+
+    fn told(&self) -> Option<Arc<Notes>> {
+        match &*lock(&self.mode) {
+            Mode::Tell(notes) => Some(Arc::clone(notes)),
+            _ => None,
+        }
+    }
+
+    fn note(&self, note: impl FnOnce(&mut Notes)) {
+        if let Mode::Note(notes) = &mut *lock(&self.mode) {
+            note(notes);
+        }
+    }
+}
+
+fn lock(mode: &Mutex<Mode>) -> MutexGuard<'_, Mode> {
+    mode.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[async_trait]
+impl Storage for Told {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        if let Some(notes) = self.told()
+            && let Some(noted) = notes.stats.get(key)
+        {
+            let absent = || {
+                StorageError::new(StorageErrorKind::NotFound, StorageOp::Stat, Some(key.clone()))
+            };
+            return noted.clone().ok_or_else(absent);
+        }
+        let found = self.inner.stat(key).await;
+        let noted = match &found {
+            Ok(meta) => Some(Some(meta.clone())),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => Some(None),
+            Err(_) => None,
+        };
+        if let Some(noted) = noted {
+            self.note(|notes| {
+                notes.stats.insert(key.clone(), noted);
+            });
+        }
+        found
+    }
+
+    async fn read(&self, key: &Key, mut reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        if let Some(notes) = self.told() {
+            let fill = |read: &mut ReadInto| {
+                let bytes = notes.bytes(key, read.byte_offset, read.buffer.len());
+                bytes.map(|bytes| read.buffer.copy_from_slice(bytes)).is_some()
+            };
+            if reads.iter_mut().all(fill) {
+                return Ok(reads.into_iter().map(|read| read.buffer).collect());
+            }
+        }
+        let offsets: Vec<u64> = reads.iter().map(|read| read.byte_offset).collect();
+        let buffers = self.inner.read(key, reads).await?;
+        self.note(|notes| {
+            offsets.iter().zip(&buffers).for_each(|(at, bytes)| notes.note(key, *at, bytes));
+        });
+        Ok(buffers)
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        self.inner.put(key, payload, mode).await
+    }
+
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        self.inner.start_upload(key, mode).await
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        let prefix = prefix.cloned();
+        if let Some(listed) = self.told().and_then(|notes| notes.lists.get(&prefix).cloned()) {
+            return Box::pin(stream::iter(listed.into_iter().map(Ok)));
+        }
+        let listing = self.inner.list(prefix.as_ref());
+        if !matches!(&*lock(&self.mode), Mode::Note(_)) {
+            return listing;
+        }
+        let start = (listing, Some(Vec::new()), Arc::clone(&self.mode));
+        Box::pin(stream::try_unfold(start, move |(mut listing, mut listed, mode)| {
+            let prefix = prefix.clone();
+            async move {
+                if let Some(meta) = listing.try_next().await? {
+                    listed = listed.filter(|listed: &Vec<_>| listed.len() < LISTED_MAX);
+                    listed.iter_mut().for_each(|listed| listed.push(meta.clone()));
+                    return Ok(Some((meta, (listing, listed, mode))));
+                }
+                // One that was not followed to its end is not noted.
+                if let (Mode::Note(notes), Some(listed)) = (&mut *lock(&mode), listed) {
+                    notes.lists.insert(prefix, listed);
+                }
+                Ok(None)
+            }
+        }))
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        self.inner.delete(key).await
+    }
+}

@@ -19,6 +19,7 @@ mod links;
 mod look;
 mod matrix;
 mod megatron;
+mod megatron_beside;
 mod megatron_convert;
 mod megatron_damaged;
 mod memory;

@@ -172,7 +172,19 @@ impl Arch {
                          one to begin with); --arch none keeps the names",
                     )
                 })?,
-                Wanted::Of(mapping) => *mapping,
+                Wanted::Of(mapping) => {
+                    if let Ok(own) = recognize_config(&config)
+                        && own.name() != mapping.name()
+                    {
+                        out.note(&format!(
+                            "{CONFIG} is that of {}, and is taken for {} as asked: what only the \
+                             former has is not among the arguments",
+                            own.name(),
+                            mapping.name()
+                        ));
+                    }
+                    *mapping
+                }
             };
             let divisor = self.make_vocab_divisible_by.unwrap_or(DIVISOR);
             let padding = Padding::Multiple { divisor, tensor_parallel: tp.into() };

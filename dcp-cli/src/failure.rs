@@ -248,8 +248,8 @@ impl From<MappingError> for Failure {
             }
             MappingError::LeftOver { .. } => (
                 Exit::Bad,
-                "--allow-left-over leaves them out; `dcp arch FAMILY > my.toml` prints a mapping \
-                 to add rules to",
+                "`dcp arch FAMILY > my.toml` prints a mapping to add rules to; --allow-left-over \
+                 leaves them out, and a model that uses them is then another one",
             ),
             MappingError::Differs { .. } => (
                 Exit::Usage,

@@ -15,8 +15,7 @@ use crate::target;
 #[derive(Args, Clone, Copy, Debug, Default)]
 #[command(next_help_heading = "Megatron-Core")]
 pub(crate) struct TorchDist {
-    /// Tensor-parallel ranks to write for; by default as many as the source says, else 1. For
-    /// torch-dist, as are the next ones.
+    /// Tensor-parallel ranks to write for; by default as many as the source has, else 1.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     tp: Option<u32>,
 

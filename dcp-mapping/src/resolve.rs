@@ -305,8 +305,10 @@ impl<'a> Resolver<'a> {
     ) -> Result<bool, MappingError> {
         let told = self.facts.get_bool("untie_embeddings_and_output_weights").map(|untied| !untied);
         let stored = !found.is_empty();
-        let source =
-            |rule: &Rule| self.finder.slots(rule)[0].first().map_or_else(String::new, |t| t.text());
+        let source = |rule: &Rule| {
+            let name = self.finder.slots(rule)[0].first().map_or_else(String::new, |t| t.text());
+            name.replace("{prefix}", "")
+        };
         match (self.options.tying, stored) {
             (Tying::Tie, _) => {
                 found.clear();
@@ -322,7 +324,10 @@ impl<'a> Resolver<'a> {
                     .find(|r| Some(&r.name) == rule.tied_to.as_ref());
                 if let Some(other) = other {
                     *found = self.finder.find(other)?;
-                    notes.push(format!("{:?} is a copy of {:?}", rule.name, source(other)));
+                    notes.push(format!(
+                        "the output embedding is written as a copy of {:?}",
+                        source(other)
+                    ));
                 }
                 Ok(false)
             }

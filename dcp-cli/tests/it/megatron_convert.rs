@@ -372,6 +372,26 @@ fn what_is_of_no_family_is_said_so() {
 }
 
 #[test]
+fn another_family_than_that_of_the_model_is_taken_and_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    dcp(["convert", &megatron("run_torch_dist_dp2"), &at("hf"), "--to", "hf"]).ok();
+    let convert = |target: &str| {
+        let run = ["convert", &at("hf"), &at(target), "--to", "torch-dist", "--arch", "llama"];
+        let run = dcp(run);
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        run.stderr
+    };
+    assert!(!convert("own").contains("is that of"));
+    let file = folder.path().join("hf/config.json");
+    let mut config = read_json(&file);
+    config["model_type"] = json!("mistral");
+    fs::write(&file, config.to_string()).unwrap();
+    let said = convert("other");
+    assert!(said.contains("config.json is that of mistral, and is taken for llama"), "{said}");
+}
+
+#[test]
 fn the_commands_of_the_readme_work() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let readme = fs::read_to_string(root.join("README.md")).unwrap();

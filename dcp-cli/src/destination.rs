@@ -77,7 +77,8 @@ pub(crate) struct Destination {
     max_shard_size: Option<u64>,
 
     /// Copy config and tokenizer files from this directory, so that transformers finds all it
-    /// needs. For hf; with --arch, for torch-dist too, of which it tells the model.
+    /// needs. For hf, where a Hugging Face source gives its own by default; with --arch, for
+    /// torch-dist too, of which it tells the model.
     #[arg(long, value_name = "DIR")]
     config: Option<PathBuf>,
 
@@ -95,8 +96,8 @@ pub(crate) struct Destination {
 /// What the source tells of how it is to be written.
 #[derive(Default)]
 pub(crate) struct For {
-    /// The configuration that a Hugging Face model gets when no other was asked for.
-    pub(crate) config: Option<(Key, Vec<u8>)>,
+    /// The files beside the weights that a Hugging Face model gets when no others were asked for.
+    pub(crate) beside: Vec<(Key, Vec<u8>)>,
     /// The ranks that a checkpoint of Megatron-Core is written for.
     pub(crate) layout: Option<ParallelLayout>,
     /// The common state that it gets, if not the one among the keys.
@@ -306,7 +307,7 @@ impl Destination {
                     Some(from) => hf_config::files(from)?,
                     None => Vec::new(),
                 };
-                hf_config::complete(&mut files, how.config);
+                hf_config::complete(&mut files, how.beside);
                 hf_config::write(source, target, files, max_shard_bytes, overwrite, options).await?
             }
             Format::Dcp => {

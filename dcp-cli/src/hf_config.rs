@@ -4,10 +4,11 @@ use std::io;
 use std::path::Path;
 
 use dcp::convert::{ConvertError, JobOptions, Source, WriteReport};
-use dcp::core::{Key, PutMode, StorageError, StorageExt};
+use dcp::core::{Key, PutMode, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 
 use crate::failure::{Exit, Failure};
+use crate::open::Opened;
 use crate::small_file::read_at_most;
 use crate::target;
 
@@ -26,24 +27,26 @@ fn say_plain(files: &mut [(Key, Vec<u8>)]) -> Result<(), Failure> {
 }
 
 /// The files beside the weights that transformers looks for. Code is not among them.
+const NAMES: &[&str] = &[
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+];
+
+/// Those of [`NAMES`] that are in `folder`; a `config.json` must be.
 pub(crate) fn files(folder: &Path) -> Result<Vec<(Key, Vec<u8>)>, Failure> {
-    const NAMES: &[&str] = &[
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "spiece.model",
-        "chat_template.json",
-        "chat_template.jinja",
-        "preprocessor_config.json",
-        "processor_config.json",
-    ];
     let mut files = Vec::new();
     for name in NAMES {
         let path = folder.join(name);
@@ -63,10 +66,40 @@ pub(crate) fn files(folder: &Path) -> Result<Vec<(Key, Vec<u8>)>, Failure> {
     Ok(files)
 }
 
-/// Adds the configuration that was made for the weights, unless there is one.
-pub(crate) fn complete(files: &mut Vec<(Key, Vec<u8>)>, config: Option<(Key, Vec<u8>)>) {
-    if let Some(config) = config.filter(|(key, _)| files.iter().all(|(there, _)| there != key)) {
-        files.push(config);
+/// Those of [`NAMES`] that the folder of a Hugging Face model has; none where it has no
+/// `config.json` or where something else was opened.
+pub(crate) async fn files_beside(opened: &Opened) -> Result<Vec<(Key, Vec<u8>)>, Failure> {
+    let mut files = Vec::new();
+    let is_other = opened.megatron.is_some() || opened.source.dcp_reader().is_some();
+    if is_other || !opened.is_folder {
+        return Ok(files);
+    }
+    for name in NAMES {
+        let key = Key::new(*name).map_err(StorageError::from)?;
+        let len = match opened.folder.stat(&key).await {
+            Ok(meta) => meta.byte_len,
+            Err(error) if error.kind() == StorageErrorKind::NotFound && !files.is_empty() => {
+                continue;
+            }
+            Err(error) if error.kind() == StorageErrorKind::NotFound => break,
+            Err(error) => return Err(error.into()),
+        };
+        if len > FILE_MAX {
+            let message = format!("{}/{name} has more than {FILE_MAX} bytes", opened.place);
+            return Err(Failure::new(Exit::Bad, message)
+                .hint("--config DIR takes the files beside the weights from another folder"));
+        }
+        files.push((key.clone(), opened.folder.read_range(&key, 0..len).await?.to_vec()));
+    }
+    Ok(files)
+}
+
+/// Adds the files that were found or made for the weights and that are not there yet.
+pub(crate) fn complete(files: &mut Vec<(Key, Vec<u8>)>, others: Vec<(Key, Vec<u8>)>) {
+    for (key, bytes) in others {
+        if files.iter().all(|(there, _)| *there != key) {
+            files.push((key, bytes));
+        }
     }
 }
 

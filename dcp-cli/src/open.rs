@@ -59,6 +59,8 @@ pub(crate) struct Opened {
     pub(crate) source: Source,
     /// What that lies in.
     pub(crate) folder: Arc<dyn Storage>,
+    /// Whether that is the checkpoint's own folder, and not the one that its only file is in.
+    pub(crate) is_folder: bool,
     /// The same for Megatron-Core, if it is one of its checkpoints.
     pub(crate) megatron: Option<MegatronCheckpoint>,
     /// What shows that the save did not finish, although all can be read.
@@ -75,6 +77,7 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
         place,
         source,
         folder: Arc::clone(folder),
+        is_folder: true,
         megatron,
         unfinished: None,
         wrong_tracker: None,
@@ -86,7 +89,8 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
             return match file(uri).await {
                 Some((storage, key)) => {
                     let source = file_source(uri, Arc::clone(&storage), key, need).await?;
-                    Ok(opened(uri.to_owned(), &storage, source, None))
+                    let opened = opened(uri.to_owned(), &storage, source, None);
+                    Ok(Opened { is_folder: false, ..opened })
                 }
                 None => Err(cannot_open(uri, &error)),
             };

@@ -54,6 +54,46 @@ def save_models(folder):
         dcp.save(state, checkpoint_id=os.path.join(folder, name + "_dcp"), no_dist=True)
 
 
+def gpt_oss():
+    """Weights of experts in MXFP4, with as many outputs as inputs where an exchange would not show
+    in the shape."""
+    import transformers
+
+    config = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        layer_types=["sliding_attention", "full_attention"], eos_token_id=1, pad_token_id=0,
+    )
+    return transformers.GptOssForCausalLM, config
+
+
+def save_gpt_oss(folder):
+    kind, config = gpt_oss()
+    torch.manual_seed(7)
+    state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in kind(config).state_dict().items()}
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = state.pop(name).shape
+        state[name + "_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        state[name + "_scales"] = torch.randint(110, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    os.makedirs(folder)
+    save_file(state, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.architectures = ["GptOssForCausalLM"]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+
+
+def check_gpt_oss(folder, out):
+    kind, _ = gpt_oss()
+    # Without an accelerator transformers makes the weights plain numbers.
+    original = kind.from_pretrained(folder, dtype=torch.bfloat16)
+    model, report = kind.from_pretrained(out, dtype="auto", output_loading_info=True)
+    wrong = {what: found for what, found in report.items() if found}
+    assert not wrong, "%s: transformers found %s" % (out, wrong)
+    same(model.state_dict(), original.state_dict(), out)
+    assert torch.equal(logits(model), logits(original)), "%s: other logits" % out
+
+
 def parts():
     """Tensors of many dtypes: name to (dtype, shape, axis that is cut or None)."""
     return {
@@ -149,10 +189,12 @@ def everything(what, *args):
         (folder,) = args
         os.makedirs(folder)
         save_models(folder)
+        save_gpt_oss(os.path.join(folder, "gpt_oss"))
         common.on_ranks(save_parts, 2, folder)
     else:
         check_models(*args)
         check_parts(*args)
+        check_gpt_oss(*(os.path.join(place, "gpt_oss") for place in args))
 
 
 if __name__ == "__main__":

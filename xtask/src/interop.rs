@@ -142,7 +142,7 @@ impl Run<'_> {
     /// Folders of transformers and of PyTorch's Hugging Face storage, converted by the command and
     /// opened by the libraries. What families of models say of transformers is so.
     fn hugging_face(&self) -> Result {
-        venv::with_transformers(&self.python)?;
+        venv::with_libraries(&self.python)?;
         let families = workspace::root().join("dcp-mapping/families");
         run(self.script("interop_families.py").arg(families))?;
         let (theirs, ours) = (self.folder.join("hf"), self.folder.join("hf_converted"));
@@ -172,6 +172,9 @@ impl Run<'_> {
             let (from, to) = (theirs.join(source), ours.join(source));
             run(self.dcp().args(["convert", "--to", "hf", "--quiet"]).arg(&from).arg(to))?;
         }
+        let (from, to) = (theirs.join("gpt_oss"), ours.join("gpt_oss"));
+        let convert = ["convert", "--to", "hf", "--dequantize", "bf16", "--quiet"];
+        run(self.dcp().args(convert).arg(from).arg(to))?;
         run(self.script("interop_hf.py").arg("check").arg(&theirs).arg(&ours))
     }
 

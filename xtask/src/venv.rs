@@ -28,20 +28,24 @@ pub(crate) fn python(torch: &str) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// The transformers that CI proves interoperability with.
-const TRANSFORMERS: &str = "transformers==5.23.0";
+/// The libraries that CI proves interoperability with. transformers opens MXFP4 only with
+/// accelerate.
+const LIBRARIES: &[&str] = &["transformers==5.23.0", "accelerate==1.15.0", "torchao==0.18.0"];
 
-/// The same, with transformers in it. It is large, so only the newest torch's environment gets it.
-pub(crate) fn with_transformers(python: &Path) -> Result {
+/// Adds the libraries to an environment. They are large, so only that of the newest torch gets
+/// them.
+pub(crate) fn with_libraries(python: &Path) -> Result {
     let folder = python.parent().and_then(Path::parent).unwrap_or(python);
-    let complete = folder.join(".transformers");
-    if !complete.is_file() {
-        println!("installing transformers in {}", folder.display());
-        let mut pip = Command::new(python);
-        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-        process::run(pip.arg(TRANSFORMERS))?;
-        std::fs::write(complete, "")?;
+    let complete = folder.join(".libraries");
+    let wanted = LIBRARIES.join(" ");
+    if std::fs::read_to_string(&complete).is_ok_and(|installed| installed == wanted) {
+        return Ok(());
     }
+    println!("installing {wanted} in {}", folder.display());
+    let mut pip = Command::new(python);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    process::run(pip.args(LIBRARIES))?;
+    std::fs::write(complete, wanted)?;
     Ok(())
 }
 

@@ -6,6 +6,7 @@ use crate::arch::{self, Arch, Towards};
 use crate::choosing::{Choosing, OptimizerKeys};
 use crate::destination::{Destination, For, Format, parse_dtype};
 use crate::failure::Failure;
+use crate::hf_config;
 use crate::open::{self, Need};
 use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
@@ -28,7 +29,8 @@ use serde::Serialize;
 ///
 /// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
 /// format cannot hold, are left out and listed. `hf` is a directory of such files with an index,
-/// as transformers opens it; of a training state it gets the model. `torch-save` is one file
+/// as transformers opens it; of a training state it gets the model, and of a Hugging Face model
+/// its configuration and tokenizer. `torch-save` is one file
 /// with everything, nested as it was saved. `dcp` is a directory in PyTorch's format. `torch-dist`
 /// is one in Megatron-Core's, cut for the ranks of --tp, --pp and --ep.
 ///
@@ -127,7 +129,16 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
             Format::TorchDist => TorchDist::common(&source, &selection).await?,
             _ => None,
         };
-        let how = For { config: named.config, layout: Some(layout), common };
+        let mut beside: Vec<_> = named.config.into_iter().collect();
+        if to == Format::Hf && config.is_none() {
+            let copied = hf_config::files_beside(&opened).await?;
+            if !copied.is_empty() {
+                let names: Vec<_> = copied.iter().map(|(key, _)| key.as_str()).collect();
+                out.note(&format!("copying {} from {:?}", names.join(", "), opened.place));
+            }
+            hf_config::complete(&mut beside, copied);
+        }
+        let how = For { beside, layout: Some(layout), common };
         let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;
         let mut report = args.destination.write(&source, &args.target, how, &options).await?;
         report.not_taken = not_taken;

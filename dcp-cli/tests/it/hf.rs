@@ -170,6 +170,16 @@ fn quantized_weights_become_plain_numbers() {
     assert_eq!(written, "{\n  \"a\": 1\n}\n");
     dcp(to_hf.iter().chain(&["--overwrite"])).ok();
     assert_eq!(fs::read_to_string(format!("{model}/config.json")).unwrap(), text);
+    // A model gives its own, with what lies beside it, where no other is asked for.
+    fs::write(format!("{model}/tokenizer.json"), "{}").unwrap();
+    fs::write(format!("{model}/modeling.py"), "import os").unwrap();
+    let plain = path(&out, "plain");
+    let run = dcp(["convert", &model, &plain, "--to=hf", "--dequantize=bf16"]);
+    assert!(run.stderr.contains("copying config.json, tokenizer.json from"), "{}", run.stderr);
+    run.ok();
+    assert_eq!(fs::read_to_string(format!("{plain}/config.json")).unwrap(), written);
+    assert_eq!(fs::read_to_string(format!("{plain}/tokenizer.json")).unwrap(), "{}");
+    assert!(!std::path::Path::new(&plain).join("modeling.py").exists());
     // Now the folder says itself how large its blocks are.
     dcp(["convert", &model, &file, "--dequantize=f32", "--overwrite"]).ok();
     assert_eq!(tensors(file.as_ref()), tensors(&expected("quant_fp8_block")));
@@ -177,5 +187,6 @@ fn quantized_weights_become_plain_numbers() {
     let mxfp4 = path(&out, "mxfp4.safetensors");
     dcp(["convert", &folder_of("quant_mxfp4"), &mxfp4, "--dequantize=bf16"]).ok();
     let found = tensors(mxfp4.as_ref());
-    assert_eq!((&*found["m.w"].0, &found["m.w"].1), ("bfloat16", &vec![2, 3, 16]));
+    // With the input axis first, as transformers has it.
+    assert_eq!((&*found["m.w"].0, &found["m.w"].1), ("bfloat16", &vec![2, 16, 3]));
 }

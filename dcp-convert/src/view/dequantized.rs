@@ -217,8 +217,10 @@ impl Dequantized {
         let failed = |source| CheckpointError::Memory { fqn: fqn.to_string(), source };
         let ReadKind::Tensor { chunk, .. } = item.kind else { return Ok(0) };
         let mut read = 0;
-        for outer in outer_indices(region) {
-            let matrix = Matrix::of(region, outer);
+        // The weight is walked as it is stored, in rows of blocks.
+        let walked = weight.exchanged(region).map_err(bad)?;
+        for outer in outer_indices(&walked) {
+            let matrix = Matrix::of(&walked, outer);
             let (mut row, mut col) = (matrix.rows.0, matrix.cols.0);
             while row < matrix.rows.1 {
                 let (scale_row, scale_col) = weight.scale_of(row, col);
@@ -235,8 +237,11 @@ impl Dequantized {
                 let (bytes, weights_cost) =
                     scratch.read(&*self.inner, &self.inner_metadata).await?;
                 let bytes = bytes.into_iter().next().unwrap_or_default();
-                let numbers = weight.numbers(&bytes, &tile, row..rows, col..cols);
-                let target = slab.relative_to(region.offsets());
+                let mut numbers = weight.numbers(&bytes, &tile, row..rows, col..cols);
+                if weight.transposed() {
+                    numbers = transposed(&numbers, cols - col);
+                }
+                let target = weight.exchanged(&slab).map_err(bad)?.relative_to(region.offsets());
                 let target = target.ok_or_else(|| bad_plan(&fqn, "a bad region"))?;
                 let target = view.narrow(&target)?;
                 let mut elements = vec![0; usize::try_from(target.byte_len()).unwrap_or(0)];
@@ -271,9 +276,23 @@ impl Weight {
     fn block(&self) -> (u64, u64) {
         match self.scheme {
             QuantScheme::Block { rows, cols } => (rows, cols),
-            QuantScheme::Mxfp4 { block_bytes } => (1, block_bytes.saturating_mul(2)),
+            QuantScheme::Mxfp4 { block_bytes, .. } => (1, block_bytes.saturating_mul(2)),
             _ => (1, 1),
         }
+    }
+
+    fn transposed(&self) -> bool {
+        matches!(self.scheme, QuantScheme::Mxfp4 { transposed: true, .. })
+    }
+
+    /// A region of the plain weight in the order of axes of the stored one, and back.
+    fn exchanged(&self, region: &Region) -> Result<Region, RegionError> {
+        let (mut offsets, mut sizes) = (region.offsets().to_vec(), region.sizes().to_vec());
+        if self.transposed() {
+            exchange(&mut offsets);
+            exchange(&mut sizes);
+        }
+        Region::new(offsets, sizes)
     }
 
     fn scale_of(&self, row: u64, col: u64) -> (u64, u64) {
@@ -297,7 +316,7 @@ impl Weight {
 
     /// The part of the stored weight that holds a part of the numbers.
     fn stored_region(&self, slab: &Region) -> Result<Region, RegionError> {
-        let QuantScheme::Mxfp4 { block_bytes } = self.scheme else { return Ok(slab.clone()) };
+        let QuantScheme::Mxfp4 { block_bytes, .. } = self.scheme else { return Ok(slab.clone()) };
         let (_, width) = self.block();
         let (mut offsets, mut sizes) = (slab.offsets().to_vec(), slab.sizes().to_vec());
         if let (Some(at), Some(len)) = (offsets.last_mut(), sizes.last_mut()) {
@@ -337,7 +356,7 @@ impl Weight {
                 let len = count(end - col).saturating_mul(4).min(made.len());
                 let (block, rest) = made.split_at_mut(len);
                 let taken = match self.scheme {
-                    QuantScheme::Mxfp4 { block_bytes } => {
+                    QuantScheme::Mxfp4 { block_bytes, .. } => {
                         mxfp4_block(line, count(col % block_cols), scale, block);
                         count(block_bytes)
                     }
@@ -369,6 +388,26 @@ fn mxfp4_block(stored: &[u8], skip: usize, scale: f32, made: &mut [u8]) {
     }
 }
 
+/// Exchanges the last two axes.
+fn exchange(axes: &mut [u64]) {
+    if let [.., rows, cols] = axes {
+        std::mem::swap(rows, cols);
+    }
+}
+
+/// A matrix of `float32` with its rows as columns; they are `width` numbers long.
+fn transposed(numbers: &[u8], width: u64) -> Vec<u8> {
+    let width = usize::try_from(width).unwrap_or(0).max(1);
+    let (elements, _) = numbers.as_chunks::<4>();
+    let mut made = Vec::with_capacity(numbers.len());
+    for col in 0..width {
+        for element in elements.iter().skip(col).step_by(width) {
+            made.extend_from_slice(element);
+        }
+    }
+    made
+}
+
 /// The tensor that a weight is as plain numbers. Its chunks keep their places, under an encoding
 /// that says that only this view can read them.
 fn plain(
@@ -382,12 +421,16 @@ fn plain(
     for chunk in tensor.chunks.iter() {
         let placement = chunk.placement.map(|placement| Placement { encoding, ..placement });
         let (mut offsets, mut sizes) = (chunk.offsets.to_vec(), chunk.sizes.to_vec());
-        if let QuantScheme::Mxfp4 { block_bytes } = one.scheme {
+        if let QuantScheme::Mxfp4 { block_bytes, transposed } = one.scheme {
             offsets.pop();
             sizes.pop();
             let width = block_bytes.saturating_mul(2);
             for last in offsets.last_mut().into_iter().chain(sizes.last_mut()) {
                 *last = last.saturating_mul(width);
+            }
+            if transposed {
+                exchange(&mut offsets);
+                exchange(&mut sizes);
             }
         }
         shown.chunks.push(&offsets, &sizes, placement)?;

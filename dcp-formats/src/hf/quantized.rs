@@ -47,11 +47,15 @@ pub enum QuantScheme {
     },
     /// OCP MXFP4: `X_blocks` of shape `[…, G, B]` holds two E2M1 values in a byte, the first in
     /// the lower half; `X_scales` of shape `[…, G]` holds the exponents (E8M0). Together they are
-    /// `[…, G * B * 2]`: the order of the axes stays that of the file, as in PyTorch, though
-    /// transformers transposes the last two of some models.
+    /// `[…, G * B * 2]`.
     Mxfp4 {
         /// Bytes of a block.
         block_bytes: u64,
+        /// Whether the last two axes are exchanged in the plain weight: `[E, R, G, B]` becomes
+        /// `[E, G * B * 2, R]`. So it is in transformers (5.23), whose modules of experts keep
+        /// the input axis first; PyTorch's reader (2.15) keeps the order of the file. A weight
+        /// without an axis of experts keeps it here too.
+        transposed: bool,
     },
 }
 
@@ -161,7 +165,11 @@ fn mxfp4(blocks: &TensorEntry, scales: &TensorEntry) -> Result<(Dims, QuantSchem
     }
     let width = block_bytes.checked_mul(2).and_then(|values| values.checked_mul(groups));
     let width = width.ok_or("it has an axis beyond 2^64")?;
-    let shape: Dims = outer.iter().copied().chain([width]).collect();
+    let transposed = outer.len() == 2;
+    let shape: Dims = match outer {
+        [experts, rows] => [*experts, width, *rows].into(),
+        outer => outer.iter().copied().chain([width]).collect(),
+    };
     Region::full(shape.clone()).map_err(|error| error.to_string())?;
     // A block is a part of the axis, so none may be cut.
     let whole = blocks
@@ -171,7 +179,7 @@ fn mxfp4(blocks: &TensorEntry, scales: &TensorEntry) -> Result<(Dims, QuantSchem
     if !whole {
         return Err("its blocks are cut into parts".to_owned());
     }
-    Ok((shape, QuantScheme::Mxfp4 { block_bytes }))
+    Ok((shape, QuantScheme::Mxfp4 { block_bytes, transposed }))
 }
 
 /// The size of the blocks of 8-bit weights that a model's `config.json` gives, as
@@ -257,7 +265,7 @@ mod tests {
         let names: Vec<_> = found.iter().map(|one| (&*one.fqn, one.weight, one.scales)).collect();
         assert_eq!(names, [("a.weight", 1, 0), ("experts.w", 3, 4)]);
         assert_eq!(found[0].scheme, QuantScheme::Block { rows: 128, cols: 128 });
-        assert_eq!((&*found[1].shape, &*found[0].shape), (&[2, 5, 96][..], &[130, 300][..]));
+        assert_eq!((&*found[1].shape, &*found[0].shape), (&[2, 96, 5][..], &[130, 300][..]));
     }
 
     #[test]

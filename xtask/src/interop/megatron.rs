@@ -97,7 +97,7 @@ impl Run<'_> {
 
     /// Models that transformers wrote, as Megatron-Core has them, and the other way.
     fn models(&self) -> Result {
-        venv::with_transformers(&venv::python(venv::NEWEST)?)?;
+        venv::with_libraries(&venv::python(venv::NEWEST)?)?;
         let (theirs, ours) = (self.folder.join("models"), self.folder.join("models_converted"));
         println!("transformers and Megatron-Core save models");
         run(self.script("interop_megatron_hf.py").arg("save").arg(&theirs))?;

@@ -95,8 +95,10 @@ fn t10_mxfp4_weights_are_whole() {
     let options = DequantizeOptions::new(DType::Float32);
     let found = everything(&dequantized(fixture("quant_mxfp4", "ckpt"), options));
     let [(fqn, dtype, shape, bytes)] = &*found else { panic!("{found:?}") };
-    assert_eq!((fqn.as_str(), *dtype, &shape[..]), ("m.w", DType::Float32, &[2, 3, 16][..]));
-    assert_eq!(*bytes, expected[0].3);
+    assert_eq!((fqn.as_str(), *dtype, &shape[..]), ("m.w", DType::Float32, &[2, 16, 3][..]));
+    // The script that made the fixture keeps the order of the file's axes, transformers does not.
+    let in_file_order: Vec<[u8; 4]> = expected[0].3.as_chunks().0.to_vec();
+    assert_eq!(*bytes, exchanged(&in_file_order, 3, 16).concat());
     let options = DequantizeOptions::new(DType::BFloat16);
     let halves = everything(&dequantized(fixture("quant_mxfp4", "ckpt"), options));
     let upper: Vec<u8> = bytes.chunks_exact(4).flat_map(|f| [f[2], f[3]]).collect();
@@ -108,6 +110,16 @@ fn exponents_have_no_bounds_that_matter() {
     let floats = floats("s", DType::UInt8, &[0, 1, 127, 254, 255]).unwrap();
     assert_eq!(floats[..4], [2_f32.powi(-127), 2_f32.powi(-126), 1.0, 2_f32.powi(127)]);
     assert!(floats[4].is_nan());
+}
+
+/// Matrices of so many rows and columns, each with its rows as columns.
+fn exchanged<T: Copy>(numbers: &[T], rows: usize, cols: usize) -> Vec<T> {
+    let matrices = numbers.chunks_exact(rows * cols);
+    matrices
+        .flat_map(|matrix| {
+            (0..cols).flat_map(move |col| (0..rows).map(move |row| matrix[row * cols + col]))
+        })
+        .collect()
 }
 
 /// A model of one weight, cut into parts of some rows.
@@ -276,7 +288,7 @@ proptest! {
         let mut parts = in_rows("w_blocks", DType::UInt8, &shape, each, &bytes);
         parts.extend(in_rows("w_scales", DType::UInt8, &scale_shape, each, &exponents));
         let source = dequantized(model(parts), DequantizeOptions::new(DType::Float32));
-        let expected: Vec<f32> = bytes
+        let mut expected: Vec<f32> = bytes
             .iter()
             .enumerate()
             .flat_map(|(at, byte)| {
@@ -284,6 +296,10 @@ proptest! {
                 [byte & 0xf, byte >> 4].map(|nibble| E2M1[usize::from(nibble)] * scale)
             })
             .collect();
+        // With an axis of experts, as transformers has it.
+        if let [_, rows] = &*outer {
+            expected = exchanged(&expected, *rows as usize, (groups * block * 2) as usize);
+        }
         check_part(&source, "w", &expected, &picks);
         check_part(&source, "w", &expected, &[]);
     }

@@ -166,6 +166,11 @@ impl From<ConvertError> for Failure {
             ConvertError::BadSlice { .. } => {
                 Some("per axis START:STOP or an index, such as 0:2,: or -1".to_owned())
             }
+            ConvertError::UnknownPart { .. } => Some(
+                "choose keys with --include or --exclude (`dcp inspect` lists them), or take all \
+                 with --everything"
+                    .to_owned(),
+            ),
             ConvertError::TargetExists { .. } => Some("pass --overwrite to replace it".to_owned()),
             ConvertError::Callables { found } => Some(admitting(found)),
             ConvertError::SameTarget { .. } => {

@@ -47,6 +47,12 @@ pub enum ConvertError {
         /// Every key that stands in the way, in words.
         problems: Vec<String>,
     },
+    /// A part of a training state was asked for, and nothing tells which keys belong to it.
+    #[error("cannot tell the parts of the state apart: {problem}")]
+    UnknownPart {
+        /// What is not known, with names.
+        problem: String,
+    },
     /// Objects that would be written name what Python would run when it loads them, and what is
     /// neither known to be harmless nor admitted by
     /// [`JobOptions::callables`](crate::JobOptions::callables).

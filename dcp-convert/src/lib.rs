@@ -57,6 +57,7 @@ mod numbers;
 mod numpy;
 mod objects;
 mod outgoing;
+mod part;
 mod pieces;
 mod placed;
 mod print;

@@ -1,6 +1,6 @@
 //! Which keys are taken, and under which names.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use dcp_core::{CheckpointMetadata, PathItem, StatePath};
@@ -9,19 +9,7 @@ use indexmap::IndexMap;
 use regex::Regex;
 
 use crate::error::ConvertError;
-
-/// Names under which frameworks keep the optimizer in a state dict: torchtitan, OLMo-core,
-/// Lightning, Accelerate, PyTorch's tutorials.
-const OPTIMIZER_ROOTS: &[&str] = &[
-    "optim",
-    "optimizer",
-    "optimizers",
-    "optimizer_states",
-    "optimizer_state_dict",
-    "optim_state_dict",
-];
-/// Names under which frameworks keep the model.
-const MODEL_ROOTS: &[&str] = &["model", "model_state_dict", "state_dict", "module"];
+use crate::part::{Parts, below};
 
 /// A choice of keys, and new names for them. Keys are chosen by the names that they have in the
 /// checkpoint; then names are mapped, and the substitutions applied one after the other.
@@ -47,13 +35,14 @@ pub enum StatePart {
     /// All of it.
     #[default]
     Everything,
-    /// All but the optimizer: keys below `optim`, `optimizer`, `optimizers`, `optimizer_states`,
-    /// `optimizer_state_dict`, `optim_state_dict` or Megatron-Core's `chained_<n>.optimizer` are
-    /// left out.
+    /// All but the optimizer: keys below `optim`, `optimizer`, `optimizer_states`, `opt_state` and
+    /// the like or Megatron-Core's `chained_<n>.optimizer` are left out, and so is any dict of
+    /// `state` and `param_groups`, such as `app.optim`, `opt_g` or the two at the root.
     WithoutOptimizer,
     /// What a model is made of, by the names that its own code has for it: of a state dict with
-    /// a `model` (or `model_state_dict`, `state_dict`, `module`) at its root, only what is below
-    /// it, without that name; of any other one, all but the optimizer.
+    /// a `model` (or `model_state_dict`, `state_dict`, `module`) at its root or below it, as in
+    /// `app.model`, only what is in that, without its name; of any other one, all but the
+    /// optimizer.
     Model,
 }
 
@@ -114,7 +103,7 @@ impl Selection {
     /// # Errors
     ///
     /// When the mapping names keys that are not there, or two keys would get one name; all of
-    /// them are listed.
+    /// them are listed. When a part of the state is asked for, and nothing tells which it is.
     pub fn of(&self, metadata: &CheckpointMetadata) -> Result<Vec<Chosen>, ConvertError> {
         let unknown: Vec<&str> =
             self.mapping.keys().map(String::as_str).filter(|k| metadata.get(k).is_none()).collect();
@@ -122,15 +111,23 @@ impl Selection {
             let problem = format!("maps names that are not in the checkpoint: {}", list(&unknown));
             return Err(ConvertError::unsupported("the mapping", problem));
         }
+        let parts = match self.part {
+            StatePart::Everything => None,
+            _ => Some(Parts::of(metadata)),
+        };
         let model_root = match self.part {
-            StatePart::Model => model_root(metadata),
+            StatePart::Model => parts.as_ref().and_then(|parts| parts.model.as_deref()),
             _ => None,
         };
         let mut chosen = Vec::new();
+        let mut suspicious: Vec<&str> = Vec::new();
         for (entry, (fqn, value)) in metadata.iter().enumerate() {
             let path = value.path();
-            if !self.takes(fqn, path, model_root) {
+            if !self.takes(fqn, path, parts.as_ref(), model_root) {
                 continue;
+            }
+            if parts.is_some() && Parts::suspicious(fqn, value) {
+                suspicious.push(fqn);
             }
             let mut name = Arc::clone(fqn);
             if let Some(below) = model_root.and_then(|root| below(root, fqn)) {
@@ -147,29 +144,42 @@ impl Selection {
             let path = if name == *fqn { path.cloned() } else { renamed_path(path, &name) };
             chosen.push(Chosen { entry, fqn: name, path });
         }
+        if !suspicious.is_empty() {
+            let problem = format!(
+                "{} look like the state of an optimizer, but nothing says what belongs to it",
+                list(&suspicious)
+            );
+            return Err(ConvertError::UnknownPart { problem });
+        }
+        let by_name = Self { part: StatePart::Everything, ..self.clone() };
+        if parts.is_some_and(|parts| parts.are_unknown()) && by_name.is_everything() {
+            let roots: BTreeSet<&str> =
+                metadata.iter().map(|(fqn, entry)| root(fqn, entry.path())).collect();
+            let roots: Vec<&str> = roots.into_iter().collect();
+            let problem =
+                format!("nothing says which of {} is the model, or an optimizer", list(&roots));
+            return Err(ConvertError::UnknownPart { problem });
+        }
         refuse_clashes(metadata, &chosen)?;
         Ok(chosen)
     }
 
-    fn takes(&self, fqn: &str, path: Option<&StatePath>, model_root: Option<&str>) -> bool {
+    fn takes(
+        &self,
+        fqn: &str,
+        path: Option<&StatePath>,
+        parts: Option<&Parts>,
+        model_root: Option<&str>,
+    ) -> bool {
         let by_name = self.include.selects(fqn, path)
             && !self.exclude.as_ref().is_some_and(|filter| filter.selects(fqn, path));
-        let root = root(fqn, path);
         by_name
-            && match (self.part, model_root) {
-                (StatePart::Everything, _) => true,
-                (StatePart::Model, Some(model)) => root == model,
-                _ => !OPTIMIZER_ROOTS.contains(&root) && !is_chained_optimizer(fqn),
+            && match (model_root, parts) {
+                (Some(model), _) => below(model, fqn).is_some(),
+                (None, Some(parts)) => !parts.is_optimizer(fqn),
+                (None, None) => true,
             }
     }
-}
-
-/// Whether a key is of one of several optimizers of Megatron-Core: `chained_<n>.optimizer.…`.
-fn is_chained_optimizer(fqn: &str) -> bool {
-    let chained = fqn.strip_prefix("chained_").and_then(|rest| rest.split_once('.'));
-    chained.is_some_and(|(number, rest)| {
-        number.bytes().all(|byte| byte.is_ascii_digit()) && rest.starts_with("optimizer.")
-    })
 }
 
 /// A key that is taken.
@@ -190,26 +200,6 @@ fn root<'a>(fqn: &'a str, path: Option<&'a StatePath>) -> &'a str {
         Some(PathItem::Key(key)) => key,
         _ => fqn.split('.').next().unwrap_or(fqn),
     }
-}
-
-/// The name of the dict that holds the model. Names of tensors alone are no proof: those of many
-/// models begin with `model.` themselves. A dict of dicts is one, and so is an optimizer beside.
-fn model_root(metadata: &CheckpointMetadata) -> Option<&'static str> {
-    let nested = metadata.iter().any(|(_, entry)| entry.path().is_some_and(|p| p.len() > 1));
-    let beside = metadata
-        .iter()
-        .any(|(fqn, entry)| entry.path().is_none() && OPTIMIZER_ROOTS.contains(&root(fqn, None)));
-    (nested || beside).then_some(())?;
-    MODEL_ROOTS.iter().copied().find(|name| {
-        metadata.iter().any(|(fqn, entry)| {
-            let deep = entry.path().is_none_or(|path| path.len() > 1);
-            deep && root(fqn, entry.path()) == *name && below(name, fqn).is_some()
-        })
-    })
-}
-
-fn below<'a>(root: &str, fqn: &'a str) -> Option<&'a str> {
-    fqn.strip_prefix(root)?.strip_prefix('.').filter(|rest| !rest.is_empty())
 }
 
 /// The path under a new name: what is left of the old one when the name lost its first steps, a
@@ -406,14 +396,6 @@ mod tests {
         assert_eq!(rename(r"s/b/\&\$1/", "abc"), "a&$1c");
         assert_eq!(rename(r"s/a\/b/x/", "a/b"), "x");
         assert_eq!(rename("s/x/y/", "abc"), "abc");
-    }
-
-    #[test]
-    fn chained_optimizers_are_told_by_name() {
-        assert!(is_chained_optimizer("chained_12.optimizer.distributed.x"));
-        for other in ["chained_x.optimizer.y", "chained_0.weight", "chain.optimizer.x"] {
-            assert!(!is_chained_optimizer(other), "{other}");
-        }
     }
 
     #[test]

@@ -74,6 +74,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     run.rust_to_torch()?;
     run.torch_save()?;
     if torch == venv::NEWEST {
+        run.parts()?;
         run.hugging_face()?;
     }
     println!("interop with torch {torch}: both directions agree ({:.0?})", start.elapsed());
@@ -176,6 +177,27 @@ impl Run<'_> {
         let convert = ["convert", "--to", "hf", "--dequantize", "bf16", "--quiet"];
         run(self.dcp().args(convert).arg(from).arg(to))?;
         run(self.script("interop_hf.py").arg("check").arg(&theirs).arg(&ours))
+    }
+
+    /// The model of training states in the layouts that programs have, taken by the command.
+    fn parts(&self) -> Result {
+        let (states, taken) = (self.folder.join("parts"), self.folder.join("parts_taken"));
+        println!("training states → dcp convert → their models");
+        run(self.script("interop_parts.py").arg("save").arg(&states))?;
+        std::fs::create_dir(&taken)?;
+        for entry in std::fs::read_dir(&states)? {
+            let from = entry?.path();
+            let state = from.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            for (option, file) in [
+                (&["--model-only"][..], "model-only.safetensors"),
+                (&["--no-optimizer"], "no-optimizer.safetensors"),
+                (&["--to", "hf"], "hf"),
+            ] {
+                let to = taken.join(format!("{state}.{file}"));
+                run(self.dcp().args(["convert", "--quiet"]).arg(&from).arg(to).args(option))?;
+            }
+        }
+        run(self.script("interop_parts.py").arg("check").arg(&states).arg(&taken))
     }
 
     /// The command, which lies two folders above the examples.

@@ -52,6 +52,53 @@ fn the_model_is_taken_out_of_a_training_state() {
 }
 
 #[test]
+fn optimizers_are_left_out_wherever_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let weights = ["0.bias", "0.weight", "2.bias", "2.weight"];
+    for (state, model, rest) in [
+        ("app", "", "app.model."),
+        ("flat", "", "app.model."),
+        ("root", "", ""),
+        ("jax", "", "params."),
+        ("gan", "g.", "g."),
+    ] {
+        let source = format!("../torch_save/states/{state}.pt");
+        let at = |name: &str| path(&folder, &format!("{state}.{name}"));
+        dcp(["convert", &source, &at("pt"), "--model-only"]).ok();
+        dcp(["convert", &source, &at("hf"), "--to=hf"]).ok();
+        dcp(["convert", &source, &at("rest.pt"), "--no-optimizer"]).ok();
+        for (made, prefix) in [("pt", model), ("hf", model), ("rest.pt", rest)] {
+            let mut found = keys(&at(made));
+            found.sort();
+            let expected = weights.map(|name| format!("{prefix}{name}"));
+            assert_eq!(found, expected, "{state} {made}");
+        }
+        // All of it is there where it is asked for.
+        dcp(["convert", &source, &at("all"), "--to=hf", "--everything"]).ok();
+        assert!(keys(&at("all")).len() > weights.len(), "{state}");
+    }
+}
+
+#[test]
+fn a_state_whose_parts_are_unknown_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "x");
+    for how in [&["--to=hf"][..], &["--to=dcp", "--model-only"], &["--to=dcp", "--no-optimizer"]] {
+        let convert = ["convert", "nested", &target].into_iter().chain(how.iter().copied());
+        dcp(convert).fails(2, &["nothing says which of", "--include or --exclude", "--everything"]);
+        assert!(!folder.path().join("x").exists());
+    }
+    // State of an optimizer that nothing else tells of.
+    let renamed = path(&folder, "renamed");
+    let source = "../torch_save/states/root.pt";
+    let rename = ["--rename=s/^state/adam/", "--exclude=param_groups", "--to=dcp"];
+    dcp(["convert", source, &renamed].iter().chain(&rename)).ok();
+    dcp(["convert", &renamed, &target, "--to=hf"])
+        .fails(2, &["adam.0.bias.exp_avg", "look like the state of an optimizer"]);
+    dcp(["convert", &renamed, &target, "--to=hf", "--exclude=adam"]).ok();
+}
+
+#[test]
 fn a_file_maps_names() {
     let folder = tempfile::tempdir().unwrap();
     let (map, file) = (path(&folder, "names"), path(&folder, "x.safetensors"));

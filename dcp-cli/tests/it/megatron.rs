@@ -250,7 +250,7 @@ fn bad_checkpoints_are_refused_in_words() {
 fn files_of_other_programs_are_no_marker() {
     let folder = tempfile::tempdir().unwrap();
     let hf = path(&folder, "hf");
-    dcp(["convert", "nested", &hf, "--to", "hf"]).ok();
+    dcp(["convert", "nested", &hf, "--to", "hf", "--everything"]).ok();
     fs::write(folder.path().join("hf/metadata.json"), "{\"license\": \"mit\"}").unwrap();
     assert_eq!(dcp(["inspect", &hf, "--json"]).json()["format"], "hf");
 }

@@ -120,7 +120,7 @@ fn a_folder_is_one_checkpoint_of_one_kind() {
     dcp(["convert", &source, &out, "--to", "torch-dist", "--tp=1", "--overwrite"]).ok();
     dcp(["diff", &source, &out]).ok();
     for to in ["dcp", "hf"] {
-        dcp(["-q", "convert", "nested", &out, "--to", to, "--overwrite"])
+        dcp(["-q", "convert", "nested", &out, "--to", to, "--overwrite", "--everything"])
             .fails(2, &["another checkpoint", "Megatron-Core", "another directory"]);
     }
     dcp(["convert", &source, &plain, "--to", "torch-dist", "--overwrite"])

@@ -108,7 +108,7 @@ fn targets_are_checked() {
 fn a_folder_is_one_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let (hf, dcp_folder) = (path(&folder, "hf"), path(&folder, "dcp"));
-    dcp(["convert", "nested", &hf, "--to", "hf"]).ok();
+    dcp(["convert", "nested", &hf, "--to", "hf", "--everything"]).ok();
     dcp(["convert", "nested", &dcp_folder, "--to", "dcp"]).ok();
     dcp(["convert", "nested", &path(&folder, "step/model_and_optim"), "--to", "dcp"]).ok();
     for more in [&[] as &[&str], &["--overwrite"], &["--dry-run"]] {
@@ -159,8 +159,8 @@ fn what_fails_or_only_says_leaves_no_folders() {
     for (target, to) in
         [("z.safetensors", "safetensors"), ("z", "hf"), ("z.pt", "torch-save"), ("z", "dcp")]
     {
-        dcp(["convert", "nested", &file(target), "--to", to, "--dry-run"]).ok();
-        let run = dcp(["convert", &bad, &file(target), "--to", to]);
+        dcp(["convert", "nested", &file(target), "--to", to, "--everything", "--dry-run"]).ok();
+        let run = dcp(["convert", &bad, &file(target), "--to", to, "--everything"]);
         assert_eq!(run.code, 1, "{to}: {}", run.stderr);
         assert!(!folder.path().join("new").exists(), "{to}");
     }

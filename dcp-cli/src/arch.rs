@@ -132,6 +132,17 @@ impl Origin {
     }
 }
 
+/// Whether tensors have names by which models of Megatron-Core ask for them: `decoder.layers.…`, one
+/// tensor for all layers or one each, or those of the embedding, without a prefix.
+async fn has_megatron_names(source: &Source) -> Result<bool, Failure> {
+    let metadata = source.metadata().await?;
+    let roots = ["decoder.", "encoder.", "embedding.", "output_layer."];
+    let is_tensor = |entry: &Entry| entry.as_tensor().is_some();
+    Ok(metadata
+        .iter()
+        .any(|(name, entry)| is_tensor(entry) && roots.iter().any(|root| name.starts_with(root))))
+}
+
 /// What was asked for.
 enum Wanted {
     Auto,
@@ -152,6 +163,18 @@ impl Arch {
         let origin = Origin::of(opened, &source).await?;
         let Some(wanted) = self.wanted(opened, origin, to, out)? else {
             self.refuse_idle()?;
+            if to == Format::TorchDist
+                && self.arch.is_none()
+                && !has_megatron_names(&source).await?
+            {
+                let way = match origin {
+                    Origin::Megatron => "convert to hf first, and from there to torch-dist",
+                    _ => "--arch gives a Hugging Face model the names of Megatron-Core",
+                };
+                out.note(&format!(
+                    "the tensors keep their names, which Megatron-LM does not load; {way}"
+                ));
+            }
             return Ok(Named { source, config: None, report: None });
         };
         let mut how = MapOptions::default();
@@ -246,10 +269,6 @@ impl Arch {
                     "it gets Megatron-Core's names, by config.json; --arch none keeps its own",
                 );
                 "auto"
-            }
-            None if to == Format::TorchDist && origin == Origin::Other => {
-                out.note("names are kept; --arch gives a model of Hugging Face Megatron-Core's");
-                return Ok(None);
             }
             None => return Ok(None),
             Some(name) => name,

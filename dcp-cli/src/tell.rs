@@ -83,6 +83,13 @@ fn notes(report: &WriteReport, out: &Output) {
     for one in &report.callables {
         out.note(&format!("Python will run {one}, when it loads the copy"));
     }
+    replaced_notes(report, out);
+    if let Some(version) = report.oldest_version {
+        out.note(&format!(
+            "Megatron-Core {version} or later loads this layout: there are more tensor-parallel ranks \
+             than query groups"
+        ));
+    }
     if !report.left_out.is_empty() {
         let objects = count(report.left_out.len(), "object");
         out.note(&format!("left out {objects}: {}", list(&report.left_out)));
@@ -103,6 +110,22 @@ fn notes(report: &WriteReport, out: &Output) {
             "stored {tensors} as bytes, because safetensors has no name for the type: {}",
             list(&report.raw)
         ));
+    }
+}
+
+fn replaced_notes(report: &WriteReport, out: &Output) {
+    for (left_out, how) in [(false, "wrote as plain values"), (true, "left out")] {
+        let classes = report.replaced.iter().filter(|object| object.left_out == left_out);
+        let names: Vec<Arc<str>> = classes
+            .map(|object| {
+                let class = object.class.rsplit('.').next().unwrap_or_default();
+                format!("{} ({class})", object.path).into()
+            })
+            .collect();
+        if !names.is_empty() {
+            let classes = "arguments of classes that some versions of Megatron-Core do not load";
+            out.note(&format!("{how} {classes}: {}; `--form newest` keeps them", list(&names)));
+        }
     }
 }
 

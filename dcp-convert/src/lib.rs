@@ -117,4 +117,4 @@ pub use to_torch_save::to_torch_save;
 pub use value_json::{JsonLimits, value_json};
 pub use verify::{Problem, ProblemKind, VerifyReport, verify};
 pub use within::Within;
-pub use written::{PlannedTensor, WriteReport};
+pub use written::{PlannedTensor, ReplacedClass, WriteReport};

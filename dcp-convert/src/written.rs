@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use dcp_core::{CheckpointMetadata, Entry};
+use dcp_formats::pickle::ReplacedObject;
 use indexmap::IndexMap;
 use serde::Serialize;
 
@@ -45,6 +46,14 @@ pub struct WriteReport {
     /// not known to be harmless.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub callables: Vec<ForeignCallable>,
+    /// Objects that were written as plain values, because some readers of the target lack their
+    /// class.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub replaced: Vec<ReplacedClass>,
+    /// The oldest version of the target's program that loads what was written, where it is newer
+    /// than the form of the target asks for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oldest_version: Option<&'static str>,
     /// What was lost in casts, when tensors were cast.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cast: Option<CastReport>,
@@ -55,6 +64,24 @@ pub struct WriteReport {
     /// Of a dry run, the tensors: FQN → what would be written.
     #[serde(skip_serializing_if = "IndexMap::is_empty")]
     pub keys: IndexMap<Arc<str>, PlannedTensor>,
+}
+
+/// An object that was written as a plain value, because some readers of the target lack its class.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct ReplacedClass {
+    /// Keys and positions on the way to the object, joined by dots.
+    pub path: String,
+    /// Its class: `module.Name`.
+    pub class: String,
+    /// Whether it has no plain form and was left out.
+    pub left_out: bool,
+}
+
+impl From<ReplacedObject> for ReplacedClass {
+    fn from(object: ReplacedObject) -> Self {
+        Self { path: object.path, class: object.class, left_out: !object.is_plain }
+    }
 }
 
 /// A tensor that would be written.

@@ -32,10 +32,7 @@ const EXPANDED_MAX: u64 = 16 << 20;
 ///
 /// When archive or pickle are damaged, or a record's CRC differs.
 pub fn decode_object(blob: &Bytes) -> Result<Value, FormatError> {
-    let converted = read(blob).map_err(|halt| match halt {
-        Halt::Bad(error) => error,
-        Halt::Need(range) => FormatError::new("torch archive", "it is cut short").at(range.start),
-    })?;
+    let converted = read(blob)?;
     if converted.faithful {
         return Ok(converted.value);
     }
@@ -198,10 +195,7 @@ fn foreign_names_in(archive: &Bytes) -> Result<Vec<ForeignName>, FormatError> {
         let pickle = small_record(&sparse, index.require("data.pkl")?, INFLATED_MAX)?;
         Ok(Pickle::parse(&pickle, &Limits::DEFAULT)?.foreign_names())
     };
-    names().map_err(|halt| match halt {
-        Halt::Bad(error) => error,
-        Halt::Need(range) => FormatError::new("torch archive", "it is cut short").at(range.start),
-    })
+    Ok(names()?)
 }
 
 /// Gives tensors in a pickle the bytes of their storages.
@@ -283,15 +277,9 @@ impl Hook for Tensors<'_> {
         if unpacked != Some(layout.byte_len()) || layout.byte_len() > self.budget {
             return Ok(None);
         }
-        let cut_short = |halt| match halt {
-            Halt::Bad(error) => error,
-            Halt::Need(range) => {
-                FormatError::new("torch archive", "it is cut short").at(range.start)
-            }
-        };
-        let (tensor, fresh) = self.tensor(&layout).map_err(cut_short)?;
+        let (tensor, fresh) = self.tensor(&layout)?;
         if let Some(quantizer) = layout.quantizer() {
-            let value = self.quantized(tensor, quantizer).map_err(cut_short)?;
+            let value = self.quantized(tensor, quantizer)?;
             return Ok(Some(Converted { value, faithful: false }));
         }
         let whole = layout.byte_len() == layout.storage().byte_len;

@@ -192,6 +192,7 @@ mod async_queue;
 mod checkpoint;
 mod common;
 mod common_check;
+mod compatible;
 mod config;
 mod contents;
 mod describe;

@@ -12,9 +12,12 @@ use dcp_core::{CheckpointMetadata, Dict, Entry, FormatError, PathItem, Tensor, V
 use dcp_planner::unflatten;
 
 use crate::args::MegatronArgs;
+use crate::compatible::with_plain_args;
 use crate::error::MegatronError;
 use crate::logical::COMMON_STATE;
-use crate::partition::{MegatronDivision, ParallelLayout};
+use crate::partition::{MegatronDivision, ParallelLayout, oldest_version};
+#[cfg(doc)]
+use crate::writer::MegatronForm;
 use crate::writer::MegatronWriterBuilder;
 
 /// Bytes of tensors in objects that a source keeps in parts, and of objects that get another name:
@@ -31,7 +34,9 @@ const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 /// [`COMMON_STATE`]. It is taken over as it is: arguments in it go on to say how the run that
 /// saved it was laid out, as the random states among the objects do, which Megatron-LM passes
 /// over where the two layouts differ. With the sizes of `layout` in the arguments it would ask for
-/// random states and rerun states of ranks that never were. An object that has no place in a grid becomes one of a grid of
+/// random states and rerun states of ranks that never were. With [`MegatronForm::CommonFile`]
+/// arguments of classes that some version since 0.6 does not load are written as plain values, and
+/// [`WriteReport::replaced`] names them. An object that has no place in a grid becomes one of a grid of
 /// one, `name/shard_0_1`, a list of one, which is how Megatron-Core knows objects. Objects that a
 /// file of `torch.save` keeps in parts are put together.
 ///
@@ -69,13 +74,25 @@ pub async fn to_torch_dist(
         Some(common) => admit_callables(&COMMON_STATE.into(), common, options)?,
         None => Vec::new(),
     };
+    let mut replaced = Vec::new();
+    let has_common_file = writer.has_common_file();
+    if has_common_file
+        && let Some(common) = writer.common_value()
+        && let Some((plain, classes)) = with_plain_args(common)?
+    {
+        writer = writer.common(plain);
+        replaced = classes;
+    }
     let args = writer.common_dict().and_then(|common| common.get("args"));
     let args = args.and_then(MegatronArgs::from_value);
     let source = with_unique_keys(source, &metadata, nested, options).await?;
     let metadata = source.metadata().await?;
     let division = MegatronDivision::new(&metadata, layout, args.as_ref())?;
+    let oldest_version = oldest_version(layout, args.as_ref());
     let mut report = divide(&source, &writer.build(), &division, options).await?;
     report.callables.splice(0..0, callables);
+    report.replaced = replaced;
+    report.oldest_version = oldest_version.filter(|_| has_common_file);
     Ok(report)
 }
 

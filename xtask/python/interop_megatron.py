@@ -8,6 +8,7 @@ interop_megatron.py load RANKS LAYOUTS DIR=SAVED...  Megatron loads each strictl
                                                    as 1x4,4x1, every rank for itself and fully parallel, and
                                                    compares; SAVED is the layout that it was saved in, with
                                                    its number of ranks, such as 2x2x4
+interop_megatron.py common DIR                     Megatron loads the common state of a run of 0.19
 interop_megatron.py inside DIR...                  PyTorch reads a common state that lies inside the data
 
 What a rank holds follows from its coordinates (`leaves`), the bytes of a tensor from its key. Rust's
@@ -410,6 +411,17 @@ def inside_one(checkpoint):
     same(found, common_state("random" in found), "common_state")
 
 
+def load_common(checkpoint):
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    args = load_common_state_dict(checkpoint)["args"]
+    assert isinstance(args, argparse.Namespace), args
+    assert args.params_dtype is torch.bfloat16, args.params_dtype
+    # An enumeration of 0.18 and later, and one that 0.14 and 0.15 do not allow.
+    assert (args.inference_cuda_graph_scope, args.exit_signal) == (1, 15), args
+    print("Megatron loads %d arguments of a run of 0.19" % len(vars(args)))
+
+
 if __name__ == "__main__":
-    commands = {"state": state, "save": save, "load": load, "inside": inside}
+    commands = {"common": load_common, "state": state, "save": save, "load": load, "inside": inside}
     common.main(lambda what, *args: commands[what](*args))

@@ -299,7 +299,16 @@ fn a_run_that_pytorch_saved_alone_and_back() {
         .fails(2, &["no model family \"bert\"", "llama", "--arch none"]);
     // Of others, only a note says that there would be a way.
     let run = dcp(["convert", "nested", &at("nested"), "--to", "torch-dist"]);
-    assert!(run.stderr.contains("names are kept"), "{}", run.stderr);
+    assert!(run.stderr.contains("keep their names, which Megatron-LM"), "{}", run.stderr);
+    run.ok();
+    // A run of torch_dcp has names of Megatron-Core, but those of modules.
+    let run = dcp(["convert", &source, &at("modules"), "--to", "torch-dist"]);
+    assert!(run.stderr.contains("Megatron-LM does not load; convert to hf"), "{}", run.stderr);
+    run.ok();
+    // As `dist_checkpointing` names them, they are those that it asks for.
+    let sharded = megatron("run_torch_dist_dp2/iter_0000010");
+    let run = dcp(["convert", &sharded, &at("sharded"), "--to", "torch-dist"]);
+    assert!(!run.stderr.contains("keep their names"), "{}", run.stderr);
     run.ok();
     assert!(!folder.path().join("wrong").exists());
 }
@@ -314,6 +323,19 @@ fn a_checkpoint_that_is_not_whole_is_bad() {
     let like = path(&folder, "like");
     fs::create_dir_all(folder.path().join("like/config.json")).unwrap();
     hf(&["--config", &like]).fails(3, &["cannot read", "config.json"]);
+}
+
+#[test]
+fn more_ranks_than_query_groups_need_a_newer_version() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| path(&folder, name);
+    // 4 heads in 2 groups.
+    let source = megatron("v015_gpt_tp2dp2_swiglu_fs_model_space/ckpt");
+    let reshard = |tp: &str, to: &str| dcp(["reshard", &source, to, "--tp", tp, "--json"]);
+    let args = dcp(["inspect", &source, "--args", "--json"]).json();
+    assert_eq!(args["num_query_groups"], 2, "{args}");
+    assert_eq!(reshard("2", &at("two")).json().get("oldest_version"), None);
+    assert_eq!(reshard("4", &at("four")).json()["oldest_version"], "0.16");
 }
 
 #[test]

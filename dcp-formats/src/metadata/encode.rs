@@ -266,7 +266,7 @@ fn put_info(
             _ => {
                 return writer.list(encoding.transforms.iter(), |writer, transform| {
                     writer.constant(transform);
-                    Ok(())
+                    Ok::<_, FormatError>(())
                 });
             }
         }

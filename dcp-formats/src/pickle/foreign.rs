@@ -6,10 +6,10 @@
 //! PyTorch, OLMo-core and Megatron-Core are made of, those by which a pickle takes a machine over,
 //! and all others, of which nothing is known.
 
-use std::collections::VecDeque;
 use std::fmt;
 
-use super::arena::{Node, NodeId, Pickle};
+use super::arena::{Node, Pickle};
+use super::walk::Walk;
 
 /// What is known of a name that Python would import and call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -69,18 +69,6 @@ impl fmt::Display for ForeignName {
     }
 }
 
-/// The most of a path that is kept, in bytes.
-const PATH_MAX: usize = 256;
-
-/// How a node is reached from another one.
-#[derive(Clone, Copy)]
-enum Step {
-    /// It is a part without a name.
-    Part,
-    Key(NodeId),
-    Index(usize),
-}
-
 impl Pickle<'_> {
     /// Whether Python would import anything that is not known to be harmless.
     #[must_use]
@@ -95,83 +83,17 @@ impl Pickle<'_> {
         if !self.has_foreign_names() {
             return Vec::new();
         }
+        let walk = Walk::new(self, self.root());
         let mut paths: Vec<Option<String>> = vec![None; self.globals().len()];
-        let mut reached: Vec<Option<(NodeId, Step)>> = vec![None; self.node_count()];
-        let mut open = VecDeque::from([(self.root(), self.root(), Step::Part)]);
-        while let Some((id, from, step)) = open.pop_front() {
-            let Some(place @ None) = reached.get_mut(id.index()) else { continue };
-            *place = Some((from, step));
-            match self.node(id) {
-                Node::Global(number) => {
-                    if let Some(path) = paths.get_mut(*number as usize) {
-                        *path = Some(self.path_to(id, &reached));
-                    }
-                }
-                Node::Dict(span) => self.push_pairs(id, self.children(*span), &mut open),
-                Node::Tuple(span) | Node::List(span) | Node::Set(span) | Node::FrozenSet(span) => {
-                    self.push_items(id, self.children(*span), &mut open);
-                }
-                Node::Persistent(inner) => open.push_back((*inner, id, Step::Part)),
-                Node::Object(_) => {
-                    let Some(object) = self.object(id) else { continue };
-                    let parts = [object.class, object.args].into_iter().chain(object.state);
-                    let parts = parts.chain(self.kwargs(object));
-                    open.extend(parts.map(|part| (part, id, Step::Part)));
-                    self.push_items(id, self.object_items(object), &mut open);
-                    self.push_pairs(id, self.object_entries(object), &mut open);
-                }
-                _ => {}
+        for id in walk.nodes() {
+            if let Node::Global(number) = self.node(id)
+                && let Some(path) = paths.get_mut(*number as usize)
+            {
+                *path = Some(walk.path_to(self, id));
             }
         }
         let named = self.globals().iter().zip(paths);
         named.filter_map(|(g, path)| ForeignName::new(&g.module, &g.name, path)).collect()
-    }
-
-    fn push_items(
-        &self,
-        id: NodeId,
-        items: &[NodeId],
-        open: &mut VecDeque<(NodeId, NodeId, Step)>,
-    ) {
-        open.extend(items.iter().enumerate().map(|(at, item)| (*item, id, Step::Index(at))));
-    }
-
-    fn push_pairs(
-        &self,
-        id: NodeId,
-        pairs: &[NodeId],
-        open: &mut VecDeque<(NodeId, NodeId, Step)>,
-    ) {
-        for [key, value] in pairs.as_chunks::<2>().0 {
-            open.push_back((*key, id, Step::Part));
-            open.push_back((*value, id, Step::Key(*key)));
-        }
-    }
-
-    /// Keys and positions on the way to a node, the innermost ones where there are too many.
-    fn path_to(&self, mut id: NodeId, reached: &[Option<(NodeId, Step)>]) -> String {
-        let mut path = String::new();
-        while id != self.root()
-            && let Some(Some((from, step))) = reached.get(id.index())
-        {
-            let step = match step {
-                Step::Part => None,
-                Step::Index(at) => Some(at.to_string()),
-                Step::Key(key) => Some(match (self.str(*key), self.int(*key)) {
-                    (Some(text), _) => text.chars().take(PATH_MAX).collect(),
-                    (None, Some(number)) => number.to_string(),
-                    (None, None) => "?".to_owned(),
-                }),
-            };
-            if let Some(step) = step {
-                if step.len() + path.len() > PATH_MAX {
-                    return format!("….{path}");
-                }
-                path = if path.is_empty() { step } else { format!("{step}.{path}") };
-            }
-            id = *from;
-        }
-        path
     }
 }
 

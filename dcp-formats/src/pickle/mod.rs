@@ -20,8 +20,10 @@ mod limits;
 mod machine;
 mod names;
 mod opcode;
+mod replace;
 mod rewrite;
 mod stack;
+mod walk;
 mod writer;
 
 pub use arena::{Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, Span};
@@ -30,5 +32,6 @@ pub(crate) use dump::not_alone;
 pub use dump::{Dumper, TensorSink, dump};
 pub use foreign::{ForeignName, Trust};
 pub use limits::Limits;
+pub use replace::ReplacedObject;
 pub use rewrite::PersistentSink;
 pub use writer::Writer;

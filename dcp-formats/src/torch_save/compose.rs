@@ -168,31 +168,28 @@ impl TensorSink for Storages {
 }
 
 impl Storages {
-    /// Writes that part of an archive's object which `part` names, with its storages.
+    /// Writes that part of an archive's object which `part` names, after changing it as `part`
+    /// likes, with its storages.
     pub(super) fn splice(
         &mut self,
         writer: &mut Writer,
         archive: &Bytes,
-        part: impl Fn(&Pickle<'_>) -> Result<NodeId, FormatError>,
+        mut part: impl FnMut(&mut Pickle<'_>) -> Result<NodeId, FormatError>,
     ) -> Result<(), FormatError> {
-        self.splice_part(writer, archive, &part).map_err(|halt| match halt {
-            Halt::Bad(error) => error,
-            Halt::Need(range) => {
-                FormatError::new("torch archive", "it is cut short").at(range.start)
-            }
-        })
+        Ok(self.splice_part(writer, archive, &mut part)?)
     }
 
     fn splice_part(
         &mut self,
         writer: &mut Writer,
         archive: &Bytes,
-        part: &dyn Fn(&Pickle<'_>) -> Result<NodeId, FormatError>,
+        part: &mut dyn FnMut(&mut Pickle<'_>) -> Result<NodeId, FormatError>,
     ) -> Result<(), Halt> {
         let blob = Sparse::whole(archive);
         let index = ArchiveIndex::read(&blob)?;
         let bytes = small_record(&blob, index.require("data.pkl")?, INFLATED_MAX)?;
-        let pickle = Pickle::parse(&bytes, &Limits::DEFAULT)?;
+        let mut pickle = Pickle::parse(&bytes, &Limits::DEFAULT)?;
+        let root = part(&mut pickle)?;
         let swapped = byte_order(&blob, &index)? == ByteOrder::Big;
         let mut known = HashMap::new();
         let mut numbers = |storage: &StorageRef, element: u64| {
@@ -217,7 +214,7 @@ impl Storages {
             Ok(self.key(number))
         };
         let numbers: Numbers<'_> = &mut numbers;
-        writer.graph(&pickle, part(&pickle)?, &mut PersistentStorages(numbers))?;
+        writer.graph(&pickle, root, &mut PersistentStorages(numbers))?;
         Ok(())
     }
 }

@@ -29,7 +29,7 @@ mod write;
 pub use again::TorchSaveAgain;
 pub use contents::{MAGIC_LEN, is_torch_save};
 pub use reader::{FileRecord, TorchSaveReader};
-pub use value::{decode_only_item, encode_value};
+pub use value::{decode_only_item, encode_value, replace_classes};
 pub use write::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan, write,
 };

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use dcp_core::{FormatError, Opaque, Value};
 
 use super::compose::{StorageContent, Storages};
-use crate::pickle::{Node, NodeId, Pickle, Writer};
+use crate::pickle::{Node, NodeId, Pickle, ReplacedObject, Writer};
 use crate::torch_object::decode_object;
 use crate::torch_zip::{ArchiveEncoder, ArchiveIndex, RecordSet, Sparse};
 
@@ -64,7 +64,7 @@ pub fn decode_only_item(blob: &Bytes) -> Result<Value, FormatError> {
     }
 }
 
-fn only_item(pickle: &Pickle<'_>) -> Result<NodeId, FormatError> {
+fn only_item(pickle: &mut Pickle<'_>) -> Result<NodeId, FormatError> {
     match pickle.node(pickle.root()) {
         Node::List(span) => match pickle.children(*span) {
             [item] => Ok(*item),
@@ -72,6 +72,79 @@ fn only_item(pickle: &Pickle<'_>) -> Result<NodeId, FormatError> {
         },
         _ => Err(no_list_of_one("another object")),
     }
+}
+
+/// A value in which every object below `key`, whose class or name is not `known` (module, name),
+/// is replaced by a plain one; and which were replaced. `None` when there is no such object.
+///
+/// A member of an enumeration becomes its value. What has no plain form loses its entry in the dict
+/// that holds it, or becomes `None` elsewhere. All other objects, shared ones and cycles among them,
+/// stay as they are.
+///
+/// # Errors
+///
+/// When an archive in which an object is kept is damaged.
+pub fn replace_classes(
+    value: &Value,
+    key: &str,
+    known: &dyn Fn(&str, &str) -> bool,
+) -> Result<Option<(Value, Vec<ReplacedObject>)>, FormatError> {
+    match value {
+        Value::Opaque(opaque) => in_archive(&opaque.encoded, Some(key), known),
+        Value::Dict(dict) => {
+            let Some(Value::Opaque(opaque)) = dict.get(key) else { return Ok(None) };
+            let Some((item, mut replaced)) = in_archive(&opaque.encoded, None, known)? else {
+                return Ok(None);
+            };
+            for object in &mut replaced {
+                object.path = format!("{key}.{}", object.path);
+            }
+            let mut dict = dict.clone();
+            dict.insert(key, item);
+            Ok(Some((Value::Dict(dict), replaced)))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// [`replace_classes`] in the object of an archive: below `key` of the dict that it is, or
+/// everywhere.
+fn in_archive(
+    archive_bytes: &Bytes,
+    key: Option<&str>,
+    known: &dyn Fn(&str, &str) -> bool,
+) -> Result<Option<(Value, Vec<ReplacedObject>)>, FormatError> {
+    let mut replaced = Vec::new();
+    let root = ArchiveIndex::read(&Sparse::whole(archive_bytes))?;
+    let root = root.root().to_owned();
+    let encoded = archive(&root, |writer, storages| {
+        storages.splice(writer, archive_bytes, |pickle| {
+            let from = match key {
+                Some(key) => entry(pickle, key),
+                None => Some(pickle.root()),
+            };
+            if let Some(from) = from {
+                replaced = pickle.replace_classes(from, known);
+            }
+            Ok(pickle.root())
+        })
+    })?;
+    for object in &mut replaced {
+        if let Some(key) = key {
+            object.path = format!("{key}.{}", object.path);
+        }
+    }
+    if replaced.is_empty() {
+        return Ok(None);
+    }
+    Ok(Some((decode_object(&encoded)?, replaced)))
+}
+
+/// The value of a key in the dict that is the root of a pickle.
+fn entry(pickle: &Pickle<'_>, key: &str) -> Option<NodeId> {
+    let Node::Dict(span) = pickle.node(pickle.root()) else { return None };
+    let mut entries = pickle.entries(*span);
+    entries.find_map(|(name, value)| (pickle.str(name) == Some(key)).then_some(value))
 }
 
 fn no_list_of_one(found: &str) -> FormatError {

@@ -88,6 +88,16 @@ impl From<FormatError> for Halt {
     }
 }
 
+/// Of a blob that is all at hand: what is missing was cut off.
+impl From<Halt> for FormatError {
+    fn from(halt: Halt) -> Self {
+        match halt {
+            Halt::Bad(error) => error,
+            Halt::Need(range) => Self::new("torch archive", "it is cut short").at(range.start),
+        }
+    }
+}
+
 impl<T> Progress<T> {
     pub(crate) fn from_halting(result: Result<T, Halt>) -> Result<Self, FormatError> {
         match result {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use dcp_convert::{ConvertError, Division, Held, Holder};
 use dcp_core::{CheckpointMetadata, Dims, Entry, Region, TensorEntry};
 
+use super::heads::check_heads;
 use super::key::{Counted, ModelKey, ObjectKey};
 use super::layout::{ParallelLayout, PipelineSplit, Ranks};
 use super::{TensorCut, tensor_cut};
@@ -67,6 +68,7 @@ impl MegatronDivision {
                 _ => {}
             }
         }
+        check_heads(layout, args)?;
         Ok(Self { survey, objects })
     }
 }

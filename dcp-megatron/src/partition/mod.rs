@@ -2,11 +2,13 @@
 //! parallelism cut each parameter, as a table of rules.
 
 mod division;
+mod heads;
 mod key;
 mod layout;
 mod observed;
 
 pub(crate) use division::MegatronDivision;
+pub(crate) use heads::oldest_version;
 pub use layout::{ParallelLayout, PipelineSplit};
 pub(crate) use observed::Observed;
 

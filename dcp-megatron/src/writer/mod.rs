@@ -217,6 +217,11 @@ impl MegatronWriterBuilder {
         self.common.is_some()
     }
 
+    /// Whether the common state goes into a `common.pt`.
+    pub(crate) fn has_common_file(&self) -> bool {
+        self.form == MegatronForm::CommonFile
+    }
+
     pub(crate) fn common_value(&self) -> Option<&Value> {
         self.common.as_ref()
     }

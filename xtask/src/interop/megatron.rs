@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::Run;
 use crate::process::run;
-use crate::{Result, venv};
+use crate::{Result, venv, workspace};
 
 /// Layouts to load in, as TP by PP, on so many ranks; what is left over is data parallelism.
 const LAYOUTS: &[(u32, &[&str])] = &[(4, &["1x4", "4x1", "2x2", "1x1"]), (2, &["1x2", "2x1"])];
@@ -16,9 +16,21 @@ impl Run<'_> {
     pub(super) fn megatron(&self) -> Result {
         let state = self.folder.join("state.json");
         run(self.script("interop_megatron.py").arg("state").arg(&state))?;
+        self.newer_arguments()?;
         self.megatron_to_rust(&state)?;
         self.rust_to_megatron(&state)?;
         self.models()
+    }
+
+    /// A run of 0.19, whose arguments hold classes that earlier versions lack, in the form that all
+    /// versions read.
+    fn newer_arguments(&self) -> Result {
+        let run_of_019 = workspace::root().join("fixtures/megatron/run_torch_dist_v019");
+        let written = self.folder.join("newer_arguments");
+        let mut convert = self.dcp();
+        convert.args(["convert", "--quiet", "--to", "torch-dist", "--form", "compatible"]);
+        run(convert.arg(run_of_019).arg(&written))?;
+        run(self.script("interop_megatron.py").arg("common").arg(written))
     }
 
     fn megatron_to_rust(&self, state: &Path) -> Result {

@@ -1,0 +1,204 @@
+//! Replaces objects of classes that another program lacks by plain values.
+
+use std::collections::HashSet;
+
+use super::arena::{Node, NodeId, Pickle, Span};
+use super::walk::Walk;
+
+/// An object that [`Pickle::replace_classes`] has replaced.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ReplacedObject {
+    /// Keys and positions on the way to the object, joined by dots.
+    pub path: String,
+    /// Its class or its own name: `module.Name`.
+    pub class: String,
+    /// Whether a plain value is in its place. Otherwise its entry in a dict is gone, and elsewhere
+    /// there is `None`.
+    pub is_plain: bool,
+}
+
+/// What is in the place of an object.
+enum Replacement {
+    /// The argument that its class was called with, as for a member of an enumeration.
+    Argument(NodeId),
+    /// Nothing.
+    Gone,
+}
+
+/// A node to replace: its path, and the class or name that is not known.
+type Unknown = (NodeId, String, String, Replacement);
+
+impl Pickle<'_> {
+    /// Replaces every object below `from` whose class or name is not `known` (module, name).
+    ///
+    /// A member of an enumeration, which Python pickles as its class called with its value or as
+    /// `getattr` of class and name, becomes that value or name. So does any other object that is
+    /// made by a call with one argument and has no state. The entry of any other object in a dict
+    /// is removed; elsewhere it becomes `None`.
+    pub(crate) fn replace_classes(
+        &mut self,
+        from: NodeId,
+        known: &dyn Fn(&str, &str) -> bool,
+    ) -> Vec<ReplacedObject> {
+        let mut replaced = Vec::new();
+        let mut gone = HashSet::new();
+        let mut seen = HashSet::new();
+        // An argument that takes the place of its object may be an object too, or hold some. The
+        // second replacement of one node is `Gone`, so that a cycle ends.
+        loop {
+            let walk = Walk::new(self, from);
+            let unknown: Vec<Unknown> = walk
+                .nodes()
+                .filter_map(|id| Some((id, self.replacement(id, known)?)))
+                .map(|(id, (class, by))| (id, walk.path_to(self, id), class, by))
+                .collect();
+            // A class is a name too, but goes with its object.
+            let unknown =
+                if unknown.is_empty() { self.unknown_names(&walk, known) } else { unknown };
+            if unknown.is_empty() {
+                break;
+            }
+            for (id, path, class, by) in unknown {
+                let node = match by {
+                    Replacement::Argument(argument) if seen.insert(id) => {
+                        self.node(argument).clone()
+                    }
+                    _ => {
+                        gone.insert(id);
+                        Node::None
+                    }
+                };
+                replaced.push(ReplacedObject { path, class, is_plain: !gone.contains(&id) });
+                if let Some(place) = self.nodes.get_mut(id.index()) {
+                    *place = node;
+                }
+            }
+        }
+        if !gone.is_empty() {
+            let dicts: Vec<_> = Walk::new(self, from).nodes().collect();
+            for id in dicts {
+                self.remove_entries(id, &gone);
+            }
+        }
+        replaced
+    }
+
+    /// The class of an object that is to be replaced, and by what.
+    fn replacement(
+        &self,
+        id: NodeId,
+        known: &dyn Fn(&str, &str) -> bool,
+    ) -> Option<(String, Replacement)> {
+        let unknown = |id| self.unknown_name(id, known);
+        let object = self.object(id)?;
+        let args = self.tuple(object.args);
+        if self.global_name(object.class) == Some(("builtins", "getattr")) {
+            let [class, name] = args else { return None };
+            let by = match self.str(*name) {
+                Some(_) => Replacement::Argument(*name),
+                None => Replacement::Gone,
+            };
+            return Some((unknown(*class)?, by));
+        }
+        let class = unknown(object.class)?;
+        let bare = object.state.is_none()
+            && self.kwargs(object).is_none()
+            && self.object_items(object).is_empty()
+            && self.object_entries(object).is_empty();
+        Some(match args {
+            [argument] if bare => (class, Replacement::Argument(*argument)),
+            _ => (class, Replacement::Gone),
+        })
+    }
+
+    fn unknown_name(&self, id: NodeId, known: &dyn Fn(&str, &str) -> bool) -> Option<String> {
+        let (module, name) = self.global_name(id)?;
+        (!known(module, name)).then(|| format!("{module}.{name}"))
+    }
+
+    fn unknown_names(&self, walk: &Walk, known: &dyn Fn(&str, &str) -> bool) -> Vec<Unknown> {
+        let names = walk.nodes().filter_map(|id| Some((id, self.unknown_name(id, known)?)));
+        names.map(|(id, name)| (id, walk.path_to(self, id), name, Replacement::Gone)).collect()
+    }
+
+    /// Removes the entries of a dict whose key or value is `gone`.
+    fn remove_entries(&mut self, id: NodeId, gone: &HashSet<NodeId>) {
+        let Node::Dict(span) = self.node(id) else { return };
+        let is_left = |[key, value]: &&[NodeId; 2]| !gone.contains(key) && !gone.contains(value);
+        let pairs = self.children(*span).as_chunks::<2>().0;
+        let left: Vec<NodeId> = pairs.iter().filter(is_left).flatten().copied().collect();
+        if left.len() < span.len()
+            && let Some(span) = self.extend(Span::default(), &left)
+            && let Some(place) = self.nodes.get_mut(id.index())
+        {
+            *place = Node::Dict(span);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pickle::Limits;
+
+    fn replaced(pickle: &[u8], known: &[&str]) -> (String, Vec<(String, String, bool)>) {
+        let mut pickle = Pickle::parse(pickle, &Limits::DEFAULT).unwrap();
+        let is_known = |module: &str, name: &str| known.contains(&&*format!("{module}.{name}"));
+        let replaced = pickle.replace_classes(pickle.root(), &is_known);
+        let replaced = replaced.into_iter().map(|o| (o.path, o.class, o.is_plain)).collect();
+        (show(&pickle, pickle.root()), replaced)
+    }
+
+    fn show(pickle: &Pickle<'_>, id: NodeId) -> String {
+        let all =
+            |ids: &[NodeId]| ids.iter().map(|id| show(pickle, *id)).collect::<Vec<_>>().join(" ");
+        match pickle.node(id) {
+            Node::None => "None".to_owned(),
+            Node::Int(n) => n.to_string(),
+            Node::Dict(span) => format!("{{{}}}", all(pickle.children(*span))),
+            Node::List(span) | Node::Tuple(span) => format!("[{}]", all(pickle.children(*span))),
+            Node::Global(_) => pickle.global_name(id).unwrap().1.to_owned(),
+            Node::Object(_) => {
+                let object = pickle.object(id).unwrap();
+                format!("{}{}", show(pickle, object.class), show(pickle, object.args))
+            }
+            _ => pickle.str(id).unwrap().to_owned(),
+        }
+    }
+
+    #[test]
+    fn members_of_enumerations_become_their_values() {
+        // {"a": m.E(3), "b": getattr(m.E, "x"), "c": m.K(4)}
+        let pickle =
+            b"(dVa\ncm\nE\n(I3\ntRsVb\ncbuiltins\ngetattr\n(cm\nE\nVx\ntRsVc\ncm\nK\n(I4\ntRs.";
+        let (shown, replaced) = replaced(pickle, &["m.K", "builtins.getattr"]);
+        assert_eq!(shown, "{a 3 b x c K[4]}");
+        let plain = |path: &str| (path.to_owned(), "m.E".to_owned(), true);
+        assert_eq!(replaced, [plain("a"), plain("b")]);
+    }
+
+    #[test]
+    fn what_has_no_plain_form_is_left_out() {
+        // {"a": m.E(3, 4), "b": m.f, "c": [m.f, 1], "d": 2}
+        let pickle = b"(dVa\ncm\nE\n(I3\nI4\ntRsVb\ncm\nf\nsVc\n(lcm\nf\naI1\nasVd\nI2\ns.";
+        let (shown, replaced) = replaced(pickle, &[]);
+        assert_eq!(shown, "{c [None 1] d 2}");
+        assert!(replaced.iter().all(|(_, _, is_plain)| !is_plain), "{replaced:?}");
+        let classes: Vec<_> = replaced.iter().map(|(_, class, _)| class.as_str()).collect();
+        assert_eq!(classes, ["m.E", "m.f"]);
+    }
+
+    #[test]
+    fn objects_in_objects_end() {
+        // m.A(m.A(m.A(1)))
+        let pickle = b"cm\nA\n(cm\nA\n(cm\nA\n(I1\ntRtRtR.";
+        let (shown, _) = replaced(pickle, &[]);
+        assert!(!shown.contains('A'), "{shown}");
+        // l = []; m.A(l) in l: a cycle through an argument.
+        let pickle = b"(lp0\ncm\nA\n(g0\ntRa.";
+        let mut parsed = Pickle::parse(pickle, &Limits::DEFAULT).unwrap();
+        let root = parsed.root();
+        assert_eq!(parsed.replace_classes(root, &|_, _| false).len(), 1);
+    }
+}

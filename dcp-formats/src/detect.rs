@@ -9,6 +9,7 @@ use futures_util::StreamExt as _;
 
 use crate::dcp::names::Named;
 use crate::hf::INDEX_ENDING;
+use crate::torch_save::{self, MAGIC_LEN};
 
 /// Objects looked at before a listing is given up; a directory that holds a checkpoint at its
 /// top shows it much earlier.
@@ -206,13 +207,9 @@ impl Names {
 ///
 /// When the storage fails.
 pub async fn is_torch_save(storage: &dyn Storage, key: &Key) -> Result<bool, StorageError> {
-    const ZIP: &[u8] = b"PK\x03\x04";
-    const LEGACY: &[u8] = b"\x80\x02\x8a\x0a";
-    if storage.stat(key).await?.byte_len < 4 {
-        return Ok(false);
-    }
-    let magic = storage.read_range(key, 0..4).await?;
-    Ok(magic == ZIP || magic == LEGACY)
+    let len = storage.stat(key).await?.byte_len;
+    let head = storage.read_range(key, 0..len.min(MAGIC_LEN)).await?;
+    Ok(torch_save::is_torch_save(&head))
 }
 
 fn numbered(name: &str, prefix: &str) -> bool {

@@ -117,6 +117,17 @@ fn sorted(paths: Vec<Json>) -> Json {
     paths.into()
 }
 
+/// As `pickle.dumps(metadata, protocol=…)` of the same object makes them.
+#[test]
+fn metadata_of_the_first_protocols_is_read() {
+    let read = |name: &str| {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/torch_save/protocols/");
+        to_json(&decode(&fs::read(format!("{path}{name}")).unwrap()).unwrap())
+    };
+    let expected = read("metadata2");
+    assert_eq!((read("metadata0"), read("metadata1")), (expected.clone(), expected));
+}
+
 #[test]
 fn f06_f07_f14_every_metadata_decodes_to_what_pytorch_says() {
     let mut files = 0;

@@ -22,6 +22,25 @@ fn a_file_is_told_by_what_it_holds() {
 }
 
 #[test]
+fn the_older_form_is_read_in_every_protocol() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |protocol: u8| format!("../torch_save/protocols/legacy{protocol}.pt");
+    for protocol in [1, 3, 4, 5] {
+        dcp(["verify", &file(protocol), "--deep"]).ok();
+        dcp(["diff", &file(2), &file(protocol)]).ok();
+        let copy = path(&folder, &format!("{protocol}.pt"));
+        dcp(["convert", &file(protocol), &copy]).ok();
+        dcp(["diff", &file(2), &copy]).ok();
+        // In a folder, where the content tells which files are of torch.save.
+        let model = folder.path().join(format!("model{protocol}"));
+        fs::create_dir(&model).unwrap();
+        let source = crate::support::fixtures().join(file(protocol));
+        fs::copy(source, model.join("pytorch_model.bin")).unwrap();
+        dcp(["diff", &file(2), &model.display().to_string()]).ok();
+    }
+}
+
+#[test]
 fn everything_in_a_file_is_shown_and_can_be_taken_out() {
     let shown = dcp(["inspect", ZIP, "--json"]).json();
     let keys = &shown["keys"];

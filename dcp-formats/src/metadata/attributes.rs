@@ -59,7 +59,21 @@ impl<'p, 'a> Graph<'p, 'a> {
 
     /// The class of an object node.
     pub(super) fn class(&self, id: NodeId) -> Option<Class> {
-        self.meaning(self.pickle.object(id)?.class)
+        let object = self.pickle.object(id)?;
+        let class = match self.pickle.global_name(object.class) {
+            // Protocols 0 and 1 make instances by way of this function.
+            Some(("copyreg", "_reconstructor")) => match self.pickle.tuple(object.args) {
+                [class, base, state]
+                    if self.pickle.global_name(*base) == Some(("builtins", "object"))
+                        && matches!(self.pickle.node(*state), Node::None) =>
+                {
+                    *class
+                }
+                _ => object.class,
+            },
+            _ => object.class,
+        };
+        self.meaning(class)
     }
 
     /// The attributes of an instance of `class`.

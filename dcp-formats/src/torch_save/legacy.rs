@@ -14,8 +14,15 @@ use crate::pickle::{Node, NodeId, Pickle, Writer};
 use crate::torch_tensor::{ByteOrder, stored};
 use crate::torch_zip::{Method, Progress, Record, Sparse};
 
-/// What the stream begins with: the pickle of a number.
-pub(super) const MAGIC: &[u8] = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.";
+/// What the stream begins with: the pickle of a number, by its protocol. PyTorch writes the first
+/// of them unless another `pickle_protocol` is asked for, and refuses to write protocol 0.
+const MAGICS: [&[u8]; 5] = [
+    b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
+    b"L119547037146038801333356L\n.",
+    b"\x80\x03\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
+    b"\x80\x04\x95\x0d\0\0\0\0\0\0\0\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
+    b"\x80\x05\x95\x0d\0\0\0\0\0\0\0\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
+];
 /// The only version there ever was.
 pub(super) const PROTOCOL: i64 = 1001;
 /// In front of the bytes of each storage stands how many elements it has.
@@ -26,7 +33,12 @@ const FIRST: u64 = 64 << 10;
 const PICKLES_MAX: u64 = 256 << 20;
 
 pub(super) fn is_magic(head: &[u8]) -> bool {
-    head.starts_with(MAGIC)
+    magic_len(head).is_some()
+}
+
+/// Where the pickle of the number ends.
+fn magic_len(head: &[u8]) -> Option<usize> {
+    MAGICS.iter().find(|magic| head.starts_with(magic)).map(|magic| magic.len())
 }
 
 /// The five pickles.
@@ -95,7 +107,7 @@ fn parse(blob: &Sparse<'_>, file_len: u64) -> Result<Progress<Stream>, FormatErr
 }
 
 fn pickles(head: &[u8]) -> Result<Stream, FormatError> {
-    let mut at = MAGIC.len();
+    let mut at = magic_len(head).unwrap_or(0);
     let mut next = |input: &mut usize| -> Result<Pickle<'_>, FormatError> {
         let rest = head.get(at..).unwrap_or_default();
         let pickle = Pickle::parse(rest, &LIMITS).map_err(|error| {
@@ -181,7 +193,7 @@ fn places(pickle: &[u8], stream: &Stream, file_len: u64) -> Result<Vec<Place>, F
 /// Everything in front of the storages: magic, version, what PyTorch notes of the machine, the
 /// object, and the keys of `count` storages, which are their numbers in `width` digits.
 pub(super) fn head(object: &[u8], count: usize, width: usize) -> Result<Bytes, FormatError> {
-    let mut head = MAGIC.to_vec();
+    let mut head = MAGICS[0].to_vec();
     let mut protocol = Writer::new();
     protocol.int(PROTOCOL);
     head.extend_from_slice(&protocol.finish()?);

@@ -48,6 +48,7 @@ mod division;
 mod element;
 mod error;
 mod get;
+mod groups;
 mod inspect;
 mod intact;
 mod job;

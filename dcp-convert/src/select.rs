@@ -129,18 +129,8 @@ impl Selection {
             if parts.is_some() && Parts::suspicious(fqn, value) {
                 suspicious.push(fqn);
             }
-            let mut name = Arc::clone(fqn);
-            if let Some(below) = model_root.and_then(|root| below(root, fqn)) {
-                name = below.into();
-            }
-            match self.mapping.get(&**fqn) {
-                Some(Some(new)) => name = new.as_str().into(),
-                Some(None) => continue,
-                None => {}
-            }
-            for rename in &self.renames {
-                name = rename.apply(&name);
-            }
+            let inner = model_root.and_then(|root| below(root, fqn));
+            let Some(name) = self.name(fqn, inner.unwrap_or(fqn)) else { continue };
             let path = if name == *fqn { path.cloned() } else { renamed_path(path, &name) };
             chosen.push(Chosen { entry, fqn: name, path });
         }
@@ -162,6 +152,19 @@ impl Selection {
         }
         refuse_clashes(metadata, &chosen)?;
         Ok(chosen)
+    }
+
+    /// The new name of a key that is `inner` below the root that is taken; `None` for one that is
+    /// left out.
+    pub(crate) fn name(&self, fqn: &str, inner: &str) -> Option<Arc<str>> {
+        let mut name: Arc<str> = match self.mapping.get(fqn) {
+            Some(new) => new.as_deref()?.into(),
+            None => inner.into(),
+        };
+        for rename in &self.renames {
+            name = rename.apply(&name);
+        }
+        Some(name)
     }
 
     fn takes(

@@ -89,12 +89,28 @@ def check(folder, out):
             assert len(found) == len(weights) and all(key.endswith(tuple(weights)) for key in found), "%s: %s" % (source, sorted(found))
 
 
+def check_renamed(folder):
+    """The state of `app` with the layer `2` as `head`: everything arrives, the learning rate too."""
+    model, optimizer = trained()
+    other = torch.nn.Sequential()
+    for name, layer in zip(("0", "1", "head"), (torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))):
+        other.add_module(name, layer)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    state = {"app": AppState(other, fresh)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert fresh.param_groups[0]["lr"] == 0.1, fresh.param_groups
+    for mine, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(optimizer.state[mine]["exp_avg"], fresh.state[theirs]["exp_avg"])
+
+
 def everything(what, *args):
     if what == "save":
         os.makedirs(args[0])
         save(*args)
     else:
         check(*args)
+        check_renamed(os.path.join(args[1], "renamed"))
 
 
 if __name__ == "__main__":

@@ -197,6 +197,9 @@ impl Run<'_> {
                 run(self.dcp().args(["convert", "--quiet"]).arg(&from).arg(to).args(option))?;
             }
         }
+        let (from, to) = (states.join("app"), taken.join("renamed"));
+        let rename = ["convert", "--quiet", "--to", "dcp", "--rename", r"s/\b2\./head./"];
+        run(self.dcp().args(rename).arg(from).arg(to))?;
         run(self.script("interop_parts.py").arg("check").arg(&states).arg(&taken))
     }
 

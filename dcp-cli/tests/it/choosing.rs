@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::{dcp, path};
 
@@ -96,6 +96,23 @@ fn a_state_whose_parts_are_unknown_is_refused() {
     dcp(["convert", &renamed, &target, "--to=hf"])
         .fails(2, &["adam.0.bias.exp_avg", "look like the state of an optimizer"]);
     dcp(["convert", &renamed, &target, "--to=hf", "--exclude=adam"]).ok();
+}
+
+/// PyTorch's `set_optimizer_state_dict` gives settings only to parameters in these lists.
+#[test]
+fn parameters_of_groups_are_renamed_with_their_state() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = "../torch_save/states/app.pt";
+    for (target, more) in [("dcp", &["--to=dcp"][..]), ("one.pt", &[])] {
+        let target = path(&folder, target);
+        let rename = [r"--rename=s/\b2\./head./", "--rename=s/^app/run/"];
+        dcp(["convert", source, &target].iter().chain(&rename).chain(more)).ok();
+        let all: Value = dcp(["inspect", &target, "--json"]).json();
+        let params = &all["keys"]["run.optim.param_groups.0.params"]["value"];
+        assert_eq!(*params, json!(["0.weight", "0.bias", "head.weight", "head.bias"]));
+        assert!(all["keys"].get("run.optim.state.head.bias.exp_avg").is_some(), "{all}");
+        dcp(["verify", "--deep", &target]).ok();
+    }
 }
 
 #[test]

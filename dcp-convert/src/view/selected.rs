@@ -1,8 +1,15 @@
 //! Some keys of a checkpoint, in the order and under the names that a selection gives them.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, Entry, Value};
+
 use crate::error::ConvertError;
+use crate::groups::{RenamedParams, keys_of_params};
 use crate::job::JobOptions;
-use crate::select::Selection;
+use crate::objects::read_object;
+use crate::select::{Chosen, Selection};
 use crate::source::Source;
 use crate::view::Assembled;
 
@@ -23,10 +30,37 @@ impl Selection {
             let problem = "leaves nothing of the checkpoint";
             return Err(ConvertError::unsupported("the selection", problem));
         }
+        let mut values = self.renamed_params(source, &metadata, &chosen).await?;
         let mut view = Assembled::builder(std::slice::from_ref(source), job).await?;
         for one in chosen {
-            view.pass(one.fqn, one.path, 0, one.entry)?;
+            match values.remove(&one.entry) {
+                Some(value) => view.object(one.fqn, one.path, value)?,
+                None => view.pass(one.fqn, one.path, 0, one.entry)?,
+            }
         }
         view.finish()
+    }
+
+    /// Settings of optimizers that list parameters by names that change, with the new names.
+    async fn renamed_params(
+        &self,
+        source: &Source,
+        metadata: &Arc<CheckpointMetadata>,
+        chosen: &[Chosen],
+    ) -> Result<HashMap<usize, Value>, ConvertError> {
+        let mut renamed = HashMap::new();
+        if self.mapping.is_empty() && self.renames.is_empty() {
+            return Ok(renamed);
+        }
+        let keys = keys_of_params(metadata);
+        for one in chosen {
+            let Some((fqn, Entry::Object(_))) = metadata.at(one.entry) else { continue };
+            let Some(params) = RenamedParams::of(fqn, &one.fqn, &keys) else { continue };
+            let value = read_object(source, fqn).await?;
+            if let Some(value) = params.apply(&value, &|key| self.name(key, key)) {
+                renamed.insert(one.entry, value);
+            }
+        }
+        Ok(renamed)
     }
 }

@@ -57,7 +57,7 @@ Exit codes:
   129, 130, 143  interrupted; what was being written is removed again";
 
 /// Options of every command.
-#[derive(Args, Clone, Copy, Debug)]
+#[derive(Args, Clone, Debug)]
 pub(crate) struct Global {
     /// Whether to color the output.
     #[arg(
@@ -84,6 +84,17 @@ pub(crate) struct Global {
     /// same repository are followed anyway.
     #[arg(long, global = true, hide_short_help = true, help_heading = "Input")]
     pub(crate) follow_links: bool,
+
+    /// Read this variant of a Hugging Face model, such as fp16 for model.fp16.safetensors; by
+    /// default the main files.
+    #[arg(
+        long,
+        global = true,
+        hide_short_help = true,
+        value_name = "NAME",
+        help_heading = "Input"
+    )]
+    pub(crate) variant: Option<String>,
 }
 
 /// When to color.

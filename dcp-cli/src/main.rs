@@ -53,6 +53,9 @@ fn run(cli: Cli) -> Result<(), Failure> {
     if cli.global.follow_links {
         open::follow_links();
     }
+    if let Some(variant) = &cli.global.variant {
+        open::read_variant(variant);
+    }
     let out = Output::new(cli.global);
     match cli.command {
         Command::Ls(args) => command::ls(&args, &out),

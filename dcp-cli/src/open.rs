@@ -22,6 +22,14 @@ use crate::unfinished::Unfinished;
 /// Whether links that lead out of a folder are followed; set once, by the command line.
 static FOLLOW_LINKS: OnceLock<()> = OnceLock::new();
 
+/// The variant of Hugging Face models that is read; set once, by the command line.
+static VARIANT: OnceLock<String> = OnceLock::new();
+
+/// Lets this variant be read of all models that are opened from now on.
+pub(crate) fn read_variant(name: &str) {
+    VARIANT.get_or_init(|| name.to_owned());
+}
+
 /// Lets all that is opened from now on follow links.
 pub(crate) fn follow_links() {
     FOLLOW_LINKS.get_or_init(|| ());
@@ -109,8 +117,13 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
         let opened = opened(place, &storage, checkpoint.source().clone(), Some(checkpoint));
         return Ok(Opened { wrong_tracker, ..opened });
     }
+    if let Some(variant) = VARIANT.get() {
+        let source = variant_of(&place, &storage, variant, need).await?;
+        return Ok(opened(place, &storage, source, None));
+    }
     match Source::open(&storage, need.tolerant()).await {
         Ok(source) => {
+            say_variants(&source.variants().await?, out);
             let mut opened = opened(place, &storage, source, None);
             opened.unfinished = Unfinished::find(&*storage, &opened.source).await?;
             if let Some(unfinished) = &opened.unfinished {
@@ -124,7 +137,7 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
                 let opened = Box::pin(checkpoint(&below(uri, &last.folder), need, out)).await?;
                 return Ok(Opened { uri: uri.to_owned(), ..opened });
             }
-            if let Some(source) = torch_folder::open(&storage, need.tolerant()).await? {
+            if let Some(source) = torch_folder::open(&storage, None, need.tolerant()).await? {
                 return Ok(opened(place, &storage, source, None));
             }
             match detect(&storage).await {
@@ -133,6 +146,40 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
             }
         }
         Err(error) => Err(cannot_read(uri, error)),
+    }
+}
+
+/// Opens a variant of the model in a folder.
+async fn variant_of(
+    uri: &str,
+    storage: &Arc<dyn Storage>,
+    variant: &str,
+    need: Need,
+) -> Result<Source, Failure> {
+    let tolerant = need.tolerant();
+    let source =
+        Source::hf_with(Arc::clone(storage), |reader| reader.variant(variant).tolerant(tolerant));
+    match source.metadata().await {
+        Ok(_) => Ok(source),
+        Err(error) if is_missing(&error) => {
+            match torch_folder::open(storage, Some(variant), tolerant).await? {
+                Some(source) => Ok(source),
+                None => Err(Failure::new(Exit::Usage, format!("{uri:?}: {error}"))
+                    .hint("leave --variant out to read the main files")),
+            }
+        }
+        Err(error) => Err(cannot_read(uri, error)),
+    }
+}
+
+/// Says which files of a model are not read because they hold it in another form.
+fn say_variants(variants: &[Key], out: &Output) {
+    if let Some(first) = variants.first() {
+        let more = match variants.len() {
+            1 => String::new(),
+            n => format!(" and {} more", n - 1),
+        };
+        out.note(&format!("not reading {first:?}{more}; --variant NAME reads a variant"));
     }
 }
 

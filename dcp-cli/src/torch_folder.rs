@@ -10,8 +10,7 @@ use serde::Deserialize;
 
 use crate::failure::{Exit, Failure};
 
-const FILE: &str = "pytorch_model.bin";
-const INDEX: &str = "pytorch_model.bin.index.json";
+const NAME: &str = "pytorch_model";
 /// Bytes of an index that are read at most.
 const INDEX_MAX: u64 = 64 << 20;
 /// The most files that an index may name.
@@ -22,24 +21,28 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// The model in a folder; `None` where there is none.
+/// The model in a folder, or its `variant`; `None` where there is none.
 pub(crate) async fn open(
     storage: &Arc<dyn Storage>,
+    variant: Option<&str>,
     tolerant: bool,
 ) -> Result<Option<Source>, Failure> {
-    let key = |name: &str| Key::new(name).map_err(StorageError::from);
-    if storage.contains(&key(FILE)?).await? {
-        return Ok(Some(Source::open_file(storage, key(FILE)?, tolerant).await?));
+    let infix = variant.map(|variant| format!(".{variant}")).unwrap_or_default();
+    let key = |name: String| Key::new(name).map_err(StorageError::from);
+    let file = key(format!("{NAME}{infix}.bin"))?;
+    if storage.contains(&file).await? {
+        return Ok(Some(Source::open_file(storage, file, tolerant).await?));
     }
-    if !storage.contains(&key(INDEX)?).await? {
+    let index_file = key(format!("{NAME}.bin.index{infix}.json"))?;
+    if !storage.contains(&index_file).await? {
         return Ok(None);
     }
-    let bad = |problem: String| Failure::new(Exit::Bad, format!("{INDEX}: {problem}"));
-    let len = storage.stat(&key(INDEX)?).await?.byte_len;
+    let bad = |problem: String| Failure::new(Exit::Bad, format!("{index_file}: {problem}"));
+    let len = storage.stat(&index_file).await?.byte_len;
     if len > INDEX_MAX {
         return Err(bad(format!("it has {len} bytes, more than an index has")));
     }
-    let json = storage.read_range(&key(INDEX)?, 0..len).await?;
+    let json = storage.read_range(&index_file, 0..len).await?;
     let index: Index = serde_json::from_slice(&json).map_err(|error| bad(error.to_string()))?;
     let files: BTreeSet<&String> = index.weight_map.values().collect();
     if files.len() > FILES_MAX {

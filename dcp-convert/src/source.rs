@@ -151,6 +151,18 @@ impl Source {
         Self { known: Known::Hf(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
+    /// Files beside a model of safetensors files that hold it in another form, and are not read.
+    ///
+    /// # Errors
+    ///
+    /// As [`metadata`](Self::metadata).
+    pub async fn variants(&self) -> Result<Arc<[Key]>, CheckpointError> {
+        match &self.known {
+            Known::Hf(reader) => reader.variants().await,
+            _ => Ok(Arc::default()),
+        }
+    }
+
     /// One file of `torch.save`.
     #[must_use]
     pub fn torch_save(storage: Arc<dyn Storage>, key: Key) -> Self {

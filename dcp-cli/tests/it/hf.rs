@@ -190,3 +190,45 @@ fn quantized_weights_become_plain_numbers() {
     // With the input axis first, as transformers has it.
     assert_eq!((&*found["m.w"].0, &found["m.w"].1), ("bfloat16", &vec![2, 16, 3]));
 }
+
+/// As transformers has it: the main file, and others only where they are asked for.
+#[test]
+fn every_command_reads_the_main_file_of_a_model_unless_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = path(&folder, "model");
+    fs::create_dir(&model).unwrap();
+    let source = "../torch_save/states/root.pt";
+    for (file, dtype) in [("model", "fp32"), ("model.fp16", "fp16"), ("model.bf16", "bf16")] {
+        let file = format!("{model}/{file}.safetensors");
+        dcp(["convert", source, &file, "--model-only", "--dtype", dtype]).ok();
+    }
+    let (main, half) =
+        (format!("{model}/model.safetensors"), format!("{model}/model.fp16.safetensors"));
+    for (variant, file, dtype) in
+        [(&[][..], &main, "float32"), (&["--variant=fp16"], &half, "float16")]
+    {
+        let with = |args: &[&str]| dcp(args.iter().chain(variant));
+        let shown = with(&["inspect", &model, "--json"]).json();
+        assert_eq!(shown["keys"]["0.weight"]["dtype"], dtype);
+        let value = |run: crate::support::Run| run.json();
+        assert_eq!(
+            value(with(&["get", &model, "0.weight", "--json"])),
+            value(dcp(["get", file, "0.weight", "--json"]))
+        );
+        with(&["verify", &model, "--deep"]).ok();
+        assert!(with(&["stats", &model]).ok().contains(dtype));
+        with(&["diff", &model, file]).ok();
+        let copy = path(&folder, &format!("{dtype}.safetensors"));
+        let run = with(&["convert", &model, &copy]);
+        assert_eq!(run.stderr.contains("not reading"), variant.is_empty(), "{}", run.stderr);
+        run.ok();
+        assert_eq!(fs::read(&copy).unwrap(), fs::read(file).unwrap());
+    }
+    dcp(["inspect", &model, "--variant=fp8"])
+        .fails(2, &["no variant \"fp8\"", "leave --variant out"]);
+    // A variant alone is the model.
+    fs::remove_file(&main).unwrap();
+    fs::remove_file(format!("{model}/model.bf16.safetensors")).unwrap();
+    let shown = dcp(["inspect", &model, "--json"]).json();
+    assert_eq!(shown["keys"]["0.weight"]["dtype"], "float16");
+}

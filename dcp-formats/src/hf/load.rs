@@ -13,6 +13,7 @@ use super::ENDING;
 use super::finding::{Finding, FindingKind};
 use super::index_file::{INDEX_ENDING, INDEX_MAX, INDEX_NAME, IndexFile};
 use super::merge::{FileHeader, merge};
+use super::variants::{target_of, without_variants};
 use crate::detect::detect;
 use crate::safetensors::read_image;
 
@@ -25,6 +26,8 @@ pub(super) enum Target {
     Index(Key),
     /// One file.
     File(Key),
+    /// A variant of the model in a folder.
+    Variant(Option<Key>, String),
 }
 
 /// The index of a model, made from its headers.
@@ -33,12 +36,22 @@ pub(super) struct Loaded {
     pub(super) metadata: Arc<CheckpointMetadata>,
     pub(super) findings: Arc<[Finding]>,
     pub(super) notes: Arc<[String]>,
+    pub(super) variants: Arc<[Key]>,
 }
 
 /// The files to read, and the index that named them.
 pub(super) struct Files {
     pub(super) keys: Vec<Key>,
     pub(super) index: Option<Index>,
+    /// Files that lie there, too, and hold the same model in another form.
+    pub(super) variants: Vec<Key>,
+}
+
+impl Files {
+    /// Files that no index names.
+    fn of(keys: Vec<Key>) -> Self {
+        Self { keys, index: None, variants: Vec::new() }
+    }
 }
 
 /// An index file, and where it lies.
@@ -71,6 +84,13 @@ pub(super) async fn load(
     target: &Target,
     tolerant: bool,
 ) -> Result<Loaded, CheckpointError> {
+    let chosen = match target {
+        Target::Variant(folder, variant) => {
+            Some(target_of(&**storage, folder.as_ref(), variant).await?)
+        }
+        _ => None,
+    };
+    let target = chosen.as_ref().unwrap_or(target);
     let single = matches!(target, Target::File(_));
     let files = files(storage, target).await?;
     let reads: Vec<_> = files.keys.iter().map(|key| header(&**storage, key)).collect();
@@ -100,25 +120,26 @@ pub(super) async fn load(
         metadata: Arc::new(merged.metadata),
         findings: findings.into(),
         notes: notes.into(),
+        variants: files.variants.into(),
     })
 }
 
 async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, CheckpointError> {
     let folder = match target {
-        Target::File(key) => return Ok(Files { keys: vec![key.clone()], index: None }),
+        Target::File(key) => return Ok(Files::of(vec![key.clone()])),
         Target::Index(key) => return indexed(&**storage, key.clone()).await,
-        Target::Folder(folder) => folder.as_ref(),
+        Target::Folder(folder) | Target::Variant(folder, _) => folder.as_ref(),
     };
     let prefix = folder.map(Key::as_str);
     let index = join(prefix, INDEX_NAME)?;
     if storage.contains(&index).await? {
         return indexed(&**storage, index).await;
     }
-    let Some(names) = names(&**storage, folder).await? else {
+    let Some(names) = names(&**storage, folder, false).await? else {
         // What cannot be listed may still be the one file that small models are.
         let model = join(prefix, "model.safetensors")?;
         if storage.contains(&model).await? {
-            return Ok(Files { keys: vec![model], index: None });
+            return Ok(Files::of(vec![model]));
         }
         return Err(CheckpointError::NotACheckpoint {
             message: format!(
@@ -143,14 +164,16 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
         };
         return Err(CheckpointError::NotACheckpoint { message });
     }
-    Ok(Files { keys, index: None })
+    let (keys, variants) = without_variants(keys);
+    Ok(Files { variants, ..Files::of(keys) })
 }
 
 /// The safetensors files and indexes of a folder, sorted; those in folders below it are none of
-/// its. `None` where the storage cannot list.
-async fn names(
+/// its. With `any_index`, the indexes of variants, too. `None` where the storage cannot list.
+pub(super) async fn names(
     storage: &dyn Storage,
     folder: Option<&Key>,
+    any_index: bool,
 ) -> Result<Option<Vec<Key>>, CheckpointError> {
     let mut names = Vec::new();
     let mut objects = storage.list(folder);
@@ -167,7 +190,9 @@ async fn names(
             }
         };
         let wanted = |name: &str| {
-            !name.contains('/') && (name.ends_with(ENDING) || name.ends_with(INDEX_ENDING))
+            let of_variant = any_index && name.contains(".index.") && name.ends_with(".json");
+            let wanted = name.ends_with(ENDING) || name.ends_with(INDEX_ENDING) || of_variant;
+            wanted && !name.contains('/')
         };
         if name.is_some_and(wanted) {
             names.push(key);
@@ -188,7 +213,7 @@ async fn indexed(storage: &dyn Storage, key: Key) -> Result<Files, CheckpointErr
     let file = IndexFile::parse(&json).map_err(in_file)?;
     let index = Index { key: key.clone(), file };
     let keys = index.file.files().map(|file| index.resolve(file)).collect::<Result<_, _>>()?;
-    Ok(Files { keys, index: Some(index) })
+    Ok(Files { index: Some(index), ..Files::of(keys) })
 }
 
 /// The header of one file. What is wrong with the file is a finding; an error is the storage's.

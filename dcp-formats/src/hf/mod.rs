@@ -16,6 +16,7 @@ mod load;
 mod merge;
 mod quantized;
 mod reader;
+mod variants;
 mod write;
 
 pub use finding::{Finding, FindingKind};

@@ -22,7 +22,8 @@ const SCRATCH_BYTES: u64 = 64 << 20;
 /// With a `*.safetensors.index.json` the index says which file holds which tensor, and nothing is
 /// listed; files that it does not name are left alone. Without one, all `*.safetensors` of the
 /// folder are the checkpoint, but not those in folders below it (PyTorch's consolidation leaves
-/// the ranks' files in `sharded`: read that folder with [`HfReaderBuilder::folder`]).
+/// the ranks' files in `sharded`: read that folder with [`HfReaderBuilder::folder`]) and not the
+/// variants of others there, such as `model.fp16.safetensors` beside `model.safetensors`.
 ///
 /// Headers may say that a tensor is a part of a larger one (`DCP_SHARDING_INFO`, PyTorch 2.8 and
 /// later). The whole is as large as its parts reach, as in PyTorch; unlike there, 0-dim and
@@ -91,6 +92,16 @@ impl HfReader {
         Ok(self.loaded().await?.notes)
     }
 
+    /// Files of the folder that hold the model in another form, such as
+    /// `model.fp16.safetensors` beside `model.safetensors`, and are not read.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn variants(&self) -> Result<Arc<[Key]>, CheckpointError> {
+        Ok(self.loaded().await?.variants)
+    }
+
     async fn loaded(&self) -> Result<Loaded, CheckpointError> {
         let mut loaded = self.loaded.lock().await;
         if let Some(loaded) = &*loaded {
@@ -111,6 +122,12 @@ impl HfReaderBuilder {
     /// Reads the files that this index names, relative to where it lies.
     pub fn index(mut self, index: Key) -> Self {
         self.reader.target = Target::Index(index);
+        self
+    }
+
+    /// Reads the variant of this name of the model in the storage, such as `fp16`.
+    pub fn variant(mut self, variant: impl Into<String>) -> Self {
+        self.reader.target = Target::Variant(None, variant.into());
         self
     }
 

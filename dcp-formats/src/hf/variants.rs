@@ -1,0 +1,100 @@
+//! Variants of a model: `model.fp16.safetensors` beside `model.safetensors`, as transformers and
+//! diffusers name them.
+
+use std::collections::BTreeSet;
+
+use dcp_core::{CheckpointError, FormatError, Key, Storage};
+
+use super::ENDING;
+use super::load::{Target, names};
+
+/// Between the name of a model and that of the variant whose files an index tells.
+const INDEX: &str = ".safetensors.index.";
+
+/// The name of a file without its ending and without the number of a shard, and that number.
+fn parts(name: &str) -> Option<(&str, &str)> {
+    let stem = name.strip_suffix(ENDING)?;
+    let shard = stem.rsplit_once("-of-").and_then(|(front, of)| {
+        let (base, number) = front.rsplit_once('-')?;
+        let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+        (digits(of) && digits(number)).then_some(base)
+    });
+    let base = shard.unwrap_or(stem);
+    Some((base, &stem[base.len()..]))
+}
+
+/// The files of a folder without those that are variants of others there, and the variants.
+pub(super) fn without_variants(keys: Vec<Key>) -> (Vec<Key>, Vec<Key>) {
+    let bases: BTreeSet<String> =
+        keys.iter().filter_map(|key| Some(parts(key.as_str())?.0.to_owned())).collect();
+    keys.into_iter().partition(|key| {
+        let base = parts(key.as_str()).and_then(|(base, _)| base.rsplit_once('.'));
+        base.is_none_or(|(main, _)| !bases.contains(main))
+    })
+}
+
+/// The files of the variant `variant` of the model in `folder`: those that its index names, or its
+/// one file.
+///
+/// # Errors
+///
+/// When there is no such variant, or there are several models that have one; when the storage
+/// fails.
+pub(super) async fn target_of(
+    storage: &dyn Storage,
+    folder: Option<&Key>,
+    variant: &str,
+) -> Result<Target, CheckpointError> {
+    let names = names(storage, folder, true).await?.unwrap_or_default();
+    let index = |key: &&Key| {
+        let found =
+            key.file_name().rsplit_once(INDEX).and_then(|(_, rest)| rest.strip_suffix(".json"));
+        found == Some(variant)
+    };
+    let file = |key: &&Key| {
+        let parts = parts(key.file_name()).filter(|(_, number)| number.is_empty());
+        parts.and_then(|(base, _)| base.rsplit_once('.')).is_some_and(|(_, v)| v == variant)
+    };
+    let indexes: Vec<_> =
+        names.iter().filter(index).map(|key| Target::Index(key.clone())).collect();
+    let files = names.iter().filter(file).map(|key| Target::File(key.clone()));
+    let mut found = if indexes.is_empty() { files.collect() } else { indexes };
+    match (found.pop(), found.is_empty()) {
+        (Some(one), true) => Ok(one),
+        (Some(_), false) => {
+            let problem =
+                format!("several models have a variant {variant:?}: read one by its file");
+            Err(FormatError::new("safetensors folder", problem).into())
+        }
+        (None, _) => {
+            let message = format!(
+                "there is no variant {variant:?}: neither an index NAME{INDEX}{variant}.json nor a \
+                 file NAME.{variant}{ENDING}"
+            );
+            Err(CheckpointError::NotACheckpoint { message })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variants_of_files_that_are_there_are_left_out() {
+        let kept = |names: &[&str]| {
+            let keys = names.iter().map(|name| Key::new(*name).unwrap()).collect();
+            let (kept, variants) = without_variants(keys);
+            assert_eq!(kept.len() + variants.len(), names.len());
+            kept.iter().map(Key::to_string).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(&["model.fp16.safetensors", "model.safetensors"]), ["model.safetensors"]);
+        let shards = ["model-00001-of-00001.safetensors", "model.bf16-00001-of-00002.safetensors"];
+        assert_eq!(kept(&shards), shards[..1]);
+        for alone in
+            [&["model.fp16.safetensors"][..], &["a.safetensors", "b.c.safetensors"], &shards[1..]]
+        {
+            assert_eq!(kept(alone), alone);
+        }
+    }
+}

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, Key, Layout, PathItem, Placement, StorageErrorKind,
-    TensorEntry, error_chain,
+    TensorEntry, WrappedTensor, error_chain,
 };
 use dcp_formats::hf::FindingKind;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -163,7 +163,11 @@ pub async fn inspect(
                                 callables::foreign_callables(fqn, &value).unwrap_or_default();
                             summary.callables.extend(found);
                         }
-                        value_json(&value, &limits)
+                        let value = value_json(&value, &limits);
+                        object
+                            .tensor
+                            .as_ref()
+                            .map_or_else(|| value.clone(), |tensor| wrapped_json(tensor, &value))
                     }
                     Some(Err(error)) => {
                         json!({ "type": "unreadable", "error": error_chain(&error) })
@@ -232,6 +236,19 @@ fn stored(placement: Placement, metadata: &CheckpointMetadata) -> Option<Placeme
     let encoding = metadata.encoding(&placement);
     let made = placement.byte_len == 0 && encoding.is_some_and(|e| e.layout == Layout::Computed);
     (!made).then_some(placement)
+}
+
+/// A tensor of a class of its own, from the call that makes it: `rebuild(function, class, arguments,
+/// attributes)`.
+fn wrapped_json(tensor: &WrappedTensor, call: &serde_json::Value) -> serde_json::Value {
+    let dtype = tensor.dtype.name();
+    let attributes = call.get("args").and_then(|args| args.get(3));
+    json!({
+        "type": &*tensor.class,
+        "dtype": dtype,
+        "shape": tensor.shape.to_vec(),
+        "state": attributes.cloned().unwrap_or_default(),
+    })
 }
 
 fn tensor_summary(tensor: &TensorEntry, metadata: &CheckpointMetadata) -> TensorSummary {

@@ -11,6 +11,7 @@ use serde_json::json;
 use crate::check::refuse_unsound;
 use crate::data::Part;
 use crate::error::ConvertError;
+use crate::select::list;
 use crate::source::Source;
 use crate::written::WriteReport;
 
@@ -59,6 +60,7 @@ impl Outgoing {
                 _ => outgoing.report.left_out.push(Arc::clone(fqn)),
             }
         }
+        refuse_wrapped(&metadata)?;
         if outgoing.tensors.is_empty() && !outgoing.report.left_out.is_empty() {
             let problem = "has no tensors, only objects, and a safetensors file can hold none of \
                            them; of a pickled module, save the state_dict()";
@@ -110,6 +112,31 @@ impl Outgoing {
         }
         header
     }
+}
+
+/// Fails where tensors would be left out because they are objects here.
+fn refuse_wrapped(metadata: &CheckpointMetadata) -> Result<(), ConvertError> {
+    let wrapped = metadata.iter().filter_map(|(fqn, entry)| {
+        let tensor = entry.as_object()?.tensor.as_ref()?;
+        Some((format!("{fqn:?} ({})", tensor.class), &*tensor.class))
+    });
+    let (names, classes): (Vec<_>, Vec<_>) = wrapped.unzip();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let advice = if classes.iter().any(|class| class.ends_with(".DTensor")) {
+        "a DTensor is one rank's part: load the files of all ranks in PyTorch, and save them with \
+         torch.distributed.checkpoint"
+    } else {
+        "--dequantize makes those of torchao plain numbers, --to dcp and --to torch-save keep \
+         them as they are"
+    };
+    let problem = format!(
+        "are tensors of classes of their own, which a safetensors file cannot hold; {advice}; \
+         --exclude leaves them out"
+    );
+    Err(ConvertError::unsupported(list(&names), problem))
 }
 
 /// Where a chunk's bytes lie and how they are encoded, and its offsets and sizes in the tensor.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
     ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt,
-    StorageWriter, TensorSpec, Value, WritePlan,
+    StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
 };
 use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
@@ -82,6 +82,7 @@ pub async fn divide(
     let total = total_bytes(&global, &locals);
     let session = writer.begin().await?;
     let plans = writer.place(&session, &locals, &mut global).map_err(ConvertError::unwritable)?;
+    list_as_tensors(&metadata, &mut global.metadata)?;
     let callables = job.callables.clone();
     if options.dry_run {
         return Ok(report(&global, callables)
@@ -97,6 +98,28 @@ pub async fn divide(
         return Err(error.into());
     }
     Ok(report(&global, callables).with_files(done.unwrap_or_default()))
+}
+
+/// Lists objects that PyTorch takes for tensors as it lists them: with the dtype and shape that
+/// they pretend to have, in one chunk.
+fn list_as_tensors(
+    stored: &CheckpointMetadata,
+    planned: &mut CheckpointMetadata,
+) -> Result<(), ConvertError> {
+    let wrapped = stored.iter().filter_map(|(fqn, entry)| {
+        let tensor = entry.as_object()?.tensor.as_ref()?;
+        let object = planned.get(fqn)?.as_object()?;
+        Some((Arc::clone(fqn), tensor, object.placement, object.path.clone()))
+    });
+    for (fqn, tensor, placement, path) in wrapped.collect::<Vec<_>>() {
+        let mut entry = TensorEntry::new(tensor.dtype, tensor.shape.clone());
+        let offsets = vec![0; tensor.shape.ndim()];
+        let pushed = entry.chunks.push(&offsets, &tensor.shape, placement);
+        pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
+        entry.path = path;
+        planned.insert(fqn, Entry::Tensor(entry));
+    }
+    Ok(())
 }
 
 fn report(global: &GlobalPlan, callables: Vec<ForeignCallable>) -> WriteReport {

@@ -72,7 +72,7 @@ pub use key::{InvalidKey, Key};
 pub use memory::{Buffer, HostMemory, LoanError};
 pub use metadata::{
     CheckpointMetadata, ChunkRef, ChunkTable, Encoding, Entry, FileId, Layout, ObjectEntry,
-    Placement, Provenance, TensorEntry, TensorProperties,
+    Placement, Provenance, TensorEntry, TensorProperties, WrappedTensor,
 };
 pub use overlap::{TooIrregular, find_overlap};
 pub use path::{PathItem, StatePath};

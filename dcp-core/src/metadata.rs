@@ -63,6 +63,30 @@ pub struct ObjectEntry {
     pub placement: Option<Placement>,
     /// Its place in the nested state dict, where known.
     pub path: Option<StatePath>,
+    /// What PyTorch takes it for, where that is a tensor. Advisory: it does not travel to other
+    /// ranks.
+    pub tensor: Option<Arc<WrappedTensor>>,
+}
+
+/// A tensor of a class of its own, such as a quantized one of torchao: to PyTorch it has a dtype
+/// and a shape, but what is stored is an object of several tensors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WrappedTensor {
+    /// The class, with its module.
+    pub class: Arc<str>,
+    /// The element type that it pretends to have.
+    pub dtype: DType,
+    /// The shape that it pretends to have.
+    pub shape: Dims,
+}
+
+impl WrappedTensor {
+    /// A tensor of `class`.
+    #[must_use]
+    pub fn new(class: impl Into<Arc<str>>, dtype: DType, shape: impl Into<Dims>) -> Self {
+        Self { class: class.into(), dtype, shape: shape.into() }
+    }
 }
 
 /// Advisory properties in PyTorch's metadata; they describe some rank's local tensor and change
@@ -334,7 +358,14 @@ impl ObjectEntry {
     /// An object at `placement`.
     #[must_use]
     pub fn new(placement: Option<Placement>) -> Self {
-        Self { placement, path: None }
+        Self { placement, path: None, tensor: None }
+    }
+
+    /// The same, which PyTorch takes for this tensor.
+    #[must_use]
+    pub fn with_tensor(mut self, tensor: WrappedTensor) -> Self {
+        self.tensor = Some(Arc::new(tensor));
+        self
     }
 }
 

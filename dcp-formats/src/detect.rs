@@ -9,7 +9,7 @@ use futures_util::StreamExt as _;
 
 use crate::dcp::names::Named;
 use crate::hf::INDEX_ENDING;
-use crate::torch_save::{self, MAGIC_LEN};
+use crate::torch_save;
 
 /// Objects looked at before a listing is given up; a directory that holds a checkpoint at its
 /// top shows it much earlier.
@@ -207,8 +207,10 @@ impl Names {
 ///
 /// When the storage fails.
 pub async fn is_torch_save(storage: &dyn Storage, key: &Key) -> Result<bool, StorageError> {
+    /// Bytes of the longest beginning that tells one.
+    const HEAD: u64 = 32;
     let len = storage.stat(key).await?.byte_len;
-    let head = storage.read_range(key, 0..len.min(MAGIC_LEN)).await?;
+    let head = storage.read_range(key, 0..len.min(HEAD)).await?;
     Ok(torch_save::is_torch_save(&head))
 }
 

@@ -75,6 +75,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     run.torch_save()?;
     if torch == venv::NEWEST {
         run.parts()?;
+        run.subclasses()?;
         run.hugging_face()?;
     }
     println!("interop with torch {torch}: both directions agree ({:.0?})", start.elapsed());
@@ -201,6 +202,25 @@ impl Run<'_> {
         let rename = ["convert", "--quiet", "--to", "dcp", "--rename", r"s/\b2\./head./"];
         run(self.dcp().args(rename).arg(from).arg(to))?;
         run(self.script("interop_parts.py").arg("check").arg(&states).arg(&taken))
+    }
+
+    /// Tensors of torchao's classes, carried by the command and loaded by PyTorch.
+    fn subclasses(&self) -> Result {
+        venv::with_libraries(&self.python)?;
+        let (theirs, ours) = (self.folder.join("subclasses"), self.folder.join("subclasses_kept"));
+        println!("torchao → dcp convert → torchao");
+        run(self.script("interop_subclasses.py").arg("save").arg(&theirs))?;
+        std::fs::create_dir(&ours)?;
+        for (from, to, format) in [
+            ("dcp", "dcp", "dcp"),
+            ("file.pt", "file", "dcp"),
+            ("file.pt", "copy.pt", "torch-save"),
+        ] {
+            let (from, to) = (theirs.join(from), ours.join(to));
+            run(self.dcp().args(["convert", "--quiet", "--to", format]).arg(from).arg(to))?;
+        }
+        run(self.dcp().args(["verify", "--deep", "--quiet"]).arg(theirs.join("dcp")))?;
+        run(self.script("interop_subclasses.py").arg("check").arg(&theirs).arg(&ours))
     }
 
     /// The command, which lies two folders above the examples.

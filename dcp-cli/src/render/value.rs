@@ -131,6 +131,11 @@ impl Writer {
                 let shape = shape.replace(',', ", ");
                 self.text.push_str(&format!("{kind}({}, {shape})", text("dtype")));
             }
+            _ if map.contains_key("dtype") && map.contains_key("shape") => {
+                let shape = map.get("shape").map_or_else(String::new, ToString::to_string);
+                let shape = shape.replace(',', ", ");
+                self.text.push_str(&format!("{kind}({}, {shape})", text("dtype")));
+            }
             _ => self.object(kind, map),
         }
     }

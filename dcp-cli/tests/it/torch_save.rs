@@ -106,3 +106,68 @@ fn the_old_stream_takes_every_type() {
     let head = fs::read(&old).unwrap();
     assert!(head.starts_with(b"\x80\x02\x8a\x0a"));
 }
+
+/// torchao's quantized tensors are several tensors each, which DCP lists as one.
+#[test]
+fn tensors_of_classes_of_their_own_are_named_and_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let one = "../torch_save/subclasses/one";
+    let class = "torchao.quantization.Int8Tensor";
+    let shown = dcp(["inspect", one, "--json"]).json();
+    let value = &shown["keys"]["w"]["value"];
+    assert_eq!((&value["type"], &value["dtype"]), (&json!(class), &json!("bfloat16")));
+    assert_eq!(value["shape"], json!([64, 64]));
+    assert_eq!(value["state"]["qdata"]["dtype"], "int8");
+    let text = dcp(["inspect", one]).ok();
+    assert!(text.contains(&format!("{class}(bfloat16, [64, 64])")), "{text}");
+    dcp(["verify", "--deep", one]).ok();
+    dcp(["stats", one]).ok();
+    // In PyTorch's format it is what it was, byte for byte, and listed as PyTorch does.
+    let copy = path(&folder, "copy");
+    dcp(["reshard", one, &copy, "--ranks=1"]).ok();
+    let data = |place: &str| fs::read(crate::support::fixtures().join(place).join("__0_0.distcp"));
+    assert_eq!(data(one).unwrap(), data(&copy).unwrap());
+    dcp(["diff", one, &copy]).ok();
+    let listed = |place: &str| {
+        let bytes = fs::read(crate::support::fixtures().join(place).join(".metadata")).unwrap();
+        let metadata = dcp::formats::metadata::decode(&bytes).unwrap();
+        let tensor = metadata.get("w").unwrap().as_tensor().unwrap();
+        (tensor.dtype, tensor.shape.to_vec(), tensor.chunks.len())
+    };
+    assert_eq!(listed(one), listed(&copy));
+    // Formats of tensors alone have no room for it.
+    for source in [one, "../torch_save/subclasses/small.pt"] {
+        for to in ["--to=hf", "--to=safetensors"] {
+            let target = path(&folder, "x");
+            dcp(["convert", source, &target, to, "--everything"])
+                .fails(2, &[class, "--exclude leaves them out"]);
+            assert!(!folder.path().join("x").exists());
+        }
+    }
+}
+
+/// What one rank saved of a state dict of DTensors is a part of each.
+#[test]
+fn files_of_dtensors_become_no_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = path(&folder, "model");
+    fs::create_dir(&model).unwrap();
+    let rank = "../torch_save/dtensors/rank_0.pt";
+    fs::copy(crate::support::fixtures().join(rank), format!("{model}/pytorch_model.bin")).unwrap();
+    for source in [rank, &model] {
+        for to in ["--to=hf", "--to=safetensors"] {
+            let target = path(&folder, "x");
+            dcp(["-q", "convert", source, &target, to]).fails(
+                2,
+                &[
+                    "w\" (torch.distributed.tensor.DTensor)",
+                    "torch.distributed.tensor.DTensor",
+                    "load the files of all ranks",
+                ],
+            );
+            assert!(!folder.path().join("x").exists());
+        }
+    }
+    dcp(["convert", "../torch_save/dtensors", &path(&folder, "y"), "--to=hf"])
+        .fails(1, &["files of torch.save"]);
+}

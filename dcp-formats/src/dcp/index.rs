@@ -14,7 +14,7 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use super::merge::Merger;
 use super::names::{METADATA, Named};
-use super::safetensors_files;
+use super::{safetensors_files, wrapped};
 use crate::detect::detect;
 use crate::hf::INDEX_ENDING;
 use crate::metadata::{Decoded, check_chunks};
@@ -57,6 +57,7 @@ pub(super) async fn load(
         Err(damage) if tolerant => warnings.push(damage.to_string()),
         checked => checked?,
     }
+    wrapped::show_as_objects(&**storage, &mut metadata).await?;
     warn_of_lost_chunks(&metadata, &mut warnings);
     for warning in &warnings {
         tracing::warn!("{warning}");

@@ -47,6 +47,7 @@ impl Merger {
                         };
                         let mut new = ObjectEntry::new(placement);
                         new.path = object.path.clone();
+                        new.tensor = object.tensor.clone();
                         self.merged.insert(fqn.clone(), Entry::Object(new));
                     }
                 },

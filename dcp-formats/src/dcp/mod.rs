@@ -18,6 +18,7 @@ mod sidecar;
 mod split;
 mod transform;
 mod whole;
+mod wrapped;
 mod write;
 mod writer;
 

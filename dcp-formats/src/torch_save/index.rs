@@ -11,7 +11,7 @@ use dcp_core::{
 use super::contents::{Contents, LIMITS};
 use super::flatten::flatten;
 use crate::pickle::{ForeignName, Node, NodeId, Pickle};
-use crate::torch_tensor::{ByteOrder, TensorLayout};
+use crate::torch_tensor::{ByteOrder, TensorLayout, wrapped};
 use crate::torch_zip::{Method, Record};
 
 /// Bytes that a file's tensors may have beyond those of their storages, because they repeat
@@ -92,6 +92,7 @@ impl Index {
                 None => {
                     let mut entry = ObjectEntry::new(Some(in_pickle));
                     entry.path = Some(leaf.path);
+                    entry.tensor = wrapped(&pickle, leaf.node).map(Arc::new);
                     let part = plain(&pickle, leaf.node).map(Leaf::Plain);
                     (Entry::Object(entry), part.unwrap_or(Leaf::Object(leaf.node)))
                 }

@@ -12,7 +12,7 @@ use crate::torch_zip::{
 };
 
 /// A tensor's pickle takes a few hundred bytes.
-const PICKLE_LEN_MAX: u64 = 1 << 20;
+pub(super) const PICKLE_LEN_MAX: u64 = 1 << 20;
 /// Where PyTorch's archives have the pickle: behind one header, padded.
 const PICKLE_OFFSET: usize = 64;
 

@@ -9,10 +9,12 @@ mod gather;
 mod layout;
 mod read;
 mod storage_class;
+mod wrapped;
 mod write;
 
 pub use blob::{ByteOrder, TensorBlob};
 pub(crate) use blob::{byte_order, small_record, storage_record};
 pub(crate) use read::{makes_tensor, stored};
+pub(crate) use wrapped::{is_too_short, wrapped, wrapped_in};
 
 pub use layout::{Quantizer, StorageRef, TensorLayout};

@@ -4,6 +4,7 @@ use dcp_core::{DType, Dims, FormatError};
 
 use super::layout::{Quantizer, StorageRef, TensorLayout, bad};
 use super::storage_class::StorageClass;
+use super::wrapped::wrapped;
 use crate::pickle::{Limits, Node, NodeId, Pickle};
 
 /// Levels of tensors in tensors: a parameter holds a tensor, a quantizer holds its scales.
@@ -19,6 +20,13 @@ impl TensorLayout {
     pub fn from_pickle(pickle: &[u8]) -> Result<Self, FormatError> {
         let pickle = Pickle::parse(pickle, &Limits::DEFAULT)?;
         Self::from_node(&pickle, pickle.root())?.ok_or_else(|| {
+            if let Some(tensor) = wrapped(&pickle, pickle.root()) {
+                return bad(format!(
+                    "it holds a tensor of the class {}, which consists of several tensors; \
+                     --exclude leaves it out",
+                    tensor.class
+                ));
+            }
             let found = match pickle.object(pickle.root()) {
                 Some(object) => match pickle.global_name(object.class) {
                     Some((module, name)) => format!("an object of {module}.{name}"),
@@ -274,7 +282,7 @@ fn uint(pickle: &Pickle<'_>, id: NodeId) -> Option<u64> {
 }
 
 /// The numbers of a tuple or of a `torch.Size`.
-fn uints(pickle: &Pickle<'_>, id: NodeId) -> Option<Vec<u64>> {
+pub(super) fn uints(pickle: &Pickle<'_>, id: NodeId) -> Option<Vec<u64>> {
     let tuple = match pickle.object(id) {
         Some(object) if pickle.global_name(object.class) == Some(("torch", "Size")) => {
             *pickle.tuple(object.args).first()?

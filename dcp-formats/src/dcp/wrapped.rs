@@ -1,0 +1,96 @@
+//! Tensors of classes of their own in an index that lists them as plain ones.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, Layout, ObjectEntry, Placement, Storage,
+    StorageExt, TensorEntry, WrappedTensor,
+};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+
+use crate::torch_tensor::{is_too_short, wrapped_in};
+use crate::torch_zip::{Progress, Sparse};
+
+/// Bytes at both ends of an archive that are read first.
+const ENDS: u64 = 4 << 10;
+/// Bytes that are read of one archive at most, and reads.
+const NEED_MAX: u64 = 1 << 20;
+const NEEDS_MAX: usize = 8;
+
+/// Shows tensors as objects that are one chunk each and of a class of their own. PyTorch's planner
+/// (2.15) writes the dtype and shape that such a tensor pretends to have, and its archive beside;
+/// only archives that are too short for these are looked at.
+pub(super) async fn show_as_objects(
+    storage: &dyn Storage,
+    metadata: &mut CheckpointMetadata,
+) -> Result<(), CheckpointError> {
+    let suspects: Vec<_> = metadata
+        .iter()
+        .filter_map(|(fqn, entry)| {
+            let placement = suspect(metadata, entry.as_tensor()?)?;
+            Some((Arc::clone(fqn), placement))
+        })
+        .collect();
+    let shown = &*metadata;
+    let looks: Vec<_> =
+        suspects.into_iter().map(|(fqn, placement)| look(storage, shown, fqn, placement)).collect();
+    let parallelism = usize::from(storage.capabilities().parallelism.max(1));
+    let found: Vec<_> = stream::iter(looks).buffered(parallelism).try_collect().await?;
+    for (fqn, placement, tensor) in found.into_iter().flatten() {
+        let path = metadata.get(&fqn).and_then(|entry| entry.path().cloned());
+        let mut object = ObjectEntry::new(Some(placement)).with_tensor(tensor);
+        object.path = path;
+        metadata.insert(fqn, Entry::Object(object));
+    }
+    Ok(())
+}
+
+/// The place of a tensor that is one chunk and whose archive cannot hold its elements.
+fn suspect(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placement> {
+    let chunk = tensor.chunks.get(0).filter(|_| tensor.chunks.len() == 1)?;
+    let whole = chunk.sizes == &*tensor.shape && chunk.offsets.iter().all(|offset| *offset == 0);
+    let placement = chunk.placement.filter(|_| whole)?;
+    let encoding = metadata.encoding(&placement)?;
+    let plain = encoding.layout == Layout::TorchArchive && encoding.transforms.is_empty();
+    let short = is_too_short(placement.byte_len, tensor.byte_len().unwrap_or(u64::MAX));
+    (plain && short).then_some(placement)
+}
+
+type Found = (Arc<str>, Placement, WrappedTensor);
+
+/// What lies there. What cannot be read is left to whoever needs it.
+async fn look(
+    storage: &dyn Storage,
+    metadata: &CheckpointMetadata,
+    fqn: Arc<str>,
+    placement: Placement,
+) -> Result<Option<Found>, CheckpointError> {
+    let Some(key) = metadata.file(placement.file) else { return Ok(None) };
+    let len = placement.byte_len;
+    let read = async |range: std::ops::Range<u64>| -> Option<(u64, Bytes)> {
+        let start = placement.byte_offset.checked_add(range.start)?;
+        let end = placement.byte_offset.checked_add(range.end)?;
+        Some((range.start, storage.read_range(key, start..end).await.ok()?))
+    };
+    let mut parts = Vec::new();
+    for range in [0..ENDS.min(len), len.saturating_sub(ENDS)..len] {
+        let Some(part) = read(range).await else { return Ok(None) };
+        parts.push(part);
+    }
+    for _ in 0..NEEDS_MAX {
+        let sparse =
+            parts.iter().fold(Sparse::new(len), |sparse, (at, bytes)| sparse.with(*at, bytes));
+        match wrapped_in(&sparse) {
+            Ok(Progress::Ready(tensor)) => {
+                return Ok(tensor.map(|tensor| (fqn, placement, tensor)));
+            }
+            Ok(Progress::Need(range)) if range.end.saturating_sub(range.start) <= NEED_MAX => {
+                let Some(part) = read(range).await else { return Ok(None) };
+                parts.push(part);
+            }
+            Ok(Progress::Need(_)) | Err(_) => return Ok(None),
+        }
+    }
+    Ok(None)
+}

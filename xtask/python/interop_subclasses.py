@@ -1,0 +1,80 @@
+"""Tensors of torchao's classes, which DCP and torch.save store as objects of several tensors.
+
+interop_subclasses.py save DIR        writes them, and `plain.pt` with their plain numbers
+interop_subclasses.py check DIR OUT   compares what `dcp convert` made of them
+"""
+import os
+
+import interop_common as common
+import torch
+import torch.distributed.checkpoint as dcp
+from torchao.optim.subclass_4bit import OptimState4bit
+from torchao.optim.subclass_8bit import OptimState8bit
+from torchao.optim.subclass_fp8 import OptimStateFp8
+from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+
+
+def state(seed, rows=64):
+    torch.manual_seed(seed)
+    tensors = {
+        "signed": OptimState8bit.zeros((rows, 64), signed=True, block_size=64),
+        "unsigned": OptimState8bit.zeros((rows, 64), signed=False, block_size=64),
+        "four": OptimState4bit.zeros((rows, 64), signed=True, block_size=64),
+        "fp8": OptimStateFp8.zeros((rows, 64), block_size=64),
+    }
+    for name, tensor in tensors.items():
+        values = torch.randn(rows, 64)
+        tensor.copy_(values.abs() if name == "unsigned" else values)
+    for name, config in (
+        ("int8", Int8WeightOnlyConfig()), ("float8", Float8WeightOnlyConfig()), ("dynamic", Int8DynamicActivationInt8WeightConfig()),
+    ):
+        model = torch.nn.Linear(64, rows, bias=False).to(torch.bfloat16)
+        quantize_(model, config)
+        tensors[name] = model.weight.detach()
+    tensors["bias"] = torch.randn(3)
+    return tensors
+
+
+def plain(tensors):
+    return {name: tensor.dequantize() if hasattr(tensor, "dequantize") and type(tensor) is not torch.Tensor else tensor for name, tensor in tensors.items()}
+
+
+def save(folder):
+    tensors = state(1)
+    dcp.save({"w": tensors}, checkpoint_id=os.path.join(folder, "dcp"), no_dist=True)
+    torch.save({"w": tensors}, os.path.join(folder, "file.pt"))
+    # The fixtures.
+    small = state(1, rows=4)
+    torch.save({"w": small}, os.path.join(folder, "small.pt"))
+    torch.save({"w": plain(small)}, os.path.join(folder, "plain.pt"))
+    dcp.save({"w": tensors["int8"]}, checkpoint_id=os.path.join(folder, "one"), no_dist=True)
+
+
+def same(found, wanted, what):
+    assert type(found) is type(wanted), "%s is a %s" % (what, type(found))
+    names = [name for name, value in vars(wanted).items() if isinstance(value, torch.Tensor)] if type(wanted) is not torch.Tensor else []
+    for one, other in [(getattr(found, name), getattr(wanted, name)) for name in names] or [(found, wanted)]:
+        assert one.dtype == other.dtype and common.raw(one) == common.raw(other), what
+
+
+def check(folder, out):
+    wanted = torch.load(os.path.join(folder, "file.pt"), weights_only=False)["w"]
+    for name in ("dcp", "file"):
+        loaded = {"w": state(2)}
+        dcp.load(loaded, checkpoint_id=os.path.join(out, name), no_dist=True)
+        for key, tensor in wanted.items():
+            same(loaded["w"][key], tensor, "%s: %s" % (name, key))
+    for key, tensor in torch.load(os.path.join(out, "copy.pt"), weights_only=False)["w"].items():
+        same(tensor, wanted[key], "copy.pt: " + key)
+
+
+def everything(what, *args):
+    if what == "save":
+        os.makedirs(args[0])
+        save(*args)
+    else:
+        check(*args)
+
+
+if __name__ == "__main__":
+    common.main(everything)

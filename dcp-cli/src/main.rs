@@ -53,6 +53,9 @@ fn run(cli: Cli) -> Result<(), Failure> {
     if cli.global.follow_links {
         open::follow_links();
     }
+    if let Some(rank) = cli.global.rank {
+        open::read_rank(rank);
+    }
     if let Some(variant) = &cli.global.variant {
         open::read_variant(variant);
     }

@@ -16,6 +16,7 @@ use crate::folder::{is_dcp, is_megatron, model_file, split};
 pub(crate) use crate::interrupt::run;
 use crate::iteration;
 use crate::output::Output;
+use crate::tell::list;
 use crate::torch_folder;
 use crate::unfinished::Unfinished;
 
@@ -28,6 +29,14 @@ static VARIANT: OnceLock<String> = OnceLock::new();
 /// Lets this variant be read of all models that are opened from now on.
 pub(crate) fn read_variant(name: &str) {
     VARIANT.get_or_init(|| name.to_owned());
+}
+
+/// The rank whose objects are read where ranks differ; set once, by the command line.
+static RANK: OnceLock<u32> = OnceLock::new();
+
+/// Lets the objects of this rank be read of all that is opened from now on.
+pub(crate) fn read_rank(rank: u32) {
+    RANK.get_or_init(|| rank);
 }
 
 /// Lets all that is opened from now on follow links.
@@ -121,8 +130,9 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
         let source = variant_of(&place, &storage, variant, need).await?;
         return Ok(opened(place, &storage, source, None));
     }
-    match Source::open(&storage, need.tolerant()).await {
+    match open_folder(&storage, need).await {
         Ok(source) => {
+            settle_ranks(uri, &source, need, out).await?;
             say_variants(&source.variants().await?, out);
             let mut opened = opened(place, &storage, source, None);
             opened.unfinished = Unfinished::find(&*storage, &opened.source).await?;
@@ -146,6 +156,52 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
             }
         }
         Err(error) => Err(cannot_read(uri, error)),
+    }
+}
+
+/// Opens the checkpoint in a folder, with the objects of the rank that was asked for.
+async fn open_folder(storage: &Arc<dyn Storage>, need: Need) -> Result<Source, CheckpointError> {
+    let Some(rank) = RANK.get() else { return Source::open(storage, need.tolerant()).await };
+    let source = Source::dcp_of_rank(Arc::clone(storage), need.tolerant(), *rank);
+    source.metadata().await?;
+    Ok(source)
+}
+
+/// Says which objects are not the same on all ranks; what takes the checkpoint somewhere must be
+/// told whose are meant.
+async fn settle_ranks(uri: &str, source: &Source, need: Need, out: &Output) -> Result<(), Failure> {
+    let Some(reader) = source.dcp_reader() else { return Ok(()) };
+    let differing = reader.differing_objects().await?;
+    let Some(first) = differing.first() else {
+        return match RANK.get() {
+            Some(_) => Err(Failure::new(
+                Exit::Usage,
+                format!("--rank is for ranks that differ, and those of {uri:?} do not"),
+            )
+            .hint("leave it out")),
+            None => Ok(()),
+        };
+    };
+    let names: Vec<_> = differing.iter().map(|one| Arc::clone(&one.fqn)).collect();
+    let problem = format!(
+        "the ranks saved without collectives, and each of {} has its own: {}",
+        first.ranks.len(),
+        list(&names)
+    );
+    match RANK.get() {
+        None if need == Need::Whole => {
+            Err(Failure::new(Exit::Usage, format!("{uri:?}: {problem}"))
+                .hint("--rank N takes those of one rank"))
+        }
+        None => {
+            out.note(&format!("{problem}; --rank N shows those of another rank than the first"));
+            Ok(())
+        }
+        Some(rank) if differing.iter().any(|one| one.ranks.contains(rank)) => Ok(()),
+        Some(rank) => {
+            Err(Failure::new(Exit::Usage, format!("rank {rank} has no objects in {uri:?}"))
+                .hint("give a rank that saved some"))
+        }
     }
 }
 

@@ -128,6 +128,14 @@ impl Source {
         Self { known: Known::Dcp(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
+    /// The same, with the objects of this rank where ranks saved without collectives.
+    #[must_use]
+    pub fn dcp_of_rank(storage: Arc<dyn Storage>, tolerant: bool, rank: u32) -> Self {
+        let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).rank(rank);
+        let reader = Arc::new(reader.build());
+        Self { known: Known::Dcp(Arc::clone(&reader)), ..Self::new(storage, reader) }
+    }
+
     /// One safetensors file.
     #[must_use]
     pub fn safetensors(storage: Arc<dyn Storage>, key: Key) -> Self {

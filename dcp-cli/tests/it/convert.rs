@@ -7,12 +7,18 @@ use serde_json::{Value, json};
 
 use crate::support::{all_fixtures, assert_same_tensors, dcp, expected, fixtures, path, tensors};
 
+/// Whose objects are meant, where each rank has its own.
+fn rank_of(fixture: &str) -> &'static [&'static str] {
+    if fixture == "no_collectives_2r" { &["--rank=0"] } else { &[] }
+}
+
 #[test]
 fn every_fixture_becomes_one_file() {
     let folder = tempfile::tempdir().unwrap();
     for fixture in all_fixtures() {
         let file = path(&folder, &format!("{fixture}.safetensors"));
-        let report = dcp(["convert", &fixture, &file, "--to", "safetensors", "--json"]).json();
+        let convert = ["convert", &fixture, &file, "--to", "safetensors", "--json"];
+        let report = dcp(convert.iter().chain(rank_of(&fixture))).json();
         let mut found = tensors(file.as_ref());
         let wanted = expected(&fixture);
         // A dtype that only we can name in the file is in its metadata, and the shape with it.
@@ -176,7 +182,7 @@ fn every_fixture_becomes_a_file_of_torch_save_with_its_objects() {
             dcp(convert).fails(2, &["cannot be written", "needs a scale"]);
             continue;
         }
-        let report = dcp(convert).json();
+        let report = dcp(convert.iter().chain(rank_of(&fixture))).json();
         assert_eq!(report["bytes"], fs::metadata(&file).unwrap().len(), "{fixture}");
         dcp(["verify", &file, "--deep"]).ok();
         dcp(["convert", &file, &again, "--to=dcp", "--overwrite"]).ok();
@@ -196,7 +202,8 @@ fn every_fixture_becomes_a_file_of_torch_save_with_its_objects() {
             }
         }
         let (from, to) = (path(&folder, "a.safetensors"), path(&folder, "b.safetensors"));
-        dcp(["convert", &fixture, &from, "--overwrite"]).ok();
+        let convert = ["convert", &fixture, &from, "--overwrite"];
+        dcp(convert.iter().chain(rank_of(&fixture))).ok();
         dcp(["convert", &again, &to, "--overwrite"]).ok();
         let (from, mut to) = (tensors(from.as_ref()), tensors(to.as_ref()));
         // Tensors that were inside of an object are tensors of their own now.

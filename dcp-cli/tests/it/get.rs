@@ -92,3 +92,28 @@ fn json_has_nested_values() {
     let empty = get(&["empty_zero", "empty2d"]);
     assert_eq!(empty["values"], json!([]));
 }
+
+/// With `use_collectives=False` each rank of PyTorch loads its own objects.
+#[test]
+fn objects_of_ranks_without_collectives_are_told_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = "no_collectives_2r";
+    let shown = dcp(["get", source, "per_rank"]);
+    assert!(shown.stderr.contains("each of 2 has its own: per_rank"), "{}", shown.stderr);
+    assert_eq!(shown.ok().trim(), "0");
+    for rank in ["0", "1"] {
+        let target = path(&folder, rank);
+        assert_eq!(dcp(["get", source, "per_rank", "--rank", rank]).ok().trim(), rank);
+        dcp(["convert", source, &target, "--to=dcp", "--rank", rank]).ok();
+        assert_eq!(dcp(["get", &target, "per_rank"]).ok().trim(), rank);
+    }
+    let target = path(&folder, "x");
+    for command in
+        [&["convert", source, &target, "--to=dcp"][..], &["reshard", source, &target, "-n1"]]
+    {
+        dcp(command).fails(2, &["each of 2 has its own: per_rank", "--rank N"]);
+        assert!(!folder.path().join("x").exists());
+    }
+    dcp(["inspect", source, "--rank=7"]).fails(2, &["rank 7 has no objects"]);
+    dcp(["inspect", "nested", "--rank=1"]).fails(2, &["--rank is for ranks that differ"]);
+}

@@ -12,13 +12,17 @@ use dcp_core::{
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
-use super::merge::Merger;
+use super::by_rank::{self, DifferingObject};
+use super::merge::{Merged, Merger};
 use super::names::{METADATA, Named};
 use super::{safetensors_files, wrapped};
 use crate::detect::detect;
 use crate::hf::INDEX_ENDING;
 use crate::metadata::{Decoded, check_chunks};
 use crate::pickle::ForeignName;
+
+/// Objects that a warning names.
+const SHOWN: usize = 5;
 
 /// A checked index.
 #[derive(Clone, Debug)]
@@ -31,14 +35,18 @@ pub(super) struct Index {
     /// CRC-32 of the `.metadata`; `None` for a merged one.
     pub(super) crc32: Option<u32>,
     pub(super) warnings: Arc<[String]>,
+    /// Objects of which ranks that saved without collectives have different ones.
+    pub(super) differing: Arc<[DifferingObject]>,
 }
 
 /// Reads the index. A tolerant reader takes one that files and chunks do not bear out.
 pub(super) async fn load(
     storage: &Arc<dyn Storage>,
     tolerant: bool,
+    rank: Option<u32>,
 ) -> Result<Index, CheckpointError> {
     let mut warnings = Vec::new();
+    let mut differing = Vec::new();
     let (mut original_shapes, mut foreign_names) = (HashMap::new(), Vec::new());
     let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
         Some(bytes) => {
@@ -48,7 +56,27 @@ pub(super) async fn load(
             foreign_names = decoded.foreign_names;
             (decoded.metadata, Some(crc32fast::hash(&bytes)))
         }
-        None => (merge_ranks(storage, &mut warnings).await?, None),
+        None => {
+            let merged = merge_ranks(storage, &mut warnings).await?;
+            let (metadata, found) = by_rank::settle(&**storage, merged, rank).await?;
+            differing = found;
+            if !differing.is_empty() {
+                let whose =
+                    rank.map_or("the lowest rank's".to_owned(), |rank| format!("rank {rank}'s"));
+                let shown: Vec<_> =
+                    differing.iter().take(SHOWN).map(|one| format!("{:?}", one.fqn)).collect();
+                let more = match differing.len().saturating_sub(SHOWN) {
+                    0 => String::new(),
+                    more => format!(" and {more} more"),
+                };
+                warnings.push(format!(
+                    "the ranks saved without collectives, and each has its own {}{more}: {whose} \
+                     is used",
+                    shown.join(", ")
+                ));
+            }
+            (metadata, None)
+        }
     };
     check_geometry(&metadata, crc32.is_some(), tolerant, &mut warnings)?;
     let file_lens = stat_files(&**storage, &metadata).await?;
@@ -64,7 +92,8 @@ pub(super) async fn load(
     }
     let (metadata, original_shapes) = (Arc::new(metadata), Arc::new(original_shapes));
     let (foreign_names, warnings) = (foreign_names.into(), warnings.into());
-    Ok(Index { metadata, original_shapes, foreign_names, crc32, warnings })
+    let differing = differing.into();
+    Ok(Index { metadata, original_shapes, foreign_names, crc32, warnings, differing })
 }
 
 async fn read_if_there(
@@ -124,7 +153,7 @@ async fn warn_of_others(
 async fn merge_ranks(
     storage: &Arc<dyn Storage>,
     warnings: &mut Vec<String>,
-) -> Result<CheckpointMetadata, CheckpointError> {
+) -> Result<Merged, CheckpointError> {
     let mut ranks = Vec::new();
     let mut objects = storage.list(None);
     while let Some(meta) = objects.next().await {
@@ -151,21 +180,21 @@ async fn merge_ranks(
     }
     let reads = ranks
         .into_iter()
-        .map(|(_, key)| {
+        .map(|(rank, key)| {
             let storage = Arc::clone(storage);
             async move {
                 let bytes = storage.read_all(&key).await?;
                 let metadata = decode(key.as_str(), &bytes)?.metadata;
-                Ok::<_, CheckpointError>((key, metadata))
+                Ok::<_, CheckpointError>((rank, key, metadata))
             }
         })
         .collect::<Vec<_>>();
     let mut all = stream::iter(reads).buffered(parallelism(&**storage));
     let mut merger = Merger::default();
-    while let Some((key, metadata)) = all.try_next().await? {
-        merger.add(&metadata).map_err(|error| error.in_file(key.as_str(), 0))?;
+    while let Some((rank, key, metadata)) = all.try_next().await? {
+        merger.add(rank, &metadata).map_err(|error| error.in_file(key.as_str(), 0))?;
     }
-    Ok(merger.finish(warnings))
+    Ok(merger.finish())
 }
 
 /// `one_file` says whether the metadata is that of the one `.metadata`.

@@ -1,10 +1,12 @@
 //! Merging the metadata of ranks that saved without collectives.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use dcp_core::{
     CheckpointMetadata, Dims, Entry, FileId, FormatError, ObjectEntry, Placement, TensorEntry,
 };
+use indexmap::IndexMap;
 
 /// Unites metadata: chunks by name and offsets, the first rank's where several have the same.
 #[derive(Default)]
@@ -12,13 +14,20 @@ pub(super) struct Merger {
     merged: CheckpointMetadata,
     /// Sizes of the chunks seen, by entry and offsets.
     chunks: HashMap<(usize, Dims), Dims>,
-    /// Objects that more than one rank has.
-    repeated_objects: usize,
+    /// Objects that more than one rank has: where each rank's lie, by name.
+    objects: IndexMap<Arc<str>, Vec<(u32, Placement)>>,
+}
+
+/// What was merged.
+pub(super) struct Merged {
+    pub(super) metadata: CheckpointMetadata,
+    /// Where the objects lie that several ranks have.
+    pub(super) objects: IndexMap<Arc<str>, Vec<(u32, Placement)>>,
 }
 
 impl Merger {
-    /// Adds the next rank's.
-    pub(super) fn add(&mut self, part: &CheckpointMetadata) -> Result<(), FormatError> {
+    /// Adds the metadata of the next rank.
+    pub(super) fn add(&mut self, rank: u32, part: &CheckpointMetadata) -> Result<(), FormatError> {
         for (fqn, entry) in part.iter() {
             let bad = |problem: String| {
                 FormatError::new("rank-local metadata", format!("{fqn:?} {problem}"))
@@ -37,20 +46,24 @@ impl Merger {
                     };
                     self.add_chunks(index, tensor, part).map_err(bad)?;
                 }
-                Entry::Object(object) => match known.and_then(|index| self.merged.at(index)) {
-                    Some((_, Entry::Object(_))) => self.repeated_objects += 1,
-                    Some(_) => return Err(bad("is a tensor on one rank, not on another".into())),
-                    None => {
-                        let placement = match object.placement {
-                            Some(placement) => Some(self.adopt(part, placement).map_err(bad)?),
-                            None => None,
-                        };
+                Entry::Object(object) => {
+                    let placement = match object.placement {
+                        Some(placement) => Some(self.adopt(part, placement).map_err(bad)?),
+                        None => None,
+                    };
+                    let places = self.objects.entry(fqn.clone()).or_default();
+                    places.extend(placement.map(|placement| (rank, placement)));
+                    let known = known.and_then(|index| self.merged.at(index));
+                    if known.is_some_and(|(_, entry)| entry.as_object().is_none()) {
+                        return Err(bad("is a tensor on one rank, not on another".into()));
+                    }
+                    if known.is_none() {
                         let mut new = ObjectEntry::new(placement);
                         new.path = object.path.clone();
                         new.tensor = object.tensor.clone();
                         self.merged.insert(fqn.clone(), Entry::Object(new));
                     }
-                },
+                }
                 _ => {}
             }
         }
@@ -110,14 +123,8 @@ impl Merger {
     }
 
     /// What was merged.
-    pub(super) fn finish(self, warnings: &mut Vec<String>) -> CheckpointMetadata {
-        if self.repeated_objects > 0 {
-            warnings.push(format!(
-                "the ranks saved without collectives: of {} objects that several ranks have, the \
-                 lowest rank's is used",
-                self.repeated_objects
-            ));
-        }
-        self.merged
+    pub(super) fn finish(mut self) -> Merged {
+        self.objects.retain(|_, places| places.len() > 1);
+        Merged { metadata: self.merged, objects: self.objects }
     }
 }

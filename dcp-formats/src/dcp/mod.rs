@@ -4,6 +4,7 @@
 //! [`Storage`](dcp_core::Storage), in both directions with PyTorch 2.1 to 2.15.
 
 mod blobs;
+mod by_rank;
 mod commit;
 mod direct;
 mod index;
@@ -22,6 +23,7 @@ mod wrapped;
 mod write;
 mod writer;
 
+pub use by_rank::DifferingObject;
 pub use commit::{remove_unreferenced, replace_metadata};
 pub use names::data_file;
 pub(crate) use read::PlacedReads;

@@ -11,6 +11,7 @@ use dcp_core::{
 };
 use futures_util::lock::Mutex;
 
+use super::by_rank::DifferingObject;
 use super::index::{Index, load};
 use super::names::sidecar;
 use super::read::{Context, SCRATCH_BYTES, run};
@@ -34,6 +35,7 @@ pub struct DcpReader {
     tolerant: bool,
     scratch_bytes: u64,
     progress: Option<Progress>,
+    rank: Option<u32>,
     index: Mutex<Option<Index>>,
 }
 
@@ -58,6 +60,7 @@ impl DcpReader {
             tolerant: false,
             scratch_bytes: SCRATCH_BYTES,
             progress: None,
+            rank: None,
             index: Mutex::new(None),
         };
         DcpReaderBuilder { reader }
@@ -111,12 +114,23 @@ impl DcpReader {
         Ok(self.index().await?.foreign_names)
     }
 
+    /// Objects that are not the same on all ranks of a save without collectives
+    /// (`use_collectives=False` in PyTorch 2.15, where each rank loads its own). Those of the rank
+    /// that [`DcpReaderBuilder::rank`] names are read, or else those of the lowest one.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn differing_objects(&self) -> Result<Arc<[DifferingObject]>, CheckpointError> {
+        Ok(self.index().await?.differing)
+    }
+
     async fn index(&self) -> Result<Index, CheckpointError> {
         let mut index = self.index.lock().await;
         if let Some(index) = &*index {
             return Ok(index.clone());
         }
-        let loaded = load(&self.storage, self.tolerant).await?;
+        let loaded = load(&self.storage, self.tolerant, self.rank).await?;
         Ok(index.insert(loaded).clone())
     }
 }
@@ -133,6 +147,12 @@ impl DcpReaderBuilder {
     /// and an error only when such a part is read. By default it is an error at once.
     pub fn tolerant(mut self, tolerant: bool) -> Self {
         self.reader.tolerant = tolerant;
+        self
+    }
+
+    /// Whose objects are read where ranks saved without collectives and differ.
+    pub fn rank(mut self, rank: u32) -> Self {
+        self.reader.rank = Some(rank);
         self
     }
 

@@ -1,9 +1,11 @@
 //! A place that is not there yet, as a dry run sees it.
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 use dcp::core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageErrorKind, StorageOp, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };
 
 /// Has nothing in it, and takes nothing.
@@ -46,5 +48,16 @@ impl Storage for Nowhere {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         Err(nothing(StorageOp::Delete, key))
+    }
+
+    async fn claim(&self, _: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        Ok(Arc::new(Self))
+    }
+}
+
+#[async_trait]
+impl Claim for Nowhere {
+    async fn replace(&self, _payload: Payload) -> Result<(), StorageError> {
+        Err(StorageError::new(StorageErrorKind::NotFound, StorageOp::Put, None))
     }
 }

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use dcp::core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageExt, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageExt, Upload,
 };
 use tokio::sync::{RwLock, RwLockWriteGuard};
 
@@ -110,6 +110,12 @@ struct WatchedUpload {
     naming: Naming,
 }
 
+#[derive(Debug)]
+struct WatchedClaim {
+    claim: Arc<dyn Claim>,
+    naming: Naming,
+}
+
 /// An object that is about to get its name.
 #[derive(Clone, Debug)]
 struct Naming {
@@ -176,6 +182,18 @@ impl Storage for Watched {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.0.delete(key).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        let claim = self.0.claim(key).await?;
+        Ok(Arc::new(WatchedClaim { claim, naming: self.naming(key, PutMode::Overwrite) }))
+    }
+}
+
+#[async_trait]
+impl Claim for WatchedClaim {
+    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+        self.naming.clone().run(self.claim.replace(payload)).await
     }
 }
 

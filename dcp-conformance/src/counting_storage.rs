@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, Upload,
 };
 
 /// Passes everything on to another storage and counts it; clones share the counts.
@@ -34,7 +34,7 @@ pub struct Counts {
     pub reads: u64,
     /// Ranges in all reads together.
     pub ranges: u64,
-    /// Calls of [`Storage::put`].
+    /// Calls of [`Storage::put`] and [`Claim::replace`].
     pub puts: u64,
     /// Calls of [`Storage::start_upload`].
     pub uploads: u64,
@@ -48,6 +48,8 @@ pub struct Counts {
     pub lists: u64,
     /// Calls of [`Storage::delete`].
     pub deletes: u64,
+    /// Calls of [`Storage::claim`].
+    pub claims: u64,
     /// Bytes that reads brought.
     pub bytes_read: u64,
     /// Bytes that puts and parts took.
@@ -59,6 +61,7 @@ impl Counts {
     #[must_use]
     pub fn operations(&self) -> u64 {
         let of_objects = self.stats + self.reads + self.puts + self.lists + self.deletes;
+        let of_objects = of_objects + self.claims;
         of_objects + self.uploads + self.parts + self.completes + self.aborts
     }
 }
@@ -155,6 +158,30 @@ impl Storage for CountingStorage {
         self.count(key, |counts| counts.deletes += 1);
         self.inner.delete(key).await
     }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.count(key, |counts| counts.claims += 1);
+        let inner = self.inner.claim(key).await?;
+        Ok(Arc::new(CountingClaim { inner, storage: self.clone(), key: key.clone() }))
+    }
+}
+
+#[derive(Debug)]
+struct CountingClaim {
+    inner: Arc<dyn Claim>,
+    storage: CountingStorage,
+    key: Key,
+}
+
+#[async_trait]
+impl Claim for CountingClaim {
+    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+        let bytes = payload.len();
+        self.storage.count(&self.key, |counts| counts.puts += 1);
+        self.inner.replace(payload).await?;
+        self.storage.tally().counts.bytes_written += bytes;
+        Ok(())
+    }
 }
 
 #[derive(Debug)]
@@ -227,6 +254,7 @@ mod tests {
             aborts: 1,
             lists: 1,
             deletes: 1,
+            claims: 0,
             bytes_read: 5,
             bytes_written: 8,
         };

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageErrorKind, StorageOp, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };
 use futures_util::stream;
 
@@ -32,7 +32,7 @@ pub enum Fault {
 
 /// Passes operations on to another storage and counts them; some fail, as told.
 ///
-/// Each call of a method of [`Storage`] but `capabilities`, and of [`Upload`], is one operation,
+/// Each call of a method of [`Storage`] but `capabilities`, of [`Upload`] and of [`Claim`], is one operation,
 /// counted from 1 when it begins, over all clones together. So a test that runs one operation
 /// after another breaks at the same place every time, and can try every place: until
 /// [`operations`](Self::operations) stays below the number at which the fault is set.
@@ -202,6 +202,26 @@ impl Storage for FaultStorage {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.run(StorageOp::Delete, key, self.inner.delete(key)).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        let inner = self.run(StorageOp::Claim, key, self.inner.claim(key)).await?;
+        Ok(Arc::new(FaultClaim { inner, storage: self.clone(), key: key.clone() }))
+    }
+}
+
+/// It ends with the process, whether that ends well or not.
+#[derive(Debug)]
+struct FaultClaim {
+    inner: Arc<dyn Claim>,
+    storage: FaultStorage,
+    key: Key,
+}
+
+#[async_trait]
+impl Claim for FaultClaim {
+    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+        self.storage.run(StorageOp::Put, &self.key, self.inner.replace(payload)).await
     }
 }
 

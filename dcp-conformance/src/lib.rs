@@ -27,8 +27,8 @@
 //! A new clause comes with a minor version of this crate.
 //!
 //! For tests of what *uses* a plug-in there are [`MemoryStorage`] and decorators that count, slow
-//! down and break: [`CountingStorage`], [`SlowStorage`], [`FaultStorage`], [`SlowCollective`] and
-//! [`FaultCollective`].
+//! down, stop and break: [`CountingStorage`], [`SlowStorage`], [`StallStorage`], [`FaultStorage`],
+//! [`SlowCollective`] and [`FaultCollective`].
 
 mod case;
 pub mod collective;
@@ -39,6 +39,7 @@ mod memory_storage;
 pub mod planner;
 mod slow_collective;
 mod slow_storage;
+mod stall_storage;
 pub mod storage;
 
 pub use case::{CASE_TIMEOUT, run};
@@ -49,3 +50,4 @@ pub use libtest_mimic::Trial;
 pub use memory_storage::MemoryStorage;
 pub use slow_collective::SlowCollective;
 pub use slow_storage::SlowStorage;
+pub use stall_storage::StallStorage;

@@ -1,6 +1,6 @@
 //! A storage in memory, for tests and short-lived tools.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -8,8 +8,8 @@ use std::time::SystemTime;
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageErrorKind, StorageOp, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };
 use futures_util::stream;
 
@@ -31,13 +31,38 @@ use futures_util::stream;
 /// ```
 #[derive(Clone)]
 pub struct MemoryStorage {
-    objects: Arc<Mutex<BTreeMap<Key, Object>>>,
+    objects: Arc<Mutex<Objects>>,
     capabilities: Capabilities,
+    /// Whether a claim keeps others away, rather than fail when it comes too late.
+    locks: bool,
+}
+
+#[derive(Default)]
+struct Objects {
+    by_key: BTreeMap<Key, Object>,
+    /// How many objects were written so far.
+    written: u64,
+    claimed: BTreeSet<Key>,
 }
 
 struct Object {
     bytes: Bytes,
     modified: SystemTime,
+    version: u64,
+}
+
+impl Objects {
+    /// Differs from that of any other object that the key ever had; `None` where there is none.
+    fn version(&self, key: &Key) -> Option<u64> {
+        self.by_key.get(key).map(|object| object.version)
+    }
+
+    fn write(&mut self, key: &Key, bytes: Bytes) -> u64 {
+        self.written += 1;
+        let version = self.written;
+        self.by_key.insert(key.clone(), Object { bytes, modified: SystemTime::now(), version });
+        version
+    }
 }
 
 impl MemoryStorage {
@@ -46,9 +71,10 @@ impl MemoryStorage {
     pub fn new() -> Self {
         let mut capabilities = Capabilities::none();
         capabilities.atomic_create = true;
+        capabilities.claims = true;
         capabilities.ranged_reads = true;
         capabilities.parallelism = 4;
-        Self { objects: Arc::default(), capabilities }
+        Self { objects: Arc::default(), capabilities, locks: true }
     }
 
     /// The same objects, with other things promised: for tests of how callers get along with a
@@ -59,12 +85,20 @@ impl MemoryStorage {
         self
     }
 
-    fn objects(&self) -> MutexGuard<'_, BTreeMap<Key, Object>> {
+    /// Lets claims overlap, as those of an object store do: of several the first one replaces the
+    /// object, and the others fail when they try to.
+    #[must_use]
+    pub fn with_conditional_claims(mut self) -> Self {
+        self.locks = false;
+        self
+    }
+
+    fn objects(&self) -> MutexGuard<'_, Objects> {
         self.objects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn get(&self, op: StorageOp, key: &Key) -> Result<(Bytes, SystemTime), StorageError> {
-        match self.objects().get(key) {
+        match self.objects().by_key.get(key) {
             Some(object) => Ok((object.bytes.clone(), object.modified)),
             None => Err(StorageError::new(StorageErrorKind::NotFound, op, Some(key.clone()))),
         }
@@ -78,10 +112,10 @@ impl MemoryStorage {
         mode: PutMode,
     ) -> Result<(), StorageError> {
         let mut objects = self.objects();
-        if mode == PutMode::Create && objects.contains_key(key) {
+        if mode == PutMode::Create && objects.by_key.contains_key(key) {
             return Err(StorageError::new(StorageErrorKind::AlreadyExists, op, Some(key.clone())));
         }
-        objects.insert(key.clone(), Object { bytes, modified: SystemTime::now() });
+        objects.write(key, bytes);
         Ok(())
     }
 }
@@ -94,7 +128,7 @@ impl Default for MemoryStorage {
 
 impl fmt::Debug for MemoryStorage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MemoryStorage").field("objects", &self.objects().len()).finish()
+        f.debug_struct("MemoryStorage").field("objects", &self.objects().by_key.len()).finish()
     }
 }
 
@@ -150,7 +184,7 @@ impl Storage for MemoryStorage {
         key: &Key,
         mode: PutMode,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        if mode == PutMode::Create && self.objects().contains_key(key) {
+        if mode == PutMode::Create && self.objects().by_key.contains_key(key) {
             let kind = StorageErrorKind::AlreadyExists;
             return Err(StorageError::new(kind, StorageOp::Upload, Some(key.clone())));
         }
@@ -161,6 +195,7 @@ impl Storage for MemoryStorage {
     fn list(&self, prefix: Option<&Key>) -> ObjectStream {
         let found = self
             .objects()
+            .by_key
             .iter()
             .filter(|(key, _)| prefix.is_none_or(|prefix| *key != prefix && key.is_under(prefix)))
             .map(|(key, object)| {
@@ -172,8 +207,49 @@ impl Storage for MemoryStorage {
     }
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.objects().remove(key);
+        self.objects().by_key.remove(key);
         Ok(())
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        let mut objects = self.objects();
+        if self.locks && !objects.claimed.insert(key.clone()) {
+            let kind = StorageErrorKind::Conflict;
+            return Err(StorageError::new(kind, StorageOp::Claim, Some(key.clone()))
+                .with_message("another claim of this process holds it"));
+        }
+        let seen = Mutex::new(objects.version(key));
+        Ok(Arc::new(MemoryClaim { storage: self.clone(), key: key.clone(), seen }))
+    }
+}
+
+#[derive(Debug)]
+struct MemoryClaim {
+    storage: MemoryStorage,
+    key: Key,
+    seen: Mutex<Option<u64>>,
+}
+
+#[async_trait]
+impl Claim for MemoryClaim {
+    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut objects = self.storage.objects();
+        if !self.storage.locks && objects.version(&self.key) != *seen {
+            let kind = StorageErrorKind::Conflict;
+            return Err(StorageError::new(kind, StorageOp::Put, Some(self.key.clone()))
+                .with_message("it was replaced since it was claimed"));
+        }
+        *seen = Some(objects.write(&self.key, copied(&payload)));
+        Ok(())
+    }
+}
+
+impl Drop for MemoryClaim {
+    fn drop(&mut self) {
+        if self.storage.locks {
+            self.storage.objects().claimed.remove(&self.key);
+        }
     }
 }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, Upload,
 };
 use futures_util::{StreamExt, stream};
 use tokio::time::sleep;
@@ -96,6 +96,26 @@ impl Storage for SlowStorage {
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.pace.wait(0).await;
         self.inner.delete(key).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.pace.wait(0).await;
+        let inner = self.inner.claim(key).await?;
+        Ok(Arc::new(SlowClaim { inner, pace: self.pace }))
+    }
+}
+
+#[derive(Debug)]
+struct SlowClaim {
+    inner: Arc<dyn Claim>,
+    pace: Pace,
+}
+
+#[async_trait]
+impl Claim for SlowClaim {
+    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+        self.pace.wait(payload.len()).await;
+        self.inner.replace(payload).await
     }
 }
 

@@ -6,7 +6,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Placement, Storage, StorageError,
     StorageErrorKind, StorageExt,
 };
-use dcp_formats::dcp::replace_metadata;
+use dcp_formats::dcp::{claim, replace_metadata};
 use dcp_formats::detect::detect;
 use dcp_formats::metadata::{Profile, decode, encode};
 use serde::Serialize;
@@ -112,7 +112,8 @@ pub async fn rewrite_metadata(
     report.bytes_after = new.len() as u64;
     report.dropped = dropped(&metadata, &again);
     if !dry_run {
-        report.sidecar = replace_metadata(&**storage, &bytes, &new).await?;
+        let claim = claim(&**storage).await?;
+        report.sidecar = replace_metadata(&**storage, claim.as_deref(), &bytes, &new).await?;
     }
     Ok(report)
 }

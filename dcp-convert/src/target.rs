@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageExt, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageExt, Upload,
 };
 
 use crate::error::ConvertError;
@@ -90,5 +90,9 @@ impl Storage for Replacing {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.0.delete(key).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.0.claim(key).await
     }
 }

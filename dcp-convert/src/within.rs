@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, Upload,
 };
 use futures_util::StreamExt;
 
@@ -75,5 +75,9 @@ impl Storage for Within {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.inner.delete(&self.key(key)?).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.inner.claim(&self.key(key)?).await
     }
 }

@@ -18,6 +18,7 @@ use crate::key::Key;
 use crate::metadata::CheckpointMetadata;
 use crate::payload::Payload;
 use crate::plan::{GlobalPlan, LoadPlan, ReadItem, SavePlan, WritePlan};
+use crate::storage::Claim;
 use crate::tensor_view::TensorView;
 use crate::value::{Dict, Value};
 
@@ -108,11 +109,12 @@ pub trait StorageWriter: fmt::Debug + Send + Sync {
     /// When the format has no way to store the value.
     fn encode_object(&self, fqn: &str, value: &Value) -> Result<Bytes, CheckpointError>;
 
-    /// Looks at what is there and decides on names that touch none of it.
+    /// Looks at what is there and decides on names that touch none of it. Where the storage has
+    /// claims, the session holds one, so that of savers that meet in one place one goes on.
     ///
     /// # Errors
     ///
-    /// When the place cannot be written, or holds a checkpoint that must not be replaced.
+    /// When the place cannot be written, another saver is at work in it, or holds a checkpoint that must not be replaced.
     async fn begin(&self) -> Result<SaveSession, CheckpointError>;
 
     /// Gives every selected item its place, in the plan's metadata and in the returned plans of
@@ -173,19 +175,29 @@ pub struct SaveSession {
     /// A fingerprint of the writer's own settings that [`place`](StorageWriter::place) depends
     /// on, such as how items are divided into files. Plans are only reused under the same one.
     pub layout: u64,
+    /// What keeps other savers out until the last clone of the session is dropped, where the
+    /// storage can do that.
+    pub claim: Option<Arc<dyn Claim>>,
 }
 
 impl SaveSession {
     /// A session with names of `generation`, to remove `stale` after the commit.
     #[must_use]
     pub fn new(generation: u64, stale: Vec<Key>) -> Self {
-        Self { generation, stale, layout: 0 }
+        Self { generation, stale, layout: 0, claim: None }
     }
 
     /// The same, for a writer with these settings.
     #[must_use]
     pub fn with_layout(mut self, layout: u64) -> Self {
         self.layout = layout;
+        self
+    }
+
+    /// The same, holding the object that the commit replaces.
+    #[must_use]
+    pub fn with_claim(mut self, claim: Option<Arc<dyn Claim>>) -> Self {
+        self.claim = claim;
         self
     }
 }

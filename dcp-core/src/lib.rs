@@ -85,7 +85,7 @@ pub use plan::{
 pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};
 pub use storage::{
-    Capabilities, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,
+    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,
 };
 pub use tensor::{Shard, Tensor};
 pub use tensor_view::TensorView;

@@ -8,6 +8,7 @@ use std::fmt;
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use async_trait::async_trait;
@@ -78,6 +79,36 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
 
     /// Removes an object; one that does not exist is no error.
     async fn delete(&self, key: &Key) -> Result<(), StorageError>;
+
+    /// Claims an object that the caller reads, works on and then replaces, whether or not it exists
+    /// yet.
+    ///
+    /// Of claims of one object that overlap, at most one replaces it. A storage keeps that in one of
+    /// two ways: a second claim fails for as long as the first is held, as with a lock of a file
+    /// system; or [`Claim::replace`] fails where the object is not what it was at the time of the
+    /// claim, as with the conditional writes of an object store. A claim ends when it is dropped,
+    /// and with the process that holds it. Other writes of the object are neither hindered nor
+    /// noticed.
+    ///
+    /// # Errors
+    ///
+    /// [`Conflict`](StorageErrorKind::Conflict) when somebody else holds the object, with a message
+    /// that names the holder; [`Unsupported`](StorageErrorKind::Unsupported) where
+    /// [`Capabilities::claims`] is off.
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError>;
+}
+
+/// An object that its holder alone replaces, from [`Storage::claim`].
+#[async_trait]
+pub trait Claim: fmt::Debug + Send + Sync {
+    /// Writes the object as [`Storage::put`] with [`PutMode::Overwrite`] does. The claim lasts
+    /// until the write is over, also where this future is dropped meanwhile. It can be repeated.
+    ///
+    /// # Errors
+    ///
+    /// [`Conflict`](StorageErrorKind::Conflict) when the claim is lost: another holder has replaced
+    /// the object or may do so.
+    async fn replace(&self, payload: Payload) -> Result<(), StorageError>;
 }
 
 /// An object in the making, from [`Storage::start_upload`].
@@ -148,6 +179,8 @@ impl ObjectMeta {
 pub struct Capabilities {
     /// [`PutMode::Create`] and uploads are decided atomically among concurrent creators.
     pub atomic_create: bool,
+    /// [`Storage::claim`] works.
+    pub claims: bool,
     /// What a successful call wrote survives a crash of the machine.
     pub durable: bool,
     /// A read of a range costs about its length, not the object's.
@@ -164,6 +197,7 @@ impl Capabilities {
     pub const fn none() -> Self {
         Self {
             atomic_create: false,
+            claims: false,
             durable: false,
             ranged_reads: false,
             coalesce_gap: 0,

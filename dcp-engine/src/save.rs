@@ -235,7 +235,8 @@ impl Saver {
         writer: &dyn StorageWriter,
     ) -> Result<SaveSummary, CheckpointError> {
         let prepared = self.prepare(state, writer, group);
-        let Planned { prepared, plan, lead, reused } = self.plan(group, prepared, writer).await?;
+        let Planned { prepared, plan, mut lead, reused } =
+            self.plan(group, prepared, writer).await?;
         tracing::debug!(items = plan.orders.len(), "planned");
 
         let written = writer.write(&prepared.plan, &plan, Arc::clone(&prepared.source)).await;
@@ -255,7 +256,7 @@ impl Saver {
 
         // From here on nothing is removed after a failure: the commit may have become visible
         // although it could not say so.
-        let committed = match (&lead, reports) {
+        let committed = match (&mut lead, reports) {
             (Some(lead), Some(reports)) => Some(commit(lead, reused, reports, writer).await),
             _ => None,
         };
@@ -445,8 +446,9 @@ fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
     Ok(WriteReport::new(files).with_sha256(sha256))
 }
 
+/// The session, and with it the claim on the place, is over before any rank hears of the outcome.
 async fn commit(
-    lead: &Lead,
+    lead: &mut Lead,
     reused: bool,
     reports: Vec<Vec<Line>>,
     writer: &dyn StorageWriter,
@@ -460,6 +462,6 @@ async fn commit(
         reused_plan: reused,
     };
     let reports = reports.into_iter().map(report).collect::<Result<Vec<_>, _>>()?;
-    writer.commit(lead.session.clone(), &plan.metadata, reports).await?;
+    writer.commit(std::mem::take(&mut lead.session), &plan.metadata, reports).await?;
     Ok((totals, ()))
 }

@@ -8,7 +8,7 @@ use dcp_core::{
     CheckpointMetadata, Entry, FormatError, Key, Placement, PutMode, Storage, StorageError,
     StorageErrorKind, StorageExt as _, error_chain,
 };
-use dcp_formats::dcp::{remove_unreferenced, replace_metadata};
+use dcp_formats::dcp::{claim, remove_unreferenced, replace_metadata};
 use dcp_formats::metadata::{Profile, decode_all, encode};
 
 use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
@@ -104,6 +104,8 @@ pub async fn remove_sharded_tensors(
     removed.files = old.files().iter().filter(|key| !needed.contains(key)).cloned().collect();
     let profile = Profile::of(&seen).map_err(in_file)?;
     let bytes = encode(&new, profile).map_err(in_file)?;
+    // Held until the files are gone, too.
+    let claim = claim(&**storage).await?;
     let integrity = Key::new(INTEGRITY_FILE).map_err(StorageError::from)?;
     let manifest = match storage.read_all(&integrity).await {
         Ok(bytes) => Some(bytes),
@@ -113,7 +115,7 @@ pub async fn remove_sharded_tensors(
     if manifest.is_some() {
         storage.delete(&integrity).await?;
     }
-    if let Err(error) = replace_metadata(&**storage, &seen, &bytes).await {
+    if let Err(error) = replace_metadata(&**storage, claim.as_deref(), &seen, &bytes).await {
         // It is that of the old index, which may have been replaced all the same.
         if let Some(manifest) = manifest
             && storage.read_all(&key).await.is_ok_and(|now| now == seen)

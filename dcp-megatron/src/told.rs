@@ -13,9 +13,9 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    Buffer, Capabilities, CheckpointError, CheckpointMetadata, Key, ObjectMeta, ObjectStream,
-    Payload, Phase, PlanError, PutMode, ReadInto, Storage, StorageError, StorageErrorKind,
-    StorageOp, Upload,
+    Buffer, Capabilities, CheckpointError, CheckpointMetadata, Claim, Key, ObjectMeta,
+    ObjectStream, Payload, Phase, PlanError, PutMode, ReadInto, Storage, StorageError,
+    StorageErrorKind, StorageOp, Upload,
 };
 use dcp_engine::Group;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
@@ -346,5 +346,9 @@ impl Storage for Told {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.inner.delete(key).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.inner.claim(key).await
     }
 }

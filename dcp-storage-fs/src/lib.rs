@@ -10,6 +10,10 @@
 //!   `RENAME_NOREPLACE`, or a hard link where that is missing, as on NFS), never by looking first.
 //! - **Durable.** When a write returns, the file, its folder, and the folders above up to the root
 //!   are synced, unless [`Builder::sync`] turned that off.
+//! - **One holder.** An object that is claimed is locked (`flock`) until its holder replaces it,
+//!   gives it up or dies. On NFS the server keeps the lock, and gives it to the next one when it
+//!   has not heard of a client for its lease time; some file systems, such as Lustre mounted
+//!   without `flock`, have no locks, which is logged.
 //! - **Inside the root.** No key leads out of the root, whatever symbolic links there are; see
 //!   [`Builder::follow_links`].
 //!
@@ -43,6 +47,7 @@ mod builder;
 mod error;
 mod folder;
 mod leftovers;
+mod lock;
 mod owner;
 mod read;
 mod root;

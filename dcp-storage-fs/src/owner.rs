@@ -10,6 +10,9 @@ use rustix::process::{Pid, test_kill_process};
 /// Temporary files begin with this, and go on with place, process, its start, and a number.
 const PREFIX: &str = ".dcp-tmp.";
 
+/// Lock files begin with this, and go on with the name of what is locked.
+const LOCK_PREFIX: &str = ".dcp-lock.";
+
 /// A process that writes, as it can be told from others on the same file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
@@ -37,21 +40,38 @@ impl Owner {
     /// Who writes, or wrote, the temporary file of that name; `None` for any other name.
     pub(crate) fn of_temp(name: &str) -> Option<Self> {
         let mut fields = name.strip_prefix(PREFIX)?.split('.');
-        let (place, pid, started) = (fields.next()?, fields.next()?, fields.next()?);
+        let owner = Self::of_fields(&mut fields)?;
         let number = fields.next()?;
-        let is_decimal = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-        let well_formed = place.len() == 16
-            && [pid, started, number].into_iter().all(is_decimal)
-            && fields.next().is_none();
-        if !well_formed {
+        let well_formed = is_decimal(number) && fields.next().is_none();
+        number.parse::<u64>().ok().filter(|_| well_formed).map(|_| owner)
+    }
+
+    /// What [`Display`](fmt::Display) shows.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let mut fields = text.split('.');
+        Self::of_fields(&mut fields).filter(|_| fields.next().is_none())
+    }
+
+    fn of_fields<'a>(fields: &mut impl Iterator<Item = &'a str>) -> Option<Self> {
+        let (place, pid, started) = (fields.next()?, fields.next()?, fields.next()?);
+        if place.len() != 16 || !is_decimal(pid) || !is_decimal(started) {
             return None;
         }
-        number.parse::<u64>().ok()?;
         Some(Self {
             place: u64::from_str_radix(place, 16).ok()?,
             pid: pid.parse().ok()?,
             started: started.parse().ok()?,
         })
+    }
+
+    /// The number of the process.
+    pub(crate) fn pid(self) -> u32 {
+        self.pid
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_pid(self, pid: u32) -> Self {
+        Self { pid, ..self }
     }
 
     /// Whether it runs, or ran, where this process does, so that its end can be told.
@@ -79,6 +99,20 @@ impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}.{}.{}", self.place, self.pid, self.started)
     }
+}
+
+fn is_decimal(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// The name of the file that is locked for an object of that name in the same folder.
+pub(crate) fn lock_name(object: &str) -> String {
+    format!("{LOCK_PREFIX}{}", object.trim_start_matches('.'))
+}
+
+/// Whether files of that name are the storage's own, and no objects.
+pub(crate) fn is_reserved(name: &str) -> bool {
+    is_temp(name) || name.starts_with(LOCK_PREFIX)
 }
 
 /// Whether that is the name of a temporary file.

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageErrorKind, StorageOp, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };
 use futures_util::{TryStreamExt, stream};
 use rustix::fs::{AtFlags, FileType, statat, unlinkat};
@@ -21,7 +21,8 @@ use crate::builder::Builder;
 use crate::error::{classify, is_absence, is_folder, on_key};
 use crate::folder::{self, holds_folder, open_or_create, settle};
 use crate::leftovers;
-use crate::owner::is_temp;
+use crate::lock::FsClaim;
+use crate::owner;
 use crate::root::{FOLDER, LOOK, Root, split};
 use crate::temp::Temp;
 use crate::upload::FsUpload;
@@ -85,12 +86,18 @@ impl FsStorage {
 }
 
 impl Shared {
-    /// A temporary file in the folder of `key`, which is made if it is missing.
-    pub(crate) fn create_temp(&self, op: StorageOp, key: &Key) -> Result<Temp, StorageError> {
+    /// Fails for a key whose file would not be taken for an object.
+    pub(crate) fn refuse_reserved(&self, op: StorageOp, key: &Key) -> Result<(), StorageError> {
         if is_reserved(key) {
             return Err(StorageError::new(StorageErrorKind::Invalid, op, Some(key.clone()))
-                .with_message("names of that form are kept for temporary files"));
+                .with_message("names of that form are kept for temporary files and locks"));
         }
+        Ok(())
+    }
+
+    /// A temporary file in the folder of `key`, which is made if it is missing.
+    pub(crate) fn create_temp(&self, op: StorageOp, key: &Key) -> Result<Temp, StorageError> {
+        self.refuse_reserved(op, key)?;
         let (path, _) = parts(key);
         let create = || {
             let folder = open_or_create(&self.root, path)?;
@@ -163,13 +170,13 @@ impl Shared {
 }
 
 /// The folder and the name of an object.
-fn parts(key: &Key) -> (&str, &str) {
+pub(crate) fn parts(key: &Key) -> (&str, &str) {
     split(key.as_str()).unwrap_or(("", key.as_str()))
 }
 
-/// Whether the key would be taken for a temporary file.
+/// Whether the key would be taken for one of the storage's own files.
 fn is_reserved(key: &Key) -> bool {
-    is_temp(key.file_name())
+    owner::is_reserved(key.file_name())
 }
 
 #[async_trait]
@@ -177,6 +184,7 @@ impl Storage for FsStorage {
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = Capabilities::none();
         capabilities.atomic_create = true;
+        capabilities.claims = true;
         capabilities.durable = self.0.sync;
         capabilities.ranged_reads = true;
         // A page: what the system reads anyway. More would be read faster from a disk that spins,
@@ -274,5 +282,12 @@ impl Storage for FsStorage {
             shared.delete(&for_thread).map_err(on_key(StorageOp::Delete, &for_thread))
         })
         .await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
+        let claim =
+            blocking(StorageOp::Claim, Some(key), move || FsClaim::take(shared, for_thread));
+        Ok(Arc::new(claim.await?))
     }
 }

@@ -10,7 +10,7 @@ use rustix::fs::{AtFlags, Dir, FileType, Stat, statat};
 use rustix::io::Errno;
 
 use crate::error::is_absence;
-use crate::owner::is_temp;
+use crate::owner::{is_reserved, is_temp};
 use crate::root::{FOLDER, LOOK, Root};
 
 /// What there is in one folder.
@@ -60,6 +60,7 @@ pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, 
                 let modified = modified(&stat);
                 found.temps.push(FoundTemp { name: name.to_owned(), modified });
             }
+            FileType::RegularFile if is_reserved(name) => {}
             FileType::RegularFile => {
                 if let Ok(key) = Key::new(&below) {
                     let byte_len = u64::try_from(stat.st_size).unwrap_or(0);
@@ -67,7 +68,7 @@ pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, 
                     found.objects.push(meta);
                 }
             }
-            FileType::Symlink if !is_temp(name) => match linked(root, &below) {
+            FileType::Symlink if !is_reserved(name) => match linked(root, &below) {
                 Some(Linked::File(meta)) => found.objects.push(meta),
                 Some(Linked::Folder) if root.follows_links() => found.linked_folders.push(below),
                 _ => {}

@@ -54,7 +54,7 @@ fn interrupted(args: &[&str], signal: &str, ready: impl Fn() -> bool) -> Run {
 }
 
 fn is_temporary(name: &str) -> bool {
-    name.starts_with(".dcp-tmp.")
+    name.starts_with(".dcp-tmp.") || name.starts_with(".dcp-lock.")
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The suite for [`Storage`] and [`Upload`](dcp_core::Upload).
 
+mod claim;
 mod list;
 mod put;
 mod read;
@@ -69,7 +70,7 @@ where
         .collect()
 }
 
-const CASES: &[&[Case]] = &[put::CASES, read::CASES, upload::CASES, list::CASES];
+const CASES: &[&[Case]] = &[put::CASES, read::CASES, upload::CASES, list::CASES, claim::CASES];
 
 type Checking = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
@@ -84,12 +85,14 @@ struct Case {
 enum Needs {
     Nothing,
     AtomicCreate,
+    Claims,
 }
 
 impl Needs {
     fn missing(self, capabilities: Capabilities) -> Option<&'static str> {
         match self {
             Self::AtomicCreate if !capabilities.atomic_create => Some("atomic_create"),
+            Self::Claims if !capabilities.claims => Some("claims"),
             _ => None,
         }
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, StorageError,
+    Buffer, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, StorageError,
     StorageErrorKind, StorageExt, StorageOp, Upload,
 };
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -36,6 +36,10 @@ enum Flaw {
     EscapesKeys,
     AnonymousErrors,
     KeepsLoans,
+    ClaimsKeepNobodyOut,
+    ClaimsOutliveTheirHolder,
+    ClaimsAreListed,
+    ClaimsAreOfTheStorage,
 }
 
 #[derive(Clone, Debug)]
@@ -44,11 +48,13 @@ struct Flawed {
     flaw: Flaw,
     /// Memory of failed reads that is never given back.
     kept: Arc<std::sync::Mutex<Vec<ReadInto>>>,
+    /// Claims that are never given back.
+    claims: Arc<std::sync::Mutex<Vec<Arc<dyn Claim>>>>,
 }
 
 impl Flawed {
     fn new(flaw: Flaw) -> Self {
-        Self { inner: Arc::default(), flaw, kept: Arc::default() }
+        Self { inner: Arc::default(), flaw, kept: Arc::default(), claims: Arc::default() }
     }
 
     fn has(&self, flaw: Flaw) -> bool {
@@ -189,6 +195,38 @@ impl Storage for Flawed {
         }
         self.inner.delete(key).await
     }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        let key = match self.flaw {
+            Flaw::ClaimsAreOfTheStorage => Key::new("all").unwrap(),
+            _ => self.name(key),
+        };
+        if self.has(Flaw::ClaimsKeepNobodyOut) {
+            return Ok(Arc::new(FlawedClaim { storage: self.clone(), key }));
+        }
+        if self.has(Flaw::ClaimsAreListed) {
+            let lock = Key::new(format!("{key}.lock"))?;
+            self.inner.put(&lock, "".into(), PutMode::Overwrite).await?;
+        }
+        let claim = self.inner.claim(&key).await?;
+        if self.has(Flaw::ClaimsOutliveTheirHolder) {
+            self.claims.lock().unwrap().push(Arc::clone(&claim));
+        }
+        Ok(claim)
+    }
+}
+
+#[derive(Debug)]
+struct FlawedClaim {
+    storage: Flawed,
+    key: Key,
+}
+
+#[async_trait]
+impl Claim for FlawedClaim {
+    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+        self.storage.inner.put(&self.key, payload, PutMode::Overwrite).await
+    }
 }
 
 #[derive(Debug)]
@@ -273,6 +311,10 @@ fn each_broken_promise_breaks_its_clause() {
         (Flaw::EscapesKeys, "keys_may_hold_spaces_signs_and_letters"),
         (Flaw::AnonymousErrors, "errors_name_the_key_and_what_was_done"),
         (Flaw::KeepsLoans, "a_failed_read_returns_the_memory_it_was_lent"),
+        (Flaw::ClaimsKeepNobodyOut, "of_two_claims_the_first_to_replace_wins"),
+        (Flaw::ClaimsOutliveTheirHolder, "a_claim_that_is_dropped_holds_nobody_up"),
+        (Flaw::ClaimsAreListed, "a_claim_is_no_object"),
+        (Flaw::ClaimsAreOfTheStorage, "claims_of_several_objects_go_side_by_side"),
     ];
     for (flaw, clause) in expected {
         // Whether a race is lost is up to the scheduler; a promise that is broken at times is
@@ -298,6 +340,12 @@ fn the_least_storage_has_its_excluded_clauses_ignored() {
         [
             "of_several_concurrent_creators_exactly_one_succeeds",
             "of_several_concurrent_uploads_exactly_one_succeeds",
+            "a_claim_replaces_an_object_or_makes_it",
+            "a_claim_is_no_object",
+            "of_two_claims_the_first_to_replace_wins",
+            "a_claim_that_is_dropped_holds_nobody_up",
+            "claims_of_several_objects_go_side_by_side",
+            "no_replacement_of_concurrent_holders_is_lost",
         ]
     );
     let full = MemoryStorage::new().capabilities();

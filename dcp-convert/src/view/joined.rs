@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageErrorKind, StorageOp, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };
 
 /// Storages side by side, each below a folder that is its number. For reading only, and not for
@@ -80,6 +80,10 @@ impl Storage for Joined {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         Err(read_only(StorageOp::Delete, Some(key)))
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        Err(read_only(StorageOp::Claim, Some(key)))
     }
 }
 

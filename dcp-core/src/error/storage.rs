@@ -23,6 +23,8 @@ pub enum StorageErrorKind {
     Unsupported,
     /// The request makes no sense, such as a bad key or URL.
     Invalid,
+    /// Another writer holds the object or has replaced it meanwhile.
+    Conflict,
     /// Trying again may help.
     Transient,
     /// Anything else.
@@ -41,6 +43,7 @@ pub enum StorageOp {
     Upload,
     List,
     Delete,
+    Claim,
 }
 
 impl fmt::Display for StorageOp {
@@ -53,6 +56,7 @@ impl fmt::Display for StorageOp {
             Self::Upload => "upload",
             Self::List => "list",
             Self::Delete => "delete",
+            Self::Claim => "claim",
         })
     }
 }
@@ -146,6 +150,7 @@ impl fmt::Display for StorageError {
             StorageErrorKind::Truncated => "it ends too early",
             StorageErrorKind::Unsupported => "this storage cannot do that",
             StorageErrorKind::Invalid => "the request is invalid",
+            StorageErrorKind::Conflict => "another writer is at work on it",
             StorageErrorKind::Transient => "the storage did not answer",
             StorageErrorKind::Other => "the storage failed",
         };

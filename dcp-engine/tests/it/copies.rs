@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
 use dcp_core::{
-    Buffer, Capabilities, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Buffer, Capabilities, Claim, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
     StateDict, Storage, StorageError, Tensor, Upload,
 };
 use dcp_engine::{Loader, Saver};
@@ -70,6 +70,10 @@ impl Storage for Watching {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.inner.delete(key).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.inner.claim(key).await
     }
 }
 

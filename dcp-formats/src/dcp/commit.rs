@@ -1,11 +1,12 @@
 //! Making a checkpoint visible: one atomic replacement, after everything it needs is there.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Payload, PutMode, SaveSession,
-    Storage, StorageError, StorageErrorKind, StorageExt as _, StorageOp, WriteReport,
+    CheckpointError, CheckpointMetadata, Claim, Entry, FormatError, Key, Payload, PutMode,
+    SaveSession, Storage, StorageError, StorageErrorKind, StorageExt as _, StorageOp, WriteReport,
 };
 use futures_util::StreamExt as _;
 use futures_util::stream;
@@ -24,10 +25,19 @@ pub(super) async fn commit(
     metadata: &CheckpointMetadata,
     reports: Vec<WriteReport>,
 ) -> Result<(), CheckpointError> {
+    // Held to the end: whoever comes next must not take what is removed here for what is there.
+    let claim = match &session.claim {
+        Some(claim) => Some(Arc::clone(claim)),
+        None => claim(storage).await?,
+    };
     let world_size = u32::try_from(reports.len()).unwrap_or(u32::MAX);
     let mut files: Vec<_> = reports.into_iter().flat_map(|report| report.files).collect();
     files.sort_unstable();
-    check_files(storage, metadata, &files).await?;
+    if let Err(error) = check_files(storage, metadata, &files).await {
+        // Who committed meanwhile has taken them for what a dead save left.
+        refuse_overtaken(storage, seen).await?;
+        return Err(error);
+    }
 
     let bytes = crate::metadata::encode(metadata, options.profile)?;
     let crc32 = crc32fast::hash(&bytes);
@@ -40,16 +50,13 @@ pub(super) async fn commit(
         storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
         kept.insert(sidecar.clone());
     }
-    if let Some(seen) = seen {
-        let now = current(storage).await?.map(|bytes| crc32fast::hash(&bytes));
-        if now != seen {
-            if options.sidecar && now != Some(crc32) {
-                remove(storage, vec![sidecar]).await;
-            }
-            return Err(overtaken("another save was committed here since this one began")?.into());
+    if let Err(error) = refuse_overtaken(storage, seen).await {
+        if options.sidecar && error.kind() == StorageErrorKind::Conflict {
+            remove_unknown(storage, vec![sidecar], &[]).await;
         }
+        return Err(error.into());
     }
-    put_metadata(storage, &bytes).await?;
+    put_metadata(storage, claim.as_deref(), &bytes).await?;
 
     let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
     remove_unknown(storage, stale, &bytes).await;
@@ -59,7 +66,7 @@ pub(super) async fn commit(
 /// Replaces the `.metadata` of a checkpoint, of which all else stays, by `bytes`, and says whether
 /// there was a [`Sidecar`], which then goes on to belong to the new one.
 ///
-/// `seen` is the `.metadata` that the new one was made from.
+/// `seen` is the `.metadata` that the new one was made from, `claim` what [`claim`] gave.
 ///
 /// # Errors
 ///
@@ -67,6 +74,7 @@ pub(super) async fn commit(
 /// still is.
 pub async fn replace_metadata(
     storage: &dyn Storage,
+    claim: Option<&dyn Claim>,
     seen: &[u8],
     bytes: &Bytes,
 ) -> Result<bool, CheckpointError> {
@@ -88,7 +96,7 @@ pub async fn replace_metadata(
         if current(storage).await?.as_deref() != Some(seen) {
             return Err(CheckpointError::from(overtaken("it was replaced since it was read")?));
         }
-        Ok(put_metadata(storage, bytes).await?)
+        Ok(put_metadata(storage, claim, bytes).await?)
     };
     let replaced = replaced.await;
     if sidecar.is_some() && old != new {
@@ -98,17 +106,48 @@ pub async fn replace_metadata(
     replaced.map(|()| kept.is_some())
 }
 
+/// Fails when the `.metadata` that is there is not the one that the session began with.
+async fn refuse_overtaken(
+    storage: &dyn Storage,
+    seen: Option<Option<u32>>,
+) -> Result<(), StorageError> {
+    let Some(seen) = seen else { return Ok(()) };
+    let now = current(storage).await?.map(|bytes| crc32fast::hash(&bytes));
+    if now == seen {
+        return Ok(());
+    }
+    Err(overtaken("another save was committed here since this one began")?)
+}
+
 fn overtaken(message: &str) -> Result<StorageError, StorageError> {
     let key = Key::new(METADATA)?;
-    let error = StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key));
+    let error = StorageError::new(StorageErrorKind::Conflict, StorageOp::Put, Some(key));
     Ok(error.with_message(message))
 }
 
-async fn put_metadata(storage: &dyn Storage, bytes: &Bytes) -> Result<(), StorageError> {
+/// Keeps other savers from replacing `.metadata` until it is dropped, where the storage can do that.
+///
+/// # Errors
+///
+/// [`Conflict`](StorageErrorKind::Conflict) when another one is at work.
+pub async fn claim(storage: &dyn Storage) -> Result<Option<Arc<dyn Claim>>, StorageError> {
+    if !storage.capabilities().claims {
+        return Ok(None);
+    }
+    storage.claim(&Key::new(METADATA)?).await.map(Some)
+}
+
+async fn put_metadata(
+    storage: &dyn Storage,
+    claim: Option<&dyn Claim>,
+    bytes: &Bytes,
+) -> Result<(), StorageError> {
     let key = Key::new(METADATA)?;
-    let Err(error) = storage.put(&key, bytes.clone().into(), PutMode::Overwrite).await else {
-        return Ok(());
+    let replaced = match claim {
+        Some(claim) => claim.replace(bytes.clone().into()).await,
+        None => storage.put(&key, bytes.clone().into(), PutMode::Overwrite).await,
     };
+    let Err(error) = replaced else { return Ok(()) };
     // The reply may have been lost, not the request.
     let found = if error.is_retryable() { storage.read_all(&key).await.ok() } else { None };
     if found.as_ref() == Some(bytes) { Ok(()) } else { Err(error) }

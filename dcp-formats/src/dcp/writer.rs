@@ -31,11 +31,12 @@ use crate::upload::Progress;
 /// and only then are the old files removed, none but those named as PyTorch or this writer name
 /// them.
 ///
-/// One save at a time can go on in a directory. Files are created exclusively, and as its last
-/// step before the replacement the commit checks that no other save was committed since
-/// [`begin`](StorageWriter::begin): a second saver gets an error, and bytes of two saves are never
-/// mixed. Storages have no conditional replacement, so two commits within the same moment can
-/// both pass the check; then the later one counts.
+/// One save at a time goes on in a directory. [`begin`](StorageWriter::begin) claims `.metadata`,
+/// and the session keeps the claim until the clean-up is over: a second saver gets an error that
+/// names the first one. Files are created exclusively, and as its last step before the replacement
+/// the commit checks that `.metadata` is what it was, against savers that claim nothing, such as
+/// PyTorch, and for storages without [claims](dcp_core::Capabilities::claims); there, two commits
+/// within the same moment can both pass the check.
 pub struct DcpWriter {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) options: Options,
@@ -174,8 +175,13 @@ impl StorageWriter for DcpWriter {
     }
 
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
-        // Read before the files are listed: what is committed in between is noticed.
-        let metadata = commit::current(&*self.storage).await?;
+        // Before anything is read: what is found stays so.
+        let claim = commit::claim(&*self.storage).await;
+        let metadata = match (commit::current(&*self.storage).await, claim.is_ok()) {
+            // Somebody else may be replacing it right now, which the claim tells.
+            (Err(_), false) => None,
+            (metadata, _) => metadata?,
+        };
         let mut rank_metadata = None;
         let mut highest = None;
         let mut stale = Vec::new();
@@ -215,10 +221,13 @@ impl StorageWriter for DcpWriter {
             .with_message(message)
             .into());
         }
+        // That there is a checkpoint says more than that somebody is writing another one.
+        let claim = claim?;
         stale.sort_unstable();
         let generation = highest.map_or(0, |highest| highest.saturating_add(1));
         *self.replaced() = Some((generation, metadata.map(|bytes| crc32fast::hash(&bytes))));
-        Ok(SaveSession::new(generation, stale).with_layout(self.options.layout.fingerprint()))
+        let session = SaveSession::new(generation, stale).with_claim(claim);
+        Ok(session.with_layout(self.options.layout.fingerprint()))
     }
 
     fn place(

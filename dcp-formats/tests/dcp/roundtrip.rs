@@ -150,7 +150,7 @@ fn without_overwrite_a_checkpoint_is_safe() {
 
 #[test]
 fn two_savers_never_mix() {
-    let storage = Arc::new(MemoryStorage::new());
+    let storage = Arc::new(MemoryStorage::new().with_conditional_claims());
     let (first, second) = (DcpWriter::new(storage.clone()), DcpWriter::new(storage.clone()));
     block_on(async {
         let session = first.begin().await.unwrap();
@@ -174,7 +174,7 @@ fn two_savers_never_mix() {
 
 #[test]
 fn a_commit_that_was_overtaken_fails() {
-    let storage = Arc::new(MemoryStorage::new());
+    let storage = Arc::new(MemoryStorage::new().with_conditional_claims());
     let late = DcpWriter::new(storage.clone());
     block_on(async {
         let session = late.begin().await.unwrap();

@@ -1,13 +1,15 @@
 //! Several savers in one place, at the worst moments.
 
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_conformance::MemoryStorage;
+use dcp_conformance::{MemoryStorage, StallStorage};
 use dcp_core::{
-    Buffer, Capabilities, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, StorageWriter as _, Upload,
+    Buffer, Capabilities, CheckpointError, Claim, DType, Key, ObjectMeta, ObjectStream, Payload,
+    PutMode, ReadInto, Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter as _,
+    Upload,
 };
 use dcp_formats::dcp::DcpWriter;
 
@@ -17,7 +19,7 @@ fn small(seed: u8) -> State {
     State::new(2).rows("w", DType::BFloat16, &[5, 3], seed).object("step", i64::from(seed))
 }
 
-/// A storage on which somebody else is at work too.
+/// A storage without claims on which somebody else is at work too.
 #[derive(Debug)]
 struct Shared {
     inner: Arc<MemoryStorage>,
@@ -30,7 +32,9 @@ struct Shared {
 #[async_trait]
 impl Storage for Shared {
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        let mut capabilities = self.inner.capabilities();
+        capabilities.claims = false;
+        capabilities
     }
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
@@ -71,6 +75,104 @@ impl Storage for Shared {
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.inner.delete(key).await
     }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        Err(StorageError::new(StorageErrorKind::Unsupported, StorageOp::Claim, Some(key.clone())))
+    }
+}
+
+/// How two saves went.
+type Outcomes = [Result<(), CheckpointError>; 2];
+
+/// Two savers in one place: each is stopped before one of its operations while the other one goes on.
+/// Returns `None` when they have fewer operations than that.
+fn meet(memory: &Arc<MemoryStorage>, stops: [u64; 2]) -> Option<Outcomes> {
+    let storages = stops.map(|stop| StallStorage::new(memory.clone(), stop));
+    let mut context = Context::from_waker(Waker::noop());
+    let mut saves = [1, 2].map(|seed| {
+        let writer = DcpWriter::new(Arc::new(storages[usize::from(seed) - 1].clone()));
+        Box::pin(async move { save_in_segments(&writer, &small(seed), 1 << 20).await })
+    });
+    let mut outcomes = [None, None];
+    for round in 0..2 {
+        for (save, outcome) in saves.iter_mut().zip(&mut outcomes) {
+            if outcome.is_none()
+                && let Poll::Ready(result) = save.as_mut().poll(&mut context)
+            {
+                *outcome = Some(result);
+            }
+            if round == 0 {
+                continue;
+            }
+            assert!(outcome.is_some(), "a saver that was let go on is stuck");
+        }
+        let [first, second] = &outcomes;
+        if round == 0 && first.is_some() && second.is_some() {
+            return None;
+        }
+        storages.iter().for_each(StallStorage::resume);
+    }
+    let [Some(first), Some(second)] = outcomes else { panic!("a saver is stuck") };
+    Some([first, second])
+}
+
+#[test]
+fn of_two_savers_stopped_at_every_step_one_wins_and_its_checkpoint_is_whole() {
+    let locking = MemoryStorage::new;
+    let conditional = || MemoryStorage::new().with_conditional_claims();
+    for (mode, storage) in
+        [("locking", &locking as &dyn Fn() -> MemoryStorage), ("conditional", &conditional)]
+    {
+        let (mut met, mut refused) = (0, 0);
+        for first in 1..40 {
+            for second in 1..40 {
+                let memory = Arc::new(storage());
+                save(&DcpWriter::new(memory.clone()), &small(9)).unwrap();
+                let Some(outcomes) = meet(&memory, [first, second]) else { continue };
+                let at = format!("{mode}, stopped at {first} and {second}: {outcomes:?}");
+                met += 1;
+                for outcome in &outcomes {
+                    let Err(error) = outcome else { continue };
+                    refused += 1;
+                    let CheckpointError::Storage(error) = error else { panic!("{at}") };
+                    assert!(error.key().is_some(), "{at}");
+                    let kinds = [StorageErrorKind::Conflict, StorageErrorKind::AlreadyExists];
+                    assert!(kinds.contains(&error.kind()), "{at}");
+                }
+                assert!(outcomes.iter().any(Result::is_ok), "{at}");
+                let loaded = load(memory.clone()).unwrap_or_else(|error| panic!("{error}; {at}"));
+                let winner = (1..=2).find(|seed| loaded.same(&small(*seed).loaded()));
+                let winner = winner.unwrap_or_else(|| panic!("neither is there; {at}"));
+                assert!(outcomes[usize::from(winner) - 1].is_ok(), "{at}");
+                // Whoever comes next is held up by nobody, and cleans up.
+                save(&DcpWriter::new(memory.clone()), &small(3)).unwrap();
+                assert!(load(memory.clone()).unwrap().same(&small(3).loaded()), "{at}");
+                assert_eq!(names(&*memory).len(), 4, "{:?}; {at}", names(&*memory));
+            }
+        }
+        assert!(met > 100 && refused > 50, "{mode}: {met} met, {refused} were refused");
+    }
+}
+
+#[test]
+fn a_saver_that_gives_up_at_any_step_holds_nobody_up() {
+    for stop in 1..40 {
+        let memory = Arc::new(MemoryStorage::new());
+        save(&DcpWriter::new(memory.clone()), &small(9)).unwrap();
+        let stalled = StallStorage::new(memory.clone(), stop);
+        let writer = DcpWriter::new(Arc::new(stalled));
+        let state = small(1);
+        let mut dropped = Box::pin(save_in_segments(&writer, &state, 1 << 20));
+        let mut context = Context::from_waker(Waker::noop());
+        let over = dropped.as_mut().poll(&mut context).is_ready();
+        drop(dropped);
+        save(&DcpWriter::new(memory.clone()), &small(2)).unwrap();
+        assert!(load(memory.clone()).unwrap().same(&small(2).loaded()), "stopped at {stop}");
+        if over {
+            return;
+        }
+    }
+    panic!("a save has fewer operations");
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
 use dcp_core::{
-    Buffer, Capabilities, CheckpointError, Key, ObjectMeta, ObjectStream, Payload, PutMode,
+    Buffer, Capabilities, CheckpointError, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode,
     ReadInto, Storage, StorageError, StorageErrorKind, StorageOp, StorageReader as _, Upload,
 };
 use dcp_formats::hf::HfReader;
@@ -89,6 +89,10 @@ impl Storage for Unlisted {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         self.0.delete(key).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.0.claim(key).await
     }
 }
 

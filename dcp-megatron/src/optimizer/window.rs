@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageErrorKind, StorageOp, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };
 
 /// One object, which is a range of bytes of another one. It can only be read.
@@ -78,5 +78,9 @@ impl Storage for Window {
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
         Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Delete, key))
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Claim, key))
     }
 }

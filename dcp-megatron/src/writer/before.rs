@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, Key, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _,
+    CheckpointError, Claim, Key, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _,
 };
 use futures_util::StreamExt as _;
 
@@ -62,8 +62,13 @@ impl Before {
     /// Puts back what was there before a commit that may have put `ours` into `.metadata`; not
     /// where there is a third one's by now. While it is not all there, there is no
     /// `metadata.json`.
-    pub(super) async fn restore(&self, storage: &dyn Storage, ours: Option<&Bytes>) {
-        if let Err(error) = self.try_restore(storage, ours).await {
+    pub(super) async fn restore(
+        &self,
+        storage: &dyn Storage,
+        claim: Option<&dyn Claim>,
+        ours: Option<&Bytes>,
+    ) {
+        if let Err(error) = self.try_restore(storage, claim, ours).await {
             tracing::warn!(
                 %error,
                 "what a failed commit replaced cannot be put back; without metadata.json this \
@@ -75,6 +80,7 @@ impl Before {
     async fn try_restore(
         &self,
         storage: &dyn Storage,
+        claim: Option<&dyn Claim>,
         ours: Option<&Bytes>,
     ) -> Result<(), StorageError> {
         let now = read(storage, METADATA).await?;
@@ -86,7 +92,10 @@ impl Before {
         for name in [METADATA, COMMON_FILE, INTEGRITY_FILE, METADATA_JSON] {
             match self.get(name) {
                 Some(bytes) if read(storage, name).await?.as_ref() == Some(bytes) => {}
-                Some(bytes) => put(storage, &Key::new(name)?, bytes, PutMode::Overwrite).await?,
+                Some(bytes) => match claim {
+                    Some(claim) if name == METADATA => claim.replace(bytes.clone().into()).await?,
+                    _ => put(storage, &Key::new(name)?, bytes, PutMode::Overwrite).await?,
+                },
                 None => delete(storage, name).await?,
             }
         }

@@ -297,7 +297,12 @@ impl StorageWriter for MegatronWriter {
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
         // What cannot be written is known before the first byte is.
         self.encoded_common()?;
-        let before = Before::look(&*self.storage).await?;
+        // It holds the place, where nobody else does: what is looked at stays as it is.
+        let session = self.dcp.begin().await;
+        let before = match Before::look(&*self.storage).await {
+            Err(_) if session.is_err() => return session,
+            before => before?,
+        };
         if let Some(json) = before.metadata_json {
             if !self.overwrite {
                 return Err(refusal("there is a checkpoint here, and overwriting is off")?.into());
@@ -308,7 +313,7 @@ impl StorageWriter for MegatronWriter {
                 return Err(refusal(message)?.into());
             }
         }
-        let mut session = self.dcp.begin().await?;
+        let mut session = session?;
         session.stale.extend(hinted_files(&*self.storage).await?);
         session.stale.sort_unstable();
         session.stale.dedup();
@@ -356,6 +361,12 @@ impl StorageWriter for MegatronWriter {
         metadata: &CheckpointMetadata,
         mut reports: Vec<WriteReport>,
     ) -> Result<(), CheckpointError> {
+        // Held until metadata.json is there and what it replaces is gone.
+        let claim = match &session.claim {
+            Some(claim) => Some(Arc::clone(claim)),
+            None => dcp_formats::dcp::claim(&*self.storage).await?,
+        };
+        let session = session.with_claim(claim.clone());
         let before = Before::look(&*self.storage).await?;
         let mut with_common = None;
         if self.form == MegatronForm::CommonInside {
@@ -370,7 +381,7 @@ impl StorageWriter for MegatronWriter {
         let replaced = self.replace(session, metadata, reports, &before).await;
         if replaced.is_err() {
             let ours = dcp_formats::metadata::encode(metadata, self.profile).ok();
-            before.restore(&*self.storage, ours.as_ref()).await;
+            before.restore(&*self.storage, claim.as_deref(), ours.as_ref()).await;
             remove_unreferenced(&*self.storage, written).await;
         }
         replaced

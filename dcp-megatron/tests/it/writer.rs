@@ -1,8 +1,9 @@
 //! What `MegatronWriter` leaves, whatever happens on the way.
 
 use std::sync::Arc;
+use std::task::{Context, Waker};
 
-use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
+use dcp_conformance::{Fault, FaultStorage, MemoryStorage, StallStorage};
 use dcp_convert::{ConvertError, JobOptions, Source, reshard};
 use dcp_core::{CheckpointError, Dict, Entry, Storage, StorageErrorKind, Value, error_chain};
 use dcp_formats::metadata::Profile;
@@ -394,4 +395,35 @@ fn a_common_state_is_not_planned_as_an_object_too() {
     let raw = Source::dcp(place, false);
     let error = save(&raw, &writer(target, MegatronForm::CommonFile, 1)).unwrap_err();
     assert!(error_chain(&error).contains("common_state/shard_0_1"), "{error:?}");
+}
+
+#[test]
+fn of_two_savers_stopped_at_any_step_one_wins_and_its_checkpoint_is_whole() {
+    for form in FORMS {
+        let mut refused = 0;
+        for stop in 1.. {
+            let memory = Arc::new(MemoryStorage::new());
+            save(&source(), &writer(memory.clone(), form, 9)).unwrap();
+            let stalled = StallStorage::new(memory.clone(), stop);
+            let (source, other) = (source(), other_source());
+            let late = writer(Arc::new(stalled.clone()), form, 1);
+            let options = JobOptions::default();
+            let mut late = Box::pin(reshard(&source, &late, 2, &options));
+            let mut context = Context::from_waker(Waker::noop());
+            if late.as_mut().poll(&mut context).is_ready() {
+                assert!(refused > 10, "{refused}");
+                break;
+            }
+            let second = save(&other, &writer(memory.clone(), form, 2));
+            stalled.resume();
+            let first = block_on(late).map(|_| ());
+            let outcomes = [first, second];
+            for error in outcomes.iter().filter_map(|outcome| outcome.as_ref().err()) {
+                assert!(error_chain(error).contains("another writer"), "{}", error_chain(error));
+                refused += 1;
+            }
+            let (_, winner) = load(&memory).unwrap_or_else(|| panic!("stopped at {stop}"));
+            assert!(outcomes[winner as usize - 1].is_ok(), "stopped at {stop}: {outcomes:?}");
+        }
+    }
 }

@@ -1,11 +1,12 @@
 //! Replacing files that are there, so that old and new ones are never taken for one model.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageErrorKind, StorageExt, StorageOp, Upload,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageErrorKind, StorageExt, StorageOp, Upload,
 };
 use dcp_formats::hf::IndexFile;
 use futures_util::{StreamExt, stream};
@@ -138,6 +139,17 @@ impl Storage for Nowhere {
     }
 
     async fn delete(&self, _key: &Key) -> Result<(), StorageError> {
+        Ok(())
+    }
+
+    async fn claim(&self, _: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        Ok(Arc::new(Self))
+    }
+}
+
+#[async_trait]
+impl Claim for Nowhere {
+    async fn replace(&self, _payload: Payload) -> Result<(), StorageError> {
         Ok(())
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_conformance::CountingStorage;
 use dcp_core::{
-    Buffer, Capabilities, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageErrorKind, StorageOp, Upload, Value,
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageErrorKind, StorageOp, Upload, Value,
 };
 use dcp_olmo::load_keys;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -169,6 +169,10 @@ impl Storage for Web {
 
     async fn delete(&self, _: &Key) -> Result<(), StorageError> {
         Err(unsupported(StorageOp::Delete))
+    }
+
+    async fn claim(&self, _: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        Err(unsupported(StorageOp::Claim))
     }
 }
 

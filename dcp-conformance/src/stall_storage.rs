@@ -1,0 +1,206 @@
+//! A decorator that stops a caller at a chosen operation.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+
+use async_trait::async_trait;
+use dcp_core::{
+    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, Upload,
+};
+use futures_util::{StreamExt, stream};
+
+/// Passes operations on to another storage; one of them begins only after
+/// [`resume`](Self::resume).
+///
+/// Operations are counted as by [`FaultStorage`](crate::FaultStorage). So a test can stop one of two
+/// callers before each of its steps and let the other one run meanwhile. It needs no runtime: a
+/// caller that is stopped is a future that stays pending.
+#[derive(Clone, Debug)]
+pub struct StallStorage {
+    inner: Arc<dyn Storage>,
+    stop_at: u64,
+    gate: Arc<Gate>,
+}
+
+#[derive(Debug, Default)]
+struct Gate {
+    begun: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    open: bool,
+    waiting: Vec<Waker>,
+}
+
+impl Gate {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn pass(&self, stop_at: u64) {
+        if self.begun.fetch_add(1, Ordering::SeqCst) + 1 != stop_at {
+            return;
+        }
+        std::future::poll_fn(|context| {
+            let mut state = self.state();
+            if state.open {
+                return Poll::Ready(());
+            }
+            state.waiting.push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+impl StallStorage {
+    /// Stops the caller before the `operation`-th operation, counted from 1.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Storage>, operation: u64) -> Self {
+        Self { inner, stop_at: operation, gate: Arc::default() }
+    }
+
+    /// Lets the operation pass.
+    pub fn resume(&self) {
+        let mut state = self.gate.state();
+        state.open = true;
+        state.waiting.drain(..).for_each(Waker::wake);
+    }
+
+    /// How many operations have begun, the one that is stopped included.
+    #[must_use]
+    pub fn operations(&self) -> u64 {
+        self.gate.begun.load(Ordering::SeqCst)
+    }
+
+    async fn pass(&self) {
+        self.gate.pass(self.stop_at).await;
+    }
+}
+
+#[async_trait]
+impl Storage for StallStorage {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        self.pass().await;
+        self.inner.stat(key).await
+    }
+
+    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        self.pass().await;
+        self.inner.read(key, reads).await
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        self.pass().await;
+        self.inner.put(key, payload, mode).await
+    }
+
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        self.pass().await;
+        let inner = self.inner.start_upload(key, mode).await?;
+        Ok(Box::new(StallUpload { inner, storage: self.clone() }))
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        let (storage, prefix) = (self.clone(), prefix.cloned());
+        let listing = async move {
+            storage.pass().await;
+            storage.inner.list(prefix.as_ref())
+        };
+        Box::pin(stream::once(listing).flatten())
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        self.pass().await;
+        self.inner.delete(key).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.pass().await;
+        let inner = self.inner.claim(key).await?;
+        Ok(Arc::new(StallClaim { inner, storage: self.clone() }))
+    }
+}
+
+#[derive(Debug)]
+struct StallClaim {
+    inner: Arc<dyn Claim>,
+    storage: StallStorage,
+}
+
+#[async_trait]
+impl Claim for StallClaim {
+    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+        self.storage.pass().await;
+        self.inner.replace(payload).await
+    }
+}
+
+#[derive(Debug)]
+struct StallUpload {
+    inner: Box<dyn Upload>,
+    storage: StallStorage,
+}
+
+#[async_trait]
+impl Upload for StallUpload {
+    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+        self.storage.pass().await;
+        self.inner.put_part(part).await
+    }
+
+    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+        self.storage.pass().await;
+        self.inner.complete().await
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        self.storage.pass().await;
+        self.inner.abort().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::task::Context;
+
+    use dcp_core::StorageExt;
+
+    use super::*;
+    use crate::MemoryStorage;
+
+    #[test]
+    fn a_stopped_operation_has_no_effect_before_it_is_resumed() {
+        let memory = Arc::new(MemoryStorage::new());
+        let storage = StallStorage::new(memory.clone(), 2);
+        let key = Key::new("a").unwrap();
+        let mut steps = pin!(async {
+            storage.put(&key, "1".into(), PutMode::Create).await.unwrap();
+            storage.put(&key, "2".into(), PutMode::Overwrite).await.unwrap();
+        });
+        let held = || {
+            let read = memory.read_all(&key);
+            futures_util::FutureExt::now_or_never(read).unwrap().unwrap()
+        };
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(steps.as_mut().poll(&mut context).is_pending());
+        assert!(steps.as_mut().poll(&mut context).is_pending());
+        assert_eq!((held(), storage.operations()), ("1".into(), 2));
+        storage.resume();
+        assert!(steps.as_mut().poll(&mut context).is_ready());
+        assert_eq!(held(), "2");
+    }
+}

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use dcp::DType;
-use dcp::convert::{CastOptions, JobOptions, Source, StatePart, WriteReport, view};
+use dcp::convert::{CastOptions, JobOptions, Source, StatePart, WriteReport, is_exact, view};
 use dcp::core::{Key, Value};
 use dcp::formats::torch_save::TorchSaveForm;
 use dcp::megatron::ParallelLayout;
@@ -142,16 +142,6 @@ impl Writing {
             .as_dry_run(self.dry_run)
             .with_callables(KeyFilter::any_of(&self.allow_callable))
     }
-}
-
-/// Whether a tensor is no weight but a number that has to stay as it is: the scales of block-scaled
-/// weights, which give every one of them its value, how many steps an optimizer has made, and what
-/// balances the experts of a router, which transformers and Megatron-Core keep in float32.
-fn is_exact(fqn: &str) -> bool {
-    let name = fqn.rsplit('.').next().unwrap_or(fqn);
-    fqn.ends_with("_scale_inv")
-        || ["step", "e_score_correction_bias"].contains(&name)
-        || fqn.ends_with("router.expert_bias")
 }
 
 /// Reads a dtype by PyTorch's name or the usual short one.

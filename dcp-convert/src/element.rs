@@ -4,7 +4,7 @@ use std::fmt;
 
 use dcp_core::DType;
 
-use crate::small_float::{E2M1, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, small_float};
+use dcp_cast::{E2M1, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, small_float};
 
 /// An element, in the widest type of its kind.
 #[derive(Clone, Copy, Debug, PartialEq)]

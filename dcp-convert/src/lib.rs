@@ -68,7 +68,6 @@ mod rewrite_metadata;
 mod runs;
 mod select;
 mod slice;
-mod small_float;
 mod source;
 mod stats;
 mod suggest;
@@ -84,7 +83,9 @@ mod within;
 mod written;
 
 pub use callables::{ForeignCallable, admit_callables, foreign_callables};
-pub use cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_float};
+pub use cast::{
+    CastCounts, CastError, CastOptions, CastReport, Caster, TensorCast, is_exact, is_float,
+};
 pub use dcp_formats::safetensors::RAW;
 pub use diff::{
     Described, DiffCounts, DiffOptions, DiffReport, DiffScope, Difference, DifferenceKind, Spot,

@@ -49,6 +49,7 @@ mod overlap;
 mod path;
 mod payload;
 mod plan;
+mod plan_check;
 mod python_str;
 mod region;
 mod storage;

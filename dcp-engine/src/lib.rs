@@ -38,10 +38,12 @@
 
 mod background;
 mod broadcast;
+mod cast;
 mod disjoint;
 mod division;
 mod group;
 mod load;
+mod memory;
 mod parallel;
 mod parcel;
 mod save;
@@ -52,6 +54,8 @@ mod taker;
 
 pub use background::{BackgroundSaver, PendingSave, StagedState};
 pub use broadcast::BroadcastReader;
+pub use cast::Casts;
+pub use dcp_cast::{CastCounts, CastReport, TensorCast};
 pub use group::Group;
 pub use load::{LoadMode, LoadSummary, Loader};
 pub use parallel::{Exchange, ParallelReader};

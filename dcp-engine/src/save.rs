@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
+use dcp_cast::{CastCounts, CastReport};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Key, Phase, PlanError,
     Rank, SavePlan, SavePlanner, SaveSession, StateDict, StorageError, StorageWriter, Value,
@@ -13,7 +14,9 @@ use dcp_core::{
 use dcp_planner::{DefaultSavePlanner, FlattenRule, PlanCache, flatten, index_of};
 use serde::{Deserialize, Serialize};
 
+use crate::cast::Casts;
 use crate::group::Group;
+use crate::memory::{Memory, Remembered};
 use crate::source::{Leaf, StateSource};
 
 /// Saves state dicts, one after the other.
@@ -31,42 +34,13 @@ pub struct Saver {
     group: Option<Arc<dyn Collective>>,
     coordinator: Rank,
     rule: FlattenRule,
+    casts: Option<Casts>,
     memory: Option<Arc<Memory>>,
     /// How many saves have begun, so that ranks notice when they are at different ones.
     begun: Arc<AtomicU64>,
 }
 
-/// What a saver remembers of earlier saves.
-#[derive(Debug)]
-struct Memory {
-    /// On the coordinator: plans with their places, by all that they depend on.
-    plans: PlanCache,
-    /// This rank's part of the last save.
-    mine: Mutex<Option<Remembered>>,
-}
-
-#[derive(Clone, Debug)]
-struct Remembered {
-    fingerprint: u128,
-    /// Which of the coordinator's plans it is a part of.
-    plan_id: u64,
-    plan: Arc<WritePlan>,
-}
-
-/// Plans to remember: a trainer has one or two kinds of save.
-const PLANS_KEPT: usize = 2;
-
-impl Default for Memory {
-    fn default() -> Self {
-        Self { plans: PlanCache::new(PLANS_KEPT), mine: Mutex::default() }
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// What a save did; the same on every rank, but for the metadata.
+/// What a save did; the same on every rank, but for the metadata and what was cast.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SaveSummary {
@@ -78,6 +52,10 @@ pub struct SaveSummary {
     pub files: u64,
     /// Whether the plan of an earlier save served again.
     pub reused_plan: bool,
+    /// What [`Saver::cast`] did to the tensors of which this rank wrote anything.
+    pub cast: CastReport,
+    /// The same of all ranks together.
+    pub cast_total: CastCounts,
     plan: Option<Arc<GlobalPlan>>,
 }
 
@@ -94,7 +72,7 @@ impl SaveSummary {
 struct Prepared {
     plan: SavePlan,
     fingerprint: u128,
-    source: Arc<dyn DataSource>,
+    source: Arc<StateSource>,
 }
 
 /// What this rank is to write, and on the coordinator what is to be committed.
@@ -142,6 +120,7 @@ struct Totals {
     bytes_written: u64,
     files: u64,
     reused_plan: bool,
+    cast: CastCounts,
 }
 
 impl Default for Saver {
@@ -159,6 +138,7 @@ impl Saver {
             group: None,
             coordinator: 0,
             rule: FlattenRule::default(),
+            casts: None,
             memory: Some(Arc::default()),
             begun: Arc::default(),
         }
@@ -189,6 +169,14 @@ impl Saver {
     #[must_use]
     pub fn flatten_rule(mut self, rule: FlattenRule) -> Self {
         self.rule = rule;
+        self.afresh()
+    }
+
+    /// Saves tensors in another dtype than they have in memory, in segments on the way to the file;
+    /// the state is not changed. [`SaveSummary::cast`] tells what was lost.
+    #[must_use]
+    pub fn cast(mut self, casts: Casts) -> Self {
+        self.casts = Some(casts);
         self.afresh()
     }
 
@@ -239,8 +227,14 @@ impl Saver {
             self.plan(group, prepared, writer).await?;
         tracing::debug!(items = plan.orders.len(), "planned");
 
-        let written = writer.write(&prepared.plan, &plan, Arc::clone(&prepared.source)).await;
-        let reports = group.collect(Phase::Write, written.map(|report| lines(&report))).await?;
+        let written = {
+            let source: Arc<dyn DataSource> = Arc::clone(&prepared.source) as _;
+            writer.write(&prepared.plan, &plan, source).await
+        };
+        let cast = prepared.source.cast_report();
+        let reports = group
+            .collect(Phase::Write, written.map(|report| (lines(&report), cast.total())))
+            .await?;
         let reports = reports.map(|reports| reports.map(|reports| ((), reports)));
         let reports = match group.decide(Phase::Write, reports).await {
             Ok(((), reports)) => reports,
@@ -266,6 +260,8 @@ impl Saver {
             bytes_written: totals.bytes_written,
             files: totals.files,
             reused_plan: totals.reused_plan,
+            cast,
+            cast_total: totals.cast,
             plan: lead.and_then(|lead| lead.plan),
         })
     }
@@ -278,22 +274,26 @@ impl Saver {
         group: &Group,
     ) -> Result<Prepared, CheckpointError> {
         let flat = flatten(state, self.rule)?;
+        let mut objects = HashMap::new();
+        let mut index = index_of(&flat, |fqn, object| {
+            let bytes = writer.encode_object(fqn, object)?;
+            let len = bytes.len() as u64;
+            objects.insert(fqn.to_owned(), bytes);
+            Ok::<_, CheckpointError>(len)
+        })?;
+        let casts = self.casts.as_ref().map(|casts| casts.apply(&mut index)).transpose()?;
+        let mut casts = casts.unwrap_or_default().into_iter();
         let mut leaves = HashMap::with_capacity(flat.len());
         for entry in &flat {
+            let cast = casts.next().flatten();
             let leaf = match entry.value {
-                Value::Tensor(tensor) => Leaf::Tensor(tensor.clone()),
-                object => Leaf::Object(writer.encode_object(&entry.fqn, object)?),
+                Value::Tensor(tensor) => Leaf::Tensor(tensor.clone(), cast),
+                _ => Leaf::Object(objects.remove(&*entry.fqn).unwrap_or_default()),
             };
             leaves.insert(&*entry.fqn, leaf);
         }
-        let index = index_of(&flat, |fqn, _| match leaves.get(fqn) {
-            Some(Leaf::Object(bytes)) => Ok(bytes.len() as u64),
-            _ => Err(PlanError::Unsupported {
-                fqn: fqn.to_owned(),
-                problem: "it is no object".into(),
-            }),
-        })?;
         let plan = self.planner.local_plan(&index, &group.context())?;
+        plan.check_against(&index, &self.planner_name())?;
         let source = Arc::new(StateSource::new(&plan, &leaves)?);
         Ok(Prepared { fingerprint: plan.fingerprint(), plan, source })
     }
@@ -305,7 +305,8 @@ impl Saver {
         prepared: Result<Prepared, CheckpointError>,
         writer: &dyn StorageWriter,
     ) -> Result<Planned, CheckpointError> {
-        let remembered = prepared.as_ref().ok().and_then(|mine| self.recall(mine.fingerprint));
+        let remembered =
+            prepared.as_ref().ok().and_then(|mine| self.memory.as_ref()?.recall(mine.fingerprint));
         // A rank that has nothing to offer was at this save all the same.
         let sequence = self.begun.fetch_add(1, Ordering::Relaxed);
         let (offer, prepared) = match prepared {
@@ -336,7 +337,7 @@ impl Saver {
         let (mine, lead) = group.hand_out(Phase::Plan, placed).await?;
         let plan = Arc::new(WritePlan::from_wire(&mine)?);
         if let Some(memory) = &self.memory {
-            *lock(&memory.mine) = Some(Remembered {
+            memory.keep(Remembered {
                 fingerprint: prepared.fingerprint,
                 plan_id,
                 plan: Arc::clone(&plan),
@@ -345,9 +346,11 @@ impl Saver {
         Ok(Planned { prepared, plan, lead, reused: false })
     }
 
-    fn recall(&self, fingerprint: u128) -> Option<Remembered> {
-        let mine = lock(&self.memory.as_ref()?.mine);
-        mine.clone().filter(|last| last.fingerprint == fingerprint)
+    /// What errors call the planner: the name of its type, as it shows itself.
+    fn planner_name(&self) -> String {
+        let shown = format!("{:?}", self.planner);
+        let name = shown.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("");
+        if name.is_empty() { "without a name".into() } else { name.into() }
     }
 
     /// On the coordinator: looks at the place, and at how much of the last plan serves again.
@@ -388,6 +391,7 @@ impl Saver {
             .map(|plan| SavePlan::from_wire(plan))
             .collect::<Result<Vec<_>, PlanError>>()?;
         let mut global = self.planner.global_plan(&locals)?;
+        global.check_against(&locals, &self.planner_name())?;
         let write_plans = writer.place(&lead.session, &locals, &mut global)?;
         if write_plans.len() != locals.len() {
             return Err(no_plan());
@@ -450,18 +454,22 @@ fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
 async fn commit(
     lead: &mut Lead,
     reused: bool,
-    reports: Vec<Vec<Line>>,
+    reports: Vec<(Vec<Line>, CastCounts)>,
     writer: &dyn StorageWriter,
 ) -> Result<(Totals, ()), CheckpointError> {
     let plan = lead.plan.as_ref().ok_or_else(no_plan)?;
-    let all = reports.iter().flatten();
+    let mut cast = CastCounts::default();
+    reports.iter().for_each(|(_, counts)| cast.add(counts));
+    let all = reports.iter().flat_map(|(lines, _)| lines);
     let totals = Totals {
         entries: plan.metadata.len() as u64,
         bytes_written: all.clone().map(|(_, len, _)| *len).sum(),
         files: all.count() as u64,
         reused_plan: reused,
+        cast,
     };
-    let reports = reports.into_iter().map(report).collect::<Result<Vec<_>, _>>()?;
+    let reports =
+        reports.into_iter().map(|(lines, _)| report(lines)).collect::<Result<Vec<_>, _>>()?;
     writer.commit(std::mem::take(&mut lead.session), &plan.metadata, reports).await?;
     Ok((totals, ()))
 }

@@ -5,26 +5,32 @@ use std::ops::Range;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_cast::CastReport;
 use dcp_core::{
     CheckpointError, DataSource, Payload, PlanError, Region, SavePlan, Tensor, TensorView,
 };
+
+use crate::cast::{Cast, SEGMENT, report};
 
 /// A [`DataSource`] over host tensors and encoded objects, without a copy of contiguous data.
 #[derive(Debug)]
 pub(crate) struct StateSource {
     items: Vec<(Box<str>, Data)>,
+    casts: Vec<Cast>,
 }
 
 #[derive(Debug)]
 enum Data {
     View(TensorView),
+    Cast(TensorView, Cast),
     Object(Bytes),
 }
 
 /// One leaf's data.
 #[derive(Clone, Debug)]
 pub(crate) enum Leaf {
-    Tensor(Tensor),
+    /// A tensor, and what it is saved as where that is another dtype.
+    Tensor(Tensor, Option<Cast>),
     Object(Bytes),
 }
 
@@ -45,19 +51,34 @@ impl StateSource {
                 };
                 let data = match leaves.get(fqn) {
                     Some(Leaf::Object(bytes)) if !item.is_tensor() => Data::Object(bytes.clone()),
-                    Some(Leaf::Tensor(tensor)) if item.is_tensor() => {
+                    Some(Leaf::Tensor(tensor, cast)) if item.is_tensor() => {
                         let region = Region::new(item.offsets, item.sizes)
                             .map_err(|error| unsupported(&error.to_string()))?;
-                        Data::View(find(tensor, &region).ok_or_else(|| {
+                        let view = find(tensor, &region).ok_or_else(|| {
                             unsupported("the planner asks for a part that this rank does not hold")
-                        })??)
+                        })??;
+                        match cast {
+                            Some(cast) => Data::Cast(view, cast.clone()),
+                            None => Data::View(view),
+                        }
                     }
                     _ => return Err(unsupported("the planner made it up").into()),
                 };
                 Ok((fqn.into(), data))
             })
             .collect::<Result<_, CheckpointError>>()?;
-        Ok(Self { items })
+        let casts = leaves.values().filter_map(|leaf| match leaf {
+            Leaf::Tensor(_, cast) => cast.clone(),
+            Leaf::Object(_) => None,
+        });
+        Ok(Self { items, casts: casts.collect() })
+    }
+
+    /// What was cast so far, and what that lost.
+    pub(crate) fn cast_report(&self) -> CastReport {
+        let mut report = report(self.casts.iter());
+        report.tensors.sort_unstable_keys();
+        report
     }
 }
 
@@ -78,17 +99,24 @@ impl DataSource for StateSource {
         let (fqn, data) = self.items.get(item).ok_or_else(|| PlanError::Wire {
             problem: format!("item {item} of a plan of {}", self.items.len()),
         })?;
+        let lent = |view: &TensorView| {
+            let failed = |source| CheckpointError::Memory { fqn: fqn.to_string(), source };
+            view.payload().map_err(failed)
+        };
         let payload = match data {
+            Data::Cast(view, cast) => {
+                let range = byte_range.start..byte_range.end.min(cast.byte_len(view));
+                return Ok(cast.bytes(&lent(view)?, range));
+            }
             Data::Object(bytes) => Payload::from(bytes.clone()),
-            Data::View(view) => view
-                .payload()
-                .map_err(|source| CheckpointError::Memory { fqn: fqn.to_string(), source })?,
+            Data::View(view) => lent(view)?,
         };
         let whole = byte_range.start == 0 && byte_range.end == payload.len();
         Ok(if whole { payload } else { payload.slice(byte_range) })
     }
 
     fn segment_bytes(&self) -> u64 {
-        u64::MAX
+        // What is cast takes memory; all else is there anyway.
+        if self.casts.is_empty() { u64::MAX } else { SEGMENT }
     }
 }

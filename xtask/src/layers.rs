@@ -35,6 +35,20 @@ const LAYERS: &[Layer] = &[
         never_named: NO_IO,
     },
     Layer {
+        package: "dcp-cast",
+        uses: &["dcp-core"],
+        tests_use: &[],
+        never: RUNTIMES,
+        never_named: &[
+            "std::fs",
+            "std::net",
+            "std::process",
+            "std::thread",
+            "async fn",
+            "SavePlan",
+        ],
+    },
+    Layer {
         package: "dcp-planner",
         uses: &["dcp-core"],
         tests_use: &["dcp-conformance"],
@@ -74,14 +88,14 @@ const LAYERS: &[Layer] = &[
     },
     Layer {
         package: "dcp-engine",
-        uses: &["dcp-core", "dcp-planner"],
+        uses: &["dcp-core", "dcp-cast", "dcp-planner"],
         tests_use: &["dcp-conformance", "dcp-formats", "dcp-storage-fs", "dcp-collectives"],
         never: &["object_store", "reqwest", "hyper", "zip", "serde_json", "crc32fast"],
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
         package: "dcp-convert",
-        uses: &["dcp-core", "dcp-planner", "dcp-formats"],
+        uses: &["dcp-core", "dcp-cast", "dcp-planner", "dcp-formats"],
         tests_use: &["dcp-conformance", "dcp-storage-fs", "dcp-collectives", "dcp-engine"],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::net", "std::process::Command"],

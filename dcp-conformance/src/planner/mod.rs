@@ -63,3 +63,6 @@ macro_rules! laws {
 }
 
 use laws;
+
+#[cfg(test)]
+mod tests;

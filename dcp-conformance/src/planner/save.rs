@@ -11,6 +11,8 @@ use crate::case::{Failure, Outcome, ensure};
 
 pub(super) const SAVE_LAWS: Laws<dyn SavePlanner> = laws![
     every_element_and_object_is_written_once,
+    offers_describe_the_state,
+    the_plan_describes_the_offers,
     the_same_offers_give_the_same_plan,
     the_order_of_ranks_changes_nothing_that_is_stored,
     offers_are_no_longer_than_the_state,
@@ -86,6 +88,25 @@ fn every_element_and_object_is_written_once(planner: &dyn SavePlanner) -> Outcom
             let once = counts.is_none_or(|counts| counts.iter().all(|n| *n == 1));
             ensure!(once, "{:?} is not written once: {counts:?}", leaf.fqn);
         }
+    }
+    Ok(())
+}
+
+fn offers_describe_the_state(planner: &dyn SavePlanner) -> Outcome {
+    for seed in 0..STATES {
+        let (ranks, _) = states(seed)?;
+        for (state, offer) in ranks.iter().zip(offers(planner, &ranks)?) {
+            offer.check_against(state, "under test")?;
+        }
+    }
+    Ok(())
+}
+
+fn the_plan_describes_the_offers(planner: &dyn SavePlanner) -> Outcome {
+    for seed in 0..STATES {
+        let (ranks, _) = states(seed)?;
+        let locals = offers(planner, &ranks)?;
+        planner.global_plan(&locals)?.check_against(&locals, "under test")?;
     }
     Ok(())
 }

@@ -225,7 +225,7 @@ impl Averaged {
             let Averaging::Mean { mean, .. } = entry else { return None };
             let (from, to) = mean.last_cast()?;
             let (from, to) = (from.name(), to.name());
-            Some((Arc::clone(fqn), TensorCast { from, to, counts: *counts }))
+            Some((Arc::clone(fqn), TensorCast::new(from, to, *counts)))
         });
         CastReport { tensors: tensors.collect() }
     }

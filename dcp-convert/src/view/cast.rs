@@ -80,7 +80,7 @@ impl Cast {
         let tensors = cast.filter_map(|((caster, counts), (fqn, _))| {
             let caster = caster.as_ref()?;
             let (from, to) = (caster.from().name(), caster.to().name());
-            Some((Arc::clone(fqn), TensorCast { from, to, counts: *counts }))
+            Some((Arc::clone(fqn), TensorCast::new(from, to, *counts)))
         });
         CastReport { tensors: tensors.collect() }
     }

@@ -26,6 +26,21 @@ pub enum PlanError {
         /// That other rank.
         right_rank: Rank,
     },
+    /// A planner describes something otherwise than it is.
+    #[error(
+        "planner {planner} plans {fqn:?} as {planned}, but it is {held}; a planner changes no \
+         tensor and no object (`Saver::cast` saves in another dtype)"
+    )]
+    Untrue {
+        /// The planner.
+        planner: String,
+        /// The tensor or object.
+        fqn: String,
+        /// What the plan says.
+        planned: String,
+        /// What is there.
+        held: String,
+    },
     /// A chunk lies partly outside its tensor.
     #[error("{fqn:?} has shape {shape}, but a chunk of rank {rank:?} lies at {chunk}")]
     OutOfBounds {

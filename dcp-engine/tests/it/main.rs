@@ -3,11 +3,13 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod broadcast;
+mod casts;
 mod copies;
 mod faults;
 mod harness;
 mod modes;
 mod parallel;
+mod planners;
 mod protocol;
 mod readers;
 mod reshard;

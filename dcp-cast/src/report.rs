@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use indexmap::IndexMap;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// What a cast did to the elements that went through it. In complex tensors the real and the
 /// imaginary parts are counted one by one, but in `elements`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-#[non_exhaustive]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CastCounts {
     /// Elements cast.
     pub elements: u64,
@@ -47,7 +46,6 @@ impl CastCounts {
 
 /// What became of one tensor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-#[non_exhaustive]
 pub struct TensorCast {
     /// PyTorch's name of the old dtype.
     pub from: &'static str,
@@ -58,9 +56,16 @@ pub struct TensorCast {
     pub counts: CastCounts,
 }
 
+impl TensorCast {
+    /// A cast from one dtype to another, by PyTorch's names, that lost `counts`.
+    #[must_use]
+    pub fn new(from: &'static str, to: &'static str, counts: CastCounts) -> Self {
+        Self { from, to, counts }
+    }
+}
+
 /// What became of every tensor that was cast, by FQN.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-#[non_exhaustive]
 pub struct CastReport {
     /// The tensors with another dtype than before, in the order of the checkpoint. Elements that
     /// were read more than once are counted as often.

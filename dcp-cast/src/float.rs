@@ -201,7 +201,8 @@ fn decoded(layout: SmallFloat) -> [f32; 256] {
 }
 
 /// Whether every number of the float dtype `narrow` is one of `wide`.
-pub(super) fn holds(wide: DType, narrow: DType) -> bool {
+#[must_use]
+pub fn holds(wide: DType, narrow: DType) -> bool {
     match narrow {
         DType::Float64 => wide == DType::Float64,
         DType::Float32 => matches!(wide, DType::Float64 | DType::Float32),

@@ -2,7 +2,7 @@
 
 /// What the all-ones exponent of a small float means.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Specials {
+pub enum Specials {
     /// Infinities and NaNs, as IEEE 754 has them.
     Ieee,
     /// NaN only where the mantissa is all ones too.
@@ -15,24 +15,35 @@ pub(crate) enum Specials {
 
 /// The layout of a float of up to 16 bits: a sign, `exponent` and `mantissa` bits.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SmallFloat {
-    pub(crate) exponent: u32,
-    pub(crate) mantissa: u32,
-    pub(crate) bias: i32,
-    pub(crate) specials: Specials,
+pub struct SmallFloat {
+    /// Bits of the exponent.
+    pub exponent: u32,
+    /// Bits of the mantissa.
+    pub mantissa: u32,
+    /// What is added to the exponent.
+    pub bias: i32,
+    /// What the largest exponent means.
+    pub specials: Specials,
 }
 
 const fn layout(exponent: u32, mantissa: u32, bias: i32, specials: Specials) -> SmallFloat {
     SmallFloat { exponent, mantissa, bias, specials }
 }
 
-pub(crate) const F16: SmallFloat = layout(5, 10, 15, Specials::Ieee);
-pub(crate) const BF16: SmallFloat = layout(8, 7, 127, Specials::Ieee);
-pub(crate) const E4M3FN: SmallFloat = layout(4, 3, 7, Specials::NanAllOnes);
-pub(crate) const E5M2: SmallFloat = layout(5, 2, 15, Specials::Ieee);
-pub(crate) const E4M3FNUZ: SmallFloat = layout(4, 3, 8, Specials::NanNegativeZero);
-pub(crate) const E5M2FNUZ: SmallFloat = layout(5, 2, 16, Specials::NanNegativeZero);
-pub(crate) const E2M1: SmallFloat = layout(2, 1, 1, Specials::Finite);
+/// `float16`.
+pub const F16: SmallFloat = layout(5, 10, 15, Specials::Ieee);
+/// `bfloat16`.
+pub const BF16: SmallFloat = layout(8, 7, 127, Specials::Ieee);
+/// `float8_e4m3fn`.
+pub const E4M3FN: SmallFloat = layout(4, 3, 7, Specials::NanAllOnes);
+/// `float8_e5m2`.
+pub const E5M2: SmallFloat = layout(5, 2, 15, Specials::Ieee);
+/// `float8_e4m3fnuz`.
+pub const E4M3FNUZ: SmallFloat = layout(4, 3, 8, Specials::NanNegativeZero);
+/// `float8_e5m2fnuz`.
+pub const E5M2FNUZ: SmallFloat = layout(5, 2, 16, Specials::NanNegativeZero);
+/// A half of `float4_e2m1fn_x2`.
+pub const E2M1: SmallFloat = layout(2, 1, 1, Specials::Finite);
 
 impl SmallFloat {
     /// Whether there are infinities.
@@ -56,8 +67,9 @@ impl SmallFloat {
     }
 }
 
-/// The number that `bits` stand for, exactly.
-pub(crate) fn small_float(bits: u32, layout: SmallFloat) -> f64 {
+/// The number that `bits` encode, exactly.
+#[must_use]
+pub fn small_float(bits: u32, layout: SmallFloat) -> f64 {
     let SmallFloat { exponent: exponent_bits, mantissa: mantissa_bits, bias, specials } = layout;
     let mantissa = bits & ((1 << mantissa_bits) - 1);
     let exponent_ones = (1 << exponent_bits) - 1;

@@ -1,0 +1,151 @@
+//! The suite finds planners that change what they plan.
+
+use std::collections::HashMap;
+
+use dcp_core::{
+    CheckpointMetadata, ChunkTable, DType, Dims, Entry, GlobalPlan, LeafKind, ObjectEntry,
+    PlanContext, PlanError, PlanKey, Region, SavePlan, SelectedItem, StateIndex, TensorEntry,
+    TensorSpec,
+};
+
+use super::*;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Flaw {
+    None,
+    CastsTensors,
+    ReshapesTensors,
+    MovesRegions,
+    ShortensObjects,
+    LengthensObjects,
+    MakesUpNames,
+    IndexesOtherDTypes,
+    WritesTwice,
+    LosesItems,
+}
+
+/// Offers all there is, and lets the first of equal offers be written.
+#[derive(Debug)]
+struct Flawed(Flaw);
+
+impl SavePlanner for Flawed {
+    fn local_plan(&self, state: &StateIndex, _: &PlanContext) -> Result<SavePlan, PlanError> {
+        let mut plan = SavePlan::new();
+        for leaf in &state.leaves {
+            let (fqn, path) = (Arc::clone(&leaf.fqn), leaf.path.clone());
+            match &leaf.kind {
+                LeafKind::Tensor { dtype, shape, sharded, regions } => {
+                    let (mut dtype, mut shape) = (*dtype, shape.clone());
+                    if self.0 == Flaw::CastsTensors {
+                        dtype = DType::Int8;
+                    }
+                    if self.0 == Flaw::ReshapesTensors {
+                        shape = shape.iter().map(|len| len + 1).collect();
+                    }
+                    let tensor = Some(TensorSpec { dtype, shape, sharded: *sharded });
+                    let at = plan.push_key(PlanKey { fqn, path, tensor });
+                    for region in regions {
+                        let moved: Dims = region.offsets().iter().map(|at| at + 1).collect();
+                        let moved = match self.0 {
+                            Flaw::MovesRegions => Region::new(moved, region.sizes().to_vec()).ok(),
+                            _ => None,
+                        };
+                        plan.push_chunk(at, moved.as_ref().unwrap_or(region))?;
+                    }
+                }
+                LeafKind::Object { byte_len } => {
+                    let at = plan.push_key(PlanKey { fqn, path, tensor: None });
+                    plan.push_object(
+                        at,
+                        match self.0 {
+                            Flaw::ShortensObjects => byte_len - 1,
+                            Flaw::LengthensObjects => byte_len + 1,
+                            _ => *byte_len,
+                        },
+                    )?;
+                }
+                _ => unreachable!(),
+            }
+        }
+        if self.0 == Flaw::MakesUpNames {
+            let at = plan.push_key(PlanKey { fqn: "extra".into(), path: None, tensor: None });
+            plan.push_object(at, 7)?;
+        }
+        Ok(plan)
+    }
+
+    fn global_plan(&self, locals: &[SavePlan]) -> Result<GlobalPlan, PlanError> {
+        let (mut entries, mut order) = (HashMap::new(), Vec::new());
+        let mut selections = vec![Vec::new(); locals.len()];
+        for (rank, local) in locals.iter().enumerate() {
+            for (index, item) in local.items().enumerate() {
+                let fqn = &item.key.fqn;
+                let place = *entries.entry(Arc::clone(fqn)).or_insert_with(|| {
+                    let chunks = ChunkTable::new(item.sizes.len());
+                    order.push((Arc::clone(fqn), item.key.tensor.clone(), chunks, false));
+                    order.len() - 1
+                });
+                let (_, _, chunks, there) = &mut order[place];
+                let equal =
+                    |c: dcp_core::ChunkRef<'_>| (c.offsets, c.sizes) == (item.offsets, item.sizes);
+                let taken = if item.is_tensor() { chunks.iter().any(equal) } else { *there };
+                *there = true;
+                if taken && self.0 != Flaw::WritesTwice {
+                    continue;
+                }
+                let mut chunk = 0;
+                if item.is_tensor() && !taken {
+                    chunk = chunks.push(item.offsets, item.sizes, None).unwrap();
+                }
+                if self.0 == Flaw::LosesItems && rank + 1 == locals.len() {
+                    continue;
+                }
+                selections[rank].push(SelectedItem {
+                    item: index as u32,
+                    entry: place as u32,
+                    chunk: chunk as u32,
+                });
+            }
+        }
+        let mut metadata = CheckpointMetadata::new();
+        for (fqn, spec, chunks, _) in order {
+            let entry = match spec {
+                None => Entry::Object(ObjectEntry::new(None)),
+                Some(spec) => {
+                    let other = self.0 == Flaw::IndexesOtherDTypes;
+                    let dtype = if other { DType::Int8 } else { spec.dtype };
+                    let mut tensor = TensorEntry::new(dtype, spec.shape);
+                    tensor.chunks = chunks;
+                    Entry::Tensor(tensor)
+                }
+            };
+            metadata.insert(fqn, entry);
+        }
+        Ok(GlobalPlan { metadata, selections })
+    }
+}
+
+fn holds(law: &str, flaw: Flaw) -> bool {
+    let (_, run) = SAVE_LAWS.iter().find(|(name, _)| *name == law).unwrap();
+    run(&Flawed(flaw)).is_ok()
+}
+
+#[test]
+fn planners_that_change_what_they_plan_are_found() {
+    let (offers, plan) = ("offers_describe_the_state", "the_plan_describes_the_offers");
+    assert!(holds(offers, Flaw::None) && holds(plan, Flaw::None));
+    for flaw in [
+        Flaw::CastsTensors,
+        Flaw::ReshapesTensors,
+        Flaw::MovesRegions,
+        Flaw::ShortensObjects,
+        Flaw::LengthensObjects,
+        Flaw::MakesUpNames,
+    ] {
+        assert!(!holds(offers, flaw), "{flaw:?} is not found");
+    }
+    for flaw in [Flaw::IndexesOtherDTypes, Flaw::WritesTwice, Flaw::LosesItems] {
+        assert!(holds(offers, flaw), "{flaw:?}");
+        assert!(!holds(plan, flaw), "{flaw:?} is not found");
+    }
+}

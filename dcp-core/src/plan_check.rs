@@ -1,0 +1,154 @@
+//! Whether a planner's plans describe the state that they were made from.
+//!
+//! A planner divides and chooses. What it says of dtypes, shapes and lengths decides how bytes are
+//! stored and read, so whoever calls a planner compares before anything is written.
+
+use std::collections::HashMap;
+
+use crate::error::PlanError;
+use crate::metadata::Entry;
+use crate::plan::{GlobalPlan, LeafKind, SavePlan, StateIndex, TensorSpec};
+use crate::region::Region;
+
+impl SavePlan {
+    /// Compares every item with its leaf: dtype and shape of the tensor, the region, which must lie
+    /// in one that this rank holds, and the length of an object.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError::Untrue`] with the name and `planner` for the first item that differs.
+    pub fn check_against(&self, state: &StateIndex, planner: &str) -> Result<(), PlanError> {
+        let leaves: HashMap<&str, &LeafKind> =
+            state.leaves.iter().map(|leaf| (&*leaf.fqn, &leaf.kind)).collect();
+        for index in 0..self.len() {
+            let Some(item) = self.item(index) else {
+                let problem = format!("item {index} of a plan by {planner} is out of bounds");
+                return Err(PlanError::Wire { problem });
+            };
+            let fqn = &*item.key.fqn;
+            let untrue = |planned: String, held: String| PlanError::Untrue {
+                planner: planner.to_owned(),
+                fqn: fqn.to_owned(),
+                planned,
+                held,
+            };
+            let spec = item.key.tensor.as_ref();
+            let length = format!("an object of {} bytes", item.byte_len);
+            match (leaves.get(fqn), spec) {
+                (Some(LeafKind::Tensor { dtype, shape, regions, .. }), Some(spec)) => {
+                    if spec.dtype != *dtype || spec.shape != *shape {
+                        return Err(untrue(shown(spec), format!("{dtype} {shape}")));
+                    }
+                    let region = Region::new(item.offsets, item.sizes);
+                    let held = |region: &Region| regions.iter().any(|mine| mine.contains(region));
+                    if !region.as_ref().is_ok_and(held) {
+                        let planned = region.map_or_else(|e| e.to_string(), |r| r.to_string());
+                        let held = match &**regions {
+                            [] => "not on this rank".to_owned(),
+                            [one] => one.to_string(),
+                            more => format!("one of {} other regions", more.len()),
+                        };
+                        return Err(untrue(planned, held));
+                    }
+                }
+                (Some(LeafKind::Object { byte_len }), None) if item.byte_len == *byte_len => {}
+                (Some(LeafKind::Object { byte_len }), spec) => {
+                    let planned = spec.map_or(length, shown);
+                    return Err(untrue(planned, format!("an object of {byte_len} bytes")));
+                }
+                (Some(LeafKind::Tensor { dtype, shape, .. }), None) => {
+                    return Err(untrue(length, format!("{dtype} {shape}")));
+                }
+                (None, spec) => {
+                    return Err(untrue(spec.map_or(length, shown), "not in the state".into()));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl GlobalPlan {
+    /// Compares the index with the items that were selected from the ranks' plans: name, dtype,
+    /// shape and region of each. Every chunk of the index is written by one item.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError::Untrue`] with the name and `planner` for the first one that differs.
+    pub fn check_against(&self, locals: &[SavePlan], planner: &str) -> Result<(), PlanError> {
+        let metadata = &self.metadata;
+        let bad = |problem: String| PlanError::Wire { problem: format!("{planner}: {problem}") };
+        if self.selections.len() != locals.len() {
+            let problem =
+                format!("{} selections for {} plans", self.selections.len(), locals.len());
+            return Err(bad(problem));
+        }
+        let chunks = |entry: &Entry| entry.as_tensor().map_or(1, |tensor| tensor.chunks.len());
+        let mut written: Vec<Vec<bool>> =
+            metadata.iter().map(|(_, entry)| vec![false; chunks(entry)]).collect();
+        for (rank, (local, selected)) in locals.iter().zip(&self.selections).enumerate() {
+            for selected in selected {
+                let item = local.item(selected.item as usize);
+                let entry = metadata.at(selected.entry as usize);
+                let (Some(item), Some((fqn, entry))) = (item, entry) else {
+                    return Err(bad(format!("rank {rank} is to write {selected:?}")));
+                };
+                let untrue = |planned: String, held: String| PlanError::Untrue {
+                    planner: planner.to_owned(),
+                    fqn: item.key.fqn.to_string(),
+                    planned,
+                    held,
+                };
+                if *fqn != item.key.fqn {
+                    return Err(untrue(format!("a part of {fqn:?}"), "under its own name".into()));
+                }
+                let offered = item.key.tensor.as_ref();
+                match (entry, offered) {
+                    (Entry::Tensor(tensor), Some(spec)) => {
+                        if tensor.dtype != spec.dtype || tensor.shape != spec.shape {
+                            let planned = format!("{} {}", tensor.dtype, tensor.shape);
+                            return Err(untrue(planned, shown(spec)));
+                        }
+                        let chunk = tensor.chunks.get(selected.chunk as usize);
+                        if chunk.is_none_or(|c| (c.offsets, c.sizes) != (item.offsets, item.sizes))
+                        {
+                            let chunk = chunk.map_or_else(String::new, |c| {
+                                format!("{:?} from {:?}", c.sizes, c.offsets)
+                            });
+                            let held = format!("{:?} from {:?}", item.sizes, item.offsets);
+                            return Err(untrue(format!("a chunk {chunk}"), held));
+                        }
+                    }
+                    (Entry::Object(_), None) => {}
+                    _ => {
+                        return Err(untrue(
+                            "another kind of entry".into(),
+                            "what was offered".into(),
+                        ));
+                    }
+                }
+                let slot = written
+                    .get_mut(selected.entry as usize)
+                    .and_then(|slots| slots.get_mut(selected.chunk as usize));
+                match slot {
+                    Some(slot) if !*slot => *slot = true,
+                    _ => return Err(untrue("written twice".into(), "to be written once".into())),
+                }
+            }
+        }
+        let lost = metadata.iter().zip(&written).find(|(_, slots)| slots.contains(&false));
+        match lost {
+            None => Ok(()),
+            Some(((fqn, _), _)) => Err(PlanError::Untrue {
+                planner: planner.to_owned(),
+                fqn: fqn.to_string(),
+                planned: "in the index".into(),
+                held: "not written whole by any rank".into(),
+            }),
+        }
+    }
+}
+
+fn shown(spec: &TensorSpec) -> String {
+    format!("{} {}", spec.dtype, spec.shape)
+}

@@ -1,0 +1,186 @@
+//! Saving tensors in another dtype than they have in memory.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use dcp_cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_exact};
+use dcp_core::{DType, LeafKind, Payload, PlanError, StateIndex, TensorView};
+use dcp_planner::KeyFilter;
+
+/// Bytes of a tensor in its new dtype to make at a time.
+pub(crate) const SEGMENT: u64 = 16 << 20;
+
+/// Which tensors a save casts, and to which dtype; see [`Saver::cast`](crate::Saver::cast).
+///
+/// Tensors of float64, float32, float16 and bfloat16 are cast. Integers, truth values, complex
+/// numbers and 8-bit floats never are, nor what [`is_exact`] names: steps of an optimizer, scales of
+/// quantized weights, biases of routers.
+///
+/// ```
+/// use dcp_core::DType;
+/// use dcp_engine::Casts;
+/// use dcp_planner::KeyFilter;
+///
+/// let weights = Casts::to(DType::BFloat16).keep(KeyFilter::any_of(["optim"]));
+/// # drop(weights);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Casts {
+    to: DType,
+    only: KeyFilter,
+    keep: KeyFilter,
+}
+
+impl Casts {
+    /// All floats of 16 bits and more become `dtype`.
+    #[must_use]
+    pub fn to(dtype: DType) -> Self {
+        Self { to: dtype, only: KeyFilter::all(), keep: KeyFilter::any_of::<String>([]) }
+    }
+
+    /// Casts only what `keys` selects.
+    #[must_use]
+    pub fn only(mut self, keys: KeyFilter) -> Self {
+        self.only = keys;
+        self
+    }
+
+    /// Leaves what `keys` selects as it is.
+    #[must_use]
+    pub fn keep(mut self, keys: KeyFilter) -> Self {
+        self.keep = keys;
+        self
+    }
+
+    /// Gives every leaf that is cast its new dtype, and returns the casts by leaf.
+    pub(crate) fn apply(&self, index: &mut StateIndex) -> Result<Vec<Option<Cast>>, PlanError> {
+        let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
+        let casts = index.leaves.iter_mut().map(|leaf| {
+            let LeafKind::Tensor { dtype, .. } = &mut leaf.kind else { return Ok(None) };
+            let path = leaf.path.as_ref();
+            let meant = wide.contains(dtype)
+                && *dtype != self.to
+                && !is_exact(&leaf.fqn)
+                && self.only.selects(&leaf.fqn, path)
+                && !self.keep.selects(&leaf.fqn, path);
+            if !meant {
+                return Ok(None);
+            }
+            let caster = Caster::new(&leaf.fqn, *dtype, self.to, CastOptions::default())
+                .map_err(|e| PlanError::Unsupported { fqn: e.fqn, problem: e.problem })?;
+            *dtype = self.to;
+            let lost = Mutex::default();
+            Ok(Some(Cast { fqn: Arc::clone(&leaf.fqn), caster, lost: Arc::new(lost) }))
+        });
+        casts.collect()
+    }
+}
+
+/// The cast of one tensor, and what it has lost so far.
+#[derive(Clone, Debug)]
+pub(crate) struct Cast {
+    fqn: Arc<str>,
+    caster: Caster,
+    lost: Arc<Mutex<CastCounts>>,
+}
+
+impl Cast {
+    /// The bytes `range` of the elements of `view` in their new dtype.
+    pub(crate) fn bytes(&self, elements: &Payload, range: std::ops::Range<u64>) -> Payload {
+        let (from, to) = (self.caster.from().size() as u64, self.caster.to().size() as u64);
+        // Whoever asks for a part of an element gets it out of the whole one.
+        let (first, last) = (range.start / to, range.end.div_ceil(to));
+        let source = elements.slice(first * from..last * from).to_bytes();
+        let mut target =
+            vec![0; source.len() / self.caster.from().size() * self.caster.to().size()];
+        let mut lost = CastCounts::default();
+        self.caster.cast(&source, &mut target, &mut lost);
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner).add(&lost);
+        let start = range.start - first * to;
+        Payload::from(target).slice(start..start + (range.end - range.start))
+    }
+
+    /// The bytes of all elements of `view` in their new dtype.
+    pub(crate) fn byte_len(&self, view: &TensorView) -> u64 {
+        view.byte_len() / self.caster.from().size() as u64 * self.caster.to().size() as u64
+    }
+}
+
+/// What became of the tensors of which this rank wrote anything.
+pub(crate) fn report<'a>(casts: impl Iterator<Item = &'a Cast>) -> CastReport {
+    let mut report = CastReport::default();
+    for cast in casts {
+        let counts = *cast.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if counts.elements > 0 {
+            let (from, to) = (cast.caster.from().name(), cast.caster.to().name());
+            report.tensors.insert(Arc::clone(&cast.fqn), TensorCast::new(from, to, counts));
+        }
+    }
+    report
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::{StateLeaf, Tensor};
+
+    use super::*;
+
+    fn leaf(fqn: &str, dtype: DType) -> StateLeaf {
+        let kind =
+            LeafKind::Tensor { dtype, shape: [4].into(), sharded: false, regions: Vec::new() };
+        StateLeaf { fqn: fqn.into(), path: None, kind }
+    }
+
+    fn cast_of(casts: &Casts, fqn: &str, dtype: DType) -> Option<Cast> {
+        let mut index = StateIndex { leaves: vec![leaf(fqn, dtype)] };
+        casts.apply(&mut index).unwrap().pop().unwrap()
+    }
+
+    #[test]
+    fn only_wide_floats_are_cast_and_nothing_that_is_exact() {
+        let casts = Casts::to(DType::BFloat16)
+            .only(KeyFilter::any_of(["model", "optim"]))
+            .keep(KeyFilter::any_of(["model.head"]));
+        for (fqn, dtype, meant) in [
+            ("model.w", DType::Float32, true),
+            ("model.w", DType::Float64, true),
+            ("model.w", DType::Float16, true),
+            ("model.w", DType::BFloat16, false),
+            ("model.w", DType::Int64, false),
+            ("model.w", DType::Bool, false),
+            ("model.w", DType::Complex64, false),
+            ("model.w", DType::Float8E4M3Fn, false),
+            ("model.w", DType::Float8E8M0Fnu, false),
+            ("model.head", DType::Float32, false),
+            ("other.w", DType::Float32, false),
+            ("optim.state.w.exp_avg", DType::Float32, true),
+            ("optim.state.w.step", DType::Float32, false),
+            ("model.mlp.router.expert_bias", DType::Float32, false),
+            ("model.w_scale_inv", DType::Float32, false),
+        ] {
+            assert_eq!(cast_of(&casts, fqn, dtype).is_some(), meant, "{fqn} {dtype}");
+        }
+        let mut index = StateIndex { leaves: vec![leaf("w", DType::Float32)] };
+        let error = Casts::to(DType::Int32).apply(&mut index).unwrap_err();
+        assert!(error.to_string().contains("\"w\""), "{error}");
+    }
+
+    #[test]
+    fn any_ranges_of_the_new_bytes_are_those_of_the_whole() {
+        let numbers: Vec<u8> = (0..300_u16).flat_map(|n| f32::from(n).to_le_bytes()).collect();
+        let tensor = Tensor::replicated(DType::Float32, [300], numbers).unwrap();
+        let elements = tensor.shards()[0].view().payload().unwrap();
+        for to in [DType::BFloat16, DType::Float64, DType::Float8E4M3Fn] {
+            let cast = cast_of(&Casts::to(to), "w", DType::Float32).unwrap();
+            let len = cast.byte_len(tensor.shards()[0].view());
+            assert_eq!(len, 300 * to.size() as u64);
+            let whole = cast.bytes(&elements, 0..len).to_bytes();
+            assert_eq!(report([&cast].into_iter()).total().elements, 300);
+            for step in [1, 7, 16, 1000] {
+                let ranges = (0..len).step_by(step as usize);
+                let parts = ranges.map(|at| cast.bytes(&elements, at..len.min(at + step)));
+                let joined: Vec<u8> = parts.flat_map(|part| part.to_bytes().to_vec()).collect();
+                assert!(joined == whole, "{to} by {step}");
+            }
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! What a saver remembers of earlier saves.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dcp_core::WritePlan;
+use dcp_planner::PlanCache;
+
+/// Plans to remember: a trainer has one or two kinds of save.
+const PLANS_KEPT: usize = 2;
+
+/// Plans of earlier saves.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    /// On the coordinator: plans with their places, by all that they depend on.
+    pub(crate) plans: PlanCache,
+    /// This rank's part of the last save.
+    mine: Mutex<Option<Remembered>>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Remembered {
+    pub(crate) fingerprint: u128,
+    /// Which of the coordinator's plans it is a part of.
+    pub(crate) plan_id: u64,
+    pub(crate) plan: Arc<WritePlan>,
+}
+
+impl Memory {
+    /// This rank's part of the last save, if that was of the same structure.
+    pub(crate) fn recall(&self, fingerprint: u128) -> Option<Remembered> {
+        self.mine().clone().filter(|last| last.fingerprint == fingerprint)
+    }
+
+    pub(crate) fn keep(&self, mine: Remembered) {
+        *self.mine() = Some(mine);
+    }
+
+    fn mine(&self) -> MutexGuard<'_, Option<Remembered>> {
+        self.mine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self { plans: PlanCache::new(PLANS_KEPT), mine: Mutex::default() }
+    }
+}

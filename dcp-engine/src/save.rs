@@ -1,8 +1,8 @@
 //! The save protocol: plan, merge, write, commit.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use dcp_cast::{CastCounts, CastReport};
@@ -11,7 +11,7 @@ use dcp_core::{
     Rank, SavePlan, SavePlanner, SaveSession, StateDict, StorageError, StorageWriter, Value,
     WritePlan, WriteReport,
 };
-use dcp_planner::{DefaultSavePlanner, FlattenRule, PlanCache, flatten, index_of};
+use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
 use serde::{Deserialize, Serialize};
 
 use crate::cast::Casts;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_convert::{CastOptions, Caster, Source, TensorReader, read_object};
+use dcp_convert::{CastOptions, Caster, ConvertError, Source, TensorReader, read_object};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Entry, Key, Layout, Region, TensorEntry, Value,
 };
@@ -240,7 +240,8 @@ impl Masters {
             let metadata = part.metadata().await?;
             let reader = TensorReader::new(Arc::clone(&part.reader), metadata, *entry)?;
             let from = reader.tensor()?.dtype;
-            let caster = Caster::new(reader.fqn(), from, dtype, CastOptions::default())?;
+            let caster = Caster::new(reader.fqn(), from, dtype, CastOptions::default())
+                .map_err(ConvertError::from)?;
             buckets.push((reader, caster));
         }
         Ok(Some(Self { buckets }))

@@ -25,7 +25,7 @@ pub(crate) enum Op {
 impl Op {
     pub(crate) const fn name(self) -> &'static str {
         match self {
-            Self::Idle => "no operation",
+            Self::Idle => "a pause between operations",
             Self::Gather => "gather",
             Self::Scatter => "scatter",
             Self::Broadcast => "broadcast",

@@ -132,6 +132,14 @@ pub trait StorageWriter: fmt::Debug + Send + Sync {
         global: &mut GlobalPlan,
     ) -> Result<Vec<WritePlan>, CheckpointError>;
 
+    /// What the data file `file` of an earlier plan is called in a session of `generation`, so that
+    /// the plan can serve again.
+    ///
+    /// # Errors
+    ///
+    /// When it is no name that [`place`](Self::place) gives.
+    fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError>;
+
     /// Writes this rank's items, durably. Dropping the future leaves files that no metadata
     /// refers to.
     ///

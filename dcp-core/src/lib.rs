@@ -66,7 +66,7 @@ pub use collective::Collective;
 pub use dims::{Dims, checked_volume};
 pub use dtype::{DType, UnknownDType};
 pub use error::{
-    CheckpointError, CollectiveError, FormatError, Phase, PlanError, Rank, RankFailure,
+    CheckpointError, CollectiveError, FormatError, Phase, PlanError, Rank, RankFailure, Standing,
     StorageError, StorageErrorKind, StorageOp, error_chain,
 };
 pub use key::{InvalidKey, Key};

@@ -21,6 +21,7 @@
 
 #![allow(unsafe_code, reason = "the leaf module that proves its loans sound, see above")]
 
+use std::alloc::{Layout, alloc_zeroed};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -97,10 +98,25 @@ pub enum LoanError {
 }
 
 impl HostMemory {
-    /// `len` zero bytes.
+    /// `len` zero bytes. Aborts the process where there is not that much memory;
+    /// [`try_zeroed`](Self::try_zeroed) does not.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
         Self::from_vec(vec![0; len])
+    }
+
+    /// `len` zero bytes, or `None` where the machine does not have that much memory.
+    #[must_use]
+    pub fn try_zeroed(len: usize) -> Option<Self> {
+        let layout = Layout::array::<u8>(len).ok()?;
+        if len == 0 {
+            return Some(Self::from_vec(Vec::new()));
+        }
+        // SAFETY: the layout has at least one byte.
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        // SAFETY: the global allocator gave this pointer for the layout of `len` bytes, by which a
+        // vector of that capacity frees it; all of the bytes are initialized.
+        Some(Self::from_vec(unsafe { Vec::from_raw_parts(ptr.as_ptr(), len, len) }))
     }
 
     /// Takes over a vector.

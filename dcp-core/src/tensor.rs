@@ -89,11 +89,13 @@ impl Tensor {
     ///
     /// # Errors
     ///
-    /// When the bytes do not fit in this machine's address space.
+    /// When the bytes do not fit in this machine's address space, or there is not that much memory
+    /// ([`PlanError::OutOfMemory`]).
     pub fn zeros(dtype: DType, shape: impl Into<Dims>) -> Result<Self, PlanError> {
         let shape = shape.into();
         let bytes = byte_len(dtype, &shape)?;
-        Self::replicated(dtype, shape, HostMemory::zeroed(bytes))
+        let memory = zeroed(dtype, &shape, bytes)?;
+        Self::replicated(dtype, shape, memory)
     }
 
     /// A sharded tensor of zeros that holds `regions`, as a destination of a load.
@@ -110,7 +112,8 @@ impl Tensor {
             .into_iter()
             .map(|region| {
                 let bytes = byte_len(dtype, region.sizes())?;
-                Shard::new(dtype, region, HostMemory::zeroed(bytes))
+                let memory = zeroed(dtype, region.sizes(), bytes)?;
+                Shard::new(dtype, region, memory)
             })
             .collect::<Result<_, PlanError>>()?;
         Self::sharded(dtype, shape, shards)
@@ -222,6 +225,13 @@ pub(crate) fn full(shape: &Dims) -> Result<Region, PlanError> {
         .map_err(|error| PlanError::Unsupported { fqn: String::new(), problem: error.to_string() })
 }
 
+fn zeroed(dtype: DType, sizes: &Dims, bytes: usize) -> Result<HostMemory, PlanError> {
+    HostMemory::try_zeroed(bytes).ok_or_else(|| PlanError::OutOfMemory {
+        what: format!("a tensor of {dtype} and shape {sizes}"),
+        byte_len: bytes as u64,
+    })
+}
+
 fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, PlanError> {
     sizes
         .checked_volume()
@@ -232,4 +242,22 @@ fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, PlanError> {
             fqn: String::new(),
             problem: format!("{dtype} of shape {sizes} does not fit in memory"),
         })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_cannot_be_had_is_an_error() {
+        let region = Region::full([1 << 60]).unwrap();
+        let whole = Tensor::zeros(DType::UInt8, [1 << 60]).unwrap_err();
+        let shards = Tensor::zeros_sharded(DType::UInt8, [1 << 60], [region]).unwrap_err();
+        for error in [whole, shards] {
+            assert!(matches!(error, PlanError::OutOfMemory { .. }), "{error}");
+            assert!(error.to_string().contains("1152921504606846976"), "{error}");
+        }
+        assert_eq!(Tensor::zeros(DType::UInt8, [0]).unwrap().to_vec().unwrap(), [0; 0]);
+        assert_eq!(Tensor::zeros(DType::Int16, [2]).unwrap().to_vec().unwrap(), [0; 4]);
+    }
 }

@@ -1,26 +1,33 @@
 //! Saving while training goes on.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::{io, thread};
 
 use dcp_core::{
     CheckpointError, Dict, HostMemory, Object, PlanError, Shard, StateDict, StorageWriter, Tensor,
     Value,
 };
+use tokio::runtime::{self, Handle};
 use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 
 use crate::save::{SaveSummary, Saver};
 
 /// Saves in the background: the state is copied before [`start`](Self::start) returns, so that
-/// training may change it at once; planning, writing and commit follow on the runtime.
+/// training may change it at once; planning, writing and commit follow on a thread of the saver's
+/// own, with a runtime of its own. So it works in any program: with a tokio runtime of any kind,
+/// and without one.
 ///
 /// Saves happen one after the other, in the order of the calls, which is the same on all ranks.
 /// Give it a group of its own, not the one that training uses.
+///
+/// No save is lost silently. When the last of a saver, its clones and its [`PendingSave`]s is
+/// dropped, that waits for the saves under way (not in a thread that panics). What a save failed
+/// with that nobody waited for, the next `start` returns.
 #[derive(Clone, Debug)]
 pub struct BackgroundSaver {
     saver: Saver,
-    /// Ends with the save that was started last.
-    last: Arc<Mutex<Option<oneshot::Receiver<()>>>>,
+    shared: Arc<Shared>,
 }
 
 /// A copy of a state, which training may change meanwhile.
@@ -29,60 +36,237 @@ pub struct StagedState(StateDict);
 
 /// A save that is under way.
 ///
-/// Dropping it lets the save finish unobserved; its error is then logged. To notice a failure,
-/// [`wait`](Self::wait).
+/// Dropping it lets the save go on unobserved: its error is logged, and returned by the next
+/// [`BackgroundSaver::start`].
 #[derive(Debug)]
 pub struct PendingSave {
-    task: JoinHandle<Result<SaveSummary, CheckpointError>>,
+    slot: Arc<Slot>,
+    /// Ends when the outcome is there.
+    ended: Option<oneshot::Receiver<()>>,
+    shared: Arc<Shared>,
+}
+
+/// What a saver, its clones and its saves have in common.
+#[derive(Debug, Default)]
+struct Shared {
+    worker: Mutex<Option<Worker>>,
+    /// Ends with the save that was started last.
+    last: Mutex<Option<oneshot::Receiver<()>>>,
+    unread: Unread,
+}
+
+/// What a save failed with for which nobody waited.
+type Unread = Arc<Mutex<Option<String>>>;
+
+/// The thread on which saves run.
+#[derive(Debug)]
+struct Worker {
+    runtime: Handle,
+    /// Lets the thread end, with the save that has to be waited for.
+    stop: oneshot::Sender<Option<oneshot::Receiver<()>>>,
+    thread: thread::JoinHandle<()>,
+}
+
+/// Where a save leaves its outcome.
+#[derive(Debug, Default)]
+struct Slot {
+    state: Mutex<SlotState>,
+}
+
+#[derive(Debug, Default)]
+struct SlotState {
+    finished: bool,
+    outcome: Option<Result<SaveSummary, CheckpointError>>,
     told: bool,
+    aborted: bool,
+    /// Nobody will ask.
+    dropped: bool,
+    /// While the save runs.
+    abort: Option<AbortHandle>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl BackgroundSaver {
     /// Saves as `saver` does.
     #[must_use]
     pub fn new(saver: Saver) -> Self {
-        Self { saver, last: Arc::default() }
+        Self { saver, shared: Arc::default() }
     }
 
-    /// Copies `state` and begins to save the copy. Must be called within a tokio runtime.
+    /// Copies `state` and begins to save the copy.
     ///
     /// # Errors
     ///
-    /// When the state cannot be copied because some of its memory is lent for writing. What fails
-    /// later is reported by [`PendingSave::wait`].
+    /// When the state cannot be copied because some of its memory is lent for writing, or an
+    /// earlier save failed and nobody waited for it; then this one is not begun, and the one after
+    /// it can be. What fails later is reported by [`PendingSave::wait`].
     pub fn start(
         &self,
         state: &StateDict,
         writer: Arc<dyn StorageWriter>,
     ) -> Result<PendingSave, CheckpointError> {
+        if let Some(error) = self.unread() {
+            // The other ranks hear of it in place of a save, rather than wait for this one.
+            let told = CheckpointError::Background { problem: error.to_string() };
+            self.run(Err(told), writer).silence();
+            return Err(error);
+        }
         Ok(self.start_staged(StagedState::of(state)?, writer))
     }
 
     /// Begins to save a copy that was made before, as after all ranks have agreed that theirs were.
-    /// Must be called within a tokio runtime.
+    /// Where [`start`](Self::start) returns the error of an earlier save, this save fails with it.
     #[must_use = "an error is only noticed by waiting"]
-    pub fn start_staged(
+    pub fn start_staged(&self, staged: StagedState, writer: Arc<dyn StorageWriter>) -> PendingSave {
+        let staged = self.unread().map_or(Ok(staged), Err);
+        self.run(staged, writer)
+    }
+
+    /// Why the next save is not begun, where an earlier one failed and nobody waited for it.
+    fn unread(&self) -> Option<CheckpointError> {
+        let earlier = lock(&self.shared.unread).take()?;
+        Some(background(format!(
+            "an earlier save failed and nobody waited for it, so this one was not begun: {earlier}"
+        )))
+    }
+
+    fn run(
         &self,
-        StagedState(staged): StagedState,
+        staged: Result<StagedState, CheckpointError>,
         writer: Arc<dyn StorageWriter>,
     ) -> PendingSave {
-        let saver = self.saver.clone();
+        let shared = Arc::clone(&self.shared);
+        let slot = Arc::new(Slot::default());
+        let runtime = match shared.runtime() {
+            Ok(runtime) => runtime,
+            Err(error) => {
+                let problem = format!("there is no thread for it: {error}");
+                slot.finish(Err(background(problem)), &shared.unread);
+                return PendingSave { slot, ended: None, shared };
+            }
+        };
         // The turn is taken here and not in the task, because tasks may run in any order.
-        let (done, mine) = oneshot::channel::<()>();
-        let before = self.last.lock().unwrap_or_else(PoisonError::into_inner).replace(mine);
-        let task = tokio::spawn(async move {
+        let (done, turn) = oneshot::channel::<()>();
+        let before = lock(&shared.last).replace(turn);
+        let (tell, ended) = oneshot::channel::<()>();
+        // Not `shared`, whose last owner waits for this.
+        let (saver, unread) = (self.saver.clone(), Arc::clone(&shared.unread));
+        let of_task = Arc::clone(&slot);
+        runtime.spawn(async move {
             if let Some(before) = before {
                 // It ends with an error when its sender is dropped, which is all it ever does.
                 let _ = before.await;
             }
-            let result = saver.save(&staged, &*writer).await;
-            drop(done);
+            let result = match of_task.begin(&saver, staged, writer) {
+                None => {
+                    saver.leave("a save was aborted before it began");
+                    Err(background("it was aborted before it began".into()))
+                }
+                Some(save) => save.await.unwrap_or_else(|error| {
+                    let aborted = error.is_cancelled();
+                    let problem = if aborted { "it was aborted".into() } else { error.to_string() };
+                    Err(background(problem))
+                }),
+            };
             if let Err(error) = &result {
                 tracing::error!(error = dcp_core::error_chain(error), "background save failed");
             }
-            result
+            of_task.finish(result, &unread);
+            drop((tell, done));
         });
-        PendingSave { task, told: false }
+        PendingSave { slot, ended: Some(ended), shared }
+    }
+}
+
+impl Shared {
+    /// Where saves run; the thread is started for the first one.
+    fn runtime(&self) -> io::Result<Handle> {
+        let mut worker = lock(&self.worker);
+        if let Some(worker) = &*worker {
+            return Ok(worker.runtime.clone());
+        }
+        let (stop, stopped) = oneshot::channel::<Option<oneshot::Receiver<()>>>();
+        let (built, runtime) = mpsc::channel();
+        let thread = thread::Builder::new().name("dcp-save".into()).spawn(move || {
+            // Here, because a runtime must not be dropped within another one.
+            let runtime = match runtime::Builder::new_current_thread().enable_all().build() {
+                Ok(runtime) => runtime,
+                Err(error) => return drop(built.send(Err(error))),
+            };
+            let _ = built.send(Ok(runtime.handle().clone()));
+            runtime.block_on(async {
+                if let Ok(Some(last)) = stopped.await {
+                    let _ = last.await;
+                }
+            });
+        })?;
+        let gone = |_| io::Error::other("the thread of the saves ended at once");
+        let runtime = runtime.recv().map_err(gone)??;
+        *worker = Some(Worker { runtime: runtime.clone(), stop, thread });
+        Ok(runtime)
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let Some(Worker { stop, thread, .. }) = lock(&self.worker).take() else { return };
+        // Each save waits for the one before it, so the last one ends last.
+        let _ = stop.send(lock(&self.last).take());
+        let by_itself = thread.thread().id() == thread::current().id();
+        if !by_itself && !thread::panicking() {
+            // It only ends with a panic when a runtime does.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Slot {
+    /// Begins the save, unless it was aborted.
+    fn begin(
+        &self,
+        saver: &Saver,
+        staged: Result<StagedState, CheckpointError>,
+        writer: Arc<dyn StorageWriter>,
+    ) -> Option<JoinHandle<Result<SaveSummary, CheckpointError>>> {
+        let mut state = lock(&self.state);
+        if state.aborted {
+            return None;
+        }
+        let saver = saver.clone();
+        let save = tokio::spawn(async move {
+            match staged {
+                Ok(StagedState(state)) => saver.save(&state, &*writer).await,
+                Err(error) => saver.refuse(error, &*writer).await,
+            }
+        });
+        state.abort = Some(save.abort_handle());
+        Some(save)
+    }
+
+    /// Leaves the outcome where it is asked for: with the handle, or with the next save.
+    fn finish(&self, result: Result<SaveSummary, CheckpointError>, unread: &Unread) {
+        let mut state = lock(&self.state);
+        state.abort = None;
+        state.finished = true;
+        state.outcome = Some(result);
+        if state.dropped {
+            state.pass_on(unread);
+        }
+    }
+}
+
+impl SlotState {
+    /// A failure that nobody will ask for.
+    fn pass_on(&mut self, unread: &Unread) {
+        if let Some(Err(error)) = self.outcome.take()
+            && !self.aborted
+            && !self.told
+        {
+            *lock(unread) = Some(dcp_core::error_chain(&error));
+        }
     }
 }
 
@@ -91,18 +275,19 @@ impl StagedState {
     ///
     /// # Errors
     ///
-    /// When some of the memory is lent for writing.
+    /// When some of the memory is lent for writing, or there is not enough for the copy.
     pub fn of(state: &StateDict) -> Result<Self, CheckpointError> {
         Ok(Self(copy_dict(state, "")?))
     }
 }
 
 impl PendingSave {
-    /// Waits for the end and tells how it went.
+    /// Waits for the end and tells how it went. It needs no runtime of tokio's.
     ///
     /// # Errors
     ///
-    /// As [`Saver::save`], and when the save panicked.
+    /// As [`Saver::save`], and [`CheckpointError::Background`] when the save panicked or was
+    /// aborted.
     pub async fn wait(mut self) -> Result<SaveSummary, CheckpointError> {
         self.ended().await
     }
@@ -113,33 +298,52 @@ impl PendingSave {
     ///
     /// As [`wait`](Self::wait), and when the outcome was told before.
     pub async fn ended(&mut self) -> Result<SaveSummary, CheckpointError> {
-        if self.told {
-            return Err(unfinished("its outcome was told before"));
+        if let Some(ended) = &mut self.ended {
+            // It ends with an error when its sender is dropped, which is all it ever does.
+            let _ = ended.await;
+            self.ended = None;
         }
-        let outcome = (&mut self.task).await;
-        self.told = true;
-        outcome.unwrap_or_else(|error| Err(unfinished(&error.to_string())))
+        let mut state = lock(&self.slot.state);
+        if state.told {
+            return Err(background("its outcome was told before".into()));
+        }
+        state.told = true;
+        let gone = || Err(background("the thread of the saves is gone".into()));
+        state.outcome.take().unwrap_or_else(gone)
     }
 
     /// Gives up, on all ranks: the group of the save is aborted, and unless it has got as far as
     /// the commit, what is written counts for nothing.
     pub fn abort(&self) {
-        self.task.abort();
+        let mut state = lock(&self.slot.state);
+        state.aborted = true;
+        if let Some(save) = state.abort.take() {
+            save.abort();
+        }
     }
 
     /// Whether it has ended, well or not.
     #[must_use]
     pub fn is_finished(&self) -> bool {
-        self.task.is_finished()
+        lock(&self.slot.state).finished
+    }
+
+    /// Nobody is to hear of its outcome.
+    fn silence(self) {
+        lock(&self.slot.state).told = true;
     }
 }
 
-fn unfinished(why: &str) -> CheckpointError {
-    PlanError::Unsupported {
-        fqn: String::new(),
-        problem: format!("the background save did not finish: {why}"),
+impl Drop for PendingSave {
+    fn drop(&mut self) {
+        let mut state = lock(&self.slot.state);
+        state.dropped = true;
+        state.pass_on(&self.shared.unread);
     }
-    .into()
+}
+
+fn background(problem: String) -> CheckpointError {
+    CheckpointError::Background { problem }
 }
 
 fn copy_dict(dict: &Dict, path: &str) -> Result<Dict, CheckpointError> {
@@ -189,7 +393,12 @@ fn copy_tensor(tensor: &Tensor, path: &str) -> Result<Tensor, CheckpointError> {
                 .view()
                 .payload()
                 .map_err(|source| CheckpointError::Memory { fqn: fqn(), source })?;
-            let mut bytes = Vec::with_capacity(usize::try_from(payload.len()).unwrap_or(0));
+            let len = usize::try_from(payload.len()).unwrap_or(usize::MAX);
+            let mut bytes = Vec::new();
+            if bytes.try_reserve_exact(len).is_err() {
+                let what = format!("a copy of {:?}", fqn());
+                return Err(PlanError::OutOfMemory { what, byte_len: payload.len() }.into());
+            }
             payload.pieces().iter().for_each(|piece| bytes.extend_from_slice(piece));
             let memory = HostMemory::from_vec(bytes);
             Ok((shard.region().clone(), memory))

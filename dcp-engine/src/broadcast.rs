@@ -89,13 +89,13 @@ impl BroadcastReader {
         sink: &Arc<dyn DataSink>,
     ) -> Result<ReadReport, CheckpointError> {
         let mut report = ReadReport::default();
-        let plans = group.gather(plan.to_wire()).await?;
+        let plans = group.gather(Phase::Read, plan.to_wire()).await?;
         let mut taker = Taker::new(metadata, plan, sink);
         if let Some(plans) = plans {
             let sent = self.send_all(group, metadata, &plans, &mut taker, &mut report).await;
             if let Err(error) = sent {
                 // The others wait for the next message: this is it.
-                if !matches!(error, CheckpointError::Collective(_)) {
+                if !matches!(error, CheckpointError::Lost { .. }) {
                     group.spread(Phase::Read, self.reading_rank, Some(Err(error))).await?;
                     return Err(CheckpointError::Canceled);
                 }

@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use bytes::{Bytes, BytesMut};
 use dcp_core::{
     CheckpointError, Collective, CollectiveError, Phase, PlanContext, PlanError, Rank, RankFailure,
-    error_chain,
+    Standing, error_chain,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,7 @@ type Job = Box<dyn FnOnce(&dyn Collective) + Send>;
 /// its own makes one for each operation and [`run`](Self::run)s it. Every method
 /// is called by all ranks in the same order, also by those that have already failed: what failed
 /// goes in as an `Err` and comes out, on every rank, as one [`CheckpointError::Ranks`]. A rank that
-/// is lost makes every method fail with [`CheckpointError::Collective`].
+/// is lost makes every method fail with [`CheckpointError::Lost`].
 #[doc(alias = "ProcessGroup")]
 pub struct Group {
     collective: Option<Arc<dyn Collective>>,
@@ -128,7 +128,7 @@ impl Group {
             return Ok(Some(mine.map(|value| vec![value])));
         }
         let (root, bytes) = (self.coordinator, self.verdict(mine)?);
-        let all = self.call(move |c| c.gather(root, bytes)).await?;
+        let all = self.call(phase, move |c| c.gather(root, bytes)).await?;
         all.map(|all| judge(phase, &all)).transpose()
     }
 
@@ -156,7 +156,7 @@ impl Group {
             Some(Ok((told, kept))) => (Some(self.verdict(Ok(told))?), Some(kept)),
             Some(Err(error)) => (Some(self.verdict::<T>(Err(error))?), None),
         };
-        let bytes = self.call(move |c| c.broadcast(root, bytes)).await?;
+        let bytes = self.call(phase, move |c| c.broadcast(root, bytes)).await?;
         let told = judge(phase, &[bytes])??.pop().ok_or_else(no_decision)?;
         Ok((told, kept))
     }
@@ -179,7 +179,7 @@ impl Group {
             return Ok(vec![mine?]);
         }
         let bytes = self.verdict(mine)?;
-        let all = self.call(move |c| c.all_gather(bytes)).await?;
+        let all = self.call(phase, move |c| c.all_gather(bytes)).await?;
         judge(phase, &all)?
     }
 
@@ -188,12 +188,16 @@ impl Group {
     /// # Errors
     ///
     /// When a rank is lost.
-    pub async fn gather(&self, mine: Bytes) -> Result<Option<Vec<Bytes>>, CheckpointError> {
+    pub async fn gather(
+        &self,
+        phase: Phase,
+        mine: Bytes,
+    ) -> Result<Option<Vec<Bytes>>, CheckpointError> {
         if self.collective.is_none() {
             return Ok(Some(vec![mine]));
         }
         let root = self.coordinator;
-        Ok(self.call(move |c| c.gather(root, mine)).await?)
+        self.call(phase, move |c| c.gather(root, mine)).await
     }
 
     /// Hands each rank its message from the coordinator, which alone passes `Some`, or on every
@@ -223,7 +227,7 @@ impl Group {
             }
         };
         let root = self.coordinator;
-        let mine = self.call(move |c| c.scatter(root, messages)).await?;
+        let mine = self.call(phase, move |c| c.scatter(root, messages)).await?;
         match mine.split_first() {
             Some((&MESSAGE, _)) => Ok((mine.slice(1..), kept)),
             Some((&FAILURE, failure)) => {
@@ -250,7 +254,7 @@ impl Group {
             return from_root.ok_or_else(no_decision)?;
         }
         let message = from_root.map(|mine| self.tagged(mine)).transpose()?;
-        let told = self.call(move |c| c.broadcast(root, message)).await?;
+        let told = self.call(phase, move |c| c.broadcast(root, message)).await?;
         Self::untagged(phase, vec![told])?.pop().ok_or_else(no_decision)
     }
 
@@ -269,7 +273,7 @@ impl Group {
             return Ok(vec![mine?]);
         }
         let message = self.tagged(mine)?;
-        let all = self.call(move |c| c.all_gather(message)).await?;
+        let all = self.call(phase, move |c| c.all_gather(message)).await?;
         Self::untagged(phase, all)
     }
 
@@ -321,6 +325,15 @@ impl Group {
     }
 
     async fn call<T: Send + 'static>(
+        &self,
+        phase: Phase,
+        operation: impl FnOnce(&dyn Collective) -> Result<T, CollectiveError> + Send + 'static,
+    ) -> Result<T, CheckpointError> {
+        let lose = |source| CheckpointError::Lost { phase, standing: Standing::NoSave, source };
+        self.call_collective(operation).await.map_err(lose)
+    }
+
+    async fn call_collective<T: Send + 'static>(
         &self,
         operation: impl FnOnce(&dyn Collective) -> Result<T, CollectiveError> + Send + 'static,
     ) -> Result<T, CollectiveError> {

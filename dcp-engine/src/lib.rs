@@ -44,6 +44,7 @@ mod division;
 mod group;
 mod load;
 mod memory;
+mod messages;
 mod parallel;
 mod parcel;
 mod save;

@@ -199,7 +199,8 @@ impl ParallelReader {
             all.iter().map(|one| all.iter().position(|other| other == one).unwrap_or(0)).collect();
         let rank = self.collective.rank() as usize;
         let says = plan_of.get(rank) == Some(&rank);
-        let plans = group.gather(if says { plan.to_wire() } else { Bytes::new() }).await?;
+        let plans =
+            group.gather(Phase::Read, if says { plan.to_wire() } else { Bytes::new() }).await?;
         let divided = plans.map(|plans| {
             let decode = |plan: &Bytes| match plan.is_empty() {
                 true => Ok(LoadPlan::default()),
@@ -304,12 +305,14 @@ impl fmt::Debug for ParallelReader {
 
 /// A rank that was lost, by the number by which it calls itself.
 fn in_the_world(mut error: CheckpointError, names: &[Rank]) -> CheckpointError {
-    if let CheckpointError::Collective(
-        CollectiveError::PeerLost { rank, .. }
-        | CollectiveError::Timeout { rank, .. }
-        | CollectiveError::Aborted { rank, .. }
-        | CollectiveError::Mismatch { rank, .. },
-    ) = &mut error
+    if let CheckpointError::Lost {
+        source:
+            CollectiveError::PeerLost { rank, .. }
+            | CollectiveError::Timeout { rank, .. }
+            | CollectiveError::Aborted { rank, .. }
+            | CollectiveError::Mismatch { rank, .. },
+        ..
+    } = &mut error
     {
         *rank = names.get(*rank as usize).copied().unwrap_or(*rank);
     }

@@ -1,22 +1,21 @@
 //! The save protocol: plan, merge, write, commit.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use dcp_cast::{CastCounts, CastReport};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Key, Phase, PlanError,
-    Rank, SavePlan, SavePlanner, SaveSession, StateDict, StorageError, StorageWriter, Value,
-    WritePlan, WriteReport,
+    CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Phase, PlanError,
+    Rank, SavePlan, SavePlanner, SaveSession, Standing, StateDict, StorageWriter, Value, WritePlan,
 };
 use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
-use serde::{Deserialize, Serialize};
 
 use crate::cast::Casts;
 use crate::group::Group;
 use crate::memory::{Memory, Remembered};
+use crate::messages::{Decision, Line, Offer, Totals, lines, plan_id, report, same_save};
 use crate::source::{Leaf, StateSource};
 
 /// Saves state dicts, one after the other.
@@ -85,42 +84,14 @@ struct Planned {
     reused: bool,
 }
 
-/// What a rank tells the coordinator first: its structure, and the plan of which it remembers its
-/// part.
-#[derive(Debug, Serialize, Deserialize)]
-struct Offer {
-    /// Which save of its saver this is.
-    sequence: u64,
-    fingerprint: (u64, u64),
-    remembers: Option<u64>,
-}
-
-/// What the coordinator answers.
-#[derive(Debug, Serialize, Deserialize)]
-enum Decision {
-    /// Everybody writes what it wrote last time, under the same names.
-    Repeat,
-    /// Everybody sends its plan, to be made part of this one.
-    Plan { plan_id: u64 },
-}
-
 /// What the coordinator knows until the commit.
 #[derive(Debug)]
 struct Lead {
     session: SaveSession,
-    /// What the plan depends on: fingerprints, generation of names, and layout.
+    /// What the plan depends on: fingerprints and layout.
     key: Vec<u128>,
     /// The plan with its places.
     plan: Option<Arc<GlobalPlan>>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Totals {
-    entries: u64,
-    bytes_written: u64,
-    files: u64,
-    reused_plan: bool,
-    cast: CastCounts,
 }
 
 impl Default for Saver {
@@ -206,25 +177,53 @@ impl Saver {
     /// # Errors
     ///
     /// Without a group, the first error as it is. In a group, [`CheckpointError::Ranks`] on every
-    /// rank, listing all that failed, or [`CheckpointError::Collective`] when a rank was lost.
+    /// rank, listing all that failed, or [`CheckpointError::Lost`] when a rank was lost, which tells the step and whether the
+    /// checkpoint may have been committed.
     pub async fn save(
         &self,
         state: &StateDict,
         writer: &dyn StorageWriter,
     ) -> Result<SaveSummary, CheckpointError> {
         let group = Group::new(self.group.clone(), self.coordinator)?;
-        group.run(async |group| self.run(group, state, writer).await).await
+        let saved = group.run(async |group| {
+            let prepared = self.prepare(state, writer, group);
+            self.run(group, prepared, writer).await
+        });
+        saved.await
+    }
+
+    /// Takes part in a save with an error in place of a state, so that all ranks hear of it.
+    pub(crate) async fn refuse(
+        &self,
+        error: CheckpointError,
+        writer: &dyn StorageWriter,
+    ) -> Result<SaveSummary, CheckpointError> {
+        let group = Group::new(self.group.clone(), self.coordinator)?;
+        group.run(async |group| self.run(group, Err(error), writer).await).await
+    }
+
+    /// Takes no part in a save that the other ranks are in.
+    pub(crate) fn leave(&self, why: &str) {
+        if let Some(group) = &self.group {
+            group.abort(why);
+        }
     }
 
     async fn run(
         &self,
         group: &Group,
-        state: &StateDict,
+        prepared: Result<Prepared, CheckpointError>,
         writer: &dyn StorageWriter,
     ) -> Result<SaveSummary, CheckpointError> {
-        let prepared = self.prepare(state, writer, group);
-        let Planned { prepared, plan, mut lead, reused } =
-            self.plan(group, prepared, writer).await?;
+        let Planned { prepared, plan, mut lead, reused } = self
+            .plan(group, prepared, writer)
+            .await
+            .map_err(|error| standing_at(error, Standing::NotCommitted))?;
+        // Who decides has not begun to commit while it waits for the others to write.
+        let written_at = match group.context().is_coordinator() {
+            true => Standing::NotCommitted,
+            false => Standing::MayBeCommitted,
+        };
         tracing::debug!(items = plan.orders.len(), "planned");
 
         let written = {
@@ -234,7 +233,8 @@ impl Saver {
         let cast = prepared.source.cast_report();
         let reports = group
             .collect(Phase::Write, written.map(|report| (lines(&report), cast.total())))
-            .await?;
+            .await
+            .map_err(|error| standing_at(error, written_at))?;
         let reports = reports.map(|reports| reports.map(|reports| ((), reports)));
         let reports = match group.decide(Phase::Write, reports).await {
             Ok(((), reports)) => reports,
@@ -244,7 +244,7 @@ impl Saver {
                 if group.is_agreed(&error) {
                     writer.abandon(&plan).await;
                 }
-                return Err(error);
+                return Err(standing_at(error, written_at));
             }
         };
 
@@ -254,7 +254,12 @@ impl Saver {
             (Some(lead), Some(reports)) => Some(commit(lead, reused, reports, writer).await),
             _ => None,
         };
-        let (totals, _): (Totals, _) = group.decide(Phase::Commit, committed).await?;
+        let standing = match &committed {
+            Some(Ok(_)) => Standing::Committed,
+            Some(Err(_)) | None => Standing::MayBeCommitted,
+        };
+        let told = group.decide(Phase::Commit, committed).await;
+        let (totals, _): (Totals, _) = told.map_err(|error| standing_at(error, standing))?;
         Ok(SaveSummary {
             entries: totals.entries,
             bytes_written: totals.bytes_written,
@@ -326,13 +331,17 @@ impl Saver {
         let prepared = prepared.ok_or_else(no_plan)?;
 
         let plan_id = match decision {
-            Decision::Repeat => {
-                let last = remembered.ok_or_else(no_plan)?;
-                return Ok(Planned { prepared, plan: last.plan, lead, reused: true });
+            Decision::Repeat { generation } => {
+                let mut plan = WritePlan::clone(&*remembered.ok_or_else(no_plan)?.plan);
+                for file in &mut plan.files {
+                    *file = writer.renamed(file, generation)?;
+                }
+                let plan = Arc::new(plan);
+                return Ok(Planned { prepared, plan, lead, reused: true });
             }
             Decision::Plan { plan_id } => plan_id,
         };
-        let plans = group.gather(prepared.plan.to_wire()).await?;
+        let plans = group.gather(Phase::Plan, prepared.plan.to_wire()).await?;
         let placed = lead.zip(plans).map(|(lead, plans)| self.place(lead, &plans, writer));
         let (mine, lead) = group.hand_out(Phase::Plan, placed).await?;
         let plan = Arc::new(WritePlan::from_wire(&mine)?);
@@ -364,19 +373,21 @@ impl Saver {
         let fingerprints = offers
             .iter()
             .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1));
-        let places = [session.generation.into(), session.layout.into()];
-        let key: Vec<u128> = fingerprints.chain(places).collect();
+        let key: Vec<u128> = fingerprints.chain([session.layout.into()]).collect();
         let plan_id = plan_id(&key);
         let plan = self
             .memory
             .as_ref()
             .filter(|_| offers.iter().all(|offer| offer.remembers == Some(plan_id)))
             .and_then(|memory| memory.plans.get(&key));
-        let decision = match plan {
-            Some(_) => Decision::Repeat,
-            None => Decision::Plan { plan_id },
+        let generation = session.generation;
+        let Some(plan) = plan else {
+            return Ok((Decision::Plan { plan_id }, Lead { session, key, plan: None }));
         };
-        Ok((decision, Lead { session, key, plan }))
+        let mut plan = GlobalPlan::clone(&plan);
+        plan.metadata.rename_files(|file| writer.renamed(file, generation))?;
+        let plan = Some(Arc::new(plan));
+        Ok((Decision::Repeat { generation }, Lead { session, key, plan }))
     }
 
     /// On the coordinator: one plan for all, with a place for every byte.
@@ -407,47 +418,18 @@ impl Saver {
     }
 }
 
-/// A number for all that a plan depends on.
-fn plan_id(key: &[u128]) -> u64 {
-    key.iter().flat_map(|part| part.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
-}
-
-/// Refuses to mix saves: ranks whose calls got out of step would write parts of different ones.
-fn same_save(offers: &[Offer]) -> Result<(), PlanError> {
-    let first = offers.first().map_or(0, |offer| offer.sequence);
-    let Some(rank) = offers.iter().position(|offer| offer.sequence != first) else { return Ok(()) };
-    let numbered = |offer: &Offer| format!("save number {}", offer.sequence + 1);
-    Err(PlanError::Disagreement {
-        fqn: "the whole state".into(),
-        left: numbered(&offers[0]),
-        left_rank: 0,
-        right: numbered(&offers[rank]),
-        right_rank: Rank::try_from(rank).unwrap_or(Rank::MAX),
-    })
+/// A loss of the group in a save, with what became of the checkpoint, unless that was said before.
+fn standing_at(mut error: CheckpointError, what: Standing) -> CheckpointError {
+    if let CheckpointError::Lost { standing, .. } = &mut error
+        && *standing == Standing::NoSave
+    {
+        *standing = what;
+    }
+    error
 }
 
 fn no_plan() -> CheckpointError {
     PlanError::Wire { problem: "the coordinator asked for a plan that is not there".into() }.into()
-}
-
-/// A file of a report as it travels: its name, its length, and its SHA-256 where there is one.
-type Line = (String, u64, Option<[u8; 32]>);
-
-fn lines(report: &WriteReport) -> Vec<Line> {
-    let line = |(key, len): &(Key, u64)| (key.to_string(), *len, report.sha256.get(key).copied());
-    report.files.iter().map(line).collect()
-}
-
-fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
-    let (mut files, mut sha256) = (Vec::with_capacity(lines.len()), BTreeMap::new());
-    for (name, len, digest) in lines {
-        let key = Key::new(name)?;
-        sha256.extend(digest.map(|digest| (key.clone(), digest)));
-        files.push((key, len));
-    }
-    Ok(WriteReport::new(files).with_sha256(sha256))
 }
 
 /// The session, and with it the claim on the place, is over before any rank hears of the outcome.

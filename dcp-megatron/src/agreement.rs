@@ -44,7 +44,7 @@ pub(crate) async fn offers(
     mine: Result<Bytes, MegatronError>,
 ) -> Result<Option<Vec<Bytes>>, MegatronError> {
     let mine = all(group, phase, mine).await?;
-    Ok(group.gather(mine).await?)
+    Ok(group.gather(phase, mine).await?)
 }
 
 /// Tells all ranks what the coordinator found, which alone passes `Some`.

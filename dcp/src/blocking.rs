@@ -64,7 +64,7 @@ pub fn run<F: Future>(future: F) -> Result<F::Output, CheckpointError> {
             .into());
     }
     let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
+        .enable_all()
         .build()
         .map_err(|error| StorageError::from_io(StorageOp::Open, None, error))?;
     Ok(runtime.block_on(future))

@@ -46,9 +46,26 @@ pub enum CheckpointError {
     /// There is no sound plan.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The ranks lost each other.
+    /// There is no group, or it broke outside of any step.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
+    /// The ranks lost each other in a save or load.
+    #[error("the ranks lost each other {}{}", in_step(.phase), .standing)]
+    Lost {
+        /// The step in which this rank was.
+        phase: Phase,
+        /// What became of the checkpoint that was being saved, as far as this rank can tell.
+        standing: Standing,
+        /// Which rank was lost, and how that was noticed.
+        #[source]
+        source: CollectiveError,
+    },
+    /// A background save did not come to its end, or was not begun.
+    #[error("background save: {problem}")]
+    Background {
+        /// What happened.
+        problem: String,
+    },
     /// What was asked for and what is stored do not agree.
     #[error("the checkpoint does not fit the state dict: {summary}")]
     Mismatch {
@@ -81,6 +98,43 @@ pub enum CheckpointError {
     /// The caller asked to stop.
     #[error("canceled")]
     Canceled,
+}
+
+/// What a rank that lost its group knows of the checkpoint that was being saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Standing {
+    /// Nothing was being saved.
+    NoSave,
+    /// It was not and will not be committed; what was there before stays.
+    NotCommitted,
+    /// The coordinator may have committed it, or may be doing so.
+    MayBeCommitted,
+    /// It is committed.
+    Committed,
+}
+
+impl fmt::Display for Standing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NoSave => "",
+            Self::NotCommitted => "; the checkpoint was not committed, what was there before stays",
+            Self::MayBeCommitted => {
+                "; the checkpoint may have been committed: look with `dcp inspect`"
+            }
+            Self::Committed => "; the checkpoint was committed",
+        })
+    }
+}
+
+fn in_step(phase: &Phase) -> &'static str {
+    match phase {
+        Phase::Open => "while opening",
+        Phase::Plan => "while planning",
+        Phase::Write => "while writing",
+        Phase::Commit => "while committing",
+        Phase::Read => "while reading",
+    }
 }
 
 /// What one rank reported.

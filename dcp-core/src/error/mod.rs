@@ -6,7 +6,7 @@ mod format;
 mod plan;
 mod storage;
 
-pub use checkpoint::{CheckpointError, Phase, RankFailure};
+pub use checkpoint::{CheckpointError, Phase, RankFailure, Standing};
 pub use collective::CollectiveError;
 pub use format::FormatError;
 pub use plan::PlanError;

@@ -85,6 +85,14 @@ pub enum PlanError {
         /// Bytes there are.
         found: u64,
     },
+    /// There is not enough memory.
+    #[error("cannot allocate {byte_len} bytes for {what}")]
+    OutOfMemory {
+        /// What the memory is for.
+        what: String,
+        /// How much was asked for.
+        byte_len: u64,
+    },
     /// Something that cannot be saved or loaded.
     #[error("{fqn:?} cannot be planned: {problem}")]
     Unsupported {

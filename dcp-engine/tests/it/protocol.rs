@@ -162,7 +162,6 @@ fn a_background_save_keeps_the_state_of_its_start() {
         let model = state.get("model").unwrap().as_dict().unwrap();
         let bias = model.get("bias").unwrap().as_tensor().unwrap();
         bias.shards()[0].view().fill_from(&[0; 20]).unwrap();
-        assert!(!pending.is_finished());
         pending.wait().await.unwrap();
     });
     assert!(holds_sample(&storage, 40));

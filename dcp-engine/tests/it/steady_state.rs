@@ -30,19 +30,24 @@ fn the_second_save_reuses_the_plan() {
 }
 
 #[test]
-fn an_overwrite_gets_new_names_and_so_a_new_plan() {
+fn an_overwrite_reuses_the_plan_under_new_names() {
     let place = memory();
     let runs = on_ranks(2, |rank, group| {
         let saver = Saver::new().group(group);
-        (0..3)
+        (0..4)
             .map(|step| {
                 let writer = DcpWriter::new(Arc::clone(&place));
                 block_on(saver.save(&sample(rank, 2, step), &writer)).unwrap().reused_plan
             })
             .collect::<Vec<_>>()
     });
-    assert!(runs.iter().all(|run| run == &[false, false, false]), "{runs:?}");
-    assert!(holds_sample(&place, 2));
+    assert!(runs.iter().all(|run| run == &[false, true, true, true]), "{runs:?}");
+    assert!(holds_sample(&place, 3));
+    let listed = futures_util::StreamExt::collect::<Vec<_>>(place.list(None));
+    let names = block_on(listed).into_iter().map(|meta| meta.unwrap().key.to_string());
+    let mut data: Vec<_> = names.filter(|name| name.ends_with(".distcp")).collect();
+    data.sort();
+    assert_eq!(data, ["__0_0.g3.distcp", "__1_0.g3.distcp"]);
 }
 
 /// Saves twice with one saver, to two places that all ranks share.

@@ -74,6 +74,15 @@ pub fn data_file(rank: usize, n: usize, generation: u64) -> Result<Key, InvalidK
     }
 }
 
+/// The name of the same data file in a save of another generation.
+pub(crate) fn renamed(file: &Key, generation: u64) -> Option<Key> {
+    let Named::Data { .. } = Named::parse(file)? else { return None };
+    let (rank, rest) =
+        file.as_str().strip_prefix("__")?.strip_suffix(".distcp")?.split_once('_')?;
+    let n = rest.split_once(".g").map_or(rest, |(n, _)| n);
+    data_file(rank.parse().ok()?, n.parse().ok()?, generation).ok()
+}
+
 /// The sidecar of the metadata that has this CRC-32.
 pub(crate) fn sidecar(crc32: u32) -> Result<Key, InvalidKey> {
     Key::new(format!(".dcp-{crc32:08x}.cbor"))

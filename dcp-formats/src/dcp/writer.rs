@@ -7,15 +7,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, FormatError, GlobalPlan, Key, SavePlan,
-    SaveSession, Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter, Value,
-    WritePlan, WriteReport,
+    CheckpointError, CheckpointMetadata, DataSource, FormatError, GlobalPlan, Key, PlanError,
+    SavePlan, SaveSession, Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter,
+    Value, WritePlan, WriteReport,
 };
 use futures_util::StreamExt as _;
 use futures_util::stream;
 
 use super::commit;
-use super::names::{METADATA, Named};
+use super::names::{self, METADATA, Named};
 use super::place;
 use super::split::FileLayout;
 use super::write::FileJob;
@@ -237,6 +237,13 @@ impl StorageWriter for DcpWriter {
         global: &mut GlobalPlan,
     ) -> Result<Vec<WritePlan>, CheckpointError> {
         place::place(self.options.layout, session.generation, locals, global)
+    }
+
+    fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
+        names::renamed(file, generation).ok_or_else(|| {
+            let problem = format!("{file:?} is no name of a data file");
+            PlanError::Wire { problem }.into()
+        })
     }
 
     async fn write(

@@ -155,7 +155,7 @@ impl ParallelSave {
     /// # Errors
     ///
     /// [`CheckpointError::Ranks`] on every rank when ranks disagree about a shard, several claim
-    /// its main replica, or one has a flattened shard; [`CheckpointError::Collective`] when a rank is lost. The ids are then as
+    /// its main replica, or one has a flattened shard; [`CheckpointError::Lost`] when a rank is lost. The ids are then as
     /// they were.
     pub async fn redistribute(
         &self,
@@ -231,7 +231,7 @@ impl ParallelSave {
             None => (DistributionOrigin::Disk, None),
             Some(lists) => {
                 let with_shards = lists.contains(&self.collective.rank());
-                let gathered = group.gather(inventory.to_wire(with_shards)).await?;
+                let gathered = group.gather(Phase::Plan, inventory.to_wire(with_shards)).await?;
                 (DistributionOrigin::Exchange, gathered)
             }
         };

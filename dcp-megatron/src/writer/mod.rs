@@ -340,6 +340,10 @@ impl StorageWriter for MegatronWriter {
         Ok(plans)
     }
 
+    fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
+        self.dcp.renamed(file, generation)
+    }
+
     async fn write(
         &self,
         local: &SavePlan,

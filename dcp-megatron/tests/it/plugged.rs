@@ -89,6 +89,10 @@ impl StorageWriter for MineWriter {
         self.tensors.place(session, locals, global)
     }
 
+    fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
+        self.tensors.renamed(file, generation)
+    }
+
     async fn write(
         &self,
         local: &SavePlan,

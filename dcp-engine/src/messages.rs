@@ -1,0 +1,74 @@
+//! What ranks tell each other in a save.
+
+use std::collections::BTreeMap;
+
+use dcp_cast::CastCounts;
+use dcp_core::{Key, PlanError, Rank, StorageError, WriteReport};
+use serde::{Deserialize, Serialize};
+
+/// What a rank tells the coordinator first: its structure, and the plan of which it remembers its
+/// part.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Offer {
+    /// Which save of its saver this is.
+    pub(crate) sequence: u64,
+    pub(crate) fingerprint: (u64, u64),
+    pub(crate) remembers: Option<u64>,
+}
+
+/// What the coordinator answers.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Decision {
+    /// Everybody writes what it wrote last time, under the names of this generation.
+    Repeat { generation: u64 },
+    /// Everybody sends its plan, to be made part of this one.
+    Plan { plan_id: u64 },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Totals {
+    pub(crate) entries: u64,
+    pub(crate) bytes_written: u64,
+    pub(crate) files: u64,
+    pub(crate) reused_plan: bool,
+    pub(crate) cast: CastCounts,
+}
+
+/// A number for all that a plan depends on.
+pub(crate) fn plan_id(key: &[u128]) -> u64 {
+    key.iter().flat_map(|part| part.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+/// Refuses to mix saves: ranks whose calls got out of step would write parts of different ones.
+pub(crate) fn same_save(offers: &[Offer]) -> Result<(), PlanError> {
+    let first = offers.first().map_or(0, |offer| offer.sequence);
+    let Some(rank) = offers.iter().position(|offer| offer.sequence != first) else { return Ok(()) };
+    let numbered = |offer: &Offer| format!("save number {}", offer.sequence + 1);
+    Err(PlanError::Disagreement {
+        fqn: "the whole state".into(),
+        left: numbered(&offers[0]),
+        left_rank: 0,
+        right: numbered(&offers[rank]),
+        right_rank: Rank::try_from(rank).unwrap_or(Rank::MAX),
+    })
+}
+
+/// A file of a report as it travels: its name, its length, and its SHA-256 where there is one.
+pub(crate) type Line = (String, u64, Option<[u8; 32]>);
+
+pub(crate) fn lines(report: &WriteReport) -> Vec<Line> {
+    let line = |(key, len): &(Key, u64)| (key.to_string(), *len, report.sha256.get(key).copied());
+    report.files.iter().map(line).collect()
+}
+
+pub(crate) fn report(lines: Vec<Line>) -> Result<WriteReport, StorageError> {
+    let (mut files, mut sha256) = (Vec::with_capacity(lines.len()), BTreeMap::new());
+    for (name, len, digest) in lines {
+        let key = Key::new(name)?;
+        sha256.extend(digest.map(|digest| (key.clone(), digest)));
+        files.push((key, len));
+    }
+    Ok(WriteReport::new(files).with_sha256(sha256))
+}

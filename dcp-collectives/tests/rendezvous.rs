@@ -6,9 +6,9 @@ mod common;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use common::{PATIENT, config, free_port, listener, on_ranks, tcp_group};
+use common::{config, listener, on_ranks, reserved_port, tcp_group};
 use dcp_collectives::TcpCollective;
 use dcp_core::{Collective, CollectiveError};
 
@@ -29,7 +29,7 @@ fn refusal(connected: Connected) -> String {
 
 #[test]
 fn a_late_master_is_waited_for() {
-    let port = free_port();
+    let (_reserved, port) = reserved_port();
     let group = thread::scope(|scope| {
         let early = [1, 2].map(|rank| scope.spawn(move || config(rank, 3, port).connect()));
         thread::sleep(Duration::from_millis(400));
@@ -90,13 +90,11 @@ fn who_does_not_belong_is_told_why_and_the_group_forms() {
 fn missing_ranks_are_named_to_everybody() {
     let (listener, port) = listener();
     let timeout = Duration::from_millis(500);
-    let begin = Instant::now();
     let (zero, two) = thread::scope(|scope| {
         let two = scope.spawn(move || config(2, 4, port).connect());
         let zero = config(0, 4, port).listener(listener).connect_timeout(timeout).connect();
         (zero, two.join().unwrap())
     });
-    assert!(begin.elapsed() < PATIENT / 2);
     for message in [refusal(zero), refusal(two)] {
         assert!(message.contains("2 of 4 ranks are missing: 1, 3"), "{message}");
     }
@@ -105,7 +103,7 @@ fn missing_ranks_are_named_to_everybody() {
 #[test]
 fn a_master_that_never_comes_or_is_something_else_is_named() {
     let timeout = Duration::from_millis(300);
-    let port = free_port();
+    let (_reserved, port) = reserved_port();
     let message = refusal(config(1, 2, port).connect_timeout(timeout).connect());
     assert!(message.contains(&format!("127.0.0.1:{port}")), "{message}");
 
@@ -144,7 +142,7 @@ fn a_rank_that_died_while_waiting_can_come_again() {
 
 #[test]
 fn one_port_serves_one_group_after_the_other() {
-    let port = free_port();
+    let (_reserved, port) = reserved_port();
     thread::scope(|scope| {
         let ranks = [0, 1, 2].map(|rank| {
             scope.spawn(move || {
@@ -227,7 +225,6 @@ fn a_rank_that_does_not_join_a_subgroup_is_named_as_the_group_counts() {
 
 #[test]
 fn a_member_that_aborts_the_group_ends_the_wait_for_a_subgroup() {
-    let begin = Instant::now();
     let results = on_ranks(tcp_group(3, |config| config), |group| {
         if group.rank() == 2 {
             group.abort("out of memory");
@@ -235,7 +232,6 @@ fn a_member_that_aborts_the_group_ends_the_wait_for_a_subgroup() {
         }
         group.subgroup(&[0, 1, 2]).map(drop)
     });
-    assert!(begin.elapsed() < PATIENT / 2);
     let aborted = CollectiveError::Aborted { rank: 2, reason: "out of memory".to_owned() };
     assert_eq!(results, [Err(aborted.clone()), Err(aborted), Ok(())]);
 }

@@ -2,15 +2,16 @@
 #![allow(dead_code, reason = "no test uses all of it")]
 #![allow(clippy::unwrap_used, reason = "panicking is how a test fails")]
 
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::thread;
 use std::time::Duration;
 
 use dcp_collectives::{TcpCollective, TcpConfig};
 use dcp_core::CollectiveError;
+use socket2::{Domain, Socket, Type};
 
 /// Long enough for a busy machine.
-pub(crate) const PATIENT: Duration = Duration::from_secs(30);
+pub(crate) const PATIENT: Duration = Duration::from_secs(120);
 
 /// A bound listener for rank 0, and its port.
 pub(crate) fn listener() -> (TcpListener, u16) {
@@ -19,9 +20,14 @@ pub(crate) fn listener() -> (TcpListener, u16) {
     (listener, port)
 }
 
-/// A port that was free a moment ago.
-pub(crate) fn free_port() -> u16 {
-    listener().1
+/// A port at which nobody listens, and what keeps others from taking it. Who asks for it by number
+/// can listen there all the same.
+pub(crate) fn reserved_port() -> (Socket, u16) {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.set_reuse_address(true).unwrap();
+    socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    let port = socket.local_addr().unwrap().as_socket().unwrap().port();
+    (socket, port)
 }
 
 pub(crate) fn config(rank: u32, world_size: u32, port: u16) -> TcpConfig {

@@ -8,14 +8,18 @@ use dcp_core::{Collective, CollectiveError, Rank};
 use super::Subject;
 use crate::case::{Failure, ensure};
 
-/// For clauses in which every rank does as it should: long enough for a busy machine.
-pub(super) const PATIENT: Duration = Duration::from_secs(20);
+/// For clauses in which no call has to wait for its deadline.
+pub(super) const PATIENT: Duration = Duration::from_secs(120);
 
-/// For clauses in which a rank is missing.
-pub(super) const SHORT: Duration = Duration::from_secs(2);
+/// For clauses in which ranks err or die, which a group may notice at once or when the deadline is
+/// over. A rank that is only late must not be taken for a dead one.
+pub(super) const DEAD: Duration = Duration::from_secs(20);
 
-/// What a rank's thread may take beyond the deadline: to be scheduled, and to tell its peers.
-pub(super) const SLACK: Duration = Duration::from_secs(3);
+/// For clauses that wait until the deadline is over.
+pub(super) const SILENT: Duration = Duration::from_secs(5);
+
+/// A call that takes so much longer than its deadline hangs.
+const HANGS: Duration = Duration::from_secs(60);
 
 /// One member of a group, on its thread.
 pub(super) struct Member {
@@ -117,7 +121,7 @@ pub(super) fn blamed(error: &CollectiveError) -> Option<Rank> {
     }
 }
 
-/// Calls `op` until it fails, and fails itself when it takes too long or succeeds too often.
+/// Calls `op` until it fails, and fails itself when it hangs or succeeds too often.
 ///
 /// An operation in which this rank only sends may succeed once or twice before the trouble of
 /// another rank is known here.
@@ -130,7 +134,7 @@ pub(super) fn until_error<T>(
         let begun = Instant::now();
         let outcome = op();
         let taken = begun.elapsed();
-        ensure!(taken <= deadline + SLACK, "a call took {taken:?}, the deadline is {deadline:?}");
+        ensure!(taken <= deadline + HANGS, "a call took {taken:?}, the deadline is {deadline:?}");
         if let Err(error) = outcome {
             return Ok(error);
         }

@@ -1,7 +1,6 @@
 //! One rank reads for all: any plans, any group, and any of them failing.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use dcp_conformance::{CollectiveFault, FaultCollective};
 use dcp_core::{CheckpointError, Collective, DType, Region, StateDict, StorageReader, Tensor};
@@ -187,7 +186,6 @@ fn a_rank_that_cannot_take_its_part_fails_all() {
 fn nobody_waits_for_a_dead_rank() {
     let storage = memory();
     save_sample(1, &storage, 1);
-    let begun = Instant::now();
     for dying in [0, 2] {
         for operation in 1..7 {
             let results = on_boxed_ranks(3, |rank, group| {
@@ -200,9 +198,12 @@ fn nobody_waits_for_a_dead_rank() {
                 load(group, &mut blank(rank, 3), inner, 0)
             });
             assert!(results.iter().all(Result::is_err), "rank {dying} at {operation}");
+            for error in results.iter().filter_map(|result| result.as_ref().err()) {
+                let text = dcp_core::error_chain(error);
+                assert!(!text.contains("did not answer"), "a rank waited for its deadline: {text}");
+            }
         }
     }
-    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub(crate) fn on_boxed_ranks<T: Send>(
     n: u32,
     main: impl Fn(u32, Box<dyn Collective>) -> T + Sync,
 ) -> Vec<T> {
-    let group = LocalCollective::builder(n).deadline(Duration::from_secs(20)).build();
+    let group = LocalCollective::builder(n).deadline(Duration::from_secs(120)).build();
     std::thread::scope(|scope| {
         let threads: Vec<_> = group
             .into_iter()
@@ -56,7 +56,7 @@ pub(crate) fn on_tcp_ranks<T: Send>(
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..n)
             .map(|rank| {
-                let patient = Duration::from_secs(30);
+                let patient = Duration::from_secs(120);
                 let mut config = TcpConfig::new(rank, n, "127.0.0.1", port)
                     .deadline(patient)
                     .connect_timeout(patient);

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dcp_collectives::LocalCollective;
 use dcp_conformance::{CollectiveFault, CountingStorage, FaultCollective};
@@ -339,7 +339,6 @@ fn a_rank_that_cannot_take_its_part_fails_all() {
 fn nobody_waits_for_a_dead_rank() {
     let storage = memory();
     save_sample(1, &storage, 1);
-    let begun = Instant::now();
     for exchange in EXCHANGES {
         for dying in [0, 2] {
             for operation in 1..8 {
@@ -352,10 +351,16 @@ fn nobody_waits_for_a_dead_rank() {
                     load(group, &mut blank(0, 1), reader(&storage), exchange)
                 });
                 assert!(results.iter().all(Result::is_err), "rank {dying} at {operation}");
+                for error in results.iter().filter_map(|result| result.as_ref().err()) {
+                    let text = dcp_core::error_chain(error);
+                    assert!(
+                        !text.contains("did not answer"),
+                        "a rank waited for its deadline: {text}"
+                    );
+                }
             }
         }
     }
-    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
 }
 
 #[test]

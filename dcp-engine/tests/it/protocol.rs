@@ -42,7 +42,7 @@ fn any_rank_can_coordinate() {
 #[test]
 fn a_subset_of_the_ranks_can_save() {
     let storage = memory();
-    let group = LocalCollective::builder(5).deadline(Duration::from_secs(20)).build();
+    let group = LocalCollective::builder(5).deadline(Duration::from_secs(120)).build();
     std::thread::scope(|scope| {
         for collective in group {
             let storage = &storage;

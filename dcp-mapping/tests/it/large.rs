@@ -1,7 +1,6 @@
 //! A mapping of a model with very many tensors is planned in no time.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
@@ -85,7 +84,7 @@ fn a_model_of_94_layers_with_128_experts_each() {
     });
     let facts = mapping.facts_of_config(&config).unwrap();
     let hf = source(all.into_iter());
-    let (start, options) = (Instant::now(), MapOptions::default());
+    let options = MapOptions::default();
     let there = to_megatron_of(&hf, &mapping, &facts, &options).unwrap();
     assert_eq!(there.report.created.len(), 3 + 9);
     let experts = "decoder.layers.mlp.experts.experts.linear_fc1.weight";
@@ -94,6 +93,4 @@ fn a_model_of_94_layers_with_128_experts_each() {
     assert_eq!(**shape, [94, 128, 2 * ffn, hidden]);
     let back = to_hf_of(&there.source, &mapping, &there.facts, &options).unwrap();
     assert_eq!(back.report.created.len(), count);
-    // Far less than a second where code is optimized.
-    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }

@@ -216,7 +216,6 @@ fn merge(
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::time::{Duration, Instant};
 
     use dcp_core::{DType, PlanKey, Region, TensorSpec};
     use proptest::prelude::*;
@@ -366,9 +365,9 @@ mod tests {
         );
     }
 
-    /// 4096 ranks in groups of 8 replicas hold 100 000 shards. Loose: tests are not optimized.
+    /// 4096 ranks in groups of 8 replicas hold 100 000 shards.
     #[test]
-    fn thousands_of_ranks_take_a_moment() {
+    fn thousands_of_ranks_share_what_they_hold() {
         let list = |replicas: u64| {
             let shards = (0..200).map(|at| {
                 let len = 1 + at * 7919 % 900;
@@ -384,11 +383,8 @@ mod tests {
                 mine
             })
             .collect();
-        let begun = Instant::now();
         let distribution = distribute(&group, ShareRule::Balanced, Purpose::Save).unwrap();
-        let taken = begun.elapsed();
         let owned = |rank| distribution.owned(rank).iter().filter(|owned| **owned).count();
         assert_eq!((0..4096).map(owned).sum::<usize>(), 100_000);
-        assert!(taken < Duration::from_secs(20), "{taken:?}");
     }
 }

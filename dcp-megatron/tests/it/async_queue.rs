@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use dcp_conformance::{CollectiveFault, FaultCollective, FaultStorage, MemoryStorage, SlowStorage};
@@ -439,7 +439,6 @@ fn a_rank_that_cannot_copy_its_state_fails_the_call_on_all() {
 fn what_is_aborted_is_not_finalized() {
     let run: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     save_first(&run);
-    let begun = Instant::now();
     let slow: Arc<dyn Storage> =
         Arc::new(SlowStorage::new(Arc::clone(&run), Duration::from_secs(3600)));
     on_mesh(1, 2, |Mesh { rank, world, replicas, .. }| {
@@ -454,13 +453,11 @@ fn what_is_aborted_is_not_finalized() {
             queue.abort();
         });
     });
-    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
     assert_eq!(latest(&run), (Tracked::Iteration(10), 10));
 }
 
 #[test]
 fn nobody_waits_for_a_dead_rank() {
-    let begun = Instant::now();
     for operation in 1..5 {
         let results = on_ranks(3, |rank, group| {
             let group: Arc<dyn Collective> = match rank {
@@ -478,6 +475,9 @@ fn nobody_waits_for_a_dead_rank() {
             })
         });
         assert!(results.iter().all(Result::is_err), "at {operation}: {results:?}");
+        for error in results.iter().filter_map(|result| result.as_ref().err()) {
+            let text = dcp_core::error_chain(error);
+            assert!(!text.contains("did not answer"), "a rank waited for its deadline: {text}");
+        }
     }
-    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
 }

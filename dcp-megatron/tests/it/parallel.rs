@@ -1,7 +1,7 @@
 //! Replicas share the work of a save.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dcp_collectives::TcpConfig;
 use dcp_conformance::{CollectiveFault, CountingStorage, FaultCollective, MemoryStorage};
@@ -253,7 +253,6 @@ fn flattened_shards_are_refused_on_the_rank_that_has_them() {
 
 #[test]
 fn nobody_waits_for_a_dead_rank() {
-    let begun = Instant::now();
     for dying in [0, 2] {
         for operation in 1..5 {
             let results = on_ranks(3, |rank, group| {
@@ -268,9 +267,12 @@ fn nobody_waits_for_a_dead_rank() {
             // The last message of a rank that dies afterwards may still reach the others.
             let all = results.iter().all(Result::is_err);
             assert!(all || operation == 4, "rank {dying} at {operation}: {results:?}");
+            for error in results.iter().filter_map(|result| result.as_ref().err()) {
+                let text = dcp_core::error_chain(error);
+                assert!(!text.contains("did not answer"), "a rank waited for its deadline: {text}");
+            }
         }
     }
-    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
 }
 
 #[test]

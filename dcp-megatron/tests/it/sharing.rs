@@ -1,7 +1,7 @@
 //! What ranks that load together read for each other, and that none waits in vain.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dcp_collectives::LocalCollective;
 use dcp_conformance::CountingStorage;
@@ -40,7 +40,6 @@ fn memory_that_cannot_be_cleared_on_one_rank_ends_the_load_on_all() {
     let storage = memory();
     block_on(save(&weight(0, 1), &storage, &SaveOptions::new())).unwrap();
     let replicas = replicas(2);
-    let begun = Instant::now();
     on_ranks(2, |rank, group| {
         let memory = HostMemory::zeroed(24);
         let longer = TensorView::contiguous(memory.clone(), DType::Int32, [6], 0).unwrap();
@@ -61,7 +60,6 @@ fn memory_that_cannot_be_cleared_on_one_rank_ends_the_load_on_all() {
         assert_eq!(failure.rank, 1);
         assert!(failure.message.contains("\"w\""), "{error}");
     });
-    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
 }
 
 #[test]

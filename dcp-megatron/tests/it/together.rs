@@ -1,7 +1,6 @@
 //! Saves and loads of sharded state dicts whose replicas share the work, and saves beside training.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use dcp_conformance::FaultStorage;
 use dcp_core::{CheckpointError, DType, HostMemory, Storage, TensorView};
@@ -93,7 +92,6 @@ fn a_replica_that_cannot_read_fails_the_load_on_all_ranks() {
         let options = SaveOptions::new().group(mesh.world.clone());
         block_on(save(&model(at(&mesh), Fill::Model), &storage, &options)).unwrap();
     });
-    let begun = Instant::now();
     for operations in 0.. {
         let results = on_mesh(2, 2, |mesh| {
             let mine: Arc<dyn Storage> = match mesh.rank {
@@ -119,7 +117,6 @@ fn a_replica_that_cannot_read_fails_the_load_on_all_ranks() {
             assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [3]);
         }
     }
-    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
 }
 
 #[test]

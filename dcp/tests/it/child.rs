@@ -54,7 +54,7 @@ fn save_for_ever(place: &str) {
 }
 
 fn save_as_a_rank(place: &str) {
-    let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(5));
+    let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(60));
     let group = Arc::new(config.connect().unwrap());
     let (rank, world) = (dcp::Collective::rank(&*group), dcp::Collective::world_size(&*group));
     let saver = Saver::new().group(group);

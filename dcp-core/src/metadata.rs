@@ -3,6 +3,8 @@
 //! Chunks are kept in columns and names are interned, because a checkpoint of thousands of ranks
 //! has millions of chunks. Numbers of elements are per axis; places in files are in bytes.
 
+mod rename;
+
 use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -291,25 +293,6 @@ impl CheckpointMetadata {
         self.files.push(key.clone());
         self.file_ids.insert(key.clone(), id);
         Some(id)
-    }
-
-    /// Gives every file another name; placements refer to the same files as before.
-    ///
-    /// # Errors
-    ///
-    /// The first error of `rename`.
-    pub fn rename_files<E>(
-        &mut self,
-        mut rename: impl FnMut(&Key) -> Result<Key, E>,
-    ) -> Result<(), E> {
-        let files: Vec<Key> = self.files.iter().map(&mut rename).collect::<Result<_, E>>()?;
-        self.file_ids = files
-            .iter()
-            .enumerate()
-            .filter_map(|(index, key)| Some((key.clone(), FileId::from_index(index)?)))
-            .collect();
-        self.files = files;
-        Ok(())
     }
 
     /// The encodings that placements refer to.

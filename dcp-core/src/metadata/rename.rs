@@ -1,0 +1,25 @@
+//! The same checkpoint in files of other names.
+
+use super::{CheckpointMetadata, FileId};
+use crate::key::Key;
+
+impl CheckpointMetadata {
+    /// Gives every file another name; placements refer to the same files as before.
+    ///
+    /// # Errors
+    ///
+    /// The first error of `rename`.
+    pub fn rename_files<E>(
+        &mut self,
+        mut rename: impl FnMut(&Key) -> Result<Key, E>,
+    ) -> Result<(), E> {
+        let files: Vec<Key> = self.files.iter().map(&mut rename).collect::<Result<_, E>>()?;
+        self.file_ids = files
+            .iter()
+            .enumerate()
+            .filter_map(|(index, key)| Some((key.clone(), FileId::from_index(index)?)))
+            .collect();
+        self.files = files;
+        Ok(())
+    }
+}

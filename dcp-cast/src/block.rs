@@ -25,6 +25,7 @@ pub(super) fn single(
         float::load_single(from, source, &mut old);
         let (Some(old), Some(new)) = (old.get(..n), new.get_mut(..n)) else { return };
         float::store_single(to, old, target);
+        float::settle_nans(from, to, target);
         if !exact {
             float::load_single(to, target, new);
             compare_single(old, new, &reach, counts);

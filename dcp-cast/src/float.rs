@@ -111,6 +111,19 @@ pub(super) fn store_double(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     }
 }
 
+/// Gives NaNs in bfloat16 the bits that PyTorch gives them where it goes from a type of at most 16
+/// bits.
+pub(super) fn settle_nans(from: DType, to: DType, bytes: &mut [u8]) {
+    if to != DType::BFloat16 || from.size() > 2 {
+        return;
+    }
+    let (words, _) = bytes.as_chunks_mut::<2>();
+    for word in words {
+        let is_nan = u16::from_le_bytes(*word) & 0x7fff > 0x7f80;
+        *word = if is_nan { 0x7fc0_u16.to_le_bytes() } else { *word };
+    }
+}
+
 #[inline(always)]
 fn store_words(numbers: &[f32], bytes: &mut [u8], layout: SmallFloat) {
     let (words, _) = bytes.as_chunks_mut::<2>();
@@ -145,7 +158,9 @@ fn half(bits: u16) -> f32 {
     let wide = u32::from(bits & 0x7fff) << 13;
     let exponent = wide & EXPONENT;
     let rebiased = wide + ((127 - 15) << 23);
-    let special = rebiased + ((128 - 16) << 23);
+    // A NaN is made quiet, as PyTorch and processors do.
+    let quiet = u32::from(wide > EXPONENT) << 22;
+    let special = (rebiased + ((128 - 16) << 23)) | quiet;
     let subnormal = f32::from_bits(rebiased + (1 << 23)) - f32::from_bits(113 << 23);
     let magnitude = if exponent == EXPONENT {
         special
@@ -178,7 +193,7 @@ fn table(dtype: DType) -> Option<&'static [f32; 256]> {
     static E8M0FNU_TABLE: Table = LazyLock::new(|| {
         std::array::from_fn(|code| match code {
             0 => f32::from_bits(1 << 22),
-            0xff => f32::NAN,
+            0xff => f32::from_bits(SIGNALING),
             code => f32::from_bits((code as u32) << 23),
         })
     });
@@ -192,11 +207,22 @@ fn table(dtype: DType) -> Option<&'static [f32; 256]> {
     })
 }
 
+/// The NaN that PyTorch decodes those of types with a single one as.
+const SIGNALING: u32 = 0x7f80_0001;
+
 fn decoded(layout: SmallFloat) -> [f32; 256] {
     std::array::from_fn(|code| {
         let number = small_float(code as u32, layout) as f32;
-        let negative = code & 0x80 != 0 && layout.has_signed_nan();
-        if number.is_nan() && negative { -number } else { number }
+        if !number.is_nan() {
+            return number;
+        }
+        let code = code as u32;
+        // PyTorch goes by way of float16 from one, and puts ones before the other.
+        f32::from_bits(match (layout.has_infinity(), layout.has_signed_nan()) {
+            (true, _) => (code & 0x80) << 24 | 0x7fc0_0000 | (code & 3) << 21,
+            (false, true) => (code & 0x80) << 24 | 0x7ff0_0000,
+            (false, false) => SIGNALING,
+        })
     })
 }
 

@@ -99,8 +99,9 @@ pub fn small_float(bits: u32, layout: SmallFloat) -> f64 {
 ///
 /// Beyond the largest number comes infinity where there is one, NaN in the `fnuz` types, and the
 /// largest number in E4M3FN, infinity included (as in PyTorch 2.15; 2.4 made that NaN). A NaN
-/// keeps its sign where the type has one, and in 16 bits the upper part of its payload, made
-/// quiet.
+/// becomes what it does in PyTorch 2.15: in float16 it keeps its sign and the upper part of its
+/// payload, made quiet; in bfloat16 all bits are set, as PyTorch's vector code has it; in 8 bits it
+/// keeps its sign where the type has one.
 #[inline(always)]
 pub(crate) fn nearest(x: f32, layout: SmallFloat) -> u32 {
     let SmallFloat { exponent, mantissa, bias, specials } = layout;
@@ -123,12 +124,13 @@ pub(crate) fn nearest(x: f32, layout: SmallFloat) -> u32 {
     match specials {
         Specials::Ieee => {
             let infinity = layout.largest() + 1;
-            let payload = if mantissa > 3 {
-                infinity | 1 << (mantissa - 1) | magnitude >> dropped & all
-            } else {
-                all
+            let quiet = infinity | 1 << (mantissa - 1);
+            let (nan_sign, payload) = match mantissa {
+                7 => (1 << (exponent + mantissa), all),
+                10.. => (sign, quiet | magnitude >> dropped & all),
+                _ => (sign, all),
             };
-            sign | if is_nan { payload } else { code.min(infinity) }
+            if is_nan { nan_sign | payload } else { sign | code.min(infinity) }
         }
         Specials::NanAllOnes => sign | if is_nan { all } else { code.min(layout.largest()) },
         Specials::NanNegativeZero => {

@@ -49,6 +49,13 @@ URIs:
   A plain path or file://PATH: the directory of a checkpoint, or a file of torch.save or
   safetensors. What it is, is told by what is in it.
 
+Errors:
+  `error:`, the causes and a hint, on stderr. With --json the last line on stderr is one JSON
+  object instead, after notes, which --quiet leaves out:
+  {\"error\": {\"kind\", \"message\", \"causes\": [TEXT, …], \"hint\": TEXT or null, \"exit_code\"}};
+  kind is one of bad_checkpoint, usage, io, interrupted. What `verify` and `diff` find is no error
+  but their output.
+
 Exit codes:
   0  fine
   1  the checkpoint is bad: damaged, incomplete, or no checkpoint at all; or two differ
@@ -223,8 +230,8 @@ Examples:
   dcp get runs/step_1000 optimizer.param_groups.0.lr --json
 
 Slices:
-  Per axis START:STOP (either may be left out or negative) or one index, which drops the axis;
-  `...` stands for all axes that are not mentioned.
+  As in NumPy: per axis START:STOP:STEP, each of which may be left out or negative, or one index,
+  which drops the axis; `...` stands for all axes that are not mentioned.
   Checksums are compared for the stored chunks that a slice holds whole; `dcp verify --deep`
   compares all.")]
 pub(crate) struct Get {

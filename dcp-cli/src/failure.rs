@@ -5,10 +5,12 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use dcp::convert::{ConvertError, ForeignCallable};
-use dcp::core::{CheckpointError, StorageError, StorageErrorKind, StorageOp};
+use dcp::core::{CheckpointError, Message, Quoted, StorageError, StorageErrorKind, StorageOp};
 use dcp::mapping::{Mapping, MappingError};
 use dcp::megatron::MegatronError;
+use serde_json::json;
 
+use crate::output::JsonText;
 use crate::style::Style;
 
 /// Why the command stopped. Documented in `dcp --help`.
@@ -26,6 +28,18 @@ pub(crate) enum Exit {
     HungUp = 129,
     /// The same of SIGTERM.
     Terminated = 143,
+}
+
+impl Exit {
+    /// What `kind` an error is of, as `--json` says it.
+    fn kind(self) -> &'static str {
+        match self {
+            Self::Bad => "bad_checkpoint",
+            Self::Usage => "usage",
+            Self::Io => "io",
+            Self::Interrupted | Self::HungUp | Self::Terminated => "interrupted",
+        }
+    }
 }
 
 /// An error on its way to the user.
@@ -93,17 +107,47 @@ impl Failure {
     /// Prints the error to stderr.
     pub(crate) fn report(&self, style: Style) -> ExitCode {
         if !self.silent {
-            let mut text = format!("{} {}\n", style.bad("error:"), self.message);
+            let mut text = format!("{} {}\n", style.bad("error:"), Message(&self.message));
             for cause in &self.causes {
-                text.push_str(&format!("  {} {cause}\n", style.dim("caused by:")));
+                text.push_str(&format!("  {} {}\n", style.dim("caused by:"), Message(cause)));
             }
             if let Some(hint) = &self.hint {
-                text.push_str(&format!("{} {hint}\n", style.good("hint:")));
+                text.push_str(&format!("{} {}\n", style.good("hint:"), Message(hint)));
             }
             // There is nowhere left to say that stderr is closed.
             let _ = io::stderr().write_all(text.as_bytes());
         }
         ExitCode::from(self.exit as u8)
+    }
+
+    /// Prints the error to stderr as one line of JSON.
+    pub(crate) fn report_json(&self) -> ExitCode {
+        if !self.silent {
+            let shown = |text: &String| Message(text).to_string();
+            let error = json!({
+                "kind": self.exit.kind(),
+                "message": shown(&self.message),
+                "causes": self.causes.iter().map(shown).collect::<Vec<_>>(),
+                "hint": self.hint.as_ref().map(shown),
+                "exit_code": self.exit as u8,
+            });
+            let text = format!("{}\n", json!({ "error": error }));
+            let _ = JsonText(io::stderr()).write_all(text.as_bytes());
+        }
+        ExitCode::from(self.exit as u8)
+    }
+
+    /// Arguments that cannot be understood.
+    pub(crate) fn of_arguments(error: &clap::Error) -> Self {
+        let text = error.render().to_string();
+        let text = text.strip_prefix("error: ").unwrap_or(&text);
+        let (message, rest) = text.split_once("\n\n").unwrap_or((text, ""));
+        let joined = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let failure = Self::new(Exit::Usage, joined(message));
+        match joined(rest) {
+            hint if hint.is_empty() => failure,
+            hint => failure.hint(hint),
+        }
     }
 }
 
@@ -113,6 +157,13 @@ fn storage_exit(error: &StorageError) -> Exit {
         StorageErrorKind::Truncated => Exit::Bad,
         // Of a checkpoint that was opened; a path with nothing there is said before.
         StorageErrorKind::NotFound if matches!(error.op(), StorageOp::Read | StorageOp::Stat) => {
+            Exit::Bad
+        }
+        // A name that cannot be is the checkpoint's, too; a link is one to be allowed.
+        StorageErrorKind::Invalid
+            if matches!(error.op(), StorageOp::Read | StorageOp::Stat)
+                && !error.to_string().contains("--follow-links") =>
+        {
             Exit::Bad
         }
         StorageErrorKind::Invalid
@@ -160,11 +211,11 @@ impl From<ConvertError> for Failure {
                 Some("`dcp inspect` lists the names there are".to_owned())
             }
             ConvertError::UnknownFqn { similar, .. } => {
-                let names: Vec<_> = similar.iter().map(|name| format!("{name:?}")).collect();
+                let names: Vec<_> = similar.iter().map(|name| Quoted(name).to_string()).collect();
                 Some(format!("did you mean {}?", names.join(" or ")))
             }
             ConvertError::BadSlice { .. } => {
-                Some("per axis START:STOP or an index, such as 0:2,: or -1".to_owned())
+                Some("per axis START:STOP:STEP or an index, as in NumPy: 0:2,: or -1".to_owned())
             }
             ConvertError::UnknownPart { .. } => Some(
                 "choose keys with --include or --exclude (`dcp inspect` lists them), or take all \

@@ -31,7 +31,7 @@ mod unfinished;
 
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, FromArgMatches};
 
 use crate::args::{Cli, Command};
 use crate::failure::Failure;
@@ -39,13 +39,31 @@ use crate::output::Output;
 use crate::style::Style;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let parsed = Cli::command().try_get_matches().and_then(|matches| {
+        let json = matches.subcommand().is_some_and(|(_, of_command)| {
+            matches!(of_command.try_get_one::<bool>("json"), Ok(Some(true)))
+        });
+        Ok((Cli::from_arg_matches(&matches)?, json))
+    });
+    let (cli, json) = match parsed {
+        Ok(parsed) => parsed,
+        Err(error) if error.use_stderr() && asks_for_json() => {
+            return Failure::of_arguments(&error).report_json();
+        }
+        Err(error) => error.exit(),
+    };
     let errors = Style::for_stream(cli.global.color, &std::io::stderr());
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) if failure.is_broken_pipe() => ExitCode::SUCCESS,
+        Err(failure) if json => failure.report_json(),
         Err(failure) => failure.report(errors),
     }
+}
+
+/// Whether `--json` is among arguments that could not be understood.
+fn asks_for_json() -> bool {
+    std::env::args_os().take_while(|arg| arg != "--").any(|arg| arg == "--json")
 }
 
 fn run(cli: Cli) -> Result<(), Failure> {
@@ -79,7 +97,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Completions(args) => {
             let mut script = Vec::new();
             clap_complete::generate(args.shell, &mut Cli::command(), "dcp", &mut script);
-            out.write(&String::from_utf8_lossy(&script))
+            out.write_own(&String::from_utf8_lossy(&script))
         }
     }
 }
@@ -93,5 +111,9 @@ fn trace(verbose: u8) {
         (1, _) => "info".to_owned(),
         (_, _) => "debug".to_owned(),
     };
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(false)
+        .with_writer(|| output::Log)
+        .init();
 }

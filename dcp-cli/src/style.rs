@@ -1,8 +1,14 @@
 //! Color, which never carries meaning alone, and the width of the terminal.
 
+use std::borrow::Cow;
 use std::io::IsTerminal;
 
+use dcp::core::{escaped, is_unsafe};
+
 use crate::args::ColorChoice;
+
+/// Colors that neighbors are told apart by.
+const HUES: [&str; 6] = ["34", "35", "32", "33", "36", "31"];
 
 /// How to color, or not.
 #[derive(Clone, Copy, Debug)]
@@ -22,6 +28,10 @@ impl Style {
             }
         };
         Self { color }
+    }
+
+    pub(crate) fn has_color(self) -> bool {
+        self.color
     }
 
     fn paint(self, code: &str, text: &str) -> String {
@@ -58,7 +68,6 @@ impl Style {
 
     /// A color of its own for each of a few neighbors.
     pub(crate) fn hue(self, index: usize, text: &str) -> String {
-        const HUES: [&str; 6] = ["34", "35", "32", "33", "36", "31"];
         self.paint(HUES.get(index % HUES.len()).copied().unwrap_or("0"), text)
     }
 }
@@ -104,26 +113,42 @@ fn padding(text: &str, width: usize) -> String {
     " ".repeat(width.saturating_sub(columns(text)))
 }
 
-/// A text on one line: control characters, and those that turn the direction of writing or take
-/// no room, are escaped. They could fool a terminal, or who reads it.
-pub(crate) fn printable(text: &str) -> String {
-    text.chars()
-        .flat_map(|c| {
-            let escaped: Vec<char> = if c.is_control() || is_invisible(c) {
-                c.escape_default().collect()
-            } else {
-                vec![c]
-            };
-            escaped
-        })
-        .collect()
+/// Characters of a name that are shown; `--json` has all of it.
+const NAME_MAX: usize = 256;
+
+/// A name on one line: what a terminal would act on is escaped, and so is what turns the direction
+/// of writing or takes no room; the middle of a long name is left out.
+pub(crate) fn printable(name: &str) -> String {
+    escaped(&shorten(name, NAME_MAX)).into_owned()
 }
 
-fn is_invisible(c: char) -> bool {
-    matches!(
-        c,
-        '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}'
-    )
+/// Output in which nothing but line breaks, and the colors of [`Style`] where there are some, can
+/// act on a terminal. Names are escaped where they are rendered; this holds where one was
+/// forgotten.
+pub(crate) fn guarded(text: &str, color: bool) -> Cow<'_, str> {
+    if !text.chars().any(|c| c != '\n' && is_unsafe(c)) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(c) = rest.chars().next() {
+        let painted = color.then(|| paint_len(rest)).flatten();
+        let (piece, after) = rest.split_at(painted.unwrap_or(c.len_utf8()));
+        if painted.is_some() || c == '\n' {
+            out.push_str(piece);
+        } else {
+            out.push_str(&escaped(piece));
+        }
+        rest = after;
+    }
+    Cow::Owned(out)
+}
+
+/// The bytes of the sequence at the beginning of `text` that sets a color of [`Style`] or none.
+fn paint_len(text: &str) -> Option<usize> {
+    let (code, _) = text.strip_prefix("\x1b[")?.split_once('m')?;
+    let known = matches!(code, "0" | "1" | "2" | "1;31" | "1;32") || HUES.contains(&code);
+    known.then_some(code.len() + 3)
 }
 
 /// Bytes as people say them: `1.5 GiB`.
@@ -191,5 +216,18 @@ mod tests {
         assert_eq!(left("a", 1 << 17).len(), 1 << 17);
         assert_eq!(printable("a\x1b[31mb\n"), "a\\u{1b}[31mb\\n");
         assert_eq!(printable("a\u{202e}b\u{200b}é"), "a\\u{202e}b\\u{200b}é");
+        let long = printable(&"\x1b".repeat(4096));
+        assert!(long.len() <= 6 * NAME_MAX + 3 && long.contains('…'), "{long}");
+    }
+
+    #[test]
+    fn nothing_but_colors_of_the_command_acts_on_a_terminal() {
+        let painted = Style { color: true }.bad("x\n");
+        assert_eq!(guarded(&painted, true), painted);
+        assert_eq!(guarded(&painted, false), "\\u{1b}[1;31mx\n\\u{1b}[0m");
+        let hostile = "\x1b[2J\x1b]0;t\x07\r\u{9b}31m\x1b[5m\x1b";
+        let shown = guarded(hostile, true);
+        assert!(!shown.chars().any(is_unsafe), "{shown:?}");
+        assert_eq!(guarded("a\nb é", true), "a\nb é");
     }
 }

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Entry, FormatError, Value};
+use dcp_core::{CheckpointError, CheckpointMetadata, Entry, FormatError, Message, Quoted, Value};
 use dcp_formats::pickle::{ForeignName, Trust};
 use dcp_formats::torch_object::foreign_names;
 use serde::Serialize;
@@ -48,11 +48,11 @@ impl ForeignCallable {
         let path = match &self.path {
             None => Some("outside of what it makes".to_owned()),
             Some(path) if path.is_empty() => None,
-            Some(path) => Some(format!("at {path:?}")),
+            Some(path) => Some(format!("at {}", Quoted(path))),
         };
         match (&self.key, path) {
-            (Some(key), Some(path)) => format!("{key:?} {path}"),
-            (Some(key), None) => format!("{key:?}"),
+            (Some(key), Some(path)) => format!("{} {path}", Quoted(key)),
+            (Some(key), None) => Quoted(key).to_string(),
             (None, Some(path)) => path,
             (None, None) => "the whole".to_owned(),
         }
@@ -62,7 +62,7 @@ impl ForeignCallable {
 impl fmt::Display for ForeignCallable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = if self.dangerous { ", which runs commands or code" } else { "" };
-        write!(f, "{} in {}{what}", self.name, self.place())
+        write!(f, "{} in {}{what}", Message(&self.name), self.place())
     }
 }
 

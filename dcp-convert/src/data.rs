@@ -12,9 +12,11 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, FormatError, Key, Payload, PlanError, Region,
     StorageExt, TensorEntry,
 };
+use dcp_formats::torch_object::encode_object;
 
 use crate::error::ConvertError;
 use crate::job::JobOptions;
+use crate::objects::read_objects;
 use crate::runs::boxes;
 use crate::source::Source;
 use crate::tensor_read::TensorReader;
@@ -29,6 +31,8 @@ pub(crate) enum Part {
     Stored { key: Key, byte_offset: u64, first: Option<Arc<FirstRead>> },
     /// Bytes at hand.
     Encoded(Bytes),
+    /// The archive that `torch.save` makes of the object at this position.
+    Object { metadata: Arc<CheckpointMetadata>, entry: usize, first: Arc<FirstRead> },
 }
 
 /// What was read of an object, to tell whether it is still the same when it is read again.
@@ -135,6 +139,13 @@ impl DataSource for CheckpointData {
                 }
                 Payload::from(bytes)
             }
+            Some(Part::Object { metadata, entry, first }) => {
+                let bytes = self.object(metadata, *entry).await?.slice(byte_range.clone());
+                for piece in bytes.pieces() {
+                    first.compare(piece, &byte_range)?;
+                }
+                bytes
+            }
             Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
             None => {
                 return Err(PlanError::Unsupported {
@@ -155,6 +166,23 @@ impl DataSource for CheckpointData {
 
     fn segment_bytes(&self) -> u64 {
         self.segment_bytes
+    }
+}
+
+impl CheckpointData {
+    /// The archive of an object, of which it is known that it can be made.
+    async fn object(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        entry: usize,
+    ) -> Result<Payload, CheckpointError> {
+        let mut values = read_objects(&self.source, metadata, &[entry]).await;
+        let gone = || PlanError::Unsupported {
+            fqn: metadata.at(entry).map_or_else(String::new, |(fqn, _)| fqn.to_string()),
+            problem: "it was there, and is not any more".to_owned(),
+        };
+        let value = values.remove(&entry).ok_or_else(gone)??;
+        Ok(Payload::from(encode_object(&value)?))
     }
 }
 

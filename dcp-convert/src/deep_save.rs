@@ -1,5 +1,6 @@
 //! Reading every byte of a file of `torch.save` once, record by record.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{CheckpointError, StorageErrorKind};
@@ -8,7 +9,7 @@ use futures_util::{StreamExt, stream};
 
 use crate::deep::{Checked, Job};
 use crate::error::ConvertError;
-use crate::objects::read_objects;
+use crate::objects::ObjectBatches;
 use crate::placed::Placed;
 use crate::verify::{Problem, ProblemKind, judge};
 
@@ -46,9 +47,13 @@ pub(crate) async fn check(
     }
     let objects: Vec<_> = items.iter().filter(|item| item.chunk.is_none()).collect();
     let entries: Vec<_> = objects.iter().map(|item| item.entry).collect();
-    let mut values = read_objects(&job.source, &job.metadata, &entries).await;
+    let mut bad = HashMap::new();
+    let mut batches = ObjectBatches::new(&job.source, &job.metadata, &entries);
+    while let Some(batch) = batches.next().await {
+        bad.extend(batch.into_iter().filter_map(|(entry, value)| Some((entry, value.err()?))));
+    }
     for item in objects {
-        if let Some(Err(error)) = values.remove(&item.entry) {
+        if let Some(error) = bad.remove(&item.entry) {
             checked.problems.push(judge(error, &job.metadata, item)?);
         }
     }

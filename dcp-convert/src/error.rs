@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
+use dcp_core::{CheckpointError, FormatError, Message, PlanError, Quoted, StorageError};
 
 use crate::callables::ForeignCallable;
 
@@ -14,7 +14,7 @@ pub enum ConvertError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// There is nothing of that name.
-    #[error("there is no {fqn:?} in this checkpoint")]
+    #[error("there is no {fqn} in this checkpoint", fqn = Quoted(.fqn))]
     UnknownFqn {
         /// The name asked for.
         fqn: String,
@@ -22,7 +22,7 @@ pub enum ConvertError {
         similar: Vec<Arc<str>>,
     },
     /// A slice that makes no sense for the tensor, or at all.
-    #[error("bad slice {slice:?}: {problem}")]
+    #[error("bad slice {slice}: {problem}", slice = Quoted(.slice), problem = Message(.problem))]
     BadSlice {
         /// The slice as given.
         slice: String,
@@ -30,13 +30,13 @@ pub enum ConvertError {
         problem: String,
     },
     /// The target exists, and replacing it was not asked for.
-    #[error("{target:?} exists already")]
+    #[error("{target} exists already", target = Quoted(.target))]
     TargetExists {
         /// The target.
         target: String,
     },
     /// Source and target are the same place.
-    #[error("source and target are the same: {target:?}")]
+    #[error("source and target are the same: {target}", target = Quoted(.target))]
     SameTarget {
         /// The place.
         target: String,
@@ -62,7 +62,7 @@ pub enum ConvertError {
         found: Vec<ForeignCallable>,
     },
     /// Something that the target's format has no way to hold, or that makes no sense.
-    #[error("{what} {problem}")]
+    #[error("{what} {problem}", what = Message(.what), problem = Message(.problem))]
     Unsupported {
         /// What it is about, such as a tensor by name.
         what: String,
@@ -112,7 +112,7 @@ fn in_words(found: &[ForeignCallable]) -> Vec<String> {
 
 fn first_of(problems: &[String]) -> String {
     const SHOWN: usize = 10;
-    let mut text = problems.iter().take(SHOWN).cloned().collect::<Vec<_>>();
+    let mut text = problems.iter().take(SHOWN).map(|p| Message(p).to_string()).collect::<Vec<_>>();
     if problems.len() > SHOWN {
         text.push(format!("and {} more", problems.len() - SHOWN));
     }

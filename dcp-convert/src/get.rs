@@ -25,6 +25,7 @@ use crate::suggest::unknown_fqn;
 use crate::target::Target;
 use crate::tensor_read::TensorReader;
 use crate::value_json::{JsonLimits, element_json, value_json};
+use crate::view::Stepped;
 
 /// What there is under a name.
 #[derive(Clone, Debug)]
@@ -41,9 +42,11 @@ pub enum Found {
 pub struct FoundTensor {
     fqn: Arc<str>,
     dtype: DType,
-    slice: TensorSlice,
+    slice: Box<TensorSlice>,
     source: Source,
     reader: Arc<TensorReader>,
+    /// The same without steps: what is stored.
+    stored: Arc<TensorReader>,
 }
 
 /// Looks up `fqn`, and the part of it that `slice` names in [`TensorSlice::parse`]'s notation.
@@ -65,9 +68,16 @@ pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Fou
             let source = source.for_job(1);
             let (reader, fqn) = (Arc::clone(&source.reader), Arc::clone(fqn));
             let dtype = tensor.dtype;
-            let reader = TensorReader::new(reader, Arc::clone(&metadata), index)?;
-            let reader = Arc::new(reader);
-            Ok(Found::Tensor(FoundTensor { fqn, dtype, slice, source, reader }))
+            let stored = Arc::new(TensorReader::new(reader, Arc::clone(&metadata), index)?);
+            let (reader, slice) = match slice.is_box() {
+                true => (Arc::clone(&stored), slice),
+                false => {
+                    let reader = Stepped::reader(&stored, &slice)?;
+                    (Arc::new(reader), TensorSlice::whole(&slice.shape)?)
+                }
+            };
+            let slice = Box::new(slice);
+            Ok(Found::Tensor(FoundTensor { fqn, dtype, slice, source, reader, stored }))
         }
         _ => {
             if slice.is_some() {
@@ -129,9 +139,9 @@ impl FoundTensor {
     fn in_tensor(&self, inner: &Region) -> Result<Region, ConvertError> {
         let outer = &self.slice.region;
         let mut given = inner.offsets().iter().zip(inner.sizes().iter()).peekable();
-        let axes = self.slice.indexed.iter().zip(outer.offsets().iter());
+        let axes = self.slice.axes.iter().zip(outer.offsets().iter());
         let (offsets, sizes): (Vec<u64>, Vec<u64>) = axes
-            .map(|(indexed, start)| match given.next_if(|_| !indexed) {
+            .map(|(axis, start)| match given.next_if(|_| !axis.indexed) {
                 Some((offset, size)) => (start + offset, *size),
                 None => (*start, 1),
             })
@@ -284,8 +294,8 @@ impl FoundTensor {
         if self.byte_len() <= HARMLESS {
             return Ok(());
         }
-        let tensor = self.reader.tensor()?;
-        let metadata = self.reader.metadata();
+        let tensor = self.stored.tensor()?;
+        let metadata = self.stored.metadata();
         let mut room = 0_u64;
         for placement in tensor.chunks.iter().filter_map(|chunk| chunk.placement) {
             let Some(key) = metadata.file(placement.file) else { continue };

@@ -1,5 +1,6 @@
 //! What a checkpoint holds, as one value to look at or to print as JSON.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{
@@ -14,9 +15,9 @@ use serde_json::json;
 
 use crate::callables::{self, ForeignCallable};
 use crate::job::JobOptions;
-use crate::objects::{object_entries, read_objects};
+use crate::objects::{ObjectBatches, object_entries};
 use crate::source::Source;
-use crate::value_json::{JsonLimits, value_json};
+use crate::value_json::{JsonLimits, ValueEncoder};
 
 /// A checkpoint at a glance. Serialized, it is the output of `dcp inspect --json`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -48,7 +49,7 @@ pub enum KeySummary {
     Tensor(TensorSummary),
     /// Any other value.
     Object {
-        /// It, as [`value_json`] writes it. One that cannot be read is
+        /// It, as [`value_json`](crate::value_json) writes it. One that cannot be read is
         /// `{"type": "unreadable", "error": …}`.
         value: serde_json::Value,
     },
@@ -125,8 +126,7 @@ pub async fn inspect(
     let format = provenance.format.as_deref().unwrap_or("unknown").to_owned();
     let mut entries = object_entries(&metadata);
     entries.retain(|entry| metadata.at(*entry).is_some_and(|(fqn, _)| wanted(fqn)));
-    let mut values = read_objects(source, &metadata, &entries).await;
-    let limits = JsonLimits::default();
+    let mut objects = objects(source, &metadata, &entries).await;
     let mut used = vec![false; metadata.files().len()];
     let mut summary = Summary {
         format,
@@ -155,25 +155,8 @@ pub async fn inspect(
             Entry::Object(object) => {
                 let stored = object.placement.and_then(|placement| stored(placement, &metadata));
                 stored.iter().for_each(|placement| mark(placement.file));
-                let value = match values.remove(&at) {
-                    Some(Ok(value)) => {
-                        // Of a file of `torch.save`, the pickle as a whole was looked at.
-                        if source.save_reader().is_none() {
-                            let found =
-                                callables::foreign_callables(fqn, &value).unwrap_or_default();
-                            summary.callables.extend(found);
-                        }
-                        let value = value_json(&value, &limits);
-                        object
-                            .tensor
-                            .as_ref()
-                            .map_or_else(|| value.clone(), |tensor| wrapped_json(tensor, &value))
-                    }
-                    Some(Err(error)) => {
-                        json!({ "type": "unreadable", "error": error_chain(&error) })
-                    }
-                    None => json!({ "type": "unreadable" }),
-                };
+                let (value, callables) = objects.remove(&at).unwrap_or_default();
+                summary.callables.extend(callables);
                 KeySummary::Object { value }
             }
             _ => continue,
@@ -206,6 +189,40 @@ pub async fn inspect(
     summary.files = sizes.buffered(options.parallelism.max(1)).try_collect().await?;
     summary.files.sort_by_cached_key(|name, _| natural(name));
     Ok(summary)
+}
+
+/// The objects as JSON, and what Python would run when it loads them.
+async fn objects(
+    source: &Source,
+    metadata: &Arc<CheckpointMetadata>,
+    entries: &[usize],
+) -> HashMap<usize, (serde_json::Value, Vec<ForeignCallable>)> {
+    let limits = JsonLimits::default();
+    let mut encoder = ValueEncoder::new(&limits);
+    let mut shown = HashMap::with_capacity(entries.len());
+    let mut batches = ObjectBatches::new(source, metadata, entries);
+    while let Some(batch) = batches.next().await {
+        for (at, value) in batch {
+            let entry = match &value {
+                Ok(value) => {
+                    // Of a file of `torch.save`, the pickle as a whole was looked at.
+                    let fqn = metadata.at(at).filter(|_| source.save_reader().is_none());
+                    let found = fqn.map(|(fqn, _)| callables::foreign_callables(fqn, value));
+                    let mut json = encoder.json(value);
+                    let object = metadata.at(at).and_then(|(_, entry)| entry.as_object());
+                    if let Some(tensor) = object.and_then(|object| object.tensor.as_ref()) {
+                        json = wrapped_json(tensor, &json);
+                    }
+                    (json, found.and_then(Result::ok).unwrap_or_default())
+                }
+                Err(error) => {
+                    (json!({ "type": "unreadable", "error": error_chain(error) }), Vec::new())
+                }
+            };
+            shown.insert(at, entry);
+        }
+    }
+    shown
 }
 
 /// A sort key by which `__0_10` comes after `__0_9`.

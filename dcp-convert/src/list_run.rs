@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use dcp_core::{Key, ObjectMeta, Storage, StorageError, StorageErrorKind, StorageExt, error_chain};
+use dcp_core::{
+    Key, ObjectMeta, Quoted, Storage, StorageError, StorageErrorKind, StorageExt, error_chain,
+};
 use dcp_formats::detect::{is_torch_save, natural};
 use dcp_formats::folder::{FolderKind, FolderNames, OLMO_COMMIT, OLMO_MODEL, OlmoNote};
 use futures_util::{StreamExt, stream};
@@ -36,6 +38,9 @@ pub struct RunListing {
     pub other: usize,
     /// Whether there are more files than are looked at, so that not all is known.
     pub truncated: bool,
+    /// What is wrong with the tracker of a run of Megatron-LM, where it names no whole checkpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tracker_problem: Option<String>,
 }
 
 /// A checkpoint in a directory.
@@ -191,7 +196,11 @@ pub async fn list_run(storage: &Arc<dyn Storage>) -> Result<RunListing, StorageE
             None => listing.other += 1,
         }
     }
-    let tracked = megatron_tracker(&**storage, &files).await?;
+    let told = megatron_tracker(&**storage, &files).await?;
+    let tracked = match &told {
+        Some(Ok(tracked)) => Some(*tracked),
+        _ => None,
+    };
     if let Some(Tracked::Iteration(tracked)) = tracked {
         judge_megatron(&mut listing.entries, tracked);
     }
@@ -211,6 +220,7 @@ pub async fn list_run(storage: &Arc<dyn Storage>) -> Result<RunListing, StorageE
         latest = listing.entries.iter().find(release).or(latest);
     }
     listing.latest = latest.map(|entry| entry.name.clone());
+    listing.tracker_problem = told.and_then(|told| tracker_problem(told, &listing));
     Ok(listing)
 }
 
@@ -276,19 +286,47 @@ enum Tracked {
     Release,
 }
 
+impl Tracked {
+    /// The folder of it in the run.
+    fn folder(self) -> String {
+        match self {
+            Self::Iteration(iteration) => format!("iter_{iteration:07}"),
+            Self::Release => "release".to_owned(),
+        }
+    }
+}
+
+/// What the tracker says, or its text where that makes no sense; `None` where there is none.
 async fn megatron_tracker(
     storage: &dyn Storage,
     files: &[ObjectMeta],
-) -> Result<Option<Tracked>, StorageError> {
+) -> Result<Option<Result<Tracked, String>>, StorageError> {
     const BYTES_MAX: u64 = 64;
     let tracker = files.iter().find(|meta| meta.key.as_str() == MEGATRON_TRACKER);
-    let Some(tracker) = tracker.filter(|meta| meta.byte_len <= BYTES_MAX) else { return Ok(None) };
-    let text = storage.read_range(&tracker.key, 0..tracker.byte_len).await?;
-    Ok(match std::str::from_utf8(&text).map(str::trim) {
-        Ok("release") => Some(Tracked::Release),
-        Ok(number) => number.parse().ok().map(Tracked::Iteration),
-        Err(_) => None,
-    })
+    let Some(tracker) = tracker else { return Ok(None) };
+    let text = storage.read_range(&tracker.key, 0..tracker.byte_len.min(BYTES_MAX)).await?;
+    let text = String::from_utf8_lossy(&text);
+    Ok(Some(match (text.trim(), tracker.byte_len) {
+        ("release", _) => Ok(Tracked::Release),
+        (number, ..=BYTES_MAX) if let Ok(number) = number.parse() => Ok(Tracked::Iteration(number)),
+        (other, _) => Err(other.to_owned()),
+    }))
+}
+
+fn tracker_problem(told: Result<Tracked, String>, listing: &RunListing) -> Option<String> {
+    let tracked = match told {
+        Ok(tracked) => tracked.folder(),
+        Err(text) => {
+            let text = Quoted(&text);
+            return Some(format!("{MEGATRON_TRACKER} says {text}, which is no iteration"));
+        }
+    };
+    let what = match listing.entries.iter().find(|entry| entry.name == tracked) {
+        None => "is not there",
+        Some(entry) if entry.complete == Some(false) => "is not complete",
+        Some(_) => return None,
+    };
+    Some(format!("{MEGATRON_TRACKER} names {tracked}, which {what}"))
 }
 
 /// The tracker is written when a save is complete, so what lies beyond it is not.

@@ -40,17 +40,10 @@ impl Numpy {
                 Some(Self::Scalar { kind: kind.name(), value })
             }
             ("_reconstruct", _) => {
-                let Some(Value::Tuple(state)) = &object.state else { return None };
-                let [.., shape, dtype, Value::Bool(fortran), data] = &**state else { return None };
-                let Value::Tuple(sizes) = shape else { return None };
-                let shape = sizes
-                    .iter()
-                    .map(|size| u64::try_from(size.as_int()?).ok())
-                    .collect::<Option<Vec<_>>>()?;
-                let kind = Kind::of(dtype)?;
+                let (Layout { kind, shape, fortran }, bytes) = layout(object)?;
                 let count = dcp_core::checked_volume(&shape)?;
-                let data = bytes(data).and_then(|bytes| kind.numbers(bytes, count));
-                Some(Self::Array { kind: kind.name(), shape, fortran: *fortran, data })
+                let data = bytes.and_then(|bytes| kind.numbers(bytes, count));
+                Some(Self::Array { kind: kind.name(), shape, fortran, data })
             }
             _ => None,
         }
@@ -64,10 +57,37 @@ fn bytes(value: &Value) -> Option<&Bytes> {
     }
 }
 
+/// The most bytes of a type string, as in `datetime64[25s/3]`.
+const CODE_MAX: usize = 64;
+
 /// A NumPy type: its letter and size, as in `f8`, and whether it is big-endian.
-struct Kind {
-    code: String,
-    big_endian: bool,
+pub(crate) struct Kind {
+    pub(crate) code: String,
+    pub(crate) big_endian: bool,
+}
+
+/// What the bytes of an array are.
+pub(crate) struct Layout {
+    pub(crate) kind: Kind,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) fortran: bool,
+}
+
+/// The layout of the array that `object` rebuilds, and its bytes, if it is of bytes; `None` when
+/// it is no array.
+pub(crate) fn layout(object: &Object) -> Option<(Layout, Option<&Bytes>)> {
+    let module = &*object.class.module;
+    let known = matches!(module, "numpy.core.multiarray" | "numpy._core.multiarray");
+    let Some(Value::Tuple(state)) = &object.state else { return None };
+    let [.., shape, dtype, Value::Bool(fortran), data] = &**state else { return None };
+    let Value::Tuple(sizes) = shape else { return None };
+    if !known || &*object.class.name != "_reconstruct" {
+        return None;
+    }
+    let shape =
+        sizes.iter().map(|size| u64::try_from(size.as_int()?).ok()).collect::<Option<Vec<_>>>()?;
+    let kind = Kind::of(dtype)?;
+    Some((Layout { kind, shape, fortran: *fortran }, bytes(data)))
 }
 
 impl Kind {
@@ -76,7 +96,7 @@ impl Kind {
         if !object.class.is("numpy", "dtype") {
             return None;
         }
-        let code = object.args.first()?.as_str()?.to_owned();
+        let code = object.args.first()?.as_str().filter(|code| code.len() <= CODE_MAX)?.to_owned();
         let order = match &object.state {
             Some(Value::Tuple(state)) => state.get(1).and_then(Value::as_str),
             _ => None,

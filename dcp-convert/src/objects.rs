@@ -5,47 +5,143 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSink, Entry, LoadPlan, PlanError, ReadItem, ReadKind,
-    TensorView, Value,
+    Shard, TensorView, Value,
 };
 
 use crate::source::Source;
 
 /// Objects to ask for in one read.
 const BATCH: usize = 1024;
+/// Bytes of objects from which the next ones are asked for in another read.
+const BATCH_BYTES: u64 = 64 << 20;
 
 /// The value of an object, or why it could not be read.
 pub type ObjectResult = Result<Value, CheckpointError>;
 
 /// Reads the objects at positions `entries` of the metadata, which is that of `source`; each is
 /// there in the result. One that cannot be read does not keep the others from being read.
+///
+/// Objects of a file of `torch.save` may share memory that each has by itself here. When they have
+/// far more than the file, those that are left are not read.
 pub async fn read_objects(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
     entries: &[usize],
 ) -> HashMap<usize, ObjectResult> {
     let mut results = HashMap::with_capacity(entries.len());
-    // Every read of a file of `torch.save` parses its pickle.
-    let at_once = if source.save_reader().is_some() { usize::MAX } else { BATCH };
-    for batch in entries.chunks(at_once) {
-        let mut open = vec![batch];
-        while let Some(batch) = open.pop() {
-            match (read_batch(source, metadata, batch).await, batch) {
-                (Ok(values), _) => {
-                    results.extend(values.into_iter().map(|(at, value)| (at, Ok(value))));
+    let mut batches = ObjectBatches::new(source, metadata, entries);
+    let (mut held, mut limit) = (0_u64, HELD_MIN);
+    while let Some(batch) = batches.next().await {
+        let values = batch.iter().filter_map(|(_, value)| value.as_ref().ok());
+        held = values.map(weight).fold(held, u64::saturating_add);
+        results.extend(batch);
+        if held > limit && limit == HELD_MIN {
+            limit = held_max(source, metadata).await;
+        }
+        if held > limit {
+            break;
+        }
+    }
+    for &entry in entries {
+        results.entry(entry).or_insert_with(|| Err(too_much(metadata, entry, limit)));
+    }
+    results
+}
+
+/// The memory that objects may have together, whatever files they are in, in bytes.
+const HELD_MIN: u64 = 256 << 20;
+
+/// The same in proportion to the files. Where one cannot be asked, as of several checkpoints in
+/// different places, there is no limit.
+async fn held_max(source: &Source, metadata: &CheckpointMetadata) -> u64 {
+    const PER_BYTE: u64 = 16;
+    let mut len = 0_u64;
+    for file in metadata.files() {
+        match source.storage.stat(file).await {
+            Ok(meta) => len = len.saturating_add(meta.byte_len),
+            Err(_) => return u64::MAX,
+        }
+    }
+    len.saturating_mul(PER_BYTE).saturating_add(HELD_MIN)
+}
+
+fn too_much(metadata: &CheckpointMetadata, entry: usize, limit: u64) -> CheckpointError {
+    let fqn = metadata.at(entry).map_or_else(String::new, |(fqn, _)| fqn.to_string());
+    let problem = format!(
+        "the objects before it take more than {limit} bytes when each is read by itself, because \
+         they share memory in the file; take fewer of them, or the file as it is"
+    );
+    PlanError::Unsupported { fqn, problem }.into()
+}
+
+/// Objects in batches that take little memory.
+pub(crate) struct ObjectBatches<'a> {
+    source: &'a Source,
+    metadata: &'a Arc<CheckpointMetadata>,
+    /// What is left, the next ones last.
+    open: Vec<Vec<usize>>,
+}
+
+impl<'a> ObjectBatches<'a> {
+    pub(crate) fn new(
+        source: &'a Source,
+        metadata: &'a Arc<CheckpointMetadata>,
+        entries: &[usize],
+    ) -> Self {
+        // Every read of a file of `torch.save` parses its pickle.
+        let at_once = if source.save_reader().is_some() { usize::MAX } else { BATCH };
+        let open = entries.chunks(at_once).rev().map(<[usize]>::to_vec).collect();
+        Self { source, metadata, open }
+    }
+
+    /// The next objects, at least one; `None` when there are no more.
+    pub(crate) async fn next(&mut self) -> Option<Vec<(usize, ObjectResult)>> {
+        loop {
+            let batch = self.open.pop()?;
+            match (read_up_to(self.source, self.metadata, &batch, BATCH_BYTES).await, &*batch) {
+                (Ok(Taken { mut values, stopped, .. }), _) => {
+                    let (mut got, mut left) = (Vec::with_capacity(values.len()), Vec::new());
+                    for entry in batch {
+                        match values.remove(&entry) {
+                            Some(value) => got.push((entry, Ok(value))),
+                            None if stopped => left.push(entry),
+                            None => got.push((entry, Err(missing(self.metadata, entry)))),
+                        }
+                    }
+                    if !left.is_empty() {
+                        self.open.push(left);
+                    }
+                    return Some(got);
                 }
-                (Err(error), [entry]) => _ = results.insert(*entry, Err(error)),
+                (Err(error), [entry]) => return Some(vec![(*entry, Err(error))]),
                 // Somewhere in it is a bad one: find it.
                 (Err(_), batch) => {
                     let (first, second) = batch.split_at(batch.len() / 2);
-                    open.extend([second, first]);
+                    self.open.extend([second.to_vec(), first.to_vec()]);
                 }
             }
         }
-        for &entry in batch {
-            results.entry(entry).or_insert_with(|| Err(missing(metadata, entry)));
-        }
     }
-    results
+}
+
+/// The bytes of memory that a value has for itself, beside what a batch shares.
+fn weight(value: &Value) -> u64 {
+    match value {
+        Value::Opaque(opaque) => (opaque.encoded.len() as u64).saturating_add(weight(&opaque.view)),
+        Value::Tensor(tensor) => {
+            let bytes = |shard: &Shard| shard.view().byte_len();
+            tensor.shards().iter().map(bytes).fold(0, u64::saturating_add)
+        }
+        Value::List(items) | Value::Tuple(items) => {
+            items.iter().map(weight).fold(0, u64::saturating_add)
+        }
+        Value::Dict(dict) => dict.iter().map(|(_, item)| weight(item)).fold(0, u64::saturating_add),
+        Value::Object(object) => {
+            let parts = object.args.iter().chain(&object.items).chain(&object.state);
+            parts.map(weight).fold(0, u64::saturating_add)
+        }
+        _ => 0,
+    }
 }
 
 /// Reads one object.
@@ -60,7 +156,8 @@ pub async fn read_object(source: &Source, fqn: &str) -> Result<Value, Checkpoint
         CheckpointError::from(PlanError::Unsupported { fqn: fqn.to_owned(), problem })
     };
     let entry = metadata.index_of(fqn).ok_or_else(absent)?;
-    read_batch(source, &metadata, &[entry]).await?.remove(&entry).ok_or_else(absent)
+    let mut taken = read_up_to(source, &metadata, &[entry], u64::MAX).await?;
+    taken.values.remove(&entry).ok_or_else(absent)
 }
 
 /// All positions of objects.
@@ -69,11 +166,13 @@ pub(crate) fn object_entries(metadata: &CheckpointMetadata) -> Vec<usize> {
     objects.filter(|(_, (_, entry))| matches!(entry, Entry::Object(_))).map(|(at, _)| at).collect()
 }
 
-async fn read_batch(
+/// Reads objects until there are no more, or they have `limit` bytes: at least one.
+async fn read_up_to(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
     entries: &[usize],
-) -> Result<HashMap<usize, Value>, CheckpointError> {
+    limit: u64,
+) -> Result<Taken, CheckpointError> {
     let mut plan = LoadPlan::default();
     for &entry in entries {
         let placed = metadata.at(entry).and_then(|(_, e)| e.as_object());
@@ -83,12 +182,16 @@ async fn read_batch(
         plan.items.push(ReadItem { entry, leaf: entry, kind: ReadKind::Object });
     }
     if plan.items.is_empty() {
-        return Ok(HashMap::new());
+        return Ok(Taken::default());
     }
-    let sink = Arc::new(ObjectSink { metadata: Arc::clone(metadata), values: Mutex::default() });
-    source.reader.read(metadata, &plan, Arc::clone(&sink) as Arc<dyn DataSink>).await?;
-    let mut values = sink.values.lock().unwrap_or_else(PoisonError::into_inner);
-    Ok(std::mem::take(&mut *values))
+    let taken = Mutex::new(Taken { left: limit, ..Taken::default() });
+    let sink = Arc::new(ObjectSink { metadata: Arc::clone(metadata), taken });
+    let read = source.reader.read(metadata, &plan, Arc::clone(&sink) as Arc<dyn DataSink>).await;
+    let mut taken = sink.taken.lock().unwrap_or_else(PoisonError::into_inner);
+    if !taken.stopped {
+        read?;
+    }
+    Ok(std::mem::take(&mut *taken))
 }
 
 fn missing(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
@@ -100,7 +203,16 @@ fn missing(metadata: &CheckpointMetadata, entry: usize) -> CheckpointError {
 #[derive(Debug)]
 struct ObjectSink {
     metadata: Arc<CheckpointMetadata>,
-    values: Mutex<HashMap<usize, Value>>,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    values: HashMap<usize, Value>,
+    /// Bytes that may follow.
+    left: u64,
+    /// Whether values were refused because there are enough.
+    stopped: bool,
 }
 
 impl DataSink for ObjectSink {
@@ -118,10 +230,13 @@ impl DataSink for ObjectSink {
     }
 
     fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
-        self.values
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(item.entry as usize, value);
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        if taken.left == 0 {
+            taken.stopped = true;
+            return Err(CheckpointError::Canceled);
+        }
+        taken.left = taken.left.saturating_sub(weight(&value));
+        taken.values.insert(item.entry as usize, value);
         Ok(())
     }
 }

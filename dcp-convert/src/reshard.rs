@@ -8,6 +8,7 @@ use dcp_core::{
     ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt,
     StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
 };
+use dcp_formats::torch_object::encode_object;
 use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -18,7 +19,7 @@ use crate::data::{CheckpointData, FirstRead, Part};
 use crate::division::{Division, FirstAxis, Holder};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::objects::{object_entries, read_objects};
+use crate::objects::{ObjectBatches, object_entries};
 use crate::source::Source;
 use crate::tensor_read::TensorReader;
 use crate::written::WriteReport;
@@ -27,8 +28,8 @@ use crate::written::WriteReport;
 /// into a part, and the part on its way.
 const RANK_OVERHEAD: u64 = 40 << 20;
 
-/// Objects to hold as values at once.
-const OBJECTS_AT_ONCE: usize = 256;
+/// Encoded objects of more bytes than this are made again when their turn comes.
+const MADE_AGAIN: usize = 1 << 20;
 /// Encoded objects up to this many bytes are kept in memory until they are written.
 const KEPT_BYTES: usize = 64 << 10;
 
@@ -230,12 +231,19 @@ impl<'a> Job<'a> {
             metadata.at(*index).is_some_and(|(fqn, _)| division.object(fqn) != Holder::Nobody)
         });
         let (mut objects, mut foreign) = (HashMap::new(), Vec::new());
-        for batch in wanted.chunks(OBJECTS_AT_ONCE) {
-            for (index, value) in read_objects(source, metadata, batch).await {
+        let (mut written, limit) = (0_u64, written_max(source).await?);
+        let mut batches = ObjectBatches::new(source, metadata, &wanted);
+        while let Some(batch) = batches.next().await {
+            for (index, value) in batch {
                 let Some((fqn, Entry::Object(object))) = metadata.at(index) else { continue };
                 let (value, stored) = with_stored(source, metadata, fqn, object, value?).await?;
                 foreign.extend(callables::foreign_callables(fqn, &value)?);
-                objects.insert(index, object_part(writer, fqn, &value, stored)?);
+                let (part, byte_len) = object_part(writer, fqn, &value, stored)?;
+                written = written.saturating_add(byte_len);
+                if written > limit {
+                    return Err(shared_too_often(limit));
+                }
+                objects.insert(index, (made_again(part, metadata, index, &value), byte_len));
             }
         }
         let callables = callables::admit(foreign, options)?;
@@ -349,6 +357,33 @@ async fn with_stored(
     })?;
     let opaque = Value::Opaque(Arc::new(Opaque { encoded, view: value }));
     Ok((opaque, Some((key.clone(), placement.byte_offset))))
+}
+
+/// The most bytes that the objects of a source may have when each is written by itself: of a file
+/// in which they may share memory, in proportion to the file.
+async fn written_max(source: &Source) -> Result<u64, CheckpointError> {
+    const PER_BYTE: u64 = 16;
+    let Some(save) = source.save_reader() else { return Ok(u64::MAX) };
+    let len = source.storage.stat(save.key()).await?.byte_len;
+    Ok(len.saturating_mul(PER_BYTE).saturating_add(256 << 20))
+}
+
+fn shared_too_often(limit: u64) -> ConvertError {
+    let problem = format!(
+        "share memory in the file, and have more than {limit} bytes when each is written by \
+         itself; --exclude leaves some out, and a file of torch.save can share them, too"
+    );
+    ConvertError::unsupported("the objects of the checkpoint", problem)
+}
+
+/// The same for an object whose bytes are too many to be kept: it is read and encoded again when
+/// its turn comes, if that makes the same bytes.
+fn made_again(part: Part, metadata: &Arc<CheckpointMetadata>, entry: usize, value: &Value) -> Part {
+    let Part::Encoded(encoded) = &part else { return part };
+    let again = encoded.len() > MADE_AGAIN && encode_object(value).is_ok_and(|b| b == *encoded);
+    let Some((fqn, _)) = metadata.at(entry).filter(|_| again) else { return part };
+    let first = FirstRead::new(fqn, encoded);
+    Part::Object { metadata: Arc::clone(metadata), entry, first }
 }
 
 /// What an object is made from: its stored bytes where the writer takes them as they are, its

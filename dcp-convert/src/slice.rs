@@ -1,18 +1,30 @@
 //! Slices of a tensor, as text: `0:2,:`.
 
-use dcp_core::{Dims, Region};
+use dcp_core::{Dims, Quoted, Region};
 
 use crate::error::ConvertError;
 
-/// A part of a tensor: a box of it, and the shape that the part has.
+/// A part of a tensor, and the shape that the part has.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TensorSlice {
-    /// The elements, in the coordinates of the whole tensor.
+    /// The smallest box that the part lies in, in the coordinates of the whole tensor.
     pub region: Region,
-    /// The sizes of the box, without the axes that were given a single index.
+    /// The sizes of the part, without the axes that were given a single index.
     pub shape: Dims,
-    /// Per axis of the tensor, whether it was given a single index.
-    pub(crate) indexed: Vec<bool>,
+    /// What is taken of each axis of the tensor.
+    pub(crate) axes: Vec<Axis>,
+}
+
+/// What is taken of one axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Axis {
+    pub(crate) first: u64,
+    /// From one index to the next; never 0.
+    pub(crate) step: i64,
+    pub(crate) count: u64,
+    /// Whether it is a single index, which drops the axis.
+    pub(crate) indexed: bool,
 }
 
 impl TensorSlice {
@@ -24,23 +36,24 @@ impl TensorSlice {
     pub fn whole(shape: &Dims) -> Result<Self, ConvertError> {
         let region = Region::full(shape.clone())
             .map_err(|error| ConvertError::unsupported("the shape", error.to_string()))?;
-        Ok(Self { region, shape: shape.clone(), indexed: vec![false; shape.ndim()] })
+        let axes = shape.iter().map(|len| Axis { first: 0, step: 1, count: *len, indexed: false });
+        Ok(Self { region, shape: shape.clone(), axes: axes.collect() })
     }
 
-    /// Reads NumPy's notation: per axis, from the first on, `start:stop`, either end left out for
-    /// the tensor's own, negative ones counted from the end; a single index, which removes the
-    /// axis; or `...` for as many whole axes as there are. Axes not mentioned are whole.
-    ///
-    /// Unlike NumPy, an end outside the tensor is an error.
+    /// Reads NumPy's notation: per axis, from the first on, `start:stop:step`, each of which may
+    /// be left out, negative ends counted from the end and ends outside the tensor moved to it; a
+    /// single index, which removes the axis; or `...` for as many whole axes as there are. Axes
+    /// not mentioned are whole.
     ///
     /// # Errors
     ///
-    /// When the text is no slice, or not one of this tensor.
+    /// When the text is no slice, or has an index outside of this tensor.
     pub fn parse(text: &str, shape: &Dims) -> Result<Self, ConvertError> {
         let bad = |problem: String| ConvertError::BadSlice { slice: text.to_owned(), problem };
         let mut parts: Vec<&str> = match text.trim() {
             "" => Vec::new(),
-            text => text.split(',').map(str::trim).collect(),
+            // As behind the only item of a tuple.
+            text => text.strip_suffix(',').unwrap_or(text).split(',').map(str::trim).collect(),
         };
         let dots = parts.iter().position(|part| *part == "...");
         let given = parts.len() - usize::from(dots.is_some());
@@ -51,71 +64,97 @@ impl TensorSlice {
         let replaced = at..at + usize::from(dots.is_some());
         parts.splice(replaced, vec![":"; shape.ndim() - given]);
 
-        let mut offsets = Vec::with_capacity(shape.ndim());
-        let mut sizes = Vec::with_capacity(shape.ndim());
-        let mut kept = Vec::with_capacity(shape.ndim());
-        let mut indexed = Vec::with_capacity(shape.ndim());
+        let mut axes = Vec::with_capacity(shape.ndim());
         for (axis, (part, len)) in parts.iter().zip(shape.iter()).enumerate() {
-            let pick = Pick::parse(part, *len).map_err(|problem| {
+            axes.push(Axis::parse(part, *len).map_err(|problem| {
                 bad(format!("{problem} on axis {axis} of a tensor of shape {shape}"))
-            })?;
-            indexed.push(matches!(pick, Pick::Index(_)));
-            let (offset, size) = match pick {
-                Pick::Index(index) => (index, 1),
-                Pick::Range(start, stop) => {
-                    kept.push(stop - start);
-                    (start, stop - start)
-                }
-            };
-            offsets.push(offset);
-            sizes.push(size);
+            })?);
         }
+        let (offsets, sizes): (Vec<u64>, Vec<u64>) = axes.iter().map(Axis::extent).unzip();
         let region = Region::new(offsets, sizes).map_err(|error| bad(error.to_string()))?;
-        Ok(Self { region, shape: kept.into(), indexed })
+        let kept = axes.iter().filter(|axis| !axis.indexed).map(|axis| axis.count);
+        Ok(Self { region, shape: kept.collect(), axes })
+    }
+
+    /// Whether the part is a box: nothing in it is left out or turned around.
+    pub(crate) fn is_box(&self) -> bool {
+        self.axes.iter().all(|axis| axis.step == 1)
     }
 }
 
-/// What is taken of one axis.
-enum Pick {
-    Index(u64),
-    Range(u64, u64),
-}
-
-impl Pick {
+impl Axis {
     fn parse(part: &str, len: u64) -> Result<Self, String> {
-        let number = |text: &str| match text.trim().parse::<i64>() {
-            Ok(number) => Ok(number),
-            Err(_) => Err(format!("{text:?} is no number")),
-        };
-        // Counted from the end when negative; `None` outside the axis.
-        let place = |number: i64| match u64::try_from(number) {
-            Ok(place) => Some(place),
-            Err(_) => len.checked_sub(number.unsigned_abs()),
-        };
-        let Some((start, stop)) = part.split_once(':') else {
+        if !part.contains(':') {
             let index = number(part)?;
-            return match place(index).filter(|index| *index < len) {
-                Some(index) => Ok(Self::Index(index)),
-                None => Err(format!("index {index} is outside of {len}")),
+            let place = if index < 0 { index + i128::from(len) } else { index };
+            return match u64::try_from(place) {
+                Ok(first) if first < len => Ok(Self { first, step: 1, count: 1, indexed: true }),
+                _ => Err(format!("index {index} is outside of {len}")),
             };
-        };
-        if stop.contains(':') {
-            return Err(format!("{part:?} has a step, which is not supported,"));
         }
-        let end = |text: &str, default: u64| match text.trim() {
-            "" => Ok(default),
-            text => {
-                let number = number(text)?;
-                let place = place(number).filter(|place| *place <= len);
-                place.ok_or_else(|| format!("{number} is outside of {len}"))
-            }
+        let given: Vec<Option<i128>> = part
+            .split(':')
+            .map(|text| if text.trim().is_empty() { Ok(None) } else { number(text).map(Some) })
+            .collect::<Result<_, _>>()?;
+        let (start, stop, step) = match *given {
+            [start, stop] => (start, stop, None),
+            [start, stop, step] => (start, stop, step),
+            _ => return Err(format!("{part:?} has more than a start, a stop and a step")),
         };
-        let (start, stop) = (end(start, 0)?, end(stop, len)?);
-        if start > stop {
-            return Err(format!("{part:?} ends before it begins"));
+        let step = step.unwrap_or(1);
+        if step == 0 {
+            return Err(format!("{part:?} has a step of zero"));
         }
-        Ok(Self::Range(start, stop))
+        // Python's `slice.indices`.
+        let len = i128::from(len);
+        let (lowest, highest) = if step > 0 { (0, len) } else { (-1, len - 1) };
+        let end = |given: Option<i128>, default: i128| {
+            let given = given.map(|n| if n < 0 { n.saturating_add(len) } else { n });
+            given.unwrap_or(default).clamp(lowest, highest)
+        };
+        let (start, stop) = match step > 0 {
+            true => (end(start, lowest), end(stop, highest)),
+            false => (end(start, highest), end(stop, lowest)),
+        };
+        let distance = if step > 0 { stop - start } else { start - stop };
+        let count = if distance > 0 { (distance - 1) / step.abs() + 1 } else { 0 };
+        // One element is taken the same by any step.
+        let step = if count <= 1 { 1 } else { i64::try_from(step).unwrap_or(1) };
+        let first = u64::try_from(start).unwrap_or(0);
+        Ok(Self { first, step, count: u64::try_from(count).unwrap_or(0), indexed: false })
     }
+
+    /// The index of the `n`-th element that is taken.
+    pub(crate) fn index(&self, n: u64) -> u64 {
+        let step = self.step.unsigned_abs().saturating_mul(n);
+        if self.step > 0 {
+            self.first.saturating_add(step)
+        } else {
+            self.first.saturating_sub(step)
+        }
+    }
+
+    /// Where the axis is taken from, and how far.
+    fn extent(&self) -> (u64, u64) {
+        let Some(last) = self.count.checked_sub(1) else { return (self.first, 0) };
+        let (a, b) = (self.first, self.index(last));
+        (a.min(b), a.abs_diff(b) + 1)
+    }
+}
+
+/// A whole number, however long.
+fn number(text: &str) -> Result<i128, String> {
+    let text = text.trim();
+    let (sign, digits) = match text.strip_prefix(['-', '+']) {
+        Some(digits) => (if text.starts_with('-') { -1 } else { 1 }, digits),
+        None => (1, text),
+    };
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(format!("{} is no number", Quoted(text)));
+    }
+    // Far beyond any axis, and far from where arithmetic ends.
+    const BEYOND: i128 = 1 << 100;
+    Ok(sign * digits.parse::<i128>().unwrap_or(BEYOND).min(BEYOND))
 }
 
 #[cfg(test)]
@@ -142,23 +181,51 @@ mod tests {
         ok("...", "[0:4, 0:6]", &[4, 6]);
         ok("1:3,...", "[1:3, 0:6]", &[2, 6]);
         ok("2:2,:", "[2:2, 0:6]", &[0, 6]);
+        ok("3:1,:", "[3:3, 0:6]", &[0, 6]);
+        ok("0:99,:", "[0:4, 0:6]", &[4, 6]);
+        ok("3:-6", "[3:3, 0:6]", &[0, 6]);
+        ok("-99:2,99:", "[0:2, 6:6]", &[2, 0]);
+        ok("::2,::-1", "[0:3, 0:6]", &[2, 6]);
+        ok("3:0:-2,4::99", "[1:4, 4:5]", &[2, 1]);
+        ok("::99999999999999999999", "[0:1, 0:6]", &[1, 6]);
+        ok("0:2,", "[0:2, 0:6]", &[2, 6]);
+        ok("+1", "[1:2, 0:6]", &[6]);
         assert_eq!(parse("", &[]), Ok(("[]".to_owned(), vec![])));
         assert_eq!(parse("...", &[]), Ok(("[]".to_owned(), vec![])));
+    }
+
+    /// What NumPy 2 takes of `range(len)`, by Python's `slice.indices`.
+    #[test]
+    fn steps_take_what_python_takes() {
+        let taken = |text: &str, len: u64| {
+            let axis = Axis::parse(text, len).unwrap();
+            (0..axis.count).map(|n| axis.index(n)).collect::<Vec<_>>()
+        };
+        assert_eq!(taken("::2", 5), [0, 2, 4]);
+        assert_eq!(taken("1::2", 5), [1, 3]);
+        assert_eq!(taken("::-1", 3), [2, 1, 0]);
+        assert_eq!(taken("::-2", 4), [3, 1]);
+        assert_eq!(taken("-1:-4:-1", 3), [2, 1, 0]);
+        assert_eq!(taken("2:0:-1", 3), [2, 1]);
+        assert_eq!(taken("5:-9:-3", 4), [3, 0]);
+        assert_eq!(taken("::-1", 0), [0; 0]);
+        assert_eq!(taken("1:3:-1", 4), [0; 0]);
+        assert_eq!(taken("-3:-1", 5), [2, 3]);
     }
 
     #[test]
     fn what_lies_outside_is_refused() {
         for (text, problem) in [
-            ("0:5,:", "5 is outside of 4"),
             ("4", "index 4 is outside of 4"),
-            ("-5:", "-5 is outside of 4"),
-            ("3:1", "ends before it begins"),
-            ("::2", "step"),
+            ("-5", "index -5 is outside of 4"),
+            ("::0", "step of zero"),
+            ("1:2:3:4", "more than"),
             ("0:2,:,:", "it has 3 axes"),
             ("...,...", "\"...\" is no number"),
             ("a", "\"a\" is no number"),
-            ("0:2,", "\"\" is no number"),
-            ("99999999999999999999", "is no number"),
+            ("1.0:", "\"1.0\" is no number"),
+            (",,", "\"\" is no number"),
+            ("99999999999999999999", "is outside"),
             ("-9223372036854775808", "is outside"),
         ] {
             let error = parse(text, &[4, 6]).unwrap_err();

@@ -46,7 +46,8 @@ pub async fn to_torch_save(
     let source = source.for_job(options.parallelism);
     let how = TorchSaveOptions::default().with_form(form);
     if let Some(reader) = source.save_reader()
-        && let Some(again) = reader.again(&target.key, &how).await?
+        && let Some(again) =
+            reader.again(&target.key, &how).await.map_err(ConvertError::unwritable)?
     {
         let callables = callables::admit(callables::in_index(&source).await?, options)?;
         let report = WriteReport { callables, ..WriteReport::default() };

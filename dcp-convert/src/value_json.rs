@@ -1,6 +1,11 @@
 //! Values of a state dict as JSON: plain where they are plain, tagged `{"type": …}` otherwise.
 
-use dcp_core::{DType, Dict, Object, Tensor, Value};
+use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{BigInt, DType, Dict, Global, Object, Tensor, Value, beginning};
 use serde_json::{Map, Number, json};
 
 use crate::element::{Element, decode};
@@ -9,6 +14,9 @@ use crate::numpy;
 type Json = serde_json::Value;
 
 /// How much of a value is shown. What is beyond is replaced by `{"type": "truncated", …}`.
+///
+/// Equal texts and byte strings are shown again and again only up to
+/// [`SHARED_MIN`](ValueEncoder::SHARED_MIN) bytes, and as many as there are of different ones.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct JsonLimits {
@@ -37,15 +45,97 @@ impl Default for JsonLimits {
 /// `args`, `state`, `items` and `entries` that were stored.
 #[must_use]
 pub fn value_json(value: &Value, limits: &JsonLimits) -> Json {
-    Encoder { left: limits.values, limits }.value(value, 0)
+    ValueEncoder::new(limits).json(value)
 }
 
-struct Encoder<'a> {
+/// Makes the JSON of several values, which may share memory among each other.
+///
+/// A file of a few bytes can refer to one long text a million times, and so can a million objects.
+#[derive(Debug)]
+pub struct ValueEncoder<'a> {
+    /// Values that may follow in the object at hand.
     left: usize,
+    /// Long texts and byte strings that were met, by address, which they keep from being used
+    /// again.
+    met: HashMap<usize, Held>,
+    /// All that were shown, by what is in them.
+    shown: HashSet<(u64, usize)>,
+    /// Bytes that may be shown again.
+    again_left: usize,
     limits: &'a JsonLimits,
 }
 
-impl Encoder<'_> {
+/// A text or a byte string, and the memory that it is in.
+#[derive(Debug)]
+enum Held {
+    Text(Arc<str>),
+    Bytes(Bytes),
+}
+
+impl Held {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Text(text) => text.as_bytes(),
+            Self::Bytes(bytes) => bytes,
+        }
+    }
+}
+
+impl<'a> ValueEncoder<'a> {
+    /// Bytes of what was shown before that may be shown again, however little there is.
+    pub const SHARED_MIN: usize = 16 << 20;
+    /// A value this short costs no more than a reference to it.
+    const SHORT: usize = 16;
+    /// It is worth knowing where a value longer than this is, and not only what is in it.
+    const LONG: usize = 4096;
+
+    /// An encoder whose limits hold for each value.
+    #[must_use]
+    pub fn new(limits: &'a JsonLimits) -> Self {
+        Self {
+            left: 0,
+            met: HashMap::new(),
+            shown: HashSet::new(),
+            again_left: Self::SHARED_MIN,
+            limits,
+        }
+    }
+
+    /// The JSON of a value, as [`value_json`] writes it.
+    #[must_use]
+    pub fn json(&mut self, value: &Value) -> Json {
+        self.left = self.limits.values;
+        self.value(value, 0)
+    }
+
+    /// Whether the first bytes of a text may be shown, as many as the limit allows: for the first
+    /// time, or within what may be shown again. Returns how many those are.
+    fn affords(&mut self, held: Held) -> Option<usize> {
+        let whole = held.bytes();
+        let len = match &held {
+            Held::Text(text) => beginning(text, self.limits.bytes).len(),
+            Held::Bytes(bytes) => bytes.len().min(self.limits.bytes),
+        };
+        if len <= Self::SHORT {
+            return Some(len);
+        }
+        let address = whole.as_ptr().addr();
+        let is_new = !self.met.contains_key(&address) && {
+            let mut hasher = DefaultHasher::new();
+            whole.hash(&mut hasher);
+            self.shown.insert((hasher.finish(), whole.len()))
+        };
+        if len > Self::LONG {
+            self.met.entry(address).or_insert(held);
+        }
+        if is_new {
+            self.again_left = self.again_left.saturating_add(len);
+            return Some(len);
+        }
+        self.again_left = self.again_left.checked_sub(len)?;
+        Some(len)
+    }
+
     fn value(&mut self, value: &Value, depth: usize) -> Json {
         if self.left == 0 || depth > self.limits.depth {
             return json!({ "type": "truncated", "kind": value.kind() });
@@ -57,7 +147,7 @@ impl Encoder<'_> {
             Value::Bool(b) => Json::Bool(*b),
             Value::Int(n) if n.unsigned_abs() <= 1 << 53 => json!(n),
             Value::Int(n) => json!({ "type": "int", "value": n.to_string() }),
-            Value::BigInt(n) => json!({ "type": "int", "value": n.to_string() }),
+            Value::BigInt(n) => self.big_int(n),
             Value::Float(x) => float(*x),
             Value::Complex(re, im) => {
                 json!({ "type": "complex", "real": float(*re), "imag": float(*im) })
@@ -73,7 +163,7 @@ impl Encoder<'_> {
             }
             Value::Dict(dict) => self.dict(dict, depth),
             Value::Tensor(tensor) => self.tensor(tensor),
-            Value::Global(global) => json!({ "type": "global", "name": global.to_string() }),
+            Value::Global(global) => json!({ "type": "global", "name": self.name(global) }),
             Value::Object(object) => match numpy::Numpy::of(object) {
                 Some(found) => self.numpy(&found),
                 None => self.object(object, depth),
@@ -113,7 +203,11 @@ impl Encoder<'_> {
     }
 
     fn dict(&mut self, dict: &Dict, depth: usize) -> Json {
-        let plain = dict.iter().all(|(key, _)| key.as_str().is_some_and(|key| key != "type"));
+        let mut is_plain = |key: &Value| {
+            let Value::Str(key) = key else { return false };
+            &**key != "type" && self.affords(Held::Text(Arc::clone(key))) == Some(key.len())
+        };
+        let plain = dict.iter().all(|(key, _)| is_plain(key));
         if !plain || dict.len() > self.left {
             return json!({ "type": "dict", "entries": self.entries(dict.iter(), depth) });
         }
@@ -128,7 +222,7 @@ impl Encoder<'_> {
 
     fn object(&mut self, object: &Object, depth: usize) -> Json {
         let mut json = Map::new();
-        json.insert("type".into(), Json::String(object.class.to_string()));
+        json.insert("type".into(), Json::String(self.name(&object.class)));
         if !object.args.is_empty() {
             json.insert("args".into(), Json::Array(self.items(&object.args, depth)));
         }
@@ -198,27 +292,52 @@ impl Encoder<'_> {
         Json::Array(all)
     }
 
-    fn text(&self, text: &str) -> Json {
-        if text.len() <= self.limits.bytes {
-            return Json::String(text.to_owned());
+    fn text(&mut self, text: &Arc<str>) -> Json {
+        let Some(len) = self.affords(Held::Text(Arc::clone(text))) else {
+            return json!({ "type": "truncated", "kind": "str", "bytes": text.len() });
+        };
+        if len == text.len() {
+            return Json::String(text.to_string());
         }
-        let mut end = self.limits.bytes;
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        let shown = text.get(..end).unwrap_or_default();
+        let shown = text.get(..len).unwrap_or_default();
         json!({ "type": "truncated", "kind": "str", "value": shown, "bytes": text.len() })
     }
 
-    fn bytes(&self, kind: &str, bytes: &[u8]) -> Json {
-        let shown = bytes.get(..self.limits.bytes).unwrap_or(bytes);
-        let hex: String = shown.iter().map(|byte| format!("{byte:02x}")).collect();
+    /// A long number is worth as many values as it has words.
+    fn big_int(&mut self, n: &BigInt) -> Json {
+        let bytes = n.to_le_bytes();
+        self.left = self.left.saturating_sub(bytes.len() / 8);
+        if self.affords(Held::Bytes(bytes.clone())) != Some(bytes.len()) {
+            return json!({ "type": "truncated", "kind": "int", "bytes": bytes.len() });
+        }
+        json!({ "type": "int", "value": n.to_string() })
+    }
+
+    fn name(&mut self, global: &Global) -> String {
+        let [module, name] = [&global.module, &global.name].map(|part| {
+            let len = self.affords(Held::Text(Arc::clone(part)));
+            len.and_then(|len| part.get(..len)).unwrap_or("…")
+        });
+        format!("{module}.{name}")
+    }
+
+    fn bytes(&mut self, kind: &str, bytes: &Bytes) -> Json {
+        let Some(len) = self.affords(Held::Bytes(bytes.clone())) else {
+            return json!({ "type": "truncated", "kind": kind, "bytes": bytes.len() });
+        };
+        let shown = bytes.get(..len).unwrap_or(bytes);
+        let hex = hex(shown);
         let mut json = json!({ "type": kind, "hex": hex });
         if let (true, Some(json)) = (shown.len() < bytes.len(), json.as_object_mut()) {
             json.insert("bytes".into(), json!(bytes.len()));
         }
         json
     }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    let digit = |nibble: u8| char::from_digit(nibble.into(), 16).unwrap_or('?');
+    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
 
 fn float(x: f64) -> Json {
@@ -248,9 +367,6 @@ pub(crate) fn element_json(element: &Element) -> Json {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use bytes::Bytes;
     use dcp_core::{BigInt, Global, Opaque};
 
     use super::*;
@@ -306,6 +422,30 @@ mod tests {
             json_of(Value::Opaque(Arc::new(opaque))),
             json!({ "type": "argparse.Namespace", "state": { "lr": 0.1 } })
         );
+    }
+
+    #[test]
+    fn what_shares_memory_is_not_repeated_without_end() {
+        let long = 1 << 20;
+        let text: Arc<str> = "x".repeat(long).into();
+        let bytes = Bytes::from(vec![7; long]);
+        let number = Value::BigInt(BigInt::from_le_bytes(vec![7; long]));
+        let class = Global::new(Arc::clone(&text), Arc::clone(&text));
+        let object = Value::from(Object::new(class.clone(), vec![]));
+        let keyed = Value::from(Dict::from([(Arc::clone(&text), 1)]));
+        for shared in [text.into(), bytes.into(), number, Value::Global(class), object, keyed] {
+            let limit = 4 * (ValueEncoder::SHARED_MIN + 2 * long);
+            let json = json_of(Value::List(vec![shared.clone(); 9_000]));
+            assert!(json.to_string().len() < limit, "{} in a list", shared.kind());
+            // The same as objects of their own.
+            let limits = JsonLimits::default();
+            let mut encoder = ValueEncoder::new(&limits);
+            let all: usize = (0..9_000).map(|_| encoder.json(&shared).to_string().len()).sum();
+            assert!(all < limit, "{} alone: {all}", shared.kind());
+        }
+        // What is not shared is shown, however much of it there is.
+        let apart: Vec<Value> = (0..40).map(|n| format!("{n}").repeat(long / 2).into()).collect();
+        assert!(json_of(Value::List(apart)).to_string().len() > 25 * long);
     }
 
     #[test]

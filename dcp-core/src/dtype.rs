@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::shown::Quoted;
+
 macro_rules! dtypes {
     ($($variant:ident, $name:literal, $size:literal, $doc:literal;)*) => {
         /// The element type of a tensor: every one that PyTorch 2.15 can store.
@@ -101,7 +103,7 @@ impl fmt::Display for DType {
 
 /// A name that is no element type known here.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown dtype {0:?}")]
+#[error("unknown dtype {}", Quoted(.0))]
 pub struct UnknownDType(pub String);
 
 impl FromStr for DType {

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::shown::Quoted;
+
 /// The name of an object in a [`Storage`](crate::Storage): segments joined by `/`, relative to
 /// the storage's root, never able to leave it.
 ///
@@ -18,7 +20,7 @@ pub struct Key(Arc<str>);
 
 /// A name that a storage must not be asked for.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("invalid key {key:?}: {reason}")]
+#[error("invalid key {key}: {reason}", key = Quoted(.key))]
 pub struct InvalidKey {
     /// The name as given.
     pub key: String,
@@ -89,7 +91,7 @@ impl Key {
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.0, f)
+        fmt::Display::fmt(&Quoted(&self.0), f)
     }
 }
 

@@ -52,6 +52,7 @@ mod plan;
 mod plan_check;
 mod python_str;
 mod region;
+mod shown;
 mod storage;
 mod tensor;
 mod tensor_view;
@@ -85,6 +86,7 @@ pub use plan::{
 };
 pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};
+pub use shown::{Message, Quoted, beginning, escaped, is_unsafe, message};
 pub use storage::{
     Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,
 };

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Global, MadeBy, Object, Opaque, PathItem, Tensor, Value};
+use dcp_core::{FormatError, Global, MadeBy, Object, Opaque, PathItem, Tensor, Value, beginning};
 
 use crate::pickle::{
     Converted, Converter, ForeignName, Hook, Limits, NodeId, Pickle, TensorSink, Writer, not_alone,
@@ -179,12 +179,28 @@ fn may_name(value: &Value) -> bool {
     )
 }
 
+/// The most of a path that is kept, in bytes.
+const PATH_MAX: usize = 256;
+
 fn joined(path: &[PathItem]) -> String {
-    let steps = path.iter().map(|step| match step {
-        PathItem::Key(key) => key.to_string(),
-        PathItem::Index(at) => at.to_string(),
-    });
-    steps.collect::<Vec<_>>().join(".")
+    let mut joined = String::new();
+    for (at, step) in path.iter().enumerate() {
+        if at > 0 {
+            joined.push('.');
+        }
+        match step {
+            PathItem::Key(key) => {
+                joined.push_str(beginning(key, PATH_MAX));
+            }
+            PathItem::Index(at) => joined.push_str(&at.to_string()),
+        }
+        if joined.len() > PATH_MAX {
+            joined.truncate(beginning(&joined, PATH_MAX).len());
+            joined.push('…');
+            break;
+        }
+    }
+    joined
 }
 
 /// The same of an object in its archive.

@@ -1,14 +1,14 @@
 //! What can be wrong with a mapping, or between a mapping and a checkpoint.
 
 use dcp_convert::ConvertError;
-use dcp_core::CheckpointError;
+use dcp_core::{CheckpointError, Message, Quoted};
 
 /// A mapping could not be read, or does not fit the checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MappingError {
     /// The file is no mapping: bad TOML, an unknown operation or field, a bad name.
-    #[error("{file}:{line}: {problem}")]
+    #[error("{file}:{line}: {problem}", file = Message(.file), problem = Message(.problem))]
     Declaration {
         /// The file's name as given.
         file: String,
@@ -18,7 +18,7 @@ pub enum MappingError {
         problem: String,
     },
     /// A configuration in YAML that cannot be read, or says nothing of a model.
-    #[error("{file}:{line}: {problem}")]
+    #[error("{file}:{line}: {problem}", file = Message(.file), problem = Message(.problem))]
     Yaml {
         /// The file's name as given.
         file: String,
@@ -28,7 +28,7 @@ pub enum MappingError {
         problem: String,
     },
     /// A rule does not fit the checkpoint.
-    #[error("{file}:{line}: rule {rule:?}: {problem}")]
+    #[error("{file}:{line}: rule {rule}: {problem}", rule = Quoted(.rule), file = Message(.file), problem = Message(.problem))]
     Rule {
         /// The file's name as given.
         file: String,
@@ -40,7 +40,7 @@ pub enum MappingError {
         problem: String,
     },
     /// There is no built-in mapping of that name.
-    #[error("there is no model family {name:?}; there are {}", .known.join(", "))]
+    #[error("there is no model family {name}; there are {}", .known.join(", "), name = Quoted(.name))]
     UnknownFamily {
         /// The name asked for.
         name: String,
@@ -48,7 +48,7 @@ pub enum MappingError {
         known: Vec<&'static str>,
     },
     /// The weights are not those of a model of the mapping's family.
-    #[error("the checkpoint is none of the models of the family {family:?}: {why}")]
+    #[error("the checkpoint is none of the models of the family {family}: {why}", family = Quoted(.family), why = Message(.why))]
     OtherFamily {
         /// The mapping's name.
         family: String,
@@ -56,7 +56,7 @@ pub enum MappingError {
         why: String,
     },
     /// No rule knows what to do with some tensors of the checkpoint.
-    #[error("the mapping {family:?} has no rule for {}", first_of(.tensors))]
+    #[error("the mapping {family} has no rule for {}", first_of(.tensors), family = Quoted(.family))]
     LeftOver {
         /// The mapping's name.
         family: String,
@@ -64,7 +64,7 @@ pub enum MappingError {
         tensors: Vec<String>,
     },
     /// A number that is needed is given nowhere.
-    #[error("{needed_for} needs {fact}, which neither the arguments nor the shapes tell")]
+    #[error("{needed_for} needs {fact}, which neither the arguments nor the shapes tell", needed_for = Message(.needed_for), fact = Message(.fact))]
     UnknownFact {
         /// The number, by the name that Megatron's arguments have for it.
         fact: String,
@@ -72,7 +72,7 @@ pub enum MappingError {
         needed_for: String,
     },
     /// An argument or a field of the configuration that makes no sense.
-    #[error("{fact} is {value}: {problem}")]
+    #[error("{fact} is {value}: {problem}", fact = Message(.fact), value = Message(.value), problem = Message(.problem))]
     BadFact {
         /// Its name.
         fact: String,
@@ -82,7 +82,7 @@ pub enum MappingError {
         problem: String,
     },
     /// The other side would compute something else: it has no way to say this.
-    #[error("{fact} is {value}: {problem}")]
+    #[error("{fact} is {value}: {problem}", fact = Message(.fact), value = Message(.value), problem = Message(.problem))]
     Differs {
         /// The argument of Megatron's, or the field of `config.json`.
         fact: String,
@@ -111,7 +111,7 @@ impl From<CheckpointError> for MappingError {
 /// The first names of a list, and how many more there are.
 pub(crate) fn first_of(names: &[String]) -> String {
     const SHOWN: usize = 8;
-    let mut text = names.iter().take(SHOWN).map(|n| format!("{n:?}")).collect::<Vec<_>>();
+    let mut text = names.iter().take(SHOWN).map(|n| Quoted(n).to_string()).collect::<Vec<_>>();
     if names.len() > SHOWN {
         text.push(format!("and {} more", names.len() - SHOWN));
     }

@@ -14,10 +14,23 @@ const VALUES_MAX: usize = 1 << 18;
 /// The most lists and mappings that may lie in each other.
 const DEPTH_MAX: usize = 64;
 
-/// A value that may be referred to again, how many values it is, and how deep.
+/// Bytes of text that anchors may repeat: so many for each byte of the file, and for any file.
+const COPIED_PER_BYTE: usize = 2;
+const COPIED_MIN: usize = 1 << 20;
+
+/// A value that may be referred to again.
 struct Anchored {
     value: Value,
+    extent: Extent,
+}
+
+/// What a copy of a value takes.
+#[derive(Clone, Copy, Default)]
+struct Extent {
     values: usize,
+    /// Bytes of text.
+    bytes: usize,
+    /// Lists and mappings in each other.
     depth: usize,
 }
 
@@ -42,7 +55,8 @@ pub(crate) fn parse(text: &str, file: &str) -> Result<Value, MappingError> {
     if text.len() > LEN_MAX {
         return Err(bad(1, &format!("it has more than {LEN_MAX} bytes")));
     }
-    let mut builder = Builder::default();
+    let copied = text.len().saturating_mul(COPIED_PER_BYTE).saturating_add(COPIED_MIN);
+    let mut builder = Builder { bytes_left: copied, ..Builder::default() };
     for event in Parser::new_from_str(text) {
         let (event, span) = event.map_err(|error| bad(error.marker().line(), error.info()))?;
         let line = span.start.line();
@@ -58,6 +72,8 @@ struct Builder {
     open: Vec<Open>,
     anchors: HashMap<usize, Anchored>,
     values: usize,
+    /// Bytes of text that anchors may still repeat.
+    bytes_left: usize,
     whole: Option<Value>,
 }
 
@@ -86,16 +102,13 @@ impl Builder {
             Event::Alias(anchor) => {
                 let known = self.anchors.get(&anchor);
                 let known = known.ok_or("an alias of what is not complete")?;
-                if self.open.len() + known.depth > DEPTH_MAX {
+                let extent = known.extent;
+                if self.open.len() + extent.depth > DEPTH_MAX {
                     return Err("lists and mappings lie too deep in each other");
                 }
-                // Counted before it is copied.
-                self.values = self.values.saturating_add(known.values);
-                if self.values > VALUES_MAX {
-                    return Err("it has too many values");
-                }
-                let value = known.value.clone();
-                self.put(value)?;
+                self.count(extent)?;
+                let known = self.anchors.get(&anchor).map(|known| known.value.clone());
+                self.put(known.unwrap_or_default())?;
             }
             Event::DocumentEnd => return Ok(true),
             _ => {}
@@ -117,14 +130,22 @@ impl Builder {
             return Err("it has too many values");
         }
         if anchor > 0 {
-            let (values, depth) = extent(&value);
-            self.values = self.values.saturating_add(values);
-            if self.values > VALUES_MAX {
-                return Err("it has too many values");
-            }
-            self.anchors.insert(anchor, Anchored { value: value.clone(), values, depth });
+            let extent = Extent::of(&value);
+            self.count(extent)?;
+            self.anchors.insert(anchor, Anchored { value: value.clone(), extent });
         }
         self.put(value)
+    }
+
+    /// Takes a copy into account before it is made.
+    fn count(&mut self, copy: Extent) -> Result<(), &'static str> {
+        self.values = self.values.saturating_add(copy.values);
+        if self.values > VALUES_MAX {
+            return Err("it has too many values");
+        }
+        let left = self.bytes_left.checked_sub(copy.bytes);
+        self.bytes_left = left.ok_or("its anchors repeat more text than the file has")?;
+        Ok(())
     }
 
     fn put(&mut self, value: Value) -> Result<(), &'static str> {
@@ -148,18 +169,29 @@ impl Builder {
     }
 }
 
-/// How many values a value is, and how deep lists and mappings lie in it.
-fn extent(value: &Value) -> (usize, usize) {
-    let all = |inner: &mut dyn Iterator<Item = &Value>| {
-        let sum = inner
-            .map(extent)
-            .fold((0, 0), |(sum, deepest), (values, depth)| (sum + values, deepest.max(depth)));
-        (sum.0 + 1, sum.1 + 1)
-    };
-    match value {
-        Value::Array(items) => all(&mut items.iter()),
-        Value::Object(fields) => all(&mut fields.values()),
-        _ => (1, 0),
+impl Extent {
+    fn of(value: &Value) -> Self {
+        let mut all = Self { values: 1, ..Self::default() };
+        match value {
+            Value::String(text) => all.bytes = text.len(),
+            Value::Array(items) => all.add(items.iter()),
+            Value::Object(fields) => {
+                all.bytes = fields.keys().map(String::len).sum();
+                all.add(fields.values());
+            }
+            _ => {}
+        }
+        all
+    }
+
+    fn add<'a>(&mut self, inner: impl Iterator<Item = &'a Value>) {
+        let mut deepest = 0;
+        for extent in inner.map(Self::of) {
+            self.values += extent.values;
+            self.bytes += extent.bytes;
+            deepest = deepest.max(extent.depth);
+        }
+        self.depth = deepest + 1;
     }
 }
 
@@ -247,6 +279,14 @@ model:
             deep += &format!("a{at}: &a{at} [{last}]\n");
         }
         assert!(problem(&bomb).contains("too many values"));
+        // One long text, as a value, in a list, and as a key; far fewer than the values there may be.
+        let long = "x".repeat(1 << 16);
+        for anchored in [long.clone(), format!("[{long}]"), format!("{{{long}: 1}}")] {
+            let text = format!("a: &a {anchored}\nb: [{}]\n", ["*a"; 1000].join(", "));
+            assert!(problem(&text).contains("more text than the file has"), "{anchored:.9}");
+            let text = format!("a: &a {anchored}\nb: [*a, *a, *a]\n");
+            assert_eq!(read(&text)["b"][2], read(&text)["a"]);
+        }
         assert!(problem(&deep).contains("too deep"));
         assert!(problem(&" ".repeat(LEN_MAX + 1)).contains("more than"));
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use dcp_core::{Dict, Object, PlanError, Rank, Value};
+use dcp_core::{Dict, Message, Object, PlanError, Rank, Value};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
@@ -76,7 +76,8 @@ impl fmt::Display for CommonDifference {
             ("alone has", &self.only_here),
         ];
         let parts = parts.iter().filter(|(_, paths)| !paths.is_empty()).map(|(what, paths)| {
-            let shown: Vec<&str> = paths.iter().take(SHOWN).map(String::as_str).collect();
+            let shown: Vec<_> =
+                paths.iter().take(SHOWN).map(|path| Message(path).to_string()).collect();
             let more = paths.len().saturating_sub(SHOWN);
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             format!("{what} {}{more}", shown.join(", "))

@@ -1,7 +1,9 @@
 //! What goes wrong with checkpoints of Megatron-Core.
 
 use dcp_convert::ConvertError;
-use dcp_core::{CheckpointError, FormatError, PlanError, Rank, RankFailure, StorageError};
+use dcp_core::{
+    CheckpointError, FormatError, Message, PlanError, Quoted, Rank, RankFailure, StorageError,
+};
 
 use crate::partition::ParallelLayout;
 use crate::tracker::Tracked;
@@ -29,14 +31,14 @@ pub enum MegatronError {
     /// and can never load again.
     #[error(
         "lists that mix sharded, plain and local elements cannot be loaded again: {}; divide them, \
-         or allow mixed lists when saving", .paths.join(", ")
+         or allow mixed lists when saving", Message(&.paths.join(", "))
     )]
     MixedLists {
         /// The places of the lists.
         paths: Vec<String>,
     },
     /// No strategy is registered for a backend in its version.
-    #[error("nothing here {does} {backend}; there is {}", listed(.registered))]
+    #[error("nothing here {does} {backend}; there is {}", listed(.registered), backend = Message(.backend))]
     NoStrategy {
         /// What it should do.
         does: &'static str,
@@ -46,7 +48,7 @@ pub enum MegatronError {
         registered: Vec<String>,
     },
     /// There is no checkpoint of Megatron-Core, or not yet.
-    #[error("{message}")]
+    #[error("{message}", message = Message(.message))]
     NotACheckpoint {
         /// What there is instead, and what to do.
         message: String,
@@ -57,14 +59,13 @@ pub enum MegatronError {
     #[error(
         "the {backend} in metadata.json cannot be read here: the sharded backend has to be \
          \"torch_dist\" or \"zarr\", the common backend \"torch\", all of version 1; if the file is \
-         right, the checkpoint is of another Megatron-Core, which has to save it again"
-    )]
+         right, the checkpoint is of another Megatron-Core, which has to save it again", backend = Message(.backend))]
     UnknownBackend {
         /// Which backend, its name and version.
         backend: String,
     },
     /// The state that all ranks have in common is not there, or is none.
-    #[error("the common state {problem}")]
+    #[error("the common state {problem}", problem = Message(.problem))]
     CommonState {
         /// What is wrong with it, and what to do.
         problem: String,
@@ -79,8 +80,7 @@ pub enum MegatronError {
     #[error(
         "the tracker of the run says {tracked}, but {folder} is no finished checkpoint; restore \
          it, write the iteration of another one into the tracker, or allow the load to fall back \
-         to the last complete one"
-    )]
+         to the last complete one", folder = Message(.folder))]
     TrackedAbsent {
         /// What the tracker says.
         tracked: Tracked,
@@ -91,8 +91,7 @@ pub enum MegatronError {
     /// checkpoint than was meant.
     #[error(
         "this is the folder of a run, and of which of its checkpoints is not said; name the folder \
-         of the checkpoint itself, such as {folder}"
-    )]
+         of the checkpoint itself, such as {folder}", folder = Message(.folder))]
     FolderOfRun {
         /// The folder of the checkpoint that the tracker names, or else of the last complete one.
         folder: String,
@@ -106,8 +105,7 @@ pub enum MegatronError {
     /// Ranks that load together have opened different checkpoints.
     #[error(
         "rank {rank} sees another checkpoint than rank 0: {differs}; all ranks have to load from \
-         the same place, which nobody may change meanwhile"
-    )]
+         the same place, which nobody may change meanwhile", differs = Message(.differs))]
     OtherCheckpoint {
         /// The first rank that does.
         rank: Rank,
@@ -143,9 +141,8 @@ pub enum MegatronError {
     },
     /// A tensor of Megatron-Core 0.8 to 0.15 was stored flattened in a form that makes no sense.
     #[error(
-        "{fqn:?} was saved flattened, as {stored} for a tensor of shape {original}, which does not \
-         go together: {problem}"
-    )]
+        "{fqn} was saved flattened, as {stored} for a tensor of shape {original}, which does not \
+         go together: {problem}", fqn = Quoted(.fqn), stored = Message(.stored), original = Message(.original), problem = Message(.problem))]
     Flattened {
         /// The tensor.
         fqn: String,
@@ -157,7 +154,7 @@ pub enum MegatronError {
         problem: String,
     },
     /// Optimizer state is stored in a form in which its parameters cannot be looked for.
-    #[error("{what:?} {problem}")]
+    #[error("{what} {problem}", what = Quoted(.what), problem = Message(.problem))]
     Optimizer {
         /// The entry of the checkpoint.
         what: String,
@@ -165,7 +162,7 @@ pub enum MegatronError {
         problem: String,
     },
     /// A layout of ranks that makes no sense.
-    #[error("there is no job of {layout}: {problem}")]
+    #[error("there is no job of {layout}: {problem}", problem = Message(.problem))]
     Layout {
         /// The layout.
         layout: ParallelLayout,
@@ -174,9 +171,8 @@ pub enum MegatronError {
     },
     /// Something that has to be shared out equally, and cannot be.
     #[error(
-        "{key:?} cannot be divided into {parts} equal parts: it has {len} {what}{}",
-        .axis.map(|axis| format!(" along axis {axis}")).unwrap_or_default()
-    )]
+        "{key} cannot be divided into {parts} equal parts: it has {len} {what}{}",
+        .axis.map(|axis| format!(" along axis {axis}")).unwrap_or_default(), key = Quoted(.key))]
     Indivisible {
         /// The tensor, or the stack of layers.
         key: String,
@@ -205,7 +201,7 @@ pub enum MegatronError {
     /// A save in the background, or what was to be done after it, failed.
     #[error(
         "asynchronous save {call} failed and is not marked complete: {}",
-        .failures.iter().map(|f| format!("rank {}: {}", f.rank, f.message)).collect::<Vec<_>>().join("; ")
+        .failures.iter().map(|f| format!("rank {}: {}", f.rank, Message(&f.message))).collect::<Vec<_>>().join("; ")
     )]
     AsyncCall {
         /// Which one, counted from 1 in the order in which they were scheduled.
@@ -219,8 +215,7 @@ pub enum MegatronError {
     /// Ranks schedule or finalize different asynchronous saves.
     #[error(
         "asynchronous calls do not match: rank {left_rank} is {left}, rank {right_rank} is {right}; \
-         schedule and finalize on all ranks, in the same order"
-    )]
+         schedule and finalize on all ranks, in the same order", left = Message(.left), right = Message(.right))]
     UnmatchedCalls {
         /// What one rank is doing.
         left: String,
@@ -232,7 +227,7 @@ pub enum MegatronError {
         right_rank: Rank,
     },
     /// The folders of `--ckpt-format torch` do not make a checkpoint.
-    #[error("{folder}: {problem}")]
+    #[error("{folder}: {problem}", folder = Message(.folder), problem = Message(.problem))]
     Legacy {
         /// The folder, such as `mp_rank_00_001`.
         folder: String,
@@ -246,7 +241,8 @@ pub enum MegatronError {
 
 fn some(problems: &[String]) -> String {
     const SHOWN: usize = 8;
-    let shown: Vec<&str> = problems.iter().take(SHOWN).map(String::as_str).collect();
+    let shown: Vec<String> =
+        problems.iter().take(SHOWN).map(|problem| Message(problem).to_string()).collect();
     let more = problems.len().saturating_sub(SHOWN);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     shown.join("; ") + &more

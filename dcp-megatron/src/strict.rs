@@ -5,6 +5,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use dcp_core::Quoted;
+
 /// What a load does about keys that are asked for and not stored (*unexpected*, of this rank), and
 /// about keys that are stored and that no rank asks for (*missing*), as Megatron-Core has it since
 /// 0.8. Keys of objects count without their place.
@@ -100,7 +102,7 @@ impl fmt::Display for StrictHandling {
 
 /// A name that is no [`StrictHandling`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name:?} is no strict handling; there are {}", names())]
+#[error("{name} is no strict handling; there are {}", names(), name = Quoted(.name))]
 pub struct UnknownStrictHandling {
     name: String,
 }
@@ -148,7 +150,7 @@ impl fmt::Display for KeyMismatch {
                 continue;
             }
             let shown: Vec<String> =
-                keys.iter().take(SHOWN).map(|key| format!("{key:?}")).collect();
+                keys.iter().take(SHOWN).map(|key| Quoted(key).to_string()).collect();
             write!(f, "{separator}{what}: {}", shown.join(", "))?;
             if keys.len() > SHOWN {
                 write!(f, " and {} more", keys.len() - SHOWN)?;

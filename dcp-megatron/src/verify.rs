@@ -66,7 +66,10 @@ pub async fn verify_opened(
     job: &JobOptions,
 ) -> Result<VerifyReport, MegatronError> {
     let mut report = match checkpoint.format() {
-        MegatronFormat::Legacy { .. } => verify_files(checkpoint.storage(), deep, job).await?,
+        MegatronFormat::Legacy { .. } => {
+            let files = verify_files(checkpoint.storage(), deep, job).await?;
+            counted_as_merged(files, &*checkpoint.source().metadata().await?)
+        }
         _ => dcp_convert::verify(checkpoint.stored(), deep, job).await?,
     };
     report.format = checkpoint.format().name().to_owned();
@@ -99,6 +102,14 @@ pub async fn verify_opened(
     Ok(report)
 }
 
+/// The report with the tensors and objects that the checkpoint has, where the files of its ranks
+/// have parts of them.
+fn counted_as_merged(mut report: VerifyReport, metadata: &CheckpointMetadata) -> VerifyReport {
+    report.tensors = metadata.iter().filter(|(_, entry)| entry.as_tensor().is_some()).count();
+    report.objects = metadata.len() - report.tensors;
+    report
+}
+
 /// Checks the files of the ranks of the format `torch`, each a checkpoint of its own.
 async fn verify_files(
     storage: &Arc<dyn Storage>,
@@ -121,8 +132,6 @@ async fn verify_files(
         let source = Source::torch_save(Arc::clone(storage), key.clone());
         match dcp_convert::verify(&source, deep, job).await {
             Ok(one) => {
-                report.tensors += one.tensors;
-                report.objects += one.objects;
                 report.bytes_checked += one.bytes_checked;
                 report.problems.extend(one.problems);
                 report.notes.extend(one.notes);

@@ -33,7 +33,7 @@ pub(crate) struct Arch {
 pub(crate) fn arch(args: &Arch, out: &Output) -> Result<(), Failure> {
     if let Some(family) = &args.family {
         let mapping = Mapping::builtin(family)?;
-        return out.write(Mapping::declaration(mapping.name()).unwrap_or_default());
+        return out.write_own(Mapping::declaration(mapping.name()).unwrap_or_default());
     }
     let families = Mapping::builtins()?;
     if args.json {

@@ -1,13 +1,14 @@
 //! `dcp get`.
 
-use dcp::convert::{Found, FoundTensor, JobOptions};
+use dcp::convert::{ConvertError, Found, FoundTensor, JobOptions};
+use dcp::core::escaped;
 use serde_json::json;
 
 use crate::apart::{Shape, keep_apart};
 use crate::args;
 use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
-use crate::open::{self, Need};
+use crate::open::{self, Need, Opened};
 use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
@@ -18,7 +19,8 @@ use crate::target;
 pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
     open::run(args.output.is_some(), async {
         let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
-        let found = dcp::convert::find(&opened.source, &args.fqn, args.slice.as_deref()).await?;
+        let found = dcp::convert::find(&opened.source, &args.fqn, args.slice.as_deref()).await;
+        let found = found.map_err(|error| absent(error, &opened, args))?;
         if let Found::Tensor(tensor) = &found {
             note_shifted(&opened, |fqn| fqn == tensor.fqn(), &JobOptions::default(), out).await;
         }
@@ -42,12 +44,27 @@ pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
                 out.json(&json!({ "kind": "object", "value": value }))
             }
             (Found::Object(value), None) => {
-                let text = printable(&python(&value, usize::MAX));
-                out.write(&format!("{text}\n"))
+                let text = python(&value, usize::MAX);
+                out.write(&format!("{}\n", escaped(&text)))
             }
             _ => Err(Failure::new(Exit::Usage, format!("{:?} cannot be shown", args.fqn))),
         }
     })
+}
+
+/// An error that says where a value is that Megatron-Core keeps in the common state.
+fn absent(error: ConvertError, opened: &Opened, args: &args::Get) -> Failure {
+    let is_unknown = matches!(error, ConvertError::UnknownFqn { .. });
+    let failure = Failure::from(error);
+    let Some(checkpoint) = opened.megatron.as_ref().filter(|_| is_unknown) else { return failure };
+    let first = args.fqn.split('.').next().unwrap_or_default();
+    match checkpoint.common().get(first) {
+        Some(_) if first == "args" => {
+            failure.hint("it is among the arguments of the run, which `dcp inspect --args` prints")
+        }
+        Some(_) => failure.hint("it is in the common state, which `dcp inspect --common` prints"),
+        None => failure,
+    }
 }
 
 async fn save(
@@ -87,7 +104,7 @@ async fn save(
     if !out.quiet {
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
         let bytes = size(tensor.byte_len());
-        out.write(&format!("{path}: {} {dtype} {shape}, {bytes}\n", tensor.fqn()))?;
+        out.write(&format!("{path}: {} {dtype} {shape}, {bytes}\n", printable(tensor.fqn())))?;
     }
     Ok(())
 }

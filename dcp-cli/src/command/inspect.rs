@@ -1,12 +1,15 @@
 //! `dcp inspect`.
 
 use dcp::convert::{ConvertError, JobOptions, KeySummary, Summary};
-use dcp::megatron::{COMMON_STATE, Description};
+use dcp::core::{Key, Quoted, StorageExt as _};
+use dcp::megatron::{COMMON_STATE, Description, METADATA_JSON, MegatronCheckpoint, MegatronFormat};
+use futures_util::StreamExt as _;
+use indexmap::IndexMap;
 use serde::Serialize;
 
 use crate::args;
 use crate::failure::{Exit, Failure};
-use crate::open::{self, Need};
+use crate::open::{self, Need, Opened};
 use crate::output::Output;
 use crate::render::{megatron, shards, tree};
 
@@ -30,7 +33,7 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
         }
         if args.common || args.args {
             if megatron.is_none() {
-                return Err(no_common(args));
+                return Err(no_common(args, &opened).await);
             }
             let common = |name: &str| name == COMMON_STATE;
             return Ok((dcp::convert::inspect(source, &options, common).await?, megatron));
@@ -39,6 +42,9 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
         let mut summary = dcp::convert::inspect(source, &options, wanted).await?;
         if megatron.is_some() {
             summary.version = None;
+        }
+        if summary.files.is_empty() && args.filter.is_none() {
+            summary.files = rank_files(&opened).await?;
         }
         Ok((summary, megatron))
     })?;
@@ -80,6 +86,25 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
     out.write(&tree::render(&args.uri, &shown, &facts, args.all, out))
 }
 
+/// The files of the ranks of an old checkpoint of Megatron's, whose merged tensors lie in none.
+async fn rank_files(opened: &Opened) -> Result<IndexMap<String, Option<u64>>, Failure> {
+    let mut files = IndexMap::new();
+    let format = opened.megatron.as_ref().map(MegatronCheckpoint::format);
+    if !matches!(format, Some(MegatronFormat::Legacy { .. })) {
+        return Ok(files);
+    }
+    let mut objects = opened.folder.list(None);
+    while let Some(meta) = objects.next().await {
+        let meta = meta?;
+        let name = meta.key.as_str();
+        if name.starts_with("mp_rank_") && name.ends_with(".pt") {
+            files.insert(name.to_owned(), Some(meta.byte_len));
+        }
+    }
+    files.sort_unstable_keys();
+    Ok(files)
+}
+
 /// The output of `--json`: fields of a summary, and what Megatron-Core's checkpoints have besides.
 #[derive(Serialize)]
 struct WithMegatron<'a> {
@@ -90,8 +115,21 @@ struct WithMegatron<'a> {
 }
 
 /// The common state that was asked for where there is none.
-fn no_common(args: &args::Inspect) -> Failure {
+async fn no_common(args: &args::Inspect, opened: &Opened) -> Failure {
     let option = if args.args { "--args" } else { "--common" };
+    let is_folder = opened.source.dcp_reader().is_some();
+    if is_folder
+        && let Ok(config) = Key::new(METADATA_JSON)
+        && opened.folder.contains(&config).await.unwrap_or(false)
+    {
+        let message = format!(
+            "{} has no common state that can be told: its {METADATA_JSON} does not name the \
+             backends of Megatron-Core, because it is damaged or of another program",
+            Quoted(&args.uri)
+        );
+        return Failure::new(Exit::Bad, message)
+            .hint(format!("without {option} the command shows what else there is"));
+    }
     let message =
         format!("{option} is for checkpoints of Megatron-Core, and {:?} is none", args.uri);
     Failure::new(Exit::Usage, message).hint("leave it out to see what there is")
@@ -100,8 +138,8 @@ fn no_common(args: &args::Inspect) -> Failure {
 /// Prints the common state, or only the arguments in it.
 fn common_state(args: &args::Inspect, summary: &Summary, out: &Output) -> Result<(), Failure> {
     let state = summary.keys.get(COMMON_STATE);
-    let Some(KeySummary::Object { value }) = state else { return Err(no_common(args)) };
     let bad = |what: &str| Failure::new(Exit::Bad, format!("{:?} has no {what}", args.uri));
+    let Some(KeySummary::Object { value }) = state else { return Err(bad("common state")) };
     let Some(state) = megatron::plain_dict(value) else {
         return Err(bad("common state that is a dict"));
     };

@@ -23,6 +23,7 @@ Examples:
 
 JSON:
   {\"entries\": [ENTRY, …], \"latest\": NAME, \"other\": N, \"truncated\": BOOL}
+  and \"tracker_problem\" where the tracker of a Megatron-LM run names no complete checkpoint.
   ENTRY is {\"name\", \"kind\", \"complete\", \"problem\", \"step\", \"ephemeral\", \"version\",
             \"files\", \"bytes\", \"modified\", \"checkpoint\"}; kind is one of olmo, dcp,
             megatron, huggingface, torch_save, torch_save_file; modified is in seconds since 1970;
@@ -49,6 +50,9 @@ pub(crate) fn ls(args: &Ls, out: &Output) -> Result<(), Failure> {
         return out.json(&listing);
     }
     out.write(&run::render(&args.uri, &listing, out))?;
+    if let Some(problem) = &listing.tracker_problem {
+        out.note(problem);
+    }
     if listing.truncated {
         out.note("there are more files than are looked at: sizes and marks are of those seen");
     }

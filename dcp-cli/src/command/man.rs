@@ -37,7 +37,7 @@ pub(crate) fn man(args: &ManPages, out: &Output) -> Result<(), Failure> {
     let pages = pages()?;
     let Some(directory) = &args.directory else {
         let (_, page) = pages.first().ok_or_else(|| Failure::new(Exit::Io, "there is no page"))?;
-        return out.write(page);
+        return out.write_own(page);
     };
     open::run(true, async {
         let storage = open::registry().open(directory, Access::Write)?;

@@ -10,7 +10,7 @@ use crate::created::NewFolders;
 use crate::failure::Failure;
 use crate::open::{self, Need};
 use crate::optimizer::note_shifted;
-use crate::output::Output;
+use crate::output::{Output, json_text};
 use crate::progress::Bar;
 use crate::style::{printable, size};
 use crate::target;
@@ -78,14 +78,10 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
         }
         drop(bar);
         let Some((path, target)) = target else { return out.json(&report) };
-        let text = if args.json {
-            serde_json::to_string_pretty(&report).map_err(std::io::Error::from)? + "\n"
-        } else {
-            render_html(&report)
-        };
+        let text = if args.json { json_text(&report)? } else { render_html(&report).into_bytes() };
         let len = text.len() as u64;
         let mode = if target.overwrite { PutMode::Overwrite } else { PutMode::Create };
-        target.storage.put(&target.key, Payload::from(text.into_bytes()), mode).await?;
+        target.storage.put(&target.key, Payload::from(text), mode).await?;
         folders.into_iter().for_each(NewFolders::keep);
         if !out.quiet {
             out.write(&format!("{}: {}\n", printable(path), size(len)))?;

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use dcp::convert::{Described, DiffReport, Difference, DifferenceKind, Spot, ValueDifference};
+use dcp::core::{Message, Quoted};
 use serde_json::Value;
 
 use crate::command::Diff;
@@ -104,7 +105,7 @@ fn line(difference: &Difference, keys_only: bool, longest: usize, out: &Output, 
     let names = [("A", &difference.key_a), ("B", &difference.key_b)];
     let names: Vec<_> = names
         .iter()
-        .filter_map(|(side, name)| Some(format!("{:?} in {side}", name.as_deref()?)))
+        .filter_map(|(side, name)| Some(format!("{} in {side}", Quoted(name.as_deref()?))))
         .collect();
     if !names.is_empty() {
         details.push(format!("named {}", names.join(", ")));
@@ -112,7 +113,7 @@ fn line(difference: &Difference, keys_only: bool, longest: usize, out: &Output, 
     let word = style.bad(&left(word, WORD));
     let room = out.width.map_or(usize::MAX, |width| width.saturating_sub(WORD + GAP));
     if let ([detail], true) = (&*details, columns(&key) <= longest) {
-        let detail = printable(detail);
+        let detail = Message(detail).to_string();
         if longest.saturating_add(GAP + columns(&detail)) <= room {
             let _ = writeln!(text, "{word}  {}  {detail}", style.bold(&left(&key, longest)));
             return;
@@ -120,7 +121,7 @@ fn line(difference: &Difference, keys_only: bool, longest: usize, out: &Output, 
     }
     let _ = writeln!(text, "{word}  {}", style.bold(&shorten(&key, room)));
     for detail in details {
-        say(out, text, &" ".repeat(WORD + GAP), "", &printable(&detail));
+        say(out, text, &" ".repeat(WORD + GAP), "", &Message(&detail).to_string());
     }
 }
 

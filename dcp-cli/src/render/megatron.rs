@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use dcp::convert::{KeySummary, Summary};
+use dcp::core::{Message, escaped};
 use dcp::megatron::{Description, Layers, ObjectGroup, ParallelSizes, object_key};
 use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
@@ -29,7 +30,7 @@ pub(crate) fn facts(description: &Description, out: &Output) -> String {
             return;
         }
         let width = out.width.map_or(usize::MAX, |width| width.saturating_sub(NAME + 1));
-        for (at, line) in lines(&printable(&value), width).iter().enumerate() {
+        for (at, line) in lines(&Message(&value).to_string(), width).iter().enumerate() {
             let name = left(if at == 0 { name } else { "" }, NAME);
             let _ = writeln!(text, "{} {line}", out.style.dim(&name));
         }
@@ -204,7 +205,7 @@ fn table(rows: &[(String, &Value)], out: &Output) -> String {
     let mut text = String::new();
     for (name, value) in rows {
         let name = left(&shorten(&printable(name), name_width), name_width);
-        let value = printable(&python(value, VALUE_MAX));
+        let value = escaped(&python(value, VALUE_MAX)).into_owned();
         let _ = writeln!(text, "{name}  {}", out.style.value(&cut(&value, room)));
     }
     text

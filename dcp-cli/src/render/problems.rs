@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use dcp::convert::{Problem, VerifyReport};
+use dcp::core::Message;
 
 use crate::output::Output;
 use crate::style::{count, printable, size, thousands};
@@ -41,7 +42,7 @@ pub(crate) fn render(uri: &str, report: &VerifyReport, out: &Output) -> String {
                 let at = problem.byte_offset.map(|at| format!("  at byte {}", thousands(at)));
                 let key = problem.key.as_deref().map_or_else(String::new, printable);
                 if key.is_empty() && at.is_none() {
-                    let message = printable(&problem.message);
+                    let message = Message(&problem.message);
                     let _ = writeln!(text, "  {} {message}", style.bad("✗"));
                     continue;
                 }
@@ -51,12 +52,12 @@ pub(crate) fn render(uri: &str, report: &VerifyReport, out: &Output) -> String {
                     style.bad("✗"),
                     style.dim(&at.unwrap_or_default())
                 );
-                let _ = writeln!(text, "    {}", printable(&problem.message));
+                let _ = writeln!(text, "    {}", Message(&problem.message));
             }
         }
     }
     for note in &report.notes {
-        let _ = writeln!(text, "{} {}", style.dim("note:"), printable(note));
+        let _ = writeln!(text, "{} {}", style.dim("note:"), Message(note));
     }
     text
 }

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use dcp::convert::{RunEntry, RunListing};
+use dcp::core::Message;
 
 use crate::output::Output;
 use crate::style::{columns, count, left, printable, right, shorten, size};
@@ -57,7 +58,7 @@ pub(crate) fn render(uri: &str, listing: &RunListing, out: &Output) -> String {
         }
         let _ = writeln!(text, "{}", row.trim_end());
         if let Some(problem) = &entry.problem {
-            let _ = writeln!(text, "  {}", style.dim(&printable(problem)));
+            let _ = writeln!(text, "  {}", style.dim(&Message(problem).to_string()));
         }
     }
     let whole = listing.entries.iter().filter(|entry| entry.complete == Some(true)).count();

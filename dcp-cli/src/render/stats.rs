@@ -169,7 +169,7 @@ fn objects(report: &StatsReport, out: &Output, text: &mut String) {
         return;
     }
     for bad in found.iter().take(PLACES) {
-        let what = printable(&format!("{}{} is {}", bad.key, bad.path, bad.value));
+        let what = format!("{}{} is {}", printable(&bad.key), printable(&bad.path), bad.value);
         say(out, text, "", &out.style.bad("✗ "), &what);
     }
     if found.len() > PLACES {

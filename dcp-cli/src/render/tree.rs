@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use dcp::convert::{KeySummary, Summary, TensorSummary};
+use dcp::core::escaped;
 
 use crate::output::Output;
 use crate::render::files;
@@ -243,7 +244,7 @@ fn table(rows: &[Row], out: &Output) -> String {
                 )
             }
             Cells::Object { value } => {
-                let value = cut(&printable(value), rest(name + GAP));
+                let value = cut(&escaped(value), rest(name + GAP));
                 format!("{branches}{shown}{pad}  {}", style.value(&value))
             }
         };

@@ -9,8 +9,10 @@ mod combine;
 mod convert;
 mod damaged;
 mod diff;
+mod errors;
 mod get;
 mod hf;
+mod hostile;
 mod inspect;
 mod interrupt;
 #[cfg(unix)]
@@ -30,6 +32,7 @@ mod run_directory;
 mod shells;
 mod stats;
 mod support;
+mod terminal;
 mod torch_save;
 mod unshard;
 mod values;

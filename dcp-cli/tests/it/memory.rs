@@ -5,7 +5,7 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -40,7 +40,19 @@ fn source(file: &Path, bytes: u64) {
 
 /// Runs a command and returns the most bytes of memory that it had.
 fn peak(args: &[&str]) -> u64 {
-    let mut running = command().args(args).stdout(Stdio::null()).spawn().unwrap();
+    let (code, peak) = outcome(args);
+    assert!(code.success(), "{args:?}: {code}");
+    peak
+}
+
+/// How a command ends, and the most bytes of memory that it had.
+pub(crate) fn outcome(args: &[&str]) -> (ExitStatus, u64) {
+    outcome_into(args, Stdio::null())
+}
+
+/// The same, with its output there.
+pub(crate) fn outcome_into(args: &[&str], stdout: impl Into<Stdio>) -> (ExitStatus, u64) {
+    let mut running = command().args(args).stdout(stdout).spawn().unwrap();
     let status = format!("/proc/{}/status", running.id());
     let mut peak = 0;
     let code = loop {
@@ -54,9 +66,8 @@ fn peak(args: &[&str]) -> u64 {
         }
         thread::sleep(Duration::from_millis(2));
     };
-    assert!(code.success(), "{args:?}: {code}");
     assert!(peak > MIB, "{args:?}: {peak} bytes");
-    peak
+    (code, peak)
 }
 
 /// A folder with a checkpoint of so many bytes, as one file and as three ranks save it, and the

@@ -54,11 +54,27 @@ impl Run {
     pub(crate) fn fails(self, code: i32, texts: &[&str]) {
         assert_eq!(self.code, code, "{}{}", self.stdout, self.stderr);
         assert_eq!(self.stdout, "");
-        assert!(self.stderr.starts_with("error: "), "{}", self.stderr);
+        let said = match serde_json::from_str::<Value>(&self.stderr) {
+            Ok(json) => in_words(&json["error"]),
+            Err(_) => self.stderr,
+        };
+        assert!(said.starts_with("error: "), "{said}");
         for text in texts {
-            assert!(self.stderr.contains(text), "{text:?} is not in\n{}", self.stderr);
+            assert!(said.contains(text), "{text:?} is not in\n{said}");
         }
     }
+}
+
+/// An error as JSON, as it is without `--json`.
+fn in_words(error: &Value) -> String {
+    let mut said = format!("error: {}\n", error["message"].as_str().unwrap());
+    for cause in error["causes"].as_array().unwrap() {
+        said.push_str(&format!("  caused by: {}\n", cause.as_str().unwrap()));
+    }
+    if let Some(hint) = error["hint"].as_str() {
+        said.push_str(&format!("hint: {hint}\n"));
+    }
+    said
 }
 
 pub(crate) fn fixtures() -> PathBuf {

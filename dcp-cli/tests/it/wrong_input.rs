@@ -76,9 +76,9 @@ fn names_and_slices_are_checked() {
     let slice = |slice: &str| {
         dcp(["get", "fsdp2_adam_2r", "model.embed.weight", &format!("--slice={slice}")])
     };
-    slice("0:99").fails(2, &["99 is outside of 10 on axis 0 of a tensor of shape [10, 8]"]);
+    slice("99").fails(2, &["99 is outside of 10 on axis 0 of a tensor of shape [10, 8]"]);
     slice("0:1,0:1,0:1").fails(2, &["it has 3 axes"]);
-    slice("::2").fails(2, &["has a step"]);
+    slice("::0").fails(2, &["a step of zero"]);
     slice("x").fails(2, &["\"x\" is no number"]);
     dcp(["get", "fsdp2_adam_2r", "step", "--slice", "0"]).fails(2, &["is no tensor"]);
     dcp(["inspect", "fsdp2_adam_2r", "--shards", "step"]).fails(2, &["is no tensor"]);
@@ -203,7 +203,7 @@ fn usage_errors_are_claps_and_exit_with_2() {
     ] {
         let run = dcp(args);
         assert_eq!(run.code, 2, "{args:?}");
-        assert!(run.stderr.contains("error:") && run.stderr.contains("--help"), "{}", run.stderr);
+        assert!(run.stderr.contains("error") && run.stderr.contains("--help"), "{}", run.stderr);
     }
 }
 

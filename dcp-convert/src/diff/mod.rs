@@ -18,7 +18,7 @@ use crate::diff::compare::{Comparer, Pair};
 use crate::diff::whole::whole_as_in;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::objects::read_objects;
+use crate::objects::{ObjectBatches, read_objects};
 use crate::runs::boxes;
 use crate::select::{Chosen, Selection};
 use crate::source::Source;
@@ -33,8 +33,6 @@ pub use report::{
 
 /// Segments are not larger than this: what is compared should still be in a cache.
 const SEGMENT_MAX: u64 = 16 << 20;
-/// Objects that are held at once.
-const OBJECTS: usize = 1024;
 
 /// How far apart values may be and still be equal, as in `numpy.allclose`: `|a - b| <= atol +
 /// rtol * |b|`. Infinities are equal to themselves, and NaNs to NaNs (`equal_nan=True`).
@@ -367,17 +365,19 @@ impl<'a> Job<'a> {
     async fn objects(&mut self, pairs: &[Both<'_>]) -> Result<(), ConvertError> {
         let both_objects = |both: &&Both<'_>| self.a.tensor(both.a).is_none();
         let pairs: Vec<Both<'_>> = pairs.iter().filter(both_objects).copied().collect();
-        for pairs in pairs.chunks(OBJECTS) {
-            let of_a: Vec<usize> = pairs.iter().map(|both| both.a.entry).collect();
-            let of_b: Vec<usize> = pairs.iter().map(|both| both.b.entry).collect();
-            let (mut in_a, mut in_b) = future::join(
-                read_objects(&self.a.source, &self.a.metadata, &of_a),
-                read_objects(&self.b.source, &self.b.metadata, &of_b),
-            )
-            .await;
-            for both in pairs {
-                let (a, b) = (in_a.remove(&both.a.entry), in_b.remove(&both.b.entry));
-                let (Some(a), Some(b)) = (a.transpose()?, b.transpose()?) else { continue };
+        let of_a: Vec<usize> = pairs.iter().map(|both| both.a.entry).collect();
+        let by_a: HashMap<usize, Both<'_>> =
+            pairs.iter().map(|both| (both.a.entry, *both)).collect();
+        let (source, metadata) = (self.a.source.clone(), Arc::clone(&self.a.metadata));
+        let mut batches = ObjectBatches::new(&source, &metadata, &of_a);
+        while let Some(batch) = batches.next().await {
+            let of_b: Vec<usize> =
+                batch.iter().filter_map(|(at, _)| Some(by_a.get(at)?.b.entry)).collect();
+            let mut in_b = read_objects(&self.b.source, &self.b.metadata, &of_b).await;
+            for (at, a) in batch {
+                let Some(both) = by_a.get(&at) else { continue };
+                let (a, b) = (a?, in_b.remove(&both.b.entry).transpose()?);
+                let Some(b) = b else { continue };
                 if let Some(found) = first_difference(&a, &b, self.what.tolerance) {
                     let missing = match (&found.a, &found.b) {
                         (None, _) => Some("a"),

@@ -1,10 +1,13 @@
 //! Comparing objects part by part, down to the first that differs.
 
+use std::collections::HashSet;
+
 use dcp_core::{Dict, Object, Tensor, Value};
 
 use crate::diff::Tolerance;
 use crate::diff::compare::Comparer;
 use crate::numpy::Numpy;
+use crate::place::Place;
 use crate::stats::step;
 use crate::value_json::{JsonLimits, value_json};
 
@@ -30,13 +33,15 @@ pub(crate) fn first_difference(
     b: &Value,
     tolerance: Option<Tolerance>,
 ) -> Option<Differing> {
-    let mut walk = Walk { tolerance, path: String::new() };
+    let mut walk = Walk { tolerance, path: String::new(), equal: HashSet::new() };
     walk.value(a, b, 0).err().map(|differing| *differing)
 }
 
 struct Walk {
     tolerance: Option<Tolerance>,
     path: String,
+    /// Pairs of long texts and arrays that were found equal; both sides may repeat theirs.
+    equal: HashSet<(Place, Place)>,
 }
 
 type Same = Result<(), Box<Differing>>;
@@ -47,6 +52,20 @@ impl Walk {
             return self.decide(a.same(b), a, b);
         }
         let depth = depth + 1;
+        let places = match (a, b) {
+            (Value::Tensor(a), Value::Tensor(b)) => Place::of_tensor(a).zip(Place::of_tensor(b)),
+            (Value::Object(a), Value::Object(b)) => Place::of_numpy(a).zip(Place::of_numpy(b)),
+            (a, b) => Place::of_text(a).zip(Place::of_text(b)),
+        };
+        if places.as_ref().is_some_and(|places| self.equal.contains(places)) {
+            return Ok(());
+        }
+        self.compare(a, b, depth)?;
+        self.equal.extend(places);
+        Ok(())
+    }
+
+    fn compare(&mut self, a: &Value, b: &Value, depth: usize) -> Same {
         match (a, b) {
             (Value::Opaque(a), b) => self.value(&a.view, b, depth),
             (a, Value::Opaque(b)) => self.value(a, &b.view, depth),

@@ -30,12 +30,13 @@ const SCRIPT_SHA256: &str = "/6W9IbaYoDtCaXwYreAwvv5ewFH2wjLTE3BFVXMMUis=";
 /// and the one script that it brings, by their hashes.
 #[must_use]
 pub fn render_html(report: &Report) -> String {
-    let data = serde_json::to_string(report).unwrap_or_default().replace('<', "\\u003c");
+    let data = serde_json::to_string(report).unwrap_or_default();
+    let data = visible(&data).replace('<', "\\u003c");
     let policy = format!(
         "default-src 'none'; style-src 'sha256-{STYLE_SHA256}'; \
          script-src 'sha256-{SCRIPT_SHA256}'; base-uri 'none'; form-action 'none'"
     );
-    let title = escaped(&report.name);
+    let title = escaped(&dcp_core::escaped(&report.name));
     let mut page = String::with_capacity(TEMPLATE.len() + STYLE.len() + SCRIPT.len() + data.len());
     // One pass over the template, so that what is put in is never taken for a place itself.
     let mut rest = TEMPLATE;
@@ -55,6 +56,24 @@ pub fn render_html(report: &Report) -> String {
     }
     page.push_str(rest);
     page
+}
+
+/// JSON in whose strings what turns the direction of writing, or cannot be seen, is to be read as
+/// an escape.
+fn visible(json: &str) -> Cow<'_, str> {
+    let hidden = |c: char| !c.is_ascii_control() && dcp_core::is_unsafe(c) || c == '\x7f';
+    if !json.contains(hidden) {
+        return Cow::Borrowed(json);
+    }
+    let mut out = String::with_capacity(json.len());
+    for c in json.chars() {
+        if hidden(c) {
+            let _ = write!(out, "\\{}", c.escape_default());
+        } else {
+            out.push(c);
+        }
+    }
+    Cow::Owned(out)
 }
 
 /// The text for use between tags.
@@ -85,6 +104,13 @@ mod tests {
     use super::*;
     use crate::inspect::{KeySummary, Summary};
     use crate::report::ReportLimits;
+
+    #[test]
+    fn what_cannot_be_seen_is_shown_as_an_escape() {
+        let json = serde_json::json!({ "a\u{202e}": "\u{200b}\x7f\x1b é" }).to_string();
+        let shown: serde_json::Value = serde_json::from_str(&visible(&json)).unwrap();
+        assert_eq!(shown["a\\u{202e}"], "\\u{200b}\\u{7f}\x1b é");
+    }
 
     #[test]
     fn the_policy_has_the_hashes_of_style_and_script() {

@@ -17,7 +17,7 @@ use indexmap::IndexMap;
 use crate::check::refuse_unsound;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::objects::read_objects;
+use crate::objects::ObjectBatches;
 use crate::pieces::{Batches, Piece, read_batch};
 use crate::select::{Chosen, Selection};
 use crate::source::Source;
@@ -253,11 +253,13 @@ async fn objects(
         .collect();
     let mut entries: Vec<usize> = names.keys().copied().collect();
     entries.sort_unstable();
-    let mut values = read_objects(source, metadata, &entries).await;
     let mut stats = ObjectStats::default();
-    for entry in entries {
-        if let (Some(value), Some(fqn)) = (values.remove(&entry), names.get(&entry)) {
-            objects::look(&mut stats, fqn, &value?);
+    let mut batches = ObjectBatches::new(source, metadata, &entries);
+    while let Some(batch) = batches.next().await {
+        for (entry, value) in batch {
+            if let Some(fqn) = names.get(&entry) {
+                objects::look(&mut stats, fqn, &value?);
+            }
         }
     }
     Ok(stats)

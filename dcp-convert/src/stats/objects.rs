@@ -1,10 +1,12 @@
 //! NaNs and infinities in objects: losses, learning rates, histories, small arrays.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{DType, Value};
+use dcp_core::{DType, Quoted, Value};
 
 use crate::numpy::Numpy;
+use crate::place::Place;
 use crate::stats::moments::{Moments, Observer};
 use crate::stats::report::{BadValue, ObjectStats};
 
@@ -16,7 +18,8 @@ const DEPTH_MAX: usize = 128;
 /// Adds what is in the object `key`.
 pub(crate) fn look(stats: &mut ObjectStats, key: &Arc<str>, value: &Value) {
     stats.count += 1;
-    Walk { stats, key, path: String::new(), observer: Observer::default() }.value(value, 0);
+    Walk { stats, key, path: String::new(), observer: Observer::default(), known: HashMap::new() }
+        .value(value, 0);
 }
 
 struct Walk<'a> {
@@ -24,6 +27,38 @@ struct Walk<'a> {
     key: &'a Arc<str>,
     path: String,
     observer: Observer,
+    /// What was found in arrays that may be met again, by where they are in memory.
+    known: HashMap<Place, Found>,
+}
+
+/// What is known of the numbers of a value.
+#[derive(Clone, Copy)]
+struct Found {
+    count: u64,
+    nan: u64,
+    inf: u64,
+    /// The first that is not finite: its element, where the value is an array, and what it is.
+    non_finite: Option<(Option<usize>, &'static str)>,
+}
+
+impl Found {
+    fn new(
+        moments: &Moments,
+        per_element: Option<usize>,
+        value: impl Fn(usize) -> Option<f64>,
+    ) -> Self {
+        let first = moments.first_non_finite.and_then(|at| usize::try_from(at).ok());
+        let non_finite = first.map(|first| {
+            let what = match value(first) {
+                Some(x) if x == f64::INFINITY => "inf",
+                Some(x) if x == f64::NEG_INFINITY => "-inf",
+                _ => "nan",
+            };
+            (per_element.map(|per_element| first / per_element), what)
+        });
+        let (count, nan) = (moments.count, moments.nan);
+        Self { count, nan, inf: moments.pos_inf + moments.neg_inf, non_finite }
+    }
 }
 
 impl Walk<'_> {
@@ -45,14 +80,18 @@ impl Walk<'_> {
                 }
             }
             Value::Tensor(tensor) => {
-                if let Some(bytes) = tensor.to_vec() {
-                    self.elements(tensor.dtype(), &bytes);
+                let place = Place::of_tensor(tensor);
+                if !self.again(place.as_ref())
+                    && let Some(bytes) = tensor.to_vec()
+                {
+                    self.elements(tensor.dtype(), &bytes, place);
                 }
             }
+            Value::Object(object) if self.again(Place::of_numpy(object).as_ref()) => {}
             Value::Object(object) => match Numpy::of(object) {
                 Some(Numpy::Scalar { value: Some((dtype, bytes)), .. })
                 | Some(Numpy::Array { data: Some((dtype, bytes)), .. }) => {
-                    self.elements(dtype, &bytes);
+                    self.elements(dtype, &bytes, Place::of_numpy(object));
                 }
                 Some(_) => {}
                 None => {
@@ -98,47 +137,45 @@ impl Walk<'_> {
     fn floats(&mut self, values: &[f64]) {
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
         let moments = self.observer.observe(DType::Float64, &bytes);
-        self.add(&moments, None, |at| values.get(at).copied());
+        self.add(Found::new(&moments, None, |at| values.get(at).copied()));
     }
 
-    fn elements(&mut self, dtype: DType, bytes: &[u8]) {
+    /// Adds an array that is met again, and returns whether it is one.
+    fn again(&mut self, place: Option<&Place>) -> bool {
+        let found = place.and_then(|place| self.known.get(place).copied());
+        found.inspect(|found| self.add(*found)).is_some()
+    }
+
+    fn elements(&mut self, dtype: DType, bytes: &[u8], place: Option<Place>) {
         let moments = self.observer.observe(dtype, bytes);
         let numbers = crate::numbers::Numbers::new(dtype);
         let one = bytes.len() > numbers.size();
-        self.add(&moments, one.then_some(numbers.per_element()), |at| {
+        let found = Found::new(&moments, one.then_some(numbers.per_element()), |at| {
             let element = at / numbers.per_element();
             let start = element * numbers.size();
             let mut values = Vec::new();
             numbers.decode(bytes.get(start..start + numbers.size())?, &mut values);
             values.get(at % numbers.per_element()).copied()
         });
+        self.add(found);
+        if let Some(place) = place {
+            self.known.insert(place, found);
+        }
     }
 
-    /// Adds the moments of a value; of an array, the path gets the index of the element.
-    fn add(
-        &mut self,
-        moments: &Moments,
-        per_element: Option<usize>,
-        value: impl Fn(usize) -> Option<f64>,
-    ) {
+    /// Adds what is known of a value; of an array, the path gets the index of the element.
+    fn add(&mut self, found: Found) {
         let stats = &mut *self.stats;
-        stats.numbers += moments.count;
-        stats.nan += moments.nan;
-        stats.inf += moments.pos_inf + moments.neg_inf;
-        let Some(first) = moments.first_non_finite.and_then(|at| usize::try_from(at).ok()) else {
-            return;
-        };
+        stats.numbers += found.count;
+        stats.nan += found.nan;
+        stats.inf += found.inf;
+        let Some((element, value)) = found.non_finite else { return };
         if stats.non_finite.len() >= BAD_VALUES_MAX {
             return;
         }
-        let value = match value(first) {
-            Some(x) if x == f64::INFINITY => "inf",
-            Some(x) if x == f64::NEG_INFINITY => "-inf",
-            _ => "nan",
-        };
         let mut path = self.path.clone();
-        if let Some(per_element) = per_element {
-            path.push_str(&format!("[{}]", first / per_element));
+        if let Some(element) = element {
+            path.push_str(&format!("[{element}]"));
         }
         stats.non_finite.push(BadValue { key: Arc::clone(self.key), path, value });
     }
@@ -147,7 +184,7 @@ impl Walk<'_> {
 /// A key of a dict as a step of a path.
 pub(crate) fn step(key: &Value) -> String {
     match key {
-        Value::Str(text) => format!("{text:?}"),
+        Value::Str(text) => Quoted(text).to_string(),
         Value::Int(n) => n.to_string(),
         Value::Bool(b) => if *b { "True" } else { "False" }.to_owned(),
         other => format!("<{}>", other.kind()),
@@ -159,6 +196,22 @@ mod tests {
     use dcp_core::{Dict, Tensor};
 
     use super::*;
+
+    #[test]
+    fn arrays_that_share_memory_count_wherever_they_are() {
+        let bytes: Vec<u8> = [1.0_f32, f32::NAN]
+            .iter()
+            .flat_map(|x| x.to_le_bytes())
+            .cycle()
+            .take(1 << 16)
+            .collect();
+        let tensor = Tensor::replicated(DType::Float32, [1 << 14], bytes).unwrap();
+        let mut stats = ObjectStats::default();
+        look(&mut stats, &"t".into(), &Value::List(vec![tensor.into(); 3]));
+        assert_eq!((stats.numbers, stats.nan), (3 << 14, 3 << 13));
+        let paths: Vec<_> = stats.non_finite.iter().map(|bad| &*bad.path).collect();
+        assert_eq!(paths, ["[0][1]", "[1][1]", "[2][1]"]);
+    }
 
     #[test]
     fn every_place_is_looked_at() {

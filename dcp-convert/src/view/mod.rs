@@ -12,6 +12,7 @@ mod merged;
 mod scales;
 mod scratch;
 mod selected;
+mod stepped;
 mod translated;
 
 pub use assembled::{Assembled, AssembledBuilder, Piece, PieceFrom};
@@ -19,3 +20,4 @@ pub use averaged::{AverageOptions, Averaged, NonFloat};
 pub use cast::Cast;
 pub use dequantized::{DequantizeOptions, Dequantized};
 pub use merged::{Duplicates, Merged};
+pub(crate) use stepped::Stepped;

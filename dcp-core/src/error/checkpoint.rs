@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::{CollectiveError, FormatError, PlanError, Rank, StorageError};
 use crate::memory::LoanError;
+use crate::shown::{Message, Quoted};
 
 /// The step of a save or load in which something failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -67,13 +68,13 @@ pub enum CheckpointError {
         problem: String,
     },
     /// What was asked for and what is stored do not agree.
-    #[error("the checkpoint does not fit the state dict: {summary}")]
+    #[error("the checkpoint does not fit the state dict: {summary}", summary = Message(.summary))]
     Mismatch {
         /// The first few differences in words.
         summary: String,
     },
     /// Memory of a tensor cannot be used now.
-    #[error("cannot use the memory of {fqn:?}")]
+    #[error("cannot use the memory of {fqn}", fqn = Quoted(.fqn))]
     Memory {
         /// The tensor.
         fqn: String,
@@ -82,7 +83,7 @@ pub enum CheckpointError {
         source: LoanError,
     },
     /// There is no checkpoint here.
-    #[error("{message}")]
+    #[error("{message}", message = Message(.message))]
     NotACheckpoint {
         /// What there is instead, and where a checkpoint is if one is near.
         message: String,
@@ -160,7 +161,7 @@ fn failing_ranks(failures: &[RankFailure]) -> String {
     let mut text = failures
         .iter()
         .take(SHOWN)
-        .map(|failure| format!("rank {}: {}", failure.rank, failure.message))
+        .map(|failure| format!("rank {}: {}", failure.rank, Message(&failure.message)))
         .collect::<Vec<_>>();
     if failures.len() > SHOWN {
         text.push(format!("and {} more ranks", failures.len() - SHOWN));

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::Source;
+use crate::shown::{Message, Quoted};
 
 /// Bytes do not have the form they should have.
 ///
@@ -82,13 +83,13 @@ impl FormatError {
 
 impl fmt::Display for FormatError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "bad {}", self.what)?;
+        write!(f, "bad {}", Message(&self.what))?;
         if let Some(file) = &self.file {
-            write!(f, " in {file:?}")?;
+            write!(f, " in {}", Quoted(file))?;
         }
         if let Some(offset) = self.byte_offset {
             write!(f, " at byte {offset}")?;
         }
-        write!(f, ": {}", self.problem)
+        write!(f, ": {}", Message(&self.problem))
     }
 }

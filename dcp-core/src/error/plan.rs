@@ -1,19 +1,20 @@
 //! What a planner says of a state that cannot be saved or loaded.
 
 use super::Rank;
+use crate::shown::{Message, Quoted};
 
 /// A plan cannot be made, or makes no sense.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// Two paths of the state dict flatten to the same name.
-    #[error("two entries of the state dict flatten to {fqn:?}; rename one of them")]
+    #[error("two entries of the state dict flatten to {fqn}; rename one of them", fqn = Quoted(.fqn))]
     DuplicateFqn {
         /// The name.
         fqn: String,
     },
     /// Ranks describe one tensor differently.
-    #[error("{fqn:?} is {left} on rank {left_rank} but {right} on rank {right_rank}")]
+    #[error("{fqn} is {left} on rank {left_rank} but {right} on rank {right_rank}", fqn = Quoted(.fqn), left = Message(.left), right = Message(.right))]
     Disagreement {
         /// The tensor or object.
         fqn: String,
@@ -42,7 +43,7 @@ pub enum PlanError {
         held: String,
     },
     /// A chunk lies partly outside its tensor.
-    #[error("{fqn:?} has shape {shape}, but a chunk of rank {rank:?} lies at {chunk}")]
+    #[error("{fqn} has shape {shape}, but a chunk of rank {rank:?} lies at {chunk}", fqn = Quoted(.fqn), shape = Message(.shape), chunk = Message(.chunk))]
     OutOfBounds {
         /// The tensor.
         fqn: String,
@@ -54,7 +55,7 @@ pub enum PlanError {
         rank: Option<Rank>,
     },
     /// Two chunks share elements.
-    #[error("{fqn:?} has overlapping chunks {first} and {second}")]
+    #[error("{fqn} has overlapping chunks {first} and {second}", fqn = Quoted(.fqn), first = Message(.first), second = Message(.second))]
     Overlap {
         /// The tensor.
         fqn: String,
@@ -64,7 +65,7 @@ pub enum PlanError {
         second: String,
     },
     /// The chunks leave elements out.
-    #[error("the chunks of {fqn:?} hold {found} of its {expected} elements")]
+    #[error("the chunks of {fqn} hold {found} of its {expected} elements", fqn = Quoted(.fqn))]
     Uncovered {
         /// The tensor.
         fqn: String,
@@ -74,7 +75,7 @@ pub enum PlanError {
         found: u64,
     },
     /// The memory of a shard does not have the size that its region says.
-    #[error("shard {region} of {fqn:?} needs {expected} bytes, its memory has {found}")]
+    #[error("shard {region} of {fqn} needs {expected} bytes, its memory has {found}", fqn = Quoted(.fqn))]
     ShardMemory {
         /// The tensor.
         fqn: String,
@@ -94,7 +95,7 @@ pub enum PlanError {
         byte_len: u64,
     },
     /// Something that cannot be saved or loaded.
-    #[error("{fqn:?} cannot be planned: {problem}")]
+    #[error("{fqn} cannot be planned: {problem}", fqn = Quoted(.fqn), problem = Message(.problem))]
     Unsupported {
         /// The tensor or object.
         fqn: String,
@@ -108,7 +109,7 @@ pub enum PlanError {
         fqns: Vec<String>,
     },
     /// Bytes that are no plan of this version.
-    #[error("bad plan on the wire: {problem}")]
+    #[error("bad plan on the wire: {problem}", problem = Message(.problem))]
     Wire {
         /// What is wrong with it.
         problem: String,
@@ -119,7 +120,7 @@ pub enum PlanError {
 }
 
 fn quoted(names: &[String]) -> String {
-    names.iter().map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
+    names.iter().map(|name| Quoted(name).to_string()).collect::<Vec<_>>().join(", ")
 }
 
 fn list(errors: &[PlanError]) -> String {

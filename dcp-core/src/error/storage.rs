@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::Source;
 use crate::key::{InvalidKey, Key};
+use crate::shown::Message;
 
 /// What kind of trouble a storage had, so that callers can decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -156,7 +157,7 @@ impl fmt::Display for StorageError {
         };
         write!(f, ": {reason}")?;
         if let Some(message) = &self.message {
-            write!(f, " ({message})")?;
+            write!(f, " ({})", Message(message))?;
         }
         Ok(())
     }

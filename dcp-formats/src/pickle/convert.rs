@@ -8,6 +8,9 @@ use dcp_core::{BigInt, Dict, FormatError, Global, MadeBy, Object, Value};
 use super::arena::{Construction, Node, NodeId, ObjectNode, Pickle, Span};
 use super::limits::Limits;
 
+/// Bytes from which a number that is met again is no longer taken for a number of its own.
+const LONG_NUMBER: usize = 256;
+
 /// Gives values to objects that the pickle only refers to, above all tensors.
 pub trait Hook {
     /// The value of an object or persistent node, and whether writing that value would restore
@@ -49,11 +52,32 @@ pub struct Converter<'p, 'a> {
     hook: &'p mut dyn Hook,
     depth: usize,
     budget: usize,
+    shared: Shared,
     faithful: bool,
     /// Containers that were met.
     seen: HashMap<NodeId, Seen>,
     /// Values without children by node, so that shared ones are shared and not copied.
     leaves: HashMap<NodeId, Value>,
+}
+
+/// What the values of one pickle have in common, for conversion of it node by node.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Texts, bytes and names, of which there is one value each, however many refer to it.
+    texts: HashMap<NodeId, Value>,
+    /// Bytes of keys that may be hashed: one long text can be a key of many dicts.
+    keys_left: usize,
+}
+
+impl Shared {
+    /// Bytes of keys for each byte of the pickle, and what any pickle may have.
+    const KEYS_PER_BYTE: usize = 16;
+    const KEYS_MIN: usize = 1 << 20;
+
+    pub(crate) fn new(pickle: &Pickle<'_>) -> Self {
+        let earned = pickle.byte_len().saturating_mul(Self::KEYS_PER_BYTE);
+        Self { texts: HashMap::new(), keys_left: earned.saturating_add(Self::KEYS_MIN) }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -77,6 +101,7 @@ impl<'p, 'a> Converter<'p, 'a> {
             hook,
             depth: limits.depth,
             budget: size.saturating_mul(limits.values_per_node),
+            shared: Shared::new(pickle),
             faithful: true,
             seen: HashMap::new(),
             leaves: HashMap::new(),
@@ -89,15 +114,27 @@ impl<'p, 'a> Converter<'p, 'a> {
         self
     }
 
+    /// The same, with what earlier conversions of the pickle have made.
+    pub(crate) fn with_shared(mut self, shared: Shared) -> Self {
+        self.shared = shared;
+        self
+    }
+
     /// Converts a node and all below it.
     ///
     /// # Errors
     ///
     /// Those of the hook.
-    pub fn convert(mut self, id: NodeId) -> Result<Converted, FormatError> {
+    pub fn convert(self, id: NodeId) -> Result<Converted, FormatError> {
+        self.convert_one(id).0
+    }
+
+    /// The same; returns what the next conversion can share.
+    pub(crate) fn convert_one(mut self, id: NodeId) -> (Result<Converted, FormatError>, Shared) {
         let depth = self.depth;
-        let value = self.value(id, depth)?;
-        Ok(Converted { value, faithful: self.faithful })
+        let value = self.value(id, depth);
+        let faithful = self.faithful;
+        (value.map(|value| Converted { value, faithful }), self.shared)
     }
 
     /// Recursion ends with `depth`, which the limits keep small.
@@ -135,15 +172,27 @@ impl<'p, 'a> Converter<'p, 'a> {
     fn leaf(&mut self, id: NodeId) -> Value {
         let known = self.leaves.get(&id).cloned();
         let node = self.pickle.node(id);
-        if matches!(node, Node::Global(_) | Node::SurrogateStr(_))
-            || (known.is_some() && matches!(node, Node::ByteArray(_)))
-        {
+        let again = known.is_some();
+        if match node {
+            Node::Global(_) | Node::SurrogateStr(_) => true,
+            Node::ByteArray(_) => again,
+            // A number is written in full each time, as Python writes it.
+            Node::BigInt(bytes) => again && bytes.len() > LONG_NUMBER,
+            _ => false,
+        } {
             self.faithful = false;
         }
         if let Some(known) = known {
             return known;
         }
-        let value = match node {
+        let value = self.shared.texts.get(&id).cloned().unwrap_or_else(|| self.text(id));
+        self.shared.texts.insert(id, value.clone());
+        self.leaves.insert(id, value.clone());
+        value
+    }
+
+    fn text(&self, id: NodeId) -> Value {
+        match self.pickle.node(id) {
             Node::Str(text) => Value::Str((*text).into()),
             Node::EscapedStr(text) => Value::Str((&**text).into()),
             Node::EscapedBytes(bytes) => Value::Bytes(Bytes::copy_from_slice(bytes)),
@@ -155,9 +204,7 @@ impl<'p, 'a> Converter<'p, 'a> {
                 Some((module, name)) => Value::Global(Global::new(module, name)),
                 None => Value::None,
             },
-        };
-        self.leaves.insert(id, value.clone());
-        value
+        }
     }
 
     fn container(&mut self, id: NodeId, depth: usize) -> Result<Value, FormatError> {
@@ -177,8 +224,10 @@ impl<'p, 'a> Converter<'p, 'a> {
         let value = match *self.pickle.node(id) {
             Node::Tuple(span) => Value::Tuple(self.values(span, depth)?),
             Node::List(span) => Value::List(self.values(span, depth)?),
-            Node::Set(span) => Value::Set(self.values(span, depth)?),
-            Node::FrozenSet(span) => Value::FrozenSet(self.values(span, depth)?),
+            Node::Set(span) => self.set(self.pickle.children(span), depth, Value::Set)?,
+            Node::FrozenSet(span) => {
+                self.set(self.pickle.children(span), depth, Value::FrozenSet)?
+            }
             Node::Dict(span) => {
                 let entries = self.pairs(self.pickle.children(span), depth)?;
                 self.dict(entries)
@@ -215,6 +264,25 @@ impl<'p, 'a> Converter<'p, 'a> {
         Ok(entries)
     }
 
+    /// A set, whose items are keys, too.
+    fn set(
+        &mut self,
+        items: &[NodeId],
+        depth: usize,
+        set: impl FnOnce(Vec<Value>) -> Value,
+    ) -> Result<Value, FormatError> {
+        let items = self.each(items, depth)?;
+        Ok(if self.takes_keys(items.iter()) { set(items) } else { self.left_out("<more>") })
+    }
+
+    /// Whether keys may be hashed, together with those before.
+    fn takes_keys<'v>(&mut self, keys: impl Iterator<Item = &'v Value>) -> bool {
+        let weight = keys.map(weight).fold(0, usize::saturating_add);
+        let left = self.shared.keys_left.checked_sub(weight);
+        self.shared.keys_left = left.unwrap_or(self.shared.keys_left);
+        left.is_some()
+    }
+
     /// A dict, or by its parts where keys are of kinds that no lookup is made for.
     fn dict(&mut self, entries: Vec<(Value, Value)>) -> Value {
         if !entries.iter().all(|(key, _)| is_plain_key(key)) {
@@ -222,6 +290,9 @@ impl<'p, 'a> Converter<'p, 'a> {
             let mut object = Object::new(Global::new("builtins", "dict"), Vec::new());
             object.entries = entries;
             return Value::Object(Box::new(object));
+        }
+        if !self.takes_keys(entries.iter().map(|(key, _)| key)) {
+            return self.left_out("<more>");
         }
         let len = entries.len();
         let dict: Dict = entries.into_iter().collect();
@@ -247,9 +318,9 @@ impl<'p, 'a> Converter<'p, 'a> {
         self.faithful = false;
         let pickle = self.pickle;
         let mut args = self.each(pickle.tuple(object.args), depth)?;
-        let class = match pickle.global_name(object.class) {
-            Some((module, name)) => Global::new(module, name),
-            None => {
+        let class = match pickle.global(object.class).map(|_| self.leaf(object.class)) {
+            Some(Value::Global(class)) => class,
+            _ => {
                 args.insert(0, self.value(object.class, depth)?);
                 Global::new("", "<call>")
             }
@@ -300,10 +371,10 @@ impl<'p, 'a> Converter<'p, 'a> {
         };
         Ok(match (name, args) {
             (("builtins", "set"), [items]) if let Some(items) = list(*items) => {
-                Some(Value::Set(self.each(items, depth)?))
+                Some(self.set(items, depth, Value::Set)?)
             }
             (("builtins", "frozenset"), [items]) if let Some(items) = list(*items) => {
-                Some(Value::FrozenSet(self.each(items, depth)?))
+                Some(self.set(items, depth, Value::FrozenSet)?)
             }
             (("builtins", "complex"), [re, im]) => {
                 let parts = pickle.float(*re).zip(pickle.float(*im));
@@ -339,6 +410,18 @@ fn is_plain_key(key: &Value) -> bool {
         | Value::Bytes(_)
         | Value::Global(_) => true,
         _ => false,
+    }
+}
+
+/// The bytes that are hashed of a key.
+fn weight(key: &Value) -> usize {
+    match key {
+        Value::Str(text) => text.len(),
+        Value::Bytes(bytes) => bytes.len(),
+        Value::BigInt(n) => n.to_le_bytes().len(),
+        Value::Global(global) => global.module.len() + global.name.len(),
+        Value::Tuple(items) => items.iter().map(weight).fold(0, usize::saturating_add),
+        _ => 0,
     }
 }
 

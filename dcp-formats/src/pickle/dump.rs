@@ -108,7 +108,7 @@ impl Writer {
                 self.call();
             }
             Value::Str(text) => self.shared_str(text),
-            Value::Bytes(bytes) => self.bytes(bytes),
+            Value::Bytes(bytes) => self.shared_bytes(bytes),
             Value::ByteArray(bytes) => {
                 self.global("builtins", "bytearray");
                 self.tuple(usize::from(!bytes.is_empty()), |writer| {

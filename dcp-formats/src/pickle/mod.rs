@@ -27,6 +27,7 @@ mod walk;
 mod writer;
 
 pub use arena::{Construction, GlobalName, Node, NodeId, ObjectNode, Pickle, Span};
+pub(crate) use convert::Shared;
 pub use convert::{Converted, Converter, Hook};
 pub(crate) use dump::not_alone;
 pub use dump::{Dumper, TensorSink, dump};

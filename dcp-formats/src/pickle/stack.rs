@@ -10,6 +10,10 @@ use super::cursor::{Cursor, Integer};
 use super::limits::Limits;
 use super::names::to_python3;
 
+/// The most bytes of a module's name, and of a name in it. Real ones have a tenth of it; each is
+/// looked up whenever it is met.
+const NAME_MAX: usize = 1 << 10;
+
 pub(super) struct Machine<'a> {
     pub(super) cursor: Cursor<'a>,
     /// The most memory that this may take together, in bytes.
@@ -333,6 +337,11 @@ impl<'a> Machine<'a> {
         module: Cow<'a, str>,
         name: Cow<'a, str>,
     ) -> Result<NodeId, FormatError> {
+        if module.len() > NAME_MAX || name.len() > NAME_MAX {
+            let len = module.len().max(name.len());
+            let problem = format!("it names a class in {len} bytes, {NAME_MAX} are the most");
+            return Err(self.cursor.bad(problem));
+        }
         let mapped = match to_python3(&module, &name) {
             (m, n) if m == module && n == name => None,
             (m, n) => Some((m.to_owned(), n.to_owned())),

@@ -20,7 +20,8 @@ pub(super) const BATCH: usize = 1000;
 ///
 /// * globals are shared by name;
 /// * [`constant`](Self::constant)s are shared by value, as string literals of a module are;
-/// * an [`Arc`] is shared with itself, through [`shared_str`](Self::shared_str);
+/// * an [`Arc`] is shared with itself, through [`shared_str`](Self::shared_str), and so are
+///   [`Bytes`], through [`shared_bytes`](Self::shared_bytes);
 /// * empty strings and bytes, strings of one Latin-1 character, and single bytes are shared by
 ///   value, as CPython has only one object of each;
 /// * all other strings, and all tuples, lists and dicts, are written anew.
@@ -42,6 +43,8 @@ pub struct Writer {
     short_bytes: HashMap<Option<u8>, u32>,
     /// By address; the clone keeps the address from being used again.
     by_identity: HashMap<usize, (u32, Arc<str>)>,
+    /// The same of bytes, by address and length.
+    bytes_by_identity: HashMap<(usize, usize), (u32, Bytes)>,
     too_long: bool,
 }
 
@@ -64,6 +67,7 @@ impl Writer {
             storage_views: false,
             short_bytes: HashMap::new(),
             by_identity: HashMap::new(),
+            bytes_by_identity: HashMap::new(),
             too_long: false,
         }
     }
@@ -235,6 +239,21 @@ impl Writer {
         if let Some(short) = short {
             self.short_bytes.insert(short, memo);
         }
+    }
+
+    /// Bytes that are the same object wherever this memory is.
+    pub fn shared_bytes(&mut self, bytes: &Bytes) {
+        let place = (bytes.as_ptr().addr(), bytes.len());
+        if bytes.len() <= 1 {
+            return self.bytes(bytes);
+        }
+        if let Some((memo, _)) = self.bytes_by_identity.get(&place) {
+            return self.get(*memo);
+        }
+        self.bytes(bytes);
+        // The call that makes them is what was memoized last.
+        let memo = self.memo_len.saturating_sub(1);
+        self.bytes_by_identity.insert(place, (memo, bytes.clone()));
     }
 
     /// A name to import.

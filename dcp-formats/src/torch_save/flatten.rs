@@ -42,21 +42,24 @@ pub(super) struct Leaf {
 /// dict is taken as the only entry, [`ROOT_KEY`], of one.
 pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Vec<Leaf>, FormatError> {
     let size = pickle.node_count().saturating_add(pickle.reference_count());
+    let names = pickle.byte_len().saturating_mul(NAMES_PER_BYTE).saturating_add(NAMES_MIN);
     let mut walk = Walk {
         pickle,
         path: Vec::new(),
         leaves: IndexMap::new(),
         barren: HashSet::new(),
         steps_left: size.saturating_mul(STEPS_PER_NODE).saturating_add(STEPS_MIN),
-        names_left: pickle
-            .byte_len()
-            .saturating_mul(NAMES_PER_BYTE)
-            .saturating_add(NAMES_MIN)
-            .min(NAMES_MAX),
+        names_left: names.min(NAMES_MAX),
+        keys_left: names,
         items_left: ITEMS_MAX,
     };
     walk.run()?;
     Ok(walk.leaves.into_iter().map(|(fqn, (path, node))| Leaf { fqn, path, node }).collect())
+}
+
+/// Long keys, each of which is in many dicts.
+fn shared_keys() -> FormatError {
+    FormatError::new("torch.save file", "its keys are shared too often to be listed")
 }
 
 struct Walk<'p, 'a> {
@@ -67,6 +70,8 @@ struct Walk<'p, 'a> {
     barren: HashSet<NodeId>,
     steps_left: usize,
     names_left: usize,
+    /// Bytes of keys that may be compared.
+    keys_left: usize,
     items_left: usize,
 }
 
@@ -115,10 +120,7 @@ impl<'p, 'a> Walk<'p, 'a> {
 
     fn leaf(&mut self, node: NodeId) -> Result<(), FormatError> {
         let fqn: Arc<str> = PathItem::flat_name(&self.path).into();
-        self.names_left = self
-            .names_left
-            .checked_sub(fqn.len())
-            .ok_or_else(|| self.bad("its keys are shared too often to be listed"))?;
+        self.names_left = self.names_left.checked_sub(fqn.len()).ok_or_else(shared_keys)?;
         if self.leaves.contains_key(&fqn) {
             return Err(FormatError::new(
                 "torch.save file",
@@ -157,6 +159,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         for [key, value] in pairs {
             let is_text = self.pickle.str(*key).is_some();
             let Some(text) = self.text(*key) else { return Ok(None) };
+            self.keys_left = self.keys_left.checked_sub(text.len()).ok_or_else(shared_keys)?;
             entries.insert((is_text, text), *value);
         }
         let entries = entries.into_iter().map(|((_, key), value)| (PathItem::Key(key), value));

@@ -10,7 +10,7 @@ use indexmap::IndexMap;
 
 use super::contents::{Contents, LIMITS};
 use super::persistent::PersistentStorages;
-use crate::pickle::{Converter, Node, NodeId, Pickle, Writer};
+use crate::pickle::{Converter, Node, NodeId, Pickle, Shared, Writer};
 use crate::torch_object::Tensors;
 use crate::torch_tensor::{StorageRef, stored};
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
@@ -28,6 +28,8 @@ pub(super) struct Objects<'a> {
     contents: &'a Contents,
     pickle: Pickle<'a>,
     nodes_left: usize,
+    /// What the values so far can share with the next one.
+    shared: Option<Shared>,
     pub(super) bytes_read: u64,
 }
 
@@ -40,7 +42,7 @@ impl<'a> Objects<'a> {
         let pickle = Pickle::parse(&contents.pickle, &LIMITS)?;
         let size = pickle.node_count().saturating_add(pickle.reference_count());
         let nodes_left = size.saturating_mul(SHARED_MAX);
-        Ok(Self { storage, key, contents, pickle, nodes_left, bytes_read: 0 })
+        Ok(Self { storage, key, contents, pickle, nodes_left, shared: None, bytes_read: 0 })
     }
 
     /// The items of the whole object under keys that are text; `None` when it is no dict.
@@ -76,7 +78,11 @@ impl<'a> Objects<'a> {
             Ok(Cow::Borrowed(bytes.unwrap_or_default()))
         });
         let converter = Converter::new(&self.pickle, &LIMITS, &mut tensors);
-        let converted = converter.with_size(size, &LIMITS).convert(node)?;
+        let shared = self.shared.take().unwrap_or_else(|| Shared::new(&self.pickle));
+        let converter = converter.with_size(size, &LIMITS).with_shared(shared);
+        let (converted, shared) = converter.convert_one(node);
+        self.shared = Some(shared);
+        let converted = converted?;
         drop(tensors);
         if converted.faithful {
             return Ok(converted.value);

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, StatePath, Storage, Value,
+    CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, PlanError, StatePath,
+    Storage, Value,
 };
 
 use super::compose::{Composed, NewStorage, StorageContent, compose};
@@ -146,6 +147,7 @@ impl TorchSavePlan {
                 let count = compose(Writer::new(), 0)?.storages.len();
                 let width = count.saturating_sub(1).to_string().len();
                 let composed = compose(Writer::with_storage_views(), width)?;
+                refuse_nested(key, &composed.pickle)?;
                 let head = legacy::head(&composed.pickle, count, width)?;
                 let mut byte_len = Some(head.len() as u64);
                 for storage in &composed.storages {
@@ -224,6 +226,19 @@ pub async fn write(
     let byte_len = plan.byte_len();
     plan.write(storage, data, progress).await?;
     Ok(byte_len)
+}
+
+/// Fails where PyTorch would look into tensors while it reads the pickle, behind which the bytes of
+/// all tensors come: it makes a nested tensor by the sizes that are in another one, and loads not
+/// even its own files with one (2.15).
+fn refuse_nested(key: &Key, pickle: &[u8]) -> Result<(), PlanError> {
+    const NESTED: &[u8] = b"ctorch._utils\n_rebuild_nested_tensor\n";
+    if !pickle.windows(NESTED.len()).any(|part| part == NESTED) {
+        return Ok(());
+    }
+    let problem = "it would hold a nested tensor, which PyTorch cannot load from the form of \
+                   before 1.6; write the zip form, or leave the tensor out";
+    Err(PlanError::Unsupported { fqn: key.to_string(), problem: problem.to_owned() })
 }
 
 /// The name of the archive that PyTorch derives from that of the file.

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    Key, Payload, PutMode, Rank, Storage, StorageError, StorageErrorKind, StorageExt, error_chain,
+    FormatError, Key, Payload, PutMode, Rank, Storage, StorageError, StorageErrorKind, StorageExt,
+    error_chain,
 };
 use sha2::{Digest, Sha256};
 
@@ -49,13 +50,10 @@ impl DiskCache {
                 return None;
             }
         };
-        match decode(&bytes) {
-            Err(problem) => ignored(problem),
-            Ok((known, _)) if known != *group => ignored("the ranks hold other shards by now"),
-            Ok((_, columns)) => match ranks(columns, lens) {
-                Some(owned) => return Some(owned),
-                None => ignored("it is not of these ranks"),
-            },
+        match CachedDistribution::parse(&bytes, lens) {
+            Err(error) => ignored(error.problem()),
+            Ok(known) if known.group != *group => ignored("the ranks hold other shards by now"),
+            Ok(known) => return Some(known.owned),
         }
         None
     }
@@ -74,7 +72,8 @@ impl DiskCache {
     pub(super) async fn write(&self, first_rank: Rank, group: &Fingerprint, owned: &[Vec<bool>]) {
         let written = match file(first_rank) {
             Ok(key) => {
-                let bytes = Payload::from(encode(group, owned));
+                let known = CachedDistribution { group: *group, owned: owned.to_vec() };
+                let bytes = Payload::from(known.to_bytes());
                 self.storage.put(&key, bytes, PutMode::Overwrite).await
             }
             Err(error) => Err(error),
@@ -89,25 +88,44 @@ fn file(first_rank: Rank) -> Result<Key, StorageError> {
     Ok(Key::new(format!("distribution_{first_rank:05}.dcp"))?)
 }
 
-fn encode(group: &Fingerprint, owned: &[Vec<bool>]) -> Bytes {
-    let mut body = group.to_vec();
-    for owned in owned {
-        body.extend_from_slice(&(owned.len() as u64).to_le_bytes());
-        body.extend(pack(owned));
-    }
-    [MAGIC, &*Sha256::digest(&body), &body].concat().into()
+/// What the file of a group says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CachedDistribution {
+    /// The fingerprint of all that the distribution depends on.
+    pub group: [u8; 16],
+    /// By rank and shard, whether the rank writes the shard.
+    pub owned: Vec<Vec<bool>>,
 }
 
-/// The group's fingerprint and the rest, of a file that is whole.
-fn decode(bytes: &[u8]) -> Result<(Fingerprint, &[u8]), &'static str> {
-    const DAMAGED: &str = "it is damaged";
-    let rest = bytes.strip_prefix(MAGIC).ok_or("it is of another version")?;
-    let (sum, body) = rest.split_first_chunk::<32>().ok_or(DAMAGED)?;
-    if Sha256::digest(body)[..] != sum[..] {
-        return Err(DAMAGED);
+impl CachedDistribution {
+    /// Reads a file, of a group whose ranks have so many shards each.
+    ///
+    /// # Errors
+    ///
+    /// When the file is of another version, is damaged, or is of other ranks.
+    pub fn parse(bytes: &[u8], lens: &[usize]) -> Result<Self, FormatError> {
+        let bad = |problem: &str| FormatError::new("cached distribution", problem);
+        let damaged = || bad("it is damaged");
+        let rest = bytes.strip_prefix(MAGIC).ok_or_else(|| bad("it is of another version"))?;
+        let (sum, body) = rest.split_first_chunk::<32>().ok_or_else(damaged)?;
+        if Sha256::digest(body)[..] != sum[..] {
+            return Err(damaged());
+        }
+        let (group, columns) = body.split_first_chunk().ok_or_else(damaged)?;
+        let owned = ranks(columns, lens).ok_or_else(|| bad("it is not of these ranks"))?;
+        Ok(Self { group: *group, owned })
     }
-    let (group, columns) = body.split_first_chunk().ok_or(DAMAGED)?;
-    Ok((*group, columns))
+
+    /// The file.
+    #[must_use]
+    pub fn to_bytes(&self) -> Bytes {
+        let mut body = self.group.to_vec();
+        for owned in &self.owned {
+            body.extend_from_slice(&(owned.len() as u64).to_le_bytes());
+            body.extend(pack(owned));
+        }
+        [MAGIC, &*Sha256::digest(&body), &body].concat().into()
+    }
 }
 
 fn ranks(mut columns: &[u8], lens: &[usize]) -> Option<Vec<Vec<bool>>> {

@@ -1,13 +1,13 @@
 //! What is wrong with a sharded leaf by itself, before other ranks are looked at.
 
-use dcp_core::{DType, Dims};
+use dcp_core::{DType, Dims, Message, Quoted};
 
 /// A shard or sharded object contradicts itself.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShardError {
     /// The data has another element type than was declared.
-    #[error("{key:?} is declared as {declared}, but its data is {data}")]
+    #[error("{key} is declared as {declared}, but its data is {data}", key = Quoted(.key))]
     DType {
         /// The tensor.
         key: String,
@@ -17,7 +17,7 @@ pub enum ShardError {
         data: DType,
     },
     /// The data has another shape than was declared.
-    #[error("{key:?} has local shape {local}, but its data has shape {data}")]
+    #[error("{key} has local shape {local}, but its data has shape {data}", key = Quoted(.key))]
     DataShape {
         /// The tensor.
         key: String,
@@ -27,7 +27,7 @@ pub enum ShardError {
         data: Dims,
     },
     /// Lists that must have one number an axis differ in length.
-    #[error("{key:?} has {found} {what}, but its global shape {global} has {} axes", .global.ndim())]
+    #[error("{key} has {found} {what}, but its global shape {global} has {} axes", .global.ndim(), key = Quoted(.key))]
     Axes {
         /// The tensor.
         key: String,
@@ -40,8 +40,7 @@ pub enum ShardError {
     },
     /// A shard of a regular grid does not lie on it.
     #[error(
-        "{key:?} has a regular grid, but on axis {axis} offset {offset} is no multiple of local size {local}; leave out the axis fragmentations if the shards are uneven"
-    )]
+        "{key} has a regular grid, but on axis {axis} offset {offset} is no multiple of local size {local}; leave out the axis fragmentations if the shards are uneven", key = Quoted(.key))]
     OffGrid {
         /// The tensor.
         key: String,
@@ -53,7 +52,7 @@ pub enum ShardError {
         local: u64,
     },
     /// `(axis, position, fragments)` that describes no place.
-    #[error("{key:?} cannot be fragment {position} of {fragments} on axis {axis}: {problem}")]
+    #[error("{key} cannot be fragment {position} of {fragments} on axis {axis}: {problem}", key = Quoted(.key))]
     RankOffset {
         /// The tensor.
         key: String,
@@ -67,7 +66,7 @@ pub enum ShardError {
         problem: &'static str,
     },
     /// A place that is described in two ways.
-    #[error("the place of {key:?} is described in two ways: {problem}")]
+    #[error("the place of {key} is described in two ways: {problem}", key = Quoted(.key))]
     Misplaced {
         /// The tensor.
         key: String,
@@ -75,7 +74,7 @@ pub enum ShardError {
         problem: &'static str,
     },
     /// Sizes beyond what 64 bits can count.
-    #[error("{key:?} is too large: {problem}")]
+    #[error("{key} is too large: {problem}", key = Quoted(.key), problem = Message(.problem))]
     TooLarge {
         /// The tensor.
         key: String,
@@ -83,7 +82,7 @@ pub enum ShardError {
         problem: String,
     },
     /// A flattened range that does not fit.
-    #[error("{key:?} has the flattened range {start}..{end}: {problem}")]
+    #[error("{key} has the flattened range {start}..{end}: {problem}", key = Quoted(.key), problem = Message(.problem))]
     Flattened {
         /// The tensor.
         key: String,
@@ -95,7 +94,7 @@ pub enum ShardError {
         problem: String,
     },
     /// A part of a shard that cannot be taken as a shard of its own.
-    #[error("cannot narrow {key:?} on axis {axis} to {len} elements from {start}: {problem}")]
+    #[error("cannot narrow {key} on axis {axis} to {len} elements from {start}: {problem}", key = Quoted(.key), problem = Message(.problem))]
     Narrow {
         /// The tensor.
         key: String,
@@ -109,7 +108,7 @@ pub enum ShardError {
         problem: String,
     },
     /// A sharded object's key or place that cannot be stored.
-    #[error("{key:?} cannot be the key of a sharded object: {problem}")]
+    #[error("{key} cannot be the key of a sharded object: {problem}", key = Quoted(.key), problem = Message(.problem))]
     Object {
         /// The key.
         key: String,
@@ -117,7 +116,7 @@ pub enum ShardError {
         problem: String,
     },
     /// A factory could not build or merge.
-    #[error("the factory of {key:?} failed: {problem}")]
+    #[error("the factory of {key} failed: {problem}", key = Quoted(.key), problem = Message(.problem))]
     Factory {
         /// The factory's key.
         key: String,
@@ -125,7 +124,7 @@ pub enum ShardError {
         problem: String,
     },
     /// Two values for the same place of a state dict.
-    #[error("cannot merge state dicts at {path}: {problem}")]
+    #[error("cannot merge state dicts at {path}: {problem}", problem = Message(.problem))]
     Merge {
         /// The place, its steps joined by dots.
         path: String,

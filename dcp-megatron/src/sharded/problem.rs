@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use dcp_core::Quoted;
 use serde::{Deserialize, Serialize};
 
 /// The shards and objects of all ranks do not make the tensors and grids that they claim to be
@@ -123,7 +124,7 @@ impl fmt::Display for ShardingProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Missing { key, shards, count } => {
-                write!(f, "{key:?} has no main replica of {}", listed(shards, *count))
+                write!(f, "{} has no main replica of {}", Quoted(key), listed(shards, *count))
             }
             Self::Double { key, shards, count } => {
                 let claims: Vec<String> = shards
@@ -131,14 +132,25 @@ impl fmt::Display for ShardingProblem {
                     .take(SHARDS_SHOWN)
                     .map(|(shard, ranks)| format!("{shard} ({})", of_ranks(ranks)))
                     .collect();
-                write!(f, "{key:?} has several main replicas of {}", listed(&claims, *count))
+                write!(
+                    f,
+                    "{} has several main replicas of {}",
+                    Quoted(key),
+                    listed(&claims, *count)
+                )
             }
             Self::Outside { key, rank, shard, shape } => {
-                write!(f, "{key:?}: {shard} of rank {rank} lies outside of {shape}")
+                write!(f, "{}: {shard} of rank {rank} lies outside of {shape}", Quoted(key))
             }
-            Self::Grid { key, rank, problem } => write!(f, "{key:?} on rank {rank}: {problem}"),
+            Self::Grid { key, rank, problem } => {
+                write!(f, "{} on rank {rank}: {problem}", Quoted(key))
+            }
             Self::Disagreement { key, left, left_rank, right, right_rank } => {
-                write!(f, "{key:?} is {left} on rank {left_rank} but {right} on rank {right_rank}")
+                write!(
+                    f,
+                    "{} is {left} on rank {left_rank} but {right} on rank {right_rank}",
+                    Quoted(key)
+                )
             }
             Self::Overlap { key, first, second } => write!(
                 f,
@@ -146,11 +158,13 @@ impl fmt::Display for ShardingProblem {
                 first.0, first.1, second.0, second.1
             ),
             Self::Uncovered { key, expected, found } => {
-                write!(f, "the shards of {key:?} hold {found} of its {expected} elements")
+                write!(f, "the shards of {} hold {found} of its {expected} elements", Quoted(key))
             }
-            Self::Ranges { key, shard, problem } => write!(f, "{key:?}, {shard}: {problem}"),
+            Self::Ranges { key, shard, problem } => {
+                write!(f, "{}, {shard}: {problem}", Quoted(key))
+            }
             Self::TooIrregular { key } => {
-                write!(f, "the shards of {key:?} are too irregular to be compared")
+                write!(f, "the shards of {} are too irregular to be compared", Quoted(key))
             }
         }
     }

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use dcp_core::{Dict, Global, Object, Value};
 use dcp_formats::pickle::dump;
+use dcp_megatron::parallel::CachedDistribution;
 
 use crate::targets;
 
@@ -26,6 +27,38 @@ fn small_files_never_do_more_than_fail() {
         count += 1;
     }
     assert!(count >= 8, "{count} seeds");
+}
+
+#[test]
+fn cached_distributions_never_do_more_than_fail() {
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/cached_distribution");
+    let mut count = 0;
+    for seed in std::fs::read_dir(seeds).unwrap() {
+        let bytes = std::fs::read(seed.unwrap().path()).unwrap();
+        for at in 0..bytes.len() {
+            targets::cached_distribution(&bytes[..at]);
+            for bit in 0..8 {
+                let mut damaged = bytes.clone();
+                damaged[at] ^= 1 << bit;
+                targets::cached_distribution(&damaged);
+            }
+        }
+        targets::cached_distribution(&bytes);
+        count += 1;
+    }
+    assert!(count >= 8, "{count} seeds");
+}
+
+/// The seeds are of the form that is written and read.
+#[test]
+fn seeds_of_cached_distributions_are_whole() {
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/cached_distribution");
+    let read = |name: &str| std::fs::read(seeds.join(name)).unwrap();
+    let (lens, file) = ([3, 0, 9], read("whole"));
+    let known = CachedDistribution::parse(&file[3..], &lens).unwrap();
+    assert_eq!((known.group, &*known.owned[0]), ([7; 16], &[true, false, true][..]));
+    assert_eq!(known.to_bytes(), file[3..]);
+    assert!(CachedDistribution::parse(&read("flipped")[3..], &lens).is_err());
 }
 
 #[test]

@@ -8,9 +8,11 @@ use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
 use dcp_core::{Key, PutMode, Storage};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
+use dcp_megatron::parallel::CachedDistribution;
 use dcp_megatron::sharded::{Description, ObjectKey, validate_sharding_integrity};
 use dcp_megatron::{CheckpointingConfig, Manifest, MegatronCheckpoint, OpenOptions, Tracked};
 use futures_util::FutureExt as _;
+use sha2::{Digest as _, Sha256};
 
 /// Reads a description, checks it with itself, and writes it again.
 pub(crate) fn shards(bytes: &[u8]) {
@@ -34,6 +36,20 @@ pub(crate) fn small_files(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     if let Some(at) = ObjectKey::parse(&text) {
         assert_eq!(ObjectKey::parse(&at.to_string()), Some(at));
+    }
+}
+
+/// What a file of a cached distribution says, as it is, and as what its checksum is of. The first
+/// bytes are how many shards the ranks have.
+pub(crate) fn cached_distribution(bytes: &[u8]) {
+    let (lens, bytes) = bytes.split_at(bytes.len().min(3));
+    let lens: Vec<usize> = lens.iter().map(|len| usize::from(*len)).collect();
+    let sealed = [b"dcpdist1", &*Sha256::digest(bytes), bytes].concat();
+    for file in [bytes, &sealed] {
+        let Ok(known) = CachedDistribution::parse(file, &lens) else { continue };
+        let found: Vec<usize> = known.owned.iter().map(Vec::len).collect();
+        assert_eq!(found, lens);
+        assert_eq!(CachedDistribution::parse(&known.to_bytes(), &lens).unwrap(), known);
     }
 }
 

@@ -7,8 +7,8 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use dcp_convert::{
-    ConvertError, JobOptions, JsonLimits, Progress, Source, Target, WriteReport, to_safetensors,
-    to_torch_save, value_json,
+    ConvertError, JobOptions, JsonLimits, Progress, Source, Target, ValueEncoder, WriteReport,
+    to_safetensors, to_torch_save,
 };
 use dcp_core::{CheckpointMetadata, Entry, Key, PutMode, Storage, StorageError, StorageExt};
 use dcp_formats::hf::IndexFile;
@@ -395,9 +395,10 @@ impl Writing<'_> {
         let entries: Vec<usize> = objects.iter().map(position).collect();
         let values = read_values(&self.source.reader, &self.metadata, &entries).await?;
         let limits = JsonLimits::default();
+        let mut encoder = ValueEncoder::new(&limits);
         let values = objects.iter().zip(&values);
         let values: serde_json::Map<_, _> =
-            values.map(|(one, value)| (one.fqn.to_string(), value_json(value, &limits))).collect();
+            values.map(|(one, value)| (one.fqn.to_string(), encoder.json(value))).collect();
         let mut text = format!("{:#}", serde_json::Value::Object(values)).into_bytes();
         text.push(b'\n');
         Ok(text)

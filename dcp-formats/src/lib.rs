@@ -45,6 +45,7 @@ pub mod hf;
 pub mod metadata;
 pub mod pickle;
 pub mod safetensors;
+mod staged;
 pub mod torch_object;
 pub mod torch_save;
 pub mod torch_tensor;
@@ -53,4 +54,5 @@ mod unique;
 mod upload;
 pub mod zarr;
 
+pub use staged::Staged;
 pub use upload::Progress;

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use crate::blocking::blocking;
 use crate::builder::Builder;
 use crate::error::{classify, is_absence, is_folder, on_key};
-use crate::folder::{self, holds_folder, open_or_create, settle};
+use crate::folder::{self, holds_folder, open_or_create, refuse_special, settle};
 use crate::leftovers;
 use crate::owner::is_temp;
 use crate::root::{FOLDER, LOOK, Root, split};
@@ -91,9 +91,10 @@ impl Shared {
             return Err(StorageError::new(StorageErrorKind::Invalid, op, Some(key.clone()))
                 .with_message("names of that form are kept for temporary files"));
         }
-        let (path, _) = parts(key);
+        let (path, name) = parts(key);
         let create = || {
             let folder = open_or_create(&self.root, path)?;
+            refuse_special(&folder, name)?;
             if self.sync {
                 settle(&self.root, path)?;
             }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
-    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt,
-    StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
+    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, StorageExt, StorageWriter,
+    TensorEntry, TensorSpec, Value, WritePlan,
 };
+use dcp_formats::Stop;
 use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
-use futures_util::{StreamExt, TryStreamExt, stream};
 
 use crate::callables::{self, ForeignCallable};
 use crate::check::refuse_unsound;
@@ -90,14 +90,23 @@ pub async fn divide(
             .planned(&global.metadata));
     }
     options.start(total);
-    let done = write(source, writer, session, &locals, &plans, data, &global, options).await;
-    if let Err(error) = done {
-        for plan in &plans {
-            writer.abandon(plan).await;
+    let reports = match write(source, writer, &locals, &plans, data, options).await {
+        Ok(reports) => reports,
+        Err(error) => {
+            for plan in &plans {
+                writer.abandon(plan).await;
+            }
+            return Err(error.into());
         }
-        return Err(error.into());
-    }
-    Ok(report(&global, callables).with_files(done.unwrap_or_default()))
+    };
+    let mut files: Vec<(String, u64)> = reports
+        .iter()
+        .flat_map(|report| report.files.iter().map(|(key, len)| (key.to_string(), *len)))
+        .collect();
+    files.sort();
+    // A commit that fails cleans up by itself: only it knows what may have become visible.
+    writer.commit(session, &global.metadata, reports).await?;
+    Ok(report(&global, callables).with_files(files))
 }
 
 /// Lists objects that PyTorch takes for tensors as it lists them: with the dtype and shape that
@@ -161,33 +170,27 @@ fn planned_files(global: &GlobalPlan) -> Vec<(String, u64)> {
     files
 }
 
-#[allow(clippy::too_many_arguments, reason = "they are the state of one save")]
+/// Writes what all ranks hold, and finds that nothing of it was damaged. After a failure no rank is
+/// writing any more.
 async fn write(
     source: &Source,
     writer: &dyn StorageWriter,
-    session: SaveSession,
     locals: &[SavePlan],
     plans: &[WritePlan],
     data: Vec<Arc<dyn DataSource>>,
-    global: &GlobalPlan,
     options: &JobOptions,
-) -> Result<Vec<(String, u64)>, CheckpointError> {
+) -> Result<Vec<dcp_core::WriteReport>, CheckpointError> {
     let at_once = usize::try_from(options.max_memory / RANK_OVERHEAD).unwrap_or(usize::MAX);
     let at_once = at_once.clamp(1, options.parallelism.max(1));
+    let stop = Stop::new();
     let writes = locals
         .iter()
         .zip(plans)
         .zip(data)
-        .map(|((local, plan), data)| writer.write(local, plan, data));
-    let reports: Vec<_> = stream::iter(writes).buffered(at_once).try_collect().await?;
-    let mut files: Vec<(String, u64)> = reports
-        .iter()
-        .flat_map(|report| report.files.iter().map(|(key, len)| (key.to_string(), *len)))
-        .collect();
-    files.sort();
+        .map(|((local, plan), data)| writer.write(local, plan, stop.guard(data)));
+    let reports = stop.run(writes, at_once).await?;
     source.settle(options).await?;
-    writer.commit(session, &global.metadata, reports).await?;
-    Ok(files)
+    Ok(reports)
 }
 
 fn total_bytes(global: &GlobalPlan, locals: &[SavePlan]) -> u64 {

@@ -46,6 +46,7 @@ pub mod metadata;
 pub mod pickle;
 pub mod safetensors;
 mod staged;
+mod stop;
 pub mod torch_object;
 pub mod torch_save;
 pub mod torch_tensor;
@@ -55,4 +56,5 @@ mod upload;
 pub mod zarr;
 
 pub use staged::Staged;
+pub use stop::Stop;
 pub use upload::Progress;

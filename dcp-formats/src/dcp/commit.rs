@@ -16,7 +16,29 @@ use super::writer::Options;
 
 /// `seen` is the CRC-32 of the `.metadata` that the session began with, the inner `None` where
 /// there was none; the outer where that is not known.
+///
+/// After a failure the files of `reports` are removed, unless the request to replace `.metadata` may
+/// still take effect: nobody has heard what became of it.
 pub(super) async fn commit(
+    storage: &dyn Storage,
+    options: &Options,
+    session: SaveSession,
+    seen: Option<Option<u32>>,
+    metadata: &CheckpointMetadata,
+    reports: Vec<WriteReport>,
+) -> Result<(), CheckpointError> {
+    let files = reports.iter().flat_map(|report| &report.files);
+    let written: Vec<Key> = files.map(|(key, _)| key.clone()).collect();
+    let committed = try_commit(storage, options, session, seen, metadata, reports).await;
+    match &committed {
+        Err(CheckpointError::Storage(error)) if error.is_retryable() => {}
+        Err(_) => remove_unknown(storage, written, &[]).await,
+        Ok(()) => {}
+    }
+    committed
+}
+
+async fn try_commit(
     storage: &dyn Storage,
     options: &Options,
     session: SaveSession,
@@ -40,16 +62,21 @@ pub(super) async fn commit(
         storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
         kept.insert(sidecar.clone());
     }
-    if let Some(seen) = seen {
-        let now = current(storage).await?.map(|bytes| crc32fast::hash(&bytes));
-        if now != seen {
-            if options.sidecar && now != Some(crc32) {
-                remove(storage, vec![sidecar]).await;
+    let replaced = async {
+        if let Some(seen) = seen {
+            let now = current(storage).await?.map(|bytes| crc32fast::hash(&bytes));
+            if now != seen {
+                return Err(overtaken("another save was committed here since this one began")?);
             }
-            return Err(overtaken("another save was committed here since this one began")?.into());
         }
+        put_metadata(storage, &bytes).await
+    };
+    if let Err(error) = replaced.await {
+        if options.sidecar && !error.is_retryable() {
+            remove_unknown(storage, vec![sidecar], &[]).await;
+        }
+        return Err(error.into());
     }
-    put_metadata(storage, &bytes).await?;
 
     let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
     remove_unknown(storage, stale, &bytes).await;

@@ -9,6 +9,7 @@ use dcp_core::{
     TensorEntry, TensorSpec, Value, WritePlan,
 };
 use dcp_formats::Stop;
+use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
 
@@ -31,6 +32,9 @@ const RANK_OVERHEAD: u64 = 40 << 20;
 const OBJECTS_AT_ONCE: usize = 256;
 /// Encoded objects up to this many bytes are kept in memory until they are written.
 const KEPT_BYTES: usize = 64 << 10;
+
+/// How an archive of `torch.save` begins.
+const ARCHIVE: &[u8] = b"PK\x03\x04";
 
 /// The most ranks to write for; every rank is a file.
 pub const MAX_RANKS: u32 = 1 << 16;
@@ -363,6 +367,15 @@ fn object_part(
     stored: Option<(Key, u64)>,
 ) -> Result<(Part, u64), ConvertError> {
     let encoded = writer.encode_object(fqn, value)?;
+    // What is not stored as it is may lie in a file that nobody has checked, and what is written is
+    // to pass every check.
+    if stored.is_none() && encoded.starts_with(ARCHIVE) {
+        let checked = check_archive(&encoded).and_then(|()| decode_object(&encoded).map(drop));
+        checked.map_err(|error| {
+            let problem = format!("{fqn:?} is damaged: {}", error.problem());
+            CheckpointError::from(FormatError::new(error.what(), problem).with_source(error))
+        })?;
+    }
     let byte_len = encoded.len() as u64;
     // A large object stays where it is until its turn comes.
     let part = match (value, stored) {

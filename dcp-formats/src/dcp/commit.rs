@@ -125,6 +125,15 @@ pub async fn replace_metadata(
     replaced.map(|()| kept.is_some())
 }
 
+/// The name of the [`Sidecar`] that belongs to these bytes of a `.metadata`.
+///
+/// # Errors
+///
+/// Never; every such name is a key.
+pub fn sidecar_of(metadata: &[u8]) -> Result<Key, StorageError> {
+    Ok(sidecar_name(crc32fast::hash(metadata))?)
+}
+
 fn overtaken(message: &str) -> Result<StorageError, StorageError> {
     let key = Key::new(METADATA)?;
     let error = StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key));

@@ -55,14 +55,18 @@ async fn try_commit(
     let crc32 = crc32fast::hash(&bytes);
     let mut kept: HashSet<Key> = files.iter().map(|(key, _)| key.clone()).collect();
     let sidecar = sidecar_name(crc32).map_err(StorageError::from)?;
+    let mut content_of_sidecar = None;
     if options.sidecar {
         let content = Sidecar::new(world_size, session.generation, crc32, &files)
             .with_completed_by(options.completed_by.as_ref())
             .encode()?;
-        storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
+        content_of_sidecar = Some(content);
         kept.insert(sidecar.clone());
     }
     let replaced = async {
+        if let Some(content) = content_of_sidecar {
+            storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
+        }
         if let Some(seen) = seen {
             let now = current(storage).await?.map(|bytes| crc32fast::hash(&bytes));
             if now != seen {

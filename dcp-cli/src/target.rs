@@ -205,7 +205,7 @@ async fn refuse_unfinished(
     if own {
         return Ok(());
     }
-    let message = format!("an unfinished save of a {kind} checkpoint is at {uri:?}: {problem}");
+    let message = format!("{uri:?} has what an unfinished save left ({kind}): {problem}");
     Err(Failure::new(Exit::Usage, message).hint(
         "choose another directory, remove this one, or finish the save: run it again with \
          --overwrite",

@@ -135,6 +135,7 @@ pub async fn inspect(
         format,
         keys: IndexMap::new(),
         files: IndexMap::new(),
+        unfinished: Vec::new(),
         callables: callables::in_index(source).await?,
         version: provenance.version.clone(),
         paths: IndexMap::new(),

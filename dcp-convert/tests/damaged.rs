@@ -13,8 +13,8 @@ use dcp_convert::{
     ConvertError, Found, FoundTensor, JobOptions, Source, Target, find, reshard, to_safetensors,
 };
 use dcp_core::{
-    Buffer, Capabilities, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, Storage,
-    StorageError, StorageExt, Upload,
+    Buffer, Capabilities, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageExt, Upload,
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};

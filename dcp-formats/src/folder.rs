@@ -331,7 +331,9 @@ impl HuggingFaceNames {
 
     fn problem(&self) -> Option<String> {
         if self.config_aside && !self.config {
-            return Some(format!("there is a {CONFIG_ASIDE}: a writer died while it replaced the model"));
+            return Some(format!(
+                "there is a {CONFIG_ASIDE}: a writer died while it replaced the model"
+            ));
         }
         if self.main && !self.index {
             // What lies beside it, no index names.

@@ -64,11 +64,7 @@ impl Staged {
     /// # Errors
     ///
     /// When the storage fails, or nothing was staged under this name.
-    pub async fn publish(
-        &mut self,
-        storage: &dyn Storage,
-        key: &Key,
-    ) -> Result<(), StorageError> {
+    pub async fn publish(&mut self, storage: &dyn Storage, key: &Key) -> Result<(), StorageError> {
         let Some(at) = self.uploads.iter().position(|one| one.key == *key) else {
             let kind = StorageErrorKind::Invalid;
             return Err(StorageError::new(kind, StorageOp::Upload, Some(key.clone()))

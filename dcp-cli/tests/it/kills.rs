@@ -27,7 +27,14 @@ fn limited(args: &[&str], blocks: u32, ignored: bool) -> Output {
     let program = command().get_program().to_owned();
     let mut shell = Command::new("sh");
     shell.arg("-c").arg(format!("{trap} ulimit -c 0; ulimit -f {blocks}; exec \"$@\""));
-    shell.current_dir(fixtures()).arg("sh").arg(program).args(args).env_remove("DCP_LOG").output().unwrap()
+    shell
+        .current_dir(fixtures())
+        .arg("sh")
+        .arg(program)
+        .args(args)
+        .env_remove("DCP_LOG")
+        .output()
+        .unwrap()
 }
 
 fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {

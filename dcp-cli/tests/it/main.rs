@@ -31,6 +31,7 @@ mod shells;
 mod stats;
 mod support;
 mod torch_save;
+mod unfinished;
 mod unshard;
 mod values;
 mod wrong_input;

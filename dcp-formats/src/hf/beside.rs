@@ -94,8 +94,14 @@ impl<'a> Beside<'a> {
         if !self.late {
             for (key, bytes, _) in &self.files {
                 let payload = Payload::from(bytes.clone());
-                self.storage.put(key, payload, PutMode::Create).await?;
-                self.made.push(key.clone());
+                let put = self.storage.put(key, payload, PutMode::Create).await;
+                let is_others =
+                    |error: &StorageError| error.kind() == StorageErrorKind::AlreadyExists;
+                // One that failed may be there all the same.
+                if !put.as_ref().is_err_and(is_others) {
+                    self.made.push(key.clone());
+                }
+                put?;
             }
             return Ok(());
         }
@@ -145,10 +151,21 @@ impl<'a> Beside<'a> {
         // The configuration last.
         waiting.sort_by_key(|key| key.as_str() == CONFIG_NAME);
         for key in waiting {
-            self.staged.publish(self.storage, &key).await?;
+            let bytes =
+                self.files.iter().find(|(file, ..)| *file == key).map(|(_, b, _)| b.clone());
+            let published = self.staged.publish(self.storage, &key).await;
+            // The weights are the new ones already, so it is worth another try.
+            if let (Err(_), Some(bytes)) = (published, bytes) {
+                self.storage.put(&key, Payload::from(bytes), PutMode::Overwrite).await?;
+            }
         }
         self.back.abort().await;
-        if self.aside { self.storage.delete(&aside()?).await } else { Ok(()) }
+        if self.aside
+            && let Err(error) = self.storage.delete(&aside()?).await
+        {
+            tracing::warn!(%error, "{CONFIG_ASIDE} is no longer needed and cannot be removed");
+        }
+        Ok(())
     }
 }
 

@@ -204,7 +204,8 @@ mod tests {
 
     #[test]
     fn a_single_file_is_the_model_whatever_was_begun_beside_it() {
-        let found = look(&["model.safetensors", "model-00001-of-00002.safetensors", "x.safetensors"]);
+        let found =
+            look(&["model.safetensors", "model-00001-of-00002.safetensors", "x.safetensors"]);
         assert!(found.findings.is_empty(), "{found:?}");
         let keys: Vec<_> = found.keys.iter().map(Key::as_str).collect();
         assert_eq!(keys, ["model.safetensors", "x.safetensors"]);

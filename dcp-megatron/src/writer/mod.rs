@@ -188,8 +188,7 @@ impl MegatronWriter {
             let encoded = self.encoded_common()?;
             let metadata = with_common.insert(metadata.clone());
             let generation = session.generation;
-            let key =
-                self.put_common_inside(generation, encoded, metadata, &mut reports).await?;
+            let key = self.put_common_inside(generation, encoded, metadata, &mut reports).await?;
             written.push(key);
         }
         let metadata = with_common.as_ref().unwrap_or(metadata);

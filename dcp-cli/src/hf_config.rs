@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use dcp::convert::{ConvertError, JobOptions, Source, WriteReport};
-use dcp::core::{Key, PutMode, StorageError, StorageErrorKind, StorageExt};
+use dcp::core::{Key, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::hf::{HfLayout, config_without_quantization, names_scales};
 
 use crate::failure::{Exit, Failure};
@@ -116,43 +116,15 @@ pub(crate) async fn write(
     if !source.metadata().await?.iter().any(|(fqn, _)| names_scales(fqn)) {
         say_plain(&mut files)?;
     }
-    let (mut new, mut replaced) = (Vec::new(), Vec::new());
-    for (key, bytes) in files {
-        match folder.contains(&key).await? {
-            false => new.push((key, bytes)),
-            true if overwrite => replaced.push((key, bytes)),
-            true => {
-                let target = format!("{target}/{key}");
-                return Err(ConvertError::TargetExists { target }.into());
-            }
+    for (key, _) in &files {
+        if !overwrite && folder.contains(key).await? {
+            let target = format!("{target}/{key}");
+            return Err(ConvertError::TargetExists { target }.into());
         }
     }
     let layout = HfLayout::MaxFileBytes(max_shard_bytes);
-    if options.dry_run {
-        return Ok(dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?);
-    }
-    // The index of the weights, which makes the model, comes when these are there. Those of the
-    // model that is replaced belong to its weights as long as they are.
-    let mut made = Vec::new();
-    let written = async {
-        for (key, bytes) in new {
-            folder.put(&key, bytes.into(), PutMode::Create).await?;
-            made.push(key);
-        }
-        Ok::<_, Failure>(dcp::convert::to_hf(source, &folder, &layout, overwrite, options).await?)
-    };
-    let report = match written.await {
-        Ok(report) => report,
-        Err(failure) => {
-            for key in &made {
-                // What failed first is what is said.
-                let _ = folder.delete(key).await;
-            }
-            return Err(failure);
-        }
-    };
-    for (key, bytes) in replaced {
-        folder.put(&key, bytes.into(), PutMode::Overwrite).await?;
-    }
-    Ok(report)
+    let beside = files.into_iter().map(|(key, bytes)| (key, bytes.into())).collect();
+    let written =
+        dcp::convert::to_hf_with(source, &folder, &layout, beside, overwrite, options).await;
+    Ok(written?)
 }

@@ -8,6 +8,8 @@ mod choosing;
 mod command;
 mod created;
 mod destination;
+#[cfg(test)]
+mod every_operation;
 mod failure;
 mod folder;
 mod hf_config;

@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::convert::{ConvertError, Target};
+use dcp::convert::{ConvertError, Source, Target};
 use dcp::core::{Key, Storage, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, Detection, detect};
-use dcp::formats::folder::OLMO_MODEL;
+use dcp::formats::folder::{FolderKind, FolderNames, OLMO_MODEL};
 use dcp::megatron::TRACKER;
 use dcp::{Access, DcpWriter};
 use futures_util::StreamExt;
@@ -16,12 +16,16 @@ use crate::folder::{is_dcp, is_megatron, model_file, split};
 use crate::nowhere::Nowhere;
 use crate::open::registry;
 use crate::undo;
+use crate::unfinished::Unfinished;
 
 /// A place to write to, or of a dry run to look at: that one makes nothing.
 fn place_to_write(uri: &str, dry_run: bool) -> Result<Arc<dyn Storage>, Failure> {
     let access = if dry_run { Access::Read } else { Access::Write };
     match registry().open(uri, access) {
         Ok(storage) if dry_run => Ok(storage),
+        #[cfg(test)]
+        Ok(storage) => Ok(crate::every_operation::faulty(undo::watch(storage))),
+        #[cfg(not(test))]
         Ok(storage) => Ok(undo::watch(storage)),
         Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
             Ok(Arc::new(Nowhere))
@@ -42,6 +46,10 @@ pub(crate) async fn file(uri: &str, overwrite: bool, dry_run: bool) -> Result<Ta
         return Err(Failure::new(Exit::Usage, format!("{uri:?} is a directory"))
             .hint(format!("name a file, such as {base}/model.safetensors")));
     }
+    if is_special(uri) {
+        let message = format!("{uri:?} is a device, a FIFO or a socket, which is never replaced");
+        return Err(Failure::new(Exit::Usage, message).hint("name a regular file, or a new one"));
+    }
     let no_name = || Failure::new(Exit::Usage, format!("{uri:?} is no name for a file"));
     let (parent, name) = split(uri).ok_or_else(no_name)?;
     let key = Key::new(name).map_err(|_| no_name())?;
@@ -50,6 +58,12 @@ pub(crate) async fn file(uri: &str, overwrite: bool, dry_run: bool) -> Result<Ta
         return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
     }
     Ok(Target::new(storage, key).overwriting(overwrite))
+}
+
+/// Whether there is something that is neither a file nor a directory.
+fn is_special(uri: &str) -> bool {
+    let path = uri.strip_prefix("file://").unwrap_or(uri);
+    std::fs::metadata(path).is_ok_and(|meta| !meta.is_file() && !meta.is_dir())
 }
 
 /// A directory to write plain files into, where there may be others, but no checkpoint of
@@ -65,6 +79,7 @@ pub(crate) async fn folder(
     if model {
         refuse_run(uri, &*storage).await?;
     }
+    refuse_unfinished(uri, &storage, &[]).await?;
     let detection = detect(&storage).await?;
     let mut kinds = [&detection.kind].into_iter().chain(&detection.also);
     let is_dcp = |kind: &&Detected| {
@@ -103,12 +118,13 @@ pub(crate) async fn directory(
     let storage = place_to_write(uri, dry_run)?;
     refuse_megatron(uri, &*storage).await?;
     refuse_run(uri, &*storage).await?;
+    refuse_unfinished(uri, &storage, &[FolderKind::Dcp]).await?;
     if !overwrite && is_dcp(&*storage).await? {
         return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
     }
     refuse_step(uri, &detect(&storage).await?)?;
     if let Some(key) = model_file(&*storage).await? {
-        return Err(would_stay(uri, &format!("{key:?} is of a Hugging Face model")));
+        return Err(would_stay(uri, &of_model(&key)));
     }
     Ok(DcpWriter::builder(storage).overwrite(overwrite).build())
 }
@@ -122,20 +138,78 @@ pub(crate) async fn megatron(
 ) -> Result<Arc<dyn Storage>, Failure> {
     let storage = place_to_write(uri, dry_run)?;
     refuse_run(uri, &*storage).await?;
+    refuse_unfinished(uri, &storage, &[FolderKind::Dcp, FolderKind::Megatron]).await?;
     let (is_megatrons, is_dcp) = (is_megatron(&*storage).await?, is_dcp(&*storage).await?);
     match (is_megatrons, is_dcp) {
         (true, true) if !overwrite => {
             return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
         }
         (true, false) => return Err(would_stay(uri, "it is one of an older Megatron-Core")),
-        (false, true) => return Err(would_stay(uri, "it is one of PyTorch's format")),
+        // What an unfinished save of this format left is replaced by one that finishes.
+        (false, true) if unfinished(uri, &storage).await?.is_none() => {
+            return Err(would_stay(uri, "it is one of PyTorch's format"));
+        }
         _ => {}
     }
     refuse_step(uri, &detect(&storage).await?)?;
     if let Some(key) = model_file(&*storage).await? {
-        return Err(would_stay(uri, &format!("{key:?} is of a Hugging Face model")));
+        return Err(would_stay(uri, &of_model(&key)));
     }
     Ok(storage)
+}
+
+/// What is said of a file that makes a directory a model.
+fn of_model(key: &Key) -> String {
+    format!("{key:?} is of a Hugging Face model")
+}
+
+/// What an unfinished save left: of which format, and what shows it.
+async fn unfinished(
+    uri: &str,
+    storage: &Arc<dyn Storage>,
+) -> Result<Option<(FolderKind, String)>, Failure> {
+    let mut names = FolderNames::new();
+    let mut objects = storage.list(None);
+    while let Some(meta) = objects.next().await {
+        names.add(meta?.key.as_str());
+    }
+    let name = split(uri).map_or_else(String::new, |(_, name)| name);
+    let told = names.verdict(&name).filter(|verdict| verdict.inner.is_none());
+    if let Some(verdict) = told
+        && let Some(problem) = verdict.problem
+    {
+        return Ok(Some((verdict.kind, problem)));
+    }
+    // Since Megatron-Core 0.19 only the index tells.
+    let source = Source::dcp(Arc::clone(storage), true);
+    if !is_dcp(&**storage).await? || source.metadata().await.is_err() {
+        return Ok(None);
+    }
+    let found = Unfinished::find(&**storage, &source).await?;
+    Ok(found.map(|found| (FolderKind::Megatron, found.problem("the folder"))))
+}
+
+/// Refuses a directory with what an unfinished save left, unless it is one of these formats, of
+/// which a save that finishes replaces it.
+async fn refuse_unfinished(
+    uri: &str,
+    storage: &Arc<dyn Storage>,
+    replaced: &[FolderKind],
+) -> Result<(), Failure> {
+    let Some((kind, problem)) = unfinished(uri, storage).await? else { return Ok(()) };
+    let own = match kind {
+        FolderKind::Megatron | FolderKind::OlmoStep => replaced.contains(&kind),
+        // These are told from what may stay where each of them is written.
+        _ => true,
+    };
+    if own {
+        return Ok(());
+    }
+    let message = format!("{uri:?} has what an unfinished save left ({kind}): {problem}");
+    Err(Failure::new(Exit::Usage, message).hint(
+        "choose another directory, remove this one, or finish the save: run it again with \
+         --overwrite",
+    ))
 }
 
 /// Refuses a directory with a checkpoint of Megatron-Core in it.

@@ -25,8 +25,8 @@ struct Made {
     watching: bool,
     /// Objects that were not there before, in order.
     created: Vec<(Arc<dyn Storage>, Key)>,
-    /// The first object that took the place of another. From then on nothing can be taken back:
-    /// what replaced it may refer to all that was created.
+    /// The first object that took the place of another, or was removed. From then on nothing can be
+    /// taken back: what replaced it may refer to all that was created.
     replaced: Option<Key>,
     /// Folders that could not be removed yet, the innermost first.
     folders: Vec<PathBuf>,
@@ -181,7 +181,19 @@ impl Storage for Watched {
     }
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.0.delete(key).await
+        let _guard = NAMING.read().await;
+        self.0.delete(key).await?;
+        let mut made = made();
+        let is_it = |(storage, made): &(Arc<dyn Storage>, Key)| {
+            made == key && Arc::ptr_eq(storage, &self.0)
+        };
+        if let Some(at) = made.created.iter().position(is_it) {
+            made.created.remove(at);
+        } else if made.replaced.is_none() {
+            // What is gone cannot come back, and what was made may be all that is left.
+            made.replaced = Some(key.clone());
+        }
+        Ok(())
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {

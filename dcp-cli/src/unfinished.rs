@@ -44,7 +44,7 @@ impl Unfinished {
     }
 
     /// What is wrong, of the folder `subject`.
-    fn problem(&self, subject: &str) -> String {
+    pub(crate) fn problem(&self, subject: &str) -> String {
         format!(
             "{subject} has {} but no {METADATA_JSON}, which Megatron-Core writes last: the save did \
              not finish, or the file was not copied",

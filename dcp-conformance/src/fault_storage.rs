@@ -21,6 +21,9 @@ pub enum Fault {
     /// It takes effect, but its reply is lost: the caller sees
     /// [`Transient`](StorageErrorKind::Transient).
     LoseReply,
+    /// It takes effect and fails with [`Other`](StorageErrorKind::Other) nonetheless, as when a file
+    /// has its name and the folder cannot be synced.
+    FailAfterwards,
     /// A read brings fewer bytes than there are, which a storage must report as
     /// [`Truncated`](StorageErrorKind::Truncated). Another operation fails as with
     /// [`Fault::Fail`] of that kind.
@@ -60,6 +63,8 @@ pub struct FaultStorage {
     inner: Arc<dyn Storage>,
     faults: Arc<BTreeMap<u64, Fault>>,
     last: u64,
+    full_after: u64,
+    read_only_after: u64,
     begun: Arc<AtomicU64>,
 }
 
@@ -67,7 +72,14 @@ impl FaultStorage {
     /// No faults yet.
     #[must_use]
     pub fn new(inner: Arc<dyn Storage>) -> Self {
-        Self { inner, faults: Arc::default(), last: u64::MAX, begun: Arc::default() }
+        Self {
+            inner,
+            faults: Arc::default(),
+            last: u64::MAX,
+            full_after: u64::MAX,
+            read_only_after: u64::MAX,
+            begun: Arc::default(),
+        }
     }
 
     /// Breaks the `operation`-th operation, counted from 1.
@@ -83,6 +95,23 @@ impl FaultStorage {
     #[must_use]
     pub fn dying_after(mut self, operations: u64) -> Self {
         self.last = self.last.min(operations);
+        self
+    }
+
+    /// Fills the storage after `operations` operations: every later one that needs space fails with
+    /// [`Full`](StorageErrorKind::Full). Reads and deletions pass, and so does the completion of an
+    /// upload, whose bytes have their space.
+    #[must_use]
+    pub fn full_after(mut self, operations: u64) -> Self {
+        self.full_after = self.full_after.min(operations);
+        self
+    }
+
+    /// Makes the storage read-only after `operations` operations: every later one that changes
+    /// anything fails with [`Denied`](StorageErrorKind::Denied).
+    #[must_use]
+    pub fn read_only_after(mut self, operations: u64) -> Self {
+        self.read_only_after = self.read_only_after.min(operations);
         self
     }
 
@@ -104,13 +133,20 @@ impl FaultStorage {
     }
 
     /// Counts an operation, and tells what is to happen to it.
-    fn begin(&self) -> Verdict {
+    fn begin(&self, effect: Effect) -> Verdict {
         let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
         match self.faults.get(&number) {
             _ if self.dead_at(number) => Verdict::Die { number, torn: false },
+            _ if number > self.read_only_after && effect != Effect::None => {
+                Verdict::Fail { number, kind: StorageErrorKind::Denied }
+            }
+            _ if number > self.full_after && effect == Effect::TakesSpace => {
+                Verdict::Fail { number, kind: StorageErrorKind::Full }
+            }
             Some(Fault::Fail(kind)) => Verdict::Fail { number, kind: *kind },
             Some(Fault::ShortRead) => Verdict::Fail { number, kind: StorageErrorKind::Truncated },
             Some(Fault::LoseReply) => Verdict::LoseReply { number },
+            Some(Fault::FailAfterwards) => Verdict::FailAfterwards { number },
             Some(Fault::Tear) => Verdict::Die { number, torn: true },
             None => Verdict::Pass,
         }
@@ -119,14 +155,14 @@ impl FaultStorage {
     /// Runs one operation that has no half-way state.
     async fn run<T>(
         &self,
-        op: StorageOp,
+        (op, effect): (StorageOp, Effect),
         key: &Key,
         operation: impl Future<Output = Result<T, StorageError>>,
     ) -> Result<T, StorageError> {
-        let verdict = self.begin();
+        let verdict = self.begin(effect);
         match verdict {
             Verdict::Pass => operation.await,
-            Verdict::LoseReply { .. } => {
+            Verdict::LoseReply { .. } | Verdict::FailAfterwards { .. } => {
                 operation.await?;
                 Err(verdict.error(op, Some(key)))
             }
@@ -135,12 +171,21 @@ impl FaultStorage {
     }
 }
 
+/// What an operation does to what is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Effect {
+    None,
+    TakesSpace,
+    TakesNoSpace,
+}
+
 /// What is to happen to an operation, and its number.
 #[derive(Clone, Copy)]
 enum Verdict {
     Pass,
     Fail { number: u64, kind: StorageErrorKind },
     LoseReply { number: u64 },
+    FailAfterwards { number: u64 },
     Die { number: u64, torn: bool },
 }
 
@@ -152,6 +197,10 @@ impl Verdict {
             Self::LoseReply { number } => {
                 let message = format!("injected: the reply of operation {number} is lost");
                 (StorageErrorKind::Transient, message)
+            }
+            Self::FailAfterwards { number } => {
+                let message = format!("injected: operation {number} took effect and failed");
+                (StorageErrorKind::Other, message)
             }
             Self::Die { number, .. } => {
                 let message = format!("injected: the process is gone at operation {number}");
@@ -169,15 +218,16 @@ impl Storage for FaultStorage {
     }
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.run(StorageOp::Stat, key, self.inner.stat(key)).await
+        self.run((StorageOp::Stat, Effect::None), key, self.inner.stat(key)).await
     }
 
     async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.run(StorageOp::Read, key, self.inner.read(key, reads)).await
+        self.run((StorageOp::Read, Effect::None), key, self.inner.read(key, reads)).await
     }
 
     async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
-        self.run(StorageOp::Put, key, self.inner.put(key, payload, mode)).await
+        let op = (StorageOp::Put, Effect::TakesSpace);
+        self.run(op, key, self.inner.put(key, payload, mode)).await
     }
 
     async fn start_upload(
@@ -185,13 +235,14 @@ impl Storage for FaultStorage {
         key: &Key,
         mode: PutMode,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        let inner = self.run(StorageOp::Upload, key, self.inner.start_upload(key, mode)).await?;
+        let op = (StorageOp::Upload, Effect::TakesSpace);
+        let inner = self.run(op, key, self.inner.start_upload(key, mode)).await?;
         let upload = FaultUpload { inner: Some(inner), storage: self.clone(), key: key.clone() };
         Ok(Box::new(upload))
     }
 
     fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        match self.begin() {
+        match self.begin(Effect::None) {
             Verdict::Pass => self.inner.list(prefix),
             verdict => {
                 let error = verdict.error(StorageOp::List, prefix);
@@ -201,11 +252,13 @@ impl Storage for FaultStorage {
     }
 
     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.run(StorageOp::Delete, key, self.inner.delete(key)).await
+        let op = (StorageOp::Delete, Effect::TakesNoSpace);
+        self.run(op, key, self.inner.delete(key)).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        let inner = self.run(StorageOp::Claim, key, self.inner.claim(key)).await?;
+        let op = (StorageOp::Claim, Effect::TakesNoSpace);
+        let inner = self.run(op, key, self.inner.claim(key)).await?;
         Ok(Arc::new(FaultClaim { inner, storage: self.clone(), key: key.clone() }))
     }
 }
@@ -221,7 +274,8 @@ struct FaultClaim {
 #[async_trait]
 impl Claim for FaultClaim {
     async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
-        self.storage.run(StorageOp::Put, &self.key, self.inner.replace(payload)).await
+        let op = (StorageOp::Put, Effect::TakesSpace);
+        self.storage.run(op, &self.key, self.inner.replace(payload)).await
     }
 }
 
@@ -245,9 +299,9 @@ impl Upload for FaultUpload {
     async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
         let gone = self.gone();
         let inner = self.inner.as_mut().ok_or(gone)?;
-        let verdict = self.storage.begin();
+        let verdict = self.storage.begin(Effect::TakesSpace);
         let sent = match verdict {
-            Verdict::Pass | Verdict::LoseReply { .. } => part,
+            Verdict::Pass | Verdict::LoseReply { .. } | Verdict::FailAfterwards { .. } => part,
             Verdict::Die { torn: true, .. } => first_half(&part),
             Verdict::Fail { .. } | Verdict::Die { .. } => {
                 return Err(verdict.error(StorageOp::Upload, Some(&self.key)));
@@ -267,7 +321,7 @@ impl Upload for FaultUpload {
             let inner = self.inner.take().ok_or_else(|| self.gone())?;
             inner.complete().await
         };
-        storage.run(StorageOp::Upload, &key, completion).await
+        storage.run((StorageOp::Upload, Effect::TakesNoSpace), &key, completion).await
     }
 
     async fn abort(mut self: Box<Self>) -> Result<(), StorageError> {
@@ -277,7 +331,7 @@ impl Upload for FaultUpload {
             let inner = self.inner.take().ok_or_else(|| self.gone())?;
             inner.abort().await
         };
-        storage.run(StorageOp::Upload, &key, abortion).await
+        storage.run((StorageOp::Upload, Effect::None), &key, abortion).await
     }
 }
 

@@ -32,6 +32,9 @@ pub struct Summary {
     /// What Python would run when it loads the checkpoint, and what is not known to be harmless.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub callables: Vec<ForeignCallable>,
+    /// What shows that not all of a Hugging Face model is there, or that its writer died.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unfinished: Vec<String>,
     /// The version that the format claims.
     #[serde(skip)]
     pub version: Option<Arc<str>>,
@@ -132,6 +135,7 @@ pub async fn inspect(
         format,
         keys: IndexMap::new(),
         files: IndexMap::new(),
+        unfinished: Vec::new(),
         callables: callables::in_index(source).await?,
         version: provenance.version.clone(),
         paths: IndexMap::new(),
@@ -176,6 +180,10 @@ pub async fn inspect(
             matches!(finding.kind, FindingKind::MissingFile | FindingKind::Header)
         });
         files.extend(closed.filter_map(|finding| finding.file.clone()));
+        let unfinished = findings.iter().filter(|finding| {
+            matches!(finding.kind, FindingKind::MissingIndex | FindingKind::Unfinished)
+        });
+        summary.unfinished.extend(unfinished.map(|finding| finding.message.clone()));
         files.sort_unstable();
         files.dedup();
     }

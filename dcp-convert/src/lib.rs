@@ -114,7 +114,7 @@ pub use stats::{
 pub use suggest::unknown_fqn;
 pub use target::Target;
 pub use tensor_read::TensorReader;
-pub use to_hf::to_hf;
+pub use to_hf::{to_hf, to_hf_with};
 pub use to_safetensors::to_safetensors;
 pub use to_torch_save::to_torch_save;
 pub use value_json::{JsonLimits, ValueEncoder, value_json};

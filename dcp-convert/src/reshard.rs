@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
-    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt,
-    StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
+    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, StorageExt, StorageWriter,
+    TensorEntry, TensorSpec, Value, WritePlan,
 };
-use dcp_formats::torch_object::encode_object;
+use dcp_formats::Stop;
+use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
-use futures_util::{StreamExt, TryStreamExt, stream};
 
 use crate::callables::{self, ForeignCallable};
 use crate::check::refuse_unsound;
@@ -32,6 +32,9 @@ const RANK_OVERHEAD: u64 = 40 << 20;
 const MADE_AGAIN: usize = 1 << 20;
 /// Encoded objects up to this many bytes are kept in memory until they are written.
 const KEPT_BYTES: usize = 64 << 10;
+
+/// How an archive of `torch.save` begins.
+const ARCHIVE: &[u8] = b"PK\x03\x04";
 
 /// The most ranks to write for; every rank is a file.
 pub const MAX_RANKS: u32 = 1 << 16;
@@ -91,14 +94,23 @@ pub async fn divide(
             .planned(&global.metadata));
     }
     options.start(total);
-    let done = write(source, writer, session, &locals, &plans, data, &global, options).await;
-    if let Err(error) = done {
-        for plan in &plans {
-            writer.abandon(plan).await;
+    let reports = match write(source, writer, &locals, &plans, data, options).await {
+        Ok(reports) => reports,
+        Err(error) => {
+            for plan in &plans {
+                writer.abandon(plan).await;
+            }
+            return Err(error.into());
         }
-        return Err(error.into());
-    }
-    Ok(report(&global, callables).with_files(done.unwrap_or_default()))
+    };
+    let mut files: Vec<(String, u64)> = reports
+        .iter()
+        .flat_map(|report| report.files.iter().map(|(key, len)| (key.to_string(), *len)))
+        .collect();
+    files.sort();
+    // A commit that fails cleans up by itself: only it knows what may have become visible.
+    writer.commit(session, &global.metadata, reports).await?;
+    Ok(report(&global, callables).with_files(files))
 }
 
 /// Lists objects that PyTorch takes for tensors as it lists them: with the dtype and shape that
@@ -162,33 +174,27 @@ fn planned_files(global: &GlobalPlan) -> Vec<(String, u64)> {
     files
 }
 
-#[allow(clippy::too_many_arguments, reason = "they are the state of one save")]
+/// Writes what all ranks hold, and finds that nothing of it was damaged. After a failure no rank is
+/// writing any more.
 async fn write(
     source: &Source,
     writer: &dyn StorageWriter,
-    session: SaveSession,
     locals: &[SavePlan],
     plans: &[WritePlan],
     data: Vec<Arc<dyn DataSource>>,
-    global: &GlobalPlan,
     options: &JobOptions,
-) -> Result<Vec<(String, u64)>, CheckpointError> {
+) -> Result<Vec<dcp_core::WriteReport>, CheckpointError> {
     let at_once = usize::try_from(options.max_memory / RANK_OVERHEAD).unwrap_or(usize::MAX);
     let at_once = at_once.clamp(1, options.parallelism.max(1));
+    let stop = Stop::new();
     let writes = locals
         .iter()
         .zip(plans)
         .zip(data)
-        .map(|((local, plan), data)| writer.write(local, plan, data));
-    let reports: Vec<_> = stream::iter(writes).buffered(at_once).try_collect().await?;
-    let mut files: Vec<(String, u64)> = reports
-        .iter()
-        .flat_map(|report| report.files.iter().map(|(key, len)| (key.to_string(), *len)))
-        .collect();
-    files.sort();
+        .map(|((local, plan), data)| writer.write(local, plan, stop.guard(data)));
+    let reports = stop.run(writes, at_once).await?;
     source.settle(options).await?;
-    writer.commit(session, &global.metadata, reports).await?;
-    Ok(files)
+    Ok(reports)
 }
 
 fn total_bytes(global: &GlobalPlan, locals: &[SavePlan]) -> u64 {
@@ -395,6 +401,15 @@ fn object_part(
     stored: Option<(Key, u64)>,
 ) -> Result<(Part, u64), ConvertError> {
     let encoded = writer.encode_object(fqn, value)?;
+    // What is not stored as it is may lie in a file that nobody has checked, and what is written is
+    // to pass every check.
+    if stored.is_none() && encoded.starts_with(ARCHIVE) {
+        let checked = check_archive(&encoded).and_then(|()| decode_object(&encoded).map(drop));
+        checked.map_err(|error| {
+            let problem = format!("{fqn:?} is damaged: {}", error.problem());
+            CheckpointError::from(FormatError::new(error.what(), problem).with_source(error))
+        })?;
+    }
     let byte_len = encoded.len() as u64;
     // A large object stays where it is until its turn comes.
     let part = match (value, stored) {

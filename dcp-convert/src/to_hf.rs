@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, Storage, StorageErrorKind};
+use bytes::Bytes;
+use dcp_core::{CheckpointError, Key, Storage, StorageErrorKind};
 use dcp_formats::hf::{
     HfLayout, HfPart, HfWriteOptions, file_byte_lens, refuse_existing, write_folder,
 };
@@ -32,6 +33,23 @@ pub async fn to_hf(
     overwrite: bool,
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
+    to_hf_with(source, folder, layout, Vec::new(), overwrite, options).await
+}
+
+/// The same with files beside the weights, such as `config.json`. Where a model is replaced, they
+/// change with its weights: [`HfWriteOptions::beside`] says how.
+///
+/// # Errors
+///
+/// As [`to_hf`], and when one of the files is there and not to be overwritten.
+pub async fn to_hf_with(
+    source: &Source,
+    folder: &Arc<dyn Storage>,
+    layout: &HfLayout,
+    beside: Vec<(Key, Bytes)>,
+    overwrite: bool,
+    options: &JobOptions,
+) -> Result<WriteReport, ConvertError> {
     let source = source.for_job(options.parallelism);
     let outgoing = Outgoing::gather(&source).await?;
     let parts = outgoing.tensors.iter();
@@ -39,6 +57,7 @@ pub async fn to_hf(
     let plan = layout.plan(parts.collect())?;
     let mut how = HfWriteOptions::default();
     how.overwrite = overwrite;
+    how.beside = beside;
     how.metadata = outgoing.header();
     let at_once = usize::try_from(options.max_memory / FILE_MEMORY).unwrap_or(usize::MAX);
     how.parallelism = at_once.clamp(1, options.parallelism.max(1));

@@ -372,7 +372,7 @@ async fn folder(source: &Source, report: &mut VerifyReport) -> Result<(), Checkp
     let Some(hf) = source.hf_reader() else { return Ok(()) };
     for finding in &*hf.findings().await? {
         let kind = match finding.kind {
-            FindingKind::MissingFile => ProblemKind::MissingFile,
+            FindingKind::MissingFile | FindingKind::MissingIndex => ProblemKind::MissingFile,
             FindingKind::ShortFile => ProblemKind::ShortFile,
             FindingKind::SharedBytes => ProblemKind::SharedBytes,
             FindingKind::Header | FindingKind::ExtraBytes => ProblemKind::Corrupt,

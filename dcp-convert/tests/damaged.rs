@@ -5,12 +5,17 @@
 mod support;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use dcp_conformance::{CountingStorage, MemoryStorage};
+use async_trait::async_trait;
+use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
 use dcp_convert::{
     ConvertError, Found, FoundTensor, JobOptions, Source, Target, find, reshard, to_safetensors,
 };
-use dcp_core::{DType, Key, PutMode, Storage, StorageExt};
+use dcp_core::{
+    Buffer, Capabilities, Claim, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+    Storage, StorageError, StorageExt, Upload,
+};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use futures_util::StreamExt;
@@ -174,4 +179,117 @@ fn damage_anywhere_in_the_archive_of_an_object_is_refused() {
         assert!(error.contains("__0_0.distcp"), "{what}: {error}");
         assert_eq!(block_on(target.list(None).count()), 0, "{what} left something");
     }
+}
+
+/// Writes on tasks of its own, as a file system does on threads: whoever stops waiting does not stop
+/// the write. Each takes many turns, and more than those that began before it.
+#[derive(Debug)]
+struct Detached {
+    inner: Arc<dyn Storage>,
+    under_way: Arc<AtomicUsize>,
+}
+
+#[async_trait]
+impl Storage for Detached {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        self.inner.stat(key).await
+    }
+
+    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+        self.inner.read(key, reads).await
+    }
+
+    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+        let (inner, under_way) = (Arc::clone(&self.inner), Arc::clone(&self.under_way));
+        let key = key.clone();
+        let before = under_way.fetch_add(1, Ordering::SeqCst);
+        let write = async move {
+            for _ in 0..1000 * (before + 1) {
+                tokio::task::yield_now().await;
+            }
+            let put = inner.put(&key, payload, mode).await;
+            under_way.fetch_sub(1, Ordering::SeqCst);
+            put
+        };
+        tokio::spawn(write).await.unwrap()
+    }
+
+    async fn start_upload(
+        &self,
+        key: &Key,
+        mode: PutMode,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        self.inner.start_upload(key, mode).await
+    }
+
+    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+        self.inner.list(prefix)
+    }
+
+    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+        self.inner.delete(key).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.inner.claim(key).await
+    }
+}
+
+/// Ranks write side by side. When one fails, the files of those that are still writing go too.
+#[test]
+fn what_other_ranks_were_writing_when_one_failed_is_removed() {
+    block_on(async {
+        let storage = checkpoint(4).await;
+        // What one rank is to write cannot be read, which shows while the others write.
+        let second = key("__1_0.distcp");
+        let mut bytes = storage.read_all(&second).await.unwrap().to_vec();
+        bytes[..64].fill(0xff);
+        storage.put(&second, bytes.into(), PutMode::Overwrite).await.unwrap();
+        let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let under_way = Arc::new(AtomicUsize::new(0));
+        let slow = Detached { inner: Arc::clone(&place), under_way: Arc::clone(&under_way) };
+        let options = JobOptions::default().with_parallelism(4);
+        let writer = DcpWriter::new(Arc::new(slow));
+        let done = reshard(&source(&storage), &writer, 4, &options).await;
+        while under_way.load(Ordering::SeqCst) > 0 {
+            tokio::task::yield_now().await;
+        }
+        let error = dcp_core::error_chain(&done.unwrap_err());
+        assert!(error.contains("__1_0.distcp"), "{error}");
+        assert_eq!(place.list(None).count().await, 0, "a file was left");
+    });
+}
+
+/// A commit that fails removes what was written, and what was there before stays.
+#[test]
+fn a_commit_that_fails_leaves_what_was_there() {
+    block_on(async {
+        let storage = checkpoint(2).await;
+        for n in 1.. {
+            let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+            reshard(&source(&storage), &DcpWriter::new(Arc::clone(&place)), 3, &small())
+                .await
+                .unwrap();
+            let names = async || {
+                let names = place.list(None).map(|meta| meta.unwrap().key).collect::<Vec<_>>();
+                let mut names = names.await;
+                names.sort();
+                names
+            };
+            let before = names().await;
+            let full = FaultStorage::new(Arc::clone(&place)).full_after(n - 1);
+            let writer = DcpWriter::new(Arc::new(full.clone()));
+            let done = reshard(&source(&storage), &writer, 2, &small()).await;
+            if done.is_err() {
+                assert_eq!(names().await, before, "full after {} operations", n - 1);
+            } else {
+                assert!(n > 5, "only {n} operations were tried");
+                break;
+            }
+        }
+    });
 }

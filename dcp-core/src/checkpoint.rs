@@ -159,7 +159,9 @@ pub trait StorageWriter: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// When it did not become visible; the previous checkpoint is then untouched.
+    /// When it did not become visible; the previous checkpoint is then untouched. What the ranks
+    /// wrote is removed, unless the storage may still make it visible. The caller does not abandon
+    /// the save.
     #[doc(alias = "finish")]
     async fn commit(
         &self,

@@ -8,6 +8,7 @@ use dcp_core::{FormatError, Key};
 use serde::Deserialize;
 
 use crate::dcp::names::Named;
+use crate::hf::{CONFIG_ASIDE, INDEX_ENDING};
 
 /// Folders with a checkpoint in them that are remembered below one folder.
 const NESTED_MAX: usize = 64;
@@ -112,8 +113,14 @@ struct OlmoNames {
 
 #[derive(Clone, Debug, Default)]
 struct HuggingFaceNames {
+    /// A file that no number is in.
     single: bool,
+    /// `model.safetensors`.
+    main: bool,
     index: bool,
+    config: bool,
+    /// What a writer that replaces a model keeps until it is done.
+    config_aside: bool,
     /// Shards seen of `STEM-00001-of-00004.safetensors`, by stem and number of shards.
     series: BTreeMap<(String, u32), BTreeSet<u32>>,
 }
@@ -214,7 +221,10 @@ impl FolderNames {
             "common.pt" => self.megatron.common = true,
             "integrity.json" => self.megatron.integrity = true,
             "metadata.json" => self.megatron.index = true,
-            "model.safetensors.index.json" => self.hugging_face.index = true,
+            "model.safetensors" => self.hugging_face.main = true,
+            "config.json" => self.hugging_face.config = true,
+            CONFIG_ASIDE => self.hugging_face.config_aside = true,
+            _ if name.ends_with(INDEX_ENDING) => self.hugging_face.index = true,
             _ => {}
         }
         if let Some(stem) = name.strip_suffix(".safetensors") {
@@ -320,13 +330,27 @@ impl HuggingFaceNames {
     }
 
     fn problem(&self) -> Option<String> {
+        if self.config_aside && !self.config {
+            return Some(format!(
+                "there is a {CONFIG_ASIDE}: a writer died while it replaced the model"
+            ));
+        }
+        if self.main && !self.index {
+            // What lies beside it, no index names.
+            return None;
+        }
         for ((name, of), found) in &self.series {
             if let Some(absent) = (1..=*of).find(|number| !found.contains(number)) {
                 return Some(format!("{name}-{absent:05}-of-{of:05}.safetensors is missing"));
             }
         }
-        (self.index && !self.single && self.series.is_empty())
-            .then(|| "the index is there, but no safetensors file".to_owned())
+        if self.index {
+            let nothing = !self.single && self.series.is_empty();
+            return nothing.then(|| "the index is there, but no safetensors file".to_owned());
+        }
+        // Of what the ranks hold there is no index.
+        let promises = self.series.keys().any(|(name, _)| !name.starts_with("shard-"));
+        promises.then(|| "there is no index: the model was not written to its end".to_owned())
     }
 }
 
@@ -473,6 +497,19 @@ mod tests {
         assert!(problem("x", &["model.safetensors.index.json"]).contains("no safetensors file"));
         let hostile = ["a-1-of-4294967295.safetensors"];
         assert_eq!(verdict("x", &hostile), Some((FolderKind::HuggingFace, true, None)));
+    }
+
+    #[test]
+    fn a_model_that_was_not_written_to_its_end_is_not_whole() {
+        let shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+        assert!(problem("x", &shards).contains("no index"));
+        let whole = Some((FolderKind::HuggingFace, true, None));
+        let with = |name| [shards[0], shards[1], name];
+        assert_eq!(verdict("x", &with("model.safetensors.index.json")), whole);
+        assert_eq!(verdict("x", &with("model.safetensors")), whole);
+        assert_eq!(verdict("x", &["shard-00001-model-00001-of-00001.safetensors"]), whole);
+        assert!(problem("x", &["model.safetensors", CONFIG_ASIDE]).contains("died"));
+        assert_eq!(verdict("x", &["model.safetensors", "config.json", CONFIG_ASIDE]), whole);
     }
 
     #[test]

@@ -45,6 +45,8 @@ pub mod hf;
 pub mod metadata;
 pub mod pickle;
 pub mod safetensors;
+mod staged;
+mod stop;
 pub mod torch_object;
 pub mod torch_save;
 pub mod torch_tensor;
@@ -53,4 +55,6 @@ mod unique;
 mod upload;
 pub mod zarr;
 
+pub use staged::Staged;
+pub use stop::Stop;
 pub use upload::Progress;

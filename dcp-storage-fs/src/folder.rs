@@ -42,7 +42,7 @@ pub(crate) fn settle(root: &Root, path: &str) -> io::Result<()> {
 /// Makes what was created, renamed or removed in the folder durable.
 pub(crate) fn sync(folder: &OwnedFd) -> io::Result<()> {
     #[cfg(test)]
-    tests::note(folder);
+    tests::note(folder)?;
     match fsync(folder) {
         // Some network and user-space file systems have no such call on folders; there, names are
         // as durable as the server makes them.
@@ -57,9 +57,23 @@ pub(crate) fn holds_folder(folder: &OwnedFd, name: &str) -> bool {
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
 }
 
+/// Fails where `name` is, or is a link to, anything but a regular file or a folder: a device, a
+/// pipe or a socket is never replaced by an object.
+pub(crate) fn refuse_special(folder: &OwnedFd, name: &str) -> io::Result<()> {
+    let Ok(stat) = statat(folder, name, AtFlags::empty()) else { return Ok(()) };
+    let what = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::Fifo => "a FIFO",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice | FileType::BlockDevice => "a device",
+        _ => return Ok(()),
+    };
+    let problem = format!("there is {what} of that name, and only regular files are replaced");
+    Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::cell::RefCell;
+    use std::cell::{Cell, RefCell};
     use std::fs;
     use std::os::unix::fs::MetadataExt;
     use std::path::Path;
@@ -73,12 +87,34 @@ pub(crate) mod tests {
 
     thread_local! {
         static SYNCED: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+        /// How many syncs pass before one fails; `None` where none fails.
+        static FAILS_AFTER: Cell<Option<u32>> = const { Cell::new(None) };
     }
 
     /// Remembers that this thread synced a folder, which leaves no trace that could be seen.
-    pub(super) fn note(folder: &OwnedFd) {
+    pub(super) fn note(folder: &OwnedFd) -> io::Result<()> {
         let inode = fstat(folder).unwrap().st_ino;
         SYNCED.with_borrow_mut(|synced| synced.push(inode));
+        let left = FAILS_AFTER.get();
+        FAILS_AFTER.set(left.and_then(|left| left.checked_sub(1)));
+        if left == Some(0) { Err(Errno::IO.into()) } else { Ok(()) }
+    }
+
+    #[test]
+    fn a_creation_whose_name_is_not_durable_is_taken_back_and_a_replacement_is_not() {
+        let root = tempfile::tempdir().unwrap();
+        let storage = FsStorage::open(root.path()).unwrap();
+        let put = |name, bytes: &'static str, mode| {
+            FAILS_AFTER.set(Some(0));
+            let key = Key::new(name).unwrap();
+            let put = storage.put(&key, bytes.into(), mode);
+            put.now_or_never().unwrap().unwrap_err();
+        };
+        put("new", "x", PutMode::Create);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+        fs::write(root.path().join("old"), "old").unwrap();
+        put("old", "new", PutMode::Overwrite);
+        assert_eq!(fs::read(root.path().join("old")).unwrap(), b"new");
     }
 
     /// Whether this thread synced the folder during `work`.

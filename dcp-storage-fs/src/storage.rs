@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use crate::blocking::blocking;
 use crate::builder::Builder;
 use crate::error::{classify, is_absence, is_folder, on_key};
-use crate::folder::{self, holds_folder, open_or_create, settle};
+use crate::folder::{self, holds_folder, open_or_create, refuse_special, settle};
 use crate::leftovers;
 use crate::lock::FsClaim;
 use crate::owner;
@@ -98,9 +98,10 @@ impl Shared {
     /// A temporary file in the folder of `key`, which is made if it is missing.
     pub(crate) fn create_temp(&self, op: StorageOp, key: &Key) -> Result<Temp, StorageError> {
         self.refuse_reserved(op, key)?;
-        let (path, _) = parts(key);
+        let (path, name) = parts(key);
         let create = || {
             let folder = open_or_create(&self.root, path)?;
+            refuse_special(&folder, name)?;
             if self.sync {
                 settle(&self.root, path)?;
             }

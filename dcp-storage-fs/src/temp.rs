@@ -48,12 +48,21 @@ impl Temp {
             self.file.sync_data()?;
         }
         match mode {
-            PutMode::Overwrite => renameat(&self.folder, &self.name, &self.folder, name)?,
+            PutMode::Overwrite => {
+                folder::refuse_special(&self.folder, name)?;
+                renameat(&self.folder, &self.name, &self.folder, name)?;
+            }
             _ => self.rename_to_free(name)?,
         }
         self.named = false;
-        if sync {
-            folder::sync(&self.folder)?;
+        if sync && let Err(error) = folder::sync(&self.folder) {
+            // What a failed creation made goes again. What was replaced cannot come back.
+            if mode == PutMode::Create
+                && let Err(left) = unlinkat(&self.folder, name, AtFlags::empty())
+            {
+                tracing::warn!(%name, error = %left, "cannot remove a file that is not durable");
+            }
+            return Err(error);
         }
         Ok(())
     }

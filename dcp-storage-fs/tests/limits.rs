@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
@@ -39,6 +39,7 @@ fn main() -> ExitCode {
         ),
         trial("no_key_leads_out_of_the_root", false, no_key_leads_out_of_the_root),
         trial("what_is_no_regular_file_is_no_object", false, what_is_no_regular_file_is_no_object),
+        trial("only_regular_files_are_replaced", false, only_regular_files_are_replaced),
         trial(
             "objects_and_folders_do_not_replace_each_other",
             false,
@@ -206,6 +207,44 @@ fn what_is_no_regular_file_is_no_object() {
         block_on(storage.read_range(&key(name), 0..1)).unwrap_err();
     }
     assert_eq!(names(&storage), [""; 0]);
+    drop(socket);
+}
+
+fn only_regular_files_are_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let storage = FsStorage::open(folder.path()).unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let socket = std::os::unix::net::UnixListener::bind(folder.path().join("socket")).unwrap();
+    symlink("pipe", folder.path().join("link to the pipe")).unwrap();
+    symlink("/dev/null", folder.path().join("link to a device")).unwrap();
+    let before = fs::read_dir(folder.path()).unwrap().count();
+    for (name, said) in [
+        ("pipe", "FIFO"),
+        ("socket", "socket"),
+        ("link to the pipe", "FIFO"),
+        ("link to a device", "device"),
+    ] {
+        let key = key(name);
+        for mode in [PutMode::Create, PutMode::Overwrite] {
+            let put = block_on(storage.put(&key, "x".into(), mode)).unwrap_err();
+            let upload = block_on(storage.start_upload(&key, mode)).unwrap_err();
+            for error in [put, upload] {
+                assert_eq!(error.kind(), StorageErrorKind::Invalid, "{name}: {error}");
+                let text = dcp_core::error_chain(&error);
+                let special = text.contains(said) && text.contains("only regular files");
+                assert!(special || text.contains("leads out of the folder"), "{text}");
+            }
+        }
+        // What appears while the bytes are written is not replaced either.
+        let free = folder.path().join("free");
+        let upload = block_on(storage.start_upload(&self::key("free"), PutMode::Overwrite));
+        fs::rename(folder.path().join(name), &free).unwrap();
+        block_on(upload.unwrap().complete()).unwrap_err();
+        fs::rename(&free, folder.path().join(name)).unwrap();
+    }
+    assert!(fs::symlink_metadata(&pipe).unwrap().file_type().is_fifo());
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), before);
     drop(socket);
 }
 

@@ -142,7 +142,7 @@ const LAYERS: &[Layer] = &[
     Layer {
         package: "dcp-cli",
         uses: &["distcp"],
-        tests_use: &[],
+        tests_use: &["dcp-conformance"],
         never: &["zip"],
         never_named: &[],
     },

@@ -51,6 +51,9 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
     for one in &summary.callables {
         out.note(&format!("Python would run {one}, when it loads the checkpoint"));
     }
+    if !args.json {
+        summary.unfinished.iter().for_each(|problem| out.note(problem));
+    }
     if args.common || args.args {
         return common_state(args, &summary, out);
     }

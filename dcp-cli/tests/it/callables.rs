@@ -43,7 +43,8 @@ fn is_contained(uri: &str, key: &str, name: &str) {
     assert_eq!(inspected.code, 0);
     assert!(inspected.stderr.contains(name), "{}", inspected.stderr);
     dcp(["convert", uri, &path(&out, "x.safetensors")]).ok();
-    let admitted = ["--to", "torch-dist", "--allow-callable", name];
+    // The form that every version reads has plain arguments.
+    let admitted = ["--to", "torch-dist", "--form", "newest", "--allow-callable", name];
     let converted = dcp(["convert", uri, &target].iter().chain(&admitted));
     assert_eq!(converted.code, 0, "{}", converted.stderr);
     assert!(converted.stderr.contains(&format!("Python will run {name}")), "{}", converted.stderr);

@@ -34,6 +34,7 @@ mod stats;
 mod support;
 mod terminal;
 mod torch_save;
+mod unfinished;
 mod unshard;
 mod values;
 mod wrong_input;

@@ -141,3 +141,42 @@ fn a_torn_part_is_half_sent_and_nobody_cleans_up() {
     assert_eq!(bytes, b"abcdef");
     assert!(!dropped, "a dead process dropped its upload");
 }
+
+#[test]
+fn a_full_storage_takes_nothing_more_and_lets_go() {
+    let (memory, storage) = memory();
+    let storage = storage.full_after(0);
+    let full = Some(StorageErrorKind::Full);
+    runtime().block_on(async {
+        let put = memory.put(&key("a"), "abcd".into(), PutMode::Create).await;
+        put.unwrap();
+        let outcomes = everything(&storage).await;
+        assert_eq!(outcomes, [full, None, None, None, full, full, None]);
+        assert!(!memory.contains(&key("a")).await.unwrap());
+    });
+}
+
+#[test]
+fn an_upload_whose_bytes_have_their_space_completes_on_a_full_storage() {
+    let (memory, storage) = memory();
+    let storage = storage.full_after(2);
+    runtime().block_on(async {
+        let mut upload = storage.start_upload(&key("a"), PutMode::Create).await.unwrap();
+        upload.put_part("abcd".into()).await.unwrap();
+        upload.complete().await.unwrap();
+        assert_eq!(&memory.read_all(&key("a")).await.unwrap()[..], b"abcd");
+    });
+}
+
+#[test]
+fn a_read_only_storage_stays_as_it_is() {
+    let (memory, storage) = memory();
+    let storage = storage.read_only_after(0);
+    let denied = Some(StorageErrorKind::Denied);
+    runtime().block_on(async {
+        memory.put(&key("a"), "abcd".into(), PutMode::Create).await.unwrap();
+        let outcomes = everything(&storage).await;
+        assert_eq!(outcomes, [denied, None, None, None, denied, denied, denied]);
+        assert!(memory.contains(&key("a")).await.unwrap());
+    });
+}

@@ -351,6 +351,7 @@ mod tests {
 
     fn summary(keys: Vec<(&str, KeySummary)>, files: &[(&str, Option<u64>)]) -> Summary {
         Summary {
+            unfinished: Vec::new(),
             callables: Vec::new(),
             format: "torch_dcp".to_owned(),
             keys: keys.into_iter().map(|(name, key)| (name.into(), key)).collect(),

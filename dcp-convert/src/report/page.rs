@@ -127,6 +127,7 @@ mod tests {
     fn no_text_of_a_checkpoint_breaks_out() {
         let hostile = "</script><img src=x onerror=alert(1)><!--{script}{data}&";
         let summary = Summary {
+            unfinished: Vec::new(),
             callables: Vec::new(),
             format: hostile.to_owned(),
             keys: IndexMap::from([(

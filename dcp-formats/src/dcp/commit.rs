@@ -17,6 +17,9 @@ use super::writer::Options;
 
 /// `seen` is the CRC-32 of the `.metadata` that the session began with, the inner `None` where
 /// there was none; the outer where that is not known.
+///
+/// After a failure the files of `reports` are removed, unless the request to replace `.metadata` may
+/// still take effect: nobody has heard what became of it.
 pub(super) async fn commit(
     storage: &dyn Storage,
     options: &Options,
@@ -30,6 +33,27 @@ pub(super) async fn commit(
         Some(claim) => Some(Arc::clone(claim)),
         None => claim(storage).await?,
     };
+    let files = reports.iter().flat_map(|report| &report.files);
+    let written: Vec<Key> = files.map(|(key, _)| key.clone()).collect();
+    let claim = claim.as_deref();
+    let committed = try_commit(storage, claim, options, session, seen, metadata, reports).await;
+    match &committed {
+        Err(CheckpointError::Storage(error)) if error.is_retryable() => {}
+        Err(_) => remove_unknown(storage, written, &[]).await,
+        Ok(()) => {}
+    }
+    committed
+}
+
+async fn try_commit(
+    storage: &dyn Storage,
+    claim: Option<&dyn Claim>,
+    options: &Options,
+    session: SaveSession,
+    seen: Option<Option<u32>>,
+    metadata: &CheckpointMetadata,
+    reports: Vec<WriteReport>,
+) -> Result<(), CheckpointError> {
     let world_size = u32::try_from(reports.len()).unwrap_or(u32::MAX);
     let mut files: Vec<_> = reports.into_iter().flat_map(|report| report.files).collect();
     files.sort_unstable();
@@ -43,20 +67,27 @@ pub(super) async fn commit(
     let crc32 = crc32fast::hash(&bytes);
     let mut kept: HashSet<Key> = files.iter().map(|(key, _)| key.clone()).collect();
     let sidecar = sidecar_name(crc32).map_err(StorageError::from)?;
+    let mut content_of_sidecar = None;
     if options.sidecar {
         let content = Sidecar::new(world_size, session.generation, crc32, &files)
             .with_completed_by(options.completed_by.as_ref())
             .encode()?;
-        storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
+        content_of_sidecar = Some(content);
         kept.insert(sidecar.clone());
     }
-    if let Err(error) = refuse_overtaken(storage, seen).await {
-        if options.sidecar && error.kind() == StorageErrorKind::Conflict {
+    let replaced = async {
+        if let Some(content) = content_of_sidecar {
+            storage.put(&sidecar, Payload::from(content), PutMode::Overwrite).await?;
+        }
+        refuse_overtaken(storage, seen).await?;
+        put_metadata(storage, claim, &bytes).await
+    };
+    if let Err(error) = replaced.await {
+        if options.sidecar && !error.is_retryable() {
             remove_unknown(storage, vec![sidecar], &[]).await;
         }
         return Err(error.into());
     }
-    put_metadata(storage, claim.as_deref(), &bytes).await?;
 
     let stale = session.stale.into_iter().filter(|key| !kept.contains(key)).collect();
     remove_unknown(storage, stale, &bytes).await;
@@ -104,6 +135,15 @@ pub async fn replace_metadata(
         remove_unknown(storage, vec![stale], &[]).await;
     }
     replaced.map(|()| kept.is_some())
+}
+
+/// The name of the [`Sidecar`] that belongs to these bytes of a `.metadata`.
+///
+/// # Errors
+///
+/// Never; every such name is a key.
+pub fn sidecar_of(metadata: &[u8]) -> Result<Key, StorageError> {
+    Ok(sidecar_name(crc32fast::hash(metadata))?)
 }
 
 /// Fails when the `.metadata` that is there is not the one that the session began with.

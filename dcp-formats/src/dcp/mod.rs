@@ -24,7 +24,7 @@ mod write;
 mod writer;
 
 pub use by_rank::DifferingObject;
-pub use commit::{claim, remove_unreferenced, replace_metadata};
+pub use commit::{claim, remove_unreferenced, replace_metadata, sidecar_of};
 pub use names::data_file;
 pub(crate) use read::PlacedReads;
 pub use reader::{DcpReader, DcpReaderBuilder};

@@ -12,7 +12,6 @@ use dcp_core::{
     Value, WritePlan, WriteReport,
 };
 use futures_util::StreamExt as _;
-use futures_util::stream;
 
 use super::commit;
 use super::names::{self, METADATA, Named};
@@ -20,6 +19,7 @@ use super::place;
 use super::split::FileLayout;
 use super::write::FileJob;
 use crate::metadata::Profile;
+use crate::stop::Stop;
 use crate::upload::Progress;
 
 /// Writes checkpoints as PyTorch's `FileSystemWriter` does: `__{rank}_{n}.distcp` files of
@@ -256,13 +256,11 @@ impl StorageWriter for DcpWriter {
         // What earlier saves made is settled, one way or the other.
         let own = plan.files.first().and_then(Named::parse);
         self.created().retain(|key| Named::parse(key) == own);
-        let parallelism = usize::from(self.storage.capabilities().parallelism.max(1));
-        let writes = jobs.iter().map(|job| self.write_one(job, &*data)).collect::<Vec<_>>();
-        let mut written = stream::iter(writes).buffer_unordered(parallelism);
-        let mut files = Vec::with_capacity(jobs.len());
-        while let Some(file) = written.next().await {
-            files.push(file?);
-        }
+        let parallelism = usize::from(self.storage.capabilities().parallelism);
+        let stop = Stop::new();
+        let data = stop.guard(data);
+        let writes = jobs.iter().map(|job| self.write_one(job, &*data));
+        let mut files = stop.run(writes, parallelism).await?;
         files.sort_unstable();
         Ok(WriteReport::new(files))
     }

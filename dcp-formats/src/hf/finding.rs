@@ -22,8 +22,12 @@ pub struct Finding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FindingKind {
-    /// A file that the index names does not exist.
+    /// A file that the index names, or the names of other files count, does not exist.
     MissingFile,
+    /// The index that the names of the files promise does not exist.
+    MissingIndex,
+    /// A writer died while it replaced the model.
+    Unfinished,
     /// The header of a file cannot be read.
     Header,
     /// A file ends before one of its tensors.

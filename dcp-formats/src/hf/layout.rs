@@ -9,6 +9,9 @@ use indexmap::IndexMap;
 use super::ENDING;
 use super::index_file::IndexFile;
 
+/// What loaders take before they look for an index.
+pub(super) const SINGLE: &str = "model.safetensors";
+
 /// The most bytes of tensors in a file by default, as in huggingface_hub (5 GB).
 pub const MAX_FILE_BYTES: u64 = 5_000_000_000;
 

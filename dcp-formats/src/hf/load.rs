@@ -1,6 +1,5 @@
 //! Finding the files of a model and reading their headers.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use dcp_core::{
@@ -10,6 +9,7 @@ use dcp_core::{
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use super::ENDING;
+use super::complete::{Names, replacement};
 use super::finding::{Finding, FindingKind};
 use super::index_file::{INDEX_ENDING, INDEX_MAX, INDEX_NAME, IndexFile};
 use super::merge::{FileHeader, merge};
@@ -40,17 +40,21 @@ pub(super) struct Loaded {
 }
 
 /// The files to read, and the index that named them.
+#[derive(Default)]
 pub(super) struct Files {
     pub(super) keys: Vec<Key>,
     pub(super) index: Option<Index>,
     /// Files that lie there, too, and hold the same model in another form.
     pub(super) variants: Vec<Key>,
+    /// What the names of the files tell.
+    pub(super) findings: Vec<Finding>,
+    pub(super) notes: Vec<String>,
 }
 
 impl Files {
     /// Files that no index names.
     fn of(keys: Vec<Key>) -> Self {
-        Self { keys, index: None, variants: Vec::new() }
+        Self { keys, ..Self::default() }
     }
 }
 
@@ -97,10 +101,9 @@ pub(super) async fn load(
     let parallelism = usize::from(storage.capabilities().parallelism.max(1));
     let headers: Vec<_> = stream::iter(reads).buffered(parallelism).try_collect().await?;
     let merged = merge(&files, headers, single)?;
-    let (mut findings, mut notes) = (merged.findings, merged.notes);
-    if files.index.is_none() {
-        notes.extend(absent(&files.keys));
-    }
+    let (mut findings, mut notes) = (files.findings, merged.notes);
+    findings.extend(merged.findings);
+    notes.extend(files.notes);
     // Of one file without a header there is nothing to show.
     let nothing = single && merged.metadata.is_empty() && !findings.is_empty();
     if !tolerant || nothing {
@@ -165,7 +168,10 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
         return Err(CheckpointError::NotACheckpoint { message });
     }
     let (keys, variants) = without_variants(keys);
-    Ok(Files { variants, ..Files::of(keys) })
+    let Names { keys, mut findings, notes } = Names::look(keys);
+    let prefix = prefix.map_or_else(String::new, |prefix| format!("{prefix}/"));
+    findings.extend(replacement(&**storage, &prefix).await?);
+    Ok(Files { keys, index: None, variants, findings, notes })
 }
 
 /// The safetensors files and indexes of a folder, sorted; those in folders below it are none of
@@ -213,7 +219,10 @@ async fn indexed(storage: &dyn Storage, key: Key) -> Result<Files, CheckpointErr
     let file = IndexFile::parse(&json).map_err(in_file)?;
     let index = Index { key: key.clone(), file };
     let keys = index.file.files().map(|file| index.resolve(file)).collect::<Result<_, _>>()?;
-    Ok(Files { index: Some(index), ..Files::of(keys) })
+    let name = key.file_name();
+    let folder = key.as_str().strip_suffix(name).unwrap_or_default();
+    let findings = replacement(storage, folder).await?.into_iter().collect();
+    Ok(Files { index: Some(index), findings, ..Files::of(keys) })
 }
 
 /// The header of one file. What is wrong with the file is a finding; an error is the storage's.
@@ -236,45 +245,5 @@ async fn header(storage: &dyn Storage, key: &Key) -> Result<FileHeader, Checkpoi
             Ok(finding(FindingKind::Header, "the file ends in its header".to_owned()))
         }
         Err(error) => Err(error),
-    }
-}
-
-/// What is to be said of files whose names count more of them than there are. It need not mean a
-/// loss: PyTorch writes no file for a number that no tensor was given.
-fn absent(keys: &[Key]) -> Option<String> {
-    let mut present: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
-    for key in keys {
-        if let Some((number, count)) = numbered(key.file_name()) {
-            present.entry(count).or_default().insert(number);
-        }
-    }
-    let (count, numbers) =
-        present.iter().find(|(count, numbers)| **count != numbers.len() as u64)?;
-    let here = numbers.len();
-    Some(format!("the names of the files count {count} of them, there are {here}"))
-}
-
-/// The number and count in `…-00001-of-00002.safetensors`.
-fn numbered(name: &str) -> Option<(u64, u64)> {
-    let (rest, count) = name.strip_suffix(ENDING)?.rsplit_once("-of-")?;
-    let (_, number) = rest.rsplit_once('-')?;
-    Some((number.parse().ok()?, count.parse().ok()?))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn files_that_are_not_there_are_missed() {
-        let absent = |names: &[&str]| {
-            let keys: Vec<_> = names.iter().map(|name| Key::new(name).unwrap()).collect();
-            absent(&keys)
-        };
-        let whole = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
-        assert_eq!(absent(&whole), None);
-        assert!(absent(&whole[1..]).unwrap().contains("count 2 of them, there are 1"));
-        let shard = "shard-00007-model-00001-of-00001.safetensors";
-        assert_eq!(absent(&[shard, "model.safetensors", "-of-.safetensors"]), None);
     }
 }

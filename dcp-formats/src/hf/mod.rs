@@ -9,6 +9,8 @@
 //! which of its tensors are block-scaled weights. [`HfLayout`] divides
 //! tensors into files, and [`write_folder`] writes them.
 
+mod beside;
+mod complete;
 mod finding;
 mod index_file;
 mod layout;
@@ -19,6 +21,7 @@ mod reader;
 mod variants;
 mod write;
 
+pub use beside::{CONFIG_ASIDE, CONFIG_NAME};
 pub use finding::{Finding, FindingKind};
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES};

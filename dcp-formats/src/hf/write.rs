@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use dcp_core::{
     CheckpointError, DataSource, Key, Payload, PlanError, PutMode, Storage, StorageError,
     StorageErrorKind, StorageExt as _, StorageOp,
@@ -14,16 +15,15 @@ use futures_util::{StreamExt as _, stream};
 use indexmap::IndexMap;
 
 use super::ENDING;
+use super::beside::Beside;
 use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
-use super::layout::{HfFile, HfPlan};
+use super::layout::{HfFile, HfPlan, SINGLE};
 use crate::safetensors::{
     RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
     ShardingInfo, encode_header, write,
 };
 use crate::upload::Progress;
 
-/// What loaders take before they look for an index.
-const SINGLE: &str = "model.safetensors";
 /// The most tags that are tried for new names.
 const TAGS_MAX: u32 = 10_000;
 
@@ -38,12 +38,15 @@ pub struct HfWriteOptions {
     /// More entries for the `__metadata__` of every file. `format` is always `pt`, which
     /// transformers asks for.
     pub metadata: IndexMap<String, String>,
+    /// Files beside the weights, such as `config.json`. Those that are there with other contents are
+    /// replaced with the model.
+    pub beside: Vec<(Key, Bytes)>,
 }
 
 impl Default for HfWriteOptions {
-    /// Nothing is replaced, one file at a time, no more entries.
+    /// Nothing is replaced, one file at a time, no more entries, no other files.
     fn default() -> Self {
-        Self { overwrite: false, parallelism: 1, metadata: IndexMap::new() }
+        Self { overwrite: false, parallelism: 1, metadata: IndexMap::new(), beside: Vec::new() }
     }
 }
 
@@ -66,14 +69,20 @@ pub struct HfWritten {
 ///
 /// What is there is not touched before the index of the new files is in place: a name that is
 /// taken is given a tag (`model-g1-00001-of-00002.safetensors`), which loaders that go by the
-/// index follow. Then the files that the old index named are removed, and a `model.safetensors`,
-/// which loaders would prefer.
+/// index follow. Then the files that the old index named are removed, those that an unfinished
+/// write left, and a `model.safetensors`, which loaders would prefer.
+///
+/// [`HfWriteOptions::beside`] comes before the index where no model is replaced. Where one is,
+/// `config.json` goes before the index changes, unless it stays as it is, and the new one comes
+/// last: no moment shows weights of one model with the configuration of another. Until then the
+/// old one is in [`CONFIG_ASIDE`](super::CONFIG_ASIDE).
 ///
 /// # Errors
 ///
 /// Without [`HfWriteOptions::overwrite`] when there is a model, before anything is written
 /// ([`AlreadyExists`](StorageErrorKind::AlreadyExists)); when a header cannot be made; when data
-/// or storage fail. Then all that was written is removed.
+/// or storage fail. Then all that was written is removed, unless the new index is in place, or it
+/// cannot be told whether it is: nothing is removed then that it names.
 pub async fn write_folder(
     storage: &Arc<dyn Storage>,
     plan: &HfPlan,
@@ -83,23 +92,39 @@ pub async fn write_folder(
 ) -> Result<HfWritten, CheckpointError> {
     let old = Old::look(&**storage, plan).await?;
     old.refuse(plan, options)?;
+    let replaces = (old.in_the_way(plan).is_some(), options.overwrite);
+    let mut beside = Beside::look(&**storage, &options.beside, replaces).await?;
     let plan = old.free_names(plan)?;
     let job = Job { storage, plan: &plan, data: &data, options, stop: Arc::default() };
-    let (done, outcome) = job.run(progress).await;
-    let mut written = HfWritten { files: done, ..HfWritten::default() };
-    match outcome {
-        Ok(index) => {
+    let (files, outcome) = job.run(progress).await;
+    let published = match outcome {
+        Ok(()) => job.publish(&mut beside).await,
+        Err(error) => Published::No(error),
+    };
+    let mut written = HfWritten { files, ..HfWritten::default() };
+    match published {
+        Published::Yes(index) => {
             written.files.extend(index.clone());
             written.index = index.map(|(key, _)| key);
         }
-        Err(error) => {
+        Published::No(error) => {
+            beside.undo().await;
             remove(&**storage, written.files.iter().map(|(key, _)| key)).await;
             return Err(error);
         }
+        Published::Unsure(error) => return Err(error),
     }
     let new: BTreeSet<Key> = written.files.iter().map(|(key, _)| key.clone()).collect();
     let stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
     (written.removed, written.left) = remove(&**storage, stale.into_iter()).await;
+    if let Some(single) = written.left.iter().find(|key| key.as_str() == SINGLE) {
+        let kind = StorageErrorKind::Other;
+        let error = StorageError::new(kind, StorageOp::Delete, Some(single.clone()));
+        let message = "the new model is written, but loaders prefer this file of the old one; \
+                       remove it";
+        return Err(error.with_message(message).into());
+    }
+    beside.finish().await?;
     Ok(written)
 }
 
@@ -113,7 +138,11 @@ pub async fn refuse_existing(
     plan: &HfPlan,
     options: &HfWriteOptions,
 ) -> Result<(), CheckpointError> {
-    Old::look(&**storage, plan).await?.refuse(plan, options)
+    let old = Old::look(&**storage, plan).await?;
+    old.refuse(plan, options)?;
+    let replaces = (old.in_the_way(plan).is_some(), options.overwrite);
+    Beside::look(&**storage, &options.beside, replaces).await?;
+    Ok(())
 }
 
 /// The files that [`write_folder`] writes and their bytes, under the names they have where none
@@ -178,12 +207,19 @@ struct Job<'a> {
 /// A file and its bytes.
 type Done = (Key, u64);
 
+/// Whether the new files are a model.
+enum Published {
+    /// They are; with the index, where there is one.
+    Yes(Option<Done>),
+    /// They are not.
+    No(CheckpointError),
+    /// They are, but may not be after a crash of the machine; or it cannot be told.
+    Unsure(CheckpointError),
+}
+
 impl Job<'_> {
-    /// Returns the files that are there, and the index or what went wrong.
-    async fn run(
-        &self,
-        progress: Option<&Progress>,
-    ) -> (Vec<Done>, Result<Option<Done>, CheckpointError>) {
+    /// Returns the files that are there, and what went wrong.
+    async fn run(&self, progress: Option<&Progress>) -> (Vec<Done>, Result<(), CheckpointError>) {
         let writes: Vec<_> =
             self.plan.files.iter().map(|file| self.write_file(file, progress)).collect();
         let mut results = stream::iter(writes).buffered(self.options.parallelism.max(1));
@@ -198,19 +234,36 @@ impl Job<'_> {
                 },
             }
         }
-        match failed {
-            Some(error) => (done, Err(error)),
-            None => (done, self.write_index().await),
-        }
+        (done, failed.map_or(Ok(()), Err))
     }
 
-    async fn write_index(&self) -> Result<Option<Done>, CheckpointError> {
-        let Some(json) = self.plan.index_json() else { return Ok(None) };
-        let key = Key::new(INDEX_NAME).map_err(StorageError::from)?;
+    /// Makes the files a model.
+    async fn publish(&self, beside: &mut Beside<'_>) -> Published {
+        if let Err(error) = beside.prepare().await {
+            return Published::No(error.into());
+        }
+        let Some(json) = self.plan.index_json() else { return Published::Yes(None) };
+        let json = Bytes::from(json);
+        let key = match Key::new(INDEX_NAME) {
+            Ok(key) => key,
+            Err(error) => return Published::No(StorageError::from(error).into()),
+        };
+        let put = |mode| self.storage.put(&key, Payload::from(json.clone()), mode);
         let mode = if self.options.overwrite { PutMode::Overwrite } else { PutMode::Create };
-        let byte_len = json.len() as u64;
-        self.storage.put(&key, Payload::from(json), mode).await?;
-        Ok(Some((key, byte_len)))
+        let written = Published::Yes(Some((key.clone(), json.len() as u64)));
+        let Err(error) = put(mode).await else { return written };
+        match self.storage.read_all(&key).await {
+            // It is there, and put once more it may be durable, too.
+            Ok(found) if found == json => match put(PutMode::Overwrite).await {
+                Ok(()) => written,
+                Err(_) => Published::Unsure(error.into()),
+            },
+            Ok(_) => Published::No(error.into()),
+            Err(absent) if absent.kind() == StorageErrorKind::NotFound => {
+                Published::No(error.into())
+            }
+            Err(_) => Published::Unsure(error.into()),
+        }
     }
 
     async fn write_file(
@@ -305,11 +358,9 @@ impl Old {
         if old.taken.contains(&single) {
             old.files.insert(single);
         }
-        // Without an index to go by, names tell what belongs to a model.
-        if old.index.is_none() || plan.distributed {
-            let numbered = old.taken.iter().filter(|key| is_numbered(key.as_str()));
-            old.files.extend(numbered.cloned());
-        }
+        // Of what no index names, names tell what belongs to a model: a write that was not finished
+        // left it.
+        old.files.extend(old.taken.iter().filter(|key| is_numbered(key.as_str())).cloned());
         Ok(old)
     }
 

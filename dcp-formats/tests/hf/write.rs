@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_conformance::MemoryStorage;
+use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_core::{CheckpointError, DType, DataSource, Payload, PlanError, Storage, StorageErrorKind};
 use dcp_formats::hf::{
-    HfLayout, HfPart, HfPlan, HfReader, HfWriteOptions, HfWritten, IndexFile, write_folder,
+    CONFIG_ASIDE, HfLayout, HfPart, HfPlan, HfReader, HfWriteOptions, HfWritten, IndexFile,
+    write_folder,
 };
 
 use crate::folder::{Tensors, counting, data, file, tensors};
@@ -254,4 +255,135 @@ fn nameless_types_come_back() {
     block_on(write_folder(&shared, &plan, data(vec![bytes.clone()]), &options, None)).unwrap();
     let found = read(&storage);
     assert_eq!((found["c"].dtype(), found["c"].to_vec().unwrap()), (DType::Complex128, bytes));
+}
+
+const CONFIG: &str = "config.json";
+
+/// Breaks a storage at an operation.
+type Break = fn(FaultStorage, u64) -> FaultStorage;
+
+/// Puts an old model somewhere.
+type Fill<'a> = &'a dyn Fn(&Arc<MemoryStorage>);
+
+/// A folder whose writer met a fault, and whether it said that all went well.
+struct Met {
+    storage: Arc<MemoryStorage>,
+    operations: u64,
+    outcome: Result<HfWritten, CheckpointError>,
+}
+
+/// Writes over what `before` put there, with a fault.
+fn met(before: &dyn Fn(&Arc<MemoryStorage>), fault: &dyn Fn(FaultStorage) -> FaultStorage) -> Met {
+    let storage = Arc::new(MemoryStorage::new());
+    before(&storage);
+    let faulty = fault(FaultStorage::new(Arc::clone(&storage) as _));
+    let (plan, bytes) = plan(100);
+    let mut options = HfWriteOptions::default();
+    options.overwrite = true;
+    options.beside =
+        vec![(key("vocab.txt"), "new words".into()), (key(CONFIG), "the new configuration".into())];
+    let shared = Arc::new(faulty.clone()) as Arc<dyn Storage>;
+    let outcome = block_on(write_folder(&shared, &plan, data(bytes), &options, None));
+    Met { storage, operations: faulty.operations(), outcome }
+}
+
+/// What a loader makes of the folder: the first number of its weights, its configuration, and
+/// whether all is there.
+fn taken(storage: &Arc<MemoryStorage>) -> (Option<u8>, Option<String>) {
+    let weights = tensors(&HfReader::new(Arc::clone(storage) as _));
+    let first = weights.ok().map(|found| {
+        let first = found["a"].to_vec().unwrap()[0];
+        check(storage, first);
+        first
+    });
+    let there = names(&**storage).iter().any(|name| name == CONFIG);
+    let config = there.then(|| String::from_utf8(get(&**storage, CONFIG).to_vec()).unwrap());
+    (first, config)
+}
+
+/// Every operation fails in every way, over no model and over models of both kinds.
+#[test]
+fn weights_and_configuration_are_of_one_model_whatever_fails() {
+    let nothing = |_: &Arc<MemoryStorage>| ();
+    let indexed = |storage: &Arc<MemoryStorage>| {
+        write(storage, 7, false).unwrap();
+        put(&**storage, CONFIG, b"the old configuration".to_vec());
+        put(&**storage, "vocab.txt", b"old words".to_vec());
+    };
+    let single = |storage: &Arc<MemoryStorage>| {
+        let tensors = ["a", "b", "c"].map(|name| {
+            let at = 7 + 10 * (name.as_bytes()[0] - b'a');
+            let (item, bytes) = counting(name, &[10], at);
+            (item, bytes, None)
+        });
+        file(&**storage, "model.safetensors", &tensors);
+        put(&**storage, CONFIG, b"the old configuration".to_vec());
+    };
+    let bare = |storage: &Arc<MemoryStorage>| drop(write(storage, 7, false).unwrap());
+    let faults: [(&str, Break); 7] = [
+        ("dead", |storage, n| storage.dying_after(n - 1)),
+        ("torn", |storage, n| storage.with_fault(n, Fault::Tear)),
+        ("full", |storage, n| storage.full_after(n - 1)),
+        ("read-only", |storage, n| storage.read_only_after(n - 1)),
+        ("failed", |storage, n| storage.with_fault(n, Fault::Fail(StorageErrorKind::Other))),
+        ("done and failed", |storage, n| storage.with_fault(n, Fault::FailAfterwards)),
+        ("lost", |storage, n| storage.with_fault(n, Fault::LoseReply)),
+    ];
+    let olds: [(&str, Fill<'_>); 4] =
+        [("nothing", &nothing), ("indexed", &indexed), ("single", &single), ("bare", &bare)];
+    for (old, before) in olds {
+        for (how, fault) in &faults {
+            let mut seen = [false; 2];
+            for n in 1.. {
+                let Met { storage, operations, outcome } = met(before, &|s| fault(s, n));
+                let when = format!("over {old}, {how} at operation {n}: {outcome:?}");
+                let (weights, config) = taken(&storage);
+                let all = names(&*storage);
+                match (weights, config.as_deref()) {
+                    (Some(7), Some("the old configuration")) => seen[0] = true,
+                    (Some(7), None) if old == "bare" => seen[0] = true,
+                    (None, _) if old == "nothing" => seen[0] = true,
+                    (Some(100), Some("the new configuration")) => seen[1] = true,
+                    // A reader of ours refuses it, and transformers takes no folder without one.
+                    (None, None) => {
+                        assert!(all.iter().any(|name| name == CONFIG_ASIDE), "{when}: {all:?}");
+                    }
+                    // There was none, and the new one comes last.
+                    (Some(100), None) if old == "bare" => assert!(outcome.is_err(), "{when}"),
+                    other => panic!("{when}: {other:?} of {all:?}"),
+                }
+                if outcome.is_err() && *how == "failed" && weights == Some(7) {
+                    let strays: Vec<_> = all.iter().filter(|name| name.contains("g1-")).collect();
+                    assert!(strays.is_empty(), "{when}: {strays:?}");
+                }
+                if outcome.is_ok() {
+                    let new = (Some(100), Some("the new configuration"));
+                    assert_eq!((weights, config.as_deref()), new, "{when}");
+                }
+                // The next one gets through, and cleans up.
+                let again = Arc::clone(&storage);
+                let Met { storage, outcome, .. } = met(
+                    &|fresh| {
+                        for name in names(&*again) {
+                            put(&**fresh, &name, get(&*again, &name).to_vec());
+                        }
+                    },
+                    &|storage| storage,
+                );
+                outcome.unwrap();
+                let (weights, config) = taken(&storage);
+                assert_eq!(
+                    (weights, config.as_deref()),
+                    (Some(100), Some("the new configuration"))
+                );
+                let left = names(&*storage);
+                assert_eq!(left.len(), 5, "{when}: {all:?}, and then {left:?}");
+                if operations < n {
+                    assert!(n > 8, "{when}: only {n} operations were tried");
+                    break;
+                }
+            }
+            assert_eq!(seen, [true; 2], "{old}, {how}");
+        }
+    }
 }

@@ -4,6 +4,7 @@ use bytes::Bytes;
 use dcp_core::{
     CheckpointError, Claim, Key, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _,
 };
+use dcp_formats::Staged;
 use futures_util::StreamExt as _;
 
 use super::form::{COMMON_FILE, METADATA_JSON};
@@ -23,6 +24,9 @@ pub(super) struct Before {
     metadata: Option<Bytes>,
 }
 
+/// The files that `metadata.json` vouches for: of two checkpoints, they would be a third one.
+const VOUCHED_FOR: [&str; 2] = [METADATA, COMMON_FILE];
+
 impl Before {
     pub(super) async fn look(storage: &dyn Storage) -> Result<Self, StorageError> {
         Ok(Self {
@@ -31,6 +35,21 @@ impl Before {
             integrity: read(storage, INTEGRITY_FILE).await?,
             metadata: read(storage, METADATA).await?,
         })
+    }
+
+    /// The same files once more, which only need their names to be back, so that this works on a
+    /// full storage too.
+    pub(super) async fn stage(&self, storage: &dyn Storage) -> Result<Staged, StorageError> {
+        let mut staged = Staged::new();
+        for name in [METADATA, COMMON_FILE, INTEGRITY_FILE, METADATA_JSON] {
+            let Some(bytes) = self.get(name).cloned() else { continue };
+            let key = Key::new(name)?;
+            if let Err(error) = staged.add(storage, &key, bytes, PutMode::Overwrite).await {
+                staged.abort().await;
+                return Err(error);
+            }
+        }
+        Ok(staged)
     }
 
     /// Whether there was a checkpoint with this `metadata.json`.
@@ -65,10 +84,10 @@ impl Before {
     pub(super) async fn restore(
         &self,
         storage: &dyn Storage,
-        claim: Option<&dyn Claim>,
+        (claim, staged): (Option<&dyn Claim>, &mut Staged),
         ours: Option<&Bytes>,
     ) {
-        if let Err(error) = self.try_restore(storage, claim, ours).await {
+        if let Err(error) = self.try_restore(storage, (claim, staged), ours).await {
             tracing::warn!(
                 %error,
                 "what a failed commit replaced cannot be put back; without metadata.json this \
@@ -80,31 +99,60 @@ impl Before {
     async fn try_restore(
         &self,
         storage: &dyn Storage,
-        claim: Option<&dyn Claim>,
+        (claim, staged): (Option<&dyn Claim>, &mut Staged),
         ours: Option<&Bytes>,
     ) -> Result<(), StorageError> {
         let now = read(storage, METADATA).await?;
         let known = now == self.metadata || (now.is_some() && now.as_ref() == ours);
-        if !known || self.is_whole(storage).await? {
+        if !known {
             return Ok(());
         }
-        delete(storage, METADATA_JSON).await?;
-        for name in [METADATA, COMMON_FILE, INTEGRITY_FILE, METADATA_JSON] {
-            match self.get(name) {
-                Some(bytes) if read(storage, name).await?.as_ref() == Some(bytes) => {}
-                Some(bytes) => match claim {
-                    Some(claim) if name == METADATA => claim.replace(bytes.clone().into()).await?,
-                    _ => put(storage, &Key::new(name)?, bytes, PutMode::Overwrite).await?,
-                },
-                None => delete(storage, name).await?,
+        // What vouches for a mixture goes; what vouches for what it did before stays.
+        if !self.is_as_it_was(storage, &VOUCHED_FOR).await? {
+            delete(storage, METADATA_JSON).await?;
+            for name in &VOUCHED_FOR {
+                self.put_back(storage, (claim, staged), name).await?;
             }
         }
-        Ok(())
+        // Without a manifest of its files the checkpoint is whole nonetheless.
+        if let Err(error) = self.put_back(storage, (None, staged), INTEGRITY_FILE).await {
+            tracing::warn!(%error, "{INTEGRITY_FILE} cannot be put back");
+        }
+        self.put_back(storage, (None, staged), METADATA_JSON).await
     }
 
-    /// Whether all is as it was.
-    async fn is_whole(&self, storage: &dyn Storage) -> Result<bool, StorageError> {
-        for name in [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, METADATA] {
+    async fn put_back(
+        &self,
+        storage: &dyn Storage,
+        (claim, staged): (Option<&dyn Claim>, &mut Staged),
+        name: &str,
+    ) -> Result<(), StorageError> {
+        let Some(bytes) = self.get(name).cloned() else { return delete(storage, name).await };
+        if read(storage, name).await?.as_ref() == Some(&bytes) {
+            return Ok(());
+        }
+        if let (Some(claim), METADATA) = (claim, name) {
+            match claim.replace(bytes.clone().into()).await {
+                Ok(()) => return Ok(()),
+                Err(error) if error.kind() == StorageErrorKind::Conflict => return Err(error),
+                // A full storage has no room for the bytes once more; what is staged needs none.
+                Err(_) => {}
+            }
+        }
+        let key = Key::new(name)?;
+        match staged.publish(storage, &key).await {
+            Ok(()) => Ok(()),
+            Err(_) => put(storage, &key, &bytes, PutMode::Overwrite).await,
+        }
+    }
+
+    /// Whether these files are as they were.
+    async fn is_as_it_was(
+        &self,
+        storage: &dyn Storage,
+        names: &[&str],
+    ) -> Result<bool, StorageError> {
+        for name in names {
             if read(storage, name).await?.as_ref() != self.get(name) {
                 return Ok(false);
             }

@@ -18,9 +18,13 @@ use dcp_core::{
     WriteReport,
 };
 use dcp_formats::Progress;
-use dcp_formats::dcp::{DcpWriter, DcpWriterBuilder, FileLayout, data_file, remove_unreferenced};
+use dcp_formats::dcp::{
+    DcpWriter, DcpWriterBuilder, FileLayout, data_file, remove_unreferenced, sidecar_of,
+};
 use dcp_formats::metadata::Profile;
+use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_save::encode_value;
+use dcp_formats::torch_zip::check_archive;
 
 pub use form::MegatronForm;
 
@@ -51,7 +55,8 @@ use integrity::INTEGRITY_FILE;
 /// a process that dies in between leaves a folder that no version takes for a checkpoint, never
 /// one that mixes two. Where the common state is inside both, or its file is the same, the
 /// replacement of `.metadata` alone is the commit, and there is no such moment. When the commit
-/// fails rather than dies, what was there before is put back.
+/// fails rather than dies, what was there before is put back: it is sent to the storage before
+/// anything is removed, so that no full disk is in the way.
 ///
 /// The [`Sidecar`](dcp_formats::dcp::Sidecar) is written too; Megatron-Core ignores it. It says that
 /// the checkpoint is complete with `metadata.json` only: what a save that died before left is in the
@@ -106,6 +111,11 @@ impl MegatronWriter {
                 encode_value(&Value::List(vec![value.clone()]), "archive")
             }
         };
+        let encoded = encoded.and_then(|encoded| {
+            check_archive(&encoded)?;
+            decode_object(&encoded)?;
+            Ok(encoded)
+        });
         encoded.map_err(|error| {
             let path = culprit(&value, &|part| encode_value(part, "archive").is_err());
             let problem = match path.is_empty() {
@@ -123,7 +133,7 @@ impl MegatronWriter {
         encoded: Bytes,
         metadata: &mut CheckpointMetadata,
         reports: &mut Vec<WriteReport>,
-    ) -> Result<(), CheckpointError> {
+    ) -> Result<Key, CheckpointError> {
         let taken: HashSet<&Key> =
             reports.iter().flat_map(|report| &report.files).map(|(key, _)| key).collect();
         let mut n = 0;
@@ -142,10 +152,10 @@ impl MegatronWriter {
         metadata.insert(COMMON_OBJECT, Entry::Object(ObjectEntry::new(Some(placement))));
         put(&*self.storage, &key, &encoded, PutMode::Create).await?;
         match reports.first_mut() {
-            Some(report) => report.files.push((key, byte_len)),
-            None => reports.push(WriteReport::new(vec![(key, byte_len)])),
+            Some(report) => report.files.push((key.clone(), byte_len)),
+            None => reports.push(WriteReport::new(vec![(key.clone(), byte_len)])),
         }
-        Ok(())
+        Ok(key)
     }
 
     /// The hashes of all files that were written: those that the ranks have made of theirs, and of
@@ -161,6 +171,37 @@ impl MegatronWriter {
         let others = files.filter(|(key, _)| !known.contains_key(key)).cloned().collect();
         known.extend(integrity::hashes(&*self.storage, others).await?);
         Ok(known)
+    }
+
+    /// The commit, after a failure of which all is as it was but the data files. What it writes of
+    /// these is added to `written`.
+    async fn try_commit(
+        &self,
+        session: SaveSession,
+        metadata: &CheckpointMetadata,
+        mut reports: Vec<WriteReport>,
+        written: &mut Vec<Key>,
+    ) -> Result<(), CheckpointError> {
+        let claim = session.claim.clone();
+        let before = Before::look(&*self.storage).await?;
+        let mut with_common = None;
+        if self.form == MegatronForm::CommonInside {
+            let encoded = self.encoded_common()?;
+            let metadata = with_common.insert(metadata.clone());
+            let generation = session.generation;
+            let key = self.put_common_inside(generation, encoded, metadata, &mut reports).await?;
+            written.push(key);
+        }
+        let metadata = with_common.as_ref().unwrap_or(metadata);
+        let mut staged = before.stage(&*self.storage).await?;
+        let replaced = self.replace(session, metadata, reports, &before).await;
+        if replaced.is_err() {
+            let ours = dcp_formats::metadata::encode(metadata, self.profile).ok();
+            written.extend(ours.as_ref().and_then(|bytes| sidecar_of(bytes).ok()));
+            before.restore(&*self.storage, (claim.as_deref(), &mut staged), ours.as_ref()).await;
+        }
+        staged.abort().await;
+        replaced
     }
 
     /// Everything of the commit that can be undone.
@@ -363,7 +404,7 @@ impl StorageWriter for MegatronWriter {
         &self,
         session: SaveSession,
         metadata: &CheckpointMetadata,
-        mut reports: Vec<WriteReport>,
+        reports: Vec<WriteReport>,
     ) -> Result<(), CheckpointError> {
         // Held until metadata.json is there and what it replaces is gone.
         let claim = match &session.claim {
@@ -371,24 +412,17 @@ impl StorageWriter for MegatronWriter {
             None => dcp_formats::dcp::claim(&*self.storage).await?,
         };
         let session = session.with_claim(claim.clone());
-        let before = Before::look(&*self.storage).await?;
-        let mut with_common = None;
-        if self.form == MegatronForm::CommonInside {
-            let encoded = self.encoded_common()?;
-            let metadata = with_common.insert(metadata.clone());
-            let generation = session.generation;
-            self.put_common_inside(generation, encoded, metadata, &mut reports).await?;
-        }
-        let metadata = with_common.as_ref().unwrap_or(metadata);
-        let written: Vec<Key> =
+        let mut written: Vec<Key> =
             reports.iter().flat_map(|report| &report.files).map(|(key, _)| key.clone()).collect();
-        let replaced = self.replace(session, metadata, reports, &before).await;
-        if replaced.is_err() {
-            let ours = dcp_formats::metadata::encode(metadata, self.profile).ok();
-            before.restore(&*self.storage, claim.as_deref(), ours.as_ref()).await;
-            remove_unreferenced(&*self.storage, written).await;
+        let committed = self.try_commit(session, metadata, reports, &mut written).await;
+        match &committed {
+            // What was asked for may still take effect: nobody has heard what became of it.
+            Err(CheckpointError::Storage(error)) if error.is_retryable() => {}
+            Err(_) => remove_unreferenced(&*self.storage, written).await,
+            Ok(()) => {}
         }
-        replaced
+        drop(claim);
+        committed
     }
 
     async fn abandon(&self, plan: &WritePlan) {

@@ -7,6 +7,7 @@ mod async_queue;
 mod bucket_space;
 mod contents;
 mod corpus;
+mod damaged_common;
 mod describing;
 mod expected;
 mod fixtures;

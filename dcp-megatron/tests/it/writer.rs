@@ -209,6 +209,80 @@ fn a_save_that_fails_puts_back_what_was_there() {
     }
 }
 
+/// A disk that is full stays full: what is put back must not need space. With the files of
+/// Megatron-Core's integrity check and without.
+#[test]
+fn a_full_disk_changes_nothing_of_what_was_there() {
+    for (from, to) in FORMS.iter().flat_map(|from| FORMS.map(|to| (*from, to))) {
+        for with_integrity in [false, true] {
+            let place = Arc::new(MemoryStorage::new());
+            let writer = |storage: Arc<dyn Storage>, form, seed| {
+                let writer = MegatronWriter::builder(storage).common(common(seed)).form(form);
+                writer.overwrite(true).integrity(with_integrity).build()
+            };
+            save(&source(), &writer(place.clone(), from, 1)).unwrap();
+            let all = |storage: &dyn Storage| {
+                let names = names(storage).into_iter();
+                names.map(|name| (get(storage, &name), name)).collect::<Vec<_>>()
+            };
+            let before = all(&*place);
+            let mut tried = 0;
+            for n in 0.. {
+                let inner = copy(&*place);
+                let full = FaultStorage::new(inner.clone()).full_after(n);
+                let saved = save(&other_source(), &writer(Arc::new(full.clone()), to, 2));
+                let when = format!("{from:?} to {to:?}, full after {n} operations");
+                if saved.is_ok() {
+                    assert_eq!(load(&inner).unwrap().1, 2, "{when}");
+                    break;
+                }
+                assert!(all(&*inner) == before, "{when}: {:?}", names(&*inner));
+                tried = n;
+            }
+            assert!(tried > 10, "only {tried} operations were tried");
+        }
+    }
+}
+
+/// Whatever stops working in the middle of a save, what is left is one checkpoint or none.
+#[test]
+fn a_storage_that_breaks_leaves_no_mix() {
+    let faults: [fn(FaultStorage, u64) -> FaultStorage; 3] = [
+        |storage, n| storage.read_only_after(n - 1),
+        |storage, n| storage.with_fault(n, Fault::FailAfterwards),
+        |storage, n| storage.with_fault(n, Fault::Fail(StorageErrorKind::Transient)),
+    ];
+    for (from, to) in FORMS.iter().flat_map(|from| FORMS.map(|to| (*from, to))) {
+        let place = Arc::new(MemoryStorage::new());
+        save(&source(), &writer(place.clone(), from, 1)).unwrap();
+        let old = load(&place).unwrap();
+        let whole = Arc::new(MemoryStorage::new());
+        save(&other_source(), &writer(whole.clone(), to, 2)).unwrap();
+        let new = load(&whole).unwrap();
+        for (which, fault) in faults.iter().enumerate() {
+            for n in 1.. {
+                let inner = copy(&*place);
+                let storage = fault(FaultStorage::new(inner.clone()), n);
+                let saved = save(&other_source(), &writer(Arc::new(storage.clone()), to, 2));
+                let when = format!("{from:?} to {to:?}, fault {which} at operation {n}: {saved:?}");
+                match load(&inner) {
+                    // Only what stays read-only cannot be put back.
+                    None => {
+                        assert!(which == 0 && (from, to) != (FORMS[1], FORMS[1]), "{when}");
+                        save(&source(), &writer(inner.clone(), to, 3)).unwrap();
+                        assert_eq!(load(&inner).unwrap(), (old.0.clone(), 3), "{when}");
+                    }
+                    Some(found) if found == old => assert!(saved.is_err(), "{when}"),
+                    Some(found) => assert!(found == new, "{when}"),
+                }
+                if storage.operations() < n {
+                    break;
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_lost_reply_never_makes_a_mix() {
     for (from, to) in FORMS.iter().flat_map(|from| FORMS.map(|to| (*from, to))) {

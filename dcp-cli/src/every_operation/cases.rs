@@ -1,0 +1,120 @@
+//! The commands that are stopped.
+
+use std::fs;
+use std::path::Path;
+
+use super::{Case, survives};
+
+fn fixture(name: &str) -> String {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
+    folder.join(name).display().to_string()
+}
+
+fn words(text: &str) -> Vec<String> {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+const SMALL: &str = "pytorch/t21_plain";
+const MEGATRON: &str = "megatron/tp2_basic/ckpt";
+const OTHER_MEGATRON: &str = "megatron/factories/ckpt";
+
+/// `dcp convert` to one format, over what it wrote of another checkpoint with other options.
+fn converts(source: &str, to: &str, old: (&str, &str)) -> Case {
+    let from = |name: &str| vec!["convert".to_owned(), fixture(name)];
+    Case {
+        before: from(source),
+        after: words(to),
+        old: (from(old.0), words(old.1)),
+        file: false,
+        gap: false,
+    }
+}
+
+#[test]
+fn to_safetensors() {
+    let to = "--to safetensors --dtype bf16";
+    let case = converts(SMALL, to, (SMALL, "--to safetensors"));
+    survives(Case { file: true, ..case });
+}
+
+#[test]
+fn to_torch_save() {
+    let to = "--to torch-save --dtype bf16";
+    let case = converts(SMALL, to, (SMALL, "--to torch-save"));
+    survives(Case { file: true, ..case });
+}
+
+#[test]
+fn to_legacy_torch_save() {
+    let to = "--to torch-save --legacy --dtype bf16";
+    let case = converts(SMALL, to, (SMALL, "--to torch-save --legacy"));
+    survives(Case { file: true, ..case });
+}
+
+#[test]
+fn to_dcp() {
+    survives(converts(SMALL, "--to dcp --ranks 2 --dtype bf16", (SMALL, "--to dcp --ranks 3")));
+}
+
+#[test]
+fn reshard() {
+    let from = vec!["reshard".to_owned(), fixture(SMALL)];
+    let case = converts(SMALL, "--ranks 2", (SMALL, "--to dcp --ranks 3 --dtype bf16"));
+    survives(Case { before: from, ..case });
+}
+
+#[test]
+fn to_hugging_face() {
+    let to = "--to hf --max-shard-size 600 --dtype bf16";
+    survives(converts(SMALL, to, (SMALL, "--to hf --max-shard-size 700")));
+}
+
+/// The configuration of the new model is another one, so there is a moment without one.
+#[test]
+fn to_hugging_face_with_its_configuration() {
+    let configs = tempfile::tempdir().unwrap();
+    let config = |name: &str| {
+        let folder = configs.path().join(name);
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("config.json"), format!("{{\"model_type\": \"{name}\"}}")).unwrap();
+        fs::write(folder.join("vocab.txt"), name).unwrap();
+        folder.display().to_string()
+    };
+    let to = format!("--to hf --max-shard-size 600 --dtype bf16 --config {}", config("new"));
+    let old = format!("--to hf --max-shard-size 700 --config {}", config("old"));
+    survives(Case { gap: true, ..converts(SMALL, &to, (SMALL, &old)) });
+}
+
+/// `common.pt` has one name only, so there is a moment with neither.
+#[test]
+fn to_torch_dist() {
+    let case = converts(MEGATRON, "--to torch-dist", (OTHER_MEGATRON, "--to torch-dist"));
+    survives(Case { gap: true, ..case });
+}
+
+#[test]
+fn to_torch_dist_with_the_common_state_inside() {
+    let to = "--to torch-dist --form newest --integrity";
+    survives(converts(MEGATRON, to, (OTHER_MEGATRON, to)));
+}
+
+#[test]
+fn reshard_of_megatron() {
+    let case = converts(MEGATRON, "--tp 1 --pp 1", (OTHER_MEGATRON, "--to torch-dist"));
+    survives(Case { before: vec!["reshard".to_owned(), fixture(MEGATRON)], gap: true, ..case });
+}
+
+#[test]
+fn average() {
+    let sources = vec!["average".to_owned(), fixture(SMALL), "--non-float".into(), "first".into()];
+    let before = sources.into_iter().chain(["--out".to_owned()]).collect();
+    let case = converts(SMALL, "--to dcp --dtype bf16", (SMALL, "--to dcp"));
+    survives(Case { before, ..case });
+}
+
+#[test]
+fn merge() {
+    let before = vec!["merge".to_owned(), fixture(SMALL), "--out".to_owned()];
+    let case = converts(SMALL, "--to hf --max-shard-size 600 --dtype bf16", (SMALL, "--to hf"));
+    survives(Case { before, ..case });
+}

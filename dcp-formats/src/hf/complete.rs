@@ -1,0 +1,214 @@
+//! Whether the files of a folder without an index are a whole model.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageExt as _};
+
+use super::ENDING;
+use super::beside::{CONFIG_ASIDE, CONFIG_NAME};
+use super::finding::{Finding, FindingKind};
+use super::index_file::INDEX_ENDING;
+use super::layout::SINGLE;
+
+/// Digits of the numbers in names of a model's files, at least.
+const DIGITS_MIN: usize = 5;
+/// Missing files that are named of one series.
+const NAMED_MAX: usize = 8;
+
+/// What the names of tensor files tell where no index lies beside them.
+#[derive(Debug, Default)]
+pub(super) struct Names {
+    /// The files to read.
+    pub(super) keys: Vec<Key>,
+    /// What shows that the model is not whole.
+    pub(super) findings: Vec<Finding>,
+    /// What is odd.
+    pub(super) notes: Vec<String>,
+}
+
+impl Names {
+    /// Looks at the files of one folder.
+    ///
+    /// A name such as `model-00001-of-00002.safetensors` promises the other files that it counts, and
+    /// an index, which is written last. Where there is a `model.safetensors`, loaders take that, and
+    /// such files beside it are what an unfinished write left.
+    pub(super) fn look(keys: Vec<Key>) -> Self {
+        let has_single = keys.iter().any(|key| key.file_name() == SINGLE);
+        if has_single {
+            let (left, keys): (Vec<_>, Vec<_>) = keys
+                .into_iter()
+                .partition(|key| series(key.file_name()).is_some_and(|(s, _)| s.is_models()));
+            let notes = match left.first() {
+                Some(first) => vec![format!(
+                    "{} files of a model that was not written to its end, such as {first:?}, are left \
+                     out: no index names them, and {SINGLE} is the model",
+                    left.len()
+                )],
+                None => Vec::new(),
+            };
+            return Self { keys, findings: Vec::new(), notes };
+        }
+        let mut all: BTreeMap<Series, BTreeSet<u32>> = BTreeMap::new();
+        let mut of_ranks: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
+        let mut folder = "";
+        for key in &keys {
+            let name = key.file_name();
+            if let Some((series, number)) = series(name) {
+                all.entry(series).or_default().insert(number);
+                folder = key.as_str().strip_suffix(name).unwrap_or_default();
+            } else if let Some((number, count)) = numbered(name) {
+                of_ranks.entry(count).or_default().insert(number);
+            }
+        }
+        let findings = all.iter().flat_map(|(series, there)| series.findings(there, folder));
+        let findings = findings.collect();
+        // It need not mean a loss: PyTorch writes no file for a number that no tensor was given.
+        let notes = of_ranks.iter().find(|(count, there)| **count != there.len() as u64);
+        let notes = notes.map(|(count, there)| {
+            format!("the names of the files count {count} of them, there are {}", there.len())
+        });
+        let notes = notes.into_iter().collect();
+        Self { keys, findings, notes }
+    }
+}
+
+/// A model in files that count each other: what comes before the number, and how many there are.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Series {
+    stem: String,
+    count: u32,
+}
+
+impl Series {
+    /// Whether loaders look for files of this name.
+    fn is_models(&self) -> bool {
+        self.untagged() == "model"
+    }
+
+    /// The name without the tag that a file gets where its name is taken.
+    fn untagged(&self) -> &str {
+        let tag = self.stem.rsplit_once("-g");
+        match tag.filter(|(_, tag)| !tag.is_empty() && tag.bytes().all(|b| b.is_ascii_digit())) {
+            Some((name, _)) => name,
+            None => &self.stem,
+        }
+    }
+
+    fn findings(&self, there: &BTreeSet<u32>, folder: &str) -> Vec<Finding> {
+        let Self { stem, count } = self;
+        let missing = (1..=*count).filter(|number| !there.contains(number)).take(NAMED_MAX);
+        let mut findings: Vec<Finding> = missing
+            .map(|number| {
+                let name = format!("{folder}{stem}-{number:05}-of-{count:05}{ENDING}");
+                let message = format!("{name:?}, which the names of other files count, is missing");
+                Self::finding(FindingKind::MissingFile, message, &name)
+            })
+            .collect();
+        let name = format!("{folder}{}{INDEX_ENDING}", self.untagged());
+        let message = format!(
+            "{name:?}, which names as {stem}-00001-of-{count:05}{ENDING} promise, is missing: the \
+             model was not written to its end, or not copied as a whole"
+        );
+        findings.push(Self::finding(FindingKind::MissingIndex, message, &name));
+        findings
+    }
+
+    fn finding(kind: FindingKind, message: String, name: &str) -> Finding {
+        let finding = Finding::new(kind, message);
+        match Key::new(name) {
+            Ok(key) => finding.within(&key),
+            Err(_) => finding,
+        }
+    }
+}
+
+/// The series that a file counts itself to, and its number. What a rank holds of a model
+/// (`shard-00001-model-00001-of-00001.safetensors`) has no index.
+fn series(name: &str) -> Option<(Series, u32)> {
+    let (front, count) = name.strip_suffix(ENDING)?.rsplit_once("-of-")?;
+    let (stem, number) = front.rsplit_once('-')?;
+    let parse = |text: &str| -> Option<u32> {
+        let plain = text.len() >= DIGITS_MIN && text.bytes().all(|byte| byte.is_ascii_digit());
+        text.parse().ok().filter(|_| plain)
+    };
+    let (number, count) = (parse(number)?, parse(count)?);
+    let is_ranks = stem.strip_prefix("shard-").is_some_and(|rest| {
+        rest.split_once('-').is_some_and(|(rank, _)| rank.bytes().all(|b| b.is_ascii_digit()))
+    });
+    let counted = (1..=count).contains(&number) && !is_ranks;
+    counted.then(|| (Series { stem: stem.to_owned(), count }, number))
+}
+
+/// The number and count in `…-00001-of-00002.safetensors`.
+fn numbered(name: &str) -> Option<(u64, u64)> {
+    let (rest, count) = name.strip_suffix(ENDING)?.rsplit_once("-of-")?;
+    let (_, number) = rest.rsplit_once('-')?;
+    Some((number.parse().ok()?, count.parse().ok()?))
+}
+
+/// What shows that a model was being replaced when its writer died: its configuration is still
+/// aside.
+pub(super) async fn replacement(
+    storage: &dyn Storage,
+    folder: &str,
+) -> Result<Option<Finding>, CheckpointError> {
+    let key = |name: &str| Key::new(format!("{folder}{name}")).map_err(StorageError::from);
+    let (config, aside) = (key(CONFIG_NAME)?, key(CONFIG_ASIDE)?);
+    if !storage.contains(&aside).await? || storage.contains(&config).await? {
+        return Ok(None);
+    }
+    let message = format!(
+        "the model was being replaced when its writer died: its configuration is gone, and that of \
+         the model before is in {CONFIG_ASIDE}; write the model again with overwriting on, or put \
+         the configuration of these weights into {CONFIG_NAME}"
+    );
+    Ok(Some(Finding::new(FindingKind::Unfinished, message).within(&config)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(names: &[&str]) -> Names {
+        Names::look(names.iter().map(|name| Key::new(name).unwrap()).collect())
+    }
+
+    #[test]
+    fn names_promise_the_others_and_an_index() {
+        let whole = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+        let found = look(&whole).findings;
+        let [index] = &*found else { panic!("{found:?}") };
+        assert_eq!(index.kind, FindingKind::MissingIndex);
+        assert_eq!(index.file.as_ref().unwrap().as_str(), "model.safetensors.index.json");
+        let found = look(&["sub/model-g3-00002-of-00003.safetensors"]).findings;
+        let files: Vec<_> = found.iter().map(|f| f.file.as_ref().unwrap().as_str()).collect();
+        let expected = [
+            "sub/model-g3-00001-of-00003.safetensors",
+            "sub/model-g3-00003-of-00003.safetensors",
+            "sub/model.safetensors.index.json",
+        ];
+        assert_eq!(files, expected);
+        let huge = look(&["model-00001-of-4294967295.safetensors"]).findings;
+        assert_eq!(huge.len(), NAMED_MAX + 1);
+    }
+
+    #[test]
+    fn what_a_rank_holds_has_no_index() {
+        let shard = "shard-00007-model-00001-of-00001.safetensors";
+        let found = look(&[shard, "other.safetensors", "-of-.safetensors"]);
+        assert!(found.findings.is_empty() && found.notes.is_empty(), "{found:?}");
+        let found = look(&["shard-00007-model-00001-of-00002.safetensors"]);
+        assert!(found.findings.is_empty(), "{found:?}");
+        assert!(found.notes[0].contains("count 2 of them, there are 1"), "{found:?}");
+    }
+
+    #[test]
+    fn a_single_file_is_the_model_whatever_was_begun_beside_it() {
+        let found =
+            look(&["model.safetensors", "model-00001-of-00002.safetensors", "x.safetensors"]);
+        assert!(found.findings.is_empty(), "{found:?}");
+        let keys: Vec<_> = found.keys.iter().map(Key::as_str).collect();
+        assert_eq!(keys, ["model.safetensors", "x.safetensors"]);
+        assert!(found.notes[0].contains("not written to its end"), "{found:?}");
+    }
+}

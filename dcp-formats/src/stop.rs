@@ -1,0 +1,91 @@
+//! Ending what is written side by side when one of it has failed.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use async_trait::async_trait;
+use dcp_core::{CheckpointError, DataSource, Payload};
+use futures_util::{StreamExt as _, stream};
+
+/// Ends writes that go on side by side: they get no more data.
+///
+/// A write that is dropped may still put a file under its name, on the thread that does it. So
+/// none is dropped: each ends by itself, and what it wrote is then known and can be removed.
+#[derive(Clone, Debug, Default)]
+pub struct Stop(Arc<AtomicBool>);
+
+impl Stop {
+    /// Nothing is stopped yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether one of the writes has failed.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// The same data, up to the first failure.
+    #[must_use]
+    pub fn guard(&self, data: Arc<dyn DataSource>) -> Arc<dyn DataSource> {
+        Arc::new(Guarded { data, stop: self.clone() })
+    }
+
+    /// Runs these writes, at most `at_once` side by side, until all have ended. After the first
+    /// failure none is begun.
+    ///
+    /// # Errors
+    ///
+    /// The first failure, with nothing that is only its consequence, when all have ended.
+    pub async fn run<T, F: Future<Output = Result<T, CheckpointError>>>(
+        &self,
+        writes: impl IntoIterator<Item = F>,
+        at_once: usize,
+    ) -> Result<Vec<T>, CheckpointError> {
+        let writes = writes.into_iter().map(|write| async move {
+            if self.is_stopped() {
+                return Err(CheckpointError::Canceled);
+            }
+            write.await.inspect_err(|_| self.0.store(true, Ordering::Relaxed))
+        });
+        let writes = writes.collect::<Vec<_>>();
+        let mut ended = stream::iter(writes).buffered(at_once.max(1));
+        let (mut done, mut failed) = (Vec::new(), None);
+        while let Some(outcome) = ended.next().await {
+            match (outcome, &failed) {
+                (Ok(one), _) => done.push(one),
+                // One that was stopped may come before the one that failed.
+                (Err(error), None | Some(CheckpointError::Canceled)) => failed = Some(error),
+                (Err(_), Some(_)) => {}
+            }
+        }
+        failed.map_or(Ok(done), Err)
+    }
+}
+
+#[derive(Debug)]
+struct Guarded {
+    data: Arc<dyn DataSource>,
+    stop: Stop,
+}
+
+#[async_trait]
+impl DataSource for Guarded {
+    async fn resolve(
+        &self,
+        item: usize,
+        byte_range: Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        if self.stop.is_stopped() {
+            return Err(CheckpointError::Canceled);
+        }
+        self.data.resolve(item, byte_range).await
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.data.segment_bytes()
+    }
+}

@@ -1,0 +1,48 @@
+//! What becomes of a checkpoint whose common state is damaged: no job makes one of it that `verify`
+//! refuses.
+
+use std::sync::Arc;
+
+use dcp_conformance::MemoryStorage;
+use dcp_convert::{JobOptions, Source, reshard};
+use dcp_core::Storage;
+use dcp_formats::dcp::DcpWriter;
+use dcp_megatron::partition::ParallelLayout;
+use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions, to_torch_dist, verify};
+
+use crate::support::{block_on, fixture, get, in_memory, put};
+
+#[test]
+fn what_is_made_of_a_damaged_common_state_passes_every_check() {
+    let mut made = 0;
+    for (name, step) in [("tp2_basic/ckpt", 7), ("factories/ckpt", 5)] {
+        let whole = in_memory(&fixture(name));
+        let common = get(&*whole, "common.pt").unwrap();
+        let options = JobOptions::default();
+        for at in (0..common.len()).step_by(step) {
+            let mut bytes = common.clone();
+            bytes[at] ^= 1 << (at % 8);
+            put(&*whole, "common.pt", bytes);
+            let storage = Arc::clone(&whole) as Arc<dyn Storage>;
+            let opened = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default()));
+            let Ok(checkpoint) = opened else { continue };
+            let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+            let writer = DcpWriter::new(Arc::clone(&target));
+            if block_on(reshard(checkpoint.source(), &writer, 1, &options)).is_ok() {
+                let source = Source::dcp(target, false);
+                let report = block_on(dcp_convert::verify(&source, true, &options)).unwrap();
+                assert!(report.ok, "{name}, byte {at}, to dcp: {:?}", report.problems);
+                made += 1;
+            }
+            let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+            let writer = MegatronWriter::builder(Arc::clone(&target));
+            let layout = ParallelLayout::new(1, 1);
+            if block_on(to_torch_dist(checkpoint.source(), writer, layout, &options)).is_ok() {
+                let report = block_on(verify(&target, true, &options)).unwrap();
+                assert!(report.ok, "{name}, byte {at}, to torch_dist: {:?}", report.problems);
+                made += 1;
+            }
+        }
+    }
+    assert!(made > 10, "only {made} of the mutants could be read");
+}

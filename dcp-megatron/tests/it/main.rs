@@ -25,6 +25,7 @@ mod remove;
 mod resharding;
 mod save_load;
 mod saved_again;
+mod savers;
 mod saving;
 mod sharing;
 mod small_model;

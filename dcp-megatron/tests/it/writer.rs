@@ -1,9 +1,8 @@
 //! What `MegatronWriter` leaves, whatever happens on the way.
 
 use std::sync::Arc;
-use std::task::{Context, Waker};
 
-use dcp_conformance::{Fault, FaultStorage, MemoryStorage, StallStorage};
+use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_convert::{ConvertError, JobOptions, Source, reshard};
 use dcp_core::{CheckpointError, Dict, Entry, Storage, StorageErrorKind, Value, error_chain};
 use dcp_formats::metadata::Profile;
@@ -13,7 +12,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::support::{block_on, copy, fixture, get, in_memory, names, put};
 
-const FORMS: [MegatronForm; 2] = [MegatronForm::CommonFile, MegatronForm::CommonInside];
+pub(crate) const FORMS: [MegatronForm; 2] = [MegatronForm::CommonFile, MegatronForm::CommonInside];
 
 /// What a loader finds: every stored chunk and object, and the common state.
 type Found = (Vec<(String, Vec<u8>)>, i64);
@@ -22,24 +21,24 @@ fn common(seed: i64) -> Value {
     Value::Dict(Dict::from([("iteration", Value::Int(seed)), ("args", Value::Dict(Dict::new()))]))
 }
 
-fn source() -> Source {
+pub(crate) fn source() -> Source {
     Source::dcp(in_memory(&fixture("tp2_basic").join("ckpt")), false)
 }
 
-fn other_source() -> Source {
+pub(crate) fn other_source() -> Source {
     Source::dcp(in_memory(&fixture("factories").join("ckpt")), false)
 }
 
-fn writer(storage: Arc<dyn Storage>, form: MegatronForm, seed: i64) -> MegatronWriter {
+pub(crate) fn writer(storage: Arc<dyn Storage>, form: MegatronForm, seed: i64) -> MegatronWriter {
     MegatronWriter::builder(storage).common(common(seed)).form(form).overwrite(true).build()
 }
 
-fn save(source: &Source, writer: &MegatronWriter) -> Result<(), ConvertError> {
+pub(crate) fn save(source: &Source, writer: &MegatronWriter) -> Result<(), ConvertError> {
     block_on(reshard(source, writer, 2, &JobOptions::default())).map(|_| ())
 }
 
 /// What is there, by `metadata.json` alone: nothing, or a checkpoint that must be whole.
-fn load(storage: &Arc<MemoryStorage>) -> Option<Found> {
+pub(crate) fn load(storage: &Arc<MemoryStorage>) -> Option<Found> {
     let json = get(&**storage, "metadata.json")?;
     let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
     assert_eq!(json["sharded_backend"], "torch_dist");
@@ -469,35 +468,4 @@ fn a_common_state_is_not_planned_as_an_object_too() {
     let raw = Source::dcp(place, false);
     let error = save(&raw, &writer(target, MegatronForm::CommonFile, 1)).unwrap_err();
     assert!(error_chain(&error).contains("common_state/shard_0_1"), "{error:?}");
-}
-
-#[test]
-fn of_two_savers_stopped_at_any_step_one_wins_and_its_checkpoint_is_whole() {
-    for form in FORMS {
-        let mut refused = 0;
-        for stop in 1.. {
-            let memory = Arc::new(MemoryStorage::new());
-            save(&source(), &writer(memory.clone(), form, 9)).unwrap();
-            let stalled = StallStorage::new(memory.clone(), stop);
-            let (source, other) = (source(), other_source());
-            let late = writer(Arc::new(stalled.clone()), form, 1);
-            let options = JobOptions::default();
-            let mut late = Box::pin(reshard(&source, &late, 2, &options));
-            let mut context = Context::from_waker(Waker::noop());
-            if late.as_mut().poll(&mut context).is_ready() {
-                assert!(refused > 10, "{refused}");
-                break;
-            }
-            let second = save(&other, &writer(memory.clone(), form, 2));
-            stalled.resume();
-            let first = block_on(late).map(|_| ());
-            let outcomes = [first, second];
-            for error in outcomes.iter().filter_map(|outcome| outcome.as_ref().err()) {
-                assert!(error_chain(error).contains("another writer"), "{}", error_chain(error));
-                refused += 1;
-            }
-            let (_, winner) = load(&memory).unwrap_or_else(|| panic!("stopped at {stop}"));
-            assert!(outcomes[winner as usize - 1].is_ok(), "stopped at {stop}: {outcomes:?}");
-        }
-    }
 }

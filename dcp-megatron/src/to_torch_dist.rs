@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use dcp_convert::view::Assembled;
 use dcp_convert::{
-    Found, JobOptions, Source, WriteReport, admit_callables, divide, find, read_object,
+    ForeignCallable, Found, JobOptions, Source, WriteReport, admit_callables, divide, find,
+    read_object,
 };
 use dcp_core::{CheckpointMetadata, Dict, Entry, FormatError, PathItem, Tensor, Value};
 use dcp_planner::unflatten;
@@ -90,7 +91,10 @@ pub async fn to_torch_dist(
     let division = MegatronDivision::new(&metadata, layout, args.as_ref())?;
     let oldest_version = oldest_version(layout, args.as_ref());
     let mut report = divide(&source, &writer.build(), &division, options).await?;
-    report.callables.splice(0..0, callables);
+    let is_left = |one: &ForeignCallable| {
+        replaced.iter().all(|object| one.path.as_ref() != Some(&object.path))
+    };
+    report.callables.splice(0..0, callables.into_iter().filter(is_left));
     report.replaced = replaced;
     report.oldest_version = oldest_version.filter(|_| has_common_file);
     Ok(report)

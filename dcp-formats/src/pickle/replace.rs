@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use super::arena::{Node, NodeId, Pickle, Span};
 use super::walk::Walk;
 
-/// An object that [`Pickle::replace_classes`] has replaced.
+/// An object that [`replace_classes`](crate::torch_save::replace_classes) has replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReplacedObject {

@@ -92,7 +92,7 @@ pub(crate) struct Global {
     #[arg(long, global = true, hide_short_help = true, help_heading = "Input")]
     pub(crate) follow_links: bool,
 
-    /// Read the objects that this rank saved, of ranks that saved without collectives and differ.
+    /// Read what this rank saved, of ranks that saved without collectives and differ.
     #[arg(long, global = true, hide_short_help = true, value_name = "N", help_heading = "Input")]
     pub(crate) rank: Option<u32>,
 

@@ -31,10 +31,10 @@ pub(crate) fn read_variant(name: &str) {
     VARIANT.get_or_init(|| name.to_owned());
 }
 
-/// The rank whose objects are read where ranks differ; set once, by the command line.
+/// The rank whose tensors and objects are read where ranks differ; set once, by the command line.
 static RANK: OnceLock<u32> = OnceLock::new();
 
-/// Lets the objects of this rank be read of all that is opened from now on.
+/// Lets what this rank has be read of all that is opened from now on.
 pub(crate) fn read_rank(rank: u32) {
     RANK.get_or_init(|| rank);
 }
@@ -155,11 +155,20 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
                 Err(_) => Err(error.into()),
             }
         }
-        Err(error) => Err(cannot_read(uri, error)),
+        Err(error) => {
+            if let (Need::Whole, None, CheckpointError::Format(_)) = (need, RANK.get(), &error) {
+                // Tensors of ranks that differ in dtype or shape need a choice, too.
+                let looked_at = Source::dcp(Arc::clone(&storage), true);
+                if looked_at.metadata().await.is_ok() {
+                    settle_ranks(uri, &looked_at, need, &out.silent()).await?;
+                }
+            }
+            Err(cannot_read(uri, error))
+        }
     }
 }
 
-/// Opens the checkpoint in a folder, with the objects of the rank that was asked for.
+/// Opens the checkpoint in a folder, with what the rank has that was asked for.
 async fn open_folder(storage: &Arc<dyn Storage>, need: Need) -> Result<Source, CheckpointError> {
     let Some(rank) = RANK.get() else { return Source::open(storage, need.tolerant()).await };
     let source = Source::dcp_of_rank(Arc::clone(storage), need.tolerant(), *rank);
@@ -167,42 +176,42 @@ async fn open_folder(storage: &Arc<dyn Storage>, need: Need) -> Result<Source, C
     Ok(source)
 }
 
-/// Says which objects are not the same on all ranks; what takes the checkpoint somewhere must be
-/// told whose are meant.
+/// Says what is odd of ranks that saved without collectives. Where they differ, what takes the
+/// checkpoint somewhere needs a rank.
 async fn settle_ranks(uri: &str, source: &Source, need: Need, out: &Output) -> Result<(), Failure> {
     let Some(reader) = source.dcp_reader() else { return Ok(()) };
-    let differing = reader.differing_objects().await?;
-    let Some(first) = differing.first() else {
-        return match RANK.get() {
-            Some(_) => Err(Failure::new(
-                Exit::Usage,
-                format!("--rank is for ranks that differ, and those of {uri:?} do not"),
-            )
-            .hint("leave it out")),
-            None => Ok(()),
-        };
-    };
-    let names: Vec<_> = differing.iter().map(|one| Arc::clone(&one.fqn)).collect();
-    let problem = format!(
-        "the ranks saved without collectives, and each of {} has its own: {}",
-        first.ranks.len(),
-        list(&names)
-    );
-    match RANK.get() {
-        None if need == Need::Whole => {
-            Err(Failure::new(Exit::Usage, format!("{uri:?}: {problem}"))
-                .hint("--rank N takes those of one rank"))
+    let (differing, rank) = (reader.differing().await?, RANK.get());
+    let usage = |message| Failure::new(Exit::Usage, message);
+    match rank {
+        Some(_) if differing.is_empty() => {
+            let message = format!("--rank is for ranks that differ, and those of {uri:?} do not");
+            return Err(usage(message).hint("leave it out"));
         }
-        None => {
-            out.note(&format!("{problem}; --rank N shows those of another rank than the first"));
-            Ok(())
+        Some(rank) if !differing.iter().any(|one| one.ranks().contains(rank)) => {
+            let message = format!("rank {rank} has nothing in {uri:?} that differs among ranks");
+            let mut ranks: Vec<_> = differing.iter().flat_map(|one| one.ranks()).collect();
+            ranks.sort_unstable();
+            ranks.dedup();
+            let names: Vec<Arc<str>> = ranks.iter().map(|rank| rank.to_string().into()).collect();
+            return Err(usage(message).hint(format!("ranks that have: {}", list(&names))));
         }
-        Some(rank) if differing.iter().any(|one| one.ranks.contains(rank)) => Ok(()),
-        Some(rank) => {
-            Err(Failure::new(Exit::Usage, format!("rank {rank} has no objects in {uri:?}"))
-                .hint("give a rank that saved some"))
+        None if !differing.is_empty() && need == Need::Whole => {
+            let names: Vec<_> = differing.iter().map(|one| Arc::clone(&one.fqn)).collect();
+            let message = format!(
+                "{uri:?}: the ranks saved without collectives and differ in {}",
+                list(&names)
+            );
+            return Err(usage(message).hint("--rank N takes what rank N has"));
         }
+        _ => {}
     }
+    for warning in &*reader.rank_warnings().await? {
+        out.note(warning);
+    }
+    if rank.is_none() && !differing.is_empty() {
+        out.note("--rank N shows what another rank has");
+    }
+    Ok(())
 }
 
 /// Opens a variant of the model in a folder.

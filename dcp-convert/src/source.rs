@@ -128,7 +128,7 @@ impl Source {
         Self { known: Known::Dcp(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
-    /// The same, with the objects of this rank where ranks saved without collectives.
+    /// The same, with what this rank has where ranks saved without collectives and differ.
     #[must_use]
     pub fn dcp_of_rank(storage: Arc<dyn Storage>, tolerant: bool, rank: u32) -> Self {
         let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).rank(rank);

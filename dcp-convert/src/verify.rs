@@ -138,7 +138,7 @@ pub async fn verify(
     let sizes = file_sizes(source, &metadata, options).await?;
     let readable = files(&metadata, &items, &sizes, &mut report.problems);
     report.notes = notes(source, &metadata).await?;
-    sidecar(source, &metadata, &sizes, &mut report).await?;
+    saved(source, &metadata, &sizes, &mut report).await?;
     folder(source, &mut report).await?;
     let objects: HashSet<usize> =
         readable.iter().filter(|item| item.chunk.is_none()).map(|item| item.entry).collect();
@@ -334,14 +334,16 @@ async fn notes(
     Ok(notes)
 }
 
-/// Compares the files with what our own writer noted when it committed the checkpoint.
-async fn sidecar(
+/// Says what is odd of ranks that saved each for itself, and compares the files with what our own
+/// writer noted when it committed the checkpoint.
+async fn saved(
     source: &Source,
     metadata: &CheckpointMetadata,
     sizes: &[Option<u64>],
     report: &mut VerifyReport,
 ) -> Result<(), CheckpointError> {
     let Some(dcp) = source.dcp_reader() else { return Ok(()) };
+    report.notes.extend(dcp.rank_warnings().await?.iter().cloned());
     let sidecar = match dcp.sidecar().await {
         Ok(Some(sidecar)) => sidecar,
         Ok(None) => return Ok(()),

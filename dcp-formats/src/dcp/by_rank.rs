@@ -1,71 +1,258 @@
-//! Objects of which each rank of a save without collectives has its own.
+//! Checkpoints that ranks saved without collectives, each with metadata of its own.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use bytes::Bytes;
-use dcp_core::{CheckpointError, CheckpointMetadata, Entry, Placement, Storage, StorageExt as _};
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Storage, StorageErrorKind,
+    StorageExt as _,
+};
+use futures_util::stream;
+use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
 
-use super::merge::Merged;
+use super::alike::Content;
+use super::index::{decode, parallelism};
+use super::merge::{Copies, Merged, Merger, Unlike};
+use super::names::Named;
+use crate::detect::detect;
+use crate::metadata::check_chunks;
 
-/// Bytes at the end of an archive, in which its directory has the CRC-32 of every record.
-const TAIL: u64 = 2 << 10;
+/// Names that a warning shows.
+const SHOWN: usize = 5;
 
-/// An object that is not the same on all ranks that have it.
+/// A tensor or object that is not the same on all ranks that have it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct DifferingObject {
+pub struct Differing {
     /// Its name.
     pub fqn: Arc<str>,
-    /// The ranks that have one, ascending.
-    pub ranks: Arc<[u32]>,
+    /// The ranks that have one: those that have the same together, ascending. Of a tensor of
+    /// several chunks, the ranks of the first chunk that differs.
+    pub groups: Arc<[Vec<u32>]>,
 }
 
-/// Takes the objects of `rank`, where it has them, and tells which of them other ranks have
-/// differently. Objects are compared by the length and the last bytes of their archives.
-pub(super) async fn settle(
-    storage: &dyn Storage,
-    merged: Merged,
+impl Differing {
+    /// The ranks that have one, ascending.
+    #[must_use]
+    pub fn ranks(&self) -> Vec<u32> {
+        let mut ranks = self.groups.concat();
+        ranks.sort_unstable();
+        ranks
+    }
+}
+
+/// What the ranks saved, as one checkpoint.
+pub(super) struct ByRank {
+    pub(super) metadata: CheckpointMetadata,
+    pub(super) differing: Vec<Differing>,
+    pub(super) warnings: Vec<String>,
+    /// Which ranks' metadata an earlier save left, in words, where only without them the others
+    /// are a whole checkpoint.
+    pub(super) stale: Option<String>,
+}
+
+/// Unites what the ranks wrote each for itself. Where they differ, what `rank` has is taken, or
+/// else what the lowest rank has.
+///
+/// Archives are compared by the checksums of all their records, anything else by its bytes.
+pub(super) async fn load(
+    storage: &Arc<dyn Storage>,
+    tolerant: bool,
     rank: Option<u32>,
-) -> Result<(CheckpointMetadata, Vec<DifferingObject>), CheckpointError> {
-    let Merged { mut metadata, objects } = merged;
-    let shown = &metadata;
-    let compared: Vec<_> = objects
-        .iter()
-        .map(|(fqn, places)| async move {
-            let mut ends = HashSet::new();
-            for (_, placement) in places {
-                ends.insert((placement.byte_len, tail(storage, shown, *placement).await?));
+) -> Result<ByRank, CheckpointError> {
+    let mut files = list(storage).await?;
+    let mut warnings = Vec::new();
+    let absent = (0..).zip(&files).find(|(expected, (rank, _))| expected != rank);
+    if let Some((absent, _)) = absent {
+        warnings
+            .push(format!("the metadata of rank {absent} is missing: what only it had is lost"));
+    }
+    // What comes first is taken.
+    files.sort_by_key(|(of, _)| (Some(*of) != rank, *of));
+    let mut merger = Merger::default();
+    let mut parts = read(storage, &files);
+    while let Some((of, key, part)) = parts.try_next().await? {
+        merger.add(of, &part).map_err(|error| error.in_file(key.as_str(), 0))?;
+    }
+    drop(parts);
+    let merged = merger.finish();
+    let overlap = merged.metadata.iter().any(|(_, entry)| match entry {
+        Entry::Tensor(tensor) => check_chunks(tensor).is_err(),
+        _ => false,
+    });
+    let divided = merged.unlike.iter().any(|unlike| unlike.divided);
+    let stale = match overlap || divided {
+        true => stale(storage, &files).await?,
+        false => None,
+    };
+    let chosen = |unlike: &Unlike| rank.is_some_and(|rank| unlike.others.contains(&rank));
+    if let Some(unlike) = merged.unlike.iter().find(|unlike| !chosen(unlike)) {
+        let mut problem = format!("{:?} {}", unlike.fqn, unlike.problem);
+        if !tolerant {
+            problem.extend(stale.iter().flat_map(|stale| ["; ", stale]));
+            let file = format!("__{}.metadata", unlike.rank);
+            return Err(FormatError::new("rank-local metadata", problem).in_file(&file, 0).into());
+        }
+        warnings.push(problem);
+    }
+    // Until what is left is gone, a choice of a rank cannot be right.
+    let differing = match stale {
+        Some(_) => Vec::new(),
+        None => differing(storage, &merged).await?,
+    };
+    if !differing.is_empty() {
+        warnings.push(describe(&differing, rank));
+    }
+    warnings.extend(stale.clone());
+    Ok(ByRank { metadata: merged.metadata, differing, warnings, stale })
+}
+
+/// The metadata of ranks that are there, ascending.
+async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointError> {
+    let mut ranks = Vec::new();
+    let mut objects = storage.list(None);
+    while let Some(meta) = objects.next().await {
+        let key = match meta {
+            Err(error) if error.kind() == StorageErrorKind::Unsupported => {
+                let message = "not a checkpoint: there is no .metadata".to_owned();
+                return Err(CheckpointError::NotACheckpoint { message });
             }
-            Ok::<_, CheckpointError>((ends.len() > 1).then(|| DifferingObject {
-                fqn: Arc::clone(fqn),
-                ranks: places.iter().map(|(rank, _)| *rank).collect(),
-            }))
-        })
-        .collect();
-    let parallelism = usize::from(storage.capabilities().parallelism.max(1));
-    let differing: Vec<_> = stream::iter(compared).buffered(parallelism).try_collect().await?;
-    for (fqn, places) in &objects {
-        let own = places.iter().find(|(of, _)| Some(*of) == rank).map(|(_, placement)| *placement);
-        let index = metadata.index_of(fqn);
-        if let Some(placement) = own
-            && let Some((_, Entry::Object(object))) = index.and_then(|at| metadata.at_mut(at))
-        {
-            object.placement = Some(placement);
+            meta => meta?.key,
+        };
+        if let Some(Named::RankMetadata { rank }) = Named::parse(&key) {
+            ranks.push((rank, key));
         }
     }
-    Ok((metadata, differing.into_iter().flatten().collect()))
+    if ranks.is_empty() {
+        let message = detect(storage).await?.hint();
+        return Err(CheckpointError::NotACheckpoint { message });
+    }
+    ranks.sort_unstable();
+    Ok(ranks)
 }
 
-/// What an archive ends in; nothing of one that is not there, which is found elsewhere.
-async fn tail(
+/// What ranks have differently.
+async fn differing(
+    storage: &Arc<dyn Storage>,
+    merged: &Merged,
+) -> Result<Vec<Differing>, CheckpointError> {
+    let compared = merged.copies.iter().map(|copies| compare(&**storage, &merged.metadata, copies));
+    let compared: Vec<_> = compared.collect();
+    let found = stream::iter(compared).buffered(parallelism(&**storage));
+    let found: Vec<_> = found.try_collect().await?;
+    let unlike = merged.unlike.iter().map(|unlike| Differing {
+        fqn: Arc::clone(&unlike.fqn),
+        groups: [unlike.others.clone(), vec![unlike.rank]].into(),
+    });
+    let mut known = HashSet::new();
+    let differing = unlike.chain(found.into_iter().flatten());
+    Ok(differing.filter(|one| known.insert(Arc::clone(&one.fqn))).collect())
+}
+
+type Part = (u32, Key, CheckpointMetadata);
+
+/// Reads metadata, several at once, in the order of `files`.
+fn read(
+    storage: &Arc<dyn Storage>,
+    files: &[(u32, Key)],
+) -> impl Stream<Item = Result<Part, CheckpointError>> + Unpin + use<> {
+    let reads: Vec<_> = files
+        .iter()
+        .map(|(rank, key)| {
+            let (storage, rank, key) = (Arc::clone(storage), *rank, key.clone());
+            Box::pin(async move {
+                let bytes = storage.read_all(&key).await?;
+                let metadata = decode(key.as_str(), &bytes)?.metadata;
+                Ok::<_, CheckpointError>((rank, key, metadata))
+            })
+        })
+        .collect();
+    stream::iter(reads).buffered(parallelism(&**storage))
+}
+
+/// Compares what several ranks have under one name.
+async fn compare(
     storage: &dyn Storage,
     metadata: &CheckpointMetadata,
-    placement: Placement,
-) -> Result<Bytes, CheckpointError> {
-    let Some(key) = metadata.file(placement.file) else { return Ok(Bytes::new()) };
-    let end = placement.byte_offset.saturating_add(placement.byte_len);
-    let start = end.saturating_sub(TAIL).max(placement.byte_offset);
-    Ok(storage.read_range(key, start..end).await.unwrap_or_default())
+    copies: &Copies,
+) -> Result<Option<Differing>, CheckpointError> {
+    let mut groups: Vec<Vec<u32>> = Vec::new();
+    let mut known: HashMap<Content, usize> = HashMap::new();
+    for (rank, placement) in &copies.places {
+        // What is not there is found elsewhere.
+        let Some(content) = Content::read(storage, metadata, *placement).await? else { continue };
+        let at = *known.entry(content).or_insert(groups.len());
+        match groups.get_mut(at) {
+            Some(group) => group.push(*rank),
+            None => groups.push(vec![*rank]),
+        }
+    }
+    groups.iter_mut().for_each(|group| group.sort_unstable());
+    groups.sort();
+    let differ = groups.len() > 1;
+    Ok(differ.then(|| Differing { fqn: Arc::clone(&copies.fqn), groups: groups.into() }))
+}
+
+/// Says which ranks' metadata an earlier save of more ranks left, where chunks overlap: the ranks
+/// before them have all of every tensor.
+async fn stale(
+    storage: &Arc<dyn Storage>,
+    files: &[(u32, Key)],
+) -> Result<Option<String>, CheckpointError> {
+    let mut files = files.to_vec();
+    files.sort_unstable();
+    let mut merger = Merger::default();
+    let mut parts = read(storage, &files);
+    let mut count = 0;
+    while let Some((rank, _, part)) = parts.try_next().await? {
+        if merger.add(rank, &part).is_err() {
+            return Ok(None);
+        }
+        count += 1;
+        if count < files.len() && merger.is_whole() {
+            let left: Vec<_> = files.iter().skip(count).map(|(_, key)| key.to_string()).collect();
+            let are = if left.len() == 1 { "is" } else { "are" };
+            return Ok(Some(format!(
+                "{} {are} left from an earlier save of more ranks: the ranks before have all of \
+                 every tensor; remove what is left to read the checkpoint",
+                named(&left)
+            )));
+        }
+    }
+    Ok(None)
+}
+
+/// What is not the same on all ranks, in words.
+fn describe(differing: &[Differing], rank: Option<u32>) -> String {
+    let whose = rank.map_or("the lowest rank has".to_owned(), |rank| format!("rank {rank} has"));
+    let names: Vec<_> = differing.iter().map(|one| format!("{:?}", one.fqn)).collect();
+    let outdated = outdated(differing).map_or_else(String::new, |from| {
+        format!("; ranks below {from} agree, so the others may be left from an earlier save")
+    });
+    format!(
+        "the ranks saved without collectives and differ in {}: what {whose} is used{outdated}",
+        named(&names)
+    )
+}
+
+/// The rank from which on all may be of an earlier save: those before have the same everywhere,
+/// and none of them has what these have.
+fn outdated(differing: &[Differing]) -> Option<u32> {
+    let agreeing = |one: &Differing| one.groups.first()?.last()?.checked_add(1);
+    let from = differing.iter().filter_map(agreeing).min().filter(|from| *from > 1)?;
+    let fits = |one: &Differing| {
+        let mut groups = one.groups.iter();
+        let before = groups.next().is_some_and(|first| first.iter().all(|rank| *rank < from));
+        before && groups.flatten().all(|rank| *rank >= from)
+    };
+    differing.iter().all(fits).then_some(from)
+}
+
+/// The first of several names, and how many more there are.
+fn named(names: &[String]) -> String {
+    let shown = names.iter().take(SHOWN).map(|name| &**name).collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(SHOWN) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
 }

@@ -12,17 +12,12 @@ use dcp_core::{
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
-use super::by_rank::{self, DifferingObject};
-use super::merge::{Merged, Merger};
+use super::by_rank::{self, Differing};
 use super::names::{METADATA, Named};
 use super::{safetensors_files, wrapped};
-use crate::detect::detect;
 use crate::hf::INDEX_ENDING;
 use crate::metadata::{Decoded, check_chunks};
 use crate::pickle::ForeignName;
-
-/// Objects that a warning names.
-const SHOWN: usize = 5;
 
 /// A checked index.
 #[derive(Clone, Debug)]
@@ -35,8 +30,10 @@ pub(super) struct Index {
     /// CRC-32 of the `.metadata`; `None` for a merged one.
     pub(super) crc32: Option<u32>,
     pub(super) warnings: Arc<[String]>,
-    /// Objects of which ranks that saved without collectives have different ones.
-    pub(super) differing: Arc<[DifferingObject]>,
+    /// Those of `warnings` that are about ranks that saved without collectives.
+    pub(super) rank_warnings: Arc<[String]>,
+    /// What ranks that saved without collectives have differently.
+    pub(super) differing: Arc<[Differing]>,
 }
 
 /// Reads the index. A tolerant reader takes one that files and chunks do not bear out.
@@ -46,7 +43,7 @@ pub(super) async fn load(
     rank: Option<u32>,
 ) -> Result<Index, CheckpointError> {
     let mut warnings = Vec::new();
-    let mut differing = Vec::new();
+    let (mut differing, mut rank_warnings, mut stale) = (Vec::new(), Vec::new(), None);
     let (mut original_shapes, mut foreign_names) = (HashMap::new(), Vec::new());
     let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
         Some(bytes) => {
@@ -57,28 +54,17 @@ pub(super) async fn load(
             (decoded.metadata, Some(crc32fast::hash(&bytes)))
         }
         None => {
-            let merged = merge_ranks(storage, &mut warnings).await?;
-            let (metadata, found) = by_rank::settle(&**storage, merged, rank).await?;
-            differing = found;
-            if !differing.is_empty() {
-                let whose =
-                    rank.map_or("the lowest rank's".to_owned(), |rank| format!("rank {rank}'s"));
-                let shown: Vec<_> =
-                    differing.iter().take(SHOWN).map(|one| format!("{:?}", one.fqn)).collect();
-                let more = match differing.len().saturating_sub(SHOWN) {
-                    0 => String::new(),
-                    more => format!(" and {more} more"),
-                };
-                warnings.push(format!(
-                    "the ranks saved without collectives, and each has its own {}{more}: {whose} \
-                     is used",
-                    shown.join(", ")
-                ));
-            }
-            (metadata, None)
+            let merged = by_rank::load(storage, tolerant, rank).await?;
+            (differing, rank_warnings, stale) = (merged.differing, merged.warnings, merged.stale);
+            (merged.metadata, None)
         }
     };
-    check_geometry(&metadata, crc32.is_some(), tolerant, &mut warnings)?;
+    warnings.extend(rank_warnings.iter().cloned());
+    let checked = check_geometry(&metadata, crc32.is_some(), tolerant, &mut warnings);
+    checked.map_err(|error| match &stale {
+        Some(stale) => FormatError::new(error.what(), format!("{}; {stale}", error.problem())),
+        None => error,
+    })?;
     let file_lens = stat_files(&**storage, &metadata).await?;
     safetensors_files::locate(&**storage, &mut metadata, &file_lens).await?;
     match check_placements(&metadata, &file_lens) {
@@ -92,8 +78,16 @@ pub(super) async fn load(
     }
     let (metadata, original_shapes) = (Arc::new(metadata), Arc::new(original_shapes));
     let (foreign_names, warnings) = (foreign_names.into(), warnings.into());
-    let differing = differing.into();
-    Ok(Index { metadata, original_shapes, foreign_names, crc32, warnings, differing })
+    let (differing, rank_warnings) = (differing.into(), rank_warnings.into());
+    Ok(Index {
+        metadata,
+        original_shapes,
+        foreign_names,
+        crc32,
+        warnings,
+        rank_warnings,
+        differing,
+    })
 }
 
 async fn read_if_there(
@@ -108,7 +102,7 @@ async fn read_if_there(
     }
 }
 
-fn decode(file: &str, bytes: &Bytes) -> Result<Decoded, FormatError> {
+pub(super) fn decode(file: &str, bytes: &Bytes) -> Result<Decoded, FormatError> {
     crate::metadata::decode_all(bytes).map_err(|error| error.in_file(file, 0))
 }
 
@@ -147,54 +141,6 @@ async fn warn_of_others(
         );
     }
     Ok(())
-}
-
-/// Unites what the ranks of a save without collectives wrote each for itself.
-async fn merge_ranks(
-    storage: &Arc<dyn Storage>,
-    warnings: &mut Vec<String>,
-) -> Result<Merged, CheckpointError> {
-    let mut ranks = Vec::new();
-    let mut objects = storage.list(None);
-    while let Some(meta) = objects.next().await {
-        let key = match meta {
-            Err(error) if error.kind() == StorageErrorKind::Unsupported => {
-                let message = "not a checkpoint: there is no .metadata".to_owned();
-                return Err(CheckpointError::NotACheckpoint { message });
-            }
-            meta => meta?.key,
-        };
-        if let Some(Named::RankMetadata { rank }) = Named::parse(&key) {
-            ranks.push((rank, key));
-        }
-    }
-    if ranks.is_empty() {
-        let message = detect(storage).await?.hint();
-        return Err(CheckpointError::NotACheckpoint { message });
-    }
-    ranks.sort_unstable();
-    let absent = (0..).zip(&ranks).find(|(expected, (rank, _))| expected != rank);
-    if let Some((absent, _)) = absent {
-        warnings
-            .push(format!("the metadata of rank {absent} is missing: what only it had is lost"));
-    }
-    let reads = ranks
-        .into_iter()
-        .map(|(rank, key)| {
-            let storage = Arc::clone(storage);
-            async move {
-                let bytes = storage.read_all(&key).await?;
-                let metadata = decode(key.as_str(), &bytes)?.metadata;
-                Ok::<_, CheckpointError>((rank, key, metadata))
-            }
-        })
-        .collect::<Vec<_>>();
-    let mut all = stream::iter(reads).buffered(parallelism(&**storage));
-    let mut merger = Merger::default();
-    while let Some((rank, key, metadata)) = all.try_next().await? {
-        merger.add(rank, &metadata).map_err(|error| error.in_file(key.as_str(), 0))?;
-    }
-    Ok(merger.finish())
 }
 
 /// `one_file` says whether the metadata is that of the one `.metadata`.

@@ -4,67 +4,85 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointMetadata, Dims, Entry, FileId, FormatError, ObjectEntry, Placement, TensorEntry,
+    CheckpointMetadata, ChunkRef, Dims, Entry, FileId, FormatError, ObjectEntry, Placement,
+    TensorEntry,
 };
 use indexmap::IndexMap;
+
+use crate::metadata::check_chunks;
 
 /// Unites metadata: chunks by name and offsets, the first rank's where several have the same.
 #[derive(Default)]
 pub(super) struct Merger {
     merged: CheckpointMetadata,
-    /// Sizes of the chunks seen, by entry and offsets.
-    chunks: HashMap<(usize, Dims), Dims>,
-    /// Objects that more than one rank has: where each rank's lie, by name.
+    /// The ranks of each entry.
+    holders: Vec<Vec<u32>>,
+    /// The chunks seen, by entry and offsets.
+    chunks: HashMap<(usize, Dims), Chunk>,
+    /// Where each rank's objects lie, by name.
     objects: IndexMap<Arc<str>, Vec<(u32, Placement)>>,
+    unlike: Vec<Unlike>,
+    /// Elements of all tensors, and of all their chunks.
+    elements: (u128, u128),
+}
+
+/// A chunk that one rank has or several have.
+struct Chunk {
+    sizes: Dims,
+    places: Vec<(u32, Placement)>,
+}
+
+/// What several ranks have under one name, at one place.
+pub(super) struct Copies {
+    pub(super) fqn: Arc<str>,
+    pub(super) places: Vec<(u32, Placement)>,
+}
+
+/// An entry of a rank that is not of the kind, dtype, shape or division that others have.
+pub(super) struct Unlike {
+    pub(super) fqn: Arc<str>,
+    pub(super) rank: u32,
+    /// The ranks of the entry that is kept.
+    pub(super) others: Vec<u32>,
+    pub(super) problem: String,
+    /// Whether it is the same tensor, cut into other chunks.
+    pub(super) divided: bool,
 }
 
 /// What was merged.
 pub(super) struct Merged {
     pub(super) metadata: CheckpointMetadata,
-    /// Where the objects lie that several ranks have.
-    pub(super) objects: IndexMap<Arc<str>, Vec<(u32, Placement)>>,
+    /// What more than one rank has.
+    pub(super) copies: Vec<Copies>,
+    /// What was left out because it contradicts what is kept.
+    pub(super) unlike: Vec<Unlike>,
 }
 
 impl Merger {
-    /// Adds the metadata of the next rank.
+    /// Adds the metadata of the next rank. What contradicts that of ranks before it is left out.
     pub(super) fn add(&mut self, rank: u32, part: &CheckpointMetadata) -> Result<(), FormatError> {
         for (fqn, entry) in part.iter() {
-            let bad = |problem: String| {
-                FormatError::new("rank-local metadata", format!("{fqn:?} {problem}"))
+            let added = match entry {
+                Entry::Tensor(tensor) => self.add_tensor(rank, fqn, tensor, part),
+                Entry::Object(object) => self.add_object(rank, fqn, object, part),
+                _ => continue,
             };
-            let known = self.merged.index_of(fqn);
-            match entry {
-                Entry::Tensor(tensor) => {
-                    let index = match known {
-                        Some(index) => index,
-                        None => {
-                            let mut empty = TensorEntry::new(tensor.dtype, tensor.shape.clone());
-                            empty.path = tensor.path.clone();
-                            empty.properties = tensor.properties.clone();
-                            self.merged.insert(fqn.clone(), Entry::Tensor(empty))
-                        }
-                    };
-                    self.add_chunks(index, tensor, part).map_err(bad)?;
+            match added {
+                Ok(index) => {
+                    let holders = self.holders.get_mut(index);
+                    holders.into_iter().for_each(|ranks| ranks.push(rank));
                 }
-                Entry::Object(object) => {
-                    let placement = match object.placement {
-                        Some(placement) => Some(self.adopt(part, placement).map_err(bad)?),
-                        None => None,
-                    };
-                    let places = self.objects.entry(fqn.clone()).or_default();
-                    places.extend(placement.map(|placement| (rank, placement)));
-                    let known = known.and_then(|index| self.merged.at(index));
-                    if known.is_some_and(|(_, entry)| entry.as_object().is_none()) {
-                        return Err(bad("is a tensor on one rank, not on another".into()));
-                    }
-                    if known.is_none() {
-                        let mut new = ObjectEntry::new(placement);
-                        new.path = object.path.clone();
-                        new.tensor = object.tensor.clone();
-                        self.merged.insert(fqn.clone(), Entry::Object(new));
-                    }
+                Err(Refused::Unlike { problem, divided }) => {
+                    let index = self.merged.index_of(fqn);
+                    let others = index.and_then(|index| self.holders.get(index));
+                    let others = others.cloned().unwrap_or_default();
+                    let fqn = Arc::clone(fqn);
+                    self.unlike.push(Unlike { fqn, rank, others, problem, divided });
                 }
-                _ => {}
+                Err(Refused::Bad(problem)) => {
+                    let problem = format!("{fqn:?} {problem}");
+                    return Err(FormatError::new("rank-local metadata", problem));
+                }
             }
         }
         if self.merged.provenance().format.is_none() {
@@ -73,38 +91,113 @@ impl Merger {
         Ok(())
     }
 
-    fn add_chunks(
+    fn add_tensor(
         &mut self,
-        index: usize,
+        rank: u32,
+        fqn: &Arc<str>,
         tensor: &TensorEntry,
         part: &CheckpointMetadata,
-    ) -> Result<(), String> {
+    ) -> Result<usize, Refused> {
+        let index = match self.merged.index_of(fqn) {
+            Some(index) => {
+                self.check_like(index, tensor)?;
+                index
+            }
+            None => {
+                let mut empty = TensorEntry::new(tensor.dtype, tensor.shape.clone());
+                empty.path = tensor.path.clone();
+                empty.properties = tensor.properties.clone();
+                self.elements.0 += u128::from(tensor.shape.checked_volume().unwrap_or(u64::MAX));
+                self.insert(fqn, Entry::Tensor(empty))
+            }
+        };
+        for chunk in tensor.chunks.iter() {
+            self.add_chunk(rank, index, chunk, part)?;
+        }
+        Ok(index)
+    }
+
+    /// Whether a tensor is the one that is known under its name.
+    fn check_like(&self, index: usize, tensor: &TensorEntry) -> Result<(), Refused> {
         match self.merged.at(index) {
             Some((_, Entry::Tensor(known)))
                 if known.dtype == tensor.dtype && known.shape == tensor.shape => {}
-            _ => return Err("is not the same tensor on all ranks".into()),
+            Some((_, Entry::Tensor(known))) => {
+                return Err(Refused::unlike(format!(
+                    "is not the same tensor on all ranks: {} of shape {}, and {} of shape {}",
+                    known.dtype, known.shape, tensor.dtype, tensor.shape
+                )));
+            }
+            _ => return Err(Refused::unlike(NOT_A_TENSOR.into())),
         }
         for chunk in tensor.chunks.iter() {
-            let sizes = Dims::from(chunk.sizes);
-            let known = self.chunks.insert((index, chunk.offsets.into()), sizes.clone());
-            if let Some(known) = known {
-                if known != sizes {
-                    return Err(format!("has chunks of {known} and {sizes} at one place"));
-                }
-                continue;
-            }
-            let placement = match chunk.placement {
-                Some(placement) => Some(self.adopt(part, placement)?),
-                None => None,
-            };
-            if let Some((_, Entry::Tensor(merged))) = self.merged.at_mut(index) {
-                merged
-                    .chunks
-                    .push(chunk.offsets, chunk.sizes, placement)
-                    .map_err(|error| error.to_string())?;
+            if let Some(known) = self.chunks.get(&(index, chunk.offsets.into()))
+                && *known.sizes != *chunk.sizes
+            {
+                let (known, sizes) = (&known.sizes, Dims::from(chunk.sizes));
+                let problem = format!("has chunks of {known} and {sizes} at one place");
+                return Err(Refused::Unlike { problem, divided: true });
             }
         }
         Ok(())
+    }
+
+    fn add_chunk(
+        &mut self,
+        rank: u32,
+        index: usize,
+        chunk: ChunkRef<'_>,
+        part: &CheckpointMetadata,
+    ) -> Result<(), Refused> {
+        let placement = match chunk.placement {
+            Some(placement) => Some(self.adopt(part, placement)?),
+            None => None,
+        };
+        let place = placement.map(|placement| (rank, placement));
+        let at = (index, Dims::from(chunk.offsets));
+        if let Some(known) = self.chunks.get_mut(&at) {
+            known.places.extend(place);
+            return Ok(());
+        }
+        let sizes = Dims::from(chunk.sizes);
+        self.elements.1 += u128::from(sizes.checked_volume().unwrap_or(u64::MAX));
+        self.chunks.insert(at, Chunk { sizes, places: place.into_iter().collect() });
+        if let Some((_, Entry::Tensor(merged))) = self.merged.at_mut(index) {
+            let pushed = merged.chunks.push(chunk.offsets, chunk.sizes, placement);
+            pushed.map_err(|error| Refused::Bad(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    fn add_object(
+        &mut self,
+        rank: u32,
+        fqn: &Arc<str>,
+        object: &ObjectEntry,
+        part: &CheckpointMetadata,
+    ) -> Result<usize, Refused> {
+        let known = self.merged.index_of(fqn);
+        let other = known.and_then(|index| self.merged.at(index));
+        if other.is_some_and(|(_, entry)| entry.as_object().is_none()) {
+            return Err(Refused::unlike(NOT_A_TENSOR.into()));
+        }
+        let placement = match object.placement {
+            Some(placement) => Some(self.adopt(part, placement)?),
+            None => None,
+        };
+        let places = self.objects.entry(Arc::clone(fqn)).or_default();
+        places.extend(placement.map(|placement| (rank, placement)));
+        Ok(known.unwrap_or_else(|| {
+            let mut new = ObjectEntry::new(placement);
+            new.path = object.path.clone();
+            new.tensor = object.tensor.clone();
+            self.insert(fqn, Entry::Object(new))
+        }))
+    }
+
+    fn insert(&mut self, fqn: &Arc<str>, entry: Entry) -> usize {
+        self.holders.push(Vec::new());
+        self.merged.insert(Arc::clone(fqn), entry)
     }
 
     /// A placement of `part`, in the counting of the merged metadata.
@@ -112,19 +205,58 @@ impl Merger {
         &mut self,
         part: &CheckpointMetadata,
         placement: Placement,
-    ) -> Result<Placement, String> {
+    ) -> Result<Placement, Refused> {
         let file = part.file(placement.file).and_then(|key| self.merged.intern_file(key));
         let encoding =
             part.encoding(&placement).and_then(|encoding| self.merged.intern_encoding(encoding));
         let (Some(file), Some(encoding)): (Option<FileId>, _) = (file, encoding) else {
-            return Err("lies in a file or encoding that is not listed".into());
+            let problem = "lies in a file or encoding that is not listed";
+            return Err(Refused::Bad(problem.into()));
         };
         Ok(Placement { file, encoding, ..placement })
     }
 
+    /// Whether the ranks so far agree and have all elements of every tensor, once.
+    pub(super) fn is_whole(&self) -> bool {
+        let (tensors, chunks) = self.elements;
+        let whole = |entry: &Entry| match entry {
+            Entry::Tensor(tensor) => check_chunks(tensor) == Ok(None),
+            _ => true,
+        };
+        self.unlike.is_empty()
+            && tensors == chunks
+            && tensors > 0
+            && self.merged.iter().all(|(_, entry)| whole(entry))
+    }
+
     /// What was merged.
-    pub(super) fn finish(mut self) -> Merged {
-        self.objects.retain(|_, places| places.len() > 1);
-        Merged { metadata: self.merged, objects: self.objects }
+    pub(super) fn finish(self) -> Merged {
+        let names = |index: usize| self.merged.at(index).map(|(fqn, _)| Arc::clone(fqn));
+        let mut tensors: Vec<_> = self.chunks.into_iter().collect();
+        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let tensors = tensors.into_iter().filter_map(|((index, _), chunk)| {
+            Some(Copies { fqn: names(index)?, places: chunk.places })
+        });
+        let objects = self.objects.into_iter().map(|(fqn, places)| Copies { fqn, places });
+        let copies = tensors.chain(objects).filter(|copies| copies.places.len() > 1).collect();
+        Merged { copies, unlike: self.unlike, metadata: self.merged }
+    }
+}
+
+const NOT_A_TENSOR: &str = "is a tensor on one rank, not on another";
+
+/// Why an entry of a rank is not added.
+enum Refused {
+    /// It contradicts that of a rank before it.
+    Unlike {
+        problem: String,
+        divided: bool,
+    },
+    Bad(String),
+}
+
+impl Refused {
+    fn unlike(problem: String) -> Self {
+        Self::Unlike { problem, divided: false }
     }
 }

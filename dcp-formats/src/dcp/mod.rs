@@ -3,6 +3,7 @@
 //! [`DcpWriter`] and [`DcpReader`] implement dcp-core's contracts over any
 //! [`Storage`](dcp_core::Storage), in both directions with PyTorch 2.1 to 2.15.
 
+mod alike;
 mod blobs;
 mod by_rank;
 mod commit;
@@ -23,7 +24,7 @@ mod wrapped;
 mod write;
 mod writer;
 
-pub use by_rank::DifferingObject;
+pub use by_rank::Differing;
 pub use commit::{claim, remove_unreferenced, replace_metadata, sidecar_of};
 pub use names::data_file;
 pub(crate) use read::PlacedReads;

@@ -11,7 +11,7 @@ use dcp_core::{
 };
 use futures_util::lock::Mutex;
 
-use super::by_rank::DifferingObject;
+use super::by_rank::Differing;
 use super::index::{Index, load};
 use super::names::sidecar;
 use super::read::{Context, SCRATCH_BYTES, run};
@@ -114,15 +114,25 @@ impl DcpReader {
         Ok(self.index().await?.foreign_names)
     }
 
-    /// Objects that are not the same on all ranks of a save without collectives
+    /// Tensors and objects that are not the same on all ranks of a save without collectives
     /// (`use_collectives=False` in PyTorch 2.15, where each rank loads its own). Those of the rank
     /// that [`DcpReaderBuilder::rank`] names are read, or else those of the lowest one.
     ///
     /// # Errors
     ///
     /// As [`StorageReader::metadata`].
-    pub async fn differing_objects(&self) -> Result<Arc<[DifferingObject]>, CheckpointError> {
+    pub async fn differing(&self) -> Result<Arc<[Differing]>, CheckpointError> {
         Ok(self.index().await?.differing)
+    }
+
+    /// Those of the [`warnings`](Self::warnings) that are about ranks that saved without
+    /// collectives: one is missing, they differ, or some are of an earlier save.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn rank_warnings(&self) -> Result<Arc<[String]>, CheckpointError> {
+        Ok(self.index().await?.rank_warnings)
     }
 
     async fn index(&self) -> Result<Index, CheckpointError> {
@@ -150,7 +160,7 @@ impl DcpReaderBuilder {
         self
     }
 
-    /// Whose objects are read where ranks saved without collectives and differ.
+    /// Whose tensors and objects are read where ranks saved without collectives and differ.
     pub fn rank(mut self, rank: u32) -> Self {
         self.reader.rank = Some(rank);
         self

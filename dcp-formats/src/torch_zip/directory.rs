@@ -156,6 +156,13 @@ impl Entry {
         self.byte_len
     }
 
+    /// CRC-32 of the content; `None` where a writer left it out.
+    #[must_use]
+    pub fn crc32(&self) -> Option<u32> {
+        // PyTorch can be told not to compute CRCs; it then stores 0.
+        (self.crc32 != 0 || self.byte_len == 0).then_some(self.crc32)
+    }
+
     /// Where the local header begins, in bytes from the start of the archive.
     #[must_use]
     pub fn header_offset(&self) -> u64 {
@@ -197,10 +204,8 @@ impl Entry {
                 let name = &self.name;
                 bad(self.header_offset, format!("header and directory disagree about {name:?}"))
             })?;
-        // PyTorch can be told not to compute CRCs; it then stores 0.
-        let crc32 = (self.crc32 != 0 || self.byte_len == 0).then_some(self.crc32);
         let data = start..start + self.kept_len;
-        Ok(Record { data, byte_len: self.byte_len, crc32, method: self.method })
+        Ok(Record { data, byte_len: self.byte_len, crc32: self.crc32(), method: self.method })
     }
 
     fn data_start(&self, header: &[u8]) -> Option<u64> {

@@ -10,6 +10,7 @@ mod harness;
 mod hostile;
 mod olmo;
 mod ranges;
+mod rank_local;
 mod roundtrip;
 mod safetensors;
 mod savers;

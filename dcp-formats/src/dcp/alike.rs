@@ -1,0 +1,109 @@
+//! Whether what several ranks stored under one name is the same.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Encoding, Key, Layout, Placement, Storage, StorageError,
+    StorageErrorKind, StorageExt as _,
+};
+
+use crate::torch_zip::{ArchiveIndex, Progress, Sparse};
+
+/// Bytes at the end of an archive that are read first; the directory of one tensor has fewer.
+const TAIL: u64 = 2 << 10;
+/// The most that is read at once, in bytes.
+const SEGMENT: u64 = 8 << 20;
+/// How often an archive is read for its directory.
+const NEEDS_MAX: usize = 8;
+/// What PyTorch (2.15) computes from the other records' names and checksums.
+const DERIVED: &str = ".data/serialization_id";
+
+/// What is compared of a stored item.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Content {
+    /// Name under the root, length in bytes and CRC-32 of every record of an archive.
+    Records(Vec<(Arc<str>, u64, u32)>),
+    /// Length in bytes and CRC-32 of the item as it is stored.
+    Bytes(u64, u32),
+}
+
+impl Content {
+    /// What an item consists of; `None` where its file is missing or short.
+    pub(super) async fn read(
+        storage: &dyn Storage,
+        metadata: &CheckpointMetadata,
+        placement: Placement,
+    ) -> Result<Option<Self>, CheckpointError> {
+        let Some(key) = metadata.file(placement.file) else { return Ok(None) };
+        let item = Item { storage, key, placement };
+        let archive = Encoding::new(Layout::TorchArchive);
+        let found = match metadata.encoding(&placement) == Some(&archive) {
+            true => match item.records().await {
+                Ok(None) => item.bytes().await.map(Some),
+                found => found,
+            },
+            false => item.bytes().await.map(Some),
+        };
+        match found {
+            Err(error) => match error.kind() {
+                StorageErrorKind::NotFound | StorageErrorKind::Truncated => Ok(None),
+                _ => Err(error.into()),
+            },
+            Ok(found) => Ok(found),
+        }
+    }
+}
+
+struct Item<'a> {
+    storage: &'a dyn Storage,
+    key: &'a Key,
+    placement: Placement,
+}
+
+impl Item<'_> {
+    /// A range that is counted from the start of the item.
+    async fn range(&self, start: u64, end: u64) -> Result<Bytes, StorageError> {
+        let at = self.placement.byte_offset;
+        self.storage.read_range(self.key, at.saturating_add(start)..at.saturating_add(end)).await
+    }
+
+    /// What the directory says; `None` where there is none that can be read, or not all checksums.
+    async fn records(&self) -> Result<Option<Content>, StorageError> {
+        let len = self.placement.byte_len;
+        let mut start = len.saturating_sub(TAIL);
+        for _ in 0..NEEDS_MAX {
+            let tail = self.range(start, len).await?;
+            match ArchiveIndex::parse(&Sparse::tail(len, &tail)) {
+                Ok(Progress::Ready(index)) => return Ok(records(&index)),
+                Ok(Progress::Need(range))
+                    if range.start < start && len - range.start <= SEGMENT =>
+                {
+                    start = range.start;
+                }
+                Ok(Progress::Need(_)) | Err(_) => return Ok(None),
+            }
+        }
+        Ok(None)
+    }
+
+    async fn bytes(&self) -> Result<Content, StorageError> {
+        let len = self.placement.byte_len;
+        let (mut crc32, mut at) = (crc32fast::Hasher::new(), 0);
+        while at < len {
+            let end = len.min(at.saturating_add(SEGMENT));
+            crc32.update(&self.range(at, end).await?);
+            at = end;
+        }
+        Ok(Content::Bytes(len, crc32.finalize()))
+    }
+}
+
+fn records(index: &ArchiveIndex) -> Option<Content> {
+    let root = index.root().len() + 1;
+    let records = index.entries().filter_map(|entry| {
+        let name = entry.name().get(root..).unwrap_or_default();
+        (name != DERIVED).then(|| Some((name.into(), entry.byte_len(), entry.crc32()?)))
+    });
+    records.collect::<Option<_>>().map(Content::Records)
+}

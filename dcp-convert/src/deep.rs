@@ -268,9 +268,16 @@ impl Blob<'_> {
             let tensor = self.parse(&mut windows, TensorBlob::parse).await?;
             self.compare(chunk, &tensor)?;
         }
+        self.parse(&mut windows, |blob| index.check_ends(blob)).await?;
+        let trailing = self.parse(&mut windows, ArchiveIndex::trailing).await?;
+        if trailing > 0 {
+            let problem = format!("{trailing} bytes follow its end");
+            return Err(FormatError::new("torch archive", problem).at(len - trailing).into());
+        }
         let mut counted = 0;
         for entry in index.entries() {
             let record = self.parse(&mut windows, |blob| entry.locate(blob)).await?;
+            self.parse(&mut windows, |blob| entry.check_around(&record, blob)).await?;
             counted += record.data.end - record.data.start;
             self.check_record(&windows, &record).await.map_err(|error| match error {
                 CheckpointError::Format(format) => {

@@ -16,8 +16,8 @@ use crate::verify::{Problem, ProblemKind, judge};
 /// Tensors that are named for one damaged storage.
 const NAMED: usize = 3;
 
-/// Compares all records with their checksums, whether or not something refers to them, and
-/// decodes all objects. A file from before the zip format has no checksums, and is only read.
+/// Compares all records with their checksums, whether or not something refers to them, what lies
+/// between them with the directory, and decodes all objects. A file from before the zip format has no checksums, and is only read.
 pub(crate) async fn check(
     job: &Arc<Job>,
     save: &TorchSaveReader,
@@ -45,6 +45,14 @@ pub(crate) async fn check(
             Err(error) => checked.problems.push(problem(error, &record, save.key().as_str())?),
         }
     }
+    let mut around = Vec::new();
+    save.check_structure(|error| around.push(error)).await?;
+    checked.problems.extend(around.into_iter().map(|error| {
+        let mut problem = Problem::new(ProblemKind::Corrupt, error.problem());
+        problem.file = Some(save.key().to_string());
+        problem.byte_offset = error.byte_offset();
+        problem
+    }));
     let objects: Vec<_> = items.iter().filter(|item| item.chunk.is_none()).collect();
     let entries: Vec<_> = objects.iter().map(|item| item.entry).collect();
     let mut bad = HashMap::new();

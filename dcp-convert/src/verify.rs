@@ -145,6 +145,13 @@ pub async fn verify(
     let foreign = callables::in_checkpoint(source, &metadata, |at| objects.contains(&at)).await?;
     let file = source.save_reader().map(|save| save.key().to_string());
     report.judge_callables(foreign, file.as_deref());
+    if let Some(save) = source.save_reader() {
+        let trailing = save.trailing_bytes().await?;
+        if trailing > 0 {
+            let said = "bytes follow the end of the archive; PyTorch reads over them";
+            report.notes.push(format!("{trailing} {said}"));
+        }
+    }
     if deep {
         let checked = deep::check(source, &metadata, readable, options).await?;
         report.bytes_checked = checked.bytes;

@@ -22,7 +22,13 @@ pub(crate) fn render(uri: &str, report: &VerifyReport, out: &Output) -> String {
     );
     if report.ok {
         let how = if report.deep {
-            format!("every byte checked, {}", size(report.bytes_checked))
+            let how = match &*report.format {
+                "torch_dcp" | "torch_save" => {
+                    "every byte read; archives agree with their checksums and directories"
+                }
+                _ => "every byte read",
+            };
+            format!("{how}, {}", size(report.bytes_checked))
         } else {
             "structure checked; --deep reads the data".to_owned()
         };

@@ -23,7 +23,7 @@ const INFLATED_PICKLE_MIN: u64 = 4 << 20;
 /// What a zip archive begins with.
 const ZIP: &[u8] = b"PK\x03\x04";
 /// What is read of an archive's end before anything is known of it.
-const TAIL: u64 = 64 << 10;
+pub(super) const TAIL: u64 = 64 << 10;
 /// The bytes of a file's beginning that tell what it is.
 pub const MAGIC_LEN: u64 = 512;
 
@@ -39,6 +39,8 @@ pub(super) struct Contents {
     /// All records of an archive by their full names; nothing of a file of the older form.
     pub(super) records: IndexMap<Box<str>, Record>,
     pub(super) version: Option<Box<str>>,
+    /// Bytes behind the end of an archive.
+    pub(super) trailing: u64,
 }
 
 impl Contents {
@@ -99,6 +101,7 @@ async fn read_archive(file: &mut File<'_>) -> Result<Contents, CheckpointError> 
     let len = file.byte_len();
     file.bring(len.saturating_sub(TAIL)..len).await?;
     let index = file.parse(len, ArchiveIndex::parse).await?;
+    let trailing = file.parse(len, ArchiveIndex::trailing).await?;
     if index.entry("constants.pkl").is_some() {
         let problem = "it is a TorchScript program, no checkpoint; save its state_dict() instead";
         return Err(file.locate(FormatError::new("torch.save file", problem)).into());
@@ -130,6 +133,7 @@ async fn read_archive(file: &mut File<'_>) -> Result<Contents, CheckpointError> 
             byte_order,
             storages: IndexMap::new(),
             records: IndexMap::new(),
+            trailing,
             version: version.map(|text| String::from_utf8_lossy(&text).trim().into()),
         }
     };

@@ -84,6 +84,7 @@ pub(super) async fn read(file: &mut File<'_>) -> Result<Contents, CheckpointErro
         storages,
         records: IndexMap::new(),
         version: Some(PROTOCOL.to_string().into()),
+        trailing: 0,
     })
 }
 

@@ -22,6 +22,7 @@ mod object;
 mod persistent;
 mod reader;
 mod strided;
+mod structure;
 mod tree;
 mod value;
 mod write;

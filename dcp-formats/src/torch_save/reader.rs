@@ -16,6 +16,7 @@ use super::index::{Index, Leaf};
 use super::inflated::Inflated;
 use super::object::Objects;
 use super::strided::{self, Place};
+use super::structure;
 use super::write::TorchSaveOptions;
 use crate::dcp::PlacedReads;
 use crate::pickle::ForeignName;
@@ -106,6 +107,30 @@ impl TorchSaveReader {
         let record = record.and_then(|(_, at)| index.contents.storages.get_index(*at));
         let record = record.map(|(_, record)| record);
         Ok(record.filter(|r| r.data.end >= end && r.crc32.is_some()).cloned())
+    }
+
+    /// Checks all bytes of the archive that are not the data of a record: its directory, its end
+    /// records, and the headers of its records; calls `found` with what is wrong, by record. Of a
+    /// file from before PyTorch 1.6 nothing.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn check_structure(
+        &self,
+        found: impl FnMut(FormatError) + Send,
+    ) -> Result<(), CheckpointError> {
+        let index = self.index().await?;
+        structure::check(&*self.storage, &self.key, &index.contents, found).await
+    }
+
+    /// How many bytes follow the end of the archive, which PyTorch (2.15) reads over.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn trailing_bytes(&self) -> Result<u64, CheckpointError> {
+        Ok(self.index().await?.contents.trailing)
     }
 
     /// All records of the archive, for checking each byte of the file once; of a file from before

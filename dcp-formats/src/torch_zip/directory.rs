@@ -7,6 +7,7 @@ use dcp_core::FormatError;
 use indexmap::IndexMap;
 
 use super::le::{u16_at, u32_at, u64_at};
+use super::structure::{central_len, extra_fields};
 use super::{
     CENTRAL_ENTRY, CENTRAL_ENTRY_LEN, END, END_LEN, Halt, Inflater, LOCAL_HEADER, LOCAL_HEADER_LEN,
     Method, Progress, Record, Sparse, ZIP64_END, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR,
@@ -28,14 +29,23 @@ pub struct ArchiveIndex {
 /// A record, as the central directory describes it.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    name: Box<str>,
+    pub(super) name: Box<str>,
     method: Method,
-    crc32: u32,
-    kept_len: u64,
-    byte_len: u64,
-    header_offset: u64,
+    pub(super) flags: u16,
+    /// Time and date of MS-DOS.
+    pub(super) modified: u32,
+    pub(super) crc32: u32,
+    pub(super) kept_len: u64,
+    pub(super) byte_len: u64,
+    pub(super) header_offset: u64,
+    /// Of MS-DOS and Unix.
+    pub(super) attributes: u32,
+    /// What is wrong with the extra fields in the directory.
+    pub(super) extra: Result<(), &'static str>,
+    /// The length of this entry in the directory, in bytes.
+    pub(super) central_len: u64,
     /// Where the next record or the directory begins.
-    limit: u64,
+    pub(super) limit: u64,
 }
 
 /// Checks a whole archive: its directory, the header of every record, and every record against its
@@ -226,10 +236,7 @@ impl Entry {
         let (name, rest) =
             rest.split_at_checked(fixed.name_len.into()).ok_or("a name is cut off")?;
         let extra = rest.get(..fixed.extra_len.into()).ok_or("an extra field is cut off")?;
-        let len = CENTRAL_ENTRY_LEN as usize
-            + usize::from(fixed.name_len)
-            + usize::from(fixed.extra_len)
-            + usize::from(fixed.comment_len);
+        let len = central_len(fixed.name_len, fixed.extra_len, fixed.comment_len);
         let name: Box<str> =
             str::from_utf8(name).map_err(|_| "a record's name is not UTF-8")?.into();
 
@@ -239,7 +246,12 @@ impl Entry {
                 8 => Method::Deflated,
                 other => return Err(format!("{name:?} is compressed by unknown method {other}")),
             },
+            flags: fixed.flags,
+            modified: fixed.modified,
             crc32: fixed.crc32,
+            attributes: fixed.attributes,
+            central_len: len,
+            extra: Ok(()),
             kept_len: fixed.kept_len.into(),
             byte_len: fixed.byte_len.into(),
             header_offset: fixed.header_offset.into(),
@@ -248,9 +260,14 @@ impl Entry {
         };
         let large = [&mut entry.byte_len, &mut entry.kept_len, &mut entry.header_offset];
         zip64(extra, large).ok_or_else(|| format!("{:?} lacks a zip64 field", entry.name))?;
+        let values = [entry.byte_len, entry.kept_len, entry.header_offset];
+        entry.extra = extra_fields(extra, |value| values.contains(&value));
         let name = &entry.name;
         if fixed.flags & 1 != 0 {
             return Err(format!("{name:?} is encrypted"));
+        }
+        if fixed.volume != 0 {
+            return Err(format!("{name:?} is on another volume"));
         }
         match entry.method {
             Method::Stored if entry.kept_len != entry.byte_len => {
@@ -259,7 +276,7 @@ impl Entry {
             Method::Deflated if entry.byte_len / DEFLATE_RATIO_MAX > entry.kept_len => {
                 Err(format!("{name:?} claims to inflate to more than is possible"))
             }
-            _ => Ok((entry, len)),
+            _ => Ok((entry, len as usize)),
         }
     }
 }
@@ -269,12 +286,15 @@ struct Fixed {
     signature: u32,
     flags: u16,
     method: u16,
+    modified: u32,
     crc32: u32,
     kept_len: u32,
     byte_len: u32,
     name_len: u16,
     extra_len: u16,
     comment_len: u16,
+    volume: u16,
+    attributes: u32,
     header_offset: u32,
 }
 
@@ -284,12 +304,15 @@ impl Fixed {
             signature: u32_at(bytes, 0)?,
             flags: u16_at(bytes, 8)?,
             method: u16_at(bytes, 10)?,
+            modified: u32_at(bytes, 12)?,
             crc32: u32_at(bytes, 16)?,
             kept_len: u32_at(bytes, 20)?,
             byte_len: u32_at(bytes, 24)?,
             name_len: u16_at(bytes, 28)?,
             extra_len: u16_at(bytes, 30)?,
             comment_len: u16_at(bytes, 32)?,
+            volume: u16_at(bytes, 34)?,
+            attributes: u32_at(bytes, 38)?,
             header_offset: u32_at(bytes, 42)?,
         })
     }
@@ -333,13 +356,15 @@ fn limit(entries: &mut IndexMap<Box<str>, Entry>, directory: u64) -> Result<(), 
 }
 
 /// Where the central directory lies and how many entries it has.
-struct Directory {
-    range: Range<u64>,
+pub(super) struct Directory {
+    pub(super) range: Range<u64>,
     entries: u64,
+    /// Where the zip64 end record begins, if there is one.
+    pub(super) zip64_at: Option<u64>,
 }
 
 impl Directory {
-    fn find(blob: &Sparse<'_>) -> Result<Self, Halt> {
+    pub(super) fn find(blob: &Sparse<'_>) -> Result<Self, Halt> {
         let end_at = find_end(blob)?;
         let end = blob.need("the end record", end_at..end_at + END_LEN)?;
         let field = |at| u64::from(u16_at(end, at).unwrap_or(0));
@@ -351,7 +376,7 @@ impl Directory {
             u64::from(u32_at(end, 12).unwrap_or(0)),
             u64::from(u32_at(end, 16).unwrap_or(0)),
         );
-        let plain = Self { range: start..start.saturating_add(len), entries };
+        let plain = Self { range: start..start.saturating_add(len), entries, zip64_at: None };
         let (found, upper) = match find_zip64(blob, end_at)? {
             Some((large, at)) => {
                 let agrees = |short: u64, long: u64, mark: u64| short == long || short == mark;
@@ -373,23 +398,21 @@ impl Directory {
     }
 }
 
-/// Where the end record begins: in front of a comment, which PyTorch never writes.
-fn find_end(blob: &Sparse<'_>) -> Result<u64, Halt> {
+/// Where the end record begins: the last that is in the file, as PyTorch (2.15) looks for it. A
+/// comment may follow, or what belongs to nothing.
+pub(super) fn find_end(blob: &Sparse<'_>) -> Result<u64, Halt> {
     let total = blob.byte_len();
-    let Some(without_comment) = total.checked_sub(END_LEN) else {
+    let Some(last_at) = total.checked_sub(END_LEN) else {
         return Err(bad(0, "it is too short for an archive"));
     };
-    let last = blob.need("the end record", without_comment..total)?;
-    if u32_at(last, 0) == Some(END) && u16_at(last, 20) == Some(0) {
-        return Ok(without_comment);
+    let last = blob.need("the end record", last_at..total)?;
+    if u32_at(last, 0) == Some(END) {
+        return Ok(last_at);
     }
-    let from = without_comment.saturating_sub(COMMENT_MAX);
+    let from = last_at.saturating_sub(COMMENT_MAX);
     let tail = blob.need("the end record", from..total)?;
-    let comment_fits = |at: usize| {
-        let comment = tail.len() - at - END_LEN as usize;
-        u32_at(tail, at) == Some(END) && u16_at(tail, at + 20).map(usize::from) == Some(comment)
-    };
-    match (0..=tail.len() - END_LEN as usize).rev().find(|at| comment_fits(*at)) {
+    let found = (0..=tail.len() - END_LEN as usize).rev().find(|at| u32_at(tail, *at) == Some(END));
+    match found {
         Some(at) => Ok(from + at as u64),
         None => Err(bad(from, "it has no end record: it is no zip archive, or cut short")),
     }
@@ -418,7 +441,7 @@ fn find_zip64(blob: &Sparse<'_>, end_at: u64) -> Result<Option<(Directory, u64)>
                 && field(24) == entries
                 && range.end <= at =>
         {
-            Ok(Some((Directory { range, entries }, at)))
+            Ok(Some((Directory { range, entries, zip64_at: Some(at) }, at)))
         }
         _ => Err(bad(at, "the zip64 end record is damaged")),
     }

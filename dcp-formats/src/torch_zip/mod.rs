@@ -12,6 +12,7 @@ mod inflate;
 mod le;
 mod record;
 mod sparse;
+mod structure;
 
 pub use directory::{ArchiveIndex, Entry, check_archive};
 pub use encode::{ArchiveEncoder, RecordSet, StorageSlot};

@@ -224,11 +224,11 @@ fn wall(command: impl Fn() -> Command) -> Result<f64> {
     Ok(fastest)
 }
 
-/// Builds the example and the `dcp` command.
+/// Builds the example and the `dcp` command as they are published.
 fn build() -> Result<(PathBuf, PathBuf)> {
-    let arguments = ["build", "--quiet", "--release", "--workspace", "--example", "bench"];
+    let arguments = ["build", "--quiet", "--profile", "dist", "--workspace", "--example", "bench"];
     process::run(process::cargo().args(arguments).args(["--bin", "dcp"]))?;
-    let built = workspace::target()?.join("release");
+    let built = workspace::target()?.join("dist");
     Ok((built.join("examples").join("bench"), built.join("dcp")))
 }
 

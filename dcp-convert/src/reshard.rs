@@ -22,6 +22,7 @@ use crate::job::JobOptions;
 use crate::objects::{ObjectBatches, object_entries};
 use crate::source::Source;
 use crate::tensor_read::TensorReader;
+use crate::view::with_quantizers;
 use crate::written::WriteReport;
 
 /// Memory that writing one rank takes besides its segments, in bytes: what the format gathers
@@ -77,7 +78,8 @@ pub async fn divide(
         let problem = format!("is not a number of ranks between 1 and {MAX_RANKS}");
         return Err(ConvertError::unsupported(ranks.to_string(), problem));
     }
-    let source = &source.for_job(options.parallelism);
+    let holds = |fqn: &str| division.object(fqn) != Holder::Nobody;
+    let source = &with_quantizers(source.for_job(options.parallelism), holds).await?;
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
     let job = Job::prepare(source, writer, &metadata, division, options).await?;

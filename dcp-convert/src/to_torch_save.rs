@@ -17,6 +17,7 @@ use crate::objects::{object_entries, read_objects};
 use crate::outgoing::ties;
 use crate::source::Source;
 use crate::target::Target;
+use crate::view::with_quantizers;
 use crate::written::WriteReport;
 
 /// Writes everything that is in a checkpoint, tensors and objects, to one file of `torch.save`,
@@ -32,8 +33,8 @@ use crate::written::WriteReport;
 ///
 /// # Errors
 ///
-/// When the target exists, the checkpoint is unsound or damaged, holds a tensor that such a file
-/// cannot have (a quantized one, whose scale is not known), or a storage fails; then there is no
+/// When the target exists, the checkpoint is unsound or damaged, holds a quantized
+/// tensor whose scale is not known, or a storage fails; then there is no
 /// new file.
 #[doc(alias = "dcp_to_torch_save")]
 pub async fn to_torch_save(
@@ -53,6 +54,7 @@ pub async fn to_torch_save(
         let report = WriteReport { callables, ..WriteReport::default() };
         return write_again(&source, reader.key(), target, again, report, options).await;
     }
+    let source = with_quantizers(source, |_| true).await?;
     let outgoing = Outgoing::gather(&source, options).await?;
     let plan =
         TorchSavePlan::new(&target.key, &outgoing.items, &how).map_err(ConvertError::unwritable)?;

@@ -1,4 +1,5 @@
-"""Tensors of torchao's classes, which DCP and torch.save store as objects of several tensors.
+"""Tensors of torchao's classes, which DCP and torch.save store as objects of several tensors, and
+PyTorch's quantized ones, which have a scale beside their elements.
 
 interop_subclasses.py save DIR        writes them, and `plain.pt` with their plain numbers
 interop_subclasses.py check DIR OUT   compares what `dcp convert` made of them
@@ -31,6 +32,11 @@ def state(seed, rows=64):
         model = torch.nn.Linear(64, rows, bias=False).to(torch.bfloat16)
         quantize_(model, config)
         tensors[name] = model.weight.detach()
+    # The scales are the same for all seeds: a load with DCP keeps those of the target.
+    values = torch.randn(rows, 64)
+    scales = torch.arange(rows) * 0.1 + 0.1
+    tensors["per_tensor"] = torch.quantize_per_tensor(values, 0.1, 3, torch.qint8)
+    tensors["per_channel"] = torch.quantize_per_channel(values, scales, torch.arange(rows), 0, torch.quint8)
     tensors["bias"] = torch.randn(3)
     return tensors
 
@@ -52,6 +58,9 @@ def save(folder):
 
 def same(found, wanted, what):
     assert type(found) is type(wanted), "%s is a %s" % (what, type(found))
+    if wanted.is_quantized:
+        assert found.qscheme() == wanted.qscheme() and torch.equal(found, wanted), what
+        return
     names = [name for name, value in vars(wanted).items() if isinstance(value, torch.Tensor)] if type(wanted) is not torch.Tensor else []
     for one, other in [(getattr(found, name), getattr(wanted, name)) for name in names] or [(found, wanted)]:
         assert one.dtype == other.dtype and common.raw(one) == common.raw(other), what
@@ -64,8 +73,9 @@ def check(folder, out):
         dcp.load(loaded, checkpoint_id=os.path.join(out, name), no_dist=True)
         for key, tensor in wanted.items():
             same(loaded["w"][key], tensor, "%s: %s" % (name, key))
-    for key, tensor in torch.load(os.path.join(out, "copy.pt"), weights_only=False)["w"].items():
-        same(tensor, wanted[key], "copy.pt: " + key)
+    for name in ("copy.pt", "from_dcp.pt"):
+        for key, tensor in torch.load(os.path.join(out, name), weights_only=False)["w"].items():
+            same(tensor, wanted[key], "%s: %s" % (name, key))
 
 
 def everything(what, *args):

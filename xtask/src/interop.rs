@@ -217,6 +217,7 @@ impl Run<'_> {
             ("dcp", "dcp", "dcp"),
             ("file.pt", "file", "dcp"),
             ("file.pt", "copy.pt", "torch-save"),
+            ("dcp", "from_dcp.pt", "torch-save"),
         ] {
             let (from, to) = (theirs.join(from), ours.join(to));
             run(self.dcp().args(["convert", "--quiet", "--to", format]).arg(from).arg(to))?;

@@ -1,0 +1,146 @@
+//! Quantized tensors as the objects that they are stored as, scale and zero point included.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSink, Entry, FormatError, Layout, LoadPlan,
+    ObjectEntry, Placement, ReadReport, Storage, StorageExt as _, StorageReader, TensorEntry,
+    WrappedTensor,
+};
+use dcp_formats::torch_object::decode_object;
+use dcp_formats::torch_zip::check_archive;
+
+use crate::error::ConvertError;
+use crate::source::Source;
+
+/// The most bytes of an archive that is taken over as it is.
+const ARCHIVE_MAX: u64 = 1 << 30;
+
+/// A reader that shows quantized tensors of another one as objects. An element of such a tensor
+/// means nothing without its scale, which only the stored archive has, so a format that keeps
+/// scales gets the archive.
+struct Quantized {
+    inner: Source,
+    inner_metadata: Arc<CheckpointMetadata>,
+    metadata: Arc<CheckpointMetadata>,
+    /// Where the archives of these entries lie.
+    archives: HashMap<u32, Placement>,
+}
+
+/// `source`, in its form for a job, with quantized tensors as objects.
+///
+/// # Errors
+///
+/// For quantized tensors that are not stored in one archive each, and for those that are not
+/// `writable` as objects.
+pub(crate) async fn with_quantizers(
+    source: Source,
+    writable: impl Fn(&str) -> bool,
+) -> Result<Source, ConvertError> {
+    let inner_metadata = source.metadata().await?;
+    let mut metadata = CheckpointMetadata::clone(&inner_metadata);
+    let (mut archives, mut refused) = (HashMap::new(), Vec::new());
+    for (index, (fqn, entry)) in inner_metadata.iter().enumerate() {
+        let Some(tensor) = entry.as_tensor().filter(|t| t.dtype.is_quantized()) else { continue };
+        let (Some(placement), Ok(at)) = (archive(&inner_metadata, tensor), u32::try_from(index))
+        else {
+            refused.push((fqn, tensor.dtype, "is not stored in one archive of its own"));
+            continue;
+        };
+        if !writable(fqn) {
+            refused.push((fqn, tensor.dtype, "has no place in this format"));
+            continue;
+        }
+        let class = format!("torch.Tensor ({})", tensor.dtype);
+        let wrapped = WrappedTensor::new(class, tensor.dtype, tensor.shape.clone());
+        let mut object = ObjectEntry::new(Some(placement)).with_tensor(wrapped);
+        object.path = tensor.path.clone();
+        metadata.insert(Arc::clone(fqn), Entry::Object(object));
+        archives.insert(at, placement);
+    }
+    if let Some((fqn, dtype, why)) = refused.first() {
+        let problem = format!(
+            "cannot be written: it is {dtype} and needs a scale, which {why}; --exclude leaves \
+             it out"
+        );
+        return Err(ConvertError::unsupported(format!("{fqn:?}"), problem));
+    }
+    if archives.is_empty() {
+        return Ok(source);
+    }
+    let metadata = Arc::new(metadata);
+    let reader = Quantized { inner: source.clone(), inner_metadata, metadata, archives };
+    Ok(Source::derived(Arc::new(reader), std::slice::from_ref(&source)).unwrap_or(source))
+}
+
+/// The place of a tensor that is one archive, as it is.
+fn archive(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placement> {
+    let chunk = tensor.chunks.get(0).filter(|_| tensor.chunks.len() == 1)?;
+    let whole = chunk.sizes == &*tensor.shape && chunk.offsets.iter().all(|offset| *offset == 0);
+    let placement = chunk.placement.filter(|at| whole && at.byte_len <= ARCHIVE_MAX)?;
+    let encoding = metadata.encoding(&placement)?;
+    let plain = encoding.layout == Layout::TorchArchive && encoding.transforms.is_empty();
+    plain.then_some(placement)
+}
+
+impl Quantized {
+    /// The archive's value, when every byte of it is what its checksums say.
+    async fn read_archive(
+        &self,
+        entry: u32,
+        placement: Placement,
+    ) -> Result<dcp_core::Value, CheckpointError> {
+        let fqn = self.metadata.at(entry as usize).map_or("", |(fqn, _)| fqn);
+        let Some(key) = self.metadata.file(placement.file) else {
+            return Err(FormatError::new("index", format!("{fqn:?} is in no file")).into());
+        };
+        let end = placement.byte_offset.saturating_add(placement.byte_len);
+        let storage: &dyn Storage = &*self.inner.storage;
+        let encoded = storage.read_range(key, placement.byte_offset..end).await?;
+        let value = check_archive(&encoded).and_then(|()| decode_object(&encoded));
+        Ok(value.map_err(|error| {
+            FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
+                .at(error.byte_offset().unwrap_or(0))
+                .in_file(key.as_str(), placement.byte_offset)
+        })?)
+    }
+}
+
+#[async_trait]
+impl StorageReader for Quantized {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        Ok(Arc::clone(&self.metadata))
+    }
+
+    async fn read(
+        &self,
+        _metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let mut report = ReadReport::default();
+        let mut others = LoadPlan::default();
+        for item in &plan.items {
+            let Some(placement) = self.archives.get(&item.entry) else {
+                others.items.push(item.clone());
+                continue;
+            };
+            sink.object(item, self.read_archive(item.entry, *placement).await?)?;
+            report += ReadReport::new(placement.byte_len, placement.byte_len);
+        }
+        if !others.items.is_empty() {
+            report += self.inner.reader.read(&self.inner_metadata, &others, sink).await?;
+        }
+        Ok(report)
+    }
+}
+
+impl fmt::Debug for Quantized {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tensors = self.archives.len();
+        f.debug_struct("Quantized").field("tensors", &tensors).finish_non_exhaustive()
+    }
+}

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use dcp::convert::{JobOptions, Rename, Selection, Source, StatePart, parse_mapping};
+use dcp::convert::{
+    JobOptions, Rename, Selection, Source, StatePart, UnmatchedPattern, parse_mapping,
+};
 use dcp::olmo::{OptimizerLayout, source_with_layout};
 use dcp::planner::KeyFilter;
 
@@ -87,6 +89,28 @@ pub(crate) async fn taken_of(
     let chosen = selection.of(&metadata)?;
     let names = chosen.iter().filter_map(|key| metadata.at(key.entry));
     Ok(names.map(|(fqn, _)| Arc::clone(fqn)).collect())
+}
+
+/// Patterns of `selection` that match no key of any of the sources.
+pub(crate) async fn unmatched_in(
+    selection: &Selection,
+    sources: impl IntoIterator<Item = &Source>,
+) -> Result<Vec<UnmatchedPattern>, Failure> {
+    let mut unmatched: Option<Vec<UnmatchedPattern>> = None;
+    for source in sources {
+        let more = selection.unmatched(&*source.metadata().await?)?;
+        let is_same = |a: &UnmatchedPattern, b: &UnmatchedPattern| {
+            (&a.option, &a.pattern) == (&b.option, &b.pattern)
+        };
+        unmatched = Some(match unmatched {
+            None => more,
+            Some(mut before) => {
+                before.retain(|one| more.iter().any(|other| is_same(one, other)));
+                before
+            }
+        });
+    }
+    Ok(unmatched.unwrap_or_default())
 }
 
 pub(crate) fn parse_rename(text: &str) -> Result<Rename, String> {

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use dcp::DType;
-use dcp::convert::{CastOptions, JobOptions, Source, StatePart, WriteReport, is_exact, view};
+use dcp::convert::{
+    CastOptions, JobOptions, Source, StatePart, WriteReport, is_exact, unmatched_patterns, view,
+};
 use dcp::core::{Key, Value};
 use dcp::formats::torch_save::TorchSaveForm;
 use dcp::megatron::ParallelLayout;
@@ -270,6 +272,10 @@ impl Destination {
         options: &JobOptions,
     ) -> Result<WriteReport, Failure> {
         let (overwrite, dry_run) = (self.writing.overwrite, options.dry_run);
+        let metadata = source.metadata().await?;
+        let tensors = metadata.iter().filter(|(_, entry)| entry.as_tensor().is_some());
+        let tensors: Vec<_> = tensors.map(|(fqn, _)| (&**fqn, None)).collect();
+        let unmatched = unmatched_patterns("keep-dtype", &self.keep_dtype, &tensors);
         let (source, cast) = match self.cast_rule() {
             Some(rule) => {
                 let casts = CastOptions::default();
@@ -314,6 +320,7 @@ impl Destination {
             folders.keep();
         }
         report.cast = cast.map(|cast| cast.report());
+        report.unmatched = unmatched;
         Ok(report)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp::convert::{CastCounts, CastReport, WriteReport};
+use dcp::convert::{CastCounts, CastReport, UnmatchedPattern, WriteReport};
 
 use crate::failure::Failure;
 use crate::output::Output;
@@ -77,6 +77,7 @@ fn cast_notes(report: &CastReport, out: &Output) {
 }
 
 fn notes(report: &WriteReport, out: &Output) {
+    unmatched_notes(&report.unmatched, out);
     if let Some(cast) = report.cast.as_ref().filter(|_| !report.dry_run) {
         cast_notes(cast, out);
     }
@@ -110,6 +111,13 @@ fn notes(report: &WriteReport, out: &Output) {
             "stored {tensors} as bytes, because safetensors has no name for the type: {}",
             list(&report.raw)
         ));
+    }
+}
+
+/// What matches no key.
+pub(crate) fn unmatched_notes(unmatched: &[UnmatchedPattern], out: &Output) {
+    for one in unmatched {
+        out.note(&one.message());
     }
 }
 

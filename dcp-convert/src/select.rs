@@ -6,10 +6,11 @@ use std::sync::Arc;
 use dcp_core::{CheckpointMetadata, PathItem, StatePath};
 use dcp_planner::KeyFilter;
 use indexmap::IndexMap;
-use regex::Regex;
 
 use crate::error::ConvertError;
 use crate::part::{Parts, below};
+use crate::rename::Rename;
+use crate::unmatched::{UnmatchedPattern, unmatched_patterns};
 
 /// A choice of keys, and new names for them. Keys are chosen by the names that they have in the
 /// checkpoint; then names are mapped, and the substitutions applied one after the other.
@@ -154,6 +155,41 @@ impl Selection {
         Ok(chosen)
     }
 
+    /// Patterns that match no key, in the order in which they apply: those of keys that are taken
+    /// or left out, and substitutions that no name of a key that is taken has a match for.
+    ///
+    /// # Errors
+    ///
+    /// As [`of`](Self::of).
+    pub fn unmatched(
+        &self,
+        metadata: &CheckpointMetadata,
+    ) -> Result<Vec<UnmatchedPattern>, ConvertError> {
+        let mut unmatched = self.unmatched_filters(metadata);
+        if self.renames.is_empty() {
+            return Ok(unmatched);
+        }
+        let chosen = Self { renames: Vec::new(), ..self.clone() }.of(metadata)?;
+        let mut names: Vec<_> = chosen.into_iter().map(|one| one.fqn).collect();
+        for rename in &self.renames {
+            if !names.iter().any(|name| rename.is_match(name)) {
+                unmatched.push(rename.unmatched(&names));
+            }
+            names = names.iter().map(|name| rename.apply(name)).collect();
+        }
+        Ok(unmatched)
+    }
+
+    /// The patterns among these of what is taken and what is left out.
+    pub(crate) fn unmatched_filters(&self, metadata: &CheckpointMetadata) -> Vec<UnmatchedPattern> {
+        let keys: Vec<_> = metadata.iter().map(|(fqn, entry)| (&**fqn, entry.path())).collect();
+        let mut unmatched = unmatched_patterns("include", self.include.patterns(), &keys);
+        if let Some(exclude) = &self.exclude {
+            unmatched.extend(unmatched_patterns("exclude", exclude.patterns(), &keys));
+        }
+        unmatched
+    }
+
     /// The new name of a key that is `inner` below the root that is taken; `None` for one that is
     /// left out.
     pub(crate) fn name(&self, fqn: &str, inner: &str) -> Option<Arc<str>> {
@@ -242,110 +278,6 @@ pub(crate) fn list(all: &[&str]) -> String {
     text
 }
 
-/// A substitution in names, written as `sed` writes it: `s/PATTERN/REPLACEMENT/`, with any other
-/// delimiter than `/`, and with `g` at the end to replace every match and not only the first.
-///
-/// The pattern is a regular expression in the syntax of the `regex` crate; it takes time linear
-/// in the name whatever it is. In the replacement `\1` or `$1` stand for what the first group
-/// matched, `\0` or `&` for all of it; a backslash makes any other character stand for itself.
-#[derive(Clone, Debug)]
-pub struct Rename {
-    pattern: Regex,
-    replacement: String,
-    everywhere: bool,
-}
-
-impl Rename {
-    /// Reads a substitution.
-    ///
-    /// # Errors
-    ///
-    /// [`ConvertError::Unsupported`] when the text is no substitution.
-    pub fn parse(text: &str) -> Result<Self, ConvertError> {
-        let bad = |problem: &str| ConvertError::unsupported(format!("{text:?}"), problem);
-        let form = "is no substitution; write s/PATTERN/REPLACEMENT/";
-        let mut chars = text.strip_prefix('s').ok_or_else(|| bad(form))?.chars();
-        let delimiter = chars.next().filter(|c| !c.is_alphanumeric() && *c != '\\');
-        let delimiter = delimiter.ok_or_else(|| bad(form))?;
-        let mut parts = vec![String::new()];
-        while let Some(c) = chars.next() {
-            match (c, parts.last_mut()) {
-                (c, _) if c == delimiter => parts.push(String::new()),
-                ('\\', Some(part)) => match chars.next() {
-                    Some(c) if c == delimiter => part.push(c),
-                    Some(c) => part.extend(['\\', c]),
-                    None => return Err(bad("ends in a backslash")),
-                },
-                (c, Some(part)) => part.push(c),
-                (_, None) => {}
-            }
-        }
-        let [pattern, replacement, flags] = &*parts else { return Err(bad(form)) };
-        let everywhere = match &**flags {
-            "" => false,
-            "g" => true,
-            _ => return Err(bad("has flags other than g")),
-        };
-        let pattern = Regex::new(pattern)
-            .map_err(|error| bad(&format!("has a bad pattern: {}", one_line(&error))))?;
-        let replacement = expansion(replacement).ok_or_else(|| bad("ends in a backslash"))?;
-        Ok(Self { pattern, replacement, everywhere })
-    }
-
-    /// The substitution that takes `prefix` from names that begin with it.
-    ///
-    /// # Errors
-    ///
-    /// [`ConvertError::Unsupported`] when the text is too long for a pattern.
-    pub fn without_prefix(prefix: &str) -> Result<Self, ConvertError> {
-        let pattern = Regex::new(&format!("^{}", regex::escape(prefix)))
-            .map_err(|error| ConvertError::unsupported("the prefix", one_line(&error)))?;
-        Ok(Self { pattern, replacement: String::new(), everywhere: false })
-    }
-
-    /// The name after the substitution.
-    #[must_use]
-    pub fn apply(&self, name: &str) -> Arc<str> {
-        let limit = usize::from(!self.everywhere);
-        self.pattern.replacen(name, limit, self.replacement.as_str()).into()
-    }
-}
-
-/// What a regular expression's error says, without the picture that it draws.
-fn one_line(error: &regex::Error) -> String {
-    let text = error.to_string();
-    let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-    last.trim().trim_start_matches("error: ").to_owned()
-}
-
-/// A replacement of `sed` as one of the `regex` crate.
-fn expansion(text: &str) -> Option<String> {
-    let mut made = String::with_capacity(text.len());
-    let mut chars = text.chars().peekable();
-    while let Some(c) = chars.next() {
-        match c {
-            '\\' => match chars.next()? {
-                digit @ '0'..='9' => made.push_str(&format!("${{{digit}}}")),
-                '$' => made.push_str("$$"),
-                c => made.push(c),
-            },
-            '&' => made.push_str("${0}"),
-            '$' => {
-                // `$1x` is the first group and an x, not a group named `1x`.
-                let digits: String =
-                    std::iter::from_fn(|| chars.next_if(char::is_ascii_digit)).collect();
-                match digits.is_empty() {
-                    true if chars.peek() == Some(&'{') => made.push('$'),
-                    true => made.push_str("$$"),
-                    false => made.push_str(&format!("${{{digits}}}")),
-                }
-            }
-            c => made.push(c),
-        }
-    }
-    Some(made)
-}
-
 /// Reads a mapping of names: a JSON object, or lines of an old and a new name with white space
 /// between them. `null`, and a `-` in a line, leave a key out; lines that begin with `#` and
 /// empty ones mean nothing.
@@ -382,41 +314,6 @@ mod tests {
     use dcp_core::{DType, Entry, TensorEntry};
 
     use super::*;
-
-    fn rename(text: &str, name: &str) -> String {
-        Rename::parse(text).unwrap().apply(name).to_string()
-    }
-
-    #[test]
-    fn substitutions_are_seds() {
-        assert_eq!(rename(r"s/^model\.//", "model.model.w"), "model.w");
-        assert_eq!(rename("s|a|b|", "aa"), "ba");
-        assert_eq!(rename("s/a/b/g", "aa"), "bb");
-        assert_eq!(rename(r"s/layers\.(\d+)/h.\1x/", "layers.12.w"), "h.12x.w");
-        assert_eq!(rename(r"s/(\d)/$1x/", "a7"), "a7x");
-        assert_eq!(rename(r"s/(?<n>\d)/${n}!/", "a7"), "a7!");
-        assert_eq!(rename("s/b/[&]/", "abc"), "a[b]c");
-        assert_eq!(rename(r"s/b/\&\$1/", "abc"), "a&$1c");
-        assert_eq!(rename(r"s/a\/b/x/", "a/b"), "x");
-        assert_eq!(rename("s/x/y/", "abc"), "abc");
-    }
-
-    #[test]
-    fn what_is_no_substitution_is_refused() {
-        for (text, problem) in [
-            ("", "no substitution"),
-            ("model.", "no substitution"),
-            ("s/a/b", "no substitution"),
-            ("s/a", "no substitution"),
-            ("sxaxbx", "no substitution"),
-            ("s/a/b/i", "flags"),
-            ("s/(/b/", "unclosed group"),
-            (r"s/a/b\", "backslash"),
-        ] {
-            let error = Rename::parse(text).unwrap_err().to_string();
-            assert!(error.contains(problem), "{text}: {error}");
-        }
-    }
 
     fn metadata(keys: &[&[&str]]) -> CheckpointMetadata {
         let mut metadata = CheckpointMetadata::new();

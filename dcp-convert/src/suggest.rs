@@ -10,6 +10,8 @@ use crate::error::ConvertError;
 const SHOWN: usize = 3;
 /// Names to compare at most, so that a typo costs no second on a huge checkpoint.
 const COMPARED: usize = 50_000;
+/// Bytes of a name or pattern to compare at most.
+const MAX_LEN: usize = 256;
 
 /// The error for a name that is not there, with the names that look like it.
 #[must_use]
@@ -30,14 +32,13 @@ pub fn unknown_fqn(metadata: &CheckpointMetadata, fqn: &str) -> ConvertError {
 /// How far apart two names are, or `None` when they have little in common. A name that is a
 /// whole part of the other is close, however much longer the other is.
 fn distance(asked: &str, name: &str) -> Option<usize> {
-    const MAX_LEN: usize = 256;
     if asked.is_empty() || asked.len() > MAX_LEN || name.len() > MAX_LEN {
         return None;
     }
     if asked.len() >= 3 && (ends(name, asked) || starts(name, asked)) {
         return Some(1);
     }
-    let edits = edits(asked, name);
+    let edits = edits_to_prefixes(asked, name, false).last().copied()?;
     (edits <= asked.chars().count().max(3) / 3).then_some(edits)
 }
 
@@ -49,24 +50,68 @@ fn starts(name: &str, part: &str) -> bool {
     name.strip_prefix(part.trim_end_matches('.')).is_some_and(|rest| rest.starts_with(['.', '/']))
 }
 
-/// Insertions, deletions and replacements between two texts.
+/// The key that is most like a pattern that matches none, or the beginning of a key up to a dot
+/// where the pattern has no wildcards.
+pub(crate) fn nearest<'a>(pattern: &str, names: impl Iterator<Item = &'a str>) -> Option<Arc<str>> {
+    let is_glob = pattern.contains(['*', '?']);
+    let literal = pattern.chars().filter(|c| !"*?".contains(*c)).count();
+    if literal == 0 || pattern.len() > MAX_LEN {
+        return None;
+    }
+    let names = names.take(COMPARED).filter(|name| name.len() <= MAX_LEN);
+    let best = names.filter_map(|name| nearest_part(pattern, is_glob, name)).min()?;
+    (best.0 <= literal.div_ceil(3)).then(|| best.1.into())
+}
+
+/// How far a pattern is from the nearest part of a name that it could select.
+fn nearest_part<'a>(pattern: &str, is_glob: bool, name: &'a str) -> Option<(usize, &'a str)> {
+    if is_glob {
+        let inside = || edits(&format!("*.{pattern}"), name).saturating_add(1);
+        return Some((edits(pattern, name).min(inside()), name));
+    }
+    if pattern.len() >= 3 && ends(name, pattern) {
+        return Some((1, name));
+    }
+    let row = edits_to_prefixes(pattern, name, false);
+    let ends_part =
+        |at: usize| name.get(at..).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+    let indices = name.char_indices().map(|(at, _)| at).chain([name.len()]);
+    let parts = indices.zip(row).filter(|(at, _)| ends_part(*at));
+    parts.filter_map(|(at, edits)| Some((edits, name.get(..at)?))).min()
+}
+
+/// Insertions, deletions and replacements between two texts, of which the first may be a glob.
 fn edits(a: &str, b: &str) -> usize {
+    edits_to_prefixes(a, b, true).last().copied().unwrap_or(0)
+}
+
+/// The same for every number of characters that `b` can begin with.
+fn edits_to_prefixes(a: &str, b: &str, is_glob: bool) -> Vec<usize> {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = i;
-        let mut left = i + 1;
+    for from in a.chars() {
+        if is_glob && from == '*' {
+            let mut least = usize::MAX;
+            for cell in &mut row {
+                least = least.min(*cell);
+                *cell = least;
+            }
+            continue;
+        }
+        let mut diagonal = row.first().copied().unwrap_or(0);
+        let mut left = diagonal.saturating_add(1);
         if let Some(first) = row.first_mut() {
             *first = left;
         }
         for (cell, to) in row.iter_mut().skip(1).zip(&b) {
-            let replaced = diagonal + usize::from(from != *to);
+            let same = from == *to || (is_glob && from == '?');
+            let replaced = diagonal + usize::from(!same);
             diagonal = *cell;
             left = replaced.min(left + 1).min(diagonal + 1);
             *cell = left;
         }
     }
-    row.last().copied().unwrap_or(0)
+    row
 }
 
 #[cfg(test)]
@@ -79,6 +124,9 @@ mod tests {
         assert_eq!(edits("", "abc"), 3);
         assert_eq!(edits("abc", ""), 3);
         assert_eq!(edits("same", "same"), 0);
+        assert_eq!(edits("s*e", "same"), 0);
+        assert_eq!(edits("x?m*", "same"), 1);
+        assert_eq!(edits_to_prefixes("ab", "abc", true), [2, 1, 0, 1]);
     }
 
     #[test]
@@ -89,5 +137,23 @@ mod tests {
         assert_eq!(distance("rng_state", "rng_state/shard_0.1_1.2"), Some(1));
         assert_eq!(distance("eight", "model.weight"), None);
         assert_eq!(distance("", "x"), None);
+    }
+
+    #[test]
+    fn a_pattern_is_near_to_what_it_could_select() {
+        let names = ["model.embed.weight", "model.norm.weight", "optim.lr"];
+        let nearest = |pattern| nearest(pattern, names.into_iter());
+        for (pattern, expected) in [
+            ("modle", Some("model")),
+            ("model.nrom", Some("model.norm")),
+            ("norm.weight", Some("model.norm.weight")),
+            ("modle.*", Some("model.embed.weight")),
+            ("norm.*", Some("model.norm.weight")),
+            ("*.wieght", Some("model.embed.weight")),
+            ("something else", None),
+            ("*", None),
+        ] {
+            assert_eq!(nearest(pattern).as_deref(), expected, "{pattern}");
+        }
     }
 }

@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use crate::callables::ForeignCallable;
 use crate::cast::CastReport;
+use crate::unmatched::UnmatchedPattern;
 
 /// What became of a checkpoint. Serialized, it is the output of `dcp convert --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -30,6 +31,9 @@ pub struct WriteReport {
     pub left_out: Vec<Arc<str>>,
     /// Keys of the checkpoint that were not taken because the target usually gets the model alone.
     pub not_taken: usize,
+    /// Patterns that were given for keys and match none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unmatched: Vec<UnmatchedPattern>,
     /// Tensors of a dtype that the format has no name for; stored as bytes and described in the
     /// header under [`RAW`](crate::RAW).
     pub raw: Vec<Arc<str>>,

@@ -27,6 +27,12 @@ impl KeyFilter {
         Self { patterns: Some(patterns.into_iter().map(Into::into).collect()) }
     }
 
+    /// The patterns; none where everything is selected.
+    #[must_use]
+    pub fn patterns(&self) -> &[String] {
+        self.patterns.as_deref().unwrap_or_default()
+    }
+
     /// Whether an entry is selected.
     #[must_use]
     pub fn selects(&self, fqn: &str, path: Option<&StatePath>) -> bool {

@@ -7,7 +7,7 @@ use dcp::DType;
 use dcp::convert::ConvertError;
 use dcp::convert::view::{AverageOptions, Averaged, NonFloat};
 
-use crate::choosing::{Choosing, taken_of};
+use crate::choosing::{Choosing, taken_of, unmatched_in};
 use crate::destination::{Destination, For};
 use crate::failure::Failure;
 use crate::open::{self, Need};
@@ -140,6 +140,7 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
             }
             sources.push(source);
         }
+        let unmatched = unmatched_in(&selection, all.iter().map(|opened| &opened.source)).await?;
         args.corrupt_optimizer.refuse(&all, |fqn| taken.contains(fqn), &options).await?;
         let averaged = Averaged::apply(&sources, &args.options(), &options).await;
         let (source, view) = averaged.map_err(|error| match error {
@@ -151,6 +152,7 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         })?;
         let mut report = args.destination.write(&source, &args.out, how, &options).await?;
         report.not_taken = not_taken;
+        report.unmatched.splice(..0, unmatched);
         let cast = view.report();
         if args.destination.cast_rule().is_some() || cast.lost_range().next().is_some() {
             report.cast = Some(cast);

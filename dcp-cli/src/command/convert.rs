@@ -3,7 +3,7 @@
 use clap::Args;
 
 use crate::arch::{self, Arch, Towards};
-use crate::choosing::{Choosing, OptimizerKeys};
+use crate::choosing::{Choosing, OptimizerKeys, unmatched_in};
 use crate::destination::{Destination, For, Format, parse_dtype};
 use crate::failure::Failure;
 use crate::hf_config;
@@ -139,9 +139,11 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
             hf_config::complete(&mut beside, copied);
         }
         let how = For { beside, layout: Some(layout), common };
+        let unmatched = unmatched_in(&selection, [&source]).await?;
         let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;
         let mut report = args.destination.write(&source, &args.target, how, &options).await?;
         report.not_taken = not_taken;
+        report.unmatched.splice(..0, unmatched);
         Ok((report, named.report))
     })?;
     if args.destination.writing.json {

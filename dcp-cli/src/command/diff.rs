@@ -14,6 +14,7 @@ use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::diff;
+use crate::tell::unmatched_notes;
 
 /// Compare two checkpoints: keys, shapes, dtypes and values.
 ///
@@ -185,13 +186,19 @@ pub(crate) fn diff(args: &Diff, out: &Output) -> Result<(), Failure> {
     let (a, b) = (report.compared.keys_a, report.compared.keys_b);
     if a + b == 0 && !args.include.is_empty() {
         let globs: Vec<_> = args.include.iter().map(|glob| format!("{glob:?}")).collect();
-        return Err(Failure::new(Exit::Usage, format!("no name matches {}", globs.join(" or ")))
-            .hint("names are matched as --strip and --rename leave them"));
+        let hint = match report.unmatched.iter().find_map(|one| one.nearest.as_ref()) {
+            Some(nearest) => format!("did you mean {nearest:?}?"),
+            None => "names are matched as --strip and --rename leave them".to_owned(),
+        };
+        return Err(
+            Failure::new(Exit::Usage, format!("no name matches {}", globs.join(" or "))).hint(hint)
+        );
     }
     if args.json {
         out.json(&report)?;
     } else if !out.quiet {
         out.write(&diff::render(args, &report, out))?;
+        unmatched_notes(&report.unmatched, out);
     }
     if report.equal { Ok(()) } else { Err(Failure::reported(Exit::Bad)) }
 }

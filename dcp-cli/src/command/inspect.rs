@@ -1,6 +1,6 @@
 //! `dcp inspect`.
 
-use dcp::convert::{ConvertError, JobOptions, KeySummary, Summary};
+use dcp::convert::{ConvertError, JobOptions, KeySummary, Source, Summary, unmatched_patterns};
 use dcp::core::{Key, Quoted, StorageExt as _};
 use dcp::megatron::{COMMON_STATE, Description, METADATA_JSON, MegatronCheckpoint, MegatronFormat};
 use futures_util::StreamExt as _;
@@ -12,6 +12,18 @@ use crate::failure::{Exit, Failure};
 use crate::open::{self, Need, Opened};
 use crate::output::Output;
 use crate::render::{megatron, shards, tree};
+
+/// The error of a filter that shows nothing.
+async fn no_match(glob: &str, source: &Source) -> Result<Failure, Failure> {
+    let metadata = source.metadata().await?;
+    let names: Vec<_> = metadata.iter().map(|(fqn, _)| (&**fqn, None)).collect();
+    let unmatched = unmatched_patterns("filter", &[glob.to_owned()], &names);
+    let hint = match unmatched.into_iter().find_map(|one| one.nearest) {
+        Some(nearest) => format!("did you mean {nearest:?}?"),
+        None => "`dcp inspect` without --filter lists the names there are".to_owned(),
+    };
+    Ok(Failure::new(Exit::Usage, format!("no name matches {glob:?}")).hint(hint))
+}
 
 pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure> {
     let (summary, megatron) = open::run(false, async {
@@ -43,6 +55,12 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
         if megatron.is_some() {
             summary.version = None;
         }
+        if summary.keys.is_empty()
+            && !args.json
+            && let Some(glob) = &args.filter
+        {
+            return Err(no_match(glob, source).await?);
+        }
         if summary.files.is_empty() && args.filter.is_none() {
             summary.files = rank_files(&opened).await?;
         }
@@ -68,12 +86,6 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
                 problem: "is no tensor, so it has no shards".to_owned(),
             })),
         };
-    }
-    if summary.keys.is_empty()
-        && let Some(glob) = &args.filter
-    {
-        return Err(Failure::new(Exit::Usage, format!("no name matches {glob:?}"))
-            .hint("`dcp inspect` without --filter lists the names there are"));
     }
     let Some(description) = &megatron else {
         return out.write(&tree::render(&args.uri, &summary, "", args.all, out));

@@ -4,7 +4,7 @@ use clap::Args;
 use dcp::convert::view::{Duplicates, Merged};
 use dcp::convert::{ConvertError, StatePart};
 
-use crate::choosing::{Choosing, taken_of};
+use crate::choosing::{Choosing, taken_of, unmatched_in};
 use crate::destination::{Destination, For};
 use crate::failure::Failure;
 use crate::open::{self, Need};
@@ -78,8 +78,11 @@ pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
         })?;
         let taken = taken_of(&selection, &merged).await?;
         args.corrupt_optimizer.refuse(&all, |fqn| taken.contains(fqn), &options).await?;
+        let unmatched = unmatched_in(&selection, [&merged]).await?;
         let merged = selection.apply(&merged, &options).await?;
-        args.destination.write(&merged, &args.out, how, &options).await
+        let mut report = args.destination.write(&merged, &args.out, how, &options).await?;
+        report.unmatched.splice(..0, unmatched);
+        Ok::<_, Failure>(report)
     })?;
     tell(&report, &args.out, args.destination.writing.json, out)
 }

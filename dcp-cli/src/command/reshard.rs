@@ -3,7 +3,7 @@
 use clap::Args;
 
 use crate::apart::{Shape, keep_apart};
-use crate::choosing::{Choosing, OptimizerKeys};
+use crate::choosing::{Choosing, OptimizerKeys, unmatched_in};
 use crate::created::NewFolders;
 use crate::destination::Writing;
 use crate::failure::{Exit, Failure};
@@ -138,9 +138,10 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
         let source = args.megatron_optimizer.apply(&opened, &selection, &options, out).await?;
         let source = args.optimizer.apply(source, &options).await?;
         let all = source;
+        let unmatched = unmatched_in(&selection, [&all]).await?;
         let source = selection.apply(&all, &options).await?;
         let overwrite = args.writing.overwrite;
-        let report = match ranks {
+        let mut report = match ranks {
             Ranks::Flat(ranks) => {
                 let writer =
                     target::directory(&args.target, overwrite, args.writing.dry_run).await?;
@@ -156,6 +157,7 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
         if !options.dry_run {
             folders.keep();
         }
+        report.unmatched = unmatched;
         Ok(report)
     })?;
     tell(&report, &args.target, args.writing.json, out)

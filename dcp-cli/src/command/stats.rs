@@ -12,6 +12,7 @@ use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::stats;
+use crate::tell::unmatched_notes;
 
 /// Show statistics of a checkpoint, and find the NaN that killed the run.
 ///
@@ -135,7 +136,10 @@ pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
         };
         let bar = Bar::new(out, "counting");
         let options = bar.options().with_max_memory(args.max_memory);
-        let report = dcp::convert::stats(source, &selection, &options).await?;
+        let mut report = dcp::convert::stats(source, &selection, &options).await?;
+        for one in &mut report.unmatched {
+            one.option = "filter".to_owned();
+        }
         let taken = taken_of(&selection, source).await?;
         note_shifted(&opened, |fqn| taken.contains(fqn), &options, out).await;
         Ok(report)
@@ -143,7 +147,10 @@ pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
     if report.tensors.is_empty() && report.objects.count == 0 && !args.filter.is_empty() {
         let globs: Vec<_> = args.filter.iter().map(|glob| format!("{glob:?}")).collect();
         return Err(Failure::new(Exit::Usage, format!("no name matches {}", globs.join(" or ")))
-            .hint("`dcp inspect` lists the names there are"));
+            .hint(match report.unmatched.iter().find_map(|one| one.nearest.as_ref()) {
+                Some(nearest) => format!("did you mean {nearest:?}?"),
+                None => "`dcp inspect` lists the names there are".to_owned(),
+            }));
     }
     let failed = args.fail_on.iter().any(|what| what.is_in(&report));
     arrange(args, &mut report);
@@ -155,6 +162,7 @@ pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
             None => stats::table(&args.uri, &report, args.nan, out),
         };
         out.write(&text)?;
+        unmatched_notes(&report.unmatched, out);
     }
     if failed { Err(Failure::reported(Exit::Bad)) } else { Ok(()) }
 }

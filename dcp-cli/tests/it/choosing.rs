@@ -35,6 +35,71 @@ fn globs_choose_and_substitutions_rename() {
         .fails(2, &["the selection leaves nothing of the checkpoint"]);
 }
 
+/// A typo in a pattern changes what is written, so it is never silent.
+#[test]
+fn patterns_that_match_nothing_are_named_with_the_nearest_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, other) = (path(&folder, "x.safetensors"), path(&folder, "y"));
+    let source = "fsdp2_adam_2r";
+    let typos = ["--exclude=optimzer", r"--rename=s/^modl\.//", "--include=model.nrom"];
+    let said = [
+        "--include 'model.nrom' matches no key; the nearest is \"model.norm\"",
+        "--exclude 'optimzer' matches no key; the nearest is \"optimizer\"",
+        r"--rename 's/^modl\.//' matches no key; the nearest is ",
+    ];
+    let keep = ["--dtype=bf16", "--keep-dtype=*.layr.*"];
+    let kept = "--keep-dtype '*.layr.*' matches no key; the nearest is \"model.layers.0.bias\"";
+    let note = |run: crate::support::Run, said: &[&str]| {
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        for text in said {
+            assert!(run.stderr.contains(&format!("note: {text}")), "{text}: {}", run.stderr);
+        }
+    };
+    let more = ["--include=model", "--overwrite"];
+    let with = |args: &[&str]| dcp(args.iter().chain(&typos).chain(&more).copied());
+    let convert = ["convert", source, &file, keep[0], keep[1]];
+    note(with(&convert), &[said[0], said[1], said[2], kept]);
+    let average = ["average", source, source, "--out", &file, keep[0], keep[1]];
+    note(with(&average), &[said[0], said[1], said[2], kept]);
+    let merge = ["merge", source, source, "--identical", "--out", &file];
+    note(with(&merge), &said);
+    note(with(&["reshard", source, &other, "-n2"]), &said);
+    let json = with(&["reshard", source, &other, "-n2", "--json"]).json();
+    let first = json!({"option": "include", "pattern": "model.nrom", "nearest": "model.norm"});
+    assert_eq!((&json["unmatched"][0], json["unmatched"][2].is_object()), (&first, true));
+    let right = ["reshard", source, &other, "-n2", "--include=model", "--overwrite", "--json"];
+    assert!(dcp(right).json().get("unmatched").is_none());
+    // What is compared or shown.
+    let diff = ["diff", source, source, "--keys-only", "--strip-a=mdoel.", "--exclude=optimzer"];
+    let run = dcp(diff);
+    assert!(run.stderr.contains("--strip-a 'mdoel.' matches no key; the nearest is \"model."));
+    assert!(run.stderr.contains(said[1]), "{}", run.stderr);
+    note(
+        dcp(["stats", source, "--filter=model.nrom", "--filter=model.bn"]),
+        &["--filter 'model.nrom' matches no key; the nearest is \"model.norm\""],
+    );
+    // Where nothing is left, it is an error.
+    let nothing = ["--include=model.nrom"];
+    let near = "did you mean \"model.norm\"?";
+    dcp(["convert", source, &file, nothing[0], "--overwrite"]).fails(2, &[said[0]]);
+    dcp(["stats", source, "--filter=model.nrom"]).fails(2, &[near]);
+    dcp(["diff", source, source, nothing[0]]).fails(2, &[near]);
+    dcp(["inspect", source, "--filter=model.nrom.*"]).fails(2, &["did you mean \"model.norm."]);
+}
+
+/// With a mapping, the names are those that it gives.
+#[test]
+fn patterns_are_compared_with_the_names_that_a_mapping_gives() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "hf");
+    let source = "../megatron/run_torch_dist_dp2";
+    let run = dcp(["convert", source, &target, "--to=hf", "--exclude=model.embed_tokns"]);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let said =
+        "--exclude 'model.embed_tokns' matches no key; the nearest is \"model.embed_tokens\"";
+    assert!(run.stderr.contains(said), "{}", run.stderr);
+}
+
 #[test]
 fn the_model_is_taken_out_of_a_training_state() {
     let folder = tempfile::tempdir().unwrap();

@@ -24,6 +24,7 @@ use crate::select::{Chosen, Selection};
 use crate::source::Source;
 use crate::stats::unravel;
 use crate::tensor_read::TensorReader;
+use crate::unmatched::{UnmatchedPattern, unmatched_patterns};
 use crate::value_json::element_json;
 
 pub(crate) use objects::first_difference;
@@ -82,6 +83,22 @@ impl DiffOptions {
         self.include.selects(name, None)
             && !self.exclude.as_ref().is_some_and(|filter| filter.selects(name, None))
     }
+
+    fn unmatched(&self, a: &Side, b: &Side) -> Result<Vec<UnmatchedPattern>, ConvertError> {
+        let mut unmatched = Vec::new();
+        for (side, selection, name) in [(a, &self.a, "a"), (b, &self.b, "b")] {
+            unmatched.extend(selection.unmatched(&side.metadata)?.into_iter().map(|mut one| {
+                one.option = format!("{}-{name}", one.option);
+                one
+            }));
+        }
+        let names: Vec<_> = a.names.iter().chain(&b.names).map(|name| (&**name, None)).collect();
+        unmatched.extend(unmatched_patterns("include", self.include.patterns(), &names));
+        if let Some(exclude) = &self.exclude {
+            unmatched.extend(unmatched_patterns("exclude", exclude.patterns(), &names));
+        }
+        Ok(unmatched)
+    }
 }
 
 /// Compares two checkpoints and lists their differences, the gravest first. Both are read at
@@ -100,7 +117,9 @@ pub async fn diff(
     let (a, b) = &(whole_as_in(a, b, options).await?, whole_as_in(b, a, options).await?);
     let a = Side::open(a, &what.a, what, options).await?;
     let b = Side::open(b, &what.b, what, options).await?;
-    let mut job = Job { what, a: &a, b: &b, report: DiffReport::default() };
+    let unmatched = what.unmatched(&a, &b)?;
+    let report = DiffReport { unmatched, ..DiffReport::default() };
+    let mut job = Job { what, a: &a, b: &b, report };
     let pairs = job.keys();
     job.report.compared.values = !what.keys_only;
     if what.keys_only {
@@ -119,6 +138,9 @@ struct Side {
     /// In the form for a job.
     source: Source,
     metadata: Arc<CheckpointMetadata>,
+    /// What the side's selection takes, by the names under which it is compared.
+    names: Vec<Arc<str>>,
+    /// What is compared of that.
     chosen: Vec<Chosen>,
 }
 
@@ -133,8 +155,9 @@ impl Side {
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
         let mut chosen = selection.of(&metadata)?;
+        let names = chosen.iter().map(|one| Arc::clone(&one.fqn)).collect();
         chosen.retain(|one| what.compares(&one.fqn));
-        Ok(Self { source, metadata, chosen })
+        Ok(Self { source, metadata, names, chosen })
     }
 
     fn entry(&self, one: &Chosen) -> Option<&Entry> {

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use crate::unmatched::UnmatchedPattern;
+
 type Json = serde_json::Value;
 
 /// The differences of two checkpoints. Serialized, they are the output of `dcp diff --json`.
@@ -18,6 +20,9 @@ pub struct DiffReport {
     pub counts: DiffCounts,
     /// The differences, the gravest first.
     pub differences: Vec<Difference>,
+    /// Patterns that were given for keys and match none of either checkpoint.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unmatched: Vec<UnmatchedPattern>,
 }
 
 /// What was compared.

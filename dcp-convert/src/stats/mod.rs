@@ -80,6 +80,7 @@ pub async fn stats(
         tensors: IndexMap::new(),
         objects: objects(source, &metadata, &chosen).await?,
         total: NumberStats::default(),
+        unmatched: selection.unmatched(&metadata)?,
     };
     let mut all = Moments::default();
     let (mut subnormal, mut near_overflow) = (0, 0);

@@ -8,6 +8,7 @@ use serde::{Serialize, Serializer};
 
 use crate::stats::histogram::Histogram;
 use crate::stats::moments::Moments;
+use crate::unmatched::UnmatchedPattern;
 
 /// Statistics of a checkpoint. Serialized, they are the output of `dcp stats --json`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -21,6 +22,9 @@ pub struct StatsReport {
     pub objects: ObjectStats,
     /// All tensors together.
     pub total: NumberStats,
+    /// Patterns that were given for keys and match none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unmatched: Vec<UnmatchedPattern>,
 }
 
 /// Statistics of one tensor.

@@ -27,7 +27,9 @@ impl Selection {
         let metadata = source.metadata().await?;
         let chosen = self.of(&metadata)?;
         if chosen.is_empty() && !metadata.is_empty() {
-            let problem = "leaves nothing of the checkpoint";
+            let unmatched = self.unmatched_filters(&metadata);
+            let why: Vec<_> = unmatched.iter().map(|one| format!(": {}", one.message())).collect();
+            let problem = format!("leaves nothing of the checkpoint{}", why.concat());
             return Err(ConvertError::unsupported("the selection", problem));
         }
         let mut values = self.renamed_params(source, &metadata, &chosen).await?;

@@ -26,7 +26,7 @@ use crate::torch_dist::TorchDist;
 pub(crate) enum Format {
     /// One safetensors file.
     Safetensors,
-    /// A directory of safetensors files with an index, as Hugging Face models have it.
+    /// A directory as Hugging Face models have it: model.safetensors, or several files and an index.
     Hf,
     /// One file of torch.save, objects included.
     TorchSave,

@@ -313,7 +313,8 @@ impl Bench {
                         let was = if replaces { files(&self.before) } else { Files::new() };
                         let (left, was): (Vec<_>, Vec<_>) =
                             (left.iter().collect(), was.iter().collect());
-                        assert!(left == was, "{when}: {left:?}");
+                        let names: Vec<_> = left.iter().map(|(name, _)| name).collect();
+                        assert!(left == was, "{when}: {names:?}");
                     }
                     _ => {}
                 }

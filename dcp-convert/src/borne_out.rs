@@ -6,7 +6,7 @@ use dcp_core::{
     CheckpointMetadata, Entry, FormatError, Key, Storage, StorageError, StorageErrorKind,
     StorageExt,
 };
-use dcp_formats::hf::{INDEX_NAME, IndexFile};
+use dcp_formats::hf::{INDEX_NAME, IndexFile, SINGLE_NAME};
 use dcp_formats::metadata::decode;
 use futures_util::StreamExt;
 
@@ -94,6 +94,12 @@ pub(crate) async fn hugging_face_problem(
     storage: &dyn Storage,
     folder: &str,
 ) -> Result<Option<String>, StorageError> {
+    match storage.stat(&within(folder, SINGLE_NAME)?).await {
+        // Loaders take it, whatever an index says.
+        Ok(_) => return Ok(None),
+        Err(error) if error.kind() == StorageErrorKind::NotFound => {}
+        Err(error) => return Err(error),
+    }
     let key = within(folder, INDEX_NAME)?;
     let byte_len = match storage.stat(&key).await {
         Ok(meta) => meta.byte_len,

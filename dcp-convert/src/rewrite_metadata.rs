@@ -35,6 +35,9 @@ pub struct MetadataRewrite {
     pub bytes_after: u64,
     /// What the new form has no place for, in words. None of it is needed to load anything.
     pub dropped: Vec<String>,
+    /// The oldest PyTorch that reads the data, where that is newer than the one that the form is for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oldest_torch: Option<&'static str>,
     /// Whether the sidecar beside it was carried over; PyTorch's own checkpoints have none.
     pub sidecar: bool,
 }
@@ -99,6 +102,7 @@ pub async fn rewrite_metadata(
         bytes_before: bytes.len() as u64,
         bytes_after: bytes.len() as u64,
         dropped: Vec::new(),
+        oldest_torch: oldest_torch(&metadata, to),
         sidecar: false,
     };
     if from == to {
@@ -116,6 +120,13 @@ pub async fn rewrite_metadata(
         report.sidecar = replace_metadata(&**storage, claim.as_deref(), &bytes, &new).await?;
     }
     Ok(report)
+}
+
+/// Stream extensions, such as compression, came with PyTorch 2.7.
+fn oldest_torch(metadata: &CheckpointMetadata, to: Profile) -> Option<&'static str> {
+    let is_transformed = metadata.encodings().iter().any(|one| !one.transforms.is_empty());
+    let is_older = matches!(to, Profile::Compat | Profile::Torch2_3);
+    (is_transformed && is_older).then_some("2.7")
 }
 
 /// Fails when anything that a load depends on is another in `new`.

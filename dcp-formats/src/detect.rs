@@ -8,7 +8,7 @@ use dcp_core::{Key, Storage, StorageError, StorageExt as _};
 use futures_util::StreamExt as _;
 
 use crate::dcp::names::Named;
-use crate::hf::INDEX_ENDING;
+use crate::hf::{CONFIG_NAME, INDEX_ENDING};
 use crate::torch_save;
 
 /// Objects looked at before a listing is given up; a directory that holds a checkpoint at its
@@ -43,6 +43,8 @@ pub enum Detected {
         /// Whether there is a `*.safetensors.index.json`.
         indexed: bool,
     },
+    /// The configuration of a Hugging Face model, without weights.
+    HuggingFaceConfig,
     /// Files of `torch.save`.
     TorchSave {
         /// One of them.
@@ -197,6 +199,9 @@ impl Names {
                 break;
             }
         }
+        if kinds.is_empty() && self.has(CONFIG_NAME) {
+            kinds.push(Detected::HuggingFaceConfig);
+        }
         Ok(kinds)
     }
 }
@@ -252,12 +257,17 @@ impl fmt::Display for Detected {
                  may be complete, and renaming it to .metadata then completes the checkpoint",
             ),
             Self::Safetensors { files, .. } => {
+                let plural = if *files == 1 { "" } else { "s" };
                 write!(
                     f,
-                    "holds {files} safetensors files, as Hugging Face models do, not a DCP \
-                           checkpoint"
+                    "holds {files} safetensors file{plural}, as Hugging Face models do, not a DCP \
+                     checkpoint"
                 )
             }
+            Self::HuggingFaceConfig => f.write_str(
+                "has the config.json of a model, and no weights: the model was not written to its \
+                 end, or not copied as a whole",
+            ),
             Self::TorchSave { example } => {
                 write!(f, "holds files of torch.save, such as {example:?}, not a DCP checkpoint")
             }

@@ -335,8 +335,8 @@ impl HuggingFaceNames {
                 "there is a {CONFIG_ASIDE}: a writer died while it replaced the model"
             ));
         }
-        if self.main && !self.index {
-            // What lies beside it, no index names.
+        if self.main {
+            // Loaders take it, whatever lies beside it.
             return None;
         }
         for ((name, of), found) in &self.series {

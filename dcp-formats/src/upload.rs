@@ -70,8 +70,8 @@ pub(crate) async fn write_file(
             progress(written);
         }
     };
-    let mut parts = Parts::new(&file, data);
     if file.byte_len <= SINGLE_PUT_BYTES {
+        let mut parts = Parts::new(&file, data);
         let whole = parts.next(u64::MAX).await?.unwrap_or_default();
         check_len(&file, whole.len())?;
         let len = whole.len();
@@ -79,15 +79,69 @@ pub(crate) async fn write_file(
         report(len);
         return Ok(());
     }
-    let mut upload = storage.start_upload(file.key, PutMode::Create).await?;
+    let how = Sending { mode: PutMode::Create, hashed: false };
+    let sent = send_file(storage, file, data, how, progress).await?;
+    Ok(sent.upload.complete().await?)
+}
+
+/// A file that was sent and has no name yet.
+#[derive(Debug)]
+pub(crate) struct SentFile {
+    pub(crate) key: Key,
+    pub(crate) byte_len: u64,
+    /// CRC-32 of all bytes, where that was asked for.
+    pub(crate) crc32: u32,
+    pub(crate) upload: Box<dyn Upload>,
+}
+
+/// How a file is sent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sending {
+    /// Whether a file of its name is replaced when it gets it.
+    pub(crate) mode: PutMode,
+    /// Whether its CRC-32 is counted.
+    pub(crate) hashed: bool,
+}
+
+impl SentFile {
+    /// Throws it away.
+    pub(crate) async fn abort(self) {
+        if let Err(error) = self.upload.abort().await {
+            tracing::debug!(file = %self.key, %error, "cannot abort an upload");
+        }
+    }
+}
+
+/// Sends one file, which gets its name when its upload is completed; when this fails there is
+/// nothing of it.
+pub(crate) async fn send_file(
+    storage: &dyn Storage,
+    file: FileSpec<'_>,
+    data: &dyn DataSource,
+    how: Sending,
+    progress: Option<&Progress>,
+) -> Result<SentFile, CheckpointError> {
+    let report = |written: u64| {
+        if let Some(progress) = progress {
+            progress(written);
+        }
+    };
+    let mut parts = Parts::new(&file, data);
+    let upload = storage.start_upload(file.key, how.mode).await?;
+    let (key, byte_len) = (file.key.clone(), file.byte_len);
+    let mut sent = SentFile { key, byte_len, crc32: 0, upload };
     let part_bytes = PART_BYTES.max(file.byte_len.div_ceil(PARTS_MAX));
-    let sent = send(&mut *upload, &mut parts, part_bytes, &report).await;
-    match sent.and_then(|len| check_len(&file, len)) {
-        Ok(()) => Ok(upload.complete().await?),
+    let mut hasher = how.hashed.then(crc32fast::Hasher::new);
+    let mut hashed = |part: &Payload| {
+        if let Some(hasher) = &mut hasher {
+            part.pieces().iter().for_each(|piece| hasher.update(piece));
+        }
+    };
+    let done = send(&mut *sent.upload, &mut parts, part_bytes, &mut hashed, &report).await;
+    match done.and_then(|len| check_len(&file, len)) {
+        Ok(()) => Ok(SentFile { crc32: hasher.map_or(0, crc32fast::Hasher::finalize), ..sent }),
         Err(error) => {
-            if let Err(left) = upload.abort().await {
-                tracing::debug!(file = %file.key, error = %left, "cannot abort an upload");
-            }
+            sent.abort().await;
             Err(error)
         }
     }
@@ -98,6 +152,7 @@ async fn send(
     upload: &mut dyn Upload,
     parts: &mut Parts<'_>,
     part_bytes: u64,
+    sending_part: &mut (dyn FnMut(&Payload) + Send),
     report: &(dyn Fn(u64) + Send + Sync),
 ) -> Result<u64, CheckpointError> {
     let making = stream::try_unfold(parts, |parts| async move {
@@ -113,6 +168,7 @@ async fn send(
             None => making.next().await,
         };
         let Some(part) = part.transpose()? else { return Ok(total) };
+        sending_part(&part);
         let len = part.len();
         let mut sending = upload.put_part(part);
         // Not dropped when the next part fails: a storage may be in the middle of it.
@@ -355,7 +411,7 @@ mod tests {
         let key = Key::new("file").unwrap();
         let items = [FileItem { item: 0, byte_len: LEN }];
         let file = FileSpec { key: &key, byte_len: LEN, items: &items, framing: &NoFraming };
-        send(upload, &mut Parts::new(&file, data), 10, &|_| ()).await
+        send(upload, &mut Parts::new(&file, data), 10, &mut |_| (), &|_| ()).await
     }
 
     fn block_on<F: Future>(future: F) -> F::Output {

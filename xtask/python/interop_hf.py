@@ -129,7 +129,10 @@ def save_parts(rank, world, folder):
 
 
 def open_folder(path):
-    """All tensors of a folder, through its index, as the safetensors library sees them."""
+    """All tensors of a folder, through its index if it has one, as the safetensors library sees them."""
+    if not os.path.exists(os.path.join(path, INDEX)):
+        assert [name for name in os.listdir(path) if name.endswith(".safetensors")] == ["model.safetensors"], path
+        return load_file(os.path.join(path, "model.safetensors"))
     with open(os.path.join(path, INDEX)) as file:
         index = json.load(file)
     tensors = {}

@@ -28,8 +28,8 @@ use serde::Serialize;
 /// is complete.
 ///
 /// `safetensors` is one file with every tensor, unsharded, under its name; objects, which the
-/// format cannot hold, are left out and listed. `hf` is a directory of such files with an index,
-/// as transformers opens it; of a training state it gets the model, and of a Hugging Face model
+/// format cannot hold, are left out and listed. `hf` is a directory of such files with an index, or
+/// of one model.safetensors, as transformers opens it; of a training state it gets the model, and of a Hugging Face model
 /// its configuration and tokenizer. `torch-save` is one file
 /// with everything, nested as it was saved. `dcp` is a directory in PyTorch's format. `torch-dist`
 /// is one in Megatron-Core's, cut for the ranks of --tp, --pp and --ep.

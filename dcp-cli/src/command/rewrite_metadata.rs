@@ -27,6 +27,7 @@ Profiles:
   compat      PyTorch 2.1 and later; the default when OLMo-core's is rewritten for torch
   torch2.3    PyTorch 2.3 and later; for OLMo-core, every PyTorch that it runs on (its default)
   torch2.15   PyTorch 2.15 and later, with the strides that it records
+  Compressed data is read by PyTorch 2.7 and later, whatever the profile.
   A .metadata that already is for the program asked for stays as it is, unless a profile is given.")]
 pub(crate) struct RewriteMetadata {
     /// The checkpoint: a directory with a .metadata.
@@ -102,6 +103,12 @@ pub(crate) fn rewrite_metadata(args: &RewriteMetadata, out: &Output) -> Result<(
     out.write(&format!(
         "{uri}: {done} from {from} to {to}: {entries}, {before} before, {after} now\n"
     ))?;
+    if let Some(version) = report.oldest_torch {
+        out.note(&format!(
+            "the data is compressed or otherwise transformed, which PyTorch {version} and later \
+             reads, whatever the form of the .metadata; `dcp convert --to dcp` writes it plain"
+        ));
+    }
     for what in &report.dropped {
         out.note(&format!("{to} has no place for {what}"));
     }

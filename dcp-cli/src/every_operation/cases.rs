@@ -69,6 +69,15 @@ fn to_hugging_face() {
     survives(converts(SMALL, to, (SMALL, "--to hf --max-shard-size 700")));
 }
 
+/// One file replaces several and their index, and one.
+#[test]
+fn to_hugging_face_in_one_file() {
+    let to = "--to hf --dtype bf16";
+    for old in ["--to hf --max-shard-size 700", "--to hf"] {
+        survives(converts(SMALL, to, (SMALL, old)));
+    }
+}
+
 /// The configuration of the new model is another one, so there is a moment without one.
 #[test]
 fn to_hugging_face_with_its_configuration() {
@@ -82,6 +91,8 @@ fn to_hugging_face_with_its_configuration() {
     };
     let to = format!("--to hf --max-shard-size 600 --dtype bf16 --config {}", config("new"));
     let old = format!("--to hf --max-shard-size 700 --config {}", config("old"));
+    survives(Case { gap: true, ..converts(SMALL, &to, (SMALL, &old)) });
+    let to = to.replace("--max-shard-size 600", "");
     survives(Case { gap: true, ..converts(SMALL, &to, (SMALL, &old)) });
 }
 

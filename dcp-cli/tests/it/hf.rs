@@ -145,7 +145,7 @@ fn a_folder_that_is_two_things_says_so() {
     assert!(report["notes"][0].as_str().unwrap().contains(".distcp lies here, too"), "{report}");
     // And without that of the model, nobody can tell which of the two was meant.
     fs::remove_file(folder.path().join("model.safetensors.index.json")).unwrap();
-    dcp(["verify", &place]).fails(1, &["no .metadata", "it also holds 1 safetensors files"]);
+    dcp(["verify", &place]).fails(1, &["no .metadata", "it also holds 1 safetensors file,"]);
 }
 
 #[test]

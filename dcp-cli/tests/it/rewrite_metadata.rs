@@ -45,6 +45,28 @@ fn an_olmo_checkpoint_becomes_one_of_torch_and_one_of_olmo_again() {
     dcp(["verify", &uri, "--deep"]).ok();
 }
 
+/// The form of the index does not make older versions undo a compression.
+#[test]
+fn the_version_that_compressed_data_needs_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let uri = path(&folder, "compressed");
+    copy("zstd_2r", &uri);
+    for profile in ["compat", "torch2.3"] {
+        let args = ["rewrite-metadata", &uri, "--to=torch", "--profile", profile];
+        let run = dcp(args.iter().chain(&["--dry-run"]).copied());
+        assert!(run.stderr.contains("PyTorch 2.7 and later reads"), "{}", run.stderr);
+        let report = dcp(args.iter().chain(&["--json"]).copied()).json();
+        assert_eq!(report["oldest_torch"], "2.7");
+    }
+    let newest = ["rewrite-metadata", &uri, "--to=torch", "--profile=torch2.15", "--json"];
+    assert!(dcp(newest).json().get("oldest_torch").is_none());
+    dcp(["verify", "--deep", &uri]).ok();
+    let plain = path(&folder, "plain");
+    copy("t21_plain", &plain);
+    let run = dcp(["rewrite-metadata", &plain, "--to=torch", "--profile=torch2.15"]);
+    assert!(!run.stderr.contains("2.7"), "{}", run.stderr);
+}
+
 #[test]
 fn what_cannot_be_is_refused() {
     let folder = tempfile::tempdir().unwrap();

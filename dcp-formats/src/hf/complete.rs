@@ -8,7 +8,7 @@ use super::ENDING;
 use super::beside::{CONFIG_ASIDE, CONFIG_NAME};
 use super::finding::{Finding, FindingKind};
 use super::index_file::INDEX_ENDING;
-use super::layout::SINGLE;
+use super::layout::SINGLE_NAME;
 
 /// Digits of the numbers in names of a model's files, at least.
 const DIGITS_MIN: usize = 5;
@@ -33,7 +33,7 @@ impl Names {
     /// an index, which is written last. Where there is a `model.safetensors`, loaders take that, and
     /// such files beside it are what an unfinished write left.
     pub(super) fn look(keys: Vec<Key>) -> Self {
-        let has_single = keys.iter().any(|key| key.file_name() == SINGLE);
+        let has_single = keys.iter().any(|key| key.file_name() == SINGLE_NAME);
         if has_single {
             let (left, keys): (Vec<_>, Vec<_>) = keys
                 .into_iter()
@@ -41,7 +41,7 @@ impl Names {
             let notes = match left.first() {
                 Some(first) => vec![format!(
                     "{} files of a model that was not written to its end, such as {first:?}, are left \
-                     out: no index names them, and {SINGLE} is the model",
+                     out: no index names them, and {SINGLE_NAME} is the model",
                     left.len()
                 )],
                 None => Vec::new(),

@@ -9,8 +9,8 @@ use indexmap::IndexMap;
 use super::ENDING;
 use super::index_file::IndexFile;
 
-/// What loaders take before they look for an index.
-pub(super) const SINGLE: &str = "model.safetensors";
+/// The name of a model in one file, which loaders take before they look for an index.
+pub const SINGLE_NAME: &str = "model.safetensors";
 
 /// The most bytes of tensors in a file by default, as in huggingface_hub (5 GB).
 pub const MAX_FILE_BYTES: u64 = 5_000_000_000;
@@ -61,7 +61,7 @@ impl HfPart {
 #[non_exhaustive]
 pub enum HfLayout {
     /// Files of at most this many bytes of tensors, filled in order as huggingface_hub does; a
-    /// larger tensor has a file of its own.
+    /// larger tensor has a file of its own. One file is `model.safetensors`, without an index.
     MaxFileBytes(u64),
     /// For each tensor the number of its file, from 1 on: PyTorch's `fqn_to_index_mapping`.
     Mapping(IndexMap<Arc<str>, u32>),
@@ -101,7 +101,8 @@ pub struct HfFile {
 }
 
 impl HfLayout {
-    /// Divides `parts` into files `model-00001-of-0000N.safetensors`. When they are parts that
+    /// Divides `parts` into files `model-00001-of-0000N.safetensors`, or into a
+    /// `model.safetensors` where [`MaxFileBytes`](Self::MaxFileBytes) makes one. When they are parts that
     /// ranks hold, every rank has files of its own, `shard-0000R-model-00001-of-0000N.safetensors`:
     /// PyTorch's `save_distributed`.
     ///
@@ -155,7 +156,10 @@ impl HfLayout {
             let tensor_bytes = bytes.sum();
             Ok(HfFile { name: name(rank, number, count)?, parts: held, tensor_bytes })
         });
-        let files = files.collect::<Result<_, FormatError>>()?;
+        let mut files = files.collect::<Result<Vec<_>, FormatError>>()?;
+        if let (Self::MaxFileBytes(_), [one], false) = (self, &mut *files, distributed) {
+            one.name = key(SINGLE_NAME)?;
+        }
         Ok(HfPlan { parts, files, total_size, distributed })
     }
 
@@ -195,10 +199,16 @@ impl HfLayout {
 }
 
 impl HfPlan {
-    /// The index; `None` where there is to be none, because ranks' parts are written.
+    /// The file of a model in one file, which has no index.
+    pub(super) fn single(&self) -> Option<&HfFile> {
+        self.files.first().filter(|file| self.files.len() == 1 && file.name.as_str() == SINGLE_NAME)
+    }
+
+    /// The index; `None` where there is to be none, because ranks' parts are written or all is in
+    /// one `model.safetensors`.
     #[must_use]
     pub fn index(&self) -> Option<IndexFile> {
-        if self.distributed {
+        if self.distributed || self.single().is_some() {
             return None;
         }
         let held = self.files.iter().flat_map(|file| file.parts.iter().map(move |at| (at, file)));
@@ -263,9 +273,15 @@ mod tests {
     }
 
     #[test]
-    fn one_file_is_numbered_too_and_none_is_none() {
+    fn one_file_has_no_number_and_none_is_none() {
         let plan = HfLayout::default().plan(parts(&[1, 2])).unwrap();
+        assert_eq!(held(&plan), [("model.safetensors", vec![0, 1])]);
+        assert_eq!(plan.index(), None);
+        // PyTorch's writer numbers it, and writes an index.
+        let mapping = ["t0", "t1"].map(|fqn| (fqn.into(), 1)).into_iter().collect();
+        let plan = HfLayout::Mapping(mapping).plan(parts(&[1, 2])).unwrap();
         assert_eq!(held(&plan), [("model-00001-of-00001.safetensors", vec![0, 1])]);
+        assert_eq!(plan.index().unwrap().weight_map.len(), 2);
         let plan = HfLayout::default().plan(Vec::new()).unwrap();
         assert!(plan.files.is_empty());
         assert!(plan.index().unwrap().weight_map.is_empty());
@@ -318,7 +334,7 @@ mod tests {
 
     #[test]
     fn tags_go_behind_the_word_model() {
-        let plan = HfLayout::default().plan(parts(&[1])).unwrap().tagged("g2").unwrap();
-        assert_eq!(plan.files[0].name.as_str(), "model-g2-00001-of-00001.safetensors");
+        let plan = HfLayout::MaxFileBytes(1).plan(parts(&[1, 1])).unwrap().tagged("g2").unwrap();
+        assert_eq!(plan.files[0].name.as_str(), "model-g2-00001-of-00002.safetensors");
     }
 }

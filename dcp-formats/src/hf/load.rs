@@ -12,6 +12,7 @@ use super::ENDING;
 use super::complete::{Names, replacement};
 use super::finding::{Finding, FindingKind};
 use super::index_file::{INDEX_ENDING, INDEX_MAX, INDEX_NAME, IndexFile};
+use super::layout::SINGLE_NAME;
 use super::merge::{FileHeader, merge};
 use super::variants::{target_of, without_variants};
 use crate::detect::detect;
@@ -136,11 +137,22 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
     let prefix = folder.map(Key::as_str);
     let index = join(prefix, INDEX_NAME)?;
     if storage.contains(&index).await? {
-        return indexed(&**storage, index).await;
+        let single = join(prefix, SINGLE_NAME)?;
+        let found = indexed(&**storage, index.clone()).await;
+        let is_named = |files: &Files| files.keys.contains(&single);
+        if found.as_ref().is_ok_and(is_named) || !storage.contains(&single).await? {
+            return found;
+        }
+        let folder = index.as_str().strip_suffix(INDEX_NAME).unwrap_or_default();
+        let findings = replacement(&**storage, folder).await?.into_iter().collect();
+        let notes = vec![format!(
+            "{index:?} is left out, and so are the files that it names: {SINGLE_NAME} is the model"
+        )];
+        return Ok(Files { findings, notes, ..Files::of(vec![single]) });
     }
     let Some(names) = names(&**storage, folder, false).await? else {
         // What cannot be listed may still be the one file that small models are.
-        let model = join(prefix, "model.safetensors")?;
+        let model = join(prefix, SINGLE_NAME)?;
         if storage.contains(&model).await? {
             return Ok(Files::of(vec![model]));
         }

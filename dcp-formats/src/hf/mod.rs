@@ -18,13 +18,15 @@ mod load;
 mod merge;
 mod quantized;
 mod reader;
+mod replaced;
+mod single;
 mod variants;
 mod write;
 
 pub use beside::{CONFIG_ASIDE, CONFIG_NAME};
 pub use finding::{Finding, FindingKind};
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
-pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES};
+pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
 pub use quantized::{
     BLOCK, E2M1, QuantScheme, Quantized, config_without_quantization, configured_block,
     find_quantized, names_scales,

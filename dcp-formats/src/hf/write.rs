@@ -9,23 +9,21 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
     CheckpointError, DataSource, Key, Payload, PlanError, PutMode, Storage, StorageError,
-    StorageErrorKind, StorageExt as _, StorageOp,
+    StorageErrorKind, StorageExt as _,
 };
 use futures_util::{StreamExt as _, stream};
 use indexmap::IndexMap;
 
-use super::ENDING;
 use super::beside::Beside;
-use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
-use super::layout::{HfFile, HfPlan, SINGLE};
+use super::index_file::INDEX_NAME;
+use super::layout::{HfFile, HfPlan, SINGLE_NAME};
+use super::replaced::Old;
+use super::single::{Named, SingleFile};
 use crate::safetensors::{
     RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
     ShardingInfo, encode_header, write,
 };
 use crate::upload::Progress;
-
-/// The most tags that are tried for new names.
-const TAGS_MAX: u32 = 10_000;
 
 /// How a folder is written.
 #[derive(Clone, Debug)]
@@ -65,12 +63,14 @@ pub struct HfWritten {
 }
 
 /// Writes the files of a plan and then, as the last thing, the index; where ranks' parts are
-/// written there is no index, as in PyTorch. `data` counts items as [`HfPlan::parts`].
+/// written there is no index, as in PyTorch. A model in one file is `model.safetensors`, which gets
+/// its name as the last thing and replaces one that is there; loaders prefer it to an index.
+/// `data` counts items as [`HfPlan::parts`].
 ///
 /// What is there is not touched before the index of the new files is in place: a name that is
 /// taken is given a tag (`model-g1-00001-of-00002.safetensors`), which loaders that go by the
-/// index follow. Then the files that the old index named are removed, those that an unfinished
-/// write left, and a `model.safetensors`, which loaders would prefer.
+/// index follow. Then an old index that is not replaced is removed, the files that it named, those
+/// that an unfinished write left, and an old `model.safetensors`, which loaders would prefer.
 ///
 /// [`HfWriteOptions::beside`] comes before the index where no model is replaced. Where one is,
 /// `config.json` goes before the index changes, unless it stays as it is, and the new one comes
@@ -96,16 +96,19 @@ pub async fn write_folder(
     let mut beside = Beside::look(&**storage, &options.beside, replaces).await?;
     let plan = old.free_names(plan)?;
     let job = Job { storage, plan: &plan, data: &data, options, stop: Arc::default() };
-    let (files, outcome) = job.run(progress).await;
-    let published = match outcome {
-        Ok(()) => job.publish(&mut beside).await,
-        Err(error) => Published::No(error),
+    let (files, published) = match plan.single() {
+        Some(file) => (Vec::new(), job.single(file, &mut beside, progress).await),
+        None => match job.run(progress).await {
+            (files, Ok(())) => (files, job.publish(&old, &mut beside).await),
+            (files, Err(error)) => (files, Published::No(error)),
+        },
     };
     let mut written = HfWritten { files, ..HfWritten::default() };
     match published {
-        Published::Yes(index) => {
-            written.files.extend(index.clone());
-            written.index = index.map(|(key, _)| key);
+        Published::Yes(last) => {
+            let index = last.iter().map(|(key, _)| key).find(|key| key.as_str() == INDEX_NAME);
+            written.index = index.cloned();
+            written.files.extend(last);
         }
         Published::No(error) => {
             beside.undo().await;
@@ -115,15 +118,10 @@ pub async fn write_folder(
         Published::Unsure(error) => return Err(error),
     }
     let new: BTreeSet<Key> = written.files.iter().map(|(key, _)| key.clone()).collect();
-    let stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
+    let mut stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
+    // No moment shows an index without the files that it names.
+    stale.sort_by_key(|key| key.as_str() != INDEX_NAME);
     (written.removed, written.left) = remove(&**storage, stale.into_iter()).await;
-    if let Some(single) = written.left.iter().find(|key| key.as_str() == SINGLE) {
-        let kind = StorageErrorKind::Other;
-        let error = StorageError::new(kind, StorageOp::Delete, Some(single.clone()));
-        let message = "the new model is written, but loaders prefer this file of the old one; \
-                       remove it";
-        return Err(error.with_message(message).into());
-    }
     beside.finish().await?;
     Ok(written)
 }
@@ -209,7 +207,7 @@ type Done = (Key, u64);
 
 /// Whether the new files are a model.
 enum Published {
-    /// They are; with the index, where there is one.
+    /// They are; with the file that made them one.
     Yes(Option<Done>),
     /// They are not.
     No(CheckpointError),
@@ -237,11 +235,28 @@ impl Job<'_> {
         (done, failed.map_or(Ok(()), Err))
     }
 
-    /// Makes the files a model.
-    async fn publish(&self, beside: &mut Beside<'_>) -> Published {
+    /// Makes the files a model in the place of the old one.
+    async fn publish(&self, old: &Old, beside: &mut Beside<'_>) -> Published {
         if let Err(error) = beside.prepare().await {
             return Published::No(error.into());
         }
+        let published = self.put_index().await;
+        let single = old.files.iter().find(|key| key.as_str() == SINGLE_NAME);
+        let (Published::Yes(index), Some(single)) = (&published, single) else { return published };
+        let Err(error) = self.storage.delete(single).await else { return published };
+        match self.storage.contains(single).await {
+            Ok(false) => published,
+            // Loaders prefer it, so it is still the model.
+            Ok(true) => {
+                remove(&**self.storage, index.iter().map(|(key, _)| key)).await;
+                Published::No(error.into())
+            }
+            Err(_) => Published::Unsure(error.into()),
+        }
+    }
+
+    /// Names the files in the index, where there is to be one.
+    async fn put_index(&self) -> Published {
         let Some(json) = self.plan.index_json() else { return Published::Yes(None) };
         let json = Bytes::from(json);
         let key = match Key::new(INDEX_NAME) {
@@ -266,6 +281,39 @@ impl Job<'_> {
         }
     }
 
+    /// Writes a model in one file, which replaces one that is there.
+    async fn single(
+        &self,
+        file: &HfFile,
+        beside: &mut Beside<'_>,
+        progress: Option<&Progress>,
+    ) -> Published {
+        let (items, metadata) = contents(self.plan, file, self.options);
+        let mode = if self.options.overwrite { PutMode::Overwrite } else { PutMode::Create };
+        let (storage, data) = (&**self.storage, self.data_of(file));
+        let sent =
+            SingleFile::send(storage, (&file.name, mode), &items, &metadata, data, progress).await;
+        let sent = match sent {
+            Ok(sent) => sent,
+            Err(error) => return Published::No(error),
+        };
+        if let Err(error) = beside.prepare().await {
+            sent.abort().await;
+            return Published::No(error.into());
+        }
+        let done = sent.done();
+        match sent.publish(storage).await {
+            Named::New => Published::Yes(Some(done)),
+            Named::Old(error) => Published::No(error.into()),
+            Named::Unsure(error) => Published::Unsure(error.into()),
+        }
+    }
+
+    fn data_of(&self, file: &HfFile) -> Arc<dyn DataSource> {
+        let (data, stop) = (Arc::clone(self.data), Arc::clone(&self.stop));
+        Arc::new(OneFile { data, parts: file.parts.clone(), stop })
+    }
+
     async fn write_file(
         &self,
         file: &HfFile,
@@ -275,8 +323,7 @@ impl Job<'_> {
             return Err(CheckpointError::Canceled);
         }
         let (items, metadata) = contents(self.plan, file, self.options);
-        let (data, stop) = (Arc::clone(self.data), Arc::clone(&self.stop));
-        let data = Arc::new(OneFile { data, parts: file.parts.clone(), stop });
+        let data = self.data_of(file);
         let written = write(&**self.storage, &file.name, &items, &metadata, data, progress).await;
         let written = written.inspect_err(|_| self.stop.store(true, Ordering::Relaxed))?;
         Ok((file.name.clone(), written.byte_len))
@@ -310,137 +357,6 @@ impl DataSource for OneFile {
     fn segment_bytes(&self) -> u64 {
         self.data.segment_bytes()
     }
-}
-
-/// The model that is in a folder.
-#[derive(Debug, Default)]
-struct Old {
-    index: Option<Key>,
-    /// Files that belong to it, or that loaders would take for it.
-    files: BTreeSet<Key>,
-    /// All names that are taken.
-    taken: BTreeSet<Key>,
-}
-
-impl Old {
-    async fn look(storage: &dyn Storage, plan: &HfPlan) -> Result<Self, CheckpointError> {
-        let index = Key::new(INDEX_NAME).map_err(StorageError::from)?;
-        let single = Key::new(SINGLE).map_err(StorageError::from)?;
-        let mut old = Self::default();
-        if storage.contains(&index).await? {
-            old.files = indexed_files(storage, &index).await?;
-            old.index = Some(index.clone());
-            if plan.distributed {
-                // It names nothing of what there will be.
-                old.files.insert(index);
-            }
-        }
-        let mut objects = storage.list(None);
-        while let Some(meta) = objects.next().await {
-            match meta {
-                Ok(meta) if is_tensor_file(&meta.key) => {
-                    old.taken.insert(meta.key);
-                }
-                Ok(_) => {}
-                // What cannot be listed is asked name by name.
-                Err(error) if error.kind() == StorageErrorKind::Unsupported => {
-                    let planned = plan.files.iter().map(|file| &file.name);
-                    for key in planned.chain([&single]) {
-                        if storage.contains(key).await? {
-                            old.taken.insert(key.clone());
-                        }
-                    }
-                    break;
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-        if old.taken.contains(&single) {
-            old.files.insert(single);
-        }
-        // Of what no index names, names tell what belongs to a model: a write that was not finished
-        // left it.
-        old.files.extend(old.taken.iter().filter(|key| is_numbered(key.as_str())).cloned());
-        Ok(old)
-    }
-
-    fn refuse(&self, plan: &HfPlan, options: &HfWriteOptions) -> Result<(), CheckpointError> {
-        let Some(key) = self.in_the_way(plan).filter(|_| !options.overwrite) else { return Ok(()) };
-        let error =
-            StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key.clone()));
-        Err(error.with_message("there is a model in this folder").into())
-    }
-
-    /// What would be replaced.
-    fn in_the_way(&self, plan: &HfPlan) -> Option<&Key> {
-        let named = plan.files.iter().map(|file| &file.name);
-        self.index
-            .as_ref()
-            .or(self.files.first())
-            // Without an index, loaders take every file for a part of the model.
-            .or(self.taken.first().filter(|_| plan.distributed))
-            .or_else(|| named.into_iter().find_map(|name| self.taken.get(name)))
-    }
-
-    /// The plan under names that are free.
-    fn free_names(&self, plan: &HfPlan) -> Result<HfPlan, CheckpointError> {
-        let free = |plan: &HfPlan| !plan.files.iter().any(|file| self.taken.contains(&file.name));
-        if free(plan) {
-            return Ok(plan.clone());
-        }
-        for tag in 1..TAGS_MAX {
-            let tagged = plan.tagged(&format!("g{tag}"))?;
-            if free(&tagged) {
-                return Ok(tagged);
-            }
-        }
-        let problem = "all names for new files are taken".to_owned();
-        Err(PlanError::Wire { problem }.into())
-    }
-}
-
-/// The tensor files at the top that an index names; an index that makes no sense names none. What
-/// it names is not trusted: nothing else is ever removed because of it.
-async fn indexed_files(
-    storage: &dyn Storage,
-    index: &Key,
-) -> Result<BTreeSet<Key>, CheckpointError> {
-    if storage.stat(index).await?.byte_len > INDEX_MAX {
-        return Ok(BTreeSet::new());
-    }
-    let index = IndexFile::parse(&storage.read_all(index).await?).unwrap_or_default();
-    Ok(index.files().filter(|key| is_tensor_file(key)).cloned().collect())
-}
-
-fn is_tensor_file(key: &Key) -> bool {
-    !key.as_str().contains('/') && key.as_str().ends_with(ENDING)
-}
-
-/// Whether a name is one that a model of several files has: `model-00001-of-00002.safetensors`,
-/// with a tag behind `model` where names were taken, or `shard-00003-` in front for what a rank
-/// holds.
-fn is_numbered(name: &str) -> bool {
-    numbers(name).is_some_and(|(at, count)| (1..=count).contains(&at))
-}
-
-/// The number of a model's file and the count of them.
-fn numbers(name: &str) -> Option<(u32, u32)> {
-    let number = |text: &str| {
-        let digits = text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-        digits.then(|| text.parse().ok()).flatten()
-    };
-    let mut name = name.strip_suffix(ENDING)?;
-    if let Some(rest) = name.strip_prefix("shard-") {
-        let (rank, rest) = rest.split_once('-')?;
-        let _: u32 = number(rank)?;
-        name = rest;
-    }
-    let (mut at, count) = name.strip_prefix("model-")?.split_once("-of-")?;
-    if let Some((tag, rest)) = at.split_once('-') {
-        let _: u32 = tag.strip_prefix('g')?.parse().ok()?;
-        at = rest;
-    }
-    number(at).zip(number(count))
 }
 
 /// Removes files; returns those that are gone and those that are not.

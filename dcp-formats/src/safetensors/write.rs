@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, DataSource, FormatError, Key, Storage};
+use dcp_core::{CheckpointError, DataSource, FormatError, Key, PutMode, Storage};
 use indexmap::IndexMap;
 
 use super::encode::{EncodedHeader, SafetensorsItem, encode_header};
-use crate::upload::{FileItem, FileSpec, Framing, Progress, write_file};
+use crate::upload::{
+    FileItem, FileSpec, Framing, Progress, Sending, SentFile, send_file, write_file,
+};
 
 /// Writes a file that must not exist yet, and returns its header. `data` counts items as
 /// `items` does; their bytes are streamed.
@@ -24,6 +26,32 @@ pub async fn write(
     data: Arc<dyn DataSource>,
     progress: Option<&Progress>,
 ) -> Result<EncodedHeader, CheckpointError> {
+    let (encoded, file_items, framing) = frame(items, metadata)?;
+    let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
+    write_file(storage, spec, &*data, progress).await?;
+    Ok(encoded)
+}
+
+/// Sends such a file without giving it its name, and counts its CRC-32; `mode` says whether one of that name is replaced
+/// when it gets it.
+pub(crate) async fn send(
+    storage: &dyn Storage,
+    (key, mode): (&Key, PutMode),
+    items: &[SafetensorsItem],
+    metadata: &IndexMap<String, String>,
+    data: Arc<dyn DataSource>,
+    progress: Option<&Progress>,
+) -> Result<SentFile, CheckpointError> {
+    let (encoded, file_items, framing) = frame(items, metadata)?;
+    let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
+    send_file(storage, spec, &*data, Sending { mode, hashed: true }, progress).await
+}
+
+/// The header, the items of the file in their order, and what is around them.
+fn frame(
+    items: &[SafetensorsItem],
+    metadata: &IndexMap<String, String>,
+) -> Result<(EncodedHeader, Vec<FileItem>, Image), FormatError> {
     let encoded = encode_header(items, metadata)?;
     let mut file_items = vec![FileItem { item: 0, byte_len: 0 }];
     let mut names = vec![Arc::from("")];
@@ -35,9 +63,7 @@ pub async fn write(
         names.push(Arc::clone(&item.name));
     }
     let framing = Image { header: encoded.bytes.clone(), names };
-    let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
-    write_file(storage, spec, &*data, progress).await?;
-    Ok(encoded)
+    Ok((encoded, file_items, framing))
 }
 
 /// The header, as what comes before an empty first item; nothing is between tensors.

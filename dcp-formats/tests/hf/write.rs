@@ -15,11 +15,15 @@ use crate::harness::{block_on, get, key, names, put};
 
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Three tensors of ten bytes, in files of two.
-fn plan(first: u8) -> (HfPlan, Vec<Vec<u8>>) {
+/// The most bytes of a file: two tensors, or all of them.
+const TWO: u64 = 25;
+const ALL: u64 = 1 << 20;
+
+/// Three tensors of ten bytes, in files of at most this many.
+fn plan(first: u8, most: u64) -> (HfPlan, Vec<Vec<u8>>) {
     let parts = ["a", "b", "c"].map(|fqn| HfPart::whole(fqn, DType::UInt8, [10]));
     let bytes = (0..3).map(|n| (first + 10 * n..first + 10 * n + 10).collect());
-    (HfLayout::MaxFileBytes(25).plan(parts.to_vec()).unwrap(), bytes.collect())
+    (HfLayout::MaxFileBytes(most).plan(parts.to_vec()).unwrap(), bytes.collect())
 }
 
 fn write(
@@ -27,7 +31,16 @@ fn write(
     first: u8,
     overwrite: bool,
 ) -> Result<HfWritten, CheckpointError> {
-    let (plan, bytes) = plan(first);
+    write_in(storage, first, overwrite, TWO)
+}
+
+fn write_in(
+    storage: &Arc<MemoryStorage>,
+    first: u8,
+    overwrite: bool,
+    most: u64,
+) -> Result<HfWritten, CheckpointError> {
+    let (plan, bytes) = plan(first, most);
     let mut options = HfWriteOptions::default();
     options.overwrite = overwrite;
     let shared = Arc::clone(storage) as Arc<dyn Storage>;
@@ -114,6 +127,44 @@ fn a_model_is_replaced_by_one_of_other_names_and_back() {
     check(&storage, 200);
 }
 
+/// Loaders of both kinds take the one file and no index.
+#[test]
+fn a_model_in_one_file_has_no_index_and_leaves_none() {
+    let storage = Arc::new(MemoryStorage::new());
+    let single = "model.safetensors";
+    write(&storage, 0, true).unwrap();
+    let written = write_in(&storage, 100, true, ALL).unwrap();
+    assert_eq!((names(&*storage), written.index), (vec![single.to_owned()], None));
+    let removed: Vec<_> = written.removed.iter().map(|key| key.as_str()).collect();
+    let old = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    assert_eq!(removed, [INDEX, old[0], old[1]]);
+    check(&storage, 100);
+    assert!(write_in(&storage, 50, false, ALL).is_err());
+    write_in(&storage, 50, true, ALL).unwrap();
+    assert_eq!(names(&*storage), [single]);
+    check(&storage, 50);
+    let written = write(&storage, 0, true).unwrap();
+    assert_eq!((written.removed, names(&*storage).len()), (vec![key(single)], 3));
+    check(&storage, 0);
+}
+
+/// As transformers does: an index beside a `model.safetensors` is left from another model.
+#[test]
+fn an_index_beside_a_model_in_one_file_is_not_read() {
+    let storage = Arc::new(MemoryStorage::new());
+    write(&storage, 0, true).unwrap();
+    let other = Arc::new(MemoryStorage::new());
+    write_in(&other, 100, true, ALL).unwrap();
+    put(&*storage, "model.safetensors", get(&*other, "model.safetensors").to_vec());
+    check(&storage, 100);
+    put(&*storage, INDEX, b"{}".to_vec());
+    check(&storage, 100);
+    // One that names the file is its index.
+    let map = r#"{"weight_map": {"a": "model.safetensors", "x": "gone.safetensors"}}"#;
+    put(&*storage, INDEX, map.as_bytes().to_vec());
+    assert!(tensors(&HfReader::new(Arc::clone(&storage) as _)).is_err());
+}
+
 #[test]
 fn an_old_single_file_is_replaced_too() {
     let storage = Arc::new(MemoryStorage::new());
@@ -167,11 +218,13 @@ impl DataSource for Broken {
 
 #[test]
 fn a_failure_leaves_the_old_model_and_nothing_else() {
-    for (at, parallelism) in [(0, 1), (2, 1), (0, 4), (2, 4)] {
+    let ways = [(0, 1, TWO), (2, 1, TWO), (0, 4, TWO), (2, 4, TWO), (2, 1, ALL)];
+    let all = ways.into_iter().flat_map(|way| [(way, TWO), (way, ALL)]);
+    for ((at, parallelism, most), old) in all {
         let storage = Arc::new(MemoryStorage::new());
-        write(&storage, 7, false).unwrap();
+        write_in(&storage, 7, false, old).unwrap();
         let before = names(&*storage);
-        let (plan, bytes) = plan(100);
+        let (plan, bytes) = plan(100, most);
         let broken = Arc::new(Broken { inner: data(bytes), at });
         let mut options = HfWriteOptions::default();
         (options.overwrite, options.parallelism) = (true, parallelism);
@@ -273,11 +326,15 @@ struct Met {
 }
 
 /// Writes over what `before` put there, with a fault.
-fn met(before: &dyn Fn(&Arc<MemoryStorage>), fault: &dyn Fn(FaultStorage) -> FaultStorage) -> Met {
+fn met(
+    most: u64,
+    before: &dyn Fn(&Arc<MemoryStorage>),
+    fault: &dyn Fn(FaultStorage) -> FaultStorage,
+) -> Met {
     let storage = Arc::new(MemoryStorage::new());
     before(&storage);
     let faulty = fault(FaultStorage::new(Arc::clone(&storage) as _));
-    let (plan, bytes) = plan(100);
+    let (plan, bytes) = plan(100, most);
     let mut options = HfWriteOptions::default();
     options.overwrite = true;
     options.beside =
@@ -304,6 +361,13 @@ fn taken(storage: &Arc<MemoryStorage>) -> (Option<u8>, Option<String>) {
 /// Every operation fails in every way, over no model and over models of both kinds.
 #[test]
 fn weights_and_configuration_are_of_one_model_whatever_fails() {
+    // The names of the new model: two files and their index, or one file.
+    for (most, files) in [(TWO, 5), (ALL, 3)] {
+        of_one_model(most, files);
+    }
+}
+
+fn of_one_model(most: u64, files: usize) {
     let nothing = |_: &Arc<MemoryStorage>| ();
     let indexed = |storage: &Arc<MemoryStorage>| {
         write(storage, 7, false).unwrap();
@@ -329,19 +393,26 @@ fn weights_and_configuration_are_of_one_model_whatever_fails() {
         ("done and failed", |storage, n| storage.with_fault(n, Fault::FailAfterwards)),
         ("lost", |storage, n| storage.with_fault(n, Fault::LoseReply)),
     ];
-    let olds: [(&str, Fill<'_>); 4] =
-        [("nothing", &nothing), ("indexed", &indexed), ("single", &single), ("bare", &bare)];
+    let bare_single =
+        |storage: &Arc<MemoryStorage>| drop(write_in(storage, 7, false, ALL).unwrap());
+    let olds: [(&str, Fill<'_>); 5] = [
+        ("nothing", &nothing),
+        ("indexed", &indexed),
+        ("single", &single),
+        ("bare", &bare),
+        ("bare single", &bare_single),
+    ];
     for (old, before) in olds {
         for (how, fault) in &faults {
             let mut seen = [false; 2];
             for n in 1.. {
-                let Met { storage, operations, outcome } = met(before, &|s| fault(s, n));
+                let Met { storage, operations, outcome } = met(most, before, &|s| fault(s, n));
                 let when = format!("over {old}, {how} at operation {n}: {outcome:?}");
                 let (weights, config) = taken(&storage);
                 let all = names(&*storage);
                 match (weights, config.as_deref()) {
                     (Some(7), Some("the old configuration")) => seen[0] = true,
-                    (Some(7), None) if old == "bare" => seen[0] = true,
+                    (Some(7), None) if old.starts_with("bare") => seen[0] = true,
                     (None, _) if old == "nothing" => seen[0] = true,
                     (Some(100), Some("the new configuration")) => seen[1] = true,
                     // A reader of ours refuses it, and transformers takes no folder without one.
@@ -349,7 +420,9 @@ fn weights_and_configuration_are_of_one_model_whatever_fails() {
                         assert!(all.iter().any(|name| name == CONFIG_ASIDE), "{when}: {all:?}");
                     }
                     // There was none, and the new one comes last.
-                    (Some(100), None) if old == "bare" => assert!(outcome.is_err(), "{when}"),
+                    (Some(100), None) if old.starts_with("bare") => {
+                        assert!(outcome.is_err(), "{when}")
+                    }
                     other => panic!("{when}: {other:?} of {all:?}"),
                 }
                 if outcome.is_err() && *how == "failed" && weights == Some(7) {
@@ -363,6 +436,7 @@ fn weights_and_configuration_are_of_one_model_whatever_fails() {
                 // The next one gets through, and cleans up.
                 let again = Arc::clone(&storage);
                 let Met { storage, outcome, .. } = met(
+                    most,
                     &|fresh| {
                         for name in names(&*again) {
                             put(&**fresh, &name, get(&*again, &name).to_vec());
@@ -377,7 +451,7 @@ fn weights_and_configuration_are_of_one_model_whatever_fails() {
                     (Some(100), Some("the new configuration"))
                 );
                 let left = names(&*storage);
-                assert_eq!(left.len(), 5, "{when}: {all:?}, and then {left:?}");
+                assert_eq!(left.len(), files, "{when}: {all:?}, and then {left:?}");
                 if operations < n {
                     assert!(n > 8, "{when}: only {n} operations were tried");
                     break;

@@ -129,8 +129,8 @@ fn refuse_wrapped(metadata: &CheckpointMetadata) -> Result<(), ConvertError> {
         "a DTensor is one rank's part: load the files of all ranks in PyTorch, and save them with \
          torch.distributed.checkpoint"
     } else {
-        "--to dcp and --to torch-save keep them as they are, dequantizing them takes the library \
-         that they are from"
+        "--to dcp and --to torch-save keep them as they are, --dequantize makes plain numbers of \
+         those of torchao that are known"
     };
     let problem = format!(
         "are tensors of classes of their own, which a safetensors file cannot hold; {advice}; \

@@ -2,17 +2,22 @@
 PyTorch's quantized ones, which have a scale beside their elements.
 
 interop_subclasses.py save DIR        writes them, and `plain.pt` with their plain numbers
-interop_subclasses.py check DIR OUT   compares what `dcp convert` made of them
+interop_subclasses.py check DIR OUT   compares what `dcp convert` made of them, their plain numbers too
 """
 import os
 
 import interop_common as common
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
-from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization import (
+    Float8Tensor, Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Int8Tensor, Int8WeightOnlyConfig, PerBlock, PerGroup, PerRow,
+    PerTensor, quantize_,
+)
+from torchao.quantization.quant_primitives import MappingType
 
 
 def state(seed, rows=64):
@@ -41,6 +46,27 @@ def state(seed, rows=64):
     return tensors
 
 
+def others():
+    """Other layouts: blocks in two and three dimensions, one scale for all, zero points, scales in bfloat16."""
+    torch.manual_seed(3)
+    weight, matrices = torch.randn(32, 64), torch.randn(3, 16, 32)
+    tensors = {
+        "int8_tensor": Int8Tensor.from_hp(weight.bfloat16(), granularity=PerTensor()),
+        "int8_groups": Int8Tensor.from_hp(weight, granularity=PerGroup(16)),
+        "int8_zero": Int8Tensor.from_hp(weight.abs().bfloat16(), granularity=PerRow(), mapping_type=MappingType.ASYMMETRIC),
+        "int8_half": Int8Tensor.from_hp(weight.half(), granularity=PerRow()),
+        "float8_tensor": Float8Tensor.from_hp(weight.bfloat16(), granularity=PerTensor()),
+        "float8_blocks": Float8Tensor.from_hp(weight, granularity=PerBlock([8, 16])),
+        "float8_e5m2": Float8Tensor.from_hp(matrices, float8_dtype=torch.float8_e5m2, granularity=PerRow()),
+        "turned": Float8Tensor.from_hp(weight, granularity=PerRow()).t(),
+        "odd": OptimState8bit.zeros((6, 10), signed=True, block_size=20),
+        "four_odd": OptimState4bit.zeros((6, 10), signed=False, block_size=20),
+    }
+    tensors["odd"].copy_(torch.randn(6, 10))
+    tensors["four_odd"].copy_(torch.rand(6, 10))
+    return tensors
+
+
 def plain(tensors):
     return {name: tensor.dequantize() if hasattr(tensor, "dequantize") and type(tensor) is not torch.Tensor else tensor for name, tensor in tensors.items()}
 
@@ -49,6 +75,8 @@ def save(folder):
     tensors = state(1)
     dcp.save({"w": tensors}, checkpoint_id=os.path.join(folder, "dcp"), no_dist=True)
     torch.save({"w": tensors}, os.path.join(folder, "file.pt"))
+    unscaled = {name: tensor for name, tensor in tensors.items() if not tensor.is_quantized}
+    torch.save({"w": {**unscaled, **others()}}, os.path.join(folder, "quantized.pt"))
     # The fixtures.
     small = state(1, rows=4)
     torch.save({"w": small}, os.path.join(folder, "small.pt"))
@@ -76,6 +104,13 @@ def check(folder, out):
     for name in ("copy.pt", "from_dcp.pt"):
         for key, tensor in torch.load(os.path.join(out, name), weights_only=False)["w"].items():
             same(tensor, wanted[key], "%s: %s" % (name, key))
+    quantized = torch.load(os.path.join(folder, "quantized.pt"), weights_only=False)["w"]
+    for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16), ("f16", torch.float16)):
+        found = load_file(os.path.join(out, name + ".safetensors"))
+        assert len(found) == len(quantized)
+        for key, tensor in quantized.items():
+            expected = tensor if type(tensor) is torch.Tensor else tensor.dequantize(output_dtype=dtype)
+            same(found["w." + key], expected.contiguous(), "%s: %s" % (name, key))
 
 
 def everything(what, *args):

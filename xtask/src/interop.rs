@@ -206,7 +206,8 @@ impl Run<'_> {
         run(self.script("interop_parts.py").arg("check").arg(&states).arg(&taken))
     }
 
-    /// Tensors of torchao's classes, carried by the command and loaded by PyTorch.
+    /// Tensors of torchao's classes, carried by the command and loaded by PyTorch, and made plain
+    /// numbers by both.
     fn subclasses(&self) -> Result {
         venv::with_libraries(&self.python)?;
         let (theirs, ours) = (self.folder.join("subclasses"), self.folder.join("subclasses_kept"));
@@ -221,6 +222,12 @@ impl Run<'_> {
         ] {
             let (from, to) = (theirs.join(from), ours.join(to));
             run(self.dcp().args(["convert", "--quiet", "--to", format]).arg(from).arg(to))?;
+        }
+        for dtype in ["f32", "bf16", "f16"] {
+            let (from, to) =
+                (theirs.join("quantized.pt"), ours.join(format!("{dtype}.safetensors")));
+            let plain = ["convert", "--quiet", "--dequantize", dtype];
+            run(self.dcp().args(plain).arg(from).arg(to))?;
         }
         run(self.dcp().args(["verify", "--deep", "--quiet"]).arg(theirs.join("dcp")))?;
         run(self.script("interop_subclasses.py").arg("check").arg(&theirs).arg(&ours))

@@ -66,7 +66,8 @@ pub(crate) struct Convert {
     #[command(flatten)]
     pub(crate) destination: Destination,
 
-    /// Make block-scaled weights plain numbers of this dtype: fp8 with weight_scale_inv, MXFP4.
+    /// Make quantized tensors plain numbers of this dtype: fp8 with weight_scale_inv, MXFP4,
+    /// torchao's optimizer states, Int8Tensor and Float8Tensor.
     #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
     pub(crate) dequantize: Option<DType>,
 

@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::json;
 
-use crate::support::{dcp, path};
+use crate::support::{dcp, path, tensors};
 
 const ZIP: &str = "../torch_save/kinds/zip.pt";
 
@@ -144,6 +144,40 @@ fn tensors_of_classes_of_their_own_are_named_and_kept() {
             assert!(!folder.path().join("x").exists());
         }
     }
+}
+
+/// torchao's own `dequantize` made the numbers in `plain.pt`: `float32` of optimizer states,
+/// `bfloat16` of weights.
+#[test]
+fn tensors_of_torchao_become_the_numbers_that_it_makes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (quantized, plain) =
+        ("../torch_save/subclasses/small.pt", "../torch_save/subclasses/plain.pt");
+    let convert = |source: &str, name: &str, options: &[&str]| {
+        let target = path(&folder, name);
+        dcp([&["convert", source, &target], options].concat()).ok();
+        tensors(std::path::Path::new(&target))
+    };
+    let wanted = convert(plain, "wanted.safetensors", &[]);
+    let found = convert(quantized, "f32.safetensors", &["--dequantize", "f32"]);
+    for name in ["w.signed", "w.unsigned", "w.four", "w.fp8", "w.bias"] {
+        assert_eq!(found[name], wanted[name], "{name}");
+    }
+    let wanted = convert(plain, "wanted16.safetensors", &["--dtype", "bf16"]);
+    let found = convert(quantized, "bf16.safetensors", &["--dequantize", "bf16"]);
+    assert_eq!(found.len(), wanted.len());
+    for (name, tensor) in &wanted {
+        // `--dequantize` leaves what is not quantized as it is.
+        if name != "w.bias" {
+            assert_eq!(&found[name], tensor, "{name}");
+        }
+    }
+    // One of DCP, read in parts of its rows.
+    let one = "../torch_save/subclasses/one";
+    convert(one, "one.safetensors", &["--dequantize", "bf16"]);
+    let target = path(&folder, "ranks");
+    dcp(["convert", one, &target, "--to=dcp", "--ranks=3", "--dequantize=bf16"]).ok();
+    dcp(["diff", &target, &path(&folder, "one.safetensors")]).ok();
 }
 
 /// What one rank saved of a state dict of DTensors is a part of each.

@@ -13,10 +13,11 @@ use dcp_core::{
 };
 use dcp_formats::hf::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, find_quantized};
 
-use super::matrix::{Matrix, outer_indices};
+use super::matrix::{Matrix, exchange, outer_indices, transposed};
 use super::scales::{Scales, Tile, floats};
 use super::scratch::{Scratch, bad_plan, name};
 use super::translated::Translated;
+use super::unwrapped::Unwrapped;
 use crate::cast::{CastCounts, CastOptions, Caster};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
@@ -184,7 +185,9 @@ impl Dequantized {
         Ok(Self { inner, inner_metadata, metadata, entries, outward, scales, caster })
     }
 
-    /// `source` as a job reads it, with its weights as plain numbers.
+    /// `source` as a job reads it, with its weights as plain numbers. Tensors of classes of
+    /// torchao (0.18) are, too: `OptimState8bit`, `OptimState4bit`, `OptimStateFp8`, `Int8Tensor`
+    /// and `Float8Tensor`, bit for bit as its `dequantize` makes them.
     ///
     /// # Errors
     ///
@@ -200,7 +203,11 @@ impl Dequantized {
             None => configured(source).await?.unwrap_or(BLOCK),
         };
         let inner = source.for_job(job.parallelism);
-        let view = Self::new(Arc::clone(&inner.reader), options.dtype, block).await?;
+        let reader = match Unwrapped::new(Arc::clone(&inner.reader), options.dtype).await? {
+            Some(unwrapped) => Arc::new(unwrapped),
+            None => Arc::clone(&inner.reader),
+        };
+        let view = Self::new(reader, options.dtype, block).await?;
         let parts = std::slice::from_ref(&inner);
         Ok(Source::derived(Arc::new(view), parts).unwrap_or_else(|| source.clone()))
     }
@@ -386,26 +393,6 @@ fn mxfp4_block(stored: &[u8], skip: usize, scale: f32, made: &mut [u8]) {
     for (made, nibble) in made.chunks_exact_mut(4).zip(nibbles) {
         made.copy_from_slice(&scaled[usize::from(nibble & 0xf)].to_le_bytes());
     }
-}
-
-/// Exchanges the last two axes.
-fn exchange(axes: &mut [u64]) {
-    if let [.., rows, cols] = axes {
-        std::mem::swap(rows, cols);
-    }
-}
-
-/// A matrix of `float32` with its rows as columns; they are `width` numbers long.
-fn transposed(numbers: &[u8], width: u64) -> Vec<u8> {
-    let width = usize::try_from(width).unwrap_or(0).max(1);
-    let (elements, _) = numbers.as_chunks::<4>();
-    let mut made = Vec::with_capacity(numbers.len());
-    for col in 0..width {
-        for element in elements.iter().skip(col).step_by(width) {
-            made.extend_from_slice(element);
-        }
-    }
-    made
 }
 
 /// The tensor that a weight is as plain numbers. Its chunks keep their places, under an encoding

@@ -57,3 +57,23 @@ pub(super) fn outer_indices(region: &Region) -> impl Iterator<Item = Dims> + use
         index
     })
 }
+
+/// Exchanges the last two axes.
+pub(super) fn exchange(axes: &mut [u64]) {
+    if let [.., rows, cols] = axes {
+        std::mem::swap(rows, cols);
+    }
+}
+
+/// A matrix of `float32` with its rows as columns; they are `width` numbers long.
+pub(super) fn transposed(numbers: &[u8], width: u64) -> Vec<u8> {
+    let width = usize::try_from(width).unwrap_or(0).max(1);
+    let (elements, _) = numbers.as_chunks::<4>();
+    let mut made = Vec::with_capacity(numbers.len());
+    for col in 0..width {
+        for element in elements.iter().skip(col).step_by(width) {
+            made.extend_from_slice(element);
+        }
+    }
+    made
+}

@@ -14,7 +14,9 @@ mod scales;
 mod scratch;
 mod selected;
 mod stepped;
+mod torchao;
 mod translated;
+mod unwrapped;
 
 pub use assembled::{Assembled, AssembledBuilder, Piece, PieceFrom};
 pub use averaged::{AverageOptions, Averaged, NonFloat};

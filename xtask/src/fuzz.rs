@@ -1,5 +1,6 @@
-//! `cargo fuzz` for a while; what it found before is replayed by ordinary tests.
+//! `cargo fuzz` for a while. Crashes of earlier runs are seeds that ordinary tests replay.
 
+use std::path::Path;
 use std::process::Command;
 
 use crate::{Result, process, workspace};
@@ -31,8 +32,20 @@ pub(crate) fn main(args: &[&str]) -> Result {
     match target {
         None => process::run(&mut fuzz(&["list"])),
         Some(target) => {
+            unpack_seeds(&folder, target)?;
             let limit = format!("-max_total_time={seconds}");
             process::run(&mut fuzz(&["run", target, "--", &limit]))
         }
     }
+}
+
+/// Adds the inputs that earlier campaigns kept to the corpus of a target.
+fn unpack_seeds(folder: &Path, target: &str) -> Result {
+    let seeds = folder.join("seeds").join(format!("{target}.tar.gz"));
+    if !seeds.is_file() {
+        return Ok(());
+    }
+    let corpus = folder.join("corpus");
+    std::fs::create_dir_all(&corpus)?;
+    process::run(Command::new("tar").arg("xzf").arg(&seeds).arg("-C").arg(&corpus))
 }

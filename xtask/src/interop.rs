@@ -271,7 +271,12 @@ impl Run<'_> {
     }
 
     fn script(&self, name: &str) -> Command {
-        let mut python = Command::new(&self.python);
+        Self::script_of(&self.python, name)
+    }
+
+    /// A script run by the Python of another environment.
+    fn script_of(python: &Path, name: &str) -> Command {
+        let mut python = Command::new(python);
         python.arg(workspace::root().join("xtask/python").join(name));
         // Nothing is written into the checkout.
         python.env("PYTHONDONTWRITEBYTECODE", "1");

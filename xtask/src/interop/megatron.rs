@@ -10,6 +10,9 @@ use crate::{Result, venv, workspace};
 /// Layouts to load in, as TP by PP, on so many ranks; what is left over is data parallelism.
 const LAYOUTS: &[(u32, &[&str])] = &[(4, &["1x4", "4x1", "2x2", "1x1"]), (2, &["1x2", "2x1"])];
 
+/// Versions that open what is written in the form that all versions read.
+const OLDER: &[&str] = &["0.12.3", "0.15.3"];
+
 impl Run<'_> {
     /// Megatron-Core saves, Rust opens it, loads it in other layouts and rewrites it; Rust saves;
     /// Megatron-Core loads what Rust wrote, strictly, in every layout.
@@ -22,15 +25,23 @@ impl Run<'_> {
         self.models()
     }
 
-    /// A run of 0.19, whose arguments hold classes that earlier versions lack, in the form that all
-    /// versions read.
+    /// Real runs in the form that all versions read. The arguments of 0.19's hold classes that
+    /// earlier versions lack.
     fn newer_arguments(&self) -> Result {
-        let run_of_019 = workspace::root().join("fixtures/megatron/run_torch_dist_v019");
-        let written = self.folder.join("newer_arguments");
-        let mut convert = self.dcp();
-        convert.args(["convert", "--quiet", "--to", "torch-dist", "--form", "compatible"]);
-        run(convert.arg(run_of_019).arg(&written))?;
-        run(self.script("interop_megatron.py").arg("common").arg(written))
+        for name in ["run_torch_dist_v019", "run_torch_dist_dp2"] {
+            let saved = workspace::root().join("fixtures/megatron").join(name);
+            let written = self.folder.join(format!("compatible_{name}"));
+            let mut convert = self.dcp();
+            convert.args(["convert", "--quiet", "--to", "torch-dist", "--form", "compatible"]);
+            run(convert.arg(saved).arg(&written))?;
+            run(self.script("interop_megatron.py").arg("common").arg(&written))?;
+            for version in OLDER {
+                println!("{name} → Megatron-Core {version}");
+                let python = venv::megatron(version)?;
+                run(Self::script_of(&python, "interop_megatron.py").arg("common").arg(&written))?;
+            }
+        }
+        Ok(())
     }
 
     fn megatron_to_rust(&self, state: &Path) -> Result {

@@ -19,11 +19,21 @@ use bytes::Bytes;
 use common::reserved_port;
 use dcp_collectives::TcpConfig;
 use dcp_core::{Collective, CollectiveError};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, getpid, kill_process};
 
 /// What a copy does after its first barrier; unset in the test itself.
 const ROLE: &str = "DCP_TEST_ROLE";
 const DEADLINE: &str = "DCP_TEST_DEADLINE_MS";
+/// Before which of its operations, counted from 1, a copy sends itself a signal.
+const END: &str = "DCP_TEST_END";
+
+/// A rank that sends itself a signal before one of its operations.
+#[derive(Clone, Copy)]
+struct Victim {
+    rank: u32,
+    operation: u32,
+    signal: &'static str,
+}
 
 /// A rank in a process of its own. Killed when dropped.
 struct RankProcess {
@@ -32,8 +42,9 @@ struct RankProcess {
 }
 
 impl RankProcess {
-    fn spawn(role: &str, rank: u32, world_size: u32, port: u16, deadline: Duration) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+    fn command(role: &str, rank: u32, world_size: u32, port: u16, deadline: Duration) -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
             .args(["rank_process", "--exact", "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
             .env(DEADLINE, deadline.as_millis().to_string())
@@ -45,9 +56,12 @@ impl RankProcess {
             .env_remove("DCP_JOB_ID")
             .env_remove("TORCHELASTIC_USE_AGENT_STORE")
             .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
-            .spawn()
-            .unwrap();
+            .stderr(Stdio::inherit());
+        command
+    }
+
+    fn start(mut command: Command) -> Self {
+        let mut child = command.spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap());
         Self { child, lines }
     }
@@ -76,11 +90,21 @@ impl Drop for RankProcess {
     }
 }
 
-fn start(role: &str, world_size: u32, deadline: Duration) -> Vec<RankProcess> {
+fn start(
+    role: &str,
+    world_size: u32,
+    deadline: Duration,
+    victim: Option<Victim>,
+) -> Vec<RankProcess> {
     let (_reserved, port) = reserved_port();
-    let mut ranks = (0..world_size)
-        .map(|rank| RankProcess::spawn(role, rank, world_size, port, deadline))
-        .collect::<Vec<_>>();
+    let start = |rank| {
+        let mut command = RankProcess::command(role, rank, world_size, port, deadline);
+        if let Some(victim) = victim.filter(|victim| victim.rank == rank) {
+            command.env(END, format!("{} {}", victim.operation, victim.signal));
+        }
+        RankProcess::start(command)
+    };
+    let mut ranks = (0..world_size).map(start).collect::<Vec<_>>();
     for rank in &mut ranks {
         rank.hear("ready");
     }
@@ -101,13 +125,30 @@ fn rank_process() {
     let rank = group.rank();
     group.barrier().unwrap();
     say("ready");
+    let end = std::env::var(END).ok().map(|end| {
+        let (operation, signal) = end.split_once(' ').unwrap();
+        let signal = if signal == "stop" { Signal::STOP } else { Signal::KILL };
+        (operation.parse::<u32>().unwrap(), signal)
+    });
+    let mut begun = 0;
+    let mut until_error = |call: &mut dyn FnMut() -> Result<(), CollectiveError>| loop {
+        begun += 1;
+        match end {
+            Some((operation, signal)) if operation == begun => {
+                kill_process(getpid(), signal).unwrap();
+            }
+            _ => {}
+        }
+        if let Err(error) = call() {
+            return error;
+        }
+    };
     let error = match role.as_str() {
-        "barriers" => until_error(|| {
-            std::thread::sleep(Duration::from_millis(2));
-            group.barrier()
-        }),
-        "gathers to rank 5" => until_error(|| group.gather(5, vec![1; 100_000].into()).map(drop)),
-        "large broadcasts" => until_error(|| {
+        "barriers" => until_error(&mut || group.barrier()),
+        "gathers to rank 5" => {
+            until_error(&mut || group.gather(5, vec![1; 100_000].into()).map(drop))
+        }
+        "large broadcasts" => until_error(&mut || {
             let message = (rank == 0).then(|| Bytes::from(vec![7; 8 << 20]));
             group.broadcast(0, message).map(drop)
         }),
@@ -120,23 +161,15 @@ fn rank_process() {
             if rank == 1 {
                 std::process::exit(0);
             }
-            until_error(|| group.barrier())
+            until_error(&mut || group.barrier())
         }
         role => panic!("no role {role}"),
     };
     say(&format!("error {error:?}"));
 }
 
-fn until_error(mut call: impl FnMut() -> Result<(), CollectiveError>) -> CollectiveError {
-    loop {
-        if let Err(error) = call() {
-            return error;
-        }
-    }
-}
-
-fn everyone_but(victim: usize, ranks: &mut [RankProcess]) -> Vec<String> {
-    let others = ranks.iter_mut().enumerate().filter(|(rank, _)| *rank != victim);
+fn everyone_but(victim: u32, ranks: &mut [RankProcess]) -> Vec<String> {
+    let others = (0..).zip(ranks).filter(|(rank, _)| *rank != victim);
     others.map(|(_, rank)| rank.hear("error")).collect()
 }
 
@@ -151,40 +184,58 @@ fn a_killed_rank_is_named_at_once_by_all_others() {
         ("gathers to rank 5", 5),
         ("large broadcasts", 4),
     ] {
-        let mut ranks = start(role, 8, deadline);
-        std::thread::sleep(Duration::from_millis(50));
-        ranks[victim].signal(Signal::KILL);
-        for error in everyone_but(victim, &mut ranks) {
-            assert!(
-                error.starts_with(&format!("PeerLost {{ rank: {victim},")),
-                "{role}, rank {victim} killed: {error}"
-            );
+        for operation in [1, 2, 5] {
+            let dies = Victim { rank: victim, operation, signal: "kill" };
+            let mut ranks = start(role, 8, deadline, Some(dies));
+            for error in everyone_but(victim, &mut ranks) {
+                assert!(
+                    error.starts_with(&format!("PeerLost {{ rank: {victim},")),
+                    "{role}, rank {victim} killed before operation {operation}: {error}"
+                );
+            }
         }
     }
 }
 
 #[test]
+fn a_rank_killed_at_whatever_it_does_is_named_by_all_others() {
+    for role in ["barriers", "gathers to rank 5", "large broadcasts"] {
+        let mut ranks = start(role, 6, Duration::from_secs(120), None);
+        ranks[5].signal(Signal::KILL);
+        for error in everyone_but(5, &mut ranks) {
+            assert!(error.starts_with("PeerLost { rank: 5,"), "{role}: {error}");
+        }
+    }
+}
+
+/// The others wait until the deadline is over, so that of all the cases passes at the same time.
+#[test]
 fn a_stopped_rank_is_named_within_the_deadline() {
-    let deadline = Duration::from_secs(3);
-    for (role, victim) in [("barriers", 0), ("barriers", 2), ("large broadcasts", 3)] {
-        let mut ranks = start(role, 6, deadline);
-        std::thread::sleep(Duration::from_millis(50));
-        ranks[victim].signal(Signal::STOP);
-        for error in everyone_but(victim, &mut ranks) {
+    let deadline = Duration::from_secs(10);
+    let stopped = |role, rank, operation| {
+        let mut ranks = start(role, 5, deadline, Some(Victim { rank, operation, signal: "stop" }));
+        for error in everyone_but(rank, &mut ranks) {
             assert!(
-                error.starts_with(&format!("Timeout {{ rank: {victim},")),
-                "{role}, rank {victim} stopped: {error}"
+                error.starts_with(&format!("Timeout {{ rank: {rank},")),
+                "{role}, rank {rank} stopped before operation {operation}: {error}"
             );
         }
-        ranks[victim].signal(Signal::CONT);
-        let error = ranks[victim].hear("error");
+        ranks[rank as usize].signal(Signal::CONT);
+        let error = ranks[rank as usize].hear("error");
         assert!(!error.is_empty(), "{role}: the stopped rank goes on");
-    }
+    };
+    std::thread::scope(|scope| {
+        for (role, rank, operation) in
+            [("barriers", 0, 1), ("barriers", 2, 4), ("large broadcasts", 3, 2)]
+        {
+            scope.spawn(move || stopped(role, rank, operation));
+        }
+    });
 }
 
 #[test]
 fn a_rank_that_exits_without_a_farewell_is_gone() {
-    let mut ranks = start("rank 1 exits", 4, Duration::from_secs(120));
+    let mut ranks = start("rank 1 exits", 4, Duration::from_secs(120), None);
     for error in everyone_but(1, &mut ranks) {
         assert!(error.starts_with("PeerLost { rank: 1,"), "{error}");
     }
@@ -192,7 +243,7 @@ fn a_rank_that_exits_without_a_farewell_is_gone() {
 
 #[test]
 fn ranks_that_exit_after_their_last_call_do_not_disturb_each_other() {
-    for mut rank in start("exit", 5, Duration::from_secs(120)) {
+    for mut rank in start("exit", 5, Duration::from_secs(120), None) {
         rank.hear("done");
     }
 }

@@ -32,8 +32,11 @@ struct Gate {
 
 #[derive(Debug, Default)]
 struct State {
+    reached: bool,
     open: bool,
+    /// Callers that are stopped, and those that wait for one to be.
     waiting: Vec<Waker>,
+    watching: Vec<Waker>,
 }
 
 impl Gate {
@@ -44,6 +47,11 @@ impl Gate {
     async fn pass(&self, stop_at: u64) {
         if self.begun.fetch_add(1, Ordering::SeqCst) + 1 != stop_at {
             return;
+        }
+        {
+            let mut state = self.state();
+            state.reached = true;
+            state.watching.drain(..).for_each(Waker::wake);
         }
         std::future::poll_fn(|context| {
             let mut state = self.state();
@@ -69,6 +77,19 @@ impl StallStorage {
         let mut state = self.gate.state();
         state.open = true;
         state.waiting.drain(..).for_each(Waker::wake);
+    }
+
+    /// Waits until a caller is stopped.
+    pub async fn stopped(&self) {
+        std::future::poll_fn(|context| {
+            let mut state = self.gate.state();
+            if state.reached {
+                return Poll::Ready(());
+            }
+            state.watching.push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
     }
 
     /// How many operations have begun, the one that is stopped included.
@@ -196,7 +217,10 @@ mod tests {
             futures_util::FutureExt::now_or_never(read).unwrap().unwrap()
         };
         let mut context = Context::from_waker(Waker::noop());
+        let mut stopped = pin!(storage.stopped());
+        assert!(stopped.as_mut().poll(&mut context).is_pending());
         assert!(steps.as_mut().poll(&mut context).is_pending());
+        assert!(stopped.as_mut().poll(&mut context).is_ready());
         assert!(steps.as_mut().poll(&mut context).is_pending());
         assert_eq!((held(), storage.operations()), ("1".into(), 2));
         storage.resume();

@@ -81,8 +81,8 @@ pub use path::{PathItem, StatePath};
 pub use payload::Payload;
 pub use plan::{
     GlobalPlan, LeafKind, LoadPlan, LoadPlanner, LoadReport, PlanContext, PlanKey, ReadItem,
-    ReadKind, SavePlan, SavePlanner, SelectedItem, StateIndex, StateLeaf, TensorSpec, WriteItem,
-    WriteOrder, WritePlan,
+    ReadKind, SavePlan, SavePlanner, SelectedItem, StateIndex, StateLeaf, TensorSpec, Unoffered,
+    WriteItem, WriteOrder, WritePlan,
 };
 pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};

@@ -5,6 +5,7 @@
 //! writes what ([`GlobalPlan`]); a [`StorageWriter`](crate::StorageWriter) gives every selected
 //! item its place and each rank its [`WritePlan`]. Nothing here touches data, files or clocks.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -105,6 +106,18 @@ pub struct SavePlan {
     /// bytes.
     pub(crate) item_data: Vec<u64>,
     pub(crate) geometry: Vec<u64>,
+    pub(crate) unoffered: Vec<Unoffered>,
+}
+
+/// What a rank holds and its [`SavePlan`] does not offer, mostly because another rank offers the
+/// same. [`SavePlan::check_against`] finds it, and [`GlobalPlan::check_against`] sees that it is
+/// stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unoffered {
+    /// The tensor or object.
+    pub fqn: Arc<str>,
+    /// The part of the tensor; `None` for an object, and for a tensor without elements.
+    pub region: Option<Region>,
 }
 
 /// One FQN of a [`SavePlan`].
@@ -214,6 +227,12 @@ impl SavePlan {
         &self.keys
     }
 
+    /// What the rank holds and the plan does not offer, once it was compared with the state.
+    #[must_use]
+    pub fn unoffered(&self) -> &[Unoffered] {
+        &self.unoffered
+    }
+
     /// The number of items.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -257,6 +276,9 @@ pub struct GlobalPlan {
     pub metadata: CheckpointMetadata,
     /// For each rank, in rank order, the items of its [`SavePlan`] that it writes, in order.
     pub selections: Vec<Vec<SelectedItem>>,
+    /// Names that ranks hold and that the planner leaves out of the checkpoint on purpose. Anything
+    /// else that is not stored is an error of the planner.
+    pub left_out: BTreeSet<Arc<str>>,
 }
 
 /// An item that a rank was chosen to write.

@@ -3,6 +3,8 @@
 //! A planner divides and chooses. What it says of dtypes, shapes and lengths decides how bytes are
 //! stored and read, so whoever calls a planner compares before anything is written.
 
+mod coverage;
+
 use std::collections::HashMap;
 
 use crate::error::PlanError;
@@ -12,12 +14,19 @@ use crate::region::Region;
 
 impl SavePlan {
     /// Compares every item with its leaf: dtype and shape of the tensor, the region, which must lie
-    /// in one that this rank holds, and the length of an object.
+    /// in one that this rank holds, and the length of an object. What the state holds and no item
+    /// offers is noted in [`unoffered`](Self::unoffered).
     ///
     /// # Errors
     ///
     /// [`PlanError::Untrue`] with the name and `planner` for the first item that differs.
-    pub fn check_against(&self, state: &StateIndex, planner: &str) -> Result<(), PlanError> {
+    pub fn check_against(&mut self, state: &StateIndex, planner: &str) -> Result<(), PlanError> {
+        self.is_true_to(state, planner)?;
+        self.unoffered = coverage::unoffered(self, state);
+        Ok(())
+    }
+
+    fn is_true_to(&self, state: &StateIndex, planner: &str) -> Result<(), PlanError> {
         let leaves: HashMap<&str, &LeafKind> =
             state.leaves.iter().map(|leaf| (&*leaf.fqn, &leaf.kind)).collect();
         for index in 0..self.len() {
@@ -70,11 +79,14 @@ impl SavePlan {
 
 impl GlobalPlan {
     /// Compares the index with the items that were selected from the ranks' plans: name, dtype,
-    /// shape and region of each. Every chunk of the index is written by one item.
+    /// shape and region of each. Every chunk of the index is written by one item. No two chunks
+    /// share elements, all that ranks hold is stored, and with more than one rank every tensor is
+    /// stored whole.
     ///
     /// # Errors
     ///
-    /// [`PlanError::Untrue`] with the name and `planner` for the first one that differs.
+    /// [`PlanError::Untrue`] with the name and `planner` for the first one that differs,
+    /// [`PlanError::Repeated`] and [`PlanError::Lost`] for the first that is stored twice or not.
     pub fn check_against(&self, locals: &[SavePlan], planner: &str) -> Result<(), PlanError> {
         let metadata = &self.metadata;
         let bad = |problem: String| PlanError::Wire { problem: format!("{planner}: {problem}") };
@@ -138,7 +150,7 @@ impl GlobalPlan {
         }
         let lost = metadata.iter().zip(&written).find(|(_, slots)| slots.contains(&false));
         match lost {
-            None => Ok(()),
+            None => coverage::check(self, locals, planner),
             Some(((fqn, _), _)) => Err(PlanError::Untrue {
                 planner: planner.to_owned(),
                 fqn: fqn.to_string(),

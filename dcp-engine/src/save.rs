@@ -297,7 +297,7 @@ impl Saver {
             };
             leaves.insert(&*entry.fqn, leaf);
         }
-        let plan = self.planner.local_plan(&index, &group.context())?;
+        let mut plan = self.planner.local_plan(&index, &group.context())?;
         plan.check_against(&index, &self.planner_name())?;
         let source = Arc::new(StateSource::new(&plan, &leaves)?);
         Ok(Prepared { fingerprint: plan.fingerprint(), plan, source })

@@ -18,6 +18,8 @@ pub(crate) fn open_or_create(root: &Root, path: &str) -> io::Result<OwnedFd> {
         return Err(Errno::NOENT.into());
     };
     let parent = open_or_create(root, above)?;
+    #[cfg(test)]
+    crate::kills::step();
     match mkdirat(&parent, name, Mode::from_raw_mode(0o777)) {
         // Another writer may make the same folder at the same time.
         Ok(()) | Err(Errno::EXIST) => root.open_below(path, FOLDER),

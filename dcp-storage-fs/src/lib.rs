@@ -46,6 +46,8 @@ mod blocking;
 mod builder;
 mod error;
 mod folder;
+#[cfg(test)]
+mod kills;
 mod leftovers;
 mod lock;
 mod owner;

@@ -162,10 +162,14 @@ impl Shared {
             Err(Errno::NOENT) => return Ok(()),
             Err(error) => return Err(error.into()),
         }
+        #[cfg(test)]
+        crate::kills::step();
         match unlinkat(&folder, name, AtFlags::empty()) {
             Err(Errno::NOENT) => return Ok(()),
             outcome => outcome?,
         }
+        #[cfg(test)]
+        crate::kills::step();
         if self.sync { folder::sync(&folder) } else { Ok(()) }
     }
 }

@@ -25,6 +25,8 @@ pub(crate) struct Temp {
 impl Temp {
     /// A new empty file in `folder`.
     pub(crate) fn create(folder: OwnedFd) -> io::Result<Self> {
+        #[cfg(test)]
+        crate::kills::step();
         let owner = Owner::current();
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         loop {
@@ -44,9 +46,13 @@ impl Temp {
     /// Gives the file its name in the same folder, in one step; with `sync`, its bytes are durable
     /// before and its name after.
     pub(crate) fn publish(mut self, name: &str, mode: PutMode, sync: bool) -> io::Result<()> {
+        #[cfg(test)]
+        crate::kills::step();
         if sync {
             self.file.sync_data()?;
         }
+        #[cfg(test)]
+        crate::kills::step();
         match mode {
             PutMode::Overwrite => {
                 folder::refuse_special(&self.folder, name)?;
@@ -55,6 +61,8 @@ impl Temp {
             _ => self.rename_to_free(name)?,
         }
         self.named = false;
+        #[cfg(test)]
+        crate::kills::step();
         if sync && let Err(error) = folder::sync(&self.folder) {
             // What a failed creation made goes again. What was replaced cannot come back.
             if mode == PutMode::Create
@@ -91,6 +99,8 @@ impl Temp {
             Err(Errno::EXIST) if self.file.metadata()?.nlink() == 2 => {}
             Err(error) => return Err(error.into()),
         }
+        #[cfg(test)]
+        crate::kills::step();
         Ok(unlinkat(folder, &self.name, AtFlags::empty())?)
     }
 }

@@ -16,6 +16,8 @@ const JOINED: usize = 1 << 20;
 
 /// Writes all bytes of `payload`.
 pub(crate) fn write_payload(file: &mut impl Write, payload: &Payload) -> io::Result<()> {
+    #[cfg(test)]
+    crate::kills::step();
     let pieces = payload.pieces();
     if pieces.len() > 1 && payload.len() / (pieces.len() as u64) < SHORT {
         let capacity = usize::try_from(payload.len()).map_or(JOINED, |len| len.min(JOINED));
@@ -26,6 +28,8 @@ pub(crate) fn write_payload(file: &mut impl Write, payload: &Payload) -> io::Res
         return joined.flush();
     }
     for pieces in pieces.chunks(PIECES) {
+        #[cfg(test)]
+        crate::kills::step();
         let mut slices = pieces.iter().map(|piece| IoSlice::new(piece)).collect::<Vec<_>>();
         write_slices(file, &mut slices)?;
     }

@@ -1,25 +1,30 @@
 //! Stopping a command in the middle of its work, and what is left then.
 
+#![cfg(target_os = "linux")]
+
 use std::fs::{self, File};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use dcp::DType;
 use dcp::formats::safetensors::{SafetensorsItem, encode_header};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::inotify;
 
 use crate::support::{Run, command, dcp, finish, path};
 
 /// Longer than any of it takes.
-const ENOUGH: Duration = Duration::from_secs(60);
+const ENOUGH: Timespec = Timespec { tv_sec: 600, tv_nsec: 0 };
 
-/// A checkpoint of 4 GiB that takes no space: its end is a hole.
+/// A checkpoint of 64 GiB that takes no space: its end is a hole. Nobody is done with it before a
+/// signal comes.
 fn large(folder: &tempfile::TempDir) -> String {
     let item = |name: &str| SafetensorsItem {
         name: name.into(),
         dtype: DType::Float32,
-        shape: [1 << 15, 1 << 14].into(),
+        shape: [1 << 15, 1 << 18].into(),
     };
     let encoded = encode_header(&[item("a"), item("b")], &Default::default()).unwrap();
     let path = path(folder, "large.safetensors");
@@ -36,21 +41,41 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Runs a command until `ready`, and then sends it a signal. It is quiet: where it takes longer, it
-/// says how far it is before it fails.
-fn interrupted(args: &[&str], signal: &str, ready: impl Fn() -> bool) -> Run {
+/// Runs a command until what lies below `folder` is `ready`, and then sends it a signal. It is
+/// quiet: where it takes longer, it says how far it is before it fails.
+fn interrupted(args: &[&str], signal: &str, folder: &Path, ready: impl Fn() -> bool) -> Run {
+    let changes = inotify::init(inotify::CreateFlags::CLOEXEC).unwrap();
     let child =
         command().arg("--quiet").args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let mut child: Child = child.unwrap();
-    let begin = Instant::now();
-    while !ready() {
-        assert_eq!(child.try_wait().unwrap(), None, "it ended before it could be interrupted");
-        assert!(begin.elapsed() < ENOUGH, "it did not get there");
-        thread::sleep(Duration::from_millis(2));
+    let child: Child = child.unwrap();
+    loop {
+        watch(&changes, folder);
+        // What was made before its folder was watched is seen now, and all else is an event.
+        if ready() {
+            break;
+        }
+        let output = child.stdout.as_ref().unwrap();
+        let mut events = [PollFd::new(&changes, PollFlags::IN), PollFd::new(output, PollFlags::IN)];
+        assert_ne!(poll(&mut events, Some(&ENOUGH)).unwrap(), 0, "it did not get there");
+        assert!(events[1].revents().is_empty(), "it ended before it could be interrupted");
+        let mut buffer = [MaybeUninit::uninit(); 4096];
+        inotify::Reader::new(&changes, &mut buffer).next().unwrap();
     }
     let pid = child.id().to_string();
     assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
     finish(child.wait_with_output().unwrap())
+}
+
+/// Asks for an event when a name comes up in the folder or in one below.
+fn watch(changes: &OwnedFd, folder: &Path) {
+    let events = inotify::WatchFlags::CREATE | inotify::WatchFlags::MOVED_TO;
+    inotify::add_watch(changes, folder, events).unwrap();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            watch(changes, &path);
+        }
+    }
 }
 
 fn is_temporary(name: &str) -> bool {
@@ -65,7 +90,8 @@ fn a_file_in_the_making_goes() {
     let args = ["convert", &source, &target, "--to", "safetensors"];
     for (signal, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let begun = || names(folder.path()).iter().any(|name| is_temporary(name));
-        interrupted(&args, signal, begun).fails(code, &["interrupted; nothing was written"]);
+        interrupted(&args, signal, folder.path(), begun)
+            .fails(code, &["interrupted; nothing was written"]);
         assert_eq!(names(folder.path()), ["large.safetensors"]);
     }
 }
@@ -78,7 +104,7 @@ fn an_old_file_stays() {
     fs::write(&target, "old").unwrap();
     let begun = || names(folder.path()).iter().any(|name| is_temporary(name));
     let args = ["convert", &source, &target, "--to", "safetensors", "--overwrite"];
-    interrupted(&args, "INT", begun).fails(130, &["nothing was written"]);
+    interrupted(&args, "INT", folder.path(), begun).fails(130, &["nothing was written"]);
     assert_eq!(names(folder.path()), ["large.safetensors", "old.safetensors"]);
     assert_eq!(fs::read(&target).unwrap(), b"old");
 }
@@ -88,9 +114,10 @@ fn files_that_are_complete_already_go_with_their_folders() {
     let folder = tempfile::tempdir().unwrap();
     let source = large(&folder);
     let target = folder.path().join("deep/er");
-    let args = ["reshard", &source, target.to_str().unwrap(), "--ranks", "64"];
+    let args = ["reshard", &source, target.to_str().unwrap(), "--ranks", "1024"];
     let one_is_there = || names(&target).iter().any(|name| name.ends_with(".distcp"));
-    interrupted(&args, "INT", one_is_there).fails(130, &["interrupted; nothing was written"]);
+    interrupted(&args, "INT", folder.path(), one_is_there)
+        .fails(130, &["interrupted; nothing was written"]);
     assert_eq!(names(folder.path()), ["large.safetensors"]);
 }
 
@@ -103,8 +130,9 @@ fn an_old_checkpoint_stays() {
     dcp(["reshard", "fsdp2_adam_2r", uri, "--ranks", "2"]).ok();
     let before = names(&target);
     let one_is_there = || names(&target).iter().any(|name| name.ends_with(".g1.distcp"));
-    let args = ["reshard", &source, uri, "--ranks", "64", "--overwrite"];
-    interrupted(&args, "TERM", one_is_there).fails(143, &["interrupted; nothing was written"]);
+    let args = ["reshard", &source, uri, "--ranks", "1024", "--overwrite"];
+    interrupted(&args, "TERM", folder.path(), one_is_there)
+        .fails(143, &["interrupted; nothing was written"]);
     assert_eq!(names(&target), before);
     dcp(["verify", uri, "--deep"]).ok();
 }
@@ -120,13 +148,15 @@ fn an_old_checkpoint_of_megatron_stays() {
     let before = names(&target);
     let begun = || names(&target).iter().any(|name| is_temporary(name));
     let args = ["convert", &source, uri, "--to", "torch-dist", "--overwrite"];
-    interrupted(&args, "INT", begun).fails(130, &["interrupted; nothing was written"]);
+    interrupted(&args, "INT", folder.path(), begun)
+        .fails(130, &["interrupted; nothing was written"]);
     assert_eq!(names(&target), before);
     dcp(["diff", &fixture, uri]).ok();
     let new = folder.path().join("run/iter_0000001");
     let args = ["convert", &source, new.to_str().unwrap(), "--to", "torch-dist"];
     let begun = || names(&new).iter().any(|name| is_temporary(name));
-    interrupted(&args, "TERM", begun).fails(143, &["interrupted; nothing was written"]);
+    interrupted(&args, "TERM", folder.path(), begun)
+        .fails(143, &["interrupted; nothing was written"]);
     assert_eq!(names(folder.path()), ["large.safetensors", "old"]);
 }
 

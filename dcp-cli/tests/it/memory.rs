@@ -5,12 +5,11 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
-use std::process::{ExitStatus, Stdio};
-use std::thread;
-use std::time::Duration;
+use std::process::{Command, ExitStatus, Stdio};
 
 use dcp::DType;
 use dcp::formats::safetensors::{SafetensorsItem, encode_header};
+use nix::sys::resource::{UsageWho, getrusage};
 
 use crate::support::{command, path};
 
@@ -46,29 +45,39 @@ fn peak(args: &[&str]) -> u64 {
     peak
 }
 
-/// How a command ends, and the most bytes of memory that it was seen to have: fewer than it had
-/// where it ends within milliseconds.
+/// How a command ends, and the most bytes of memory that it had.
 pub(crate) fn outcome(args: &[&str]) -> (ExitStatus, u64) {
     outcome_into(args, Stdio::null())
 }
 
-/// The same, with its output there.
+const ARGS: &str = "DCP_TEST_MEASURED_ARGS";
+const PEAK: &str = "DCP_TEST_MEASURED_PEAK";
+
+/// The same, with its output there, among some lines of the test harness.
+///
+/// The system tells the peak of all children of a process together, so each command is the only
+/// child of a process of its own.
 pub(crate) fn outcome_into(args: &[&str], stdout: impl Into<Stdio>) -> (ExitStatus, u64) {
-    let mut running = command().args(args).stdout(stdout).spawn().unwrap();
-    let status = format!("/proc/{}/status", running.id());
-    let mut peak = 0;
-    let code = loop {
-        let text = fs::read_to_string(&status).unwrap_or_default();
-        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-        let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-        // It never falls, but is gone when the process is.
-        peak = kilobytes.map_or(peak, |kilobytes| kilobytes << 10);
-        if let Some(code) = running.try_wait().unwrap() {
-            break code;
-        }
-        thread::sleep(Duration::from_millis(2));
-    };
-    (code, peak)
+    let peak = tempfile::NamedTempFile::new().unwrap();
+    let code = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "memory::a_measured_command", "--nocapture", "--quiet"])
+        .env(ARGS, args.join("\n"))
+        .env(PEAK, peak.path())
+        .stdout(stdout)
+        .status()
+        .unwrap();
+    (code, fs::read_to_string(peak.path()).unwrap().parse().unwrap())
+}
+
+/// What the process does that measures a command; in the test itself, nothing.
+#[test]
+fn a_measured_command() {
+    let Ok(args) = std::env::var(ARGS) else { return };
+    let code = command().args(args.split('\n')).status().unwrap();
+    let kibibytes = getrusage(UsageWho::RUSAGE_CHILDREN).unwrap().max_rss();
+    let peak = u64::try_from(kibibytes).unwrap() << 10;
+    fs::write(std::env::var_os(PEAK).unwrap(), peak.to_string()).unwrap();
+    std::process::exit(code.code().unwrap_or(255));
 }
 
 /// A folder with a checkpoint of so many bytes, as one file and as three ranks save it, and the

@@ -101,14 +101,17 @@ fn all_gather_brings_every_message_to_every_rank_in_rank_order(subject: &Subject
 
 fn barrier_waits_until_every_rank_is_here(subject: &Subject) -> Outcome {
     use std::sync::atomic::{AtomicU32, Ordering};
-    use std::time::Duration;
 
     for world_size in SIZES {
         let arrived = AtomicU32::new(0);
         subject.on_ranks(world_size, PATIENT, |member| {
             for turn in 1..=3 {
                 if member.rank == turn % world_size {
-                    std::thread::sleep(Duration::from_millis(10));
+                    // Late: after the others, unless one of them has failed.
+                    let others = turn * world_size - 1;
+                    let alone = || arrived.load(Ordering::SeqCst) < others;
+                    (0..10_000).take_while(|_| alone()).for_each(|_| std::thread::yield_now());
+                    (0..100).for_each(|_| std::thread::yield_now());
                 }
                 arrived.fetch_add(1, Ordering::SeqCst);
                 member.collective.barrier()?;

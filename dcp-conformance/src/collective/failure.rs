@@ -2,7 +2,6 @@
 
 use std::sync::Barrier;
 use std::thread;
-use std::time::Duration;
 
 use bytes::Bytes;
 use dcp_core::{Collective, CollectiveError};
@@ -64,7 +63,7 @@ fn abort_reaches_every_waiting_rank_with_its_rank_and_reason(subject: &Subject) 
             here.wait();
             if member.rank == culprit {
                 // The others most likely wait by then; if not, the outcome is the same.
-                thread::sleep(Duration::from_millis(20));
+                (0..100).for_each(|_| thread::yield_now());
                 member.collective.abort(REASON);
                 seen.wait();
                 return Ok(());

@@ -16,7 +16,7 @@ pub(super) const PATIENT: Duration = Duration::from_secs(120);
 pub(super) const DEAD: Duration = Duration::from_secs(20);
 
 /// For clauses that wait until the deadline is over.
-pub(super) const SILENT: Duration = Duration::from_secs(5);
+pub(super) const SILENT: Duration = Duration::from_secs(10);
 
 /// A call that takes so much longer than its deadline hangs.
 const HANGS: Duration = Duration::from_secs(60);

@@ -13,6 +13,7 @@ pub(super) const SAVE_LAWS: Laws<dyn SavePlanner> = laws![
     every_element_and_object_is_written_once,
     offers_describe_the_state,
     the_plan_describes_the_offers,
+    what_ranks_hold_is_stored_once,
     the_same_offers_give_the_same_plan,
     the_order_of_ranks_changes_nothing_that_is_stored,
     offers_are_no_longer_than_the_state,
@@ -95,7 +96,7 @@ fn every_element_and_object_is_written_once(planner: &dyn SavePlanner) -> Outcom
 fn offers_describe_the_state(planner: &dyn SavePlanner) -> Outcome {
     for seed in 0..STATES {
         let (ranks, _) = states(seed)?;
-        for (state, offer) in ranks.iter().zip(offers(planner, &ranks)?) {
+        for (state, mut offer) in ranks.iter().zip(offers(planner, &ranks)?) {
             offer.check_against(state, "under test")?;
         }
     }
@@ -107,6 +108,19 @@ fn the_plan_describes_the_offers(planner: &dyn SavePlanner) -> Outcome {
         let (ranks, _) = states(seed)?;
         let locals = offers(planner, &ranks)?;
         planner.global_plan(&locals)?.check_against(&locals, "under test")?;
+    }
+    Ok(())
+}
+
+fn what_ranks_hold_is_stored_once(planner: &dyn SavePlanner) -> Outcome {
+    for seed in 0..STATES {
+        let (ranks, _) = states(seed)?;
+        let mut locals = offers(planner, &ranks)?;
+        let global = planner.global_plan(&locals)?;
+        for (state, local) in ranks.iter().zip(&mut locals) {
+            local.check_against(state, "under test")?;
+        }
+        global.check_against(&locals, "under test")?;
     }
     Ok(())
 }

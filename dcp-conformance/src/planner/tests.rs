@@ -22,6 +22,9 @@ enum Flaw {
     IndexesOtherDTypes,
     WritesTwice,
     LosesItems,
+    DropsLeaves,
+    DropsChunks,
+    OverlapsChunks,
 }
 
 /// Offers all there is, and lets the first of equal offers be written.
@@ -32,6 +35,9 @@ impl SavePlanner for Flawed {
     fn local_plan(&self, state: &StateIndex, _: &PlanContext) -> Result<SavePlan, PlanError> {
         let mut plan = SavePlan::new();
         for leaf in &state.leaves {
+            if self.0 == Flaw::DropsLeaves && matches!(leaf.kind, LeafKind::Object { .. }) {
+                continue;
+            }
             let (fqn, path) = (Arc::clone(&leaf.fqn), leaf.path.clone());
             match &leaf.kind {
                 LeafKind::Tensor { dtype, shape, sharded, regions } => {
@@ -44,7 +50,14 @@ impl SavePlanner for Flawed {
                     }
                     let tensor = Some(TensorSpec { dtype, shape, sharded: *sharded });
                     let at = plan.push_key(PlanKey { fqn, path, tensor });
-                    for region in regions {
+                    for (n, region) in regions.iter().enumerate() {
+                        if self.0 == Flaw::DropsChunks && n == 0 {
+                            continue;
+                        }
+                        if self.0 == Flaw::OverlapsChunks && region.volume() > 1 {
+                            let point = vec![1; region.ndim()];
+                            plan.push_chunk(at, &Region::new(&**region.offsets(), point).unwrap())?;
+                        }
                         let moved: Dims = region.offsets().iter().map(|at| at + 1).collect();
                         let moved = match self.0 {
                             Flaw::MovesRegions => Region::new(moved, region.sizes().to_vec()).ok(),
@@ -121,7 +134,7 @@ impl SavePlanner for Flawed {
             };
             metadata.insert(fqn, entry);
         }
-        Ok(GlobalPlan { metadata, selections })
+        Ok(GlobalPlan { metadata, selections, ..GlobalPlan::default() })
     }
 }
 
@@ -147,5 +160,11 @@ fn planners_that_change_what_they_plan_are_found() {
     for flaw in [Flaw::IndexesOtherDTypes, Flaw::WritesTwice, Flaw::LosesItems] {
         assert!(holds(offers, flaw), "{flaw:?}");
         assert!(!holds(plan, flaw), "{flaw:?} is not found");
+    }
+    let stored = "what_ranks_hold_is_stored_once";
+    assert!(holds(stored, Flaw::None));
+    for flaw in [Flaw::DropsLeaves, Flaw::DropsChunks, Flaw::OverlapsChunks] {
+        assert!(holds(offers, flaw), "{flaw:?}");
+        assert!(!holds(stored, flaw), "{flaw:?} is not found");
     }
 }

@@ -42,6 +42,37 @@ pub enum PlanError {
         /// What is there.
         held: String,
     },
+    /// A planner loses what ranks hold.
+    #[error(
+        "planner {planner} does not store {part} of {fqn}, which {holder} holds; names that a \
+         planner leaves out on purpose are in `GlobalPlan::left_out`",
+        part = Message(.part), fqn = Quoted(.fqn)
+    )]
+    Lost {
+        /// The planner.
+        planner: String,
+        /// The tensor or object.
+        fqn: String,
+        /// A part of the tensor, or all of what it is.
+        part: String,
+        /// Who holds it.
+        holder: String,
+    },
+    /// A planner stores elements twice.
+    #[error(
+        "planner {planner} stores {first} and {second} of {fqn}, which share elements",
+        fqn = Quoted(.fqn)
+    )]
+    Repeated {
+        /// The planner.
+        planner: String,
+        /// The tensor.
+        fqn: String,
+        /// One chunk.
+        first: String,
+        /// The other.
+        second: String,
+    },
     /// A chunk lies partly outside its tensor.
     #[error("{fqn} has shape {shape}, but a chunk of rank {rank:?} lies at {chunk}", fqn = Quoted(.fqn), shape = Message(.shape), chunk = Message(.chunk))]
     OutOfBounds {

@@ -6,7 +6,8 @@ use super::{MessageReader, MessageWriter, bad, fingerprint};
 use crate::dims::Dims;
 use crate::error::PlanError;
 use crate::key::Key;
-use crate::plan::{PlanKey, SavePlan, TensorSpec, WriteOrder, WritePlan};
+use crate::plan::{PlanKey, SavePlan, TensorSpec, Unoffered, WriteOrder, WritePlan};
+use crate::region::Region;
 
 const SAVE_PLAN: &[u8; 4] = b"dsp1";
 const WRITE_PLAN: &[u8; 4] = b"dwp1";
@@ -38,6 +39,14 @@ impl SavePlan {
             } else {
                 out.number(item.byte_len);
             }
+        }
+        out.number(self.unoffered.len() as u64);
+        for left in &self.unoffered {
+            out.text(&left.fqn);
+            out.option(left.region.as_ref(), |out, region| {
+                out.dims(region.offsets());
+                out.dims(region.sizes());
+            });
         }
         out.finish()
     }
@@ -85,6 +94,14 @@ impl SavePlan {
                     }
                 }
             }
+        }
+        for _ in 0..input.count()? {
+            let fqn = input.text()?.into();
+            let region = input.option(|input| {
+                let (offsets, sizes) = (input.dims()?, input.dims()?);
+                Region::new(offsets, sizes).map_err(|error| bad(error.to_string()))
+            })?;
+            plan.unoffered.push(Unoffered { fqn, region });
         }
         input.finish()?;
         // `item` refuses what would overflow, so every row must come back.
@@ -152,7 +169,6 @@ mod tests {
     use crate::dtype::DType;
     use crate::metadata::{Encoding, FileId, Placement};
     use crate::path::{PathItem, StatePath};
-    use crate::region::Region;
 
     fn plan() -> SavePlan {
         let mut plan = SavePlan::new();
@@ -164,6 +180,11 @@ mod tests {
         plan.push_chunk(tensor, &Region::new([5, 0], [1 << 33, 3]).unwrap()).unwrap();
         plan.push_object(object, 1261).unwrap();
         plan.push_chunk(tensor, &Region::new([0, 0], [5, 3]).unwrap()).unwrap();
+        let region = Some(Region::new([7], [1 << 40]).unwrap());
+        plan.unoffered = vec![
+            Unoffered { fqn: "b".into(), region },
+            Unoffered { fqn: "c".into(), region: None },
+        ];
         plan
     }
 
@@ -173,6 +194,7 @@ mod tests {
         let wire = plan.to_wire();
         let back = SavePlan::from_wire(&wire).unwrap();
         assert_eq!(back.keys, plan.keys);
+        assert_eq!(back.unoffered, plan.unoffered);
         assert_eq!(back.to_wire(), wire);
         assert_eq!(back.item(1).unwrap().byte_len, 1261);
         assert_eq!(back.item(2).unwrap().byte_len, 30);

@@ -48,7 +48,7 @@ fn on_mesh<T: Send>(
     dp: u32,
     main: impl Fn(u32, Arc<dyn Collective>, Arc<dyn Collective>) -> T + Sync,
 ) -> Vec<T> {
-    let patient = Duration::from_secs(20);
+    let patient = Duration::from_secs(120);
     let replicas: Vec<Mutex<Vec<Option<LocalCollective>>>> = (0..tp)
         .map(|_| LocalCollective::builder(dp).deadline(patient).build())
         .map(|group| Mutex::new(group.into_iter().map(Some).collect()))

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointError, DType, Dims, Entry, GlobalPlan, PlanContext, PlanError, PlanKey, Region,
-    SavePlan, SavePlanner, StateDict, StateIndex, Tensor, TensorEntry, Value,
+    CheckpointError, ChunkTable, DType, Dims, Entry, GlobalPlan, PlanContext, PlanError, PlanKey,
+    Region, SavePlan, SavePlanner, StateDict, StateIndex, Tensor, TensorEntry, Value,
 };
 use dcp_engine::Saver;
 use dcp_formats::dcp::DcpWriter;
@@ -26,6 +26,13 @@ enum Lie {
     GlobalShape,
     GlobalTwice,
     GlobalLost,
+    LosesLeaf,
+    LosesChunk,
+    LosesRows,
+    Repeats,
+    GlobalLosesLeaf,
+    GlobalLosesChunk,
+    LeavesOut,
 }
 
 /// Plans as the default planner does, but for one thing.
@@ -39,6 +46,14 @@ impl SavePlanner for Third {
         let honest = DefaultSavePlanner::new().local_plan(state, context)?;
         let mut plan = SavePlan::new();
         for item in honest.items() {
+            match (self.lie, item.is_tensor()) {
+                (Lie::LosesLeaf | Lie::LeavesOut, false) => continue,
+                (Lie::LosesChunk, true) => drop(plan.push_key(item.key.clone())),
+                _ => {}
+            }
+            if self.lie == Lie::LosesChunk && item.is_tensor() {
+                continue;
+            }
             let mut key = item.key.clone();
             let mut region =
                 item.is_tensor().then(|| Region::new(item.offsets, item.sizes).unwrap());
@@ -49,6 +64,11 @@ impl SavePlanner for Third {
                     spec.shape = Dims::from([2, 2]);
                     region = Some(Region::full([2, 2]).unwrap());
                 }
+                // The default planner compares what ranks say of a replicated tensor.
+                (Lie::Repeats, Some(spec)) => spec.sharded = true,
+                (Lie::LosesRows, Some(_)) => {
+                    region = Some(Region::new(item.offsets, [item.sizes[0], 3]).unwrap());
+                }
                 (Lie::Region, Some(_)) => region = Some(Region::new([3, 0], [3, 4]).unwrap()),
                 (Lie::ShortObject, None) => byte_len -= 1,
                 (Lie::LongObject, None) => byte_len += 1,
@@ -57,7 +77,13 @@ impl SavePlanner for Third {
             }
             let at = plan.push_key(key);
             match region.filter(|_| self.lie != Lie::ObjectForTensor) {
-                Some(region) => plan.push_chunk(at, &region)?,
+                Some(region) => {
+                    plan.push_chunk(at, &region)?;
+                    if self.lie == Lie::Repeats {
+                        let part = Region::new([1, 0], [1, 4]).unwrap();
+                        plan.push_chunk(at, &part)?;
+                    }
+                }
                 None => plan.push_object(at, byte_len)?,
             }
         }
@@ -70,8 +96,19 @@ impl SavePlanner for Third {
     }
 
     fn global_plan(&self, locals: &[SavePlan]) -> Result<GlobalPlan, PlanError> {
-        let mut global = DefaultSavePlanner::new().global_plan(locals)?;
-        let Some((_, Entry::Tensor(tensor))) = global.metadata.at_mut(0) else { panic!("no w") };
+        let planner = DefaultSavePlanner::new().with_validation(false);
+        let mut global = planner.global_plan(locals)?;
+        if self.lie == Lie::LeavesOut {
+            global.left_out.insert("w.note".into());
+        }
+        if self.lie == Lie::GlobalLosesLeaf {
+            let note = global.metadata.index_of("w.note").unwrap() as u32;
+            global.metadata.retain(|fqn, _| fqn != "w.note");
+            global.selections.iter_mut().for_each(|all| all.retain(|item| item.entry != note));
+        }
+        let Some((_, Entry::Tensor(tensor))) = global.metadata.at_mut(0) else {
+            return Ok(global);
+        };
         match self.lie {
             Lie::GlobalDType => tensor.dtype = DType::BFloat16,
             Lie::GlobalShape => {
@@ -82,6 +119,10 @@ impl SavePlanner for Third {
             Lie::GlobalTwice => {
                 let again = global.selections[0][0];
                 global.selections[0].push(again);
+            }
+            Lie::GlobalLosesChunk => {
+                tensor.chunks = ChunkTable::new(2);
+                global.selections.iter_mut().for_each(|all| all.retain(|item| item.entry != 0));
             }
             Lie::GlobalLost => drop(global.selections[0].remove(0)),
             _ => {}
@@ -127,6 +168,59 @@ fn a_planner_that_is_not_true_to_the_state_is_refused_before_a_byte_is_written()
     }
     let honest = Saver::new().planner(Arc::new(Third { lie: Lie::None }));
     block_on(honest.save(&state(), &DcpWriter::new(memory()))).unwrap();
+}
+
+#[test]
+fn a_planner_that_loses_or_repeats_what_ranks_hold_is_refused_before_a_byte_is_written() {
+    let lies = [
+        (Lie::LosesLeaf, "w.note", "all"),
+        (Lie::LosesChunk, "w", "[0:4, 0:4]"),
+        (Lie::LosesRows, "w", "[0:4, 0:4]"),
+        (Lie::Repeats, "w", "[1:2, 0:4]"),
+        (Lie::GlobalLosesLeaf, "w.note", "all"),
+        (Lie::GlobalLosesChunk, "w", "[0:4, 0:4]"),
+    ];
+    for (lie, key, region) in lies {
+        let storage = memory();
+        let saver = Saver::new().planner(Arc::new(Third { lie }));
+        let saved = block_on(saver.save(&state(), &DcpWriter::new(Arc::clone(&storage))));
+        let error = saved.expect_err(&format!("{lie:?}"));
+        let (planner, fqn, part) = match &error {
+            CheckpointError::Plan(PlanError::Lost { planner, fqn, part, .. }) => {
+                (planner, fqn, part)
+            }
+            CheckpointError::Plan(PlanError::Repeated { planner, fqn, second, .. }) => {
+                (planner, fqn, second)
+            }
+            _ => panic!("{lie:?}: {error}"),
+        };
+        assert_eq!((&**planner, &**fqn, &**part), ("Third", key, region), "{lie:?}: {error}");
+        let listed = futures_util::StreamExt::collect::<Vec<_>>(storage.list(None));
+        assert!(block_on(listed).is_empty(), "{lie:?}");
+    }
+    let saver = Saver::new().planner(Arc::new(Third { lie: Lie::LeavesOut }));
+    let summary = block_on(saver.save(&state(), &DcpWriter::new(memory()))).unwrap();
+    assert_eq!(summary.entries, 1, "what a planner leaves out on purpose is left out");
+}
+
+/// Of a group, what one rank does not offer is stored by another, or missed.
+#[test]
+fn a_group_misses_what_no_rank_offers() {
+    let saved = |lies: [Lie; 2]| {
+        let storage = memory();
+        on_ranks(2, move |rank, group| {
+            let planner = Arc::new(Third { lie: lies[rank as usize] });
+            let saver = Saver::new().group(group).planner(planner);
+            block_on(saver.save(&state(), &DcpWriter::new(Arc::clone(&storage))))
+        })
+    };
+    for lie in [Lie::LosesLeaf, Lie::LosesChunk] {
+        assert!(saved([lie, Lie::None]).iter().all(Result::is_ok), "{lie:?}");
+        for error in saved([lie, lie]) {
+            let text = error.unwrap_err().to_string();
+            assert!(text.contains("planner Third does not store"), "{lie:?}: {text}");
+        }
+    }
 }
 
 #[test]

@@ -66,10 +66,18 @@ fn calls_are_finalized_in_order_and_only_when_all_ranks_are_done() {
             let wait = (rank == 1).then(|| Arc::clone(&release));
             // Rank 0 has one finalizer more.
             let slow = logged(task(wait), &log, 1, 3 - rank, rank);
-            let quick = logged(task(None), &log, 2, 1, rank);
+            let done = Arc::new(Notify::new());
+            let told = Arc::clone(&done);
+            let quick = AsyncRequest::task(move || {
+                Ok(async move {
+                    told.notify_one();
+                    Ok(())
+                })
+            });
+            let quick = logged(quick, &log, 2, 1, rank);
             assert_eq!(queue.schedule_async_request(slow).await.unwrap(), 1);
             assert_eq!(queue.schedule_async_request(quick).await.unwrap(), 2);
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            done.notified().await;
             // The second one is done everywhere, but it waits for the first.
             assert_eq!(queue.maybe_finalize(false).await.unwrap(), [0; 0]);
             assert_eq!(queue.maybe_finalize(false).await.unwrap(), [0; 0]);

@@ -283,7 +283,7 @@ fn ranks_may_be_processes_apart() {
     let owned: Vec<Vec<bool>> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..3)
             .map(|rank| {
-                let patient = Duration::from_secs(30);
+                let patient = Duration::from_secs(120);
                 let mut config = TcpConfig::new(rank, 3, "127.0.0.1", port)
                     .deadline(patient)
                     .connect_timeout(patient);

@@ -7,7 +7,7 @@ use dcp_collectives::LocalCollective;
 use dcp_core::Collective;
 
 /// Far more than any test takes.
-const PATIENT: Duration = Duration::from_secs(20);
+const PATIENT: Duration = Duration::from_secs(120);
 
 /// Runs `main` on `n` threads that form a group, and returns their results in rank order.
 pub(crate) fn on_ranks<T: Send>(

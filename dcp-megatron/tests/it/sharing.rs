@@ -17,7 +17,7 @@ use crate::support::{block_on, put};
 
 /// A group of replicas, whose members do not wait long.
 fn replicas(n: u32) -> Vec<Arc<dyn Collective>> {
-    let group = LocalCollective::builder(n).deadline(Duration::from_secs(20)).build();
+    let group = LocalCollective::builder(n).deadline(Duration::from_secs(120)).build();
     group.into_iter().map(|collective| Arc::new(collective) as _).collect()
 }
 

@@ -43,7 +43,7 @@ pub(super) fn assemble(
     }
     none_of(errors)?;
     let selections = select(merged, &writers, &entries);
-    Ok(GlobalPlan { metadata, selections })
+    Ok(GlobalPlan { metadata, selections, ..GlobalPlan::default() })
 }
 
 /// A tensor without elements stays in the checkpoint although nobody holds a chunk of it.

@@ -69,7 +69,8 @@ impl DefaultSavePlanner {
     }
 
     /// The same with or without checking bounds, overlaps and coverage of the chunks. Ranks that
-    /// contradict each other are refused in any case.
+    /// contradict each other are refused in any case, and a saver checks the plan again
+    /// ([`GlobalPlan::check_against`]).
     #[must_use]
     pub fn with_validation(mut self, validate: bool) -> Self {
         self.validate = validate;

@@ -49,7 +49,7 @@ fn a_torch_save_file_is_loaded_straight_into_a_sharded_state_dict() {
     let (head, data) = expected.split_at(usize::try_from(PREFIX_LEN + len).unwrap());
     let header = Header::parse(&head[8..], data.len() as u64).unwrap();
     for file in ["zip.pt", "legacy.pt"] {
-        let group = LocalCollective::builder(4).deadline(Duration::from_secs(30)).build();
+        let group = LocalCollective::builder(4).deadline(Duration::from_secs(120)).build();
         let ranks = group.into_iter().map(|member| {
             let group: Arc<dyn Collective> = Arc::new(member);
             let header = &header;

@@ -6,12 +6,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
-use dcp::{Access, DcpWriter, Saver, StorageRegistry, StorageWriter};
+use dcp::{Access, DcpWriter, Saver, Storage, StorageRegistry, StorageWriter};
+use dcp_conformance::StallStorage;
 
 use crate::state::state;
 
 const JOB: &str = "DCP_TEST_JOB";
 const PLACE: &str = "DCP_TEST_PLACE";
+/// Before which of its storage's operations, counted from 1, a child stops and says so.
+pub(crate) const STOP: &str = "DCP_TEST_STOP";
+/// The save during which a rank stops.
+pub(crate) const STEP: u8 = 3;
 
 /// Starts a child that does `job` in the folder `place`.
 pub(crate) fn start(job: &str, place: &str, variables: &[(&str, String)]) -> Child {
@@ -32,7 +37,7 @@ pub(crate) fn start(job: &str, place: &str, variables: &[(&str, String)]) -> Chi
 fn a_process() {
     let (Ok(job), Ok(place)) = (std::env::var(JOB), std::env::var(PLACE)) else { return };
     match job.as_str() {
-        "save" => save_for_ever(&place),
+        "save" => save_once(&place),
         "rank" => save_as_a_rank(&place),
         #[cfg(feature = "megatron")]
         "megatron_rank" => crate::megatron::save_as_a_rank(&place),
@@ -46,28 +51,40 @@ pub(crate) fn say(line: &str) {
     out.flush().unwrap();
 }
 
-fn save_for_ever(place: &str) {
-    for step in (1..=250).cycle() {
-        dcp::blocking::save(&state(step, 0, 1), place).unwrap();
-        say(&format!("saved {step}"));
-    }
+/// A storage that stops its caller before the operation that [`STOP`] names, and says so.
+pub(crate) fn stopping(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+    let Ok(operation) = std::env::var(STOP) else { return storage };
+    let stalled = StallStorage::new(storage, operation.parse().unwrap());
+    let watched = stalled.clone();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(watched.stopped());
+        say("stopped");
+    });
+    Arc::new(stalled)
+}
+
+fn writer(place: &str, stops: bool) -> Arc<dyn StorageWriter> {
+    let storage = StorageRegistry::with_defaults().open(place, Access::Write).unwrap();
+    Arc::new(DcpWriter::new(if stops { stopping(storage) } else { storage }))
+}
+
+fn save_once(place: &str) {
+    let saver = Saver::new();
+    dcp::blocking::save_with(&saver, &state(STEP, 0, 1), &writer(place, true)).unwrap();
+    say("saved");
 }
 
 fn save_as_a_rank(place: &str) {
-    let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(60));
+    let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(120));
     let group = Arc::new(config.connect().unwrap());
     let (rank, world) = (dcp::Collective::rank(&*group), dcp::Collective::world_size(&*group));
     let saver = Saver::new().group(group);
-    say("ready");
-    for step in (1..=250).cycle() {
-        let storage = StorageRegistry::with_defaults().open(place, Access::Write).unwrap();
-        let writer: Arc<dyn StorageWriter> = Arc::new(DcpWriter::new(storage));
+    for step in 1.. {
+        let writer = writer(place, step == STEP);
         match dcp::blocking::save_with(&saver, &state(step, rank, world), &writer) {
             Ok(_) => say(&format!("saved {step}")),
-            Err(error) => {
-                say(&format!("error {}", dcp::core::error_chain(&error)));
-                return;
-            }
+            Err(error) => return say(&format!("error {}", dcp::core::error_chain(&error))),
         }
     }
 }

@@ -1,51 +1,72 @@
-//! A process that is killed while it saves, again and again.
+//! A process that is killed before each operation of a save.
 
 use std::io::{BufRead as _, BufReader};
-use std::time::Duration;
 
-use crate::child::start;
-use crate::state::load;
+use crate::child::{STEP, STOP, start};
+use crate::state::{load, state};
 
-/// The steps that a killed child reported as saved.
-fn reported(lines: impl Iterator<Item = String>) -> Vec<u8> {
-    lines.filter_map(|line| line.strip_prefix("saved ")?.trim().parse().ok()).collect()
+/// Lets a child save until it is about to begin this operation, and kills it there. Whether it was.
+fn killed_before(operation: u64, place: &str) -> bool {
+    let mut child = start("save", place, &[(STOP, operation.to_string())]);
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let line = lines.find(|line| line == "stopped" || line == "saved").expect("it does neither");
+    if line == "stopped" {
+        child.kill().unwrap();
+    }
+    let status = child.wait().unwrap();
+    assert_eq!(status.success(), line == "saved", "{status}");
+    line == "stopped"
+}
+
+fn saves_again(place: &str) {
+    dcp::blocking::save(&state(7, 0, 1), place).unwrap();
+    assert_eq!(load(place).unwrap(), 7);
+    let names = std::fs::read_dir(place).unwrap().map(|file| file.unwrap().file_name());
+    let names: Vec<_> = names.collect();
+    assert_eq!(names.len(), 3, "data, metadata and sidecar, no leftovers: {names:?}");
 }
 
 #[test]
-fn after_a_kill_at_any_moment_the_last_saved_checkpoint_loads() {
-    let folder = tempfile::tempdir().unwrap();
-    let place = folder.path().join("run").display().to_string();
-    let mut killed_with_a_checkpoint = 0;
-    for round in 0..20_u64 {
-        let before = load(&place).ok();
-        let mut child = start("save", &place, &[]);
-        // From before the first write to a few saves later.
-        std::thread::sleep(Duration::from_millis(3 + round * 7));
-        child.kill().unwrap();
-        let steps =
-            reported(BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok));
-        child.wait().unwrap();
-        match (load(&place), steps.last()) {
-            (Ok(step), Some(last)) => {
-                assert!(step == *last || step == last + 1, "{step} after {last}");
-                killed_with_a_checkpoint += 1;
+fn a_first_save_that_is_killed_at_any_operation_is_none_or_whole() {
+    let mut loaded = false;
+    for operation in 1.. {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("run").display().to_string();
+        let killed = killed_before(operation, &place);
+        match load(&place) {
+            Ok(step) => {
+                assert_eq!(step, STEP);
+                loaded = true;
             }
-            (Ok(step), None) => assert!(step == 1 || Some(step) == before, "{step}"),
-            (Err(error), None) if before.is_none() => {
+            Err(error) => {
                 let text = dcp::core::error_chain(&error);
+                assert!(!loaded, "lost at operation {operation}: {text}");
                 assert!(!text.contains("bad "), "plainly incomplete, not damaged: {text}");
             }
-            (Err(error), _) => panic!("lost: {}", dcp::core::error_chain(&error)),
         }
+        if !killed {
+            break;
+        }
+        saves_again(&place);
     }
-    assert!(killed_with_a_checkpoint > 0, "no round came as far as a save");
+    assert!(loaded);
+}
 
-    dcp::blocking::save(&crate::state::state(7, 0, 1), &place).unwrap();
-    assert_eq!(load(&place).unwrap(), 7);
-    let mut files: Vec<_> = std::fs::read_dir(&place)
-        .unwrap()
-        .map(|file| file.unwrap().file_name().into_string().unwrap())
-        .collect();
-    files.sort();
-    assert_eq!(files.len(), 3, "data, metadata and sidecar, no leftovers: {files:?}");
+#[test]
+fn an_overwrite_that_is_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint() {
+    let mut loaded = 1;
+    for operation in 1.. {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("run").display().to_string();
+        dcp::blocking::save(&state(1, 0, 1), &place).unwrap();
+        let killed = killed_before(operation, &place);
+        let step = load(&place).unwrap();
+        assert!(step == loaded || step == STEP, "{step} at operation {operation}");
+        loaded = step;
+        if !killed {
+            break;
+        }
+        saves_again(&place);
+    }
+    assert_eq!(loaded, STEP);
 }

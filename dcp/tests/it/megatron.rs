@@ -13,8 +13,11 @@ use dcp::megatron::{
 };
 use dcp::{Access, DType, Storage, StorageRegistry, Tensor, Value};
 
-use crate::child::say;
-use crate::ranks::ranks_doing;
+use crate::child::{STEP, STOP, say, stopping};
+use crate::ranks::killed_before;
+
+/// In whose storage a rank stops: that of the checkpoint, or that of the tracker.
+const STOP_IN: &str = "DCP_TEST_STOP_IN";
 
 /// Rows that a rank has, and elements of a row.
 const ROWS: u64 = 8;
@@ -47,18 +50,24 @@ fn state(step: u8, rank: u32, world: u32) -> ShardedStateDict {
 
 /// What a process does until one of the ranks is gone.
 pub(crate) fn save_as_a_rank(place: &str) {
-    let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(60));
+    let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(120));
     let group = config.connect().unwrap();
     let (rank, world) = (dcp::Collective::rank(&group), dcp::Collective::world_size(&group));
     let options = SaveOptions::new().group(Arc::new(group));
     let run = open(place, Access::Write);
-    for step in 1..=250_u8 {
+    let stop_in = std::env::var(STOP_IN).unwrap_or_default();
+    let opened = |storage: Arc<dyn Storage>, step, what: &str| {
+        if step == STEP && stop_in == what { stopping(storage) } else { storage }
+    };
+    for step in 1.. {
         let which = Tracked::Iteration(step.into());
         let storage = open(&format!("{place}/iter_{step:07}"), Access::Write);
+        let storage = opened(storage, step, "checkpoint");
         if let Err(error) = block_on(save(&state(step, rank, world), &storage, &options)) {
             return say(&format!("error {}", dcp::core::error_chain(&error)));
         }
         if rank == 0 {
+            let run = opened(Arc::clone(&run), step, "tracker");
             block_on(write_tracker(&*run, which)).unwrap();
         }
         say(&format!("saved {step}"));
@@ -66,32 +75,30 @@ pub(crate) fn save_as_a_rank(place: &str) {
 }
 
 #[test]
-fn when_a_rank_of_megatron_is_killed_the_tracker_names_a_whole_checkpoint() {
-    for (victim, delay) in [(0_usize, 1), (1, 4), (2, 9), (0, 13)] {
-        let folder = tempfile::tempdir().unwrap();
-        let place = folder.path().join("run").display().to_string();
-        let mut ranks = ranks_doing("megatron_rank", 3, &place);
-        for rank in &mut ranks {
-            rank.wait_for("saved 2");
-        }
-        std::thread::sleep(Duration::from_millis(delay));
-        ranks[victim].child.kill().unwrap();
-        for (rank, process) in ranks.iter_mut().enumerate().filter(|(rank, _)| *rank != victim) {
-            let error = process.wait_for("error ");
-            assert!(error.contains(&format!("rank {victim}")), "rank {rank}: {error}");
-        }
-        drop(ranks);
-        let run = MegatronRun::new(open(&place, Access::Read));
-        let Some(Tracked::Iteration(latest)) = block_on(run.tracked()).unwrap() else {
-            panic!("the tracker names no iteration")
-        };
-        assert!(latest >= 2, "{latest}");
-        assert_whole(&place, u8::try_from(latest).unwrap());
-        for entry in fs::read_dir(&place).unwrap() {
-            let name = entry.unwrap().file_name().into_string().unwrap();
-            let Some(step) = name.strip_prefix("iter_") else { continue };
-            if fs::exists(format!("{place}/{name}/{METADATA_JSON}")).unwrap() {
-                assert_whole(&place, step.parse().unwrap());
+fn when_a_rank_of_megatron_is_killed_at_any_operation_the_tracker_names_a_whole_checkpoint() {
+    for (victim, what) in [(0, "checkpoint"), (0, "tracker"), (1, "checkpoint"), (2, "checkpoint")]
+    {
+        for operation in 1.. {
+            let folder = tempfile::tempdir().unwrap();
+            let place = folder.path().join("run").display().to_string();
+            let stop = [(STOP, operation.to_string()), (STOP_IN, what.to_owned())];
+            if !killed_before("megatron_rank", &place, victim, &stop) {
+                assert!(operation > 1, "rank {victim} writes nothing");
+                break;
+            }
+            let run = MegatronRun::new(open(&place, Access::Read));
+            let Some(Tracked::Iteration(latest)) = block_on(run.tracked()).unwrap() else {
+                panic!("the tracker names no iteration")
+            };
+            let steps = u64::from(STEP) - 1..=u64::from(STEP);
+            assert!(steps.contains(&latest), "{latest} at operation {operation}");
+            assert_whole(&place, u8::try_from(latest).unwrap());
+            for entry in fs::read_dir(&place).unwrap() {
+                let name = entry.unwrap().file_name().into_string().unwrap();
+                let Some(step) = name.strip_prefix("iter_") else { continue };
+                if fs::exists(format!("{place}/{name}/{METADATA_JSON}")).unwrap() {
+                    assert_whole(&place, step.parse().unwrap());
+                }
             }
         }
     }

@@ -4,11 +4,10 @@ use std::io::{BufRead as _, BufReader, Lines};
 use std::net::SocketAddr;
 use std::process::{Child, ChildStdout};
 use std::sync::Arc;
-use std::time::Duration;
 
 use socket2::{Domain, Socket, Type};
 
-use crate::child::start;
+use crate::child::{STEP, STOP, start};
 use crate::state::load;
 
 pub(crate) struct Rank {
@@ -18,13 +17,10 @@ pub(crate) struct Rank {
 }
 
 impl Rank {
-    /// Reads until a line begins with `start`, and returns it.
-    pub(crate) fn wait_for(&mut self, start: &str) -> String {
-        self.lines
-            .by_ref()
-            .map_while(Result::ok)
-            .find(|line| line.starts_with(start))
-            .unwrap_or_else(|| panic!("the process ended without {start:?}"))
+    /// Reads until a line is one of those, and returns it.
+    pub(crate) fn wait_until(&mut self, wanted: impl Fn(&str) -> bool) -> String {
+        let mut lines = self.lines.by_ref().map_while(Result::ok);
+        lines.find(|line| wanted(line)).expect("the process ended without that line")
     }
 }
 
@@ -36,12 +32,30 @@ impl Drop for Rank {
     }
 }
 
-fn ranks(world: u32, place: &str) -> Vec<Rank> {
-    ranks_doing("rank", world, place)
+/// Three processes that do `job` together, of which one stops before an operation of save number
+/// [`STEP`]; true once that one was killed there, and the others have named it.
+pub(crate) fn killed_before(job: &str, place: &str, victim: u32, stop: &[(&str, String)]) -> bool {
+    let mut ranks = ranks_doing(job, 3, place, |rank| if rank == victim { stop } else { &[] });
+    let saved = format!("saved {STEP}");
+    let stopped = |line: &str| line == "stopped" || line == saved;
+    if ranks[victim as usize].wait_until(stopped) == saved {
+        return false;
+    }
+    ranks[victim as usize].child.kill().unwrap();
+    for (rank, process) in (0..).zip(&mut ranks).filter(|(rank, _)| *rank != victim) {
+        let error = process.wait_until(|line| line.starts_with("error "));
+        assert!(error.contains(&format!("rank {victim}")), "rank {rank}: {error}");
+    }
+    true
 }
 
-/// Processes that do `job` together.
-pub(crate) fn ranks_doing(job: &str, world: u32, place: &str) -> Vec<Rank> {
+/// Processes that do `job` together, each with variables of its own.
+pub(crate) fn ranks_doing<'a>(
+    job: &str,
+    world: u32,
+    place: &str,
+    more: impl Fn(u32) -> &'a [(&'a str, String)],
+) -> Vec<Rank> {
     // Nobody listens there, and nobody else gets it until rank 0 asks for it by number.
     let reserved = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     reserved.set_reuse_address(true).unwrap();
@@ -56,6 +70,7 @@ pub(crate) fn ranks_doing(job: &str, world: u32, place: &str) -> Vec<Rank> {
                 ("RANK", rank.to_string()),
                 ("WORLD_SIZE", world.to_string()),
             ];
+            let variables = [&variables, more(rank)].concat();
             let mut child = start(job, place, &variables);
             let lines = BufReader::new(child.stdout.take().unwrap()).lines();
             Rank { child, lines, _port: Arc::clone(&reserved) }
@@ -64,26 +79,27 @@ pub(crate) fn ranks_doing(job: &str, world: u32, place: &str) -> Vec<Rank> {
 }
 
 #[test]
-fn when_a_rank_is_killed_the_others_name_it_and_the_checkpoint_stays() {
-    for (victim, delay) in [(0_usize, 2), (1, 5), (2, 11)] {
-        let folder = tempfile::tempdir().unwrap();
-        let place = folder.path().join("run").display().to_string();
-        let mut ranks = ranks(3, &place);
-        for rank in &mut ranks {
-            rank.wait_for("saved 2");
+fn when_a_rank_is_killed_at_any_operation_the_others_name_it_and_the_checkpoint_stays() {
+    for victim in 0..3 {
+        let mut loaded = STEP - 1;
+        for operation in 1.. {
+            let folder = tempfile::tempdir().unwrap();
+            let place = folder.path().join("run").display().to_string();
+            let stop = [(STOP, operation.to_string())];
+            if !killed_before("rank", &place, victim, &stop) {
+                break;
+            }
+            let step = load(&place).unwrap();
+            assert!(step == loaded || step == STEP, "{step} at operation {operation}");
+            loaded = step;
+            if operation == 1 {
+                // Other ranks, another number of them: the next job saves here without any help.
+                for rank in &mut ranks_doing("rank", 2, &place, |_| &[]) {
+                    rank.wait_until(|line| line == format!("saved {STEP}"));
+                }
+                assert!(load(&place).unwrap() >= STEP);
+            }
         }
-        std::thread::sleep(Duration::from_millis(delay));
-        ranks[victim].child.kill().unwrap();
-        for (rank, process) in ranks.iter_mut().enumerate().filter(|(rank, _)| *rank != victim) {
-            let error = process.wait_for("error ");
-            assert!(error.contains(&format!("rank {victim}")), "rank {rank}: {error}");
-        }
-        assert!(load(&place).unwrap() >= 2);
-        // Other ranks, another number of them: the next job saves here without any help.
-        drop(ranks);
-        for rank in &mut self::ranks(2, &place) {
-            rank.wait_for("saved 3");
-        }
-        assert!(load(&place).unwrap() >= 1);
+        assert_eq!(loaded, if victim == 0 { STEP } else { STEP - 1 });
     }
 }

@@ -1,0 +1,219 @@
+//! Whether a plan stores all that ranks hold, and no element twice.
+//!
+//! A rank notes what it holds and does not offer, which is mostly nothing. The coordinator then
+//! looks at each tensor of the index once: chunks that share no element and have as many elements
+//! as their tensor store all of it. Only where they do not is every offer looked for.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use crate::dims::checked_volume;
+use crate::error::PlanError;
+use crate::metadata::{ChunkTable, Entry, TensorEntry};
+use crate::overlap::find_overlap;
+use crate::plan::{GlobalPlan, LeafKind, SavePlan, StateIndex, Unoffered};
+use crate::region::Region;
+
+/// Pairs of boxes that are compared one by one, where chunks are not cut as they were offered.
+const MAX_PAIRS: usize = 1 << 24;
+
+type Row<'a> = (&'a [u64], &'a [u64]);
+
+/// What `state` holds and `plan` does not offer.
+pub(super) fn unoffered(plan: &SavePlan, state: &StateIndex) -> Vec<Unoffered> {
+    let mut offers: HashMap<&str, Vec<Row<'_>>> = HashMap::with_capacity(plan.keys.len());
+    for key in &plan.keys {
+        offers.entry(&key.fqn).or_default();
+    }
+    for item in plan.items() {
+        offers.entry(&item.key.fqn).or_default().push((item.offsets, item.sizes));
+    }
+    let mut left = Vec::new();
+    for leaf in &state.leaves {
+        let offered = offers.get(&*leaf.fqn);
+        let mut note = |region| left.push(Unoffered { fqn: Arc::clone(&leaf.fqn), region });
+        match &leaf.kind {
+            LeafKind::Tensor { shape, regions, .. } => {
+                if offered.is_none() && shape.contains(&0) {
+                    note(None);
+                }
+                let offered = offered.map_or(&[][..], Vec::as_slice);
+                for region in regions.iter().filter(|region| !region.is_empty()) {
+                    if !is_offered(region, offered) {
+                        note(Some(region.clone()));
+                    }
+                }
+            }
+            LeafKind::Object { .. } if offered.is_none_or(Vec::is_empty) => note(None),
+            LeafKind::Object { .. } => {}
+        }
+    }
+    left
+}
+
+/// Whether `rows` have the region as it is, or cut into pieces.
+fn is_offered(region: &Region, rows: &[Row<'_>]) -> bool {
+    let whole = (&**region.offsets(), &**region.sizes());
+    if rows.contains(&whole) {
+        return true;
+    }
+    let inside = |row: &Row<'_>| Region::new(row.0, row.1).is_ok_and(|row| region.contains(&row));
+    let pieces: Vec<Row<'_>> = rows.iter().copied().filter(inside).collect();
+    volume(&pieces) == u128::from(region.volume()) && find_overlap(&pieces) == Ok(None)
+}
+
+fn volume(rows: &[Row<'_>]) -> u128 {
+    rows.iter().map(|row| u128::from(checked_volume(row.1).unwrap_or(u64::MAX))).sum()
+}
+
+/// See [`GlobalPlan::check_against`].
+pub(super) fn check(
+    plan: &GlobalPlan,
+    locals: &[SavePlan],
+    planner: &str,
+) -> Result<(), PlanError> {
+    let mut stored = Vec::with_capacity(plan.metadata.len());
+    for (fqn, entry) in plan.metadata.iter() {
+        let Entry::Tensor(tensor) = entry else {
+            stored.push(Stored::Whole);
+            continue;
+        };
+        let rows = rows(&tensor.chunks);
+        match find_overlap(&rows) {
+            Ok(None) => {}
+            Ok(Some((first, second))) => {
+                return Err(PlanError::Repeated {
+                    planner: planner.to_owned(),
+                    fqn: fqn.to_string(),
+                    first: shown(rows[first.min(second)]),
+                    second: shown(rows[first.max(second)]),
+                });
+            }
+            Err(error) => {
+                let problem = error.to_string();
+                return Err(PlanError::Unsupported { fqn: fqn.to_string(), problem });
+            }
+        }
+        let expected = tensor.shape.checked_volume().map(u128::from);
+        stored.push(match volume(&rows) {
+            found if Some(found) == expected && all_inside(tensor) => Stored::Whole,
+            found if locals.len() > 1 => {
+                let expected = expected.unwrap_or(u128::MAX);
+                return Err(PlanError::Lost {
+                    planner: planner.to_owned(),
+                    fqn: fqn.to_string(),
+                    part: format!("{} of {expected} elements", expected.saturating_sub(found)),
+                    holder: "the group".into(),
+                });
+            }
+            _ => Stored::Part { exact: rows.iter().copied().collect(), rows },
+        });
+    }
+    let mut lookup = Lookup { plan, stored, planner, pairs: MAX_PAIRS };
+    let mut ids = Vec::new();
+    for (rank, local) in locals.iter().enumerate() {
+        lookup.rank(rank, local, &mut ids)?;
+    }
+    Ok(())
+}
+
+fn rows(chunks: &ChunkTable) -> Vec<Row<'_>> {
+    chunks.iter().map(|chunk| (chunk.offsets, chunk.sizes)).collect()
+}
+
+fn all_inside(tensor: &TensorEntry) -> bool {
+    let inside = |((offset, size), len): ((&u64, &u64), &u64)| {
+        offset.checked_add(*size).is_some_and(|end| end <= *len)
+    };
+    let mut chunks = tensor.chunks.iter();
+    chunks.all(|chunk| chunk.offsets.iter().zip(chunk.sizes).zip(&*tensor.shape).all(inside))
+}
+
+fn shown(row: Row<'_>) -> String {
+    Region::new(row.0, row.1).map_or_else(|error| error.to_string(), |region| region.to_string())
+}
+
+enum Stored<'a> {
+    Whole,
+    Part { exact: HashSet<Row<'a>>, rows: Vec<Row<'a>> },
+}
+
+/// Looks for what ranks hold in the index.
+struct Lookup<'a> {
+    plan: &'a GlobalPlan,
+    stored: Vec<Stored<'a>>,
+    planner: &'a str,
+    pairs: usize,
+}
+
+impl<'a> Lookup<'a> {
+    /// `ids` are the positions of the names of the rank before, which mostly has the same names in
+    /// the same order.
+    fn rank(
+        &mut self,
+        rank: usize,
+        local: &'a SavePlan,
+        ids: &mut Vec<Option<usize>>,
+    ) -> Result<(), PlanError> {
+        let metadata = &self.plan.metadata;
+        ids.truncate(local.keys.len());
+        for (position, key) in local.keys.iter().enumerate() {
+            let guess = ids.get(position).copied().flatten();
+            let same = |id: &usize| metadata.at(*id).is_some_and(|(fqn, _)| *fqn == key.fqn);
+            let id = guess.filter(same).or_else(|| metadata.index_of(&key.fqn));
+            let without_elements = key.tensor.as_ref().is_some_and(|spec| spec.shape.contains(&0));
+            if id.is_none() && without_elements {
+                self.lost(rank, &key.fqn, None)?;
+            }
+            match ids.get_mut(position) {
+                Some(slot) => *slot = id,
+                None => ids.push(id),
+            }
+        }
+        for item in local.items() {
+            let row = (item.offsets, item.sizes);
+            let id = ids.get(item.key_index).copied().flatten();
+            if !item.sizes.contains(&0) && !self.has(id, row) {
+                self.lost(rank, &item.key.fqn, item.is_tensor().then_some(row))?;
+            }
+        }
+        for left in &local.unoffered {
+            let row = left.region.as_ref().map(|region| (&**region.offsets(), &**region.sizes()));
+            let id = metadata.index_of(&left.fqn);
+            if !row.map_or(id.is_some(), |row| self.has(id, row)) {
+                self.lost(rank, &left.fqn, row)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the chunks of the entry, which share no element, hold all elements of the row.
+    fn has(&mut self, id: Option<usize>, row: Row<'_>) -> bool {
+        let Some(stored) = id.and_then(|id| self.stored.get(id)) else { return false };
+        let Stored::Part { exact, rows } = stored else { return true };
+        if exact.contains(&row) {
+            return true;
+        }
+        let Some(left) = self.pairs.checked_sub(rows.len()) else { return false };
+        self.pairs = left;
+        let Ok(wanted) = Region::new(row.0, row.1) else { return false };
+        let shared = rows.iter().filter_map(|row| {
+            let chunk = Region::new(row.0, row.1).ok()?;
+            (chunk.ndim() == wanted.ndim()).then(|| chunk.intersect(&wanted))?
+        });
+        shared.map(|region| u128::from(region.volume())).sum::<u128>()
+            == u128::from(wanted.volume())
+    }
+
+    fn lost(&self, rank: usize, fqn: &str, row: Option<Row<'_>>) -> Result<(), PlanError> {
+        if self.plan.left_out.contains(fqn) && self.plan.metadata.get(fqn).is_none() {
+            return Ok(());
+        }
+        Err(PlanError::Lost {
+            planner: self.planner.to_owned(),
+            fqn: fqn.to_owned(),
+            part: row.map_or_else(|| "all".into(), shown),
+            holder: format!("rank {rank}"),
+        })
+    }
+}

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError,
+    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError, Quoted,
     ReadItem, ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
 };
 
@@ -66,8 +66,11 @@ impl DecodedOnce {
         }
         let failed = |source| CheckpointError::Memory { fqn: name(metadata, item), source };
         let bytes = coded.whole.volume().saturating_mul(coded.dtype.size() as u64);
-        // At most `KEPT_MAX`.
-        let memory = HostMemory::zeroed(usize::try_from(bytes).unwrap_or(0));
+        let memory = usize::try_from(bytes).ok().and_then(HostMemory::try_zeroed);
+        let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
+            what: format!("a chunk of {}", Quoted(&name(metadata, item))),
+            byte_len: bytes,
+        })?;
         let sizes = coded.whole.sizes().clone();
         let view = TensorView::contiguous(memory.clone(), coded.dtype, sizes, 0)?;
         let (chunk, region) = (coded.chunk, coded.whole.clone());

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, HostMemory, LoadPlan, PlanError, ReadItem,
-    ReadKind, Region, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DataSink, HostMemory, LoadPlan, PlanError, Quoted,
+    ReadItem, ReadKind, Region, StorageReader, TensorView, Value,
 };
 
 use crate::error::ConvertError;
@@ -174,7 +174,10 @@ pub(crate) async fn read_batch(
     };
     let Some(first) = batch.first() else { return Ok(Bytes::new()) };
     let len = usize::try_from(total).map_err(|_| bad(first, "it does not fit in memory"))?;
-    let memory = HostMemory::zeroed(len);
+    let memory = HostMemory::try_zeroed(len).ok_or_else(|| PlanError::OutOfMemory {
+        what: format!("parts of {}", Quoted(&name(first))),
+        byte_len: total,
+    })?;
     let mut plan = LoadPlan::default();
     let mut views = Vec::with_capacity(batch.len());
     let mut start = 0;

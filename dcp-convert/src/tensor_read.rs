@@ -87,11 +87,9 @@ impl TensorReader {
             self.plan_box(leaf, wanted, &mut plan)?;
             total = total.saturating_add(wanted.volume().saturating_mul(dtype.size() as u64));
         }
-        let len = usize::try_from(total)
-            .ok()
-            .filter(|len| isize::try_from(*len).is_ok())
+        let memory = usize::try_from(total).ok().and_then(HostMemory::try_zeroed);
+        let memory = memory
             .ok_or_else(|| bad_plan(&self.fqn, format!("{total} bytes do not fit in memory")))?;
-        let memory = HostMemory::zeroed(len);
         if !plan.items.is_empty() {
             let sink = Arc::new(BoxSink {
                 fqn: Arc::clone(&self.fqn),

@@ -317,16 +317,27 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// A buffer of its own, of `len` zero bytes.
+    /// A buffer of its own, of `len` zero bytes. Aborts the process where there is not that much
+    /// memory; [`try_zeroed`](Self::try_zeroed) does not.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
         Self::from_vec(vec![0; len])
     }
 
+    /// The same, or `None` where the machine does not have that much memory.
+    #[must_use]
+    pub fn try_zeroed(len: usize) -> Option<Self> {
+        HostMemory::try_zeroed(len).map(Self::all_of)
+    }
+
     /// A buffer of its own, over a vector.
     #[must_use]
     pub fn from_vec(bytes: Vec<u8>) -> Self {
-        let HostMemory(memory) = HostMemory::from_vec(bytes);
+        Self::all_of(HostMemory::from_vec(bytes))
+    }
+
+    /// All of a memory of which nobody else knows.
+    fn all_of(HostMemory(memory): HostMemory) -> Self {
         let end = memory.len;
         if end > 0 {
             memory.book().exclusive.insert(0, end);

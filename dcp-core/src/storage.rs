@@ -240,7 +240,11 @@ pub trait StorageExt: Storage {
                     )));
                 }
             }
-            let buffer = Buffer::zeroed(usize::try_from(len).unwrap_or(usize::MAX));
+            let buffer = usize::try_from(len).ok().and_then(Buffer::try_zeroed);
+            let buffer = buffer.ok_or_else(|| {
+                StorageError::new(StorageErrorKind::Other, StorageOp::Read, Some(key.clone()))
+                    .with_message(format!("there is no memory for {len} bytes"))
+            })?;
             let read = ReadInto { byte_offset: range.start, buffer };
             let mut buffers = self.read(key, vec![read]).await?;
             Ok(buffers.pop().map(Buffer::freeze).unwrap_or_default())

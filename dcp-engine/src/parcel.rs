@@ -132,9 +132,12 @@ impl Wanted {
         let pieces: Vec<Piece> = self.pieces.iter().map(|(piece, _)| piece.clone()).collect();
         let header = Parcel::header(&pieces)?;
         let failed = |source| CheckpointError::Memory { fqn: String::new(), source };
-        // A few MiB at most.
-        let data = usize::try_from(self.byte_len).unwrap_or(0);
-        let memory = HostMemory::zeroed(header.len() + data);
+        let data = usize::try_from(self.byte_len).unwrap_or(usize::MAX);
+        let memory = HostMemory::try_zeroed(header.len().saturating_add(data));
+        let memory = memory.ok_or_else(|| PlanError::OutOfMemory {
+            what: "what another rank is sent".into(),
+            byte_len: self.byte_len,
+        })?;
         memory.lend(0..header.len()).map_err(failed)?.copy_from_slice(&header);
         let mut views = Vec::with_capacity(pieces.len());
         let (mut plan, mut at) = (LoadPlan::default(), header.len());

@@ -182,12 +182,12 @@ fn memory(tensor: &ShardedTensor) -> Result<TensorView, MegatronError> {
     // The volume of all of the tensor was counted when it was built.
     let bytes = shape.checked_volume().unwrap_or(0).checked_mul(tensor.dtype().size() as u64);
     let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
-    let bytes = bytes.filter(|bytes| isize::try_from(*bytes).is_ok());
-    let bytes = bytes.ok_or_else(|| PlanError::Unsupported {
+    let memory = bytes.and_then(HostMemory::try_zeroed);
+    let memory = memory.ok_or_else(|| PlanError::Unsupported {
         fqn: tensor.key().to_string(),
         problem: format!("a shard of {} does not fit in memory", tensor.local_shape()),
     })?;
-    let view = TensorView::contiguous(HostMemory::zeroed(bytes), tensor.dtype(), shape, 0);
+    let view = TensorView::contiguous(memory, tensor.dtype(), shape, 0);
     Ok(view.map_err(|error| of(tensor.key(), error))?)
 }
 

@@ -7,10 +7,12 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
+use dcp::DType;
 use dcp::formats::pickle::Writer;
+use dcp::formats::safetensors::{SafetensorsItem, encode_header};
 use dcp::formats::torch_zip::{ArchiveEncoder, RecordSet};
 
-use crate::memory::outcome_into;
+use crate::memory::{outcome, outcome_into};
 use crate::support::{dcp, path};
 
 type Written = Result<(), dcp::core::FormatError>;
@@ -138,4 +140,44 @@ fn what_is_cut_is_said() {
     let cut = serde_json::json!({ "type": "truncated", "kind": "str", "bytes": MIB });
     assert_eq!(items[LIST as usize - 1], cut);
     assert!(dcp(["get", &file, "value"]).ok().ends_with("…, …]\n"));
+}
+
+/// Of a file of a few hundred bytes, whatever shapes its header claims, nothing large is made: what
+/// it does not have is refused, and what has no elements needs none.
+#[test]
+fn a_header_that_claims_a_large_shape_claims_no_memory() {
+    const LARGE: u64 = 1 << 30;
+    let (weight, scales, bytes) = (DType::Float8E4M3Fn, DType::Float32, DType::UInt8);
+    let claims: [(&[(&str, DType, &[u64])], i32); 7] = [
+        (&[("w", weight, &[LARGE, 4]), ("w_scale_inv", scales, &[LARGE / 4, 1])], 1),
+        (&[("w", weight, &[4, LARGE]), ("w_scale_inv", scales, &[1, LARGE / 4])], 1),
+        (&[("w_blocks", bytes, &[1, LARGE]), ("w_scales", bytes, &[1])], 1),
+        (&[("w_blocks", bytes, &[LARGE, 16]), ("w_scales", bytes, &[LARGE])], 1),
+        (&[("w", weight, &[LARGE, 0]), ("w_scale_inv", scales, &[LARGE / 4, 0])], 0),
+        (&[("w", weight, &[LARGE, 0, 4]), ("w_scale_inv", scales, &[LARGE, 0, 1])], 0),
+        (&[("w_blocks", bytes, &[LARGE, 0, 1, 16]), ("w_scales", bytes, &[LARGE, 0, 1])], 0),
+    ];
+    for (tensors, code) in claims {
+        let folder = tempfile::tempdir().unwrap();
+        let item = |(name, dtype, shape): &(&str, DType, &[u64])| SafetensorsItem {
+            name: (*name).into(),
+            dtype: *dtype,
+            shape: (*shape).into(),
+        };
+        let items: Vec<_> = tensors.iter().map(item).collect();
+        let header = encode_header(&items, &Default::default()).unwrap();
+        let source = folder.path().join("model");
+        fs::create_dir(&source).unwrap();
+        fs::write(source.join("model.safetensors"), &header.bytes).unwrap();
+        fs::write(source.join("config.json"), "{}").unwrap();
+        let source = source.display().to_string();
+        for (to, target) in [("hf", "hf"), ("safetensors", "a.safetensors"), ("dcp", "dcp")] {
+            let target = path(&folder, target);
+            let dequantize = ["--dequantize", "bf16", "--block-size", "4x4", "--quiet"];
+            let args = [&["convert", &source, &target, "--to", to], &dequantize[..]].concat();
+            let (status, peak) = outcome(&args);
+            assert_eq!(status.code(), Some(code), "{tensors:?} {to}");
+            assert!(peak < 96 * MIB as u64, "{tensors:?} {to}: {} MiB", peak >> 20);
+        }
+    }
 }

@@ -59,7 +59,10 @@ impl Scratch {
         reader: &dyn StorageReader,
         metadata: &Arc<CheckpointMetadata>,
     ) -> Result<(Vec<Bytes>, ReadReport), CheckpointError> {
-        let memory = HostMemory::zeroed(self.len);
+        let memory = HostMemory::try_zeroed(self.len).ok_or_else(|| PlanError::OutOfMemory {
+            what: "parts of chunks".into(),
+            byte_len: self.len(),
+        })?;
         let mut views = Vec::with_capacity(self.places.len());
         for (dtype, region, at) in &self.places {
             let sizes = region.sizes().clone();

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::{
-    Buffer, CheckpointError, FormatError, Key, Layout, LoanError, ReadInto, TensorView,
+    Buffer, CheckpointError, FormatError, Key, Layout, LoanError, PlanError, Quoted, ReadInto,
+    TensorView,
 };
 
 use super::blobs::{Blob, Content, Target};
@@ -231,7 +232,11 @@ impl Chunk {
     ) -> Result<u64, CheckpointError> {
         let span_len =
             |span: &Span| usize::try_from(span.src.end - span.src.start).unwrap_or(usize::MAX);
-        let mut scratch = Buffer::zeroed(spans.iter().map(span_len).fold(0, usize::saturating_add));
+        let len = spans.iter().map(span_len).fold(0, usize::saturating_add);
+        let mut scratch = Buffer::try_zeroed(len).ok_or_else(|| PlanError::OutOfMemory {
+            what: format!("parts of {}", Quoted(&self.blob.fqn)),
+            byte_len: len as u64,
+        })?;
         let reads = spans
             .iter()
             .map(|span| ReadInto {

@@ -15,6 +15,9 @@ const SCALE_INV: &str = "_scale_inv";
 /// The endings of the two tensors of an MXFP4 weight.
 const BLOCKS: &str = "_blocks";
 const SCALES: &str = "_scales";
+/// Bytes of an MXFP4 block at most; those of OCP have 16. A block is read whole for each of its
+/// parts, so a large one would be read again and again.
+const BLOCK_BYTES_MAX: u64 = 1 << 12;
 
 /// A block-scaled weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -163,6 +166,9 @@ fn mxfp4(blocks: &TensorEntry, scales: &TensorEntry) -> Result<(Dims, QuantSchem
         let (found, blocks) = (&scales.shape, &blocks.shape);
         return Err(format!("its shape is {found}, that of its blocks {blocks}"));
     }
+    if block_bytes > BLOCK_BYTES_MAX {
+        return Err(format!("its blocks have {block_bytes} bytes, those of MXFP4 have 16"));
+    }
     let width = block_bytes.checked_mul(2).and_then(|values| values.checked_mul(groups));
     let width = width.ok_or("it has an axis beyond 2^64")?;
     let transposed = outer.len() == 2;
@@ -292,6 +298,7 @@ mod tests {
         assert!(fp4(&[2, 16], &[3], "x").contains("that of its blocks"));
         assert!(fp4(&[2, 0], &[2], "x").contains("that of its blocks"));
         assert!(fp4(&[2, 16], &[2], "w").contains("name that is taken"));
+        assert!(fp4(&[1, 1 << 30], &[1], "x").contains("those of MXFP4 have 16"));
         assert!(fp4(&[1 << 60, 16], &[1 << 60], "x").contains("beyond 2^64"));
     }
 

@@ -7,6 +7,7 @@ use dcp_conformance::MemoryStorage;
 use dcp_convert::{JobOptions, Source, reshard};
 use dcp_core::Storage;
 use dcp_formats::dcp::DcpWriter;
+use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 use dcp_megatron::partition::ParallelLayout;
 use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions, to_torch_dist, verify};
 
@@ -45,4 +46,35 @@ fn what_is_made_of_a_damaged_common_state_passes_every_check() {
         }
     }
     assert!(made > 10, "only {made} of the mutants could be read");
+}
+
+/// A common state with a list in two places is kept as it was stored. Damage to a record of it that
+/// says nothing of the values shows in none of them, and so has to be looked for.
+#[test]
+fn damage_beside_the_values_of_a_common_state_is_not_carried_over() {
+    let whole = in_memory(&fixture("tp2_basic/ckpt"));
+    // {"a": list, "b": list}
+    let pickle = b"\x80\x02}q\x00(X\x01\x00\x00\x00a]q\x01X\x01\x00\x00\x00bh\x01u.";
+    let pickle = bytes::Bytes::from_static(pickle);
+    let common = ArchiveEncoder::encode(RecordSet::default(), pickle, &[]).unwrap();
+    let name = b"/version";
+    let record = common.windows(name.len()).position(|bytes| bytes == name).unwrap();
+    let version = common[record..].windows(2).position(|bytes| bytes == b"3\n").unwrap();
+    let mut damaged = common.to_vec();
+    damaged[record + version] = b'4';
+    for (common, is_whole) in [(common.to_vec(), true), (damaged, false)] {
+        put(&*whole, "common.pt", common);
+        let storage = Arc::clone(&whole) as Arc<dyn Storage>;
+        let opened = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default()));
+        let options = JobOptions::default();
+        let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let writer = DcpWriter::new(Arc::clone(&target));
+        let written = block_on(reshard(opened.unwrap().source(), &writer, 1, &options));
+        if written.is_ok() {
+            let report = block_on(dcp_convert::verify(&Source::dcp(target, false), true, &options));
+            let report = report.unwrap();
+            assert!(report.ok, "{:?}", report.problems);
+        }
+        assert_eq!(written.is_ok(), is_whole);
+    }
 }

@@ -17,7 +17,11 @@ mod again;
 use again::{CopyTable, RepeatTable};
 
 /// The longest file that is taken for a mapping, in bytes.
-const LEN_MAX: usize = 1 << 20;
+const LEN_MAX: usize = 256 << 10;
+/// Rules of a mapping at most, repeated ones included; those that come with dcp have some 50.
+const RULES_MAX: usize = 1 << 12;
+/// Bytes of all names that repetitions make.
+const REPEATED_TEXT_MAX: usize = 16 * LEN_MAX;
 
 /// What may stand in front of Megatron's names: NeMo's and `torch_dcp`'s wrappers.
 const MEGATRON_PREFIXES: &[&str] = &["", "module.", "model.", "model.module.", "model0."];
@@ -132,15 +136,25 @@ pub(crate) fn parse(text: &str, file: &str) -> Result<Mapping, MappingError> {
         let span = error.span().unwrap_or(0..0);
         reader.error(&span, error.message())
     })?;
+    let too_many = |span: &Range<usize>| {
+        reader.error(span, format!("it has more than {RULES_MAX} rules, repeated ones included"))
+    };
+    if let Some(rule) = parsed.rule.get(RULES_MAX) {
+        return Err(too_many(&rule.span()));
+    }
     let mut rules = Vec::with_capacity(parsed.rule.len());
     let mut rule_lines: Vec<_> = parsed.rule.iter().map(Spanned::span).collect();
     for rule in parsed.rule {
         let span = rule.span();
         rules.push(reader.rule(rule.into_inner(), &span)?);
     }
+    let mut text_left = REPEATED_TEXT_MAX;
     for repeat in parsed.repeat {
         let span = repeat.span();
-        let more = reader.repeated(repeat.get_ref(), &span, &rules)?;
+        let more = reader.repeated(repeat.get_ref(), &span, &rules, &mut text_left)?;
+        if rules.len() + more.len() > RULES_MAX {
+            return Err(too_many(&span));
+        }
         rule_lines.extend(more.iter().map(|_| span.clone()));
         rules.extend(more);
     }

@@ -1,4 +1,5 @@
-//! The table of RELIABILITY.md: each of PyTorch's traps has a test that carries its name.
+//! RELIABILITY.md: each of PyTorch's traps has a test that carries its name, and each promise
+//! names tests that exist.
 
 use std::collections::BTreeMap;
 
@@ -34,15 +35,55 @@ fn rows(text: &str) -> Vec<Row> {
         if !is_trap {
             continue;
         }
-        let of_a_name = |c: char| c.is_ascii_alphanumeric() || "_:-".contains(c);
-        let tests = tests
-            .split(|c| !of_a_name(c))
-            .filter_map(|path| Some((path.split_once("::")?.0, path.rsplit_once("::")?.1)))
-            .map(|(package, test)| (package.replace('_', "-"), test.to_owned()))
-            .collect();
-        rows.push(Row { trap: trap.to_owned(), tests });
+        rows.push(Row { trap: trap.to_owned(), tests: named(tests) });
     }
     rows
+}
+
+/// The tests that a text names as `crate::test`, separated by anything that is not part of a name.
+fn named(text: &str) -> Vec<(String, String)> {
+    let of_a_name = |c: char| c.is_ascii_alphanumeric() || "_:-".contains(c);
+    text.split(|c| !of_a_name(c))
+        .filter_map(|path| Some((path.split_once("::")?.0, path.rsplit_once("::")?.1)))
+        .map(|(package, test)| (package.replace('_', "-"), test.to_owned()))
+        .collect()
+}
+
+/// The promises: the title of each, and the tests named behind the words "Held by".
+fn promises(text: &str) -> Vec<Row> {
+    let section = text.split("\n## ").find(|section| section.starts_with("Promises\n"));
+    let items = section.unwrap_or_default().split("\n- **").skip(1);
+    let promise = |item: &str| {
+        let held_by = item.replace("\n  ", " ");
+        let tests = held_by.split_once("Held by ").map(|(_, tests)| tests);
+        let title = item.split_once("**").map_or(item, |(title, _)| title).to_owned();
+        // A sentence ends the list; names of crates and tests hold no dot.
+        let tests = tests.and_then(|tests| tests.split('.').next()).unwrap_or_default();
+        Row { trap: title, tests: named(tests) }
+    };
+    items.map(promise).collect()
+}
+
+/// The folder of each crate, by package and by itself.
+fn folders() -> BTreeMap<String, String> {
+    let packages = workspace::packages().unwrap().into_iter();
+    packages
+        .flat_map(|package| {
+            let dir = package.dir.display().to_string();
+            [(package.name, dir.clone()), (dir.clone(), dir)]
+        })
+        .collect()
+}
+
+/// The tests of a row that are not there.
+fn gone(row: &Row, tests: &BTreeMap<String, Vec<String>>) -> Vec<String> {
+    let folders = folders();
+    let is_there = |(package, test): &&(String, String)| {
+        let found = folders.get(package).zip(tests.get(test));
+        found.is_some_and(|(folder, found)| found.contains(folder))
+    };
+    let gone = row.tests.iter().filter(|named| !is_there(named));
+    gone.map(|(package, test)| format!("{}: no test {test} in {package}", row.trap)).collect()
 }
 
 /// `t01` for T1, `trap_01` for M1: the word that the name of its tests starts with.
@@ -86,14 +127,6 @@ fn every_trap_has_its_test() {
         .unwrap_or_else(|error| panic!("{DOCUMENT} holds the table of traps: {error}"));
     let rows = rows(&text);
     let tests = tests();
-    let folder_of: BTreeMap<String, String> = workspace::packages()
-        .unwrap()
-        .into_iter()
-        .flat_map(|package| {
-            let dir = package.dir.display().to_string();
-            [(package.name, dir.clone()), (dir.clone(), dir)]
-        })
-        .collect();
     let mut wrong = Vec::new();
     for (kind, last) in TRAPS {
         for trap in (1..=*last).map(|number| format!("{kind}{number}")) {
@@ -114,17 +147,31 @@ fn every_trap_has_its_test() {
         if !row.tests.is_empty() && !row.tests.iter().any(|(_, test)| test.contains(&word)) {
             wrong.push(format!("{}: no test with {word} in its name", row.trap));
         }
-        for (package, test) in &row.tests {
-            let folder = folder_of.get(package);
-            let there = folder.is_some_and(|folder| {
-                tests.get(test).is_some_and(|folders| folders.contains(folder))
-            });
-            if !there {
-                wrong.push(format!("{}: no test {test} in {package}", row.trap));
-            }
-        }
+        wrong.extend(gone(row, &tests));
     }
     assert!(wrong.is_empty(), "{DOCUMENT}:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn every_promise_has_its_tests() {
+    let text = std::fs::read_to_string(workspace::root().join(DOCUMENT)).unwrap();
+    let (promises, tests) = (promises(&text), tests());
+    assert!(promises.len() > 10, "{DOCUMENT} has {} promises", promises.len());
+    let without = promises.iter().filter(|promise| promise.tests.is_empty());
+    let mut wrong: Vec<_> = without.map(|row| format!("{} names no test", row.trap)).collect();
+    wrong.extend(promises.iter().flat_map(|promise| gone(promise, &tests)));
+    assert!(wrong.is_empty(), "{DOCUMENT}:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn promises_are_understood() {
+    let text = "# R\n\n## Promises\n\n- **One.** It holds. Held by a::x,\n  b-c::y and d::z. More.\n\
+        - **Two.** `std::process::exit` runs nothing.\n\n## Next\n\n- **Three.** Held by e::f.\n";
+    let promises = promises(text);
+    assert_eq!(promises.len(), 2);
+    let expected = [("a", "x"), ("b-c", "y"), ("d", "z")];
+    assert_eq!(promises[0].tests, expected.map(|(a, b)| (a.to_owned(), b.to_owned())));
+    assert_eq!((&*promises[1].trap, promises[1].tests.len()), ("Two.", 0));
 }
 
 #[test]

@@ -142,13 +142,16 @@ fn what_is_cut_is_said() {
     assert!(dcp(["get", &file, "value"]).ok().ends_with("…, …]\n"));
 }
 
+/// A tensor of a header: name, dtype and shape.
+type Claim<'a> = (&'a str, DType, &'a [u64]);
+
 /// Of a file of a few hundred bytes, whatever shapes its header claims, nothing large is made: what
 /// it does not have is refused, and what has no elements needs none.
 #[test]
 fn a_header_that_claims_a_large_shape_claims_no_memory() {
     const LARGE: u64 = 1 << 30;
     let (weight, scales, bytes) = (DType::Float8E4M3Fn, DType::Float32, DType::UInt8);
-    let claims: [(&[(&str, DType, &[u64])], i32); 7] = [
+    let claims: [(&[Claim], i32); 7] = [
         (&[("w", weight, &[LARGE, 4]), ("w_scale_inv", scales, &[LARGE / 4, 1])], 1),
         (&[("w", weight, &[4, LARGE]), ("w_scale_inv", scales, &[1, LARGE / 4])], 1),
         (&[("w_blocks", bytes, &[1, LARGE]), ("w_scales", bytes, &[1])], 1),
@@ -159,7 +162,7 @@ fn a_header_that_claims_a_large_shape_claims_no_memory() {
     ];
     for (tensors, code) in claims {
         let folder = tempfile::tempdir().unwrap();
-        let item = |(name, dtype, shape): &(&str, DType, &[u64])| SafetensorsItem {
+        let item = |(name, dtype, shape): &Claim| SafetensorsItem {
             name: (*name).into(),
             dtype: *dtype,
             shape: (*shape).into(),

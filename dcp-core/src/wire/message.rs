@@ -231,6 +231,12 @@ impl<'a> MessageReader<'a> {
         }
     }
 
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], PlanError> {
+        let (array, rest) = self.0.split_first_chunk().ok_or_else(|| bad("it ends too early"))?;
+        self.0 = rest;
+        Ok(*array)
+    }
+
     fn take(&mut self, len: usize) -> Result<&'a [u8], PlanError> {
         let (taken, rest) = self.0.split_at_checked(len).ok_or_else(|| bad("it ends too early"))?;
         self.0 = rest;

@@ -1,5 +1,7 @@
 //! Values of a state dict, for ranks that cannot read them themselves.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -9,7 +11,7 @@ use crate::error::PlanError;
 use crate::tensor::Tensor;
 use crate::value::{BigInt, Global, MadeBy, Object, Opaque, Value};
 
-const VALUE: &[u8; 4] = b"dvl2";
+const VALUE: &[u8; 4] = b"dvl3";
 /// Every way to make an object, by its number in a message.
 const MADE_BY: [MadeBy; 4] = [MadeBy::Call, MadeBy::New, MadeBy::NewWithKeywords, MadeBy::Unknown];
 /// Values nest no deeper than this: more than any reader lets through.
@@ -22,9 +24,9 @@ impl Value {
     ///
     /// When it holds a sharded tensor, memory that is lent to a writer, or nests too deeply.
     pub fn to_wire(&self) -> Result<Bytes, PlanError> {
-        let mut out = MessageWriter::new(*VALUE);
-        out.value(self, DEPTH_MAX)?;
-        Ok(out.finish())
+        let mut sender = Sender { out: MessageWriter::new(*VALUE), sent: HashMap::new() };
+        sender.value(self, DEPTH_MAX)?;
+        Ok(sender.out.finish())
     }
 
     /// The value of a message.
@@ -33,9 +35,10 @@ impl Value {
     ///
     /// When the bytes are no value of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
-        let mut input = MessageReader::new(bytes, *VALUE)?;
-        let value = input.value(DEPTH_MAX)?;
-        input.finish()?;
+        let input = MessageReader::new(bytes, *VALUE)?;
+        let mut receiver = Receiver { input, received: Vec::new() };
+        let value = receiver.value(DEPTH_MAX)?;
+        receiver.input.finish()?;
         Ok(value)
     }
 }
@@ -44,10 +47,35 @@ fn deeper(depth: usize) -> Result<usize, PlanError> {
     depth.checked_sub(1).ok_or_else(|| bad(format!("a value nested deeper than {DEPTH_MAX}")))
 }
 
+/// Texts and bytes of at least so many bytes are sent once, however many values share them.
+const SHARED_MIN: usize = 64;
+
+/// A value on its way out.
+struct Sender {
+    out: MessageWriter,
+    /// The number of what was sent, by where it lies.
+    sent: HashMap<(*const u8, usize), u64>,
+}
+
+/// A value on its way in.
+struct Receiver<'a> {
+    input: MessageReader<'a>,
+    received: Vec<Blob>,
+}
+
+/// Bytes that several values may share, as bytes or as text.
+#[derive(Clone)]
+struct Blob {
+    bytes: Bytes,
+    text: Option<Arc<str>>,
+    /// Its number among those received.
+    at: Option<usize>,
+}
+
 // One function for every kind that nests and one for all others: a frame holds only what its own
 // kind needs.
 
-impl MessageWriter {
+impl Sender {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), PlanError> {
         let depth = deeper(depth)?;
         match value {
@@ -58,8 +86,8 @@ impl MessageWriter {
             Value::FrozenSet(items) => self.values(14, items, depth),
             Value::Object(object) => self.object(object, depth),
             Value::Opaque(opaque) => {
-                self.number(18);
-                self.bytes(&opaque.encoded);
+                self.out.number(18);
+                self.blob(&opaque.encoded);
                 self.value(&opaque.view, depth)
             }
             other => self.leaf(other),
@@ -67,8 +95,8 @@ impl MessageWriter {
     }
 
     fn values(&mut self, tag: u64, values: &[Value], depth: usize) -> Result<(), PlanError> {
-        self.number(tag);
-        self.number(values.len() as u64);
+        self.out.number(tag);
+        self.out.number(values.len() as u64);
         values.iter().try_for_each(|value| self.value(value, depth))
     }
 
@@ -79,8 +107,8 @@ impl MessageWriter {
         mut pairs: impl Iterator<Item = (&'a Value, &'a Value)>,
         depth: usize,
     ) -> Result<(), PlanError> {
-        self.number(tag);
-        self.number(len as u64);
+        self.out.number(tag);
+        self.out.number(len as u64);
         pairs.try_for_each(|(key, value)| {
             self.value(key, depth)?;
             self.value(value, depth)
@@ -88,13 +116,13 @@ impl MessageWriter {
     }
 
     fn object(&mut self, object: &Object, depth: usize) -> Result<(), PlanError> {
-        self.number(17);
+        self.out.number(17);
         let made_by = MADE_BY.iter().position(|known| *known == object.made_by);
         let made_by = made_by.ok_or_else(|| bad("an object that is made in an unknown way"))?;
-        self.number(made_by as u64);
+        self.out.number(made_by as u64);
         self.global(&object.class);
         self.values(10, &object.args, depth)?;
-        self.number(object.state.is_some().into());
+        self.out.number(object.state.is_some().into());
         if let Some(state) = &object.state {
             self.value(state, depth)?;
         }
@@ -105,50 +133,50 @@ impl MessageWriter {
 
     fn leaf(&mut self, value: &Value) -> Result<(), PlanError> {
         match value {
-            Value::Bool(b) => self.number(1 + u64::from(*b)),
+            Value::Bool(b) => self.out.number(1 + u64::from(*b)),
             Value::Int(n) => {
-                self.number(3);
-                self.0.extend_from_slice(&n.to_le_bytes());
+                self.out.number(3);
+                self.out.0.extend_from_slice(&n.to_le_bytes());
             }
             Value::BigInt(n) => {
-                self.number(4);
-                self.bytes(n.to_le_bytes());
+                self.out.number(4);
+                self.out.bytes(n.to_le_bytes());
             }
             Value::Float(x) => {
-                self.number(5);
-                self.0.extend_from_slice(&x.to_le_bytes());
+                self.out.number(5);
+                self.out.0.extend_from_slice(&x.to_le_bytes());
             }
             Value::Complex(re, im) => {
-                self.number(6);
-                self.0.extend_from_slice(&re.to_le_bytes());
-                self.0.extend_from_slice(&im.to_le_bytes());
+                self.out.number(6);
+                self.out.0.extend_from_slice(&re.to_le_bytes());
+                self.out.0.extend_from_slice(&im.to_le_bytes());
             }
             Value::Str(text) => {
-                self.number(7);
+                self.out.number(7);
                 self.text(text);
             }
             Value::Bytes(bytes) => {
-                self.number(8);
-                self.bytes(bytes);
+                self.out.number(8);
+                self.blob(bytes);
             }
             Value::ByteArray(bytes) => {
-                self.number(9);
-                self.bytes(bytes);
+                self.out.number(9);
+                self.blob(bytes);
             }
             Value::Tensor(tensor) => {
-                self.number(15);
+                self.out.number(15);
                 let bytes = tensor.to_vec().filter(|_| !tensor.is_sharded());
                 let bytes = bytes.ok_or_else(|| bad("a value holds a tensor that is not whole"))?;
-                self.dtype(tensor.dtype());
-                self.dims(tensor.shape());
-                self.bytes(&bytes);
+                self.out.dtype(tensor.dtype());
+                self.out.dims(tensor.shape());
+                self.out.bytes(&bytes);
             }
             Value::Global(global) => {
-                self.number(16);
+                self.out.number(16);
                 self.global(global);
             }
             // `None` itself: what nests is not sent here.
-            _ => self.number(0),
+            _ => self.out.number(0),
         }
         Ok(())
     }
@@ -157,12 +185,29 @@ impl MessageWriter {
         self.text(&global.module);
         self.text(&global.name);
     }
+
+    fn text(&mut self, text: &str) {
+        self.blob(text.as_bytes());
+    }
+
+    /// Bytes that may be those of an earlier value, which are sent once.
+    fn blob(&mut self, bytes: &[u8]) {
+        if bytes.len() >= SHARED_MIN {
+            let next = self.sent.len() as u64;
+            match self.sent.entry((bytes.as_ptr(), bytes.len())) {
+                Entry::Occupied(known) => return self.out.number(1 + *known.get()),
+                Entry::Vacant(new) => _ = new.insert(next),
+            }
+        }
+        self.out.number(0);
+        self.out.bytes(bytes);
+    }
 }
 
-impl MessageReader<'_> {
+impl Receiver<'_> {
     fn value(&mut self, depth: usize) -> Result<Value, PlanError> {
         let depth = deeper(depth)?;
-        match self.number()? {
+        match self.input.number()? {
             10 => self.values(depth).map(Value::List),
             11 => self.values(depth).map(Value::Tuple),
             12 => self.dict(depth),
@@ -175,7 +220,7 @@ impl MessageReader<'_> {
     }
 
     fn values(&mut self, depth: usize) -> Result<Vec<Value>, PlanError> {
-        (0..self.count()?).map(|_| self.value(depth)).collect()
+        (0..self.input.count()?).map(|_| self.value(depth)).collect()
     }
 
     fn dict(&mut self, depth: usize) -> Result<Value, PlanError> {
@@ -183,18 +228,23 @@ impl MessageReader<'_> {
     }
 
     fn pairs(&mut self, depth: usize) -> Result<Vec<(Value, Value)>, PlanError> {
-        (0..self.count()?).map(|_| Ok((self.value(depth)?, self.value(depth)?))).collect()
+        (0..self.input.count()?).map(|_| Ok((self.value(depth)?, self.value(depth)?))).collect()
     }
 
     fn object(&mut self, depth: usize) -> Result<Value, PlanError> {
-        let made_by = usize::try_from(self.number()?).ok().and_then(|at| MADE_BY.get(at).copied());
+        let made_by =
+            usize::try_from(self.input.number()?).ok().and_then(|at| MADE_BY.get(at).copied());
         let made_by = made_by.ok_or_else(|| bad("an object that is made in an unknown way"))?;
         let class = self.global()?;
         let mut object = Box::new(Object::new(class, self.tagged(10, depth)?));
         object.made_by = made_by;
-        object.state = self.option(|input| input.value(depth))?;
+        object.state = match self.input.number()? {
+            0 => None,
+            1 => Some(self.value(depth)?),
+            other => return Err(bad(format!("neither a state nor none but {other}"))),
+        };
         object.items = self.tagged(10, depth)?;
-        if self.number()? != 12 {
+        if self.input.number()? != 12 {
             return Err(bad("an object without entries"));
         }
         object.entries = self.pairs(depth)?;
@@ -202,14 +252,14 @@ impl MessageReader<'_> {
     }
 
     fn tagged(&mut self, tag: u64, depth: usize) -> Result<Vec<Value>, PlanError> {
-        if self.number()? != tag {
+        if self.input.number()? != tag {
             return Err(bad("an object without a list"));
         }
         self.values(depth)
     }
 
     fn opaque(&mut self, depth: usize) -> Result<Value, PlanError> {
-        let encoded = Bytes::copy_from_slice(self.bytes()?);
+        let encoded = self.blob()?.bytes;
         Ok(Value::Opaque(Arc::new(Opaque { encoded, view: self.value(depth)? })))
     }
 
@@ -218,19 +268,19 @@ impl MessageReader<'_> {
             0 => Value::None,
             1 => Value::Bool(false),
             2 => Value::Bool(true),
-            3 => Value::Int(i64::from_le_bytes(self.array()?)),
-            4 => Value::BigInt(BigInt::from_le_bytes(self.bytes()?.to_vec())),
-            5 => Value::Float(f64::from_le_bytes(self.array()?)),
+            3 => Value::Int(i64::from_le_bytes(self.input.array()?)),
+            4 => Value::BigInt(BigInt::from_le_bytes(self.input.bytes()?.to_vec())),
+            5 => Value::Float(f64::from_le_bytes(self.input.array()?)),
             6 => {
-                let (re, im) = (self.array()?, self.array()?);
+                let (re, im) = (self.input.array()?, self.input.array()?);
                 Value::Complex(f64::from_le_bytes(re), f64::from_le_bytes(im))
             }
-            7 => Value::Str(self.text()?.into()),
-            8 => Value::Bytes(Bytes::copy_from_slice(self.bytes()?)),
-            9 => Value::ByteArray(Bytes::copy_from_slice(self.bytes()?)),
+            7 => Value::Str(self.text()?),
+            8 => Value::Bytes(self.blob()?.bytes),
+            9 => Value::ByteArray(self.blob()?.bytes),
             15 => {
-                let (dtype, shape) = (self.dtype()?, self.dims()?);
-                Value::Tensor(Tensor::replicated(dtype, shape, self.bytes()?.to_vec())?)
+                let (dtype, shape) = (self.input.dtype()?, self.input.dims()?);
+                Value::Tensor(Tensor::replicated(dtype, shape, self.input.bytes()?.to_vec())?)
             }
             16 => Value::Global(self.global()?),
             other => return Err(bad(format!("unknown kind of value {other}"))),
@@ -242,10 +292,31 @@ impl MessageReader<'_> {
         Ok(Global::new(module, name))
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], PlanError> {
-        let (array, rest) = self.0.split_first_chunk().ok_or_else(|| bad("it ends too early"))?;
-        self.0 = rest;
-        Ok(*array)
+    fn text(&mut self) -> Result<Arc<str>, PlanError> {
+        let blob = self.blob()?;
+        if let Some(text) = blob.text {
+            return Ok(text);
+        }
+        let text = std::str::from_utf8(&blob.bytes).map_err(|_| bad("text that is not UTF-8"))?;
+        let text: Arc<str> = text.into();
+        if let Some(known) = blob.at.and_then(|at| self.received.get_mut(at)) {
+            known.text = Some(Arc::clone(&text));
+        }
+        Ok(text)
+    }
+
+    fn blob(&mut self) -> Result<Blob, PlanError> {
+        if let Some(at) = self.input.number()?.checked_sub(1) {
+            let known = usize::try_from(at).ok().and_then(|at| self.received.get(at));
+            return known.cloned().ok_or_else(|| bad("it refers to what was not sent"));
+        }
+        let bytes = Bytes::copy_from_slice(self.input.bytes()?);
+        let mut blob = Blob { bytes, text: None, at: None };
+        if blob.bytes.len() >= SHARED_MIN {
+            blob.at = Some(self.received.len());
+            self.received.push(blob.clone());
+        }
+        Ok(blob)
     }
 }
 
@@ -280,6 +351,39 @@ mod tests {
         let value = sample();
         let found = Value::from_wire(&value.to_wire().unwrap()).unwrap();
         assert!(found.same(&value), "{found:?}");
+    }
+
+    /// A file of little more than a MiB may refer to one text in a hundred thousand places.
+    #[test]
+    fn what_values_share_is_sent_once() {
+        let text: Arc<str> = "x".repeat(1 << 20).into();
+        let bytes = Bytes::from(vec![7; 1 << 20]);
+        let class = Global::new(Arc::clone(&text), "C");
+        let each = (0..10_000).flat_map(|_| {
+            [
+                Value::Str(Arc::clone(&text)),
+                Value::Bytes(bytes.clone()),
+                Value::ByteArray(bytes.clone()),
+                Value::Global(class.clone()),
+            ]
+        });
+        let value = Value::List(each.collect());
+        let wire = value.to_wire().unwrap();
+        assert!(wire.len() < 3 << 20, "{} bytes", wire.len());
+        let Value::List(found) = Value::from_wire(&wire).unwrap() else { panic!("no list") };
+        assert_eq!(found.len(), 40_000);
+        let same = |a: &Value, b: &Value| match (a, b) {
+            (Value::Str(a), Value::Str(b)) => Arc::ptr_eq(a, b) && **a == *text,
+            (Value::Bytes(a), Value::Bytes(b)) | (Value::ByteArray(a), Value::ByteArray(b)) => {
+                a.as_ptr() == b.as_ptr() && *a == bytes
+            }
+            (Value::Global(a), Value::Global(b)) => Arc::ptr_eq(&a.module, &b.module),
+            _ => false,
+        };
+        for values in found.chunks(4) {
+            let all = values.iter().zip(&found).all(|(a, b)| same(a, b));
+            assert!(all, "what was shared is shared no more");
+        }
     }
 
     #[test]

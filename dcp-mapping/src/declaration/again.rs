@@ -29,12 +29,14 @@ pub(super) struct CopyTable {
 }
 
 impl Reader<'_> {
-    /// The rules that are about layers of a kind, with other beginnings of their names.
+    /// The rules that are about layers of a kind, with other beginnings of their names, whose text
+    /// is taken off `text_left`: each repetition repeats those before it.
     pub(super) fn repeated(
         &self,
         repeat: &RepeatTable,
         span: &Range<usize>,
         rules: &[Rule],
+        text_left: &mut usize,
     ) -> Result<Vec<Rule>, MappingError> {
         let kind = self.layers(repeat.layers.as_ref())?;
         let renamed = |template: &Template, names: &[String; 2], megatron: bool| {
@@ -47,6 +49,7 @@ impl Reader<'_> {
                 None => Ok(None),
             }
         };
+        let line = self.line(span);
         let mut all = Vec::new();
         for rule in rules.iter().filter(|rule| [Layers::All, kind].contains(&rule.layers)) {
             let of = |names: &[Template], by: &[String; 2], megatron| {
@@ -59,9 +62,14 @@ impl Reader<'_> {
                 continue;
             };
             self.holes(hf.iter().chain(&megatron), span)?;
+            let made = hf.iter().chain(&megatron).map(|name| name.text().len()).sum::<usize>();
+            let named = rule.name.len() + repeat.megatron[1].len();
+            *text_left = text_left.checked_sub(made + 2 * named).ok_or_else(|| {
+                self.error(span, "the names of repeated rules are too long together")
+            })?;
             let again = |name: &String| format!("{name}, under {}", repeat.megatron[1]);
             all.push(Rule {
-                line: self.line(span),
+                line,
                 name: again(&rule.name),
                 hf,
                 megatron,

@@ -105,3 +105,43 @@ fn every_mistake_has_its_line() {
     let deep = format!("x = {}", "[".repeat(100_000));
     assert!(Mapping::parse(&deep, "x").is_err());
 }
+
+/// Each repetition repeats those before it, so some lines could make any number of rules.
+#[test]
+fn no_file_makes_more_rules_or_longer_names_than_it_may() {
+    let repeat = |n: usize, name: &str| {
+        format!("[[repeat]]\nhf = [\"\", \"{name}{n}.\"]\nmegatron = [\"\", \"{name}{n}.\"]\n")
+    };
+    let rule = "[[rule]]\nhf = \"a\"\nmegatron = \"b\"\n";
+    let doubled: String = (0..60).map(|n| repeat(n, "r")).collect();
+    let (line, problem) = refused(&format!("{rule}{doubled}"));
+    assert!(problem.contains("more than 4096 rules"), "{problem}");
+    assert_eq!(line, 4 + 3 + 12 * 3, "the repetition that makes too many");
+
+    let long = "x".repeat(10_000);
+    let longer: String = (0..11).map(|n| repeat(n, &long)).collect();
+    let (_, problem) = refused(&format!("{rule}{longer}"));
+    assert!(problem.contains("too long together"), "{problem}");
+
+    let many: String =
+        (0..5000).map(|n| format!("[[rule]]\nhf=\"{n}\"\nmegatron=\"{n}\"\n")).collect();
+    let (line, problem) = refused(&many);
+    assert!(problem.contains("more than 4096 rules"), "{problem}");
+    assert_eq!(line, 4 + 4096 * 3);
+}
+
+#[test]
+fn what_is_nested_without_end_is_refused() {
+    let deep = 50_000;
+    for text in [
+        format!("x = {}", "[".repeat(deep)),
+        format!("x = {}", "{a=".repeat(deep)),
+        format!("[config.constants]\n{}a = 1", "a.".repeat(deep)),
+        format!("[config.constants{}]\n", ".a".repeat(deep)),
+        format!("[[rule]]\nhf = {}\nmegatron = \"b\"", "[".repeat(deep)),
+    ] {
+        let text =
+            format!("[family]\nname = \"mine\"\n\n{text}\n[[rule]]\nhf = \"a\"\nmegatron = \"b\"");
+        Mapping::parse(&text, "mine.toml").unwrap_err();
+    }
+}

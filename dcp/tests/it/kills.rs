@@ -9,7 +9,7 @@ use crate::state::{load, state};
 fn killed_before(operation: u64, place: &str) -> bool {
     let mut child = start("save", place, &[(STOP, operation.to_string())]);
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
-    let line = lines.find(|line| line == "stopped" || line == "saved").expect("it does neither");
+    let line = lines.find(|line| line == "stopped" || line == "saved").unwrap();
     if line == "stopped" {
         child.kill().unwrap();
     }

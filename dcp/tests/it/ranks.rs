@@ -20,7 +20,7 @@ impl Rank {
     /// Reads until a line is one of those, and returns it.
     pub(crate) fn wait_until(&mut self, wanted: impl Fn(&str) -> bool) -> String {
         let mut lines = self.lines.by_ref().map_while(Result::ok);
-        lines.find(|line| wanted(line)).expect("the process ended without that line")
+        lines.find(|line| wanted(line)).unwrap_or_else(|| panic!("the process ended before"))
     }
 }
 

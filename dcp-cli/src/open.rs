@@ -106,6 +106,9 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
             return match file(uri).await {
                 Some((storage, key)) => {
                     let source = file_source(uri, Arc::clone(&storage), key, need).await?;
+                    if let Some(save) = source.save_reader() {
+                        save.notes().await?.iter().for_each(|note| out.note(note));
+                    }
                     let opened = opened(uri.to_owned(), &storage, source, None);
                     Ok(Opened { is_folder: false, ..opened })
                 }

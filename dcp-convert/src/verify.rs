@@ -146,6 +146,7 @@ pub async fn verify(
     let file = source.save_reader().map(|save| save.key().to_string());
     report.judge_callables(foreign, file.as_deref());
     if let Some(save) = source.save_reader() {
+        report.notes.extend(save.notes().await?);
         let trailing = save.trailing_bytes().await?;
         if trailing > 0 {
             let said = "bytes follow the end of the archive; PyTorch reads over them";

@@ -180,6 +180,57 @@ fn tensors_of_torchao_become_the_numbers_that_it_makes() {
     dcp(["diff", &target, &path(&folder, "one.safetensors")]).ok();
 }
 
+/// A dict may have keys that are the same once they are joined by dots.
+#[test]
+fn keys_that_clash_are_shown_by_their_paths() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = "../torch_save/names/clash.pt";
+    let shown = dcp(["inspect", source, "--json"]);
+    assert!(shown.stderr.contains("would all be \"a.b\""), "{}", shown.stderr);
+    let shown = shown.json();
+    for name in ["[\"a.b\"]", "[\"a\"][\"b\"]"] {
+        assert_eq!(shown["keys"][name]["kind"], "tensor", "{shown}");
+    }
+    assert_eq!(dcp(["verify", source, "--deep", "--json"]).json()["ok"], true);
+    // In torch.save's form the dict is what it was.
+    let copy = path(&folder, "copy.pt");
+    dcp(["convert", source, &copy]).ok();
+    dcp(["diff", source, &copy]).ok();
+    let target = path(&folder, "x.safetensors");
+    let one = dcp([
+        "convert",
+        source,
+        &target,
+        "--exclude",
+        "[\"a\"][\"b\"]",
+        "--rename",
+        r#"s/^\["a\.b"\]$/a.b/"#,
+    ]);
+    assert!(one.stderr.contains("leave all but one out, or rename them"), "{}", one.stderr);
+    assert_eq!(tensors(std::path::Path::new(&target)).keys().collect::<Vec<_>>(), ["a.b"]);
+}
+
+/// Python's texts can have halves of surrogate pairs; no other text can.
+#[test]
+fn keys_that_are_no_text_are_named_and_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = "../torch_save/names/surrogate.pt";
+    let shown = dcp(["inspect", source, "--json"]);
+    assert!(shown.stderr.contains("half of a surrogate pair"), "{}", shown.stderr);
+    assert_eq!(shown.json()["keys"]["a\\ud800b"]["kind"], "tensor");
+    let copy = path(&folder, "copy.pt");
+    let kept = dcp(["convert", source, &copy]);
+    assert!(kept.stderr.contains("half of a surrogate pair"), "{}", kept.stderr);
+    let bytes = fs::read(&copy).unwrap();
+    assert!(bytes.windows(5).any(|window| window == b"a\xed\xa0\x80b"));
+}
+
+#[test]
+fn programs_of_torch_export_are_named() {
+    dcp(["inspect", "../torch_save/names/program.pt2"])
+        .fails(1, &["a program of torch.export", "torch.export.load()"]);
+}
+
 /// What one rank saved of a state dict of DTensors is a part of each.
 #[test]
 fn files_of_dtensors_become_no_model() {

@@ -7,6 +7,7 @@ use dcp_core::{BigInt, Dict, FormatError, Global, MadeBy, Object, Value};
 
 use super::arena::{Construction, Node, NodeId, ObjectNode, Pickle, Span};
 use super::limits::Limits;
+use super::stack::surrogates_escaped;
 
 /// Bytes from which a number that is met again is no longer taken for a number of its own.
 const LONG_NUMBER: usize = 256;
@@ -196,7 +197,7 @@ impl<'p, 'a> Converter<'p, 'a> {
             Node::Str(text) => Value::Str((*text).into()),
             Node::EscapedStr(text) => Value::Str((&**text).into()),
             Node::EscapedBytes(bytes) => Value::Bytes(Bytes::copy_from_slice(bytes)),
-            Node::SurrogateStr(bytes) => Value::Str(String::from_utf8_lossy(bytes).into()),
+            Node::SurrogateStr(bytes) => Value::Str(surrogates_escaped(bytes).into()),
             Node::Bytes(bytes) => Value::Bytes(Bytes::copy_from_slice(bytes)),
             Node::ByteArray(bytes) => Value::ByteArray(Bytes::copy_from_slice(bytes)),
             Node::BigInt(bytes) => Value::BigInt(BigInt::from_le_bytes(bytes.to_vec())),

@@ -8,7 +8,7 @@
 
 use std::fmt;
 
-use super::arena::{Node, Pickle};
+use super::arena::{Construction, GlobalName, Node, NodeId, Pickle};
 use super::walk::Walk;
 
 /// What is known of a name that Python would import and call.
@@ -24,7 +24,7 @@ pub enum Trust {
 }
 
 impl Trust {
-    /// What is known of `name` in `module`, both as Python 3 has them.
+    /// What is known of `name` in `module`, both as Python 3 has them, called in any way.
     #[must_use]
     pub fn of(module: &str, name: &str) -> Self {
         if is_harmless(module, name) {
@@ -34,6 +34,12 @@ impl Trust {
         } else {
             Self::Unknown
         }
+    }
+
+    /// The same of a class of which instances are made without a call of it.
+    #[must_use]
+    pub fn of_instances(module: &str, name: &str) -> Self {
+        if is_in(INSTANCES, module, name) { Self::Harmless } else { Self::of(module, name) }
     }
 }
 
@@ -56,7 +62,10 @@ impl ForeignName {
     /// The name `name` in `module`, met at `path`; `None` when it is known to be harmless.
     #[must_use]
     pub fn new(module: &str, name: &str, path: Option<String>) -> Option<Self> {
-        let trust = Trust::of(module, name);
+        Self::with(Trust::of(module, name), module, name, path)
+    }
+
+    fn with(trust: Trust, module: &str, name: &str, path: Option<String>) -> Option<Self> {
         let (module, name) = (module.to_owned(), name.to_owned());
         (trust != Trust::Harmless).then_some(Self { module, name, path, trust })
     }
@@ -73,7 +82,29 @@ impl Pickle<'_> {
     /// Whether Python would import anything that is not known to be harmless.
     #[must_use]
     pub fn has_foreign_names(&self) -> bool {
-        self.globals().iter().any(|g| Trust::of(&g.module, &g.name) != Trust::Harmless)
+        let mut globals = (0..).zip(self.globals());
+        globals.any(|(number, global)| self.trust(number, global) != Trust::Harmless)
+    }
+
+    /// What is known of a name by what is made of it here.
+    fn trust(&self, number: u32, global: &GlobalName<'_>) -> Trust {
+        let (module, name) = (&*global.module, &*global.name);
+        if is_in(INSTANCES, module, name) && !self.is_called(number) {
+            return Trust::Harmless;
+        }
+        Trust::of(module, name)
+    }
+
+    /// Whether a class is called, or handed to what may call it.
+    fn is_called(&self, number: u32) -> bool {
+        let is_it = |id: NodeId| matches!(self.node(id), Node::Global(of) if *of == number);
+        let called = self.objects.iter().any(|object| {
+            let instance = object.construction == Construction::New
+                && self.tuple(object.args).is_empty()
+                && self.kwargs(object).is_none();
+            is_it(object.class) && !instance || object.state.is_some_and(is_it)
+        });
+        called || self.pool.iter().any(|id| is_it(*id)) || is_it(self.root())
     }
 
     /// Every name that Python would import and that is not known to be harmless, whether or not
@@ -92,13 +123,21 @@ impl Pickle<'_> {
                 *path = Some(walk.path_to(self, id));
             }
         }
-        let named = self.globals().iter().zip(paths);
-        named.filter_map(|(g, path)| ForeignName::new(&g.module, &g.name, path)).collect()
+        let named = (0..).zip(self.globals()).zip(paths);
+        let foreign = named.filter_map(|((number, global), path)| {
+            let trust = self.trust(number, global);
+            ForeignName::with(trust, &global.module, &global.name, path)
+        });
+        foreign.collect()
     }
 }
 
+fn is_in(list: &[(&str, &[&str])], module: &str, name: &str) -> bool {
+    list.iter().any(|(known, names)| *known == module && names.contains(&name))
+}
+
 fn is_harmless(module: &str, name: &str) -> bool {
-    let listed = HARMLESS.iter().any(|(known, names)| *known == module && names.contains(&name));
+    let listed = is_in(HARMLESS, module, name);
     let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     let of_torch = || match module {
         "torch" => name.ends_with("Storage") || name.parse::<dcp_core::DType>().is_ok(),
@@ -117,7 +156,23 @@ fn is_harmless(module: &str, name: &str) -> bool {
     listed || plain && of_torch()
 }
 
+/// Classes that make a value only where no call is made: `NEWOBJ` with nothing, and a state.
+///
+/// Called with a mesh, a `DeviceMesh` starts the group of processes that the environment names, and
+/// joins its network. Its `__setstate__` sets attributes and looks groups up by name.
+const INSTANCES: &[(&str, &[&str])] = &[("torch.distributed.device_mesh", &["DeviceMesh"])];
+
 /// What the checkpoints that are read here are made of, by module.
+///
+/// Of each, PyTorch's source (2.1 to 2.15) says that the module only defines things where it is
+/// imported, and that a call checks and keeps its arguments:
+///
+/// - `_FlatLayout`, `_MeshLayout` and `ShardOrderEntry` are frozen tuples of numbers.
+/// - `DTensor`, `DTensorSpec` and `TensorMeta` refer to a mesh that is there; communication is up
+///   to operations on a `DTensor`.
+/// - torchao's optimizer states, `Int8Tensor` and `Float8Tensor` keep their parts, granularities
+///   and `QuantizeTensorToInt8Kwargs` are dataclasses, `MappingType` and `KernelPreference` are
+///   enumerations. An import of torchao loads its own compiled operators.
 const HARMLESS: &[(&str, &[&str])] = &[
     (
         "builtins",
@@ -248,7 +303,6 @@ const HARMLESS: &[(&str, &[&str])] = &[
         &["SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"],
     ),
     ("torch.distributed._mesh_layout", &["_FlatLayout", "_MeshLayout"]),
-    ("torch.distributed.device_mesh", &["DeviceMesh"]),
     ("torch.distributed.tensor", &["DTensor"]),
     ("torch.distributed.tensor._dtensor_spec", &["DTensorSpec", "ShardOrderEntry", "TensorMeta"]),
     (
@@ -312,7 +366,7 @@ const HARMLESS: &[(&str, &[&str])] = &[
 
 fn is_dangerous(module: &str, name: &str) -> bool {
     let top = module.split('.').next().unwrap_or(module);
-    let listed = DANGEROUS.iter().any(|(known, names)| *known == module && names.contains(&name));
+    let listed = is_in(DANGEROUS, module, name);
     // What is reached through a name with dots may be of any module.
     let through = name.split('.').any(|part| DANGEROUS_MODULES.contains(&part));
     DANGEROUS_MODULES.contains(&top) || listed || through
@@ -469,6 +523,21 @@ mod tests {
         let dotted = b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.";
         found(dotted, "torch.os.system", Some(""), Trust::Dangerous);
         assert_eq!(names(b"ccollections\nOrderedDict\n)R."), []);
+    }
+
+    #[test]
+    fn a_mesh_is_harmless_where_it_is_not_called() {
+        const MESH: &[u8] = b"ctorch.distributed.device_mesh\nDeviceMesh\n";
+        let pickled = |rest: &[u8]| names(&[MESH, rest].concat()).len();
+        // NEWOBJ with nothing, and a state; called; NEWOBJ with something; alone.
+        assert_eq!(pickled(b")\x81}b."), 0);
+        assert_eq!(pickled(b")R."), 1);
+        assert_eq!(pickled(b"K\x01\x85\x81."), 1);
+        assert_eq!(pickled(b"."), 1);
+        // Called and thrown away, and by another function.
+        assert_eq!(names(&[MESH, b")R0", MESH, b")\x81."].concat()).len(), 1);
+        let by_another = [b"ctorch._tensor\n_rebuild_from_type_v2\n(", MESH, b"tR."].concat();
+        assert_eq!(names(&by_another).len(), 1);
     }
 
     #[test]

@@ -396,6 +396,24 @@ impl<'a> Machine<'a> {
     }
 }
 
+/// Text with lone surrogates as Python shows it: each as `\udc80` is.
+pub(crate) fn surrogates_escaped(bytes: &[u8]) -> String {
+    let mut shown = String::with_capacity(bytes.len());
+    let mut rest = bytes;
+    loop {
+        let valid = str::from_utf8(rest).map_or_else(|error| error.valid_up_to(), str::len);
+        let (text, bad) = rest.split_at(valid);
+        shown.push_str(&String::from_utf8_lossy(text));
+        let [0xed, high @ 0xa0..=0xbf, low @ 0x80..=0xbf, after @ ..] = bad else {
+            shown.push_str(&String::from_utf8_lossy(bad));
+            return shown;
+        };
+        let code = 0xd000 | u32::from(high & 0x3f) << 6 | u32::from(low & 0x3f);
+        shown.push_str(&format!("\\u{code:04x}"));
+        rest = after;
+    }
+}
+
 /// Whether it is UTF-8 but for encoded surrogates, which Python strings can hold.
 fn is_surrogatepass(bytes: &[u8]) -> bool {
     let mut rest = bytes;

@@ -106,6 +106,14 @@ async fn read_archive(file: &mut File<'_>) -> Result<Contents, CheckpointError> 
         let problem = "it is a TorchScript program, no checkpoint; save its state_dict() instead";
         return Err(file.locate(FormatError::new("torch.save file", problem)).into());
     }
+    if ["archive_format", "serialized_exported_program.json"]
+        .iter()
+        .any(|name| index.entry(name).is_some())
+    {
+        let problem = "it is a program of torch.export, no checkpoint; load it with \
+                       torch.export.load() and save its state_dict instead";
+        return Err(file.locate(FormatError::new("torch.save file", problem)).into());
+    }
     let mut contents = {
         let entry = index.require("data.pkl").map_err(|error| file.locate(error))?;
         let record = file.parse(1 << 20, |blob| entry.locate(blob)).await?;

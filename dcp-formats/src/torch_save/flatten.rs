@@ -20,6 +20,8 @@ const STEPS_MIN: usize = 1 << 16;
 /// Bytes of names for each byte of the pickle, and what any pickle may have.
 const NAMES_PER_BYTE: usize = 16;
 const NAMES_MIN: usize = 1 << 20;
+/// The most clashes of names that are told.
+const NOTES_MAX: usize = 8;
 /// The most bytes of names of any file.
 const NAMES_MAX: usize = 256 << 20;
 /// The most items that all descended containers may have together: ten times what large
@@ -34,19 +36,31 @@ pub(super) struct Leaf {
     pub(super) node: NodeId,
 }
 
+/// The leaves of a file.
+#[derive(Debug)]
+pub(super) struct Leaves {
+    pub(super) all: Vec<Leaf>,
+    /// What is odd about their names.
+    pub(super) notes: Vec<String>,
+}
+
 /// The leaves of the root in its order.
+///
+/// Where several have the same name once their paths are joined by dots, each has that of its
+/// path, as Python indexes: `["a"]["b"]`.
 ///
 /// Every dict is descended, instances of `OrderedDict`, `defaultdict` and `Counter` included, and
 /// every list that holds, at any depth of lists, a tensor or a dict. Empty dicts vanish. Tuples
 /// are leaves, and so is a dict with a key whose text depends on its class. A root that is no
 /// dict is taken as the only entry, [`ROOT_KEY`], of one.
-pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Vec<Leaf>, FormatError> {
+pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Leaves, FormatError> {
     let size = pickle.node_count().saturating_add(pickle.reference_count());
     let names = pickle.byte_len().saturating_mul(NAMES_PER_BYTE).saturating_add(NAMES_MIN);
     let mut walk = Walk {
         pickle,
         path: Vec::new(),
-        leaves: IndexMap::new(),
+        leaves: Vec::new(),
+        surrogates: None,
         barren: HashSet::new(),
         steps_left: size.saturating_mul(STEPS_PER_NODE).saturating_add(STEPS_MIN),
         names_left: names.min(NAMES_MAX),
@@ -54,7 +68,63 @@ pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Vec<Leaf>, FormatError> {
         items_left: ITEMS_MAX,
     };
     walk.run()?;
-    Ok(walk.leaves.into_iter().map(|(fqn, (path, node))| Leaf { fqn, path, node }).collect())
+    let Walk { mut leaves, surrogates, .. } = walk;
+    let mut notes = clashes(&mut leaves)?;
+    notes.extend(surrogates.map(|key| {
+        format!(
+            "the key {key:?} has half of a surrogate pair, which is no text elsewhere than in \
+             Python: it is shown with an escape, and has this name wherever it is written but to \
+             torch.save"
+        )
+    }));
+    Ok(Leaves { all: leaves, notes })
+}
+
+/// Names leaves of the same name by their paths, and says so.
+fn clashes(leaves: &mut [Leaf]) -> Result<Vec<String>, FormatError> {
+    let mut seen = HashSet::with_capacity(leaves.len());
+    if leaves.iter().all(|leaf| seen.insert(&leaf.fqn)) {
+        return Ok(Vec::new());
+    }
+    let mut by_name: IndexMap<Arc<str>, Vec<usize>> = IndexMap::new();
+    for (at, leaf) in leaves.iter().enumerate() {
+        by_name.entry(Arc::clone(&leaf.fqn)).or_default().push(at);
+    }
+    let mut names: HashSet<Arc<str>> = by_name.keys().cloned().collect();
+    by_name.retain(|_, leaves| leaves.len() > 1);
+    let mut notes = Vec::new();
+    for (fqn, clashing) in by_name {
+        let mut shown = Vec::new();
+        for at in clashing {
+            let Some(leaf) = leaves.get_mut(at) else { continue };
+            let name: Arc<str> = indexed(&leaf.path).into();
+            if !names.insert(Arc::clone(&name)) {
+                return Err(FormatError::new(
+                    "torch.save file",
+                    format!("two values are named {fqn:?} once their paths are joined by dots"),
+                ));
+            }
+            leaf.fqn = Arc::clone(&name);
+            shown.push(name.to_string());
+        }
+        if notes.len() < NOTES_MAX {
+            notes.push(format!(
+                "{} would all be {fqn:?}, joined by dots, and have these names here; leave all but \
+                 one out, or rename them",
+                shown.join(" and ")
+            ));
+        }
+    }
+    Ok(notes)
+}
+
+/// A path as Python indexes by it.
+fn indexed(path: &[PathItem]) -> String {
+    let step = |item: &PathItem| match item {
+        PathItem::Key(key) => format!("[{key:?}]"),
+        PathItem::Index(at) => format!("[{at}]"),
+    };
+    path.iter().map(step).collect()
 }
 
 /// Long keys, each of which is in many dicts.
@@ -65,7 +135,9 @@ fn shared_keys() -> FormatError {
 struct Walk<'p, 'a> {
     pickle: &'p Pickle<'a>,
     path: Vec<PathItem>,
-    leaves: IndexMap<Arc<str>, (StatePath, NodeId)>,
+    leaves: Vec<Leaf>,
+    /// The first key with lone surrogates.
+    surrogates: Option<Arc<str>>,
     /// Lists that hold neither tensor nor dict.
     barren: HashSet<NodeId>,
     steps_left: usize,
@@ -121,13 +193,7 @@ impl<'p, 'a> Walk<'p, 'a> {
     fn leaf(&mut self, node: NodeId) -> Result<(), FormatError> {
         let fqn: Arc<str> = PathItem::flat_name(&self.path).into();
         self.names_left = self.names_left.checked_sub(fqn.len()).ok_or_else(shared_keys)?;
-        if self.leaves.contains_key(&fqn) {
-            return Err(FormatError::new(
-                "torch.save file",
-                format!("two values are named {fqn:?} once their paths are joined by dots"),
-            ));
-        }
-        self.leaves.insert(fqn, (self.path.as_slice().into(), node));
+        self.leaves.push(Leaf { fqn, path: self.path.as_slice().into(), node });
         Ok(())
     }
 
@@ -159,6 +225,9 @@ impl<'p, 'a> Walk<'p, 'a> {
         for [key, value] in pairs {
             let is_text = self.pickle.str(*key).is_some();
             let Some(text) = self.text(*key) else { return Ok(None) };
+            if matches!(self.pickle.node(*key), Node::SurrogateStr(_)) {
+                self.surrogates.get_or_insert_with(|| Arc::clone(&text));
+            }
             self.keys_left = self.keys_left.checked_sub(text.len()).ok_or_else(shared_keys)?;
             entries.insert((is_text, text), *value);
         }

@@ -9,7 +9,7 @@ use dcp_core::{
 };
 
 use super::contents::{Contents, LIMITS};
-use super::flatten::flatten;
+use super::flatten::{Leaves, flatten};
 use crate::pickle::{ForeignName, Node, NodeId, Pickle};
 use crate::torch_tensor::{ByteOrder, TensorLayout, wrapped};
 use crate::torch_zip::{Method, Record};
@@ -32,6 +32,8 @@ pub(super) struct Index {
     pub(super) checksums: Arc<HashMap<(u64, u64), u32>>,
     /// Names in the pickle that are not known to be harmless.
     pub(super) foreign: Vec<ForeignName>,
+    /// What is odd about the names of leaves.
+    pub(super) notes: Vec<String>,
 }
 
 /// What an entry is made from.
@@ -67,7 +69,8 @@ impl Index {
         let kept = kept.fold(0, u64::saturating_add);
         let mut expansion_left = kept.saturating_mul(EXPANDED_RATIO).saturating_add(EXPANDED_MIN);
         let mut leaves = Vec::new();
-        for leaf in flatten(&pickle)? {
+        let Leaves { all, notes } = flatten(&pickle)?;
+        for leaf in all {
             let named = |error: FormatError| {
                 let problem = format!("{:?}: {}", leaf.fqn, error.problem());
                 FormatError::new("torch.save file", problem).at(error.byte_offset().unwrap_or(0))
@@ -110,7 +113,7 @@ impl Index {
         let foreign = pickle.foreign_names();
         drop(pickle);
         let (metadata, checksums) = (Arc::new(metadata), Arc::new(checksums));
-        Ok(Self { contents, metadata, leaves, by_start, checksums, foreign })
+        Ok(Self { contents, metadata, leaves, by_start, checksums, foreign, notes })
     }
 }
 

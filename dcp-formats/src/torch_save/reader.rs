@@ -124,6 +124,16 @@ impl TorchSaveReader {
         structure::check(&*self.storage, &self.key, &index.contents, found).await
     }
 
+    /// What is odd about the names of tensors and objects, in words: keys that are equal once they
+    /// are joined by dots, and keys that are no text.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn notes(&self) -> Result<Vec<String>, CheckpointError> {
+        Ok(self.index().await?.notes.clone())
+    }
+
     /// How many bytes follow the end of the archive, which PyTorch (2.15) reads over.
     ///
     /// # Errors

@@ -333,7 +333,11 @@ fn names_that_clash_are_named() {
     // State for a dict is no pickle that Python could load either.
     refused(archive(clash, &[]), &["state is given to what has none"]);
     let clash = b"\x80\x02}(X\x03\x00\x00\x00a.bNX\x01\x00\x00\x00a}X\x01\x00\x00\x00bNsu.";
-    refused(archive(&clash[..], &[]), &["two values are named \"a.b\""]);
+    let loaded = load(&stored(archive(&clash[..], &[]))).unwrap();
+    assert_eq!(loaded.objects.keys().collect::<Vec<_>>(), ["[\"a\"][\"b\"]", "[\"a.b\"]"]);
+    // A number and its text have one path.
+    let clash = b"\x80\x02}(K\x01NX\x01\x00\x00\x001Nu.";
+    refused(archive(&clash[..], &[]), &["two values are named \"1\""]);
     let twice = b"\x80\x02}(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00aK\x02u.";
     let loaded = load(&stored(archive(&twice[..], &[]))).unwrap();
     assert!(loaded.objects["a"].same(&2.into()));

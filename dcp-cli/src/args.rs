@@ -4,8 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use dcp::DType;
 
 use crate::command;
+use crate::destination::{AllowCallable, parse_dtype};
 
 /// Look into, check, compare, convert and reshard model checkpoints.
 ///
@@ -155,10 +157,14 @@ Examples:
   dcp inspect run --json | jq .megatron.parallel
 
 JSON:
-  {\"format\": …, \"keys\": {FQN: KEY, …}, \"files\": {NAME: BYTES, …}}
+  {\"format\": …, \"keys\": {FQN: KEY, …}, \"files\": {NAME: BYTES, …}, \"callables\": [CALLABLE, …],
+   \"unfinished\": [TEXT, …]}
   KEY is {\"kind\": \"tensor\", \"dtype\", \"shape\", \"bytes\",
           \"chunks\": [{\"offsets\", \"sizes\", \"file\", \"byte_offset\", \"byte_len\"}, …]}
       or {\"kind\": \"object\", \"value\"}; a value that JSON lacks is tagged {\"type\": …, …}.
+  CALLABLE is {\"key\", \"path\", \"name\", \"dangerous\"}: what Python runs when it loads that object,
+  and is not known to be harmless; `dangerous` ones are known to run commands or code. The last two
+  are left out where there are none; \"unfinished\" says what is missing of a Hugging Face model.
   dtypes have PyTorch's names without `torch.`; the bytes of a missing file are null.
   Of Megatron-Core's checkpoints there is \"megatron\", too: \"format\", \"written_by\", \"read_by\",
   \"iteration\", \"parallel\", \"layers\", \"optimizer\", \"objects\", …; --common and --args print
@@ -217,7 +223,7 @@ pub(crate) struct Verify {
     pub(crate) json: bool,
 }
 
-/// Print one tensor or object, or write a tensor to a file.
+/// Print one tensor or object, or write it to a file.
 ///
 /// Reads only the bytes that are needed: of a large tensor that is printed, its corners.
 #[derive(Args, Debug)]
@@ -226,7 +232,8 @@ Examples:
   dcp get runs/step_1000 model.embed.weight
   dcp get runs/step_1000 model.embed.weight --slice 0:2,:
   dcp get runs/step_1000 model.embed.weight --slice=-1 --output last_row.npy
-  dcp get runs/step_1000 model.embed.weight --output embed.safetensors
+  dcp get runs/step_1000 model.embed.weight --output embed.safetensors --dtype bf16
+  dcp get runs/step_1000 optimizer.param_groups --output groups.pt
   dcp get runs/step_1000 optimizer.param_groups.0.lr --json
 
 Slices:
@@ -241,9 +248,17 @@ pub(crate) struct Get {
     /// The name of the tensor or object, as `dcp inspect` shows it.
     pub(crate) fqn: String,
 
-    /// Write the tensor to this .npy or .safetensors file.
+    /// Write it to this file: a tensor to .npy, .safetensors or .pt, an object to .pt. torch.load
+    /// returns what a .pt file holds.
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
+
+    /// Cast a floating-point tensor to this dtype, as `dcp convert --dtype` does.
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
+    pub(crate) dtype: Option<DType>,
+
+    #[command(flatten)]
+    pub(crate) callables: AllowCallable,
 
     /// Take only this part of the tensor.
     #[arg(short, long, allow_hyphen_values = true)]

@@ -1,8 +1,11 @@
 //! Options of commands that write a checkpoint in any format, and the writing.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use clap::builder::{EnumValueParser, PossibleValue, TypedValueParser};
+use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
 use dcp::DType;
 use dcp::convert::{
@@ -50,6 +53,36 @@ impl fmt::Display for Format {
     }
 }
 
+/// Reads the name of a format; of an ambiguous one it names all that may be meant.
+#[derive(Clone)]
+struct FormatParser;
+
+impl TypedValueParser for FormatParser {
+    type Value = Format;
+
+    fn parse_ref(
+        &self,
+        cmd: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<Format, clap::Error> {
+        if value == "torch" || value == "pytorch" {
+            let message = format!(
+                "{:?} names several formats: torch-save is one file of torch.save, dcp a directory \
+                 of torch.distributed.checkpoint, torch-dist one of Megatron-Core\n",
+                value.to_string_lossy()
+            );
+            return Err(clap::Error::raw(ErrorKind::InvalidValue, message).with_cmd(cmd));
+        }
+        EnumValueParser::<Format>::new().parse_ref(cmd, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let all = Format::value_variants().iter();
+        Some(Box::new(all.filter_map(ValueEnum::to_possible_value)))
+    }
+}
+
 /// The most bytes of tensors in a file of a Hugging Face model, as transformers has it.
 const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
@@ -57,7 +90,7 @@ const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Destination {
     /// The format to write; by default what the name of the target says.
-    #[arg(long, value_name = "FORMAT")]
+    #[arg(long, value_name = "FORMAT", value_parser = FormatParser)]
     to: Option<Format>,
 
     /// How many ranks to write for; each gets a file. For dcp.
@@ -121,10 +154,8 @@ pub(crate) struct Writing {
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// Write objects with this class or function of Python too, although Python runs it when it
-    /// loads them and it is not known to be harmless; may be given again.
-    #[arg(long, value_name = "NAME")]
-    allow_callable: Vec<String>,
+    #[command(flatten)]
+    callables: AllowCallable,
 
     /// Tensor data to hold in memory at once, such as 64MiB.
     #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = parse_bytes)]
@@ -142,8 +173,31 @@ impl Writing {
             .with_max_memory(self.max_memory)
             .with_parallelism(usize::from(self.jobs))
             .as_dry_run(self.dry_run)
-            .with_callables(KeyFilter::any_of(&self.allow_callable))
+            .with_callables(self.callables.filter())
     }
+}
+
+/// What Python may run when it loads what is written.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct AllowCallable {
+    /// Write objects with this class or function of Python too, although Python runs it when it
+    /// loads them and it is not known to be harmless. A GLOB of whole names (`mypackage.*`), or the
+    /// beginning of names up to a dot (`mypackage`); may be given again.
+    #[arg(long, value_name = "GLOB")]
+    allow_callable: Vec<String>,
+}
+
+impl AllowCallable {
+    /// The names that are admitted.
+    pub(crate) fn filter(&self) -> KeyFilter {
+        KeyFilter::any_of(&self.allow_callable)
+    }
+}
+
+/// The dtype that a tensor of this name and dtype gets where floats are cast to `dtype`.
+pub(crate) fn cast_to(dtype: DType, fqn: &str, from: DType) -> Option<DType> {
+    let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
+    (wide.contains(&from) && !is_exact(fqn)).then_some(dtype)
 }
 
 /// Reads a dtype by PyTorch's name or the usual short one.
@@ -247,11 +301,7 @@ impl Destination {
         &self,
     ) -> Option<impl Fn(&str, DType) -> Option<DType> + Send + Sync + use<>> {
         let (dtype, kept) = (self.dtype?, KeyFilter::any_of(&self.keep_dtype));
-        Some(move |fqn: &str, from| {
-            let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
-            let meant = wide.contains(&from) && !is_exact(fqn) && !kept.selects(fqn, None);
-            meant.then_some(dtype)
-        })
+        Some(move |fqn: &str, from| cast_to(dtype, fqn, from).filter(|_| !kept.selects(fqn, None)))
     }
 
     /// Refuses a target that would touch what was opened.

@@ -42,7 +42,7 @@ pub(crate) fn tell(
 }
 
 /// What a cast did, and what it lost beyond precision.
-fn cast_notes(report: &CastReport, out: &Output) {
+pub(crate) fn cast_notes(report: &CastReport, out: &Output) {
     let tensors = count(report.tensors.len(), "tensor");
     let Some(first) = report.tensors.values().next() else {
         return out.note("no tensor had to be cast");

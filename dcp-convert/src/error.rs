@@ -46,6 +46,8 @@ pub enum ConvertError {
     Disagreement {
         /// Every key that stands in the way, in words.
         problems: Vec<String>,
+        /// Whether keys, kinds or shapes differ, and not only values.
+        structure: bool,
     },
     /// A part of a training state was asked for, and nothing tells which keys belong to it.
     #[error("cannot tell the parts of the state apart: {problem}")]

@@ -7,17 +7,20 @@ use dcp_core::{
     CheckpointError, DType, Dims, Entry, Payload, PlanError, PutMode, Region, StorageErrorKind,
     checked_volume,
 };
-use dcp_formats::safetensors::{self, SafetensorsItem};
+use dcp_formats::dcp::write_tensor_file;
+use dcp_formats::safetensors::{self, RawTypes, SafetensorsItem};
+use dcp_formats::torch_save::encode_value;
 use indexmap::IndexMap;
 use serde_json::json;
 
+use crate::callables::admit_callables;
 use crate::data::{CheckpointData, Part, read_tensor};
 use crate::decoded::EXPANSION_MAX;
 use crate::element::decode;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::npy::{npy_header, npy_type};
-use crate::objects::read_objects;
+use crate::objects::{read_object, read_objects};
 use crate::print::Excerpt;
 use crate::slice::TensorSlice;
 use crate::source::Source;
@@ -25,7 +28,7 @@ use crate::suggest::unknown_fqn;
 use crate::target::Target;
 use crate::tensor_read::TensorReader;
 use crate::value_json::{JsonLimits, element_json, value_json};
-use crate::view::Stepped;
+use crate::view::{Stepped, with_quantizers};
 
 /// What there is under a name.
 #[derive(Clone, Debug)]
@@ -92,6 +95,29 @@ pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Fou
             Ok(Found::Object(value_json(&value, &JsonLimits::default())))
         }
     }
+}
+
+/// Writes the object `fqn` to a file of `torch.save` that holds it alone, and returns its bytes.
+///
+/// # Errors
+///
+/// When there is no object of that name, or it cannot be read or written; when Python would run
+/// what [`JobOptions::callables`] does not admit; when the target exists.
+pub async fn object_to_torch_save(
+    source: &Source,
+    fqn: &str,
+    target: &Target,
+    options: &JobOptions,
+) -> Result<u64, ConvertError> {
+    target.check().await?;
+    let value = read_object(source, fqn).await?;
+    admit_callables(&fqn.into(), &value, options)?;
+    let encoded = encode_value(&value, "archive").map_err(|error| {
+        ConvertError::unsupported(format!("{fqn:?}"), format!("cannot be written: {error}"))
+    })?;
+    let byte_len = encoded.len() as u64;
+    target.creator().put(&target.key, Payload::from(encoded), PutMode::Create).await?;
+    Ok(byte_len)
 }
 
 impl FoundTensor {
@@ -267,6 +293,14 @@ impl FoundTensor {
         target: &Target,
         options: &JobOptions,
     ) -> Result<(), ConvertError> {
+        let (stored, _) = RawTypes::default().stored_as(&self.fqn, self.dtype, &self.slice.shape);
+        if stored != self.dtype {
+            let problem = format!(
+                "is {}, which a safetensors file has no name for; write a .pt or a .npy file",
+                self.dtype
+            );
+            return Err(ConvertError::unsupported(format!("{:?}", self.fqn), problem));
+        }
         target.check().await?;
         options.start(self.byte_len());
         let item = SafetensorsItem {
@@ -285,6 +319,48 @@ impl FoundTensor {
         let storage = target.creator();
         safetensors::write(&*storage, &target.key, &[item], &header, data, None).await?;
         Ok(())
+    }
+
+    /// Writes a file of `torch.save` that holds this tensor alone: `torch.load` returns it. Checksums
+    /// are compared as in [`to_npy`](Self::to_npy). A quantized tensor is written as it is stored.
+    ///
+    /// # Errors
+    ///
+    /// When a part of a quantized tensor is asked for, whose scale belongs to the whole; when the
+    /// target exists, or reading or writing fails; then there is no new file.
+    pub async fn to_torch_save(
+        &self,
+        target: &Target,
+        options: &JobOptions,
+    ) -> Result<(), ConvertError> {
+        if self.dtype.is_quantized() {
+            return self.quantized_to_torch_save(target, options).await;
+        }
+        target.check().await?;
+        options.start(self.byte_len());
+        let part = Part::Tensor {
+            reader: Arc::clone(&self.reader),
+            region: self.slice.region.clone(),
+            element_bytes: self.dtype.size() as u64,
+        };
+        let data = CheckpointData::new(&self.source, vec![part], options);
+        let data = data.settling(self.byte_len());
+        let tensor = (&self.fqn, self.dtype, &*self.slice.shape);
+        write_tensor_file(&*target.creator(), &target.key, tensor, &data).await?;
+        Ok(())
+    }
+
+    async fn quantized_to_torch_save(
+        &self,
+        target: &Target,
+        options: &JobOptions,
+    ) -> Result<(), ConvertError> {
+        if *self.slice.shape != *self.stored.tensor()?.shape {
+            let problem = format!("is {}, of which only the whole has a scale", self.dtype);
+            return Err(ConvertError::unsupported(format!("{:?}", self.fqn), problem));
+        }
+        let source = with_quantizers(self.source.clone(), |_| true).await?;
+        object_to_torch_save(&source, &self.fqn, target, options).await.map(drop)
     }
 
     /// Fails when the files are too short for so many elements, so that a shape from a hostile

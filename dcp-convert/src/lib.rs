@@ -97,7 +97,7 @@ pub use diff::{
 pub use division::{Division, Held, Holder};
 pub use element::{Element, decode};
 pub use error::ConvertError;
-pub use get::{Found, FoundTensor, find};
+pub use get::{Found, FoundTensor, find, object_to_torch_save};
 pub use inspect::{ChunkSummary, KeySummary, Summary, TensorSummary, inspect};
 pub use job::{JobOptions, MIN_MEMORY, Progress};
 pub use list_run::{EntryKind, RunEntry, RunListing, list_run};

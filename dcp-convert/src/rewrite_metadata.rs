@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Placement, Storage, StorageError,
-    StorageErrorKind, StorageExt,
+    StorageErrorKind, StorageExt, counted,
 };
 use dcp_formats::dcp::{claim, replace_metadata};
 use dcp_formats::detect::detect;
@@ -183,7 +183,8 @@ fn dropped(old: &CheckpointMetadata, new: &CheckpointMetadata) -> Vec<String> {
     let mut dropped = Vec::new();
     let lost = strides(old).saturating_sub(strides(new));
     if lost > 0 {
-        dropped.push(format!("the strides that {lost} tensors had in the memory of a rank"));
+        let tensors = counted(lost as u64, "tensor");
+        dropped.push(format!("the strides that {tensors} had in the memory of a rank"));
     }
     let (before, after) = (old.provenance(), new.provenance());
     let parts = [

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, error_chain,
+    CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, counted, error_chain,
 };
 use dcp_formats::hf::{FindingKind, INDEX_ENDING};
 use dcp_planner::validate_metadata;
@@ -333,11 +333,13 @@ async fn notes(
     if stale.len() > NAMED {
         names.push(format!("and {} more", stale.len() - NAMED));
     }
-    let (count, names) = (stale.len(), names.join(", "));
+    let (count, names) = (stale.len() as u64, names.join(", "));
     notes.push(if is_folder {
-        format!("{count} files of {bytes} bytes that the index does not name: {names}")
+        let files = counted(count, "file");
+        format!("{files} of {bytes} bytes that the index does not name: {names}")
     } else {
-        format!("{count} unreferenced files of {bytes} bytes, left by another save: {names}")
+        let files = counted(count, "unreferenced file");
+        format!("{files} of {bytes} bytes, left by another save: {names}")
     });
     Ok(notes)
 }

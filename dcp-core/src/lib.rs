@@ -86,7 +86,7 @@ pub use plan::{
 };
 pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};
-pub use shown::{Message, Quoted, beginning, escaped, is_unsafe, message};
+pub use shown::{Message, Quoted, beginning, counted, escaped, is_unsafe, message};
 pub use storage::{
     Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,
 };

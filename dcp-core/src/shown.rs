@@ -167,6 +167,13 @@ fn ends(max: usize) -> (usize, usize) {
     (kept.div_ceil(2), kept / 2)
 }
 
+/// A number and the noun that it counts: `1 file`, `2 files`.
+#[must_use]
+pub fn counted(number: u64, noun: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {noun}{plural}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

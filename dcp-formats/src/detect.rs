@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::{Key, Storage, StorageError, StorageExt as _};
+use dcp_core::{Key, Storage, StorageError, StorageExt as _, counted};
 use futures_util::StreamExt as _;
 
 use crate::dcp::names::Named;
@@ -245,8 +245,8 @@ impl fmt::Display for Detected {
         match self {
             Self::Dcp => f.write_str("is a PyTorch DCP checkpoint"),
             Self::DcpRankLocal { ranks } => {
-                let n = ranks.len();
-                write!(f, "is a PyTorch DCP checkpoint of {n} ranks saved without collectives")
+                let ranks = counted(ranks.len() as u64, "rank");
+                write!(f, "is a PyTorch DCP checkpoint of {ranks} saved without collectives")
             }
             Self::DcpUnfinished { metadata_tmp: false } => f.write_str(
                 "has data files of a PyTorch DCP checkpoint but no .metadata: the save did not \
@@ -257,12 +257,8 @@ impl fmt::Display for Detected {
                  may be complete, and renaming it to .metadata then completes the checkpoint",
             ),
             Self::Safetensors { files, .. } => {
-                let plural = if *files == 1 { "" } else { "s" };
-                write!(
-                    f,
-                    "holds {files} safetensors file{plural}, as Hugging Face models do, not a DCP \
-                     checkpoint"
-                )
+                let files = counted(*files as u64, "safetensors file");
+                write!(f, "holds {files}, as Hugging Face models do, not a DCP checkpoint")
             }
             Self::HuggingFaceConfig => f.write_str(
                 "has the config.json of a model, and no weights: the model was not written to its \

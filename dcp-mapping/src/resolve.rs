@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-use dcp_core::CheckpointMetadata;
+use dcp_core::{CheckpointMetadata, counted};
 
 use crate::error::MappingError;
 use crate::facts::Facts;
@@ -253,7 +253,7 @@ impl<'a> Resolver<'a> {
         let there = last.map_or(0, |last| last + 1);
         let Some(known) = self.facts.get_u64("num_layers")? else { return Ok(there) };
         if self.finder.direction == Direction::ToHf && there > known {
-            let problem = format!("the checkpoint has {there} layers");
+            let problem = format!("the checkpoint has {}", counted(there, "layer"));
             return Err(crate::facts::bad("num_layers", &known.into(), &problem));
         }
         if known > NUMBER_MAX {
@@ -268,7 +268,7 @@ impl<'a> Resolver<'a> {
         let there = last.map(|last| last + 1);
         match (there, self.facts.get_u64("num_experts")?) {
             (Some(there), Some(known)) if there > known => {
-                let problem = format!("the checkpoint has {there} experts");
+                let problem = format!("the checkpoint has {}", counted(there, "expert"));
                 Err(crate::facts::bad("num_experts", &known.into(), &problem))
             }
             (Some(_), Some(known)) => Ok(Some(known)),

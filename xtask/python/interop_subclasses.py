@@ -101,6 +101,8 @@ def check(folder, out):
         dcp.load(loaded, checkpoint_id=os.path.join(out, name), no_dist=True)
         for key, tensor in wanted.items():
             same(loaded["w"][key], tensor, "%s: %s" % (name, key))
+    for key in ("bias", "per_tensor"):
+        same(torch.load(os.path.join(out, "w.%s.pt" % key), weights_only=True), wanted[key], "dcp get: " + key)
     for name in ("copy.pt", "from_dcp.pt"):
         for key, tensor in torch.load(os.path.join(out, name), weights_only=False)["w"].items():
             same(tensor, wanted[key], "%s: %s" % (name, key))

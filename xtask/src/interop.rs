@@ -229,6 +229,10 @@ impl Run<'_> {
             let plain = ["convert", "--quiet", "--dequantize", dtype];
             run(self.dcp().args(plain).arg(from).arg(to))?;
         }
+        for name in ["w.bias", "w.per_tensor"] {
+            let (from, to) = (theirs.join("dcp"), ours.join(format!("{name}.pt")));
+            run(self.dcp().args(["--quiet", "get"]).arg(from).args([name, "-o"]).arg(to))?;
+        }
         run(self.dcp().args(["verify", "--deep", "--quiet"]).arg(theirs.join("dcp")))?;
         run(self.script("interop_subclasses.py").arg("check").arg(&theirs).arg(&ours))
     }

@@ -144,6 +144,10 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         args.corrupt_optimizer.refuse(&all, |fqn| taken.contains(fqn), &options).await?;
         let averaged = Averaged::apply(&sources, &args.options(), &options).await;
         let (source, view) = averaged.map_err(|error| match error {
+            ConvertError::Disagreement { structure: true, .. } => Failure::from(error).hint(
+                "--include, --exclude and --rename choose keys that all checkpoints have in one \
+                 shape; `dcp diff A B --keys-only` lists the others",
+            ),
             ConvertError::Disagreement { .. } => Failure::from(error).hint(
                 "--include 'model.*' leaves the rest of a training state out; --non-float first \
                  takes what has no average from the first checkpoint",

@@ -1,12 +1,18 @@
 //! `dcp get`.
 
-use dcp::convert::{ConvertError, Found, FoundTensor, JobOptions};
+use std::sync::Arc;
+
+use dcp::convert::{
+    CastOptions, CastReport, ConvertError, Found, FoundTensor, JobOptions, Source,
+    object_to_torch_save, view,
+};
 use dcp::core::escaped;
 use serde_json::json;
 
 use crate::apart::{Shape, keep_apart};
 use crate::args;
 use crate::created::NewFolders;
+use crate::destination::cast_to;
 use crate::failure::{Exit, Failure};
 use crate::open::{self, Need, Opened};
 use crate::optimizer::note_shifted;
@@ -15,41 +21,66 @@ use crate::progress::Bar;
 use crate::render::value::python;
 use crate::style::{printable, size};
 use crate::target;
+use crate::tell::cast_notes;
 
 pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
     open::run(args.output.is_some(), async {
         let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
-        let found = dcp::convert::find(&opened.source, &args.fqn, args.slice.as_deref()).await;
+        let (source, cast) = cast(args, &opened.source).await?;
+        let found = dcp::convert::find(&source, &args.fqn, args.slice.as_deref()).await;
         let found = found.map_err(|error| absent(error, &opened, args))?;
         if let Found::Tensor(tensor) = &found {
             note_shifted(&opened, |fqn| fqn == tensor.fqn(), &JobOptions::default(), out).await;
         }
+        let report = || cast.as_ref().map(|cast| of_one(cast.report(), &args.fqn));
         match (found, &args.output) {
             (Found::Tensor(tensor), Some(path)) => {
                 let path = path.to_string_lossy();
                 keep_apart(&opened, &path, Shape::File).await?;
-                save(args, &tensor, &path, out).await
+                return save(args, &tensor, &path, report, out).await;
             }
-            (Found::Tensor(tensor), None) if args.json => out.json(&tensor.to_json().await?),
+            (Found::Tensor(tensor), None) if args.json => out.json(&tensor.to_json().await?)?,
             (Found::Tensor(tensor), None) => {
                 let text = tensor.to_text().await?;
-                out.write(&format!("{text}\n"))
+                out.write(&format!("{text}\n"))?;
             }
-            (Found::Object(_), Some(_)) => {
-                let message = format!("{:?} is no tensor, so no file can hold it", args.fqn);
-                Err(Failure::new(Exit::Usage, message)
-                    .hint("without --output it is printed as JSON"))
+            (Found::Object(_), Some(path)) => {
+                let path = path.to_string_lossy();
+                keep_apart(&opened, &path, Shape::File).await?;
+                return save_object(args, &source, &path, out).await;
             }
             (Found::Object(value), None) if args.json => {
-                out.json(&json!({ "kind": "object", "value": value }))
+                return out.json(&json!({ "kind": "object", "value": value }));
             }
             (Found::Object(value), None) => {
                 let text = python(&value, usize::MAX);
-                out.write(&format!("{}\n", escaped(&text)))
+                return out.write(&format!("{}\n", escaped(&text)));
             }
-            _ => Err(Failure::new(Exit::Usage, format!("{:?} cannot be shown", args.fqn))),
+            _ => return Err(Failure::new(Exit::Usage, format!("{:?} cannot be shown", args.fqn))),
         }
+        if let Some(report) = report().filter(|_| !args.json) {
+            cast_notes(&report, out);
+        }
+        Ok(())
     })
+}
+
+/// The checkpoint with the tensor that is asked for cast, where a dtype is given.
+async fn cast(
+    args: &args::Get,
+    source: &Source,
+) -> Result<(Source, Option<Arc<view::Cast>>), Failure> {
+    let Some(dtype) = args.dtype else { return Ok((source.clone(), None)) };
+    let rule = |fqn: &str, from| cast_to(dtype, fqn, from).filter(|_| fqn == args.fqn);
+    let (casts, options) = (CastOptions::default(), JobOptions::default());
+    let (source, cast) = view::Cast::apply(source, rule, casts, &options).await?;
+    Ok((source, Some(cast)))
+}
+
+/// What a cast did to one tensor.
+fn of_one(mut report: CastReport, fqn: &str) -> CastReport {
+    report.tensors.retain(|name, _| **name == *fqn);
+    report
 }
 
 /// An error that says where a value is that Megatron-Core keeps in the common state.
@@ -67,25 +98,73 @@ fn absent(error: ConvertError, opened: &Opened, args: &args::Get) -> Failure {
     }
 }
 
+/// A kind of file, by the ending of its name.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Npy,
+    Safetensors,
+    TorchSave,
+}
+
+impl Kind {
+    fn of(path: &str) -> Result<Self, Failure> {
+        let is = |ending: &str| path.ends_with(ending);
+        match () {
+            () if is(".npy") => Ok(Self::Npy),
+            () if is(".safetensors") => Ok(Self::Safetensors),
+            () if is(".pt") || is(".pth") => Ok(Self::TorchSave),
+            () => {
+                let message = format!("cannot tell what kind of file {path:?} should be");
+                Err(Failure::new(Exit::Usage, message)
+                    .hint("end its name in .npy, .safetensors or .pt"))
+            }
+        }
+    }
+}
+
+async fn save_object(
+    args: &args::Get,
+    source: &Source,
+    path: &str,
+    out: &Output,
+) -> Result<(), Failure> {
+    if Kind::of(path)? != Kind::TorchSave {
+        let message = format!("{:?} is an object, and only a .pt file can hold it", args.fqn);
+        return Err(Failure::new(Exit::Usage, message).hint(
+            "end the name of the file in .pt; without --output the object is printed, with \
+             --json as JSON",
+        ));
+    }
+    let folders = NewFolders::before(path);
+    let target = target::file(path, args.overwrite, false).await?;
+    let options = JobOptions::default().with_callables(args.callables.filter());
+    let bytes = object_to_torch_save(source, &args.fqn, &target, &options).await?;
+    folders.keep();
+    if args.json {
+        return out.json(&json!({ "output": path, "kind": "object", "bytes": bytes }));
+    }
+    if !out.quiet {
+        out.write(&format!("{path}: {}, {}\n", printable(&args.fqn), size(bytes)))?;
+    }
+    Ok(())
+}
+
 async fn save(
     args: &args::Get,
     tensor: &FoundTensor,
     path: &str,
+    cast: impl Fn() -> Option<CastReport>,
     out: &Output,
 ) -> Result<(), Failure> {
-    let is = |ending: &str| path.ends_with(ending);
-    if !is(".npy") && !is(".safetensors") {
-        let message = format!("cannot tell what kind of file {path:?} should be");
-        return Err(Failure::new(Exit::Usage, message).hint("end its name in .npy or .safetensors"));
-    }
+    let kind = Kind::of(path)?;
     let folders = NewFolders::before(path);
     let target = target::file(path, args.overwrite, false).await?;
     let bar = Bar::new(out, "writing");
-    let note = if is(".npy") {
-        tensor.to_npy(&target, &bar.options()).await?
-    } else {
-        tensor.to_safetensors(&target, &bar.options()).await?;
-        None
+    let options = bar.options().with_callables(args.callables.filter());
+    let note = match kind {
+        Kind::Npy => tensor.to_npy(&target, &options).await?,
+        Kind::Safetensors => tensor.to_safetensors(&target, &options).await.map(|()| None)?,
+        Kind::TorchSave => tensor.to_torch_save(&target, &options).await.map(|()| None)?,
     };
     drop(bar);
     folders.keep();
@@ -93,13 +172,20 @@ async fn save(
         out.note(note);
     }
     if args.json {
-        return out.json(&json!({
+        let mut report = json!({
             "output": path,
             "dtype": tensor.dtype().name(),
             "shape": &**tensor.shape(),
             "bytes": tensor.byte_len(),
             "note": note,
-        }));
+        });
+        if let (Some(report), Some(cast)) = (report.as_object_mut(), cast()) {
+            report.insert("cast".to_owned(), json!(cast));
+        }
+        return out.json(&report);
+    }
+    if let Some(cast) = cast() {
+        cast_notes(&cast, out);
     }
     if !out.quiet {
         let (dtype, shape) = (tensor.dtype(), tensor.shape());

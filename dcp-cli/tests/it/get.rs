@@ -65,6 +65,77 @@ fn npy_files_say_what_they_hold() {
     assert!(npy(&path(&folder, "b.npy")).0.contains("'descr': '<u2'"));
 }
 
+/// What `torch.load` returns of a file is the tensor or object itself; `cargo xtask interop` loads
+/// them.
+#[test]
+fn files_of_torch_save_hold_one_tensor_or_object() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.pt");
+    let get = |from: &str, name: &str, more: &[&str]| {
+        let args = ["get", from, name, "-o", &file, "--overwrite"];
+        dcp(args.iter().chain(more).copied())
+    };
+    let only = |kind: &str| {
+        dcp(["verify", "--deep", &file]).ok();
+        let keys = dcp(["inspect", &file, "--json"]).json()["keys"].clone();
+        assert_eq!(keys.as_object().unwrap().len(), 1);
+        let (name, key) = keys.as_object().unwrap().iter().next().unwrap();
+        assert_eq!(key["kind"], kind, "{keys}");
+        dcp(["get", &file, name, "--json"]).json()
+    };
+    get("fsdp2_adam_2r", "model.embed.weight", &["--slice=4:6,1:"]).ok();
+    let values = only("tensor");
+    let wanted = ["get", "fsdp2_adam_2r", "model.embed.weight", "--slice=4:6,1:", "--json"];
+    assert_eq!(values, dcp(wanted).json());
+    get("all_dtypes", "complex128", &[]).ok();
+    assert_eq!(only("tensor")["dtype"], "complex128");
+    get("fsdp2_adam_2r", "optimizer.param_groups.0.lr", &[]).ok();
+    assert_eq!(only("object")["value"], 0.001);
+    get("quantized", "qint8", &[]).ok();
+    let quantizer = only("object")["value"]["args"][1].to_string();
+    assert!(quantizer.contains("torch.per_tensor_affine"), "{quantizer}");
+    get("quantized", "qint8", &["--slice=0"]).fails(2, &["only the whole has a scale"]);
+    // What Python would run is written when it is named.
+    let kinds = "../torch_save/kinds/zip.pt";
+    get(kinds, "args", &[]).fails(1, &["--allow-callable __main__.TrainArgs"]);
+    get(kinds, "args", &["--allow-callable=__main__.*"]).ok();
+    for (name, hint) in [("x.npy", "file in .pt"), ("x.safetensors", "file in .pt"), ("x", ".pt")] {
+        let file = path(&folder, name);
+        dcp(["get", "fsdp2_adam_2r", "step", "-o", &file]).fails(2, &[hint]);
+    }
+}
+
+#[test]
+fn a_tensor_is_cast_as_conversions_cast_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (one, all) = (path(&folder, "one.safetensors"), path(&folder, "all.safetensors"));
+    let name = "model.embed.weight";
+    let run = dcp(["get", "fsdp2_adam_2r", name, "-o", &one, "--dtype=bf16"]);
+    assert!(run.stderr.contains("note: cast 1 tensor to bfloat16; values changed by at most"));
+    dcp(["convert", "fsdp2_adam_2r", &all, "--dtype=bf16"]).ok();
+    assert_eq!(tensors(one.as_ref())[name], tensors(all.as_ref())[name]);
+    let json = ["get", "fsdp2_adam_2r", name, "-o", &one, "--overwrite", "--dtype=bf16", "--json"];
+    let report = dcp(json).json();
+    assert_eq!(report["dtype"], "bfloat16");
+    assert_eq!(report["cast"]["tensors"][name]["to"], "bfloat16");
+    let text = dcp(["get", "fsdp2_adam_2r", name, "--dtype=bf16"]).ok();
+    assert!(text.contains("dtype=torch.bfloat16"), "{text}");
+    let run = dcp(["get", "all_dtypes", "int32", "--dtype=bf16"]);
+    assert!(run.stderr.contains("no tensor had to be cast") && run.ok().contains("int32"));
+}
+
+#[test]
+fn safetensors_files_take_no_type_that_they_cannot_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = path(&folder, "x.safetensors");
+    for name in ["complex128", "complex32"] {
+        let run = dcp(["get", "all_dtypes", name, "-o", &file]);
+        assert!(!run.stderr.contains("dcp verify"), "{}", run.stderr);
+        run.fails(2, &[&format!("is {name}"), "write a .pt or a .npy file"]);
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
 #[test]
 fn tensors_print_as_pytorch_prints_them() {
     let get = |args: &[&str]| dcp([&["get"], args].concat()).ok();

@@ -232,3 +232,45 @@ fn every_command_reads_the_main_file_of_a_model_unless_told() {
     let shown = dcp(["inspect", &model, "--json"]).json();
     assert_eq!(shown["keys"]["0.weight"]["dtype"], "float16");
 }
+
+/// Of `pytorch_model.bin`, in one file and in several, by transformers' names.
+#[test]
+fn variants_of_models_of_torch_save_are_read_when_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = "../torch_save/states/root.pt";
+    let write = |file: &str, dtype: &str, more: &[&str]| {
+        let target = path(&folder, file);
+        let args = ["convert", source, &target, "--to=torch-save", "--model-only"];
+        dcp(args.iter().chain(&[&*format!("--dtype={dtype}")]).chain(more).copied()).ok();
+    };
+    write("pytorch_model.bin", "fp32", &[]);
+    write("pytorch_model.fp16.bin", "fp16", &[]);
+    let shards = ["pytorch_model.bf16-00001-of-00002.bin", "pytorch_model.bf16-00002-of-00002.bin"];
+    write(shards[0], "bf16", &["--exclude=2"]);
+    write(shards[1], "bf16", &["--include=2"]);
+    let map = json!({"0.weight": shards[0], "0.bias": shards[0], "2.weight": shards[1], "2.bias": shards[1]});
+    let index = json!({"weight_map": map}).to_string();
+    fs::write(path(&folder, "pytorch_model.bin.index.bf16.json"), index).unwrap();
+    let place = folder.path().display().to_string();
+    for (variant, dtype) in
+        [(&[][..], "float32"), (&["--variant=fp16"], "float16"), (&["--variant=bf16"], "bfloat16")]
+    {
+        let with = |args: &[&str]| dcp(args.iter().chain(variant).copied());
+        let keys = with(&["inspect", &place, "--json"]).json()["keys"].clone();
+        let keys = keys.as_object().unwrap();
+        assert_eq!(keys.len(), 4, "{variant:?}");
+        assert!(keys.values().all(|key| key["dtype"] == dtype), "{keys:?}");
+        with(&["verify", &place, "--deep"]).ok();
+        let (copy, whole) = (path(&folder, "copy.safetensors"), path(&folder, "x.safetensors"));
+        with(&["convert", &place, &copy, "--overwrite"]).ok();
+        dcp(["convert", source, &whole, "--model-only", "--dtype", dtype, "--overwrite"]).ok();
+        dcp(["diff", &copy, &whole]).ok();
+        // They lie where the main model is looked for.
+        fs::remove_file(&copy).unwrap();
+        fs::remove_file(&whole).unwrap();
+    }
+    dcp(["inspect", &place, "--variant=fp8"]).fails(2, &["fp8"]);
+    // An index of a variant names files that are there.
+    fs::remove_file(path(&folder, shards[1])).unwrap();
+    dcp(["inspect", &place, "--variant=bf16"]).fails(1, &[shards[1]]);
+}

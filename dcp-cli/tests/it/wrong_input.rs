@@ -89,7 +89,7 @@ fn targets_are_checked() {
     let folder = tempfile::tempdir().unwrap();
     let output = path(&folder, "x.csv");
     dcp(["get", "zstd_2r", "w", "-o", &output]).fails(2, &["hint: end its name in .npy"]);
-    dcp(["get", "zstd_2r", "obj.a", "-o", &path(&folder, "x.npy")]).fails(2, &["is no tensor"]);
+    dcp(["get", "zstd_2r", "obj.a", "-o", &path(&folder, "x.npy")]).fails(2, &["is an object"]);
     let place = folder.path().display().to_string();
     dcp(["convert", "zstd_2r", &place, "--to", "safetensors"]).fails(2, &["is a directory"]);
     dcp(["reshard", "zstd_2r", "./zstd_2r", "-n", "2", "--overwrite"])
@@ -233,4 +233,25 @@ fn a_file_where_a_directory_is_needed_is_said_to_be_one() {
     dcp(["ls", file]).fails(2, &["is a file, and a directory is needed"]);
     dcp(["rewrite-metadata", file, "--to=torch"])
         .fails(2, &["is a file, and a directory is needed"]);
+}
+
+#[test]
+fn a_format_that_may_be_several_is_refused_with_all_of_them() {
+    for to in ["torch", "pytorch"] {
+        let run = dcp(["convert", "t21_plain", "nowhere", "--to", to]);
+        assert_eq!(run.code, 2);
+        for format in ["torch-save", "dcp", "torch-dist"] {
+            assert!(run.stderr.contains(format), "{}", run.stderr);
+        }
+        assert!(!run.stderr.contains("similar"), "{}", run.stderr);
+    }
+    let run = dcp(["convert", "t21_plain", "nowhere", "--to", "safetensor"]);
+    assert!(run.stderr.contains("a similar value exists: 'safetensors'"), "{}", run.stderr);
+}
+
+#[test]
+fn checkpoints_of_other_shapes_are_not_averaged_and_the_hint_helps() {
+    let run = dcp(["average", "fsdp2_adam_2r", "t21_plain", "--out", "nowhere", "--to=dcp"]);
+    assert!(!run.stderr.contains("--non-float"), "{}", run.stderr);
+    run.fails(2, &["do not go together", "--keys-only` lists the others"]);
 }

@@ -153,7 +153,7 @@ impl Averaged {
         }
         let problems = mismatches(&inputs);
         if !problems.is_empty() {
-            return Err(ConvertError::Disagreement { problems });
+            return Err(ConvertError::Disagreement { problems, structure: true });
         }
         if options.non_float == NonFloat::Equal {
             refuse_different(&inputs, job.parallelism).await?;
@@ -393,7 +393,11 @@ async fn refuse_different(inputs: &[Input], parallelism: usize) -> Result<(), Co
         .collect();
     let found: Vec<_> = stream::iter(checks).buffered(parallelism.max(1)).try_collect().await?;
     let problems: Vec<String> = found.into_iter().flatten().collect();
-    if problems.is_empty() { Ok(()) } else { Err(ConvertError::Disagreement { problems }) }
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        Err(ConvertError::Disagreement { problems, structure: false })
+    }
 }
 
 /// Where all chunks of a tensor lie in all inputs.

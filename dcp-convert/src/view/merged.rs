@@ -126,7 +126,11 @@ async fn owners(inputs: &[Input], duplicates: Duplicates) -> Result<Vec<Vec<usiz
         }
         owners.push(owned);
     }
-    if problems.is_empty() { Ok(owners) } else { Err(ConvertError::Disagreement { problems }) }
+    if problems.is_empty() {
+        Ok(owners)
+    } else {
+        Err(ConvertError::Disagreement { problems, structure: false })
+    }
 }
 
 /// An entry of one input, placed in the storage of all: the input's own without a `number`.

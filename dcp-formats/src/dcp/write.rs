@@ -26,6 +26,30 @@ fn archive(dtype: DType, sizes: &[u64]) -> Result<ArchiveEncoder, FormatError> {
     ArchiveEncoder::new(RecordSet::default(), layout.to_pickle()?, &[layout.byte_len()])
 }
 
+/// Writes one tensor as `torch.save` of PyTorch 2.15 writes it: a file of its own, under a name that
+/// must be free. `data` has its elements as item 0.
+///
+/// # Errors
+///
+/// For a quantized tensor, and when data or storage fail; then there is no file.
+pub async fn write_tensor_file(
+    storage: &dyn Storage,
+    key: &Key,
+    (fqn, dtype, sizes): (&Arc<str>, DType, &[u64]),
+    data: &dyn DataSource,
+) -> Result<(), CheckpointError> {
+    let byte_len = encoded_len(fqn, dtype, sizes)?;
+    let elements = TensorLayout::contiguous(dtype, sizes)?.byte_len();
+    let items = vec![Archive { fqn: Arc::clone(fqn), tensor: Some((dtype, sizes.into())) }];
+    let job = FileJob {
+        key: key.clone(),
+        byte_len,
+        items: vec![FileItem { item: 0, byte_len: elements }],
+        framing: Archives { items, checksums: true },
+    };
+    job.write(storage, data, None).await
+}
+
 /// A file that this rank writes.
 #[derive(Debug)]
 pub(super) struct FileJob {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageExt as _};
+use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageExt as _, counted};
 
 use super::ENDING;
 use super::beside::{CONFIG_ASIDE, CONFIG_NAME};
@@ -40,9 +40,9 @@ impl Names {
                 .partition(|key| series(key.file_name()).is_some_and(|(s, _)| s.is_models()));
             let notes = match left.first() {
                 Some(first) => vec![format!(
-                    "{} files of a model that was not written to its end, such as {first:?}, are left \
-                     out: no index names them, and {SINGLE_NAME} is the model",
-                    left.len()
+                    "left out {} of a model that was not written to its end, such as {first:?}: no \
+                     index names it, and {SINGLE_NAME} is the model",
+                    counted(left.len() as u64, "file")
                 )],
                 None => Vec::new(),
             };

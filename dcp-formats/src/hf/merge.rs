@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Dims, Encoding, Entry, FormatError, Key, Layout,
-    Placement, TensorEntry,
+    Placement, TensorEntry, counted,
 };
 use indexmap::IndexMap;
 
@@ -283,8 +283,8 @@ impl<'a> Merger<'a> {
         }
         if let Some((count, example)) = self.unlisted {
             self.merged.notes.push(format!(
-                "{count} tensors that the index does not place in their file are left out, such \
-                 as {example:?}"
+                "left out {} that the index does not place in its file, such as {example:?}",
+                counted(count as u64, "tensor")
             ));
         }
         if let Some((count, example)) = self.doubled {

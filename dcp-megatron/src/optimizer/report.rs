@@ -1,5 +1,6 @@
 //! What is said of an optimizer's state whose parameters had to be found.
 
+use dcp_core::counted;
 use std::fmt;
 use std::sync::Arc;
 
@@ -140,7 +141,7 @@ impl PerParameterReport {
 
 impl fmt::Display for PerParameterReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({} parameters)", self.from, self.params)?;
+        write!(f, "{} ({})", self.from, counted(self.params as u64, "parameter"))?;
         let Some(layout) = &self.layout else { return Ok(()) };
         write!(f, ", {} told by value", layout.by_value)?;
         if !layout.by_order.is_empty() {

@@ -80,6 +80,11 @@ pub fn foreign_callables(
     Ok(names.map(|name| ForeignCallable::new(Some(key), name)).collect())
 }
 
+/// Those of an object of which the names are known.
+pub(crate) fn of_names(key: &Arc<str>, names: &[ForeignName]) -> Vec<ForeignCallable> {
+    names.iter().map(|name| ForeignCallable::new(Some(key), name.clone())).collect()
+}
+
 /// Those in what the format keeps besides its objects: the pickle that is a file of `torch.save`,
 /// or the `.metadata` of PyTorch's format.
 pub(crate) async fn in_index(source: &Source) -> Result<Vec<ForeignCallable>, CheckpointError> {

@@ -1,5 +1,6 @@
 //! A checkpoint to read, whatever its format.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{
@@ -27,8 +28,19 @@ pub struct Source {
     pub reader: Arc<dyn StorageReader>,
     /// The same reader, when it is one that knows more than the trait asks for.
     known: Known,
+    /// Where objects and tensors of a view are in a file of `torch.save`, as they are.
+    kept: Option<Arc<KeptObjects>>,
     /// What compares the bytes that pass through the reader with their checksums.
     checked: Vec<Arc<Checked>>,
+}
+
+/// Objects and tensors of a view that are those of one file of `torch.save`.
+#[derive(Clone, Debug)]
+pub(crate) struct KeptObjects {
+    /// The file.
+    pub(crate) reader: Arc<TorchSaveReader>,
+    /// The FQN in the file, by that in the view.
+    pub(crate) names: HashMap<Arc<str>, Arc<str>>,
 }
 
 /// A reader of a format that is known here.
@@ -57,7 +69,7 @@ impl Source {
     /// A checkpoint whose files lie in `storage` and are understood by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, known: Known::Other, checked: Vec::new() }
+        Self { storage, reader, known: Known::Other, kept: None, checked: Vec::new() }
     }
 
     /// The checkpoint in a folder, told by what is there: PyTorch's format where there is a
@@ -204,6 +216,7 @@ impl Source {
             storage: Arc::clone(&self.storage),
             reader: Arc::new(reader),
             known: self.known.clone(),
+            kept: self.kept.clone(),
             checked: vec![checked],
         }
     }
@@ -241,6 +254,17 @@ impl Source {
     #[must_use]
     pub fn save_reader(&self) -> Option<&Arc<TorchSaveReader>> {
         if let Known::TorchSave(reader) = &self.known { Some(reader) } else { None }
+    }
+
+    /// The same view, of which these objects are those of a file of `torch.save`.
+    pub(crate) fn keeping(mut self, kept: Option<Arc<KeptObjects>>) -> Self {
+        self.kept = kept;
+        self
+    }
+
+    /// Its objects that are those of a file of `torch.save`.
+    pub(crate) fn kept(&self) -> Option<&Arc<KeptObjects>> {
+        self.kept.as_ref()
     }
 
     /// The checkpoint's index.

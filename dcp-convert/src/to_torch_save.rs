@@ -1,11 +1,13 @@
 //! A whole checkpoint as one file of `torch.save`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use dcp_core::{Entry, Key, PlanError};
+use dcp_formats::pickle::ForeignName;
 use dcp_formats::torch_save::{
-    TorchSaveAgain, TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
+    TorchSaveAgain, TorchSaveContent, TorchSaveForm, TorchSaveGraphs, TorchSaveItem,
+    TorchSaveOptions, TorchSavePlan,
 };
 
 use crate::callables;
@@ -15,7 +17,7 @@ use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
 use crate::outgoing::ties;
-use crate::source::Source;
+use crate::source::{KeptObjects, Source};
 use crate::target::Target;
 use crate::view::with_quantizers;
 use crate::written::WriteReport;
@@ -55,9 +57,16 @@ pub async fn to_torch_save(
         return write_again(&source, reader.key(), target, again, report, options).await;
     }
     let source = with_quantizers(source, |_| true).await?;
-    let outgoing = Outgoing::gather(&source, options).await?;
+    let mut outgoing = Outgoing::gather(&source, options).await?;
     let plan =
         TorchSavePlan::new(&target.key, &outgoing.items, &how).map_err(ConvertError::unwritable)?;
+    if let Some(kept) = source.kept() {
+        for record in plan.kept() {
+            outgoing.byte_len = outgoing.byte_len.saturating_add(record.byte_len);
+            let (key, byte_offset) = (kept.reader.key().clone(), record.data.start);
+            outgoing.parts.push(Part::Stored { key, byte_offset, first: None });
+        }
+    }
     let report = outgoing.report.with_files([(target.key.to_string(), plan.byte_len())]);
     if options.dry_run {
         return Ok(report.planned(&*source.metadata().await?));
@@ -110,6 +119,32 @@ async fn write_again(
     Ok(report)
 }
 
+/// What is taken out of a file of `torch.save` as they are.
+struct Kept {
+    objects: Arc<KeptObjects>,
+    graphs: Arc<TorchSaveGraphs>,
+}
+
+impl Kept {
+    async fn of(source: &Source) -> Result<Option<Self>, ConvertError> {
+        let Some(objects) = source.kept().cloned() else { return Ok(None) };
+        let wanted: HashSet<&str> = objects.names.values().map(|fqn| &**fqn).collect();
+        let graphs = Arc::new(objects.reader.graphs(|fqn| wanted.contains(fqn)).await?);
+        drop(wanted);
+        Ok(Some(Self { objects, graphs }))
+    }
+
+    /// What is written for an object or tensor of the view, and what Python imports for it.
+    fn content(&self, fqn: &Arc<str>) -> Option<(TorchSaveContent, &[ForeignName])> {
+        let fqn = Arc::clone(self.objects.names.get(fqn)?);
+        let names = match self.graphs.has_tensor(&fqn) {
+            true => &[],
+            false => self.graphs.foreign_names(&fqn)?,
+        };
+        Some((TorchSaveContent::Kept { graphs: Arc::clone(&self.graphs), fqn }, names))
+    }
+}
+
 /// What goes into the file.
 struct Outgoing {
     items: Vec<TorchSaveItem>,
@@ -124,7 +159,11 @@ impl Outgoing {
     async fn gather(source: &Source, options: &JobOptions) -> Result<Self, ConvertError> {
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
-        let mut values = read_objects(source, &metadata, &object_entries(&metadata)).await;
+        let kept = Kept::of(source).await?;
+        let kept = |fqn: &Arc<str>| kept.as_ref().and_then(|kept| kept.content(fqn));
+        let mut entries = object_entries(&metadata);
+        entries.retain(|at| metadata.at(*at).is_some_and(|(fqn, _)| kept(fqn).is_none()));
+        let mut values = read_objects(source, &metadata, &entries).await;
         let tied = ties(&metadata);
         let mut positions: HashMap<&str, usize> = HashMap::new();
         let mut foreign = Vec::new();
@@ -135,10 +174,15 @@ impl Outgoing {
             let (content, part) = match entry {
                 Entry::Tensor(tensor) => {
                     let first = tied.get(&index);
+                    let in_file = kept(fqn);
                     let same_as = first.and_then(|first| positions.get(&**first).copied());
                     let part = match (same_as, first) {
                         (Some(_), Some(first)) => {
                             outgoing.report.tied.insert(Arc::clone(fqn), Arc::clone(first));
+                            nothing
+                        }
+                        _ if in_file.is_some() => {
+                            outgoing.report.chunks += 1;
                             nothing
                         }
                         _ => {
@@ -150,16 +194,26 @@ impl Outgoing {
                     };
                     outgoing.report.tensors += 1;
                     let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
-                    (TorchSaveContent::Tensor { dtype, shape, same_as }, part)
+                    let made = || TorchSaveContent::Tensor { dtype, shape, same_as };
+                    (in_file.map_or_else(made, |(content, _)| content), part)
                 }
                 _ => {
-                    let value = values.remove(&index).unwrap_or_else(|| {
-                        let problem = "it could not be read".to_owned();
-                        Err(PlanError::Unsupported { fqn: fqn.to_string(), problem }.into())
-                    })?;
-                    foreign.extend(callables::foreign_callables(fqn, &value)?);
                     outgoing.report.objects += 1;
-                    (TorchSaveContent::Object(value), nothing)
+                    let content = match kept(fqn) {
+                        Some((content, names)) => {
+                            foreign.extend(callables::of_names(fqn, names));
+                            content
+                        }
+                        None => {
+                            let value = values.remove(&index).unwrap_or_else(|| {
+                                let problem = "it could not be read".to_owned();
+                                Err(PlanError::Unsupported { fqn: fqn.to_string(), problem }.into())
+                            })?;
+                            foreign.extend(callables::foreign_callables(fqn, &value)?);
+                            TorchSaveContent::Object(value)
+                        }
+                    };
+                    (content, nothing)
                 }
             };
             positions.insert(fqn, outgoing.items.len());

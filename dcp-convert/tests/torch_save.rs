@@ -9,13 +9,14 @@ use std::sync::Arc;
 use dcp_conformance::MemoryStorage;
 use dcp_convert::view::{AverageOptions, Averaged};
 use dcp_convert::{
-    ConvertError, DiffOptions, JobOptions, ProblemKind, Source, Target, diff, to_safetensors,
-    to_torch_save, verify,
+    ConvertError, DiffOptions, JobOptions, ProblemKind, Rename, Selection, Source, Target, diff,
+    to_safetensors, to_torch_save, verify,
 };
 use dcp_core::{Key, PutMode, Storage, StorageExt};
 use dcp_formats::pickle::{Limits, Node, Pickle, Writer};
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveReader};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
+use dcp_planner::KeyFilter;
 
 const SIDE: u64 = 1024;
 
@@ -370,4 +371,94 @@ fn damage_in_any_view_is_never_carried_over() {
         let target = Target::new(Arc::clone(&place), key("out.safetensors"));
         block_on(to_safetensors(&source(&[view], false), &target, &small())).unwrap();
     }
+}
+
+/// As many quantized tensors, and plain views, of one storage of 1 MiB.
+fn sharing(objects: usize, damaged: bool) -> Source {
+    const LEN: u64 = 1 << 20;
+    let mut writer = Writer::new();
+    let names = (0..objects).map(|n| format!("o{n}")).chain(["v".into(), "w".into()]);
+    let names: Vec<String> = names.collect();
+    let built = writer.dict(names.iter(), |writer, name| {
+        writer.constant(name);
+        let is_object = name.starts_with('o');
+        let (function, class) = match is_object {
+            true => ("_rebuild_qtensor", "QInt8Storage"),
+            false => ("_rebuild_tensor_v2", "CharStorage"),
+        };
+        writer.global("torch._utils", function);
+        writer.tuple(6 + usize::from(is_object), |writer| {
+            writer.storage(("torch", class), "0", "cpu", LEN);
+            writer.uint(if name == "w" { 8 } else { 0 });
+            writer.uint_tuple(&[LEN - 8]);
+            writer.uint_tuple(&[1]);
+            if is_object {
+                writer.tuple(3, |writer| {
+                    writer.global("torch", "per_tensor_affine");
+                    writer.float(0.5);
+                    writer.int(0);
+                    Ok::<(), ()>(())
+                })?;
+            }
+            writer.bool(false);
+            writer.none();
+            Ok::<(), ()>(())
+        })?;
+        writer.call();
+        Ok::<(), ()>(())
+    });
+    built.unwrap();
+    let bytes: Vec<u8> = (0..LEN).map(|n| (n % 251) as u8).collect();
+    let pickle = writer.finish().unwrap();
+    let file = ArchiveEncoder::encode(RecordSet::default(), pickle, &[&bytes]).unwrap();
+    let mut file = file.to_vec();
+    if damaged {
+        let middle = file.len() / 2;
+        file[middle] ^= 1;
+    }
+    let storage = MemoryStorage::new();
+    block_on(storage.put(&key("model.pt"), file.into(), PutMode::Create)).unwrap();
+    Source::torch_save(Arc::new(storage), key("model.pt"))
+}
+
+/// More of them than may be held one by one are written with their storage once, in both forms.
+#[test]
+fn what_is_chosen_of_a_file_keeps_its_shared_storages() {
+    let options = JobOptions::default();
+    let rename = Rename::parse("s/^o/p/").unwrap();
+    let selection = Selection::all().excluding(KeyFilter::any_of(["o1"])).renaming(rename);
+    let written = |source: &Source, form, name| {
+        let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let target = Target::new(Arc::clone(&place), key(name));
+        let view = block_on(selection.apply(source, &options)).unwrap();
+        let report = block_on(to_torch_save(&view, &target, form, &options))?;
+        let len = block_on(place.stat(&key(name))).unwrap().byte_len;
+        Ok::<_, ConvertError>((Source::torch_save(place, key(name)), report, len))
+    };
+    for form in [TorchSaveForm::default(), TorchSaveForm::Legacy] {
+        let source = sharing(400, false);
+        let (copy, report, len) = written(&source, form, "x.pt").unwrap();
+        assert_eq!((report.objects, report.tensors), (399, 2));
+        assert!(len < (1 << 20) + (256 << 10), "{len} bytes");
+        assert_eq!(report.bytes, len);
+        let TorchSaveForm::Zip(_) = form else { continue };
+        let records = block_on(copy.save_reader().unwrap().records()).unwrap();
+        let large: Vec<_> = records.iter().filter(|one| one.record.byte_len >= 1 << 20).collect();
+        assert_eq!(large.len(), 1);
+        let mut what = DiffOptions::default();
+        what.a = selection.clone();
+        what.include = KeyFilter::any_of(["p0", "p399", "v", "w"]);
+        assert!(block_on(diff(&source, &copy, &what, &options)).unwrap().equal);
+        // Damage in the storage is not carried over.
+        let error = written(&sharing(3, true), form, "y.pt").unwrap_err().to_string();
+        assert!(error.contains("CRC"), "{error}");
+    }
+    // A view of a small part of a storage does not bring all of it along.
+    let only = Selection::all().including(KeyFilter::any_of(["rows"]));
+    let view = block_on(only.apply(&source(&[ROWS, WHOLE], false), &options)).unwrap();
+    let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let target = Target::new(Arc::clone(&place), key("z.pt"));
+    block_on(to_torch_save(&view, &target, TorchSaveForm::default(), &options)).unwrap();
+    let len = block_on(place.stat(&key("z.pt"))).unwrap().byte_len;
+    assert!(len < 500 * SIDE * 4 + 4096, "{len}");
 }

@@ -307,7 +307,7 @@ proptest! {
         let identical = block_on(Merged::apply(&twice, Duplicates::Identical, &job)).unwrap();
         prop_assert_eq!(contents(&identical), tensors.clone());
         let error = block_on(Merged::apply(&twice, Duplicates::Refuse, &job)).unwrap_err();
-        let ConvertError::Disagreement { problems } = error else { panic!("{error}") };
+        let ConvertError::Disagreement { problems, .. } = error else { panic!("{error}") };
         prop_assert_eq!(problems.len(), tensors.len());
     }
 }
@@ -350,7 +350,7 @@ fn what_has_no_mean_is_equal_or_chosen() {
         block_on(Averaged::apply(&sources, &average, &job))
     };
     let error = with(NonFloat::Equal).unwrap_err();
-    let ConvertError::Disagreement { problems } = &error else { panic!("{error}") };
+    let ConvertError::Disagreement { problems, .. } = &error else { panic!("{error}") };
     assert_eq!(problems.len(), 2, "{error}");
     assert!(error.to_string().contains("\"step\" of checkpoints 1 and 2"), "{error}");
     for (non_float, step, mask) in [(NonFloat::First, 1_i64, 0), (NonFloat::Last, 3, 1)] {

@@ -15,7 +15,7 @@ use super::scratch::{SCRATCH, Scratch, bad_plan, name, pieces};
 use crate::cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::source::Source;
+use crate::source::{KeptObjects, Source};
 
 /// A reader that casts tensors of another one, a bounded part at a time.
 pub struct Cast {
@@ -69,6 +69,13 @@ impl Cast {
         let inner = source.for_job(job.parallelism);
         let view = Arc::new(Self::new(Arc::clone(&inner.reader), rule, options).await?);
         let cast = Source::derived(Arc::clone(&view) as _, std::slice::from_ref(&inner));
+        let kept = inner.kept().map(|kept| {
+            let mut kept = KeptObjects::clone(kept);
+            let is_cast = |at: usize| view.casters.get(at).is_some_and(Option::is_some);
+            kept.names.retain(|fqn, _| !view.metadata.index_of(fqn).is_some_and(is_cast));
+            Arc::new(kept)
+        });
+        let cast = cast.map(|cast| cast.keeping(kept));
         Ok((cast.unwrap_or(inner), view))
     }
 

@@ -10,7 +10,7 @@ use crate::groups::{RenamedParams, keys_of_params};
 use crate::job::JobOptions;
 use crate::objects::read_object;
 use crate::select::{Chosen, Selection};
-use crate::source::Source;
+use crate::source::{KeptObjects, Source};
 use crate::view::Assembled;
 
 impl Selection {
@@ -34,13 +34,14 @@ impl Selection {
         }
         let mut values = self.renamed_params(source, &metadata, &chosen).await?;
         let mut view = Assembled::builder(std::slice::from_ref(source), job).await?;
+        let kept = kept(source, &metadata, &chosen, &values);
         for one in chosen {
             match values.remove(&one.entry) {
                 Some(value) => view.object(one.fqn, one.path, value)?,
                 None => view.pass(one.fqn, one.path, 0, one.entry)?,
             }
         }
-        view.finish()
+        Ok(view.finish()?.keeping(kept))
     }
 
     /// Settings of optimizers that list parameters by names that change, with the new names.
@@ -65,4 +66,27 @@ impl Selection {
         }
         Ok(renamed)
     }
+}
+
+/// What is chosen as it is, of a file of `torch.save` or a view that has some of one.
+fn kept(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+    chosen: &[Chosen],
+    changed: &HashMap<usize, Value>,
+) -> Option<Arc<KeptObjects>> {
+    let (reader, before) = match (source.save_reader(), source.kept()) {
+        (Some(reader), _) => (reader, None),
+        (None, Some(kept)) => (&kept.reader, Some(&kept.names)),
+        (None, None) => return None,
+    };
+    let names = chosen.iter().filter(|one| !changed.contains_key(&one.entry)).filter_map(|one| {
+        let (fqn, _) = metadata.at(one.entry)?;
+        let in_file = match before {
+            Some(names) => names.get(fqn)?,
+            None => fqn,
+        };
+        Some((Arc::clone(&one.fqn), Arc::clone(in_file)))
+    });
+    Some(Arc::new(KeptObjects { reader: Arc::clone(reader), names: names.collect() }))
 }

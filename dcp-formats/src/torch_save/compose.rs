@@ -4,14 +4,15 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Opaque, PlanError, Tensor};
+use dcp_core::{FormatError, Key, Opaque, PlanError, Tensor};
 
+use super::graphs::TorchSaveGraphs;
 use super::persistent::{Numbers, PersistentStorages};
 use super::tree::Tree;
 use super::write::{TorchSaveContent, TorchSaveItem};
 use crate::pickle::{Limits, NodeId, Pickle, TensorSink, Writer};
 use crate::torch_tensor::{ByteOrder, StorageRef, TensorLayout, byte_order, small_record};
-use crate::torch_zip::{ArchiveIndex, Halt, Sparse};
+use crate::torch_zip::{ArchiveIndex, Halt, Record, Sparse};
 
 /// What a deflated record of an object's own archive may grow to.
 const INFLATED_MAX: u64 = 1 << 30;
@@ -33,6 +34,15 @@ pub(super) enum StorageContent {
     Item(usize),
     /// They are at hand.
     Bytes(Bytes),
+    /// A record of another file, which is the item at this position.
+    Kept {
+        /// Where they are.
+        record: Record,
+        /// The file.
+        file: Key,
+        /// The position.
+        item: usize,
+    },
 }
 
 /// A pickle and its storages, in the order of their first use.
@@ -51,7 +61,18 @@ pub(super) fn compose(
 ) -> Result<Composed, PlanError> {
     let tree = Tree::grow(items)?;
     let mut storages = Storages { key_width, ..Storages::default() };
-    let mut composer = Composer { items, storages: &mut storages };
+    let graphs = items.iter().find_map(|item| match &item.content {
+        TorchSaveContent::Kept { graphs, .. } => Some(&**graphs),
+        _ => None,
+    });
+    let kept = match graphs {
+        Some(graphs) => {
+            let pickle = graphs.pickle().map_err(|error| unsupported("", &error))?;
+            Some(Kept { graphs, pickle, numbers: HashMap::new() })
+        }
+        None => None,
+    };
+    let mut composer = Composer { items, storages: &mut storages, kept };
     composer.tree(&mut writer, &tree)?;
     let pickle = writer.finish().map_err(|error| unsupported("", &error))?;
     Ok(Composed { pickle, storages: storages.all })
@@ -60,6 +81,15 @@ pub(super) fn compose(
 struct Composer<'i> {
     items: &'i [TorchSaveItem],
     storages: &'i mut Storages,
+    kept: Option<Kept<'i>>,
+}
+
+/// The file that objects are taken over from.
+struct Kept<'i> {
+    graphs: &'i TorchSaveGraphs,
+    pickle: Pickle<'i>,
+    /// The numbers of its storages in the new file, by their keys in it.
+    numbers: HashMap<Box<str>, usize>,
 }
 
 impl Composer<'_> {
@@ -85,6 +115,7 @@ impl Composer<'_> {
         let Some(item) = self.items.get(position) else { return Ok(()) };
         let named = |error: FormatError| unsupported(&item.name, &error);
         match &item.content {
+            TorchSaveContent::Kept { graphs, fqn } => self.kept(writer, graphs, fqn).map_err(named),
             TorchSaveContent::Object(value) => writer.value(value, self.storages).map_err(named),
             TorchSaveContent::Tensor { dtype, shape, same_as } => {
                 let layout = TensorLayout::contiguous(*dtype, shape.clone()).map_err(named)?;
@@ -100,6 +131,41 @@ impl Composer<'_> {
                 Ok(())
             }
         }
+    }
+
+    /// Writes an object of another file, with those of its storages that are not there yet.
+    fn kept(
+        &mut self,
+        writer: &mut Writer,
+        graphs: &TorchSaveGraphs,
+        fqn: &str,
+    ) -> Result<(), FormatError> {
+        let Self { items, storages, kept } = self;
+        let kept = kept.as_mut().filter(|kept| std::ptr::eq(kept.graphs, graphs));
+        let absent = || FormatError::new("object", "it is in another file than the objects before");
+        let Kept { pickle, numbers, .. } = kept.ok_or_else(absent)?;
+        let mut number = |storage: &StorageRef, element: u64| {
+            let number = match numbers.get(&storage.key) {
+                Some(number) => *number,
+                None => {
+                    let (record, file) = (graphs.record(storage)?, graphs.source().clone());
+                    let item = items.len().saturating_add(numbers.len());
+                    let byte_len = record.byte_len;
+                    let content = StorageContent::Kept { record, file, item };
+                    let number = storages.push(content, byte_len, element);
+                    numbers.insert(storage.key.clone(), number);
+                    number
+                }
+            };
+            Ok(storages.key(number))
+        };
+        if let Some(layout) = graphs.tensor(fqn) {
+            let key = number(layout.storage(), layout.storage_element_size())?;
+            layout.clone().with_storage_key(key).write(writer);
+            return Ok(());
+        }
+        let node = graphs.node(fqn).ok_or_else(absent)?;
+        writer.graph(pickle, node, &mut PersistentStorages(&mut number))
     }
 
     /// The item whose storage a tied tensor is in.

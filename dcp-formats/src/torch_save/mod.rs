@@ -15,6 +15,7 @@ mod compose;
 mod contents;
 mod file;
 mod flatten;
+mod graphs;
 mod index;
 mod inflated;
 mod legacy;
@@ -29,6 +30,7 @@ mod write;
 
 pub use again::TorchSaveAgain;
 pub use contents::{MAGIC_LEN, is_torch_save};
+pub use graphs::TorchSaveGraphs;
 pub use reader::{FileRecord, TorchSaveReader};
 pub use value::{decode_only_item, encode_value, replace_classes};
 pub use write::{

@@ -19,7 +19,7 @@ use crate::torch_zip::{ArchiveEncoder, RecordSet};
 const STORAGES_MAX: u64 = 1 << 30;
 /// How many nodes and references all objects may have together, for each one of the pickle: only
 /// what they share is counted more than once.
-const SHARED_MAX: usize = 8;
+pub(super) const SHARED_MAX: usize = 8;
 
 /// Takes objects out of a parsed pickle, one after the other.
 pub(super) struct Objects<'a> {
@@ -55,7 +55,7 @@ impl<'a> Objects<'a> {
     /// The value of a node: plain data as it is, anything else as the archive that `torch.save`
     /// would make of it alone.
     pub(super) async fn value(&mut self, node: NodeId) -> Result<Value, CheckpointError> {
-        let (size, wanted) = self.survey(node)?;
+        let (size, wanted) = survey(&self.pickle, node, &mut self.nodes_left)?;
         let mut storages = HashMap::new();
         let mut total = 0_u64;
         for storage in wanted {
@@ -91,26 +91,6 @@ impl<'a> Objects<'a> {
         Ok(Value::Opaque(Arc::new(Opaque { encoded, view: converted.value })))
     }
 
-    /// How many nodes and references an object has, and the storages that it refers to.
-    fn survey(&mut self, node: NodeId) -> Result<(usize, Vec<StorageRef>), FormatError> {
-        let mut seen = HashSet::from([node]);
-        let mut open = vec![node];
-        let mut storages = IndexMap::new();
-        let (mut size, mut below) = (0_usize, Vec::new());
-        while let Some(id) = open.pop() {
-            if let Some((storage, _)) = stored(&self.pickle, id) {
-                storages.insert(storage.key.clone(), storage);
-            }
-            self.pickle.push_references(id, &mut below);
-            size += 1 + below.len();
-            self.nodes_left = self.nodes_left.checked_sub(1 + below.len()).ok_or_else(|| {
-                FormatError::new("object", "it is shared by too many others to be taken apart")
-            })?;
-            open.extend(below.drain(..).filter(|id| seen.insert(*id)));
-        }
-        Ok((size, storages.into_values().collect()))
-    }
-
     fn encode(
         &self,
         node: NodeId,
@@ -129,4 +109,29 @@ impl<'a> Objects<'a> {
             .collect();
         ArchiveEncoder::encode(RecordSet::default(), writer.finish()?, &used)
     }
+}
+
+/// How many nodes and references an object has, and the storages that it refers to. It takes its
+/// size from `nodes_left`, which bounds that of all objects.
+pub(super) fn survey(
+    pickle: &Pickle<'_>,
+    node: NodeId,
+    nodes_left: &mut usize,
+) -> Result<(usize, Vec<StorageRef>), FormatError> {
+    let mut seen = HashSet::from([node]);
+    let mut open = vec![node];
+    let mut storages = IndexMap::new();
+    let (mut size, mut below) = (0_usize, Vec::new());
+    while let Some(id) = open.pop() {
+        if let Some((storage, _)) = stored(pickle, id) {
+            storages.insert(storage.key.clone(), storage);
+        }
+        pickle.push_references(id, &mut below);
+        size += 1 + below.len();
+        *nodes_left = nodes_left.checked_sub(1 + below.len()).ok_or_else(|| {
+            FormatError::new("object", "it is shared by too many others to be taken apart")
+        })?;
+        open.extend(below.drain(..).filter(|id| seen.insert(*id)));
+    }
+    Ok((size, storages.into_values().collect()))
 }

@@ -12,6 +12,7 @@ use futures_util::lock::Mutex;
 
 use super::again::TorchSaveAgain;
 use super::contents::Contents;
+use super::graphs::TorchSaveGraphs;
 use super::index::{Index, Leaf};
 use super::inflated::Inflated;
 use super::object::Objects;
@@ -200,6 +201,20 @@ impl TorchSaveReader {
         options: &TorchSaveOptions,
     ) -> Result<Option<TorchSaveAgain>, CheckpointError> {
         TorchSaveAgain::new(key, &self.key, &*self.index().await?, options)
+    }
+
+    /// The objects among `wanted`, by FQN, that can be written into another file as they are.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn graphs(
+        &self,
+        wanted: impl Fn(&str) -> bool + Send,
+    ) -> Result<TorchSaveGraphs, CheckpointError> {
+        let index = self.index().await?;
+        let graphs = TorchSaveGraphs::new(self.key.clone(), index, wanted);
+        Ok(graphs.map_err(|error| self.locate(error))?)
     }
 
     /// The values in the file's outermost dict under those keys that `wanted` accepts, as they are:

@@ -163,7 +163,7 @@ fn archive(
         .iter()
         .map(|storage| match &storage.content {
             StorageContent::Bytes(bytes) => &**bytes,
-            StorageContent::Item(_) => &[],
+            StorageContent::Item(_) | StorageContent::Kept { .. } => &[],
         })
         .collect();
     ArchiveEncoder::encode_with_root(root, RecordSet::default(), writer.finish()?, &bytes)

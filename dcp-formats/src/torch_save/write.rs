@@ -12,6 +12,7 @@ use dcp_core::{
 };
 
 use super::compose::{Composed, NewStorage, StorageContent, compose};
+use super::graphs::TorchSaveGraphs;
 use super::legacy;
 use crate::pickle::Writer;
 use crate::torch_zip::{ArchiveEncoder, Record, RecordSet};
@@ -45,6 +46,15 @@ pub enum TorchSaveContent {
         /// number of elements that shares nobody else's. The data source is asked for that one
         /// only.
         same_as: Option<usize>,
+    },
+    /// An object or a tensor of another file of `torch.save`, as it is there, by its FQN there. All such items
+    /// of a plan are of one file. The storages that they refer to are the plan's
+    /// [`kept`](TorchSavePlan::kept).
+    Kept {
+        /// The objects of the file.
+        graphs: Arc<TorchSaveGraphs>,
+        /// The name of this one in it.
+        fqn: Arc<str>,
     },
     /// Any other value. An opaque one is taken out of the `torch.save` archive that it was kept
     /// in, tensors included.
@@ -167,6 +177,10 @@ impl TorchSavePlan {
         parts.extend(storages.iter().map(|storage| match storage.content {
             StorageContent::Item(item) => made.get(item).cloned().unwrap_or_else(in_object),
             StorageContent::Bytes(_) => in_object(),
+            StorageContent::Kept { ref record, ref file, .. } => {
+                let expected = Some((record.clone(), file.clone()));
+                Made { name: "a storage of an object".to_owned(), expected }
+            }
         }));
         Ok(Self { key: key.clone(), byte_len, storages, image: Image { parts, form } })
     }
@@ -175,6 +189,17 @@ impl TorchSavePlan {
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.byte_len
+    }
+
+    /// The storages of [`TorchSaveContent::Kept`] items, in the file that these are of. For the data
+    /// source they are items behind those that the plan was made of, each once.
+    #[must_use]
+    pub fn kept(&self) -> Vec<Record> {
+        let kept = self.storages.iter().filter_map(|storage| match &storage.content {
+            StorageContent::Kept { record, .. } => Some(record.clone()),
+            _ => None,
+        });
+        kept.collect()
     }
 
     /// Writes the file, which must not exist yet. `data` counts items as those were counted that
@@ -340,7 +365,9 @@ impl DataSource for Contents {
         byte_range: Range<u64>,
     ) -> Result<Payload, CheckpointError> {
         match self.contents.get(item) {
-            Some(StorageContent::Item(item)) => self.data.resolve(*item, byte_range).await,
+            Some(StorageContent::Item(item) | StorageContent::Kept { item, .. }) => {
+                self.data.resolve(*item, byte_range).await
+            }
             Some(StorageContent::Bytes(bytes)) => {
                 Ok(Payload::from(bytes.clone()).slice(byte_range))
             }

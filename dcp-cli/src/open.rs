@@ -7,7 +7,7 @@ use dcp::convert::Source;
 use dcp::core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp::formats::detect::{Detected, Detection, detect};
 use dcp::formats::folder::OLMO_MODEL;
-use dcp::megatron::{METADATA_JSON, MegatronCheckpoint, OpenOptions};
+use dcp::megatron::{HALF_REPLACED, METADATA_JSON, MegatronCheckpoint, OpenOptions, recovered};
 use dcp::{Access, StorageRegistry};
 
 use crate::beside::WEIGHTS;
@@ -122,6 +122,11 @@ pub(crate) async fn checkpoint(uri: &str, need: Need, out: &Output) -> Result<Op
     }
     let Place { uri: place, wrong_tracker, .. } = place;
     let storage = if place == uri { storage } else { registry.open(&place, Access::Read)? };
+    let stored = storage;
+    let storage = recovered(&stored).await?;
+    if !Arc::ptr_eq(&storage, &stored) {
+        out.note(HALF_REPLACED);
+    }
     if let Some(checkpoint) = megatron_checkpoint(&place, &storage, need).await? {
         for warning in checkpoint.damage().iter().chain(checkpoint.warnings()) {
             out.note(warning);
@@ -325,7 +330,11 @@ pub(crate) async fn checkpoint_to_change(
     let storage = registry.open(uri, Access::Read).map_err(|error| cannot_open(uri, &error))?;
     let uri = place(uri, &storage).await?.uri;
     let access = if dry_run { Access::Read } else { Access::Write };
-    registry.open(&uri, access).map_err(|error| cannot_open(&uri, &error))
+    let storage = registry.open(&uri, access).map_err(|error| cannot_open(&uri, &error))?;
+    if !Arc::ptr_eq(&recovered(&storage).await?, &storage) {
+        return Err(Failure::new(Exit::Bad, format!("{uri:?}: {HALF_REPLACED}")));
+    }
+    Ok(storage)
 }
 
 pub(crate) fn cannot_open(uri: &str, error: &StorageError) -> Failure {

@@ -23,6 +23,8 @@ const RANKS_MAX: usize = 1 << 16;
 
 /// The folder of OLMo-core's (3.0) checkpoints that is a DCP checkpoint.
 pub const OLMO_MODEL: &str = "model_and_optim";
+/// What dcp-megatron writes before it replaces the files of a checkpoint, and removes afterwards.
+const MEGATRON_RECORD: &str = ".dcp-commit";
 /// What OLMo-core (3.0) writes last.
 pub const OLMO_COMMIT: &str = ".metadata.json";
 /// The trainer's state of rank 0 in a checkpoint of OLMo-core (3.0).
@@ -133,6 +135,8 @@ struct MegatronNames {
     integrity: bool,
     /// `metadata.json`.
     index: bool,
+    /// What stands for it while a checkpoint is replaced.
+    record: bool,
     /// An array of zarr.
     arrays: bool,
     rank_folders: bool,
@@ -221,6 +225,7 @@ impl FolderNames {
             "common.pt" => self.megatron.common = true,
             "integrity.json" => self.megatron.integrity = true,
             "metadata.json" => self.megatron.index = true,
+            MEGATRON_RECORD => self.megatron.record = true,
             "model.safetensors" => self.hugging_face.main = true,
             "config.json" => self.hugging_face.config = true,
             CONFIG_ASIDE => self.hugging_face.config_aside = true,
@@ -274,7 +279,10 @@ impl FolderNames {
     /// is no `common.pt`, and a save that did not finish looks as one of PyTorch does, but for the
     /// `integrity.json` that may be there.
     fn megatron_problem(&self) -> Option<Option<String>> {
-        let MegatronNames { common, integrity, index, arrays, rank_folders } = self.megatron;
+        let MegatronNames { common, integrity, index, record, arrays, rank_folders } =
+            self.megatron;
+        // With the record, what is there is read as it was or as it will be.
+        let index = index || record && self.dcp.is_committed();
         let data = self.dcp.is_any() || arrays;
         if index && (common || data) {
             let unfinished = self.dcp.is_any() && !self.dcp.is_committed();

@@ -165,6 +165,7 @@ impl MegatronCheckpoint {
         storage: &Arc<dyn Storage>,
         options: &OpenOptions,
     ) -> Result<Self, MegatronError> {
+        let storage = &crate::recovery::recovered(storage).await?;
         let Some(config) = CheckpointingConfig::read(&**storage).await? else {
             if let Some(folders) = LegacyFolders::find(&**storage).await? {
                 return Self::legacy(storage, folders, options).await;

@@ -31,7 +31,7 @@ pub enum Described {
 pub async fn check_is_distributed_checkpoint(
     storage: &Arc<dyn Storage>,
 ) -> Result<bool, MegatronError> {
-    Ok(CheckpointingConfig::read(&**storage).await?.is_some())
+    Ok(CheckpointingConfig::read(&*crate::recovery::recovered(storage).await?).await?.is_some())
 }
 
 /// The common state of a checkpoint: all that is not sharded.

@@ -16,6 +16,7 @@ use crate::common::COMMON_OBJECT;
 use crate::config::CheckpointingConfig;
 use crate::error::MegatronError;
 use crate::integrity::write_integrity;
+use crate::recovery::{HALF_REPLACED, recovered};
 use crate::run::MegatronRun;
 use crate::tracker::Tracked;
 use crate::writer::integrity::INTEGRITY_FILE;
@@ -66,6 +67,9 @@ pub async fn remove_sharded_tensors(
     }
     let checkpoint = MegatronCheckpoint::open_folder(storage, &OpenOptions::default()).await?;
     let refuse = |problem: String| MegatronError::from(FormatError::new("checkpoint", problem));
+    if !Arc::ptr_eq(&recovered(storage).await?, storage) {
+        return Err(refuse(HALF_REPLACED.to_owned()));
+    }
     if !matches!(checkpoint.format(), MegatronFormat::TorchDist { .. }) {
         let problem = "tensors are removed from checkpoints of torch_dist only; convert it first";
         return Err(refuse(problem.to_owned()));

@@ -199,7 +199,8 @@ impl Strategies {
         options: &OpenOptions,
     ) -> Result<Opened, MegatronError> {
         let own = options.clone().with_strategies(self.clone());
-        let Some(config) = CheckpointingConfig::read(&**storage).await? else {
+        let shown = crate::recovery::recovered(storage).await?;
+        let Some(config) = CheckpointingConfig::read(&*shown).await? else {
             return AsMegatron.open(storage, &own).await;
         };
         match self.plugged(&config.sharded) {

@@ -14,6 +14,7 @@ use crate::config::CheckpointingConfig;
 use crate::error::MegatronError;
 use crate::integrity::verify_share;
 use crate::legacy::LegacyFolders;
+use crate::recovery::recovered;
 use crate::run::MegatronRun;
 use crate::tracker::{TRACKER, Tracked};
 
@@ -92,7 +93,7 @@ impl Choice {
     }
 
     async fn find(storage: &Arc<dyn Storage>, fall_back: bool) -> Result<Self, MegatronError> {
-        if CheckpointingConfig::read(&**storage).await?.is_some() {
+        if CheckpointingConfig::read(&*recovered(storage).await?).await?.is_some() {
             return Ok(Self::default());
         }
         let run = MegatronRun::new(Arc::clone(storage));
@@ -134,6 +135,6 @@ fn in_words(problem: Problem) -> String {
 
 /// Whether a folder says of itself that it is a finished checkpoint.
 async fn is_checkpoint(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
-    Ok(CheckpointingConfig::read(&**storage).await?.is_some()
+    Ok(CheckpointingConfig::read(&*recovered(storage).await?).await?.is_some()
         || LegacyFolders::find(&**storage).await?.is_some())
 }

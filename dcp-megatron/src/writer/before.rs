@@ -10,6 +10,7 @@ use futures_util::StreamExt as _;
 use super::form::{COMMON_FILE, METADATA_JSON};
 use super::integrity::INTEGRITY_FILE;
 use super::put;
+use crate::recovery::{self, Fixed};
 
 const METADATA: &str = ".metadata";
 /// A longer file than any of these should be is not kept, and so cannot be put back.
@@ -57,6 +58,20 @@ impl Before {
         self.metadata.is_some() && self.metadata_json.as_deref() == Some(json.as_bytes())
     }
 
+    /// The files of fixed names of the checkpoint that was there.
+    pub(super) fn fixed(&self) -> Option<Fixed> {
+        Some(Fixed {
+            metadata: recovery::digest(self.metadata.as_ref()?),
+            json: self.metadata_json.clone()?,
+            common: self.common.clone(),
+            integrity: self.integrity.clone(),
+        })
+    }
+
+    pub(super) fn has_integrity(&self) -> bool {
+        self.integrity.is_some()
+    }
+
     fn get(&self, name: &str) -> Option<&Bytes> {
         match name {
             METADATA_JSON => self.metadata_json.as_ref(),
@@ -80,20 +95,22 @@ impl Before {
 
     /// Puts back what was there before a commit that may have put `ours` into `.metadata`; not
     /// where there is a third one's by now. While it is not all there, there is no
-    /// `metadata.json`.
+    /// `metadata.json`. Whether it is.
     pub(super) async fn restore(
         &self,
         storage: &dyn Storage,
         (claim, staged): (Option<&dyn Claim>, &mut Staged),
         ours: Option<&Bytes>,
-    ) {
+    ) -> bool {
         if let Err(error) = self.try_restore(storage, (claim, staged), ours).await {
             tracing::warn!(
                 %error,
                 "what a failed commit replaced cannot be put back; without metadata.json this \
-                 folder is no checkpoint"
+                 folder is no checkpoint to Megatron-Core"
             );
+            return false;
         }
+        true
     }
 
     async fn try_restore(
@@ -166,7 +183,7 @@ async fn delete(storage: &dyn Storage, name: &str) -> Result<(), StorageError> {
 }
 
 /// One of the small files; `None` where there is none.
-pub(super) async fn read(storage: &dyn Storage, name: &str) -> Result<Option<Bytes>, StorageError> {
+pub(crate) async fn read(storage: &dyn Storage, name: &str) -> Result<Option<Bytes>, StorageError> {
     let key = Key::new(name)?;
     let byte_len = match storage.stat(&key).await {
         Ok(meta) => meta.byte_len,

@@ -12,6 +12,7 @@ use sha2::{Digest as _, Sha256};
 use tokio::runtime::Handle;
 
 use super::form::METADATA_JSON;
+use crate::recovery::RECORD;
 
 /// The name of the manifest of file hashes (Megatron-Core 0.17.1 and later).
 pub const INTEGRITY_FILE: &str = "integrity.json";
@@ -45,7 +46,7 @@ pub(crate) async fn manifest(
     while let Some(meta) = objects.next().await {
         let meta = meta?;
         let name = meta.key.as_str();
-        let other = name.contains('/') || name == INTEGRITY_FILE || name == METADATA_JSON;
+        let other = name.contains('/') || [INTEGRITY_FILE, METADATA_JSON, RECORD].contains(&name);
         if !other && !stale.contains(&meta.key) {
             keys.push((meta.key, meta.byte_len));
         }

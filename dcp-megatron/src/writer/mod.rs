@@ -2,6 +2,7 @@
 //! the file that makes a folder a checkpoint.
 
 mod before;
+mod builder;
 mod form;
 pub(crate) mod integrity;
 
@@ -17,18 +18,18 @@ use dcp_core::{
     Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter, Value, WritePlan,
     WriteReport,
 };
-use dcp_formats::Progress;
-use dcp_formats::dcp::{
-    DcpWriter, DcpWriterBuilder, FileLayout, data_file, remove_unreferenced, sidecar_of,
-};
+use dcp_formats::dcp::{DcpWriter, data_file, remove_unreferenced, sidecar_of};
 use dcp_formats::metadata::Profile;
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_save::encode_value;
 use dcp_formats::torch_zip::check_archive;
 
+pub use builder::MegatronWriterBuilder;
 pub use form::MegatronForm;
 
 use crate::common::culprit;
+use crate::recovery::{self, Fixed, RECORD, recovered};
+pub(crate) use before::read as read_small;
 use before::{Before, hinted_files};
 use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
 use integrity::INTEGRITY_FILE;
@@ -52,11 +53,13 @@ use integrity::INTEGRITY_FILE;
 /// A folder that holds a checkpoint is refused unless [`overwrite`](MegatronWriterBuilder::overwrite)
 /// is on. Then data files get new names, so nothing that is there is touched until the commit.
 /// `common.pt` has one name only: where it is about to change, `metadata.json` is removed first, so
-/// a process that dies in between leaves a folder that no version takes for a checkpoint, never
-/// one that mixes two. Where the common state is inside both, or its file is the same, the
-/// replacement of `.metadata` alone is the commit, and there is no such moment. When the commit
-/// fails rather than dies, what was there before is put back: it is sent to the storage before
-/// anything is removed, so that no full disk is in the way.
+/// a process that dies in between leaves a folder that Megatron-Core takes for no checkpoint, never
+/// one that mixes two. Before that, `.dcp-commit` gets these files as they are and as they will be;
+/// with it, [`recovered`] and all that reads checkpoints in dcp find the old checkpoint until
+/// `.metadata` is replaced, and the new one from then on. Where the common state is inside both, or
+/// its file is the same, the replacement of `.metadata` alone is the commit for Megatron-Core, too.
+/// When the commit fails rather than dies, what was there before is put back: it is sent to the
+/// storage before anything is removed, so that no full disk is in the way.
 ///
 /// The [`Sidecar`](dcp_formats::dcp::Sidecar) is written too; Megatron-Core ignores it. It says that
 /// the checkpoint is complete with `metadata.json` only: what a save that died before left is in the
@@ -65,18 +68,6 @@ use integrity::INTEGRITY_FILE;
 pub struct MegatronWriter {
     dcp: DcpWriter,
     storage: Arc<dyn Storage>,
-    common: Option<Value>,
-    form: MegatronForm,
-    profile: Profile,
-    integrity: bool,
-    overwrite: bool,
-}
-
-/// Options of a [`MegatronWriter`].
-#[must_use = "call `build`"]
-pub struct MegatronWriterBuilder {
-    storage: Arc<dyn Storage>,
-    dcp: DcpWriterBuilder,
     common: Option<Value>,
     form: MegatronForm,
     profile: Profile,
@@ -183,7 +174,7 @@ impl MegatronWriter {
         written: &mut Vec<Key>,
     ) -> Result<(), CheckpointError> {
         let claim = session.claim.clone();
-        let before = Before::look(&*self.storage).await?;
+        let before = self.look().await?;
         let mut with_common = None;
         if self.form == MegatronForm::CommonInside {
             let encoded = self.encoded_common()?;
@@ -198,10 +189,35 @@ impl MegatronWriter {
         if replaced.is_err() {
             let ours = dcp_formats::metadata::encode(metadata, self.profile).ok();
             written.extend(ours.as_ref().and_then(|bytes| sidecar_of(bytes).ok()));
-            before.restore(&*self.storage, (claim.as_deref(), &mut staged), ours.as_ref()).await;
+            let restored = before
+                .restore(&*self.storage, (claim.as_deref(), &mut staged), ours.as_ref())
+                .await;
+            if restored {
+                self.forget().await;
+            }
         }
         staged.abort().await;
         replaced
+    }
+
+    /// What is there, also where a process died while it overwrote it.
+    async fn look(&self) -> Result<Before, StorageError> {
+        Before::look(&*recovered(&self.storage).await?).await
+    }
+
+    async fn record(&self, all: &[Fixed]) -> Result<(), StorageError> {
+        put(&*self.storage, &key(RECORD)?, &recovery::encode(all), PutMode::Overwrite).await
+    }
+
+    /// Removes the record: the files under their own names are those of one checkpoint.
+    async fn forget(&self) {
+        let removed = match key(RECORD) {
+            Ok(key) => self.storage.delete(&key).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = removed {
+            tracing::warn!(%error, "{RECORD} cannot be removed");
+        }
     }
 
     /// Everything of the commit that can be undone.
@@ -218,11 +234,32 @@ impl MegatronWriter {
             MegatronForm::CommonInside => None,
         };
         let hashes = if self.integrity { self.hashes(&reports).await? } else { BTreeMap::new() };
-        let same_common = common == before.common;
-        if !(same_common && before.is_described_as(json)) {
+        // After a death, the files are not yet as they were found.
+        let was_left = read_small(&*self.storage, RECORD).await?.is_some();
+        let same_common = common == before.common && !was_left;
+        let in_place = same_common && before.is_described_as(json);
+        let bytes = dcp_formats::metadata::encode(metadata, self.profile)?;
+        let digest = recovery::digest(&bytes);
+        let new = Fixed {
+            metadata: digest,
+            json: Bytes::from_static(json.as_bytes()),
+            common: common.clone(),
+            integrity: None,
+        };
+        let old = before.fixed().filter(|_| !in_place || before.has_integrity());
+        if let Some(old) = &old {
+            let both = [old.clone(), new.clone()];
+            let both = if old.metadata == digest { &both[..1] } else { &both[..] };
+            self.record(both).await?;
+        }
+        if !in_place {
             before.remove(&*self.storage, METADATA_JSON).await?;
         }
         before.remove(&*self.storage, INTEGRITY_FILE).await?;
+        if old.is_some_and(|old| old.metadata == digest) {
+            // The same index of another common state: this is the commit.
+            self.record(&[new]).await?;
+        }
         match &common {
             Some(bytes) if !same_common => {
                 put(&*self.storage, &key(COMMON_FILE)?, bytes, PutMode::Overwrite).await?;
@@ -242,90 +279,9 @@ impl MegatronWriter {
         }
         let json = Bytes::from_static(json.as_bytes());
         put(&*self.storage, &key(METADATA_JSON)?, &json, PutMode::Overwrite).await?;
+        self.forget().await;
         remove_unreferenced(&*self.storage, stale.into_iter().collect()).await;
         Ok(())
-    }
-}
-
-impl MegatronWriterBuilder {
-    /// The common state: everything that is not sharded, a dict. Only the coordinator's counts.
-    pub fn common(mut self, common: impl Into<Value>) -> Self {
-        self.common = Some(common.into());
-        self
-    }
-
-    pub(crate) fn has_common(&self) -> bool {
-        self.common.is_some()
-    }
-
-    /// Whether the common state goes into a `common.pt`.
-    pub(crate) fn has_common_file(&self) -> bool {
-        self.form == MegatronForm::CommonFile
-    }
-
-    pub(crate) fn common_value(&self) -> Option<&Value> {
-        self.common.as_ref()
-    }
-
-    pub(crate) fn common_dict(&self) -> Option<&Dict> {
-        self.common.as_ref()?.view().as_dict()
-    }
-
-    /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
-    pub fn form(mut self, form: MegatronForm) -> Self {
-        self.form = form;
-        self
-    }
-
-    /// Whether `integrity.json` is written (Megatron-Core 0.17.1 and later verify it on request);
-    /// off by default, because every rank reads the files that it wrote once more for it.
-    pub fn integrity(mut self, integrity: bool) -> Self {
-        self.integrity = integrity;
-        self
-    }
-
-    /// Whether a checkpoint that is there already is replaced, or an error (the default).
-    pub fn overwrite(mut self, overwrite: bool) -> Self {
-        self.overwrite = overwrite;
-        self
-    }
-
-    /// How many files each rank writes; one by default, as Megatron-Core since 0.17.
-    /// [`FileLayout::MegatronCompatible`] divides as its `thread_count` does.
-    pub fn files(mut self, layout: FileLayout) -> Self {
-        self.dcp = self.dcp.files(layout);
-        self
-    }
-
-    /// The form of the `.metadata` pickle; by default the one that all versions read, with five
-    /// properties for each tensor.
-    pub fn profile(mut self, profile: Profile) -> Self {
-        self.profile = profile;
-        self
-    }
-
-    /// Is told how many bytes were written, part by part.
-    pub fn progress(mut self, progress: Progress) -> Self {
-        self.dcp = self.dcp.progress(progress);
-        self
-    }
-
-    /// The writer.
-    #[must_use]
-    pub fn build(self) -> MegatronWriter {
-        let mut dcp = self.dcp.profile(self.profile).overwrite(self.overwrite);
-        if let Ok(last) = Key::new(METADATA_JSON) {
-            dcp = dcp.completed_by(last);
-        }
-        MegatronWriter {
-            dcp: dcp.build(),
-            storage: self.storage,
-            common: self.common,
-            form: self.form,
-            profile: self.profile,
-            integrity: self.integrity,
-            overwrite: self.overwrite,
-        }
     }
 }
 
@@ -340,7 +296,7 @@ impl StorageWriter for MegatronWriter {
         self.encoded_common()?;
         // It holds the place, where nobody else does: what is looked at stays as it is.
         let session = self.dcp.begin().await;
-        let before = match Before::look(&*self.storage).await {
+        let before = match self.look().await {
             Err(_) if session.is_err() => return session,
             before => before?,
         };
@@ -471,17 +427,6 @@ impl fmt::Debug for MegatronWriter {
             .field("dcp", &self.dcp)
             .field("form", &self.form)
             .field("integrity", &self.integrity)
-            .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for MegatronWriterBuilder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MegatronWriterBuilder")
-            .field("storage", &self.storage)
-            .field("form", &self.form)
-            .field("integrity", &self.integrity)
-            .field("overwrite", &self.overwrite)
             .finish_non_exhaustive()
     }
 }

@@ -18,6 +18,7 @@ mod legacy_files;
 mod legacy_fused;
 mod opening;
 mod optimizer;
+mod overwrites;
 mod parallel;
 mod plugged;
 mod ranks;

@@ -6,8 +6,6 @@ use bytes::Bytes;
 use dcp_core::{CollectiveError, Rank};
 use serde::{Deserialize, Serialize};
 
-use crate::poison::Poison;
-
 /// What a rank does: the operations of [`Collective`](dcp_core::Collective), forming a
 /// group, or nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,16 +58,15 @@ impl Call {
     ///
     /// # Errors
     ///
-    /// [`Poison::Wrong`] naming `rank`.
+    /// What is wrong, in words.
     pub(crate) fn check(
         self,
         rank: Rank,
         world_size: u32,
         passed: Passed<'_>,
-    ) -> Result<(), Poison> {
-        let wrong = |message| Err(Poison::Wrong { rank, op: self.op, message });
+    ) -> Result<(), String> {
         if self.root >= world_size {
-            return wrong(format!(
+            return Err(format!(
                 "its root is rank {}, the group has {world_size} ranks",
                 self.root
             ));
@@ -80,15 +77,15 @@ impl Call {
             }
             (Passed::All(Some(all)), true) if all.len() as u64 == u64::from(world_size) => Ok(()),
             (Passed::All(None), false) => Ok(()),
-            (Passed::All(Some(all)), true) => wrong(format!(
+            (Passed::All(Some(all)), true) => Err(format!(
                 "it is the root and passes {} messages for {world_size} ranks",
                 all.len()
             )),
             (Passed::Maybe(_) | Passed::All(_), true) => {
-                wrong("it is the root and passes no message".to_owned())
+                Err("it is the root and passes no message".to_owned())
             }
             (Passed::Maybe(_) | Passed::All(_), false) => {
-                wrong(format!("it passes a message, but rank {} is the root", self.root))
+                Err(format!("it passes a message, but rank {} is the root", self.root))
             }
         }
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use dcp_core::{CollectiveError, Rank};
 use serde::{Deserialize, Serialize};
 
-use crate::call::{Call, Op};
+use crate::call::{Call, Op, Passed};
 
 /// The first thing that went wrong in a group. It stays; every later call returns it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,6 +38,21 @@ pub(crate) enum Poison {
 }
 
 impl Poison {
+    /// Checks what `rank` of `world_size` passes to a call, before anybody else is involved.
+    ///
+    /// # Errors
+    ///
+    /// [`Poison::Wrong`] naming `rank`.
+    pub(crate) fn check(
+        call: Call,
+        rank: Rank,
+        world_size: u32,
+        passed: Passed<'_>,
+    ) -> Result<(), Self> {
+        let wrong = |message| Self::Wrong { rank, op: call.op, message };
+        call.check(rank, world_size, passed).map_err(wrong)
+    }
+
     /// The error as `me` sees it: where two ranks disagree, each is told of the other.
     pub(crate) fn seen_by(&self, me: Rank) -> CollectiveError {
         match self {

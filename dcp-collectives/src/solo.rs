@@ -6,6 +6,7 @@ use bytes::Bytes;
 use dcp_core::{Collective, CollectiveError, Rank};
 
 use crate::call::{Call, Op, Passed};
+use crate::poison::Poison;
 
 /// The group of a process that is alone: PyTorch's `no_dist`. Nothing blocks.
 #[derive(Debug, Default)]
@@ -24,7 +25,7 @@ impl Solo {
         if let Some(error) = self.failed.get() {
             return Err(error.clone());
         }
-        call.check(0, 1, passed)
+        Poison::check(call, 0, 1, passed)
             .map_err(|poison| self.failed.get_or_init(|| poison.seen_by(0)).clone())
     }
 }

@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::PlanError;
 use crate::memory::HostMemory;
 use crate::region::Region;
-use crate::tensor_view::TensorView;
+use crate::tensor_view::{TensorView, full};
 
 /// A tensor as this rank holds it: dtype and shape of the whole, and the parts that are here.
 ///
@@ -218,11 +218,6 @@ impl Shard {
     pub fn view(&self) -> &TensorView {
         &self.view
     }
-}
-
-pub(crate) fn full(shape: &Dims) -> Result<Region, PlanError> {
-    Region::full(shape.clone())
-        .map_err(|error| PlanError::Unsupported { fqn: String::new(), problem: error.to_string() })
 }
 
 fn zeroed(dtype: DType, sizes: &Dims, bytes: usize) -> Result<HostMemory, PlanError> {

@@ -6,7 +6,6 @@ use crate::error::PlanError;
 use crate::memory::{Buffer, HostMemory, LoanError};
 use crate::payload::Payload;
 use crate::region::Region;
-use crate::tensor::full;
 
 /// A box of elements laid out in memory by strides.
 #[derive(Clone, Debug)]
@@ -304,6 +303,12 @@ fn view_end(dtype: DType, shape: &Dims, strides: &[u64], byte_offset: usize) -> 
         last.checked_add((size - 1).checked_mul(*stride)?)
     })?;
     last.checked_add(1)?.checked_mul(dtype.size() as u64)?.checked_add(start)
+}
+
+/// The region of a whole tensor.
+pub(crate) fn full(shape: &Dims) -> Result<Region, PlanError> {
+    Region::full(shape.clone())
+        .map_err(|error| PlanError::Unsupported { fqn: String::new(), problem: error.to_string() })
 }
 
 #[cfg(test)]

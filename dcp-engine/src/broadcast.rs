@@ -7,13 +7,14 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DataSink, LoadPlan, Phase, PlanError, Rank,
-    ReadKind, ReadReport, Region, StorageReader,
+    CheckpointError, CheckpointMetadata, Collective, DataSink, LoadPlan, Phase, Rank, ReadKind,
+    ReadReport, Region, StorageReader,
 };
 
 use crate::disjoint::{cut, disjoint};
 use crate::group::Group;
 use crate::parcel::{Parcel, Piece, Wanted};
+use crate::planned::{tensor_dtype, unsupported};
 use crate::taker::Taker;
 
 /// Bytes of tensor data in one message.
@@ -219,18 +220,6 @@ pub(crate) async fn spread_metadata(
     };
     group.agree(Phase::Open, outcome).await?;
     metadata.ok_or(CheckpointError::Canceled)
-}
-
-pub(crate) fn unsupported(fqn: &str, problem: &str) -> CheckpointError {
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.to_owned() }.into()
-}
-
-pub(crate) fn tensor_dtype(
-    metadata: &CheckpointMetadata,
-    entry: u32,
-) -> Result<dcp_core::DType, CheckpointError> {
-    let tensor = metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
-    Ok(tensor.ok_or_else(|| unsupported("", "a plan reads a tensor that is none"))?.dtype)
 }
 
 /// What any rank needs.

@@ -9,8 +9,8 @@ use dcp_core::{
 };
 use dcp_planner::{Holders, Holdings, ShareRule};
 
-use crate::broadcast::{tensor_dtype, unsupported};
 use crate::disjoint::{cut, overlay};
+use crate::planned::{tensor_dtype, unsupported};
 
 /// Objects in one message.
 const OBJECTS_MAX: u32 = 64;

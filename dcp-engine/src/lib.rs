@@ -47,6 +47,7 @@ mod memory;
 mod messages;
 mod parallel;
 mod parcel;
+mod planned;
 mod save;
 mod sink;
 mod source;

@@ -14,11 +14,12 @@ use dcp_planner::ShareRule;
 use tokio::sync::OnceCell;
 use tokio::task::JoinHandle;
 
-use crate::broadcast::{spread_metadata, tensor_dtype, unsupported};
+use crate::broadcast::spread_metadata;
 use crate::disjoint::cut;
 use crate::division::{Assignment, Division};
 use crate::group::Group;
 use crate::parcel::{Collector, Message, Piece, Wanted};
+use crate::planned::{tensor_dtype, unsupported};
 use crate::taker::Taker;
 
 /// Bytes on their way within one rank, unless asked for otherwise.

@@ -9,7 +9,7 @@ use dcp_core::{
     ReadItem, ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
 };
 
-use crate::broadcast::{tensor_dtype, unsupported};
+use crate::planned::{tensor_dtype, unsupported};
 
 /// A message: the length of a [`LoadPlan`] in four bytes, the plan, whose items say what the
 /// pieces are, and their bytes one after the other. An object's bytes begin with their number, in

@@ -9,8 +9,8 @@ use dcp_core::{
     ReadReport, Region, TensorView, Value,
 };
 
-use crate::broadcast::{tensor_dtype, unsupported};
 use crate::parcel::Parcel;
+use crate::planned::{tensor_dtype, unsupported};
 
 /// Takes what this rank's plan asks for out of what is sent to all.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use dcp_core::{PathItem, PlanError, Value};
 use indexmap::IndexMap;
 
 use crate::alike;
-use crate::layout::{GROUPS, OPTIM};
+use crate::roots::{GROUPS, OPTIM};
 
 /// A setting of a parameter: its field and what lies below it, and its entry.
 pub(crate) type Setting<'a> = (&'a str, &'a [PathItem], usize);

@@ -8,10 +8,9 @@ use dcp_core::{
 };
 use indexmap::IndexMap;
 
-use crate::layout::{
-    GROUPS, MODEL, OPTIM, OptimKey, STATE, group_members, model_params, params_entries, split_param,
-};
+use crate::layout::{OptimKey, group_members, model_params, params_entries, split_param};
 use crate::rekeyed::{Origin, Rekeyed, Shown};
+use crate::roots::{GROUPS, MODEL, OPTIM, STATE};
 
 /// Names of parameters as OLMo-core's `load_model_and_optim_state` takes them: the name that the
 /// model has for it to the name in the checkpoint, both without `model.`.

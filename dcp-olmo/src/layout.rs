@@ -19,14 +19,8 @@ use indexmap::IndexMap;
 
 use crate::groups::{Setting, equal_groups, given_groups};
 use crate::rekeyed::{Origin, Rekeyed, Shown};
+use crate::roots::{GROUPS, MODEL, OPTIM, PARAMS, STATE};
 use crate::values::read_values;
-
-/// The name of the optimizer in the state dict.
-pub(crate) const OPTIM: &str = "optim";
-pub(crate) const MODEL: &str = "model";
-pub(crate) const STATE: &str = "state";
-pub(crate) const GROUPS: &str = "param_groups";
-pub(crate) const PARAMS: &str = "params";
 
 /// A setting of a group that is a larger tensor than this is none that OLMo-core writes.
 const SETTING_BYTES_MAX: u64 = 64 << 10;

@@ -35,6 +35,7 @@ mod layout;
 mod load;
 mod load_keys;
 mod rekeyed;
+mod roots;
 mod run_dir;
 mod save;
 mod state;

@@ -18,7 +18,8 @@ use dcp_planner::{DefaultLoadPlanner, FlattenRule, flatten};
 use tokio::sync::OnceCell;
 
 use crate::key_mapping::{KeyMapping, mapped};
-use crate::layout::{MODEL, OPTIM, OptimizerLayout, relaid};
+use crate::layout::{OptimizerLayout, relaid};
+use crate::roots::{MODEL, OPTIM};
 use crate::state::{wanted_groups, whole};
 
 /// How a checkpoint is loaded.

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use dcp_core::{Dict, PlanError, StateDict, Value};
 
-use crate::layout::{GROUPS, OptimizerLayout, PARAMS, STATE, names};
+use crate::layout::{OptimizerLayout, names};
+use crate::roots::{GROUPS, MODEL, OPTIM, PARAMS, STATE};
 
 fn bad(what: &str, problem: &str) -> PlanError {
     PlanError::Unsupported { fqn: format!("optim.{what}"), problem: problem.to_owned() }
@@ -90,9 +91,9 @@ pub(crate) fn wanted_groups(optim: &StateDict) -> Result<Vec<Vec<Arc<str>>>, Pla
 
 /// `{"model": …, "optim": …}`.
 pub(crate) fn whole(model: &StateDict, optim: Option<&StateDict>) -> StateDict {
-    let mut state = Dict::from([(crate::layout::MODEL, model.clone())]);
+    let mut state = Dict::from([(MODEL, model.clone())]);
     if let Some(optim) = optim {
-        state.insert(crate::layout::OPTIM, optim.clone());
+        state.insert(OPTIM, optim.clone());
     }
     state
 }

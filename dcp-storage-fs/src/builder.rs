@@ -10,7 +10,8 @@ use dcp_core::{StorageError, StorageOp};
 use crate::folder;
 use crate::leftovers;
 use crate::root::{Links, Root};
-use crate::storage::{FsStorage, Shared};
+use crate::shared::Shared;
+use crate::storage::FsStorage;
 
 /// Options of a [`FsStorage`]; from [`FsStorage::builder`].
 #[derive(Clone, Debug)]

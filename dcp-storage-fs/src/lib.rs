@@ -53,6 +53,7 @@ mod lock;
 mod owner;
 mod read;
 mod root;
+mod shared;
 mod storage;
 mod temp;
 mod upload;

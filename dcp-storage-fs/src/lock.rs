@@ -19,7 +19,7 @@ use crate::blocking::blocking;
 use crate::error::on_key;
 use crate::folder::open_or_create;
 use crate::owner::{Owner, lock_name};
-use crate::storage::{Shared, parts};
+use crate::shared::{Shared, parts};
 use crate::write::write_payload;
 
 /// How often a lock file is opened anew because its holder just removed it, or is dead.

@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 
 use crate::blocking::{blocking, lost};
 use crate::error::on_key;
-use crate::storage::Shared;
+use crate::shared::Shared;
 use crate::temp::Temp;
 use crate::write::write_payload;
 

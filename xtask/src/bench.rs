@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
+use crate::machine::{Machine, machine};
 use crate::process::{Scratch, output};
 use crate::{Result, bench_convert, process, venv, workspace};
 
@@ -60,18 +61,6 @@ pub(crate) fn main(args: &[&str]) -> Result {
         println!("| {} | {} | {} | {} |", row.what, row.ours, row.torch, row.limit);
     }
     Ok(())
-}
-
-/// Where and with what is measured.
-pub(crate) struct Machine {
-    /// A Python with PyTorch.
-    pub(crate) python: PathBuf,
-    /// The `dcp` command.
-    pub(crate) command: PathBuf,
-    /// A folder in memory.
-    pub(crate) tmpfs: PathBuf,
-    /// A folder on a disk.
-    pub(crate) disk: PathBuf,
 }
 
 struct Row {
@@ -227,27 +216,7 @@ fn wall(command: impl Fn() -> Command) -> Result<f64> {
 /// Builds the example and the `dcp` command as they are published.
 fn build() -> Result<(PathBuf, PathBuf)> {
     let arguments = ["build", "--quiet", "--profile", "dist", "--workspace", "--example", "bench"];
-    process::run(process::cargo().args(arguments).args(["--bin", "dcp"]))?;
+    process::run(workspace::cargo().args(arguments).args(["--bin", "dcp"]))?;
     let built = workspace::target()?.join("dist");
     Ok((built.join("examples").join("bench"), built.join("dcp")))
-}
-
-/// Cores, memory and kernel, without naming the machine.
-pub(crate) fn machine() -> String {
-    let cores = std::thread::available_parallelism().map_or(0, usize::from);
-    let first = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
-    let memory = first("/proc/meminfo")
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().split(' ').next()?.parse().ok())
-        .unwrap_or(0_u64)
-        >> 20;
-    let kernel = first("/proc/sys/kernel/osrelease");
-    let kernel = kernel.split('-').next().unwrap_or_default().trim().to_owned();
-    let load = first("/proc/loadavg");
-    let load = load.split(' ').next().unwrap_or_default();
-    let commit = workspace::commit();
-    format!(
-        "{cores} cores, {memory} GiB of memory, Linux {kernel}, load {load} from other work at \
-         the start; commit {commit}."
-    )
 }

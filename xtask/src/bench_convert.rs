@@ -9,7 +9,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::bench::{Machine, machine};
+use crate::machine::{Machine, machine};
 use crate::process::{Scratch, output};
 use crate::{Result, workspace};
 

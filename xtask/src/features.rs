@@ -9,7 +9,7 @@ pub(crate) fn main() -> Result {
         println!("{} in {}", package.name, package.dir.display());
         let check = |args: &[&str]| {
             process::run(
-                process::cargo().args(["check", "--quiet", "-p", &package.name]).args(args),
+                workspace::cargo().args(["check", "--quiet", "-p", &package.name]).args(args),
             )
         };
         check(&[])?;

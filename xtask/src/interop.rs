@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Socket, Type};
 
 use crate::process::{Scratch, run, run_ranks};
-use crate::{Result, process, venv, workspace};
+use crate::{Result, venv, workspace};
 
 /// Far more than any step takes; a hang is a failure, not a wait.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -310,7 +310,7 @@ impl Run<'_> {
 fn build() -> Result<PathBuf> {
     // The whole workspace, because that is what the tests were built as: the same features, so
     // nothing is compiled twice.
-    run(process::cargo().args([
+    run(workspace::cargo().args([
         "build",
         "--quiet",
         "--workspace",

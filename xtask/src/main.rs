@@ -10,12 +10,17 @@ mod browser;
 mod features;
 mod fuzz;
 mod interop;
+mod machine;
 mod process;
 mod readme;
 mod shells;
 mod venv;
 mod workspace;
 
+#[cfg(test)]
+mod circles;
+#[cfg(test)]
+mod contracts;
 #[cfg(test)]
 mod layers;
 #[cfg(test)]

@@ -6,13 +6,6 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// `cargo`, as the one that started this program.
-pub(crate) fn cargo() -> Command {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.current_dir(crate::workspace::root());
-    cargo
-}
-
 /// Runs to the end, its output shown as it comes.
 pub(crate) fn run(command: &mut Command) -> Result {
     println!("$ {}", shown(command));

@@ -19,7 +19,7 @@ pub(crate) fn lines_before_tests(source: &str) -> std::str::Lines<'_> {
     source[..end].lines()
 }
 
-fn rust_sources() -> Vec<(PathBuf, String)> {
+pub(crate) fn rust_sources() -> Vec<(PathBuf, String)> {
     let files = workspace::files().unwrap();
     let rust = files.into_iter().filter(|file| file.extension().is_some_and(|e| e == "rs"));
     rust.map(|file| {

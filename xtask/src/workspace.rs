@@ -13,6 +13,13 @@ pub(crate) fn root() -> &'static Path {
     here.parent().unwrap_or(here)
 }
 
+/// `cargo`, as the one that started this program.
+pub(crate) fn cargo() -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.current_dir(root());
+    cargo
+}
+
 /// A crate of this workspace.
 #[derive(Debug)]
 pub(crate) struct Package {
@@ -60,8 +67,7 @@ pub(crate) fn target() -> Result<PathBuf> {
 }
 
 fn metadata(args: &[&str]) -> Result<Value> {
-    let json =
-        process::output(process::cargo().args(["metadata", "--format-version=1"]).args(args))?;
+    let json = process::output(cargo().args(["metadata", "--format-version=1"]).args(args))?;
     Ok(serde_json::from_str(&json)?)
 }
 

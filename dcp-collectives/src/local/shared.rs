@@ -133,7 +133,7 @@ impl Shared {
         call: Call,
         passed: Passed<'_>,
     ) -> Result<(), CollectiveError> {
-        call.check(rank, self.world_size, passed)
+        Poison::check(call, rank, self.world_size, passed)
             .map_err(|poison| self.poison(&mut self.lock(), rank, poison))
     }
 

@@ -132,8 +132,7 @@ impl TcpCollective {
         let group = &*self.group;
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         let deadline = Deadline::after(self.limits.deadline);
-        let done = call
-            .check(group.rank, group.world_size, passed)
+        let done = Poison::check(call, group.rank, group.world_size, passed)
             .map_err(|poison| group.fail(poison))
             .and_then(|()| group.enter(call))
             .and_then(|seq| {

@@ -7,8 +7,8 @@ use dcp_convert::ConvertError;
 use dcp_core::{CheckpointMetadata, Entry, Key, PathItem, StorageError};
 
 use super::{UnshardFormat, UnshardStrategy};
-use crate::layout::{MODEL, OPTIM};
 use crate::rekeyed::{Origin, Shown};
+use crate::roots::{MODEL, OPTIM};
 
 /// The longest name that every file system takes, in bytes, less what a file in the making adds.
 const NAME_MAX: usize = 200;

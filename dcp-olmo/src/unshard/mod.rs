@@ -18,8 +18,8 @@ use serde::Serialize;
 
 use self::files::{Files, UnshardedFile, below, divide, is_exported};
 use self::replace::{Nowhere, Old};
-use crate::layout::{MODEL, OPTIM};
 use crate::rekeyed::{Origin, Rekeyed, Shown};
+use crate::roots::{MODEL, OPTIM};
 use crate::values::read_values;
 
 /// How a checkpoint is divided into files.

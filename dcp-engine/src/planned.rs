@@ -1,0 +1,17 @@
+//! What plans refer to in the metadata.
+
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, PlanError};
+
+/// A plan or a message that does not fit the metadata.
+pub(crate) fn unsupported(fqn: &str, problem: &str) -> CheckpointError {
+    PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.to_owned() }.into()
+}
+
+/// The dtype of the tensor that a plan reads.
+pub(crate) fn tensor_dtype(
+    metadata: &CheckpointMetadata,
+    entry: u32,
+) -> Result<DType, CheckpointError> {
+    let tensor = metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
+    Ok(tensor.ok_or_else(|| unsupported("", "a plan reads a tensor that is none"))?.dtype)
+}

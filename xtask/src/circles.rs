@@ -1,0 +1,195 @@
+//! Modules of a crate that need each other in a circle, so that none is read without the rest.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use crate::tidy::{lines_before_tests, rust_sources};
+
+/// The top-level modules of a crate, and which others each one names.
+type Uses = BTreeMap<String, BTreeSet<String>>;
+
+/// Circles that there are. A change may break one, and shortens this list by it; none is added.
+const KNOWN: &[(&str, &[&str])] = &[
+    (
+        "dcp-cli",
+        &[
+            "apart",
+            "arch",
+            "args",
+            "beside",
+            "choosing",
+            "command",
+            "destination",
+            "failure",
+            "folder",
+            "hf_config",
+            "interrupt",
+            "iteration",
+            "megatron",
+            "open",
+            "optimizer",
+            "output",
+            "progress",
+            "render",
+            "style",
+            "target",
+            "tell",
+            "torch_dist",
+            "torch_folder",
+            "unfinished",
+        ],
+    ),
+    (
+        "dcp-convert",
+        &[
+            "callables",
+            "checked",
+            "data",
+            "deep",
+            "deep_save",
+            "error",
+            "intact",
+            "objects",
+            "source",
+            "verify",
+        ],
+    ),
+    ("dcp-convert", &["diff", "view"]),
+    ("dcp-formats", &["dcp", "detect", "hf", "torch_save"]),
+    ("dcp-mapping", &["compile", "extra_state", "find", "map", "resolve"]),
+    ("dcp-mapping", &["config", "declaration", "express", "mapping", "own"]),
+    (
+        "dcp-megatron",
+        &[
+            "checkpoint",
+            "common",
+            "config",
+            "error",
+            "flattened",
+            "legacy",
+            "logical",
+            "optimizer",
+            "partition",
+            "recovery",
+            "run",
+            "strategy",
+            "tracker",
+            "writer",
+        ],
+    ),
+    ("dcp-storage-fs", &["builder", "storage"]),
+];
+
+/// What is named behind `crate::`, `{…}` lists included.
+fn named(source: &str) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for behind in source.split("crate::").skip(1) {
+        let Some(list) = behind.strip_prefix('{') else {
+            names.insert(word(behind));
+            continue;
+        };
+        let mut depth = 0_usize;
+        let mut starts = true;
+        for (at, c) in list.char_indices() {
+            match c {
+                '{' => depth += 1,
+                '}' if depth == 0 => break,
+                '}' => depth -= 1,
+                ',' if depth == 0 => starts = true,
+                c if starts && !c.is_whitespace() => {
+                    names.insert(word(&list[at..]));
+                    starts = false;
+                }
+                _ => {}
+            }
+        }
+    }
+    names
+}
+
+fn word(text: &str) -> String {
+    text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+}
+
+/// The modules of each crate but those of tests. What only tests name does not count.
+fn crates() -> BTreeMap<String, Uses> {
+    let mut crates: BTreeMap<String, Uses> = BTreeMap::new();
+    let sources = rust_sources();
+    let of_tests = |name: &str, module: &str| {
+        let declared = format!("#[cfg(test)]\nmod {module};");
+        let roots = ["lib", "main"].map(|root| format!("{name}/src/{root}.rs"));
+        sources.iter().any(|(file, source)| {
+            roots.iter().any(|root| file == Path::new(root)) && source.contains(&declared)
+        })
+    };
+    for (file, source) in &sources {
+        let file = file.to_string_lossy().into_owned();
+        let Some((name, path)) = file.split_once("/src/") else { continue };
+        let module = path.split('/').next().unwrap_or(path).trim_end_matches(".rs");
+        if name.contains('/') || matches!(module, "lib" | "main") || of_tests(name, module) {
+            continue;
+        }
+        let code: Vec<&str> = lines_before_tests(source)
+            .map(|line| line.split("//").next().unwrap_or(line))
+            .collect();
+        let uses = crates.entry(name.to_owned()).or_default();
+        uses.entry(module.to_owned()).or_default().extend(named(&code.join("\n")));
+    }
+    for uses in crates.values_mut() {
+        let modules: BTreeSet<String> = uses.keys().cloned().collect();
+        for (module, named) in uses.iter_mut() {
+            named.retain(|name| name != module && modules.contains(name));
+        }
+    }
+    crates
+}
+
+/// All that `from` needs, directly or through others.
+fn reach<'a>(uses: &'a Uses, from: &'a str) -> BTreeSet<&'a str> {
+    let mut reached = BTreeSet::new();
+    let mut open = vec![from];
+    while let Some(module) = open.pop() {
+        for next in uses.get(module).into_iter().flatten() {
+            if reached.insert(next.as_str()) {
+                open.push(next);
+            }
+        }
+    }
+    reached
+}
+
+/// The largest sets of modules of which each needs every other one.
+fn circles(uses: &Uses) -> BTreeSet<Vec<&str>> {
+    let reached: BTreeMap<&str, _> =
+        uses.keys().map(|module| (module.as_str(), reach(uses, module))).collect();
+    let circle = |module: &&str| -> Vec<&str> {
+        let around = |other: &&&str| reached[**other].contains(module);
+        reached[module].iter().filter(around).copied().collect()
+    };
+    reached.keys().map(circle).filter(|circle| circle.len() > 1).collect()
+}
+
+#[test]
+fn no_circle_of_modules_is_new() {
+    let crates = crates();
+    let found: BTreeSet<(&str, Vec<&str>)> = crates
+        .iter()
+        .flat_map(|(name, uses)| circles(uses).into_iter().map(|one| (name.as_str(), one)))
+        .collect();
+    let known: BTreeSet<(&str, Vec<&str>)> =
+        KNOWN.iter().map(|(name, modules)| (*name, modules.to_vec())).collect();
+    let new: Vec<_> = found.difference(&known).collect();
+    let gone: Vec<_> = known.difference(&found).collect();
+    assert!(new.is_empty() && gone.is_empty(), "new: {new:#?}\nin KNOWN and no more: {gone:#?}");
+}
+
+#[test]
+fn circles_are_found_through_lists() {
+    let source = "use crate::{a::{X, y}, b, self};\nfn f() { crate::c::g() }";
+    assert_eq!(named(source), ["a", "b", "c", "self"].map(String::from).into());
+    let uses = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let modules =
+        [("a", uses(&["b"])), ("b", uses(&["c"])), ("c", uses(&["a"])), ("d", uses(&["a"]))];
+    let modules: Uses = modules.map(|(name, uses)| (name.to_owned(), uses)).into();
+    assert_eq!(circles(&modules), [vec!["a", "b", "c"]].into());
+}

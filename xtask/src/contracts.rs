@@ -1,0 +1,76 @@
+//! What the contracts of plug-ins keep to, and where unsafe code is allowed.
+
+use std::path::Path;
+
+use crate::tidy::rust_sources;
+
+/// Files of the traits that plug-ins implement.
+const CONTRACTS: &[&str] = &[
+    "dcp-core/src/checkpoint.rs",
+    "dcp-core/src/collective.rs",
+    "dcp-core/src/plan.rs",
+    "dcp-core/src/storage.rs",
+    "dcp-megatron/src/strategy.rs",
+];
+
+/// Traits in these files that nobody implements: they add methods to all implementations.
+const EXTENSIONS: &[&str] = &["StorageExt"];
+
+/// The one module with unsafe code.
+const UNSAFE: &str = "dcp-core/src/memory.rs";
+
+/// Every trait of a source with its block.
+fn traits(source: &str) -> Vec<(&str, &str)> {
+    let starts =
+        source.match_indices("\npub trait ").map(|(at, start)| &source[at + start.len()..]);
+    let block = |source: &'_ str| source.find("\n}\n").map_or(source.len(), |end| end);
+    let name = |source: &str| source.find(|c: char| !c.is_alphanumeric()).unwrap_or(source.len());
+    starts.map(|source| (&source[..name(source)], &source[..block(source)])).collect()
+}
+
+/// Whether a method of a trait has a body.
+fn has_default_method(block: &str) -> bool {
+    let signatures = block.split("\n    ").filter(|line| !line.starts_with("//"));
+    let code: String = signatures.skip(1).flat_map(|line| [line, "\n"]).collect();
+    code.contains(" {\n") || code.contains("{}")
+}
+
+/// A decorator that forgets to forward a method must not compile: a default would turn, for example,
+/// a durable storage into one that is not.
+#[test]
+fn plug_in_traits_have_no_default_methods() {
+    let mut found = 0;
+    let mut defaults = Vec::new();
+    for (file, source) in rust_sources() {
+        if !CONTRACTS.iter().any(|path| file == Path::new(path)) {
+            continue;
+        }
+        for (name, block) in traits(&source) {
+            found += 1;
+            if has_default_method(block) && !EXTENSIONS.contains(&name) {
+                defaults.push(format!("{name} in {}", file.display()));
+            }
+        }
+    }
+    assert!(found >= CONTRACTS.len(), "traits have moved: {found} found");
+    assert!(defaults.is_empty(), "default methods:\n{}", defaults.join("\n"));
+}
+
+#[test]
+fn one_module_has_unsafe_code() {
+    let allowed: Vec<_> = rust_sources()
+        .into_iter()
+        .filter(|(_, source)| source.contains(concat!("allow(unsafe", "_code")))
+        .map(|(file, _)| file.display().to_string())
+        .collect();
+    assert_eq!(allowed, [UNSAFE]);
+}
+
+#[test]
+fn default_methods_are_found() {
+    let source = "\npub trait A: B {\n    /// As `{}`.\n    fn a(&self) -> u8;\n}\n\
+                  \npub trait C {\n    fn c(&self) -> u8 {\n        1\n    }\n}\n";
+    let found: Vec<_> =
+        traits(source).iter().map(|(name, block)| (*name, has_default_method(block))).collect();
+    assert_eq!(found, [("A", false), ("C", true)]);
+}

@@ -160,7 +160,8 @@ JSON:
   {\"format\": …, \"keys\": {FQN: KEY, …}, \"files\": {NAME: BYTES, …}, \"callables\": [CALLABLE, …],
    \"unfinished\": [TEXT, …]}
   KEY is {\"kind\": \"tensor\", \"dtype\", \"shape\", \"bytes\",
-          \"chunks\": [{\"offsets\", \"sizes\", \"file\", \"byte_offset\", \"byte_len\"}, …]}
+          \"chunks\": [{\"offsets\", \"sizes\", \"file\", \"byte_offset\", \"byte_len\"}, …],
+          \"device\": where torch.load puts it, if not on the CPU}
       or {\"kind\": \"object\", \"value\"}; a value that JSON lacks is tagged {\"type\": …, …}.
   CALLABLE is {\"key\", \"path\", \"name\", \"dangerous\"}: what Python runs when it loads that object,
   and is not known to be harmless; `dangerous` ones are known to run commands or code. The last two

@@ -12,7 +12,7 @@ use dcp::convert::{
     CastOptions, JobOptions, Source, StatePart, WriteReport, is_exact, unmatched_patterns, view,
 };
 use dcp::core::{Key, Value};
-use dcp::formats::torch_save::TorchSaveForm;
+use dcp::formats::torch_save::{TorchSaveForm, TorchSaveOptions};
 use dcp::megatron::ParallelLayout;
 use dcp::planner::KeyFilter;
 
@@ -120,6 +120,11 @@ pub(crate) struct Destination {
     /// Write the stream that PyTorch before 1.6 reads. For torch-save.
     #[arg(long)]
     legacy: bool,
+
+    /// Let Python put all tensors on this device; by default those of a torch.save file stay where
+    /// they were, such as cuda:0. For torch-save.
+    #[arg(long, value_name = "DEVICE", value_parser = ["cpu"])]
+    device: Option<String>,
 
     #[command(flatten)]
     pub(crate) torch_dist: TorchDist,
@@ -252,6 +257,7 @@ impl Destination {
                 Format::TorchDist,
             ),
             (self.legacy, "--legacy", Format::TorchSave),
+            (self.device.is_some(), "--device", Format::TorchSave),
         ] {
             if given && of != format {
                 let message = format!("{option} is for {of}, and {target:?} becomes {format}");
@@ -345,7 +351,9 @@ impl Destination {
                 let target = target::file(target, overwrite, dry_run).await?;
                 let zip = TorchSaveForm::default();
                 let form = if self.legacy { TorchSaveForm::Legacy } else { zip };
-                dcp::convert::to_torch_save(source, &target, form, options).await?
+                let mut how = TorchSaveOptions::from(form);
+                how.device.clone_from(&self.device);
+                dcp::convert::to_torch_save(source, &target, how, options).await?
             }
             Format::Hf => {
                 let max_shard_bytes = self.max_shard_size.unwrap_or(MAX_SHARD_BYTES);

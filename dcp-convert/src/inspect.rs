@@ -70,6 +70,9 @@ pub struct TensorSummary {
     pub bytes: u64,
     /// Its parts, in the order of the checkpoint.
     pub chunks: Vec<ChunkSummary>,
+    /// The device on which Python puts a tensor of a torch.save file, where that is not the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
 }
 
 /// A part of a stored tensor.
@@ -154,7 +157,11 @@ pub async fn inspect(
                 let stored =
                     tensor.chunks.iter().filter_map(|chunk| stored(chunk.placement?, &metadata));
                 stored.for_each(|placement| mark(placement.file));
-                KeySummary::Tensor(tensor_summary(tensor, &metadata))
+                let mut summary = tensor_summary(tensor, &metadata);
+                if let Some(save) = source.save_reader() {
+                    summary.device = save.device(at).await?;
+                }
+                KeySummary::Tensor(summary)
             }
             Entry::Object(object) => {
                 let stored = object.placement.and_then(|placement| stored(placement, &metadata));
@@ -293,6 +300,7 @@ fn tensor_summary(tensor: &TensorEntry, metadata: &CheckpointMetadata) -> Tensor
         shape: tensor.shape.to_vec(),
         bytes: tensor.byte_len().unwrap_or(u64::MAX),
         chunks: chunks.collect(),
+        device: None,
     }
 }
 

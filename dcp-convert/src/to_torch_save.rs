@@ -6,8 +6,8 @@ use std::sync::Arc;
 use dcp_core::{Entry, Key, PlanError};
 use dcp_formats::pickle::ForeignName;
 use dcp_formats::torch_save::{
-    TorchSaveAgain, TorchSaveContent, TorchSaveForm, TorchSaveGraphs, TorchSaveItem,
-    TorchSaveOptions, TorchSavePlan,
+    TorchSaveAgain, TorchSaveContent, TorchSaveGraphs, TorchSaveItem, TorchSaveOptions,
+    TorchSavePlan,
 };
 
 use crate::callables;
@@ -42,12 +42,12 @@ use crate::written::WriteReport;
 pub async fn to_torch_save(
     source: &Source,
     target: &Target,
-    form: TorchSaveForm,
+    how: impl Into<TorchSaveOptions>,
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
     target.check().await?;
     let source = source.for_job(options.parallelism);
-    let how = TorchSaveOptions::default().with_form(form);
+    let how = how.into();
     if let Some(reader) = source.save_reader()
         && let Some(again) =
             reader.again(&target.key, &how).await.map_err(ConvertError::unwritable)?

@@ -225,6 +225,33 @@ fn keys_that_are_no_text_are_named_and_kept() {
     assert!(bytes.windows(5).any(|window| window == b"a\xed\xa0\x80b"));
 }
 
+/// torch.load puts tensors where they were saved from, and fails where there is no such device.
+#[test]
+fn devices_are_shown_and_kept_or_set() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = "../torch_save/names/cuda.pt";
+    assert_eq!(dcp(["inspect", source, "--json"]).json()["keys"]["w"]["device"], "cuda:0");
+    let dcp_of_it = path(&folder, "dcp");
+    dcp(["convert", source, &dcp_of_it, "--to=dcp"]).ok();
+    let tags = |from: &str, options: &[&str]| {
+        let target = path(&folder, "x.pt");
+        dcp([&["convert", from, &target, "--overwrite"], options].concat()).ok();
+        let bytes = fs::read(&target).unwrap();
+        let has = |tag: &[u8]| bytes.windows(tag.len()).any(|window| window == tag);
+        (has(b"X\x06\0\0\0cuda:0"), has(b"X\x03\0\0\0cpu"))
+    };
+    // The tensors of a checkpoint of DCP have no device; those in an object keep theirs.
+    assert_eq!(tags(source, &[]), (true, false));
+    assert_eq!(tags(source, &["--exclude=o"]), (false, true));
+    assert_eq!(tags(&dcp_of_it, &[]), (true, true));
+    for source in [source, &dcp_of_it] {
+        assert_eq!(tags(source, &["--device=cpu"]), (false, true));
+        assert_eq!(tags(source, &["--device=cpu", "--legacy"]), (false, true));
+    }
+    let target = path(&folder, "x.safetensors");
+    dcp(["convert", source, &target, "--device=cpu"]).fails(2, &["--device is for torch-save"]);
+}
+
 #[test]
 fn programs_of_torch_export_are_named() {
     dcp(["inspect", "../torch_save/names/program.pt2"])

@@ -346,6 +346,7 @@ mod tests {
                     byte_len: Some(each * 8),
                 })
                 .collect(),
+            device: None,
         })
     }
 

@@ -37,13 +37,13 @@ impl TorchSaveAgain {
         index: &Index,
         options: &TorchSaveOptions,
     ) -> Result<Option<Self>, CheckpointError> {
-        let contents = &index.contents;
+        let (contents, device) = (&index.contents, options.device.as_deref());
         let deflated = contents.storages.values().any(|record| record.method != Method::Stored);
         if contents.byte_order == ByteOrder::Big || deflated {
             return Ok(None);
         }
         let pickle = Pickle::parse(&contents.pickle, &LIMITS)?;
-        let Ok(composed) = compose(&pickle, Writer::new(), 0) else { return Ok(None) };
+        let Ok(composed) = compose(&pickle, Writer::new(), 0, device) else { return Ok(None) };
         let records = composed.1.iter().map(|storage| contents.storage(storage));
         let records = records.collect::<Result<Vec<_>, _>>();
         let records = records.map_err(|error| error.in_file(source.as_str(), 0))?;
@@ -62,7 +62,7 @@ impl TorchSaveAgain {
         });
         let made = made.collect();
         let plan = TorchSavePlan::lay_out(key, options, made, |writer, key_width| {
-            compose(&pickle, writer, key_width).map(|(composed, _)| composed)
+            compose(&pickle, writer, key_width, device).map(|(composed, _)| composed)
         })?;
         Ok(Some(Self { plan, records }))
     }
@@ -73,6 +73,7 @@ fn compose(
     pickle: &Pickle<'_>,
     mut writer: Writer,
     key_width: usize,
+    device: Option<&str>,
 ) -> Result<(Composed, Vec<StorageRef>), FormatError> {
     let mut used: IndexMap<Box<str>, (StorageRef, u64)> = IndexMap::new();
     let mut numbers = |storage: &StorageRef, element: u64| {
@@ -81,7 +82,8 @@ fn compose(
         entry.or_insert_with(|| (storage.clone(), element));
         Ok(format!("{number:0key_width$}"))
     };
-    writer.graph(pickle, pickle.root(), &mut PersistentStorages(&mut numbers))?;
+    let mut renumbered = PersistentStorages { numbers: &mut numbers, device };
+    writer.graph(pickle, pickle.root(), &mut renumbered)?;
     let storages = used.values().enumerate().map(|(number, (storage, element))| NewStorage {
         content: StorageContent::Item(number),
         byte_len: storage.byte_len,

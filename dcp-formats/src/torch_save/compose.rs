@@ -58,9 +58,11 @@ pub(super) fn compose(
     items: &[TorchSaveItem],
     mut writer: Writer,
     key_width: usize,
+    device: Option<&str>,
 ) -> Result<Composed, PlanError> {
     let tree = Tree::grow(items)?;
-    let mut storages = Storages { key_width, ..Storages::default() };
+    let mut storages =
+        Storages { key_width, device: device.map(str::to_owned), ..Storages::default() };
     let graphs = items.iter().find_map(|item| match &item.content {
         TorchSaveContent::Kept { graphs, .. } => Some(&**graphs),
         _ => None,
@@ -144,6 +146,7 @@ impl Composer<'_> {
         let kept = kept.as_mut().filter(|kept| std::ptr::eq(kept.graphs, graphs));
         let absent = || FormatError::new("object", "it is in another file than the objects before");
         let Kept { pickle, numbers, .. } = kept.ok_or_else(absent)?;
+        let device = storages.device.clone();
         let mut number = |storage: &StorageRef, element: u64| {
             let number = match numbers.get(&storage.key) {
                 Some(number) => *number,
@@ -161,11 +164,16 @@ impl Composer<'_> {
         };
         if let Some(layout) = graphs.tensor(fqn) {
             let key = number(layout.storage(), layout.storage_element_size())?;
-            layout.clone().with_storage_key(key).write(writer);
+            let layout = layout.clone().with_storage_key(key);
+            match device {
+                Some(device) => layout.with_device(&device).write(writer),
+                None => layout.write(writer),
+            }
             return Ok(());
         }
         let node = graphs.node(fqn).ok_or_else(absent)?;
-        writer.graph(pickle, node, &mut PersistentStorages(&mut number))
+        let mut renumbered = PersistentStorages { numbers: &mut number, device: device.as_deref() };
+        writer.graph(pickle, node, &mut renumbered)
     }
 
     /// The item whose storage a tied tensor is in.
@@ -192,6 +200,8 @@ pub(super) struct Storages {
     pub(super) all: Vec<NewStorage>,
     by_item: HashMap<usize, usize>,
     key_width: usize,
+    /// Where Python puts the storages of objects, instead of where they were.
+    device: Option<String>,
 }
 
 impl Storages {
@@ -258,6 +268,7 @@ impl Storages {
         let root = part(&mut pickle)?;
         let swapped = byte_order(&blob, &index)? == ByteOrder::Big;
         let mut known = HashMap::new();
+        let device = self.device.clone();
         let mut numbers = |storage: &StorageRef, element: u64| {
             if let Some(number) = known.get(&storage.key) {
                 return Ok(self.key(*number));
@@ -280,7 +291,8 @@ impl Storages {
             Ok(self.key(number))
         };
         let numbers: Numbers<'_> = &mut numbers;
-        writer.graph(&pickle, root, &mut PersistentStorages(numbers))?;
+        let mut renumbered = PersistentStorages { numbers, device: device.as_deref() };
+        writer.graph(&pickle, root, &mut renumbered)?;
         Ok(())
     }
 }

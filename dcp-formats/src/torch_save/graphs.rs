@@ -134,7 +134,8 @@ impl TorchSaveGraphs {
 fn foreign_names(pickle: &Pickle<'_>, node: NodeId) -> Result<Vec<ForeignName>, FormatError> {
     let mut writer = Writer::new();
     let mut numbers = |storage: &StorageRef, _: u64| Ok(storage.key.to_string());
-    writer.graph(pickle, node, &mut PersistentStorages(&mut numbers))?;
+    let mut renumbered = PersistentStorages { numbers: &mut numbers, device: None };
+    writer.graph(pickle, node, &mut renumbered)?;
     let alone = writer.finish()?;
     Ok(Pickle::parse(&alone, &LIMITS)?.foreign_names())
 }

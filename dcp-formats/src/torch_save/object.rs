@@ -102,7 +102,8 @@ impl<'a> Objects<'a> {
         let mut numbers = |storage: &StorageRef, _: u64| {
             Ok(used.insert_full(storage.key.clone(), ()).0.to_string())
         };
-        writer.graph(&self.pickle, node, &mut PersistentStorages(&mut numbers))?;
+        let mut storages_of = PersistentStorages { numbers: &mut numbers, device: None };
+        writer.graph(&self.pickle, node, &mut storages_of)?;
         let used: Vec<&[u8]> = used
             .keys()
             .map(|key| storages.get(key).map(|bytes| &**bytes).unwrap_or_default())

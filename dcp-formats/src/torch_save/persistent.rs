@@ -10,7 +10,11 @@ pub(super) type Numbers<'n> =
     &'n mut (dyn FnMut(&StorageRef, u64) -> Result<String, FormatError> + 'n);
 
 /// Writes references to storages under new keys.
-pub(super) struct PersistentStorages<'n>(pub(super) Numbers<'n>);
+pub(super) struct PersistentStorages<'n> {
+    pub(super) numbers: Numbers<'n>,
+    /// Where Python puts the storages, instead of where they were.
+    pub(super) device: Option<&'n str>,
+}
 
 impl PersistentSink for PersistentStorages<'_> {
     fn persistent(
@@ -32,8 +36,9 @@ impl PersistentSink for PersistentStorages<'_> {
             return Err(bad("it has a storage that is a part of another one"));
         }
         let Some(class) = pickle.global_name(*class) else { return Ok(()) };
-        let key = (self.0)(&storage, element)?;
-        writer.storage(class, &key, &storage.location, storage.byte_len / element);
+        let key = (self.numbers)(&storage, element)?;
+        let device = self.device.unwrap_or(&storage.location);
+        writer.storage(class, &key, device, storage.byte_len / element);
         Ok(())
     }
 }

@@ -125,6 +125,19 @@ impl TorchSaveReader {
         structure::check(&*self.storage, &self.key, &index.contents, found).await
     }
 
+    /// The device, such as `cuda:0`, on which Python puts the tensor at a position in the metadata
+    /// unless it is told otherwise; `None` for the CPU and for what is no tensor.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageReader::metadata`].
+    pub async fn device(&self, entry: usize) -> Result<Option<String>, CheckpointError> {
+        let index = self.index().await?;
+        let Some(Leaf::Tensor(layout, _)) = index.leaves.get(entry) else { return Ok(None) };
+        let device = &*layout.storage().location;
+        Ok((device != "cpu").then(|| device.to_owned()))
+    }
+
     /// What is odd about the names of tensors and objects, in words: keys that are equal once they
     /// are joined by dots, and keys that are no text.
     ///

@@ -70,6 +70,15 @@ pub struct TorchSaveOptions {
     /// The folder of all records in a zip archive; by default, as with PyTorch, the name of the
     /// file without its last extension.
     pub root: Option<String>,
+    /// The device on which Python puts all tensors, such as `cpu`; by default those that are taken
+    /// over from other files keep theirs, and all others are on the CPU.
+    pub device: Option<String>,
+}
+
+impl From<TorchSaveForm> for TorchSaveOptions {
+    fn from(form: TorchSaveForm) -> Self {
+        Self::default().with_form(form)
+    }
 }
 
 /// The form of a file.
@@ -93,6 +102,13 @@ impl TorchSaveOptions {
     #[must_use]
     pub fn with_form(mut self, form: TorchSaveForm) -> Self {
         self.form = form;
+        self
+    }
+
+    /// The same, with all tensors on this device.
+    #[must_use]
+    pub fn with_device(mut self, device: impl Into<String>) -> Self {
+        self.device = Some(device.into());
         self
     }
 
@@ -128,7 +144,7 @@ impl TorchSavePlan {
     ) -> Result<Self, CheckpointError> {
         let made = items.iter().map(|item| Made { name: item.name.to_string(), expected: None });
         Self::lay_out(key, options, made.collect(), |writer, key_width| {
-            compose(items, writer, key_width)
+            compose(items, writer, key_width, options.device.as_deref())
         })
     }
 

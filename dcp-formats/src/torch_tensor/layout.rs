@@ -88,6 +88,13 @@ impl TensorLayout {
         layout.checked()
     }
 
+    /// The same, with the storage on this device.
+    #[must_use]
+    pub(crate) fn with_device(mut self, device: &str) -> Self {
+        self.storage.location = device.into();
+        self
+    }
+
     /// The same tensor over the storage of another key.
     #[must_use]
     pub fn with_storage_key(mut self, key: impl Into<Box<str>>) -> Self {

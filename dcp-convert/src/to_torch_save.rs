@@ -42,12 +42,11 @@ use crate::written::WriteReport;
 pub async fn to_torch_save(
     source: &Source,
     target: &Target,
-    how: impl Into<TorchSaveOptions>,
+    how: TorchSaveOptions,
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
     target.check().await?;
     let source = source.for_job(options.parallelism);
-    let how = how.into();
     if let Some(reader) = source.save_reader()
         && let Some(again) =
             reader.again(&target.key, &how).await.map_err(ConvertError::unwritable)?

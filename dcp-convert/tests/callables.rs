@@ -16,7 +16,7 @@ use dcp_convert::{
 use dcp_core::{DType, StorageExt};
 use dcp_core::{Dict, Global, Key, Object, PutMode, Storage, Tensor, Value};
 use dcp_formats::dcp::DcpWriter;
-use dcp_formats::torch_save::{TorchSaveForm, encode_value};
+use dcp_formats::torch_save::{TorchSaveOptions, encode_value};
 use dcp_planner::KeyFilter;
 
 use support::{block_on, fixture};
@@ -65,7 +65,7 @@ fn to_dcp(source: &Source, options: &JobOptions) -> Result<(Source, WriteReport)
 fn to_pt(source: &Source, options: &JobOptions) -> Result<(Source, WriteReport), ConvertError> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     let target = Target::new(Arc::clone(&storage), key("out.pt"));
-    let done = block_on(to_torch_save(source, &target, TorchSaveForm::default(), options));
+    let done = block_on(to_torch_save(source, &target, TorchSaveOptions::default(), options));
     match done {
         Ok(report) => Ok((Source::torch_save(storage, key("out.pt")), report)),
         Err(error) => {

@@ -236,8 +236,10 @@ fn a_file_in_another_form_keeps_its_objects() {
         let forms = [("old.pt", TorchSaveForm::Legacy), ("new.pt", TorchSaveForm::default())];
         for (name, form) in forms {
             let dry = options.clone().as_dry_run(true);
-            let planned = block_on(to_torch_save(&source, &target(name), form, &dry)).unwrap();
-            let report = block_on(to_torch_save(&source, &target(name), form, &options)).unwrap();
+            let planned =
+                block_on(to_torch_save(&source, &target(name), form.into(), &dry)).unwrap();
+            let report =
+                block_on(to_torch_save(&source, &target(name), form.into(), &options)).unwrap();
             assert_eq!((report.tensors, planned.bytes), (4, report.bytes));
             assert!(report.bytes < large.len() as u64 + 8192, "{}", report.bytes);
             let again = Source::torch_save(Arc::clone(&place), key(name));
@@ -255,7 +257,7 @@ fn a_file_in_another_form_keeps_its_objects() {
     for form in [TorchSaveForm::Legacy, TorchSaveForm::default()] {
         let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         let target = Target::new(Arc::clone(&place), key("out.pt"));
-        let error = block_on(to_torch_save(&source, &target, form, &small())).unwrap_err();
+        let error = block_on(to_torch_save(&source, &target, form.into(), &small())).unwrap_err();
         let error = error.to_string();
         assert!(error.contains("CRC") && error.contains("views.0"), "{error}");
         assert!(error.contains("model.pt"), "{error}");

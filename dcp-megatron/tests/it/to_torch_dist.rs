@@ -370,7 +370,7 @@ fn what_went_through_another_format_comes_back() {
         let key = Key::new("all.pt").unwrap();
         let target = dcp_convert::Target::new(Arc::clone(&file), key.clone());
         let form = dcp_formats::torch_save::TorchSaveForm::default();
-        let saved = dcp_convert::to_torch_save(original.source(), &target, form, &options);
+        let saved = dcp_convert::to_torch_save(original.source(), &target, form.into(), &options);
         block_on(saved).unwrap();
         let through = Source::torch_save(Arc::clone(&file), key.clone());
         equals(name, &convert(&through, MegatronForm::CommonFile, layout).unwrap());

@@ -12,7 +12,7 @@ use dcp_convert::{
 };
 use dcp_core::{CheckpointMetadata, Entry, Key, PutMode, Storage, StorageError, StorageExt};
 use dcp_formats::hf::IndexFile;
-use dcp_formats::torch_save::TorchSaveForm;
+use dcp_formats::torch_save::TorchSaveOptions;
 use indexmap::IndexMap;
 use serde::Serialize;
 
@@ -76,7 +76,7 @@ impl UnshardFormat {
         match self {
             Self::Safetensors => to_safetensors(source, target, options).await,
             Self::TorchSave => {
-                to_torch_save(source, target, TorchSaveForm::default(), options).await
+                to_torch_save(source, target, TorchSaveOptions::default(), options).await
             }
         }
     }

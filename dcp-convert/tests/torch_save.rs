@@ -439,7 +439,7 @@ fn what_is_chosen_of_a_file_keeps_its_shared_storages() {
     };
     for form in [TorchSaveForm::default(), TorchSaveForm::Legacy] {
         let source = sharing(400, false);
-        let (copy, report, len) = written(&source, form, "x.pt").unwrap();
+        let (copy, report, len) = written(&source, form.into(), "x.pt").unwrap();
         assert_eq!((report.objects, report.tensors), (399, 2));
         assert!(len < (1 << 20) + (256 << 10), "{len} bytes");
         assert_eq!(report.bytes, len);
@@ -452,7 +452,7 @@ fn what_is_chosen_of_a_file_keeps_its_shared_storages() {
         what.include = KeyFilter::any_of(["p0", "p399", "v", "w"]);
         assert!(block_on(diff(&source, &copy, &what, &options)).unwrap().equal);
         // Damage in the storage is not carried over.
-        let error = written(&sharing(3, true), form, "y.pt").unwrap_err().to_string();
+        let error = written(&sharing(3, true), form.into(), "y.pt").unwrap_err().to_string();
         assert!(error.contains("CRC"), "{error}");
     }
     // A view of a small part of a storage does not bring all of it along.
@@ -460,7 +460,7 @@ fn what_is_chosen_of_a_file_keeps_its_shared_storages() {
     let view = block_on(only.apply(&source(&[ROWS, WHOLE], false), &options)).unwrap();
     let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     let target = Target::new(Arc::clone(&place), key("z.pt"));
-    block_on(to_torch_save(&view, &target, TorchSaveForm::default(), &options)).unwrap();
+    block_on(to_torch_save(&view, &target, TorchSaveForm::default().into(), &options)).unwrap();
     let len = block_on(place.stat(&key("z.pt"))).unwrap().byte_len;
     assert!(len < 500 * SIDE * 4 + 4096, "{len}");
 }

@@ -83,6 +83,26 @@ fn global_plans(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// What the engine does with the plan of any planner.
+fn checks(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("check_against");
+    group.sampling_mode(SamplingMode::Flat).sample_size(10);
+    group.warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_secs(2));
+    for (world, keys) in [(1024, 500), (4096, 250)] {
+        for (name, spread) in
+            [("rows", Spread::Rows), ("replicated", Spread::Replicated), ("grid", Spread::Grid)]
+        {
+            let offers = offers(spread, world, keys);
+            let global = DefaultSavePlanner::new().global_plan(&offers).unwrap();
+            let id = BenchmarkId::new(name, format!("{world}x{keys}"));
+            group.bench_with_input(id, &offers, |bencher, offers| {
+                bencher.iter(|| black_box(&global).check_against(offers, "bench").unwrap());
+            });
+        }
+    }
+    group.finish();
+}
+
 /// One tensor of 4096 columns, each a chunk.
 fn columns(count: u32) -> CheckpointMetadata {
     let shape = [1024, u64::from(count)];
@@ -157,6 +177,7 @@ fn sharing(criterion: &mut Criterion) {
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     global_plans(&mut criterion);
+    checks(&mut criterion);
     many_columns(&mut criterion);
     sharing(&mut criterion);
     criterion.final_summary();

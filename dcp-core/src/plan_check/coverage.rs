@@ -109,7 +109,8 @@ pub(super) fn check(
             _ => Stored::Part { exact: rows.iter().copied().collect(), rows },
         });
     }
-    let mut lookup = Lookup { plan, stored, planner, pairs: MAX_PAIRS };
+    let all_whole = stored.iter().all(|stored| matches!(stored, Stored::Whole));
+    let mut lookup = Lookup { plan, stored, all_whole, planner, pairs: MAX_PAIRS };
     let mut ids = Vec::new();
     for (rank, local) in locals.iter().enumerate() {
         lookup.rank(rank, local, &mut ids)?;
@@ -142,6 +143,7 @@ enum Stored<'a> {
 struct Lookup<'a> {
     plan: &'a GlobalPlan,
     stored: Vec<Stored<'a>>,
+    all_whole: bool,
     planner: &'a str,
     pairs: usize,
 }
@@ -170,7 +172,9 @@ impl<'a> Lookup<'a> {
                 None => ids.push(id),
             }
         }
-        for item in local.items() {
+        // Of what is stored whole, no item has to be looked for.
+        let all_there = self.all_whole && ids.iter().all(Option::is_some);
+        for item in local.items().take(if all_there { 0 } else { usize::MAX }) {
             let row = (item.offsets, item.sizes);
             let id = ids.get(item.key_index).copied().flatten();
             if !item.sizes.contains(&0) && !self.has(id, row) {

@@ -126,9 +126,18 @@ struct Case {
     file: bool,
     /// Whether there is a moment with neither the old nor the new checkpoint when one is replaced.
     gap: bool,
+    /// Whether a failure at such a moment leaves neither.
+    lasting: bool,
+    /// The folder in the target that is the checkpoint.
+    inner: &'static str,
 }
 
 impl Case {
+    /// Where the checkpoint is in a target.
+    fn place(&self, target: &Path) -> PathBuf {
+        if self.inner.is_empty() { target.to_owned() } else { target.join(self.inner) }
+    }
+
     fn args(&self, target: &Path) -> Vec<String> {
         let target = target.display().to_string();
         self.before.iter().cloned().chain([target]).chain(self.after.iter().cloned()).collect()
@@ -196,9 +205,14 @@ struct Bench {
     known: Vec<(Files, Is)>,
 }
 
+/// A folder in memory where there is such a place: thousands of writes are made durable here.
+fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
 impl Bench {
     fn new(case: Case) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = scratch();
         let name = if case.file { "file" } else { "folder" };
         let (whole, before) =
             (folder.path().join("whole").join(name), folder.path().join("before").join(name));
@@ -237,7 +251,7 @@ impl Bench {
         if found.is_empty() {
             return Is::Nothing;
         }
-        let shown = target.display().to_string();
+        let shown = self.case.place(target).display().to_string();
         let verified = dcp(&["verify", &shown, "--deep"], None);
         if verified.outcome.is_err() {
             assert!(!self.case.file, "{when}: half a file");
@@ -271,7 +285,7 @@ impl Bench {
         if !self.case.file && beside(one) != beside(other) {
             return false;
         }
-        let uri = |at: &Path| at.display().to_string();
+        let uri = |at: &Path| self.case.place(at).display().to_string();
         dcp(&["diff", &uri(one), &uri(other)], None).outcome.is_ok()
     }
 
@@ -309,6 +323,7 @@ impl Bench {
                     Is::Unfinished if replaces && !self.case.gap => {
                         panic!("{when}: the old one is gone: {:?}", left.keys())
                     }
+                    Is::Unfinished if replaces && self.case.lasting => {}
                     _ if way.undone => {
                         let was = if replaces { files(&self.before) } else { Files::new() };
                         let (left, was): (Vec<_>, Vec<_>) =

@@ -334,6 +334,8 @@ pub(crate) async fn checkpoint_to_change(
     if !Arc::ptr_eq(&recovered(&storage).await?, &storage) {
         return Err(Failure::new(Exit::Bad, format!("{uri:?}: {HALF_REPLACED}")));
     }
+    #[cfg(test)]
+    let storage = crate::every_operation::faulty(storage);
     Ok(storage)
 }
 

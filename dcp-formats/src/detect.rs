@@ -8,7 +8,7 @@ use dcp_core::{Key, Storage, StorageError, StorageExt as _, counted};
 use futures_util::StreamExt as _;
 
 use crate::dcp::names::Named;
-use crate::hf::{CONFIG_NAME, INDEX_ENDING};
+use crate::hf::{CONFIG_NAME, INDEX_ENDING, UNFINISHED_NAME};
 use crate::torch_save;
 
 /// Objects looked at before a listing is given up; a directory that holds a checkpoint at its
@@ -45,6 +45,8 @@ pub enum Detected {
     },
     /// The configuration of a Hugging Face model, without weights.
     HuggingFaceConfig,
+    /// What the writer of a model keeps until all of it is there, without weights.
+    ModelUnfinished,
     /// Files of `torch.save`.
     TorchSave {
         /// One of them.
@@ -199,6 +201,9 @@ impl Names {
                 break;
             }
         }
+        if kinds.is_empty() && self.has(UNFINISHED_NAME) {
+            kinds.push(Detected::ModelUnfinished);
+        }
         if kinds.is_empty() && self.has(CONFIG_NAME) {
             kinds.push(Detected::HuggingFaceConfig);
         }
@@ -263,6 +268,10 @@ impl fmt::Display for Detected {
             Self::HuggingFaceConfig => f.write_str(
                 "has the config.json of a model, and no weights: the model was not written to its \
                  end, or not copied as a whole",
+            ),
+            Self::ModelUnfinished => write!(
+                f,
+                "has a {UNFINISHED_NAME}, and no weights: the model was not written to its end"
             ),
             Self::TorchSave { example } => {
                 write!(f, "holds files of torch.save, such as {example:?}, not a DCP checkpoint")

@@ -8,7 +8,7 @@ use dcp_core::{FormatError, Key};
 use serde::Deserialize;
 
 use crate::dcp::names::Named;
-use crate::hf::{CONFIG_ASIDE, INDEX_ENDING};
+use crate::hf::{CONFIG_ASIDE, INDEX_ENDING, UNFINISHED_NAME};
 
 /// Folders with a checkpoint in them that are remembered below one folder.
 const NESTED_MAX: usize = 64;
@@ -123,6 +123,8 @@ struct HuggingFaceNames {
     config: bool,
     /// What a writer that replaces a model keeps until it is done.
     config_aside: bool,
+    /// What a writer keeps until all files are there.
+    unfinished: bool,
     /// Shards seen of `STEM-00001-of-00004.safetensors`, by stem and number of shards.
     series: BTreeMap<(String, u32), BTreeSet<u32>>,
 }
@@ -229,6 +231,7 @@ impl FolderNames {
             "model.safetensors" => self.hugging_face.main = true,
             "config.json" => self.hugging_face.config = true,
             CONFIG_ASIDE => self.hugging_face.config_aside = true,
+            UNFINISHED_NAME => self.hugging_face.unfinished = true,
             _ if name.ends_with(INDEX_ENDING) => self.hugging_face.index = true,
             _ => {}
         }
@@ -342,6 +345,10 @@ impl HuggingFaceNames {
             return Some(format!(
                 "there is a {CONFIG_ASIDE}: a writer died while it replaced the model"
             ));
+        }
+        if self.unfinished && !self.index {
+            let problem = "and no index: the model was not written to its end";
+            return Some(format!("there is a {UNFINISHED_NAME}, {problem}"));
         }
         if self.main {
             // Loaders take it, whatever lies beside it.
@@ -517,6 +524,10 @@ mod tests {
         assert_eq!(verdict("x", &with("model.safetensors")), whole);
         assert_eq!(verdict("x", &["shard-00001-model-00001-of-00001.safetensors"]), whole);
         assert!(problem("x", &["model.safetensors", CONFIG_ASIDE]).contains("died"));
+        let chunk = ["chunk-00000.safetensors", UNFINISHED_NAME];
+        assert!(problem("x", &chunk).contains("not written to its end"));
+        let indexed = [chunk[0], chunk[1], "model.safetensors.index.json"];
+        assert_eq!(verdict("x", &indexed), whole);
         assert_eq!(verdict("x", &["model.safetensors", "config.json", CONFIG_ASIDE]), whole);
     }
 

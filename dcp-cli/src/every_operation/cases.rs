@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
-use super::{Case, survives};
+use super::{Case, WAYS, dcp, files, put, scratch, survives};
 
 fn fixture(name: &str) -> String {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
@@ -27,6 +28,8 @@ fn converts(source: &str, to: &str, old: (&str, &str)) -> Case {
         old: (from(old.0), words(old.1)),
         file: false,
         gap: false,
+        lasting: false,
+        inner: "",
     }
 }
 
@@ -127,4 +130,67 @@ fn merge() {
     let before = vec!["merge".to_owned(), fixture(SMALL), "--out".to_owned()];
     let case = converts(SMALL, "--to hf --max-shard-size 600 --dtype bf16", (SMALL, "--to hf"));
     survives(Case { before, ..case });
+}
+
+/// `dcp unshard` of one checkpoint, over what it wrote of another with other options.
+fn unshards(to: &str, old: &str) -> Case {
+    let from = |name: &str| vec!["unshard".to_owned(), fixture(name)];
+    let case = converts(SMALL, to, (SMALL, old));
+    let old = (from("pytorch/fsdp2_adam_2r"), words(old));
+    Case { before: from(SMALL), old, gap: true, lasting: true, ..case }
+}
+
+#[test]
+fn unshard_in_chunks() {
+    let case = unshards("--strategy chunks --chunk-size 600", "--strategy chunks --chunk-size 700");
+    survives(Case { inner: "model", ..case });
+}
+
+#[test]
+fn unshard_with_the_optimizer() {
+    let to = "--strategy one-file --optim --format safetensors";
+    let case = unshards(to, to);
+    let old = (vec!["unshard".to_owned(), fixture("olmo/any-4rank/ckpt")], words(to));
+    survives(Case { old, ..case });
+}
+
+/// `dcp rewrite-metadata` replaces one file in place, which is the old or the new one.
+#[test]
+fn rewrite_metadata() {
+    let folder = scratch();
+    let index = Path::new(".metadata");
+    let mut old = files(fixture(SMALL).as_ref());
+    old.retain(|name, _| !name.to_string_lossy().starts_with("expected"));
+    let target = folder.path().join("target");
+    let shown = target.display().to_string();
+    let args = ["rewrite-metadata", &shown, "--to=torch", "--profile=torch2.15"];
+    put(&old, &target);
+    dcp(&args, None).ok("undisturbed");
+    let mut new = old.clone();
+    new.insert(index.to_owned(), fs::read(target.join(index)).unwrap());
+    assert!(files(&target) == new && old != new);
+    for way in &WAYS {
+        let mut seen = [false; 2];
+        for n in 1.. {
+            fs::remove_dir_all(&target).unwrap();
+            put(&old, &target);
+            let how = way.how;
+            let ran = dcp(&args, Some(Arc::new(move |storage| how(storage, n))));
+            let when = format!("{} at operation {n}: {:?}", way.name, ran.outcome);
+            let left = files(&target);
+            let is_new = left.get(index) == new.get(index);
+            assert!(is_new || left.get(index) == old.get(index), "{when}");
+            assert!(is_new || ran.outcome.is_err(), "{when}");
+            let names: Vec<_> = left.keys().collect();
+            assert!(way.dies || left.len() == old.len(), "{when}: {names:?}");
+            dcp(&["verify", &shown, "--deep"], None).ok(&when);
+            seen[usize::from(is_new)] = true;
+            dcp(&args, None).ok(&format!("{when}: again"));
+            assert!(files(&target) == new || is_new, "{when}: again");
+            if ran.operations < n {
+                break;
+            }
+        }
+        assert!(seen[1] && (seen[0] || !(way.dies || way.undone)), "{}: {seen:?}", way.name);
+    }
 }

@@ -10,6 +10,9 @@ use super::finding::{Finding, FindingKind};
 use super::index_file::INDEX_ENDING;
 use super::layout::SINGLE_NAME;
 
+/// The file that a writer keeps in a folder while it writes files whose names tell of no others.
+/// Without an index, the files there are not all.
+pub const UNFINISHED_NAME: &str = "model.unfinished";
 /// Digits of the numbers in names of a model's files, at least.
 const DIGITS_MIN: usize = 5;
 /// Missing files that are named of one series.
@@ -163,6 +166,22 @@ pub(super) async fn replacement(
          the configuration of these weights into {CONFIG_NAME}"
     );
     Ok(Some(Finding::new(FindingKind::Unfinished, message).within(&config)))
+}
+
+/// What shows that the writer of files without an index died.
+pub(super) async fn unfinished(
+    storage: &dyn Storage,
+    folder: &str,
+) -> Result<Option<Finding>, CheckpointError> {
+    let key = Key::new(format!("{folder}{UNFINISHED_NAME}")).map_err(StorageError::from)?;
+    if !storage.contains(&key).await? {
+        return Ok(None);
+    }
+    let message = format!(
+        "there is a {UNFINISHED_NAME}, and no index: the model was not written to its end; write \
+         it again with overwriting on"
+    );
+    Ok(Some(Finding::new(FindingKind::Unfinished, message).within(&key)))
 }
 
 #[cfg(test)]

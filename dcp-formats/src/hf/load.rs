@@ -9,7 +9,7 @@ use dcp_core::{
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use super::ENDING;
-use super::complete::{Names, replacement};
+use super::complete::{Names, replacement, unfinished};
 use super::finding::{Finding, FindingKind};
 use super::index_file::{INDEX_ENDING, INDEX_MAX, INDEX_NAME, IndexFile};
 use super::layout::SINGLE_NAME;
@@ -183,6 +183,7 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
     let Names { keys, mut findings, notes } = Names::look(keys);
     let prefix = prefix.map_or_else(String::new, |prefix| format!("{prefix}/"));
     findings.extend(replacement(&**storage, &prefix).await?);
+    findings.extend(unfinished(&**storage, &prefix).await?);
     Ok(Files { keys, index: None, variants, findings, notes })
 }
 

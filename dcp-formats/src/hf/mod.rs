@@ -24,6 +24,7 @@ mod variants;
 mod write;
 
 pub use beside::{CONFIG_ASIDE, CONFIG_NAME};
+pub use complete::UNFINISHED_NAME;
 pub use finding::{Finding, FindingKind};
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};

@@ -2,6 +2,7 @@
 
 mod files;
 mod replace;
+mod unfinished;
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use serde::Serialize;
 
 use self::files::{Files, UnshardedFile, below, divide, is_exported};
 use self::replace::{Nowhere, Old};
+use self::unfinished::{mark, marks, remove_all, unmark};
 use crate::rekeyed::{Origin, Rekeyed, Shown};
 use crate::roots::{MODEL, OPTIM};
 use crate::values::read_values;
@@ -166,6 +168,9 @@ pub struct UnshardReport {
 /// happens, old and new files never look like one model; a failure in between leaves neither of
 /// the two. Last, files that only the old index named are removed.
 ///
+/// While several files are written, a [`UNFINISHED_NAME`](dcp_formats::hf::UNFINISHED_NAME) is among
+/// them: where a killed export left it without an index, every reader calls the folder unfinished.
+///
 /// # Errors
 ///
 /// When there is no model in the checkpoint; when two keys would get the same file, or a file is
@@ -220,19 +225,44 @@ pub async fn unshard_checkpoint(
         let (source, metadata) = (source.for_job(job.parallelism), Arc::clone(&metadata));
         Writing { source, metadata, target, options, job, report }
     };
-    if let Some(old) = &replaced {
+    if replaced.is_some() {
         let nowhere: Arc<dyn Storage> = Arc::new(Nowhere);
         let rehearsal = Writing { target: &nowhere, ..writing(UnshardReport::default()) };
         rehearsal.all(parts.clone()).await.1?;
-        old.break_up(&**target).await?;
     }
+    let marks = if job.dry_run { Vec::new() } else { marks(&parts)? };
+    if let Err(error) = mark(&**target, &marks).await {
+        unmark(&**target, &marks).await?;
+        return Err(error.into());
+    }
+    if let Some(old) = &replaced
+        && let Err(error) = old.break_up(&**target).await
+    {
+        if old.is_whole(&**target).await {
+            unmark(&**target, &marks).await?;
+        }
+        return Err(error.into());
+    }
+    let indexes: Vec<Key> = parts.iter().filter_map(|part| part.files.index.clone()).collect();
+    let names: Vec<Key> = parts.iter().flat_map(Part::keys).cloned().collect();
     let (mut report, done) = writing(report).all(parts).await;
     if let Err(error) = done {
         if !job.dry_run {
-            remove(target, &report).await;
+            // One whose write failed may be there. No index stays without the files that it names.
+            remove_all(&**target, &indexes).await;
+            let written: Vec<Key> =
+                report.files.keys().filter_map(|name| Key::new(name).ok()).collect();
+            remove_all(&**target, &written).await;
+        }
+        // What is left of a replaced export is none, so it stays marked. Where nothing was, a file
+        // whose write failed may be there all the same.
+        if replaced.is_none() && !marks.is_empty() {
+            remove_all(&**target, &names).await;
+            let _ = unmark(&**target, &marks).await;
         }
         return Err(error);
     }
+    unmark(&**target, &marks).await?;
     if let Some(old) = replaced {
         let is_new = |key: &Key| report.files.contains_key(key.as_str());
         report.removed = old.remove_stale(&**target, is_new).await;
@@ -281,15 +311,6 @@ async fn refuse_existing(
     Ok(())
 }
 
-/// Removes what was written; what was replaced cannot be had back.
-async fn remove(target: &Arc<dyn Storage>, report: &UnshardReport) {
-    for name in report.files.keys() {
-        let Ok(key) = Key::new(name) else { continue };
-        // The error that ends the export says more than this one.
-        let _ = target.delete(&key).await;
-    }
-}
-
 /// What is written of one part of the state.
 #[derive(Clone, Debug)]
 struct Part {
@@ -297,6 +318,13 @@ struct Part {
     /// What the format cannot hold, and the file that it goes into.
     objects: Vec<Shown>,
     json: Option<Key>,
+}
+
+impl Part {
+    fn keys(&self) -> impl Iterator<Item = &Key> {
+        let data = self.files.data.iter().map(|file| &file.key);
+        data.chain(&self.files.index).chain(&self.json)
+    }
 }
 
 fn position(shown: &Shown) -> usize {

@@ -62,6 +62,14 @@ impl Old {
         Ok(())
     }
 
+    /// Whether what [`break_up`](Self::break_up) removes first is there still.
+    pub(super) async fn is_whole(&self, storage: &dyn Storage) -> bool {
+        match self.first.first() {
+            Some(key) => storage.contains(key).await.unwrap_or(false),
+            None => true,
+        }
+    }
+
     /// Removes the files that only the old indexes named, and returns those that are gone.
     pub(super) async fn remove_stale(
         self,

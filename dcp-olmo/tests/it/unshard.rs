@@ -267,8 +267,17 @@ fn a_failure_leaves_nothing() {
             assert!(operation > 10, "{operation}");
             break;
         }
-        assert!(result.is_err(), "{operation}");
-        assert!(names(&place).is_empty(), "{operation}: {:?}", names(&place));
+        let left = names(&place);
+        // The mark of an unfinished export is removed at the second try.
+        if result.is_ok() {
+            assert!(left.iter().any(|name| name.ends_with("index.json")), "{operation}: {left:?}");
+            assert!(
+                !left.iter().any(|name| name.ends_with(".unfinished")),
+                "{operation}: {left:?}"
+            );
+            continue;
+        }
+        assert!(left.is_empty(), "{operation}: {left:?}");
     }
 }
 

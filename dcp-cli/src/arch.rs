@@ -12,15 +12,15 @@ use dcp::mapping::{
 };
 use dcp::megatron::MegatronArgs;
 
-use crate::beside;
 use crate::destination::Format;
 use crate::failure::{Exit, Failure};
 use crate::folder::is_dcp;
 use crate::open::Opened;
 use crate::output::Output;
+use crate::sidecar_config;
 use crate::small_file::read_at_most;
 use crate::style::count;
-use crate::tell::list;
+use crate::summary::list;
 
 /// What tells a model of Hugging Face.
 const CONFIG: &str = "config.json";
@@ -342,7 +342,7 @@ async fn facts(opened: &Opened, source: &Source, out: &Output) -> Result<Facts, 
     if let Some(facts) = args {
         return Ok(facts);
     }
-    let Some((facts, file)) = beside::facts(opened).await? else { return Ok(Facts::new()) };
+    let Some((facts, file)) = sidecar_config::facts(opened).await? else { return Ok(Facts::new()) };
     out.note(&format!("there are no arguments in it; {file} tells of the model"));
     Ok(facts)
 }

@@ -16,11 +16,11 @@ use dcp::formats::torch_save::{TorchSaveForm, TorchSaveOptions};
 use dcp::megatron::ParallelLayout;
 use dcp::planner::KeyFilter;
 
-use crate::apart::{Shape, keep_apart};
-use crate::created::NewFolders;
 use crate::failure::{Exit, Failure};
 use crate::hf_config;
+use crate::new_folders::NewFolders;
 use crate::open::Opened;
+use crate::overlap_guard::{Shape, keep_apart};
 use crate::target;
 use crate::torch_dist::TorchDist;
 

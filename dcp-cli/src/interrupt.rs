@@ -12,7 +12,7 @@ use signal_hook::iterator::Signals;
 use tokio::sync::oneshot;
 
 use crate::failure::{Exit, Failure};
-use crate::undo;
+use crate::rollback;
 
 /// After this time a stop that is not done is explained.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -43,9 +43,9 @@ pub(crate) fn run<T>(
 }
 
 /// The signal, once nothing is being put under its final name, and what keeps it so.
-async fn stopped(signal: oneshot::Receiver<i32>) -> (i32, undo::Still) {
+async fn stopped(signal: oneshot::Receiver<i32>) -> (i32, rollback::Still) {
     let Ok(signal) = signal.await else { return std::future::pending().await };
-    (signal, undo::quiesce().await)
+    (signal, rollback::quiesce().await)
 }
 
 /// Tests run many commands in one process, which none of them is to stop.
@@ -96,14 +96,14 @@ fn exit(signal: i32) -> Exit {
 
 fn interrupted(signal: i32) -> Failure {
     let failure = |text: &str| Failure::new(exit(signal), text);
-    match undo::undo() {
-        undo::Undone::Nothing => failure("interrupted"),
-        undo::Undone::All => failure("interrupted; nothing was written"),
-        undo::Undone::Replaced(key) => {
+    match rollback::undo() {
+        rollback::Undone::Nothing => failure("interrupted"),
+        rollback::Undone::All => failure("interrupted; nothing was written"),
+        rollback::Undone::Replaced(key) => {
             failure(&format!("interrupted after {key:?} was replaced; what was written stays"))
                 .hint("run the command again, or `dcp verify` what is there")
         }
-        undo::Undone::Left(left) => {
+        rollback::Undone::Left(left) => {
             failure(&format!("interrupted; {} could not be removed", left.join(", ")))
         }
     }

@@ -1,35 +1,35 @@
 //! The `dcp` command.
 
-mod apart;
+mod absent_storage;
 mod arch;
 mod args;
-mod beside;
-mod choosing;
 mod command;
-mod created;
 mod destination;
 #[cfg(test)]
 mod every_operation;
 mod failure;
 mod folder;
 mod hf_config;
+mod incomplete_save;
 mod interrupt;
 mod iteration;
+mod key_options;
 mod megatron;
-mod nowhere;
+mod new_folders;
 mod open;
 mod optimizer;
 mod output;
+mod overlap_guard;
 mod progress;
 mod render;
+mod rollback;
+mod sidecar_config;
 mod small_file;
 mod style;
+mod summary;
 mod target;
-mod tell;
 mod torch_dist;
 mod torch_folder;
-mod undo;
-mod unfinished;
 
 use std::process::ExitCode;
 

@@ -7,10 +7,10 @@ use dcp::megatron::optimizer::{CheckDepth, OptimizerReport, OptimizerVerdict, ch
 use dcp::megatron::{METADATA_JSON, MegatronCheckpoint, TRACKER, verify_opened};
 
 use crate::failure::Failure;
+use crate::incomplete_save::Unfinished;
 use crate::open::Opened;
 use crate::style::count;
-use crate::tell::list;
-use crate::unfinished::Unfinished;
+use crate::summary::list;
 
 /// Checks a checkpoint: what is stored, and whether the optimizer's state is that of the model.
 pub(crate) async fn verify(

@@ -10,15 +10,15 @@ use dcp::formats::folder::OLMO_MODEL;
 use dcp::megatron::{HALF_REPLACED, METADATA_JSON, MegatronCheckpoint, OpenOptions, recovered};
 use dcp::{Access, StorageRegistry};
 
-use crate::beside::WEIGHTS;
 use crate::failure::{Exit, Failure};
 use crate::folder::{is_dcp, is_megatron, model_file, split};
+use crate::incomplete_save::Unfinished;
 pub(crate) use crate::interrupt::run;
 use crate::iteration;
 use crate::output::Output;
-use crate::tell::list;
+use crate::sidecar_config::WEIGHTS;
+use crate::summary::list;
 use crate::torch_folder;
-use crate::unfinished::Unfinished;
 
 /// Whether links that lead out of a folder are followed; set once, by the command line.
 static FOLLOW_LINKS: OnceLock<()> = OnceLock::new();

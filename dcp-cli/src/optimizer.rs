@@ -8,12 +8,12 @@ use dcp::megatron::optimizer::{
     per_parameter_of_legacy, restart_optimizer,
 };
 
-use crate::choosing::taken_of;
 use crate::failure::{Exit, Failure};
+use crate::key_options::taken_of;
 use crate::open::Opened;
 use crate::output::Output;
 use crate::style::count;
-use crate::tell::list;
+use crate::summary::list;
 
 /// Options about the optimizer's state of Megatron-Core.
 #[derive(Args, Clone, Copy, Debug, Default)]

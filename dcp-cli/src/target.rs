@@ -11,12 +11,12 @@ use dcp::megatron::TRACKER;
 use dcp::{Access, DcpWriter};
 use futures_util::StreamExt;
 
+use crate::absent_storage::AbsentStorage;
 use crate::failure::{Exit, Failure};
 use crate::folder::{is_dcp, is_megatron, model_file, split};
-use crate::nowhere::Nowhere;
+use crate::incomplete_save::Unfinished;
 use crate::open::registry;
-use crate::undo;
-use crate::unfinished::Unfinished;
+use crate::rollback;
 
 /// A place to write to, or of a dry run to look at: that one makes nothing.
 fn place_to_write(uri: &str, dry_run: bool) -> Result<Arc<dyn Storage>, Failure> {
@@ -24,11 +24,11 @@ fn place_to_write(uri: &str, dry_run: bool) -> Result<Arc<dyn Storage>, Failure>
     match registry().open(uri, access) {
         Ok(storage) if dry_run => Ok(storage),
         #[cfg(test)]
-        Ok(storage) => Ok(crate::every_operation::faulty(undo::watch(storage))),
+        Ok(storage) => Ok(crate::every_operation::faulty(rollback::watch(storage))),
         #[cfg(not(test))]
-        Ok(storage) => Ok(undo::watch(storage)),
+        Ok(storage) => Ok(rollback::watch(storage)),
         Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
-            Ok(Arc::new(Nowhere))
+            Ok(Arc::new(AbsentStorage))
         }
         Err(_) if Path::new(uri).is_file() => Err(Failure::new(
             Exit::Usage,

@@ -20,7 +20,7 @@ pub trait Division: fmt::Debug + Send + Sync {
     fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, ConvertError>;
 
     /// Who writes an object.
-    fn object(&self, fqn: &str) -> Holder;
+    fn object(&self, fqn: &str) -> Owner;
 
     /// Whether the new checkpoint says how its keys nest, where the old one did.
     fn is_nested(&self) -> bool;
@@ -49,7 +49,7 @@ impl Held {
 /// Who writes an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Holder {
+pub enum Owner {
     /// Any rank; that with the least to write does.
     Anybody,
     /// This rank.
@@ -79,8 +79,8 @@ impl Division for FirstAxis {
         Ok(held)
     }
 
-    fn object(&self, _fqn: &str) -> Holder {
-        Holder::Anybody
+    fn object(&self, _fqn: &str) -> Owner {
+        Owner::Anybody
     }
 
     fn is_nested(&self) -> bool {

@@ -14,8 +14,7 @@ use indexmap::IndexMap;
 use serde_json::json;
 
 use crate::callables::admit_callables;
-use crate::data::{CheckpointData, Part, read_tensor};
-use crate::decoded::EXPANSION_MAX;
+use crate::decode_cache::EXPANSION_MAX;
 use crate::element::decode;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
@@ -24,6 +23,7 @@ use crate::objects::{read_object, read_objects};
 use crate::print::Excerpt;
 use crate::slice::TensorSlice;
 use crate::source::Source;
+use crate::stored_data_source::{CheckpointData, Part, read_tensor};
 use crate::suggest::unknown_fqn;
 use crate::target::Target;
 use crate::tensor_read::TensorReader;

@@ -33,56 +33,56 @@
 //! # }
 //! ```
 
-mod borne_out;
+mod archive_audit;
 mod callables;
 mod cast;
 mod check;
-mod checked;
 mod chunk_index;
-mod data;
-mod decoded;
-mod deep;
-mod deep_save;
+mod completeness;
+mod decode_cache;
 mod diff;
 mod division;
 mod element;
 mod error;
 mod get;
 mod groups;
+mod incremental_crc;
 mod inspect;
-mod intact;
 mod job;
 mod list_run;
 mod npy;
 mod numbers;
 mod numpy;
 mod objects;
-mod outgoing;
 mod part;
 mod pieces;
 mod place;
-mod placed;
 mod print;
+mod refuse_damaged;
 mod rename;
 pub mod report;
 mod reshard;
 mod rewrite_metadata;
 mod runs;
+mod safetensors_items;
 mod select;
 mod slice;
 mod source;
 mod stats;
+mod stored_data_source;
+mod stored_items;
+mod subfolder;
 mod suggest;
 mod target;
 mod tensor_read;
 mod to_hf;
 mod to_safetensors;
 mod to_torch_save;
+mod torch_save_audit;
 mod unmatched;
 mod value_json;
 mod verify;
 pub mod view;
-mod within;
 mod written;
 
 pub use callables::{ForeignCallable, admit_callables, foreign_callables};
@@ -94,7 +94,7 @@ pub use diff::{
     Described, DiffCounts, DiffOptions, DiffReport, DiffScope, Difference, DifferenceKind, Spot,
     Tolerance, ValueDifference, diff,
 };
-pub use division::{Division, Held, Holder};
+pub use division::{Division, Held, Owner};
 pub use element::{Element, decode};
 pub use error::ConvertError;
 pub use get::{Found, FoundTensor, find, object_to_torch_save};
@@ -103,10 +103,10 @@ pub use job::{JobOptions, MIN_MEMORY, Progress};
 pub use list_run::{EntryKind, RunEntry, RunListing, list_run};
 pub use npy::{NpyType, npy_header, npy_type};
 pub use objects::{ObjectResult, read_object, read_objects};
-pub use outgoing::LEFT_OUT;
 pub use rename::Rename;
 pub use reshard::{MAX_RANKS, divide, reshard};
 pub use rewrite_metadata::{MetadataRewrite, ProfileChoice, rewrite_metadata};
+pub use safetensors_items::LEFT_OUT;
 pub use select::{Chosen, Selection, StatePart, parse_mapping};
 pub use slice::TensorSlice;
 pub use source::Source;
@@ -114,6 +114,7 @@ pub use stats::{
     BAD_CHUNKS_MAX, BAD_VALUES_MAX, BadChunk, BadValue, FloatRange, Histogram, Number, NumberStats,
     ObjectStats, StatsReport, TensorStats, stats,
 };
+pub use subfolder::Subfolder;
 pub use suggest::unknown_fqn;
 pub use target::Target;
 pub use tensor_read::TensorReader;
@@ -123,5 +124,4 @@ pub use to_torch_save::to_torch_save;
 pub use unmatched::{UnmatchedPattern, unmatched_patterns};
 pub use value_json::{JsonLimits, ValueEncoder, value_json};
 pub use verify::{Problem, ProblemKind, VerifyReport, verify};
-pub use within::Within;
 pub use written::{PlannedTensor, ReplacedClass, WriteReport};

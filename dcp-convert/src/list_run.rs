@@ -13,7 +13,7 @@ use dcp_formats::folder::{FolderKind, FolderNames, OLMO_COMMIT, OLMO_MODEL, Olmo
 use futures_util::{StreamExt, stream};
 use serde::Serialize;
 
-use crate::borne_out;
+use crate::completeness;
 
 /// Files looked at before the listing is given up.
 const LISTED_MAX: usize = 1_000_000;
@@ -352,17 +352,17 @@ async fn look_closer(storage: &dyn Storage, entries: &mut [RunEntry]) {
         let Some(place) = &entry.checkpoint else { continue };
         let problem = match entry.kind {
             EntryKind::Folder(FolderKind::Dcp | FolderKind::OlmoStep) => {
-                borne_out::dcp_problem(storage, place).await
+                completeness::dcp_problem(storage, place).await
             }
             EntryKind::Folder(FolderKind::HuggingFace) => {
-                borne_out::hugging_face_problem(storage, place).await
+                completeness::hugging_face_problem(storage, place).await
             }
             EntryKind::TorchSaveFile => match Key::new(place) {
-                Ok(key) => borne_out::torch_save_problem(storage, &key).await,
+                Ok(key) => completeness::torch_save_problem(storage, &key).await,
                 Err(error) => Err(error.into()),
             },
             EntryKind::Folder(FolderKind::Megatron) => {
-                borne_out::megatron_problem(storage, place).await
+                completeness::megatron_problem(storage, place).await
             }
             EntryKind::Folder(_) => continue,
         };

@@ -15,12 +15,12 @@ use dcp_planner::DefaultSavePlanner;
 
 use crate::callables::{self, ForeignCallable};
 use crate::check::refuse_unsound;
-use crate::data::{CheckpointData, FirstRead, Part};
-use crate::division::{Division, FirstAxis, Holder};
+use crate::division::{Division, FirstAxis, Owner};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::{ObjectBatches, object_entries};
 use crate::source::Source;
+use crate::stored_data_source::{CheckpointData, FirstRead, Part};
 use crate::tensor_read::TensorReader;
 use crate::view::with_quantizers;
 use crate::written::WriteReport;
@@ -78,7 +78,7 @@ pub async fn divide(
         let problem = format!("is not a number of ranks between 1 and {MAX_RANKS}");
         return Err(ConvertError::unsupported(ranks.to_string(), problem));
     }
-    let holds = |fqn: &str| division.object(fqn) != Holder::Nobody;
+    let holds = |fqn: &str| division.object(fqn) != Owner::Nobody;
     let source = &with_quantizers(source.for_job(options.parallelism), holds).await?;
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
@@ -236,7 +236,7 @@ impl<'a> Job<'a> {
         }
         let mut wanted = object_entries(metadata);
         wanted.retain(|index| {
-            metadata.at(*index).is_some_and(|(fqn, _)| division.object(fqn) != Holder::Nobody)
+            metadata.at(*index).is_some_and(|(fqn, _)| division.object(fqn) != Owner::Nobody)
         });
         let (mut objects, mut foreign) = (HashMap::new(), Vec::new());
         let (mut written, limit) = (0_u64, written_max(source).await?);
@@ -287,9 +287,9 @@ impl<'a> Job<'a> {
                 Entry::Object(_) => {
                     let Some((part, byte_len)) = self.objects.get(&index) else { continue };
                     let holders = match division.object(&fqn) {
-                        Holder::Nobody => continue,
-                        Holder::Anybody => ranks.iter_mut(),
-                        Holder::Rank(rank) => {
+                        Owner::Nobody => continue,
+                        Owner::Anybody => ranks.iter_mut(),
+                        Owner::Rank(rank) => {
                             let at = rank as usize;
                             let one = ranks.get_mut(at..at.saturating_add(1));
                             one.ok_or_else(|| no_such_rank(&fqn, rank))?.iter_mut()

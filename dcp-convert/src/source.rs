@@ -11,8 +11,8 @@ use dcp_formats::detect::{Detected, detect};
 use dcp_formats::hf::{HfReader, HfReaderBuilder, INDEX_ENDING};
 use dcp_formats::torch_save::{MAGIC_LEN, TorchSaveReader, is_torch_save};
 
-use crate::checked::Checked;
-use crate::decoded::DecodedOnce;
+use crate::decode_cache::DecodedOnce;
+use crate::incremental_crc::Checked;
 use crate::job::JobOptions;
 
 /// A checkpoint to read: its format's reader, and the storage that holds its files.

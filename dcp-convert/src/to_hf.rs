@@ -8,11 +8,11 @@ use dcp_formats::hf::{
     HfLayout, HfPart, HfWriteOptions, file_byte_lens, refuse_existing, write_folder,
 };
 
-use crate::data::CheckpointData;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::outgoing::Outgoing;
+use crate::safetensors_items::Outgoing;
 use crate::source::Source;
+use crate::stored_data_source::CheckpointData;
 use crate::written::WriteReport;
 
 /// Memory for one file that is being written, in bytes.

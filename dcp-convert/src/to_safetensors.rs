@@ -5,11 +5,11 @@ use std::sync::Arc;
 use dcp_formats::safetensors::{self, RAW, RawTypes, SafetensorsItem};
 use indexmap::IndexMap;
 
-use crate::data::CheckpointData;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::outgoing::Outgoing;
+use crate::safetensors_items::Outgoing;
 use crate::source::Source;
+use crate::stored_data_source::CheckpointData;
 use crate::target::Target;
 use crate::written::WriteReport;
 

@@ -6,18 +6,18 @@ use std::sync::Arc;
 use dcp_core::{Entry, Key, PlanError};
 use dcp_formats::pickle::ForeignName;
 use dcp_formats::torch_save::{
-    TorchSaveAgain, TorchSaveContent, TorchSaveGraphs, TorchSaveItem, TorchSaveOptions,
-    TorchSavePlan,
+    TorchSaveContent, TorchSaveGraphs, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
+    TorchSaveRewrite,
 };
 
 use crate::callables;
 use crate::check::refuse_unsound;
-use crate::data::{CheckpointData, Part};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
-use crate::outgoing::ties;
+use crate::safetensors_items::ties;
 use crate::source::{KeptObjects, Source};
+use crate::stored_data_source::{CheckpointData, Part};
 use crate::target::Target;
 use crate::view::with_quantizers;
 use crate::written::WriteReport;
@@ -82,7 +82,7 @@ async fn write_again(
     source: &Source,
     from: &Key,
     target: &Target,
-    again: TorchSaveAgain,
+    again: TorchSaveRewrite,
     mut report: WriteReport,
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
@@ -102,7 +102,7 @@ async fn write_again(
         }
         report.tensors += 1;
     }
-    let TorchSaveAgain { plan, records, .. } = again;
+    let TorchSaveRewrite { plan, records, .. } = again;
     let report = report.with_files([(target.key.to_string(), plan.byte_len())]);
     if options.dry_run {
         return Ok(report.planned(&metadata));

@@ -11,12 +11,12 @@ use dcp_planner::validate_metadata;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
 
+use crate::archive_audit;
 use crate::callables::{self, ForeignCallable};
-use crate::deep;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::placed::{Placed, placed_items};
 use crate::source::Source;
+use crate::stored_items::{Placed, placed_items};
 
 /// What was found in a checkpoint. Serialized, it is the output of `dcp verify --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -154,7 +154,7 @@ pub async fn verify(
         }
     }
     if deep {
-        let checked = deep::check(source, &metadata, readable, options).await?;
+        let checked = archive_audit::check(source, &metadata, readable, options).await?;
         report.bytes_checked = checked.bytes;
         report.problems.extend(checked.problems);
         if let Some(save) = source.save_reader()

@@ -12,10 +12,10 @@ use dcp_core::{
 };
 
 use crate::disjoint::{cut, disjoint};
+use crate::exchange_message::{Parcel, Piece, Wanted};
 use crate::group::Group;
-use crate::parcel::{Parcel, Piece, Wanted};
 use crate::planned::{tensor_dtype, unsupported};
-use crate::taker::Taker;
+use crate::receiver::Receiver;
 
 /// Bytes of tensor data in one message.
 const SEGMENT: u64 = 4 << 20;
@@ -91,21 +91,21 @@ impl BroadcastReader {
     ) -> Result<ReadReport, CheckpointError> {
         let mut report = ReadReport::default();
         let plans = group.gather(Phase::Read, plan.to_wire()).await?;
-        let mut taker = Taker::new(metadata, plan, sink);
+        let mut taker = Receiver::new(metadata, plan, sink);
         if let Some(plans) = plans {
             let sent = self.send_all(group, metadata, &plans, &mut taker, &mut report).await;
             if let Err(error) = sent {
                 // The others wait for the next message: this is it.
                 if !matches!(error, CheckpointError::Lost { .. }) {
-                    group.spread(Phase::Read, self.reading_rank, Some(Err(error))).await?;
+                    group.broadcast(Phase::Read, self.reading_rank, Some(Err(error))).await?;
                     return Err(CheckpointError::Canceled);
                 }
                 return Err(error);
             }
-            group.spread(Phase::Read, self.reading_rank, Some(Ok(Parcel::end()))).await?;
+            group.broadcast(Phase::Read, self.reading_rank, Some(Ok(Parcel::end()))).await?;
         } else {
             loop {
-                let bytes = group.spread(Phase::Read, self.reading_rank, None).await?;
+                let bytes = group.broadcast(Phase::Read, self.reading_rank, None).await?;
                 if Parcel::is_end(&bytes) {
                     break;
                 }
@@ -113,7 +113,7 @@ impl BroadcastReader {
             }
         }
         // A rank that could not take something went on listening, so that nobody waits in vain.
-        group.agree(Phase::Read, taker.finish(&mut report)).await?;
+        group.all_gather_results(Phase::Read, taker.finish(&mut report)).await?;
         Ok(report)
     }
 
@@ -123,7 +123,7 @@ impl BroadcastReader {
         group: &Group,
         metadata: &Arc<CheckpointMetadata>,
         plans: &[Bytes],
-        taker: &mut Taker<'_>,
+        taker: &mut Receiver<'_>,
         report: &mut ReadReport,
     ) -> Result<(), CheckpointError> {
         let reader = self.reader()?;
@@ -147,7 +147,7 @@ impl BroadcastReader {
         for objects in needs.objects.chunks(OBJECTS) {
             let (bytes, cost) = Wanted::objects(objects, reader, metadata).await?;
             *report += ReadReport::new(0, cost.bytes_read);
-            let bytes = group.spread(Phase::Read, self.reading_rank, Some(Ok(bytes))).await?;
+            let bytes = group.broadcast(Phase::Read, self.reading_rank, Some(Ok(bytes))).await?;
             taker.take(&bytes);
         }
         Ok(())
@@ -159,12 +159,12 @@ impl BroadcastReader {
         reader: &Arc<dyn StorageReader>,
         metadata: &Arc<CheckpointMetadata>,
         wanted: Wanted,
-        taker: &mut Taker<'_>,
+        taker: &mut Receiver<'_>,
         report: &mut ReadReport,
     ) -> Result<(), CheckpointError> {
         let (bytes, cost) = wanted.read(reader, metadata).await?;
         *report += ReadReport::new(0, cost.bytes_read);
-        let bytes = group.spread(Phase::Read, self.reading_rank, Some(Ok(bytes))).await?;
+        let bytes = group.broadcast(Phase::Read, self.reading_rank, Some(Ok(bytes))).await?;
         taker.take(&bytes);
         Ok(())
     }
@@ -209,7 +209,7 @@ pub(crate) async fn spread_metadata(
         Some(Err(error)) => (Some(Err(error)), None),
         None => (None, None),
     };
-    let bytes = group.spread(Phase::Open, root, sent).await?;
+    let bytes = group.broadcast(Phase::Open, root, sent).await?;
     let metadata = match mine {
         Some(metadata) => Ok(metadata),
         None => CheckpointMetadata::from_wire(&bytes).map(Arc::new).map_err(Into::into),
@@ -218,7 +218,7 @@ pub(crate) async fn spread_metadata(
         Ok(metadata) => (Ok(()), Some(metadata)),
         Err(error) => (Err(error), None),
     };
-    group.agree(Phase::Open, outcome).await?;
+    group.all_gather_results(Phase::Open, outcome).await?;
     metadata.ok_or(CheckpointError::Canceled)
 }
 

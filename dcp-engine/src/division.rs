@@ -7,7 +7,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, LoadPlan, PlanError, Rank, ReadItem, ReadKind,
     Region,
 };
-use dcp_planner::{Holders, Holdings, ShareRule};
+use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use crate::disjoint::{cut, overlay};
 use crate::planned::{tensor_dtype, unsupported};
@@ -64,7 +64,7 @@ impl Division {
         plan_of: &[usize],
     ) -> Result<Vec<Assignment>, CheckpointError> {
         let mut holdings = Holdings::new(self.world_size);
-        let mut known: HashMap<Vec<u32>, Option<(Holders, bool)>> = HashMap::new();
+        let mut known: HashMap<Vec<u32>, Option<(RankSet, bool)>> = HashMap::new();
         let mut parts = Vec::new();
         for (part, who) in Self::parts(metadata, plans)? {
             let holders = *known.entry(who).or_insert_with_key(|who| {

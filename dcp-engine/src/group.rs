@@ -116,7 +116,7 @@ impl Group {
     /// # Errors
     ///
     /// When a rank is lost; what ranks failed with is in the result.
-    pub async fn collect<T>(
+    pub async fn gather_results<T>(
         &self,
         phase: Phase,
         mine: Result<T, CheckpointError>,
@@ -138,7 +138,7 @@ impl Group {
     /// # Errors
     ///
     /// On every rank what the coordinator failed with, or when a rank is lost.
-    pub async fn decide<T, K>(
+    pub async fn broadcast_result<T, K>(
         &self,
         phase: Phase,
         decision: Option<Result<(T, K), CheckpointError>>,
@@ -167,7 +167,7 @@ impl Group {
     /// # Errors
     ///
     /// On every rank what any rank failed with, or when a rank is lost.
-    pub async fn agree<T>(
+    pub async fn all_gather_results<T>(
         &self,
         phase: Phase,
         mine: Result<T, CheckpointError>,
@@ -206,7 +206,7 @@ impl Group {
     /// # Errors
     ///
     /// On every rank what the coordinator failed with, or when a rank is lost.
-    pub async fn hand_out<K>(
+    pub async fn scatter<K>(
         &self,
         phase: Phase,
         all: Option<Result<(Vec<Bytes>, K), CheckpointError>>,
@@ -244,7 +244,7 @@ impl Group {
     /// # Errors
     ///
     /// On every rank what `root` failed with, or when a rank is lost.
-    pub async fn spread(
+    pub async fn broadcast(
         &self,
         phase: Phase,
         root: Rank,
@@ -259,7 +259,7 @@ impl Group {
     }
 
     /// Brings each rank's bytes to every rank, in rank order, or on every rank the same error that
-    /// lists all who failed. As [`agree`](Self::agree), for bytes that need no encoding.
+    /// lists all who failed. As [`all_gather_results`](Self::all_gather_results), for bytes that need no encoding.
     ///
     /// # Errors
     ///

@@ -165,7 +165,7 @@ impl Loader {
             Ok(mine) => (Ok(sight(&mine.metadata)), Some(mine)),
             Err(error) => (Err(error), None),
         };
-        let sights = group.agree(Phase::Plan, sight).await?;
+        let sights = group.all_gather_results(Phase::Plan, sight).await?;
         let Some(Prepared { metadata, plan, report, sink, places }) = prepared else {
             return Err(CheckpointError::Canceled);
         };
@@ -179,7 +179,7 @@ impl Loader {
             Ok(done) => (Ok(()), Some(done)),
             Err(error) => (Err(error), None),
         };
-        group.agree(Phase::Read, outcome).await?;
+        group.all_gather_results(Phase::Read, outcome).await?;
         let Some((read, loaded)) = done else { return Err(CheckpointError::Canceled) };
         *state = loaded;
         Ok(LoadSummary { report, read, metadata })

@@ -17,10 +17,10 @@ use tokio::task::JoinHandle;
 use crate::broadcast::spread_metadata;
 use crate::disjoint::cut;
 use crate::division::{Assignment, Division};
+use crate::exchange_message::{Collector, Message, Piece, Wanted};
 use crate::group::Group;
-use crate::parcel::{Collector, Message, Piece, Wanted};
 use crate::planned::{tensor_dtype, unsupported};
-use crate::taker::Taker;
+use crate::receiver::Receiver;
 
 /// Bytes on their way within one rank, unless asked for otherwise.
 const IN_FLIGHT: u64 = 32 << 20;
@@ -134,7 +134,7 @@ impl ParallelReader {
     }
 
     async fn look(&self, group: &Group) -> Result<Known, CheckpointError> {
-        let world_ranks = group.agree(Phase::Open, Ok(self.world_rank)).await?;
+        let world_ranks = group.all_gather_results(Phase::Open, Ok(self.world_rank)).await?;
         let mine = match self.collective.rank() {
             0 => Some(self.inner.metadata().await),
             _ => None,
@@ -152,7 +152,7 @@ impl ParallelReader {
     ) -> Result<ReadReport, CheckpointError> {
         let assignment = self.divide(group, metadata, plan).await?;
         let mut report = ReadReport::default();
-        let mut taker = Taker::new(metadata, plan, sink);
+        let mut taker = Receiver::new(metadata, plan, sink);
         let mut ahead = Ahead::new(self, metadata, &assignment.send);
         let rounds = assignment.turns.iter().copied().max().unwrap_or(0);
         for round in 0..rounds {
@@ -164,7 +164,7 @@ impl ParallelReader {
                             true => Some(ahead.next(&mut report).await),
                             false => None,
                         };
-                        taker.take(&group.spread(Phase::Read, root, mine).await?);
+                        taker.take(&group.broadcast(Phase::Read, root, mine).await?);
                     }
                 }
                 Exchange::GatherRounds => {
@@ -180,7 +180,7 @@ impl ParallelReader {
         let kept = self.keep(metadata, &assignment.keep, &mut taker, &mut report).await;
         // A rank that could not take something went on listening, so that nobody waits in vain.
         let outcome = kept.and_then(|()| taker.finish(&mut report));
-        group.agree(Phase::Read, outcome).await?;
+        group.all_gather_results(Phase::Read, outcome).await?;
         Ok(report)
     }
 
@@ -194,7 +194,7 @@ impl ParallelReader {
         let world_size = self.collective.world_size();
         let fingerprint = plan.fingerprint();
         let halves = ((fingerprint >> 64) as u64, fingerprint as u64);
-        let all = group.agree(Phase::Plan, Ok(halves)).await?;
+        let all = group.all_gather_results(Phase::Plan, Ok(halves)).await?;
         // Of those who want the same, the first one says what.
         let plan_of: Vec<usize> =
             all.iter().map(|one| all.iter().position(|other| other == one).unwrap_or(0)).collect();
@@ -213,7 +213,7 @@ impl ParallelReader {
             let all = division.divide(metadata, &plans, &plan_of)?;
             Ok((all.iter().map(Assignment::to_wire).collect(), ()))
         });
-        let (mine, _) = group.hand_out(Phase::Plan, divided).await?;
+        let (mine, _) = group.scatter(Phase::Plan, divided).await?;
         Ok(Assignment::from_wire(&mine, world_size)?)
     }
 
@@ -222,7 +222,7 @@ impl ParallelReader {
         &self,
         metadata: &Arc<CheckpointMetadata>,
         keep: &LoadPlan,
-        taker: &mut Taker<'_>,
+        taker: &mut Receiver<'_>,
         report: &mut ReadReport,
     ) -> Result<(), CheckpointError> {
         let mut direct = LoadPlan::default();

@@ -232,11 +232,11 @@ impl Saver {
         };
         let cast = prepared.source.cast_report();
         let reports = group
-            .collect(Phase::Write, written.map(|report| (lines(&report), cast.total())))
+            .gather_results(Phase::Write, written.map(|report| (lines(&report), cast.total())))
             .await
             .map_err(|error| standing_at(error, written_at))?;
         let reports = reports.map(|reports| reports.map(|reports| ((), reports)));
-        let reports = match group.decide(Phase::Write, reports).await {
+        let reports = match group.broadcast_result(Phase::Write, reports).await {
             Ok(((), reports)) => reports,
             Err(error) => {
                 // Only when all know that nothing will be committed: a rank that merely lost the
@@ -258,7 +258,7 @@ impl Saver {
             Some(Ok(_)) => Standing::Committed,
             Some(Err(_)) | None => Standing::MayBeCommitted,
         };
-        let told = group.decide(Phase::Commit, committed).await;
+        let told = group.broadcast_result(Phase::Commit, committed).await;
         let (totals, _): (Totals, _) = told.map_err(|error| standing_at(error, standing))?;
         Ok(SaveSummary {
             entries: totals.entries,
@@ -322,12 +322,12 @@ impl Saver {
                 (Ok(Offer { sequence, fingerprint, remembers }), Some(mine))
             }
         };
-        let opened = match group.collect(Phase::Plan, offer).await? {
+        let opened = match group.gather_results(Phase::Plan, offer).await? {
             None => None,
             Some(Err(error)) => Some(Err(error)),
             Some(Ok(offers)) => Some(self.open(&offers, writer).await),
         };
-        let (decision, lead) = group.decide(Phase::Plan, opened).await?;
+        let (decision, lead) = group.broadcast_result(Phase::Plan, opened).await?;
         let prepared = prepared.ok_or_else(no_plan)?;
 
         let plan_id = match decision {
@@ -343,7 +343,7 @@ impl Saver {
         };
         let plans = group.gather(Phase::Plan, prepared.plan.to_wire()).await?;
         let placed = lead.zip(plans).map(|(lead, plans)| self.place(lead, &plans, writer));
-        let (mine, lead) = group.hand_out(Phase::Plan, placed).await?;
+        let (mine, lead) = group.scatter(Phase::Plan, placed).await?;
         let plan = Arc::new(WritePlan::from_wire(&mine)?);
         if let Some(memory) = &self.memory {
             memory.keep(Remembered {

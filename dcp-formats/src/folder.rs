@@ -238,7 +238,7 @@ impl FolderNames {
         if let Some(stem) = name.strip_suffix(".safetensors") {
             self.hugging_face.add(stem);
         }
-        // Beside weights, trainers leave the state of all else in files of torch.save.
+        // SidecarFiles weights, trainers leave the state of all else in files of torch.save.
         let beside = ["optimizer", "scheduler", "rng_state", "training_args", "common", "scaler"];
         if is_torch_file(name) && !beside.iter().any(|other| name.starts_with(other)) {
             self.torch_files += 1;

@@ -8,12 +8,12 @@ use indexmap::IndexMap;
 
 use crate::error::MappingError;
 use crate::facts::Facts;
-use crate::find::SourceRef;
 use crate::layout::{Known, Layout};
 use crate::map::{Direction, LayerForm, LayerSpec, MapOptions};
 use crate::mapping::{Mapping, Rule};
 use crate::resolve::{Instance, Resolved};
 use crate::template::{Hole, Naming, Numbers, Template};
+use crate::tensor_lookup::SourceRef;
 
 /// A tensor to be made.
 #[derive(Debug)]

@@ -4,10 +4,10 @@ use dcp_core::{Dict, Value as Py};
 use serde_json::{Map, Value, json};
 
 use crate::error::MappingError;
-use crate::express::{differs, settle};
 use crate::facts::{Facts, bad};
+use crate::incompatibilities::{differs, settle};
 use crate::mapping::Mapping;
-use crate::own::{OWN_CONFIG, with_dtype};
+use crate::original_config::{OWN_CONFIG, with_dtype};
 
 /// How positions are scaled in a family.
 pub(crate) const ROPES: &[&str] = &["plain", "llama3", "yarn", "unscaled"];

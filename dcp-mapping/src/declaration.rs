@@ -12,9 +12,9 @@ use crate::layout::{Op, Size};
 use crate::mapping::{ConfigRules, Drop, Family, Layers, Mapping, Recognize, Rule};
 use crate::template::{Hole, Template};
 
-mod again;
+mod repeat_rules;
 
-use again::{CopyTable, RepeatTable};
+use repeat_rules::{CopyTable, RepeatTable};
 
 /// The longest file that is taken for a mapping, in bytes.
 const LEN_MAX: usize = 256 << 10;

@@ -10,9 +10,9 @@ use serde::Serialize;
 
 use crate::compile::Compiler;
 use crate::error::MappingError;
-use crate::express::{same, settle};
 use crate::extra_state::extra_states;
 use crate::facts::{Facts, bad};
+use crate::incompatibilities::{same, settle};
 use crate::mapping::Mapping;
 use crate::resolve::{Resolved, Resolver};
 use crate::shapes::Shapes;
@@ -181,7 +181,7 @@ async fn map(
         refuse_other_layouts(mapping, &shapes, facts)?;
         settle(mapping.beyond_hf(facts)?, options.ignore_arguments, &mut notes)?;
         shapes.complete(&mut known)?;
-        unlike = crate::fit::fit(mapping, &shapes, &mut known)?;
+        unlike = crate::family_check::fit(mapping, &shapes, &mut known)?;
     }
     let mut facts = known.clone();
     let resolved = Resolver::new(mapping, &metadata, &known, options, direction).resolve()?;

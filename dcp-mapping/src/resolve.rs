@@ -8,10 +8,10 @@ use dcp_core::{CheckpointMetadata, counted};
 
 use crate::error::MappingError;
 use crate::facts::Facts;
-use crate::find::{Finder, Found, SourceRef};
 use crate::map::{Direction, MapOptions, Tying};
 use crate::mapping::{Layers, Mapping, Rule};
 use crate::template::{Hole, NUMBER_MAX, Naming, Numbers, Template, glob};
+use crate::tensor_lookup::{Found, SourceRef, TensorLookup};
 
 /// What of every Megatron checkpoint belongs to no model.
 const MEGATRON_DROPS: &[&str] = &[
@@ -75,7 +75,7 @@ impl Resolved<'_> {
 
 /// Brings the rules of a mapping and the tensors of a source together.
 pub(crate) struct Resolver<'a> {
-    finder: Finder<'a>,
+    finder: TensorLookup<'a>,
     facts: &'a Facts,
     options: &'a MapOptions,
     dropped: Vec<Arc<str>>,
@@ -106,7 +106,7 @@ impl<'a> Resolver<'a> {
         }
         let naming = Naming::default();
         let mut finder =
-            Finder { mapping, metadata, direction, tensors, naming, instances: Cell::new(0) };
+            TensorLookup { mapping, metadata, direction, tensors, naming, instances: Cell::new(0) };
         finder.naming.prefix = finder.prefix();
         Self { finder, facts, options, dropped }
     }

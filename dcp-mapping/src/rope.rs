@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::error::MappingError;
-use crate::express::{differs, same};
 use crate::facts::Facts;
+use crate::incompatibilities::{differs, same};
 use crate::mapping::Mapping;
 
 impl Mapping {

@@ -32,7 +32,7 @@ pub(crate) async fn all<T>(
         Ok(value) => (Ok(()), Some(value)),
         Err(error) => (Err(told(group, phase, error)), None),
     };
-    group.agree(phase, outcome).await?;
+    group.all_gather_results(phase, outcome).await?;
     Ok(value.ok_or(CheckpointError::Canceled)?)
 }
 
@@ -60,7 +60,7 @@ pub(crate) async fn verdict<T: Serialize + DeserializeOwned>(
         Ok(found) => Ok((found, ())),
         Err(error) => Err(told(group, phase, error)),
     });
-    Ok(group.decide(phase, found).await?.0)
+    Ok(group.broadcast_result(phase, found).await?.0)
 }
 
 /// The ranks part in peace where all of them have the same outcome; otherwise the group ends.

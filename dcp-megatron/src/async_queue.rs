@@ -365,9 +365,9 @@ impl AsyncCallsQueue {
             Some(group) => group,
             None => Group::new(self.collective.clone(), 0)?,
         };
-        let words = group.collect(Phase::Commit, Ok(Word(step, finalizers, done))).await?;
+        let words = group.gather_results(Phase::Commit, Ok(Word(step, finalizers, done))).await?;
         let answer = words.map(|words| words.map(|words| (Answer::to(words), ())));
-        let (answer, _) = group.decide(Phase::Commit, answer).await?;
+        let (answer, _) = group.broadcast_result(Phase::Commit, answer).await?;
         self.group = Some(group);
         match answer {
             Answer::Done(functions) => Ok(Some(functions)),

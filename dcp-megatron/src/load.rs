@@ -18,18 +18,18 @@ use crate::checkpoint::OpenOptions;
 use crate::common_check;
 use crate::error::MegatronError;
 use crate::fitting::{Cleared, Clip, Fitted};
+use crate::load_request::{ToLoad, is_stored, to_load};
 use crate::logical::COMMON_STATE;
+use crate::record_replay::{self, Indexed};
 use crate::request::Request;
+use crate::select_checkpoint::{Choice, Rule};
 use crate::sharded::{
     Description, IntegrityError, ObjectKey, ShardedLeaf, ShardedStateDict, apply_factory_merges,
     check_merge, merge, sharded_leaves, validate_sharding_integrity,
 };
 use crate::strategy::{Opened, Strategies};
 use crate::strict::{KeyMismatch, StrictHandling};
-use crate::told::{self, Indexed};
 use crate::tracker::Tracked;
-use crate::wanted::{ToLoad, is_stored, to_load};
-use crate::which::{Choice, Rule};
 
 /// Puts something between a checkpoint and the load.
 type Wrap = dyn Fn(Arc<dyn StorageReader>) -> Arc<dyn StorageReader> + Send + Sync;
@@ -285,7 +285,7 @@ async fn agree(
     let rule = Rule { fall_back: *fall_back, verify_integrity: *verify_integrity, open };
     let choice = Choice::agree(storage, rule, group).await?;
     let strategies = options.strategies.as_ref().unwrap_or(&open.strategies);
-    let opened = told::open(strategies, &choice.place(storage)?, open, group).await?;
+    let opened = record_replay::open(strategies, &choice.place(storage)?, open, group).await?;
     let (offer, own) = match own(request, opened, choice, options) {
         Ok((offer, own)) => (Ok(offer), Some(own)),
         Err(error) => (Err(error), None),

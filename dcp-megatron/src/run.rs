@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{EntryKind, RunEntry, Within, list_run};
+use dcp_convert::{EntryKind, RunEntry, Subfolder, list_run};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt as _};
 use dcp_formats::folder::FolderKind;
 
@@ -68,7 +68,7 @@ impl MegatronRun {
     ///
     /// Never, as long as numbers make names.
     pub fn checkpoint(&self, which: Tracked) -> Result<Arc<dyn Storage>, StorageError> {
-        Ok(Arc::new(Within::new(Arc::clone(&self.storage), which.folder()?)))
+        Ok(Arc::new(Subfolder::new(Arc::clone(&self.storage), which.folder()?)))
     }
 
     /// All checkpoints in order, `release` first, those too that were not finished.

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use dcp_core::{PathItem, PlanError, Value};
 use indexmap::IndexMap;
 
-use crate::alike;
 use crate::roots::{GROUPS, OPTIM};
+use crate::value_hash;
 
 /// A setting of a parameter: its field and what lies below it, and its entry.
 pub(crate) type Setting<'a> = (&'a str, &'a [PathItem], usize);
@@ -42,7 +42,7 @@ pub(crate) fn equal_groups(
         .iter()
         .map(|(at, value)| {
             let mut hasher = DefaultHasher::new();
-            alike::hash(value.view(), &mut hasher);
+            value_hash::hash(value.view(), &mut hasher);
             (*at, hasher.finish())
         })
         .collect();

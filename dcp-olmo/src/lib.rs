@@ -28,7 +28,6 @@
 //! # }
 //! ```
 
-mod alike;
 mod groups;
 mod key_mapping;
 mod layout;
@@ -40,6 +39,7 @@ mod run_dir;
 mod save;
 mod state;
 mod unshard;
+mod value_hash;
 mod values;
 
 pub use key_mapping::KeyMapping;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{EntryKind, RunEntry, Within, list_run};
+use dcp_convert::{EntryKind, RunEntry, Subfolder, list_run};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::folder::{FolderKind, OLMO_COMMIT, OLMO_MODEL, OLMO_TRAIN, OlmoNote, olmo_step};
@@ -72,7 +72,7 @@ impl RunDir {
     /// When it is no name of a folder.
     pub fn folder(&self, name: &str) -> Result<StepDir, StorageError> {
         let folder = Key::new(name)?;
-        Ok(StepDir::new(Arc::new(Within::new(Arc::clone(&self.storage), folder))))
+        Ok(StepDir::new(Arc::new(Subfolder::new(Arc::clone(&self.storage), folder))))
     }
 }
 
@@ -106,7 +106,7 @@ impl StepDir {
             return Ok(Arc::clone(&self.storage));
         }
         let folder = Key::new(OLMO_MODEL)?;
-        Ok(Arc::new(Within::new(Arc::clone(&self.storage), folder)))
+        Ok(Arc::new(Subfolder::new(Arc::clone(&self.storage), folder)))
     }
 
     /// A reader of the model and the optimizer.

@@ -49,7 +49,7 @@ pub use flatten::{FlatEntry, FlattenRule, choose_rule, flatten, index_of};
 pub use load::DefaultLoadPlanner;
 pub use placement::{Mesh, Placement, chunk_along, local_regions, longest_axis, recorded_box};
 pub use save::{DedupPolicy, DefaultSavePlanner};
-pub use share::{Holders, Holdings, ShareRule, Shares};
+pub use share::{Holdings, RankSet, ShareRule, Shares};
 pub use template::{Cut, Template, TemplateLeaf};
 pub use unflatten::{set_at_path, unflatten};
 pub use validate::validate_metadata;

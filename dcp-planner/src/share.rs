@@ -22,7 +22,7 @@ pub struct Holdings {
 
 /// A list of ranks in a [`Holdings`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Holders(u32);
+pub struct RankSet(u32);
 
 /// How pieces are shared out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -58,7 +58,7 @@ impl Holdings {
 
     /// The list of these ranks, in whatever order; `None` when it is empty or names a rank outside
     /// of the group.
-    pub fn holders(&mut self, ranks: impl IntoIterator<Item = Rank>) -> Option<Holders> {
+    pub fn holders(&mut self, ranks: impl IntoIterator<Item = Rank>) -> Option<RankSet> {
         let mut ranks: Vec<Rank> = ranks.into_iter().collect();
         ranks.sort_unstable();
         ranks.dedup();
@@ -67,16 +67,16 @@ impl Holdings {
         }
         let ranks = ranks.into_boxed_slice();
         if let Some(known) = self.known.get(&ranks) {
-            return Some(Holders(*known));
+            return Some(RankSet(*known));
         }
         let id = u32::try_from(self.sets.len()).ok()?;
         self.sets.push(ranks.clone());
         self.known.insert(ranks, id);
-        Some(Holders(id))
+        Some(RankSet(id))
     }
 
     /// Adds a piece of `byte_len` bytes. `foreign` says that another group answers for it, too.
-    pub fn push(&mut self, holders: Holders, byte_len: u64, foreign: bool) {
+    pub fn push(&mut self, holders: RankSet, byte_len: u64, foreign: bool) {
         self.holders.push(holders.0);
         self.byte_lens.push(byte_len);
         self.foreign.push(foreign);

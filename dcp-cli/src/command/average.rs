@@ -7,15 +7,15 @@ use dcp::DType;
 use dcp::convert::ConvertError;
 use dcp::convert::view::{AverageOptions, Averaged, NonFloat};
 
-use crate::choosing::{Choosing, taken_of, unmatched_in};
 use crate::destination::{Destination, For};
 use crate::failure::Failure;
+use crate::key_options::{KeyOptions, taken_of, unmatched_in};
 use crate::open::{self, Need};
 use crate::optimizer::CorruptOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::style::count;
-use crate::tell::{list, tell};
+use crate::summary::{list, tell};
 
 /// Write the average of several checkpoints.
 ///
@@ -63,7 +63,7 @@ pub(crate) struct Average {
     destination: Destination,
 
     #[command(flatten)]
-    choosing: Choosing,
+    choosing: KeyOptions,
 
     #[command(flatten)]
     corrupt_optimizer: CorruptOptimizer,

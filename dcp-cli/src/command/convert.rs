@@ -3,17 +3,17 @@
 use clap::Args;
 
 use crate::arch::{self, Arch, Towards};
-use crate::choosing::{Choosing, OptimizerKeys, unmatched_in};
 use crate::destination::{Destination, For, Format, parse_dtype};
 use crate::failure::Failure;
 use crate::hf_config;
+use crate::incomplete_save;
+use crate::key_options::{KeyOptions, OptimizerKeys, unmatched_in};
 use crate::open::{self, Need};
 use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
-use crate::tell::tell;
+use crate::summary::tell;
 use crate::torch_dist::TorchDist;
-use crate::unfinished;
 use dcp::convert::view::{DequantizeOptions, Dequantized};
 use dcp::convert::{JobOptions, Source, WriteReport};
 use dcp::core::DType;
@@ -77,7 +77,7 @@ pub(crate) struct Convert {
     pub(crate) block_size: Option<[u64; 2]>,
 
     #[command(flatten)]
-    pub(crate) choosing: Choosing,
+    pub(crate) choosing: KeyOptions,
 
     #[command(flatten)]
     optimizer: OptimizerKeys,
@@ -114,7 +114,7 @@ pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
         args.destination.keep_apart(&opened, &args.target).await?;
         let (to, config) = (args.destination.format(&args.target)?, args.destination.config());
         if matches!(to, Format::TorchDist | Format::Dcp | Format::TorchSave) {
-            unfinished::refuse(&opened)?;
+            incomplete_save::refuse(&opened)?;
         }
         let bar = Bar::new(out, "converting");
         let options = args.destination.writing.options(bar.options());

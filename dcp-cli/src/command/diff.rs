@@ -6,15 +6,15 @@ use clap::Args;
 use dcp::convert::{DiffOptions, JobOptions, Rename, Selection, StatePart, Tolerance};
 use dcp::planner::KeyFilter;
 
-use crate::choosing::parse_rename;
 use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
+use crate::key_options::parse_rename;
 use crate::open::{self, Need};
 use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::diff;
-use crate::tell::unmatched_notes;
+use crate::summary::unmatched_notes;
 
 /// Compare two checkpoints: keys, shapes, dtypes and values.
 ///

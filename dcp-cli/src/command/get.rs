@@ -9,19 +9,19 @@ use dcp::convert::{
 use dcp::core::escaped;
 use serde_json::json;
 
-use crate::apart::{Shape, keep_apart};
 use crate::args;
-use crate::created::NewFolders;
 use crate::destination::cast_to;
 use crate::failure::{Exit, Failure};
+use crate::new_folders::NewFolders;
 use crate::open::{self, Need, Opened};
 use crate::optimizer::note_shifted;
 use crate::output::Output;
+use crate::overlap_guard::{Shape, keep_apart};
 use crate::progress::Bar;
 use crate::render::value::python;
 use crate::style::{printable, size};
+use crate::summary::cast_notes;
 use crate::target;
-use crate::tell::cast_notes;
 
 pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
     open::run(args.output.is_some(), async {

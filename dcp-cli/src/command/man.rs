@@ -12,8 +12,8 @@ use crate::args::Cli;
 use crate::failure::{Exit, Failure};
 use crate::open;
 use crate::output::Output;
+use crate::rollback;
 use crate::style::count;
-use crate::undo;
 
 /// Write the manual pages.
 ///
@@ -41,7 +41,7 @@ pub(crate) fn man(args: &ManPages, out: &Output) -> Result<(), Failure> {
     };
     open::run(true, async {
         let storage = open::registry().open(directory, Access::Write)?;
-        let storage = undo::watch(storage);
+        let storage = rollback::watch(storage);
         for (name, page) in &pages {
             let key = Key::new(name.clone()).map_err(StorageError::from)?;
             let payload = Payload::from(page.clone().into_bytes());

@@ -4,14 +4,14 @@ use clap::Args;
 use dcp::convert::view::{Duplicates, Merged};
 use dcp::convert::{ConvertError, StatePart};
 
-use crate::choosing::{Choosing, taken_of, unmatched_in};
 use crate::destination::{Destination, For};
 use crate::failure::Failure;
+use crate::key_options::{KeyOptions, taken_of, unmatched_in};
 use crate::open::{self, Need};
 use crate::optimizer::CorruptOptimizer;
 use crate::output::Output;
 use crate::progress::Bar;
-use crate::tell::tell;
+use crate::summary::tell;
 
 /// Write several checkpoints with different keys as one.
 ///
@@ -43,7 +43,7 @@ pub(crate) struct Merge {
     destination: Destination,
 
     #[command(flatten)]
-    choosing: Choosing,
+    choosing: KeyOptions,
 
     #[command(flatten)]
     corrupt_optimizer: CorruptOptimizer,

@@ -5,12 +5,12 @@ use dcp::convert::Selection;
 use dcp::convert::report::{ReportLimits, render_html};
 use dcp::core::{Payload, PutMode};
 
-use crate::apart::{Shape, keep_apart};
-use crate::created::NewFolders;
 use crate::failure::Failure;
+use crate::new_folders::NewFolders;
 use crate::open::{self, Need};
 use crate::optimizer::note_shifted;
 use crate::output::{Output, json_text};
+use crate::overlap_guard::{Shape, keep_apart};
 use crate::progress::Bar;
 use crate::style::{printable, size};
 use crate::target;

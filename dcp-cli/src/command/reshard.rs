@@ -2,19 +2,19 @@
 
 use clap::Args;
 
-use crate::apart::{Shape, keep_apart};
-use crate::choosing::{Choosing, OptimizerKeys, unmatched_in};
-use crate::created::NewFolders;
 use crate::destination::Writing;
 use crate::failure::{Exit, Failure};
+use crate::incomplete_save;
+use crate::key_options::{KeyOptions, OptimizerKeys, unmatched_in};
+use crate::new_folders::NewFolders;
 use crate::open::{self, Need, Opened};
 use crate::optimizer::MegatronOptimizer;
 use crate::output::Output;
+use crate::overlap_guard::{Shape, keep_apart};
 use crate::progress::Bar;
+use crate::summary::tell;
 use crate::target;
-use crate::tell::tell;
 use crate::torch_dist::TorchDist;
-use crate::unfinished;
 use dcp::convert::StatePart;
 
 /// Options that are Megatron-Core's, by the names of their fields.
@@ -77,7 +77,7 @@ pub(crate) struct Reshard {
     pub(crate) writing: Writing,
 
     #[command(flatten)]
-    pub(crate) choosing: Choosing,
+    pub(crate) choosing: KeyOptions,
 
     #[command(flatten)]
     optimizer: OptimizerKeys,
@@ -130,7 +130,7 @@ pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
     let report = open::run(true, async {
         let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
         keep_apart(&opened, &args.target, Shape::Folder).await?;
-        unfinished::refuse(&opened)?;
+        incomplete_save::refuse(&opened)?;
         let ranks = args.ranks_for(&opened)?;
         let folders = NewFolders::before(&args.target);
         let bar = Bar::new(out, "writing");

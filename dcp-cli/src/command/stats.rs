@@ -4,15 +4,15 @@ use clap::{Args, ValueEnum};
 use dcp::convert::{NumberStats, Selection, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
-use crate::choosing::taken_of;
 use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
+use crate::key_options::taken_of;
 use crate::open::{self, Need};
 use crate::optimizer::note_shifted;
 use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::stats;
-use crate::tell::unmatched_notes;
+use crate::summary::unmatched_notes;
 
 /// Show statistics of a checkpoint, and find the NaN that killed the run.
 ///

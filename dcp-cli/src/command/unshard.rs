@@ -5,16 +5,16 @@ use std::num::NonZeroU64;
 use clap::{Args, ValueEnum};
 use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy, unshard_checkpoint};
 
-use crate::apart::{Shape, keep_apart};
-use crate::created::NewFolders;
 use crate::destination::{Writing, parse_bytes};
 use crate::failure::{Exit, Failure};
+use crate::new_folders::NewFolders;
 use crate::open::{self, Need};
 use crate::output::Output;
+use crate::overlap_guard::{Shape, keep_apart};
 use crate::progress::Bar;
 use crate::style::{count, size};
+use crate::summary::list;
 use crate::target;
-use crate::tell::list;
 
 /// Write the model of a checkpoint as plain files, as OLMo-core's unshard_checkpoint does.
 ///

@@ -2,9 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
 
-mod apart;
 mod callables;
-mod choosing;
 mod combine;
 mod convert;
 mod damaged;
@@ -13,8 +11,10 @@ mod errors;
 mod get;
 mod hf;
 mod hostile;
+mod incomplete_save;
 mod inspect;
 mod interrupt;
+mod key_options;
 #[cfg(unix)]
 mod kills;
 mod links;
@@ -25,6 +25,7 @@ mod megatron_beside;
 mod megatron_convert;
 mod megatron_damaged;
 mod memory;
+mod overlap;
 mod report;
 mod reshard;
 mod rewrite_metadata;
@@ -34,7 +35,6 @@ mod stats;
 mod support;
 mod terminal;
 mod torch_save;
-mod unfinished;
 mod unshard;
 mod values;
 mod wrong_input;

@@ -14,7 +14,7 @@ use dcp_core::{
     Value, find_overlap,
 };
 
-use super::alike::Input;
+use super::equality::Input;
 use super::joined::Joined;
 use super::merged::moved;
 use super::scratch::bad_plan;

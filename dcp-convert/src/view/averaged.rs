@@ -14,14 +14,14 @@ use dcp_core::{
 use futures_util::{StreamExt, TryStreamExt, stream};
 use indexmap::IndexMap;
 
-use super::alike::{Input, difference};
+use super::equality::{Input, difference};
 use super::mean::Mean;
 use super::scratch::{SCRATCH, bad_plan, name, pieces};
 use crate::cast::{CastCounts, CastReport, TensorCast, is_averaged};
 use crate::check::refuse_unsound;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::outgoing::{Place, places};
+use crate::safetensors_items::{Place, places};
 use crate::source::Source;
 use crate::tensor_read::TensorReader;
 

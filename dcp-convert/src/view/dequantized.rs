@@ -21,7 +21,7 @@ use super::unwrapped::Unwrapped;
 use crate::cast::{CastCounts, CastOptions, Caster};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
-use crate::outgoing::{Place, places};
+use crate::safetensors_items::{Place, places};
 use crate::source::Source;
 
 /// Numbers to make at once.

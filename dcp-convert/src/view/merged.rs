@@ -9,7 +9,7 @@ use dcp_core::{
     Placement, ReadItem, ReadReport, StorageReader,
 };
 
-use super::alike::{Input, difference};
+use super::equality::{Input, difference};
 use super::joined::Joined;
 use super::scratch::bad_plan;
 use super::translated::Translated;

@@ -1,10 +1,10 @@
 //! Checkpoints seen differently: readers over readers.
 
-mod alike;
 mod assembled;
 mod averaged;
 mod cast;
 mod dequantized;
+mod equality;
 mod joined;
 mod matrix;
 mod mean;

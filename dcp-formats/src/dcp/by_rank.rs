@@ -10,10 +10,10 @@ use dcp_core::{
 use futures_util::stream;
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
 
-use super::alike::Content;
 use super::index::{decode, parallelism};
 use super::merge::{Copies, Merged, Merger, Unlike};
 use super::names::Named;
+use super::replica_equality::Content;
 use crate::detect::detect;
 use crate::metadata::check_chunks;
 

@@ -3,7 +3,6 @@
 //! [`DcpWriter`] and [`DcpReader`] implement dcp-core's contracts over any
 //! [`Storage`](dcp_core::Storage), in both directions with PyTorch 2.1 to 2.15.
 
-mod alike;
 mod blobs;
 mod by_rank;
 mod commit;
@@ -15,6 +14,7 @@ mod pieces;
 mod place;
 pub(crate) mod read;
 mod reader;
+mod replica_equality;
 mod safetensors_files;
 mod sidecar;
 mod split;

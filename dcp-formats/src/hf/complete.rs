@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageExt as _, counted};
 
 use super::ENDING;
-use super::beside::{CONFIG_ASIDE, CONFIG_NAME};
 use super::finding::{Finding, FindingKind};
 use super::index_file::INDEX_ENDING;
 use super::layout::SINGLE_NAME;
+use super::sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
 
 /// The file that a writer keeps in a folder while it writes files whose names tell of no others.
 /// Without an index, the files there are not all.

@@ -9,7 +9,6 @@
 //! which of its tensors are block-scaled weights. [`HfLayout`] divides
 //! tensors into files, and [`write_folder`] writes them.
 
-mod beside;
 mod complete;
 mod finding;
 mod index_file;
@@ -19,11 +18,11 @@ mod merge;
 mod quantized;
 mod reader;
 mod replaced;
+mod sidecar_files;
 mod single;
 mod variants;
 mod write;
 
-pub use beside::{CONFIG_ASIDE, CONFIG_NAME};
 pub use complete::UNFINISHED_NAME;
 pub use finding::{Finding, FindingKind};
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
@@ -33,6 +32,7 @@ pub use quantized::{
     find_quantized, names_scales,
 };
 pub use reader::{HfReader, HfReaderBuilder};
+pub use sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
 pub use write::{HfWriteOptions, HfWritten, file_byte_lens, refuse_existing, write_folder};
 
 /// The ending of safetensors files.

@@ -14,10 +14,10 @@ use dcp_core::{
 use futures_util::{StreamExt as _, stream};
 use indexmap::IndexMap;
 
-use super::beside::Beside;
 use super::index_file::INDEX_NAME;
 use super::layout::{HfFile, HfPlan, SINGLE_NAME};
 use super::replaced::Old;
+use super::sidecar_files::SidecarFiles;
 use super::single::{Named, SingleFile};
 use crate::safetensors::{
     RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
@@ -93,7 +93,7 @@ pub async fn write_folder(
     let old = Old::look(&**storage, plan).await?;
     old.refuse(plan, options)?;
     let replaces = (old.in_the_way(plan).is_some(), options.overwrite);
-    let mut beside = Beside::look(&**storage, &options.beside, replaces).await?;
+    let mut beside = SidecarFiles::look(&**storage, &options.beside, replaces).await?;
     let plan = old.free_names(plan)?;
     let job = Job { storage, plan: &plan, data: &data, options, stop: Arc::default() };
     let (files, published) = match plan.single() {
@@ -139,7 +139,7 @@ pub async fn refuse_existing(
     let old = Old::look(&**storage, plan).await?;
     old.refuse(plan, options)?;
     let replaces = (old.in_the_way(plan).is_some(), options.overwrite);
-    Beside::look(&**storage, &options.beside, replaces).await?;
+    SidecarFiles::look(&**storage, &options.beside, replaces).await?;
     Ok(())
 }
 
@@ -236,7 +236,7 @@ impl Job<'_> {
     }
 
     /// Makes the files a model in the place of the old one.
-    async fn publish(&self, old: &Old, beside: &mut Beside<'_>) -> Published {
+    async fn publish(&self, old: &Old, beside: &mut SidecarFiles<'_>) -> Published {
         if let Err(error) = beside.prepare().await {
             return Published::No(error.into());
         }
@@ -285,7 +285,7 @@ impl Job<'_> {
     async fn single(
         &self,
         file: &HfFile,
-        beside: &mut Beside<'_>,
+        beside: &mut SidecarFiles<'_>,
         progress: Option<&Progress>,
     ) -> Published {
         let (items, metadata) = contents(self.plan, file, self.options);

@@ -10,7 +10,6 @@
 //! tensor once, front to back. [`TorchSaveReader::again`] lays out a whole file in another form,
 //! with every object as it is.
 
-mod again;
 mod compose;
 mod contents;
 mod file;
@@ -22,16 +21,17 @@ mod legacy;
 mod object;
 mod persistent;
 mod reader;
+mod rewrite;
 mod strided;
 mod structure;
 mod tree;
 mod value;
 mod write;
 
-pub use again::TorchSaveAgain;
 pub use contents::{MAGIC_LEN, is_torch_save};
 pub use graphs::TorchSaveGraphs;
 pub use reader::{FileRecord, TorchSaveReader};
+pub use rewrite::TorchSaveRewrite;
 pub use value::{decode_only_item, encode_value, replace_classes};
 pub use write::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan, write,

@@ -10,12 +10,12 @@ use dcp_core::{
 };
 use futures_util::lock::Mutex;
 
-use super::again::TorchSaveAgain;
 use super::contents::Contents;
 use super::graphs::TorchSaveGraphs;
 use super::index::{Index, Leaf};
 use super::inflated::Inflated;
 use super::object::Objects;
+use super::rewrite::TorchSaveRewrite;
 use super::strided::{self, Place};
 use super::structure;
 use super::write::TorchSaveOptions;
@@ -212,8 +212,8 @@ impl TorchSaveReader {
         &self,
         key: &Key,
         options: &TorchSaveOptions,
-    ) -> Result<Option<TorchSaveAgain>, CheckpointError> {
-        TorchSaveAgain::new(key, &self.key, &*self.index().await?, options)
+    ) -> Result<Option<TorchSaveRewrite>, CheckpointError> {
+        TorchSaveRewrite::new(key, &self.key, &*self.index().await?, options)
     }
 
     /// The objects among `wanted`, by FQN, that can be written into another file as they are.

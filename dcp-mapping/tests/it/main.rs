@@ -3,15 +3,15 @@
 #![allow(clippy::unwrap_used, reason = "test code, though outside of test functions")]
 
 mod declarations;
-mod express;
 mod families;
 mod fixtures;
+mod incompatibilities;
 mod large;
 mod misfits;
 mod model;
 mod mutations;
 mod options;
-mod own;
+mod original_config;
 mod recognition;
 mod reference;
 mod run_config;

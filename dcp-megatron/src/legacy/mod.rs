@@ -6,7 +6,7 @@ mod folders;
 mod fused;
 mod leaves;
 mod names;
-mod own;
+mod rank_local;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -72,7 +72,7 @@ impl Legacy {
         let grid = folders.grid(args.as_ref())?;
         if grid.places().count() > 1
             && let Some(optimizer) = common.get_mut("optimizer")
-            && own::strip(optimizer)
+            && rank_local::strip(optimizer)
         {
             warnings.push(format!(
                 "the optimizer's state in each {MODEL_FILE} is that of its rank, in lists that \
@@ -90,7 +90,7 @@ impl Legacy {
                 ranks.push((place.tp, place.pp, own.get(RNG).cloned()));
             }
             if place.folder != first {
-                differing.extend(own::differing(&reader, &common).await?);
+                differing.extend(rank_local::differing(&reader, &common).await?);
             }
             sources.push(fused::grouped(reader.source, grid.ep, args.as_ref(), job).await?);
         }

@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 
 use super::check::cast;
 use super::keys::{BucketKey, BufferKey, GroupKey, GroupObjectKey, StateKind};
-use super::walk::{BucketShape, Elements};
+use super::parameter_search::{BucketShape, Elements};
 use super::window::Window;
 use crate::error::MegatronError;
 

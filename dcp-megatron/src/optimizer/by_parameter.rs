@@ -17,9 +17,9 @@ use super::groups::{GroupObjects, fully_reshardable};
 use super::keys::{
     BucketKey, GroupKey, GroupObjectKey, ParamStateKey, StateKind, model_tensors, param_state_fqn,
 };
+use super::parameter_search::{BucketShape, Walked, walk};
 use super::report::{AmbiguousPlace, LayoutReport, PerParameterReport, PlacedParam, UnknownPlace};
 use super::shards::{Known, know, local_params};
-use super::walk::{BucketShape, Walked, walk};
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;
 use crate::logical::COMMON_STATE;

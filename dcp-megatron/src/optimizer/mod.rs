@@ -10,12 +10,12 @@ mod groups;
 mod join;
 mod keys;
 mod layout;
+mod parameter_search;
 mod registration;
 mod repair;
 mod report;
 mod shards;
 mod shift;
-mod walk;
 mod window;
 
 pub use by_parameter::{PerParameter, per_parameter, per_parameter_of_legacy};

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{Dims, PlanError, Rank, SavePlan};
-use dcp_planner::{Holders, Holdings, ShareRule};
+use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use super::inventory::Inventory;
 use crate::MegatronError;
@@ -110,7 +110,7 @@ pub(super) fn distribute_different(
 
     let world_size = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
     let mut holdings = Holdings::new(world_size);
-    let mut known: HashMap<Vec<u32>, Option<Holders>> = HashMap::new();
+    let mut known: HashMap<Vec<u32>, Option<RankSet>> = HashMap::new();
     for &at in &order {
         let shard = &mut shards[at];
         let lists = std::mem::take(&mut shard.lists);

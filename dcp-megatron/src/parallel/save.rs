@@ -210,12 +210,12 @@ impl ParallelSave {
             (None, Ok(_)) => (Err(out_of_step()), None),
         };
         let known = offer.as_ref().ok().and_then(|offer| offer.remembers.zip(Some(offer.mine)));
-        let opened = match group.collect(Phase::Plan, offer).await? {
+        let opened = match group.gather_results(Phase::Plan, offer).await? {
             None => None,
             Some(Err(error)) => Some(Err(error)),
             Some(Ok(offers)) => Some(Ok(self.decide(offers).await)),
         };
-        let (decision, lead) = group.decide(Phase::Plan, opened).await?;
+        let (decision, lead) = group.broadcast_result(Phase::Plan, opened).await?;
         let inventory = inventory.ok_or_else(out_of_step)?;
 
         let lists = match decision {
@@ -239,7 +239,7 @@ impl ParallelSave {
             None => None,
             Some(lead) => Some(self.make(lead, gathered).await),
         };
-        let (mine, _) = group.hand_out(Phase::Plan, made).await?;
+        let (mine, _) = group.scatter(Phase::Plan, made).await?;
         let (id, bits) = mine.split_first_chunk().ok_or_else(out_of_step)?;
         let owned = unpack(bits, inventory.len()).ok_or_else(out_of_step)?;
         self.remember(Remembered {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_convert::{ConvertError, Division, Held, Holder};
+use dcp_convert::{ConvertError, Division, Held, Owner};
 use dcp_core::{CheckpointMetadata, Dims, Entry, Region, TensorEntry};
 
 use super::heads::check_heads;
@@ -88,8 +88,8 @@ impl Division for MegatronDivision {
         })
     }
 
-    fn object(&self, fqn: &str) -> Holder {
-        self.objects.get(fqn).map_or(Holder::Nobody, |rank| Holder::Rank(*rank))
+    fn object(&self, fqn: &str) -> Owner {
+        self.objects.get(fqn).map_or(Owner::Nobody, |rank| Owner::Rank(*rank))
     }
 
     /// Keys of Megatron-Core do not nest.

@@ -343,13 +343,13 @@ fn split(offer: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
 /// How every rank's common state differs from that of rank 0. Only asked for when one does.
 async fn differences(group: &Group, compared: &Dict) -> Result<CommonDiffers, MegatronError> {
     let mine = (group.context().rank == 0).then(|| Ok(Value::from(compared.clone()).to_wire()?));
-    let first = group.spread(Phase::Plan, 0, mine).await?;
+    let first = group.broadcast(Phase::Plan, 0, mine).await?;
     let mine = match Value::from_wire(&first) {
         Ok(Value::Dict(first)) => Ok(common_check::compare(&first, compared)),
         Ok(_) => Ok(CommonDifference::default()),
         Err(error) => Err(error.into()),
     };
-    let all = group.agree(Phase::Plan, mine).await?;
+    let all = group.all_gather_results(Phase::Plan, mine).await?;
     let ranks = (0..).zip(all).filter(|(_, difference)| !difference.is_empty()).collect();
     Ok(CommonDiffers { ranks })
 }

@@ -8,7 +8,7 @@ use dcp_formats::hf::{HfLayout, HfPart, HfWriteOptions, write_folder};
 use proptest::prelude::*;
 
 use super::*;
-use crate::data::CheckpointData;
+use crate::stored_data_source::CheckpointData;
 use crate::tensor_read::TensorReader;
 
 fn block_on<F: Future>(future: F) -> F::Output {
@@ -128,7 +128,8 @@ fn model(parts: Vec<(HfPart, Vec<u8>)>) -> Arc<MemoryStorage> {
     let (parts, bytes): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
     let plan = HfLayout::default().plan(parts).unwrap();
     let source = Source::new(Arc::clone(&storage) as _, Arc::new(Given(Arc::default())));
-    let encoded = bytes.into_iter().map(|bytes| crate::data::Part::Encoded(bytes.into()));
+    let encoded =
+        bytes.into_iter().map(|bytes| crate::stored_data_source::Part::Encoded(bytes.into()));
     let data = CheckpointData::new(&source, encoded.collect(), &JobOptions::default());
     let shared = Arc::clone(&storage) as Arc<dyn Storage>;
     let options = HfWriteOptions::default();
@@ -157,7 +158,7 @@ fn one_weight_with_other_scales_is_another_tensor() {
     let view = block_on(Dequantized::new(reader, DType::Float32, [4, 4])).unwrap();
     let shown = block_on(view.metadata()).unwrap();
     assert_eq!(shown.len(), 3);
-    assert_eq!(crate::outgoing::ties(&shown), HashMap::from([(2, Arc::from("a.weight"))]));
+    assert_eq!(crate::safetensors_items::ties(&shown), HashMap::from([(2, Arc::from("a.weight"))]));
 }
 
 #[derive(Debug)]

@@ -17,7 +17,7 @@ use crate::output::Output;
 /// Which keys are taken, and under which names.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Keys")]
-pub(crate) struct Choosing {
+pub(crate) struct KeyOptions {
     /// Take only keys that match, or lie below this name; may be given again for more.
     #[arg(long, value_name = "GLOB")]
     pub(crate) include: Vec<String>,
@@ -117,7 +117,7 @@ pub(crate) fn parse_rename(text: &str) -> Result<Rename, String> {
     Rename::parse(text).map_err(|error| error.to_string())
 }
 
-impl Choosing {
+impl KeyOptions {
     /// The selection; `usual` is the part of a training state that is taken when none was named.
     pub(crate) fn selection(&self, usual: StatePart) -> Result<Selection, Failure> {
         let mut selection = Selection::all().of_part(match () {

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
-use crate::deep;
+use crate::archive_audit;
 use crate::job::JobOptions;
-use crate::placed::Placed;
 use crate::source::Source;
+use crate::stored_items::Placed;
 
 /// Reads `items` and fails with the first that differs from its checksum or the index.
 pub(crate) async fn refuse_damaged(
@@ -17,7 +17,7 @@ pub(crate) async fn refuse_damaged(
     items: &[Placed],
     options: &JobOptions,
 ) -> Result<(), CheckpointError> {
-    let job = &deep::Job::new(source, metadata, options);
+    let job = &archive_audit::Job::new(source, metadata, options);
     let checks: Vec<_> =
         items
             .iter()

@@ -185,7 +185,7 @@ mod tests {
     use dcp_core::{Encoding, Entry, Key, Layout, Placement, TensorEntry};
 
     use super::*;
-    use crate::data::read_tensor;
+    use crate::stored_data_source::read_tensor;
     use crate::tensor_read::TensorReader;
 
     /// Two chunks of 6 × 8 and 4 × 8 bytes, whose elements are their positions in the tensor.

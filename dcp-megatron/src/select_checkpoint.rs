@@ -72,7 +72,7 @@ impl Choice {
             1 => mine?,
             _ => {
                 let mine = mine.map_err(|error| agreement::told(group, Phase::Plan, error));
-                group.agree(Phase::Plan, mine).await?.into_iter().flatten().collect()
+                group.all_gather_results(Phase::Plan, mine).await?.into_iter().flatten().collect()
             }
         };
         // What is wrong with the manifest itself every rank has found.

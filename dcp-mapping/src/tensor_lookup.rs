@@ -26,7 +26,7 @@ pub(crate) type Found = BTreeMap<Numbers, Vec<Option<SourceRef>>>;
 type Candidate<'a> = (usize, &'a Arc<str>, &'a TensorEntry);
 
 /// The tensors of a source that rules may be about.
-pub(crate) struct Finder<'a> {
+pub(crate) struct TensorLookup<'a> {
     pub(crate) mapping: &'a Mapping,
     pub(crate) metadata: &'a CheckpointMetadata,
     pub(crate) direction: Direction,
@@ -38,7 +38,7 @@ pub(crate) struct Finder<'a> {
     pub(crate) instances: Cell<u64>,
 }
 
-impl<'a> Finder<'a> {
+impl<'a> TensorLookup<'a> {
     /// The first prefix under which there is anything.
     pub(crate) fn prefix(&self) -> String {
         let prefixes = match self.direction {

@@ -9,10 +9,10 @@ use indexmap::IndexMap;
 use serde_json::json;
 
 use crate::check::refuse_unsound;
-use crate::data::Part;
 use crate::error::ConvertError;
 use crate::select::list;
 use crate::source::Source;
+use crate::stored_data_source::Part;
 use crate::written::WriteReport;
 
 /// The entry of the header's `__metadata__` that lists objects which were left out, as a JSON

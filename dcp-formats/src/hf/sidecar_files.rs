@@ -18,7 +18,7 @@ pub const CONFIG_ASIDE: &str = "config.json.replaced";
 /// weights of another model for a while, so `config.json` goes before the index changes and comes
 /// back as the last of all: in between there is none, and no loader takes weights of one model with
 /// the configuration of another. The old one is in [`CONFIG_ASIDE`] as long as it is needed.
-pub(super) struct Beside<'a> {
+pub(super) struct SidecarFiles<'a> {
     storage: &'a dyn Storage,
     /// What is to be written, and whether a file of that name is there.
     files: Vec<(Key, Bytes, bool)>,
@@ -36,7 +36,7 @@ pub(super) struct Beside<'a> {
     made: Vec<Key>,
 }
 
-impl<'a> Beside<'a> {
+impl<'a> SidecarFiles<'a> {
     /// Looks at what is there. `replaces` says whether there is a model.
     ///
     /// # Errors

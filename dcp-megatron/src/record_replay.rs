@@ -54,7 +54,7 @@ pub(crate) async fn open(
         return Ok(indexed(storage).await);
     }
     if context.rank != 0 {
-        let notes = Notes::from_wire(&group.spread(Phase::Open, 0, None).await?);
+        let notes = Notes::from_wire(&group.broadcast(Phase::Open, 0, None).await?);
         let notes = match notes {
             Ok(notes) => notes,
             Err(error) => return Ok(Err(error.into())),
@@ -73,7 +73,7 @@ pub(crate) async fn open(
         Ok(opened) => (told.finish().to_wire().map_err(Into::into), Some(opened)),
         Err(error) => (Err(agreement::told(group, Phase::Open, error)), None),
     };
-    group.spread(Phase::Open, 0, Some(notes)).await?;
+    group.broadcast(Phase::Open, 0, Some(notes)).await?;
     Ok(opened.ok_or_else(|| CheckpointError::Canceled.into()))
 }
 

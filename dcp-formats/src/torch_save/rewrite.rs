@@ -17,7 +17,7 @@ use crate::torch_zip::{Method, Record};
 
 /// A file that holds the very objects of another one.
 #[derive(Debug)]
-pub struct TorchSaveAgain {
+pub struct TorchSaveRewrite {
     /// How it is laid out. Its items are `records`; writing fails when the CRC-32 of one differs
     /// from what the old file says.
     pub plan: TorchSavePlan,
@@ -26,7 +26,7 @@ pub struct TorchSaveAgain {
     pub records: Vec<Record>,
 }
 
-impl TorchSaveAgain {
+impl TorchSaveRewrite {
     /// Lays out the file `key`, which holds what the one of `index` and `source` does.
     ///
     /// Returns `None` for files that cannot be taken over so: big-endian ones, deflated ones, and

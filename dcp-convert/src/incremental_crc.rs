@@ -16,11 +16,11 @@ use dcp_core::{
     ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
 };
 
-use crate::deep::{self, Expected};
-use crate::intact::{named, refuse_damaged};
+use crate::archive_audit::{self, Expected};
 use crate::job::JobOptions;
-use crate::placed::Placed;
+use crate::refuse_damaged::{named, refuse_damaged};
 use crate::source::Source;
+use crate::stored_items::Placed;
 
 /// Archives up to this many bytes are always read, and checked, as a whole.
 const ALWAYS_WHOLE: u64 = 64 << 10;
@@ -122,7 +122,7 @@ impl Checked {
         }
         let whole = self.add(at, start, start + view.byte_len(), hasher, wanted.byte_len);
         let Some(found) = whole else { return Ok(()) };
-        let job = deep::Job::new(&self.source, metadata, &JobOptions::default());
+        let job = archive_audit::Job::new(&self.source, metadata, &JobOptions::default());
         let expected = job.expected(&wanted.placed).await;
         match expected.map_err(|error| named(error, &wanted.placed, metadata))? {
             Expected::Crc32(crc32) if crc32 != found => {

@@ -13,14 +13,14 @@ use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
 use dcp_formats::torch_zip::{ArchiveIndex, Inflater, Method, Progress, Record, Sparse};
 use futures_util::{StreamExt, stream};
 
-use crate::data::read_tensor;
-use crate::deep_save;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::read_objects;
-use crate::placed::Placed;
 use crate::source::Source;
+use crate::stored_data_source::read_tensor;
+use crate::stored_items::Placed;
 use crate::tensor_read::TensorReader;
+use crate::torch_save_audit;
 use crate::verify::{Problem, judge};
 
 /// Blobs up to this many bytes are read whole.
@@ -47,7 +47,7 @@ pub(crate) async fn check(
 ) -> Result<Checked, ConvertError> {
     let job = Arc::new(Job::new(source, metadata, options));
     if let Some(save) = source.save_reader() {
-        return deep_save::check(&job, save, &items).await;
+        return torch_save_audit::check(&job, save, &items).await;
     }
     options.start(items.iter().map(|item| item.placement.byte_len).fold(0, u64::saturating_add));
     let mut results = stream::iter(items)

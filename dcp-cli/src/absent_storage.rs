@@ -10,14 +10,14 @@ use dcp::core::{
 
 /// Has nothing in it, and takes nothing.
 #[derive(Debug)]
-pub(crate) struct Nowhere;
+pub(crate) struct AbsentStorage;
 
 fn nothing(op: StorageOp, key: &Key) -> StorageError {
     StorageError::new(StorageErrorKind::NotFound, op, Some(key.clone()))
 }
 
 #[async_trait]
-impl Storage for Nowhere {
+impl Storage for AbsentStorage {
     fn capabilities(&self) -> Capabilities {
         Capabilities::none()
     }
@@ -56,7 +56,7 @@ impl Storage for Nowhere {
 }
 
 #[async_trait]
-impl Claim for Nowhere {
+impl Claim for AbsentStorage {
     async fn replace(&self, _payload: Payload) -> Result<(), StorageError> {
         Err(StorageError::new(StorageErrorKind::NotFound, StorageOp::Put, None))
     }

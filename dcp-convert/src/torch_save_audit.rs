@@ -7,10 +7,10 @@ use dcp_core::{CheckpointError, StorageErrorKind};
 use dcp_formats::torch_save::{FileRecord, TorchSaveReader};
 use futures_util::{StreamExt, stream};
 
-use crate::deep::{Checked, Job};
+use crate::archive_audit::{Checked, Job};
 use crate::error::ConvertError;
 use crate::objects::ObjectBatches;
-use crate::placed::Placed;
+use crate::stored_items::Placed;
 use crate::verify::{Problem, ProblemKind, judge};
 
 /// Tensors that are named for one damaged storage.

@@ -11,12 +11,12 @@ use futures_util::StreamExt;
 
 /// The objects of `inner` below `folder`, under names relative to it.
 #[derive(Debug)]
-pub struct Within {
+pub struct Subfolder {
     inner: Arc<dyn Storage>,
     folder: Key,
 }
 
-impl Within {
+impl Subfolder {
     /// The folder `folder` of `inner`, which need not exist.
     #[must_use]
     pub fn new(inner: Arc<dyn Storage>, folder: Key) -> Self {
@@ -35,7 +35,7 @@ fn relative(folder: &Key, meta: &ObjectMeta) -> Option<ObjectMeta> {
 }
 
 #[async_trait]
-impl Storage for Within {
+impl Storage for Subfolder {
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
     }

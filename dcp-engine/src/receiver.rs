@@ -9,12 +9,12 @@ use dcp_core::{
     ReadReport, Region, TensorView, Value,
 };
 
-use crate::parcel::Parcel;
+use crate::exchange_message::Parcel;
 use crate::planned::{tensor_dtype, unsupported};
 
 /// Takes what this rank's plan asks for out of what is sent to all.
 #[derive(Debug)]
-pub(crate) struct Taker<'a> {
+pub(crate) struct Receiver<'a> {
     metadata: &'a CheckpointMetadata,
     sink: &'a Arc<dyn DataSink>,
     /// The items by entry and chunk, with their memory once something arrived.
@@ -36,7 +36,7 @@ struct Open<'a> {
     missing: u64,
 }
 
-impl<'a> Taker<'a> {
+impl<'a> Receiver<'a> {
     pub(crate) fn new(
         metadata: &'a CheckpointMetadata,
         plan: &'a LoadPlan,
@@ -262,12 +262,12 @@ mod tests {
             ],
         };
         let sink: Arc<dyn DataSink> = Arc::new(Nowhere);
-        let error = Taker::new(&metadata, &plan, &sink).finish(&mut ReadReport::default());
+        let error = Receiver::new(&metadata, &plan, &sink).finish(&mut ReadReport::default());
         let text = error.unwrap_err().to_string();
         for part in ["\"weight\"", "4 elements of [1:3, 0:2]", "\"rng\""] {
             assert!(text.contains(part), "{text}");
         }
-        let mut taker = Taker::new(&metadata, &plan, &sink);
+        let mut taker = Receiver::new(&metadata, &plan, &sink);
         taker.value(1, Value::None).unwrap();
         let text = taker.finish(&mut ReadReport::default()).unwrap_err().to_string();
         assert!(!text.contains("rng"), "{text}");

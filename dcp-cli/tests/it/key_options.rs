@@ -1,4 +1,4 @@
-//! Choosing and renaming keys, and saying only what would be written.
+//! KeyOptions and renaming keys, and saying only what would be written.
 
 use std::fs;
 

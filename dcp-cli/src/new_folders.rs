@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::undo;
+use crate::rollback;
 
 /// The folders that were missing when this was made. Those of them that are there, and empty,
 /// are removed when it is dropped without [`keep`](Self::keep).
@@ -45,7 +45,7 @@ impl Drop for NewFolders {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 // It has something in it: what an interrupted command wrote is removed later.
                 Err(_) => {
-                    undo::remove_folders_later(self.missing.get(index..).unwrap_or_default());
+                    rollback::remove_folders_later(self.missing.get(index..).unwrap_or_default());
                     return;
                 }
             }

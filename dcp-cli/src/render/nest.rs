@@ -81,9 +81,15 @@ impl Builder {
         let mut keys = self.keys.into_iter();
         let mut key = keys.next();
         if !children.is_empty() || keys.len() > 0 {
-            // A key with others below it, or of the same name, is a line of its own.
-            let own =
-                key.take().into_iter().chain(keys).map(|key| leaf(String::new(), key, summary));
+            // A key with others below it is a line of its own. Of several in one place, only their
+            // full names tell which is which.
+            let several = keys.len() > 0;
+            let name = |key: usize| match summary.keys.get_index(key) {
+                Some((fqn, _)) if several => fqn.to_string(),
+                _ => String::new(),
+            };
+            let own = key.take().into_iter().chain(keys);
+            let own: Vec<Node> = own.map(|key| leaf(name(key), key, summary)).collect();
             children.splice(0..0, own);
         }
         match key {

@@ -190,6 +190,8 @@ fn keys_that_clash_are_shown_by_their_paths() {
     let shown = shown.json();
     for name in ["[\"a.b\"]", "[\"a\"][\"b\"]"] {
         assert_eq!(shown["keys"][name]["kind"], "tensor", "{shown}");
+        let tree = dcp(["inspect", source]).ok();
+        assert!(tree.contains(name), "{tree}");
     }
     assert_eq!(dcp(["verify", source, "--deep", "--json"]).json()["ok"], true);
     // In torch.save's form the dict is what it was.

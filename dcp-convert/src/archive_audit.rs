@@ -16,12 +16,10 @@ use futures_util::{StreamExt, stream};
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::read_objects;
+use crate::problem::{Problem, judge};
 use crate::source::Source;
-use crate::stored_data_source::read_tensor;
 use crate::stored_items::Placed;
-use crate::tensor_read::TensorReader;
-use crate::torch_save_audit;
-use crate::verify::{Problem, judge};
+use crate::tensor_read::{TensorReader, read_tensor};
 
 /// Blobs up to this many bytes are read whole.
 const SMALL: u64 = 256 << 10;
@@ -46,9 +44,6 @@ pub(crate) async fn check(
     options: &JobOptions,
 ) -> Result<Checked, ConvertError> {
     let job = Arc::new(Job::new(source, metadata, options));
-    if let Some(save) = source.save_reader() {
-        return torch_save_audit::check(&job, save, &items).await;
-    }
     options.start(items.iter().map(|item| item.placement.byte_len).fold(0, u64::saturating_add));
     let mut results = stream::iter(items)
         .map(|item| {

@@ -4,67 +4,20 @@
 //! said before, and that one may load it with fewer doubts than its owner had. So what is not
 //! known to be harmless is named wherever a checkpoint is looked at, and written only on request.
 
-use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Entry, FormatError, Message, Quoted, Value};
-use dcp_formats::pickle::{ForeignName, Trust};
+use dcp_core::{CheckpointError, CheckpointMetadata, Entry, FormatError, Value};
+use dcp_formats::pickle::ForeignName;
 use dcp_formats::torch_object::foreign_names;
-use serde::Serialize;
 
 use crate::error::ConvertError;
+use crate::foreign_callable::ForeignCallable;
 use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
 use crate::source::Source;
 
 /// Objects to hold as values at once.
 const AT_ONCE: usize = 64;
-
-/// Something in an object that Python would import, and most likely call, where it loads the
-/// object, and that is not known to be harmless.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct ForeignCallable {
-    /// The object, by FQN; `None` where it is in a pickle that holds the whole checkpoint.
-    pub key: Option<Arc<str>>,
-    /// Where in the object: keys and positions, joined by dots. `None` where Python would throw
-    /// away what it makes.
-    pub path: Option<String>,
-    /// Its name, such as `os.system`.
-    pub name: String,
-    /// Whether it is known to run commands or code; of the others nothing is known.
-    pub dangerous: bool,
-}
-
-impl ForeignCallable {
-    fn new(key: Option<&Arc<str>>, name: ForeignName) -> Self {
-        let dangerous = name.trust == Trust::Dangerous;
-        Self { key: key.cloned(), name: name.to_string(), path: name.path, dangerous }
-    }
-
-    /// Where it is, in words.
-    #[must_use]
-    pub fn place(&self) -> String {
-        let path = match &self.path {
-            None => Some("outside of what it makes".to_owned()),
-            Some(path) if path.is_empty() => None,
-            Some(path) => Some(format!("at {}", Quoted(path))),
-        };
-        match (&self.key, path) {
-            (Some(key), Some(path)) => format!("{} {path}", Quoted(key)),
-            (Some(key), None) => Quoted(key).to_string(),
-            (None, Some(path)) => path,
-            (None, None) => "the whole".to_owned(),
-        }
-    }
-}
-
-impl fmt::Display for ForeignCallable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let what = if self.dangerous { ", which runs commands or code" } else { "" };
-        write!(f, "{} in {}{what}", Message(&self.name), self.place())
-    }
-}
 
 /// What Python would run when it loads the object `key`, which has this value, and what is not
 /// known to be harmless.

@@ -185,8 +185,7 @@ mod tests {
     use dcp_core::{Encoding, Entry, Key, Layout, Placement, TensorEntry};
 
     use super::*;
-    use crate::stored_data_source::read_tensor;
-    use crate::tensor_read::TensorReader;
+    use crate::tensor_read::{TensorReader, read_tensor};
 
     /// Two chunks of 6 × 8 and 4 × 8 bytes, whose elements are their positions in the tensor.
     #[derive(Debug, Default)]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_core::{CheckpointError, FormatError, Message, PlanError, Quoted, StorageError};
 
-use crate::callables::ForeignCallable;
+use crate::foreign_callable::ForeignCallable;
 
 /// An offline job failed, or was refused before anything was written.
 #[derive(Debug, thiserror::Error)]

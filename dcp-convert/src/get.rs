@@ -3,17 +3,14 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, DType, Dims, Entry, Payload, PlanError, PutMode, Region, StorageErrorKind,
-    checked_volume,
-};
-use dcp_formats::dcp::write_tensor_file;
-use dcp_formats::safetensors::{self, RawTypes, SafetensorsItem};
+use dcp_core::{DType, Dims, Entry, PlanError, Region, StorageErrorKind, checked_volume};
+use dcp_formats::safetensors::{RawTypes, SafetensorsItem};
 use dcp_formats::torch_save::encode_value;
 use indexmap::IndexMap;
 use serde_json::json;
 
 use crate::callables::admit_callables;
+use crate::checked_source::CheckedSource;
 use crate::decode_cache::EXPANSION_MAX;
 use crate::element::decode;
 use crate::error::ConvertError;
@@ -23,7 +20,7 @@ use crate::objects::{read_object, read_objects};
 use crate::print::Excerpt;
 use crate::slice::TensorSlice;
 use crate::source::Source;
-use crate::stored_data_source::{CheckpointData, Part, read_tensor};
+use crate::stored_data_source::{CheckpointData, Part};
 use crate::suggest::unknown_fqn;
 use crate::target::Target;
 use crate::tensor_read::TensorReader;
@@ -46,6 +43,7 @@ pub struct FoundTensor {
     fqn: Arc<str>,
     dtype: DType,
     slice: Box<TensorSlice>,
+    /// That of a [`CheckedSource`], whose reads `reader` does.
     source: Source,
     reader: Arc<TensorReader>,
     /// The same without steps: what is stored.
@@ -68,7 +66,8 @@ pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Fou
                 Some(text) => TensorSlice::parse(text, &tensor.shape)?,
                 None => TensorSlice::whole(&tensor.shape)?,
             };
-            let source = source.for_job(1);
+            let options = JobOptions::default().with_parallelism(1);
+            let source = CheckedSource::new(source, &options).into_source();
             let (reader, fqn) = (Arc::clone(&source.reader), Arc::clone(fqn));
             let dtype = tensor.dtype;
             let stored = Arc::new(TensorReader::new(reader, Arc::clone(&metadata), index)?);
@@ -110,13 +109,14 @@ pub async fn object_to_torch_save(
     options: &JobOptions,
 ) -> Result<u64, ConvertError> {
     target.check().await?;
-    let value = read_object(source, fqn).await?;
+    let source = CheckedSource::new(source, options);
+    let value = read_object(&source, fqn).await?;
     admit_callables(&fqn.into(), &value, options)?;
     let encoded = encode_value(&value, "archive").map_err(|error| {
         ConvertError::unsupported(format!("{fqn:?}"), format!("cannot be written: {error}"))
     })?;
     let byte_len = encoded.len() as u64;
-    target.creator().put(&target.key, Payload::from(encoded), PutMode::Create).await?;
+    target.put(encoded, source.finish().await?).await?;
     Ok(byte_len)
 }
 
@@ -183,8 +183,9 @@ impl FoundTensor {
     /// When the stored bytes cannot possibly hold that many elements, or cannot be read.
     pub async fn read(&self) -> Result<Bytes, ConvertError> {
         self.refuse_implausible().await?;
+        let source = CheckedSource::new(&self.source, &JobOptions::default());
         let elements = self.reader.read(std::slice::from_ref(&self.slice.region)).await?;
-        self.source.settle(&JobOptions::default()).await?;
+        drop(source.finish().await?);
         Ok(elements)
     }
 
@@ -235,46 +236,11 @@ impl FoundTensor {
         options: &JobOptions,
     ) -> Result<Option<String>, ConvertError> {
         target.check().await?;
-        let mut ready = npy_header(self.dtype, &self.slice.shape)?;
-        let segment = options.write_segment_bytes();
+        let header = npy_header(self.dtype, &self.slice.shape)?;
         options.start(self.byte_len());
-        let storage = target.creator();
-        let (region, element_bytes) = (&self.slice.region, self.dtype.size() as u64);
-        let total = self.byte_len();
-        let read = |start: u64| {
-            let end = total.min(start.saturating_add(segment));
-            async move {
-                let part = read_tensor(&self.reader, region, element_bytes, start..end).await?;
-                options.advance(end - start);
-                Ok::<_, CheckpointError>((part, end))
-            }
-        };
-        if total <= segment {
-            let (part, _) = read(0).await?;
-            self.source.settle(options).await?;
-            let whole = [ready].into_iter().chain(part.pieces().iter().cloned());
-            storage.put(&target.key, whole.collect(), PutMode::Create).await?;
-        } else {
-            let mut upload = storage.start_upload(&target.key, PutMode::Create).await?;
-            let mut at = 0;
-            let sent = async {
-                while at < total {
-                    let (part, end) = read(at).await?;
-                    let header = std::mem::take(&mut ready);
-                    let pieces = [header].into_iter().chain(part.pieces().iter().cloned());
-                    upload.put_part(pieces.collect::<Payload>()).await?;
-                    at = end;
-                }
-                self.source.settle(options).await
-            };
-            if let Err(error) = sent.await {
-                if let Err(left) = upload.abort().await {
-                    tracing::debug!(error = %left, "cannot abort an upload");
-                }
-                return Err(error.into());
-            }
-            upload.complete().await?;
-        }
+        let (source, data) = self.data(options);
+        let file = target.headed(header, self.byte_len(), &data).await?;
+        file.publish(source).await?;
         let kind = npy_type(self.dtype);
         Ok((!kind.exact).then(|| {
             format!("NumPy has no {}; the file holds its bits as {:?}", self.dtype, kind.descr)
@@ -308,16 +274,10 @@ impl FoundTensor {
             dtype: self.dtype,
             shape: self.slice.shape.clone(),
         };
-        let part = Part::Tensor {
-            reader: Arc::clone(&self.reader),
-            region: self.slice.region.clone(),
-            element_bytes: self.dtype.size() as u64,
-        };
-        let data = CheckpointData::new(&self.source, vec![part], options);
-        let data = Arc::new(data.settling(self.byte_len()));
         let header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
-        let storage = target.creator();
-        safetensors::write(&*storage, &target.key, &[item], &header, data, None).await?;
+        let (source, data) = self.data(options);
+        let file = target.safetensors(&[item], &header, Arc::new(data)).await?;
+        file.publish(source).await?;
         Ok(())
     }
 
@@ -338,16 +298,23 @@ impl FoundTensor {
         }
         target.check().await?;
         options.start(self.byte_len());
+        let (source, data) = self.data(options);
+        let tensor = (&self.fqn, self.dtype, &*self.slice.shape);
+        let file = target.tensor(tensor, &data).await?;
+        file.publish(source).await?;
+        Ok(())
+    }
+
+    /// Its elements as item 0, and what compares them.
+    fn data(&self, options: &JobOptions) -> (CheckedSource, CheckpointData) {
         let part = Part::Tensor {
             reader: Arc::clone(&self.reader),
             region: self.slice.region.clone(),
             element_bytes: self.dtype.size() as u64,
         };
-        let data = CheckpointData::new(&self.source, vec![part], options);
-        let data = data.settling(self.byte_len());
-        let tensor = (&self.fqn, self.dtype, &*self.slice.shape);
-        write_tensor_file(&*target.creator(), &target.key, tensor, &data).await?;
-        Ok(())
+        let source = CheckedSource::new(&self.source, options);
+        let data = CheckpointData::new(&source, vec![part], options);
+        (source, data)
     }
 
     async fn quantized_to_torch_save(
@@ -359,7 +326,7 @@ impl FoundTensor {
             let problem = format!("is {}, of which only the whole has a scale", self.dtype);
             return Err(ConvertError::unsupported(format!("{:?}", self.fqn), problem));
         }
-        let source = with_quantizers(self.source.clone(), |_| true).await?;
+        let source = with_quantizers(CheckedSource::new(&self.source, options), |_| true).await?;
         object_to_torch_save(&source, &self.fqn, target, options).await.map(drop)
     }
 

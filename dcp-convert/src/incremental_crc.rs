@@ -19,7 +19,7 @@ use dcp_core::{
 use crate::archive_audit::{self, Expected};
 use crate::job::JobOptions;
 use crate::refuse_damaged::{named, refuse_damaged};
-use crate::source::Source;
+use crate::source::{Comparison, Source};
 use crate::stored_items::Placed;
 
 /// Archives up to this many bytes are always read, and checked, as a whole.
@@ -50,38 +50,6 @@ enum Chunk {
 impl Checked {
     pub(crate) fn new(source: Source) -> Self {
         Self { source, chunks: Mutex::default() }
-    }
-
-    /// Reads and compares the chunks of which all was read, but not in a way that told whether
-    /// they are right.
-    pub(crate) async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError> {
-        let metadata = self.source.metadata().await?;
-        let open: Vec<_> = {
-            let chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
-            let bytes = |chunk: &Chunk| match chunk {
-                Chunk::Parts(parts) => parts.iter().map(|(start, (end, _))| end - start).sum(),
-                Chunk::Scattered(bytes) => *bytes,
-                Chunk::Right => 0,
-            };
-            chunks.iter().map(|(at, chunk)| (*at, bytes(chunk))).collect()
-        };
-        let mut items = Vec::new();
-        for ((entry, chunk), bytes) in open {
-            let wanted = Wanted::new(&self.source, &metadata, entry, chunk);
-            let Some(wanted) = wanted else { continue };
-            if bytes > 0 && bytes >= wanted.byte_len {
-                items.push(wanted.placed);
-            }
-        }
-        items.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
-        let silent = JobOptions { progress: None, ..options.clone() };
-        refuse_damaged(&self.source, &metadata, &items, &silent).await?;
-        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
-        for item in items {
-            let entry = u32::try_from(item.entry).unwrap_or(u32::MAX);
-            chunks.insert((entry, item.chunk.unwrap_or(u32::MAX)), Chunk::Right);
-        }
-        Ok(())
     }
 
     /// Notes a part that was read, and compares the chunk when it was the last one.
@@ -260,6 +228,39 @@ impl Wanted {
         let mut runs = inner.runs_in(self.region.sizes());
         let (start, len) = runs.next()?;
         (len == part.volume()).then(|| start.checked_mul(self.element_bytes)).flatten()
+    }
+}
+
+#[async_trait]
+impl Comparison for Checked {
+    /// Reads and compares the chunks of which all was read, but in parts that do not lie together.
+    async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError> {
+        let metadata = self.source.metadata().await?;
+        let open: Vec<_> = {
+            let chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+            let bytes = |chunk: &Chunk| match chunk {
+                Chunk::Parts(parts) => parts.iter().map(|(start, (end, _))| end - start).sum(),
+                Chunk::Scattered(bytes) => *bytes,
+                Chunk::Right => 0,
+            };
+            chunks.iter().map(|(at, chunk)| (*at, bytes(chunk))).collect()
+        };
+        let mut items = Vec::new();
+        for ((entry, chunk), bytes) in open {
+            let wanted = Wanted::new(&self.source, &metadata, entry, chunk);
+            let Some(wanted) = wanted else { continue };
+            if bytes > 0 && bytes >= wanted.byte_len {
+                items.push(wanted.placed);
+            }
+        }
+        items.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
+        refuse_damaged(&self.source, &metadata, &items, options).await?;
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        for item in items {
+            let entry = u32::try_from(item.entry).unwrap_or(u32::MAX);
+            chunks.insert((entry, item.chunk.unwrap_or(u32::MAX)), Chunk::Right);
+        }
+        Ok(())
     }
 }
 

@@ -13,7 +13,8 @@ use indexmap::IndexMap;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::callables::{self, ForeignCallable};
+use crate::callables;
+use crate::foreign_callable::ForeignCallable;
 use crate::job::JobOptions;
 use crate::objects::{ObjectBatches, object_entries};
 use crate::source::Source;

@@ -37,6 +37,7 @@ mod archive_audit;
 mod callables;
 mod cast;
 mod check;
+mod checked_source;
 mod chunk_index;
 mod completeness;
 mod decode_cache;
@@ -44,6 +45,7 @@ mod diff;
 mod division;
 mod element;
 mod error;
+mod foreign_callable;
 mod get;
 mod groups;
 mod incremental_crc;
@@ -58,6 +60,7 @@ mod part;
 mod pieces;
 mod place;
 mod print;
+mod problem;
 mod refuse_damaged;
 mod rename;
 pub mod report;
@@ -85,10 +88,11 @@ mod verify;
 pub mod view;
 mod written;
 
-pub use callables::{ForeignCallable, admit_callables, foreign_callables};
+pub use callables::{admit_callables, foreign_callables};
 pub use cast::{
     CastCounts, CastError, CastOptions, CastReport, Caster, TensorCast, is_exact, is_float,
 };
+pub use checked_source::{CheckedSource, Verified};
 pub use dcp_formats::safetensors::RAW;
 pub use diff::{
     Described, DiffCounts, DiffOptions, DiffReport, DiffScope, Difference, DifferenceKind, Spot,
@@ -97,12 +101,14 @@ pub use diff::{
 pub use division::{Division, Held, Owner};
 pub use element::{Element, decode};
 pub use error::ConvertError;
+pub use foreign_callable::ForeignCallable;
 pub use get::{Found, FoundTensor, find, object_to_torch_save};
 pub use inspect::{ChunkSummary, KeySummary, Summary, TensorSummary, inspect};
 pub use job::{JobOptions, MIN_MEMORY, Progress};
 pub use list_run::{EntryKind, RunEntry, RunListing, list_run};
 pub use npy::{NpyType, npy_header, npy_type};
 pub use objects::{ObjectResult, read_object, read_objects};
+pub use problem::{Problem, ProblemKind};
 pub use rename::Rename;
 pub use reshard::{MAX_RANKS, divide, reshard};
 pub use rewrite_metadata::{MetadataRewrite, ProfileChoice, rewrite_metadata};
@@ -123,5 +129,5 @@ pub use to_safetensors::to_safetensors;
 pub use to_torch_save::to_torch_save;
 pub use unmatched::{UnmatchedPattern, unmatched_patterns};
 pub use value_json::{JsonLimits, ValueEncoder, value_json};
-pub use verify::{Problem, ProblemKind, VerifyReport, verify};
+pub use verify::{VerifyReport, verify};
 pub use written::{PlannedTensor, ReplacedClass, WriteReport};

@@ -5,18 +5,20 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
-    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, StorageExt, StorageWriter,
-    TensorEntry, TensorSpec, Value, WritePlan,
+    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt,
+    StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
 };
 use dcp_formats::Stop;
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_zip::check_archive;
 use dcp_planner::DefaultSavePlanner;
 
-use crate::callables::{self, ForeignCallable};
+use crate::callables;
 use crate::check::refuse_unsound;
+use crate::checked_source::{CheckedSource, Verified};
 use crate::division::{Division, FirstAxis, Owner};
 use crate::error::ConvertError;
+use crate::foreign_callable::ForeignCallable;
 use crate::job::JobOptions;
 use crate::objects::{ObjectBatches, object_entries};
 use crate::source::Source;
@@ -79,10 +81,10 @@ pub async fn divide(
         return Err(ConvertError::unsupported(ranks.to_string(), problem));
     }
     let holds = |fqn: &str| division.object(fqn) != Owner::Nobody;
-    let source = &with_quantizers(source.for_job(options.parallelism), holds).await?;
+    let source = with_quantizers(CheckedSource::new(source, options), holds).await?;
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
-    let job = Job::prepare(source, writer, &metadata, division, options).await?;
+    let job = Job::prepare(&source, writer, &metadata, division, options).await?;
     let (locals, data) = job.all_ranks(division)?;
     let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
     let total = total_bytes(&global, &locals);
@@ -96,8 +98,9 @@ pub async fn divide(
             .planned(&global.metadata));
     }
     options.start(total);
-    let reports = match write(source, writer, &locals, &plans, data, options).await {
-        Ok(reports) => reports,
+    drop(job);
+    let (reports, verified) = match write(source, writer, (&locals, &plans), data, options).await {
+        Ok(written) => written,
         Err(error) => {
             for plan in &plans {
                 writer.abandon(plan).await;
@@ -110,8 +113,7 @@ pub async fn divide(
         .flat_map(|report| report.files.iter().map(|(key, len)| (key.to_string(), *len)))
         .collect();
     files.sort();
-    // A commit that fails cleans up by itself: only it knows what may have become visible.
-    writer.commit(session, &global.metadata, reports).await?;
+    commit(writer, session, &global.metadata, reports, verified).await?;
     Ok(report(&global, callables).with_files(files))
 }
 
@@ -176,16 +178,27 @@ fn planned_files(global: &GlobalPlan) -> Vec<(String, u64)> {
     files
 }
 
+/// Makes the checkpoint visible. A commit that fails cleans up by itself: only it knows what may
+/// have become visible.
+async fn commit(
+    writer: &dyn StorageWriter,
+    session: SaveSession,
+    metadata: &CheckpointMetadata,
+    reports: Vec<dcp_core::WriteReport>,
+    _: Verified,
+) -> Result<(), CheckpointError> {
+    writer.commit(session, metadata, reports).await
+}
+
 /// Writes what all ranks hold, and finds that nothing of it was damaged. After a failure no rank is
 /// writing any more.
 async fn write(
-    source: &Source,
+    source: CheckedSource,
     writer: &dyn StorageWriter,
-    locals: &[SavePlan],
-    plans: &[WritePlan],
+    (locals, plans): (&[SavePlan], &[WritePlan]),
     data: Vec<Arc<dyn DataSource>>,
     options: &JobOptions,
-) -> Result<Vec<dcp_core::WriteReport>, CheckpointError> {
+) -> Result<(Vec<dcp_core::WriteReport>, Verified), CheckpointError> {
     let at_once = usize::try_from(options.max_memory / RANK_OVERHEAD).unwrap_or(usize::MAX);
     let at_once = at_once.clamp(1, options.parallelism.max(1));
     let stop = Stop::new();
@@ -195,8 +208,7 @@ async fn write(
         .zip(data)
         .map(|((local, plan), data)| writer.write(local, plan, stop.guard(data)));
     let reports = stop.run(writes, at_once).await?;
-    source.settle(options).await?;
-    Ok(reports)
+    Ok((reports, source.finish().await?))
 }
 
 fn total_bytes(global: &GlobalPlan, locals: &[SavePlan]) -> u64 {
@@ -208,7 +220,7 @@ fn total_bytes(global: &GlobalPlan, locals: &[SavePlan]) -> u64 {
 
 /// What all ranks' plans are made from.
 struct Job<'a> {
-    source: &'a Source,
+    source: &'a CheckedSource,
     metadata: Arc<CheckpointMetadata>,
     readers: HashMap<usize, Arc<TensorReader>>,
     /// The objects by position: what they are made from, and their bytes.
@@ -220,7 +232,7 @@ struct Job<'a> {
 
 impl<'a> Job<'a> {
     async fn prepare(
-        source: &'a Source,
+        source: &'a CheckedSource,
         writer: &dyn StorageWriter,
         metadata: &Arc<CheckpointMetadata>,
         division: &dyn Division,

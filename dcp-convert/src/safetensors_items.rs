@@ -9,9 +9,9 @@ use indexmap::IndexMap;
 use serde_json::json;
 
 use crate::check::refuse_unsound;
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::select::list;
-use crate::source::Source;
 use crate::stored_data_source::Part;
 use crate::written::WriteReport;
 
@@ -38,8 +38,8 @@ pub(crate) struct OutgoingTensor {
 }
 
 impl Outgoing {
-    /// Everything that `source`, in its form for a job, has.
-    pub(crate) async fn gather(source: &Source) -> Result<Self, ConvertError> {
+    /// Everything that `source` has.
+    pub(crate) async fn gather(source: &CheckedSource) -> Result<Self, ConvertError> {
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
         let mut outgoing = Self {
@@ -73,7 +73,7 @@ impl Outgoing {
 
     fn tensor(
         &mut self,
-        source: &Source,
+        source: &CheckedSource,
         metadata: &Arc<CheckpointMetadata>,
         index: usize,
         fqn: &Arc<str>,

@@ -1,8 +1,10 @@
 //! A checkpoint to read, whatever its format.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 
+use async_trait::async_trait;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Key, Storage, StorageErrorKind, StorageExt, StorageReader,
 };
@@ -12,7 +14,6 @@ use dcp_formats::hf::{HfReader, HfReaderBuilder, INDEX_ENDING};
 use dcp_formats::torch_save::{MAGIC_LEN, TorchSaveReader, is_torch_save};
 
 use crate::decode_cache::DecodedOnce;
-use crate::incremental_crc::Checked;
 use crate::job::JobOptions;
 
 /// A checkpoint to read: its format's reader, and the storage that holds its files.
@@ -31,7 +32,18 @@ pub struct Source {
     /// Where objects and tensors of a view are in a file of `torch.save`, as they are.
     kept: Option<Arc<KeptObjects>>,
     /// What compares the bytes that pass through the reader with their checksums.
-    checked: Vec<Arc<Checked>>,
+    comparisons: Vec<Arc<dyn Comparison>>,
+}
+
+/// Compares the bytes that pass through the reader of a [`Source`] with their checksums.
+#[async_trait]
+pub(crate) trait Comparison: fmt::Debug + Send + Sync {
+    /// Compares what could not be compared on the way.
+    ///
+    /// # Errors
+    ///
+    /// When something is damaged, or the storage fails.
+    async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError>;
 }
 
 /// Objects and tensors of a view that are those of one file of `torch.save`.
@@ -69,7 +81,7 @@ impl Source {
     /// A checkpoint whose files lie in `storage` and are understood by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, known: Known::Other, kept: None, checked: Vec::new() }
+        Self { storage, reader, known: Known::Other, kept: None, comparisons: Vec::new() }
     }
 
     /// The checkpoint in a folder, told by what is there: PyTorch's format where there is a
@@ -190,48 +202,20 @@ impl Source {
         Self { known: Known::TorchSave(Arc::clone(&reader)), ..Self::new(storage, reader) }
     }
 
-    /// What `reader` makes of `parts`, which it reads through their
-    /// [`for_job`](Self::for_job) forms. Its metadata may only place what lies, unchanged, in
-    /// the storage of the first part.
-    ///
-    /// Returns `None` when there are no parts.
-    #[must_use]
-    pub fn derived(reader: Arc<dyn StorageReader>, parts: &[Self]) -> Option<Self> {
-        let storage = Arc::clone(&parts.first()?.storage);
-        let checked = parts.iter().flat_map(|part| part.checked.iter().cloned()).collect();
-        Some(Self { checked, ..Self::new(storage, reader) })
+    /// The same, read by `reader`, which does these comparisons.
+    pub(crate) fn comparing(
+        &self,
+        reader: Arc<dyn StorageReader>,
+        comparisons: Vec<Arc<dyn Comparison>>,
+    ) -> Self {
+        let (storage, known) = (Arc::clone(&self.storage), self.known.clone());
+        Self { storage, reader, known, kept: self.kept.clone(), comparisons }
     }
 
-    /// The same checkpoint as a job reads it, with up to `parallelism` reads at once: no chunk
-    /// is decoded for each of its parts, and what is read in parts is compared with its checksum
-    /// on the way. Before the job commits to what it made, it calls [`settle`](Self::settle).
-    #[must_use]
-    pub fn for_job(&self, parallelism: usize) -> Self {
-        if !self.checked.is_empty() {
-            return self.clone();
-        }
-        let checked = Arc::new(Checked::new(self.clone()));
-        let reader = DecodedOnce::new(Arc::clone(&checked) as _, parallelism);
-        Self {
-            storage: Arc::clone(&self.storage),
-            reader: Arc::new(reader),
-            known: self.known.clone(),
-            kept: self.kept.clone(),
-            checked: vec![checked],
-        }
-    }
-
-    /// Reads again, and compares, those chunks of which all was read, but in such parts that
-    /// their checksums could not be compared on the way.
-    ///
-    /// # Errors
-    ///
-    /// When one is damaged, or the storage fails.
-    pub async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError> {
-        for checked in &self.checked {
-            checked.settle(options).await?;
-        }
-        Ok(())
+    /// What compares the bytes that pass through the reader; nothing in a source of which no job has
+    /// begun to read.
+    pub(crate) fn comparisons(&self) -> &[Arc<dyn Comparison>] {
+        &self.comparisons
     }
 
     /// The reader for a job of `parallelism` reads that looks after checksums itself.

@@ -2,7 +2,6 @@
 //! turn comes, so that a checkpoint of any size goes through a little memory.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
@@ -14,12 +13,12 @@ use dcp_core::{
 };
 use dcp_formats::torch_object::encode_object;
 
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::read_objects;
-use crate::runs::boxes;
 use crate::source::Source;
-use crate::tensor_read::TensorReader;
+use crate::tensor_read::{TensorReader, read_tensor};
 
 /// What one item of a plan is made from.
 #[derive(Clone, Debug)]
@@ -72,9 +71,9 @@ impl FirstRead {
 }
 
 impl Part {
-    /// All of the tensor at position `entry` of what `source`, in its form for a job, reads.
+    /// All of the tensor at position `entry` of what `source` reads.
     pub(crate) fn whole_tensor(
-        source: &Source,
+        source: &CheckedSource,
         metadata: &Arc<CheckpointMetadata>,
         entry: usize,
         tensor: &TensorEntry,
@@ -91,28 +90,19 @@ impl Part {
 /// The items of one rank's plan, or of some files, by their position.
 #[derive(Debug)]
 pub(crate) struct CheckpointData {
-    /// In the form for a job.
+    /// That of a [`CheckedSource`].
     source: Source,
     parts: Vec<Part>,
     segment_bytes: u64,
     options: JobOptions,
-    /// Bytes until the last one is given away, before which the source is settled.
-    unsettled: Option<AtomicU64>,
 }
 
 impl CheckpointData {
-    /// Data of `parts`, of a source whose checksums the caller settles.
-    pub(crate) fn new(source: &Source, parts: Vec<Part>, options: &JobOptions) -> Self {
+    /// Data of `parts`.
+    pub(crate) fn new(source: &CheckedSource, parts: Vec<Part>, options: &JobOptions) -> Self {
         let segment_bytes = options.write_segment_bytes();
-        let (source, options) = (source.clone(), options.clone());
-        Self { source, parts, segment_bytes, options, unsettled: None }
-    }
-
-    /// The same, which gives its last byte, after `byte_len` in all, only when everything that
-    /// was read is known to be undamaged. Every byte must be asked for exactly once.
-    pub(crate) fn settling(mut self, byte_len: u64) -> Self {
-        self.unsettled = Some(AtomicU64::new(byte_len));
-        self
+        let (source, options) = (Source::clone(source), options.clone());
+        Self { source, parts, segment_bytes, options }
     }
 }
 
@@ -155,11 +145,6 @@ impl DataSource for CheckpointData {
                 .into());
             }
         };
-        if let Some(unsettled) = &self.unsettled
-            && unsettled.fetch_sub(len, Ordering::Relaxed) == len
-        {
-            self.source.settle(&self.options).await?;
-        }
         self.options.advance(len);
         Ok(payload)
     }
@@ -186,28 +171,6 @@ impl CheckpointData {
     }
 }
 
-/// The bytes `byte_range` of the row-major elements of `region`.
-pub(crate) async fn read_tensor(
-    reader: &TensorReader,
-    region: &Region,
-    element_bytes: u64,
-    byte_range: Range<u64>,
-) -> Result<Payload, CheckpointError> {
-    let element_bytes = element_bytes.max(1);
-    let first = byte_range.start / element_bytes;
-    let wanted = boxes(region.sizes(), first..byte_range.end.div_ceil(element_bytes))
-        .iter()
-        .map(|inner| inner.translate(region.offsets()))
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| PlanError::Unsupported {
-            fqn: reader.fqn().to_string(),
-            problem: error.to_string(),
-        })?;
-    let bytes = reader.read(&wanted).await?;
-    let skipped = byte_range.start - first * element_bytes;
-    Ok(Payload::from(bytes).slice(skipped..skipped + (byte_range.end - byte_range.start)))
-}
-
 #[cfg(test)]
 mod tests {
     use dcp_conformance::MemoryStorage;
@@ -224,8 +187,10 @@ mod tests {
             block_on(put).unwrap();
             let first = Some(FirstRead::new("extra.big", b"as it was"));
             let part = Part::Stored { key: key.clone(), byte_offset: 2, first };
-            let source = Source::dcp(Arc::clone(&storage) as _, false);
-            let data = CheckpointData::new(&source, vec![part], &JobOptions::default());
+            let (source, options) =
+                (Source::dcp(Arc::clone(&storage) as _, false), JobOptions::default());
+            let source = CheckedSource::new(&source, &options);
+            let data = CheckpointData::new(&source, vec![part], &options);
             block_on(data.resolve(0, 0..4)).unwrap();
             block_on(data.resolve(0, 4..9)).map(|_| ())
         };

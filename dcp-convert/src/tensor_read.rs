@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError,
+    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, Payload, PlanError,
     ReadItem, ReadKind, Region, StorageReader, TensorEntry, TensorView, Value,
 };
 
@@ -193,4 +193,26 @@ impl DataSink for BoxSink {
     fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
         Err(bad_plan(&self.fqn, "an object where a tensor was asked for".to_owned()))
     }
+}
+
+/// The bytes `byte_range` of the row-major elements of `region`.
+pub(crate) async fn read_tensor(
+    reader: &TensorReader,
+    region: &Region,
+    element_bytes: u64,
+    byte_range: Range<u64>,
+) -> Result<Payload, CheckpointError> {
+    let element_bytes = element_bytes.max(1);
+    let first = byte_range.start / element_bytes;
+    let wanted = boxes(region.sizes(), first..byte_range.end.div_ceil(element_bytes))
+        .iter()
+        .map(|inner| inner.translate(region.offsets()))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| PlanError::Unsupported {
+            fqn: reader.fqn().to_string(),
+            problem: error.to_string(),
+        })?;
+    let bytes = reader.read(&wanted).await?;
+    let skipped = byte_range.start - first * element_bytes;
+    Ok(Payload::from(bytes).slice(skipped..skipped + (byte_range.end - byte_range.start)))
 }

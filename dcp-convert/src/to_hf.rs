@@ -4,15 +4,15 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{CheckpointError, Key, Storage, StorageErrorKind};
-use dcp_formats::hf::{
-    HfLayout, HfPart, HfWriteOptions, file_byte_lens, refuse_existing, write_folder,
-};
+use dcp_formats::hf::{HfLayout, HfPart, HfWriteOptions, file_byte_lens, refuse_existing};
 
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::safetensors_items::Outgoing;
 use crate::source::Source;
 use crate::stored_data_source::CheckpointData;
+use crate::target::HfTarget;
 use crate::written::WriteReport;
 
 /// Memory for one file that is being written, in bytes.
@@ -50,7 +50,7 @@ pub async fn to_hf_with(
     overwrite: bool,
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
-    let source = source.for_job(options.parallelism);
+    let source = CheckedSource::new(source, options);
     let outgoing = Outgoing::gather(&source).await?;
     let parts = outgoing.tensors.iter();
     let parts = parts.map(|t| HfPart::whole(Arc::clone(&t.fqn), t.dtype, t.shape.clone()));
@@ -69,9 +69,9 @@ pub async fn to_hf_with(
         return Ok(report.with_files(files).planned(&*source.metadata().await?));
     }
     options.start(outgoing.byte_len);
-    let data = CheckpointData::new(&source, outgoing.parts, options).settling(outgoing.byte_len);
-    let written =
-        write_folder(folder, &plan, Arc::new(data), &how, None).await.map_err(existing)?;
+    let data = Arc::new(CheckpointData::new(&source, outgoing.parts, options));
+    let folder = HfTarget(folder).write(&plan, data, &how).await.map_err(existing)?;
+    let written = folder.publish(source).await.map_err(existing)?;
     for file in &written.left {
         tracing::warn!(%file, "a file of the replaced model could not be removed");
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use dcp_formats::safetensors::{self, RAW, RawTypes, SafetensorsItem};
 use indexmap::IndexMap;
 
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::safetensors_items::Outgoing;
@@ -27,7 +28,7 @@ pub async fn to_safetensors(
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
     target.check().await?;
-    let source = source.for_job(options.parallelism);
+    let source = CheckedSource::new(source, options);
     let outgoing = Outgoing::gather(&source).await?;
     let mut header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
     header.extend(outgoing.header());
@@ -43,12 +44,12 @@ pub async fn to_safetensors(
     let report = outgoing.report;
     if options.dry_run {
         let byte_len = safetensors::encode_header(&items, &header)?.byte_len;
-        let report = report.with_files([(target.key.to_string(), byte_len)]);
+        let report = report.with_files([(target.key().to_string(), byte_len)]);
         return Ok(report.planned(&*source.metadata().await?));
     }
     options.start(outgoing.byte_len);
-    let data = CheckpointData::new(&source, outgoing.parts, options).settling(outgoing.byte_len);
-    let (creator, data) = (target.creator(), Arc::new(data));
-    let written = safetensors::write(&*creator, &target.key, &items, &header, data, None).await?;
-    Ok(report.with_files([(target.key.to_string(), written.byte_len)]))
+    let data = Arc::new(CheckpointData::new(&source, outgoing.parts, options));
+    let file = target.safetensors(&items, &header, data).await?;
+    let byte_len = file.publish(source).await?;
+    Ok(report.with_files([(target.key().to_string(), byte_len)]))
 }

@@ -12,6 +12,7 @@ use dcp_formats::torch_save::{
 
 use crate::callables;
 use crate::check::refuse_unsound;
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::{object_entries, read_objects};
@@ -46,19 +47,20 @@ pub async fn to_torch_save(
     options: &JobOptions,
 ) -> Result<WriteReport, ConvertError> {
     target.check().await?;
-    let source = source.for_job(options.parallelism);
+    let source = CheckedSource::new(source, options);
     if let Some(reader) = source.save_reader()
         && let Some(again) =
-            reader.again(&target.key, &how).await.map_err(ConvertError::unwritable)?
+            reader.again(target.key(), &how).await.map_err(ConvertError::unwritable)?
     {
         let callables = callables::admit(callables::in_index(&source).await?, options)?;
         let report = WriteReport { callables, ..WriteReport::default() };
-        return write_again(&source, reader.key(), target, again, report, options).await;
+        let from = reader.key().clone();
+        return write_again(source, &from, target, again, report, options).await;
     }
     let source = with_quantizers(source, |_| true).await?;
     let mut outgoing = Outgoing::gather(&source, options).await?;
-    let plan =
-        TorchSavePlan::new(&target.key, &outgoing.items, &how).map_err(ConvertError::unwritable)?;
+    let plan = TorchSavePlan::new(target.key(), &outgoing.items, &how)
+        .map_err(ConvertError::unwritable)?;
     if let Some(kept) = source.kept() {
         for record in plan.kept() {
             outgoing.byte_len = outgoing.byte_len.saturating_add(record.byte_len);
@@ -66,20 +68,21 @@ pub async fn to_torch_save(
             outgoing.parts.push(Part::Stored { key, byte_offset, first: None });
         }
     }
-    let report = outgoing.report.with_files([(target.key.to_string(), plan.byte_len())]);
+    let report = outgoing.report.with_files([(target.key().to_string(), plan.byte_len())]);
     if options.dry_run {
         return Ok(report.planned(&*source.metadata().await?));
     }
     options.start(outgoing.byte_len);
-    let data = CheckpointData::new(&source, outgoing.parts, options).settling(outgoing.byte_len);
-    plan.write(&*target.creator(), Arc::new(data), None).await?;
+    let data = Arc::new(CheckpointData::new(&source, outgoing.parts, options));
+    let file = target.torch_save(plan, data).await?;
+    file.publish(source).await?;
     Ok(report)
 }
 
 /// Writes the objects of the file `from`, whose storages are compared with their checksums on the
 /// way.
 async fn write_again(
-    source: &Source,
+    source: CheckedSource,
     from: &Key,
     target: &Target,
     again: TorchSaveRewrite,
@@ -103,7 +106,7 @@ async fn write_again(
         report.tensors += 1;
     }
     let TorchSaveRewrite { plan, records, .. } = again;
-    let report = report.with_files([(target.key.to_string(), plan.byte_len())]);
+    let report = report.with_files([(target.key().to_string(), plan.byte_len())]);
     if options.dry_run {
         return Ok(report.planned(&metadata));
     }
@@ -113,8 +116,9 @@ async fn write_again(
         byte_offset: record.data.start,
         first: None,
     });
-    let data = CheckpointData::new(source, parts.collect(), options);
-    plan.write(&*target.creator(), Arc::new(data), None).await?;
+    let data = Arc::new(CheckpointData::new(&source, parts.collect(), options));
+    let file = target.torch_save(plan, data).await?;
+    file.publish(source).await?;
     Ok(report)
 }
 
@@ -155,7 +159,7 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    async fn gather(source: &Source, options: &JobOptions) -> Result<Self, ConvertError> {
+    async fn gather(source: &CheckedSource, options: &JobOptions) -> Result<Self, ConvertError> {
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
         let kept = Kept::of(source).await?;

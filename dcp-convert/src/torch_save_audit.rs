@@ -3,15 +3,17 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, StorageErrorKind};
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind};
 use dcp_formats::torch_save::{FileRecord, TorchSaveReader};
 use futures_util::{StreamExt, stream};
 
 use crate::archive_audit::{Checked, Job};
 use crate::error::ConvertError;
+use crate::job::JobOptions;
 use crate::objects::ObjectBatches;
+use crate::problem::{Problem, ProblemKind, judge};
+use crate::source::Source;
 use crate::stored_items::Placed;
-use crate::verify::{Problem, ProblemKind, judge};
 
 /// Tensors that are named for one damaged storage.
 const NAMED: usize = 3;
@@ -19,10 +21,13 @@ const NAMED: usize = 3;
 /// Compares all records with their checksums, whether or not something refers to them, what lies
 /// between them with the directory, and decodes all objects. A file from before the zip format has no checksums, and is only read.
 pub(crate) async fn check(
-    job: &Arc<Job>,
+    source: &Source,
+    metadata: &Arc<CheckpointMetadata>,
     save: &TorchSaveReader,
     items: &[Placed],
+    options: &JobOptions,
 ) -> Result<Checked, ConvertError> {
+    let job = &Arc::new(Job::new(source, metadata, options));
     let records = save.records().await?;
     job.options.start(records.iter().map(|r| r.record.byte_len).fold(0, u64::saturating_add));
     let mut results = stream::iter(records)

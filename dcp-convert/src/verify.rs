@@ -1,22 +1,22 @@
 //! Whether a checkpoint is whole: its index, its files, and every stored byte.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, counted, error_chain,
-};
+use dcp_core::{CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, counted};
 use dcp_formats::hf::{FindingKind, INDEX_ENDING};
 use dcp_planner::validate_metadata;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
 
 use crate::archive_audit;
-use crate::callables::{self, ForeignCallable};
+use crate::callables;
 use crate::error::ConvertError;
+use crate::foreign_callable::ForeignCallable;
 use crate::job::JobOptions;
+use crate::problem::{Problem, ProblemKind};
 use crate::source::Source;
 use crate::stored_items::{Placed, placed_items};
+use crate::torch_save_audit;
 
 /// What was found in a checkpoint. Serialized, it is the output of `dcp verify --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -41,63 +41,6 @@ pub struct VerifyReport {
     pub problems: Vec<Problem>,
     /// What is no harm, but good to know.
     pub notes: Vec<String>,
-}
-
-/// One thing that is wrong.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct Problem {
-    /// The kind.
-    pub kind: ProblemKind,
-    /// The tensor or object.
-    pub key: Option<Arc<str>>,
-    /// The file.
-    pub file: Option<String>,
-    /// Where in the file the bytes in question begin.
-    pub byte_offset: Option<u64>,
-    /// What is wrong, in words.
-    pub message: String,
-}
-
-/// What kind of problem it is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum ProblemKind {
-    /// The index contradicts itself.
-    #[default]
-    Index,
-    /// A chunk lies partly outside its tensor.
-    OutOfBounds,
-    /// Two chunks hold the same elements.
-    Overlap,
-    /// Elements that no chunk holds.
-    Uncovered,
-    /// A file does not exist.
-    MissingFile,
-    /// A file ends before the bytes that should be in it.
-    ShortFile,
-    /// A file has another length than when the checkpoint was committed.
-    ChangedFile,
-    /// Two items claim the same bytes of a file.
-    SharedBytes,
-    /// Bytes differ from their checksum, or cannot be decoded.
-    Corrupt,
-    /// Python would run commands or code when it loads the checkpoint.
-    Callable,
-}
-
-impl Problem {
-    pub(crate) fn new(kind: ProblemKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), ..Self::default() }
-    }
-
-    pub(crate) fn at(mut self, metadata: &CheckpointMetadata, item: &Placed) -> Self {
-        self.key = Some(Arc::clone(&item.fqn));
-        self.file = metadata.file(item.placement.file).map(ToString::to_string);
-        self.byte_offset = Some(item.placement.byte_offset);
-        self
-    }
 }
 
 /// Checks a checkpoint and collects everything that is wrong with it.
@@ -154,7 +97,12 @@ pub async fn verify(
         }
     }
     if deep {
-        let checked = archive_audit::check(source, &metadata, readable, options).await?;
+        let checked = match source.save_reader() {
+            Some(save) => {
+                torch_save_audit::check(source, &metadata, save, &readable, options).await?
+            }
+            None => archive_audit::check(source, &metadata, readable, options).await?,
+        };
         report.bytes_checked = checked.bytes;
         report.problems.extend(checked.problems);
         if let Some(save) = source.save_reader()
@@ -397,33 +345,4 @@ async fn folder(source: &Source, report: &mut VerifyReport) -> Result<(), Checkp
     }
     report.notes.extend(hf.notes().await?.iter().cloned());
     Ok(())
-}
-
-/// A failure while one item was looked at: a problem of the checkpoint, or of the machine.
-pub(crate) fn judge(
-    error: CheckpointError,
-    metadata: &CheckpointMetadata,
-    item: &Placed,
-) -> Result<Problem, CheckpointError> {
-    let kind = match &error {
-        CheckpointError::Storage(storage) => match storage.kind() {
-            StorageErrorKind::NotFound => ProblemKind::MissingFile,
-            StorageErrorKind::Truncated => ProblemKind::ShortFile,
-            _ => return Err(error),
-        },
-        CheckpointError::Format(_) | CheckpointError::Plan(_) => ProblemKind::Corrupt,
-        _ => return Err(error),
-    };
-    // Where it is, the problem says itself.
-    let message = match &error {
-        CheckpointError::Format(error) => format!("bad {}: {}", error.what(), error.problem()),
-        other => error_chain(other),
-    };
-    let mut problem = Problem::new(kind, message).at(metadata, item);
-    if let CheckpointError::Format(format) = &error
-        && let (Some(_), Some(offset)) = (format.file(), format.byte_offset())
-    {
-        problem.byte_offset = Some(offset);
-    }
-    Ok(problem)
 }

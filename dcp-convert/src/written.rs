@@ -7,8 +7,8 @@ use dcp_formats::pickle::ReplacedObject;
 use indexmap::IndexMap;
 use serde::Serialize;
 
-use crate::callables::ForeignCallable;
 use crate::cast::CastReport;
+use crate::foreign_callable::ForeignCallable;
 use crate::unmatched::UnmatchedPattern;
 
 /// What became of a checkpoint. Serialized, it is the output of `dcp convert --json`.

@@ -200,7 +200,7 @@ fn a_conversion_that_fails_anywhere_leaves_no_file() {
                 }
                 let error = done.unwrap_err();
                 assert!(error.to_string().contains("full"), "{error}");
-                assert!(!place.contains(&target.key).await.unwrap(), "operation {operation}");
+                assert!(!place.contains(target.key()).await.unwrap(), "operation {operation}");
             }
         });
     }

@@ -63,7 +63,7 @@ fn tensors_larger_than_the_memory_pass_through_it() {
         let target = Target::new(Arc::clone(&output), Key::new("out").unwrap());
         block_on(async {
             to_safetensors(&source, &target, &options).await.unwrap();
-            output.read_all(&target.key).await.unwrap()
+            output.read_all(target.key()).await.unwrap()
         })
     });
     assert_eq!(images[0], images[1]);
@@ -81,7 +81,7 @@ fn a_resharded_checkpoint_converts_to_the_same_tensors() {
             let output: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
             let target = Target::new(Arc::clone(&output), Key::new("out").unwrap());
             to_safetensors(&source(storage), &target, &JobOptions::default()).await.unwrap();
-            images.push(output.read_all(&target.key).await.unwrap());
+            images.push(output.read_all(target.key()).await.unwrap());
         }
         images
     });

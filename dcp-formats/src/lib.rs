@@ -41,6 +41,7 @@
 pub mod dcp;
 pub mod detect;
 pub mod folder;
+mod headed_file;
 pub mod hf;
 pub mod metadata;
 pub mod pickle;
@@ -55,6 +56,7 @@ mod unique;
 mod upload;
 pub mod zarr;
 
+pub use headed_file::prepare_headed_file;
 pub use staged::Staged;
 pub use stop::Stop;
-pub use upload::Progress;
+pub use upload::{PendingFile, Progress};

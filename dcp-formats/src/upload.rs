@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use dcp_core::{
-    CheckpointError, DataSource, FormatError, Key, Payload, PlanError, PutMode, Storage, Upload,
+    CheckpointError, DataSource, FormatError, Key, Payload, PlanError, PutMode, Storage,
+    StorageError, Upload,
 };
 use futures_util::future::{Either, select};
 use futures_util::stream::{self, StreamExt};
@@ -65,6 +66,70 @@ pub(crate) async fn write_file(
     data: &dyn DataSource,
     progress: Option<&Progress>,
 ) -> Result<(), CheckpointError> {
+    let pending = prepare_file(storage, file, PutMode::Create, data, progress).await?;
+    Ok(pending.publish().await?)
+}
+
+/// A file whose bytes are all made, and which has no name yet. A small one is in memory, a larger
+/// one was sent.
+#[derive(Debug)]
+#[must_use = "it is no file until it is published"]
+pub struct PendingFile<'a> {
+    storage: &'a dyn Storage,
+    key: Key,
+    byte_len: u64,
+    mode: PutMode,
+    bytes: PendingBytes,
+}
+
+#[derive(Debug)]
+enum PendingBytes {
+    InMemory(Payload),
+    Sent(Box<dyn Upload>),
+}
+
+impl PendingFile<'_> {
+    /// Bytes of the file.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.byte_len
+    }
+
+    /// Gives it its name.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails, or the name is taken and the file is not to be replaced.
+    pub async fn publish(self) -> Result<(), StorageError> {
+        match self.bytes {
+            PendingBytes::InMemory(whole) => self.storage.put(&self.key, whole, self.mode).await,
+            PendingBytes::Sent(upload) => upload.complete().await,
+        }
+    }
+
+    /// Throws it away.
+    pub async fn abort(self) {
+        if let PendingBytes::Sent(upload) = self.bytes {
+            abort(&self.key, upload).await;
+        }
+    }
+}
+
+async fn abort(key: &Key, upload: Box<dyn Upload>) {
+    if let Err(error) = upload.abort().await {
+        tracing::debug!(file = %key, %error, "cannot abort an upload");
+    }
+}
+
+/// Makes all bytes of a file; when this fails there is nothing of it.
+pub(crate) async fn prepare_file<'a>(
+    storage: &'a dyn Storage,
+    file: FileSpec<'_>,
+    mode: PutMode,
+    data: &dyn DataSource,
+    progress: Option<&Progress>,
+) -> Result<PendingFile<'a>, CheckpointError> {
+    let (key, byte_len) = (file.key.clone(), file.byte_len);
     let report = |written: u64| {
         if let Some(progress) = progress {
             progress(written);
@@ -74,14 +139,14 @@ pub(crate) async fn write_file(
         let mut parts = Parts::new(&file, data);
         let whole = parts.next(u64::MAX).await?.unwrap_or_default();
         check_len(&file, whole.len())?;
-        let len = whole.len();
-        storage.put(file.key, whole, PutMode::Create).await?;
-        report(len);
-        return Ok(());
+        report(byte_len);
+        let bytes = PendingBytes::InMemory(whole);
+        return Ok(PendingFile { storage, key, byte_len, mode, bytes });
     }
-    let how = Sending { mode: PutMode::Create, hashed: false };
+    let how = Sending { mode, hashed: false };
     let sent = send_file(storage, file, data, how, progress).await?;
-    Ok(sent.upload.complete().await?)
+    let bytes = PendingBytes::Sent(sent.upload);
+    Ok(PendingFile { storage, key, byte_len, mode, bytes })
 }
 
 /// A file that was sent and has no name yet.
@@ -106,9 +171,7 @@ pub(crate) struct Sending {
 impl SentFile {
     /// Throws it away.
     pub(crate) async fn abort(self) {
-        if let Err(error) = self.upload.abort().await {
-            tracing::debug!(file = %self.key, %error, "cannot abort an upload");
-        }
+        abort(&self.key, self.upload).await;
     }
 }
 

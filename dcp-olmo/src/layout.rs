@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_convert::{ConvertError, JobOptions, Source};
+use dcp_convert::{CheckedSource, ConvertError, JobOptions, Source};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, PathItem, PlanError, StatePath, StorageReader,
     Value,
@@ -153,9 +153,9 @@ pub async fn source_with_layout(
     layout: OptimizerLayout,
     job: &JobOptions,
 ) -> Result<Source, ConvertError> {
-    let inner = source.for_job(job.parallelism);
+    let inner = CheckedSource::new(source, job);
     let reader = with_layout(Arc::clone(&inner.reader), layout).await?;
-    Ok(Source::derived(reader, std::slice::from_ref(&inner)).unwrap_or(inner))
+    Ok(Source::derived(reader, std::slice::from_ref(&inner)).unwrap_or_else(|| source.clone()))
 }
 
 /// As [`with_layout`], with the groups that are wanted, where they are known.

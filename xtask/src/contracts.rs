@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::tidy::rust_sources;
+use crate::tidy::{lines_before_tests, rust_sources};
 
 /// Files of the traits that plug-ins implement.
 const CONTRACTS: &[&str] = &[
@@ -18,6 +18,13 @@ const EXTENSIONS: &[&str] = &["StorageExt"];
 
 /// The one module with unsafe code.
 const UNSAFE: &str = "dcp-core/src/memory.rs";
+
+/// The one module of `dcp-convert` that writes to a storage: each of its steps consumes the proof
+/// that what was read is undamaged.
+const PUBLISHES: &str = "dcp-convert/src/target.rs";
+
+/// What is needed to write to a storage. Decorators of storages pass it on.
+const WRITING: &[&str] = &["PutMode", "write_folder", "prepare_"];
 
 /// Every trait of a source with its block.
 fn traits(source: &str) -> Vec<(&str, &str)> {
@@ -64,6 +71,20 @@ fn one_module_has_unsafe_code() {
         .map(|(file, _)| file.display().to_string())
         .collect();
     assert_eq!(allowed, [UNSAFE]);
+}
+
+#[test]
+fn one_module_of_convert_publishes() {
+    let writes: Vec<_> = rust_sources()
+        .into_iter()
+        .filter(|(file, _)| file.starts_with("dcp-convert/src") && !file.ends_with("tests.rs"))
+        .filter(|(_, source)| !source.contains("impl Storage for "))
+        .filter(|(_, source)| {
+            lines_before_tests(source).any(|line| WRITING.iter().any(|word| line.contains(word)))
+        })
+        .map(|(file, _)| file.display().to_string())
+        .collect();
+    assert_eq!(writes, [PUBLISHES]);
 }
 
 #[test]

@@ -3,7 +3,6 @@
 use clap::Args;
 use dcp::convert::Selection;
 use dcp::convert::report::{ReportLimits, render_html};
-use dcp::core::{Payload, PutMode};
 
 use crate::failure::Failure;
 use crate::new_folders::NewFolders;
@@ -80,8 +79,7 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
         let Some((path, target)) = target else { return out.json(&report) };
         let text = if args.json { json_text(&report)? } else { render_html(&report).into_bytes() };
         let len = text.len() as u64;
-        let mode = if target.overwrite { PutMode::Overwrite } else { PutMode::Create };
-        target.storage.put(&target.key, Payload::from(text), mode).await?;
+        target.put_report(text).await?;
         folders.into_iter().for_each(NewFolders::keep);
         if !out.quiet {
             out.write(&format!("{}: {}\n", printable(path), size(len)))?;

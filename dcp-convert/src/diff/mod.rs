@@ -14,6 +14,7 @@ use dcp_planner::KeyFilter;
 use futures_util::{StreamExt, future, stream};
 
 use crate::check::refuse_unsound;
+use crate::checked_source::CheckedSource;
 use crate::diff::compare::{Comparer, Pair};
 use crate::diff::whole::whole_as_in;
 use crate::error::ConvertError;
@@ -127,16 +128,15 @@ pub async fn diff(
     } else {
         job.tensors(&pairs, options).await?;
         job.objects(&pairs).await?;
-        a.source.settle(options).await?;
-        b.source.settle(options).await?;
     }
-    Ok(job.finish())
+    let report = job.finish();
+    drop((a.source.finish().await?, b.source.finish().await?));
+    Ok(report)
 }
 
 /// One of the two checkpoints.
 struct Side {
-    /// In the form for a job.
-    source: Source,
+    source: CheckedSource,
     metadata: Arc<CheckpointMetadata>,
     /// What the side's selection takes, by the names under which it is compared.
     names: Vec<Arc<str>>,
@@ -151,7 +151,7 @@ impl Side {
         what: &DiffOptions,
         options: &JobOptions,
     ) -> Result<Self, ConvertError> {
-        let source = source.for_job(options.parallelism);
+        let source = CheckedSource::new(source, options);
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
         let mut chosen = selection.of(&metadata)?;
@@ -391,7 +391,7 @@ impl<'a> Job<'a> {
         let of_a: Vec<usize> = pairs.iter().map(|both| both.a.entry).collect();
         let by_a: HashMap<usize, Both<'_>> =
             pairs.iter().map(|both| (both.a.entry, *both)).collect();
-        let (source, metadata) = (self.a.source.clone(), Arc::clone(&self.a.metadata));
+        let (source, metadata) = (Source::clone(&self.a.source), Arc::clone(&self.a.metadata));
         let mut batches = ObjectBatches::new(&source, &metadata, &of_a);
         while let Some(batch) = batches.next().await {
             let of_b: Vec<usize> =

@@ -15,6 +15,7 @@ use futures_util::{StreamExt, stream};
 use indexmap::IndexMap;
 
 use crate::check::refuse_unsound;
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::objects::ObjectBatches;
@@ -45,7 +46,7 @@ pub async fn stats(
     selection: &Selection,
     options: &JobOptions,
 ) -> Result<StatsReport, ConvertError> {
-    let source = &source.for_job(options.parallelism);
+    let source = CheckedSource::new(source, options);
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
     let chosen = selection.of(&metadata)?;
@@ -74,11 +75,12 @@ pub async fn stats(
         }
     }
     drop(results);
-    source.settle(options).await?;
+    let objects = objects(&source, &metadata, &chosen).await?;
+    drop(source.finish().await?);
     let mut report = StatsReport {
         format: metadata.provenance().format.as_deref().unwrap_or("unknown").to_owned(),
         tensors: IndexMap::new(),
-        objects: objects(source, &metadata, &chosen).await?,
+        objects,
         total: NumberStats::default(),
         unmatched: selection.unmatched(&metadata)?,
     };

@@ -145,7 +145,7 @@ impl Assembled {
     ) -> Result<AssembledBuilder, ConvertError> {
         let mut inputs = Vec::with_capacity(parts.len());
         for part in parts {
-            inputs.push(Input::open(part, job.parallelism).await?);
+            inputs.push(Input::open(part, job).await?);
         }
         let same = |pair: &[Input]| match pair {
             [a, b] => Arc::ptr_eq(&a.source.storage, &b.source.storage),
@@ -260,14 +260,15 @@ impl AssembledBuilder {
     ///
     /// When there is no part to take it from.
     pub fn finish(self) -> Result<Source, ConvertError> {
-        let sources: Vec<_> = self.inputs.iter().map(|input| input.source.clone()).collect();
-        let storages = sources.iter().map(|source| Arc::clone(&source.storage)).collect();
-        let parts = self.inputs.into_iter().zip(self.chunks).map(|(input, chunks)| {
-            let (reader, metadata) = (input.source.reader, input.metadata);
-            PartReader { reader, metadata, chunks }
+        let storages = self.inputs.iter().map(|input| Arc::clone(&input.source.storage)).collect();
+        let parts = self.inputs.iter().zip(self.chunks).map(|(input, chunks)| {
+            let (reader, metadata) = (&input.source.reader, &input.metadata);
+            PartReader { reader: Arc::clone(reader), metadata: Arc::clone(metadata), chunks }
         });
+        let parts = parts.collect();
+        let sources: Vec<_> = self.inputs.into_iter().map(|input| input.source).collect();
         let (metadata, origins) = (Arc::new(self.metadata), self.origins);
-        let view = Assembled { metadata, parts: parts.collect(), origins };
+        let view = Assembled { metadata, parts, origins };
         let mut source = Source::derived(Arc::new(view), &sources)
             .ok_or_else(|| ConvertError::unsupported("a checkpoint", "needs at least one part"))?;
         if !self.one_storage {

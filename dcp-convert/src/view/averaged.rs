@@ -147,7 +147,7 @@ impl Averaged {
         check_accumulate(options.accumulate)?;
         let mut inputs = Vec::with_capacity(sources.len());
         for source in sources {
-            let input = Input::open(source, job.parallelism).await?;
+            let input = Input::open(source, job).await?;
             refuse_unsound(&input.metadata)?;
             inputs.push(input);
         }

@@ -13,6 +13,7 @@ use dcp_core::{
 
 use super::scratch::{SCRATCH, Scratch, bad_plan, name, pieces};
 use crate::cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast};
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::source::{KeptObjects, Source};
@@ -66,7 +67,7 @@ impl Cast {
         options: CastOptions,
         job: &JobOptions,
     ) -> Result<(Source, Arc<Self>), ConvertError> {
-        let inner = source.for_job(job.parallelism);
+        let inner = CheckedSource::new(source, job);
         let view = Arc::new(Self::new(Arc::clone(&inner.reader), rule, options).await?);
         let cast = Source::derived(Arc::clone(&view) as _, std::slice::from_ref(&inner));
         let kept = inner.kept().map(|kept| {
@@ -76,7 +77,7 @@ impl Cast {
             Arc::new(kept)
         });
         let cast = cast.map(|cast| cast.keeping(kept));
-        Ok((cast.unwrap_or(inner), view))
+        Ok((cast.unwrap_or_else(|| source.clone()), view))
     }
 
     /// What was lost in what was read so far. Tensors are there from the beginning.

@@ -19,6 +19,7 @@ use super::scratch::{Scratch, bad_plan, name};
 use super::translated::Translated;
 use super::unwrapped::Unwrapped;
 use crate::cast::{CastCounts, CastOptions, Caster};
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
 use crate::safetensors_items::{Place, places};
@@ -202,7 +203,7 @@ impl Dequantized {
             Some(block) => block,
             None => configured(source).await?.unwrap_or(BLOCK),
         };
-        let inner = source.for_job(job.parallelism);
+        let inner = CheckedSource::new(source, job);
         let reader = match Unwrapped::new(Arc::clone(&inner.reader), options.dtype).await? {
             Some(unwrapped) => Arc::new(unwrapped),
             None => Arc::clone(&inner.reader),

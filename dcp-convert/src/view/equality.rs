@@ -5,21 +5,23 @@ use std::sync::Arc;
 use dcp_core::{CheckpointError, CheckpointMetadata, Entry, Region, TensorEntry};
 
 use super::scratch::{SCRATCH, bad_plan, pieces};
+use crate::checked_source::CheckedSource;
 use crate::diff::first_difference;
+use crate::job::JobOptions;
 use crate::objects::read_objects;
 use crate::source::Source;
 use crate::tensor_read::TensorReader;
 
-/// A checkpoint, in its form for a job, and its index.
-#[derive(Clone, Debug)]
+/// A checkpoint and its index.
+#[derive(Debug)]
 pub(super) struct Input {
-    pub(super) source: Source,
+    pub(super) source: CheckedSource,
     pub(super) metadata: Arc<CheckpointMetadata>,
 }
 
 impl Input {
-    pub(super) async fn open(source: &Source, parallelism: usize) -> Result<Self, CheckpointError> {
-        let source = source.for_job(parallelism);
+    pub(super) async fn open(source: &Source, job: &JobOptions) -> Result<Self, CheckpointError> {
+        let source = CheckedSource::new(source, job);
         let metadata = source.metadata().await?;
         Ok(Self { source, metadata })
     }

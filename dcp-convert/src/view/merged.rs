@@ -61,7 +61,7 @@ impl Merged {
     ) -> Result<Source, ConvertError> {
         let mut inputs = Vec::with_capacity(sources.len());
         for source in sources {
-            let input = Input::open(source, job.parallelism).await?;
+            let input = Input::open(source, job).await?;
             refuse_unsound(&input.metadata)?;
             inputs.push(input);
         }

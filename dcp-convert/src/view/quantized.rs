@@ -13,6 +13,7 @@ use dcp_core::{
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_zip::check_archive;
 
+use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
 use crate::source::Source;
 
@@ -30,16 +31,16 @@ struct Quantized {
     archives: HashMap<u32, Placement>,
 }
 
-/// `source`, in its form for a job, with quantized tensors as objects.
+/// `source` with quantized tensors as objects.
 ///
 /// # Errors
 ///
 /// For quantized tensors that are not stored in one archive each, and for those that are not
 /// `writable` as objects.
 pub(crate) async fn with_quantizers(
-    source: Source,
+    source: CheckedSource,
     writable: impl Fn(&str) -> bool,
-) -> Result<Source, ConvertError> {
+) -> Result<CheckedSource, ConvertError> {
     let inner_metadata = source.metadata().await?;
     let mut metadata = CheckpointMetadata::clone(&inner_metadata);
     let (mut archives, mut refused) = (HashMap::new(), Vec::new());
@@ -72,8 +73,9 @@ pub(crate) async fn with_quantizers(
         return Ok(source);
     }
     let metadata = Arc::new(metadata);
-    let reader = Quantized { inner: source.clone(), inner_metadata, metadata, archives };
-    Ok(Source::derived(Arc::new(reader), std::slice::from_ref(&source)).unwrap_or(source))
+    let inner = Source::clone(&source);
+    let reader = Quantized { inner, inner_metadata, metadata, archives };
+    Ok(source.shown_by(Arc::new(reader)))
 }
 
 /// The place of a tensor that is one archive, as it is.

@@ -31,5 +31,5 @@ pub(crate) use read::PlacedReads;
 pub use reader::{DcpReader, DcpReaderBuilder};
 pub use sidecar::{Sidecar, SidecarFile};
 pub use split::FileLayout;
-pub use write::write_tensor_file;
+pub use write::prepare_tensor_file;
 pub use writer::{DcpWriter, DcpWriterBuilder};

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, DType, DataSource, Encoding, FormatError, Key, PlanError, SavePlan, Storage,
-    WritePlan,
+    CheckpointError, DType, DataSource, Encoding, FormatError, Key, PlanError, PutMode, SavePlan,
+    Storage, WritePlan,
 };
 
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
-use crate::upload::{FileItem, FileSpec, Framing, Progress, write_file};
+use crate::upload::{FileItem, FileSpec, Framing, PendingFile, Progress, prepare_file, write_file};
 
 /// The bytes that a tensor chunk takes in a file.
 pub(super) fn encoded_len(fqn: &str, dtype: DType, sizes: &[u64]) -> Result<u64, CheckpointError> {
@@ -26,18 +26,18 @@ fn archive(dtype: DType, sizes: &[u64]) -> Result<ArchiveEncoder, FormatError> {
     ArchiveEncoder::new(RecordSet::default(), layout.to_pickle()?, &[layout.byte_len()])
 }
 
-/// Writes one tensor as `torch.save` of PyTorch 2.15 writes it: a file of its own, under a name that
-/// must be free. `data` has its elements as item 0.
+/// Makes a file of one tensor as `torch.save` of PyTorch 2.15 writes it, without giving it its
+/// name; `mode` says whether one of that name is replaced. `data` has its elements as item 0.
 ///
 /// # Errors
 ///
-/// For a quantized tensor, and when data or storage fail; then there is no file.
-pub async fn write_tensor_file(
-    storage: &dyn Storage,
-    key: &Key,
+/// For a quantized tensor, and when data or storage fail; then there is nothing of the file.
+pub async fn prepare_tensor_file<'a>(
+    storage: &'a dyn Storage,
+    (key, mode): (&Key, PutMode),
     (fqn, dtype, sizes): (&Arc<str>, DType, &[u64]),
     data: &dyn DataSource,
-) -> Result<(), CheckpointError> {
+) -> Result<PendingFile<'a>, CheckpointError> {
     let byte_len = encoded_len(fqn, dtype, sizes)?;
     let elements = TensorLayout::contiguous(dtype, sizes)?.byte_len();
     let items = vec![Archive { fqn: Arc::clone(fqn), tensor: Some((dtype, sizes.into())) }];
@@ -47,7 +47,7 @@ pub async fn write_tensor_file(
         items: vec![FileItem { item: 0, byte_len: elements }],
         framing: Archives { items, checksums: true },
     };
-    job.write(storage, data, None).await
+    prepare_file(storage, job.spec(), mode, data, None).await
 }
 
 /// A file that this rank writes.
@@ -131,19 +131,22 @@ impl FileJob {
         self.byte_len
     }
 
+    fn spec(&self) -> FileSpec<'_> {
+        FileSpec {
+            key: &self.key,
+            byte_len: self.byte_len,
+            items: &self.items,
+            framing: &self.framing,
+        }
+    }
+
     pub(super) async fn write(
         &self,
         storage: &dyn Storage,
         data: &dyn DataSource,
         progress: Option<&Progress>,
     ) -> Result<(), CheckpointError> {
-        let spec = FileSpec {
-            key: &self.key,
-            byte_len: self.byte_len,
-            items: &self.items,
-            framing: &self.framing,
-        };
-        write_file(storage, spec, data, progress).await
+        write_file(storage, self.spec(), data, progress).await
     }
 }
 

@@ -33,7 +33,10 @@ pub use quantized::{
 };
 pub use reader::{HfReader, HfReaderBuilder};
 pub use sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
-pub use write::{HfWriteOptions, HfWritten, file_byte_lens, refuse_existing, write_folder};
+pub use write::{
+    HfWriteOptions, HfWritten, PendingFolder, file_byte_lens, prepare_folder, refuse_existing,
+    write_folder,
+};
 
 /// The ending of safetensors files.
 pub(crate) const ENDING: &str = ".safetensors";

@@ -1,6 +1,7 @@
 //! Writing a folder of safetensors files.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -90,40 +91,163 @@ pub async fn write_folder(
     options: &HfWriteOptions,
     progress: Option<&Progress>,
 ) -> Result<HfWritten, CheckpointError> {
+    prepare_folder(storage, plan, data, options, progress).await?.publish().await
+}
+
+/// The first half of [`write_folder`]: writes the files, which are no model until the second half,
+/// [`PendingFolder::publish`].
+///
+/// # Errors
+///
+/// As [`write_folder`]; then all that was written is removed.
+pub async fn prepare_folder<'a>(
+    storage: &'a Arc<dyn Storage>,
+    plan: &HfPlan,
+    data: Arc<dyn DataSource>,
+    options: &'a HfWriteOptions,
+    progress: Option<&Progress>,
+) -> Result<PendingFolder<'a>, CheckpointError> {
     let old = Old::look(&**storage, plan).await?;
     old.refuse(plan, options)?;
     let replaces = (old.in_the_way(plan).is_some(), options.overwrite);
-    let mut beside = SidecarFiles::look(&**storage, &options.beside, replaces).await?;
+    let beside = SidecarFiles::look(&**storage, &options.beside, replaces).await?;
     let plan = old.free_names(plan)?;
     let job = Job { storage, plan: &plan, data: &data, options, stop: Arc::default() };
-    let (files, published) = match plan.single() {
-        Some(file) => (Vec::new(), job.single(file, &mut beside, progress).await),
+    let (files, single) = match plan.single() {
+        Some(file) => (Vec::new(), Some(job.single(file, progress).await?)),
         None => match job.run(progress).await {
-            (files, Ok(())) => (files, job.publish(&old, &mut beside).await),
-            (files, Err(error)) => (files, Published::No(error)),
+            (files, Ok(())) => (files, None),
+            (files, Err(error)) => {
+                remove(&**storage, files.iter().map(|(key, _)| key)).await;
+                return Err(error);
+            }
         },
     };
-    let mut written = HfWritten { files, ..HfWritten::default() };
-    match published {
-        Published::Yes(last) => {
-            let index = last.iter().map(|(key, _)| key).find(|key| key.as_str() == INDEX_NAME);
-            written.index = index.cloned();
-            written.files.extend(last);
-        }
-        Published::No(error) => {
-            beside.undo().await;
-            remove(&**storage, written.files.iter().map(|(key, _)| key)).await;
-            return Err(error);
-        }
-        Published::Unsure(error) => return Err(error),
+    Ok(PendingFolder { storage, overwrite: options.overwrite, old, beside, plan, files, single })
+}
+
+/// Files of a model that are written, and are no model yet.
+#[must_use = "it is no model until it is published"]
+pub struct PendingFolder<'a> {
+    storage: &'a Arc<dyn Storage>,
+    overwrite: bool,
+    old: Old,
+    beside: SidecarFiles<'a>,
+    plan: HfPlan,
+    /// Those that have their names.
+    files: Vec<Done>,
+    /// A model in one file, which gets its name last.
+    single: Option<SingleFile>,
+}
+
+impl fmt::Debug for PendingFolder<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PendingFolder").field("files", &self.files).finish_non_exhaustive()
     }
-    let new: BTreeSet<Key> = written.files.iter().map(|(key, _)| key.clone()).collect();
-    let mut stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
-    // No moment shows an index without the files that it names.
-    stale.sort_by_key(|key| key.as_str() != INDEX_NAME);
-    (written.removed, written.left) = remove(&**storage, stale.into_iter()).await;
-    beside.finish().await?;
-    Ok(written)
+}
+
+impl PendingFolder<'_> {
+    /// The second half of [`write_folder`]: makes the files a model in the place of the old one.
+    ///
+    /// # Errors
+    ///
+    /// As [`write_folder`].
+    pub async fn publish(mut self) -> Result<HfWritten, CheckpointError> {
+        let published = match self.single.take() {
+            Some(single) => self.name(single).await,
+            None => self.put_last().await,
+        };
+        let Self { storage, old, mut beside, files, .. } = self;
+        let mut written = HfWritten { files, ..HfWritten::default() };
+        match published {
+            Published::Yes(last) => {
+                let index = last.iter().map(|(key, _)| key).find(|key| key.as_str() == INDEX_NAME);
+                written.index = index.cloned();
+                written.files.extend(last);
+            }
+            Published::No(error) => {
+                beside.undo().await;
+                remove(&**storage, written.files.iter().map(|(key, _)| key)).await;
+                return Err(error);
+            }
+            Published::Unsure(error) => return Err(error),
+        }
+        let new: BTreeSet<Key> = written.files.iter().map(|(key, _)| key.clone()).collect();
+        let mut stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
+        // No moment shows an index without the files that it names.
+        stale.sort_by_key(|key| key.as_str() != INDEX_NAME);
+        (written.removed, written.left) = remove(&**storage, stale.into_iter()).await;
+        beside.finish().await?;
+        Ok(written)
+    }
+
+    /// Removes the files.
+    pub async fn abort(self) {
+        if let Some(single) = self.single {
+            single.abort().await;
+        }
+        remove(&**self.storage, self.files.iter().map(|(key, _)| key)).await;
+    }
+
+    /// Gives a model in one file its name.
+    async fn name(&mut self, single: SingleFile) -> Published {
+        if let Err(error) = self.beside.prepare().await {
+            single.abort().await;
+            return Published::No(error.into());
+        }
+        let done = single.done();
+        match single.publish(&**self.storage).await {
+            Named::New => Published::Yes(Some(done)),
+            Named::Old(error) => Published::No(error.into()),
+            Named::Unsure(error) => Published::Unsure(error.into()),
+        }
+    }
+
+    /// Puts the index, and removes a model in one file, which loaders would prefer.
+    async fn put_last(&mut self) -> Published {
+        if let Err(error) = self.beside.prepare().await {
+            return Published::No(error.into());
+        }
+        let published = self.put_index().await;
+        let single = self.old.files.iter().find(|key| key.as_str() == SINGLE_NAME);
+        let (Published::Yes(index), Some(single)) = (&published, single) else { return published };
+        let Err(error) = self.storage.delete(single).await else { return published };
+        match self.storage.contains(single).await {
+            Ok(false) => published,
+            // Loaders prefer it, so it is still the model.
+            Ok(true) => {
+                remove(&**self.storage, index.iter().map(|(key, _)| key)).await;
+                Published::No(error.into())
+            }
+            Err(_) => Published::Unsure(error.into()),
+        }
+    }
+
+    /// Names the files in the index, where there is to be one.
+    async fn put_index(&self) -> Published {
+        let Some(json) = self.plan.index_json() else { return Published::Yes(None) };
+        let json = Bytes::from(json);
+        let key = match Key::new(INDEX_NAME) {
+            Ok(key) => key,
+            Err(error) => return Published::No(StorageError::from(error).into()),
+        };
+        let put = |mode| self.storage.put(&key, Payload::from(json.clone()), mode);
+        let mode = if self.overwrite { PutMode::Overwrite } else { PutMode::Create };
+        let written = Published::Yes(Some((key.clone(), json.len() as u64)));
+        let Err(error) = put(mode).await else { return written };
+        match self.storage.read_all(&key).await {
+            // It is there, and put once more it may be durable, too.
+            Ok(found) if found == json => match put(PutMode::Overwrite).await {
+                Ok(()) => written,
+                Err(_) => Published::Unsure(error.into()),
+            },
+            Ok(_) => Published::No(error.into()),
+            Err(absent) if absent.kind() == StorageErrorKind::NotFound => {
+                Published::No(error.into())
+            }
+            Err(_) => Published::Unsure(error.into()),
+        }
+    }
 }
 
 /// Fails when [`write_folder`] would, because there is a model that is not to be replaced.
@@ -235,78 +359,16 @@ impl Job<'_> {
         (done, failed.map_or(Ok(()), Err))
     }
 
-    /// Makes the files a model in the place of the old one.
-    async fn publish(&self, old: &Old, beside: &mut SidecarFiles<'_>) -> Published {
-        if let Err(error) = beside.prepare().await {
-            return Published::No(error.into());
-        }
-        let published = self.put_index().await;
-        let single = old.files.iter().find(|key| key.as_str() == SINGLE_NAME);
-        let (Published::Yes(index), Some(single)) = (&published, single) else { return published };
-        let Err(error) = self.storage.delete(single).await else { return published };
-        match self.storage.contains(single).await {
-            Ok(false) => published,
-            // Loaders prefer it, so it is still the model.
-            Ok(true) => {
-                remove(&**self.storage, index.iter().map(|(key, _)| key)).await;
-                Published::No(error.into())
-            }
-            Err(_) => Published::Unsure(error.into()),
-        }
-    }
-
-    /// Names the files in the index, where there is to be one.
-    async fn put_index(&self) -> Published {
-        let Some(json) = self.plan.index_json() else { return Published::Yes(None) };
-        let json = Bytes::from(json);
-        let key = match Key::new(INDEX_NAME) {
-            Ok(key) => key,
-            Err(error) => return Published::No(StorageError::from(error).into()),
-        };
-        let put = |mode| self.storage.put(&key, Payload::from(json.clone()), mode);
-        let mode = if self.options.overwrite { PutMode::Overwrite } else { PutMode::Create };
-        let written = Published::Yes(Some((key.clone(), json.len() as u64)));
-        let Err(error) = put(mode).await else { return written };
-        match self.storage.read_all(&key).await {
-            // It is there, and put once more it may be durable, too.
-            Ok(found) if found == json => match put(PutMode::Overwrite).await {
-                Ok(()) => written,
-                Err(_) => Published::Unsure(error.into()),
-            },
-            Ok(_) => Published::No(error.into()),
-            Err(absent) if absent.kind() == StorageErrorKind::NotFound => {
-                Published::No(error.into())
-            }
-            Err(_) => Published::Unsure(error.into()),
-        }
-    }
-
-    /// Writes a model in one file, which replaces one that is there.
+    /// Sends a model in one file, which has no name yet.
     async fn single(
         &self,
         file: &HfFile,
-        beside: &mut SidecarFiles<'_>,
         progress: Option<&Progress>,
-    ) -> Published {
+    ) -> Result<SingleFile, CheckpointError> {
         let (items, metadata) = contents(self.plan, file, self.options);
         let mode = if self.options.overwrite { PutMode::Overwrite } else { PutMode::Create };
         let (storage, data) = (&**self.storage, self.data_of(file));
-        let sent =
-            SingleFile::send(storage, (&file.name, mode), &items, &metadata, data, progress).await;
-        let sent = match sent {
-            Ok(sent) => sent,
-            Err(error) => return Published::No(error),
-        };
-        if let Err(error) = beside.prepare().await {
-            sent.abort().await;
-            return Published::No(error.into());
-        }
-        let done = sent.done();
-        match sent.publish(storage).await {
-            Named::New => Published::Yes(Some(done)),
-            Named::Old(error) => Published::No(error.into()),
-            Named::Unsure(error) => Published::Unsure(error.into()),
-        }
+        SingleFile::send(storage, (&file.name, mode), &items, &metadata, data, progress).await
     }
 
     fn data_of(&self, file: &HfFile) -> Arc<dyn DataSource> {

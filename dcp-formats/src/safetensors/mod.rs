@@ -22,4 +22,4 @@ pub use raw::{RAW, RawTypes};
 pub use sharding::{SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, ShardingInfo};
 pub use tied::{TIED, ties_of};
 pub(crate) use write::send;
-pub use write::write;
+pub use write::{prepare, write};

@@ -8,7 +8,8 @@ use indexmap::IndexMap;
 
 use super::encode::{EncodedHeader, SafetensorsItem, encode_header};
 use crate::upload::{
-    FileItem, FileSpec, Framing, Progress, Sending, SentFile, send_file, write_file,
+    FileItem, FileSpec, Framing, PendingFile, Progress, Sending, SentFile, prepare_file, send_file,
+    write_file,
 };
 
 /// Writes a file that must not exist yet, and returns its header. `data` counts items as
@@ -30,6 +31,24 @@ pub async fn write(
     let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
     write_file(storage, spec, &*data, progress).await?;
     Ok(encoded)
+}
+
+/// Makes such a file without giving it its name; `mode` says whether one of that name is replaced.
+///
+/// # Errors
+///
+/// As [`write()`]; then there is nothing of the file.
+pub async fn prepare<'a>(
+    storage: &'a dyn Storage,
+    (key, mode): (&Key, PutMode),
+    items: &[SafetensorsItem],
+    metadata: &IndexMap<String, String>,
+    data: Arc<dyn DataSource>,
+    progress: Option<&Progress>,
+) -> Result<PendingFile<'a>, CheckpointError> {
+    let (encoded, file_items, framing) = frame(items, metadata)?;
+    let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
+    prepare_file(storage, spec, mode, &*data, progress).await
 }
 
 /// Sends such a file without giving it its name, and counts its CRC-32; `mode` says whether one of that name is replaced

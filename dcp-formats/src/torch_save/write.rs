@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, PlanError, StatePath,
-    Storage, Value,
+    CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, PlanError, PutMode,
+    StatePath, Storage, Value,
 };
 
 use super::compose::{Composed, NewStorage, StorageContent, compose};
@@ -16,7 +16,7 @@ use super::graphs::TorchSaveGraphs;
 use super::legacy;
 use crate::pickle::Writer;
 use crate::torch_zip::{ArchiveEncoder, Record, RecordSet};
-use crate::upload::{FileItem, FileSpec, Framing, Progress, write_file};
+use crate::upload::{FileItem, FileSpec, Framing, PendingFile, Progress, prepare_file};
 
 /// The name that PyTorch gives an archive that has no file to be named after.
 const NO_STEM: &str = "archive";
@@ -230,6 +230,22 @@ impl TorchSavePlan {
         data: Arc<dyn DataSource>,
         progress: Option<&Progress>,
     ) -> Result<(), CheckpointError> {
+        let pending = self.prepare(storage, PutMode::Create, data, progress).await?;
+        Ok(pending.publish().await?)
+    }
+
+    /// Makes the file without giving it its name; `mode` says whether one of that name is replaced.
+    ///
+    /// # Errors
+    ///
+    /// When data or storage fail; then there is nothing of the file.
+    pub async fn prepare<'a>(
+        self,
+        storage: &'a dyn Storage,
+        mode: PutMode,
+        data: Arc<dyn DataSource>,
+        progress: Option<&Progress>,
+    ) -> Result<PendingFile<'a>, CheckpointError> {
         let mut items = vec![FileItem { item: 0, byte_len: 0 }];
         items.extend(
             self.storages
@@ -245,7 +261,7 @@ impl TorchSavePlan {
         };
         let contents = self.storages.iter().map(|storage| storage.content.clone()).collect();
         let data = Contents { data, contents };
-        write_file(storage, spec, &data, progress).await
+        prepare_file(storage, spec, mode, &data, progress).await
     }
 }
 

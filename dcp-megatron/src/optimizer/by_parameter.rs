@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use dcp_convert::view::{Assembled, AssembledBuilder, Piece, PieceFrom};
-use dcp_convert::{JobOptions, Source, read_object};
+use dcp_convert::{CheckedSource, JobOptions, Source, read_object};
 use dcp_core::{CheckpointMetadata, DType, Dict, Entry, Region, Value};
 use indexmap::IndexMap;
 
@@ -62,7 +62,7 @@ pub async fn per_parameter(
     common: &Dict,
     job: &JobOptions,
 ) -> Result<PerParameter, MegatronError> {
-    let source = source.for_job(job.parallelism);
+    let source = CheckedSource::new(source, job).into_source();
     let metadata = source.metadata().await?;
     let from = OptimizerFormat::of(&metadata, common);
     let as_it_is = |params, layout| PerParameter {
@@ -99,12 +99,12 @@ pub async fn per_parameter_of_legacy(
     optimizers: &[Source],
     job: &JobOptions,
 ) -> Result<PerParameter, MegatronError> {
-    let source = source.for_job(job.parallelism);
+    let source = CheckedSource::new(source, job).into_source();
     let metadata = source.metadata().await?;
     let mut buffers = Buffers { parts: vec![source], all: Vec::new() };
     for (group, file) in (0..).zip(optimizers) {
         let group = GroupKey { chained: None, group };
-        buffers.add_coalesced(file.for_job(job.parallelism), group).await?;
+        buffers.add_coalesced(CheckedSource::new(file, job).into_source(), group).await?;
     }
     of_buffers(buffers, &metadata, common, OptimizerFormat::LegacyDistributed, job).await
 }

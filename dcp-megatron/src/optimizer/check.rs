@@ -10,7 +10,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use dcp_convert::{
-    CastCounts, CastOptions, Caster, Element, JobOptions, Source, TensorReader, decode, is_float,
+    CastCounts, CastOptions, Caster, CheckedSource, Element, JobOptions, Source, TensorReader,
+    decode, is_float,
 };
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, Dict, FormatError, Region, TensorEntry,
@@ -205,7 +206,7 @@ pub async fn check_optimizer(
     depth: CheckDepth,
     job: &JobOptions,
 ) -> Result<OptimizerReport, MegatronError> {
-    let source = source.for_job(job.parallelism);
+    let source = CheckedSource::new(source, job).into_source();
     let metadata = source.metadata().await?;
     let format = OptimizerFormat::of(&metadata, common);
     let (pairs, not_compared) = pairs(&source, &metadata)?;

@@ -8,10 +8,10 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use dcp_convert::{
-    ConvertError, JobOptions, JsonLimits, Progress, Source, Target, ValueEncoder, WriteReport,
-    to_safetensors, to_torch_save,
+    CheckedSource, ConvertError, JobOptions, JsonLimits, Progress, Source, Target, ValueEncoder,
+    WriteReport, to_safetensors, to_torch_save,
 };
-use dcp_core::{CheckpointMetadata, Entry, Key, PutMode, Storage, StorageError, StorageExt};
+use dcp_core::{CheckpointMetadata, Entry, Key, Storage, StorageError, StorageExt};
 use dcp_formats::hf::IndexFile;
 use dcp_formats::torch_save::TorchSaveOptions;
 use indexmap::IndexMap;
@@ -222,7 +222,7 @@ pub async fn unshard_checkpoint(
     let parts = parts.map(|((files, objects), json)| Part { files, objects, json });
     let parts: Vec<Part> = parts.collect();
     let writing = |report| {
-        let (source, metadata) = (source.for_job(job.parallelism), Arc::clone(&metadata));
+        let (source, metadata) = (CheckedSource::new(source, job), Arc::clone(&metadata));
         Writing { source, metadata, target, options, job, report }
     };
     if replaced.is_some() {
@@ -343,7 +343,7 @@ fn byte_len(metadata: &CheckpointMetadata, shown: &Shown) -> u64 {
 
 /// An export that is going on.
 struct Writing<'a> {
-    source: Source,
+    source: CheckedSource,
     metadata: Arc<CheckpointMetadata>,
     target: &'a Arc<dyn Storage>,
     options: &'a UnshardOptions,
@@ -402,7 +402,7 @@ impl Writing<'_> {
         let inner = Arc::clone(&self.source.reader);
         let view = Rekeyed::new(inner, Arc::clone(&self.metadata), file.shown)?;
         let view = Source::derived(Arc::new(view), std::slice::from_ref(&self.source));
-        let view = view.unwrap_or_else(|| self.source.clone());
+        let view = view.unwrap_or_else(|| Source::clone(&self.source));
         let target = Target::new(Arc::clone(self.target), file.key);
         let target = target.overwriting(self.options.save_overwrite);
         let mut job = self.job.clone();
@@ -435,9 +435,10 @@ impl Writing<'_> {
     async fn put(&mut self, key: Key, content: Vec<u8>) -> Result<(), ConvertError> {
         let len = content.len() as u64;
         if !self.job.dry_run {
-            let overwrite = self.options.save_overwrite;
-            let mode = if overwrite { PutMode::Overwrite } else { PutMode::Create };
-            self.target.put(&key, content.into(), mode).await?;
+            let target = Target::new(Arc::clone(self.target), key.clone());
+            let target = target.overwriting(self.options.save_overwrite);
+            let read = CheckedSource::new(&self.source, self.job);
+            target.put(content.into(), read.finish().await?).await?;
         }
         self.report.bytes = self.report.bytes.saturating_add(len);
         self.report.files.insert(key.to_string(), len);

@@ -130,7 +130,11 @@ fn model(parts: Vec<(HfPart, Vec<u8>)>) -> Arc<MemoryStorage> {
     let source = Source::new(Arc::clone(&storage) as _, Arc::new(Given(Arc::default())));
     let encoded =
         bytes.into_iter().map(|bytes| crate::stored_data_source::Part::Encoded(bytes.into()));
-    let data = CheckpointData::new(&source, encoded.collect(), &JobOptions::default());
+    let data = CheckpointData::new(
+        &CheckedSource::new(&source, &JobOptions::default()),
+        encoded.collect(),
+        &JobOptions::default(),
+    );
     let shared = Arc::clone(&storage) as Arc<dyn Storage>;
     let options = HfWriteOptions::default();
     block_on(write_folder(&shared, &plan, Arc::new(data), &options, None)).unwrap();

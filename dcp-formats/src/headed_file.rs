@@ -1,0 +1,50 @@
+//! A file that is a header and the elements of one tensor.
+
+use bytes::Bytes;
+use dcp_core::{CheckpointError, DataSource, FormatError, Key, PutMode, Storage};
+
+use crate::upload::{FileItem, FileSpec, Framing, PendingFile, prepare_file};
+
+/// Makes a file of `header` and item 0 of `data`, which has `byte_len` bytes, without giving it its
+/// name; `mode` says whether one of that name is replaced. A `.npy` file is one.
+///
+/// # Errors
+///
+/// When data or storage fail; then there is nothing of the file.
+pub async fn prepare_headed_file<'a>(
+    storage: &'a dyn Storage,
+    (key, mode): (&Key, PutMode),
+    header: Bytes,
+    byte_len: u64,
+    data: &dyn DataSource,
+) -> Result<PendingFile<'a>, CheckpointError> {
+    let total = byte_len.saturating_add(header.len() as u64);
+    let items = [FileItem { item: 0, byte_len }];
+    let framing = Header { header, name: key.to_string() };
+    let spec = FileSpec { key, byte_len: total, items: &items, framing: &framing };
+    prepare_file(storage, spec, mode, data, None).await
+}
+
+#[derive(Debug)]
+struct Header {
+    header: Bytes,
+    name: String,
+}
+
+impl Framing for Header {
+    fn before(&self, _: usize) -> Result<Bytes, FormatError> {
+        Ok(self.header.clone())
+    }
+
+    fn after(&self, _: usize, _: u32) -> Result<Bytes, FormatError> {
+        Ok(Bytes::new())
+    }
+
+    fn needs_crc(&self, _: usize) -> bool {
+        false
+    }
+
+    fn name(&self, _: usize) -> &str {
+        &self.name
+    }
+}

@@ -28,13 +28,14 @@
 //!
 //! For tests of what *uses* a plug-in there are [`MemoryStorage`] and decorators that count, slow
 //! down, stop and break: [`CountingStorage`], [`SlowStorage`], [`StallStorage`], [`FaultStorage`],
-//! [`SlowCollective`] and [`FaultCollective`].
+//! [`FaultWriter`], [`SlowCollective`] and [`FaultCollective`].
 
 mod case;
 pub mod collective;
 mod counting_storage;
 mod fault_collective;
 mod fault_storage;
+mod fault_writer;
 mod memory_storage;
 pub mod planner;
 mod slow_collective;
@@ -46,6 +47,7 @@ pub use case::{CASE_TIMEOUT, run};
 pub use counting_storage::{CountingStorage, Counts};
 pub use fault_collective::{CollectiveFault, FaultCollective};
 pub use fault_storage::{Fault, FaultStorage};
+pub use fault_writer::FaultWriter;
 pub use libtest_mimic::Trial;
 pub use memory_storage::MemoryStorage;
 pub use slow_collective::SlowCollective;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
-    ObjectEntry, Opaque, Placement, PlanKey, SavePlan, SavePlanner, SaveSession, StorageExt,
-    StorageWriter, TensorEntry, TensorSpec, Value, WritePlan,
+    ObjectEntry, Opaque, Placement, PlanKey, RankWrite, SavePlan, SavePlanner, SaveRun, StorageExt,
+    StorageWriter, TensorEntry, TensorSpec, Value,
 };
 use dcp_formats::Stop;
 use dcp_formats::torch_object::{decode_object, encode_object};
@@ -88,8 +88,8 @@ pub async fn divide(
     let (locals, data) = job.all_ranks(division)?;
     let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
     let total = total_bytes(&global, &locals);
-    let session = writer.begin().await?;
-    let plans = writer.place(&session, &locals, &mut global).map_err(ConvertError::unwritable)?;
+    let save = SaveRun::begin(writer).await?;
+    let plans = save.place(&locals, &mut global).map_err(ConvertError::unwritable)?;
     list_as_tensors(&metadata, &mut global.metadata)?;
     let callables = job.callables.clone();
     if options.dry_run {
@@ -99,11 +99,13 @@ pub async fn divide(
     }
     options.start(total);
     drop(job);
-    let (reports, verified) = match write(source, writer, (&locals, &plans), data, options).await {
+    let writes: Vec<_> =
+        plans.into_iter().map(|plan| RankWrite::new(writer, Arc::new(plan))).collect();
+    let (reports, verified) = match write(source, &locals, &writes, data, options).await {
         Ok(written) => written,
         Err(error) => {
-            for plan in &plans {
-                writer.abandon(plan).await;
+            for rank in writes {
+                rank.abandon().await;
             }
             return Err(error.into());
         }
@@ -113,7 +115,7 @@ pub async fn divide(
         .flat_map(|report| report.files.iter().map(|(key, len)| (key.to_string(), *len)))
         .collect();
     files.sort();
-    commit(writer, session, &global.metadata, reports, verified).await?;
+    commit(save, writes, &global.metadata, reports, verified).await?;
     Ok(report(&global, callables).with_files(files))
 }
 
@@ -178,24 +180,23 @@ fn planned_files(global: &GlobalPlan) -> Vec<(String, u64)> {
     files
 }
 
-/// Makes the checkpoint visible. A commit that fails cleans up by itself: only it knows what may
-/// have become visible.
+/// Makes the checkpoint visible.
 async fn commit(
-    writer: &dyn StorageWriter,
-    session: SaveSession,
+    save: SaveRun<'_>,
+    writes: Vec<RankWrite<'_>>,
     metadata: &CheckpointMetadata,
     reports: Vec<dcp_core::WriteReport>,
     _: Verified,
 ) -> Result<(), CheckpointError> {
-    writer.commit(session, metadata, reports).await
+    save.commit(writes, metadata, reports).await
 }
 
 /// Writes what all ranks hold, and finds that nothing of it was damaged. After a failure no rank is
 /// writing any more.
 async fn write(
     source: CheckedSource,
-    writer: &dyn StorageWriter,
-    (locals, plans): (&[SavePlan], &[WritePlan]),
+    locals: &[SavePlan],
+    writes: &[RankWrite<'_>],
     data: Vec<Arc<dyn DataSource>>,
     options: &JobOptions,
 ) -> Result<(Vec<dcp_core::WriteReport>, Verified), CheckpointError> {
@@ -204,9 +205,9 @@ async fn write(
     let stop = Stop::new();
     let writes = locals
         .iter()
-        .zip(plans)
+        .zip(writes)
         .zip(data)
-        .map(|((local, plan), data)| writer.write(local, plan, stop.guard(data)));
+        .map(|((local, rank), data)| rank.write(local, stop.guard(data)));
     let reports = stop.run(writes, at_once).await?;
     Ok((reports, source.finish().await?))
 }

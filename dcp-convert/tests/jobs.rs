@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
-use dcp_conformance::{CountingStorage, Fault, FaultStorage, MemoryStorage};
+use dcp_conformance::{CountingStorage, Fault, FaultStorage, FaultWriter, MemoryStorage};
 use dcp_convert::{
     ConvertError, DiffOptions, Found, JobOptions, ProblemKind, Selection, Source, Target, diff,
     find, reshard, stats, to_safetensors, verify,
@@ -269,6 +269,20 @@ fn a_reshard_that_fails_anywhere_leaves_no_checkpoint() {
             let visible = place.contains(&key(".metadata")).await.unwrap();
             assert_eq!(done.is_ok(), visible, "operation {operation}");
         }
+    });
+}
+
+#[test]
+fn a_reshard_whose_commit_takes_effect_and_fails_keeps_the_checkpoint() {
+    let tensors = Tensors::from([("x".to_owned(), tensor(DType::Float32, &[8, 4], 1))]);
+    run(async {
+        let source = Source::safetensors(file(&tensors).await, key("in.safetensors"));
+        let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let writer = FaultWriter::new(DcpWriter::new(Arc::clone(&place)), Arc::clone(&place));
+        reshard(&source, &writer, 2, &small()).await.unwrap_err();
+        assert!(writer.is_committed());
+        let report = verify(&Source::dcp(place, false), true, &small()).await.unwrap();
+        assert!(report.ok, "{:?}", report.problems);
     });
 }
 

@@ -5,6 +5,7 @@
 //! [`DataSource`] yields the bytes of an item to write, [`DataSink`] the memory for an item to
 //! read.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{AddAssign, Range};
@@ -99,7 +100,8 @@ pub trait DataSink: fmt::Debug + Send + Sync {
 ///
 /// Order of calls in a save: `encode_object` on every rank; `begin` and `place` on the
 /// coordinator; `write` on every rank; then `commit` on the coordinator, or `abandon` on every
-/// rank when any of them failed.
+/// rank when any of them failed. [`SaveRun`](crate::SaveRun) makes the calls so. What a writer
+/// learns in `begin` and needs in `commit` travels in the [`SaveSession`].
 #[async_trait]
 pub trait StorageWriter: fmt::Debug + Send + Sync {
     /// The bytes of an object, whose length the plan needs.
@@ -188,13 +190,24 @@ pub struct SaveSession {
     /// What keeps other savers out until the last clone of the session is dropped, where the
     /// storage can do that.
     pub claim: Option<Arc<dyn Claim>>,
+    state: WriterState,
+}
+
+/// What a writer remembers from [`StorageWriter::begin`] to [`StorageWriter::commit`].
+#[derive(Clone, Default)]
+struct WriterState(Option<Arc<dyn Any + Send + Sync>>);
+
+impl fmt::Debug for WriterState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "WriterState" } else { "None" })
+    }
 }
 
 impl SaveSession {
     /// A session with names of `generation`, to remove `stale` after the commit.
     #[must_use]
     pub fn new(generation: u64, stale: Vec<Key>) -> Self {
-        Self { generation, stale, layout: 0, claim: None }
+        Self { generation, stale, layout: 0, claim: None, state: WriterState::default() }
     }
 
     /// The same, for a writer with these settings.
@@ -202,6 +215,19 @@ impl SaveSession {
     pub fn with_layout(mut self, layout: u64) -> Self {
         self.layout = layout;
         self
+    }
+
+    /// The same, with what the writer has to remember until the commit.
+    #[must_use]
+    pub fn with_state<T: Any + Send + Sync>(mut self, state: T) -> Self {
+        self.state = WriterState(Some(Arc::new(state)));
+        self
+    }
+
+    /// What [`with_state`](Self::with_state) was given, if it is of this type.
+    #[must_use]
+    pub fn state<T: Any + Send + Sync>(&self) -> Option<&T> {
+        self.state.0.as_deref()?.downcast_ref()
     }
 
     /// The same, holding the object that the commit replaces.

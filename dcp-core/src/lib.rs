@@ -52,6 +52,7 @@ mod plan;
 mod plan_check;
 mod python_str;
 mod region;
+mod save_run;
 mod shown;
 mod storage;
 mod tensor;
@@ -86,6 +87,7 @@ pub use plan::{
 };
 pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};
+pub use save_run::{RankWrite, SaveRun};
 pub use shown::{Message, Quoted, beginning, counted, escaped, is_unsafe, message};
 pub use storage::{
     Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,

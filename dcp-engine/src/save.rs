@@ -8,7 +8,8 @@ use bytes::Bytes;
 use dcp_cast::{CastCounts, CastReport};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Phase, PlanError,
-    Rank, SavePlan, SavePlanner, SaveSession, Standing, StateDict, StorageWriter, Value, WritePlan,
+    Rank, RankWrite, SavePlan, SavePlanner, SaveRun, Standing, StateDict, StorageWriter, Value,
+    WritePlan,
 };
 use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
 
@@ -76,18 +77,18 @@ struct Prepared {
 
 /// What this rank is to write, and on the coordinator what is to be committed.
 #[derive(Debug)]
-struct Planned {
+struct Planned<'a> {
     prepared: Prepared,
     plan: Arc<WritePlan>,
-    lead: Option<Lead>,
+    lead: Option<Lead<'a>>,
     /// Whether no plan had to be sent.
     reused: bool,
 }
 
 /// What the coordinator knows until the commit.
 #[derive(Debug)]
-struct Lead {
-    session: SaveSession,
+struct Lead<'a> {
+    run: Option<SaveRun<'a>>,
     /// What the plan depends on: fingerprints and layout.
     key: Vec<u128>,
     /// The plan with its places.
@@ -226,9 +227,10 @@ impl Saver {
         };
         tracing::debug!(items = plan.orders.len(), "planned");
 
+        let mine = RankWrite::new(writer, plan);
         let written = {
             let source: Arc<dyn DataSource> = Arc::clone(&prepared.source) as _;
-            writer.write(&prepared.plan, &plan, source).await
+            mine.write(&prepared.plan, source).await
         };
         let cast = prepared.source.cast_report();
         let reports = group
@@ -242,7 +244,7 @@ impl Saver {
                 // Only when all know that nothing will be committed: a rank that merely lost the
                 // coordinator cannot tell whether the commit is under way.
                 if group.is_agreed(&error) {
-                    writer.abandon(&plan).await;
+                    mine.abandon().await;
                 }
                 return Err(standing_at(error, written_at));
             }
@@ -251,7 +253,7 @@ impl Saver {
         // From here on nothing is removed after a failure: the commit may have become visible
         // although it could not say so.
         let committed = match (&mut lead, reports) {
-            (Some(lead), Some(reports)) => Some(commit(lead, reused, reports, writer).await),
+            (Some(lead), Some(reports)) => Some(commit(lead, mine, reused, reports).await),
             _ => None,
         };
         let standing = match &committed {
@@ -304,12 +306,12 @@ impl Saver {
     }
 
     /// Agrees on who writes what, and where.
-    async fn plan(
+    async fn plan<'a>(
         &self,
         group: &Group,
         prepared: Result<Prepared, CheckpointError>,
-        writer: &dyn StorageWriter,
-    ) -> Result<Planned, CheckpointError> {
+        writer: &'a dyn StorageWriter,
+    ) -> Result<Planned<'a>, CheckpointError> {
         let remembered =
             prepared.as_ref().ok().and_then(|mine| self.memory.as_ref()?.recall(mine.fingerprint));
         // A rank that has nothing to offer was at this save all the same.
@@ -342,7 +344,7 @@ impl Saver {
             Decision::Plan { plan_id } => plan_id,
         };
         let plans = group.gather(Phase::Plan, prepared.plan.to_wire()).await?;
-        let placed = lead.zip(plans).map(|(lead, plans)| self.place(lead, &plans, writer));
+        let placed = lead.zip(plans).map(|(lead, plans)| self.place(lead, &plans));
         let (mine, lead) = group.scatter(Phase::Plan, placed).await?;
         let plan = Arc::new(WritePlan::from_wire(&mine)?);
         if let Some(memory) = &self.memory {
@@ -363,13 +365,14 @@ impl Saver {
     }
 
     /// On the coordinator: looks at the place, and at how much of the last plan serves again.
-    async fn open(
+    async fn open<'a>(
         &self,
         offers: &[Offer],
-        writer: &dyn StorageWriter,
-    ) -> Result<(Decision, Lead), CheckpointError> {
+        writer: &'a dyn StorageWriter,
+    ) -> Result<(Decision, Lead<'a>), CheckpointError> {
         same_save(offers)?;
-        let session = writer.begin().await?;
+        let run = SaveRun::begin(writer).await?;
+        let session = run.session();
         let fingerprints = offers
             .iter()
             .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1));
@@ -382,31 +385,28 @@ impl Saver {
             .and_then(|memory| memory.plans.get(&key));
         let generation = session.generation;
         let Some(plan) = plan else {
-            return Ok((Decision::Plan { plan_id }, Lead { session, key, plan: None }));
+            return Ok((Decision::Plan { plan_id }, Lead { run: Some(run), key, plan: None }));
         };
         let mut plan = GlobalPlan::clone(&plan);
         plan.metadata.rename_files(|file| writer.renamed(file, generation))?;
         let plan = Some(Arc::new(plan));
-        Ok((Decision::Repeat { generation }, Lead { session, key, plan }))
+        Ok((Decision::Repeat { generation }, Lead { run: Some(run), key, plan }))
     }
 
     /// On the coordinator: one plan for all, with a place for every byte.
-    fn place(
+    fn place<'a>(
         &self,
-        mut lead: Lead,
+        mut lead: Lead<'a>,
         plans: &[Bytes],
-        writer: &dyn StorageWriter,
-    ) -> Result<(Vec<Bytes>, Lead), CheckpointError> {
+    ) -> Result<(Vec<Bytes>, Lead<'a>), CheckpointError> {
         let locals = plans
             .iter()
             .map(|plan| SavePlan::from_wire(plan))
             .collect::<Result<Vec<_>, PlanError>>()?;
         let mut global = self.planner.global_plan(&locals)?;
         global.check_against(&locals, &self.planner_name())?;
-        let write_plans = writer.place(&lead.session, &locals, &mut global)?;
-        if write_plans.len() != locals.len() {
-            return Err(no_plan());
-        }
+        let run = lead.run.as_ref().ok_or_else(no_plan)?;
+        let write_plans = run.place(&locals, &mut global)?;
         // What each rank writes is in its write plan; later only the index is needed.
         global.selections = Vec::new();
         let global = Arc::new(global);
@@ -434,10 +434,10 @@ fn no_plan() -> CheckpointError {
 
 /// The session, and with it the claim on the place, is over before any rank hears of the outcome.
 async fn commit(
-    lead: &mut Lead,
+    lead: &mut Lead<'_>,
+    mine: RankWrite<'_>,
     reused: bool,
     reports: Vec<(Vec<Line>, CastCounts)>,
-    writer: &dyn StorageWriter,
 ) -> Result<(Totals, ()), CheckpointError> {
     let plan = lead.plan.as_ref().ok_or_else(no_plan)?;
     let mut cast = CastCounts::default();
@@ -452,6 +452,7 @@ async fn commit(
     };
     let reports =
         reports.into_iter().map(|(lines, _)| report(lines)).collect::<Result<Vec<_>, _>>()?;
-    writer.commit(std::mem::take(&mut lead.session), &plan.metadata, reports).await?;
+    let run = lead.run.take().ok_or_else(no_plan)?;
+    run.commit(vec![mine], &plan.metadata, reports).await?;
     Ok((totals, ()))
 }

@@ -6,7 +6,9 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use bytes::Bytes;
-use dcp_conformance::{CollectiveFault, Fault, FaultCollective, FaultStorage, SlowStorage};
+use dcp_conformance::{
+    CollectiveFault, Fault, FaultCollective, FaultStorage, FaultWriter, SlowStorage,
+};
 use dcp_core::{
     CheckpointError, Collective, CollectiveError, Phase, Standing, StateDict, Storage,
     StorageErrorKind, Value,
@@ -45,6 +47,17 @@ fn t01_one_failing_rank_fails_the_save_on_all() {
         }
         assert!(holds_sample(&storage, 1), "the old checkpoint is untouched");
     }
+}
+
+#[test]
+fn a_save_whose_commit_takes_effect_and_fails_keeps_the_checkpoint() {
+    let storage = memory();
+    let writer = FaultWriter::new(DcpWriter::new(Arc::clone(&storage)), Arc::clone(&storage));
+    let saves = on_ranks(2, |rank, group| {
+        block_on(Saver::new().group(group).save(&sample(rank, 2, 1), &writer)).map(drop)
+    });
+    assert!(saves.iter().all(Result::is_err) && writer.is_committed());
+    assert!(holds_sample(&storage, 1));
 }
 
 /// T2, T3: PyTorch 2.15 truncates the old files first, and unlinks the old metadata before it

@@ -42,10 +42,10 @@ pub struct DcpWriter {
     pub(super) options: Options,
     /// Files that this writer made, and so may remove.
     created: Mutex<HashSet<Key>>,
-    /// The CRC-32 of the `.metadata` that [`begin`](StorageWriter::begin) saw, with the session's
-    /// generation.
-    replaced: Mutex<Option<(u64, Option<u32>)>>,
 }
+
+/// The CRC-32 of the `.metadata` that [`begin`](StorageWriter::begin) saw, where there was one.
+struct Replaced(Option<u32>);
 
 #[derive(Clone)]
 pub(super) struct Options {
@@ -88,10 +88,6 @@ impl DcpWriter {
 
     fn created(&self) -> std::sync::MutexGuard<'_, HashSet<Key>> {
         self.created.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn replaced(&self) -> std::sync::MutexGuard<'_, Option<(u64, Option<u32>)>> {
-        self.replaced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn write_one(
@@ -155,12 +151,7 @@ impl DcpWriterBuilder {
     /// The writer.
     #[must_use]
     pub fn build(self) -> DcpWriter {
-        DcpWriter {
-            storage: self.storage,
-            options: self.options,
-            created: Mutex::default(),
-            replaced: Mutex::default(),
-        }
+        DcpWriter { storage: self.storage, options: self.options, created: Mutex::default() }
     }
 }
 
@@ -225,8 +216,8 @@ impl StorageWriter for DcpWriter {
         let claim = claim?;
         stale.sort_unstable();
         let generation = highest.map_or(0, |highest| highest.saturating_add(1));
-        *self.replaced() = Some((generation, metadata.map(|bytes| crc32fast::hash(&bytes))));
-        let session = SaveSession::new(generation, stale).with_claim(claim);
+        let replaced = Replaced(metadata.map(|bytes| crc32fast::hash(&bytes)));
+        let session = SaveSession::new(generation, stale).with_claim(claim).with_state(replaced);
         Ok(session.with_layout(self.options.layout.fingerprint()))
     }
 
@@ -271,9 +262,7 @@ impl StorageWriter for DcpWriter {
         metadata: &CheckpointMetadata,
         reports: Vec<WriteReport>,
     ) -> Result<(), CheckpointError> {
-        let seen =
-            self.replaced().take().filter(|(generation, _)| *generation == session.generation);
-        let seen = seen.map(|(_, crc32)| crc32);
+        let seen = session.state::<Replaced>().map(|replaced| replaced.0);
         commit::commit(&*self.storage, &self.options, session, seen, metadata, reports).await?;
         self.created().clear();
         Ok(())

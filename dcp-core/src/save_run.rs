@@ -1,0 +1,114 @@
+//! The calls of one save in the order that [`StorageWriter`] asks for.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::checkpoint::{DataSource, SaveSession, StorageWriter, WriteReport};
+use crate::error::{CheckpointError, PlanError};
+use crate::metadata::CheckpointMetadata;
+use crate::plan::{GlobalPlan, SavePlan, WritePlan};
+
+/// A save that has begun, on the coordinator.
+///
+/// [`commit`](Self::commit) consumes it and what this process wrote, so that nothing is abandoned
+/// that a commit may have made visible, whether it succeeded or not.
+#[must_use = "commit it; dropping it ends the save with what the writer has claimed"]
+pub struct SaveRun<'a> {
+    writer: &'a dyn StorageWriter,
+    session: SaveSession,
+}
+
+impl<'a> SaveRun<'a> {
+    /// Begins a save.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageWriter::begin`].
+    pub async fn begin(writer: &'a dyn StorageWriter) -> Result<Self, CheckpointError> {
+        Ok(Self { writer, session: writer.begin().await? })
+    }
+
+    /// What the writer found.
+    #[must_use]
+    pub fn session(&self) -> &SaveSession {
+        &self.session
+    }
+
+    /// Gives every selected item its place. Returns the plan of each rank.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageWriter::place`], and when it returns another number of plans than there are
+    /// ranks.
+    pub fn place(
+        &self,
+        locals: &[SavePlan],
+        global: &mut GlobalPlan,
+    ) -> Result<Vec<WritePlan>, CheckpointError> {
+        let plans = self.writer.place(&self.session, locals, global)?;
+        if plans.len() != locals.len() {
+            let problem =
+                format!("the writer made plans for {} of {} ranks", plans.len(), locals.len());
+            return Err(PlanError::Wire { problem }.into());
+        }
+        Ok(plans)
+    }
+
+    /// Makes the checkpoint visible. `own` is what this process wrote, `reports` what all ranks did.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageWriter::commit`], which removes what was written where that is safe.
+    pub async fn commit(
+        self,
+        own: Vec<RankWrite<'_>>,
+        metadata: &CheckpointMetadata,
+        reports: Vec<WriteReport>,
+    ) -> Result<(), CheckpointError> {
+        drop(own);
+        self.writer.commit(self.session, metadata, reports).await
+    }
+}
+
+impl fmt::Debug for SaveRun<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SaveRun").field("session", &self.session).finish_non_exhaustive()
+    }
+}
+
+/// What one rank writes in a save, until it is abandoned or committed.
+pub struct RankWrite<'a> {
+    writer: &'a dyn StorageWriter,
+    plan: Arc<WritePlan>,
+}
+
+impl<'a> RankWrite<'a> {
+    /// What `plan` says.
+    pub fn new(writer: &'a dyn StorageWriter, plan: Arc<WritePlan>) -> Self {
+        Self { writer, plan }
+    }
+
+    /// Writes the items, durably.
+    ///
+    /// # Errors
+    ///
+    /// As [`StorageWriter::write`]; then all ranks [`abandon`](Self::abandon) the save.
+    pub async fn write(
+        &self,
+        local: &SavePlan,
+        data: Arc<dyn DataSource>,
+    ) -> Result<WriteReport, CheckpointError> {
+        self.writer.write(local, &self.plan, data).await
+    }
+
+    /// Removes what was written, when it is certain that nothing of the save is committed.
+    pub async fn abandon(self) {
+        self.writer.abandon(&self.plan).await;
+    }
+}
+
+impl fmt::Debug for RankWrite<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RankWrite").field("files", &self.plan.files).finish_non_exhaustive()
+    }
+}

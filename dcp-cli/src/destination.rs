@@ -1,27 +1,17 @@
-//! Options of commands that write a checkpoint in any format, and the writing.
+//! Options of commands that write a checkpoint in any format.
 
 use std::ffi::OsStr;
-use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::builder::{EnumValueParser, PossibleValue, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
 use dcp::DType;
-use dcp::convert::{
-    CastOptions, JobOptions, Source, StatePart, WriteReport, is_exact, unmatched_patterns, view,
-};
-use dcp::core::{Key, Value};
-use dcp::formats::torch_save::{TorchSaveForm, TorchSaveOptions};
-use dcp::megatron::ParallelLayout;
+use dcp::checkpoint;
+use dcp::convert::JobOptions;
 use dcp::planner::KeyFilter;
 
-use crate::failure::{Exit, Failure};
-use crate::hf_config;
-use crate::new_folders::NewFolders;
-use crate::open::Opened;
-use crate::overlap_guard::{Shape, keep_apart};
-use crate::target;
+use crate::session::Session;
 use crate::torch_dist::TorchDist;
 
 /// A format to write.
@@ -40,16 +30,15 @@ pub(crate) enum Format {
     TorchDist,
 }
 
-impl fmt::Display for Format {
-    /// As `--to` takes it.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Safetensors => "safetensors",
-            Self::Hf => "hf",
-            Self::TorchSave => "torch-save",
-            Self::Dcp => "dcp",
-            Self::TorchDist => "torch-dist",
-        })
+impl From<Format> for checkpoint::Format {
+    fn from(format: Format) -> Self {
+        match format {
+            Format::Safetensors => Self::Safetensors,
+            Format::Hf => Self::HuggingFace,
+            Format::TorchSave => Self::TorchSave,
+            Format::Dcp => Self::Dcp,
+            Format::TorchDist => Self::TorchDist,
+        }
     }
 }
 
@@ -82,9 +71,6 @@ impl TypedValueParser for FormatParser {
         Some(Box::new(all.filter_map(ValueEnum::to_possible_value)))
     }
 }
-
-/// The most bytes of tensors in a file of a Hugging Face model, as transformers has it.
-const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// How a checkpoint is written.
 #[derive(Args, Clone, Debug)]
@@ -131,17 +117,6 @@ pub(crate) struct Destination {
 
     #[command(flatten)]
     pub(crate) writing: Writing,
-}
-
-/// What the source tells of how it is to be written.
-#[derive(Default)]
-pub(crate) struct For {
-    /// The files beside the weights that a Hugging Face model gets when no others were asked for.
-    pub(crate) beside: Vec<(Key, Vec<u8>)>,
-    /// The ranks that a checkpoint of Megatron-Core is written for.
-    pub(crate) layout: Option<ParallelLayout>,
-    /// The common state that it gets, if not the one among the keys.
-    pub(crate) common: Option<Value>,
 }
 
 /// Options of everything that writes.
@@ -199,12 +174,6 @@ impl AllowCallable {
     }
 }
 
-/// The dtype that a tensor of this name and dtype gets where floats are cast to `dtype`.
-pub(crate) fn cast_to(dtype: DType, fqn: &str, from: DType) -> Option<DType> {
-    let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
-    (wide.contains(&from) && !is_exact(fqn)).then_some(dtype)
-}
-
 /// Reads a dtype by PyTorch's name or the usual short one.
 pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {
     let name = match text.strip_prefix("torch.").unwrap_or(text) {
@@ -243,166 +212,31 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
 }
 
 impl Destination {
-    /// The format for `target`: the one asked for, or the one that its name says. Options of
-    /// another one are errors.
-    pub(crate) fn format(&self, target: &str) -> Result<Format, Failure> {
-        let format = self.asked_for(target)?;
-        for (given, option, of) in [
-            (self.ranks.is_some(), "--ranks", Format::Dcp),
-            (self.max_shard_size.is_some(), "--max-shard-size", Format::Hf),
-            (self.config.is_some() && format != Format::TorchDist, "--config", Format::Hf),
-            (
-                self.torch_dist.given().is_some(),
-                self.torch_dist.given().unwrap_or_default(),
-                Format::TorchDist,
-            ),
-            (self.legacy, "--legacy", Format::TorchSave),
-            (self.device.is_some(), "--device", Format::TorchSave),
-        ] {
-            if given && of != format {
-                let message = format!("{option} is for {of}, and {target:?} becomes {format}");
-                return Err(Failure::new(Exit::Usage, message)
-                    .hint(format!("leave it out, or say --to {of}")));
-            }
+    /// The library's destination, of these options.
+    pub(crate) fn at(&self, uri: &str, session: &Session) -> checkpoint::Destination {
+        let mut destination = checkpoint::Destination::new(uri)
+            .to(self.to.map(Into::into))
+            .ranks(self.ranks)
+            .dtype(self.dtype)
+            .max_shard_bytes(self.max_shard_size)
+            .legacy(self.legacy)
+            .device(self.device.clone())
+            .megatron(self.torch_dist.target())
+            .overwrite(self.writing.overwrite)
+            .rollback(&session.rollback);
+        for pattern in &self.keep_dtype {
+            destination = destination.keep_dtype(pattern);
         }
-        Ok(format)
-    }
-
-    fn asked_for(&self, target: &str) -> Result<Format, Failure> {
-        if let Some(format) = self.to {
-            return Ok(format);
+        match &self.config {
+            Some(folder) => destination.config(folder),
+            None => destination,
         }
-        if target.ends_with(".safetensors") {
-            return Ok(Format::Safetensors);
-        }
-        if [".pt", ".pth", ".bin", ".ckpt"].iter().any(|ending| target.ends_with(ending)) {
-            return Ok(Format::TorchSave);
-        }
-        Err(Failure::new(Exit::Usage, format!("cannot tell in which format to write {target:?}"))
-            .hint("say --to safetensors, hf, torch-save, dcp or torch-dist"))
-    }
-
-    /// The directory that files beside the weights come from.
-    pub(crate) fn config(&self) -> Option<&Path> {
-        self.config.as_deref()
-    }
-
-    /// The part of a training state that such a target gets when nothing else is asked for.
-    pub(crate) fn usual_part(&self, target: &str) -> Result<StatePart, Failure> {
-        Ok(match self.format(target)? {
-            Format::Safetensors | Format::TorchSave | Format::Dcp | Format::TorchDist => {
-                StatePart::Everything
-            }
-            Format::Hf => StatePart::Model,
-        })
-    }
-
-    /// The dtype that floats are cast to, when one was asked for.
-    pub(crate) fn dtype(&self) -> Option<DType> {
-        self.dtype
-    }
-
-    /// Which dtype a tensor gets, by its name and the dtype it has, when one was asked for.
-    pub(crate) fn cast_rule(
-        &self,
-    ) -> Option<impl Fn(&str, DType) -> Option<DType> + Send + Sync + use<>> {
-        let (dtype, kept) = (self.dtype?, KeyFilter::any_of(&self.keep_dtype));
-        Some(move |fqn: &str, from| cast_to(dtype, fqn, from).filter(|_| !kept.selects(fqn, None)))
-    }
-
-    /// Refuses a target that would touch what was opened.
-    pub(crate) async fn keep_apart(&self, opened: &Opened, target: &str) -> Result<(), Failure> {
-        let shape = match self.format(target)? {
-            Format::Safetensors | Format::TorchSave => Shape::File,
-            Format::Hf | Format::Dcp | Format::TorchDist => Shape::Folder,
-        };
-        keep_apart(opened, target, shape).await
-    }
-
-    /// Writes `source` to `target`.
-    pub(crate) async fn write(
-        &self,
-        source: &Source,
-        target: &str,
-        how: For,
-        options: &JobOptions,
-    ) -> Result<WriteReport, Failure> {
-        let (overwrite, dry_run) = (self.writing.overwrite, options.dry_run);
-        let metadata = source.metadata().await?;
-        let tensors = metadata.iter().filter(|(_, entry)| entry.as_tensor().is_some());
-        let tensors: Vec<_> = tensors.map(|(fqn, _)| (&**fqn, None)).collect();
-        let unmatched = unmatched_patterns("keep-dtype", &self.keep_dtype, &tensors);
-        let (source, cast) = match self.cast_rule() {
-            Some(rule) => {
-                let casts = CastOptions::default();
-                let (source, cast) = view::Cast::apply(source, rule, casts, options).await?;
-                (source, Some(cast))
-            }
-            None => (source.clone(), None),
-        };
-        let source = &source;
-        let folders = NewFolders::before(target);
-        let mut report = match self.format(target)? {
-            Format::Safetensors => {
-                let target = target::file(target, overwrite, dry_run).await?;
-                dcp::convert::to_safetensors(source, &target, options).await?
-            }
-            Format::TorchSave => {
-                let target = target::file(target, overwrite, dry_run).await?;
-                let zip = TorchSaveForm::default();
-                let form = if self.legacy { TorchSaveForm::Legacy } else { zip };
-                let mut how = TorchSaveOptions::from(form);
-                how.device.clone_from(&self.device);
-                dcp::convert::to_torch_save(source, &target, how, options).await?
-            }
-            Format::Hf => {
-                let max_shard_bytes = self.max_shard_size.unwrap_or(MAX_SHARD_BYTES);
-                let mut files = match &self.config {
-                    Some(from) => hf_config::files(from)?,
-                    None => Vec::new(),
-                };
-                hf_config::complete(&mut files, how.beside);
-                hf_config::write(source, target, files, max_shard_bytes, overwrite, options).await?
-            }
-            Format::Dcp => {
-                let writer = target::directory(target, overwrite, dry_run).await?;
-                dcp::convert::reshard(source, &writer, self.ranks.unwrap_or(1), options).await?
-            }
-            Format::TorchDist => {
-                let layout = how.layout.unwrap_or_else(|| ParallelLayout::new(1, 1));
-                let what = (layout, how.common);
-                self.torch_dist.write(source, target, what, overwrite, options).await?
-            }
-        };
-        if !options.dry_run {
-            folders.keep();
-        }
-        report.cast = cast.map(|cast| cast.report());
-        report.unmatched = unmatched;
-        Ok(report)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{is_exact, parse_bytes};
-
-    #[test]
-    fn what_balances_experts_keeps_its_dtype() {
-        for name in [
-            "model.layers.3.mlp.gate.e_score_correction_bias",
-            "decoder.layers.mlp.router.expert_bias",
-            "optim.state.w.step",
-            "w.weight_scale_inv",
-        ] {
-            assert!(is_exact(name), "{name}");
-        }
-        for name in
-            ["model.layers.3.mlp.gate.weight", "decoder.layers.mlp.router.weight", "w.steps"]
-        {
-            assert!(!is_exact(name), "{name}");
-        }
-    }
+    use super::parse_bytes;
 
     #[test]
     fn bytes_are_written_in_many_ways() {

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Parser;
+use dcp::Access;
 use dcp::core::{Storage, StorageErrorKind};
 use dcp_conformance::{Fault, FaultStorage};
 
@@ -33,8 +34,11 @@ thread_local! {
     static HEARD: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// The target of a command, broken as the test that runs it wants it.
-pub(crate) fn faulty(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
+/// What a command writes to, broken as the test that runs it wants it.
+pub(crate) fn faulty(storage: Arc<dyn Storage>, access: Access) -> Arc<dyn Storage> {
+    if access != Access::Write {
+        return storage;
+    }
     let how = BREAK.with_borrow(Clone::clone);
     let Some(how) = how else { return storage };
     let broken = how(FaultStorage::new(storage));

@@ -7,12 +7,12 @@ use std::io::Write;
 use std::thread;
 use std::time::Duration;
 
+use dcp::checkpoint::{Quiet, Rollback, Undone};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tokio::sync::oneshot;
 
 use crate::failure::{Exit, Failure};
-use crate::rollback;
 
 /// After this time a stop that is not done is explained.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -21,6 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// stopped; other work has nothing to clean up, so that signals may end it as they do by default.
 pub(crate) fn run<T>(
     long: bool,
+    rollback: &Rollback,
     work: impl Future<Output = Result<T, Failure>>,
 ) -> Result<T, Failure> {
     if !long {
@@ -34,18 +35,18 @@ pub(crate) fn run<T>(
             // Work that is done when the signal comes was not interrupted.
             biased;
             done = work => Ok(done),
-            signal = stopped(signal) => Err(signal),
+            signal = stopped(signal, rollback) => Err(signal),
         }
     });
     // Waits for the threads that write: they own the temporary files and remove them.
     drop(runtime);
-    outcome.unwrap_or_else(|(signal, _still)| Err(interrupted(signal)))
+    outcome.unwrap_or_else(|(signal, quiet)| Err(interrupted(signal, rollback, quiet)))
 }
 
 /// The signal, once nothing is being put under its final name, and what keeps it so.
-async fn stopped(signal: oneshot::Receiver<i32>) -> (i32, rollback::Still) {
+async fn stopped(signal: oneshot::Receiver<i32>, rollback: &Rollback) -> (i32, Quiet) {
     let Ok(signal) = signal.await else { return std::future::pending().await };
-    (signal, rollback::quiesce().await)
+    (signal, rollback.quiesce().await)
 }
 
 /// Tests run many commands in one process, which none of them is to stop.
@@ -94,17 +95,25 @@ fn exit(signal: i32) -> Exit {
     }
 }
 
-fn interrupted(signal: i32) -> Failure {
+fn interrupted(signal: i32, rollback: &Rollback, quiet: Quiet) -> Failure {
     let failure = |text: &str| Failure::new(exit(signal), text);
-    match rollback::undo() {
-        rollback::Undone::Nothing => failure("interrupted"),
-        rollback::Undone::All => failure("interrupted; nothing was written"),
-        rollback::Undone::Replaced(key) => {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    let undone = match runtime {
+        Ok(runtime) => runtime.block_on(rollback.undo(quiet)),
+        Err(error) => {
+            return failure("interrupted; what was written stays").because(vec![error.to_string()]);
+        }
+    };
+    match undone {
+        Undone::Nothing => failure("interrupted"),
+        Undone::All => failure("interrupted; nothing was written"),
+        Undone::Replaced(key) => {
             failure(&format!("interrupted after {key:?} was replaced; what was written stays"))
                 .hint("run the command again, or `dcp verify` what is there")
         }
-        rollback::Undone::Left(left) => {
+        Undone::Left(left) => {
             failure(&format!("interrupted; {} could not be removed", left.join(", ")))
         }
+        _ => failure("interrupted"),
     }
 }

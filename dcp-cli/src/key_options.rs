@@ -1,18 +1,13 @@
 //! Options that say which keys are taken, and under which names.
 
-use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use dcp::convert::{
-    JobOptions, Rename, Selection, Source, StatePart, UnmatchedPattern, parse_mapping,
-};
-use dcp::olmo::{OptimizerLayout, source_with_layout};
-use dcp::planner::KeyFilter;
+use dcp::checkpoint::Keys;
+use dcp::convert::{Rename, StatePart, parse_mapping};
+use dcp::olmo::OptimizerLayout;
 
 use crate::failure::{Exit, Failure};
-use crate::output::Output;
 
 /// Which keys are taken, and under which names.
 #[derive(Args, Clone, Debug, Default)]
@@ -65,52 +60,13 @@ enum Layout {
 }
 
 impl OptimizerKeys {
-    /// The checkpoint with its optimizer, if there is one, in the layout that was asked for.
-    pub(crate) async fn apply(
-        self,
-        source: Source,
-        options: &JobOptions,
-    ) -> Result<Source, Failure> {
-        let layout = match self.optimizer_layout {
-            None => return Ok(source),
-            Some(Layout::Nested) => OptimizerLayout::Nested,
-            Some(Layout::Flat) => OptimizerLayout::Flat,
-        };
-        Ok(source_with_layout(&source, layout, options).await?)
+    /// The layout of the library.
+    pub(crate) fn layout(self) -> Option<OptimizerLayout> {
+        self.optimizer_layout.map(|layout| match layout {
+            Layout::Nested => OptimizerLayout::Nested,
+            Layout::Flat => OptimizerLayout::Flat,
+        })
     }
-}
-
-/// The keys of a source that `selection` takes, by the names that they have in it.
-pub(crate) async fn taken_of(
-    selection: &Selection,
-    source: &Source,
-) -> Result<HashSet<Arc<str>>, Failure> {
-    let metadata = source.metadata().await?;
-    let chosen = selection.of(&metadata)?;
-    let names = chosen.iter().filter_map(|key| metadata.at(key.entry));
-    Ok(names.map(|(fqn, _)| Arc::clone(fqn)).collect())
-}
-
-/// Patterns of `selection` that match no key of any of the sources.
-pub(crate) async fn unmatched_in(
-    selection: &Selection,
-    sources: impl IntoIterator<Item = &Source>,
-) -> Result<Vec<UnmatchedPattern>, Failure> {
-    let mut unmatched: Option<Vec<UnmatchedPattern>> = None;
-    for source in sources {
-        let more = selection.unmatched(&*source.metadata().await?)?;
-        let is_same = |a: &UnmatchedPattern, b: &UnmatchedPattern| {
-            (&a.option, &a.pattern) == (&b.option, &b.pattern)
-        };
-        unmatched = Some(match unmatched {
-            None => more,
-            Some(mut before) => {
-                before.retain(|one| more.iter().any(|other| is_same(one, other)));
-                before
-            }
-        });
-    }
-    Ok(unmatched.unwrap_or_default())
 }
 
 pub(crate) fn parse_rename(text: &str) -> Result<Rename, String> {
@@ -118,51 +74,28 @@ pub(crate) fn parse_rename(text: &str) -> Result<Rename, String> {
 }
 
 impl KeyOptions {
-    /// The selection; `usual` is the part of a training state that is taken when none was named.
-    pub(crate) fn selection(&self, usual: StatePart) -> Result<Selection, Failure> {
-        let mut selection = Selection::all().of_part(match () {
-            () if self.model_only => StatePart::Model,
-            () if self.no_optimizer => StatePart::WithoutOptimizer,
-            () if self.everything || self.names_keys() => StatePart::Everything,
-            () => usual,
+    /// The library's choice of keys for these.
+    pub(crate) fn keys(&self) -> Result<Keys, Failure> {
+        let mut keys = Keys::all().part(match () {
+            () if self.model_only => Some(StatePart::Model),
+            () if self.no_optimizer => Some(StatePart::WithoutOptimizer),
+            () if self.everything => Some(StatePart::Everything),
+            () => None,
         });
-        if !self.include.is_empty() {
-            selection = selection.including(KeyFilter::any_of(&self.include));
+        for pattern in &self.include {
+            keys = keys.include(pattern);
         }
-        if !self.exclude.is_empty() {
-            selection = selection.excluding(KeyFilter::any_of(&self.exclude));
+        for pattern in &self.exclude {
+            keys = keys.exclude(pattern);
         }
         if let Some(file) = &self.map {
             let text = std::fs::read_to_string(file).map_err(|error| {
-                Failure::new(Exit::Io, error.to_string())
-                    .context(format!("cannot read the mapping {:?}", file.display().to_string()))
+                let file = file.display().to_string();
+                Failure::new(Exit::Io, format!("cannot read the mapping {file:?}"))
+                    .because(vec![error.to_string()])
             })?;
-            selection = selection.mapping(parse_mapping(&text)?);
+            keys = keys.map(parse_mapping(&text)?);
         }
-        Ok(self.rename.iter().cloned().fold(selection, Selection::renaming))
-    }
-
-    /// What `selection` takes of a source, and how many keys it leaves out because only the model
-    /// is usually taken.
-    pub(crate) async fn apply(
-        &self,
-        selection: &Selection,
-        source: &Source,
-        options: &JobOptions,
-        out: &Output,
-    ) -> Result<(Source, usize), Failure> {
-        let all = source.metadata().await?.len();
-        let source = selection.apply(source, options).await?;
-        let taken = source.metadata().await?.len();
-        if selection.part != StatePart::Model || taken >= all || self.model_only {
-            return Ok((source, 0));
-        }
-        out.note(&format!("taking the model, {taken} of {all} keys; --everything takes all"));
-        Ok((source, all - taken))
-    }
-
-    /// Whether keys are named one way or another.
-    fn names_keys(&self) -> bool {
-        !self.include.is_empty() || !self.rename.is_empty() || self.map.is_some()
+        Ok(self.rename.iter().cloned().fold(keys, Keys::rename))
     }
 }

@@ -1,6 +1,5 @@
 //! The `dcp` command.
 
-mod absent_storage;
 mod arch;
 mod args;
 mod command;
@@ -8,28 +7,16 @@ mod destination;
 #[cfg(test)]
 mod every_operation;
 mod failure;
-mod folder;
-mod hf_config;
-mod incomplete_save;
 mod interrupt;
-mod iteration;
 mod key_options;
-mod megatron;
-mod new_folders;
-mod open;
 mod optimizer;
 mod output;
-mod overlap_guard;
 mod progress;
 mod render;
-mod rollback;
-mod sidecar_config;
-mod small_file;
+mod session;
 mod style;
 mod summary;
-mod target;
 mod torch_dist;
-mod torch_folder;
 
 use std::process::ExitCode;
 
@@ -37,7 +24,7 @@ use clap::{CommandFactory, FromArgMatches};
 
 use crate::args::{Cli, Command};
 use crate::failure::Failure;
-use crate::output::Output;
+use crate::session::Session;
 use crate::style::Style;
 
 fn main() -> ExitCode {
@@ -70,32 +57,24 @@ fn asks_for_json() -> bool {
 
 fn run(cli: Cli) -> Result<(), Failure> {
     trace(cli.global.verbose);
-    if cli.global.follow_links {
-        open::follow_links();
-    }
-    if let Some(rank) = cli.global.rank {
-        open::read_rank(rank);
-    }
-    if let Some(variant) = &cli.global.variant {
-        open::read_variant(variant);
-    }
-    let out = Output::new(cli.global);
+    let session = Session::new(cli.global);
+    let out = &session.out;
     match cli.command {
-        Command::Ls(args) => command::ls(&args, &out),
-        Command::Inspect(args) => command::inspect(&args, &out),
-        Command::Verify(args) => command::verify(&args, &out),
-        Command::Get(args) => command::get(&args, &out),
-        Command::Stats(args) => command::stats(&args, &out),
-        Command::Diff(args) => command::diff(&args, &out),
-        Command::Convert(args) => command::convert(&args, &out),
-        Command::Reshard(args) => command::reshard(&args, &out),
-        Command::Average(args) => command::average(&args, &out),
-        Command::Merge(args) => command::merge(&args, &out),
-        Command::Unshard(args) => command::unshard(&args, &out),
-        Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &out),
-        Command::Report(args) => command::report(&args, &out),
-        Command::Arch(args) => command::arch(&args, &out),
-        Command::Man(args) => command::man(&args, &out),
+        Command::Ls(args) => command::ls(&args, &session),
+        Command::Inspect(args) => command::inspect(&args, &session),
+        Command::Verify(args) => command::verify(&args, &session),
+        Command::Get(args) => command::get(&args, &session),
+        Command::Stats(args) => command::stats(&args, &session),
+        Command::Diff(args) => command::diff(&args, &session),
+        Command::Convert(args) => command::convert(&args, &session),
+        Command::Reshard(args) => command::reshard(&args, &session),
+        Command::Average(args) => command::average(&args, &session),
+        Command::Merge(args) => command::merge(&args, &session),
+        Command::Unshard(args) => command::unshard(&args, &session),
+        Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &session),
+        Command::Report(args) => command::report(&args, &session),
+        Command::Arch(args) => command::arch(&args, out),
+        Command::Man(args) => command::man(&args, &session),
         Command::Completions(args) => {
             let mut script = Vec::new();
             clap_complete::generate(args.shell, &mut Cli::command(), "dcp", &mut script);

@@ -21,18 +21,13 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    pub(crate) fn new(global: Global) -> Self {
+    pub(crate) fn new(global: &Global) -> Self {
         Self {
             style: Style::for_stream(global.color, &io::stdout()),
             notes: Style::for_stream(global.color, &io::stderr()),
             width: terminal_width(),
             quiet: global.quiet,
         }
-    }
-
-    /// The same without notes.
-    pub(crate) fn silent(self) -> Self {
-        Self { quiet: true, ..self }
     }
 
     /// Writes data.

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::io::IsTerminal;
 
+pub(crate) use dcp::checkpoint::text::{count, thousands};
 use dcp::core::{escaped, is_unsafe};
 
 use crate::args::ColorChoice;
@@ -173,39 +174,17 @@ pub(crate) fn size(bytes: u64) -> String {
     format!("{text} {}", name.copied().unwrap_or_default())
 }
 
-/// A number with its thousands apart: `12,345`.
-pub(crate) fn thousands(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-/// `1 shard`, `2 shards`.
-pub(crate) fn count(number: usize, what: &str) -> String {
-    let plural = if number == 1 { "" } else { "s" };
-    format!("{} {what}{plural}", thousands(number as u64))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn sizes_and_counts() {
+    fn sizes_have_units() {
         assert_eq!(size(0), "0 B");
         assert_eq!(size(1023), "1023 B");
         assert_eq!(size(1536), "1.5 KiB");
         assert_eq!(size(150 << 20), "150 MiB");
         assert_eq!(size(u64::MAX), "16.0 EiB");
-        assert_eq!(thousands(1_234_567), "1,234,567");
-        assert_eq!(thousands(999), "999");
-        assert_eq!(count(1, "shard"), "1 shard");
     }
 
     #[test]

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use dcp::checkpoint::text::{count, list, thousands};
 use dcp::convert::{CastCounts, CastReport, UnmatchedPattern, WriteReport};
 
 use crate::failure::Failure;
 use crate::output::Output;
-use crate::style::{count, left, printable, right, shorten, size, thousands};
+use crate::style::{left, printable, right, shorten, size};
 
 /// Says what was written, or would be.
 pub(crate) fn tell(
@@ -135,16 +136,6 @@ fn replaced_notes(report: &WriteReport, out: &Output) {
             out.note(&format!("{how} {classes}: {}; `--form newest` keeps them", list(&names)));
         }
     }
-}
-
-/// The first of some names, and how many more there are.
-pub(crate) fn list(names: &[Arc<str>]) -> String {
-    const SHOWN: usize = 5;
-    let mut shown: Vec<_> = names.iter().take(SHOWN).map(|name| printable(name)).collect();
-    if names.len() > SHOWN {
-        shown.push(format!("and {} more", names.len() - SHOWN));
-    }
-    shown.join(", ")
 }
 
 /// The keys and files of a dry run.

@@ -52,6 +52,7 @@ mod plan;
 mod plan_check;
 mod python_str;
 mod region;
+mod registry;
 mod save_run;
 mod shown;
 mod storage;
@@ -87,6 +88,7 @@ pub use plan::{
 };
 pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};
+pub use registry::{Access, StorageRegistry};
 pub use save_run::{RankWrite, SaveRun};
 pub use shown::{Message, Quoted, beginning, counted, escaped, is_unsafe, message};
 pub use storage::{

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use dcp_convert::{
     ConvertError, JobOptions, Problem, ProblemKind, Source, VerifyReport, foreign_callables,
 };
-use dcp_core::{CheckpointError, CheckpointMetadata, Dims, Entry, Region, Storage};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Dims, Entry, Message, Region, Storage, counted,
+};
 use futures_util::StreamExt as _;
 
 use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
@@ -14,6 +16,7 @@ use crate::common::{COMMON_FILE, CommonPlace};
 use crate::error::MegatronError;
 use crate::integrity::{problem, verify_manifest};
 use crate::logical::COMMON_STATE;
+use crate::optimizer::{CheckDepth, OptimizerReport, OptimizerVerdict, check_optimizer};
 use crate::sharded::ObjectKey;
 
 /// The files that Megatron-Core hashes are only read in a deep check.
@@ -24,9 +27,11 @@ const NOT_COMPARED: &str =
 ///
 /// Always: `metadata.json`, the index and the lengths of files as
 /// [`dcp_convert::verify`] does it, that the common state can be read, that every grid of objects
-/// is complete, that nothing in it runs commands where Python loads it, that flattened tensors make up their logical shapes, that every file is there that
-/// `integrity.json` names. With `deep`, too: every
-/// stored byte against its checksum, and every file against `integrity.json` where there is one.
+/// is complete, that nothing in it runs commands where Python loads it, that flattened tensors make
+/// up their logical shapes, that every file is there that `integrity.json` names. Where all of this
+/// holds, samples of the optimizer's state are compared with the model: Megatron-Core 0.15 to 0.19
+/// may have shifted it. With `deep`, too: every stored byte against its checksum, every file
+/// against `integrity.json` where there is one, and all of the optimizer's state.
 ///
 /// # Errors
 ///
@@ -98,8 +103,54 @@ pub async fn verify_opened(
         report.judge_callables(found, Some(COMMON_FILE));
     }
     report.notes.extend(checkpoint.warnings().iter().cloned());
+    // Damage that was found makes a comparison meaningless.
+    if report.problems.is_empty() {
+        let depth = if deep { CheckDepth::Full } else { CheckDepth::Sampled };
+        let (source, common) = (checkpoint.source(), checkpoint.common());
+        add_optimizer(&check_optimizer(source, common, depth, job).await?, &mut report);
+    }
     report.ok = report.problems.is_empty();
     Ok(report)
+}
+
+/// Adds what was found in the optimizer's state.
+fn add_optimizer(found: &OptimizerReport, report: &mut VerifyReport) {
+    match found.verdict {
+        OptimizerVerdict::ShiftedBuckets | OptimizerVerdict::PossiblyShifted => {}
+        OptimizerVerdict::Different => {
+            let differ = counted(found.mismatches.len() as u64, "master parameter");
+            let names = found.mismatches.iter().map(|mismatch| &*mismatch.param);
+            report.notes.push(format!(
+                "the optimizer has {differ} other than the weights, as when weights were replaced: {}",
+                first_of(names)
+            ));
+            return;
+        }
+        _ => return,
+    }
+    for mismatch in &found.mismatches {
+        let mut problem = Problem::default();
+        problem.kind = ProblemKind::Corrupt;
+        problem.key = Some(Arc::clone(&mismatch.master));
+        problem.message = mismatch.to_string();
+        report.problems.push(problem);
+    }
+    report.notes.push(format!(
+        "{}; the model is sound. `dcp convert --to torch-dist --repair-optimizer` takes the master \
+         parameters from the weights and resets the moments",
+        found.verdict
+    ));
+}
+
+/// The first of some names, and how many more there are.
+fn first_of<'a>(names: impl ExactSizeIterator<Item = &'a str>) -> String {
+    const SHOWN: usize = 5;
+    let more = names.len().saturating_sub(SHOWN);
+    let mut shown: Vec<_> = names.take(SHOWN).map(|name| Message(name).to_string()).collect();
+    if more > 0 {
+        shown.push(format!("and {more} more"));
+    }
+    shown.join(", ")
 }
 
 /// The report with the tensors and objects that the checkpoint has, where the files of its ranks

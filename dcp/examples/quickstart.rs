@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use dcp::convert::{self, JobOptions, KeySummary, Source, Target, VerifyReport};
 use dcp::formats::safetensors::{Header, PREFIX_LEN, header_len};
-use dcp::{Access, DcpReader, DcpWriter, Key, Storage, StorageRegistry};
+use dcp::{Access, DcpReader, DcpWriter, Key, Storage};
 
 const RANKS: u32 = 3;
 
@@ -84,7 +84,7 @@ async fn tour() -> Result<(), Box<dyn Error>> {
 
 fn open(path: &Path, access: Access) -> Result<Arc<dyn Storage>, Box<dyn Error>> {
     let url = path.to_str().ok_or("a path that is not UTF-8")?;
-    Ok(StorageRegistry::with_defaults().open(url, access)?)
+    Ok(dcp::default_storages().open(url, access)?)
 }
 
 fn source(storage: &Arc<dyn Storage>) -> Source {

@@ -1,21 +1,18 @@
 //! `dcp average`.
 
-use std::collections::HashSet;
-
 use clap::{Args, ValueEnum};
 use dcp::DType;
-use dcp::convert::ConvertError;
-use dcp::convert::view::{AverageOptions, Averaged, NonFloat};
+use dcp::checkpoint::text::{count, list};
+use dcp::checkpoint::{self, Need};
+use dcp::convert::view::{AverageOptions, NonFloat};
 
-use crate::destination::{Destination, For};
+use crate::destination::Destination;
 use crate::failure::Failure;
-use crate::key_options::{KeyOptions, taken_of, unmatched_in};
-use crate::open::{self, Need};
+use crate::key_options::KeyOptions;
 use crate::optimizer::CorruptOptimizer;
-use crate::output::Output;
 use crate::progress::Bar;
-use crate::style::count;
-use crate::summary::{list, tell};
+use crate::session::Session;
+use crate::summary::tell;
 
 /// Write the average of several checkpoints.
 ///
@@ -107,64 +104,28 @@ impl Average {
                 Accumulate::Float64 => DType::Float64,
             });
         }
-        match self.destination.cast_rule() {
-            Some(rule) => options.with_dtypes(rule),
-            None => options,
-        }
+        options
     }
 }
 
-pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
-    let usual = args.destination.usual_part(&args.out)?;
-    let selection = args.choosing.selection(usual)?;
-    let (report, view) = open::run(true, async {
+pub(crate) fn average(args: &Average, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    let destination = args.destination.at(&args.out, session);
+    // A format that is not known is an error before anything is read.
+    destination.format()?;
+    let keys = args.choosing.keys()?;
+    let averaged = session.run(true, async {
         let bar = Bar::new(out, "averaging");
-        let options = args.destination.writing.options(bar.options());
-        let mut all = Vec::with_capacity(args.sources.len());
-        for uri in &args.sources {
-            let opened = open::checkpoint(uri, Need::Whole, out).await?;
-            args.destination.keep_apart(&opened, &args.out).await?;
-            all.push(opened);
-        }
-        let mut sources = Vec::with_capacity(all.len());
-        let mut not_taken = 0;
-        let mut how = For::default();
-        let mut taken = HashSet::new();
-        for opened in &all {
-            taken.extend(taken_of(&selection, &opened.source).await?);
-            let (source, more) =
-                args.choosing.apply(&selection, &opened.source, &options, out).await?;
-            not_taken = not_taken.max(more);
-            if how.layout.is_none() {
-                how.layout = Some(args.destination.torch_dist.layout(opened).await?);
-            }
-            sources.push(source);
-        }
-        let unmatched = unmatched_in(&selection, all.iter().map(|opened| &opened.source)).await?;
-        args.corrupt_optimizer.refuse(&all, |fqn| taken.contains(fqn), &options).await?;
-        let averaged = Averaged::apply(&sources, &args.options(), &options).await;
-        let (source, view) = averaged.map_err(|error| match error {
-            ConvertError::Disagreement { structure: true, .. } => Failure::from(error).hint(
-                "--include, --exclude and --rename choose keys that all checkpoints have in one \
-                 shape; `dcp diff A B --keys-only` lists the others",
-            ),
-            ConvertError::Disagreement { .. } => Failure::from(error).hint(
-                "--include 'model.*' leaves the rest of a training state out; --non-float first \
-                 takes what has no average from the first checkpoint",
-            ),
-            error => error.into(),
-        })?;
-        let mut report = args.destination.write(&source, &args.out, how, &options).await?;
-        report.not_taken = not_taken;
-        report.unmatched.splice(..0, unmatched);
-        let cast = view.report();
-        if args.destination.cast_rule().is_some() || cast.lost_range().next().is_some() {
-            report.cast = Some(cast);
-        }
-        report.overflowed = view.overflowed();
-        Ok::<_, Failure>((report, view))
+        let all = session.open_all(&args.sources, Need::Whole).await?;
+        let average = checkpoint::average(&all, destination)
+            .keys(keys)
+            .options(args.options())
+            .allow_corrupt_optimizer(args.corrupt_optimizer.allow_corrupt_optimizer)
+            .job(args.destination.writing.options(bar.options()));
+        Ok(average.run().await?)
     })?;
-    tell(&report, &args.out, args.destination.writing.json, out)?;
+    let report = &averaged.written.report;
+    tell(report, &args.out, args.destination.writing.json, out)?;
     if !report.overflowed.is_empty() {
         let numbers: u64 = report.overflowed.values().sum();
         let names: Vec<_> = report.overflowed.keys().cloned().collect();
@@ -175,8 +136,7 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
             list(&names)
         ));
     }
-    let (averaged, taken) = view.counts();
-    if taken > 0 {
+    if averaged.taken > 0 {
         let from = match args.non_float {
             Other::Error => "same in all",
             Other::First => "taken from the first",
@@ -184,8 +144,8 @@ pub(crate) fn average(args: &Average, out: &Output) -> Result<(), Failure> {
         };
         out.note(&format!(
             "averaged {}; {} without an average: {from}",
-            count(averaged, "tensor"),
-            count(taken, "other key"),
+            count(averaged.averaged, "tensor"),
+            count(averaged.taken, "other key"),
         ));
     }
     Ok(())

@@ -1,24 +1,18 @@
 //! `dcp convert`.
 
 use clap::Args;
-
-use crate::arch::{self, Arch, Towards};
-use crate::destination::{Destination, For, Format, parse_dtype};
-use crate::failure::Failure;
-use crate::hf_config;
-use crate::incomplete_save;
-use crate::key_options::{KeyOptions, OptimizerKeys, unmatched_in};
-use crate::open::{self, Need};
-use crate::optimizer::MegatronOptimizer;
-use crate::output::Output;
-use crate::progress::Bar;
-use crate::summary::tell;
-use crate::torch_dist::TorchDist;
-use dcp::convert::view::{DequantizeOptions, Dequantized};
-use dcp::convert::{JobOptions, Source, WriteReport};
+use dcp::checkpoint::Need;
+use dcp::convert::view::DequantizeOptions;
 use dcp::core::DType;
-use dcp::mapping::MappingReport;
-use serde::Serialize;
+
+use crate::arch::{self, Arch};
+use crate::destination::{Destination, parse_dtype};
+use crate::failure::Failure;
+use crate::key_options::{KeyOptions, OptimizerKeys};
+use crate::optimizer::MegatronOptimizer;
+use crate::progress::Bar;
+use crate::session::Session;
+use crate::summary::tell;
 
 /// Write a checkpoint in another format.
 ///
@@ -97,71 +91,38 @@ fn parse_block(text: &str) -> Result<[u64; 2], String> {
 }
 
 impl Convert {
-    /// The checkpoint with its block-scaled weights as plain numbers, if that was asked for.
-    async fn dequantized(&self, source: Source, options: &JobOptions) -> Result<Source, Failure> {
-        let Some(dtype) = self.dequantize else { return Ok(source) };
-        let mut how = DequantizeOptions::new(dtype);
+    fn dequantize(&self) -> Option<DequantizeOptions> {
+        let mut how = DequantizeOptions::new(self.dequantize?);
         how.block = self.block_size;
-        Ok(Dequantized::apply(&source, how, options).await?)
+        Some(how)
     }
 }
 
-pub(crate) fn convert(args: &Convert, out: &Output) -> Result<(), Failure> {
-    let usual = args.destination.usual_part(&args.target)?;
-    let selection = args.choosing.selection(usual)?;
-    let (report, mapping) = open::run(true, async {
-        let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
-        args.destination.keep_apart(&opened, &args.target).await?;
-        let (to, config) = (args.destination.format(&args.target)?, args.destination.config());
-        if matches!(to, Format::TorchDist | Format::Dcp | Format::TorchSave) {
-            incomplete_save::refuse(&opened)?;
-        }
+pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    let destination = args.destination.at(&args.target, session);
+    // A format that is not known is an error before anything is read.
+    destination.format()?;
+    let (keys, mapping) = (args.choosing.keys()?, args.arch.options()?);
+    let written = session.run(true, async {
+        let opened = session.open(&args.source, Need::Whole).await?;
         let bar = Bar::new(out, "converting");
-        let options = args.destination.writing.options(bar.options());
-        let source = args.megatron_optimizer.apply(&opened, &selection, &options, out).await?;
-        let source = args.dequantized(source, &options).await?;
-        let source = args.optimizer.apply(source, &options).await?;
-        let layout = args.destination.torch_dist.layout(&opened).await?;
-        let dtype = args.destination.dtype();
-        let towards = Towards { format: to, tp: layout.tp, config, dtype };
-        let named = args.arch.apply(source, &opened, towards, &options, out).await?;
-        let source = named.source;
-        let common = match to {
-            Format::TorchDist => TorchDist::common(&source, &selection).await?,
-            _ => None,
-        };
-        let mut beside: Vec<_> = named.config.into_iter().collect();
-        if to == Format::Hf && config.is_none() {
-            let copied = hf_config::files_beside(&opened).await?;
-            if !copied.is_empty() {
-                let names: Vec<_> = copied.iter().map(|(key, _)| key.as_str()).collect();
-                out.note(&format!("copying {} from {:?}", names.join(", "), opened.place));
-            }
-            hf_config::complete(&mut beside, copied);
-        }
-        let how = For { beside, layout: Some(layout), common };
-        let unmatched = unmatched_in(&selection, [&source]).await?;
-        let (source, not_taken) = args.choosing.apply(&selection, &source, &options, out).await?;
-        let mut report = args.destination.write(&source, &args.target, how, &options).await?;
-        report.not_taken = not_taken;
-        report.unmatched.splice(..0, unmatched);
-        Ok((report, named.report))
+        let conversion = opened
+            .convert(destination)
+            .keys(keys)
+            .mapping(mapping)
+            .optimizer(args.megatron_optimizer.options())
+            .optimizer_layout(args.optimizer.layout())
+            .dequantize(args.dequantize())
+            .job(args.destination.writing.options(bar.options()));
+        Ok(conversion.run().await?)
     })?;
     if args.destination.writing.json {
-        return out.json(&Converted { report: &report, mapping: mapping.as_ref() });
+        return out.json(&written);
     }
-    tell(&report, &args.target, false, out)?;
-    if let Some(mapping) = &mapping {
+    tell(&written.report, &args.target, false, out)?;
+    if let Some(mapping) = &written.mapping {
         arch::tell(mapping, out);
     }
     Ok(())
-}
-
-/// The output of `--json`.
-#[derive(Serialize)]
-struct Converted<'a> {
-    #[serde(flatten)]
-    report: &'a WriteReport,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    mapping: Option<&'a MappingReport>,
 }

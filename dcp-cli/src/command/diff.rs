@@ -3,17 +3,16 @@
 use std::collections::HashSet;
 
 use clap::Args;
+use dcp::checkpoint::Need;
 use dcp::convert::{DiffOptions, JobOptions, Rename, Selection, StatePart, Tolerance};
 use dcp::planner::KeyFilter;
 
 use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
 use crate::key_options::parse_rename;
-use crate::open::{self, Need};
-use crate::optimizer::note_shifted;
-use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::diff;
+use crate::session::Session;
 use crate::summary::unmatched_notes;
 
 /// Compare two checkpoints: keys, shapes, dtypes and values.
@@ -159,30 +158,32 @@ impl Diff {
     }
 }
 
-pub(crate) fn diff(args: &Diff, out: &Output) -> Result<(), Failure> {
+pub(crate) fn diff(args: &Diff, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
     let options = args.options()?;
-    let report = open::run(!args.keys_only, async {
-        let a = open::checkpoint(&args.a, Need::Whole, out).await?;
-        let b = open::checkpoint(&args.b, Need::Whole, out).await?;
-        let bar = Bar::new(out, "comparing");
-        let job: JobOptions = bar.options().with_max_memory(args.max_memory);
-        let report = dcp::convert::diff(&a.source, &b.source, &options, &job).await?;
-        if !args.keys_only {
-            for (opened, side) in [(&a, &options.a), (&b, &options.b)] {
-                let metadata = opened.source.metadata().await?;
-                let compared: HashSet<&str> = side
-                    .of(&metadata)?
-                    .into_iter()
-                    .filter(|key| options.compares(&key.fqn))
-                    .filter_map(|key| Some(&**metadata.at(key.entry)?.0))
-                    .collect();
-                note_shifted(opened, |fqn| compared.contains(fqn), &job, out).await;
+    let report = session
+        .run(!args.keys_only, async {
+            let a = session.open(&args.a, Need::Whole).await?;
+            let b = session.open(&args.b, Need::Whole).await?;
+            let bar = Bar::new(out, "comparing");
+            let job: JobOptions = bar.options().with_max_memory(args.max_memory);
+            let report = dcp::convert::diff(a.source(), b.source(), &options, &job).await?;
+            if !args.keys_only {
+                for (opened, side) in [(&a, &options.a), (&b, &options.b)] {
+                    let metadata = opened.source().metadata().await?;
+                    let compared: HashSet<&str> = side
+                        .of(&metadata)?
+                        .into_iter()
+                        .filter(|key| options.compares(&key.fqn))
+                        .filter_map(|key| Some(&**metadata.at(key.entry)?.0))
+                        .collect();
+                    session.note_optimizer(opened, |fqn| compared.contains(fqn), &job).await;
+                }
             }
-        }
-        Ok(report)
-    })
-    // A checkpoint that cannot be read is neither equal nor different.
-    .map_err(|failure| failure.instead_of(Exit::Bad, Exit::Io))?;
+            Ok(report)
+        })
+        // A checkpoint that cannot be read is neither equal nor different.
+        .map_err(|failure| failure.instead_of(Exit::Bad, Exit::Io))?;
     let (a, b) = (report.compared.keys_a, report.compared.keys_b);
     if a + b == 0 && !args.include.is_empty() {
         let globs: Vec<_> = args.include.iter().map(|glob| format!("{glob:?}")).collect();

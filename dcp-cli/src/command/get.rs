@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use dcp::checkpoint::{Checkpoint, Need, TargetFile, TargetOptions, cast_to};
 use dcp::convert::{
     CastOptions, CastReport, ConvertError, Found, FoundTensor, JobOptions, Source,
     object_to_torch_save, view,
@@ -10,34 +11,29 @@ use dcp::core::escaped;
 use serde_json::json;
 
 use crate::args;
-use crate::destination::cast_to;
 use crate::failure::{Exit, Failure};
-use crate::new_folders::NewFolders;
-use crate::open::{self, Need, Opened};
-use crate::optimizer::note_shifted;
-use crate::output::Output;
-use crate::overlap_guard::{Shape, keep_apart};
 use crate::progress::Bar;
 use crate::render::value::python;
+use crate::session::Session;
 use crate::style::{printable, size};
 use crate::summary::cast_notes;
-use crate::target;
 
-pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
-    open::run(args.output.is_some(), async {
-        let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
-        let (source, cast) = cast(args, &opened.source).await?;
+pub(crate) fn get(args: &args::Get, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    session.run(args.output.is_some(), async {
+        let opened = session.open(&args.uri, Need::Readable).await?;
+        let (source, cast) = cast(args, opened.source()).await?;
         let found = dcp::convert::find(&source, &args.fqn, args.slice.as_deref()).await;
         let found = found.map_err(|error| absent(error, &opened, args))?;
         if let Found::Tensor(tensor) = &found {
-            note_shifted(&opened, |fqn| fqn == tensor.fqn(), &JobOptions::default(), out).await;
+            let shown = |fqn: &str| fqn == tensor.fqn();
+            session.note_optimizer(&opened, shown, &JobOptions::default()).await;
         }
         let report = || cast.as_ref().map(|cast| of_one(cast.report(), &args.fqn));
         match (found, &args.output) {
             (Found::Tensor(tensor), Some(path)) => {
                 let path = path.to_string_lossy();
-                keep_apart(&opened, &path, Shape::File).await?;
-                return save(args, &tensor, &path, report, out).await;
+                return save(args, (&opened, &tensor), &path, report, session).await;
             }
             (Found::Tensor(tensor), None) if args.json => out.json(&tensor.to_json().await?)?,
             (Found::Tensor(tensor), None) => {
@@ -46,8 +42,7 @@ pub(crate) fn get(args: &args::Get, out: &Output) -> Result<(), Failure> {
             }
             (Found::Object(_), Some(path)) => {
                 let path = path.to_string_lossy();
-                keep_apart(&opened, &path, Shape::File).await?;
-                return save_object(args, &source, &path, out).await;
+                return save_object(args, (&opened, &source), &path, session).await;
             }
             (Found::Object(value), None) if args.json => {
                 return out.json(&json!({ "kind": "object", "value": value }));
@@ -84,10 +79,10 @@ fn of_one(mut report: CastReport, fqn: &str) -> CastReport {
 }
 
 /// An error that says where a value is that Megatron-Core keeps in the common state.
-fn absent(error: ConvertError, opened: &Opened, args: &args::Get) -> Failure {
+fn absent(error: ConvertError, opened: &Checkpoint, args: &args::Get) -> Failure {
     let is_unknown = matches!(error, ConvertError::UnknownFqn { .. });
     let failure = Failure::from(error);
-    let Some(checkpoint) = opened.megatron.as_ref().filter(|_| is_unknown) else { return failure };
+    let Some(checkpoint) = opened.megatron().filter(|_| is_unknown) else { return failure };
     let first = args.fqn.split('.').next().unwrap_or_default();
     match checkpoint.common().get(first) {
         Some(_) if first == "args" => {
@@ -122,12 +117,26 @@ impl Kind {
     }
 }
 
+/// The file that is written.
+async fn file(
+    args: &args::Get,
+    opened: &Checkpoint,
+    path: &str,
+    session: &Session,
+) -> Result<TargetFile, Failure> {
+    let options = TargetOptions::default().with_overwrite(args.overwrite);
+    Ok(opened.target_file(path, &options.with_rollback(&session.rollback)).await?)
+}
+
 async fn save_object(
     args: &args::Get,
-    source: &Source,
+    (opened, source): (&Checkpoint, &Source),
     path: &str,
-    out: &Output,
+    session: &Session,
 ) -> Result<(), Failure> {
+    let out = &session.out;
+    let file = file(args, opened, path, session).await?;
+    let target = file.target();
     if Kind::of(path)? != Kind::TorchSave {
         let message = format!("{:?} is an object, and only a .pt file can hold it", args.fqn);
         return Err(Failure::new(Exit::Usage, message).hint(
@@ -135,11 +144,9 @@ async fn save_object(
              --json as JSON",
         ));
     }
-    let folders = NewFolders::before(path);
-    let target = target::file(path, args.overwrite, false).await?;
     let options = JobOptions::default().with_callables(args.callables.filter());
-    let bytes = object_to_torch_save(source, &args.fqn, &target, &options).await?;
-    folders.keep();
+    let bytes = object_to_torch_save(source, &args.fqn, target, &options).await?;
+    file.keep();
     if args.json {
         return out.json(&json!({ "output": path, "kind": "object", "bytes": bytes }));
     }
@@ -151,23 +158,24 @@ async fn save_object(
 
 async fn save(
     args: &args::Get,
-    tensor: &FoundTensor,
+    (opened, tensor): (&Checkpoint, &FoundTensor),
     path: &str,
     cast: impl Fn() -> Option<CastReport>,
-    out: &Output,
+    session: &Session,
 ) -> Result<(), Failure> {
+    let out = &session.out;
+    let file = file(args, opened, path, session).await?;
+    let target = file.target();
     let kind = Kind::of(path)?;
-    let folders = NewFolders::before(path);
-    let target = target::file(path, args.overwrite, false).await?;
     let bar = Bar::new(out, "writing");
     let options = bar.options().with_callables(args.callables.filter());
     let note = match kind {
-        Kind::Npy => tensor.to_npy(&target, &options).await?,
-        Kind::Safetensors => tensor.to_safetensors(&target, &options).await.map(|()| None)?,
-        Kind::TorchSave => tensor.to_torch_save(&target, &options).await.map(|()| None)?,
+        Kind::Npy => tensor.to_npy(target, &options).await?,
+        Kind::Safetensors => tensor.to_safetensors(target, &options).await.map(|()| None)?,
+        Kind::TorchSave => tensor.to_torch_save(target, &options).await.map(|()| None)?,
     };
     drop(bar);
-    folders.keep();
+    file.keep();
     if let Some(note) = &note {
         out.note(note);
     }

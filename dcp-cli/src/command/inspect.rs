@@ -1,5 +1,6 @@
 //! `dcp inspect`.
 
+use dcp::checkpoint::{Checkpoint, Need};
 use dcp::convert::{ConvertError, JobOptions, KeySummary, Source, Summary, unmatched_patterns};
 use dcp::core::{Key, Quoted, StorageExt as _};
 use dcp::megatron::{COMMON_STATE, Description, METADATA_JSON, MegatronCheckpoint, MegatronFormat};
@@ -9,9 +10,9 @@ use serde::Serialize;
 
 use crate::args;
 use crate::failure::{Exit, Failure};
-use crate::open::{self, Need, Opened};
 use crate::output::Output;
 use crate::render::{megatron, shards, tree};
+use crate::session::Session;
 
 /// The error of a filter that shows nothing.
 async fn no_match(glob: &str, source: &Source) -> Result<Failure, Failure> {
@@ -25,14 +26,15 @@ async fn no_match(glob: &str, source: &Source) -> Result<Failure, Failure> {
     Ok(Failure::new(Exit::Usage, format!("no name matches {glob:?}")).hint(hint))
 }
 
-pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure> {
-    let (summary, megatron) = open::run(false, async {
-        let opened = open::checkpoint(&args.uri, Need::Readable, out).await?;
-        let source = &opened.source;
+pub(crate) fn inspect(args: &args::Inspect, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    let (summary, megatron) = session.run(false, async {
+        let opened = session.open(&args.uri, Need::Readable).await?;
+        let source = opened.source();
         if !args.json {
-            open::say_which(&args.uri, out).await?;
+            session.note_ambiguity(&args.uri).await?;
         }
-        let megatron = match &opened.megatron {
+        let megatron = match opened.megatron() {
             Some(checkpoint) => Some(checkpoint.describe().await?),
             None => None,
         };
@@ -102,13 +104,13 @@ pub(crate) fn inspect(args: &args::Inspect, out: &Output) -> Result<(), Failure>
 }
 
 /// The files of the ranks of an old checkpoint of Megatron's, whose merged tensors lie in none.
-async fn rank_files(opened: &Opened) -> Result<IndexMap<String, Option<u64>>, Failure> {
+async fn rank_files(opened: &Checkpoint) -> Result<IndexMap<String, Option<u64>>, Failure> {
     let mut files = IndexMap::new();
-    let format = opened.megatron.as_ref().map(MegatronCheckpoint::format);
+    let format = opened.megatron().map(MegatronCheckpoint::format);
     if !matches!(format, Some(MegatronFormat::Legacy { .. })) {
         return Ok(files);
     }
-    let mut objects = opened.folder.list(None);
+    let mut objects = opened.storage().list(None);
     while let Some(meta) = objects.next().await {
         let meta = meta?;
         let name = meta.key.as_str();
@@ -130,12 +132,12 @@ struct WithMegatron<'a> {
 }
 
 /// The common state that was asked for where there is none.
-async fn no_common(args: &args::Inspect, opened: &Opened) -> Failure {
+async fn no_common(args: &args::Inspect, opened: &Checkpoint) -> Failure {
     let option = if args.args { "--args" } else { "--common" };
-    let is_folder = opened.source.dcp_reader().is_some();
+    let is_folder = opened.source().dcp_reader().is_some();
     if is_folder
         && let Ok(config) = Key::new(METADATA_JSON)
-        && opened.folder.contains(&config).await.unwrap_or(false)
+        && opened.storage().contains(&config).await.unwrap_or(false)
     {
         let message = format!(
             "{} has no common state that can be told: its {METADATA_JSON} does not name the \

@@ -1,12 +1,10 @@
 //! `dcp ls`.
 
 use clap::Args;
-use dcp::Access;
 
 use crate::failure::Failure;
-use crate::open;
-use crate::output::Output;
 use crate::render::run;
+use crate::session::Session;
 
 /// List the checkpoints in a directory: steps, whether whole, size, age, kind.
 ///
@@ -37,14 +35,14 @@ pub(crate) struct Ls {
     json: bool,
 }
 
-pub(crate) fn ls(args: &Ls, out: &Output) -> Result<(), Failure> {
-    let listing = open::run(false, async {
-        let storage = open::registry().open(&args.uri, Access::Read);
-        let storage = storage.map_err(|error| open::cannot_open(&args.uri, &error))?;
+pub(crate) fn ls(args: &Ls, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    let listing = session.run(false, async {
+        let listing = session.opener().list(&args.uri).await?;
         if !args.json {
-            open::say_which(&args.uri, out).await?;
+            session.note_ambiguity(&args.uri).await?;
         }
-        Ok(dcp::convert::list_run(&storage).await?)
+        Ok(listing)
     })?;
     if args.json {
         return out.json(&listing);

@@ -5,15 +5,13 @@ use std::fmt::Write as _;
 use clap::{Args, Command, CommandFactory};
 use clap_mangen::Man;
 use dcp::Access;
+use dcp::checkpoint::text::count;
 use dcp::core::{Key, Payload, PutMode, StorageError};
 use serde_json::json;
 
 use crate::args::Cli;
 use crate::failure::{Exit, Failure};
-use crate::open;
-use crate::output::Output;
-use crate::rollback;
-use crate::style::count;
+use crate::session::Session;
 
 /// Write the manual pages.
 ///
@@ -33,15 +31,16 @@ pub(crate) struct ManPages {
     pub(crate) json: bool,
 }
 
-pub(crate) fn man(args: &ManPages, out: &Output) -> Result<(), Failure> {
+pub(crate) fn man(args: &ManPages, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
     let pages = pages()?;
     let Some(directory) = &args.directory else {
         let (_, page) = pages.first().ok_or_else(|| Failure::new(Exit::Io, "there is no page"))?;
         return out.write_own(page);
     };
-    open::run(true, async {
-        let storage = open::registry().open(directory, Access::Write)?;
-        let storage = rollback::watch(storage);
+    session.run(true, async {
+        let storage = session.opener().storages().open(directory, Access::Write)?;
+        let storage = session.rollback.watch(storage);
         for (name, page) in &pages {
             let key = Key::new(name.clone()).map_err(StorageError::from)?;
             let payload = Payload::from(page.clone().into_bytes());

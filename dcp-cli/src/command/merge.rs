@@ -1,16 +1,15 @@
 //! `dcp merge`.
 
 use clap::Args;
-use dcp::convert::view::{Duplicates, Merged};
-use dcp::convert::{ConvertError, StatePart};
+use dcp::checkpoint::{self, Need};
+use dcp::convert::view::Duplicates;
 
-use crate::destination::{Destination, For};
+use crate::destination::Destination;
 use crate::failure::Failure;
-use crate::key_options::{KeyOptions, taken_of, unmatched_in};
-use crate::open::{self, Need};
+use crate::key_options::KeyOptions;
 use crate::optimizer::CorruptOptimizer;
-use crate::output::Output;
 use crate::progress::Bar;
+use crate::session::Session;
 use crate::summary::tell;
 
 /// Write several checkpoints with different keys as one.
@@ -49,40 +48,22 @@ pub(crate) struct Merge {
     corrupt_optimizer: CorruptOptimizer,
 }
 
-pub(crate) fn merge(args: &Merge, out: &Output) -> Result<(), Failure> {
-    // A format that does not go with the target's name is noticed before anything is read.
-    args.destination.format(&args.out)?;
-    let selection = args.choosing.selection(StatePart::Everything)?;
+pub(crate) fn merge(args: &Merge, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    let destination = args.destination.at(&args.out, session);
+    // A format that is not known is an error before anything is read.
+    destination.format()?;
+    let keys = args.choosing.keys()?;
     let duplicates = if args.identical { Duplicates::Identical } else { Duplicates::Refuse };
-    let report = open::run(true, async {
+    let written = session.run(true, async {
         let bar = Bar::new(out, "merging");
-        let options = args.destination.writing.options(bar.options());
-        let mut all = Vec::with_capacity(args.sources.len());
-        let mut how = For::default();
-        for uri in &args.sources {
-            let opened = open::checkpoint(uri, Need::Whole, out).await?;
-            args.destination.keep_apart(&opened, &args.out).await?;
-            if how.layout.is_none() {
-                how.layout = Some(args.destination.torch_dist.layout(&opened).await?);
-            }
-            all.push(opened);
-        }
-        let sources: Vec<_> = all.iter().map(|opened| opened.source.clone()).collect();
-        let merged = Merged::apply(&sources, duplicates, &options).await;
-        let merged = merged.map_err(|error| match error {
-            ConvertError::Disagreement { .. } if duplicates == Duplicates::Refuse => {
-                Failure::from(error)
-                    .hint("--identical takes keys once that hold the same in all checkpoints")
-            }
-            error => error.into(),
-        })?;
-        let taken = taken_of(&selection, &merged).await?;
-        args.corrupt_optimizer.refuse(&all, |fqn| taken.contains(fqn), &options).await?;
-        let unmatched = unmatched_in(&selection, [&merged]).await?;
-        let merged = selection.apply(&merged, &options).await?;
-        let mut report = args.destination.write(&merged, &args.out, how, &options).await?;
-        report.unmatched.splice(..0, unmatched);
-        Ok::<_, Failure>(report)
+        let all = session.open_all(&args.sources, Need::Whole).await?;
+        let merge = checkpoint::merge(&all, destination)
+            .keys(keys)
+            .duplicates(duplicates)
+            .allow_corrupt_optimizer(args.corrupt_optimizer.allow_corrupt_optimizer)
+            .job(args.destination.writing.options(bar.options()));
+        Ok(merge.run().await?)
     })?;
-    tell(&report, &args.out, args.destination.writing.json, out)
+    tell(&written.report, &args.out, args.destination.writing.json, out)
 }

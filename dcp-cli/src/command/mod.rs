@@ -1,4 +1,4 @@
-//! One function a command: open, do the job in `dcp::convert`, print.
+//! One function a command: open, do the job in `dcp::checkpoint`, print.
 
 mod arch;
 mod average;

@@ -1,18 +1,15 @@
 //! `dcp report`.
 
 use clap::Args;
+use dcp::checkpoint::{Need, TargetOptions};
 use dcp::convert::Selection;
 use dcp::convert::report::{ReportLimits, render_html};
 
 use crate::failure::Failure;
-use crate::new_folders::NewFolders;
-use crate::open::{self, Need};
-use crate::optimizer::note_shifted;
-use crate::output::{Output, json_text};
-use crate::overlap_guard::{Shape, keep_apart};
+use crate::output::json_text;
 use crate::progress::Bar;
+use crate::session::Session;
 use crate::style::{printable, size};
-use crate::target;
 
 /// Make a page to look around in a checkpoint.
 ///
@@ -51,17 +48,19 @@ pub(crate) struct Report {
     pub(crate) json: bool,
 }
 
-pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
-    open::run(true, async {
+pub(crate) fn report(args: &Report, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    session.run(true, async {
         // Statistics of a part would pass for those of all.
         let need = if args.stats { Need::Whole } else { Need::Readable };
-        let opened = open::checkpoint(&args.uri, need, out).await?;
-        let source = &opened.source;
-        let folders = args.output.as_deref().map(NewFolders::before);
-        let target = match &args.output {
+        let opened = session.open(&args.uri, need).await?;
+        let source = opened.source();
+        let file = match &args.output {
             Some(path) => {
-                keep_apart(&opened, path, Shape::File).await?;
-                Some((path, target::file(path, args.overwrite, false).await?))
+                let options = TargetOptions::default()
+                    .with_overwrite(args.overwrite)
+                    .with_rollback(&session.rollback);
+                Some((path, opened.target_file(path, &options).await?))
             }
             None => None,
         };
@@ -73,14 +72,15 @@ pub(crate) fn report(args: &Report, out: &Output) -> Result<(), Failure> {
             let options = bar.options();
             let stats = dcp::convert::stats(source, &Selection::all(), &options).await?;
             report.add_stats(&stats, &limits);
-            note_shifted(&opened, |_| true, &options, out).await;
+            session.note_optimizer(&opened, |_| true, &options).await;
         }
         drop(bar);
-        let Some((path, target)) = target else { return out.json(&report) };
+        let Some((path, file)) = file else { return out.json(&report) };
+        let target = file.target();
         let text = if args.json { json_text(&report)? } else { render_html(&report).into_bytes() };
         let len = text.len() as u64;
         target.put_report(text).await?;
-        folders.into_iter().for_each(NewFolders::keep);
+        file.keep();
         if !out.quiet {
             out.write(&format!("{}: {}\n", printable(path), size(len)))?;
         }

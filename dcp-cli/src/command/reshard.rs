@@ -1,21 +1,16 @@
 //! `dcp reshard`.
 
 use clap::Args;
+use dcp::checkpoint::Need;
 
 use crate::destination::Writing;
-use crate::failure::{Exit, Failure};
-use crate::incomplete_save;
-use crate::key_options::{KeyOptions, OptimizerKeys, unmatched_in};
-use crate::new_folders::NewFolders;
-use crate::open::{self, Need, Opened};
+use crate::failure::Failure;
+use crate::key_options::{KeyOptions, OptimizerKeys};
 use crate::optimizer::MegatronOptimizer;
-use crate::output::Output;
-use crate::overlap_guard::{Shape, keep_apart};
 use crate::progress::Bar;
+use crate::session::Session;
 use crate::summary::tell;
-use crate::target;
 use crate::torch_dist::TorchDist;
-use dcp::convert::StatePart;
 
 /// Options that are Megatron-Core's, by the names of their fields.
 const MEGATRONS: [&str; 11] = [
@@ -86,79 +81,23 @@ pub(crate) struct Reshard {
     megatron_optimizer: MegatronOptimizer,
 }
 
-/// The ranks to write for.
-enum Ranks {
-    /// Equal ones.
-    Flat(u32),
-    /// Those of a layout of Megatron-Core.
-    Megatron,
-}
-
-impl Reshard {
-    /// What was asked for, if it goes with the source.
-    fn ranks_for(&self, opened: &Opened) -> Result<Ranks, Failure> {
-        let is_megatrons = opened.megatron.is_some();
-        match self.ranks {
-            None if is_megatrons => Ok(Ranks::Megatron),
-            None => {
-                let message = format!(
-                    "{} is for checkpoints of Megatron-Core, and {:?} is none",
-                    self.torch_dist.given().unwrap_or("what was asked for"),
-                    opened.uri
-                );
-                Err(Failure::new(Exit::Usage, message)
-                    .hint("say --ranks, or `dcp convert --to torch-dist --arch` to make it one"))
-            }
-            Some(_) if is_megatrons => {
-                let message = format!(
-                    "{:?} is a checkpoint of Megatron-Core, which equal ranks of PyTorch would \
-                     not leave it",
-                    opened.uri
-                );
-                Err(Failure::new(Exit::Usage, message).hint(
-                    "say --tp, --pp and --ep for another layout of Megatron-Core; `dcp convert \
-                     --to dcp --ranks N` makes it a checkpoint of PyTorch",
-                ))
-            }
-            Some(ranks) => Ok(Ranks::Flat(ranks)),
-        }
-    }
-}
-
-pub(crate) fn reshard(args: &Reshard, out: &Output) -> Result<(), Failure> {
-    let selection = args.choosing.selection(StatePart::Everything)?;
-    let report = open::run(true, async {
-        let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
-        keep_apart(&opened, &args.target, Shape::Folder).await?;
-        incomplete_save::refuse(&opened)?;
-        let ranks = args.ranks_for(&opened)?;
-        let folders = NewFolders::before(&args.target);
+pub(crate) fn reshard(args: &Reshard, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    let keys = args.choosing.keys()?;
+    let written = session.run(true, async {
+        let opened = session.open(&args.source, Need::Whole).await?;
         let bar = Bar::new(out, "writing");
-        let options = args.writing.options(bar.options());
-        let source = args.megatron_optimizer.apply(&opened, &selection, &options, out).await?;
-        let source = args.optimizer.apply(source, &options).await?;
-        let all = source;
-        let unmatched = unmatched_in(&selection, [&all]).await?;
-        let source = selection.apply(&all, &options).await?;
-        let overwrite = args.writing.overwrite;
-        let mut report = match ranks {
-            Ranks::Flat(ranks) => {
-                let writer =
-                    target::directory(&args.target, overwrite, args.writing.dry_run).await?;
-                dcp::convert::reshard(&source, &writer, ranks, &options).await?
-            }
-            Ranks::Megatron => {
-                let layout = args.torch_dist.layout(&opened).await?;
-                let (how, target) = (&args.torch_dist, &args.target);
-                let common = TorchDist::common(&all, &selection).await?;
-                how.write(&source, target, (layout, common), overwrite, &options).await?
-            }
-        };
-        if !options.dry_run {
-            folders.keep();
-        }
-        report.unmatched = unmatched;
-        Ok(report)
+        let reshard = opened
+            .reshard(&args.target)
+            .ranks(args.ranks)
+            .megatron(args.torch_dist.target())
+            .keys(keys)
+            .optimizer(args.megatron_optimizer.options())
+            .optimizer_layout(args.optimizer.layout())
+            .overwrite(args.writing.overwrite)
+            .rollback(&session.rollback)
+            .job(args.writing.options(bar.options()));
+        Ok(reshard.run().await?)
     })?;
-    tell(&report, &args.target, args.writing.json, out)
+    tell(&written.report, &args.target, args.writing.json, out)
 }

@@ -1,13 +1,13 @@
 //! `dcp rewrite-metadata`.
 
 use clap::{Args, ValueEnum};
+use dcp::checkpoint::text::count;
 use dcp::convert::ProfileChoice;
 use dcp::formats::metadata::Profile;
 
 use crate::failure::Failure;
-use crate::open;
-use crate::output::Output;
-use crate::style::{count, size};
+use crate::session::Session;
+use crate::style::size;
 
 /// Rewrite a checkpoint's index for PyTorch or OLMo-core, not its data.
 ///
@@ -79,13 +79,11 @@ fn choice(to: Program, form: Option<Form>) -> ProfileChoice {
     })
 }
 
-pub(crate) fn rewrite_metadata(args: &RewriteMetadata, out: &Output) -> Result<(), Failure> {
+pub(crate) fn rewrite_metadata(args: &RewriteMetadata, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
     let choice = choice(args.to, args.profile);
-    let report = open::run(false, async {
-        let uri = args.uri.as_str();
-        let storage = open::checkpoint_to_change(uri, args.dry_run).await?;
-        let rewritten = dcp::convert::rewrite_metadata(&storage, choice, args.dry_run).await;
-        rewritten.map_err(|error| Failure::from(error).context(format!("cannot rewrite {uri:?}")))
+    let report = session.run(false, async {
+        Ok(session.opener().rewrite_metadata(&args.uri, choice, args.dry_run).await?)
     })?;
     if args.json {
         return out.json(&report);

@@ -1,17 +1,17 @@
 //! `dcp stats`.
 
+use std::collections::HashSet;
+
 use clap::{Args, ValueEnum};
+use dcp::checkpoint::Need;
 use dcp::convert::{NumberStats, Selection, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
 use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
-use crate::key_options::taken_of;
-use crate::open::{self, Need};
-use crate::optimizer::note_shifted;
-use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::stats;
+use crate::session::Session;
 use crate::summary::unmatched_notes;
 
 /// Show statistics of a checkpoint, and find the NaN that killed the run.
@@ -118,10 +118,11 @@ impl FailOn {
     }
 }
 
-pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
-    let mut report = open::run(true, async {
-        let opened = open::checkpoint(&args.uri, Need::Whole, out).await?;
-        let source = &opened.source;
+pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    let mut report = session.run(true, async {
+        let opened = session.open(&args.uri, Need::Whole).await?;
+        let source = opened.source();
         let selection = match &args.fqn {
             Some(fqn) => {
                 // Looks the name up as `get` does, so that a typo gets the same advice.
@@ -140,8 +141,11 @@ pub(crate) fn stats(args: &Stats, out: &Output) -> Result<(), Failure> {
         for one in &mut report.unmatched {
             one.option = "filter".to_owned();
         }
-        let taken = taken_of(&selection, source).await?;
-        note_shifted(&opened, |fqn| taken.contains(fqn), &options, out).await;
+        let metadata = source.metadata().await?;
+        let chosen = selection.of(&metadata)?;
+        let taken: HashSet<&str> =
+            chosen.iter().filter_map(|key| Some(&**metadata.at(key.entry)?.0)).collect();
+        session.note_optimizer(&opened, |fqn| taken.contains(fqn), &options).await;
         Ok(report)
     })?;
     if report.tensors.is_empty() && report.objects.count == 0 && !args.filter.is_empty() {

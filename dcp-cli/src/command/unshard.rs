@@ -3,18 +3,15 @@
 use std::num::NonZeroU64;
 
 use clap::{Args, ValueEnum};
-use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy, unshard_checkpoint};
+use dcp::checkpoint::Need;
+use dcp::checkpoint::text::{count, list};
+use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy};
 
 use crate::destination::{Writing, parse_bytes};
 use crate::failure::{Exit, Failure};
-use crate::new_folders::NewFolders;
-use crate::open::{self, Need};
-use crate::output::Output;
-use crate::overlap_guard::{Shape, keep_apart};
 use crate::progress::Bar;
-use crate::style::{count, size};
-use crate::summary::list;
-use crate::target;
+use crate::session::Session;
+use crate::style::size;
 
 /// Write the model of a checkpoint as plain files, as OLMo-core's unshard_checkpoint does.
 ///
@@ -103,20 +100,18 @@ impl Unshard {
     }
 }
 
-pub(crate) fn unshard(args: &Unshard, out: &Output) -> Result<(), Failure> {
+pub(crate) fn unshard(args: &Unshard, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
     let how = args.options()?;
-    let report = open::run(true, async {
-        let opened = open::checkpoint(&args.source, Need::Whole, out).await?;
-        keep_apart(&opened, &args.target, Shape::Folder).await?;
-        let folders = NewFolders::before(&args.target);
-        let target = target::folder(&args.target, false, args.writing.dry_run).await?;
+    let report = session.run(true, async {
+        let opened = session.open(&args.source, Need::Whole).await?;
         let bar = Bar::new(out, "writing");
-        let options = args.writing.options(bar.options());
-        let report = unshard_checkpoint(&opened.source, &target, &how, &options).await?;
-        if !options.dry_run {
-            folders.keep();
-        }
-        Ok(report)
+        let unshard = opened
+            .unshard(&args.target)
+            .options(how)
+            .rollback(&session.rollback)
+            .job(args.writing.options(bar.options()));
+        Ok(unshard.run().await?)
     })?;
     if args.writing.json {
         return out.json(&report);

@@ -1,28 +1,26 @@
 //! `dcp verify`.
 
+use dcp::checkpoint::Need;
+
 use crate::args;
 use crate::failure::{Exit, Failure};
-use crate::megatron;
-use crate::open::{self, Need};
-use crate::output::Output;
 use crate::progress::Bar;
 use crate::render::problems;
+use crate::session::Session;
 
-pub(crate) fn verify(args: &args::Verify, out: &Output) -> Result<(), Failure> {
-    let (place, report) = open::run(args.deep, async {
-        // What there is to say of it, the report says.
-        let opened = open::checkpoint(&args.uri, Need::Readable, &out.silent()).await?;
+pub(crate) fn verify(args: &args::Verify, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    let (place, report) = session.run(args.deep, async {
+        // The report has what there is to note.
+        let opener = session.silent_opener().need(Need::Readable);
+        let opened = opener.open(&args.uri).await?;
         let bar = Bar::new(out, "verifying");
-        let mut report = match &opened.megatron {
-            Some(checkpoint) => megatron::verify(checkpoint, args.deep, &bar.options()).await?,
-            None => dcp::convert::verify(&opened.source, args.deep, &bar.options()).await?,
-        };
+        let report = opened.verify().deep(args.deep).job(bar.options()).run().await?;
         drop(bar);
-        megatron::add_surroundings(&opened, &mut report);
         if !args.json && report.notes.is_empty() {
-            open::say_which(&args.uri, out).await?;
+            session.note_ambiguity(&args.uri).await?;
         }
-        Ok((opened.place, report))
+        Ok((opened.place().to_owned(), report))
     })?;
     if args.json {
         out.json(&report)?;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp::core::{Entry, Placement, StorageExt, StorageReader};
-use dcp::{Access, DcpReader, StorageRegistry};
+use dcp::{Access, DcpReader};
 use serde_json::Value;
 
 use crate::support::{assert_same_tensors, dcp, fixtures, path, tensors};
@@ -25,7 +25,7 @@ const FIXTURES: [&str; 8] = [
 /// The stored bytes of every object.
 fn objects(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let uri = folder.display().to_string();
-    let storage = StorageRegistry::with_defaults().open(&uri, Access::Read).unwrap();
+    let storage = dcp::default_storages().open(&uri, Access::Read).unwrap();
     let reader = DcpReader::new(Arc::clone(&storage));
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     runtime.block_on(async {

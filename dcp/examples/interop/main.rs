@@ -33,7 +33,7 @@ use dcp::formats::dcp::FileLayout;
 use dcp::planner::set_at_path;
 use dcp::{
     Access, Collective, DType, DcpReader, DcpWriter, LoadMode, Loader, Saver, StateDict, Storage,
-    StorageReader, StorageRegistry, Tensor, Value,
+    StorageReader, Tensor, Value,
 };
 use expected::Contents;
 use serde_json::Value as Json;
@@ -80,7 +80,7 @@ fn main() -> Result {
 }
 
 fn storage(path: &str, access: Access) -> Result<Arc<dyn Storage>> {
-    Ok(StorageRegistry::with_defaults().open(path, access)?)
+    Ok(dcp::default_storages().open(path, access)?)
 }
 
 async fn load(checkpoint: &str, group: &Arc<dyn Collective>) -> Result {

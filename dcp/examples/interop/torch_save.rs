@@ -12,9 +12,7 @@ use dcp::formats::torch_save::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSaveReader, write,
 };
 use dcp::formats::torch_zip::RecordSet;
-use dcp::{
-    Access, Collective, DType, Loader, StateDict, StorageReader, StorageRegistry, Tensor, Value,
-};
+use dcp::{Access, Collective, DType, Loader, StateDict, StorageReader, Tensor, Value};
 
 use crate::Result;
 
@@ -26,7 +24,7 @@ pub(crate) async fn resave(
     form: &str,
     group: &Arc<dyn Collective>,
 ) -> Result {
-    let storage = StorageRegistry::with_defaults().open(folder, Access::Write)?;
+    let storage = dcp::default_storages().open(folder, Access::Write)?;
     let reader = TorchSaveReader::new(Arc::clone(&storage), Key::new(name)?);
     let metadata = reader.metadata().await?;
     let mut state = StateDict::new();

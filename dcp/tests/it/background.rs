@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use dcp::{Access, BackgroundSaver, DcpWriter, Saver, StorageRegistry, StorageWriter};
+use dcp::{Access, BackgroundSaver, DcpWriter, Saver, StorageWriter};
 
 use crate::state::{load, state};
 
 fn writer(place: &str) -> Arc<dyn StorageWriter> {
-    let storage = StorageRegistry::with_defaults().open(place, Access::Write).unwrap();
+    let storage = dcp::default_storages().open(place, Access::Write).unwrap();
     Arc::new(DcpWriter::new(storage))
 }
 

@@ -10,7 +10,7 @@ use dcp::formats::safetensors::{Header, PREFIX_LEN, TensorInfo, header_len};
 use dcp::formats::torch_save::TorchSaveReader;
 use dcp::{
     Access, Collective, DType, Key, Loader, LocalCollective, Region, StateDict, StorageReader,
-    StorageRegistry, Tensor, Value,
+    Tensor, Value,
 };
 
 const RANKS: u64 = 4;
@@ -65,7 +65,7 @@ fn a_torch_save_file_is_loaded_straight_into_a_sharded_state_dict() {
                 state.insert("optim.param_groups.0.betas", Value::None);
                 let inner = (rank == 1).then(|| {
                     let folder = fixture().display().to_string();
-                    let storage = StorageRegistry::with_defaults().open(&folder, Access::Read);
+                    let storage = dcp::default_storages().open(&folder, Access::Read);
                     let key = Key::new(file).unwrap();
                     Arc::new(TorchSaveReader::new(storage.unwrap(), key)) as Arc<dyn StorageReader>
                 });

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
-use dcp::{Access, DcpWriter, Saver, Storage, StorageRegistry, StorageWriter};
+use dcp::{Access, DcpWriter, Saver, Storage, StorageWriter};
 use dcp_conformance::StallStorage;
 
 use crate::state::state;
@@ -65,7 +65,7 @@ pub(crate) fn stopping(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
 }
 
 fn writer(place: &str, stops: bool) -> Arc<dyn StorageWriter> {
-    let storage = StorageRegistry::with_defaults().open(place, Access::Write).unwrap();
+    let storage = dcp::default_storages().open(place, Access::Write).unwrap();
     Arc::new(DcpWriter::new(if stops { stopping(storage) } else { storage }))
 }
 

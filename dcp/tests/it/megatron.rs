@@ -11,7 +11,7 @@ use dcp::megatron::{
     LoadOptions, METADATA_JSON, MegatronRun, SaveOptions, Tracked, load, save, verify,
     write_tracker,
 };
-use dcp::{Access, DType, Storage, StorageRegistry, Tensor, Value};
+use dcp::{Access, DType, Storage, Tensor, Value};
 
 use crate::child::{STEP, STOP, say, stopping};
 use crate::ranks::killed_before;
@@ -28,7 +28,7 @@ fn block_on<T>(work: impl Future<Output = T>) -> T {
 }
 
 fn open(place: &str, access: Access) -> Arc<dyn Storage> {
-    StorageRegistry::with_defaults().open(place, access).unwrap()
+    dcp::default_storages().open(place, access).unwrap()
 }
 
 /// The state of save number `step`, as `rank` of `world` holds it.

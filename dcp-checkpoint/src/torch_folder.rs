@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use dcp::convert::view::{Duplicates, Merged};
-use dcp::convert::{JobOptions, Source};
-use dcp::core::{Key, Storage, StorageError, StorageExt};
+use dcp_convert::view::{Duplicates, Merged};
+use dcp_convert::{JobOptions, Source};
+use dcp_core::{Key, Storage, StorageError, StorageExt};
 use serde::Deserialize;
 
-use crate::failure::{Exit, Failure};
+use crate::error::{Error, ErrorKind};
 
 const NAME: &str = "pytorch_model";
 /// Bytes of an index that are read at most.
@@ -26,7 +26,7 @@ pub(crate) async fn open(
     storage: &Arc<dyn Storage>,
     variant: Option<&str>,
     tolerant: bool,
-) -> Result<Option<Source>, Failure> {
+) -> Result<Option<Source>, Error> {
     let infix = variant.map(|variant| format!(".{variant}")).unwrap_or_default();
     let key = |name: String| Key::new(name).map_err(StorageError::from);
     let file = key(format!("{NAME}{infix}.bin"))?;
@@ -37,7 +37,7 @@ pub(crate) async fn open(
     if !storage.contains(&index_file).await? {
         return Ok(None);
     }
-    let bad = |problem: String| Failure::new(Exit::Bad, format!("{index_file}: {problem}"));
+    let bad = |problem: String| Error::new(ErrorKind::Damaged, format!("{index_file}: {problem}"));
     let len = storage.stat(&index_file).await?.byte_len;
     if len > INDEX_MAX {
         return Err(bad(format!("it has {len} bytes, more than an index has")));

@@ -1,12 +1,12 @@
-//! Keeping what a command writes apart from what it reads.
+//! Refuses targets that are, contain or are part of a source.
 
 use std::path::{Path, PathBuf};
 
-use dcp::convert::ConvertError;
-use dcp::formats::hf::INDEX_ENDING;
+use dcp_convert::ConvertError;
+use dcp_formats::hf::INDEX_ENDING;
 
-use crate::failure::{Exit, Failure};
-use crate::open::Opened;
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, ErrorKind};
 
 /// What is written at a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,8 +21,12 @@ pub(crate) enum Shape {
 ///
 /// A file may have a free name in the folder of the source; a folder that is written must have
 /// none of the source's files in it, nor lie in the source itself.
-pub(crate) async fn keep_apart(source: &Opened, target: &str, shape: Shape) -> Result<(), Failure> {
-    let same = || Failure::from(ConvertError::SameTarget { target: target.to_owned() });
+pub(crate) async fn keep_apart(
+    source: &Checkpoint,
+    target: &str,
+    shape: Shape,
+) -> Result<(), Error> {
+    let same = || Error::from(ConvertError::SameTarget { target: target.to_owned() });
     let uri = &*source.uri;
     if uri == target {
         return Err(same());
@@ -41,8 +45,8 @@ pub(crate) async fn keep_apart(source: &Opened, target: &str, shape: Shape) -> R
     };
     if shape == Shape::Folder && place.is_dir() && inside(&place) {
         let message = format!("{target:?} lies in the source {uri:?}");
-        return Err(Failure::new(Exit::Usage, message)
-            .hint("write to a folder beside it; what lies in a checkpoint goes when it goes"));
+        return Err(Error::new(ErrorKind::Overlap, message)
+            .with_hint("write to another folder; files inside a checkpoint are deleted with it"));
     }
     for file in files(&place, source).await? {
         // A folder that belongs to the source as a whole has no room for anything else.
@@ -61,8 +65,8 @@ pub(crate) async fn keep_apart(source: &Opened, target: &str, shape: Shape) -> R
                 Shape::File => format!("{target:?} is a file of the source {uri:?}"),
                 Shape::Folder => format!("{target:?} has files of the source in it: {file:?}"),
             };
-            return Err(Failure::new(Exit::Usage, message)
-                .hint("write to another place, then remove the old one"));
+            return Err(Error::new(ErrorKind::Overlap, message)
+                .with_hint("write to another place, then remove the old one"));
         }
     }
     Ok(())
@@ -100,7 +104,7 @@ fn followed(path: &Path) -> PathBuf {
 
 /// All that belongs to a checkpoint: what its index names, the index, and what lies beside it
 /// under names that the formats use. Of Megatron-Core's, folders too.
-async fn files(place: &Path, source: &Opened) -> Result<Vec<PathBuf>, Failure> {
+async fn files(place: &Path, source: &Checkpoint) -> Result<Vec<PathBuf>, Error> {
     let is_folder = place.is_dir();
     let folder = if is_folder { place } else { place.parent().unwrap_or(place) };
     let metadata = source.source.metadata().await?;

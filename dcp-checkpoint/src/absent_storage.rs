@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp::core::{
+use dcp_core::{
     Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
     Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };

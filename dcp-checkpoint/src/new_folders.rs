@@ -1,10 +1,10 @@
-//! Folders that a command makes for its target, which a failure must not leave behind.
+//! Folders that a job makes for its target, which a failure must not leave behind.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::rollback;
+use crate::rollback::Rollback;
 
 /// The folders that were missing when this was made. Those of them that are there, and empty,
 /// are removed when it is dropped without [`keep`](Self::keep).
@@ -12,11 +12,12 @@ use crate::rollback;
 pub(crate) struct NewFolders {
     /// The innermost first.
     missing: Vec<PathBuf>,
+    rollback: Rollback,
 }
 
 impl NewFolders {
     /// Looks at `uri` before anything is made there. One that is no path has no folders.
-    pub(crate) fn before(uri: &str) -> Self {
+    pub(crate) fn before(uri: &str, rollback: &Rollback) -> Self {
         let path = match uri.split_once("://") {
             Some(("file", path)) => path,
             Some(_) => "",
@@ -27,7 +28,7 @@ impl NewFolders {
             .take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists())
             .map(Path::to_owned)
             .collect();
-        Self { missing }
+        Self { missing, rollback: rollback.clone() }
     }
 
     /// There is something in them now.
@@ -43,9 +44,10 @@ impl Drop for NewFolders {
                 Ok(()) => {}
                 // The innermost is no folder when the target is a file.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                // It has something in it: what an interrupted command wrote is removed later.
+                // It has something in it: what a cancelled job wrote is removed later.
                 Err(_) => {
-                    rollback::remove_folders_later(self.missing.get(index..).unwrap_or_default());
+                    self.rollback
+                        .remove_folders_later(self.missing.get(index..).unwrap_or_default());
                     return;
                 }
             }
@@ -57,28 +59,32 @@ impl Drop for NewFolders {
 mod tests {
     use super::*;
 
+    fn before(uri: &str) -> NewFolders {
+        NewFolders::before(uri, &Rollback::new())
+    }
+
     #[test]
     fn only_new_and_empty_folders_go() {
         let place = tempfile::tempdir().unwrap();
         let inner = place.path().join("a/b");
         let uri = inner.display().to_string();
-        let folders = NewFolders::before(&uri);
+        let folders = before(&uri);
         fs::create_dir_all(&inner).unwrap();
         drop(folders);
         assert!(!place.path().join("a").exists());
 
-        let folders = NewFolders::before(&format!("file://{uri}"));
+        let folders = before(&format!("file://{uri}"));
         fs::create_dir_all(&inner).unwrap();
         fs::write(place.path().join("a/other"), "x").unwrap();
         drop(folders);
         assert!(!inner.exists() && place.path().join("a/other").exists());
 
         fs::create_dir_all(&inner).unwrap();
-        drop(NewFolders::before(&uri));
+        drop(before(&uri));
         assert!(inner.exists(), "it was there before");
-        drop(NewFolders::before("s3://bucket/path"));
+        drop(before("s3://bucket/path"));
 
-        let folders = NewFolders::before(&place.path().join("x/y/file").display().to_string());
+        let folders = before(&place.path().join("x/y/file").display().to_string());
         fs::create_dir_all(place.path().join("x/y")).unwrap();
         drop(folders);
         assert!(!place.path().join("x").exists(), "a file has folders, too");
@@ -88,7 +94,7 @@ mod tests {
     fn what_was_written_stays() {
         let place = tempfile::tempdir().unwrap();
         let inner = place.path().join("new");
-        let folders = NewFolders::before(&inner.display().to_string());
+        let folders = before(&inner.display().to_string());
         fs::create_dir(&inner).unwrap();
         folders.keep();
         assert!(inner.exists());

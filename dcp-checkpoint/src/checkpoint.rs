@@ -1,0 +1,82 @@
+//! A checkpoint that was opened.
+
+use std::sync::Arc;
+
+use dcp_convert::Source;
+use dcp_core::Storage;
+use dcp_megatron::MegatronCheckpoint;
+
+use crate::opener::Opener;
+use crate::recognize::IncompleteSave;
+
+/// A checkpoint that an [`Opener`] opened to read.
+#[derive(Debug)]
+pub struct Checkpoint {
+    pub(crate) opener: Opener,
+    pub(crate) uri: String,
+    pub(crate) place: String,
+    pub(crate) source: Source,
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) is_folder: bool,
+    pub(crate) megatron: Option<MegatronCheckpoint>,
+    pub(crate) unfinished: Option<IncompleteSave>,
+    pub(crate) tracker_problem: Option<String>,
+    pub(crate) notes: Vec<String>,
+}
+
+impl Checkpoint {
+    /// The URL that was opened.
+    #[must_use]
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    /// The URL of the checkpoint itself: the one that was opened, or that of a folder in it, such
+    /// as the latest iteration of a run.
+    #[must_use]
+    pub fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// What jobs of [`dcp_convert`] read.
+    #[must_use]
+    pub fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// The storage of the checkpoint's folder; of a file, that of the folder it is in.
+    #[must_use]
+    pub fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    /// Whether the checkpoint is a folder, and not one file.
+    #[must_use]
+    pub fn is_folder(&self) -> bool {
+        self.is_folder
+    }
+
+    /// The checkpoint of Megatron-Core, if it is one.
+    #[must_use]
+    pub fn megatron(&self) -> Option<&MegatronCheckpoint> {
+        self.megatron.as_ref()
+    }
+
+    /// What shows that the save did not finish, although all of it can be read.
+    #[must_use]
+    pub fn unfinished(&self) -> Option<&IncompleteSave> {
+        self.unfinished.as_ref()
+    }
+
+    /// What is wrong with the tracker of the run whose latest checkpoint this is.
+    #[must_use]
+    pub fn tracker_problem(&self) -> Option<&str> {
+        self.tracker_problem.as_deref()
+    }
+
+    /// What there was to say when it was opened.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+}

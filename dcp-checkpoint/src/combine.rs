@@ -1,0 +1,239 @@
+//! Writing several checkpoints as one.
+
+use std::collections::HashSet;
+
+use dcp_convert::view::{AverageOptions, Averaged, Duplicates, Merged};
+use dcp_convert::{ConvertError, JobOptions, StatePart};
+
+use crate::checkpoint::Checkpoint;
+use crate::convert::Written;
+use crate::destination::{Destination, SourceFacts};
+use crate::error::{Error, ErrorKind};
+use crate::keys::{Keys, taken_of, unmatched_in};
+use crate::optimizer::refuse_corrupt;
+use crate::setters::{destination_options, format_options, job_options};
+use crate::whole::Whole;
+
+/// Writes several checkpoints with different keys as one: everything of the first, then what the
+/// second has, and so on.
+///
+/// ```no_run
+/// # use dcp_checkpoint::{Checkpoint, Error, Format};
+/// # async fn example(model: Checkpoint, optimizer: Checkpoint) -> Result<(), Error> {
+/// let both = [model, optimizer];
+/// let written = dcp_checkpoint::merge(&both, "whole").to(Format::Dcp).run().await?;
+/// # drop(written);
+/// # Ok(())
+/// # }
+/// ```
+pub fn merge(checkpoints: &[Checkpoint], target: impl Into<Destination>) -> Merge<'_> {
+    Merge {
+        checkpoints,
+        destination: target.into(),
+        keys: Keys::all(),
+        job: JobOptions::default(),
+        duplicates: Duplicates::Refuse,
+        allow_corrupt_optimizer: false,
+    }
+}
+
+/// Writes the average of several checkpoints with the same keys and shapes.
+///
+/// ```no_run
+/// # use dcp_checkpoint::{Checkpoint, Error, Format};
+/// # async fn example(soup: Vec<Checkpoint>) -> Result<(), Error> {
+/// let averaged = dcp_checkpoint::average(&soup, "soup.safetensors").run().await?;
+/// println!("{} tensors", averaged.averaged);
+/// # Ok(())
+/// # }
+/// ```
+pub fn average(checkpoints: &[Checkpoint], target: impl Into<Destination>) -> Average<'_> {
+    Average {
+        checkpoints,
+        destination: target.into(),
+        keys: Keys::all(),
+        job: JobOptions::default(),
+        options: AverageOptions::default(),
+        allow_corrupt_optimizer: false,
+    }
+}
+
+/// A merge to [`run`](Self::run), from [`merge`].
+#[derive(Debug)]
+#[must_use = "a merge does nothing before `run`"]
+pub struct Merge<'a> {
+    checkpoints: &'a [Checkpoint],
+    destination: Destination,
+    keys: Keys,
+    job: JobOptions,
+    duplicates: Duplicates,
+    allow_corrupt_optimizer: bool,
+}
+
+impl Merge<'_> {
+    job_options!();
+    destination_options!();
+    format_options!();
+
+    /// What becomes of keys that several checkpoints have; they are refused by default.
+    pub fn duplicates(mut self, duplicates: Duplicates) -> Self {
+        self.duplicates = duplicates;
+        self
+    }
+
+    /// Takes optimizer state that Megatron-Core 0.15 to 0.19 shifted as it is.
+    pub fn allow_corrupt_optimizer(mut self, allow: bool) -> Self {
+        self.allow_corrupt_optimizer = allow;
+        self
+    }
+
+    /// Merges the checkpoints. Keys are chosen and renamed in the whole.
+    ///
+    /// # Errors
+    ///
+    /// [`Disagreement`](ErrorKind::Disagreement) for keys that several have, and those of
+    /// [`Conversion::run`](crate::Conversion::run).
+    pub async fn run(self) -> Result<Written, Error> {
+        self.destination.format()?;
+        let selection = self.keys.selection(StatePart::Everything);
+        let (first, all) = whole(self.checkpoints).await?;
+        for checkpoint in &all {
+            self.destination.keep_apart(checkpoint).await?;
+        }
+        let layout = self.destination.megatron.layout(first).await?;
+        let how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
+        let (job, duplicates) = (&self.job, self.duplicates);
+        let sources: Vec<_> = all.iter().map(|checkpoint| checkpoint.source.clone()).collect();
+        let merged = Merged::apply(&sources, duplicates, job).await;
+        let merged = merged.map_err(|error| match error {
+            ConvertError::Disagreement { .. } if duplicates == Duplicates::Refuse => {
+                Error::from(error)
+                    .with_hint("--identical takes keys once that hold the same in all checkpoints")
+            }
+            error => error.into(),
+        })?;
+        let taken = taken_of(&selection, &merged).await?;
+        let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
+        let allow = self.allow_corrupt_optimizer;
+        refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
+        let unmatched = unmatched_in(&selection, [&merged]).await?;
+        let merged = selection.apply(&merged, job).await?;
+        let mut report = self.destination.write(&merged, first, how, job).await?;
+        report.unmatched.splice(..0, unmatched);
+        Ok(Written { report, mapping: None, notes: Vec::new() })
+    }
+}
+
+/// An average to [`run`](Self::run), from [`average`].
+#[derive(Debug)]
+#[must_use = "an average does nothing before `run`"]
+pub struct Average<'a> {
+    checkpoints: &'a [Checkpoint],
+    destination: Destination,
+    keys: Keys,
+    job: JobOptions,
+    options: AverageOptions,
+    allow_corrupt_optimizer: bool,
+}
+
+/// What an average wrote.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct AverageWritten {
+    /// What was written.
+    pub written: Written,
+    /// Tensors that are averages.
+    pub averaged: usize,
+    /// Keys that have no average, and come from one of the checkpoints.
+    pub taken: usize,
+}
+
+impl Average<'_> {
+    job_options!();
+    destination_options!();
+    format_options!();
+
+    /// Weights, the dtype of sums, and what becomes of what has no average. The dtype of the result
+    /// is that of the destination.
+    pub fn options(mut self, options: AverageOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Averages optimizer state that Megatron-Core 0.15 to 0.19 shifted as it is.
+    pub fn allow_corrupt_optimizer(mut self, allow: bool) -> Self {
+        self.allow_corrupt_optimizer = allow;
+        self
+    }
+
+    /// Averages the checkpoints. Keys are chosen and renamed in each of them.
+    ///
+    /// # Errors
+    ///
+    /// [`Disagreement`](ErrorKind::Disagreement) for other keys, shapes or values that have no
+    /// average, and those of [`Conversion::run`](crate::Conversion::run).
+    pub async fn run(self) -> Result<AverageWritten, Error> {
+        let format = self.destination.format()?;
+        let selection = self.keys.selection(format.usual_part());
+        let (first, all) = whole(self.checkpoints).await?;
+        let mut notes = first.opener.notes();
+        for checkpoint in &all {
+            self.destination.keep_apart(checkpoint).await?;
+        }
+        let job = &self.job;
+        let mut sources = Vec::with_capacity(all.len());
+        let mut not_taken = 0;
+        let mut taken = HashSet::new();
+        for checkpoint in &all {
+            taken.extend(taken_of(&selection, &checkpoint.source).await?);
+            let chosen = self.keys.apply(&selection, &checkpoint.source, job, &mut notes).await?;
+            let (source, more) = chosen;
+            not_taken = not_taken.max(more);
+            sources.push(source);
+        }
+        let layout = self.destination.megatron.layout(first).await?;
+        let how = SourceFacts { layout: Some(layout), ..SourceFacts::default() };
+        let stored = all.iter().map(|checkpoint| &checkpoint.source);
+        let unmatched = unmatched_in(&selection, stored).await?;
+        let refs: Vec<&Checkpoint> = all.iter().map(|whole| &**whole).collect();
+        let allow = self.allow_corrupt_optimizer;
+        refuse_corrupt(allow, &refs, |fqn| taken.contains(fqn), job).await?;
+        let rule = self.destination.cast_rule();
+        let casts = rule.is_some();
+        let options = match rule {
+            Some(rule) => self.options.with_dtypes(rule),
+            None => self.options,
+        };
+        let averaged = Averaged::apply(&sources, &options, job).await;
+        let (source, view) = averaged.map_err(|error| match error {
+            ConvertError::Disagreement { structure: true, .. } => Error::from(error).with_hint(
+                "--include, --exclude and --rename choose keys that all checkpoints have in one \
+                 shape; `dcp diff A B --keys-only` lists the others",
+            ),
+            ConvertError::Disagreement { .. } => Error::from(error).with_hint(
+                "--include 'model.*' leaves the rest of a training state out; --non-float first \
+                 takes what has no average from the first checkpoint",
+            ),
+            error => error.into(),
+        })?;
+        let mut report = self.destination.write(&source, first, how, job).await?;
+        report.not_taken = not_taken;
+        report.unmatched.splice(..0, unmatched);
+        let cast = view.report();
+        if casts || cast.lost_range().next().is_some() {
+            report.cast = Some(cast);
+        }
+        report.overflowed = view.overflowed();
+        let (averaged, taken) = view.counts();
+        let written = Written { report, mapping: None, notes: notes.into_said() };
+        Ok(AverageWritten { written, averaged, taken })
+    }
+}
+
+/// All of the checkpoints, whole, and the first of them as it was opened.
+async fn whole(checkpoints: &[Checkpoint]) -> Result<(&Checkpoint, Vec<Whole<'_>>), Error> {
+    let Some(first) = checkpoints.first() else {
+        return Err(Error::new(ErrorKind::InvalidOption, "there is no checkpoint to write"));
+    };
+    Ok((first, Whole::of_all(checkpoints).await?))
+}

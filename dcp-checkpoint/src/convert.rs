@@ -1,0 +1,181 @@
+//! Writing a checkpoint in another format.
+
+use dcp_convert::view::{DequantizeOptions, Dequantized};
+use dcp_convert::{JobOptions, Source, WriteReport};
+use dcp_mapping::MappingReport;
+use dcp_olmo::{OptimizerLayout, source_with_layout};
+use serde::Serialize;
+
+use crate::checkpoint::Checkpoint;
+use crate::destination::{Destination, SourceFacts};
+use crate::error::Error;
+use crate::format::Format;
+use crate::keys::{Keys, unmatched_in};
+use crate::mapping::Towards;
+use crate::mapping_options::MappingOptions;
+use crate::megatron_target::common_state;
+use crate::model_files;
+use crate::optimizer::OptimizerOptions;
+use crate::setters::{destination_options, format_options, job_options};
+use crate::whole::Whole;
+
+impl Checkpoint {
+    /// Writes this checkpoint at `target`, in any format.
+    ///
+    /// ```
+    /// # use dcp_checkpoint::Opener;
+    /// # use dcp_core::StorageRegistry;
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let mut storages = StorageRegistry::empty();
+    /// # storages.register("file", |path, _| Ok(std::sync::Arc::new(dcp_storage_fs::FsStorage::open(path)?)));
+    /// # let url = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/pytorch/t21_plain");
+    /// # let folder = tempfile::tempdir()?;
+    /// # let target = folder.path().join("model.safetensors").display().to_string();
+    /// let checkpoint = Opener::new(storages).open(url).await?;
+    /// let written = checkpoint.convert(target).dtype(dcp_core::DType::BFloat16).run().await?;
+    /// println!("{} tensors", written.report.tensors);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn convert(&self, target: impl Into<Destination>) -> Conversion<'_> {
+        Conversion {
+            checkpoint: self,
+            destination: target.into(),
+            keys: Keys::all(),
+            job: JobOptions::default(),
+            mapping: MappingOptions::default(),
+            optimizer: OptimizerOptions::default(),
+            optimizer_layout: None,
+            dequantize: None,
+        }
+    }
+}
+
+/// A conversion to [`run`](Self::run), from [`Checkpoint::convert`].
+#[derive(Debug)]
+#[must_use = "a conversion does nothing before `run`"]
+pub struct Conversion<'a> {
+    checkpoint: &'a Checkpoint,
+    destination: Destination,
+    keys: Keys,
+    job: JobOptions,
+    mapping: MappingOptions,
+    optimizer: OptimizerOptions,
+    optimizer_layout: Option<OptimizerLayout>,
+    dequantize: Option<DequantizeOptions>,
+}
+
+/// What a job wrote.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct Written {
+    /// What was written, or would be.
+    #[serde(flatten)]
+    pub report: WriteReport,
+    /// What the mapping between names did, if one was applied.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mapping: Option<MappingReport>,
+    /// What there was to say while it was written.
+    #[serde(skip)]
+    pub notes: Vec<String>,
+}
+
+impl Conversion<'_> {
+    job_options!();
+    destination_options!();
+    format_options!();
+
+    /// The mapping between names of Megatron-Core and of Hugging Face, where it is not the usual
+    /// one.
+    pub fn mapping(mut self, mapping: MappingOptions) -> Self {
+        self.mapping = mapping;
+        self
+    }
+
+    /// What becomes of the optimizer's state of Megatron-Core.
+    pub fn optimizer(mut self, optimizer: OptimizerOptions) -> Self {
+        self.optimizer = optimizer;
+        self
+    }
+
+    /// Divides the optimizer's state as OLMo-core does.
+    pub fn optimizer_layout(mut self, layout: impl Into<Option<OptimizerLayout>>) -> Self {
+        self.optimizer_layout = layout.into();
+        self
+    }
+
+    /// Makes quantized tensors plain numbers.
+    pub fn dequantize(mut self, options: impl Into<Option<DequantizeOptions>>) -> Self {
+        self.dequantize = options.into();
+        self
+    }
+
+    /// Converts the checkpoint. The target appears when it is complete.
+    ///
+    /// # Errors
+    ///
+    /// Every [`ErrorKind`](crate::ErrorKind); after one the target is what it was before.
+    pub async fn run(self) -> Result<Written, Error> {
+        let format = self.destination.format()?;
+        let selection = self.keys.selection(format.usual_part());
+        let mut notes = self.checkpoint.opener.notes();
+        let checkpoint = Whole::of(self.checkpoint).await?;
+        let (destination, job) = (&self.destination, &self.job);
+        destination.keep_apart(&checkpoint).await?;
+        if matches!(format, Format::TorchDist | Format::Dcp | Format::TorchSave) {
+            refuse_unfinished(&checkpoint)?;
+        }
+        let source = self.optimizer.apply(&checkpoint, &selection, job, &mut notes).await?;
+        let source = match self.dequantize {
+            Some(how) => Dequantized::apply(&source, how, job).await?,
+            None => source,
+        };
+        let source = with_layout(source, self.optimizer_layout, job).await?;
+        let layout = destination.megatron.layout(&checkpoint).await?;
+        let (config, dtype) = (destination.config_folder(), destination.cast_dtype());
+        let towards = Towards { format, tp: layout.tp, config, dtype };
+        let named = self.mapping.apply(source, &checkpoint, towards, job, &mut notes).await?;
+        let source = named.source;
+        let common = match format {
+            Format::TorchDist => common_state(&source, &selection).await?,
+            _ => None,
+        };
+        let mut files: Vec<_> = named.config.into_iter().collect();
+        if format == Format::HuggingFace && config.is_none() {
+            let copied = model_files::files_of(&checkpoint).await?;
+            if !copied.is_empty() {
+                let names: Vec<_> = copied.iter().map(|(key, _)| key.as_str()).collect();
+                notes.say(format!("copying {} from {:?}", names.join(", "), checkpoint.place));
+            }
+            model_files::complete(&mut files, copied);
+        }
+        let how = SourceFacts { files, layout: Some(layout), common };
+        let unmatched = unmatched_in(&selection, [&source]).await?;
+        let (source, not_taken) = self.keys.apply(&selection, &source, job, &mut notes).await?;
+        let mut report = destination.write(&source, &checkpoint, how, job).await?;
+        report.not_taken = not_taken;
+        report.unmatched.splice(..0, unmatched);
+        Ok(Written { report, mapping: named.report, notes: notes.into_said() })
+    }
+}
+
+/// Refuses to make something that looks whole of a checkpoint whose save did not finish.
+pub(crate) fn refuse_unfinished(checkpoint: &Checkpoint) -> Result<(), Error> {
+    match &checkpoint.unfinished {
+        Some(unfinished) => Err(unfinished.refusal(&checkpoint.uri)),
+        None => Ok(()),
+    }
+}
+
+/// The checkpoint with its optimizer, if there is one, in a layout of OLMo-core.
+pub(crate) async fn with_layout(
+    source: Source,
+    layout: Option<OptimizerLayout>,
+    job: &JobOptions,
+) -> Result<Source, Error> {
+    match layout {
+        None => Ok(source),
+        Some(layout) => Ok(source_with_layout(&source, layout, job).await?),
+    }
+}

@@ -1,0 +1,373 @@
+//! What a checkpoint is written as, and the writing.
+
+use std::path::{Path, PathBuf};
+
+use dcp_convert::{
+    CastOptions, JobOptions, Source, WriteReport, is_exact, unmatched_patterns, view,
+};
+use dcp_core::{DType, Value};
+use dcp_formats::dcp::DcpWriter;
+use dcp_formats::torch_save::{TorchSaveForm, TorchSaveOptions};
+use dcp_megatron::ParallelLayout;
+use dcp_planner::KeyFilter;
+
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, ErrorKind};
+use crate::format::Format;
+use crate::megatron_target::MegatronTarget;
+use crate::model_files::{self, Files};
+use crate::new_folders::NewFolders;
+use crate::overlap_guard::keep_apart;
+use crate::rollback::Rollback;
+use crate::target::{Place, TargetOptions};
+
+/// The most bytes of tensors in a file of a Hugging Face model, as transformers has it.
+const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// Where a checkpoint is written, and as what. A text alone is a file or directory of the format
+/// that its name says.
+///
+/// ```
+/// use dcp_checkpoint::{Destination, Format};
+/// use dcp_core::DType;
+///
+/// let model = Destination::new("my-model").to(Format::HuggingFace).dtype(DType::BFloat16);
+/// let model = model.keep_dtype("*.norm.weight").config("original-model").overwrite(true);
+/// # drop(model);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Destination {
+    uri: String,
+    format: Option<Format>,
+    ranks: Option<u32>,
+    dtype: Option<DType>,
+    keep_dtype: Vec<String>,
+    max_shard_bytes: Option<u64>,
+    config: Option<PathBuf>,
+    legacy: bool,
+    device: Option<String>,
+    pub(crate) megatron: MegatronTarget,
+    overwrite: bool,
+    rollback: Rollback,
+}
+
+impl From<&str> for Destination {
+    fn from(uri: &str) -> Self {
+        Self::new(uri)
+    }
+}
+
+impl From<String> for Destination {
+    fn from(uri: String) -> Self {
+        Self::new(uri)
+    }
+}
+
+impl From<&String> for Destination {
+    fn from(uri: &String) -> Self {
+        Self::new(uri)
+    }
+}
+
+impl Destination {
+    /// A file or directory of the format that its name says.
+    #[must_use]
+    pub fn new(uri: impl Into<String>) -> Self {
+        Self {
+            uri: uri.into(),
+            format: None,
+            ranks: None,
+            dtype: None,
+            keep_dtype: Vec::new(),
+            max_shard_bytes: None,
+            config: None,
+            legacy: false,
+            device: None,
+            megatron: MegatronTarget::default(),
+            overwrite: false,
+            rollback: Rollback::new(),
+        }
+    }
+
+    /// Writes this format; by default the one that the name says.
+    #[must_use]
+    pub fn to(mut self, format: impl Into<Option<Format>>) -> Self {
+        self.format = format.into();
+        self
+    }
+
+    /// Writes for this number of ranks, each of which gets a file. For [`Format::Dcp`].
+    #[must_use]
+    pub fn ranks(mut self, ranks: impl Into<Option<u32>>) -> Self {
+        self.ranks = ranks.into();
+        self
+    }
+
+    /// Casts floats to this dtype, as [`cast_to`] says of each.
+    #[must_use]
+    pub fn dtype(mut self, dtype: impl Into<Option<DType>>) -> Self {
+        self.dtype = dtype.into();
+        self
+    }
+
+    /// Keeps the dtype of keys that match this pattern of new names.
+    #[must_use]
+    pub fn keep_dtype(mut self, pattern: impl Into<String>) -> Self {
+        self.keep_dtype.push(pattern.into());
+        self
+    }
+
+    /// The most bytes of tensors in a file; 5 GB by default. For [`Format::HuggingFace`].
+    #[must_use]
+    pub fn max_shard_bytes(mut self, bytes: impl Into<Option<u64>>) -> Self {
+        self.max_shard_bytes = bytes.into();
+        self
+    }
+
+    /// Copies configuration and tokenizer from this directory; by default those of a Hugging Face
+    /// source. For [`Format::HuggingFace`], and for [`Format::TorchDist`] with a mapping, which
+    /// reads the model from it.
+    #[must_use]
+    pub fn config(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.config = Some(directory.into());
+        self
+    }
+
+    /// Writes the stream that PyTorch before 1.6 reads. For [`Format::TorchSave`].
+    #[must_use]
+    pub fn legacy(mut self, legacy: bool) -> Self {
+        self.legacy = legacy;
+        self
+    }
+
+    /// Records this device for all tensors; by default those of a `torch.save` file keep theirs,
+    /// such as `cuda:0`. For [`Format::TorchSave`].
+    #[must_use]
+    pub fn device(mut self, device: impl Into<Option<String>>) -> Self {
+        self.device = device.into();
+        self
+    }
+
+    /// The layout and form of Megatron-Core's. For [`Format::TorchDist`].
+    #[must_use]
+    pub fn megatron(mut self, megatron: MegatronTarget) -> Self {
+        self.megatron = megatron;
+        self
+    }
+
+    /// Replaces a target of the same format; until the new one is complete, the old one stays.
+    #[must_use]
+    pub fn overwrite(mut self, overwrite: bool) -> Self {
+        self.overwrite = overwrite;
+        self
+    }
+
+    /// Records what is created in `rollback`.
+    #[must_use]
+    pub fn rollback(mut self, rollback: &Rollback) -> Self {
+        self.rollback = rollback.clone();
+        self
+    }
+
+    /// The URL that is written.
+    #[must_use]
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    /// The format that is written.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidOption`](ErrorKind::InvalidOption) when neither an option nor the name says the
+    /// format, and for options of another one.
+    pub fn format(&self) -> Result<Format, Error> {
+        let format = match self.format {
+            Some(format) => format,
+            None => Format::of_name(&self.uri)?,
+        };
+        let megatron = self.megatron.given();
+        for (given, option, of) in [
+            (self.ranks.is_some(), "--ranks", Format::Dcp),
+            (self.max_shard_bytes.is_some(), "--max-shard-size", Format::HuggingFace),
+            (self.config.is_some() && format != Format::TorchDist, "--config", Format::HuggingFace),
+            (megatron.is_some(), megatron.unwrap_or_default(), Format::TorchDist),
+            (self.legacy, "--legacy", Format::TorchSave),
+            (self.device.is_some(), "--device", Format::TorchSave),
+        ] {
+            if given && of != format {
+                let message = format!("{option} is for {of}, and {:?} becomes {format}", self.uri);
+                return Err(Error::new(ErrorKind::InvalidOption, message)
+                    .with_hint(format!("leave it out, or say --to {of}")));
+            }
+        }
+        Ok(format)
+    }
+
+    pub(crate) fn config_folder(&self) -> Option<&Path> {
+        self.config.as_deref()
+    }
+
+    pub(crate) fn cast_dtype(&self) -> Option<DType> {
+        self.dtype
+    }
+
+    /// Which dtype a tensor gets, by its name and the dtype it has, where floats are cast.
+    pub(crate) fn cast_rule(
+        &self,
+    ) -> Option<impl Fn(&str, DType) -> Option<DType> + Send + Sync + use<>> {
+        let (dtype, kept) = (self.dtype?, KeyFilter::any_of(&self.keep_dtype));
+        Some(move |fqn: &str, from| cast_to(dtype, fqn, from).filter(|_| !kept.selects(fqn, None)))
+    }
+
+    fn target_options(&self, job: &JobOptions) -> TargetOptions {
+        TargetOptions::default()
+            .with_overwrite(self.overwrite)
+            .as_dry_run(job.dry_run)
+            .with_rollback(&self.rollback)
+    }
+
+    /// Refuses a target that would touch a source.
+    pub(crate) async fn keep_apart(&self, source: &Checkpoint) -> Result<(), Error> {
+        keep_apart(source, &self.uri, self.format()?.shape()).await
+    }
+
+    /// Writes `source`, which is made of `checkpoint`.
+    pub(crate) async fn write(
+        &self,
+        source: &Source,
+        checkpoint: &Checkpoint,
+        how: SourceFacts,
+        job: &JobOptions,
+    ) -> Result<WriteReport, Error> {
+        let (source, cast, unmatched) = self.cast(source, job).await?;
+        let source = &source;
+        let options = self.target_options(job);
+        let folders = NewFolders::before(&self.uri, &self.rollback);
+        let place = Place::new(checkpoint.opener.storages(), &self.uri, &options);
+        let mut report = match self.format()? {
+            Format::Safetensors => {
+                let target = place.file().await?;
+                dcp_convert::to_safetensors(source, &target, job).await?
+            }
+            Format::TorchSave => {
+                let target = place.file().await?;
+                let zip = TorchSaveForm::default();
+                let form = if self.legacy { TorchSaveForm::Legacy } else { zip };
+                let mut how = TorchSaveOptions::from(form);
+                how.device.clone_from(&self.device);
+                dcp_convert::to_torch_save(source, &target, how, job).await?
+            }
+            Format::HuggingFace => {
+                let mut files = match &self.config {
+                    Some(from) => model_files::files_in(from)?,
+                    None => Vec::new(),
+                };
+                model_files::complete(&mut files, how.files);
+                let folder = place.folder(true).await?;
+                let folder = (&folder, &*self.uri);
+                let max_bytes = self.max_shard_bytes.unwrap_or(MAX_SHARD_BYTES);
+                model_files::write(source, folder, files, max_bytes, self.overwrite, job).await?
+            }
+            Format::Dcp => {
+                let storage = place.dcp().await?;
+                let writer = DcpWriter::builder(storage).overwrite(self.overwrite).build();
+                dcp_convert::reshard(source, &writer, self.ranks.unwrap_or(1), job).await?
+            }
+            Format::TorchDist => {
+                let storage = place.megatron().await?;
+                let layout = how.layout.unwrap_or_else(|| ParallelLayout::new(1, 1));
+                let what = (layout, how.common);
+                self.megatron.write(source, storage, what, self.overwrite, job).await?
+            }
+        };
+        if !job.dry_run {
+            folders.keep();
+        }
+        report.cast = cast.map(|cast| cast.report());
+        report.unmatched = unmatched;
+        Ok(report)
+    }
+
+    /// The source with its floats cast, the cast, and patterns that match no tensor.
+    async fn cast(
+        &self,
+        source: &Source,
+        job: &JobOptions,
+    ) -> Result<
+        (Source, Option<std::sync::Arc<view::Cast>>, Vec<dcp_convert::UnmatchedPattern>),
+        Error,
+    > {
+        let metadata = source.metadata().await?;
+        let tensors = metadata.iter().filter(|(_, entry)| entry.as_tensor().is_some());
+        let tensors: Vec<_> = tensors.map(|(fqn, _)| (&**fqn, None)).collect();
+        let unmatched = unmatched_patterns("keep-dtype", &self.keep_dtype, &tensors);
+        let Some(rule) = self.cast_rule() else { return Ok((source.clone(), None, unmatched)) };
+        let (source, cast) = view::Cast::apply(source, rule, CastOptions::default(), job).await?;
+        Ok((source, Some(cast), unmatched))
+    }
+}
+
+/// What the source says of how it is to be written.
+#[derive(Debug, Default)]
+pub(crate) struct SourceFacts {
+    /// The files that a Hugging Face model gets where no others were chosen.
+    pub(crate) files: Files,
+    /// The ranks that a checkpoint of Megatron-Core is written for.
+    pub(crate) layout: Option<ParallelLayout>,
+    /// The common state that it gets, if not the one among the keys.
+    pub(crate) common: Option<Value>,
+}
+
+/// The dtype that a tensor of this name and dtype gets where floats are cast to `dtype`; `None`
+/// where it keeps its own: float8 and narrower ones, scales of quantized weights, biases that
+/// balance experts, steps that an optimizer counts.
+///
+/// ```
+/// use dcp_checkpoint::cast_to;
+/// use dcp_core::DType;
+///
+/// let bf16 = |name| cast_to(DType::BFloat16, name, DType::Float32);
+/// assert_eq!(bf16("decoder.layers.mlp.linear_fc1.weight"), Some(DType::BFloat16));
+/// assert_eq!(bf16("decoder.layers.mlp.router.expert_bias"), None);
+/// ```
+#[must_use]
+pub fn cast_to(dtype: DType, fqn: &str, from: DType) -> Option<DType> {
+    let wide = [DType::Float64, DType::Float32, DType::Float16, DType::BFloat16];
+    (wide.contains(&from) && !is_exact(fqn)).then_some(dtype)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_balances_experts_keeps_its_dtype() {
+        let cast = |name| cast_to(DType::BFloat16, name, DType::Float32);
+        for name in [
+            "model.layers.3.mlp.gate.e_score_correction_bias",
+            "decoder.layers.mlp.router.expert_bias",
+            "optim.state.w.step",
+            "w.weight_scale_inv",
+        ] {
+            assert_eq!(cast(name), None, "{name}");
+        }
+        for name in
+            ["model.layers.3.mlp.gate.weight", "decoder.layers.mlp.router.weight", "w.steps"]
+        {
+            assert_eq!(cast(name), Some(DType::BFloat16), "{name}");
+        }
+    }
+
+    #[test]
+    fn options_of_another_format_are_refused() {
+        let file = Destination::new("model.safetensors");
+        assert_eq!(file.format().unwrap(), Format::Safetensors);
+        let error = file.ranks(2).format().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidOption);
+        assert!(error.to_string().starts_with("--ranks is for dcp"), "{error}");
+        let folder = Destination::new("x").to(Format::Dcp).ranks(2);
+        assert_eq!(folder.format().unwrap(), Format::Dcp);
+        assert!(folder.megatron(MegatronTarget::new().tp(2)).format().is_err());
+    }
+}

@@ -1,0 +1,404 @@
+//! Why a checkpoint could not be opened, checked or written: a kind to match, a message, a hint.
+
+use std::error::Error as StdError;
+use std::fmt;
+
+use dcp_convert::{ConvertError, ForeignCallable};
+use dcp_core::{CheckpointError, Message, Quoted, StorageError, StorageErrorKind, StorageOp};
+use dcp_mapping::{Mapping, MappingError};
+use dcp_megatron::MegatronError;
+
+/// What went wrong, for a program to act on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// There is nothing at the place.
+    NotFound,
+    /// What is there is no checkpoint, or only one file of it.
+    NotACheckpoint,
+    /// The checkpoint is damaged or incomplete.
+    Damaged,
+    /// The save of the checkpoint did not finish.
+    Unfinished,
+    /// The mapping has no rule for what the checkpoint holds, or rules for what it does not hold.
+    Unmapped,
+    /// Objects name functions of Python that are not known to be harmless.
+    Callables,
+    /// The checkpoint has no key of that name.
+    UnknownKey,
+    /// The target exists, and replacing it was not asked for.
+    TargetExists,
+    /// Source and target are the same place.
+    SameTarget,
+    /// The target lies in the source, or files of the source lie in the target.
+    Overlap,
+    /// A checkpoint of another format, of a run, or of an unfinished save is at the target.
+    OtherCheckpoint,
+    /// The place is a directory, a file or a device, and something else is needed.
+    InvalidPlace,
+    /// An option has no meaning, or does not apply to this checkpoint or format.
+    InvalidOption,
+    /// What the checkpoint says leaves a choice open, such as a rank or a family of models.
+    Undecided,
+    /// The checkpoints have other keys, shapes or values, and cannot be taken together.
+    Disagreement,
+    /// The format, layout or storage has no way to do it.
+    Unsupported,
+    /// Input or output failed.
+    Io,
+}
+
+/// A job on a checkpoint failed, or was refused before anything was written.
+///
+/// [`source`](StdError::source) is the cause, if there is one; the message does not repeat it.
+/// Messages and [`hint`](Self::hint)s name options as the `dcp` command does: `--rank` is
+/// [`Opener::rank`](crate::Opener::rank), and so on.
+///
+/// ```
+/// use dcp_checkpoint::{ErrorKind, Opener};
+/// use dcp_core::StorageRegistry;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() {
+/// let error = Opener::new(StorageRegistry::empty()).open("tape://7").await.unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::Unsupported);
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Error(Box<Inner>);
+
+type Source = Box<dyn StdError + Send + Sync>;
+
+#[derive(Debug)]
+struct Inner {
+    kind: ErrorKind,
+    message: String,
+    hint: Option<String>,
+    cause: Cause,
+}
+
+#[derive(Debug)]
+enum Cause {
+    None,
+    /// The error whose message this one has.
+    Same(Source),
+    /// What it follows from.
+    Below(Source),
+}
+
+impl Error {
+    /// An error of a kind, with what failed and on what.
+    #[must_use]
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        let inner = Inner { kind, message: message.into(), hint: None, cause: Cause::None };
+        Self(Box::new(inner))
+    }
+
+    pub(crate) fn of(kind: ErrorKind, error: impl Into<Source>) -> Self {
+        let error = error.into();
+        let message = error.to_string();
+        Self(Box::new(Inner { kind, message, hint: None, cause: Cause::Same(error) }))
+    }
+
+    /// What went wrong, for a program.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// What to do about it, if there is advice.
+    #[must_use]
+    pub fn hint(&self) -> Option<&str> {
+        self.0.hint.as_deref()
+    }
+
+    /// The error of a storage, format or job that this one is or follows from.
+    #[must_use]
+    pub fn get_ref(&self) -> Option<&(dyn StdError + Send + Sync + 'static)> {
+        match &self.0.cause {
+            Cause::None => None,
+            Cause::Same(error) | Cause::Below(error) => Some(&**error),
+        }
+    }
+
+    /// The same with this advice.
+    #[must_use]
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
+        self.0.hint = Some(hint.into());
+        self
+    }
+
+    /// The same without advice.
+    #[must_use]
+    pub fn without_hint(mut self) -> Self {
+        self.0.hint = None;
+        self
+    }
+
+    /// The same, as an error of another kind.
+    #[must_use]
+    pub(crate) fn with_kind(mut self, kind: ErrorKind) -> Self {
+        self.0.kind = kind;
+        self
+    }
+
+    /// The same with another message.
+    pub(crate) fn with_message(mut self, message: impl Into<String>) -> Self {
+        self.0.message = message.into();
+        self
+    }
+
+    /// The same because of `error`.
+    pub(crate) fn because(mut self, error: impl Into<Source>) -> Self {
+        self.0.cause = Cause::Below(error.into());
+        self
+    }
+
+    /// An error that says what was being done, because of this one.
+    #[must_use]
+    pub fn context(mut self, message: impl Into<String>) -> Self {
+        let hint = self.0.hint.take();
+        let kind = self.0.kind;
+        let inner = Inner { kind, message: message.into(), hint, cause: Cause::Below(self.into()) };
+        Self(Box::new(inner))
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Message(&self.0.message).fmt(f)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match &self.0.cause {
+            Cause::None => None,
+            Cause::Same(error) => error.source(),
+            Cause::Below(error) => Some(&**error),
+        }
+    }
+}
+
+/// Several reasons, the first of which is the message and the others its sources.
+#[derive(Debug)]
+pub(crate) struct Reasons {
+    message: String,
+    next: Option<Box<Self>>,
+}
+
+impl Reasons {
+    pub(crate) fn new(reasons: Vec<String>) -> Option<Self> {
+        let chain = |next: Option<Self>, message| Some(Self { message, next: next.map(Box::new) });
+        reasons.into_iter().rev().fold(None, chain)
+    }
+}
+
+impl fmt::Display for Reasons {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Message(&self.message).fmt(f)
+    }
+}
+
+impl StdError for Reasons {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.next.as_deref().map(|next| next as &(dyn StdError + 'static))
+    }
+}
+
+/// Bytes that are missing are the checkpoint's fault; a place with nothing there is found before
+/// it is opened.
+fn kind_of_storage(error: &StorageError) -> ErrorKind {
+    let reads = matches!(error.op(), StorageOp::Read | StorageOp::Stat);
+    match error.kind() {
+        StorageErrorKind::Truncated => ErrorKind::Damaged,
+        StorageErrorKind::NotFound if reads => ErrorKind::Damaged,
+        // A name that cannot be is the checkpoint's, too; a link is one to be allowed.
+        StorageErrorKind::Invalid if reads && !error.to_string().contains("--follow-links") => {
+            ErrorKind::Damaged
+        }
+        StorageErrorKind::Invalid => ErrorKind::InvalidOption,
+        StorageErrorKind::AlreadyExists => ErrorKind::TargetExists,
+        StorageErrorKind::Unsupported => ErrorKind::Unsupported,
+        _ => ErrorKind::Io,
+    }
+}
+
+impl From<StorageError> for Error {
+    fn from(error: StorageError) -> Self {
+        Self::of(kind_of_storage(&error), error)
+    }
+}
+
+impl From<CheckpointError> for Error {
+    fn from(error: CheckpointError) -> Self {
+        let kind = match &error {
+            CheckpointError::Storage(storage) => kind_of_storage(storage),
+            CheckpointError::NotACheckpoint { .. } => ErrorKind::NotACheckpoint,
+            CheckpointError::Format(_)
+            | CheckpointError::Plan(_)
+            | CheckpointError::Mismatch { .. } => ErrorKind::Damaged,
+            _ => ErrorKind::Io,
+        };
+        let is_listed = matches!(error, CheckpointError::Format(_) | CheckpointError::Plan(_));
+        let failure = Self::of(kind, error);
+        if !is_listed {
+            return failure;
+        }
+        failure.with_hint("`dcp verify --deep` lists everything that is wrong with the checkpoint")
+    }
+}
+
+impl From<ConvertError> for Error {
+    fn from(error: ConvertError) -> Self {
+        let (kind, hint) = match error {
+            ConvertError::Checkpoint(error) => return error.into(),
+            ConvertError::UnknownFqn { ref similar, .. } => {
+                let names: Vec<_> = similar.iter().map(|name| Quoted(name).to_string()).collect();
+                let hint = match &*names {
+                    [] => "`dcp inspect` lists the names there are".to_owned(),
+                    names => format!("did you mean {}?", names.join(" or ")),
+                };
+                (ErrorKind::UnknownKey, Some(hint))
+            }
+            ConvertError::BadSlice { .. } => {
+                let hint = "per axis START:STOP:STEP or an index, as in NumPy: 0:2,: or -1";
+                (ErrorKind::InvalidOption, Some(hint.to_owned()))
+            }
+            ConvertError::UnknownPart { .. } => {
+                let hint = "choose keys with --include or --exclude (`dcp inspect` lists them), or \
+                            take all with --everything";
+                (ErrorKind::Undecided, Some(hint.to_owned()))
+            }
+            ConvertError::TargetExists { .. } => {
+                (ErrorKind::TargetExists, Some("pass --overwrite to replace it".to_owned()))
+            }
+            ConvertError::Callables { ref found } => (ErrorKind::Callables, Some(admitting(found))),
+            ConvertError::SameTarget { .. } => {
+                let hint = "write to another place, then remove the old one";
+                (ErrorKind::SameTarget, Some(hint.to_owned()))
+            }
+            ConvertError::Disagreement { .. } => (ErrorKind::Disagreement, None),
+            _ => (ErrorKind::Unsupported, None),
+        };
+        let failure = Self::of(kind, error);
+        match hint {
+            Some(hint) => failure.with_hint(hint),
+            None => failure,
+        }
+    }
+}
+
+/// How to write objects all the same: what they name has to be named.
+fn admitting(found: &[ForeignCallable]) -> String {
+    let mut names: Vec<&str> = found.iter().map(|one| &*one.name).collect();
+    names.sort_unstable();
+    names.dedup();
+    let options: Vec<_> = names.iter().map(|name| format!("--allow-callable {name}")).collect();
+    let dangerous = found.iter().any(|one| one.dangerous);
+    let trust = if dangerous {
+        "do not load the checkpoint in Python; --exclude leaves objects out, and"
+    } else {
+        "if these are classes of your own programs,"
+    };
+    format!("{trust} {} writes them as they are", options.join(" "))
+}
+
+impl From<MegatronError> for Error {
+    fn from(error: MegatronError) -> Self {
+        let (kind, hint) = match error {
+            MegatronError::Checkpoint(error) => return error.into(),
+            MegatronError::Convert(error) => return error.into(),
+            MegatronError::FlatOptimizer { .. } => (
+                ErrorKind::Unsupported,
+                "--no-optimizer leaves it out; --optimizer per-parameter tells the parameters in \
+                 the buffers apart by their values",
+            ),
+            MegatronError::Indivisible { what: "layers", .. } => (
+                ErrorKind::Unsupported,
+                "choose another --pp, or say how many layers the first or the last stage has: \
+                 --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers",
+            ),
+            MegatronError::Layout { .. } | MegatronError::Indivisible { .. } => {
+                (ErrorKind::Unsupported, "choose other sizes for --tp, --pp and --ep")
+            }
+            MegatronError::NotACheckpoint { .. } => {
+                return Self::of(ErrorKind::NotACheckpoint, error);
+            }
+            other => return Self::of(ErrorKind::Damaged, other),
+        };
+        Self::of(kind, error).with_hint(hint)
+    }
+}
+
+/// What helps where a checkpoint does not say enough of its model.
+const UNSAID: &str = "`dcp inspect --args` shows what the checkpoint tells; --config DIR takes the \
+                      rest from the model's config.json, and a mapping of your own may say it";
+
+impl From<MappingError> for Error {
+    fn from(error: MappingError) -> Self {
+        let (kind, hint) = match error {
+            MappingError::Convert(error) => return error.into(),
+            MappingError::Declaration { .. } => {
+                (ErrorKind::InvalidOption, "`dcp arch llama` prints one that is right")
+            }
+            MappingError::Yaml { .. } => (
+                ErrorKind::Damaged,
+                "it is written beside the checkpoint and tells of its model; without it, --config \
+                 DIR takes the model's config.json",
+            ),
+            MappingError::UnknownFamily { .. } => (
+                ErrorKind::InvalidOption,
+                "name one of them, or a TOML file of your own (`dcp arch llama > my.toml` is one \
+                 to begin with)",
+            ),
+            MappingError::OtherFamily { .. } => {
+                (ErrorKind::InvalidOption, "--arch names another family; `dcp arch` lists them")
+            }
+            MappingError::LeftOver { .. } => (
+                ErrorKind::Unmapped,
+                "`dcp arch FAMILY > my.toml` prints a mapping to add rules to; --allow-left-over \
+                 leaves them out, and a model that uses them is then another one",
+            ),
+            MappingError::Differs { .. } => (
+                ErrorKind::Unsupported,
+                "--ignore-args goes on all the same, and says so; --config DIR takes the \
+                 configuration that the model is opened with",
+            ),
+            MappingError::Unsaid { .. } => (
+                ErrorKind::Undecided,
+                "pass --config DIR, the folder with the original model's config.json",
+            ),
+            MappingError::UnknownFact { .. } => (ErrorKind::Undecided, UNSAID),
+            MappingError::Rule { ref problem, .. } if problem.ends_with("the shapes tell") => {
+                (ErrorKind::Undecided, UNSAID)
+            }
+            MappingError::BadFact { .. } => (
+                ErrorKind::Damaged,
+                "`dcp inspect` shows what the checkpoint holds and tells of itself",
+            ),
+            _ => (
+                ErrorKind::Unmapped,
+                "`dcp inspect` lists what the checkpoint holds: it is not whole, or of another \
+                 family, which --arch names",
+            ),
+        };
+        let message = match &error {
+            MappingError::Rule { file, line, rule, problem } => builtin(file).map(|family| {
+                format!("`dcp arch {family}`, line {line}: rule {rule:?}: {problem}")
+            }),
+            _ => None,
+        };
+        let failure = Self::of(kind, error).with_hint(hint);
+        match message {
+            Some(message) => failure.with_message(message),
+            None => failure,
+        }
+    }
+}
+
+/// The family that a mapping's file is of, if it is built in.
+fn builtin(file: &str) -> Option<&str> {
+    let family = file.strip_prefix("families/")?.strip_suffix(".toml")?;
+    Mapping::families().contains(&family).then_some(family)
+}

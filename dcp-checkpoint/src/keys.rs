@@ -1,0 +1,146 @@
+//! Which keys are written, and under which names.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use dcp_convert::{JobOptions, Rename, Selection, Source, StatePart, UnmatchedPattern};
+use dcp_planner::KeyFilter;
+use indexmap::IndexMap;
+
+use crate::error::Error;
+use crate::notes::Notes;
+
+/// Which keys are written, and under which names; all of them by default.
+///
+/// Keys are chosen by the names they have; then the map and the renames apply. A pattern is a whole
+/// name in which `*` stands for any text and `?` for one character, or the beginning of names up
+/// to a dot.
+///
+/// ```
+/// use dcp_checkpoint::Keys;
+/// use dcp_convert::Rename;
+///
+/// let keys = Keys::all().include("ema.*").rename(Rename::parse(r"s/^ema\.//")?);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Keys {
+    include: Vec<String>,
+    exclude: Vec<String>,
+    part: Option<StatePart>,
+    renames: Vec<Rename>,
+    map: Option<IndexMap<String, Option<String>>>,
+}
+
+impl Keys {
+    /// Every key that the target's format usually gets.
+    #[must_use]
+    pub fn all() -> Self {
+        Self::default()
+    }
+
+    /// Takes only keys that match this pattern, or one of those that were given before.
+    #[must_use]
+    pub fn include(mut self, pattern: impl Into<String>) -> Self {
+        self.include.push(pattern.into());
+        self
+    }
+
+    /// Leaves out keys that match this pattern.
+    #[must_use]
+    pub fn exclude(mut self, pattern: impl Into<String>) -> Self {
+        self.exclude.push(pattern.into());
+        self
+    }
+
+    /// Takes this part of a training state; by default what the format usually gets, and
+    /// everything where keys are named.
+    #[must_use]
+    pub fn part(mut self, part: impl Into<Option<StatePart>>) -> Self {
+        self.part = part.into();
+        self
+    }
+
+    /// Renames keys.
+    #[must_use]
+    pub fn rename(mut self, rename: Rename) -> Self {
+        self.renames.push(rename);
+        self
+    }
+
+    /// Renames keys by a table, in which `None` leaves a key out.
+    #[must_use]
+    pub fn map(mut self, map: IndexMap<String, Option<String>>) -> Self {
+        self.map = Some(map);
+        self
+    }
+
+    /// The selection; `usual` is the part of a training state that is taken when none is chosen.
+    pub(crate) fn selection(&self, usual: StatePart) -> Selection {
+        let names_keys = !self.include.is_empty() || !self.renames.is_empty() || self.map.is_some();
+        let usual = if names_keys { StatePart::Everything } else { usual };
+        let mut selection = Selection::all().of_part(self.part.unwrap_or(usual));
+        if !self.include.is_empty() {
+            selection = selection.including(KeyFilter::any_of(&self.include));
+        }
+        if !self.exclude.is_empty() {
+            selection = selection.excluding(KeyFilter::any_of(&self.exclude));
+        }
+        if let Some(map) = &self.map {
+            selection = selection.mapping(map.clone());
+        }
+        self.renames.iter().cloned().fold(selection, Selection::renaming)
+    }
+
+    /// What `selection` takes of a source, and how many keys it leaves out because only the model
+    /// is usually taken.
+    pub(crate) async fn apply(
+        &self,
+        selection: &Selection,
+        source: &Source,
+        job: &JobOptions,
+        notes: &mut Notes,
+    ) -> Result<(Source, usize), Error> {
+        let all = source.metadata().await?.len();
+        let source = selection.apply(source, job).await?;
+        let taken = source.metadata().await?.len();
+        if selection.part != StatePart::Model || taken >= all || self.part.is_some() {
+            return Ok((source, 0));
+        }
+        notes.say(format!("taking the model, {taken} of {all} keys; --everything takes all"));
+        Ok((source, all - taken))
+    }
+}
+
+/// The keys of a source that `selection` takes, by the names that they have in it.
+pub(crate) async fn taken_of(
+    selection: &Selection,
+    source: &Source,
+) -> Result<HashSet<Arc<str>>, Error> {
+    let metadata = source.metadata().await?;
+    let chosen = selection.of(&metadata)?;
+    let names = chosen.iter().filter_map(|key| metadata.at(key.entry));
+    Ok(names.map(|(fqn, _)| Arc::clone(fqn)).collect())
+}
+
+/// Patterns of `selection` that match no key of any of the sources.
+pub(crate) async fn unmatched_in(
+    selection: &Selection,
+    sources: impl IntoIterator<Item = &Source>,
+) -> Result<Vec<UnmatchedPattern>, Error> {
+    let mut unmatched: Option<Vec<UnmatchedPattern>> = None;
+    for source in sources {
+        let more = selection.unmatched(&*source.metadata().await?)?;
+        let is_same = |a: &UnmatchedPattern, b: &UnmatchedPattern| {
+            (&a.option, &a.pattern) == (&b.option, &b.pattern)
+        };
+        unmatched = Some(match unmatched {
+            None => more,
+            Some(mut before) => {
+                before.retain(|one| more.iter().any(|other| is_same(one, other)));
+                before
+            }
+        });
+    }
+    Ok(unmatched.unwrap_or_default())
+}

@@ -1,0 +1,384 @@
+//! The mapping between names of Megatron-Core and of Hugging Face that a conversion applies.
+
+use std::io;
+use std::path::Path;
+
+use dcp_convert::{JobOptions, Source, read_object};
+use dcp_core::{DType, Entry, Key, StorageError, StorageExt};
+use dcp_mapping::{
+    Facts, LayerSpec, MapOptions, Mapped, Mapping, MappingReport, Padding, Recognition, Tying,
+    map_to_hf, map_to_megatron, recognize, recognize_config,
+};
+use dcp_megatron::MegatronArgs;
+
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, ErrorKind, Reasons};
+use crate::format::Format;
+use crate::mapping_options::{Architecture, MappingOptions};
+use crate::notes::Notes;
+use crate::recognize::is_dcp;
+use crate::run_config;
+use crate::small_file::read_at_most;
+
+/// The configuration of a Hugging Face model.
+const CONFIG: &str = "config.json";
+/// Bytes of a `config.json` that are read at most.
+const CONFIG_MAX: u64 = 16 << 20;
+/// What `make_vocab_size_divisible_by` is for Megatron-LM.
+const DIVISOR: u64 = 128;
+
+/// What is converted, under the names that it gets.
+#[derive(Debug)]
+pub(crate) struct Named {
+    pub(crate) source: Source,
+    pub(crate) config: Option<(Key, Vec<u8>)>,
+    pub(crate) report: Option<MappingReport>,
+}
+
+/// Where it goes.
+#[derive(Debug)]
+pub(crate) struct Towards<'a> {
+    pub(crate) format: Format,
+    /// The tensor parallel size.
+    pub(crate) tp: u32,
+    /// The folder with the configuration.
+    pub(crate) config: Option<&'a Path>,
+    /// What the weights are cast to afterwards.
+    pub(crate) dtype: Option<DType>,
+}
+
+/// Whose names a checkpoint has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    Megatron,
+    /// Those of a Hugging Face folder with a `config.json`.
+    HuggingFace,
+    /// Any.
+    Other,
+}
+
+impl Origin {
+    async fn of(opened: &Checkpoint, source: &Source) -> Result<Self, Error> {
+        if opened.megatron.is_some() {
+            return Ok(Self::Megatron);
+        }
+        // Layers of a decoder are called so elsewhere, too, but not what is in them.
+        let is_layer = |name: &str| {
+            let layer = name.split_once("decoder.layers.").map(|(_, rest)| rest);
+            layer.is_some_and(|rest| rest.contains("self_attention.linear_"))
+        };
+        if source.metadata().await?.iter().any(|(name, _)| is_layer(name)) {
+            return Ok(Self::Megatron);
+        }
+        let storage = &*opened.storage;
+        let is_folder = !Path::new(&opened.place).is_file() && !is_dcp(storage).await?;
+        let config = Key::new(CONFIG).map_err(StorageError::from)?;
+        Ok(match is_folder && storage.contains(&config).await? {
+            true => Self::HuggingFace,
+            false => Self::Other,
+        })
+    }
+}
+
+/// Whether tensors have names by which models of Megatron-Core ask for them: `decoder.layers.…`, one
+/// tensor for all layers or one each, or those of the embedding, without a prefix.
+async fn has_megatron_names(source: &Source) -> Result<bool, Error> {
+    let metadata = source.metadata().await?;
+    let roots = ["decoder.", "encoder.", "embedding.", "output_layer."];
+    let is_tensor = |entry: &Entry| entry.as_tensor().is_some();
+    Ok(metadata
+        .iter()
+        .any(|(name, entry)| is_tensor(entry) && roots.iter().any(|root| name.starts_with(root))))
+}
+
+/// The mapping that is applied.
+enum Chosen {
+    Auto,
+    Of(Box<Mapping>),
+}
+
+impl MappingOptions {
+    /// `source`, which was opened as `opened`, under the names of the other side, if it goes there.
+    pub(crate) async fn apply(
+        &self,
+        source: Source,
+        opened: &Checkpoint,
+        towards: Towards<'_>,
+        job: &JobOptions,
+        notes: &mut Notes,
+    ) -> Result<Named, Error> {
+        let Towards { format: to, tp, config, dtype } = towards;
+        let origin = Origin::of(opened, &source).await?;
+        let Some(wanted) = self.wanted(opened, origin, to, notes)? else {
+            self.refuse_idle()?;
+            if to == Format::TorchDist
+                && self.arch.is_none()
+                && !has_megatron_names(&source).await?
+            {
+                let way = match origin {
+                    Origin::Megatron => "convert to hf first, and from there to torch-dist",
+                    _ => "--arch gives a Hugging Face model the names of Megatron-Core",
+                };
+                notes.say(format!(
+                    "the tensors keep their names, which Megatron-LM does not load; {way}"
+                ));
+            }
+            return Ok(Named { source, config: None, report: None });
+        };
+        let mut how = MapOptions::default();
+        how.allow_left_over = self.allow_left_over;
+        how.params_dtype = dtype;
+        if self.untie {
+            how.tying = Tying::Untie;
+        }
+        if self.layers == Some(LayerSpec::Local) {
+            how.spec = LayerSpec::Local;
+        }
+        if to == Format::TorchDist {
+            let config = config_of(opened, config).await?;
+            let mapping = match wanted {
+                Chosen::Auto => recognize_config(&config).map_err(|error| {
+                    Error::from(error).with_hint(
+                        "name one with --arch, or a TOML file of your own (`dcp arch llama` is \
+                         one to begin with); --arch none keeps the names",
+                    )
+                })?,
+                Chosen::Of(mapping) => {
+                    if let Ok(own) = recognize_config(&config)
+                        && own.name() != mapping.name()
+                    {
+                        notes.say(format!(
+                            "{CONFIG} is that of {}, and is taken for {} as asked: what only the \
+                             former has is not among the arguments",
+                            own.name(),
+                            mapping.name()
+                        ));
+                    }
+                    *mapping
+                }
+            };
+            let divisor = self.vocab_divisor.unwrap_or(DIVISOR);
+            let padding = Padding::Multiple { divisor, tensor_parallel: tp.into() };
+            let (facts, notes) = mapping.read_config(&config, self.ignore_args)?;
+            let facts = facts.with_padding(padding);
+            let mut mapped = map_to_megatron(&source, &mapping, &facts, &how, job).await?;
+            mapped.report.notes.splice(..0, notes);
+            return Ok(Named { source: mapped.source, config: None, report: Some(mapped.report) });
+        }
+        for (given, option, does) in [
+            (self.vocab_divisor.is_some(), "--make-vocab-divisible-by", "pads"),
+            (self.layers.is_some(), "--transformer-impl", "chooses names"),
+        ] {
+            if given {
+                let message = format!("{option} {does} for Megatron-Core, and this goes from it");
+                return Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"));
+            }
+        }
+        let mut facts = facts(opened, &source, notes).await?;
+        let given = match config {
+            Some(folder) => Some(config_of(opened, Some(folder)).await?),
+            None => None,
+        };
+        let mapping = match (wanted, given.as_ref().map(recognize_config)) {
+            (Chosen::Of(mapping), _) => *mapping,
+            (Chosen::Auto, Some(Ok(mapping))) => mapping,
+            (Chosen::Auto, _) => recognized(&source, &facts).await?,
+        };
+        if let Some(config) = &given {
+            // The model is opened with it, so that is how many tokens there are.
+            let described = facts.described_by(&mapping.read_config(config, true)?.0);
+            facts = described.map_err(|error| {
+                // The folder that was named is wrong, not the checkpoint.
+                Error::from(error)
+                    .with_kind(ErrorKind::InvalidOption)
+                    .with_hint("pass --config with the folder of this model, or leave it out")
+            })?;
+        }
+        how.ignore_arguments = self.ignore_args || config.is_some();
+        let mut mapped = map_to_hf(&source, &mapping, &facts, &how, job).await?;
+        let config = match (to, config) {
+            (Format::HuggingFace, None) => Some(config_json(&mapping, &mut mapped)?),
+            _ => None,
+        };
+        Ok(Named { source: mapped.source, config, report: Some(mapped.report) })
+    }
+
+    /// The mapping that is applied, if one is.
+    fn wanted(
+        &self,
+        opened: &Checkpoint,
+        origin: Origin,
+        to: Format,
+        notes: &mut Notes,
+    ) -> Result<Option<Chosen>, Error> {
+        let from_megatron = origin == Origin::Megatron;
+        let arch = match &self.arch {
+            None if from_megatron && to == Format::HuggingFace => &Architecture::Auto,
+            None if to == Format::TorchDist && origin == Origin::HuggingFace => {
+                notes.say(
+                    "it gets Megatron-Core's names, by config.json; --arch none keeps its own",
+                );
+                &Architecture::Auto
+            }
+            None => return Ok(None),
+            Some(arch) => arch,
+        };
+        let chosen = match arch {
+            Architecture::Keep => return Ok(None),
+            Architecture::Auto => Chosen::Auto,
+            Architecture::Of(mapping) => Chosen::Of(mapping.clone()),
+        };
+        if from_megatron && to == Format::TorchDist {
+            let message = format!(
+                "--arch goes to Hugging Face or from there, and both {:?} and --to torch-dist are \
+                 Megatron-Core's",
+                opened.uri
+            );
+            return Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"));
+        }
+        if origin == Origin::HuggingFace && to != Format::TorchDist {
+            let message = format!(
+                "--arch goes to Megatron-Core or from there, and neither {:?} nor --to {to} is \
+                 Megatron-Core's",
+                opened.uri
+            );
+            return Err(Error::new(ErrorKind::InvalidOption, message)
+                .with_hint("leave it out, or say --to torch-dist"));
+        }
+        Ok(Some(chosen))
+    }
+
+    /// Refuses options of a mapping where none is applied.
+    fn refuse_idle(&self) -> Result<(), Error> {
+        for (given, option) in [
+            (self.vocab_divisor.is_some(), "--make-vocab-divisible-by"),
+            (self.layers.is_some(), "--transformer-impl"),
+            (self.allow_left_over, "--allow-left-over"),
+            (self.ignore_args, "--ignore-args"),
+            (self.untie, "--untie"),
+        ] {
+            if given {
+                let message = format!("{option} is for a mapping, and none is applied");
+                return Err(Error::new(ErrorKind::InvalidOption, message)
+                    .with_hint("say --arch, or leave it out"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What the arguments of a checkpoint tell. Those that were saved through PyTorch alone have them
+/// as an object of their own.
+/// What wrote no arguments wrote a configuration beside it.
+async fn facts(opened: &Checkpoint, source: &Source, notes: &mut Notes) -> Result<Facts, Error> {
+    let args = match &opened.megatron {
+        Some(checkpoint) => checkpoint.args().map(|args| Facts::from_dict(args.dict())),
+        None if has_args(source).await? => {
+            let args = MegatronArgs::from_value(&read_object(source, "args").await?);
+            args.map(|args| Facts::from_dict(args.dict()))
+        }
+        None => None,
+    };
+    if let Some(facts) = args {
+        return Ok(facts);
+    }
+    let Some((facts, file)) = run_config::facts(opened).await? else { return Ok(Facts::new()) };
+    notes.say(format!("there are no arguments in it; {file} tells of the model"));
+    Ok(facts)
+}
+
+/// Whether there are arguments of Megatron as an object of their own.
+async fn has_args(source: &Source) -> Result<bool, Error> {
+    let is_object = |entry: &Entry| matches!(entry, Entry::Object(_));
+    Ok(source.metadata().await?.get("args").is_some_and(is_object))
+}
+
+/// The family of a Megatron checkpoint.
+async fn recognized(source: &Source, facts: &Facts) -> Result<Mapping, Error> {
+    let families = || format!("families: {}", Mapping::families().join(", "));
+    match recognize(&*source.metadata().await?, facts)? {
+        Recognition::Found { family, .. } => Ok(Mapping::builtin(&family)?),
+        Recognition::Ambiguous { candidates, why } => {
+            let message = format!(
+                "the model may be of several families, {}, as far as its weights tell: {why}",
+                candidates.join(" or ")
+            );
+            Err(Error::new(ErrorKind::Undecided, message).with_hint(format!(
+                "say which with --arch, or --arch none to keep Megatron-Core's names; {}",
+                families()
+            )))
+        }
+        Recognition::Unknown { why } => {
+            let why: Vec<_> = why.iter().map(|(name, what)| format!("{name}: {what}")).collect();
+            let message = "the model is of no family that is known here".to_owned();
+            let error = Error::new(ErrorKind::Undecided, message);
+            let error = match Reasons::new(why) {
+                Some(reasons) => error.because(reasons),
+                None => error,
+            };
+            Err(error.with_hint(format!(
+                "name one with --arch, write a mapping of your own (`dcp arch llama > my.toml` \
+                 shows how) and pass --arch my.toml, or keep Megatron-Core's names with --arch \
+                 none; {}",
+                families()
+            )))
+        }
+        _ => Err(Error::new(ErrorKind::Undecided, "the family is not known").with_hint(families())),
+    }
+}
+
+/// The configuration of a model of Hugging Face: of the folder that was named, or of the source.
+async fn config_of(opened: &Checkpoint, folder: Option<&Path>) -> Result<serde_json::Value, Error> {
+    let absent = |place: String| {
+        Error::new(
+            ErrorKind::Undecided,
+            format!("there is no {CONFIG} in {place:?}, which tells the model"),
+        )
+        .with_hint("pass --config DIR, the folder that has it")
+    };
+    let bad = |error: serde_json::Error| {
+        Error::new(ErrorKind::Damaged, format!("cannot read {CONFIG}")).because(error)
+    };
+    if let Some(folder) = folder {
+        let path = folder.join(CONFIG);
+        return match read_at_most(&path, CONFIG_MAX) {
+            Ok(bytes) => serde_json::from_slice(&bytes).map_err(bad),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(absent(folder.display().to_string()))
+            }
+            Err(error) => {
+                let message = format!("cannot read {:?}", path.display().to_string());
+                Err(Error::new(ErrorKind::Io, message).because(error))
+            }
+        };
+    }
+    let storage = &opened.storage;
+    let key = Key::new(CONFIG).map_err(StorageError::from)?;
+    if !storage.contains(&key).await? {
+        return Err(absent(opened.place.clone()));
+    }
+    let len = storage.stat(&key).await?.byte_len;
+    if len > CONFIG_MAX {
+        let message = format!("{CONFIG} has {len} bytes, more than a configuration has");
+        return Err(Error::new(ErrorKind::Damaged, message));
+    }
+    serde_json::from_slice(&storage.read_range(&key, 0..len).await?).map_err(bad)
+}
+
+/// The configuration of the model that was made.
+fn config_json(mapping: &Mapping, mapped: &mut Mapped) -> Result<(Key, Vec<u8>), Error> {
+    let config = mapping.config_json(&mapped.facts).map_err(|error| {
+        Error::from(error)
+            .with_hint("pass --config DIR, the folder with the original model's config.json")
+    })?;
+    let is_open = |token| config.get(token).is_none_or(serde_json::Value::is_null);
+    if ["bos_token_id", "eos_token_id"].into_iter().all(is_open) {
+        let note = "config.json leaves bos_token_id and eos_token_id open: the tokenizer decides";
+        mapped.report.notes.push(note.to_owned());
+    }
+    let mut text = serde_json::to_vec_pretty(&config).map_err(|error| {
+        Error::new(ErrorKind::Io, format!("cannot write {CONFIG}")).because(error)
+    })?;
+    text.push(b'\n');
+    Ok((Key::new("config.json").map_err(StorageError::from)?, text))
+}

@@ -1,0 +1,103 @@
+//! How checkpoints are opened.
+
+use std::sync::Arc;
+
+use dcp_core::StorageRegistry;
+
+use crate::notes::Notes;
+
+/// How whole a checkpoint has to be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Need {
+    /// It is read as far as it can be.
+    #[default]
+    Readable,
+    /// Damage of the index, and a choice that is open, are errors.
+    Whole,
+}
+
+impl Need {
+    pub(crate) fn tolerant(self) -> bool {
+        self == Self::Readable
+    }
+}
+
+/// Opens checkpoints by URL: folders, runs of folders, and files of every format.
+///
+/// ```
+/// use dcp_checkpoint::{Need, Opener};
+/// # use dcp_core::{Access, StorageRegistry};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let mut storages = StorageRegistry::empty();
+/// # storages.register("file", |path, _| Ok(std::sync::Arc::new(dcp_storage_fs::FsStorage::open(path)?)));
+/// # let url = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/pytorch/t21_plain");
+/// let opener = Opener::new(storages).need(Need::Whole).on_note(|note| eprintln!("note: {note}"));
+/// let checkpoint = opener.open(url).await?;
+/// assert!(checkpoint.source().metadata().await?.len() > 0);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Opener {
+    pub(crate) storages: StorageRegistry,
+    pub(crate) need: Need,
+    pub(crate) rank: Option<u32>,
+    pub(crate) variant: Option<String>,
+    notes: Notes,
+}
+
+impl Opener {
+    /// Opens what these storages serve.
+    #[must_use]
+    pub fn new(storages: StorageRegistry) -> Self {
+        let notes = Notes::unheard();
+        Self { storages, need: Need::default(), rank: None, variant: None, notes }
+    }
+
+    /// How whole a checkpoint has to be; [`Need::Readable`] by default.
+    #[must_use]
+    pub fn need(mut self, need: Need) -> Self {
+        self.need = need;
+        self
+    }
+
+    /// Reads what this rank saved, of ranks that saved without collectives and differ.
+    #[must_use]
+    pub fn rank(mut self, rank: impl Into<Option<u32>>) -> Self {
+        self.rank = rank.into();
+        self
+    }
+
+    /// Reads this variant of a Hugging Face model, such as `fp16` for
+    /// `model.fp16.safetensors`; by default the main files.
+    #[must_use]
+    pub fn variant(mut self, name: impl Into<Option<String>>) -> Self {
+        self.variant = name.into();
+        self
+    }
+
+    /// Calls `listener` with every note of this opener and of jobs on what it opens, as soon as it
+    /// is known. [`Checkpoint::notes`](crate::Checkpoint::notes) and the reports of jobs have them, too.
+    #[must_use]
+    pub fn on_note(mut self, listener: impl Fn(&str) + Send + Sync + 'static) -> Self {
+        self.notes = Notes::listened(Arc::new(listener));
+        self
+    }
+
+    /// The storages that URLs are opened in.
+    #[must_use]
+    pub fn storages(&self) -> &StorageRegistry {
+        &self.storages
+    }
+
+    pub(crate) fn notes(&self) -> Notes {
+        self.notes.begin()
+    }
+
+    /// The same opener, to which nobody listens.
+    pub(crate) fn unheard(&self) -> Self {
+        Self { notes: Notes::unheard(), ..self.clone() }
+    }
+}

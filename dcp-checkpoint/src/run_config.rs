@@ -1,0 +1,52 @@
+//! The configuration that a trainer wrote next to a checkpoint of Megatron-Core that has no
+//! arguments.
+
+use std::sync::Arc;
+
+use dcp_core::{Access, Key, Storage, StorageError, StorageExt};
+use dcp_mapping::Facts;
+
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, ErrorKind};
+use crate::recognize::NEMO_WEIGHTS;
+use crate::uri::{below, split};
+
+/// Bytes of a configuration that are read at most.
+const CONFIG_MAX: u64 = 16 << 20;
+/// What Megatron-Bridge writes among the files of a checkpoint.
+const BRIDGE: &str = "run_config.yaml";
+/// The same of NeMo, in the folder that has the one of the checkpoint.
+const NEMO: &str = "context/model.yaml";
+
+/// What the configuration of a checkpoint says, and its URL.
+pub(crate) async fn facts(checkpoint: &Checkpoint) -> Result<Option<(Facts, String)>, Error> {
+    if let Some(found) = read(&checkpoint.storage, &checkpoint.place, BRIDGE).await? {
+        return Ok(Some(found));
+    }
+    let Some((parent, _)) = split(&checkpoint.place).filter(|(_, name)| name == NEMO_WEIGHTS)
+    else {
+        return Ok(None);
+    };
+    let storage = checkpoint.opener.storages().open(&parent, Access::Read)?;
+    read(&storage, &parent, NEMO).await
+}
+
+async fn read(
+    storage: &Arc<dyn Storage>,
+    place: &str,
+    name: &str,
+) -> Result<Option<(Facts, String)>, Error> {
+    let key = Key::new(name).map_err(StorageError::from)?;
+    if !storage.contains(&key).await? {
+        return Ok(None);
+    }
+    let file = below(place, name);
+    let bad = |problem: &str| Error::new(ErrorKind::Damaged, format!("{file}: {problem}"));
+    let len = storage.stat(&key).await?.byte_len;
+    if len > CONFIG_MAX {
+        return Err(bad("it is larger than a configuration is"));
+    }
+    let bytes = storage.read_range(&key, 0..len).await?;
+    let text = std::str::from_utf8(&bytes).map_err(|_| bad("it is no text in UTF-8"))?;
+    Ok(Some((Facts::from_run_config(text, &file)?, file)))
+}

@@ -1,0 +1,52 @@
+//! Numbers and names as notes and messages show them.
+
+use std::sync::Arc;
+
+use dcp_core::Message;
+
+/// A number with its thousands apart: `12,345`.
+#[must_use]
+pub fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A number and the noun that it counts: `1 shard`, `2,000 shards`.
+#[must_use]
+pub fn count(number: usize, noun: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{} {noun}{plural}", thousands(number as u64))
+}
+
+/// The first of some names, and how many more there are.
+#[must_use]
+pub fn list(names: &[Arc<str>]) -> String {
+    const SHOWN: usize = 5;
+    let mut shown: Vec<_> =
+        names.iter().take(SHOWN).map(|name| Message(name).to_string()).collect();
+    if names.len() > SHOWN {
+        shown.push(format!("and {} more", names.len() - SHOWN));
+    }
+    shown.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_and_names() {
+        assert_eq!(thousands(1_234_567), "1,234,567");
+        assert_eq!(thousands(999), "999");
+        assert_eq!((count(1, "shard"), count(2, "shard")), ("1 shard".into(), "2 shards".into()));
+        let names: Vec<Arc<str>> = (0..7).map(|n| n.to_string().into()).collect();
+        assert_eq!(list(&names), "0, 1, 2, 3, 4, and 2 more");
+    }
+}

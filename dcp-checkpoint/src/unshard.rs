@@ -1,0 +1,85 @@
+//! Writing the model of a checkpoint as plain files, as OLMo-core does.
+
+use dcp_convert::JobOptions;
+use dcp_olmo::{UnshardOptions, UnshardReport, unshard_checkpoint};
+
+use crate::checkpoint::Checkpoint;
+use crate::error::Error;
+use crate::new_folders::NewFolders;
+use crate::overlap_guard::{Shape, keep_apart};
+use crate::rollback::Rollback;
+use crate::setters::job_options;
+use crate::target::{Place, TargetOptions};
+use crate::whole::Whole;
+
+impl Checkpoint {
+    /// Writes what is below `model` of the state dict to files in the directory `target`, as
+    /// OLMo-core's `unshard_checkpoint` does.
+    ///
+    /// ```no_run
+    /// # use dcp_checkpoint::{Checkpoint, Error};
+    /// # async fn example(step: Checkpoint) -> Result<(), Error> {
+    /// let options = dcp_olmo::UnshardOptions::default().optim(true);
+    /// let report = step.unshard("out").options(options).run().await?;
+    /// println!("{} files", report.files.len());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn unshard(&self, target: impl Into<String>) -> Unsharding<'_> {
+        Unsharding {
+            checkpoint: self,
+            target: target.into(),
+            options: UnshardOptions::default(),
+            job: JobOptions::default(),
+            rollback: Rollback::new(),
+        }
+    }
+}
+
+/// An unshard to [`run`](Self::run), from [`Checkpoint::unshard`].
+#[derive(Debug)]
+#[must_use = "an unshard does nothing before `run`"]
+pub struct Unsharding<'a> {
+    checkpoint: &'a Checkpoint,
+    target: String,
+    options: UnshardOptions,
+    job: JobOptions,
+    rollback: Rollback,
+}
+
+impl Unsharding<'_> {
+    job_options!();
+
+    /// How the model is divided into files, and of which format they are.
+    pub fn options(mut self, options: UnshardOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Records what is created in `rollback`.
+    pub fn rollback(mut self, rollback: &Rollback) -> Self {
+        self.rollback = rollback.clone();
+        self
+    }
+
+    /// Writes the files.
+    ///
+    /// # Errors
+    ///
+    /// When there is no `model`, and those of [`Conversion::run`](crate::Conversion::run).
+    pub async fn run(self) -> Result<UnshardReport, Error> {
+        let checkpoint = Whole::of(self.checkpoint).await?;
+        keep_apart(&checkpoint, &self.target, Shape::Folder).await?;
+        let folders = NewFolders::before(&self.target, &self.rollback);
+        let options =
+            TargetOptions::default().as_dry_run(self.job.dry_run).with_rollback(&self.rollback);
+        let place = Place::new(checkpoint.opener.storages(), &self.target, &options);
+        let storage = place.folder(false).await?;
+        let report =
+            unshard_checkpoint(&checkpoint.source, &storage, &self.options, &self.job).await?;
+        if !self.job.dry_run {
+            folders.keep();
+        }
+        Ok(report)
+    }
+}

@@ -1,0 +1,34 @@
+//! URIs: their folders and names.
+
+/// The folder that a URI lies in, and its name there.
+pub(crate) fn split(uri: &str) -> Option<(String, String)> {
+    let (scheme, path) = match uri.split_once("://") {
+        Some((scheme, path)) => (format!("{scheme}://"), path),
+        None => (String::new(), uri),
+    };
+    let path = path.trim_end_matches('/');
+    let (parent, name) = match path.rsplit_once('/') {
+        Some(("", name)) => ("/", name),
+        Some((parent, name)) => (parent, name),
+        None => (".", path),
+    };
+    (!name.is_empty()).then(|| (format!("{scheme}{parent}"), name.to_owned()))
+}
+
+/// The URI of `name` in the folder `uri`.
+pub(crate) fn below(uri: &str, name: &str) -> String {
+    format!("{}/{name}", uri.trim_end_matches('/'))
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn uris_split_into_folder_and_name() {
+        let split = |uri| super::split(uri).unwrap();
+        assert_eq!(split("a/b.npy"), ("a".into(), "b.npy".into()));
+        assert_eq!(split("b.npy"), (".".into(), "b.npy".into()));
+        assert_eq!(split("/b"), ("/".into(), "b".into()));
+        assert_eq!(split("file:///x/y/"), ("file:///x".into(), "y".into()));
+        assert!(super::split("/").is_none());
+    }
+}

@@ -1,0 +1,81 @@
+//! Checking that a checkpoint is whole.
+
+use dcp_convert::{JobOptions, Problem, ProblemKind, VerifyReport};
+use dcp_megatron::{METADATA_JSON, TRACKER, verify_opened};
+
+use crate::checkpoint::Checkpoint;
+use crate::error::Error;
+use crate::setters::job_options;
+
+impl Checkpoint {
+    /// Checks that this checkpoint is whole: its structure, and with
+    /// [`deep`](Verification::deep) every byte.
+    ///
+    /// ```
+    /// # use dcp_checkpoint::Opener;
+    /// # use dcp_core::StorageRegistry;
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let mut storages = StorageRegistry::empty();
+    /// # storages.register("file", |path, _| Ok(std::sync::Arc::new(dcp_storage_fs::FsStorage::open(path)?)));
+    /// # let url = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/pytorch/t21_plain");
+    /// let checkpoint = Opener::new(storages).open(url).await?;
+    /// let report = checkpoint.verify().deep(true).run().await?;
+    /// assert!(report.ok, "{:?}", report.problems);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn verify(&self) -> Verification<'_> {
+        Verification { checkpoint: self, deep: false, job: JobOptions::default() }
+    }
+}
+
+/// A check to [`run`](Self::run), from [`Checkpoint::verify`].
+#[derive(Debug)]
+#[must_use = "a check does nothing before `run`"]
+pub struct Verification<'a> {
+    checkpoint: &'a Checkpoint,
+    deep: bool,
+    job: JobOptions,
+}
+
+impl Verification<'_> {
+    job_options!();
+
+    /// Whether every byte is read and compared with its checksum.
+    pub fn deep(mut self, deep: bool) -> Self {
+        self.deep = deep;
+        self
+    }
+
+    /// Checks the checkpoint. Of Megatron-Core's, the optimizer's state is compared with the model;
+    /// of one in a run, the tracker is checked.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails; damage is in the report.
+    pub async fn run(self) -> Result<VerifyReport, Error> {
+        let checkpoint = self.checkpoint;
+        let mut report = match &checkpoint.megatron {
+            Some(megatron) => {
+                let mut report = verify_opened(megatron, self.deep, &self.job).await?;
+                report.format = format!("megatron_{}", megatron.describe().await?.format);
+                report
+            }
+            None => dcp_convert::verify(&checkpoint.source, self.deep, &self.job).await?,
+        };
+        let mut add = |kind, file: &str, message: Option<String>| {
+            let Some(message) = message else { return };
+            let mut problem = Problem::default();
+            problem.kind = kind;
+            problem.file = Some(file.to_owned());
+            problem.message = message;
+            report.problems.push(problem);
+            report.ok = false;
+        };
+        let unfinished = checkpoint.unfinished.as_ref().map(|unfinished| unfinished.note());
+        add(ProblemKind::MissingFile, METADATA_JSON, unfinished);
+        add(ProblemKind::Index, TRACKER, checkpoint.tracker_problem.clone());
+        Ok(report)
+    }
+}

@@ -1,0 +1,44 @@
+//! Checkpoints of which all is needed.
+
+use std::ops::Deref;
+
+use crate::checkpoint::Checkpoint;
+use crate::error::Error;
+use crate::opener::Need;
+
+/// A checkpoint that is whole: the one that was opened, or the same one opened again.
+#[derive(Debug)]
+pub(crate) enum Whole<'a> {
+    Opened(&'a Checkpoint),
+    Again(Box<Checkpoint>),
+}
+
+impl<'a> Whole<'a> {
+    /// The checkpoint itself where it was opened so, else opened again, with its damage as errors.
+    pub(crate) async fn of(checkpoint: &'a Checkpoint) -> Result<Self, Error> {
+        if checkpoint.opener.need == Need::Whole {
+            return Ok(Self::Opened(checkpoint));
+        }
+        let opener = checkpoint.opener.unheard().need(Need::Whole);
+        Ok(Self::Again(Box::new(opener.open(&checkpoint.uri).await?)))
+    }
+
+    pub(crate) async fn of_all(checkpoints: &'a [Checkpoint]) -> Result<Vec<Self>, Error> {
+        let mut all = Vec::with_capacity(checkpoints.len());
+        for checkpoint in checkpoints {
+            all.push(Self::of(checkpoint).await?);
+        }
+        Ok(all)
+    }
+}
+
+impl Deref for Whole<'_> {
+    type Target = Checkpoint;
+
+    fn deref(&self) -> &Checkpoint {
+        match self {
+            Self::Opened(checkpoint) => checkpoint,
+            Self::Again(checkpoint) => checkpoint,
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! Jobs on whole checkpoints, as a program uses them.
+
+#![allow(clippy::unwrap_used, reason = "these are tests")]
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use dcp_checkpoint::{Checkpoint, ErrorKind, Format, Keys, Need, Opener, Rollback, Undone};
+use dcp_convert::{JobOptions, StatePart};
+use dcp_core::{Access, DType, Entry, Key, Payload, PutMode, Storage, StorageRegistry};
+use dcp_storage_fs::FsStorage;
+
+fn storages() -> StorageRegistry {
+    let mut storages = StorageRegistry::empty();
+    storages.register("file", |path, access| {
+        let write = access == Access::Write;
+        Ok(Arc::new(FsStorage::builder(path).create(write).clean(write).open()?))
+    });
+    storages
+}
+
+fn fixture(name: &str) -> String {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
+    fixtures.join(name).display().to_string()
+}
+
+async fn open(url: &str) -> Checkpoint {
+    Opener::new(storages()).open(url).await.unwrap()
+}
+
+fn copy(from: &str, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_conversion_casts_floats_and_is_read_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("new/copy").display().to_string();
+    let checkpoint = open(&fixture("pytorch/fsdp2_adam_2r")).await;
+    let written =
+        checkpoint.convert(&target).to(Format::Dcp).dtype(DType::BFloat16).run().await.unwrap();
+    let copy = open(&target).await;
+    let metadata = copy.source().metadata().await.unwrap();
+    assert_eq!(written.report.tensors + written.report.objects, metadata.len());
+    for (fqn, entry) in metadata.iter() {
+        let Entry::Tensor(tensor) = entry else { continue };
+        let kept = fqn.ends_with(".step") || tensor.dtype == DType::Int64;
+        assert_eq!(tensor.dtype == DType::BFloat16, !kept, "{fqn}: {}", tensor.dtype);
+    }
+    assert!(copy.verify().deep(true).run().await.unwrap().ok);
+}
+
+#[tokio::test]
+async fn targets_that_touch_something_are_refused_by_kind() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("source");
+    copy(&fixture("pytorch/t21_plain"), &source);
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let checkpoint = open(&at("source")).await;
+    let refused = async |target: &str, format| {
+        checkpoint.convert(at(target)).to(format).run().await.unwrap_err().kind()
+    };
+    assert_eq!(refused("source", Format::Dcp).await, ErrorKind::SameTarget);
+    assert_eq!(refused("./source/", Format::HuggingFace).await, ErrorKind::SameTarget);
+    assert_eq!(refused("source/inside", Format::Dcp).await, ErrorKind::Overlap);
+    assert_eq!(refused("source/.metadata", Format::Safetensors).await, ErrorKind::Overlap);
+    assert_eq!(refused("", Format::Dcp).await, ErrorKind::Overlap);
+
+    let nameless = checkpoint.convert(at("no-format")).run().await.unwrap_err();
+    assert_eq!(nameless.kind(), ErrorKind::InvalidOption);
+    checkpoint.convert(at("copy")).to(Format::Dcp).run().await.unwrap();
+    assert_eq!(refused("copy", Format::Dcp).await, ErrorKind::TargetExists);
+    assert_eq!(refused("copy", Format::HuggingFace).await, ErrorKind::OtherCheckpoint);
+    assert_eq!(refused("copy", Format::Safetensors).await, ErrorKind::InvalidPlace);
+    checkpoint.convert(at("copy")).to(Format::Dcp).overwrite(true).run().await.unwrap();
+}
+
+#[tokio::test]
+async fn what_cannot_be_opened_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    fs::write(at("file"), "text").unwrap();
+    let opener = Opener::new(storages());
+    for (url, kind) in [
+        (at("nothing"), ErrorKind::NotFound),
+        (at(""), ErrorKind::NotACheckpoint),
+        (at("file"), ErrorKind::NotACheckpoint),
+        ("tape://7".to_owned(), ErrorKind::Unsupported),
+    ] {
+        assert_eq!(opener.open(&url).await.unwrap_err().kind(), kind, "{url}");
+    }
+}
+
+/// What is opened to look at is opened again where all of it is needed.
+#[tokio::test]
+async fn ranks_that_differ_need_a_choice_only_where_all_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("copy.pt").display().to_string();
+    let url = fixture("pytorch/no_collectives_2r");
+    let opener = Opener::new(storages());
+    let undecided = opener.clone().need(Need::Whole).open(&url).await.unwrap_err();
+    assert_eq!(undecided.kind(), ErrorKind::Undecided);
+    assert!(undecided.hint().unwrap().contains("--rank"), "{undecided:?}");
+
+    let looked_at = opener.open(&url).await.unwrap();
+    assert!(!looked_at.notes().is_empty());
+    let undecided = looked_at.convert(&target).run().await.unwrap_err();
+    assert_eq!(undecided.kind(), ErrorKind::Undecided);
+    assert!(!Path::new(&target).exists());
+
+    let second = opener.rank(1).open(&url).await.unwrap();
+    second.convert(&target).run().await.unwrap();
+}
+
+#[tokio::test]
+async fn notes_are_heard_at_once_and_returned() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("model").display().to_string();
+    let heard = Arc::new(Mutex::new(Vec::new()));
+    let said = Arc::clone(&heard);
+    let opener = Opener::new(storages()).on_note(move |note| {
+        said.lock().unwrap().push(note.to_owned());
+    });
+    let checkpoint = opener.open(&fixture("pytorch/fsdp2_adam_2r")).await.unwrap();
+    let opened = checkpoint.notes().len();
+    let model = checkpoint.convert(&target).to(Format::HuggingFace).run().await.unwrap();
+    assert!(model.notes.iter().any(|note| note.contains("--everything")), "{:?}", model.notes);
+    assert_eq!(heard.lock().unwrap()[opened..], model.notes);
+
+    // A part that was chosen is not worth a note.
+    let keys = Keys::all().part(StatePart::Model);
+    let conversion = checkpoint.convert(&target).to(Format::HuggingFace).overwrite(true);
+    assert!(conversion.keys(keys).run().await.unwrap().notes.is_empty());
+}
+
+/// The crate of the format and the job on a checkpoint by its URL have one verdict.
+#[tokio::test]
+async fn a_shifted_optimizer_is_a_problem_for_every_verify() {
+    for (name, is_sound) in [
+        ("megatron/gpt_fully_reshardable_multibucket_CORRUPT/ckpt", false),
+        ("megatron/gpt_dp2_dp_reshardable/ckpt", true),
+    ] {
+        let url = fixture(name);
+        let storage: Arc<dyn Storage> = Arc::new(FsStorage::open(&url).unwrap());
+        let job = JobOptions::default();
+        for deep in [false, true] {
+            let own = dcp_megatron::verify(&storage, deep, &job).await.unwrap();
+            let report = open(&url).await.verify().deep(deep).run().await.unwrap();
+            assert_eq!((own.ok, report.ok), (is_sound, is_sound), "{name}, deep: {deep}");
+            assert_eq!((own.problems, own.notes), (report.problems, report.notes), "{name}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_a_cancelled_job_created_is_taken_back() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("old"), "old").unwrap();
+    let key = |name: &str| Key::new(name).unwrap();
+    let open = || storages().open(&folder.path().display().to_string(), Access::Write).unwrap();
+
+    let unused = Rollback::new();
+    assert_eq!(unused.undo(unused.quiesce().await).await, Undone::Nothing);
+
+    let rollback = Rollback::new();
+    let storage = rollback.watch(open());
+    storage.put(&key("new"), Payload::from("new"), PutMode::Create).await.unwrap();
+    assert_eq!(rollback.undo(rollback.quiesce().await).await, Undone::All);
+    assert!(!folder.path().join("new").exists() && folder.path().join("old").exists());
+
+    let rollback = Rollback::new();
+    let storage = rollback.watch(open());
+    storage.put(&key("new"), Payload::from("new"), PutMode::Create).await.unwrap();
+    storage.put(&key("old"), Payload::from("other"), PutMode::Overwrite).await.unwrap();
+    let undone = rollback.undo(rollback.quiesce().await).await;
+    assert_eq!(undone, Undone::Replaced(key("old")));
+    assert!(folder.path().join("new").exists(), "what replaced the old one may need it");
+}

@@ -1,0 +1,94 @@
+//! What all commands of one run of the program share: input options, output, what to take back.
+
+use dcp::StorageRegistry;
+use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
+use dcp::convert::JobOptions;
+
+use crate::args::Global;
+use crate::failure::Failure;
+use crate::interrupt;
+use crate::output::Output;
+
+/// One run of the program.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) out: Output,
+    /// What the command has created so far.
+    pub(crate) rollback: Rollback,
+    opener: Opener,
+}
+
+impl Session {
+    pub(crate) fn new(global: Global) -> Self {
+        let storages = storages(global.follow_links);
+        let opener = Opener::new(storages).rank(global.rank).variant(global.variant.clone());
+        Self { out: Output::new(&global), rollback: Rollback::new(), opener }
+    }
+
+    /// Opens checkpoints as the input options say; notes go to stderr.
+    pub(crate) fn opener(&self) -> Opener {
+        let out = self.out;
+        self.opener.clone().on_note(move |note| out.note(note))
+    }
+
+    /// The same without notes.
+    pub(crate) fn silent_opener(&self) -> Opener {
+        self.opener.clone()
+    }
+
+    /// Opens a checkpoint to read.
+    pub(crate) async fn open(&self, uri: &str, need: Need) -> Result<Checkpoint, Failure> {
+        Ok(self.opener().need(need).open(uri).await?)
+    }
+
+    /// Opens several.
+    pub(crate) async fn open_all(
+        &self,
+        uris: &[String],
+        need: Need,
+    ) -> Result<Vec<Checkpoint>, Failure> {
+        let mut all = Vec::with_capacity(uris.len());
+        for uri in uris {
+            all.push(self.open(uri, need).await?);
+        }
+        Ok(all)
+    }
+
+    /// Runs the work of a command, as [`interrupt::run`] does.
+    pub(crate) fn run<T>(
+        &self,
+        long: bool,
+        work: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        interrupt::run(long, &self.rollback, work)
+    }
+
+    /// Notes that the optimizer's state among `shown` is not that of the model.
+    pub(crate) async fn note_optimizer(
+        &self,
+        checkpoint: &Checkpoint,
+        shown: impl Fn(&str) -> bool,
+        job: &JobOptions,
+    ) {
+        // State that cannot be read is an error of whatever needs it.
+        if let Ok(Some(problem)) = checkpoint.optimizer_problem(shown, job).await {
+            self.out.note(&format!("{problem}; `dcp verify` says what of each"));
+        }
+    }
+
+    /// Notes which of two checkpoints in one folder is opened.
+    pub(crate) async fn note_ambiguity(&self, uri: &str) -> Result<(), Failure> {
+        if let Some(note) = self.opener.ambiguity(uri).await? {
+            self.out.note(&note);
+        }
+        Ok(())
+    }
+}
+
+fn storages(follow_links: bool) -> StorageRegistry {
+    let storages =
+        if follow_links { dcp::storages_following_links() } else { dcp::default_storages() };
+    #[cfg(test)]
+    let storages = storages.with_layer(crate::every_operation::faulty);
+    storages
+}

@@ -1,0 +1,67 @@
+//! The storages of this build's features.
+
+#[cfg(feature = "fs")]
+use std::path::{Path, PathBuf};
+
+use dcp_core::StorageRegistry;
+#[cfg(feature = "fs")]
+use dcp_core::{Access, StorageError};
+
+/// The storages of this build's features by URL scheme; with `fs`, `file://` and plain paths.
+///
+/// Symbolic links lead no further than the folder that is opened and, in the cache of the Hugging
+/// Face hub, its repository. [`storages_following_links`] has no such bound.
+///
+/// ```
+/// use dcp::Access;
+///
+/// let storages = dcp::default_storages();
+/// assert!(storages.open("tape://7/run", Access::Read).is_err());
+/// ```
+#[must_use]
+pub fn default_storages() -> StorageRegistry {
+    #[allow(unused_mut, reason = "nothing is registered without features")]
+    let mut registry = StorageRegistry::empty();
+    #[cfg(feature = "fs")]
+    registry.register("file", |url, access| {
+        let path = path_of(url);
+        let builder = dcp_storage_fs::FsStorage::builder(path);
+        let builder = match hub_repository(Path::new(path)) {
+            Some(repository) if access == Access::Read => builder.links_within(repository),
+            _ => builder.create(access == Access::Write).clean(access == Access::Write),
+        };
+        Ok(std::sync::Arc::new(builder.open()?))
+    });
+    registry
+}
+
+/// [`default_storages`], but what is read follows symbolic links wherever they lead, as in a run
+/// whose iterations are links to another disk. Only for folders that you trust: a link can lead to
+/// any file.
+#[cfg(feature = "fs")]
+#[must_use]
+pub fn storages_following_links() -> StorageRegistry {
+    let mut registry = default_storages();
+    registry.register("file", |url, access| {
+        let write = access == Access::Write;
+        let builder = dcp_storage_fs::FsStorage::builder(path_of(url));
+        let storage = builder.follow_links(!write).create(write).clean(write).open();
+        Ok::<_, StorageError>(std::sync::Arc::new(storage?))
+    });
+    registry
+}
+
+#[cfg(feature = "fs")]
+fn path_of(url: &str) -> &str {
+    url.strip_prefix("file://").unwrap_or(url)
+}
+
+/// The repository that a snapshot in the cache of the Hugging Face hub is of:
+/// `models--ORG--NAME`, where files of `snapshots/REVISION` are links into `blobs`.
+#[cfg(feature = "fs")]
+fn hub_repository(path: &Path) -> Option<PathBuf> {
+    let path = path.canonicalize().ok()?;
+    let snapshots = path.ancestors().find(|above| above.ends_with("snapshots"))?;
+    let repository = snapshots.parent()?;
+    repository.join("blobs").is_dir().then(|| repository.to_owned())
+}

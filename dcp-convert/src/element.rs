@@ -1,5 +1,15 @@
 //! One element of a tensor as a number, for every dtype.
 
+pub(crate) mod compare;
+pub(crate) mod npy;
+pub(crate) mod numbers;
+pub(crate) mod numpy;
+pub(crate) mod place;
+pub(crate) mod print;
+pub(crate) mod slice;
+pub(crate) mod value_difference;
+pub(crate) mod value_json;
+
 use std::fmt;
 
 use dcp_core::DType;

@@ -33,101 +33,61 @@
 //! # }
 //! ```
 
-mod archive_audit;
-mod callables;
 mod cast;
-mod check;
-mod checked_source;
-mod chunk_index;
-mod completeness;
-mod decode_cache;
-mod diff;
-mod division;
 mod element;
 mod error;
 mod foreign_callable;
-mod get;
-mod groups;
-mod incremental_crc;
-mod inspect;
+mod integrity;
 mod job;
-mod list_run;
-mod npy;
-mod numbers;
-mod numpy;
-mod objects;
-mod part;
-mod pieces;
-mod place;
-mod print;
-mod problem;
-mod refuse_damaged;
-mod rename;
-pub mod report;
-mod reshard;
-mod rewrite_metadata;
-mod runs;
-mod safetensors_items;
-mod select;
-mod slice;
+mod jobs;
+mod keys;
+mod read;
 mod source;
-mod stats;
-mod stored_data_source;
-mod stored_items;
-mod subfolder;
-mod suggest;
-mod target;
-mod tensor_read;
-mod to_hf;
-mod to_safetensors;
-mod to_torch_save;
-mod torch_save_audit;
-mod unmatched;
-mod value_json;
-mod verify;
 pub mod view;
-mod written;
+mod write;
 
-pub use callables::{admit_callables, foreign_callables};
 pub use cast::{
     CastCounts, CastError, CastOptions, CastReport, Caster, TensorCast, is_exact, is_float,
 };
-pub use checked_source::{CheckedSource, Verified};
 pub use dcp_formats::safetensors::RAW;
-pub use diff::{
-    Described, DiffCounts, DiffOptions, DiffReport, DiffScope, Difference, DifferenceKind, Spot,
-    Tolerance, ValueDifference, diff,
-};
-pub use division::{Division, Held, Owner};
+pub use element::compare::Tolerance;
+pub use element::npy::{NpyType, npy_header, npy_type};
+pub use element::slice::TensorSlice;
+pub use element::value_json::{JsonLimits, ValueEncoder, value_json};
 pub use element::{Element, decode};
 pub use error::ConvertError;
 pub use foreign_callable::ForeignCallable;
-pub use get::{Found, FoundTensor, find, object_to_torch_save};
-pub use inspect::{ChunkSummary, KeySummary, Summary, TensorSummary, inspect};
+pub use integrity::callables::{admit_callables, foreign_callables};
+pub use integrity::checked_source::{CheckedSource, Verified};
+pub use integrity::problem::{Problem, ProblemKind};
 pub use job::{JobOptions, MIN_MEMORY, Progress};
-pub use list_run::{EntryKind, RunEntry, RunListing, list_run};
-pub use npy::{NpyType, npy_header, npy_type};
-pub use objects::{ObjectResult, read_object, read_objects};
-pub use problem::{Problem, ProblemKind};
-pub use rename::Rename;
-pub use reshard::{MAX_RANKS, divide, reshard};
-pub use rewrite_metadata::{MetadataRewrite, ProfileChoice, rewrite_metadata};
-pub use safetensors_items::LEFT_OUT;
-pub use select::{Chosen, Selection, StatePart, parse_mapping};
-pub use slice::TensorSlice;
-pub use source::Source;
-pub use stats::{
+pub use jobs::diff::{
+    Described, DiffCounts, DiffOptions, DiffReport, DiffScope, Difference, DifferenceKind, Spot,
+    ValueDifference, diff,
+};
+pub use jobs::get::{Found, FoundTensor, find, object_to_torch_save};
+pub use jobs::inspect::{ChunkSummary, KeySummary, Summary, TensorSummary, inspect};
+pub use jobs::report;
+pub use jobs::stats::{
     BAD_CHUNKS_MAX, BAD_VALUES_MAX, BadChunk, BadValue, FloatRange, Histogram, Number, NumberStats,
     ObjectStats, StatsReport, TensorStats, stats,
 };
-pub use subfolder::Subfolder;
-pub use suggest::unknown_fqn;
-pub use target::Target;
-pub use tensor_read::TensorReader;
-pub use to_hf::{to_hf, to_hf_with};
-pub use to_safetensors::to_safetensors;
-pub use to_torch_save::to_torch_save;
-pub use unmatched::{UnmatchedPattern, unmatched_patterns};
-pub use value_json::{JsonLimits, ValueEncoder, value_json};
-pub use verify::{VerifyReport, verify};
-pub use written::{PlannedTensor, ReplacedClass, WriteReport};
+pub use jobs::verify::{VerifyReport, verify};
+pub use keys::rename::Rename;
+pub use keys::select::{Chosen, Selection, StatePart, parse_mapping};
+pub use keys::suggest::unknown_fqn;
+pub use keys::unmatched::{UnmatchedPattern, unmatched_patterns};
+pub use read::objects::{ObjectResult, read_object, read_objects};
+pub use read::tensor_read::TensorReader;
+pub use source::Source;
+pub use source::list_run::{EntryKind, RunEntry, RunListing, list_run};
+pub use source::subfolder::Subfolder;
+pub use write::division::{Division, Held, Owner};
+pub use write::reshard::{MAX_RANKS, divide, reshard};
+pub use write::rewrite_metadata::{MetadataRewrite, ProfileChoice, rewrite_metadata};
+pub use write::safetensors_items::LEFT_OUT;
+pub use write::target::Target;
+pub use write::to_hf::{to_hf, to_hf_with};
+pub use write::to_safetensors::to_safetensors;
+pub use write::to_torch_save::to_torch_save;
+pub use write::written::{PlannedTensor, ReplacedClass, WriteReport};

@@ -1,5 +1,10 @@
 //! A checkpoint to read, whatever its format.
 
+pub(crate) mod completeness;
+pub(crate) mod decode_cache;
+pub(crate) mod list_run;
+pub(crate) mod subfolder;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
@@ -13,8 +18,8 @@ use dcp_formats::detect::{Detected, detect};
 use dcp_formats::hf::{HfReader, HfReaderBuilder, INDEX_ENDING};
 use dcp_formats::torch_save::{MAGIC_LEN, TorchSaveReader, is_torch_save};
 
-use crate::decode_cache::DecodedOnce;
 use crate::job::JobOptions;
+use crate::source::decode_cache::DecodedOnce;
 
 /// A checkpoint to read: its format's reader, and the storage that holds its files.
 ///

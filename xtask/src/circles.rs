@@ -28,7 +28,6 @@ const KNOWN: &[(&str, &[&str])] = &[
             "summary",
         ],
     ),
-    ("dcp-convert", &["diff", "view"]),
     ("dcp-formats", &["dcp", "detect", "hf", "torch_save"]),
     ("dcp-mapping", &["compile", "extra_state", "map", "resolve", "tensor_lookup"]),
     ("dcp-mapping", &["config", "declaration", "incompatibilities", "mapping", "original_config"]),
@@ -100,7 +99,11 @@ fn crates() -> BTreeMap<String, Uses> {
         let file = file.to_string_lossy().into_owned();
         let Some((name, path)) = file.split_once("/src/") else { continue };
         let module = path.split('/').next().unwrap_or(path).trim_end_matches(".rs");
-        if name.contains('/') || matches!(module, "lib" | "main") || of_tests(name, module) {
+        if name.contains('/')
+            || file.ends_with("/tests.rs")
+            || matches!(module, "lib" | "main")
+            || of_tests(name, module)
+        {
             continue;
         }
         let code: Vec<&str> = lines_before_tests(source)

@@ -21,7 +21,7 @@ const UNSAFE: &str = "dcp-core/src/memory.rs";
 
 /// The one module of `dcp-convert` that writes to a storage: each of its steps consumes the proof
 /// that what was read is undamaged.
-const PUBLISHES: &str = "dcp-convert/src/target.rs";
+const PUBLISHES: &str = "dcp-convert/src/write/target.rs";
 
 /// What is needed to write to a storage. Decorators of storages pass it on.
 const WRITING: &[&str] = &["PutMode", "write_folder", "prepare_"];

@@ -18,9 +18,9 @@ use super::equality::Input;
 use super::joined::Joined;
 use super::merged::moved;
 use super::scratch::bad_plan;
-use crate::chunk_index::ChunkIndex;
 use crate::error::ConvertError;
 use crate::job::JobOptions;
+use crate::read::chunk_index::ChunkIndex;
 use crate::source::Source;
 
 /// A box of a new tensor, and what its elements are.

@@ -18,12 +18,12 @@ use super::equality::{Input, difference};
 use super::mean::Mean;
 use super::scratch::{SCRATCH, bad_plan, name, pieces};
 use crate::cast::{CastCounts, CastReport, TensorCast, is_averaged};
-use crate::check::refuse_unsound;
 use crate::error::ConvertError;
+use crate::integrity::check::refuse_unsound;
 use crate::job::JobOptions;
-use crate::safetensors_items::{Place, places};
+use crate::read::tensor_read::TensorReader;
+use crate::read::ties::{Place, places};
 use crate::source::Source;
-use crate::tensor_read::TensorReader;
 
 /// Gives a tensor another dtype, by its name and the dtype it has.
 type DTypeRule = dyn Fn(&str, DType) -> Option<DType> + Send + Sync;

@@ -13,8 +13,8 @@ use dcp_core::{
 
 use super::scratch::{SCRATCH, Scratch, bad_plan, name, pieces};
 use crate::cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast};
-use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
+use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
 use crate::source::{KeptObjects, Source};
 

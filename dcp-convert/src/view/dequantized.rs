@@ -19,10 +19,10 @@ use super::scratch::{Scratch, bad_plan, name};
 use super::translated::Translated;
 use super::unwrapped::Unwrapped;
 use crate::cast::{CastCounts, CastOptions, Caster};
-use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
+use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
-use crate::safetensors_items::{Place, places};
+use crate::read::ties::{Place, places};
 use crate::source::Source;
 
 /// Numbers to make at once.

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use dcp_core::{CheckpointError, CheckpointMetadata, Entry, Region, TensorEntry};
 
 use super::scratch::{SCRATCH, bad_plan, pieces};
-use crate::checked_source::CheckedSource;
-use crate::diff::first_difference;
+use crate::element::value_difference::first_difference;
+use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
-use crate::objects::read_objects;
+use crate::read::objects::read_objects;
+use crate::read::tensor_read::TensorReader;
 use crate::source::Source;
-use crate::tensor_read::TensorReader;
 
 /// A checkpoint and its index.
 #[derive(Debug)]

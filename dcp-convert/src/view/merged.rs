@@ -13,8 +13,8 @@ use super::equality::{Input, difference};
 use super::joined::Joined;
 use super::scratch::bad_plan;
 use super::translated::Translated;
-use crate::check::refuse_unsound;
 use crate::error::ConvertError;
+use crate::integrity::check::refuse_unsound;
 use crate::job::JobOptions;
 use crate::source::Source;
 

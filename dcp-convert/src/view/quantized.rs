@@ -13,8 +13,8 @@ use dcp_core::{
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_zip::check_archive;
 
-use crate::checked_source::CheckedSource;
 use crate::error::ConvertError;
+use crate::integrity::checked_source::CheckedSource;
 use crate::source::Source;
 
 /// The most bytes of an archive that is taken over as it is.

@@ -8,7 +8,7 @@ use dcp_core::{
     ReadItem, ReadKind, ReadReport, Region, RegionError, StorageReader, TensorView, Value,
 };
 
-use crate::runs::boxes;
+use crate::read::runs::boxes;
 
 /// Bytes to hold at once for a read.
 pub(super) const SCRATCH: u64 = 2 << 20;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use dcp_core::{CheckpointMetadata, Entry, Value};
 
 use crate::error::ConvertError;
-use crate::groups::{RenamedParams, keys_of_params};
 use crate::job::JobOptions;
-use crate::objects::read_object;
-use crate::select::{Chosen, Selection};
+use crate::keys::groups::{RenamedParams, keys_of_params};
+use crate::keys::select::{Chosen, Selection};
+use crate::read::objects::read_object;
 use crate::source::{KeptObjects, Source};
 use crate::view::Assembled;
 

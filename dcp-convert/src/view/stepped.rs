@@ -11,8 +11,8 @@ use dcp_core::{
 };
 
 use super::scratch::{bad_plan, pieces};
-use crate::slice::{Axis, TensorSlice};
-use crate::tensor_read::TensorReader;
+use crate::element::slice::{Axis, TensorSlice};
+use crate::read::tensor_read::TensorReader;
 
 /// Elements to gather at once; there may be a box for each.
 const AT_ONCE: u64 = 1 << 16;

@@ -9,7 +9,7 @@ use dcp_core::{
 };
 
 use super::{Assembled, Origin, PartReader, Piece, PieceFrom};
-use crate::runs::boxes;
+use crate::read::runs::boxes;
 use crate::view::scratch::{SCRATCH, bad_plan, name, pieces};
 
 #[async_trait]

@@ -8,8 +8,8 @@ use dcp_formats::hf::{HfLayout, HfPart, HfWriteOptions, write_folder};
 use proptest::prelude::*;
 
 use super::*;
-use crate::stored_data_source::CheckpointData;
-use crate::tensor_read::TensorReader;
+use crate::read::tensor_read::TensorReader;
+use crate::write::stored_data_source::CheckpointData;
 
 fn block_on<F: Future>(future: F) -> F::Output {
     tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
@@ -128,8 +128,9 @@ fn model(parts: Vec<(HfPart, Vec<u8>)>) -> Arc<MemoryStorage> {
     let (parts, bytes): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
     let plan = HfLayout::default().plan(parts).unwrap();
     let source = Source::new(Arc::clone(&storage) as _, Arc::new(Given(Arc::default())));
-    let encoded =
-        bytes.into_iter().map(|bytes| crate::stored_data_source::Part::Encoded(bytes.into()));
+    let encoded = bytes
+        .into_iter()
+        .map(|bytes| crate::write::stored_data_source::Part::Encoded(bytes.into()));
     let data = CheckpointData::new(
         &CheckedSource::new(&source, &JobOptions::default()),
         encoded.collect(),
@@ -162,7 +163,7 @@ fn one_weight_with_other_scales_is_another_tensor() {
     let view = block_on(Dequantized::new(reader, DType::Float32, [4, 4])).unwrap();
     let shown = block_on(view.metadata()).unwrap();
     assert_eq!(shown.len(), 3);
-    assert_eq!(crate::safetensors_items::ties(&shown), HashMap::from([(2, Arc::from("a.weight"))]));
+    assert_eq!(crate::read::ties::ties(&shown), HashMap::from([(2, Arc::from("a.weight"))]));
 }
 
 #[derive(Debug)]

@@ -1,0 +1,58 @@
+//! Arrays by where they are in memory, so that one that many values refer to is read once.
+
+use dcp_core::{DType, Dims, Object, Tensor, Value};
+
+use crate::element::numpy::layout;
+
+/// Bytes from which it is worth knowing an array.
+const LEN_MIN: usize = 4096;
+
+/// Where the bytes of an array are, and what they mean. It holds while the value does that has
+/// the array.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Place {
+    address: usize,
+    len: usize,
+    kind: Kind,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Kind {
+    Tensor(DType, Dims),
+    Numpy { code: String, big_endian: bool, fortran: bool, shape: Vec<u64> },
+    Text,
+}
+
+impl Place {
+    fn new(bytes: &[u8], kind: impl FnOnce() -> Kind) -> Option<Self> {
+        let (address, len) = (bytes.as_ptr().addr(), bytes.len());
+        (len >= LEN_MIN).then(|| Self { address, len, kind: kind() })
+    }
+
+    /// That of a tensor whose elements lie in memory one after the other.
+    pub(crate) fn of_tensor(tensor: &Tensor) -> Option<Self> {
+        let [shard] = tensor.shards() else { return None };
+        let payload = shard.view().payload().ok()?;
+        let [piece] = payload.pieces() else { return None };
+        Self::new(piece, || Kind::Tensor(tensor.dtype(), tensor.shape().clone()))
+    }
+
+    /// That of an array of NumPy.
+    pub(crate) fn of_numpy(object: &Object) -> Option<Self> {
+        let (array, bytes) = layout(object)?;
+        let bytes = bytes?;
+        let (code, big_endian) = (array.kind.code, array.kind.big_endian);
+        let (fortran, shape) = (array.fortran, array.shape);
+        Self::new(bytes, || Kind::Numpy { code, big_endian, fortran, shape })
+    }
+
+    /// That of a text or a byte string.
+    pub(crate) fn of_text(value: &Value) -> Option<Self> {
+        let bytes = match value {
+            Value::Str(text) => text.as_bytes(),
+            Value::Bytes(bytes) | Value::ByteArray(bytes) => bytes,
+            _ => return None,
+        };
+        Self::new(bytes, || Kind::Text)
+    }
+}

@@ -1,0 +1,383 @@
+//! Reading every stored byte and comparing it with its checksum and the index.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Dims, Encoding, FileId, FormatError, Key, Layout,
+    Placement, StorageExt,
+};
+use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
+use dcp_formats::torch_zip::{ArchiveIndex, Inflater, Method, Progress, Record, Sparse};
+use futures_util::{StreamExt, stream};
+
+use crate::error::ConvertError;
+use crate::integrity::problem::{Problem, judge};
+use crate::job::JobOptions;
+use crate::read::objects::read_objects;
+use crate::read::stored_items::Placed;
+use crate::read::tensor_read::{TensorReader, read_tensor};
+use crate::source::Source;
+
+/// Blobs up to this many bytes are read whole.
+const SMALL: u64 = 256 << 10;
+/// Of a larger one, so many bytes of each end are read before anything is known of it.
+const ENDS: u64 = 16 << 10;
+/// The most that is read at once because an archive's directory says so, in bytes.
+const PARSED_MAX: u64 = 64 << 20;
+
+/// What was read.
+#[derive(Debug, Default)]
+pub(crate) struct Checked {
+    /// Stored bytes of the items that are right.
+    pub(crate) bytes: u64,
+    pub(crate) problems: Vec<Problem>,
+}
+
+/// Checks `items`, whose bytes are all there.
+pub(crate) async fn check(
+    source: &Source,
+    metadata: &Arc<CheckpointMetadata>,
+    items: Vec<Placed>,
+    options: &JobOptions,
+) -> Result<Checked, ConvertError> {
+    let job = Arc::new(Job::new(source, metadata, options));
+    options.start(items.iter().map(|item| item.placement.byte_len).fold(0, u64::saturating_add));
+    let mut results = stream::iter(items)
+        .map(|item| {
+            let job = Arc::clone(&job);
+            // Checksums take a processor each: on a runtime of several threads they run at once.
+            tokio::spawn(async move {
+                let result = job.item(&item).await;
+                (item, result)
+            })
+        })
+        .buffered(options.parallelism.max(1));
+    let mut checked = Checked::default();
+    while let Some(done) = results.next().await {
+        let (item, result) = done.map_err(|error| {
+            ConvertError::unsupported("a checking task", format!("failed: {error}"))
+        })?;
+        match result {
+            Ok(()) => {
+                checked.bytes = checked.bytes.saturating_add(item.placement.byte_len);
+            }
+            Err(error) => checked.problems.push(judge(error, metadata, &item)?),
+        }
+    }
+    Ok(checked)
+}
+
+/// Checks item by item.
+pub(crate) struct Job {
+    pub(crate) source: Source,
+    pub(crate) metadata: Arc<CheckpointMetadata>,
+    /// Bytes to hold of one item at once.
+    segment: u64,
+    pub(crate) options: JobOptions,
+    /// Where the storages of a file of `torch.save` begin that were looked at already: several
+    /// tensors may be in one.
+    begun: Mutex<HashSet<u64>>,
+}
+
+impl Job {
+    pub(crate) fn new(
+        source: &Source,
+        metadata: &Arc<CheckpointMetadata>,
+        options: &JobOptions,
+    ) -> Self {
+        Self {
+            source: source.clone(),
+            metadata: Arc::clone(metadata),
+            segment: options.segment_bytes(2 * options.parallelism),
+            options: options.clone(),
+            begun: Mutex::default(),
+        }
+    }
+
+    /// Reads one item, whose bytes are all there, and fails when it is damaged.
+    pub(crate) async fn item(&self, item: &Placed) -> Result<(), CheckpointError> {
+        let encoding = self.metadata.encoding(&item.placement);
+        let file = self.metadata.file(item.placement.file);
+        let (Some(encoding), Some(file)) = (encoding, file) else {
+            return Err(FormatError::new("index", "it names no known file or encoding").into());
+        };
+        if let (Some(save), Some(_)) = (self.source.save_reader(), item.chunk) {
+            let record = save.record_at(&item.placement).await?;
+            let begun = || self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(record) = record.filter(|record| begun().insert(record.data.start)) {
+                self.record(file, &record).await?;
+            }
+        } else if *encoding == Encoding::new(Layout::TorchArchive) {
+            let blob = Blob { job: self, file, item };
+            blob.check().await.map_err(|error| match error {
+                CheckpointError::Format(error) => {
+                    error.in_file(file.as_str(), item.placement.byte_offset).into()
+                }
+                other => other,
+            })?;
+        } else {
+            self.options.advance(item.placement.byte_len);
+            if let Some(chunk) = item.chunk {
+                self.decode_chunk(item, chunk).await?;
+            }
+        }
+        if item.chunk.is_none() {
+            let mut values =
+                read_objects(&self.source, &self.metadata, std::slice::from_ref(&item.entry)).await;
+            values.remove(&item.entry).transpose()?;
+        }
+        Ok(())
+    }
+
+    /// Compares one record of a file of `torch.save` with its checksum.
+    pub(crate) async fn record(&self, file: &Key, record: &Record) -> Result<(), CheckpointError> {
+        let Some(file_id) = FileId::from_index(0) else { return Ok(()) };
+        let byte_len = record.data.end;
+        let placement = Placement { file: file_id, encoding: 0, byte_offset: 0, byte_len };
+        let item = Placed { fqn: Arc::from(""), entry: 0, chunk: None, placement };
+        let windows = Windows { byte_len, known: Vec::new() };
+        let checked = Blob { job: self, file, item: &item }.check_record(&windows, record).await;
+        checked.map_err(|error| match error {
+            CheckpointError::Format(error) => error.in_file(file.as_str(), 0).into(),
+            other => other,
+        })
+    }
+
+    /// What the elements of a chunk must hash to, from its archive; all of the archive but the
+    /// elements is checked.
+    pub(crate) async fn expected(&self, item: &Placed) -> Result<Expected, CheckpointError> {
+        let encoding = self.metadata.encoding(&item.placement);
+        let file = self.metadata.file(item.placement.file);
+        let (Some(encoding), Some(file), Some(chunk)) = (encoding, file, item.chunk) else {
+            return Ok(Expected::Elsewhere);
+        };
+        if let Some(save) = self.source.save_reader() {
+            let whole = save.chunk_crc32(&self.metadata, item.entry, chunk as usize).await?;
+            return Ok(match whole {
+                Some(crc32) => Expected::Crc32(crc32),
+                None if save.record_at(&item.placement).await?.is_some() => Expected::Elsewhere,
+                None => Expected::Nothing,
+            });
+        }
+        match encoding.layout {
+            Layout::TorchArchive if encoding.transforms.is_empty() => {
+                Blob { job: self, file, item }.expected(chunk).await
+            }
+            Layout::Raw if encoding.transforms.is_empty() => Ok(Expected::Nothing),
+            _ => Ok(Expected::Elsewhere),
+        }
+    }
+
+    /// Reads a chunk through its format: what can go wrong on the way is then seen.
+    async fn decode_chunk(&self, item: &Placed, chunk: u32) -> Result<(), CheckpointError> {
+        let reader = self.source.decoded_once(1);
+        let tensor = TensorReader::new(reader, Arc::clone(&self.metadata), item.entry)?;
+        let entry = tensor.tensor()?;
+        let Some(chunk) = entry.chunks.get(chunk as usize) else { return Ok(()) };
+        let bad = |error: dcp_core::RegionError| FormatError::new("index", error.to_string());
+        let region = chunk.region().map_err(bad)?;
+        let element = entry.dtype.size() as u64;
+        let total = region.volume().saturating_mul(element);
+        let mut at = 0;
+        while at < total {
+            let end = total.min(at.saturating_add(self.segment));
+            read_tensor(&tensor, &region, element, at..end).await?;
+            at = end;
+        }
+        Ok(())
+    }
+}
+
+/// What the elements of a chunk, row-major and as they are stored, must hash to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Expected {
+    /// This CRC-32.
+    Crc32(u32),
+    /// The format keeps none: there is nothing to compare with.
+    Nothing,
+    /// The checksum is over other bytes than these: [`Job::item`] has to read them.
+    Elsewhere,
+}
+
+/// One `torch.save` archive inside a file.
+struct Blob<'a> {
+    job: &'a Job,
+    file: &'a Key,
+    item: &'a Placed,
+}
+
+impl Blob<'_> {
+    fn byte_len(&self) -> u64 {
+        self.item.placement.byte_len
+    }
+
+    /// Reads a range, counted from the start of the archive.
+    async fn read(&self, range: Range<u64>) -> Result<Bytes, CheckpointError> {
+        let start = self.item.placement.byte_offset;
+        let range = start.saturating_add(range.start)..start.saturating_add(range.end);
+        Ok(self.job.source.storage.read_range(self.file, range).await?)
+    }
+
+    /// Both ends of the archive, or all of a small one.
+    async fn ends(&self) -> Result<Windows, CheckpointError> {
+        let len = self.byte_len();
+        let mut windows = Windows { byte_len: len, known: Vec::new() };
+        let (head, tail) =
+            if len <= SMALL { (0..len, len..len) } else { (0..ENDS, len - ENDS..len) };
+        for range in [head, tail] {
+            if !range.is_empty() {
+                windows.known.push((range.start, self.read(range).await?));
+            }
+        }
+        Ok(windows)
+    }
+
+    async fn expected(&self, chunk: u32) -> Result<Expected, CheckpointError> {
+        let mut windows = self.ends().await?;
+        let index = self.parse(&mut windows, ArchiveIndex::parse).await?;
+        let tensor = self.parse(&mut windows, TensorBlob::parse).await?;
+        self.compare(chunk, &tensor)?;
+        let storage = tensor.storage();
+        let whole = tensor.layout().contiguous_range() == Some(0..storage.byte_len);
+        let as_it_is = tensor.byte_order() == ByteOrder::Little;
+        if !whole || !as_it_is || storage.method != Method::Stored {
+            return Ok(Expected::Elsewhere);
+        }
+        for entry in index.entries() {
+            let record = self.parse(&mut windows, |blob| entry.locate(blob)).await?;
+            if record != *storage {
+                self.check_record(&windows, &record).await?;
+            }
+        }
+        Ok(storage.crc32.map_or(Expected::Nothing, Expected::Crc32))
+    }
+
+    async fn check(&self) -> Result<(), CheckpointError> {
+        let len = self.byte_len();
+        let mut windows = self.ends().await?;
+        let index = self.parse(&mut windows, ArchiveIndex::parse).await?;
+        if let Some(chunk) = self.item.chunk {
+            let tensor = self.parse(&mut windows, TensorBlob::parse).await?;
+            self.compare(chunk, &tensor)?;
+        }
+        self.parse(&mut windows, |blob| index.check_ends(blob)).await?;
+        let trailing = self.parse(&mut windows, ArchiveIndex::trailing).await?;
+        if trailing > 0 {
+            let problem = format!("{trailing} bytes follow its end");
+            return Err(FormatError::new("torch archive", problem).at(len - trailing).into());
+        }
+        let mut counted = 0;
+        for entry in index.entries() {
+            let record = self.parse(&mut windows, |blob| entry.locate(blob)).await?;
+            self.parse(&mut windows, |blob| entry.check_around(&record, blob)).await?;
+            counted += record.data.end - record.data.start;
+            self.check_record(&windows, &record).await.map_err(|error| match error {
+                CheckpointError::Format(format) => {
+                    let problem = format!("{}: {}", entry.name(), format.problem());
+                    FormatError::new("torch archive", problem).at(record.data.start).into()
+                }
+                other => other,
+            })?;
+        }
+        self.job.options.advance(len.saturating_sub(counted));
+        Ok(())
+    }
+
+    /// The blob's own dtype and shape against the index (trap F15).
+    fn compare(&self, chunk: u32, blob: &TensorBlob) -> Result<(), FormatError> {
+        let entry = self.job.metadata.at(self.item.entry);
+        let tensor = entry.and_then(|(_, entry)| entry.as_tensor());
+        let Some((tensor, chunk)) =
+            tensor.and_then(|tensor| Some((tensor, tensor.chunks.get(chunk as usize)?)))
+        else {
+            return Ok(());
+        };
+        let (dtype, sizes) = (blob.layout().dtype(), blob.layout().sizes());
+        if (dtype, &**sizes) == (tensor.dtype, chunk.sizes) {
+            return Ok(());
+        }
+        let problem = format!(
+            "the index says {} of shape {}, the blob says {dtype} of shape {sizes}",
+            tensor.dtype,
+            Dims::from(chunk.sizes)
+        );
+        Err(FormatError::new("tensor blob", problem).at(0))
+    }
+
+    /// Brings the bytes that `parse` asks for until it is content.
+    async fn parse<T>(
+        &self,
+        windows: &mut Windows,
+        parse: impl Fn(&Sparse<'_>) -> Result<Progress<T>, FormatError>,
+    ) -> Result<T, CheckpointError> {
+        // Directory, pickle, headers: each asks a few times at most.
+        const ROUNDS: usize = 64;
+        for _ in 0..ROUNDS {
+            let range = match windows.with(&parse)? {
+                Progress::Ready(done) => return Ok(done),
+                Progress::Need(range) => range,
+            };
+            if range.end.saturating_sub(range.start) > PARSED_MAX {
+                let problem = format!("bytes {range:?} of it are too many to be a description");
+                return Err(FormatError::new("torch archive", problem).at(range.start).into());
+            }
+            windows.known.push((range.start, self.read(range).await?));
+        }
+        Err(FormatError::new("torch archive", "its parts refer to ever more bytes").at(0).into())
+    }
+
+    async fn check_record(
+        &self,
+        windows: &Windows,
+        record: &Record,
+    ) -> Result<(), CheckpointError> {
+        let Range { start, end } = record.data;
+        if record.method != Method::Stored {
+            let mut inflater = Inflater::new(record)?;
+            let mut at = start;
+            while at < end {
+                let next = end.min(at.saturating_add(self.job.segment));
+                inflater.push(&self.read(at..next).await?, |_| ())?;
+                self.job.options.advance(next - at);
+                at = next;
+            }
+            return Ok(inflater.finish()?);
+        }
+        let mut crc = crc32fast::Hasher::new();
+        let mut at = start;
+        while at < end {
+            let next = end.min(at.saturating_add(self.job.segment));
+            match windows.get(at..next) {
+                Some(bytes) => crc.update(bytes),
+                None => crc.update(&self.read(at..next).await?),
+            }
+            self.job.options.advance(next - at);
+            at = next;
+        }
+        Ok(record.check_crc32(crc.finalize())?)
+    }
+}
+
+/// The parts of an archive that are at hand.
+struct Windows {
+    byte_len: u64,
+    known: Vec<(u64, Bytes)>,
+}
+
+impl Windows {
+    fn with<T>(&self, look: impl FnOnce(&Sparse<'_>) -> T) -> T {
+        let empty = Sparse::new(self.byte_len);
+        look(&self.known.iter().fold(empty, |blob, (at, bytes)| blob.with(*at, bytes)))
+    }
+
+    fn get(&self, range: Range<u64>) -> Option<&[u8]> {
+        self.known.iter().find_map(|(at, bytes)| {
+            let start = usize::try_from(range.start.checked_sub(*at)?).ok()?;
+            let end = usize::try_from(range.end.checked_sub(*at)?).ok()?;
+            bytes.get(start..end)
+        })
+    }
+}

@@ -1,0 +1,354 @@
+//! Comparing chunks with their checksums while they are read in parts.
+//!
+//! A reader compares the CRC-32 of a chunk when one read takes all of it. Jobs read large
+//! tensors in segments: then nobody would notice damage, and the new file would seal it under a
+//! fresh checksum. So the CRC-32 of every part is kept until the parts make up the chunk, in
+//! whatever order they come. What is cut so that its parts do not lie together in the chunk is
+//! read once more at the end.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use crc32fast::Hasher;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSink, FormatError, Layout, LoadPlan, ReadItem,
+    ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
+};
+
+use crate::integrity::archive_audit::{self, Expected};
+use crate::integrity::refuse_damaged::{named, refuse_damaged};
+use crate::job::JobOptions;
+use crate::read::stored_items::Placed;
+use crate::source::{Comparison, Source};
+
+/// Archives up to this many bytes are always read, and checked, as a whole.
+const ALWAYS_WHOLE: u64 = 64 << 10;
+/// What an archive holds besides its tensor, rounded up.
+const ARCHIVE_EXTRA: u64 = 4096;
+/// Parts of a chunk to remember that do not lie together yet.
+const PARTS_MAX: usize = 256;
+
+/// A reader that compares what it reads in parts with its checksums.
+#[derive(Debug)]
+pub(crate) struct Checked {
+    source: Source,
+    chunks: Mutex<HashMap<(u32, u32), Chunk>>,
+}
+
+/// What is known of a chunk that was read in parts.
+#[derive(Debug)]
+enum Chunk {
+    /// Bytes of the chunk by where they begin: where they end, and their CRC-32.
+    Parts(BTreeMap<u64, (u64, Hasher)>),
+    /// So many bytes were read in parts that do not fit together.
+    Scattered(u64),
+    /// It is as it should be.
+    Right,
+}
+
+impl Checked {
+    pub(crate) fn new(source: Source) -> Self {
+        Self { source, chunks: Mutex::default() }
+    }
+
+    /// Notes a part that was read, and compares the chunk when it was the last one.
+    async fn note(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        item: &ReadItem,
+        view: &TensorView,
+    ) -> Result<(), CheckpointError> {
+        let ReadKind::Tensor { chunk, region, .. } = &item.kind else { return Ok(()) };
+        let wanted = Wanted::new(&self.source, metadata, item.entry, *chunk);
+        let Some(wanted) = wanted else { return Ok(()) };
+        let at = (item.entry, *chunk);
+        if wanted.region == *region || view.byte_len() == 0 {
+            // What one read takes whole, the format's own reader has compared.
+            let compared = match self.source.save_reader() {
+                // Its reader compares whole storages only, not the views of one.
+                Some(save) => {
+                    let (entry, chunk) = (item.entry as usize, *chunk as usize);
+                    save.chunk_crc32(metadata, entry, chunk).await?.is_some()
+                }
+                None => !wanted.is_view(),
+            };
+            if !compared {
+                self.scatter(at, view.byte_len());
+            }
+            return Ok(());
+        }
+        let Some(start) = wanted.byte_position(region) else {
+            self.scatter(at, view.byte_len());
+            return Ok(());
+        };
+        let failed =
+            |source| CheckpointError::Memory { fqn: wanted.placed.fqn.to_string(), source };
+        let mut hasher = Hasher::new();
+        for piece in view.payload().map_err(failed)?.pieces() {
+            hasher.update(piece);
+        }
+        let whole = self.add(at, start, start + view.byte_len(), hasher, wanted.byte_len);
+        let Some(found) = whole else { return Ok(()) };
+        let job = archive_audit::Job::new(&self.source, metadata, &JobOptions::default());
+        let expected = job.expected(&wanted.placed).await;
+        match expected.map_err(|error| named(error, &wanted.placed, metadata))? {
+            Expected::Crc32(crc32) if crc32 != found => {
+                let problem =
+                    format!("its CRC-32 is {found:08x}, not {crc32:08x}: the data is damaged");
+                let error = FormatError::new("archive record", problem).into();
+                Err(named(error, &wanted.placed, metadata))
+            }
+            Expected::Elsewhere => {
+                self.scatter(at, wanted.byte_len);
+                Ok(())
+            }
+            _ => {
+                self.set(at, Chunk::Right);
+                Ok(())
+            }
+        }
+    }
+
+    fn set(&self, at: (u32, u32), chunk: Chunk) {
+        self.chunks.lock().unwrap_or_else(PoisonError::into_inner).insert(at, chunk);
+    }
+
+    fn scatter(&self, at: (u32, u32), bytes: u64) {
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let chunk = chunks.entry(at).or_insert(Chunk::Scattered(0));
+        let before = match chunk {
+            Chunk::Parts(parts) => parts.iter().map(|(start, (end, _))| end - start).sum(),
+            Chunk::Scattered(bytes) => *bytes,
+            Chunk::Right => return,
+        };
+        *chunk = Chunk::Scattered(bytes.saturating_add(before));
+    }
+
+    /// Adds bytes `start..end` of a chunk of `byte_len` bytes. Returns the CRC-32 of the chunk
+    /// when they were the last that were missing.
+    fn add(
+        &self,
+        at: (u32, u32),
+        start: u64,
+        end: u64,
+        hasher: Hasher,
+        byte_len: u64,
+    ) -> Option<u32> {
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        let chunk = chunks.entry(at).or_insert_with(|| Chunk::Parts(BTreeMap::new()));
+        let parts = match chunk {
+            Chunk::Parts(parts) => parts,
+            Chunk::Scattered(bytes) => {
+                *bytes = bytes.saturating_add(end - start);
+                return None;
+            }
+            Chunk::Right => return None,
+        };
+        match joined(parts, start, end, hasher) {
+            // Read a second time, or in too many places at once.
+            None => {
+                let bytes = parts.iter().map(|(start, (end, _))| end - start).sum();
+                *chunk = Chunk::Scattered(bytes);
+                None
+            }
+            Some(()) => {
+                let (only, (end, hasher)) = parts.first_key_value()?;
+                (*only == 0 && *end == byte_len).then(|| hasher.clone().finalize())
+            }
+        }
+    }
+}
+
+/// Adds a part, together with those that it touches; `None` when it overlaps one or there are too
+/// many.
+fn joined(
+    parts: &mut BTreeMap<u64, (u64, Hasher)>,
+    start: u64,
+    end: u64,
+    hasher: Hasher,
+) -> Option<()> {
+    let before = parts.range(..end).next_back().map(|(at, (end, _))| (*at, *end));
+    let (mut from, mut to, mut crc) = (start, end, hasher);
+    if let Some((at, its_end)) = before {
+        if its_end > start {
+            return None;
+        }
+        if its_end == start {
+            let (_, mut first) = parts.remove(&at)?;
+            first.combine(&crc);
+            (from, crc) = (at, first);
+        }
+    }
+    if let Some((its_end, next)) = parts.remove(&to) {
+        crc.combine(&next);
+        to = its_end;
+    }
+    parts.insert(from, (to, crc));
+    (parts.len() <= PARTS_MAX).then_some(())
+}
+
+/// A chunk whose checksum is to be compared.
+struct Wanted {
+    placed: Placed,
+    region: Region,
+    element_bytes: u64,
+    byte_len: u64,
+}
+
+impl Wanted {
+    /// The chunk, unless there is no checksum for it or its format's reader always compares it.
+    fn new(source: &Source, metadata: &CheckpointMetadata, entry: u32, chunk: u32) -> Option<Self> {
+        let (fqn, tensor) = metadata.at(entry as usize)?;
+        let tensor = tensor.as_tensor()?;
+        let stored = tensor.chunks.get(chunk as usize)?;
+        let placement = stored.placement?;
+        let encoding = metadata.encoding(&placement)?;
+        // Transformed chunks are decoded, and compared, as a whole.
+        let plain = encoding.transforms.is_empty();
+        let in_archive = encoding.layout != Layout::Raw && placement.byte_len > ALWAYS_WHOLE;
+        let compared = plain && (in_archive || source.save_reader().is_some());
+        let region = stored.region().ok().filter(|_| compared)?;
+        let element_bytes = tensor.dtype.size() as u64;
+        let byte_len = region.volume().checked_mul(element_bytes)?;
+        let fqn = Arc::clone(fqn);
+        let placed = Placed { fqn, entry: entry as usize, chunk: Some(chunk), placement };
+        Some(Self { placed, region, element_bytes, byte_len })
+    }
+
+    /// Whether the archive holds more than the chunk: then its checksum is over more, too.
+    fn is_view(&self) -> bool {
+        self.placed.placement.byte_len > self.byte_len.saturating_add(ARCHIVE_EXTRA)
+    }
+
+    /// Where the elements of `part` begin among those of the chunk, in bytes, when they lie
+    /// together.
+    fn byte_position(&self, part: &Region) -> Option<u64> {
+        let inner = part.relative_to(self.region.offsets())?;
+        let mut runs = inner.runs_in(self.region.sizes());
+        let (start, len) = runs.next()?;
+        (len == part.volume()).then(|| start.checked_mul(self.element_bytes)).flatten()
+    }
+}
+
+#[async_trait]
+impl Comparison for Checked {
+    /// Reads and compares the chunks of which all was read, but in parts that do not lie together.
+    async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError> {
+        let metadata = self.source.metadata().await?;
+        let open: Vec<_> = {
+            let chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+            let bytes = |chunk: &Chunk| match chunk {
+                Chunk::Parts(parts) => parts.iter().map(|(start, (end, _))| end - start).sum(),
+                Chunk::Scattered(bytes) => *bytes,
+                Chunk::Right => 0,
+            };
+            chunks.iter().map(|(at, chunk)| (*at, bytes(chunk))).collect()
+        };
+        let mut items = Vec::new();
+        for ((entry, chunk), bytes) in open {
+            let wanted = Wanted::new(&self.source, &metadata, entry, chunk);
+            let Some(wanted) = wanted else { continue };
+            if bytes > 0 && bytes >= wanted.byte_len {
+                items.push(wanted.placed);
+            }
+        }
+        items.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
+        refuse_damaged(&self.source, &metadata, &items, options).await?;
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        for item in items {
+            let entry = u32::try_from(item.entry).unwrap_or(u32::MAX);
+            chunks.insert((entry, item.chunk.unwrap_or(u32::MAX)), Chunk::Right);
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl StorageReader for Checked {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        self.source.metadata().await
+    }
+
+    async fn read(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let noting = Arc::new(Noting { sink, filled: Mutex::default() });
+        let report = self.source.reader.read(metadata, plan, Arc::clone(&noting) as _).await?;
+        let filled = {
+            let mut filled = noting.filled.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::take(&mut *filled)
+        };
+        for (item, view) in &filled {
+            self.note(metadata, item, view).await?;
+        }
+        Ok(report)
+    }
+}
+
+/// Remembers where items went.
+#[derive(Debug)]
+struct Noting {
+    sink: Arc<dyn DataSink>,
+    filled: Mutex<Vec<(ReadItem, TensorView)>>,
+}
+
+impl DataSink for Noting {
+    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        let view = self.sink.destination(item)?;
+        let mut filled = self.filled.lock().unwrap_or_else(PoisonError::into_inner);
+        filled.push((item.clone(), view.clone()));
+        Ok(view)
+    }
+
+    fn commit(&self, item: &ReadItem) -> Result<(), CheckpointError> {
+        self.sink.commit(item)
+    }
+
+    fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
+        self.sink.object(item, value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn parts_in_any_order_make_the_checksum_of_the_whole(
+            bytes in prop::collection::vec(any::<u8>(), 1..200),
+            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
+            order in any::<u64>(),
+        ) {
+            let mut ends: Vec<_> = cuts.iter().map(|cut| cut.index(bytes.len())).collect();
+            ends.extend([0, bytes.len()]);
+            ends.sort_unstable();
+            ends.dedup();
+            let mut ranges: Vec<_> = ends.windows(2).map(|pair| pair[0]..pair[1]).collect();
+            ranges.sort_by_key(|range| (range.start as u64 + 1).wrapping_mul(order | 1));
+            let mut parts = BTreeMap::new();
+            for range in ranges {
+                let mut hasher = Hasher::new();
+                hasher.update(&bytes[range.clone()]);
+                prop_assert!(joined(&mut parts, range.start as u64, range.end as u64, hasher).is_some());
+            }
+            prop_assert_eq!(parts.len(), 1);
+            let (end, hasher) = parts.remove(&0).unwrap();
+            prop_assert_eq!(end, bytes.len() as u64);
+            prop_assert_eq!(hasher.finalize(), crc32fast::hash(&bytes));
+        }
+    }
+
+    #[test]
+    fn what_is_read_twice_does_not_count_twice() {
+        let mut parts = BTreeMap::new();
+        assert!(joined(&mut parts, 0, 4, Hasher::new()).is_some());
+        assert!(joined(&mut parts, 3, 5, Hasher::new()).is_none());
+    }
+}

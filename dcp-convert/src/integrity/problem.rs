@@ -1,0 +1,94 @@
+//! What can be wrong with a checkpoint.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind, error_chain};
+use serde::Serialize;
+
+use crate::read::stored_items::Placed;
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Problem {
+    /// The kind.
+    pub kind: ProblemKind,
+    /// The tensor or object.
+    pub key: Option<Arc<str>>,
+    /// The file.
+    pub file: Option<String>,
+    /// Where in the file the bytes in question begin.
+    pub byte_offset: Option<u64>,
+    /// What is wrong, in words.
+    pub message: String,
+}
+
+/// What kind of problem it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ProblemKind {
+    /// The index contradicts itself.
+    #[default]
+    Index,
+    /// A chunk lies partly outside its tensor.
+    OutOfBounds,
+    /// Two chunks hold the same elements.
+    Overlap,
+    /// Elements that no chunk holds.
+    Uncovered,
+    /// A file does not exist.
+    MissingFile,
+    /// A file ends before the bytes that should be in it.
+    ShortFile,
+    /// A file has another length than when the checkpoint was committed.
+    ChangedFile,
+    /// Two items claim the same bytes of a file.
+    SharedBytes,
+    /// Bytes differ from their checksum, or cannot be decoded.
+    Corrupt,
+    /// Python would run commands or code when it loads the checkpoint.
+    Callable,
+}
+
+impl Problem {
+    pub(crate) fn new(kind: ProblemKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), ..Self::default() }
+    }
+
+    pub(crate) fn at(mut self, metadata: &CheckpointMetadata, item: &Placed) -> Self {
+        self.key = Some(Arc::clone(&item.fqn));
+        self.file = metadata.file(item.placement.file).map(ToString::to_string);
+        self.byte_offset = Some(item.placement.byte_offset);
+        self
+    }
+}
+
+/// A failure while one item was looked at: a problem of the checkpoint, or of the machine.
+pub(crate) fn judge(
+    error: CheckpointError,
+    metadata: &CheckpointMetadata,
+    item: &Placed,
+) -> Result<Problem, CheckpointError> {
+    let kind = match &error {
+        CheckpointError::Storage(storage) => match storage.kind() {
+            StorageErrorKind::NotFound => ProblemKind::MissingFile,
+            StorageErrorKind::Truncated => ProblemKind::ShortFile,
+            _ => return Err(error),
+        },
+        CheckpointError::Format(_) | CheckpointError::Plan(_) => ProblemKind::Corrupt,
+        _ => return Err(error),
+    };
+    // Where it is, the problem says itself.
+    let message = match &error {
+        CheckpointError::Format(error) => format!("bad {}: {}", error.what(), error.problem()),
+        other => error_chain(other),
+    };
+    let mut problem = Problem::new(kind, message).at(metadata, item);
+    if let CheckpointError::Format(format) = &error
+        && let (Some(_), Some(offset)) = (format.file(), format.byte_offset())
+    {
+        problem.byte_offset = Some(offset);
+    }
+    Ok(problem)
+}

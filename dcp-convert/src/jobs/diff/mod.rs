@@ -1,0 +1,438 @@
+//! Comparing two checkpoints, whatever their formats and shardings: keys, shapes, dtypes, values.
+
+mod report;
+mod whole;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use dcp_core::{CheckpointError, CheckpointMetadata, Entry, TensorEntry};
+use dcp_planner::KeyFilter;
+use futures_util::{StreamExt, future, stream};
+
+use crate::element::compare::{Compared, Comparer, Pair, Tolerance};
+use crate::element::value_difference::first_difference;
+use crate::element::value_json::element_json;
+use crate::error::ConvertError;
+use crate::integrity::check::refuse_unsound;
+use crate::integrity::checked_source::CheckedSource;
+use crate::job::JobOptions;
+use crate::jobs::diff::whole::whole_as_in;
+use crate::jobs::stats::unravel;
+use crate::keys::select::{Chosen, Selection};
+use crate::keys::unmatched::{UnmatchedPattern, unmatched_patterns};
+use crate::read::objects::{ObjectBatches, read_objects};
+use crate::read::runs::boxes;
+use crate::read::tensor_read::TensorReader;
+use crate::source::Source;
+
+pub use report::{
+    Described, DiffCounts, DiffReport, DiffScope, Difference, DifferenceKind, Spot, ValueDifference,
+};
+
+/// Segments are not larger than this: what is compared should still be in a cache.
+const SEGMENT_MAX: u64 = 16 << 20;
+
+/// What is compared, and how.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct DiffOptions {
+    /// What is taken of A, and under which names it is compared.
+    pub a: Selection,
+    /// The same of B.
+    pub b: Selection,
+    /// What is compared of that, by the names under which it is; everything by default.
+    pub include: KeyFilter,
+    /// What is not; nothing when `None`.
+    pub exclude: Option<KeyFilter>,
+    /// How far apart values may be. `None` compares bits: `-0.0` differs from `0.0`, and a NaN
+    /// equals one of the same bits. Values of different dtypes are compared as numbers anyway.
+    pub tolerance: Option<Tolerance>,
+    /// Only keys, kinds, shapes and dtypes; no tensor or object is read.
+    pub keys_only: bool,
+    /// Different dtypes are no difference when the values are equal.
+    pub ignore_dtype: bool,
+}
+
+impl DiffOptions {
+    /// Whether a key is compared, by the name that a side's selection gives it.
+    #[must_use]
+    pub fn compares(&self, name: &str) -> bool {
+        self.include.selects(name, None)
+            && !self.exclude.as_ref().is_some_and(|filter| filter.selects(name, None))
+    }
+
+    fn unmatched(&self, a: &Side, b: &Side) -> Result<Vec<UnmatchedPattern>, ConvertError> {
+        let mut unmatched = Vec::new();
+        for (side, selection, name) in [(a, &self.a, "a"), (b, &self.b, "b")] {
+            unmatched.extend(selection.unmatched(&side.metadata)?.into_iter().map(|mut one| {
+                one.option = format!("{}-{name}", one.option);
+                one
+            }));
+        }
+        let names: Vec<_> = a.names.iter().chain(&b.names).map(|name| (&**name, None)).collect();
+        unmatched.extend(unmatched_patterns("include", self.include.patterns(), &names));
+        if let Some(exclude) = &self.exclude {
+            unmatched.extend(unmatched_patterns("exclude", exclude.patterns(), &names));
+        }
+        Ok(unmatched)
+    }
+}
+
+/// Compares two checkpoints and lists their differences, the gravest first. Both are read at
+/// once, in segments of the same elements; memory stays within [`JobOptions::max_memory`].
+///
+/// # Errors
+///
+/// When one of them is no checkpoint, is unsound or damaged, or a storage fails: damage is never
+/// taken for a difference.
+pub async fn diff(
+    a: &Source,
+    b: &Source,
+    what: &DiffOptions,
+    options: &JobOptions,
+) -> Result<DiffReport, ConvertError> {
+    let (a, b) = &(whole_as_in(a, b, options).await?, whole_as_in(b, a, options).await?);
+    let a = Side::open(a, &what.a, what, options).await?;
+    let b = Side::open(b, &what.b, what, options).await?;
+    let unmatched = what.unmatched(&a, &b)?;
+    let report = DiffReport { unmatched, ..DiffReport::default() };
+    let mut job = Job { what, a: &a, b: &b, report };
+    let pairs = job.keys();
+    job.report.compared.values = !what.keys_only;
+    if what.keys_only {
+        job.dtypes_alone(&pairs);
+    } else {
+        job.tensors(&pairs, options).await?;
+        job.objects(&pairs).await?;
+    }
+    let report = job.finish();
+    drop((a.source.finish().await?, b.source.finish().await?));
+    Ok(report)
+}
+
+/// One of the two checkpoints.
+struct Side {
+    source: CheckedSource,
+    metadata: Arc<CheckpointMetadata>,
+    /// What the side's selection takes, by the names under which it is compared.
+    names: Vec<Arc<str>>,
+    /// What is compared of that.
+    chosen: Vec<Chosen>,
+}
+
+impl Side {
+    async fn open(
+        source: &Source,
+        selection: &Selection,
+        what: &DiffOptions,
+        options: &JobOptions,
+    ) -> Result<Self, ConvertError> {
+        let source = CheckedSource::new(source, options);
+        let metadata = source.metadata().await?;
+        refuse_unsound(&metadata)?;
+        let mut chosen = selection.of(&metadata)?;
+        let names = chosen.iter().map(|one| Arc::clone(&one.fqn)).collect();
+        chosen.retain(|one| what.compares(&one.fqn));
+        Ok(Self { source, metadata, names, chosen })
+    }
+
+    fn entry(&self, one: &Chosen) -> Option<&Entry> {
+        self.metadata.at(one.entry).map(|(_, entry)| entry)
+    }
+
+    fn tensor(&self, one: &Chosen) -> Option<&TensorEntry> {
+        self.entry(one)?.as_tensor()
+    }
+
+    /// The name there, if it is another.
+    fn old_name(&self, one: &Chosen) -> Option<Arc<str>> {
+        let (fqn, _) = self.metadata.at(one.entry)?;
+        (*fqn != one.fqn).then(|| Arc::clone(fqn))
+    }
+
+    fn describe(&self, one: &Chosen) -> Described {
+        match self.tensor(one) {
+            Some(tensor) => {
+                Described::Tensor { dtype: tensor.dtype.name(), shape: tensor.shape.to_vec() }
+            }
+            None => Described::Object,
+        }
+    }
+
+    fn reader(&self, one: &Chosen) -> Result<TensorReader, CheckpointError> {
+        let reader = Arc::clone(&self.source.reader);
+        TensorReader::new(reader, Arc::clone(&self.metadata), one.entry)
+    }
+}
+
+/// A key of both.
+#[derive(Clone, Copy)]
+struct Both<'a> {
+    a: &'a Chosen,
+    b: &'a Chosen,
+}
+
+struct Job<'a> {
+    what: &'a DiffOptions,
+    a: &'a Side,
+    b: &'a Side,
+    report: DiffReport,
+}
+
+/// Elements of two tensors of one shape, to be compared.
+struct Segment {
+    /// Position among the pairs.
+    pair: usize,
+    elements: Range<u64>,
+    a: Arc<TensorReader>,
+    b: Arc<TensorReader>,
+}
+
+/// The segments of two tensors, one after the other.
+struct Segments {
+    pair: usize,
+    a: Arc<TensorReader>,
+    b: Arc<TensorReader>,
+    next: u64,
+    count: u64,
+    step: u64,
+}
+
+impl Iterator for Segments {
+    type Item = Segment;
+
+    fn next(&mut self) -> Option<Segment> {
+        if self.next >= self.count {
+            return None;
+        }
+        let elements = self.next..self.count.min(self.next.saturating_add(self.step));
+        self.next = elements.end;
+        let (a, b) = (Arc::clone(&self.a), Arc::clone(&self.b));
+        Some(Segment { pair: self.pair, elements, a, b })
+    }
+}
+
+impl<'a> Job<'a> {
+    fn add(&mut self, both: (Option<&Chosen>, Option<&Chosen>), what: DifferenceKind) {
+        let Some(key) = both.0.or(both.1).map(|one| Arc::clone(&one.fqn)) else { return };
+        let key_a = both.0.and_then(|one| self.a.old_name(one));
+        let key_b = both.1.and_then(|one| self.b.old_name(one));
+        self.report.differences.push(Difference { key, key_a, key_b, what });
+    }
+
+    /// Notes what is only in one, or not of one kind and shape; returns what else is in both.
+    fn keys(&mut self) -> Vec<Both<'a>> {
+        let (a, b) = (self.a, self.b);
+        self.report.compared.keys_a = a.chosen.len();
+        self.report.compared.keys_b = b.chosen.len();
+        let mut in_b: HashMap<&str, &Chosen> =
+            b.chosen.iter().map(|one| (&*one.fqn, one)).collect();
+        let mut pairs = Vec::new();
+        for one in &a.chosen {
+            let Some(other) = in_b.remove(&*one.fqn) else {
+                self.add((Some(one), None), DifferenceKind::OnlyInA { a: a.describe(one) });
+                continue;
+            };
+            let both = (Some(one), Some(other));
+            let (in_a, in_b) = (a.describe(one), b.describe(other));
+            match (&in_a, &in_b) {
+                (Described::Tensor { shape: x, .. }, Described::Tensor { shape: y, .. }) => {
+                    self.report.compared.tensors += 1;
+                    if x == y {
+                        pairs.push(Both { a: one, b: other });
+                    } else {
+                        self.add(both, DifferenceKind::Shape { a: in_a, b: in_b });
+                    }
+                }
+                (Described::Object, Described::Object) => {
+                    self.report.compared.objects += 1;
+                    pairs.push(Both { a: one, b: other });
+                }
+                _ => self.add(both, DifferenceKind::Kind { a: in_a, b: in_b }),
+            }
+        }
+        for one in b.chosen.iter().filter(|one| in_b.contains_key(&*one.fqn)) {
+            self.add((None, Some(one)), DifferenceKind::OnlyInB { b: b.describe(one) });
+        }
+        pairs
+    }
+
+    /// Notes dtypes that differ, when values are not looked at.
+    fn dtypes_alone(&mut self, pairs: &[Both<'_>]) {
+        for both in pairs {
+            self.dtype(*both);
+        }
+    }
+
+    /// Notes dtypes that differ, of tensors without another difference.
+    fn dtype(&mut self, both: Both<'_>) {
+        let (Some(a), Some(b)) = (self.a.tensor(both.a), self.b.tensor(both.b)) else { return };
+        let comparable = Comparer::new(a.dtype, b.dtype, None).is_some();
+        if a.dtype == b.dtype || (self.what.ignore_dtype && comparable) {
+            return;
+        }
+        let (in_a, in_b) = (self.a.describe(both.a), self.b.describe(both.b));
+        let what = DifferenceKind::Dtype { a: in_a, b: in_b, comparable };
+        self.add((Some(both.a), Some(both.b)), what);
+    }
+
+    async fn tensors(
+        &mut self,
+        pairs: &[Both<'_>],
+        options: &JobOptions,
+    ) -> Result<(), ConvertError> {
+        let segment_bytes = options.segment_bytes(4 * options.parallelism).min(SEGMENT_MAX);
+        let mut found: Vec<Compared> = vec![Compared::default(); pairs.len()];
+        let mut total = 0_u64;
+        for both in pairs {
+            if let (Some(a), Some(b)) = (self.a.tensor(both.a), self.b.tensor(both.b)) {
+                let bytes = |tensor: &TensorEntry| tensor.byte_len().unwrap_or(0);
+                total = total.saturating_add(bytes(a)).saturating_add(bytes(b));
+            }
+        }
+        options.start(total);
+        let tolerance = self.what.tolerance;
+        let segments = pairs.iter().enumerate().flat_map(|(pair, both)| {
+            let (segments, error) = match self.segments(pair, *both, segment_bytes) {
+                Ok(segments) => (segments, None),
+                Err(error) => (None, Some(Err(error))),
+            };
+            segments.into_iter().flatten().map(Ok).chain(error)
+        });
+        let mut results = stream::iter(segments)
+            .map(|segment| {
+                // Comparing takes a processor: on a runtime of several threads they run at once.
+                tokio::spawn(async move { compare_segment(segment?, tolerance).await })
+            })
+            .buffered(options.parallelism.max(1));
+        let mut bytes = 0_u64;
+        while let Some(done) = results.next().await {
+            let (pair, start, compared, read) = done.map_err(|error| {
+                ConvertError::unsupported("a comparing task", format!("failed: {error}"))
+            })??;
+            if let Some(found) = found.get_mut(pair) {
+                found.merge(compared, start);
+            }
+            options.advance(read);
+            bytes = bytes.saturating_add(read);
+        }
+        drop(results);
+        self.report.compared.bytes = bytes;
+        for (both, found) in pairs.iter().zip(found) {
+            let Some(tensor) = self.a.tensor(both.a) else { continue };
+            let Some(other) = self.b.tensor(both.b) else { continue };
+            if found.different == 0 {
+                self.dtype(*both);
+                continue;
+            }
+            let what = DifferenceKind::Values(Box::new(ValueDifference {
+                dtype_a: tensor.dtype.name(),
+                dtype_b: other.dtype.name(),
+                shape: tensor.shape.to_vec(),
+                count: found.count,
+                different: found.different,
+                nan_mismatches: found.nan_mismatches,
+                max_abs: found.max_abs,
+                max_rel: found.max_rel,
+                first: found.first.map(|pair| spot(pair, tensor)),
+                largest: found.largest.map(|pair| spot(pair, tensor)),
+            }));
+            self.add((Some(both.a), Some(both.b)), what);
+        }
+        Ok(())
+    }
+
+    /// What is to be read of a pair of tensors; `None` when there is nothing to compare.
+    fn segments(
+        &self,
+        pair: usize,
+        both: Both<'_>,
+        segment_bytes: u64,
+    ) -> Result<Option<Segments>, CheckpointError> {
+        let (Some(a), Some(b)) = (self.a.tensor(both.a), self.b.tensor(both.b)) else {
+            return Ok(None);
+        };
+        if Comparer::new(a.dtype, b.dtype, None).is_none() {
+            return Ok(None);
+        }
+        let step = (segment_bytes / a.dtype.size().max(b.dtype.size()) as u64).max(1);
+        let count = a.shape.checked_volume().unwrap_or(0);
+        let (a, b) = (Arc::new(self.a.reader(both.a)?), Arc::new(self.b.reader(both.b)?));
+        Ok(Some(Segments { pair, a, b, next: 0, count, step }))
+    }
+
+    async fn objects(&mut self, pairs: &[Both<'_>]) -> Result<(), ConvertError> {
+        let both_objects = |both: &&Both<'_>| self.a.tensor(both.a).is_none();
+        let pairs: Vec<Both<'_>> = pairs.iter().filter(both_objects).copied().collect();
+        let of_a: Vec<usize> = pairs.iter().map(|both| both.a.entry).collect();
+        let by_a: HashMap<usize, Both<'_>> =
+            pairs.iter().map(|both| (both.a.entry, *both)).collect();
+        let (source, metadata) = (Source::clone(&self.a.source), Arc::clone(&self.a.metadata));
+        let mut batches = ObjectBatches::new(&source, &metadata, &of_a);
+        while let Some(batch) = batches.next().await {
+            let of_b: Vec<usize> =
+                batch.iter().filter_map(|(at, _)| Some(by_a.get(at)?.b.entry)).collect();
+            let mut in_b = read_objects(&self.b.source, &self.b.metadata, &of_b).await;
+            for (at, a) in batch {
+                let Some(both) = by_a.get(&at) else { continue };
+                let (a, b) = (a?, in_b.remove(&both.b.entry).transpose()?);
+                let Some(b) = b else { continue };
+                if let Some(found) = first_difference(&a, &b, self.what.tolerance) {
+                    let missing = match (&found.a, &found.b) {
+                        (None, _) => Some("a"),
+                        (_, None) => Some("b"),
+                        _ => None,
+                    };
+                    let (a, b) = (found.a.unwrap_or_default(), found.b.unwrap_or_default());
+                    let what = DifferenceKind::Object { path: found.path, a, b, missing };
+                    self.add((Some(both.a), Some(both.b)), what);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> DiffReport {
+        let report = &mut self.report;
+        report.differences.sort_by(|x, y| {
+            let ((a, n, x), (b, m, y)) = (x.what.severity(), y.what.severity());
+            a.cmp(&b).then(m.cmp(&n)).then(y.total_cmp(&x))
+        });
+        for difference in &report.differences {
+            let counts = &mut report.counts;
+            *match &difference.what {
+                DifferenceKind::Kind { .. } => &mut counts.kind,
+                DifferenceKind::Shape { .. } => &mut counts.shape,
+                DifferenceKind::OnlyInA { .. } => &mut counts.only_in_a,
+                DifferenceKind::OnlyInB { .. } => &mut counts.only_in_b,
+                DifferenceKind::Values(_) => &mut counts.values,
+                DifferenceKind::Object { .. } => &mut counts.object,
+                DifferenceKind::Dtype { .. } => &mut counts.dtype,
+            } += 1;
+        }
+        report.equal = report.differences.is_empty();
+        self.report
+    }
+}
+
+/// The elements of a segment in both tensors, compared: the pair, the first element, what was
+/// found, and the bytes that were read.
+async fn compare_segment(
+    segment: Segment,
+    tolerance: Option<Tolerance>,
+) -> Result<(usize, u64, Compared, u64), ConvertError> {
+    let (a, b) = (segment.a.tensor()?, segment.b.tensor()?);
+    let cut = boxes(&a.shape, segment.elements.clone());
+    let (x, y) = future::try_join(segment.a.read(&cut), segment.b.read(&cut)).await?;
+    let read = (x.len() as u64).saturating_add(y.len() as u64);
+    let compared = Comparer::new(a.dtype, b.dtype, tolerance)
+        .map_or_else(Compared::default, |mut comparer| comparer.compare(&x, &y));
+    Ok((segment.pair, segment.elements.start, compared, read))
+}
+
+fn spot(pair: Pair, tensor: &TensorEntry) -> Spot {
+    let index = unravel(pair.at, &tensor.shape);
+    Spot { index, a: element_json(&pair.a), b: element_json(&pair.b) }
+}

@@ -1,0 +1,318 @@
+//! What a checkpoint holds, as one value to look at or to print as JSON.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, Key, Layout, PathItem, Placement, StorageErrorKind,
+    TensorEntry, WrappedTensor, error_chain,
+};
+use dcp_formats::hf::FindingKind;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use indexmap::IndexMap;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::element::value_json::{JsonLimits, ValueEncoder};
+use crate::foreign_callable::ForeignCallable;
+use crate::integrity::callables;
+use crate::job::JobOptions;
+use crate::read::objects::{ObjectBatches, object_entries};
+use crate::source::Source;
+
+/// A checkpoint at a glance. Serialized, it is the output of `dcp inspect --json`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Summary {
+    /// The format, such as `torch_dcp`.
+    pub format: String,
+    /// What is stored, by FQN, in the order of the checkpoint.
+    pub keys: IndexMap<Arc<str>, KeySummary>,
+    /// The files that the checkpoint refers to and their bytes; `None` for one that is missing.
+    pub files: IndexMap<String, Option<u64>>,
+    /// What Python would run when it loads the checkpoint, and what is not known to be harmless.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub callables: Vec<ForeignCallable>,
+    /// What shows that not all of a Hugging Face model is there, or that its writer died.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unfinished: Vec<String>,
+    /// The version that the format claims.
+    #[serde(skip)]
+    pub version: Option<Arc<str>>,
+    /// Where each key sits in the nested state dict, where known: dict keys and list indices.
+    #[serde(skip)]
+    pub paths: IndexMap<Arc<str>, Vec<String>>,
+}
+
+/// What is stored under one FQN.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum KeySummary {
+    /// A tensor.
+    Tensor(TensorSummary),
+    /// Any other value.
+    Object {
+        /// It, as [`value_json`](crate::value_json()) writes it. One that cannot be read is
+        /// `{"type": "unreadable", "error": …}`.
+        value: serde_json::Value,
+    },
+}
+
+/// A stored tensor.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct TensorSummary {
+    /// The element type, by PyTorch's name without `torch.`.
+    pub dtype: &'static str,
+    /// Elements per axis of the whole tensor.
+    pub shape: Vec<u64>,
+    /// Bytes of all elements.
+    pub bytes: u64,
+    /// Its parts, in the order of the checkpoint.
+    pub chunks: Vec<ChunkSummary>,
+    /// The device on which Python puts a tensor of a torch.save file, where that is not the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+}
+
+/// A part of a stored tensor.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct ChunkSummary {
+    /// Where it begins in the tensor, per axis.
+    pub offsets: Vec<u64>,
+    /// Elements per axis.
+    pub sizes: Vec<u64>,
+    /// The file it lies in; `None` when the checkpoint does not say.
+    pub file: Option<String>,
+    /// First stored byte in the file.
+    pub byte_offset: Option<u64>,
+    /// Stored bytes, with all that the format adds.
+    pub byte_len: Option<u64>,
+}
+
+impl Summary {
+    /// Bytes of all tensors.
+    #[must_use]
+    pub fn tensor_bytes(&self) -> u64 {
+        let tensors = self.keys.values().filter_map(KeySummary::as_tensor);
+        tensors.fold(0, |sum, tensor| sum.saturating_add(tensor.bytes))
+    }
+
+    /// The number of tensors.
+    #[must_use]
+    pub fn tensor_count(&self) -> usize {
+        self.keys.values().filter_map(KeySummary::as_tensor).count()
+    }
+}
+
+impl KeySummary {
+    /// The tensor, if it is one.
+    #[must_use]
+    pub fn as_tensor(&self) -> Option<&TensorSummary> {
+        if let Self::Tensor(tensor) = self { Some(tensor) } else { None }
+    }
+}
+
+/// Summarizes a checkpoint: reads its index, its objects, and the sizes of its files, but no
+/// tensor. `wanted` chooses the keys; files are those that the chosen keys lie in.
+///
+/// What is bad but readable is shown as it is; [`verify`](crate::verify()) judges.
+///
+/// # Errors
+///
+/// When there is no checkpoint, its index is bad, or the storage fails.
+pub async fn inspect(
+    source: &Source,
+    options: &JobOptions,
+    wanted: impl Fn(&str) -> bool,
+) -> Result<Summary, CheckpointError> {
+    let metadata = source.metadata().await?;
+    let provenance = metadata.provenance();
+    let format = provenance.format.as_deref().unwrap_or("unknown").to_owned();
+    let mut entries = object_entries(&metadata);
+    entries.retain(|entry| metadata.at(*entry).is_some_and(|(fqn, _)| wanted(fqn)));
+    let mut objects = objects(source, &metadata, &entries).await;
+    let mut used = vec![false; metadata.files().len()];
+    let mut summary = Summary {
+        format,
+        keys: IndexMap::new(),
+        files: IndexMap::new(),
+        unfinished: Vec::new(),
+        callables: callables::in_index(source).await?,
+        version: provenance.version.clone(),
+        paths: IndexMap::new(),
+    };
+    for (at, (fqn, entry)) in metadata.iter().enumerate() {
+        if !wanted(fqn) {
+            continue;
+        }
+        let mut mark = |file: dcp_core::FileId| {
+            if let Some(used) = used.get_mut(file.index()) {
+                *used = true;
+            }
+        };
+        let key = match entry {
+            Entry::Tensor(tensor) => {
+                let stored =
+                    tensor.chunks.iter().filter_map(|chunk| stored(chunk.placement?, &metadata));
+                stored.for_each(|placement| mark(placement.file));
+                let mut summary = tensor_summary(tensor, &metadata);
+                if let Some(save) = source.save_reader() {
+                    summary.device = save.device(at).await?;
+                }
+                KeySummary::Tensor(summary)
+            }
+            Entry::Object(object) => {
+                let stored = object.placement.and_then(|placement| stored(placement, &metadata));
+                stored.iter().for_each(|placement| mark(placement.file));
+                let (value, callables) = objects.remove(&at).unwrap_or_default();
+                summary.callables.extend(callables);
+                KeySummary::Object { value }
+            }
+            _ => continue,
+        };
+        summary.keys.insert(Arc::clone(fqn), key);
+        if let Some(path) = entry.path() {
+            let steps = path.iter().map(PathItem::to_string);
+            summary.paths.insert(Arc::clone(fqn), steps.collect());
+        }
+    }
+    let used = metadata.files().iter().zip(used).filter(|(_, used)| *used);
+    let mut files: Vec<Key> = used.map(|(key, _)| key.clone()).collect();
+    if let Some(hf) = source.hf_reader() {
+        // What lies in a file without a readable header is not known, and so may be wanted.
+        let findings = hf.findings().await?;
+        let closed = findings.iter().filter(|finding| {
+            matches!(finding.kind, FindingKind::MissingFile | FindingKind::Header)
+        });
+        files.extend(closed.filter_map(|finding| finding.file.clone()));
+        let unfinished = findings.iter().filter(|finding| {
+            matches!(finding.kind, FindingKind::MissingIndex | FindingKind::Unfinished)
+        });
+        summary.unfinished.extend(unfinished.map(|finding| finding.message.clone()));
+        files.sort_unstable();
+        files.dedup();
+    }
+    let sizes = stream::iter(files.iter().map(|key| async move {
+        match source.storage.stat(key).await {
+            Ok(meta) => Ok((key.to_string(), Some(meta.byte_len))),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => Ok((key.to_string(), None)),
+            Err(error) => Err(CheckpointError::from(error)),
+        }
+    }));
+    summary.files = sizes.buffered(options.parallelism.max(1)).try_collect().await?;
+    summary.files.sort_by_cached_key(|name, _| natural(name));
+    Ok(summary)
+}
+
+/// The objects as JSON, and what Python would run when it loads them.
+async fn objects(
+    source: &Source,
+    metadata: &Arc<CheckpointMetadata>,
+    entries: &[usize],
+) -> HashMap<usize, (serde_json::Value, Vec<ForeignCallable>)> {
+    let limits = JsonLimits::default();
+    let mut encoder = ValueEncoder::new(&limits);
+    let mut shown = HashMap::with_capacity(entries.len());
+    let mut batches = ObjectBatches::new(source, metadata, entries);
+    while let Some(batch) = batches.next().await {
+        for (at, value) in batch {
+            let entry = match &value {
+                Ok(value) => {
+                    // Of a file of `torch.save`, the pickle as a whole was looked at.
+                    let fqn = metadata.at(at).filter(|_| source.save_reader().is_none());
+                    let found = fqn.map(|(fqn, _)| callables::foreign_callables(fqn, value));
+                    let mut json = encoder.json(value);
+                    let object = metadata.at(at).and_then(|(_, entry)| entry.as_object());
+                    if let Some(tensor) = object.and_then(|object| object.tensor.as_ref()) {
+                        json = wrapped_json(tensor, &json);
+                    }
+                    (json, found.and_then(Result::ok).unwrap_or_default())
+                }
+                Err(error) => {
+                    (json!({ "type": "unreadable", "error": error_chain(error) }), Vec::new())
+                }
+            };
+            shown.insert(at, entry);
+        }
+    }
+    shown
+}
+
+/// A sort key by which `__0_10` comes after `__0_9`.
+fn natural(name: &str) -> Vec<(u128, String)> {
+    let mut parts = vec![(0_u128, String::new())];
+    let mut digits = false;
+    for c in name.chars() {
+        match (c.to_digit(10), parts.last_mut()) {
+            (Some(digit), Some((number, _))) if digits => {
+                *number = number.saturating_mul(10).saturating_add(digit.into());
+            }
+            (Some(digit), _) => {
+                parts.push((digit.into(), String::new()));
+                digits = true;
+            }
+            (None, Some((_, text))) => {
+                text.push(c);
+                digits = false;
+            }
+            (None, None) => {}
+        }
+    }
+    parts
+}
+
+/// The place of what is stored, not of what is made when it is read.
+fn stored(placement: Placement, metadata: &CheckpointMetadata) -> Option<Placement> {
+    let encoding = metadata.encoding(&placement);
+    let made = placement.byte_len == 0 && encoding.is_some_and(|e| e.layout == Layout::Computed);
+    (!made).then_some(placement)
+}
+
+/// A tensor of a class of its own, from the call that makes it: `rebuild(function, class, arguments,
+/// attributes)`.
+fn wrapped_json(tensor: &WrappedTensor, call: &serde_json::Value) -> serde_json::Value {
+    let dtype = tensor.dtype.name();
+    let attributes = call.get("args").and_then(|args| args.get(3));
+    json!({
+        "type": &*tensor.class,
+        "dtype": dtype,
+        "shape": tensor.shape.to_vec(),
+        "state": attributes.cloned().unwrap_or_default(),
+    })
+}
+
+fn tensor_summary(tensor: &TensorEntry, metadata: &CheckpointMetadata) -> TensorSummary {
+    let chunks = tensor.chunks.iter().map(|chunk| {
+        let placement = chunk.placement.and_then(|placement| stored(placement, metadata));
+        let file = placement.and_then(|placement| metadata.file(placement.file));
+        ChunkSummary {
+            offsets: chunk.offsets.to_vec(),
+            sizes: chunk.sizes.to_vec(),
+            file: file.map(ToString::to_string),
+            byte_offset: placement.map(|placement| placement.byte_offset),
+            byte_len: placement.map(|placement| placement.byte_len),
+        }
+    });
+    TensorSummary {
+        dtype: tensor.dtype.name(),
+        shape: tensor.shape.to_vec(),
+        bytes: tensor.byte_len().unwrap_or(u64::MAX),
+        chunks: chunks.collect(),
+        device: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::natural;
+
+    #[test]
+    fn ranks_sort_as_numbers() {
+        let mut names = ["__10_0", "__0_10", "__0_9", "__1_0", "a"];
+        names.sort_by_cached_key(|name| natural(name));
+        assert_eq!(names, ["__0_9", "__0_10", "__1_0", "__10_0", "a"]);
+    }
+}

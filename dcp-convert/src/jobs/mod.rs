@@ -1,0 +1,8 @@
+//! Jobs that write no checkpoint: look, judge, compare.
+
+pub(crate) mod diff;
+pub(crate) mod get;
+pub(crate) mod inspect;
+pub mod report;
+pub(crate) mod stats;
+pub(crate) mod verify;

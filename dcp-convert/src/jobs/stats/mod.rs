@@ -1,0 +1,290 @@
+//! What the numbers of a checkpoint look like: minimum, maximum, mean, spread, magnitudes, and
+//! where the first NaN is.
+
+mod histogram;
+mod moments;
+mod objects;
+mod report;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{CheckpointMetadata, DType, Dims, StorageReader};
+use futures_util::{StreamExt, stream};
+use indexmap::IndexMap;
+
+use crate::error::ConvertError;
+use crate::integrity::check::refuse_unsound;
+use crate::integrity::checked_source::CheckedSource;
+use crate::job::JobOptions;
+use crate::jobs::stats::moments::{Moments, Observer};
+use crate::keys::select::{Chosen, Selection};
+use crate::read::objects::ObjectBatches;
+use crate::read::pieces::{Batches, Piece, read_batch};
+use crate::source::Source;
+
+pub use histogram::Histogram;
+pub use objects::BAD_VALUES_MAX;
+pub use report::{
+    BadChunk, BadValue, FloatRange, Number, NumberStats, ObjectStats, StatsReport, TensorStats,
+};
+
+/// How many chunks with NaNs or infinities are listed for a tensor.
+pub const BAD_CHUNKS_MAX: usize = 64;
+
+/// Reads the chosen tensors and objects and takes their statistics. Every stored byte is read
+/// once, in the order of the files.
+///
+/// # Errors
+///
+/// When there is no checkpoint, it is unsound or damaged, or the storage fails: damage is never
+/// mistaken for numbers.
+pub async fn stats(
+    source: &Source,
+    selection: &Selection,
+    options: &JobOptions,
+) -> Result<StatsReport, ConvertError> {
+    let source = CheckedSource::new(source, options);
+    let metadata = source.metadata().await?;
+    refuse_unsound(&metadata)?;
+    let chosen = selection.of(&metadata)?;
+    let mut tensors = tensors(&metadata, &chosen);
+    let segment_bytes = options.segment_bytes(2 * options.parallelism);
+    let total = tensors.values().map(|tensor| tensor.byte_len).fold(0, u64::saturating_add);
+    options.start(total);
+    let entries: Vec<usize> = tensors.keys().copied().collect();
+    let batches = Batches::new(&metadata, entries, segment_bytes);
+    let mut results = stream::iter(batches)
+        .map(|batch| {
+            let (reader, metadata) = (Arc::clone(&source.reader), Arc::clone(&metadata));
+            // Counting takes a processor: on a runtime of several threads they run at once.
+            tokio::spawn(async move { observe(&reader, &metadata, batch?).await })
+        })
+        .buffered(options.parallelism.max(1));
+    while let Some(done) = results.next().await {
+        let observed = done.map_err(|error| {
+            ConvertError::unsupported("a counting task", format!("failed: {error}"))
+        })??;
+        for (piece, moments) in observed {
+            options.advance(piece.byte_len);
+            if let Some(tensor) = tensors.get_mut(&piece.entry) {
+                tensor.add(&metadata, &piece, &moments);
+            }
+        }
+    }
+    drop(results);
+    let objects = objects(&source, &metadata, &chosen).await?;
+    drop(source.finish().await?);
+    let mut report = StatsReport {
+        format: metadata.provenance().format.as_deref().unwrap_or("unknown").to_owned(),
+        tensors: IndexMap::new(),
+        objects,
+        total: NumberStats::default(),
+        unmatched: selection.unmatched(&metadata)?,
+    };
+    let mut all = Moments::default();
+    let (mut subnormal, mut near_overflow) = (0, 0);
+    for tensor in tensors.into_values() {
+        all.merge(&tensor.moments);
+        let (fqn, stats) = tensor.finish();
+        subnormal += stats.numbers.subnormal;
+        near_overflow += stats.numbers.near_overflow;
+        report.tensors.insert(fqn, stats);
+    }
+    // Of integers and floats together, the range is that of floats.
+    all.wide = None;
+    report.total = NumberStats { subnormal, near_overflow, ..NumberStats::of(&all) };
+    Ok(report)
+}
+
+/// A tensor and what is known of it so far.
+struct Tensor {
+    fqn: Arc<str>,
+    dtype: DType,
+    shape: Dims,
+    byte_len: u64,
+    moments: Moments,
+    /// Row-major position of the first element that is not finite, and its place.
+    first: Option<(u64, Vec<u64>)>,
+    bad_chunks: IndexMap<u32, BadChunk>,
+    bad_chunk_count: u64,
+    last_bad_chunk: Option<u32>,
+}
+
+/// The chosen tensors by their position in the index.
+fn tensors(metadata: &CheckpointMetadata, chosen: &[Chosen]) -> IndexMap<usize, Tensor> {
+    let tensors = chosen.iter().filter_map(|chosen| {
+        let tensor = metadata.at(chosen.entry)?.1.as_tensor()?;
+        let tensor = Tensor {
+            fqn: Arc::clone(&chosen.fqn),
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+            byte_len: tensor.byte_len().unwrap_or(u64::MAX),
+            moments: Moments::default(),
+            first: None,
+            bad_chunks: IndexMap::new(),
+            bad_chunk_count: 0,
+            last_bad_chunk: None,
+        };
+        Some((chosen.entry, tensor))
+    });
+    tensors.collect()
+}
+
+impl Tensor {
+    fn add(&mut self, metadata: &CheckpointMetadata, piece: &Piece, moments: &Moments) {
+        if let Some(at) = moments.first_non_finite {
+            self.bad(metadata, piece, moments, at);
+        }
+        self.moments.merge(moments);
+    }
+
+    /// Notes where the first number of `piece` that is not finite is: at `at` among its numbers.
+    fn bad(&mut self, metadata: &CheckpointMetadata, piece: &Piece, moments: &Moments, at: u64) {
+        let per_element = crate::element::numbers::Numbers::new(self.dtype).per_element() as u64;
+        let inner = unravel(at / per_element, piece.region.sizes());
+        let place: Vec<u64> =
+            inner.iter().zip(&**piece.region.offsets()).map(|(a, b)| a + b).collect();
+        let position = ravel(&place, &self.shape);
+        if self.first.as_ref().is_none_or(|(first, _)| position < *first) {
+            self.first = Some((position, place.clone()));
+        }
+        // The pieces of a chunk come one after the other.
+        if self.last_bad_chunk != Some(piece.chunk) {
+            self.last_bad_chunk = Some(piece.chunk);
+            self.bad_chunk_count += 1;
+            if self.bad_chunks.len() < BAD_CHUNKS_MAX {
+                let chunk = bad_chunk(metadata, piece, place);
+                self.bad_chunks.insert(piece.chunk, chunk);
+            }
+        }
+        if let Some(chunk) = self.bad_chunks.get_mut(&piece.chunk) {
+            chunk.nan += moments.nan;
+            chunk.inf += moments.pos_inf + moments.neg_inf;
+        }
+    }
+
+    fn finish(self) -> (Arc<str>, TensorStats) {
+        let stats = TensorStats {
+            dtype: self.dtype.name(),
+            shape: self.shape.to_vec(),
+            bytes: self.byte_len,
+            numbers: NumberStats::of_dtype(self.dtype, &self.moments),
+            first_non_finite: self.first.map(|(_, place)| place),
+            non_finite_chunks: self.bad_chunks.into_values().collect(),
+            non_finite_chunk_count: self.bad_chunk_count,
+        };
+        (self.fqn, stats)
+    }
+}
+
+fn bad_chunk(metadata: &CheckpointMetadata, piece: &Piece, first: Vec<u64>) -> BadChunk {
+    let tensor = metadata.at(piece.entry).and_then(|(_, entry)| entry.as_tensor());
+    let chunk = tensor.and_then(|tensor| tensor.chunks.get(piece.chunk as usize));
+    let placement = chunk.and_then(|chunk| chunk.placement);
+    let file = placement.and_then(|place| metadata.file(place.file)).map(ToString::to_string);
+    BadChunk {
+        offsets: chunk.map_or_else(Vec::new, |chunk| chunk.offsets.to_vec()),
+        sizes: chunk.map_or_else(Vec::new, |chunk| chunk.sizes.to_vec()),
+        rank: file.as_deref().and_then(rank_of),
+        file,
+        nan: 0,
+        inf: 0,
+        first,
+    }
+}
+
+/// The rank in the name of a data file: 3 of `__3_0.distcp`.
+fn rank_of(file: &str) -> Option<u64> {
+    let name = file.rsplit('/').next()?.strip_suffix(".distcp")?;
+    name.strip_prefix("__")?.split('_').next()?.parse().ok()
+}
+
+/// The place of the row-major element `at` of a box.
+pub(crate) fn unravel(at: u64, sizes: &[u64]) -> Vec<u64> {
+    let mut rest = at;
+    let mut place = vec![0; sizes.len()];
+    for (step, size) in place.iter_mut().zip(sizes).rev() {
+        *step = rest % (*size).max(1);
+        rest /= (*size).max(1);
+    }
+    place
+}
+
+fn ravel(place: &[u64], shape: &[u64]) -> u64 {
+    place
+        .iter()
+        .zip(shape)
+        .fold(0_u64, |at, (step, size)| at.saturating_mul(*size).saturating_add(*step))
+}
+
+/// The statistics of each piece of a batch.
+async fn observe(
+    reader: &Arc<dyn StorageReader>,
+    metadata: &Arc<CheckpointMetadata>,
+    batch: Vec<Piece>,
+) -> Result<Vec<(Piece, Moments)>, ConvertError> {
+    let bytes: Bytes = read_batch(reader, metadata, &batch).await?;
+    let mut observer = Observer::default();
+    let mut rest = &*bytes;
+    let mut observed = Vec::with_capacity(batch.len());
+    for piece in batch {
+        let tensor = metadata.at(piece.entry).and_then(|(_, entry)| entry.as_tensor());
+        let len = usize::try_from(piece.byte_len).unwrap_or(usize::MAX).min(rest.len());
+        let (elements, after) = rest.split_at(len);
+        rest = after;
+        if let Some(tensor) = tensor {
+            let moments = observer.observe(tensor.dtype, elements);
+            observed.push((piece, moments));
+        }
+    }
+    Ok(observed)
+}
+
+async fn objects(
+    source: &Source,
+    metadata: &Arc<CheckpointMetadata>,
+    chosen: &[Chosen],
+) -> Result<ObjectStats, ConvertError> {
+    let is_object = |entry: usize| metadata.at(entry).is_some_and(|(_, e)| e.as_object().is_some());
+    let names: HashMap<usize, &Arc<str>> = chosen
+        .iter()
+        .filter(|chosen| is_object(chosen.entry))
+        .map(|chosen| (chosen.entry, &chosen.fqn))
+        .collect();
+    let mut entries: Vec<usize> = names.keys().copied().collect();
+    entries.sort_unstable();
+    let mut stats = ObjectStats::default();
+    let mut batches = ObjectBatches::new(source, metadata, &entries);
+    while let Some(batch) = batches.next().await {
+        for (entry, value) in batch {
+            if let Some(fqn) = names.get(&entry) {
+                objects::look(&mut stats, fqn, &value?);
+            }
+        }
+    }
+    Ok(stats)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_and_positions() {
+        for at in 0..24 {
+            assert_eq!(ravel(&unravel(at, &[2, 3, 4]), &[2, 3, 4]), at);
+        }
+        assert_eq!(unravel(23, &[2, 3, 4]), [1, 2, 3]);
+        assert_eq!(unravel(0, &[]), [0; 0]);
+    }
+
+    #[test]
+    fn ranks_are_in_the_names_of_files() {
+        assert_eq!(rank_of("__3_0.distcp"), Some(3));
+        assert_eq!(rank_of("__12_7.g2.distcp"), Some(12));
+        assert_eq!(rank_of("model.safetensors"), None);
+        assert_eq!(rank_of("__x_0.distcp"), None);
+    }
+}

@@ -1,0 +1,348 @@
+//! Whether a checkpoint is whole: its index, its files, and every stored byte.
+
+use std::collections::{HashMap, HashSet};
+
+use dcp_core::{CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, counted};
+use dcp_formats::hf::{FindingKind, INDEX_ENDING};
+use dcp_planner::validate_metadata;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use serde::Serialize;
+
+use crate::error::ConvertError;
+use crate::foreign_callable::ForeignCallable;
+use crate::integrity::archive_audit;
+use crate::integrity::callables;
+use crate::integrity::problem::{Problem, ProblemKind};
+use crate::integrity::torch_save_audit;
+use crate::job::JobOptions;
+use crate::read::stored_items::{Placed, placed_items};
+use crate::source::Source;
+
+/// What was found in a checkpoint. Serialized, it is the output of `dcp verify --json`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct VerifyReport {
+    /// Whether there is no problem.
+    pub ok: bool,
+    /// Whether stored bytes were read and compared with their checksums, or only the index with
+    /// the files' lengths.
+    pub deep: bool,
+    /// The format, such as `torch_dcp`.
+    pub format: String,
+    /// Tensors in the index.
+    pub tensors: usize,
+    /// Objects in the index.
+    pub objects: usize,
+    /// Files that the index refers to.
+    pub files: usize,
+    /// Stored bytes that were read and found right.
+    pub bytes_checked: u64,
+    /// What is wrong.
+    pub problems: Vec<Problem>,
+    /// What is no harm, but good to know.
+    pub notes: Vec<String>,
+}
+
+/// Checks a checkpoint and collects everything that is wrong with it.
+///
+/// Always: every chunk inside its tensor, none overlapping, none missing; every file there and
+/// long enough; no two items over the same bytes; no object that runs commands where Python loads
+/// it. With `deep`, too: every record's CRC-32, every
+/// blob's own dtype and shape, every object decoded. Bytes go through
+/// [`JobOptions::max_memory`], whatever the size of a tensor.
+///
+/// # Errors
+///
+/// When there is no checkpoint, its index cannot be read at all, or the storage fails for
+/// reasons of its own, such as permissions. What is wrong with the checkpoint is in the report.
+pub async fn verify(
+    source: &Source,
+    deep: bool,
+    options: &JobOptions,
+) -> Result<VerifyReport, ConvertError> {
+    let metadata = source.metadata().await?;
+    let mut report = VerifyReport { deep, ..VerifyReport::default() };
+    report.format = metadata.provenance().format.as_deref().unwrap_or("unknown").to_owned();
+    for (_, entry) in metadata.iter() {
+        match entry {
+            Entry::Tensor(_) => report.tensors += 1,
+            _ => report.objects += 1,
+        }
+    }
+    report.files = metadata.files().len();
+    for error in validate_metadata(&metadata) {
+        index_problems(error, &mut report.problems);
+    }
+    let items = placed_items(&metadata);
+    // Views of one storage share bytes on purpose; that no two storages do, the reader has seen.
+    if source.save_reader().is_none() {
+        shared_bytes(&metadata, &items, &mut report.problems);
+    }
+    let sizes = file_sizes(source, &metadata, options).await?;
+    let readable = files(&metadata, &items, &sizes, &mut report.problems);
+    report.notes = notes(source, &metadata).await?;
+    saved(source, &metadata, &sizes, &mut report).await?;
+    folder(source, &mut report).await?;
+    let objects: HashSet<usize> =
+        readable.iter().filter(|item| item.chunk.is_none()).map(|item| item.entry).collect();
+    let foreign = callables::in_checkpoint(source, &metadata, |at| objects.contains(&at)).await?;
+    let file = source.save_reader().map(|save| save.key().to_string());
+    report.judge_callables(foreign, file.as_deref());
+    if let Some(save) = source.save_reader() {
+        report.notes.extend(save.notes().await?);
+        let trailing = save.trailing_bytes().await?;
+        if trailing > 0 {
+            let said = "bytes follow the end of the archive; PyTorch reads over them";
+            report.notes.push(format!("{trailing} {said}"));
+        }
+    }
+    if deep {
+        let checked = match source.save_reader() {
+            Some(save) => {
+                torch_save_audit::check(source, &metadata, save, &readable, options).await?
+            }
+            None => archive_audit::check(source, &metadata, readable, options).await?,
+        };
+        report.bytes_checked = checked.bytes;
+        report.problems.extend(checked.problems);
+        if let Some(save) = source.save_reader()
+            && save.records().await?.iter().all(|record| record.record.crc32.is_none())
+        {
+            report.notes.push("the file has no checksums, so its data was only read".to_owned());
+        }
+    }
+    report.ok = report.problems.is_empty();
+    Ok(report)
+}
+
+impl VerifyReport {
+    /// Adds what Python would run when it loads the checkpoint, or its file `file`: what runs
+    /// commands or code as a problem, that of which nothing is known as a note.
+    pub fn judge_callables(&mut self, found: Vec<ForeignCallable>, file: Option<&str>) {
+        for one in found {
+            let place = file.map_or_else(String::new, |file| format!(" of {file}"));
+            let message = format!("{one}{place}: Python runs it when it loads the checkpoint");
+            if !one.dangerous {
+                self.notes.push(format!("{message}, and nothing is known of it"));
+                continue;
+            }
+            let mut problem = Problem::new(ProblemKind::Callable, message);
+            (problem.key, problem.file) = (one.key, file.map(ToOwned::to_owned));
+            self.problems.push(problem);
+        }
+        self.ok = self.problems.is_empty();
+    }
+}
+
+/// What the planner finds wrong, as problems.
+fn index_problems(error: PlanError, problems: &mut Vec<Problem>) {
+    let message = error.to_string();
+    let (kind, fqn) = match error {
+        PlanError::Many(all) => {
+            all.into_iter().for_each(|error| index_problems(error, problems));
+            return;
+        }
+        PlanError::OutOfBounds { fqn, .. } => (ProblemKind::OutOfBounds, fqn),
+        PlanError::Overlap { fqn, .. } => (ProblemKind::Overlap, fqn),
+        PlanError::Uncovered { fqn, .. } => (ProblemKind::Uncovered, fqn),
+        PlanError::Unsupported { fqn, .. } | PlanError::ShardMemory { fqn, .. } => {
+            (ProblemKind::Index, fqn)
+        }
+        _ => (ProblemKind::Index, String::new()),
+    };
+    let mut problem = Problem::new(kind, message);
+    problem.key = Some(fqn.into());
+    problems.push(problem);
+}
+
+/// Items that claim bytes of others. The very same bytes may be shared: that loses nothing.
+fn shared_bytes(metadata: &CheckpointMetadata, items: &[Placed], problems: &mut Vec<Problem>) {
+    let mut sorted: Vec<&Placed> = items.iter().filter(|i| i.placement.byte_len > 0).collect();
+    sorted.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
+    let mut furthest: Option<&Placed> = None;
+    for item in sorted {
+        let before = furthest.filter(|before| before.placement.file == item.placement.file);
+        if let Some(before) = before
+            && before.end() > item.placement.byte_offset
+            && before.placement != item.placement
+        {
+            let message = format!(
+                "its bytes {}..{} are also claimed by {:?} ({}..{})",
+                item.placement.byte_offset,
+                item.end(),
+                before.fqn,
+                before.placement.byte_offset,
+                before.end()
+            );
+            problems.push(Problem::new(ProblemKind::SharedBytes, message).at(metadata, item));
+        }
+        if before.is_none_or(|before| before.end() < item.end()) {
+            furthest = Some(item);
+        }
+    }
+}
+
+/// The length of every file, by its position; `None` for one that is missing.
+async fn file_sizes(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+    options: &JobOptions,
+) -> Result<Vec<Option<u64>>, CheckpointError> {
+    let stats = metadata.files().iter().map(|key| async move {
+        match source.storage.stat(key).await {
+            Ok(meta) => Ok(Some(meta.byte_len)),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+            Err(error) => Err(CheckpointError::from(error)),
+        }
+    });
+    stream::iter(stats).buffered(options.parallelism.max(1)).try_collect().await
+}
+
+/// Compares places with files, and returns the items whose bytes are there.
+fn files(
+    metadata: &CheckpointMetadata,
+    items: &[Placed],
+    sizes: &[Option<u64>],
+    problems: &mut Vec<Problem>,
+) -> Vec<Placed> {
+    let mut missing: HashMap<usize, (usize, &Placed)> = HashMap::new();
+    let mut readable = Vec::with_capacity(items.len());
+    for item in items {
+        let index = item.placement.file.index();
+        match sizes.get(index).copied().flatten() {
+            None => missing.entry(index).or_insert((0, item)).0 += 1,
+            Some(len) if len < item.end() => {
+                let message = format!(
+                    "the file has {len} bytes, but bytes {}..{} should be in it",
+                    item.placement.byte_offset,
+                    item.end()
+                );
+                problems.push(Problem::new(ProblemKind::ShortFile, message).at(metadata, item));
+            }
+            Some(_) => readable.push(item.clone()),
+        }
+    }
+    let mut missing: Vec<_> = missing.into_iter().collect();
+    missing.sort_by_key(|(index, _)| *index);
+    for (index, (count, first)) in missing {
+        let others = match count {
+            1 => String::new(),
+            n => format!(" and {} more", n - 1),
+        };
+        let message = format!("the file is missing; it should hold {:?}{others}", first.fqn);
+        let mut problem = Problem::new(ProblemKind::MissingFile, message);
+        problem.file = metadata.files().get(index).map(ToString::to_string);
+        problems.push(problem);
+    }
+    readable
+}
+
+/// Files that are in the way of nobody: left by dead saves, or by a save with more ranks.
+async fn notes(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+) -> Result<Vec<String>, CheckpointError> {
+    const LISTED: usize = 100_000;
+    const NAMED: usize = 5;
+    let is_folder = metadata.provenance().format.as_deref() == Some("hf");
+    if source.hf_reader().is_some() && !is_folder {
+        // One file says nothing of what lies beside it.
+        return Ok(Vec::new());
+    }
+    let (ending, foreign) =
+        if is_folder { (".safetensors", ".distcp") } else { (".distcp", INDEX_ENDING) };
+    let (mut stale, mut other) = (Vec::new(), None);
+    let mut objects = source.storage.list(None).take(LISTED);
+    while let Some(meta) = objects.next().await {
+        // A place that cannot be listed, such as plain HTTP, has no notes.
+        let Ok(meta) = meta else { return Ok(Vec::new()) };
+        let data = meta.key.as_str().ends_with(ending) && meta.byte_len > 0;
+        let unfinished = meta.key.as_str().ends_with(".metadata.tmp");
+        let top = !meta.key.as_str().contains('/');
+        if top && meta.key.as_str().ends_with(foreign) {
+            other = Some(meta.key.clone());
+        }
+        if top && (data || unfinished) && !metadata.files().contains(&meta.key) {
+            stale.push((meta.key, meta.byte_len));
+        }
+    }
+    let mut notes = Vec::new();
+    if let Some(key) = other {
+        notes.push(format!(
+            "{key} lies here, too: it is of another checkpoint or what is left of one"
+        ));
+    }
+    stale.sort_by(|a, b| a.0.cmp(&b.0));
+    if stale.is_empty() {
+        return Ok(notes);
+    }
+    let bytes: u64 = stale.iter().map(|(_, len)| len).sum();
+    let mut names: Vec<_> = stale.iter().take(NAMED).map(|(key, _)| key.to_string()).collect();
+    if stale.len() > NAMED {
+        names.push(format!("and {} more", stale.len() - NAMED));
+    }
+    let (count, names) = (stale.len() as u64, names.join(", "));
+    notes.push(if is_folder {
+        let files = counted(count, "file");
+        format!("{files} of {bytes} bytes that the index does not name: {names}")
+    } else {
+        let files = counted(count, "unreferenced file");
+        format!("{files} of {bytes} bytes, left by another save: {names}")
+    });
+    Ok(notes)
+}
+
+/// Says what is odd of ranks that saved each for itself, and compares the files with what our own
+/// writer noted when it committed the checkpoint.
+async fn saved(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+    sizes: &[Option<u64>],
+    report: &mut VerifyReport,
+) -> Result<(), CheckpointError> {
+    let Some(dcp) = source.dcp_reader() else { return Ok(()) };
+    report.notes.extend(dcp.rank_warnings().await?.iter().cloned());
+    let sidecar = match dcp.sidecar().await {
+        Ok(Some(sidecar)) => sidecar,
+        Ok(None) => return Ok(()),
+        Err(CheckpointError::Format(error)) => {
+            report.notes.push(error.to_string());
+            return Ok(());
+        }
+        Err(error) => return Err(error),
+    };
+    for (key, len) in metadata.files().iter().zip(sizes) {
+        let noted = sidecar.files.iter().find(|file| file.name == key.as_str());
+        if let (Some(noted), Some(len)) = (noted, len)
+            && noted.byte_len != *len
+        {
+            let message =
+                format!("the file has {len} bytes, it had {} when it was saved", noted.byte_len);
+            let mut problem = Problem::new(ProblemKind::ChangedFile, message);
+            problem.file = Some(key.to_string());
+            report.problems.push(problem);
+        }
+    }
+    Ok(())
+}
+
+/// What the reader of a folder of safetensors files found, which cannot be seen from the
+/// metadata.
+async fn folder(source: &Source, report: &mut VerifyReport) -> Result<(), CheckpointError> {
+    let Some(hf) = source.hf_reader() else { return Ok(()) };
+    for finding in &*hf.findings().await? {
+        let kind = match finding.kind {
+            FindingKind::MissingFile | FindingKind::MissingIndex => ProblemKind::MissingFile,
+            FindingKind::ShortFile => ProblemKind::ShortFile,
+            FindingKind::SharedBytes => ProblemKind::SharedBytes,
+            FindingKind::Header | FindingKind::ExtraBytes => ProblemKind::Corrupt,
+            _ => ProblemKind::Index,
+        };
+        let mut problem = Problem::new(kind, finding.message.clone());
+        problem.key = finding.fqn.clone();
+        problem.file = finding.file.as_ref().map(ToString::to_string);
+        report.problems.push(problem);
+    }
+    report.notes.extend(hf.notes().await?.iter().cloned());
+    Ok(())
+}

@@ -1,0 +1,380 @@
+//! Which keys are taken, and under which names.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, PathItem, StatePath};
+use dcp_planner::KeyFilter;
+use indexmap::IndexMap;
+
+use crate::error::ConvertError;
+use crate::keys::part::{Parts, below};
+use crate::keys::rename::Rename;
+use crate::keys::unmatched::{UnmatchedPattern, unmatched_patterns};
+
+/// A choice of keys, and new names for them. Keys are chosen by the names that they have in the
+/// checkpoint; then names are mapped, and the substitutions applied one after the other.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Selection {
+    /// What is taken; everything by default.
+    pub include: KeyFilter,
+    /// What is left out of that; nothing when `None`.
+    pub exclude: Option<KeyFilter>,
+    /// Which part of a training state is taken.
+    pub part: StatePart,
+    /// New names by old ones; `None` leaves a key out. Every name must be in the checkpoint.
+    pub mapping: IndexMap<String, Option<String>>,
+    /// Substitutions.
+    pub renames: Vec<Rename>,
+}
+
+/// A part of a training state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum StatePart {
+    /// All of it.
+    #[default]
+    Everything,
+    /// All but the optimizer: keys below `optim`, `optimizer`, `optimizer_states`, `opt_state` and
+    /// the like or Megatron-Core's `chained_<n>.optimizer` are left out, and so is any dict of
+    /// `state` and `param_groups`, such as `app.optim`, `opt_g` or the two at the root.
+    WithoutOptimizer,
+    /// What a model is made of, by the names that its own code has for it: of a state dict with
+    /// a `model` (or `model_state_dict`, `state_dict`, `module`) at its root or below it, as in
+    /// `app.model`, only what is in that, without its name; of any other one, all but the
+    /// optimizer.
+    Model,
+}
+
+impl Selection {
+    /// Everything, under the names it has.
+    #[must_use]
+    pub fn all() -> Self {
+        Self::default()
+    }
+
+    /// Only what `filter` selects.
+    #[must_use]
+    pub fn including(mut self, filter: KeyFilter) -> Self {
+        self.include = filter;
+        self
+    }
+
+    /// Nothing of what `filter` selects.
+    #[must_use]
+    pub fn excluding(mut self, filter: KeyFilter) -> Self {
+        self.exclude = Some(filter);
+        self
+    }
+
+    /// Only this part of a training state.
+    #[must_use]
+    pub fn of_part(mut self, part: StatePart) -> Self {
+        self.part = part;
+        self
+    }
+
+    /// With names mapped.
+    #[must_use]
+    pub fn mapping(mut self, mapping: IndexMap<String, Option<String>>) -> Self {
+        self.mapping = mapping;
+        self
+    }
+
+    /// With one more substitution, applied after those there are.
+    #[must_use]
+    pub fn renaming(mut self, rename: Rename) -> Self {
+        self.renames.push(rename);
+        self
+    }
+
+    /// Whether every key is taken under its own name.
+    #[must_use]
+    pub fn is_everything(&self) -> bool {
+        self.include == KeyFilter::all()
+            && self.exclude.is_none()
+            && self.part == StatePart::Everything
+            && self.mapping.is_empty()
+            && self.renames.is_empty()
+    }
+
+    /// What is taken of a checkpoint, in its order.
+    ///
+    /// # Errors
+    ///
+    /// When the mapping names keys that are not there, or two keys would get one name; all of
+    /// them are listed. When a part of the state is asked for, and nothing tells which it is.
+    pub fn of(&self, metadata: &CheckpointMetadata) -> Result<Vec<Chosen>, ConvertError> {
+        let unknown: Vec<&str> =
+            self.mapping.keys().map(String::as_str).filter(|k| metadata.get(k).is_none()).collect();
+        if !unknown.is_empty() {
+            let problem = format!("maps names that are not in the checkpoint: {}", list(&unknown));
+            return Err(ConvertError::unsupported("the mapping", problem));
+        }
+        let parts = match self.part {
+            StatePart::Everything => None,
+            _ => Some(Parts::of(metadata)),
+        };
+        let model_root = match self.part {
+            StatePart::Model => parts.as_ref().and_then(|parts| parts.model.as_deref()),
+            _ => None,
+        };
+        let mut chosen = Vec::new();
+        let mut suspicious: Vec<&str> = Vec::new();
+        for (entry, (fqn, value)) in metadata.iter().enumerate() {
+            let path = value.path();
+            if !self.takes(fqn, path, parts.as_ref(), model_root) {
+                continue;
+            }
+            if parts.is_some() && Parts::suspicious(fqn, value) {
+                suspicious.push(fqn);
+            }
+            let inner = model_root.and_then(|root| below(root, fqn));
+            let Some(name) = self.name(fqn, inner.unwrap_or(fqn)) else { continue };
+            let path = if name == *fqn { path.cloned() } else { renamed_path(path, &name) };
+            chosen.push(Chosen { entry, fqn: name, path });
+        }
+        if !suspicious.is_empty() {
+            let problem = format!(
+                "{} look like the state of an optimizer, but nothing says what belongs to it",
+                list(&suspicious)
+            );
+            return Err(ConvertError::UnknownPart { problem });
+        }
+        let by_name = Self { part: StatePart::Everything, ..self.clone() };
+        if parts.is_some_and(|parts| parts.are_unknown()) && by_name.is_everything() {
+            let roots: BTreeSet<&str> =
+                metadata.iter().map(|(fqn, entry)| root(fqn, entry.path())).collect();
+            let roots: Vec<&str> = roots.into_iter().collect();
+            let problem =
+                format!("nothing says which of {} is the model, or an optimizer", list(&roots));
+            return Err(ConvertError::UnknownPart { problem });
+        }
+        refuse_clashes(metadata, &chosen)?;
+        Ok(chosen)
+    }
+
+    /// Patterns that match no key, in the order in which they apply: those of keys that are taken
+    /// or left out, and substitutions that no name of a key that is taken has a match for.
+    ///
+    /// # Errors
+    ///
+    /// As [`of`](Self::of).
+    pub fn unmatched(
+        &self,
+        metadata: &CheckpointMetadata,
+    ) -> Result<Vec<UnmatchedPattern>, ConvertError> {
+        let mut unmatched = self.unmatched_filters(metadata);
+        if self.renames.is_empty() {
+            return Ok(unmatched);
+        }
+        let chosen = Self { renames: Vec::new(), ..self.clone() }.of(metadata)?;
+        let mut names: Vec<_> = chosen.into_iter().map(|one| one.fqn).collect();
+        for rename in &self.renames {
+            if !names.iter().any(|name| rename.is_match(name)) {
+                unmatched.push(rename.unmatched(&names));
+            }
+            names = names.iter().map(|name| rename.apply(name)).collect();
+        }
+        Ok(unmatched)
+    }
+
+    /// The patterns among these of what is taken and what is left out.
+    pub(crate) fn unmatched_filters(&self, metadata: &CheckpointMetadata) -> Vec<UnmatchedPattern> {
+        let keys: Vec<_> = metadata.iter().map(|(fqn, entry)| (&**fqn, entry.path())).collect();
+        let mut unmatched = unmatched_patterns("include", self.include.patterns(), &keys);
+        if let Some(exclude) = &self.exclude {
+            unmatched.extend(unmatched_patterns("exclude", exclude.patterns(), &keys));
+        }
+        unmatched
+    }
+
+    /// The new name of a key that is `inner` below the root that is taken; `None` for one that is
+    /// left out.
+    pub(crate) fn name(&self, fqn: &str, inner: &str) -> Option<Arc<str>> {
+        let mut name: Arc<str> = match self.mapping.get(fqn) {
+            Some(new) => new.as_deref()?.into(),
+            None => inner.into(),
+        };
+        for rename in &self.renames {
+            name = rename.apply(&name);
+        }
+        Some(name)
+    }
+
+    fn takes(
+        &self,
+        fqn: &str,
+        path: Option<&StatePath>,
+        parts: Option<&Parts>,
+        model_root: Option<&str>,
+    ) -> bool {
+        let by_name = self.include.selects(fqn, path)
+            && !self.exclude.as_ref().is_some_and(|filter| filter.selects(fqn, path));
+        by_name
+            && match (model_root, parts) {
+                (Some(model), _) => below(model, fqn).is_some(),
+                (None, Some(parts)) => !parts.is_optimizer(fqn),
+                (None, None) => true,
+            }
+    }
+}
+
+/// A key that is taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Chosen {
+    /// Its position in the checkpoint.
+    pub entry: usize,
+    /// Its new name.
+    pub fqn: Arc<str>,
+    /// Its place in the nested state dict, where it still has one.
+    pub path: Option<StatePath>,
+}
+
+/// The outermost step to a value.
+fn root<'a>(fqn: &'a str, path: Option<&'a StatePath>) -> &'a str {
+    match path.and_then(|path| path.first()) {
+        Some(PathItem::Key(key)) => key,
+        _ => fqn.split('.').next().unwrap_or(fqn),
+    }
+}
+
+/// The path under a new name: what is left of the old one when the name lost its first steps, a
+/// single step otherwise.
+fn renamed_path(path: Option<&StatePath>, name: &str) -> Option<StatePath> {
+    let path = path?;
+    let kept = (1..path.len()).map(|from| &path[from..]).find(|rest| {
+        matches!(rest.first(), Some(PathItem::Key(_))) && PathItem::flat_name(rest) == name
+    });
+    Some(kept.map_or_else(|| [PathItem::Key(name.into())].into(), Into::into))
+}
+
+fn refuse_clashes(metadata: &CheckpointMetadata, chosen: &[Chosen]) -> Result<(), ConvertError> {
+    let mut by_name: HashMap<&str, usize> = HashMap::with_capacity(chosen.len());
+    let mut clashes = Vec::new();
+    for one in chosen {
+        if let Some(other) = by_name.insert(&one.fqn, one.entry) {
+            let old = |entry| metadata.at(entry).map_or("", |(fqn, _)| fqn);
+            clashes.push(format!("{:?} and {:?} as {:?}", old(other), old(one.entry), one.fqn));
+        }
+    }
+    if clashes.is_empty() {
+        return Ok(());
+    }
+    let clashes: Vec<&str> = clashes.iter().map(String::as_str).collect();
+    let problem = format!("would give keys the same name: {}", list(&clashes));
+    Err(ConvertError::unsupported("the renaming", problem))
+}
+
+/// The first of some things, and how many more there are.
+pub(crate) fn list(all: &[&str]) -> String {
+    const SHOWN: usize = 8;
+    let mut text = all.iter().take(SHOWN).copied().collect::<Vec<_>>().join(", ");
+    if all.len() > SHOWN {
+        text.push_str(&format!(", and {} more", all.len() - SHOWN));
+    }
+    text
+}
+
+/// Reads a mapping of names: a JSON object, or lines of an old and a new name with white space
+/// between them. `null`, and a `-` in a line, leave a key out; lines that begin with `#` and
+/// empty ones mean nothing.
+///
+/// # Errors
+///
+/// When the text is neither, or maps a name twice.
+pub fn parse_mapping(text: &str) -> Result<IndexMap<String, Option<String>>, ConvertError> {
+    let bad = |problem: String| ConvertError::unsupported("the mapping", problem);
+    if text.trim_start().starts_with('{') {
+        return serde_json::from_str(text)
+            .map_err(|error| bad(format!("is no JSON object of names: {error}")));
+    }
+    let mut mapping = IndexMap::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let mut names = line.split_whitespace();
+        let (Some(old), Some(new), None) = (names.next(), names.next(), names.next()) else {
+            return Err(bad(format!("has something else than two names in line {number}")));
+        };
+        let new = (new != "-").then(|| new.to_owned());
+        if mapping.insert(old.to_owned(), new).is_some() {
+            return Err(bad(format!("maps {old:?} a second time in line {number}")));
+        }
+    }
+    Ok(mapping)
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::{DType, Entry, TensorEntry};
+
+    use super::*;
+
+    fn metadata(keys: &[&[&str]]) -> CheckpointMetadata {
+        let mut metadata = CheckpointMetadata::new();
+        for path in keys {
+            let mut tensor = TensorEntry::new(DType::Float32, [2]);
+            let steps = path.iter().map(|step| PathItem::Key((*step).into()));
+            tensor.path = Some(steps.collect());
+            metadata.insert(path.join("."), Entry::Tensor(tensor));
+        }
+        metadata
+    }
+
+    fn names(selection: &Selection, metadata: &CheckpointMetadata) -> Vec<String> {
+        let chosen = selection.of(metadata).unwrap();
+        chosen.iter().map(|one| one.fqn.to_string()).collect()
+    }
+
+    #[test]
+    fn the_model_is_found_by_nesting_and_not_by_name() {
+        let state = metadata(&[&["model", "model.w"], &["optim", "state.w"], &["step"]]);
+        let model = Selection::all().of_part(StatePart::Model);
+        assert_eq!(names(&model, &state), ["model.w"]);
+        let without = Selection::all().of_part(StatePart::WithoutOptimizer);
+        assert_eq!(names(&without, &state), ["model.model.w", "step"]);
+        // A model whose own names begin with `model.`, such as Llama.
+        let llama = metadata(&[&["model.embed.weight"], &["lm_head.weight"]]);
+        assert_eq!(names(&model, &llama), ["model.embed.weight", "lm_head.weight"]);
+    }
+
+    #[test]
+    fn paths_follow_names() {
+        let state = metadata(&[&["model", "a", "b.c"]]);
+        let path = |rename: &str| {
+            let selection = Selection::all().renaming(Rename::parse(rename).unwrap());
+            let chosen = selection.of(&state).unwrap();
+            chosen.first().unwrap().path.clone().unwrap().to_vec()
+        };
+        let key = |key: &str| PathItem::Key(key.into());
+        assert_eq!(path("s/^model.//"), [key("a"), key("b.c")]);
+        assert_eq!(path("s/x/y/"), [key("model"), key("a"), key("b.c")]);
+        assert_eq!(path("s/a/z/"), [key("model.z.b.c")]);
+    }
+
+    #[test]
+    fn clashes_and_unknown_names_are_listed() {
+        let state = metadata(&[&["a", "w"], &["b", "w"], &["c"]]);
+        let clash = Selection::all().renaming(Rename::parse("s/^[ab].//").unwrap());
+        let error = clash.of(&state).unwrap_err().to_string();
+        assert!(error.contains(r#""a.w" and "b.w" as "w""#), "{error}");
+        let mapping = parse_mapping("# names\nc d\nx y\n").unwrap();
+        let error = Selection::all().mapping(mapping).of(&state).unwrap_err().to_string();
+        assert!(error.ends_with("not in the checkpoint: x"), "{error}");
+    }
+
+    #[test]
+    fn mappings_are_json_or_lines() {
+        let json = parse_mapping(r#"{"c": "d", "a.w": null}"#).unwrap();
+        assert_eq!(json, parse_mapping("c d\na.w\t-\n").unwrap());
+        let state = metadata(&[&["a", "w"], &["b", "w"], &["c"]]);
+        assert_eq!(names(&Selection::all().mapping(json), &state), ["b.w", "d"]);
+        assert!(parse_mapping("a").is_err() && parse_mapping("a b\na c").is_err());
+        assert!(parse_mapping(r#"{"a": 1}"#).is_err());
+    }
+}

@@ -1,0 +1,55 @@
+//! Patterns that match no key.
+
+use std::sync::Arc;
+
+use dcp_core::StatePath;
+use dcp_planner::KeyFilter;
+use serde::Serialize;
+
+use crate::keys::suggest::nearest;
+
+/// A pattern that was given for keys and matches none.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct UnmatchedPattern {
+    /// What it was given for, by the name of the option of the command: `include`, `exclude`,
+    /// `rename`, `keep-dtype`, …
+    pub option: String,
+    /// The pattern as it was given.
+    pub pattern: String,
+    /// The key that is most like it, or the beginning of one, if any is.
+    pub nearest: Option<Arc<str>>,
+}
+
+impl UnmatchedPattern {
+    /// What is wrong with it and which key may have been meant, as `--include 'modle' matches no
+    /// key; the nearest is "model"`.
+    #[must_use]
+    pub fn message(&self) -> String {
+        let Self { option, pattern, nearest } = self;
+        let nearest = match nearest {
+            Some(nearest) => format!("; the nearest is {nearest:?}"),
+            None => "; `dcp inspect` lists the keys".to_owned(),
+        };
+        format!("--{option} '{pattern}' matches no key{nearest}")
+    }
+}
+
+/// Those of some patterns, given for `option`, that select none of the keys.
+#[must_use]
+pub fn unmatched_patterns(
+    option: &str,
+    patterns: &[String],
+    keys: &[(&str, Option<&StatePath>)],
+) -> Vec<UnmatchedPattern> {
+    let matches_none = |pattern: &&String| {
+        let filter = KeyFilter::any_of([pattern.as_str()]);
+        !keys.iter().any(|(fqn, path)| filter.selects(fqn, *path))
+    };
+    let unmatched = patterns.iter().filter(matches_none).map(|pattern| UnmatchedPattern {
+        option: option.to_owned(),
+        pattern: pattern.clone(),
+        nearest: nearest(pattern, keys.iter().map(|(fqn, _)| *fqn)),
+    });
+    unmatched.collect()
+}

@@ -1,0 +1,9 @@
+//! Reading what a source holds: boxes of tensors, all elements in the order of the files, objects.
+
+pub(crate) mod chunk_index;
+pub(crate) mod objects;
+pub(crate) mod pieces;
+pub(crate) mod runs;
+pub(crate) mod stored_items;
+pub(crate) mod tensor_read;
+pub(crate) mod ties;

@@ -1,0 +1,218 @@
+//! Reading boxes of one stored tensor into memory, whatever chunks they lie in.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, Payload, PlanError,
+    ReadItem, ReadKind, Region, StorageReader, TensorEntry, TensorView, Value,
+};
+
+use crate::read::chunk_index::ChunkIndex;
+use crate::read::runs::boxes;
+
+/// One stored tensor, to be read box by box.
+#[derive(Clone, Debug)]
+pub struct TensorReader {
+    reader: Arc<dyn StorageReader>,
+    metadata: Arc<CheckpointMetadata>,
+    fqn: Arc<str>,
+    entry: u32,
+    chunks: Arc<ChunkIndex>,
+}
+
+impl TensorReader {
+    /// The tensor at position `entry` of `metadata`.
+    ///
+    /// # Errors
+    ///
+    /// When there is none, or a chunk's box cannot be.
+    pub fn new(
+        reader: Arc<dyn StorageReader>,
+        metadata: Arc<CheckpointMetadata>,
+        entry: usize,
+    ) -> Result<Self, CheckpointError> {
+        let at = metadata.at(entry);
+        let tensor = at.and_then(|(fqn, entry)| Some((Arc::clone(fqn), entry.as_tensor()?)));
+        let (Some((fqn, tensor)), Ok(entry)) = (tensor, u32::try_from(entry)) else {
+            let fqn = at.map_or("", |(fqn, _)| fqn);
+            return Err(bad_plan(fqn, format!("entry {entry} of the metadata is no tensor")));
+        };
+        let mut chunks = Vec::with_capacity(tensor.chunks.len());
+        for (index, chunk) in (0_u32..).zip(tensor.chunks.iter()) {
+            let region = chunk.region().map_err(|error| bad_plan(&fqn, error.to_string()))?;
+            if !region.is_empty() {
+                chunks.push((index, region));
+            }
+        }
+        Ok(Self { reader, entry, fqn, chunks: Arc::new(ChunkIndex::new(chunks)), metadata })
+    }
+
+    /// The tensor's description.
+    ///
+    /// # Errors
+    ///
+    /// Never, unless the index was changed under it.
+    pub fn tensor(&self) -> Result<&TensorEntry, CheckpointError> {
+        let entry = self.metadata.at(self.entry as usize);
+        entry
+            .and_then(|(_, entry)| entry.as_tensor())
+            .ok_or_else(|| bad_plan(&self.fqn, "it is no tensor".to_owned()))
+    }
+
+    /// The name of the tensor.
+    #[must_use]
+    pub fn fqn(&self) -> &Arc<str> {
+        &self.fqn
+    }
+
+    /// The index that the tensor is described in.
+    #[must_use]
+    pub fn metadata(&self) -> &Arc<CheckpointMetadata> {
+        &self.metadata
+    }
+
+    /// The elements of `boxes`, row-major and one box after the other. All of them are held in
+    /// memory: the caller keeps the boxes small, or has checked that the storage really has them.
+    ///
+    /// # Errors
+    ///
+    /// When a chunk cannot be read, or the chunks do not hold every element exactly once.
+    pub async fn read(&self, boxes: &[Region]) -> Result<Bytes, CheckpointError> {
+        let dtype = self.tensor()?.dtype;
+        let mut plan = LoadPlan::default();
+        let mut total = 0_u64;
+        for (leaf, wanted) in (0_u32..).zip(boxes) {
+            self.plan_box(leaf, wanted, &mut plan)?;
+            total = total.saturating_add(wanted.volume().saturating_mul(dtype.size() as u64));
+        }
+        let memory = usize::try_from(total).ok().and_then(HostMemory::try_zeroed);
+        let memory = memory
+            .ok_or_else(|| bad_plan(&self.fqn, format!("{total} bytes do not fit in memory")))?;
+        if !plan.items.is_empty() {
+            let sink = Arc::new(BoxSink {
+                fqn: Arc::clone(&self.fqn),
+                boxes: self.views(boxes, dtype, &memory)?,
+            });
+            self.reader.read(&self.metadata, &plan, sink).await?;
+        }
+        let read = memory.read();
+        read.map_err(|source| CheckpointError::Memory { fqn: self.fqn.to_string(), source })
+    }
+
+    /// The elements `range` of `region`, both counted row-major within it. All of them are held in
+    /// memory: the caller keeps the range small.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read).
+    pub async fn read_range(
+        &self,
+        region: &Region,
+        range: Range<u64>,
+    ) -> Result<Bytes, CheckpointError> {
+        let inner = boxes(region.sizes(), range).into_iter();
+        let found: Result<Vec<_>, _> =
+            inner.map(|inner| inner.translate(region.offsets())).collect();
+        self.read(&found.map_err(|error| bad_plan(&self.fqn, error.to_string()))?).await
+    }
+
+    /// Adds what fills `wanted` from every chunk, and checks that nothing is left open.
+    fn plan_box(
+        &self,
+        leaf: u32,
+        wanted: &Region,
+        plan: &mut LoadPlan,
+    ) -> Result<(), CheckpointError> {
+        let mut found = 0_u64;
+        for (chunk, region) in self.chunks.find(wanted) {
+            found = found.saturating_add(region.volume());
+            let kind = ReadKind::Tensor { chunk, shard: 0, region };
+            plan.items.push(ReadItem { entry: self.entry, leaf, kind });
+        }
+        if found == wanted.volume() {
+            return Ok(());
+        }
+        let fqn = self.fqn.to_string();
+        let expected = wanted.volume();
+        Err(CheckpointError::Plan(if found < expected {
+            PlanError::Uncovered { fqn, expected, found }
+        } else {
+            PlanError::Unsupported { fqn, problem: format!("chunks overlap in {wanted}") }
+        }))
+    }
+
+    fn views(
+        &self,
+        boxes: &[Region],
+        dtype: DType,
+        memory: &HostMemory,
+    ) -> Result<Vec<(Region, TensorView)>, CheckpointError> {
+        let mut start = 0_usize;
+        let mut views = Vec::with_capacity(boxes.len());
+        for region in boxes {
+            let sizes = region.sizes().clone();
+            let view = TensorView::contiguous(memory.clone(), dtype, sizes, start)?;
+            // The sum of all was seen to fit.
+            start += usize::try_from(view.byte_len()).unwrap_or(0);
+            views.push((region.clone(), view));
+        }
+        Ok(views)
+    }
+}
+
+fn bad_plan(fqn: &str, problem: String) -> CheckpointError {
+    PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into()
+}
+
+/// The memory of some boxes of one tensor, by the leaf of their items.
+#[derive(Debug)]
+struct BoxSink {
+    fqn: Arc<str>,
+    boxes: Vec<(Region, TensorView)>,
+}
+
+impl DataSink for BoxSink {
+    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        let (ReadKind::Tensor { region, .. }, Some((whole, view))) =
+            (&item.kind, self.boxes.get(item.leaf as usize))
+        else {
+            return Err(bad_plan(&self.fqn, "an item that was not asked for".to_owned()));
+        };
+        let inner = region.relative_to(whole.offsets());
+        let inner =
+            inner.ok_or_else(|| bad_plan(&self.fqn, format!("{region} outside of {whole}")))?;
+        Ok(view.narrow(&inner)?)
+    }
+
+    fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {
+        Ok(())
+    }
+
+    fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
+        Err(bad_plan(&self.fqn, "an object where a tensor was asked for".to_owned()))
+    }
+}
+
+/// The bytes `byte_range` of the row-major elements of `region`.
+pub(crate) async fn read_tensor(
+    reader: &TensorReader,
+    region: &Region,
+    element_bytes: u64,
+    byte_range: Range<u64>,
+) -> Result<Payload, CheckpointError> {
+    let element_bytes = element_bytes.max(1);
+    let first = byte_range.start / element_bytes;
+    let wanted = boxes(region.sizes(), first..byte_range.end.div_ceil(element_bytes))
+        .iter()
+        .map(|inner| inner.translate(region.offsets()))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| PlanError::Unsupported {
+            fqn: reader.fqn().to_string(),
+            problem: error.to_string(),
+        })?;
+    let bytes = reader.read(&wanted).await?;
+    let skipped = byte_range.start - first * element_bytes;
+    Ok(Payload::from(bytes).slice(skipped..skipped + (byte_range.end - byte_range.start)))
+}

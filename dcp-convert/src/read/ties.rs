@@ -1,0 +1,66 @@
+//! Tensors that are stored in one place.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, Dims, FileId, Placement, TensorEntry};
+
+/// Where a chunk's bytes lie and how they are encoded, and its offsets and sizes in the tensor.
+pub(crate) type Place = (FileId, u16, u64, u64, Dims, Dims);
+
+/// The places of all chunks of a tensor; `None` where they do not tell what its elements are.
+pub(crate) fn places(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Vec<Place>> {
+    let places = tensor.chunks.iter().map(|chunk| {
+        let placement = chunk.placement?;
+        let told = metadata.encoding(&placement)?.layout.is_told_by_place();
+        let Placement { file, encoding, byte_offset, byte_len } = placement;
+        let (offsets, sizes) = (chunk.offsets.into(), chunk.sizes.into());
+        told.then_some((file, encoding, byte_offset, byte_len, offsets, sizes))
+    });
+    places.collect()
+}
+
+/// Tensors that are stored in the very same place and way as an earlier one, by their positions, with
+/// the name of that one.
+pub(crate) fn ties(metadata: &CheckpointMetadata) -> HashMap<usize, Arc<str>> {
+    let mut first: HashMap<_, &Arc<str>> = HashMap::new();
+    let mut tied = HashMap::new();
+    for (index, (fqn, entry)) in metadata.iter().enumerate() {
+        let Some(tensor) = entry.as_tensor().filter(|t| t.byte_len() != Some(0)) else { continue };
+        let Some(places) = places(metadata, tensor).filter(|p| !p.is_empty()) else { continue };
+        let same = (tensor.dtype, tensor.shape.clone(), places);
+        match first.get(&same) {
+            Some(name) => {
+                tied.insert(index, Arc::clone(name));
+            }
+            None => {
+                first.insert(same, fqn);
+            }
+        }
+    }
+    tied
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::{DType, Encoding, Entry, Key, Layout};
+
+    use super::*;
+
+    #[test]
+    fn chunks_in_another_order_are_another_tensor() {
+        let mut metadata = CheckpointMetadata::new();
+        let file = metadata.intern_file(&Key::new("data").unwrap()).unwrap();
+        let encoding = metadata.intern_encoding(&Encoding::new(Layout::Raw)).unwrap();
+        // Two chunks, the one at byte 0 first.
+        for (fqn, rows) in [("a", [0, 2]), ("b", [0, 2]), ("swapped", [2, 0])] {
+            let mut tensor = TensorEntry::new(DType::UInt8, [4_u64]);
+            for (row, byte_offset) in rows.into_iter().zip([0, 2]) {
+                let placement = Placement { file, encoding, byte_offset, byte_len: 2 };
+                tensor.chunks.push(&[row], &[2], Some(placement)).unwrap();
+            }
+            metadata.insert(Arc::from(fqn), Entry::Tensor(tensor));
+        }
+        assert_eq!(ties(&metadata), HashMap::from([(1, Arc::from("a"))]));
+    }
+}

@@ -1,0 +1,12 @@
+//! The targets, and what is written to them.
+
+pub(crate) mod division;
+pub(crate) mod reshard;
+pub(crate) mod rewrite_metadata;
+pub(crate) mod safetensors_items;
+pub(crate) mod stored_data_source;
+pub(crate) mod target;
+pub(crate) mod to_hf;
+pub(crate) mod to_safetensors;
+pub(crate) mod to_torch_save;
+pub(crate) mod written;

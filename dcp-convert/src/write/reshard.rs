@@ -1,0 +1,440 @@
+//! Rewriting a checkpoint as if other ranks had saved it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
+    ObjectEntry, Opaque, Placement, PlanKey, RankWrite, SavePlan, SavePlanner, SaveRun, StorageExt,
+    StorageWriter, TensorEntry, TensorSpec, Value,
+};
+use dcp_formats::Stop;
+use dcp_formats::torch_object::{decode_object, encode_object};
+use dcp_formats::torch_zip::check_archive;
+use dcp_planner::DefaultSavePlanner;
+
+use crate::error::ConvertError;
+use crate::foreign_callable::ForeignCallable;
+use crate::integrity::callables;
+use crate::integrity::check::refuse_unsound;
+use crate::integrity::checked_source::{CheckedSource, Verified};
+use crate::job::JobOptions;
+use crate::read::objects::{ObjectBatches, object_entries};
+use crate::read::tensor_read::TensorReader;
+use crate::source::Source;
+use crate::view::with_quantizers;
+use crate::write::division::{Division, FirstAxis, Owner};
+use crate::write::stored_data_source::{CheckpointData, FirstRead, Part};
+use crate::write::written::WriteReport;
+
+/// Memory that writing one rank takes besides its segments, in bytes: what the format gathers
+/// into a part, and the part on its way.
+const RANK_OVERHEAD: u64 = 40 << 20;
+
+/// Encoded objects of more bytes than this are made again when their turn comes.
+const MADE_AGAIN: usize = 1 << 20;
+/// Encoded objects up to this many bytes are kept in memory until they are written.
+const KEPT_BYTES: usize = 64 << 10;
+
+/// How an archive of `torch.save` begins.
+const ARCHIVE: &[u8] = b"PK\x03\x04";
+
+/// The most ranks to write for; every rank is a file.
+pub const MAX_RANKS: u32 = 1 << 16;
+
+/// Writes the checkpoint anew as `ranks` ranks would have saved it: every tensor cut along its
+/// first axis as FSDP2 cuts it (along its longest one where the first has fewer rows than there
+/// are ranks), tensors with fewer elements than ranks whole, objects with their bytes as they
+/// are. Nothing is held in memory as a whole. Chunks that are cut in too different a way to be
+/// compared with their checksums on the way are read once more before the new checkpoint is
+/// committed, so damage is never carried over.
+///
+/// # Errors
+///
+/// As [`divide`].
+pub async fn reshard(
+    source: &Source,
+    writer: &dyn StorageWriter,
+    ranks: u32,
+    options: &JobOptions,
+) -> Result<WriteReport, ConvertError> {
+    divide(source, writer, &FirstAxis { ranks }, options).await
+}
+
+/// Writes the checkpoint anew as ranks would have saved it that hold what `division` says.
+/// Otherwise as [`reshard`], which is this with the division of FSDP2.
+///
+/// # Errors
+///
+/// When the checkpoint is unsound or damaged, there are 0 ranks or more than [`MAX_RANKS`], the
+/// division does not make whole tensors, or writing fails; then what was there before is
+/// untouched.
+pub async fn divide(
+    source: &Source,
+    writer: &dyn StorageWriter,
+    division: &dyn Division,
+    options: &JobOptions,
+) -> Result<WriteReport, ConvertError> {
+    let ranks = division.ranks();
+    if !(1..=MAX_RANKS).contains(&ranks) {
+        let problem = format!("is not a number of ranks between 1 and {MAX_RANKS}");
+        return Err(ConvertError::unsupported(ranks.to_string(), problem));
+    }
+    let holds = |fqn: &str| division.object(fqn) != Owner::Nobody;
+    let source = with_quantizers(CheckedSource::new(source, options), holds).await?;
+    let metadata = source.metadata().await?;
+    refuse_unsound(&metadata)?;
+    let job = Job::prepare(&source, writer, &metadata, division, options).await?;
+    let (locals, data) = job.all_ranks(division)?;
+    let mut global = DefaultSavePlanner::new().global_plan(&locals)?;
+    let total = total_bytes(&global, &locals);
+    let save = SaveRun::begin(writer).await?;
+    let plans = save.place(&locals, &mut global).map_err(ConvertError::unwritable)?;
+    list_as_tensors(&metadata, &mut global.metadata)?;
+    let callables = job.callables.clone();
+    if options.dry_run {
+        return Ok(report(&global, callables)
+            .with_files(planned_files(&global))
+            .planned(&global.metadata));
+    }
+    options.start(total);
+    drop(job);
+    let writes: Vec<_> =
+        plans.into_iter().map(|plan| RankWrite::new(writer, Arc::new(plan))).collect();
+    let (reports, verified) = match write(source, &locals, &writes, data, options).await {
+        Ok(written) => written,
+        Err(error) => {
+            for rank in writes {
+                rank.abandon().await;
+            }
+            return Err(error.into());
+        }
+    };
+    let mut files: Vec<(String, u64)> = reports
+        .iter()
+        .flat_map(|report| report.files.iter().map(|(key, len)| (key.to_string(), *len)))
+        .collect();
+    files.sort();
+    commit(save, writes, &global.metadata, reports, verified).await?;
+    Ok(report(&global, callables).with_files(files))
+}
+
+/// Lists objects that PyTorch takes for tensors as it lists them: with the dtype and shape that
+/// they pretend to have, in one chunk.
+fn list_as_tensors(
+    stored: &CheckpointMetadata,
+    planned: &mut CheckpointMetadata,
+) -> Result<(), ConvertError> {
+    let wrapped = stored.iter().filter_map(|(fqn, entry)| {
+        let tensor = entry.as_object()?.tensor.as_ref()?;
+        let object = planned.get(fqn)?.as_object()?;
+        Some((Arc::clone(fqn), tensor, object.placement, object.path.clone()))
+    });
+    for (fqn, tensor, placement, path) in wrapped.collect::<Vec<_>>() {
+        let mut entry = TensorEntry::new(tensor.dtype, tensor.shape.clone());
+        let offsets = vec![0; tensor.shape.ndim()];
+        let pushed = entry.chunks.push(&offsets, &tensor.shape, placement);
+        pushed.map_err(|error| FormatError::new("index", error.to_string()))?;
+        entry.path = path;
+        planned.insert(fqn, Entry::Tensor(entry));
+    }
+    Ok(())
+}
+
+fn report(global: &GlobalPlan, callables: Vec<ForeignCallable>) -> WriteReport {
+    let count = |is: fn(&Entry) -> bool| global.metadata.iter().filter(|(_, e)| is(e)).count();
+    WriteReport {
+        tensors: count(|entry| matches!(entry, Entry::Tensor(_))),
+        objects: count(|entry| matches!(entry, Entry::Object(_))),
+        chunks: global
+            .metadata
+            .iter()
+            .filter_map(|(_, entry)| entry.as_tensor())
+            .map(|tensor| tensor.chunks.len())
+            .sum(),
+        callables,
+        ..WriteReport::default()
+    }
+}
+
+/// The files that a plan fills, and their bytes.
+fn planned_files(global: &GlobalPlan) -> Vec<(String, u64)> {
+    let mut lens = vec![0_u64; global.metadata.files().len()];
+    let mut place = |placement: Placement| {
+        if let Some(len) = lens.get_mut(placement.file.index()) {
+            *len = (*len).max(placement.byte_offset.saturating_add(placement.byte_len));
+        }
+    };
+    for (_, entry) in global.metadata.iter() {
+        match entry {
+            Entry::Tensor(tensor) => {
+                tensor.chunks.iter().filter_map(|chunk| chunk.placement).for_each(&mut place);
+            }
+            Entry::Object(object) => object.placement.into_iter().for_each(&mut place),
+            _ => {}
+        }
+    }
+    let names = global.metadata.files().iter().map(ToString::to_string);
+    let mut files: Vec<_> = names.zip(lens).collect();
+    files.sort();
+    files
+}
+
+/// Makes the checkpoint visible.
+async fn commit(
+    save: SaveRun<'_>,
+    writes: Vec<RankWrite<'_>>,
+    metadata: &CheckpointMetadata,
+    reports: Vec<dcp_core::WriteReport>,
+    _: Verified,
+) -> Result<(), CheckpointError> {
+    save.commit(writes, metadata, reports).await
+}
+
+/// Writes what all ranks hold, and finds that nothing of it was damaged. After a failure no rank is
+/// writing any more.
+async fn write(
+    source: CheckedSource,
+    locals: &[SavePlan],
+    writes: &[RankWrite<'_>],
+    data: Vec<Arc<dyn DataSource>>,
+    options: &JobOptions,
+) -> Result<(Vec<dcp_core::WriteReport>, Verified), CheckpointError> {
+    let at_once = usize::try_from(options.max_memory / RANK_OVERHEAD).unwrap_or(usize::MAX);
+    let at_once = at_once.clamp(1, options.parallelism.max(1));
+    let stop = Stop::new();
+    let writes = locals
+        .iter()
+        .zip(writes)
+        .zip(data)
+        .map(|((local, rank), data)| rank.write(local, stop.guard(data)));
+    let reports = stop.run(writes, at_once).await?;
+    Ok((reports, source.finish().await?))
+}
+
+fn total_bytes(global: &GlobalPlan, locals: &[SavePlan]) -> u64 {
+    let selected = global.selections.iter().zip(locals).flat_map(|(selected, local)| {
+        selected.iter().filter_map(|one| local.item(one.item as usize)).map(|item| item.byte_len)
+    });
+    selected.fold(0, u64::saturating_add)
+}
+
+/// What all ranks' plans are made from.
+struct Job<'a> {
+    source: &'a CheckedSource,
+    metadata: Arc<CheckpointMetadata>,
+    readers: HashMap<usize, Arc<TensorReader>>,
+    /// The objects by position: what they are made from, and their bytes.
+    objects: HashMap<usize, (Part, u64)>,
+    /// What Python would run when it loads the objects, and what was admitted.
+    callables: Vec<ForeignCallable>,
+    options: &'a JobOptions,
+}
+
+impl<'a> Job<'a> {
+    async fn prepare(
+        source: &'a CheckedSource,
+        writer: &dyn StorageWriter,
+        metadata: &Arc<CheckpointMetadata>,
+        division: &dyn Division,
+        options: &'a JobOptions,
+    ) -> Result<Self, ConvertError> {
+        let mut readers = HashMap::new();
+        for (index, (_, entry)) in metadata.iter().enumerate() {
+            if let Entry::Tensor(_) = entry {
+                let reader =
+                    TensorReader::new(Arc::clone(&source.reader), Arc::clone(metadata), index)?;
+                readers.insert(index, Arc::new(reader));
+            }
+        }
+        let mut wanted = object_entries(metadata);
+        wanted.retain(|index| {
+            metadata.at(*index).is_some_and(|(fqn, _)| division.object(fqn) != Owner::Nobody)
+        });
+        let (mut objects, mut foreign) = (HashMap::new(), Vec::new());
+        let (mut written, limit) = (0_u64, written_max(source).await?);
+        let mut batches = ObjectBatches::new(source, metadata, &wanted);
+        while let Some(batch) = batches.next().await {
+            for (index, value) in batch {
+                let Some((fqn, Entry::Object(object))) = metadata.at(index) else { continue };
+                let (value, stored) = with_stored(source, metadata, fqn, object, value?).await?;
+                foreign.extend(callables::foreign_callables(fqn, &value)?);
+                let (part, byte_len) = object_part(writer, fqn, &value, stored)?;
+                written = written.saturating_add(byte_len);
+                if written > limit {
+                    return Err(shared_too_often(limit));
+                }
+                objects.insert(index, (made_again(part, metadata, index, &value), byte_len));
+            }
+        }
+        let callables = callables::admit(foreign, options)?;
+        let metadata = Arc::clone(metadata);
+        Ok(Self { source, metadata, readers, objects, callables, options })
+    }
+
+    /// What every rank would offer to write, and where its bytes come from.
+    fn all_ranks(&self, division: &dyn Division) -> Result<Offers, ConvertError> {
+        let mut ranks: Vec<Rank> = (0..division.ranks()).map(|_| Rank::default()).collect();
+        for (index, (fqn, entry)) in self.metadata.iter().enumerate() {
+            let path = entry.path().filter(|_| division.is_nested()).cloned();
+            let fqn = Arc::clone(fqn);
+            match entry {
+                Entry::Tensor(tensor) => {
+                    let Some(reader) = self.readers.get(&index) else { continue };
+                    let held = division.tensor(&fqn, tensor)?;
+                    let sharded = held.sharded;
+                    let spec =
+                        TensorSpec { dtype: tensor.dtype, shape: tensor.shape.clone(), sharded };
+                    let element_bytes = tensor.dtype.size() as u64;
+                    let key = PlanKey { fqn, path, tensor: Some(spec) };
+                    for (rank, region) in held.parts {
+                        let Some(rank) = ranks.get_mut(rank as usize) else {
+                            return Err(no_such_rank(&key.fqn, rank));
+                        };
+                        let at = rank.key(index, &key);
+                        rank.plan.push_chunk(at, &region)?;
+                        let reader = Arc::clone(reader);
+                        rank.parts.push(Part::Tensor { reader, region, element_bytes });
+                    }
+                }
+                Entry::Object(_) => {
+                    let Some((part, byte_len)) = self.objects.get(&index) else { continue };
+                    let holders = match division.object(&fqn) {
+                        Owner::Nobody => continue,
+                        Owner::Anybody => ranks.iter_mut(),
+                        Owner::Rank(rank) => {
+                            let at = rank as usize;
+                            let one = ranks.get_mut(at..at.saturating_add(1));
+                            one.ok_or_else(|| no_such_rank(&fqn, rank))?.iter_mut()
+                        }
+                    };
+                    let key = PlanKey { fqn, path, tensor: None };
+                    for rank in holders {
+                        let at = rank.key(index, &key);
+                        rank.plan.push_object(at, *byte_len)?;
+                        rank.parts.push(part.clone());
+                    }
+                }
+                _ => {}
+            }
+        }
+        let data = |parts| -> Arc<dyn DataSource> {
+            Arc::new(CheckpointData::new(self.source, parts, self.options))
+        };
+        Ok(ranks.into_iter().map(|rank| (rank.plan, data(rank.parts))).unzip())
+    }
+}
+
+/// The plans of all ranks, and where their bytes come from.
+type Offers = (Vec<SavePlan>, Vec<Arc<dyn DataSource>>);
+
+/// What one rank would offer to write.
+#[derive(Default)]
+struct Rank {
+    plan: SavePlan,
+    parts: Vec<Part>,
+    /// The entry that the last key of the plan is for.
+    entry: Option<usize>,
+}
+
+impl Rank {
+    /// The position of the key of an entry, whose items all come one behind the other.
+    fn key(&mut self, entry: usize, key: &PlanKey) -> usize {
+        if self.entry.replace(entry) == Some(entry) {
+            return self.plan.keys().len().saturating_sub(1);
+        }
+        self.plan.push_key(key.clone())
+    }
+}
+
+fn no_such_rank(fqn: &str, rank: u32) -> ConvertError {
+    let problem = format!("is to be written by rank {rank}, which there is not");
+    ConvertError::unsupported(format!("{fqn:?}"), problem)
+}
+
+/// An object with the bytes of its archive where they can be taken as they are, and their place.
+async fn with_stored(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+    fqn: &str,
+    object: &ObjectEntry,
+    value: Value,
+) -> Result<(Value, Option<(Key, u64)>), ConvertError> {
+    let archive = object.placement.filter(|placement| {
+        metadata.encoding(placement).is_some_and(|encoding| {
+            encoding.layout == Layout::TorchArchive && encoding.transforms.is_empty()
+        })
+    });
+    let (Some(placement), Some(key)) = (archive, archive.and_then(|p| metadata.file(p.file)))
+    else {
+        return Ok((value, None));
+    };
+    let range = placement.byte_offset..placement.byte_offset.saturating_add(placement.byte_len);
+    let encoded = source.storage.read_range(key, range).await?;
+    check_archive(&encoded).map_err(|error| {
+        FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
+            .at(error.byte_offset().unwrap_or(0))
+            .in_file(key.as_str(), placement.byte_offset)
+    })?;
+    let opaque = Value::Opaque(Arc::new(Opaque { encoded, view: value }));
+    Ok((opaque, Some((key.clone(), placement.byte_offset))))
+}
+
+/// The most bytes that the objects of a source may have when each is written by itself: of a file
+/// in which they may share memory, in proportion to the file.
+async fn written_max(source: &Source) -> Result<u64, CheckpointError> {
+    const PER_BYTE: u64 = 16;
+    let Some(save) = source.save_reader() else { return Ok(u64::MAX) };
+    let len = source.storage.stat(save.key()).await?.byte_len;
+    Ok(len.saturating_mul(PER_BYTE).saturating_add(256 << 20))
+}
+
+fn shared_too_often(limit: u64) -> ConvertError {
+    let problem = format!(
+        "share memory in the file, and have more than {limit} bytes when each is written by \
+         itself; --exclude leaves some out, and a file of torch.save can share them, too"
+    );
+    ConvertError::unsupported("the objects of the checkpoint", problem)
+}
+
+/// The same for an object whose bytes are too many to be kept: it is read and encoded again when
+/// its turn comes, if that makes the same bytes.
+fn made_again(part: Part, metadata: &Arc<CheckpointMetadata>, entry: usize, value: &Value) -> Part {
+    let Part::Encoded(encoded) = &part else { return part };
+    let again = encoded.len() > MADE_AGAIN && encode_object(value).is_ok_and(|b| b == *encoded);
+    let Some((fqn, _)) = metadata.at(entry).filter(|_| again) else { return part };
+    let first = FirstRead::new(fqn, encoded);
+    Part::Object { metadata: Arc::clone(metadata), entry, first }
+}
+
+/// What an object is made from: its stored bytes where the writer takes them as they are, its
+/// value encoded anew otherwise.
+fn object_part(
+    writer: &dyn StorageWriter,
+    fqn: &str,
+    value: &Value,
+    stored: Option<(Key, u64)>,
+) -> Result<(Part, u64), ConvertError> {
+    let encoded = writer.encode_object(fqn, value)?;
+    // What is not stored as it is may lie in a file that nobody has checked, and what is written is
+    // to pass every check.
+    if stored.is_none() && encoded.starts_with(ARCHIVE) {
+        let checked = check_archive(&encoded).and_then(|()| decode_object(&encoded).map(drop));
+        checked.map_err(|error| {
+            let problem = format!("{fqn:?} is damaged: {}", error.problem());
+            CheckpointError::from(FormatError::new(error.what(), problem).with_source(error))
+        })?;
+    }
+    let byte_len = encoded.len() as u64;
+    // A large object stays where it is until its turn comes.
+    let part = match (value, stored) {
+        (Value::Opaque(opaque), Some((key, byte_offset)))
+            if encoded.len() > KEPT_BYTES && encoded == opaque.encoded =>
+        {
+            let first = FirstRead::new(fqn, &encoded);
+            Part::Stored { key, byte_offset, first: Some(first) }
+        }
+        _ => Part::Encoded(encoded),
+    };
+    Ok((part, byte_len))
+}

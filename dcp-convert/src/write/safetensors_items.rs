@@ -1,0 +1,140 @@
+//! What of a checkpoint goes into safetensors files.
+
+use std::sync::Arc;
+
+use dcp_core::{CheckpointMetadata, DType, Dims, Entry, TensorEntry};
+use dcp_formats::safetensors::{RawTypes, TIED};
+use indexmap::IndexMap;
+use serde_json::json;
+
+use crate::error::ConvertError;
+use crate::integrity::check::refuse_unsound;
+use crate::integrity::checked_source::CheckedSource;
+use crate::keys::select::list;
+use crate::read::ties::ties;
+use crate::write::stored_data_source::Part;
+use crate::write::written::WriteReport;
+
+/// The entry of the header's `__metadata__` that lists objects which were left out, as a JSON
+/// list of FQNs.
+pub const LEFT_OUT: &str = "dcp.left_out";
+
+/// The tensors of a checkpoint on their way into safetensors files.
+pub(crate) struct Outgoing {
+    pub(crate) tensors: Vec<OutgoingTensor>,
+    /// What each of them is made from.
+    pub(crate) parts: Vec<Part>,
+    /// Bytes of all of them.
+    pub(crate) byte_len: u64,
+    /// What is left out and what is stored as bytes, so far.
+    pub(crate) report: WriteReport,
+}
+
+/// A tensor as the format is to have it.
+pub(crate) struct OutgoingTensor {
+    pub(crate) fqn: Arc<str>,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Dims,
+}
+
+impl Outgoing {
+    /// Everything that `source` has.
+    pub(crate) async fn gather(source: &CheckedSource) -> Result<Self, ConvertError> {
+        let metadata = source.metadata().await?;
+        refuse_unsound(&metadata)?;
+        let mut outgoing = Self {
+            tensors: Vec::new(),
+            parts: Vec::new(),
+            byte_len: 0,
+            report: WriteReport::default(),
+        };
+        let ties = ties(&metadata);
+        for (index, (fqn, entry)) in metadata.iter().enumerate() {
+            match entry {
+                Entry::Tensor(tensor) => match ties.get(&index) {
+                    Some(first) => {
+                        outgoing.report.tied.insert(Arc::clone(fqn), Arc::clone(first));
+                    }
+                    None => outgoing.tensor(source, &metadata, index, fqn, tensor)?,
+                },
+                _ => outgoing.report.left_out.push(Arc::clone(fqn)),
+            }
+        }
+        refuse_wrapped(&metadata)?;
+        if outgoing.tensors.is_empty() && !outgoing.report.left_out.is_empty() {
+            let problem = "has no tensors, only objects, and a safetensors file can hold none of \
+                           them; of a pickled module, save the state_dict()";
+            return Err(ConvertError::unsupported("the checkpoint", problem));
+        }
+        outgoing.report.tensors = outgoing.tensors.len();
+        outgoing.report.chunks = outgoing.tensors.len();
+        Ok(outgoing)
+    }
+
+    fn tensor(
+        &mut self,
+        source: &CheckedSource,
+        metadata: &Arc<CheckpointMetadata>,
+        index: usize,
+        fqn: &Arc<str>,
+        tensor: &TensorEntry,
+    ) -> Result<(), ConvertError> {
+        if RawTypes::default().stored_as(fqn, tensor.dtype, &tensor.shape).0 != tensor.dtype {
+            self.report.raw.push(Arc::clone(fqn));
+        }
+        if &**fqn == "__metadata__" {
+            let problem = "is no name that a tensor can have in a safetensors file; leave it out \
+                           or rename it";
+            return Err(ConvertError::unsupported(format!("{fqn:?}"), problem));
+        }
+        if tensor.dtype.is_quantized() {
+            self.report.without_scale.push(Arc::clone(fqn));
+        }
+        self.byte_len = self.byte_len.saturating_add(tensor.byte_len().unwrap_or(0));
+        let (fqn, shape) = (Arc::clone(fqn), tensor.shape.clone());
+        self.tensors.push(OutgoingTensor { fqn, dtype: tensor.dtype, shape });
+        self.parts.push(Part::whole_tensor(source, metadata, index, tensor)?);
+        Ok(())
+    }
+
+    /// What a header says of what is not in the file: for each tied tensor the name of the one
+    /// that was written, as `safetensors.torch.save_model` has it, and which objects there were.
+    pub(crate) fn header(&self) -> IndexMap<String, String> {
+        let mut header = IndexMap::new();
+        for (fqn, first) in &self.report.tied {
+            header.entry(fqn.to_string()).or_insert_with(|| first.to_string());
+        }
+        if !self.report.tied.is_empty() {
+            header.insert(TIED.to_owned(), json!(self.report.tied).to_string());
+        }
+        if !self.report.left_out.is_empty() {
+            header.insert(LEFT_OUT.to_owned(), json!(self.report.left_out).to_string());
+        }
+        header
+    }
+}
+
+/// Fails where tensors would be left out because they are objects here.
+fn refuse_wrapped(metadata: &CheckpointMetadata) -> Result<(), ConvertError> {
+    let wrapped = metadata.iter().filter_map(|(fqn, entry)| {
+        let tensor = entry.as_object()?.tensor.as_ref()?;
+        Some((format!("{fqn:?} ({})", tensor.class), &*tensor.class))
+    });
+    let (names, classes): (Vec<_>, Vec<_>) = wrapped.unzip();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let advice = if classes.iter().any(|class| class.ends_with(".DTensor")) {
+        "a DTensor is one rank's part: load the files of all ranks in PyTorch, and save them with \
+         torch.distributed.checkpoint"
+    } else {
+        "--to dcp and --to torch-save keep them as they are, --dequantize makes plain numbers of \
+         those of torchao that are known"
+    };
+    let problem = format!(
+        "are tensors of classes of their own, which a safetensors file cannot hold; {advice}; \
+         --exclude leaves them out"
+    );
+    Err(ConvertError::unsupported(list(&names), problem))
+}

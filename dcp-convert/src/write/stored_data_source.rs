@@ -1,0 +1,207 @@
+//! Stored bytes as a [`DataSource`]: what is written is read from the old checkpoint when its
+//! turn comes, so that a checkpoint of any size goes through a little memory.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use crc32fast::Hasher;
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DataSource, FormatError, Key, Payload, PlanError, Region,
+    StorageExt, TensorEntry,
+};
+use dcp_formats::torch_object::encode_object;
+
+use crate::error::ConvertError;
+use crate::integrity::checked_source::CheckedSource;
+use crate::job::JobOptions;
+use crate::read::objects::read_objects;
+use crate::read::tensor_read::{TensorReader, read_tensor};
+use crate::source::Source;
+
+/// What one item of a plan is made from.
+#[derive(Clone, Debug)]
+pub(crate) enum Part {
+    /// A box of a stored tensor.
+    Tensor { reader: Arc<TensorReader>, region: Region, element_bytes: u64 },
+    /// Bytes of a file, as they are; and what they were when they were compared with their
+    /// checksum, unless the writer compares them.
+    Stored { key: Key, byte_offset: u64, first: Option<Arc<FirstRead>> },
+    /// Bytes at hand.
+    Encoded(Bytes),
+    /// The archive that `torch.save` makes of the object at this position.
+    Object { metadata: Arc<CheckpointMetadata>, entry: usize, first: Arc<FirstRead> },
+}
+
+/// What was read of an object, to tell whether it is still the same when it is read again.
+#[derive(Debug)]
+pub(crate) struct FirstRead {
+    fqn: Arc<str>,
+    byte_len: u64,
+    crc32: u32,
+    /// The CRC-32 of what was read again so far: ranges ascend without gaps.
+    again: Mutex<Hasher>,
+}
+
+impl FirstRead {
+    pub(crate) fn new(fqn: &str, bytes: &[u8]) -> Arc<Self> {
+        let (byte_len, crc32) = (bytes.len() as u64, crc32fast::hash(bytes));
+        Arc::new(Self { fqn: fqn.into(), byte_len, crc32, again: Mutex::default() })
+    }
+
+    /// Notes the next bytes; after the last ones, fails where not all are what they were.
+    fn compare(&self, bytes: &[u8], byte_range: &Range<u64>) -> Result<(), FormatError> {
+        let mut again = self.again.lock().unwrap_or_else(PoisonError::into_inner);
+        if byte_range.start == 0 {
+            again.reset();
+        }
+        again.update(bytes);
+        let found = again.clone().finalize();
+        if byte_range.end < self.byte_len || found == self.crc32 {
+            return Ok(());
+        }
+        let problem = format!(
+            "{:?} has the CRC-32 {found:08x}, and had {:08x} when it was checked: the file has \
+             changed meanwhile or is damaged",
+            self.fqn, self.crc32
+        );
+        Err(FormatError::new("object", problem))
+    }
+}
+
+impl Part {
+    /// All of the tensor at position `entry` of what `source` reads.
+    pub(crate) fn whole_tensor(
+        source: &CheckedSource,
+        metadata: &Arc<CheckpointMetadata>,
+        entry: usize,
+        tensor: &TensorEntry,
+    ) -> Result<Self, ConvertError> {
+        let reader = Arc::clone(&source.reader);
+        let reader = TensorReader::new(reader, Arc::clone(metadata), entry)?;
+        let region = Region::full(tensor.shape.clone())
+            .map_err(|error| ConvertError::unsupported("a tensor", error.to_string()))?;
+        let element_bytes = tensor.dtype.size() as u64;
+        Ok(Self::Tensor { reader: Arc::new(reader), region, element_bytes })
+    }
+}
+
+/// The items of one rank's plan, or of some files, by their position.
+#[derive(Debug)]
+pub(crate) struct CheckpointData {
+    /// That of a [`CheckedSource`].
+    source: Source,
+    parts: Vec<Part>,
+    segment_bytes: u64,
+    options: JobOptions,
+}
+
+impl CheckpointData {
+    /// Data of `parts`.
+    pub(crate) fn new(source: &CheckedSource, parts: Vec<Part>, options: &JobOptions) -> Self {
+        let segment_bytes = options.write_segment_bytes();
+        let (source, options) = (Source::clone(source), options.clone());
+        Self { source, parts, segment_bytes, options }
+    }
+}
+
+#[async_trait]
+impl DataSource for CheckpointData {
+    async fn resolve(
+        &self,
+        item: usize,
+        byte_range: Range<u64>,
+    ) -> Result<Payload, CheckpointError> {
+        let len = byte_range.end.saturating_sub(byte_range.start);
+        let payload = match self.parts.get(item) {
+            Some(Part::Tensor { reader, region, element_bytes }) => {
+                read_tensor(reader, region, *element_bytes, byte_range).await?
+            }
+            Some(Part::Stored { key, byte_offset, first }) => {
+                let start = byte_offset.saturating_add(byte_range.start);
+                let end = byte_offset.saturating_add(byte_range.end);
+                let bytes = self.source.storage.read_range(key, start..end).await?;
+                if let Some(first) = first {
+                    first
+                        .compare(&bytes, &byte_range)
+                        .map_err(|error| error.in_file(key.as_str(), *byte_offset))?;
+                }
+                Payload::from(bytes)
+            }
+            Some(Part::Object { metadata, entry, first }) => {
+                let bytes = self.object(metadata, *entry).await?.slice(byte_range.clone());
+                for piece in bytes.pieces() {
+                    first.compare(piece, &byte_range)?;
+                }
+                bytes
+            }
+            Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
+            None => {
+                return Err(PlanError::Unsupported {
+                    fqn: String::new(),
+                    problem: format!("item {item} was asked for, there are {}", self.parts.len()),
+                }
+                .into());
+            }
+        };
+        self.options.advance(len);
+        Ok(payload)
+    }
+
+    fn segment_bytes(&self) -> u64 {
+        self.segment_bytes
+    }
+}
+
+impl CheckpointData {
+    /// The archive of an object, of which it is known that it can be made.
+    async fn object(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        entry: usize,
+    ) -> Result<Payload, CheckpointError> {
+        let mut values = read_objects(&self.source, metadata, &[entry]).await;
+        let gone = || PlanError::Unsupported {
+            fqn: metadata.at(entry).map_or_else(String::new, |(fqn, _)| fqn.to_string()),
+            problem: "it was there, and is not any more".to_owned(),
+        };
+        let value = values.remove(&entry).ok_or_else(gone)??;
+        Ok(Payload::from(encode_object(&value)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_conformance::MemoryStorage;
+    use dcp_core::{PutMode, Storage};
+
+    use super::*;
+
+    #[test]
+    fn an_object_that_changes_after_it_was_checked_is_refused() {
+        let storage = Arc::new(MemoryStorage::new());
+        let key = Key::new("__0_0.distcp").unwrap();
+        let resolve = |bytes: &[u8]| {
+            let put = storage.put(&key, bytes.to_vec().into(), PutMode::Overwrite);
+            block_on(put).unwrap();
+            let first = Some(FirstRead::new("extra.big", b"as it was"));
+            let part = Part::Stored { key: key.clone(), byte_offset: 2, first };
+            let (source, options) =
+                (Source::dcp(Arc::clone(&storage) as _, false), JobOptions::default());
+            let source = CheckedSource::new(&source, &options);
+            let data = CheckpointData::new(&source, vec![part], &options);
+            block_on(data.resolve(0, 0..4)).unwrap();
+            block_on(data.resolve(0, 4..9)).map(|_| ())
+        };
+        resolve(b"..as it was").unwrap();
+        let error = resolve(b"..As it was").unwrap_err();
+        assert!(matches!(error, CheckpointError::Format(_)), "{error:?}");
+        let error = dcp_core::error_chain(&error);
+        assert!(error.contains("extra.big") && error.contains("__0_0.distcp"), "{error}");
+    }
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+    }
+}

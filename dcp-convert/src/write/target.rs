@@ -1,0 +1,173 @@
+//! Where a job writes, and the steps that make what it wrote visible. Each consumes a
+//! [`Verified`]; the rest of the crate writes to no storage.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_core::{
+    CheckpointError, DType, DataSource, Key, Payload, PutMode, Storage, StorageError, StorageExt,
+};
+use dcp_formats::dcp::prepare_tensor_file;
+use dcp_formats::hf::{HfPlan, HfWriteOptions, HfWritten, PendingFolder, prepare_folder};
+use dcp_formats::safetensors::{self, SafetensorsItem};
+use dcp_formats::torch_save::TorchSavePlan;
+use dcp_formats::{PendingFile, prepare_headed_file};
+use indexmap::IndexMap;
+
+use crate::error::ConvertError;
+use crate::integrity::checked_source::{CheckedSource, Verified};
+
+/// A file to write.
+#[derive(Clone, Debug)]
+pub struct Target {
+    storage: Arc<dyn Storage>,
+    key: Key,
+    mode: PutMode,
+}
+
+impl Target {
+    /// A file of a name that must be free.
+    #[must_use]
+    pub fn new(storage: Arc<dyn Storage>, key: Key) -> Self {
+        Self { storage, key, mode: PutMode::Create }
+    }
+
+    /// The same, replacing a file of that name or not.
+    #[must_use]
+    pub fn overwriting(mut self, overwrite: bool) -> Self {
+        self.mode = if overwrite { PutMode::Overwrite } else { PutMode::Create };
+        self
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// Puts the whole file.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails, or the name is taken and the file is not to be replaced.
+    pub async fn put(&self, bytes: Bytes, _: Verified) -> Result<(), ConvertError> {
+        Ok(self.storage.put(&self.key, Payload::from(bytes), self.mode).await?)
+    }
+
+    /// Puts a file that holds nothing of a checkpoint, such as a page about one.
+    ///
+    /// # Errors
+    ///
+    /// As [`put`](Self::put).
+    pub async fn put_report(&self, text: Vec<u8>) -> Result<(), StorageError> {
+        self.storage.put(&self.key, Payload::from(text), self.mode).await
+    }
+
+    /// Refuses a name that is taken, before any work is done.
+    pub(crate) async fn check(&self) -> Result<(), ConvertError> {
+        if self.mode == PutMode::Create && self.storage.contains(&self.key).await? {
+            return Err(ConvertError::TargetExists { target: self.key.to_string() });
+        }
+        Ok(())
+    }
+
+    /// Makes a safetensors file.
+    pub(crate) async fn safetensors(
+        &self,
+        items: &[SafetensorsItem],
+        header: &IndexMap<String, String>,
+        data: Arc<dyn DataSource>,
+    ) -> Result<Unpublished<'_>, CheckpointError> {
+        let name = (&self.key, self.mode);
+        safetensors::prepare(&*self.storage, name, items, header, data, None).await.map(Unpublished)
+    }
+
+    /// Makes a file of `torch.save`.
+    pub(crate) async fn torch_save(
+        &self,
+        plan: TorchSavePlan,
+        data: Arc<dyn DataSource>,
+    ) -> Result<Unpublished<'_>, CheckpointError> {
+        plan.prepare(&*self.storage, self.mode, data, None).await.map(Unpublished)
+    }
+
+    /// Makes a file of `torch.save` that holds one tensor alone: its name, type and shape.
+    pub(crate) async fn tensor(
+        &self,
+        tensor: (&Arc<str>, DType, &[u64]),
+        data: &dyn DataSource,
+    ) -> Result<Unpublished<'_>, CheckpointError> {
+        let name = (&self.key, self.mode);
+        prepare_tensor_file(&*self.storage, name, tensor, data).await.map(Unpublished)
+    }
+
+    /// Makes a file of a header and the `byte_len` bytes of item 0.
+    pub(crate) async fn headed(
+        &self,
+        header: Bytes,
+        byte_len: u64,
+        data: &dyn DataSource,
+    ) -> Result<Unpublished<'_>, CheckpointError> {
+        let name = (&self.key, self.mode);
+        prepare_headed_file(&*self.storage, name, header, byte_len, data).await.map(Unpublished)
+    }
+}
+
+/// A file that is made and has no name yet.
+#[must_use = "it is no file until it is published"]
+pub(crate) struct Unpublished<'a>(PendingFile<'a>);
+
+impl Unpublished<'_> {
+    /// Gives the file its name, when all that was read from `source` is undamaged.
+    pub(crate) async fn publish(self, source: CheckedSource) -> Result<u64, CheckpointError> {
+        match source.finish().await {
+            Ok(verified) => self.publish_verified(verified).await,
+            Err(error) => {
+                self.0.abort().await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn publish_verified(self, _: Verified) -> Result<u64, CheckpointError> {
+        let byte_len = self.0.byte_len();
+        self.0.publish().await?;
+        Ok(byte_len)
+    }
+}
+
+/// A folder that gets a model of safetensors files.
+pub(crate) struct HfTarget<'a>(pub(crate) &'a Arc<dyn Storage>);
+
+impl<'a> HfTarget<'a> {
+    /// Writes the files of a plan, which are no model yet.
+    pub(crate) async fn write(
+        self,
+        plan: &HfPlan,
+        data: Arc<dyn DataSource>,
+        how: &'a HfWriteOptions,
+    ) -> Result<UnpublishedFolder<'a>, CheckpointError> {
+        prepare_folder(self.0, plan, data, how, None).await.map(UnpublishedFolder)
+    }
+}
+
+/// Files of a model that is none yet.
+#[must_use = "it is no model until it is published"]
+pub(crate) struct UnpublishedFolder<'a>(PendingFolder<'a>);
+
+impl UnpublishedFolder<'_> {
+    /// Makes the files a model, when all that was read from `source` is undamaged.
+    pub(crate) async fn publish(self, source: CheckedSource) -> Result<HfWritten, CheckpointError> {
+        match source.finish().await {
+            Ok(verified) => self.publish_verified(verified).await,
+            Err(error) => {
+                self.0.abort().await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn publish_verified(self, _: Verified) -> Result<HfWritten, CheckpointError> {
+        self.0.publish().await
+    }
+}

@@ -1,0 +1,55 @@
+//! A whole checkpoint as one safetensors file.
+
+use std::sync::Arc;
+
+use dcp_formats::safetensors::{self, RAW, RawTypes, SafetensorsItem};
+use indexmap::IndexMap;
+
+use crate::error::ConvertError;
+use crate::integrity::checked_source::CheckedSource;
+use crate::job::JobOptions;
+use crate::source::Source;
+use crate::write::safetensors_items::Outgoing;
+use crate::write::stored_data_source::CheckpointData;
+use crate::write::target::Target;
+use crate::write::written::WriteReport;
+
+/// Writes every tensor of a checkpoint, under its FQN, to one safetensors file, piece by piece.
+/// The file appears under its name when it is complete and every stored chunk was found to be
+/// what its checksum says.
+///
+/// # Errors
+///
+/// When the target exists, the checkpoint is unsound or damaged, or a storage fails; then there
+/// is no new file.
+pub async fn to_safetensors(
+    source: &Source,
+    target: &Target,
+    options: &JobOptions,
+) -> Result<WriteReport, ConvertError> {
+    target.check().await?;
+    let source = CheckedSource::new(source, options);
+    let outgoing = Outgoing::gather(&source).await?;
+    let mut header = IndexMap::from([("format".to_owned(), "pt".to_owned())]);
+    header.extend(outgoing.header());
+    let mut raw = RawTypes::default();
+    let items = outgoing.tensors.iter().map(|tensor| {
+        let (dtype, shape) = raw.stored_as(&tensor.fqn, tensor.dtype, &tensor.shape);
+        SafetensorsItem { name: Arc::clone(&tensor.fqn), dtype, shape }
+    });
+    let items: Vec<_> = items.collect();
+    if !raw.is_empty() {
+        header.insert(RAW.to_owned(), raw.to_json());
+    }
+    let report = outgoing.report;
+    if options.dry_run {
+        let byte_len = safetensors::encode_header(&items, &header)?.byte_len;
+        let report = report.with_files([(target.key().to_string(), byte_len)]);
+        return Ok(report.planned(&*source.metadata().await?));
+    }
+    options.start(outgoing.byte_len);
+    let data = Arc::new(CheckpointData::new(&source, outgoing.parts, options));
+    let file = target.safetensors(&items, &header, data).await?;
+    let byte_len = file.publish(source).await?;
+    Ok(report.with_files([(target.key().to_string(), byte_len)]))
+}

@@ -41,7 +41,7 @@ pub use format::Format;
 pub use keys::Keys;
 pub use mapping_options::{Architecture, MappingOptions};
 pub use megatron_target::MegatronTarget;
-pub use opener::{Need, Opener};
+pub use opener::{Need, Opener, default_formats};
 pub use optimizer::{OptimizerForm, OptimizerOptions};
 pub use recognize::IncompleteSave;
 pub use reshard::Resharding;

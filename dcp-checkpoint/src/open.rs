@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::{MetadataRewrite, ProfileChoice, RunListing, Source};
+use dcp_core::format::FormatRegistry;
 use dcp_core::{Access, CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::detect::{Detected, Detection, detect};
 use dcp_megatron::{HALF_REPLACED, MegatronCheckpoint, OpenOptions, recovered};
@@ -106,7 +107,9 @@ impl Opener {
                     return Ok(opened(place, &storage, source, None));
                 }
                 match detect(&storage).await {
-                    Ok(detection) => Err(no_checkpoint(uri, &storage, &detection, error).await),
+                    Ok(detection) => {
+                        Err(no_checkpoint(uri, &storage, &self.formats, &detection, error).await)
+                    }
                     Err(_) => Err(error.into()),
                 }
             }
@@ -133,7 +136,7 @@ impl Opener {
     pub async fn list(&self, uri: &str) -> Result<RunListing, Error> {
         let storage = self.storages.open(uri, Access::Read);
         let storage = storage.map_err(|error| cannot_open(uri, error))?;
-        Ok(dcp_convert::list_run(&storage).await?)
+        Ok(dcp_convert::list_run(&storage, &self.formats).await?)
     }
 
     /// What to say of a folder that is two checkpoints at once: which of them is opened.
@@ -360,6 +363,7 @@ fn cannot_open(uri: &str, error: StorageError) -> Error {
 async fn no_checkpoint(
     uri: &str,
     storage: &Arc<dyn Storage>,
+    formats: &FormatRegistry,
     detection: &Detection,
     error: CheckpointError,
 ) -> Error {
@@ -384,7 +388,8 @@ async fn no_checkpoint(
         [] => failure,
         [one] => failure.with_hint(format!("there is a checkpoint below it: {}", below(one))),
         [.., last] => {
-            let latest = dcp_convert::list_run(storage).await.ok().and_then(|run| run.latest);
+            let latest =
+                dcp_convert::list_run(storage, formats).await.ok().and_then(|run| run.latest);
             let latest = latest.and_then(|name| Key::new(name).ok());
             failure.with_hint(match latest {
                 Some(name) => format!(

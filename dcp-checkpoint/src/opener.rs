@@ -3,8 +3,18 @@
 use std::sync::Arc;
 
 use dcp_core::StorageRegistry;
+use dcp_core::format::FormatRegistry;
 
 use crate::notes::Notes;
+
+/// The formats of every crate here: PyTorch DCP, safetensors, `torch.save`, OLMo-core,
+/// Megatron-Core.
+#[must_use]
+pub fn default_formats() -> FormatRegistry {
+    dcp_convert::formats()
+        .with(Arc::new(dcp_olmo::OlmoFormat))
+        .with(Arc::new(dcp_megatron::MegatronCoreFormat))
+}
 
 /// How whole a checkpoint has to be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,6 +52,7 @@ impl Need {
 #[derive(Clone, Debug)]
 pub struct Opener {
     pub(crate) storages: StorageRegistry,
+    pub(crate) formats: FormatRegistry,
     pub(crate) need: Need,
     pub(crate) rank: Option<u32>,
     pub(crate) variant: Option<String>,
@@ -53,7 +64,16 @@ impl Opener {
     #[must_use]
     pub fn new(storages: StorageRegistry) -> Self {
         let notes = Notes::unheard();
-        Self { storages, need: Need::default(), rank: None, variant: None, notes }
+        let formats = default_formats();
+        Self { storages, formats, need: Need::default(), rank: None, variant: None, notes }
+    }
+
+    /// The formats that are recognized; [`default_formats`] by default. A plug-in registers its own
+    /// in addition to those.
+    #[must_use]
+    pub fn formats(mut self, formats: FormatRegistry) -> Self {
+        self.formats = formats;
+        self
     }
 
     /// How whole a checkpoint has to be; [`Need::Readable`] by default.

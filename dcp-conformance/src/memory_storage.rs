@@ -72,6 +72,7 @@ impl MemoryStorage {
         let mut capabilities = Capabilities::none();
         capabilities.atomic_create = true;
         capabilities.claims = true;
+        capabilities.complete_listing = true;
         capabilities.ranged_reads = true;
         capabilities.parallelism = 4;
         Self { objects: Arc::default(), capabilities, locks: true }

@@ -1,22 +1,18 @@
 //! A checkpoint to read, whatever its format.
 
-pub(crate) mod completeness;
 pub(crate) mod decode_cache;
-pub(crate) mod list_run;
-pub(crate) mod subfolder;
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Key, Storage, StorageErrorKind, StorageExt, StorageReader,
-};
+use dcp_core::format::OpenedCheckpoint;
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
 use dcp_formats::dcp::DcpReader;
-use dcp_formats::detect::{Detected, detect};
-use dcp_formats::hf::{HfReader, HfReaderBuilder, INDEX_ENDING};
-use dcp_formats::torch_save::{MAGIC_LEN, TorchSaveReader, is_torch_save};
+use dcp_formats::hf::{HfReader, HfReaderBuilder};
+use dcp_formats::torch_save::TorchSaveReader;
 
 use crate::job::JobOptions;
 use crate::source::decode_cache::DecodedOnce;
@@ -32,8 +28,8 @@ pub struct Source {
     pub storage: Arc<dyn Storage>,
     /// The meaning of the bytes.
     pub reader: Arc<dyn StorageReader>,
-    /// The same reader, when it is one that knows more than the trait asks for.
-    known: Known,
+    /// The same reader under its own type, an `Arc<R>`, for what it does beyond the trait.
+    concrete: Option<Arc<dyn Any + Send + Sync>>,
     /// Where objects and tensors of a view are in a file of `torch.save`, as they are.
     kept: Option<Arc<KeptObjects>>,
     /// What compares the bytes that pass through the reader with their checksums.
@@ -60,25 +56,24 @@ pub(crate) struct KeptObjects {
     pub(crate) names: HashMap<Arc<str>, Arc<str>>,
 }
 
-/// A reader of a format that is known here.
-#[derive(Clone, Debug)]
-enum Known {
-    /// PyTorch's own.
-    Dcp(Arc<DcpReader>),
-    /// Safetensors files.
-    Hf(Arc<HfReader>),
-    /// A file of `torch.save`.
-    TorchSave(Arc<TorchSaveReader>),
-    /// Any other.
-    Other,
-}
-
-/// Whether there is no checkpoint, rather than a bad one.
-fn is_missing(error: &CheckpointError) -> bool {
-    match error {
-        CheckpointError::NotACheckpoint { .. } => true,
-        CheckpointError::Storage(error) => error.kind() == StorageErrorKind::NotFound,
-        _ => false,
+/// A checkpoint that a format has opened: the [`Source`] that it gives as an extension, or its
+/// reader.
+impl From<OpenedCheckpoint> for Source {
+    fn from(opened: OpenedCheckpoint) -> Self {
+        if let Some(source) = opened.extension::<Self>() {
+            return (*source).clone();
+        }
+        let storage = Arc::clone(&opened.storage);
+        if let Some(reader) = opened.extension::<DcpReader>() {
+            return Self::of(storage, reader);
+        }
+        if let Some(reader) = opened.extension::<HfReader>() {
+            return Self::of(storage, reader);
+        }
+        if let Some(reader) = opened.extension::<TorchSaveReader>() {
+            return Self::of(storage, reader);
+        }
+        Self::new(storage, opened.reader)
     }
 }
 
@@ -86,66 +81,18 @@ impl Source {
     /// A checkpoint whose files lie in `storage` and are understood by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, known: Known::Other, kept: None, comparisons: Vec::new() }
+        Self { storage, reader, concrete: None, kept: None, comparisons: Vec::new() }
     }
 
-    /// The checkpoint in a folder, told by what is there: PyTorch's format where there is a
-    /// `.metadata`, else safetensors files. With `tolerant`, a damaged one can be looked at as far
-    /// as it is whole.
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::NotACheckpoint`] when there is neither
-    /// ([`detect`](dcp_formats::detect::detect()) tells what there is instead), and when an index
-    /// cannot be read.
-    pub async fn open(storage: &Arc<dyn Storage>, tolerant: bool) -> Result<Self, CheckpointError> {
-        let source = Self::dcp(Arc::clone(storage), tolerant);
-        let missing = match source.metadata().await {
-            Ok(_) => return Ok(source),
-            Err(error) if is_missing(&error) => error,
-            Err(error) => return Err(error),
-        };
-        match detect(storage).await?.kind {
-            Detected::Safetensors { .. } => {
-                let source = Self::hf(Arc::clone(storage), tolerant);
-                source.metadata().await?;
-                Ok(source)
-            }
-            _ => Err(missing),
-        }
+    /// The same, for a reader whose own type jobs can ask for.
+    fn of<R: StorageReader + 'static>(storage: Arc<dyn Storage>, reader: Arc<R>) -> Self {
+        let concrete: Arc<dyn Any + Send + Sync> = Arc::new(Arc::clone(&reader));
+        Self { concrete: Some(concrete), ..Self::new(storage, reader) }
     }
 
-    /// The checkpoint in a file, told by what the file begins with: `torch.save`'s formats or
-    /// safetensors; or the files that a `*.safetensors.index.json` names.
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::NotACheckpoint`] when it is neither, and when it cannot be read.
-    pub async fn open_file(
-        storage: &Arc<dyn Storage>,
-        key: Key,
-        tolerant: bool,
-    ) -> Result<Self, CheckpointError> {
-        let hf = |options: fn(HfReaderBuilder, Key) -> HfReaderBuilder, key| {
-            Self::hf_with(Arc::clone(storage), |reader| options(reader, key).tolerant(tolerant))
-        };
-        let name = key.file_name().to_owned();
-        let source = if name.ends_with(INDEX_ENDING) {
-            hf(HfReaderBuilder::index, key)
-        } else {
-            let len = storage.stat(&key).await?.byte_len;
-            let head = storage.read_range(&key, 0..len.min(MAGIC_LEN)).await?;
-            if is_torch_save(&head) {
-                Self::torch_save(Arc::clone(storage), key)
-            } else if head.get(8) == Some(&b'{') || name.ends_with(".safetensors") {
-                hf(HfReaderBuilder::file, key)
-            } else {
-                let message = format!("{key} is no file of torch.save or safetensors");
-                return Err(CheckpointError::NotACheckpoint { message });
-            }
-        };
-        source.metadata().await?;
-        Ok(source)
+    /// The reader, when it is of that type.
+    fn reader_as<R: StorageReader + 'static>(&self) -> Option<&Arc<R>> {
+        self.concrete.as_ref()?.downcast_ref()
     }
 
     /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far
@@ -153,16 +100,14 @@ impl Source {
     #[must_use]
     pub fn dcp(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
         let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).build();
-        let reader = Arc::new(reader);
-        Self { known: Known::Dcp(Arc::clone(&reader)), ..Self::new(storage, reader) }
+        Self::of(storage, Arc::new(reader))
     }
 
     /// The same, with what this rank has where ranks saved without collectives and differ.
     #[must_use]
     pub fn dcp_of_rank(storage: Arc<dyn Storage>, tolerant: bool, rank: u32) -> Self {
         let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).rank(rank);
-        let reader = Arc::new(reader.build());
-        Self { known: Known::Dcp(Arc::clone(&reader)), ..Self::new(storage, reader) }
+        Self::of(storage, Arc::new(reader.build()))
     }
 
     /// One safetensors file.
@@ -185,7 +130,7 @@ impl Source {
         options: impl FnOnce(HfReaderBuilder) -> HfReaderBuilder,
     ) -> Self {
         let reader = Arc::new(options(HfReader::builder(Arc::clone(&storage))).build());
-        Self { known: Known::Hf(Arc::clone(&reader)), ..Self::new(storage, reader) }
+        Self::of(storage, reader)
     }
 
     /// Files beside a model of safetensors files that hold it in another form, and are not read.
@@ -194,9 +139,9 @@ impl Source {
     ///
     /// As [`metadata`](Self::metadata).
     pub async fn variants(&self) -> Result<Arc<[Key]>, CheckpointError> {
-        match &self.known {
-            Known::Hf(reader) => reader.variants().await,
-            _ => Ok(Arc::default()),
+        match self.hf_reader() {
+            Some(reader) => reader.variants().await,
+            None => Ok(Arc::default()),
         }
     }
 
@@ -204,7 +149,7 @@ impl Source {
     #[must_use]
     pub fn torch_save(storage: Arc<dyn Storage>, key: Key) -> Self {
         let reader = Arc::new(TorchSaveReader::new(Arc::clone(&storage), key));
-        Self { known: Known::TorchSave(Arc::clone(&reader)), ..Self::new(storage, reader) }
+        Self::of(storage, reader)
     }
 
     /// The same, read by `reader`, which does these comparisons.
@@ -213,8 +158,8 @@ impl Source {
         reader: Arc<dyn StorageReader>,
         comparisons: Vec<Arc<dyn Comparison>>,
     ) -> Self {
-        let (storage, known) = (Arc::clone(&self.storage), self.known.clone());
-        Self { storage, reader, known, kept: self.kept.clone(), comparisons }
+        let (storage, concrete) = (Arc::clone(&self.storage), self.concrete.clone());
+        Self { storage, reader, concrete, kept: self.kept.clone(), comparisons }
     }
 
     /// What compares the bytes that pass through the reader; nothing in a source of which no job has
@@ -231,18 +176,18 @@ impl Source {
     /// The reader, when it is one of PyTorch's format.
     #[must_use]
     pub fn dcp_reader(&self) -> Option<&Arc<DcpReader>> {
-        if let Known::Dcp(reader) = &self.known { Some(reader) } else { None }
+        self.reader_as()
     }
 
     /// The reader, when it is one of safetensors files.
     pub(crate) fn hf_reader(&self) -> Option<&Arc<HfReader>> {
-        if let Known::Hf(reader) = &self.known { Some(reader) } else { None }
+        self.reader_as()
     }
 
     /// The reader, when it is one of a file of `torch.save`.
     #[must_use]
     pub fn save_reader(&self) -> Option<&Arc<TorchSaveReader>> {
-        if let Known::TorchSave(reader) = &self.known { Some(reader) } else { None }
+        self.reader_as()
     }
 
     /// The same view, of which these objects are those of a file of `torch.save`.

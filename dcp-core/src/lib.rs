@@ -8,7 +8,7 @@
 //! |---|---|
 //! | a place to keep bytes | [`Storage`], [`Upload`] |
 //! | a way for ranks to talk | [`Collective`] |
-//! | a checkpoint format | [`StorageWriter`], [`StorageReader`] |
+//! | a checkpoint format | [`StorageWriter`], [`StorageReader`], [`format::CheckpointFormat`] |
 //! | a policy of who writes what | [`SavePlanner`], [`LoadPlanner`] |
 //! | tensors of your own | [`DataSource`], [`DataSink`] |
 //! | something with state | [`Stateful`] |
@@ -42,6 +42,7 @@ mod collective;
 mod dims;
 mod dtype;
 mod error;
+pub mod format;
 mod key;
 mod memory;
 mod metadata;

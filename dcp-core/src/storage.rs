@@ -183,6 +183,9 @@ pub struct Capabilities {
     pub claims: bool,
     /// What a successful call wrote survives a crash of the machine.
     pub durable: bool,
+    /// [`Storage::list`] lists every object that [`Storage::stat`] finds, so that one that is not
+    /// listed is not there. On a file system a link may lead to a file that is not listed.
+    pub complete_listing: bool,
     /// A read of a range costs about its length, not the object's.
     pub ranged_reads: bool,
     /// Two ranges that lie closer than this many bytes are cheaper to read as one.
@@ -199,6 +202,7 @@ impl Capabilities {
             atomic_create: false,
             claims: false,
             durable: false,
+            complete_listing: false,
             ranged_reads: false,
             coalesce_gap: 0,
             parallelism: 1,

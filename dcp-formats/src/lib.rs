@@ -17,21 +17,17 @@
 //! | [`pickle`] | Python's pickle, as data |
 //! | [`torch_zip`] | the archives of `torch.save` |
 //! | [`torch_tensor`], [`torch_object`] | one tensor or object in such an archive |
-//! | [`detect`](mod@detect), [`folder`] | what a directory holds |
 //!
 //! ```
 //! # use std::sync::Arc;
-//! use dcp_core::{CheckpointError, Storage, StorageReader};
-//! use dcp_formats::dcp::DcpReader;
-//! use dcp_formats::detect::{Detected, detect};
+//! use dcp_core::format::OpenOptions;
+//! use dcp_core::{CheckpointError, Storage};
 //!
 //! # async fn example(storage: Arc<dyn Storage>) -> Result<(), CheckpointError> {
-//! if detect(&storage).await?.kind == Detected::Dcp {
-//!     let metadata = DcpReader::new(storage).metadata().await?;
-//!     for (fqn, entry) in metadata.iter() {
-//!         if let Some(tensor) = entry.as_tensor() {
-//!             println!("{fqn}: {} {} in {} chunks", tensor.dtype, tensor.shape, tensor.chunks.len());
-//!         }
+//! let opened = dcp_formats::formats().open(&storage, &OpenOptions::default()).await?;
+//! for (fqn, entry) in opened.reader.metadata().await?.iter() {
+//!     if let Some(tensor) = entry.as_tensor() {
+//!         println!("{fqn}: {} {} in {} chunks", tensor.dtype, tensor.shape, tensor.chunks.len());
 //!     }
 //! }
 //! # Ok(())
@@ -41,9 +37,11 @@
 pub mod dcp;
 pub mod detect;
 pub mod folder;
+mod formats;
 mod headed_file;
 pub mod hf;
 pub mod metadata;
+mod missing_files;
 pub mod pickle;
 pub mod safetensors;
 mod staged;
@@ -56,6 +54,7 @@ mod unique;
 mod upload;
 pub mod zarr;
 
+pub use formats::formats;
 pub use headed_file::prepare_headed_file;
 pub use staged::Staged;
 pub use stop::Stop;

@@ -7,7 +7,6 @@ use dcp_core::{
     CheckpointError, Dict, Key, Storage, StorageError, StorageErrorKind, StorageExt as _,
     StorageReader as _, Value, error_chain,
 };
-use dcp_formats::detect::{Detected, detect};
 use futures_util::StreamExt as _;
 
 use crate::args::MegatronArgs;
@@ -16,9 +15,8 @@ use crate::config::{Backend, CheckpointingConfig, METADATA_JSON, ShardedBackend}
 use crate::error::MegatronError;
 use crate::legacy::{Legacy, LegacyFolders};
 use crate::logical;
-use crate::run::MegatronRun;
 use crate::strategy::{LoadStrategy, Opened, Strategies};
-use crate::tracker::{TRACKER, Tracked};
+use crate::tracker::Tracked;
 use crate::writer::integrity::INTEGRITY_FILE;
 use crate::zarr::ZarrCheckpoint;
 
@@ -126,40 +124,6 @@ impl OpenOptions {
 }
 
 impl MegatronCheckpoint {
-    /// Opens the checkpoint in a folder, or of the folder of a run the one that Megatron-LM would
-    /// load: that which the tracker names, or the last complete one where that is not. No tensor
-    /// is read.
-    ///
-    /// # Errors
-    ///
-    /// [`MegatronError::NotACheckpoint`] when there is no `metadata.json`, by which Megatron-Core
-    /// alone tells its checkpoints, or not what it promises;
-    /// [`MegatronError::UnknownBackend`] for formats that are not known here and that no strategy
-    /// in `options` is registered for; those of that strategy;
-    /// [`MegatronError::Tracker`] when a run's tracker makes no sense; when the index or the
-    /// common state cannot be read, unless `options` are tolerant.
-    pub async fn open(
-        storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
-    ) -> Result<Self, MegatronError> {
-        // To look for folders of ranks is to list all iterations of a run, which its tracker saves.
-        let run = MegatronRun::new(Arc::clone(storage));
-        if CheckpointingConfig::read(&**storage).await?.is_none()
-            && let Ok(Some(tracked)) = run.tracked().await
-        {
-            match Self::open_folder(&run.checkpoint(tracked)?, options).await {
-                Err(MegatronError::NotACheckpoint { .. }) => {}
-                opened => return opened.map(|opened| opened.of_run(tracked, None)),
-            }
-        }
-        match Self::open_folder(storage, options).await {
-            Err(MegatronError::NotACheckpoint { message }) => {
-                Self::open_run(storage, options, message).await
-            }
-            opened => opened,
-        }
-    }
-
     /// Opens the checkpoint in a folder that is not that of a run.
     pub(crate) async fn open_folder(
         storage: &Arc<dyn Storage>,
@@ -183,32 +147,8 @@ impl MegatronCheckpoint {
         }
     }
 
-    /// Opens the latest checkpoint of a run; fails with `message` when it is none.
-    async fn open_run(
-        storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
-        message: String,
-    ) -> Result<Self, MegatronError> {
-        let run = MegatronRun::new(Arc::clone(storage));
-        let mut warning = None;
-        if let Some(tracked) = run.tracked().await? {
-            match Self::open_folder(&run.checkpoint(tracked)?, options).await {
-                Err(MegatronError::NotACheckpoint { message }) => {
-                    warning = Some(format!("{TRACKER} says {tracked}, but that is {message}"));
-                }
-                opened => return opened.map(|opened| opened.of_run(tracked, None)),
-            }
-        }
-        let Some(latest) = run.latest().await? else {
-            let message = warning.unwrap_or(message);
-            return Err(MegatronError::NotACheckpoint { message });
-        };
-        let warning = warning.map(|tracked| format!("{tracked}; {} is opened", latest.entry.name));
-        let opened = Self::open_folder(&run.checkpoint(latest.which)?, options).await?;
-        Ok(opened.of_run(latest.which, warning))
-    }
-
-    fn of_run(mut self, which: Tracked, warning: Option<String>) -> Self {
+    /// The same, as the checkpoint of a run.
+    pub(crate) fn of_run(mut self, which: Tracked, warning: Option<String>) -> Self {
         self.which = Some(which);
         self.warnings.extend(warning);
         self
@@ -437,10 +377,11 @@ impl MegatronCheckpoint {
 /// What to tell someone who expected a checkpoint of Megatron-Core where there is no
 /// `metadata.json`.
 async fn no_config(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> {
-    let detection = detect(storage).await?;
-    let mut kinds = [&detection.kind].into_iter().chain(&detection.also);
-    if !kinds.any(|kind| matches!(kind, Detected::Dcp)) {
-        return Ok(detection.hint());
+    let formats = dcp_convert::formats();
+    let place = formats.look(storage).await?;
+    let folder = place.listing().root();
+    if !folder.has(".metadata") {
+        return Ok(formats.explain(&folder));
     }
     Ok(format!(
         "not a checkpoint of Megatron-Core: there is a .metadata but no {METADATA_JSON}, which is \
@@ -471,10 +412,12 @@ async fn is_dcp(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
 
 /// What to say where `metadata.json` promises what is not there.
 async fn promised_but_absent(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> {
-    let detection = detect(storage).await?;
+    let formats = dcp_convert::formats();
+    let place = formats.look(storage).await?;
+    let found = formats.recognize(&place.listing().root());
+    let found = found.first().map_or("has no .metadata", |first| &first.found.description);
     Ok(format!(
         "{METADATA_JSON} says that this is a checkpoint of \"torch_dist\", but there is no .metadata: \
-         it was removed, or never copied here; the directory {}",
-        detection.kind
+         it was removed, or never copied here; the directory {found}"
     ))
 }

@@ -255,6 +255,16 @@ fn listed(backends: &[String]) -> String {
     }
 }
 
+impl From<MegatronError> for CheckpointError {
+    fn from(error: MegatronError) -> Self {
+        match error {
+            MegatronError::Checkpoint(error) => error,
+            MegatronError::NotACheckpoint { message } => Self::NotACheckpoint { message },
+            error => Self::Plugin(Box::new(error)),
+        }
+    }
+}
+
 impl From<StorageError> for MegatronError {
     fn from(error: StorageError) -> Self {
         Self::Checkpoint(error.into())

@@ -3,11 +3,12 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{EntryKind, RunEntry, Subfolder, list_run};
+use dcp_convert::{RunEntry, list_run};
+use dcp_core::format::Subfolder;
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt as _};
-use dcp_formats::folder::FolderKind;
 
 use crate::error::MegatronError;
+use crate::format::formats;
 use crate::tracker::{TRACKER, Tracked};
 
 /// A longer tracker than any, in bytes.
@@ -77,7 +78,7 @@ impl MegatronRun {
     ///
     /// When the storage fails.
     pub async fn checkpoints(&self) -> Result<Vec<RunCheckpoint>, StorageError> {
-        let entries = list_run(&self.storage).await?.entries.into_iter();
+        let entries = list_run(&self.storage, &formats()).await?.entries.into_iter();
         let mut all: Vec<_> = entries
             .filter_map(|entry| {
                 let which = Tracked::of_folder(&entry.name)?;
@@ -95,8 +96,7 @@ impl MegatronRun {
     /// When the storage fails.
     pub async fn latest(&self) -> Result<Option<RunCheckpoint>, StorageError> {
         let mut all = self.checkpoints().await?;
-        let megatron = EntryKind::Folder(FolderKind::Megatron);
-        all.retain(|checkpoint| checkpoint.is_complete() && checkpoint.entry.kind == megatron);
+        all.retain(|one| one.is_complete() && one.entry.kind.format() == "megatron");
         Ok(all.pop())
     }
 }

@@ -28,6 +28,7 @@
 //! # }
 //! ```
 
+mod format;
 mod groups;
 mod key_mapping;
 mod layout;
@@ -42,6 +43,7 @@ mod unshard;
 mod value_hash;
 mod values;
 
+pub use format::{OlmoFormat, OlmoNote, olmo_step};
 pub use key_mapping::KeyMapping;
 pub use layout::{OptimizerLayout, source_with_layout, with_layout};
 pub use load::{LoadOptions, LoadedState, get_checkpoint_metadata, load_model_and_optim_state};

@@ -13,7 +13,6 @@ use dcp_core::{
 };
 use dcp_engine::{LoadMode, Loader};
 use dcp_formats::dcp::DcpReader;
-use dcp_formats::folder::OLMO_MODEL;
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, flatten};
 use tokio::sync::OnceCell;
 
@@ -255,8 +254,8 @@ pub async fn get_checkpoint_metadata(
         return DcpReader::new(Arc::clone(storage)).metadata().await;
     }
     let mut message = "it is not a distributed checkpoint folder".to_owned();
-    if contains(&format!("{OLMO_MODEL}/.metadata")).await? {
-        message.push_str(&format!("; did you mean to use the folder {OLMO_MODEL:?} in it?"));
+    if contains(&format!("{MODEL}/.metadata")).await? {
+        message.push_str(&format!("; did you mean to use the folder {MODEL:?} in it?"));
     }
     Err(CheckpointError::NotACheckpoint { message })
 }

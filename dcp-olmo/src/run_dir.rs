@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{EntryKind, RunEntry, Subfolder, list_run};
+use dcp_convert::{RunEntry, list_run};
+use dcp_core::format::Subfolder;
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp_formats::dcp::DcpReader;
-use dcp_formats::folder::{FolderKind, OLMO_COMMIT, OLMO_MODEL, OLMO_TRAIN, OlmoNote, olmo_step};
 use dcp_formats::torch_save::TorchSaveReader;
 use futures_util::StreamExt;
+
+use crate::format::{COMMIT, MODEL, OlmoNote, TRAIN, formats, olmo_step};
 
 /// A longer configuration than any run has, in bytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
@@ -32,10 +34,8 @@ impl RunDir {
     ///
     /// When the storage fails.
     pub async fn steps(&self) -> Result<Vec<RunEntry>, StorageError> {
-        let mut entries = list_run(&self.storage).await?.entries;
-        entries.retain(|entry| {
-            entry.kind == EntryKind::Folder(FolderKind::OlmoStep) && entry.name != "."
-        });
+        let mut entries = list_run(&self.storage, &formats()).await?.entries;
+        entries.retain(|entry| entry.kind.format() == "olmo" && entry.name != ".");
         entries.sort_by_key(|entry| entry.step);
         Ok(entries)
     }
@@ -105,7 +105,7 @@ impl StepDir {
         if self.contains(".metadata").await? {
             return Ok(Arc::clone(&self.storage));
         }
-        let folder = Key::new(OLMO_MODEL)?;
+        let folder = Key::new(MODEL)?;
         Ok(Arc::new(Subfolder::new(Arc::clone(&self.storage), folder)))
     }
 
@@ -129,9 +129,9 @@ impl StepDir {
     #[doc(alias = "is_checkpoint")]
     pub async fn dir_is_checkpoint(&self) -> Result<bool, StorageError> {
         Ok(self.contains(".metadata").await?
-            || self.contains(OLMO_TRAIN).await?
-                && self.contains(&format!("{OLMO_MODEL}/.metadata")).await?
-                && self.contains(OLMO_COMMIT).await?)
+            || self.contains(TRAIN).await?
+                && self.contains(&format!("{MODEL}/.metadata")).await?
+                && self.contains(COMMIT).await?)
     }
 
     /// What the trainer notes about the checkpoint; `None` where it has noted nothing yet.
@@ -140,9 +140,9 @@ impl StepDir {
     ///
     /// When the storage fails, or the note is longer than any note is.
     pub async fn note(&self) -> Result<Option<OlmoNote>, dcp_core::CheckpointError> {
-        let json = self.small(OLMO_COMMIT, OlmoNote::BYTES_MAX).await?;
+        let json = self.small(COMMIT, OlmoNote::BYTES_MAX).await?;
         let note = json.map(|json| OlmoNote::parse(&json)).transpose();
-        Ok(note.map_err(|error| error.in_file(OLMO_COMMIT, 0))?)
+        Ok(note.map_err(|error| error.in_file(COMMIT, 0))?)
     }
 
     /// The configuration of the experiment, one JSON object; `None` where there is none. It is
@@ -187,7 +187,7 @@ impl StepDir {
     ///
     /// When the storage fails; what is wrong with the file is found on the first read.
     pub async fn train(&self, rank: u32) -> Result<Option<TorchSaveReader>, StorageError> {
-        for name in [format!("train/rank{rank}.pt"), OLMO_TRAIN.to_owned()] {
+        for name in [format!("train/rank{rank}.pt"), TRAIN.to_owned()] {
             let key = Key::new(name)?;
             if self.storage.contains(&key).await? {
                 return Ok(Some(TorchSaveReader::new(Arc::clone(&self.storage), key)));

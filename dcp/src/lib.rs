@@ -57,6 +57,7 @@
 
 #[cfg(feature = "blocking")]
 pub mod blocking;
+mod default_formats;
 mod storages;
 
 #[cfg(feature = "checkpoint")]
@@ -91,6 +92,7 @@ pub use dcp_engine::{
     SaveSummary, Saver,
 };
 pub use dcp_formats::dcp::{DcpReader, DcpWriter};
+pub use default_formats::default_formats;
 pub use storages::default_storages;
 #[cfg(feature = "fs")]
 pub use storages::storages_following_links;

@@ -28,7 +28,7 @@ const KNOWN: &[(&str, &[&str])] = &[
             "summary",
         ],
     ),
-    ("dcp-formats", &["dcp", "detect", "hf", "torch_save"]),
+    ("dcp-formats", &["dcp", "hf", "torch_save"]),
     ("dcp-mapping", &["compile", "extra_state", "map", "resolve", "tensor_lookup"]),
     ("dcp-mapping", &["config", "declaration", "incompatibilities", "mapping", "original_config"]),
     (
@@ -44,7 +44,6 @@ const KNOWN: &[(&str, &[&str])] = &[
             "optimizer",
             "partition",
             "recovery",
-            "run",
             "strategy",
             "tracker",
             "writer",

@@ -7,11 +7,11 @@ use dcp_core::{
     StorageErrorKind, StorageExt, counted,
 };
 use dcp_formats::dcp::{claim, replace_metadata};
-use dcp_formats::detect::detect;
 use dcp_formats::metadata::{Profile, decode, encode};
 use serde::Serialize;
 
 use crate::error::ConvertError;
+use crate::open::formats::explain;
 
 const METADATA: &str = ".metadata";
 
@@ -84,7 +84,7 @@ pub async fn rewrite_metadata(
     let bytes = match storage.read_all(&key).await {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == StorageErrorKind::NotFound => {
-            let message = detect(storage).await?.hint();
+            let message = explain(storage).await?;
             return Err(CheckpointError::NotACheckpoint { message }.into());
         }
         Err(error) => return Err(error.into()),

@@ -96,6 +96,9 @@ pub enum CheckpointError {
         /// Each failing rank and what it said.
         failures: Vec<RankFailure>,
     },
+    /// The error of a plug-in, such as a format; [`downcast_ref`](std::error::Error) tells its type.
+    #[error(transparent)]
+    Plugin(Box<dyn std::error::Error + Send + Sync>),
     /// The caller asked to stop.
     #[error("canceled")]
     Canceled,

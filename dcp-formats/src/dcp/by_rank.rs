@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use dcp_core::format::{FormatRegistry, Listing};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Storage, StorageErrorKind,
     StorageExt as _,
@@ -10,11 +11,11 @@ use dcp_core::{
 use futures_util::stream;
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
 
+use super::format::DcpFormat;
 use super::index::{decode, parallelism};
 use super::merge::{Copies, Merged, Merger, Unlike};
 use super::names::Named;
 use super::replica_equality::Content;
-use crate::detect::detect;
 use crate::metadata::check_chunks;
 
 /// Names that a warning shows.
@@ -109,22 +110,25 @@ pub(super) async fn load(
 
 /// The metadata of ranks that are there, ascending.
 async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointError> {
-    let mut ranks = Vec::new();
+    let (mut ranks, mut listed) = (Vec::new(), Vec::new());
     let mut objects = storage.list(None);
     while let Some(meta) = objects.next().await {
-        let key = match meta {
+        let meta = match meta {
             Err(error) if error.kind() == StorageErrorKind::Unsupported => {
                 let message = "not a checkpoint: there is no .metadata".to_owned();
                 return Err(CheckpointError::NotACheckpoint { message });
             }
-            meta => meta?.key,
+            meta => meta?,
         };
-        if let Some(Named::RankMetadata { rank }) = Named::parse(&key) {
-            ranks.push((rank, key));
+        if let Some(Named::RankMetadata { rank }) = Named::parse(&meta.key) {
+            ranks.push((rank, meta.key));
+        } else if listed.len() < Listing::OBJECTS_MAX {
+            listed.push(meta);
         }
     }
     if ranks.is_empty() {
-        let message = detect(storage).await?.hint();
+        let formats = FormatRegistry::empty().with(Arc::new(DcpFormat));
+        let message = formats.explain(&Listing::new(listed).root());
         return Err(CheckpointError::NotACheckpoint { message });
     }
     ranks.sort_unstable();

@@ -7,6 +7,7 @@ mod blobs;
 mod by_rank;
 mod commit;
 mod direct;
+mod format;
 mod index;
 mod merge;
 pub(crate) mod names;
@@ -26,6 +27,7 @@ mod writer;
 
 pub use by_rank::Differing;
 pub use commit::{claim, remove_unreferenced, replace_metadata, sidecar_of};
+pub use format::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
 pub use names::data_file;
 pub(crate) use read::PlacedReads;
 pub use reader::{DcpReader, DcpReaderBuilder};

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use dcp_core::format::{FormatRegistry, Listing};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageErrorKind,
     StorageExt as _,
@@ -11,11 +12,12 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use super::ENDING;
 use super::complete::{Names, replacement, unfinished};
 use super::finding::{Finding, FindingKind};
+use super::format::HuggingFaceFormat;
 use super::index_file::{INDEX_ENDING, INDEX_MAX, INDEX_NAME, IndexFile};
 use super::layout::SINGLE_NAME;
 use super::merge::{FileHeader, merge};
 use super::variants::{target_of, without_variants};
-use crate::detect::detect;
+use crate::dcp::DcpFormat;
 use crate::safetensors::read_image;
 
 /// What a reader is to read.
@@ -174,7 +176,11 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
     }
     if keys.is_empty() {
         let message = match folder {
-            None => detect(storage).await?.hint(),
+            None => {
+                let listing = Listing::read(&**storage, &[]).await?;
+                let formats = FormatRegistry::empty().with(Arc::new(HuggingFaceFormat));
+                formats.with(Arc::new(DcpFormat)).explain(&listing.root())
+            }
             Some(folder) => format!("there are no safetensors files in {folder:?}"),
         };
         return Err(CheckpointError::NotACheckpoint { message });

@@ -11,6 +11,7 @@
 
 mod complete;
 mod finding;
+mod format;
 mod index_file;
 mod layout;
 mod load;
@@ -25,6 +26,7 @@ mod write;
 
 pub use complete::UNFINISHED_NAME;
 pub use finding::{Finding, FindingKind};
+pub use format::HuggingFaceFormat;
 pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
 pub use quantized::{

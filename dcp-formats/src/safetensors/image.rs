@@ -5,6 +5,9 @@ use dcp_core::{CheckpointError, FormatError, Key, Storage, StorageExt as _};
 use super::header::{Header, PREFIX_LEN, RangeProblem, header_len};
 use super::sharding::{SHARDING, ShardingInfo};
 
+/// Bytes that are read at first: most headers are shorter, and cost one request.
+const HEAD_BYTES: u64 = 32 << 10;
+
 /// A safetensors image in a file.
 #[derive(Debug)]
 pub(crate) struct Image {
@@ -25,10 +28,17 @@ pub(crate) async fn read_image(
 ) -> Result<(Image, Option<RangeProblem>), CheckpointError> {
     let located = |error: FormatError| error.in_file(key.as_str(), start);
     let image_len = file_len.saturating_sub(start);
-    let prefix = storage.read_range(key, start..start + PREFIX_LEN.min(image_len)).await?;
-    let json_len = header_len(&prefix, image_len).map_err(located)?;
+    let head = storage.read_range(key, start..start + HEAD_BYTES.min(image_len)).await?;
+    let prefix_len = head.len().min(PREFIX_LEN as usize);
+    let json_len =
+        header_len(head.get(..prefix_len).unwrap_or_default(), image_len).map_err(located)?;
     let json_start = start + PREFIX_LEN;
-    let json = storage.read_range(key, json_start..json_start + json_len).await?;
+    let inside =
+        usize::try_from(PREFIX_LEN + json_len).ok().and_then(|end| head.get(prefix_len..end));
+    let json = match inside {
+        Some(json) => head.slice_ref(json),
+        None => storage.read_range(key, json_start..json_start + json_len).await?,
+    };
     let data_len = image_len - PREFIX_LEN - json_len;
     let header = Header::parse_claims(&json).map_err(located)?;
     let sharding = match header.metadata().get(SHARDING) {

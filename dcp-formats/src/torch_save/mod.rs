@@ -14,6 +14,7 @@ mod compose;
 mod contents;
 mod file;
 mod flatten;
+mod format;
 mod graphs;
 mod index;
 mod inflated;
@@ -29,6 +30,7 @@ mod value;
 mod write;
 
 pub use contents::{MAGIC_LEN, is_torch_save};
+pub use format::{FILE_ENDINGS, TorchSaveFormat};
 pub use graphs::TorchSaveGraphs;
 pub use reader::{FileRecord, TorchSaveReader};
 pub use rewrite::TorchSaveRewrite;

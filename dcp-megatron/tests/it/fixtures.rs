@@ -144,7 +144,8 @@ fn as_named(fixture: &str, unique_key: &str) -> String {
 #[test]
 fn a_run_of_torch_dcp_is_a_checkpoint_of_pytorch() {
     let storage = stored("run_torch_dcp");
-    let folder = dcp_convert::Subfolder::new(storage, dcp_core::Key::new("iter_0000010").unwrap());
+    let folder =
+        dcp_core::format::Subfolder::new(storage, dcp_core::Key::new("iter_0000010").unwrap());
     let source = block_on(Source::open(&(std::sync::Arc::new(folder) as _), false)).unwrap();
     tensors("run_torch_dcp", &source);
     let report = block_on(dcp_convert::verify(&source, true, &JobOptions::default())).unwrap();

@@ -4,18 +4,22 @@
 
 use std::sync::Arc;
 
+use dcp::convert::{RunEntry, RunListing};
+use dcp::core::{Key, PutMode, Storage};
 use dcp_conformance::{CountingStorage, MemoryStorage};
-use dcp_convert::{RunEntry, RunListing, list_run};
-use dcp_core::{Key, PutMode, Storage};
 
 fn block_on<F: Future>(future: F) -> F::Output {
     tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
 }
 
+fn list_run(storage: &Arc<dyn Storage>) -> RunListing {
+    block_on(dcp::convert::list_run(storage, &dcp::default_formats())).unwrap()
+}
+
 fn run(files: &[(&str, &str)]) -> RunListing {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     fill(&storage, files);
-    block_on(list_run(&storage)).unwrap()
+    list_run(&storage)
 }
 
 fn fill(storage: &Arc<dyn Storage>, files: &[(&str, &str)]) {
@@ -32,7 +36,7 @@ fn fill(storage: &Arc<dyn Storage>, files: &[(&str, &str)]) {
 const NOTE: &str = r#"{"ephemeral": true, "version": "3.0.0"}"#;
 
 fn short(entry: &RunEntry) -> (&str, &str, Option<bool>, Option<&str>) {
-    (&entry.name, entry.kind.name(), entry.complete, entry.checkpoint.as_deref())
+    (&entry.name, entry.kind.format(), entry.complete, entry.checkpoint.as_deref())
 }
 
 #[test]
@@ -94,7 +98,7 @@ fn runs_of_other_trainers() {
             ("checkpoint-100", "huggingface", Some(false), None),
             ("checkpoint-200", "huggingface", Some(true), Some("checkpoint-200")),
             ("checkpoint-300", "dcp", Some(true), Some("checkpoint-300/optimizer_0")),
-            ("last.pt", "torch_save_file", Some(true), Some("last.pt")),
+            ("last.pt", "torch_save", Some(true), Some("last.pt")),
             ("step_2", "dcp", Some(true), Some("step_2")),
             ("step_10", "dcp", Some(false), None),
         ]
@@ -167,10 +171,10 @@ fn checkpoints_are_not_read() {
     );
     let counting = CountingStorage::new(memory);
     let storage: Arc<dyn Storage> = Arc::new(counting.clone());
-    let listing = block_on(list_run(&storage)).unwrap();
+    let listing = list_run(&storage);
     assert_eq!(listing.entries.len(), 2);
     // Of a file of torch.save what tells it from others.
-    assert_eq!(counting.counts().bytes_read, NOTE.len() as u64 + 32);
+    assert_eq!(counting.counts().bytes_read, NOTE.len() as u64 + 64);
 }
 
 /// The files of a fixture that is a checkpoint, below `name`.
@@ -217,7 +221,7 @@ fn what_an_index_names_must_be_there() {
     put("step9/model.safetensors.index.json", index);
     put("step9/x.safetensors", b"");
     put("step10/.metadata", &[0; 1 << 20]);
-    let listing = block_on(list_run(&storage)).unwrap();
+    let listing = list_run(&storage);
     let problem = |name: &str| {
         let entry = listing.entries.iter().find(|entry| entry.name == name).unwrap();
         assert_eq!(entry.complete, Some(entry.problem.is_none()), "{entry:?}");

@@ -3,11 +3,15 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, Upload,
+
+use super::streams::{FilterMap, Objects};
+use crate::error::StorageError;
+use crate::key::Key;
+use crate::memory::Buffer;
+use crate::payload::Payload;
+use crate::storage::{
+    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, Upload,
 };
-use futures_util::StreamExt;
 
 /// The objects of `inner` below `folder`, under names relative to it.
 #[derive(Debug)]
@@ -64,12 +68,11 @@ impl Storage for Subfolder {
     fn list(&self, prefix: Option<&Key>) -> ObjectStream {
         let below = match prefix.map(|prefix| self.key(prefix)).transpose() {
             Ok(below) => below.unwrap_or_else(|| self.folder.clone()),
-            Err(error) => return Box::pin(futures_util::stream::iter([Err(error)])),
+            Err(error) => return Box::pin(Objects::from(vec![Err(error)])),
         };
         let folder = self.folder.clone();
-        Box::pin(self.inner.list(Some(&below)).filter_map(move |meta| {
-            let meta = meta.map(|meta| relative(&folder, &meta)).transpose();
-            async move { meta }
+        Box::pin(FilterMap::new(self.inner.list(Some(&below)), move |meta| {
+            relative(&folder, &meta)
         }))
     }
 

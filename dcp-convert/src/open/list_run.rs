@@ -1,0 +1,360 @@
+//! The checkpoints in a directory: what each is, whether it is whole, how large, how old.
+
+use std::cmp::Reverse;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use dcp_core::format::{
+    CheckpointFormat, Folder, FolderEntry, FolderMatch, FormatRegistry, Listing, Place, natural,
+};
+use dcp_core::{Key, ObjectMeta, Storage, StorageError, StorageExt, error_chain};
+use futures_util::{StreamExt, stream};
+use serde::Serialize;
+
+/// Entries of the directory that are told apart.
+const ENTRIES_MAX: usize = 100_000;
+/// Files of the directory that are opened to see whether they are checkpoints.
+const OPENED_MAX: usize = 256;
+/// Bytes of a file that tell its format.
+const HEAD_BYTES: u64 = 64;
+/// Checkpoints, the last ones, that are examined.
+const EXAMINED_MAX: usize = 64;
+
+/// The checkpoints in a directory. Serialized, it is the output of `dcp ls --json`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct RunListing {
+    /// The checkpoints, in natural order of their names; the directory itself is called `.`.
+    pub entries: Vec<RunEntry>,
+    /// The name of the last whole one that is numbered.
+    pub latest: Option<String>,
+    /// Files and folders that are no checkpoints.
+    pub other: usize,
+    /// Whether there are more files than are looked at, so that not all is known.
+    pub truncated: bool,
+    /// What is wrong with the tracker of a run of Megatron-LM, where it names no whole checkpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tracker_problem: Option<String>,
+}
+
+/// A checkpoint in a directory.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct RunEntry {
+    /// Its file or folder.
+    pub name: String,
+    /// The format that it belongs to.
+    pub kind: EntryKind,
+    /// Whether all is there that its format needs, as far as names, lengths and small indexes tell;
+    /// `None` when not all of them were seen, or could be.
+    pub complete: Option<bool>,
+    /// Why it is not whole.
+    pub problem: Option<String>,
+    /// The number that its name ends in, of steps as a rule.
+    pub step: Option<u64>,
+    /// Whether the trainer may remove it when a later one is there, where it says so.
+    pub ephemeral: Option<bool>,
+    /// The version of the program that wrote it, where it says so.
+    pub version: Option<String>,
+    /// Files below it.
+    pub files: u64,
+    /// Bytes of all of them.
+    pub bytes: u64,
+    /// When the last of them was written, in seconds since 1970, where the storage knows.
+    pub modified: Option<u64>,
+    /// What to open to read it, relative to the directory; `None` where nothing can be read.
+    pub checkpoint: Option<String>,
+}
+
+/// The format of an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct EntryKind {
+    /// The name of the format.
+    format: &'static str,
+    title: &'static str,
+    /// Whether the entry is one file.
+    is_file: bool,
+}
+
+impl EntryKind {
+    /// The name of the format, such as `olmo`.
+    #[must_use]
+    pub fn format(self) -> &'static str {
+        self.format
+    }
+
+    /// Whether the entry is one file, and no folder.
+    #[must_use]
+    pub fn is_file(self) -> bool {
+        self.is_file
+    }
+}
+
+impl fmt::Display for EntryKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", self.title, if self.is_file { " file" } else { "" })
+    }
+}
+
+impl Serialize for EntryKind {
+    /// The name of the format, which ends in `_file` for a single file: `torch_save_file`.
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.is_file {
+            return serializer.collect_str(&format_args!("{}_file", self.format));
+        }
+        serializer.serialize_str(self.format)
+    }
+}
+
+/// An entry, and how its checkpoint is examined.
+struct Listed {
+    entry: RunEntry,
+    format: Arc<dyn CheckpointFormat>,
+}
+
+impl Listed {
+    fn folder(name: &str, folder: &Folder<'_>, found: FolderMatch, truncated: bool) -> Self {
+        let FolderMatch { format, found, .. } = found;
+        let at = |inner: &str| match name {
+            "." => inner.to_owned(),
+            _ => format!("{name}/{inner}"),
+        };
+        let (files, modified) = (folder.file_count() as u64, folder.modified());
+        let mut entry = entry(name, &*format, false, (files, folder.byte_len(), modified));
+        entry.checkpoint = match (&found.inner, &found.problem) {
+            (Some(inner), _) => Some(at(inner)),
+            (None, None) => Some(name.to_owned()),
+            _ => None,
+        };
+        entry.complete = Some(found.problem.is_none());
+        entry.problem = found.problem;
+        if truncated && entry.problem.is_some() {
+            entry.complete = None;
+            entry.problem = Some("there are too many files to have seen all of them".to_owned());
+        }
+        Self { entry, format }
+    }
+
+    fn file(name: &str, meta: &ObjectMeta, format: Arc<dyn CheckpointFormat>) -> Self {
+        let mut entry = entry(name, &*format, true, (1, meta.byte_len, meta.modified));
+        entry.checkpoint = Some(name.to_owned());
+        Self { entry, format }
+    }
+}
+
+fn entry(
+    name: &str,
+    format: &dyn CheckpointFormat,
+    is_file: bool,
+    (files, bytes, modified): (u64, u64, Option<SystemTime>),
+) -> RunEntry {
+    let seconds = |time: SystemTime| Some(time.duration_since(UNIX_EPOCH).ok()?.as_secs());
+    let info = format.info();
+    RunEntry {
+        name: name.to_owned(),
+        kind: EntryKind { format: info.name, title: info.title, is_file },
+        complete: Some(true),
+        problem: None,
+        step: last_number(name),
+        ephemeral: None,
+        version: None,
+        files,
+        bytes,
+        modified: modified.and_then(seconds),
+        checkpoint: None,
+    }
+}
+
+/// Lists the checkpoints in the directory of `storage`, of all `formats`: the steps of a run, each
+/// with whether it is whole. The directory is listed once. The last 64 checkpoints are examined:
+/// small indexes (below 1 MiB) are compared with the lengths of the files that they name, and notes
+/// of trainers are read; no tensor is read.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn list_run(
+    storage: &Arc<dyn Storage>,
+    formats: &FormatRegistry,
+) -> Result<RunListing, StorageError> {
+    let listing = Listing::read(&**storage, &[]).await?;
+    let place = Place::folder(storage, listing);
+    let root = place.listing().root();
+    let mut run = RunListing { truncated: place.listing().is_truncated(), ..Default::default() };
+    let mut listed = Vec::new();
+    let own = formats.classify(&root);
+    let own = own.filter(|own| own.found.is_checkpoint());
+    let is_part = |name: &str| own.as_ref().is_some_and(|own| is_part(own, name));
+    let mut files = Vec::new();
+    for (seen, inside) in root.entries().enumerate() {
+        if seen >= ENTRIES_MAX {
+            run.truncated = true;
+            break;
+        }
+        match inside {
+            FolderEntry::File(name, meta) => files.push((name, meta)),
+            FolderEntry::Folder(folder) if is_part(folder.name()) => {}
+            FolderEntry::Folder(folder) => match formats.classify(&folder) {
+                Some(found) => {
+                    listed.push(Listed::folder(folder.name(), &folder, found, run.truncated));
+                }
+                None => run.other += 1,
+            },
+        }
+    }
+    match own {
+        // A file of a checkpoint that is the directory itself is none of its own.
+        Some(own) => listed.push(Listed::folder(".", &root, own, run.truncated)),
+        None => run.other += list_files(&**storage, formats, files, &mut listed).await?,
+    }
+    let mut tracker = None;
+    for format in formats.formats() {
+        tracker = format.tracker(&place).await?;
+        if tracker.is_some() {
+            break;
+        }
+    }
+    if let Some(tracker) = &tracker {
+        for (folder, reason) in &tracker.unfinished {
+            let entry = listed.iter_mut().map(|one| &mut one.entry);
+            let mut entry = entry.filter(|entry| entry.name == *folder);
+            if let Some(entry) = entry.next().filter(|entry| entry.complete == Some(true)) {
+                entry.complete = Some(false);
+                entry.problem = Some(reason.clone());
+            }
+        }
+    }
+    examine(&place, &mut listed).await;
+    run.entries = listed.into_iter().map(|one| one.entry).collect();
+    run.entries.sort_by_cached_key(|entry| natural(&entry.name));
+    let whole = |entry: &&RunEntry| entry.complete == Some(true);
+    let steps = run.entries.iter().filter(whole).filter(|entry| entry.step.is_some());
+    let mut latest = steps.max_by_key(|entry| entry.step);
+    if let Some(tracker) = tracker {
+        let file = tracker.file;
+        match &tracker.folder {
+            Ok(folder) => {
+                let tracked = run.entries.iter().find(|entry| entry.name == *folder);
+                // A release has no number by which it could be the latest.
+                if let Some(tracked) = tracked.filter(whole).filter(|one| one.step.is_none()) {
+                    latest = Some(tracked);
+                }
+                run.tracker_problem = match tracked {
+                    None => Some(format!("{file} names {folder}, which is not there")),
+                    Some(entry) if entry.complete == Some(false) => {
+                        Some(format!("{file} names {folder}, which is not complete"))
+                    }
+                    Some(_) => None,
+                };
+            }
+            Err(problem) => run.tracker_problem = Some(format!("{file} says {problem}")),
+        }
+    }
+    run.latest = latest.map(|entry| entry.name.clone());
+    Ok(run)
+}
+
+/// Whether a folder is a part of the checkpoint that the directory itself is: without it, the
+/// directory would be another one, or not be whole.
+fn is_part(own: &FolderMatch, name: &str) -> bool {
+    own.format.info().part_folders.iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Adds the files that are checkpoints on their own, and returns how many others there are.
+async fn list_files(
+    storage: &dyn Storage,
+    formats: &FormatRegistry,
+    files: Vec<(&str, &ObjectMeta)>,
+    listed: &mut Vec<Listed>,
+) -> Result<usize, StorageError> {
+    let (mut other, mut opened) = (0, 0);
+    for (name, meta) in files {
+        let ends = |format: &&Arc<dyn CheckpointFormat>| {
+            format.info().file_endings.iter().any(|ending| name.ends_with(ending))
+        };
+        let mut format = formats.formats().iter().find(ends);
+        if format.is_some() && opened < OPENED_MAX {
+            opened += 1;
+            let head = storage.read_range(&meta.key, 0..meta.byte_len.min(HEAD_BYTES)).await?;
+            let mut formats = formats.formats().iter();
+            format = formats.find(|format| format.recognize_file(name, &head));
+        }
+        match format {
+            Some(format) => listed.push(Listed::file(name, meta, Arc::clone(format))),
+            None => other += 1,
+        }
+    }
+    Ok(other)
+}
+
+/// Examines the last checkpoints.
+async fn examine(place: &Place, listed: &mut [Listed]) {
+    let mut last: Vec<_> = listed.iter_mut().collect();
+    last.sort_by_key(|one| Reverse((one.entry.step, one.entry.modified)));
+    last.truncate(EXAMINED_MAX);
+    let examined = last.into_iter().map(|one| async move {
+        let Listed { entry, format } = one;
+        let place = match entry.kind.is_file {
+            true => Key::new(&entry.name)
+                .map(|file| Place::file_of(place.storage(), file))
+                .map_err(StorageError::from),
+            false => place.below(&entry.name),
+        };
+        let found = match place {
+            Ok(place) => format.examine(&place).await,
+            Err(error) => Err(error),
+        };
+        (entry, found)
+    });
+    let parallelism = usize::from(place.storage().capabilities().parallelism.max(1));
+    let examined: Vec<_> = examined.collect();
+    let mut examined = stream::iter(examined).buffer_unordered(parallelism);
+    while let Some((entry, found)) = examined.next().await {
+        match found {
+            Ok(found) => {
+                entry.ephemeral = found.ephemeral;
+                entry.version = found.version;
+                if let Some(problem) = found.problem
+                    && entry.complete == Some(true)
+                {
+                    entry.complete = Some(false);
+                    entry.problem = Some(problem);
+                }
+            }
+            // One that may not be read does not keep the others from being listed.
+            Err(error) => {
+                entry.complete = None;
+                entry.problem = Some(error_chain(&error));
+            }
+        }
+    }
+}
+
+/// The last number in a name: `iter_0000100`, `epoch=1-step=100.ckpt`.
+fn last_number(name: &str) -> Option<u64> {
+    let numbers = name.rsplit(|c: char| !c.is_ascii_digit());
+    numbers.into_iter().find(|digits| !digits.is_empty())?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::last_number;
+
+    #[test]
+    fn names_end_in_numbers() {
+        for (name, number) in [
+            ("step100", Some(100)),
+            ("iter_0000100", Some(100)),
+            ("epoch=1-step=200.ckpt", Some(200)),
+            ("step3-tmp", Some(3)),
+            ("é7é", Some(7)),
+            ("release", None),
+            (".", None),
+            ("step99999999999999999999", None),
+        ] {
+            assert_eq!(last_number(name), number, "{name}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Where a checkpoint is, and what opening it gives.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use super::listed::ListedStorage;
+use super::listing::Listing;
+use super::subfolder::Subfolder;
+use crate::checkpoint::StorageReader;
+use crate::error::StorageError;
+use crate::key::Key;
+use crate::storage::Storage;
+
+/// How a checkpoint is opened.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OpenOptions {
+    /// Whether a damaged checkpoint is opened as far as it is whole. Otherwise its index must agree
+    /// with its files.
+    pub tolerant: bool,
+    /// The variant of a model that is read, as in `model.fp16.safetensors`, where the format has
+    /// variants.
+    pub variant: Option<String>,
+    /// The rank whose tensors and objects are read where ranks saved without collectives and
+    /// differ.
+    pub rank: Option<u32>,
+}
+
+impl OpenOptions {
+    /// The same, for a damaged checkpoint too.
+    #[must_use]
+    pub fn with_tolerant(mut self, tolerant: bool) -> Self {
+        self.tolerant = tolerant;
+        self
+    }
+
+    /// The same, for a variant of a model.
+    #[must_use]
+    pub fn with_variant(mut self, variant: Option<String>) -> Self {
+        self.variant = variant;
+        self
+    }
+
+    /// The same, for what this rank has.
+    #[must_use]
+    pub fn with_rank(mut self, rank: Option<u32>) -> Self {
+        self.rank = rank;
+        self
+    }
+}
+
+/// A folder or file that holds a checkpoint, with the listing of the folder.
+#[derive(Clone, Debug)]
+pub struct Place {
+    storage: Arc<dyn Storage>,
+    listing: Arc<Listing>,
+    file: Option<Key>,
+}
+
+impl Place {
+    /// The folder of `storage`, which was listed.
+    #[must_use]
+    pub fn folder(storage: &Arc<dyn Storage>, listing: Listing) -> Self {
+        let listing = Arc::new(listing);
+        let storage = ListedStorage::new(Arc::clone(storage), Arc::clone(&listing));
+        Self { storage: Arc::new(storage), listing, file: None }
+    }
+
+    /// One file of `storage`.
+    #[must_use]
+    pub fn file_of(storage: &Arc<dyn Storage>, file: Key) -> Self {
+        Self { storage: Arc::clone(storage), listing: Arc::default(), file: Some(file) }
+    }
+
+    /// The folder `folder` in this one.
+    ///
+    /// # Errors
+    ///
+    /// When it is no name of a folder.
+    pub fn below(&self, folder: &str) -> Result<Self, StorageError> {
+        if folder == "." {
+            return Ok(self.clone());
+        }
+        let storage = Subfolder::new(Arc::clone(&self.storage), Key::new(folder)?);
+        let listing = Arc::new(self.listing.below(folder));
+        Ok(Self { storage: Arc::new(storage), listing, file: None })
+    }
+
+    /// The folder's files; lengths are those of the listing.
+    #[must_use]
+    pub fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    /// The listing of the folder; of a single file it is empty.
+    #[must_use]
+    pub fn listing(&self) -> &Listing {
+        &self.listing
+    }
+
+    /// The file, where the checkpoint is one file.
+    #[must_use]
+    pub fn file(&self) -> Option<&Key> {
+        self.file.as_ref()
+    }
+}
+
+/// A checkpoint that a format has opened.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct OpenedCheckpoint {
+    /// The bytes. Placements in the reader's metadata are places in it.
+    pub storage: Arc<dyn Storage>,
+    /// The meaning of the bytes.
+    pub reader: Arc<dyn StorageReader>,
+    /// What is odd about the checkpoint but does not keep it from being read, for people.
+    pub notes: Vec<String>,
+    extensions: Vec<Arc<dyn Any + Send + Sync>>,
+}
+
+impl OpenedCheckpoint {
+    /// A checkpoint in `storage`, which `reader` reads.
+    #[must_use]
+    pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
+        Self { storage, reader, notes: Vec::new(), extensions: Vec::new() }
+    }
+
+    /// The same, with notes.
+    #[must_use]
+    pub fn with_notes(mut self, notes: impl IntoIterator<Item = String>) -> Self {
+        self.notes.extend(notes);
+        self
+    }
+
+    /// The same, with something that callers who know the format look for, such as the reader
+    /// under its own type.
+    #[must_use]
+    pub fn with_extension<T: Any + Send + Sync>(mut self, extension: Arc<T>) -> Self {
+        self.extensions.push(extension);
+        self
+    }
+
+    /// The extension of that type.
+    #[must_use]
+    pub fn extension<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
+        self.extensions.iter().find_map(|extension| Arc::clone(extension).downcast().ok())
+    }
+}
+
+impl fmt::Debug for OpenedCheckpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OpenedCheckpoint")
+            .field("storage", &self.storage)
+            .field("reader", &self.reader)
+            .field("notes", &self.notes)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,171 @@
+//! What a format says of a folder.
+
+use std::fmt;
+
+/// The names of a format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FormatInfo {
+    /// For scripts: `dcp`, `huggingface`.
+    pub name: &'static str,
+    /// For people: `DCP`, `Hugging Face`.
+    pub title: &'static str,
+    /// Files of which every checkpoint of the format has at least one, under fixed names relative
+    /// to its folder. A storage that cannot list is asked for these.
+    pub landmarks: &'static [&'static str],
+    /// Endings of the names of files that may be checkpoints on their own, such as `.pt`.
+    pub file_endings: &'static [&'static str],
+    /// What the names of folders begin with that are parts of a checkpoint of this format.
+    pub part_folders: &'static [&'static str],
+}
+
+impl FormatInfo {
+    /// A format without landmarks.
+    #[must_use]
+    pub fn new(name: &'static str, title: &'static str) -> Self {
+        Self { name, title, landmarks: &[], file_endings: &[], part_folders: &[] }
+    }
+
+    /// The same, with landmarks.
+    #[must_use]
+    pub fn with_landmarks(mut self, landmarks: &'static [&'static str]) -> Self {
+        self.landmarks = landmarks;
+        self
+    }
+
+    /// The same, for files of these endings.
+    #[must_use]
+    pub fn with_file_endings(mut self, endings: &'static [&'static str]) -> Self {
+        self.file_endings = endings;
+        self
+    }
+
+    /// The same, with parts in folders whose names begin so.
+    #[must_use]
+    pub fn with_part_folders(mut self, prefixes: &'static [&'static str]) -> Self {
+        self.part_folders = prefixes;
+        self
+    }
+}
+
+/// How much the names in a folder prove. The strongest evidence decides which format opens it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Evidence {
+    /// Files that lie in folders of many kinds, such as a configuration without weights.
+    Trace,
+    /// Files each of which may be a checkpoint on its own; the folder is none.
+    Loose,
+    /// The folder of a run, whose checkpoints are in folders below it.
+    Run,
+    /// Files that could be read, but that no index makes a checkpoint.
+    Files,
+    /// What a save that did not finish leaves.
+    Remains,
+    /// An index, or what else only a checkpoint of this format has.
+    Index,
+}
+
+/// What a folder is for a format.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Recognized {
+    /// How sure that is.
+    pub evidence: Evidence,
+    /// The predicate of a sentence about the folder: `is a PyTorch DCP checkpoint`.
+    pub description: String,
+    /// Why the checkpoint is not whole, as far as names and lengths tell.
+    pub problem: Option<String>,
+    /// The folder below this one that holds what is opened; `None` where that is this one.
+    pub inner: Option<String>,
+}
+
+impl Recognized {
+    /// A folder that is whole as far as names tell.
+    #[must_use]
+    pub fn new(evidence: Evidence, description: impl Into<String>) -> Self {
+        Self { evidence, description: description.into(), problem: None, inner: None }
+    }
+
+    /// The same, with what keeps it from being whole.
+    #[must_use]
+    pub fn with_problem(mut self, problem: Option<String>) -> Self {
+        self.problem = problem;
+        self
+    }
+
+    /// The same, whose data is in a folder below.
+    #[must_use]
+    pub fn with_inner(mut self, inner: Option<String>) -> Self {
+        self.inner = inner;
+        self
+    }
+
+    /// Whether this is a checkpoint, or the remains of one, and not a run or a trace.
+    #[must_use]
+    pub fn is_checkpoint(&self) -> bool {
+        self.evidence >= Evidence::Files
+    }
+}
+
+impl fmt::Display for Recognized {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.description)
+    }
+}
+
+/// What a closer look at a checkpoint finds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Examined {
+    /// Why it is not whole.
+    pub problem: Option<String>,
+    /// Whether the trainer may remove it when a later one is there, where it says so.
+    pub ephemeral: Option<bool>,
+    /// The version of the program that wrote it, where it says so.
+    pub version: Option<String>,
+}
+
+impl Examined {
+    /// A checkpoint with this problem, if it has one.
+    #[must_use]
+    pub fn new(problem: Option<String>) -> Self {
+        Self { problem, ..Self::default() }
+    }
+
+    /// The same, with what the trainer notes about it.
+    #[must_use]
+    pub fn with_note(mut self, ephemeral: bool, version: Option<String>) -> Self {
+        self.ephemeral = Some(ephemeral);
+        self.version = version;
+        self
+    }
+}
+
+/// What the folder of a run says of the checkpoint that was saved last.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RunTracker {
+    /// The file that says so.
+    pub file: &'static str,
+    /// The folder that it names, or why it names none.
+    pub folder: Result<String, String>,
+    /// Folders of the run that are later than that, so that their saves did not finish; each with
+    /// the reason.
+    pub unfinished: Vec<(String, String)>,
+}
+
+impl RunTracker {
+    /// A tracker that names `folder`, or says what is no name.
+    #[must_use]
+    pub fn new(file: &'static str, folder: Result<String, String>) -> Self {
+        Self { file, folder, unfinished: Vec::new() }
+    }
+
+    /// The same, with folders whose saves did not finish.
+    #[must_use]
+    pub fn with_unfinished(mut self, unfinished: Vec<(String, String)>) -> Self {
+        self.unfinished = unfinished;
+        self
+    }
+}

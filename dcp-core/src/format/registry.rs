@@ -1,0 +1,279 @@
+//! The formats that are known.
+
+use std::sync::Arc;
+
+use super::CheckpointFormat;
+use super::listing::{Folder, Listing};
+use super::opened::{OpenOptions, OpenedCheckpoint, Place};
+use super::recognized::{Evidence, Recognized};
+use crate::error::{CheckpointError, StorageError};
+use crate::key::Key;
+use crate::storage::{Storage, StorageExt};
+
+/// Bytes of a file that tell its format.
+const HEAD_BYTES: u64 = 64;
+
+/// The formats that checkpoints are recognized and opened by.
+///
+/// Of formats that recognize a folder by equal [`Evidence`], the one registered last opens it, so
+/// that a plug-in comes before the formats that it builds on.
+#[derive(Clone, Debug, Default)]
+pub struct FormatRegistry {
+    /// The one that was registered last comes first.
+    formats: Vec<Arc<dyn CheckpointFormat>>,
+}
+
+/// A format that recognizes a folder.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct FolderMatch {
+    /// The format.
+    pub format: Arc<dyn CheckpointFormat>,
+    /// What it says of the folder.
+    pub found: Recognized,
+}
+
+impl FormatRegistry {
+    /// No format at all.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self::default()
+    }
+
+    /// Adds a format. It replaces one of the same name.
+    pub fn register(&mut self, format: Arc<dyn CheckpointFormat>) {
+        let name = format.info().name;
+        self.formats.retain(|known| known.info().name != name);
+        self.formats.insert(0, format);
+    }
+
+    /// The same, with another format.
+    #[must_use]
+    pub fn with(mut self, format: Arc<dyn CheckpointFormat>) -> Self {
+        self.register(format);
+        self
+    }
+
+    /// The formats, the one registered last first.
+    #[must_use]
+    pub fn formats(&self) -> &[Arc<dyn CheckpointFormat>] {
+        &self.formats
+    }
+
+    /// The format of that name.
+    #[must_use]
+    pub fn by_name(&self, name: &str) -> Option<&Arc<dyn CheckpointFormat>> {
+        self.formats.iter().find(|format| format.info().name == name)
+    }
+
+    /// All that formats say of a folder, the strongest evidence first. [`Evidence::Trace`] counts
+    /// only where there is nothing else.
+    #[must_use]
+    pub fn recognize(&self, folder: &Folder<'_>) -> Vec<FolderMatch> {
+        let mut found = self.matches(folder);
+        found.sort_by_key(|one| std::cmp::Reverse(one.found.evidence));
+        let traces = found.first().is_some_and(|best| best.found.evidence == Evidence::Trace);
+        found.retain(|one| traces || one.found.evidence > Evidence::Trace);
+        found
+    }
+
+    /// The format that a folder in the listing of a run belongs to: of the last registered format
+    /// that finds a checkpoint, or the remains of one, in the folder itself; else of one that finds
+    /// it in a folder below; else of one whose files lie there.
+    #[must_use]
+    pub fn classify(&self, folder: &Folder<'_>) -> Option<FolderMatch> {
+        let mut found = self.matches(folder);
+        let rank = |one: &FolderMatch| match one.found.evidence {
+            Evidence::Index | Evidence::Remains | Evidence::Files => Some(0),
+            Evidence::Run if one.found.inner.is_some() || one.found.problem.is_some() => Some(1),
+            Evidence::Loose => Some(2),
+            Evidence::Run | Evidence::Trace => None,
+        };
+        found.retain(|one| rank(one).is_some());
+        found.into_iter().min_by_key(rank)
+    }
+
+    /// What each format says, the one registered last first.
+    fn matches(&self, folder: &Folder<'_>) -> Vec<FolderMatch> {
+        let found = self.formats.iter().filter_map(|format| {
+            let found = format.recognize(folder)?;
+            Some(FolderMatch { format: Arc::clone(format), found })
+        });
+        found.collect()
+    }
+
+    /// Lists a folder, and reads the small files that formats need to recognize it.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails.
+    pub async fn look(&self, storage: &Arc<dyn Storage>) -> Result<Place, StorageError> {
+        let landmarks: Vec<_> =
+            self.formats.iter().flat_map(|format| format.info().landmarks).copied().collect();
+        let mut listing = Listing::read(&**storage, &landmarks).await?;
+        // Formats after one that finds its index by names alone would not open the folder.
+        let root = listing.root();
+        let finds_index = |format: &Arc<dyn CheckpointFormat>| {
+            format.recognize(&root).is_some_and(|found| found.evidence == Evidence::Index)
+        };
+        let asked =
+            self.formats.iter().position(finds_index).map_or(self.formats.len(), |at| at + 1);
+        let peeks = self.formats.iter().take(asked).flat_map(|format| format.peeks(&root));
+        let peeks = peeks.collect();
+        listing.peek(&**storage, peeks).await?;
+        Ok(Place::folder(storage, listing))
+    }
+
+    /// Opens the checkpoint in a folder, or in the folder below that its format names.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NotACheckpoint`], which says what the folder holds, when no format
+    /// recognizes a checkpoint in it; and when its index is bad.
+    pub async fn open(
+        &self,
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        self.open_place(&self.look(storage).await?, options).await
+    }
+
+    /// Opens the checkpoint in a folder that was [looked at](Self::look).
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open).
+    pub async fn open_place(
+        &self,
+        place: &Place,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let mut place = place.clone();
+        let mut matches = self.recognize(&place.listing().root());
+        let message = self.explain(&place.listing().root());
+        // A folder in a folder, but no further: names in a hostile listing could go on for long.
+        for _ in 0..2 {
+            let Some(best) = matches.first().filter(|best| best.found.is_checkpoint()) else {
+                break;
+            };
+            let Some(inner) = &best.found.inner else {
+                return best.format.open(&place, options).await;
+            };
+            place = place.below(inner)?;
+            matches = self.recognize(&place.listing().root());
+        }
+        Err(CheckpointError::NotACheckpoint { message })
+    }
+
+    /// Opens a checkpoint that is one file, by its name and its first bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NotACheckpoint`] when no format recognizes it, and when its index is bad.
+    pub async fn open_file(
+        &self,
+        storage: &Arc<dyn Storage>,
+        file: Key,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let len = storage.stat(&file).await?.byte_len;
+        let head = storage.read_range(&file, 0..len.min(HEAD_BYTES)).await?;
+        let recognizes =
+            |format: &&Arc<dyn CheckpointFormat>| format.recognize_file(file.file_name(), &head);
+        let Some(format) = self.formats.iter().find(recognizes) else {
+            let known: Vec<_> = self.formats.iter().map(|format| format.info().title).collect();
+            let message = format!("{file} is no file of {}", known.join(", "));
+            return Err(CheckpointError::NotACheckpoint { message });
+        };
+        format.open(&Place::file_of(storage, file), options).await
+    }
+
+    /// What a folder without a checkpoint holds, as a message.
+    #[must_use]
+    pub fn explain(&self, folder: &Folder<'_>) -> String {
+        let mut matches = self.recognize(folder);
+        // Checkpoints in folders below are listed in the end.
+        let is_outer = |found: &Recognized| {
+            found.evidence == Evidence::Run && (found.inner.is_some() || found.problem.is_some())
+        };
+        matches.retain(|one| !is_outer(&one.found));
+        let mut text = match &*matches {
+            [] if folder.is_empty() => {
+                return "not a checkpoint: the directory is empty or does not exist".to_owned();
+            }
+            [] => "not a checkpoint: the directory has no .metadata".to_owned(),
+            [first, ..] => format!("not a checkpoint: the directory {}", first.found),
+        };
+        for more in matches.iter().skip(1) {
+            text.push_str(&format!("; it also {}", more.found));
+        }
+        let below = self.checkpoints_below(folder);
+        match &*below {
+            [] => {}
+            [one] => text.push_str(&format!("; there is a checkpoint in {one:?}")),
+            [.., last] => {
+                let count = below.len();
+                text.push_str(&format!(
+                    "; there are {count} checkpoints in folders below it, such as {last:?}"
+                ));
+            }
+        }
+        text
+    }
+
+    /// Paths of folders with a checkpoint, one and two levels down, in natural order of their
+    /// names; at most 64 are looked for.
+    #[must_use]
+    pub fn checkpoints_below(&self, folder: &Folder<'_>) -> Vec<String> {
+        const FOUND_MAX: usize = 64;
+        let mut found = Vec::new();
+        let is_whole = |folder: &Folder<'_>| {
+            self.formats.iter().any(|format| {
+                let found = format.recognize(folder);
+                found
+                    .is_some_and(|found| found.evidence == Evidence::Index && found.inner.is_none())
+            })
+        };
+        for below in folder.folders() {
+            if found.len() >= FOUND_MAX {
+                break;
+            }
+            if is_whole(&below) {
+                found.push(below.path().to_owned());
+                continue;
+            }
+            let inner = below.folders().filter(is_whole).take(FOUND_MAX - found.len());
+            found.extend(inner.map(|folder| folder.path().to_owned()));
+        }
+        found.sort_by_key(|path| natural(path));
+        found
+    }
+}
+
+/// A sort key in which `step_9` comes before `step_10`.
+#[must_use]
+pub fn natural(name: &str) -> Vec<(String, u128)> {
+    let mut parts = Vec::new();
+    let mut rest = name;
+    while !rest.is_empty() {
+        let digits_at = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
+        let (text, tail) = rest.split_at(digits_at);
+        let end = tail.find(|c: char| !c.is_ascii_digit()).unwrap_or(tail.len());
+        let (digits, tail) = tail.split_at(end);
+        parts.push((text.to_owned(), digits.parse().unwrap_or(u128::MAX)));
+        rest = tail;
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::natural;
+
+    #[test]
+    fn numbers_sort_as_numbers() {
+        let mut names = vec!["step_10", "step_9", "step_9/ema", "a", "step_100"];
+        names.sort_by_key(|name| natural(name));
+        assert_eq!(names, ["a", "step_9", "step_9/ema", "step_10", "step_100"]);
+    }
+}

@@ -1,0 +1,233 @@
+//! PyTorch's distributed checkpoints as a format that plugs in.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::format::{
+    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
+    Place, Recognized, RunTracker,
+};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Entry, Key, StorageError, StorageExt as _,
+    StorageReader as _, counted,
+};
+
+use super::names::{METADATA, Named};
+use super::reader::DcpReader;
+use crate::metadata::decode;
+use crate::missing_files::MissingFiles;
+
+/// Ranks whose files are counted.
+const RANKS_MAX: usize = 1 << 16;
+/// Folders below, with a checkpoint in them, that are looked at.
+const NESTED_MAX: usize = 64;
+/// Levels below the folder that are looked at for checkpoints.
+const DEPTH_MAX: usize = 3;
+/// Larger indexes are not read for a closer look, in bytes.
+pub const EXAMINED_INDEX_MAX: u64 = 1 << 20;
+const NO_DATA: &str = "there are no data files";
+
+/// Checkpoints of PyTorch's DCP: a folder with a `.metadata`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DcpFormat;
+
+/// Which of the files of a DCP checkpoint a folder has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DcpFiles {
+    /// A `.metadata`.
+    pub metadata: bool,
+    /// A `.metadata.tmp`, which PyTorch renames in its last step.
+    pub metadata_tmp: bool,
+    /// A data file, `__0_0.distcp`.
+    pub data: bool,
+    /// Ranks with a `__{rank}.metadata`, as saves without collectives leave.
+    pub ranks: BTreeSet<u32>,
+}
+
+impl DcpFiles {
+    /// The files in `folder`, but not those in folders below it.
+    #[must_use]
+    pub fn of(folder: &Folder<'_>) -> Self {
+        let mut found = Self::default();
+        for (name, _) in folder.files() {
+            match Key::new(name).ok().and_then(|key| Named::parse(&key)) {
+                Some(Named::Metadata) => found.metadata = true,
+                Some(Named::MetadataTmp) => found.metadata_tmp = true,
+                Some(Named::Data { .. }) => found.data = true,
+                Some(Named::RankMetadata { rank }) if found.ranks.len() < RANKS_MAX => {
+                    found.ranks.insert(rank);
+                }
+                _ => {}
+            }
+        }
+        found
+    }
+
+    /// Whether there is any of them.
+    #[must_use]
+    pub fn is_any(&self) -> bool {
+        self.is_committed() || self.metadata_tmp || self.data
+    }
+
+    /// Whether there is an index, so that the save was committed.
+    #[must_use]
+    pub fn is_committed(&self) -> bool {
+        self.metadata || !self.ranks.is_empty()
+    }
+
+    /// Why the checkpoint is not whole, as far as names tell.
+    #[must_use]
+    pub fn problem(&self) -> Option<String> {
+        if self.metadata {
+            return None;
+        }
+        if !self.ranks.is_empty() {
+            let absent = (0..).zip(&self.ranks).find(|(expected, rank)| expected != *rank);
+            return absent.map(|(rank, _)| format!("the metadata of rank {rank} is missing"));
+        }
+        Some(if self.metadata_tmp {
+            "there is a .metadata.tmp but no .metadata: the save died in its last step".to_owned()
+        } else {
+            "there is no .metadata: the save did not finish".to_owned()
+        })
+    }
+
+    fn description(&self) -> String {
+        if self.metadata {
+            return "is a PyTorch DCP checkpoint".to_owned();
+        }
+        if !self.ranks.is_empty() {
+            let ranks = counted(self.ranks.len() as u64, "rank");
+            return format!("is a PyTorch DCP checkpoint of {ranks} saved without collectives");
+        }
+        if self.metadata_tmp {
+            return "has a .metadata.tmp but no .metadata: a save died before its last step; the \
+                    file may be complete, and renaming it to .metadata then completes the checkpoint"
+                .to_owned();
+        }
+        "has data files of a PyTorch DCP checkpoint but no .metadata: the save did not finish"
+            .to_owned()
+    }
+}
+
+/// Checkpoints in folders below, such as the model and the optimizer of accelerate. Of several the
+/// first that is committed is named.
+fn nested(folder: &Folder<'_>) -> Option<Recognized> {
+    let mut found = Vec::new();
+    collect(folder, DEPTH_MAX, &mut found);
+    let from = if folder.path() == "." { 0 } else { folder.path().len() + 1 };
+    let relative = |path: &str| path.get(from..).unwrap_or(path).to_owned();
+    let committed = found.iter().find(|(_, files)| files.is_committed());
+    let (path, files) = committed.or_else(|| found.first())?;
+    let problem = found
+        .iter()
+        .find_map(|(path, files)| Some(format!("{}: {}", relative(path), files.problem()?)));
+    let inner = files.is_committed().then(|| relative(path));
+    let description = "has PyTorch DCP checkpoints in folders below it";
+    Some(Recognized::new(Evidence::Run, description).with_problem(problem).with_inner(inner))
+}
+
+fn collect<'a>(folder: &Folder<'a>, depth: usize, found: &mut Vec<(&'a str, DcpFiles)>) {
+    for below in folder.folders() {
+        if found.len() >= NESTED_MAX {
+            return;
+        }
+        let files = DcpFiles::of(&below);
+        if files.is_any() {
+            found.push((below.path(), files));
+        }
+        if depth > 1 {
+            collect(&below, depth - 1, found);
+        }
+    }
+}
+
+#[async_trait]
+impl CheckpointFormat for DcpFormat {
+    fn info(&self) -> FormatInfo {
+        FormatInfo::new("dcp", "DCP").with_landmarks(&[METADATA, "__0.metadata"])
+    }
+
+    fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
+        Vec::new()
+    }
+
+    fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
+        let files = DcpFiles::of(folder);
+        if !files.is_any() {
+            return nested(folder);
+        }
+        let evidence = if files.is_committed() { Evidence::Index } else { Evidence::Remains };
+        Some(Recognized::new(evidence, files.description()).with_problem(files.problem()))
+    }
+
+    fn recognize_file(&self, _name: &str, _head: &[u8]) -> bool {
+        false
+    }
+
+    async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
+        let folder = place.listing().root();
+        // The metadata of each rank is its own.
+        let Some(index) = folder.file(METADATA) else { return Ok(Examined::default()) };
+        if index.byte_len >= EXAMINED_INDEX_MAX {
+            let any = folder.files().any(|(name, _)| name.ends_with(".distcp"));
+            return Ok(Examined::new((!any).then(|| NO_DATA.to_owned())));
+        }
+        let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
+        let metadata = match decode(&bytes) {
+            Ok(metadata) => metadata,
+            Err(error) => {
+                let problem = format!("the {METADATA} cannot be read: {}", error.problem());
+                return Ok(Examined::new(Some(problem)));
+            }
+        };
+        let mut missing = MissingFiles::default();
+        for (file, end) in metadata.files().iter().zip(ends(&metadata)) {
+            if !missing.look(place, file, end).await? {
+                break;
+            }
+        }
+        Ok(Examined::new(missing.problem()))
+    }
+
+    async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
+        Ok(None)
+    }
+
+    async fn open(
+        &self,
+        place: &Place,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let mut reader = DcpReader::builder(Arc::clone(place.storage())).tolerant(options.tolerant);
+        if let Some(rank) = options.rank {
+            reader = reader.rank(rank);
+        }
+        let reader = Arc::new(reader.build());
+        reader.metadata().await?;
+        let opened = OpenedCheckpoint::new(Arc::clone(place.storage()), Arc::clone(&reader) as _);
+        Ok(opened.with_extension(reader))
+    }
+}
+
+/// For each file, where the last of what it holds ends.
+fn ends(metadata: &CheckpointMetadata) -> Vec<u64> {
+    let mut ends = vec![0_u64; metadata.files().len()];
+    for (_, entry) in metadata.iter() {
+        let (chunks, object) = match entry {
+            Entry::Tensor(tensor) => (Some(&tensor.chunks), None),
+            Entry::Object(object) => (None, object.placement),
+            _ => (None, None),
+        };
+        let chunks =
+            chunks.into_iter().flat_map(|chunks| chunks.iter()).filter_map(|c| c.placement);
+        for placement in chunks.chain(object) {
+            if let Some(end) = ends.get_mut(placement.file.index()) {
+                *end = (*end).max(placement.byte_offset.saturating_add(placement.byte_len));
+            }
+        }
+    }
+    ends
+}

@@ -1,0 +1,192 @@
+//! Models of Hugging Face as a format that plugs in.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::format::{
+    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
+    Place, Recognized, RunTracker,
+};
+use dcp_core::{CheckpointError, Key, StorageError, StorageExt as _, StorageReader as _, counted};
+
+use super::complete::UNFINISHED_NAME;
+use super::index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
+use super::layout::SINGLE_NAME;
+use super::reader::HfReader;
+use super::sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
+use crate::dcp::EXAMINED_INDEX_MAX;
+use crate::missing_files::MissingFiles;
+use crate::torch_save::is_torch_save;
+
+/// Series of shards (`model-00001-of-00004.safetensors`) that are told apart in one folder.
+const SERIES_MAX: usize = 64;
+/// Shards of one series that are counted.
+const SHARDS_MAX: u32 = 1 << 16;
+
+/// Folders of safetensors files, as Hugging Face's libraries and PyTorch's storage of that name
+/// write them, and single files of safetensors.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HuggingFaceFormat;
+
+/// The files of a model in a folder.
+#[derive(Debug, Default)]
+struct Files {
+    count: u64,
+    /// A file that no number is in.
+    single: bool,
+    index: bool,
+    /// Shards seen of `STEM-00001-of-00004.safetensors`, by stem and number of shards.
+    series: BTreeMap<(String, u32), BTreeSet<u32>>,
+}
+
+impl Files {
+    fn of(folder: &Folder<'_>) -> Self {
+        let mut found = Self::default();
+        for (name, _) in folder.files() {
+            found.index |= name.ends_with(INDEX_ENDING);
+            if let Some(stem) = name.strip_suffix(super::ENDING) {
+                found.add(stem);
+            }
+        }
+        found
+    }
+
+    fn add(&mut self, stem: &str) {
+        self.count += 1;
+        let shard = stem.rsplit_once("-of-").and_then(|(front, of)| {
+            let (name, number) = front.rsplit_once('-')?;
+            Some((name, number.parse::<u32>().ok()?, of.parse::<u32>().ok()?))
+        });
+        let Some((name, number, of)) = shard.filter(|(_, _, of)| *of <= SHARDS_MAX) else {
+            self.single = true;
+            return;
+        };
+        let known = self.series.len();
+        let key = (name.to_owned(), of);
+        if known < SERIES_MAX || self.series.contains_key(&key) {
+            self.series.entry(key).or_default().insert(number);
+        }
+    }
+
+    fn problem(&self, folder: &Folder<'_>) -> Option<String> {
+        if folder.has(CONFIG_ASIDE) && !folder.has(CONFIG_NAME) {
+            return Some(format!(
+                "there is a {CONFIG_ASIDE}: a writer died while it replaced the model"
+            ));
+        }
+        if folder.has(UNFINISHED_NAME) && !self.index {
+            let problem = "and no index: the model was not written to its end";
+            return Some(format!("there is a {UNFINISHED_NAME}, {problem}"));
+        }
+        if folder.has(SINGLE_NAME) {
+            // Loaders read it, whatever other files there are.
+            return None;
+        }
+        for ((name, of), found) in &self.series {
+            if let Some(absent) = (1..=*of).find(|number| !found.contains(number)) {
+                return Some(format!("{name}-{absent:05}-of-{of:05}.safetensors is missing"));
+            }
+        }
+        if self.index {
+            let nothing = !self.single && self.series.is_empty();
+            return nothing.then(|| "the index is there, but no safetensors file".to_owned());
+        }
+        // What each rank holds has no index.
+        let promises = self.series.keys().any(|(name, _)| !name.starts_with("shard-"));
+        promises.then(|| "there is no index: the model was not written to its end".to_owned())
+    }
+}
+
+#[async_trait]
+impl CheckpointFormat for HuggingFaceFormat {
+    fn info(&self) -> FormatInfo {
+        FormatInfo::new("huggingface", "Hugging Face").with_landmarks(&[INDEX_NAME, SINGLE_NAME])
+    }
+
+    fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
+        Vec::new()
+    }
+
+    fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
+        let files = Files::of(folder);
+        if files.count > 0 || files.index {
+            let evidence = if files.index { Evidence::Index } else { Evidence::Files };
+            let count = counted(files.count, "safetensors file");
+            let description =
+                format!("holds {count}, as Hugging Face models do, not a DCP checkpoint");
+            let problem = files.problem(folder);
+            return Some(Recognized::new(evidence, description).with_problem(problem));
+        }
+        if folder.has(UNFINISHED_NAME) {
+            let description = format!(
+                "has a {UNFINISHED_NAME}, and no weights: the model was not written to its end"
+            );
+            return Some(Recognized::new(Evidence::Trace, description));
+        }
+        folder.has(CONFIG_NAME).then(|| {
+            Recognized::new(
+                Evidence::Trace,
+                "has the config.json of a model, and no weights: the model was not written to its \
+                 end, or not copied as a whole",
+            )
+        })
+    }
+
+    fn recognize_file(&self, name: &str, head: &[u8]) -> bool {
+        let is_tensors = name.ends_with(super::ENDING) || head.get(8) == Some(&b'{');
+        name.ends_with(INDEX_ENDING) || is_tensors && !is_torch_save(head)
+    }
+
+    async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
+        let folder = place.listing().root();
+        // Loaders read the single file, whatever an index says.
+        let index = folder
+            .file(INDEX_NAME)
+            .filter(|index| !folder.has(SINGLE_NAME) && index.byte_len < EXAMINED_INDEX_MAX);
+        let Some(index) = index else { return Ok(Examined::default()) };
+        let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
+        let index = match IndexFile::parse(&bytes) {
+            Ok(index) => index,
+            Err(error) => {
+                let problem = format!("the {INDEX_NAME} cannot be read: {}", error.problem());
+                return Ok(Examined::new(Some(problem)));
+            }
+        };
+        let files: BTreeSet<&Key> = index.files().collect();
+        let mut missing = MissingFiles::default();
+        for file in files {
+            if !missing.look(place, file, 0).await? {
+                break;
+            }
+        }
+        Ok(Examined::new(missing.problem()))
+    }
+
+    async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
+        Ok(None)
+    }
+
+    async fn open(
+        &self,
+        place: &Place,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let storage = place.storage();
+        let mut reader = HfReader::builder(Arc::clone(storage)).tolerant(options.tolerant);
+        match place.file() {
+            Some(file) if file.file_name().ends_with(INDEX_ENDING) => {
+                reader = reader.index(file.clone());
+            }
+            Some(file) => reader = reader.file(file.clone()),
+            None => {}
+        }
+        if let Some(variant) = &options.variant {
+            reader = reader.variant(variant);
+        }
+        let reader = Arc::new(reader.build());
+        reader.metadata().await?;
+        let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
+        Ok(opened.with_extension(reader))
+    }
+}

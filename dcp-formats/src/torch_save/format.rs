@@ -1,0 +1,138 @@
+//! Files of `torch.save` as a format that plugs in.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::format::{
+    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
+    Place, Recognized, RunTracker,
+};
+use dcp_core::{CheckpointError, Key, StorageError, StorageExt as _, StorageReader as _};
+
+use super::contents::{MAGIC_LEN, is_torch_save};
+use super::reader::TorchSaveReader;
+
+/// Files whose beginnings are read, at most, to recognize a folder.
+const PEEKED_MAX: usize = 4;
+/// Where the directory of an archive ends: a record of 22 bytes, which a comment of 64 KiB may
+/// follow.
+const TAIL_BYTES: u64 = (64 << 10) + 22;
+
+/// The endings of names that files of `torch.save` have.
+pub const FILE_ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
+
+/// Files of `torch.save`, and the model of transformers in a folder, `pytorch_model.bin`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TorchSaveFormat;
+
+impl TorchSaveFormat {
+    /// The file of a model of transformers, or of one of its variants.
+    #[must_use]
+    pub fn model_file(variant: Option<&str>) -> String {
+        match variant {
+            Some(variant) => format!("pytorch_model.{variant}.bin"),
+            None => "pytorch_model.bin".to_owned(),
+        }
+    }
+
+    /// The index of such a model in several files.
+    #[must_use]
+    pub fn index_file(variant: Option<&str>) -> String {
+        match variant {
+            Some(variant) => format!("pytorch_model.bin.index.{variant}.json"),
+            None => "pytorch_model.bin.index.json".to_owned(),
+        }
+    }
+}
+
+/// Whether a file has the name of one of `torch.save`.
+fn is_named(name: &str) -> bool {
+    FILE_ENDINGS.iter().any(|ending| name.ends_with(ending))
+}
+
+/// Whether a file of that name may hold weights: trainers leave the state of all else in files of
+/// `torch.save` too.
+fn may_be_weights(name: &str) -> bool {
+    let other = ["optimizer", "scheduler", "rng_state", "training_args", "common", "scaler"];
+    is_named(name) && !other.iter().any(|other| name.starts_with(other))
+}
+
+#[async_trait]
+impl CheckpointFormat for TorchSaveFormat {
+    fn info(&self) -> FormatInfo {
+        FormatInfo::new("torch_save", "torch.save")
+            .with_landmarks(&["pytorch_model.bin", "pytorch_model.bin.index.json"])
+            .with_file_endings(&FILE_ENDINGS)
+    }
+
+    fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
+        let named = folder.files().filter(|(name, _)| is_named(name));
+        let named = named.take(PEEKED_MAX).filter_map(|(name, _)| folder.key(name));
+        named.map(|key| Peek::new(key, MAGIC_LEN)).collect()
+    }
+
+    fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
+        let model = [Self::model_file(None), Self::index_file(None)];
+        if model.iter().any(|name| folder.has(name)) {
+            return Some(Recognized::new(
+                Evidence::Files,
+                "holds the pytorch_model.bin of a Hugging Face model",
+            ));
+        }
+        let peeked = |name: &str| folder.peeked(name).map(|head| is_torch_save(head));
+        let mut named = folder.files().map(|(name, _)| name).filter(|name| is_named(name));
+        // Where nothing was read, names decide, and only those of weights.
+        let example = named.find(|name| peeked(name).unwrap_or_else(|| may_be_weights(name)))?;
+        let description =
+            format!("holds files of torch.save, such as {example:?}, not a DCP checkpoint");
+        Some(Recognized::new(Evidence::Loose, description))
+    }
+
+    fn recognize_file(&self, _name: &str, head: &[u8]) -> bool {
+        is_torch_save(head)
+    }
+
+    async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
+        let Some(file) = place.file() else { return Ok(Examined::default()) };
+        let storage = place.storage();
+        let byte_len = storage.stat(file).await?.byte_len;
+        let head = storage.read_range(file, 0..byte_len.min(4)).await?;
+        // Nothing can be said of a stream from before PyTorch 1.6. An archive is written from front
+        // to back, and its directory is at the end.
+        if head != b"PK\x03\x04"[..] {
+            return Ok(Examined::default());
+        }
+        let tail = storage.read_range(file, byte_len.saturating_sub(TAIL_BYTES)..byte_len).await?;
+        let ends = tail.windows(4).any(|window| window == b"PK\x05\x06");
+        let problem = "the end of the file is missing: the save did not finish";
+        Ok(Examined::new((!ends).then(|| problem.to_owned())))
+    }
+
+    async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
+        Ok(None)
+    }
+
+    async fn open(
+        &self,
+        place: &Place,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let storage = place.storage();
+        let file = match place.file() {
+            Some(file) => file.clone(),
+            None => {
+                let model = Key::new(Self::model_file(options.variant.as_deref()));
+                let model = model.map_err(StorageError::from)?;
+                if !storage.contains(&model).await? {
+                    let message = format!("there is no {model} in the folder");
+                    return Err(CheckpointError::NotACheckpoint { message });
+                }
+                model
+            }
+        };
+        let reader = Arc::new(TorchSaveReader::new(Arc::clone(storage), file));
+        reader.metadata().await?;
+        let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
+        Ok(opened.with_extension(reader))
+    }
+}

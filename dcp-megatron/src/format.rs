@@ -1,0 +1,229 @@
+//! Checkpoints of Megatron-Core as a format that plugs in.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::format::{
+    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
+    OpenedCheckpoint, Peek, Place, Recognized, RunTracker,
+};
+use dcp_core::{CheckpointError, Quoted, StorageError, StorageExt as _};
+use dcp_formats::dcp::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
+use dcp_formats::metadata::decode;
+use dcp_formats::torch_save::FILE_ENDINGS;
+
+use crate::checkpoint::MegatronCheckpoint;
+use crate::common::{COMMON_FILE, COMMON_OBJECT};
+use crate::config::METADATA_JSON;
+use crate::recovery::RECORD;
+use crate::tracker::{TRACKER, Tracked};
+use crate::writer::integrity::INTEGRITY_FILE;
+
+/// The folder of a checkpoint of NeMo that holds Megatron-Core's.
+const NEMO_WEIGHTS: &str = "weights";
+/// Bytes of a tracker that are read.
+const TRACKER_BYTES: u64 = 64;
+
+/// Checkpoints of Megatron-Core of any age, and of Megatron-LM before it, in `mp_rank_*` folders.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MegatronCoreFormat;
+
+/// The formats that the folder of a run of Megatron-LM may hold.
+pub(crate) fn formats() -> FormatRegistry {
+    dcp_convert::formats().with(Arc::new(MegatronCoreFormat))
+}
+
+/// Whether there is a folder of a rank, as `--ckpt-format torch` writes them.
+fn has_rank_folders(folder: &Folder<'_>) -> bool {
+    folder.folders().any(|below| {
+        let is_torch = |name: &str| FILE_ENDINGS.iter().any(|ending| name.ends_with(ending));
+        below.name().starts_with("mp_rank_") && below.files().any(|(name, _)| is_torch(name))
+    })
+}
+
+/// Whether the `metadata.json` in a folder is Megatron-Core's, where it was read. Other programs
+/// have files of this name too, but no common state with it.
+fn is_ours(folder: &Folder<'_>) -> Option<bool> {
+    let json = folder.peeked(METADATA_JSON)?;
+    let len = folder.file(METADATA_JSON)?.byte_len;
+    let names_backend = serde_json::from_slice::<serde_json::Value>(json)
+        .map_or(len <= Peek::BYTES_MAX, |json| json.get("sharded_backend").is_some());
+    Some(names_backend || folder.has(COMMON_FILE))
+}
+
+/// What a checkpoint lacks, as far as names tell; `None` for a folder without one. Since
+/// Megatron-Core 0.19 there is no `common.pt`, and a save that did not finish looks as one of
+/// PyTorch does, but for an `integrity.json`.
+fn checkpoint(folder: &Folder<'_>) -> Option<Recognized> {
+    let dcp = DcpFiles::of(folder);
+    let has_json = folder.has(METADATA_JSON);
+    // With the record, the folder is read as it was or as it will be.
+    let index = has_json || folder.has(RECORD) && dcp.is_committed();
+    let arrays = || folder.folders().any(|below| below.has(".zarray"));
+    let common = folder.has(COMMON_FILE);
+    let data = dcp.is_any() || arrays();
+    let is_index = match is_ours(folder) {
+        Some(ours) => ours,
+        None => index && (common || data),
+    };
+    if is_index {
+        let unfinished = dcp.is_any() && !dcp.is_committed();
+        let problem = dcp.problem().filter(|_| unfinished);
+        let found = Recognized::new(Evidence::Index, "is a checkpoint of Megatron-Core");
+        return Some(found.with_problem(problem));
+    }
+    if !has_json && (common && data || folder.has(INTEGRITY_FILE) && dcp.is_any()) {
+        let problem = format!("there is no {METADATA_JSON}: the save did not finish");
+        let found = Recognized::new(
+            Evidence::Remains,
+            format!("has files of a checkpoint of Megatron-Core but no {METADATA_JSON}"),
+        );
+        return Some(found.with_problem(Some(problem)));
+    }
+    has_rank_folders(folder).then(|| {
+        let description = "is a checkpoint of Megatron-LM, by ranks in mp_rank_* folders";
+        Recognized::new(Evidence::Index, description)
+    })
+}
+
+#[async_trait]
+impl CheckpointFormat for MegatronCoreFormat {
+    fn info(&self) -> FormatInfo {
+        const LANDMARKS: [&str; 5] =
+            [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, TRACKER, "weights/.metadata"];
+        FormatInfo::new("megatron", "Megatron")
+            .with_landmarks(&LANDMARKS)
+            .with_part_folders(&["mp_rank_"])
+    }
+
+    fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
+        let json = folder.has(METADATA_JSON).then(|| folder.key(METADATA_JSON)).flatten();
+        json.map(|key| Peek::new(key, Peek::BYTES_MAX)).into_iter().collect()
+    }
+
+    fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
+        if let Some(found) = checkpoint(folder) {
+            return Some(found);
+        }
+        let weights = folder.folder(NEMO_WEIGHTS);
+        if !folder.has(".metadata") && weights.is_some_and(|weights| weights.has(".metadata")) {
+            let found = Recognized::new(Evidence::Index, "is a checkpoint of NeMo");
+            return Some(found.with_inner(Some(NEMO_WEIGHTS.to_owned())));
+        }
+        let numbered = |name: &str| {
+            let rest = name.strip_prefix("iter_");
+            rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+        };
+        let is_run = folder.has(TRACKER) || folder.folders().any(|below| numbered(below.name()));
+        is_run.then(|| Recognized::new(Evidence::Run, "is the directory of a Megatron-LM run"))
+    }
+
+    fn recognize_file(&self, _name: &str, _head: &[u8]) -> bool {
+        false
+    }
+
+    async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
+        let folder = place.listing().root();
+        let Some(config) = folder.file(METADATA_JSON) else { return Ok(Examined::default()) };
+        if config.byte_len <= Peek::BYTES_MAX {
+            let json = place.storage().read_range(&config.key, 0..config.byte_len).await?;
+            let json = serde_json::from_slice::<serde_json::Value>(&json);
+            if !json.is_ok_and(|json| json.is_object()) {
+                let problem = format!("the {METADATA_JSON} cannot be read");
+                return Ok(Examined::new(Some(problem)));
+            }
+        }
+        let stored = DcpFormat.examine(place).await?;
+        if stored.problem.is_some() {
+            return Ok(stored);
+        }
+        match folder.file(COMMON_FILE) {
+            Some(common) if common.byte_len == 0 => {
+                return Ok(Examined::new(Some(format!("the {COMMON_FILE} is empty"))));
+            }
+            Some(_) => return Ok(stored),
+            None => {}
+        }
+        let inside = match folder.file(".metadata") {
+            None => false,
+            Some(index) if index.byte_len >= EXAMINED_INDEX_MAX => true,
+            Some(index) => {
+                let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
+                decode(&bytes).is_ok_and(|metadata| metadata.get(COMMON_OBJECT).is_some())
+            }
+        };
+        Ok(Examined::new((!inside).then(|| format!("there is no {COMMON_FILE}"))))
+    }
+
+    async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {
+        let folder = run.listing().root();
+        let Some(tracker) = folder.file(TRACKER) else { return Ok(None) };
+        let len = tracker.byte_len.min(TRACKER_BYTES + 1);
+        let text = run.storage().read_range(&tracker.key, 0..len).await?;
+        let Some(tracked) = (len <= TRACKER_BYTES).then(|| Tracked::parse(&text).ok()).flatten()
+        else {
+            let text = String::from_utf8_lossy(&text);
+            let text = Quoted(text.trim()).to_string();
+            return Ok(Some(RunTracker::new(
+                TRACKER,
+                Err(format!("{text}, which is no iteration")),
+            )));
+        };
+        // The tracker is written when a save is complete, so what is beyond it is not.
+        let unfinished = tracked.iteration().into_iter().flat_map(|last| {
+            folder.folders().filter_map(move |below| {
+                let iteration = Tracked::of_folder(below.name())?.iteration()?;
+                let reason = format!("{TRACKER} is at {last}: it was not finished");
+                (iteration > last).then(|| (below.name().to_owned(), reason))
+            })
+        });
+        let tracked = tracked.folder()?.to_string();
+        Ok(Some(RunTracker::new(TRACKER, Ok(tracked)).with_unfinished(unfinished.collect())))
+    }
+
+    async fn open(
+        &self,
+        place: &Place,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let how = crate::checkpoint::OpenOptions::default().with_tolerant(options.tolerant);
+        let opened = MegatronCheckpoint::open_folder(place.storage(), &how).await?;
+        let notes: Vec<_> = opened.damage().iter().chain(opened.warnings()).cloned().collect();
+        let source = Arc::new(opened.source().clone());
+        Ok(OpenedCheckpoint::new(Arc::clone(opened.storage()), Arc::clone(&source.reader))
+            .with_notes(notes)
+            .with_extension(source)
+            .with_extension(Arc::new(opened)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::format::Listing;
+    use dcp_core::{Key, ObjectMeta};
+
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_of_megatron_is_committed_by_its_metadata_json() {
+        let found = |names: &[&str]| {
+            let key = |name: &&str| Key::new(format!("iter_0000010/{name}")).unwrap();
+            let listing = Listing::new(names.iter().map(|name| ObjectMeta::new(key(name), 1)));
+            let found = formats().classify(&listing.root().folder("iter_0000010")?)?;
+            Some((found.format.info().name, found.found.problem.is_none()))
+        };
+        let data = ["__0_0.distcp", ".metadata"];
+        let with = |more: &[&'static str]| [&data, more].concat();
+        let megatron = |whole| Some(("megatron", whole));
+        assert_eq!(found(&with(&["common.pt", "metadata.json"])), megatron(true));
+        assert_eq!(found(&with(&["metadata.json"])), megatron(true));
+        assert_eq!(found(&with(&["common.pt"])), megatron(false));
+        assert_eq!(found(&with(&["integrity.json"])), megatron(false));
+        assert_eq!(found(&["common.pt", "metadata.json", "__0_0.distcp"]), megatron(false));
+        assert_eq!(found(&["common.pt", "metadata.json", "w/.zarray"]), megatron(true));
+        assert_eq!(found(&["common.pt", "w/.zarray", "w/0"]), megatron(false));
+        assert_eq!(found(&["mp_rank_00_000/model_optim_rng.pt"]), megatron(true));
+        assert_eq!(found(&["mp_rank_00/model_optim_rng.pt"]), megatron(true));
+        assert_eq!(found(&data), Some(("dcp", true)));
+    }
+}

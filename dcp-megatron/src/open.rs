@@ -1,0 +1,78 @@
+//! Opening a checkpoint, or the latest one of a run.
+
+use std::sync::Arc;
+
+use dcp_core::Storage;
+
+use crate::checkpoint::{MegatronCheckpoint, OpenOptions};
+use crate::config::CheckpointingConfig;
+use crate::error::MegatronError;
+use crate::format::formats;
+use crate::run::MegatronRun;
+use crate::tracker::TRACKER;
+
+impl MegatronCheckpoint {
+    /// Opens the checkpoint in a folder, or of the folder of a run the one that Megatron-LM would
+    /// load: that which the tracker names, or the last complete one where that is not. No tensor
+    /// is read.
+    ///
+    /// # Errors
+    ///
+    /// [`MegatronError::NotACheckpoint`] when there is no `metadata.json`, by which Megatron-Core
+    /// alone tells its checkpoints, or not what it promises;
+    /// [`MegatronError::UnknownBackend`] for formats that are not known here and that no strategy
+    /// in `options` is registered for; those of that strategy;
+    /// [`MegatronError::Tracker`] when a run's tracker makes no sense; when the index or the
+    /// common state cannot be read, unless `options` are tolerant.
+    pub async fn open(
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Self, MegatronError> {
+        // To look for folders of ranks is to list all iterations of a run, which its tracker saves.
+        let run = MegatronRun::new(Arc::clone(storage));
+        if CheckpointingConfig::read(&**storage).await?.is_none()
+            && let Ok(Some(tracked)) = run.tracked().await
+        {
+            match Self::open_folder(&run.checkpoint(tracked)?, options).await {
+                Err(MegatronError::NotACheckpoint { .. }) => {}
+                opened => return opened.map(|opened| opened.of_run(tracked, None)),
+            }
+        }
+        match Self::open_folder(storage, options).await {
+            Err(MegatronError::NotACheckpoint { message }) => {
+                let formats = formats();
+                let place = formats.look(storage).await?;
+                let folder = place.listing().root();
+                let is_dcp = folder.has(".metadata");
+                let message = if is_dcp { message } else { formats.explain(&folder) };
+                Self::open_run(storage, options, message).await
+            }
+            opened => opened,
+        }
+    }
+
+    /// Opens the latest checkpoint of a run; fails with `message` when it is none.
+    async fn open_run(
+        storage: &Arc<dyn Storage>,
+        options: &OpenOptions,
+        message: String,
+    ) -> Result<Self, MegatronError> {
+        let run = MegatronRun::new(Arc::clone(storage));
+        let mut warning = None;
+        if let Some(tracked) = run.tracked().await? {
+            match Self::open_folder(&run.checkpoint(tracked)?, options).await {
+                Err(MegatronError::NotACheckpoint { message }) => {
+                    warning = Some(format!("{TRACKER} says {tracked}, but that is {message}"));
+                }
+                opened => return opened.map(|opened| opened.of_run(tracked, None)),
+            }
+        }
+        let Some(latest) = run.latest().await? else {
+            let message = warning.unwrap_or(message);
+            return Err(MegatronError::NotACheckpoint { message });
+        };
+        let warning = warning.map(|tracked| format!("{tracked}; {} is opened", latest.entry.name));
+        let opened = Self::open_folder(&run.checkpoint(latest.which)?, options).await?;
+        Ok(opened.of_run(latest.which, warning))
+    }
+}

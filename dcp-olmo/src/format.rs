@@ -1,0 +1,223 @@
+//! Checkpoints of OLMo-core as a format that plugs in.
+
+use async_trait::async_trait;
+use dcp_core::format::{
+    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
+    OpenedCheckpoint, Peek, Place, Recognized, RunTracker,
+};
+use dcp_core::{CheckpointError, FormatError, StorageError, StorageExt as _};
+use dcp_formats::dcp::{DcpFiles, DcpFormat};
+use serde::Deserialize;
+
+/// The folder of a checkpoint that is a DCP checkpoint.
+pub(crate) const MODEL: &str = "model_and_optim";
+/// The file that is written last.
+pub(crate) const COMMIT: &str = ".metadata.json";
+/// The trainer's state of rank 0.
+pub(crate) const TRAIN: &str = "train/rank0.pt";
+
+/// Steps of OLMo-core's runs: `train/`, `model_and_optim/`, `.metadata.json`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OlmoFormat;
+
+/// The formats that the folder of a run of OLMo-core may hold.
+pub(crate) fn formats() -> FormatRegistry {
+    dcp_convert::formats().with(std::sync::Arc::new(OlmoFormat))
+}
+
+/// As `dir_is_checkpoint` of OLMo-core (3.0), which wants all three files and reads none.
+fn problem(folder: &Folder<'_>, model: Option<&DcpFiles>) -> Option<String> {
+    let committed = folder.has(COMMIT);
+    if !model.is_some_and(|model| model.metadata) {
+        let mut problem = format!("there is no {MODEL}/.metadata: the save did not finish");
+        if committed {
+            // It is written when an asynchronous save ends, however it ends.
+            problem.push_str(&format!(", although there is a {COMMIT}"));
+        }
+        return Some(problem);
+    }
+    if !folder.has(TRAIN) {
+        return Some(format!("there is no {TRAIN}"));
+    }
+    if !committed {
+        return Some(format!("there is no {COMMIT}: not committed, or being removed"));
+    }
+    let is_temporary = folder.name().ends_with("-tmp");
+    is_temporary.then(|| "it was never renamed to its final name".to_owned())
+}
+
+#[async_trait]
+impl CheckpointFormat for OlmoFormat {
+    fn info(&self) -> FormatInfo {
+        FormatInfo::new("olmo", "OLMo step")
+            .with_landmarks(&["model_and_optim/.metadata", COMMIT])
+            .with_part_folders(&[MODEL, "train"])
+    }
+
+    fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
+        Vec::new()
+    }
+
+    fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
+        let model = folder.folder(MODEL).map(|model| DcpFiles::of(&model));
+        let model = model.filter(DcpFiles::is_any);
+        let is_step = folder.has(COMMIT) && olmo_step(folder.name()).is_some();
+        if model.is_some() || is_step {
+            let problem = problem(folder, model.as_ref());
+            let inner = model.filter(DcpFiles::is_committed).map(|_| MODEL.to_owned());
+            // A folder that is a checkpoint itself is opened as that one.
+            let evidence = match (folder.has(".metadata"), &inner) {
+                (false, Some(_)) => Evidence::Index,
+                (false, None) => Evidence::Remains,
+                (true, _) => Evidence::Files,
+            };
+            let found = Recognized::new(evidence, "is a directory of OLMo-core");
+            return Some(found.with_problem(problem).with_inner(inner));
+        }
+        let numbered = |name: &str| {
+            let rest = name.strip_prefix("step");
+            rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+        };
+        let is_run = folder.folders().any(|below| numbered(below.name()));
+        is_run.then(|| Recognized::new(Evidence::Run, "is a directory of OLMo-core"))
+    }
+
+    fn recognize_file(&self, _name: &str, _head: &[u8]) -> bool {
+        false
+    }
+
+    async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
+        let mut found = DcpFormat.examine(&place.below(MODEL)?).await?;
+        let commit = place.listing().root().file(COMMIT);
+        if let Some(commit) = commit.filter(|commit| commit.byte_len <= OlmoNote::BYTES_MAX) {
+            let json = place.storage().read_range(&commit.key, 0..commit.byte_len).await?;
+            if let Ok(note) = OlmoNote::parse(&json) {
+                found = found.with_note(note.ephemeral, note.version);
+            }
+        }
+        Ok(found)
+    }
+
+    async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
+        Ok(None)
+    }
+
+    async fn open(
+        &self,
+        place: &Place,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        DcpFormat.open(place, options).await
+    }
+}
+
+/// The step of a folder that OLMo-core (3.0) takes for a checkpoint by its name, `step{N}`.
+#[must_use]
+pub fn olmo_step(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix("step")?;
+    let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+    digits.parse().ok().filter(|_| plain)
+}
+
+/// What OLMo-core (3.0) notes about a checkpoint in its `.metadata.json`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[non_exhaustive]
+pub struct OlmoNote {
+    /// Whether the trainer may remove it when a later one is there.
+    #[serde(default)]
+    pub ephemeral: bool,
+    /// The version of OLMo-core that wrote it.
+    #[serde(default)]
+    pub version: Option<String>,
+}
+
+impl OlmoNote {
+    /// More bytes than any of these files has; a longer one is not read.
+    pub const BYTES_MAX: u64 = 64 << 10;
+
+    /// Reads a `.metadata.json`.
+    ///
+    /// # Errors
+    ///
+    /// When it is not a JSON object of this form.
+    pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
+        serde_json::from_slice(json).map_err(|error| FormatError::new(COMMIT, error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_core::format::{FolderMatch, Listing};
+    use dcp_core::{Key, ObjectMeta};
+
+    use super::*;
+
+    /// What the folder `folder` with these files is.
+    fn found(folder: &str, names: &[&str]) -> Option<FolderMatch> {
+        let key = |name: &&str| Key::new(format!("{folder}/{name}")).unwrap();
+        let listing = Listing::new(names.iter().map(|name| ObjectMeta::new(key(name), 1)));
+        formats().classify(&listing.root().folder(folder)?)
+    }
+
+    fn problem(folder: &str, names: &[&str]) -> String {
+        found(folder, names).unwrap().found.problem.unwrap()
+    }
+
+    const OLMO: [&str; 5] = [
+        ".metadata.json",
+        "config.json",
+        "model_and_optim/.metadata",
+        "model_and_optim/__0_0.distcp",
+        "train/rank0.pt",
+    ];
+
+    #[test]
+    fn olmo_steps_need_all_three() {
+        let whole = |names: &[&str]| {
+            let found = found("step10", names).unwrap();
+            assert_eq!(found.format.info().name, "olmo");
+            assert_eq!(found.found.inner.as_deref(), Some("model_and_optim"));
+            found.found.problem.is_none()
+        };
+        assert!(whole(&OLMO));
+        for (without, said) in [
+            ("model_and_optim/.metadata", "although there is a .metadata.json"),
+            ("train/rank0.pt", "no train/rank0.pt"),
+            (".metadata.json", "not committed"),
+        ] {
+            let rest: Vec<_> = OLMO.into_iter().filter(|name| *name != without).collect();
+            assert!(problem("step10", &rest).contains(said), "{without}");
+        }
+        // A configuration is written after the commit, and so is no part of it.
+        let rest: Vec<_> = OLMO.into_iter().filter(|name| *name != "config.json").collect();
+        assert!(whole(&rest));
+        assert!(problem("step10-tmp", &OLMO).contains("never renamed"));
+        assert!(problem("step10", &[".metadata.json"]).contains("although"));
+        assert!(found("logs", &[".metadata.json"]).is_none());
+    }
+
+    #[test]
+    fn notes_are_read() {
+        let json = include_bytes!("../../fixtures/olmo/trainer/step3/.metadata.json");
+        let note = OlmoNote::parse(json).unwrap();
+        assert_eq!((note.ephemeral, note.version.as_deref()), (true, Some("3.0.0")));
+        assert_eq!(OlmoNote::parse(b"{}").unwrap(), OlmoNote::default());
+        assert!(OlmoNote::parse(b"[1]").is_err());
+        assert!(OlmoNote::parse(&[b'['; 60_000]).is_err());
+    }
+
+    #[test]
+    fn steps_are_plain_numbers() {
+        for (name, step) in [
+            ("step0", Some(0)),
+            ("step007", Some(7)),
+            ("step", None),
+            ("step+1", None),
+            ("step1-unsharded", None),
+            ("astep1", None),
+            ("step99999999999999999999", None),
+        ] {
+            assert_eq!(olmo_step(name), step, "{name}");
+        }
+    }
+}

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dcp_core::Storage;
 
 use crate::checkpoint::{MegatronCheckpoint, OpenOptions};
-use crate::config::CheckpointingConfig;
+use crate::config::{CheckpointingConfig, METADATA_JSON};
 use crate::error::MegatronError;
 use crate::format::formats;
 use crate::run::MegatronRun;
@@ -43,8 +43,8 @@ impl MegatronCheckpoint {
                 let formats = formats();
                 let place = formats.look(storage).await?;
                 let folder = place.listing().root();
-                let is_dcp = folder.has(".metadata");
-                let message = if is_dcp { message } else { formats.explain(&folder) };
+                let is_any = folder.has(METADATA_JSON) || folder.has(".metadata");
+                let message = if is_any { message } else { formats.explain(&folder) };
                 Self::open_run(storage, options, message).await
             }
             opened => opened,

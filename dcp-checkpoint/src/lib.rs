@@ -3,10 +3,13 @@
 mod absent_storage;
 mod checkpoint;
 mod combine;
+mod compare;
 mod convert;
 mod destination;
 mod error;
 mod format;
+mod get;
+mod inspect;
 mod keys;
 mod mapping;
 mod mapping_options;
@@ -34,10 +37,13 @@ mod whole;
 
 pub use checkpoint::Checkpoint;
 pub use combine::{Average, AverageWritten, Merge, average, merge};
+pub use compare::{Comparison, Statistics};
 pub use convert::{Conversion, Written};
 pub use destination::{Destination, cast_to};
 pub use error::{Error, ErrorKind};
 pub use format::Format;
+pub use get::{Item, Lookup, SavedItem};
+pub use inspect::{Inspected, Inspection};
 pub use keys::Keys;
 pub use mapping_options::{Architecture, MappingOptions};
 pub use megatron_target::MegatronTarget;

@@ -130,6 +130,14 @@ impl Opener {
 
     /// Lists the checkpoints in the folder of a run.
     ///
+    /// ```no_run
+    /// # async fn example(opener: dcp_checkpoint::Opener) -> Result<(), dcp_checkpoint::Error> {
+    /// let run = opener.list("runs/llama").await?;
+    /// println!("{:?} is the latest of {}", run.latest, run.entries.len());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// When the folder cannot be opened or listed.
@@ -161,6 +169,15 @@ impl Opener {
     }
 
     /// Rewrites the index of the checkpoint at a URL for another program or version, not its data.
+    ///
+    /// ```no_run
+    /// # async fn example(opener: dcp_checkpoint::Opener) -> Result<(), dcp_checkpoint::Error> {
+    /// let torch = dcp_convert::ProfileChoice::Torch;
+    /// let rewritten = opener.rewrite_metadata("run/step1000", torch, false).await?;
+    /// println!("changed: {}", rewritten.changed);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

@@ -6,7 +6,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use dcp_checkpoint::{Checkpoint, ErrorKind, Format, Keys, Need, Opener, Rollback, Undone};
+use dcp_checkpoint::{
+    Checkpoint, ErrorKind, Format, Keys, Need, Opener, Rollback, TargetOptions, Undone,
+};
 use dcp_convert::{JobOptions, StatePart};
 use dcp_core::{Access, DType, Entry, Key, Payload, PutMode, Storage, StorageRegistry};
 use dcp_storage_fs::FsStorage;
@@ -180,4 +182,51 @@ async fn what_a_cancelled_job_created_is_taken_back() {
     let undone = rollback.undo(rollback.quiesce().await).await;
     assert_eq!(undone, Undone::Replaced(key("old")));
     assert!(folder.path().join("new").exists(), "what replaced the old one may need it");
+}
+
+#[tokio::test]
+async fn a_tensor_is_saved_under_names_that_say_how() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let checkpoint = open(&fixture("pytorch/t21_plain")).await;
+    let metadata = checkpoint.source().metadata().await.unwrap();
+    let tensor = metadata.iter().find(|(_, entry)| entry.as_tensor().is_some()).unwrap().0;
+    let item = checkpoint.get(&**tensor).run().await.unwrap();
+    let (options, job) = (TargetOptions::default(), JobOptions::default());
+    for name in ["x.npy", "new/x.safetensors", "x.pt"] {
+        item.save(&at(name), &options, &job).await.unwrap();
+        let again = item.save(&at(name), &options, &job).await.unwrap_err();
+        assert_eq!(again.kind(), ErrorKind::TargetExists, "{name}");
+    }
+    let nameless = item.save(&at("x"), &options, &job).await.unwrap_err();
+    assert_eq!(nameless.kind(), ErrorKind::InvalidOption);
+    let unknown = checkpoint.get("no.such.key").run().await.unwrap_err();
+    assert_eq!(unknown.kind(), ErrorKind::UnknownKey);
+
+    let shown = checkpoint.inspect().key(&**tensor).run().await.unwrap();
+    assert_eq!(shown.summary.keys.len(), 1);
+    assert_eq!(checkpoint.common_state().await.unwrap_err().kind(), ErrorKind::InvalidOption);
+    let copy = open(&at("new/x.safetensors")).await;
+    let report = copy.diff(&copy).run().await.unwrap();
+    assert!(report.equal && copy.stats().run().await.unwrap().tensors.len() == 1);
+}
+
+#[tokio::test]
+async fn every_storage_that_is_opened_passes_the_layers() {
+    let opened = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&opened);
+    let storages = storages().with_layer(move |storage, access| {
+        seen.lock().unwrap().push(access);
+        storage
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("copy").display().to_string();
+    let opener = Opener::new(storages).need(Need::Whole);
+    let checkpoint = opener.open(&fixture("pytorch/t21_plain")).await.unwrap();
+    checkpoint.reshard(&target).ranks(2).dry_run(true).run().await.unwrap();
+    assert!(!opened.lock().unwrap().contains(&Access::Write) && !Path::new(&target).exists());
+    checkpoint.reshard(&target).ranks(2).run().await.unwrap();
+    assert!(opened.lock().unwrap().contains(&Access::Write));
+    let unasked = checkpoint.reshard(&target).run().await.unwrap_err();
+    assert_eq!(unasked.kind(), ErrorKind::InvalidOption);
 }

@@ -2,7 +2,6 @@
 
 use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
-use dcp::convert::JobOptions;
 
 use crate::args::Global;
 use crate::failure::Failure;
@@ -61,19 +60,6 @@ impl Session {
         work: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
         interrupt::run(long, &self.rollback, work)
-    }
-
-    /// Notes that the optimizer's state among `shown` is not that of the model.
-    pub(crate) async fn note_optimizer(
-        &self,
-        checkpoint: &Checkpoint,
-        shown: impl Fn(&str) -> bool,
-        job: &JobOptions,
-    ) {
-        // State that cannot be read is an error of whatever needs it.
-        if let Ok(Some(problem)) = checkpoint.optimizer_problem(shown, job).await {
-            self.out.note(&format!("{problem}; `dcp verify` says what of each"));
-        }
     }
 
     /// Notes which of two checkpoints in one folder is opened.

@@ -1,7 +1,5 @@
 //! `dcp diff`.
 
-use std::collections::HashSet;
-
 use clap::Args;
 use dcp::checkpoint::Need;
 use dcp::convert::{DiffOptions, JobOptions, Rename, Selection, StatePart, Tolerance};
@@ -167,20 +165,8 @@ pub(crate) fn diff(args: &Diff, session: &Session) -> Result<(), Failure> {
             let b = session.open(&args.b, Need::Whole).await?;
             let bar = Bar::new(out, "comparing");
             let job: JobOptions = bar.options().with_max_memory(args.max_memory);
-            let report = dcp::convert::diff(a.source(), b.source(), &options, &job).await?;
-            if !args.keys_only {
-                for (opened, side) in [(&a, &options.a), (&b, &options.b)] {
-                    let metadata = opened.source().metadata().await?;
-                    let compared: HashSet<&str> = side
-                        .of(&metadata)?
-                        .into_iter()
-                        .filter(|key| options.compares(&key.fqn))
-                        .filter_map(|key| Some(&**metadata.at(key.entry)?.0))
-                        .collect();
-                    session.note_optimizer(opened, |fqn| compared.contains(fqn), &job).await;
-                }
-            }
-            Ok(report)
+            let diff = a.diff(&b).options(options).job(job);
+            Ok(diff.run().await?)
         })
         // A checkpoint that cannot be read is neither equal nor different.
         .map_err(|failure| failure.instead_of(Exit::Bad, Exit::Io))?;

@@ -2,7 +2,6 @@
 
 use clap::Args;
 use dcp::checkpoint::{Need, TargetOptions};
-use dcp::convert::Selection;
 use dcp::convert::report::{ReportLimits, render_html};
 
 use crate::failure::Failure;
@@ -54,7 +53,6 @@ pub(crate) fn report(args: &Report, session: &Session) -> Result<(), Failure> {
         // Statistics of a part would pass for those of all.
         let need = if args.stats { Need::Whole } else { Need::Readable };
         let opened = session.open(&args.uri, need).await?;
-        let source = opened.source();
         let file = match &args.output {
             Some(path) => {
                 let options = TargetOptions::default()
@@ -66,14 +64,7 @@ pub(crate) fn report(args: &Report, session: &Session) -> Result<(), Failure> {
         };
         let bar = Bar::new(out, "reading");
         let limits = ReportLimits::default();
-        let mut report =
-            dcp::convert::report::report(source, &args.uri, &bar.options(), &limits).await?;
-        if args.stats {
-            let options = bar.options();
-            let stats = dcp::convert::stats(source, &Selection::all(), &options).await?;
-            report.add_stats(&stats, &limits);
-            session.note_optimizer(&opened, |_| true, &options).await;
-        }
+        let report = opened.report(args.stats, &limits, &bar.options()).await?;
         drop(bar);
         let Some((path, file)) = file else { return out.json(&report) };
         let target = file.target();

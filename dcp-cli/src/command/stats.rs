@@ -1,7 +1,5 @@
 //! `dcp stats`.
 
-use std::collections::HashSet;
-
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::Need;
 use dcp::convert::{NumberStats, Selection, StatsReport, TensorStats};
@@ -122,30 +120,17 @@ pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     let mut report = session.run(true, async {
         let opened = session.open(&args.uri, Need::Whole).await?;
-        let source = opened.source();
-        let selection = match &args.fqn {
-            Some(fqn) => {
-                // Looks the name up as `get` does, so that a typo gets the same advice.
-                dcp::convert::find(source, fqn, None).await?;
-                let metadata = source.metadata().await?;
-                let others = metadata.iter().map(|(name, _)| name).filter(|name| ***name != **fqn);
-                let others = others.map(|name| (name.to_string(), None)).collect();
-                Selection::all().mapping(others)
-            }
-            None if args.filter.is_empty() => Selection::all(),
-            None => Selection::all().including(KeyFilter::any_of(args.filter.clone())),
+        let selection = match &*args.filter {
+            [] => Selection::all(),
+            filter => Selection::all().including(KeyFilter::any_of(filter)),
         };
         let bar = Bar::new(out, "counting");
         let options = bar.options().with_max_memory(args.max_memory);
-        let mut report = dcp::convert::stats(source, &selection, &options).await?;
+        let stats = opened.stats().selection(selection).key(args.fqn.clone()).job(options);
+        let mut report = stats.run().await?;
         for one in &mut report.unmatched {
             one.option = "filter".to_owned();
         }
-        let metadata = source.metadata().await?;
-        let chosen = selection.of(&metadata)?;
-        let taken: HashSet<&str> =
-            chosen.iter().filter_map(|key| Some(&**metadata.at(key.entry)?.0)).collect();
-        session.note_optimizer(&opened, |fqn| taken.contains(fqn), &options).await;
         Ok(report)
     })?;
     if report.tensors.is_empty() && report.objects.count == 0 && !args.filter.is_empty() {

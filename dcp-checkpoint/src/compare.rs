@@ -1,0 +1,175 @@
+//! Statistics and differences of values.
+
+use std::collections::HashSet;
+
+use dcp_convert::report::{Report, ReportLimits};
+use dcp_convert::{DiffOptions, DiffReport, JobOptions, Selection, StatsReport};
+
+use crate::checkpoint::Checkpoint;
+use crate::error::Error;
+use crate::keys::taken_of;
+use crate::notes::Notes;
+use crate::setters::job_options;
+use crate::whole::Whole;
+
+impl Checkpoint {
+    /// Computes statistics of the values of this checkpoint.
+    ///
+    /// ```no_run
+    /// # async fn example(run: dcp_checkpoint::Checkpoint) -> Result<(), dcp_checkpoint::Error> {
+    /// let stats = run.stats().run().await?;
+    /// println!("{} tensors", stats.tensors.len());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn stats(&self) -> Statistics<'_> {
+        let (selection, job) = (Selection::all(), JobOptions::default());
+        Statistics { checkpoint: self, selection, key: None, job }
+    }
+
+    /// Compares the keys, shapes, dtypes and values of this checkpoint with those of another.
+    ///
+    /// ```no_run
+    /// # use dcp_checkpoint::{Checkpoint, Error};
+    /// # async fn example(a: Checkpoint, b: Checkpoint) -> Result<(), Error> {
+    /// let report = a.diff(&b).run().await?;
+    /// println!("equal: {}", report.equal);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn diff<'a>(&'a self, other: &'a Self) -> Comparison<'a> {
+        let (options, job) = (DiffOptions::default(), JobOptions::default());
+        Comparison { a: self, b: other, options, job }
+    }
+
+    /// Describes this checkpoint for a page to look around in, which
+    /// [`render_html`](dcp_convert::report::render_html) makes; with the statistics of all tensors
+    /// if `stats`.
+    ///
+    /// # Errors
+    ///
+    /// When the index, or with `stats` anything, cannot be read.
+    pub async fn report(
+        &self,
+        stats: bool,
+        limits: &ReportLimits,
+        job: &JobOptions,
+    ) -> Result<Report, Error> {
+        let mut report = dcp_convert::report::report(&self.source, &self.uri, job, limits).await?;
+        if stats {
+            let stats = self.stats().job(job.clone()).run().await?;
+            report.add_stats(&stats, limits);
+        }
+        Ok(report)
+    }
+
+    /// Notes that the optimizer's state among `shown` is not that of the model.
+    pub(crate) async fn note_optimizer(
+        &self,
+        shown: impl Fn(&str) -> bool,
+        job: &JobOptions,
+        notes: &mut Notes,
+    ) {
+        // State that cannot be read is an error of whatever needs it.
+        if let Ok(Some(problem)) = self.optimizer_problem(shown, job).await {
+            notes.say(format!("{problem}; `dcp verify` says what of each"));
+        }
+    }
+}
+
+/// Statistics to [`run`](Self::run), from [`Checkpoint::stats`].
+#[derive(Debug)]
+#[must_use = "statistics are computed by `run`"]
+pub struct Statistics<'a> {
+    checkpoint: &'a Checkpoint,
+    selection: Selection,
+    key: Option<String>,
+    job: JobOptions,
+}
+
+impl Statistics<'_> {
+    job_options!();
+
+    /// Reads only these keys.
+    pub fn selection(mut self, selection: Selection) -> Self {
+        self.selection = selection;
+        self
+    }
+
+    /// Reads only this tensor, which must exist.
+    pub fn key(mut self, fqn: impl Into<Option<String>>) -> Self {
+        self.key = fqn.into();
+        self
+    }
+
+    /// Reads every byte of the keys once. A note says if the optimizer's state is damaged.
+    ///
+    /// # Errors
+    ///
+    /// When something is damaged or cannot be read: damage is never a statistic.
+    pub async fn run(self) -> Result<StatsReport, Error> {
+        let mut notes = self.checkpoint.opener.notes();
+        let checkpoint = Whole::of(self.checkpoint).await?;
+        let source = &checkpoint.source;
+        let selection = match self.key {
+            None => self.selection,
+            Some(fqn) => {
+                dcp_convert::find(source, &fqn, None).await?;
+                let metadata = source.metadata().await?;
+                let others = metadata.iter().map(|(name, _)| name).filter(|name| ***name != *fqn);
+                let others = others.map(|name| (name.to_string(), None)).collect();
+                Selection::all().mapping(others)
+            }
+        };
+        let report = dcp_convert::stats(source, &selection, &self.job).await?;
+        let taken = taken_of(&selection, source).await?;
+        checkpoint.note_optimizer(|fqn| taken.contains(fqn), &self.job, &mut notes).await;
+        Ok(report)
+    }
+}
+
+/// A comparison to [`run`](Self::run), from [`Checkpoint::diff`].
+#[derive(Debug)]
+#[must_use = "a comparison does nothing before `run`"]
+pub struct Comparison<'a> {
+    a: &'a Checkpoint,
+    b: &'a Checkpoint,
+    options: DiffOptions,
+    job: JobOptions,
+}
+
+impl Comparison<'_> {
+    job_options!();
+
+    /// Names, tolerances, and what is compared.
+    pub fn options(mut self, options: DiffOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Compares the two. Notes say if the optimizer's state of one is damaged.
+    ///
+    /// # Errors
+    ///
+    /// When something is damaged or cannot be read: damage is never a difference.
+    pub async fn run(self) -> Result<DiffReport, Error> {
+        let mut notes = self.a.opener.notes();
+        let (a, b) = (Whole::of(self.a).await?, Whole::of(self.b).await?);
+        let (options, job) = (&self.options, &self.job);
+        let report = dcp_convert::diff(&a.source, &b.source, options, job).await?;
+        if options.keys_only {
+            return Ok(report);
+        }
+        for (checkpoint, side) in [(&a, &options.a), (&b, &options.b)] {
+            let metadata = checkpoint.source.metadata().await?;
+            let compared: HashSet<&str> = side
+                .of(&metadata)?
+                .into_iter()
+                .filter(|key| options.compares(&key.fqn))
+                .filter_map(|key| Some(&**metadata.at(key.entry)?.0))
+                .collect();
+            checkpoint.note_optimizer(|fqn| compared.contains(fqn), job, &mut notes).await;
+        }
+        Ok(report)
+    }
+}

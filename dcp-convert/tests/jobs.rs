@@ -165,6 +165,24 @@ fn a_tensor_larger_than_the_budget_goes_through_in_segments() {
 }
 
 #[test]
+fn the_archive_of_a_tensor_is_located_once_for_all_its_segments() {
+    let tensors = Tensors::from([("x".to_owned(), tensor(DType::Float32, &[1 << 20], 1))]);
+    run(async {
+        let options = JobOptions::default().with_max_memory(1 << 20);
+        let source = Source::safetensors(file(&tensors).await, key("in.safetensors"));
+        let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        reshard(&source, &DcpWriter::new(Arc::clone(&place)), 1, &options).await.unwrap();
+        let counting = CountingStorage::new(place);
+        let target = Target::new(Arc::new(MemoryStorage::new()), key("out.safetensors"));
+        let source = Source::dcp(Arc::new(counting.clone()), false);
+        to_safetensors(&source, &target, &options).await.unwrap();
+        // 32 segments of 128 KiB; once it is located by the reader, once its checksum is looked up.
+        let requests = counting.requests(&key("__0_0.distcp"));
+        assert!((33..40).contains(&requests), "{requests} requests");
+    });
+}
+
+#[test]
 fn printing_reads_only_what_is_shown() {
     let tensors = Tensors::from([("x".to_owned(), tensor(DType::Float32, &[2000, 1000], 1))]);
     run(async {

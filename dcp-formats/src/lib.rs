@@ -34,6 +34,7 @@
 //! # }
 //! ```
 
+mod crc_parts;
 pub mod dcp;
 pub mod detect;
 pub mod folder;
@@ -54,6 +55,7 @@ mod unique;
 mod upload;
 pub mod zarr;
 
+pub use crc_parts::CrcParts;
 pub use formats::formats;
 pub use headed_file::prepare_headed_file;
 pub use staged::Staged;

@@ -10,7 +10,9 @@ use dcp_core::{
     Placement, StorageExt,
 };
 use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
-use dcp_formats::torch_zip::{ArchiveIndex, Inflater, Method, Progress, Record, Sparse};
+use dcp_formats::torch_zip::{
+    ArchiveIndex, Inflater, Method, PartialBlob, Progress, Record, Sparse,
+};
 use futures_util::{StreamExt, stream};
 
 use crate::error::ConvertError;
@@ -138,8 +140,8 @@ impl Job {
         let byte_len = record.data.end;
         let placement = Placement { file: file_id, encoding: 0, byte_offset: 0, byte_len };
         let item = Placed { fqn: Arc::from(""), entry: 0, chunk: None, placement };
-        let windows = Windows { byte_len, known: Vec::new() };
-        let checked = Blob { job: self, file, item: &item }.check_record(&windows, record).await;
+        let archive = PartialBlob::new("torch archive", byte_len, PARSED_MAX);
+        let checked = Blob { job: self, file, item: &item }.check_record(&archive, record).await;
         checked.map_err(|error| match error {
             CheckpointError::Format(error) => error.in_file(file.as_str(), 0).into(),
             other => other,
@@ -222,23 +224,24 @@ impl Blob<'_> {
     }
 
     /// Both ends of the archive, or all of a small one.
-    async fn ends(&self) -> Result<Windows, CheckpointError> {
+    async fn ends(&self) -> Result<PartialBlob, CheckpointError> {
         let len = self.byte_len();
-        let mut windows = Windows { byte_len: len, known: Vec::new() };
+        let mut archive = PartialBlob::new("torch archive", len, PARSED_MAX);
         let (head, tail) =
             if len <= SMALL { (0..len, len..len) } else { (0..ENDS, len - ENDS..len) };
         for range in [head, tail] {
             if !range.is_empty() {
-                windows.known.push((range.start, self.read(range).await?));
+                let start = range.start;
+                archive.add(start, self.read(range).await?);
             }
         }
-        Ok(windows)
+        Ok(archive)
     }
 
     async fn expected(&self, chunk: u32) -> Result<Expected, CheckpointError> {
-        let mut windows = self.ends().await?;
-        let index = self.parse(&mut windows, ArchiveIndex::parse).await?;
-        let tensor = self.parse(&mut windows, TensorBlob::parse).await?;
+        let mut archive = self.ends().await?;
+        let index = self.parse(&mut archive, ArchiveIndex::parse).await?;
+        let tensor = self.parse(&mut archive, TensorBlob::parse).await?;
         self.compare(chunk, &tensor)?;
         let storage = tensor.storage();
         let whole = tensor.layout().contiguous_range() == Some(0..storage.byte_len);
@@ -247,9 +250,9 @@ impl Blob<'_> {
             return Ok(Expected::Elsewhere);
         }
         for entry in index.entries() {
-            let record = self.parse(&mut windows, |blob| entry.locate(blob)).await?;
+            let record = self.parse(&mut archive, |blob| entry.locate(blob)).await?;
             if record != *storage {
-                self.check_record(&windows, &record).await?;
+                self.check_record(&archive, &record).await?;
             }
         }
         Ok(storage.crc32.map_or(Expected::Nothing, Expected::Crc32))
@@ -257,24 +260,24 @@ impl Blob<'_> {
 
     async fn check(&self) -> Result<(), CheckpointError> {
         let len = self.byte_len();
-        let mut windows = self.ends().await?;
-        let index = self.parse(&mut windows, ArchiveIndex::parse).await?;
+        let mut archive = self.ends().await?;
+        let index = self.parse(&mut archive, ArchiveIndex::parse).await?;
         if let Some(chunk) = self.item.chunk {
-            let tensor = self.parse(&mut windows, TensorBlob::parse).await?;
+            let tensor = self.parse(&mut archive, TensorBlob::parse).await?;
             self.compare(chunk, &tensor)?;
         }
-        self.parse(&mut windows, |blob| index.check_ends(blob)).await?;
-        let trailing = self.parse(&mut windows, ArchiveIndex::trailing).await?;
+        self.parse(&mut archive, |blob| index.check_ends(blob)).await?;
+        let trailing = self.parse(&mut archive, ArchiveIndex::trailing).await?;
         if trailing > 0 {
             let problem = format!("{trailing} bytes follow its end");
             return Err(FormatError::new("torch archive", problem).at(len - trailing).into());
         }
         let mut counted = 0;
         for entry in index.entries() {
-            let record = self.parse(&mut windows, |blob| entry.locate(blob)).await?;
-            self.parse(&mut windows, |blob| entry.check_around(&record, blob)).await?;
+            let record = self.parse(&mut archive, |blob| entry.locate(blob)).await?;
+            self.parse(&mut archive, |blob| entry.check_around(&record, blob)).await?;
             counted += record.data.end - record.data.start;
-            self.check_record(&windows, &record).await.map_err(|error| match error {
+            self.check_record(&archive, &record).await.map_err(|error| match error {
                 CheckpointError::Format(format) => {
                     let problem = format!("{}: {}", entry.name(), format.problem());
                     FormatError::new("torch archive", problem).at(record.data.start).into()
@@ -307,31 +310,17 @@ impl Blob<'_> {
         Err(FormatError::new("tensor blob", problem).at(0))
     }
 
-    /// Brings the bytes that `parse` asks for until it is content.
     async fn parse<T>(
         &self,
-        windows: &mut Windows,
+        archive: &mut PartialBlob,
         parse: impl Fn(&Sparse<'_>) -> Result<Progress<T>, FormatError>,
     ) -> Result<T, CheckpointError> {
-        // Directory, pickle, headers: each asks a few times at most.
-        const ROUNDS: usize = 64;
-        for _ in 0..ROUNDS {
-            let range = match windows.with(&parse)? {
-                Progress::Ready(done) => return Ok(done),
-                Progress::Need(range) => range,
-            };
-            if range.end.saturating_sub(range.start) > PARSED_MAX {
-                let problem = format!("bytes {range:?} of it are too many to be a description");
-                return Err(FormatError::new("torch archive", problem).at(range.start).into());
-            }
-            windows.known.push((range.start, self.read(range).await?));
-        }
-        Err(FormatError::new("torch archive", "its parts refer to ever more bytes").at(0).into())
+        archive.parse(parse, |range| self.read(range), CheckpointError::from).await
     }
 
     async fn check_record(
         &self,
-        windows: &Windows,
+        archive: &PartialBlob,
         record: &Record,
     ) -> Result<(), CheckpointError> {
         let Range { start, end } = record.data;
@@ -350,7 +339,7 @@ impl Blob<'_> {
         let mut at = start;
         while at < end {
             let next = end.min(at.saturating_add(self.job.segment));
-            match windows.get(at..next) {
+            match archive.sparse().get(at..next) {
                 Some(bytes) => crc.update(bytes),
                 None => crc.update(&self.read(at..next).await?),
             }
@@ -358,26 +347,5 @@ impl Blob<'_> {
             at = next;
         }
         Ok(record.check_crc32(crc.finalize())?)
-    }
-}
-
-/// The parts of an archive that are at hand.
-struct Windows {
-    byte_len: u64,
-    known: Vec<(u64, Bytes)>,
-}
-
-impl Windows {
-    fn with<T>(&self, look: impl FnOnce(&Sparse<'_>) -> T) -> T {
-        let empty = Sparse::new(self.byte_len);
-        look(&self.known.iter().fold(empty, |blob, (at, bytes)| blob.with(*at, bytes)))
-    }
-
-    fn get(&self, range: Range<u64>) -> Option<&[u8]> {
-        self.known.iter().find_map(|(at, bytes)| {
-            let start = usize::try_from(range.start.checked_sub(*at)?).ok()?;
-            let end = usize::try_from(range.end.checked_sub(*at)?).ok()?;
-            bytes.get(start..end)
-        })
     }
 }

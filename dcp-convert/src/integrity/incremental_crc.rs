@@ -6,7 +6,7 @@
 //! whatever order they come. What is cut so that its parts do not lie together in the chunk is
 //! read once more at the end.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
@@ -15,6 +15,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, DataSink, FormatError, Layout, LoadPlan, ReadItem,
     ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
 };
+use dcp_formats::CrcParts;
 
 use crate::integrity::archive_audit::{self, Expected};
 use crate::integrity::refuse_damaged::{named, refuse_damaged};
@@ -39,8 +40,8 @@ pub(crate) struct Checked {
 /// What is known of a chunk that was read in parts.
 #[derive(Debug)]
 enum Chunk {
-    /// Bytes of the chunk by where they begin: where they end, and their CRC-32.
-    Parts(BTreeMap<u64, (u64, Hasher)>),
+    /// Bytes of the chunk.
+    Parts(CrcParts),
     /// So many bytes were read in parts that do not fit together.
     Scattered(u64),
     /// It is as it should be.
@@ -118,7 +119,7 @@ impl Checked {
         let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
         let chunk = chunks.entry(at).or_insert(Chunk::Scattered(0));
         let before = match chunk {
-            Chunk::Parts(parts) => parts.iter().map(|(start, (end, _))| end - start).sum(),
+            Chunk::Parts(parts) => parts.byte_len(),
             Chunk::Scattered(bytes) => *bytes,
             Chunk::Right => return,
         };
@@ -136,7 +137,7 @@ impl Checked {
         byte_len: u64,
     ) -> Option<u32> {
         let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
-        let chunk = chunks.entry(at).or_insert_with(|| Chunk::Parts(BTreeMap::new()));
+        let chunk = chunks.entry(at).or_insert_with(|| Chunk::Parts(CrcParts::new()));
         let parts = match chunk {
             Chunk::Parts(parts) => parts,
             Chunk::Scattered(bytes) => {
@@ -145,47 +146,14 @@ impl Checked {
             }
             Chunk::Right => return None,
         };
-        match joined(parts, start, end, hasher) {
+        let added = parts.add(start, end, hasher);
+        if !added || parts.len() > PARTS_MAX {
             // Read a second time, or in too many places at once.
-            None => {
-                let bytes = parts.iter().map(|(start, (end, _))| end - start).sum();
-                *chunk = Chunk::Scattered(bytes);
-                None
-            }
-            Some(()) => {
-                let (only, (end, hasher)) = parts.first_key_value()?;
-                (*only == 0 && *end == byte_len).then(|| hasher.clone().finalize())
-            }
-        }
-    }
-}
-
-/// Adds a part, together with those that it touches; `None` when it overlaps one or there are too
-/// many.
-fn joined(
-    parts: &mut BTreeMap<u64, (u64, Hasher)>,
-    start: u64,
-    end: u64,
-    hasher: Hasher,
-) -> Option<()> {
-    let before = parts.range(..end).next_back().map(|(at, (end, _))| (*at, *end));
-    let (mut from, mut to, mut crc) = (start, end, hasher);
-    if let Some((at, its_end)) = before {
-        if its_end > start {
+            *chunk = Chunk::Scattered(parts.byte_len());
             return None;
         }
-        if its_end == start {
-            let (_, mut first) = parts.remove(&at)?;
-            first.combine(&crc);
-            (from, crc) = (at, first);
-        }
+        parts.whole(byte_len)
     }
-    if let Some((its_end, next)) = parts.remove(&to) {
-        crc.combine(&next);
-        to = its_end;
-    }
-    parts.insert(from, (to, crc));
-    (parts.len() <= PARTS_MAX).then_some(())
 }
 
 /// A chunk whose checksum is to be compared.
@@ -239,7 +207,7 @@ impl Comparison for Checked {
         let open: Vec<_> = {
             let chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
             let bytes = |chunk: &Chunk| match chunk {
-                Chunk::Parts(parts) => parts.iter().map(|(start, (end, _))| end - start).sum(),
+                Chunk::Parts(parts) => parts.byte_len(),
                 Chunk::Scattered(bytes) => *bytes,
                 Chunk::Right => 0,
             };
@@ -310,45 +278,5 @@ impl DataSink for Noting {
 
     fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
         self.sink.object(item, value)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn parts_in_any_order_make_the_checksum_of_the_whole(
-            bytes in prop::collection::vec(any::<u8>(), 1..200),
-            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
-            order in any::<u64>(),
-        ) {
-            let mut ends: Vec<_> = cuts.iter().map(|cut| cut.index(bytes.len())).collect();
-            ends.extend([0, bytes.len()]);
-            ends.sort_unstable();
-            ends.dedup();
-            let mut ranges: Vec<_> = ends.windows(2).map(|pair| pair[0]..pair[1]).collect();
-            ranges.sort_by_key(|range| (range.start as u64 + 1).wrapping_mul(order | 1));
-            let mut parts = BTreeMap::new();
-            for range in ranges {
-                let mut hasher = Hasher::new();
-                hasher.update(&bytes[range.clone()]);
-                prop_assert!(joined(&mut parts, range.start as u64, range.end as u64, hasher).is_some());
-            }
-            prop_assert_eq!(parts.len(), 1);
-            let (end, hasher) = parts.remove(&0).unwrap();
-            prop_assert_eq!(end, bytes.len() as u64);
-            prop_assert_eq!(hasher.finalize(), crc32fast::hash(&bytes));
-        }
-    }
-
-    #[test]
-    fn what_is_read_twice_does_not_count_twice() {
-        let mut parts = BTreeMap::new();
-        assert!(joined(&mut parts, 0, 4, Hasher::new()).is_some());
-        assert!(joined(&mut parts, 3, 5, Hasher::new()).is_none());
     }
 }

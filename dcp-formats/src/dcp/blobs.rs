@@ -146,6 +146,16 @@ impl Blob {
         }
     }
 
+    /// Bytes of the chunk's elements that are read; 0 for an object.
+    pub(super) fn wanted_bytes(&self) -> u64 {
+        match &self.content {
+            Content::Tensor { targets, .. } => {
+                targets.iter().map(|target| target.byte_len).fold(0, u64::saturating_add)
+            }
+            Content::Object { .. } => 0,
+        }
+    }
+
     /// Where the blob ends in its file.
     pub(super) fn end(&self) -> u64 {
         self.placement.byte_offset.saturating_add(self.placement.byte_len)

@@ -1,5 +1,6 @@
 //! Large chunks: only the bytes that are needed, into the memory where they belong.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,15 +14,14 @@ use dcp_core::{
 use super::blobs::{Blob, Content, Target};
 use super::pieces::{Fetch, Fetches, Piece, Span, scatter};
 use super::read::Context;
+use crate::crc_parts::CrcParts;
 use crate::torch_tensor::TensorBlob;
-use crate::torch_zip::{Progress, Record, Sparse};
+use crate::torch_zip::{PartialBlob, Record};
 
 /// The bytes of an archive's beginning and end that describe a tensor.
 const HEADER_BYTES: u64 = 1024;
 /// A description that wants more than this at once is not read.
 const NEED_MAX: u64 = 1 << 20;
-/// How often a description may want more.
-const NEEDS_MAX: usize = 8;
 
 /// A request that is ready to be sent.
 pub(super) struct Request {
@@ -71,10 +71,11 @@ pub(super) async fn prepare(
     blob: Blob,
 ) -> Result<Result<Requests, Blob>, CheckpointError> {
     let blob_start = blob.placement.byte_offset;
+    let wanted = blob.wanted_bytes();
     let (elements, record) = if blob.encoding.layout == Layout::Raw {
         (0..blob.placement.byte_len, ctx.record(&blob.placement))
     } else {
-        let tensor = describe(ctx, &blob).await?;
+        let tensor = located(ctx, &blob, wanted).await?;
         blob.check_layout(tensor.layout()).map_err(|error| blob.locate(error))?;
         match tensor.element_range() {
             None => return Ok(Err(blob)),
@@ -98,7 +99,6 @@ pub(super) async fn prepare(
         }
         destinations.push(Destination { view, left: AtomicU64::new(target.byte_len) });
     }
-    let wanted = targets.iter().map(|target| target.byte_len).fold(0, u64::saturating_add);
     let check = record
         .filter(|record| ctx.verify && record.crc32.is_some() && wanted >= blob.raw_len())
         .map(|record| Check { record, seen: Mutex::default() });
@@ -125,43 +125,74 @@ pub(super) async fn prepare(
 /// Reads as much of an archive as it takes to know where its tensor lies.
 async fn describe(ctx: &Context, blob: &Blob) -> Result<TensorBlob, CheckpointError> {
     let len = blob.placement.byte_len;
+    let mut archive = PartialBlob::new("torch archive", len, NEED_MAX);
     let head = 0..HEADER_BYTES.min(len);
     let tail = len.saturating_sub(HEADER_BYTES)..len;
-    let mut parts = read_parts(ctx, blob, vec![head, tail]).await?;
-    for _ in 0..NEEDS_MAX {
-        let sparse =
-            parts.iter().fold(Sparse::new(len), |sparse, (at, bytes)| sparse.with(*at, bytes));
-        match TensorBlob::parse(&sparse).map_err(|error| blob.locate(error))? {
-            Progress::Ready(tensor) => return Ok(tensor),
-            Progress::Need(range) if range.end.saturating_sub(range.start) <= NEED_MAX => {
-                parts.extend(read_parts(ctx, blob, vec![range]).await?);
-            }
-            Progress::Need(_) => break,
-        }
+    let starts = [head.start, tail.start];
+    let ends = read_parts(ctx, blob, vec![head, tail]).await?;
+    for (start, bytes) in starts.into_iter().zip(ends) {
+        archive.add(start, bytes);
     }
-    let problem = "its description is too long";
-    Err(blob.locate(FormatError::new("torch archive", problem)))
+    let read = async |range| {
+        let mut parts = read_parts(ctx, blob, vec![range]).await?;
+        Ok(parts.pop().unwrap_or_default())
+    };
+    archive.parse(TensorBlob::parse, read, |error| blob.locate(error)).await
 }
 
 async fn read_parts(
     ctx: &Context,
     blob: &Blob,
     ranges: Vec<Range<u64>>,
-) -> Result<Vec<(u64, Bytes)>, CheckpointError> {
-    let reads = ranges
-        .iter()
-        .map(|range| ReadInto {
-            byte_offset: blob.placement.byte_offset.saturating_add(range.start),
-            // At most NEED_MAX or HEADER_BYTES.
-            buffer: Buffer::zeroed((range.end - range.start) as usize),
-        })
-        .collect();
-    let buffers = ctx.read(&blob.key, reads).await.map_err(|error| blob.storage_error(error))?;
-    Ok(ranges
-        .iter()
-        .map(|range| range.start)
-        .zip(buffers.into_iter().map(Buffer::freeze))
-        .collect())
+) -> Result<Vec<Bytes>, CheckpointError> {
+    let reads = ranges.into_iter().map(|range| ReadInto {
+        byte_offset: blob.placement.byte_offset.saturating_add(range.start),
+        // At most NEED_MAX or HEADER_BYTES.
+        buffer: Buffer::zeroed((range.end - range.start) as usize),
+    });
+    let read = ctx.read(&blob.key, reads.collect()).await;
+    let buffers = read.map_err(|error| blob.storage_error(error))?;
+    Ok(buffers.into_iter().map(Buffer::freeze).collect())
+}
+
+/// Archives whose tensors were located, for chunks that are read in parts: each is located once,
+/// not once for every part.
+#[derive(Debug, Default)]
+pub(super) struct KnownArchives(Mutex<VecDeque<(Place, TensorBlob)>>);
+
+/// File, first byte and length.
+type Place = (Key, u64, u64);
+
+impl KnownArchives {
+    /// Archives to remember; a job reads a few chunks at a time.
+    const KEPT: usize = 64;
+
+    fn get(&self, place: &Place) -> Option<TensorBlob> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.iter().find(|(at, _)| at == place).map(|(_, tensor)| tensor.clone())
+    }
+
+    fn put(&self, place: Place, tensor: TensorBlob) {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() >= Self::KEPT {
+            known.pop_front();
+        }
+        known.push_back((place, tensor));
+    }
+}
+
+/// The tensor of an archive of which `wanted` bytes of elements are read.
+async fn located(ctx: &Context, blob: &Blob, wanted: u64) -> Result<TensorBlob, CheckpointError> {
+    let Some(known) = ctx.archives.as_ref().filter(|_| wanted < blob.raw_len()) else {
+        return describe(ctx, blob).await;
+    };
+    let place = (blob.key.clone(), blob.placement.byte_offset, blob.placement.byte_len);
+    if let Some(tensor) = known.get(&place) {
+        return Ok(tensor);
+    }
+    let tensor = describe(ctx, blob).await?;
+    known.put(place, tensor.clone());
+    Ok(tensor)
 }
 
 /// Sends a request and puts what it brings into place.
@@ -301,15 +332,13 @@ impl Check {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.sort_unstable();
         seen.dedup();
-        let mut crc32 = crc32fast::Hasher::new();
-        let mut end = 0;
+        let mut parts = CrcParts::new();
         for (start, len, part) in seen.drain(..) {
-            if start != end {
+            let hasher = crc32fast::Hasher::new_with_initial_len(part, len);
+            if !parts.add(start, start.saturating_add(len), hasher) {
                 return Ok(());
             }
-            end += len;
-            crc32.combine(&crc32fast::Hasher::new_with_initial_len(part, len));
         }
-        if end == self.record.byte_len { self.record.check_crc32(crc32.finalize()) } else { Ok(()) }
+        parts.whole(self.record.byte_len).map_or(Ok(()), |crc32| self.record.check_crc32(crc32))
     }
 }

@@ -14,7 +14,7 @@ use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use super::blobs::{Blob, Content, group};
-use super::direct::{Requests, execute, prepare};
+use super::direct::{KnownArchives, Requests, execute, prepare};
 use super::whole::read_span;
 use crate::torch_zip::{Method, Record};
 use crate::upload::Progress;
@@ -70,6 +70,8 @@ pub(crate) struct Context {
     pub(super) scratch_per_request: u64,
     progress: Option<Progress>,
     checksums: Checksums,
+    /// Archives that earlier reads of a reader have located, where it remembers them.
+    pub(super) archives: Option<Arc<KnownArchives>>,
     parallelism: usize,
     pub(super) scratch: u64,
     bytes_read: AtomicU64,
@@ -96,6 +98,7 @@ impl Context {
             scratch_per_request: (scratch / parallelism as u64).clamp(start, end),
             progress,
             checksums: Arc::default(),
+            archives: None,
             parallelism,
             scratch,
             bytes_read: AtomicU64::new(0),

@@ -12,6 +12,7 @@ use dcp_core::{
 use futures_util::lock::Mutex;
 
 use super::by_rank::Differing;
+use super::direct::KnownArchives;
 use super::index::{Index, load};
 use super::names::sidecar;
 use super::read::{Context, SCRATCH_BYTES, run};
@@ -37,6 +38,7 @@ pub struct DcpReader {
     progress: Option<Progress>,
     rank: Option<u32>,
     index: Mutex<Option<Index>>,
+    archives: Arc<KnownArchives>,
 }
 
 /// Options of a [`DcpReader`].
@@ -62,6 +64,7 @@ impl DcpReader {
             progress: None,
             rank: None,
             index: Mutex::new(None),
+            archives: Arc::default(),
         };
         DcpReaderBuilder { reader }
     }
@@ -200,13 +203,14 @@ impl StorageReader for DcpReader {
         plan: &LoadPlan,
         sink: Arc<dyn DataSink>,
     ) -> Result<ReadReport, CheckpointError> {
-        let context = Context::new(
+        let mut context = Context::new(
             Arc::clone(&self.storage),
             sink,
             self.verify_checksums,
             self.scratch_bytes,
             self.progress.clone(),
         );
+        context.archives = Some(Arc::clone(&self.archives));
         run(Arc::new(context), metadata, plan).await
     }
 }

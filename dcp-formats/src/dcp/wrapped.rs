@@ -10,13 +10,12 @@ use dcp_core::{
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use crate::torch_tensor::{is_too_short, wrapped_in};
-use crate::torch_zip::{Progress, Sparse};
+use crate::torch_zip::PartialBlob;
 
 /// Bytes at both ends of an archive that are read first.
 const ENDS: u64 = 4 << 10;
 /// Bytes that are read of one archive at most, and reads.
 const NEED_MAX: u64 = 1 << 20;
-const NEEDS_MAX: usize = 8;
 
 /// Shows tensors as objects that are one chunk each and of a class of their own. PyTorch's planner
 /// (2.15) writes the dtype and shape that such a tensor pretends to have, and its archive beside;
@@ -68,29 +67,17 @@ async fn look(
 ) -> Result<Option<Found>, CheckpointError> {
     let Some(key) = metadata.file(placement.file) else { return Ok(None) };
     let len = placement.byte_len;
-    let read = async |range: std::ops::Range<u64>| -> Option<(u64, Bytes)> {
-        let start = placement.byte_offset.checked_add(range.start)?;
-        let end = placement.byte_offset.checked_add(range.end)?;
-        Some((range.start, storage.read_range(key, start..end).await.ok()?))
+    let read = async |range: std::ops::Range<u64>| -> Result<Bytes, CheckpointError> {
+        let start = placement.byte_offset.saturating_add(range.start);
+        let end = placement.byte_offset.saturating_add(range.end);
+        Ok(storage.read_range(key, start..end).await?)
     };
-    let mut parts = Vec::new();
+    let mut archive = PartialBlob::new("torch archive", len, NEED_MAX);
     for range in [0..ENDS.min(len), len.saturating_sub(ENDS)..len] {
-        let Some(part) = read(range).await else { return Ok(None) };
-        parts.push(part);
+        let start = range.start;
+        let Ok(bytes) = read(range).await else { return Ok(None) };
+        archive.add(start, bytes);
     }
-    for _ in 0..NEEDS_MAX {
-        let sparse =
-            parts.iter().fold(Sparse::new(len), |sparse, (at, bytes)| sparse.with(*at, bytes));
-        match wrapped_in(&sparse) {
-            Ok(Progress::Ready(tensor)) => {
-                return Ok(tensor.map(|tensor| (fqn, placement, tensor)));
-            }
-            Ok(Progress::Need(range)) if range.end.saturating_sub(range.start) <= NEED_MAX => {
-                let Some(part) = read(range).await else { return Ok(None) };
-                parts.push(part);
-            }
-            Ok(Progress::Need(_)) | Err(_) => return Ok(None),
-        }
-    }
-    Ok(None)
+    let found = archive.parse(wrapped_in, read, CheckpointError::from).await;
+    Ok(found.ok().flatten().map(|tensor| (fqn, placement, tensor)))
 }

@@ -7,10 +7,8 @@ use dcp_core::{
     Buffer, CheckpointError, FormatError, Key, ReadInto, Storage, StorageError, StorageExt as _,
 };
 
-use crate::torch_zip::{Progress, Sparse};
+use crate::torch_zip::{PartialBlob, Progress, Sparse};
 
-/// How often one thing may ask for more bytes.
-const ROUNDS_MAX: usize = 64;
 /// Small ranges that are read in one request.
 const RANGES_MAX: usize = 1024;
 
@@ -18,26 +16,26 @@ const RANGES_MAX: usize = 1024;
 pub(super) struct File<'s> {
     storage: &'s dyn Storage,
     key: &'s Key,
-    byte_len: u64,
-    known: Vec<(u64, Bytes)>,
+    known: PartialBlob,
 }
 
 impl<'s> File<'s> {
     pub(super) async fn open(storage: &'s dyn Storage, key: &'s Key) -> Result<Self, StorageError> {
         let byte_len = storage.stat(key).await?.byte_len;
-        Ok(Self { storage, key, byte_len, known: Vec::new() })
+        let known = PartialBlob::new("torch.save file", byte_len, 0);
+        Ok(Self { storage, key, known })
     }
 
     pub(super) fn byte_len(&self) -> u64 {
-        self.byte_len
+        self.known.byte_len()
     }
 
     /// Brings a range, of which what lies behind the end is left out.
     pub(super) async fn bring(&mut self, range: Range<u64>) -> Result<&[u8], StorageError> {
-        let range = range.start.min(self.byte_len)..range.end.min(self.byte_len);
+        let len = self.byte_len();
+        let range = range.start.min(len)..range.end.min(len);
         let bytes = self.storage.read_range(self.key, range.clone()).await?;
-        self.known.push((range.start, bytes));
-        Ok(self.known.last().map(|(_, bytes)| &**bytes).unwrap_or_default())
+        Ok(self.known.add(range.start, bytes))
     }
 
     /// Forgets what was brought.
@@ -51,26 +49,10 @@ impl<'s> File<'s> {
         limit: u64,
         parse: impl Fn(&Sparse<'_>) -> Result<Progress<T>, FormatError>,
     ) -> Result<T, CheckpointError> {
-        for _ in 0..ROUNDS_MAX {
-            let range = match parse(&self.sparse()).map_err(|error| self.locate(error))? {
-                Progress::Ready(done) => return Ok(done),
-                Progress::Need(range) => range,
-            };
-            let len = range.end.saturating_sub(range.start);
-            if len > limit {
-                let problem = format!("{len} bytes are too many for a description");
-                let error = FormatError::new("torch.save file", problem).at(range.start);
-                return Err(self.locate(error).into());
-            }
-            self.bring(range).await?;
-        }
-        let error = FormatError::new("torch.save file", "its parts refer to ever more bytes");
-        Err(self.locate(error).into())
-    }
-
-    fn sparse(&self) -> Sparse<'_> {
-        let empty = Sparse::new(self.byte_len);
-        self.known.iter().fold(empty, |blob, (at, bytes)| blob.with(*at, bytes))
+        let (storage, key) = (self.storage, self.key);
+        let located = |error: FormatError| CheckpointError::from(error.in_file(key.as_str(), 0));
+        let read = async |range| Ok(storage.read_range(key, range).await?);
+        self.known.limited_to(limit).parse(parse, read, located).await
     }
 
     /// The bytes of many short ranges, in their order.
@@ -81,7 +63,7 @@ impl<'s> File<'s> {
         let mut all = Vec::with_capacity(ranges.len());
         for ranges in ranges.chunks(RANGES_MAX) {
             let mut wanted = Vec::new();
-            let known = self.sparse();
+            let known = self.known.sparse();
             let at_hand: Vec<_> = ranges.iter().map(|range| known.get(range.clone())).collect();
             for (range, at_hand) in ranges.iter().zip(&at_hand) {
                 if at_hand.is_none() {

@@ -10,6 +10,7 @@ mod directory;
 mod encode;
 mod inflate;
 mod le;
+mod partial;
 mod record;
 mod sparse;
 mod structure;
@@ -17,6 +18,7 @@ mod structure;
 pub use directory::{ArchiveIndex, Entry, check_archive};
 pub use encode::{ArchiveEncoder, RecordSet, StorageSlot};
 pub use inflate::{INFLATED_MAX, Inflater};
+pub use partial::PartialBlob;
 pub use record::{Method, Record};
 pub use sparse::{Progress, Sparse};
 

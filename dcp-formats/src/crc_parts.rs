@@ -1,0 +1,109 @@
+//! The CRC-32 of bytes that come in parts, in any order.
+
+use std::collections::BTreeMap;
+
+use crc32fast::Hasher;
+
+/// CRC-32s of parts, combined where parts touch.
+#[derive(Clone, Debug, Default)]
+pub struct CrcParts {
+    /// By where a part begins: where it ends, and its CRC-32.
+    parts: BTreeMap<u64, (u64, Hasher)>,
+}
+
+impl CrcParts {
+    /// Nothing yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds bytes `start..end` and combines them with the parts that they touch. Returns false, and
+    /// adds nothing, where they overlap a part.
+    pub fn add(&mut self, start: u64, end: u64, crc32: Hasher) -> bool {
+        let before = self.parts.range(..end).next_back().map(|(at, (end, _))| (*at, *end));
+        let (mut from, mut to, mut crc) = (start, end, crc32);
+        if let Some((at, its_end)) = before {
+            if its_end > start {
+                return false;
+            }
+            if its_end == start
+                && let Some((_, mut first)) = self.parts.remove(&at)
+            {
+                first.combine(&crc);
+                (from, crc) = (at, first);
+            }
+        }
+        if let Some((its_end, next)) = self.parts.remove(&to) {
+            crc.combine(&next);
+            to = its_end;
+        }
+        self.parts.insert(from, (to, crc));
+        true
+    }
+
+    /// The CRC-32 of `byte_len` bytes, when the parts make them up.
+    #[must_use]
+    pub fn whole(&self, byte_len: u64) -> Option<u32> {
+        let (only, (end, hasher)) = self.parts.first_key_value()?;
+        (*only == 0 && *end == byte_len).then(|| hasher.clone().finalize())
+    }
+
+    /// How many parts there are that do not touch.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.parts.is_empty()
+    }
+
+    /// Bytes of all parts.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.parts.iter().map(|(start, (end, _))| end - start).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn parts_in_any_order_make_the_checksum_of_the_whole(
+            bytes in prop::collection::vec(any::<u8>(), 1..200),
+            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
+            order in any::<u64>(),
+        ) {
+            let mut ends: Vec<_> = cuts.iter().map(|cut| cut.index(bytes.len())).collect();
+            ends.extend([0, bytes.len()]);
+            ends.sort_unstable();
+            ends.dedup();
+            let mut ranges: Vec<_> = ends.windows(2).map(|pair| pair[0]..pair[1]).collect();
+            ranges.sort_by_key(|range| (range.start as u64 + 1).wrapping_mul(order | 1));
+            let mut parts = CrcParts::new();
+            for range in ranges {
+                prop_assert_eq!(parts.whole(bytes.len() as u64), None);
+                let mut hasher = Hasher::new();
+                hasher.update(&bytes[range.clone()]);
+                prop_assert!(parts.add(range.start as u64, range.end as u64, hasher));
+            }
+            prop_assert_eq!((parts.len(), parts.byte_len()), (1, bytes.len() as u64));
+            prop_assert_eq!(parts.whole(bytes.len() as u64), Some(crc32fast::hash(&bytes)));
+        }
+    }
+
+    #[test]
+    fn what_is_read_twice_does_not_count_twice() {
+        let mut parts = CrcParts::new();
+        assert!(parts.add(0, 4, Hasher::new()));
+        assert!(!parts.add(3, 5, Hasher::new()));
+        assert_eq!(parts.byte_len(), 4);
+    }
+}

@@ -1,7 +1,8 @@
 //! Conformance suites and fault-injecting decorators for dcp plug-ins.
 //!
-//! The author of a [`Storage`](dcp_core::Storage) or a [`Collective`](dcp_core::Collective) proves
-//! it here: every clause of the trait's documentation is a named test.
+//! The author of a [`Storage`](dcp_core::Storage), a [`Collective`](dcp_core::Collective), a planner
+//! or a [`CheckpointFormat`](dcp_core::format::CheckpointFormat) proves it here: every clause of the
+//! trait's documentation is a named test.
 //!
 //! ```toml
 //! [[test]]
@@ -36,7 +37,9 @@ mod counting_storage;
 mod fault_collective;
 mod fault_storage;
 mod fault_writer;
+pub mod format;
 mod memory_storage;
+mod numbers;
 pub mod planner;
 mod slow_collective;
 mod slow_storage;

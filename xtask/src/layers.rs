@@ -165,7 +165,7 @@ const LAYERS: &[Layer] = &[
     Layer {
         package: "dcp-conformance",
         uses: &["dcp-core"],
-        tests_use: &[],
+        tests_use: &["dcp-formats"],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::net", "std::process::Command"],
     },

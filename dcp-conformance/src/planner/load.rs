@@ -8,6 +8,7 @@ use dcp_core::*;
 use super::states::*;
 use super::{Laws, STATES, laws};
 use crate::case::{Failure, Outcome, ensure};
+use crate::numbers::Numbers;
 
 pub(super) const LOAD_LAWS: Laws<dyn LoadPlanner> = laws![
     every_wanted_element_is_read_once,

@@ -1,0 +1,117 @@
+//! The suite for checkpoint formats: [`CheckpointFormat`](dcp_core::format::CheckpointFormat) with
+//! its [`StorageReader`](dcp_core::StorageReader) and, where it has one, its
+//! [`StorageWriter`](dcp_core::StorageWriter).
+//!
+//! Where the format has a writer, the suite saves a state of two ranks with it: sharded and
+//! replicated tensors of several dtypes, one without elements, one without axes, and objects. Of a
+//! format without a writer, the author fills the storage.
+
+mod load;
+mod read;
+mod recognize;
+mod sample;
+mod subject;
+mod write;
+
+use std::pin::Pin;
+use std::process::ExitCode;
+
+use libtest_mimic::{Completion, Trial};
+
+use crate::case::{CASE_TIMEOUT, Outcome, report, run_future};
+
+pub use sample::{Sample, SampleTensor};
+pub use subject::{BoxError, Subject};
+
+/// Runs the whole suite as a test binary; see [`trials`].
+///
+/// ```no_run
+/// # use std::sync::Arc;
+/// # use dcp_core::format::CheckpointFormat;
+/// # use dcp_core::{Storage, StorageWriter};
+/// # type Toy = fn(Arc<dyn Storage>, bool) -> Arc<dyn StorageWriter>;
+/// # fn main_of(toy: Arc<dyn CheckpointFormat>, writer: Toy) -> std::process::ExitCode {
+/// use dcp_conformance::format::{self, Subject};
+///
+/// let subject = Subject::with_writer(toy, move |storage, overwrite| writer(storage, overwrite));
+/// format::main("toy", subject.without_objects())
+/// # }
+/// ```
+pub fn main(name: &str, subject: Subject) -> ExitCode {
+    crate::run(trials(name, subject))
+}
+
+/// One trial per clause, named `name::clause`. A clause that the subject excludes is among the
+/// trials, and says so when it is run.
+#[must_use]
+pub fn trials(name: &str, subject: Subject) -> Vec<Trial> {
+    let trial = |case: &'static Case| {
+        let subject = subject.clone();
+        Trial::ignorable_test(format!("{name}::{}", case.name), move || {
+            if let Some(missing) = case.needs.missing(&subject) {
+                return Ok(Completion::ignored_with(missing));
+            }
+            report(case.check(subject)).map(|()| Completion::Completed)
+        })
+        .with_kind("format")
+    };
+    CASES.iter().flat_map(|cases| cases.iter()).map(trial).collect()
+}
+
+const CASES: &[&[Case]] = &[recognize::CASES, read::CASES, write::CASES];
+
+type Checking = Pin<Box<dyn Future<Output = Outcome> + Send>>;
+
+/// A clause: its sentence, what a format must have, and the test.
+struct Case {
+    name: &'static str,
+    needs: Needs,
+    run: fn(Subject) -> Checking,
+}
+
+#[derive(Clone, Copy)]
+enum Needs {
+    Nothing,
+    Folder,
+    File,
+    Objects,
+    Checksums,
+    Writer,
+}
+
+impl Needs {
+    fn missing(self, subject: &Subject) -> Option<&'static str> {
+        let (is_there, missing) = match self {
+            Self::Nothing => return None,
+            Self::Folder => (subject.file().is_none(), "its checkpoints are single files"),
+            Self::File => (subject.file().is_some(), "its checkpoints are folders"),
+            Self::Objects => (subject.features.objects, "it stores no objects"),
+            Self::Checksums => (subject.features.checksums, "it has no checksums"),
+            Self::Writer => (subject.has_writer(), "it has no writer"),
+        };
+        (!is_there).then_some(missing)
+    }
+}
+
+impl Case {
+    fn check(&self, subject: Subject) -> Outcome {
+        run_future(CASE_TIMEOUT, (self.run)(subject))
+    }
+}
+
+/// Names the functions of a module as its clauses.
+macro_rules! clauses {
+    ($($name:ident $(if $needs:ident)?),+ $(,)?) => {
+        pub(super) const CASES: &[super::Case] = &[$(super::Case {
+            name: stringify!($name),
+            needs: super::clauses!(@needs $($needs)?),
+            run: |subject| Box::pin($name(subject)),
+        }),+];
+    };
+    (@needs) => { super::Needs::Nothing };
+    (@needs $needs:ident) => { super::Needs::$needs };
+}
+use clauses;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,297 @@
+//! PyTorch's DCP with one flaw in its format, reader or writer.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use dcp_core::format::{
+    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
+    Place, Recognized, RunTracker,
+};
+use dcp_core::{
+    Buffer, CheckpointError, CheckpointMetadata, DataSink, DataSource, GlobalPlan, Key, LoadPlan,
+    PutMode, ReadItem, ReadKind, ReadReport, SavePlan, SaveSession, Storage, StorageError,
+    StorageExt as _, StorageReader, StorageWriter, TensorView, Value, WritePlan, WriteReport,
+};
+use dcp_formats::dcp::{DcpFormat, DcpReader, DcpWriter};
+use futures_util::TryStreamExt as _;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Flaw {
+    None,
+    RecognizesAnything,
+    RecognizesPathsOfTheRoot,
+    CountsAllFiles,
+    ReadsAgain,
+    OpensUnread,
+    FindsProblems,
+    HidesAnEntry,
+    ChangesAByte,
+    SwapsObjects,
+    HidesErrors,
+    KeepsALoan,
+    ComparesNoChecksums,
+    PanicsOnDamage,
+    CountsSaves,
+    CommitsEarly,
+    RemovesTheOldIndex,
+    KeepsStaleFiles,
+    AbandonsNothing,
+    AbandonsAll,
+    ReplacesAnything,
+    RenamesNothing,
+    LeavesAMarker,
+    AbandonsAfterTheCommit,
+    ClaimsNothing,
+}
+
+fn index() -> Key {
+    Key::new(".metadata").unwrap()
+}
+
+#[derive(Debug)]
+pub(super) struct FlawedFormat(pub(super) Flaw);
+
+#[async_trait]
+impl CheckpointFormat for FlawedFormat {
+    fn info(&self) -> FormatInfo {
+        DcpFormat.info()
+    }
+
+    fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
+        DcpFormat.peeks(folder)
+    }
+
+    fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
+        let found = DcpFormat.recognize(folder);
+        match self.0 {
+            Flaw::RecognizesAnything => {
+                found.or_else(|| Some(Recognized::new(Evidence::Trace, "is a folder")))
+            }
+            Flaw::RecognizesPathsOfTheRoot if folder.path() != "." => None,
+            Flaw::CountsAllFiles if folder.file_count() > 5 => {
+                found.map(|found| found.with_problem(Some("there are too many files".into())))
+            }
+            _ => found,
+        }
+    }
+
+    fn recognize_file(&self, name: &str, head: &[u8]) -> bool {
+        DcpFormat.recognize_file(name, head)
+    }
+
+    async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
+        match self.0 {
+            Flaw::OpensUnread => Ok(Examined::default()),
+            Flaw::FindsProblems => Ok(Examined::new(Some("it is old".into()))),
+            _ => DcpFormat.examine(place).await,
+        }
+    }
+
+    async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {
+        DcpFormat.tracker(run).await
+    }
+
+    async fn open(
+        &self,
+        place: &Place,
+        options: &OpenOptions,
+    ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let storage = place.storage();
+        for _ in 0..if self.0 == Flaw::ReadsAgain { 8 } else { 0 } {
+            storage.read_all(&index()).await?;
+        }
+        let verify = self.0 != Flaw::ComparesNoChecksums;
+        let reader = DcpReader::builder(Arc::clone(storage)).verify_checksums(verify);
+        let reader = FlawedReader { inner: Arc::new(reader.build()), flaw: self.0 };
+        if self.0 != Flaw::OpensUnread {
+            DcpFormat.open(place, options).await?;
+        }
+        Ok(OpenedCheckpoint::new(Arc::clone(storage), Arc::new(reader)))
+    }
+}
+
+#[derive(Debug)]
+struct FlawedReader {
+    inner: Arc<DcpReader>,
+    flaw: Flaw,
+}
+
+#[async_trait]
+impl StorageReader for FlawedReader {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        let metadata = match self.inner.metadata().await {
+            Err(error) if self.flaw == Flaw::PanicsOnDamage => panic!("{error}"),
+            metadata => metadata?,
+        };
+        if self.flaw == Flaw::HidesAnEntry {
+            let mut rest = CheckpointMetadata::clone(&metadata);
+            rest.retain(|fqn, _| fqn != "columns");
+            return Ok(Arc::new(rest));
+        }
+        Ok(metadata)
+    }
+
+    async fn read(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let flaw = self.flaw;
+        let sink = Arc::new(FlawedSink { inner: sink, flaw, kept: Mutex::default() });
+        match self.inner.read(metadata, plan, Arc::clone(&sink) as _).await {
+            Err(_) if flaw == Flaw::HidesErrors => Ok(ReadReport::default()),
+            Err(error) if flaw == Flaw::PanicsOnDamage => panic!("{error}"),
+            read => {
+                std::mem::forget(std::mem::take(&mut *sink.kept.lock().unwrap()));
+                read
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct FlawedSink {
+    inner: Arc<dyn DataSink>,
+    flaw: Flaw,
+    kept: Mutex<Vec<Buffer>>,
+}
+
+impl DataSink for FlawedSink {
+    fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
+        self.inner.destination(item)
+    }
+
+    fn commit(&self, item: &ReadItem) -> Result<(), CheckpointError> {
+        let view = self.inner.destination(item)?;
+        let run = view.runs().next();
+        if let (Some(run), ReadKind::Tensor { .. }) = (run, &item.kind) {
+            let mut lent = view.memory().lend(run).unwrap();
+            match self.flaw {
+                Flaw::ChangesAByte => lent[0] ^= 1,
+                Flaw::KeepsALoan => self.kept.lock().unwrap().push(lent),
+                _ => {}
+            }
+        }
+        self.inner.commit(item)
+    }
+
+    fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
+        let value = if self.flaw == Flaw::SwapsObjects { Value::None } else { value };
+        self.inner.object(item, value)
+    }
+}
+
+pub(super) struct FlawedWriter {
+    inner: DcpWriter,
+    storage: Arc<dyn Storage>,
+    flaw: Flaw,
+    plans: Mutex<Vec<WritePlan>>,
+}
+
+impl FlawedWriter {
+    pub(super) fn new(flaw: Flaw, storage: Arc<dyn Storage>, overwrite: bool) -> Self {
+        let overwrite = overwrite || flaw == Flaw::ReplacesAnything;
+        let inner = DcpWriter::builder(Arc::clone(&storage)).overwrite(overwrite).build();
+        Self { inner, storage, flaw, plans: Mutex::default() }
+    }
+
+    async fn put(&self, name: &str, text: String) -> Result<(), CheckpointError> {
+        let key = Key::new(name).unwrap();
+        Ok(self.storage.put(&key, text.into_bytes().into(), PutMode::Overwrite).await?)
+    }
+}
+
+impl fmt::Debug for FlawedWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("FlawedWriter").field(&self.flaw).finish()
+    }
+}
+
+#[async_trait]
+impl StorageWriter for FlawedWriter {
+    fn encode_object(&self, fqn: &str, value: &Value) -> Result<Bytes, CheckpointError> {
+        self.inner.encode_object(fqn, value)
+    }
+
+    async fn begin(&self) -> Result<SaveSession, CheckpointError> {
+        let mut session = self.inner.begin().await?;
+        match self.flaw {
+            Flaw::LeavesAMarker => self.put("saving", String::new()).await?,
+            Flaw::RemovesTheOldIndex => self.storage.delete(&index()).await?,
+            Flaw::KeepsStaleFiles => session.stale.clear(),
+            Flaw::ClaimsNothing => {
+                return Ok(SaveSession::new(session.generation, session.stale.clone()));
+            }
+            _ => {}
+        }
+        Ok(session)
+    }
+
+    fn place(
+        &self,
+        session: &SaveSession,
+        locals: &[SavePlan],
+        global: &mut GlobalPlan,
+    ) -> Result<Vec<WritePlan>, CheckpointError> {
+        let plans = self.inner.place(session, locals, global)?;
+        self.plans.lock().unwrap().clone_from(&plans);
+        Ok(plans)
+    }
+
+    fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError> {
+        if self.flaw == Flaw::RenamesNothing {
+            return Ok(file.clone());
+        }
+        self.inner.renamed(file, generation)
+    }
+
+    async fn write(
+        &self,
+        local: &SavePlan,
+        plan: &WritePlan,
+        data: Arc<dyn DataSource>,
+    ) -> Result<WriteReport, CheckpointError> {
+        let report = self.inner.write(local, plan, data).await?;
+        if self.flaw == Flaw::CommitsEarly {
+            self.put(".metadata", String::new()).await?;
+        }
+        Ok(report)
+    }
+
+    async fn commit(
+        &self,
+        session: SaveSession,
+        metadata: &CheckpointMetadata,
+        reports: Vec<WriteReport>,
+    ) -> Result<(), CheckpointError> {
+        static SAVES: AtomicU64 = AtomicU64::new(0);
+        if self.flaw == Flaw::CountsSaves {
+            self.put("saves", SAVES.fetch_add(1, Ordering::SeqCst).to_string()).await?;
+        }
+        let committed = self.inner.commit(session, metadata, reports).await;
+        if self.flaw == Flaw::AbandonsAfterTheCommit && committed.is_err() {
+            let plans = self.plans.lock().unwrap().clone();
+            for file in plans.iter().flat_map(|plan| &plan.files) {
+                let _ = self.storage.delete(file).await;
+            }
+        }
+        committed
+    }
+
+    async fn abandon(&self, plan: &WritePlan) {
+        match self.flaw {
+            Flaw::AbandonsNothing => {}
+            Flaw::AbandonsAll => {
+                let all = self.storage.list(None).try_collect::<Vec<_>>().await.unwrap();
+                for meta in all {
+                    let _ = self.storage.delete(&meta.key).await;
+                }
+            }
+            _ => self.inner.abandon(plan).await,
+        }
+    }
+}

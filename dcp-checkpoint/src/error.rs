@@ -332,7 +332,7 @@ impl From<MegatronError> for Error {
 }
 
 /// What helps where a checkpoint does not say enough of its model.
-const UNSAID: &str = "`dcp inspect --args` shows what the checkpoint tells; --config DIR takes the \
+const UNSAID: &str = "`dcp inspect --args` shows what the checkpoint says; --config DIR reads the \
                       rest from the model's config.json, and a mapping of your own may say it";
 
 impl From<MappingError> for Error {
@@ -344,8 +344,8 @@ impl From<MappingError> for Error {
             }
             MappingError::Yaml { .. } => (
                 ErrorKind::Damaged,
-                "it is written beside the checkpoint and tells of its model; without it, --config \
-                 DIR takes the model's config.json",
+                "the file describes the model of the checkpoint; without it, --config DIR reads the \
+                 model's config.json",
             ),
             MappingError::UnknownFamily { .. } => (
                 ErrorKind::InvalidOption,
@@ -375,7 +375,7 @@ impl From<MappingError> for Error {
             }
             MappingError::BadFact { .. } => (
                 ErrorKind::Damaged,
-                "`dcp inspect` shows what the checkpoint holds and tells of itself",
+                "`dcp inspect` shows what the checkpoint holds and says of its model",
             ),
             _ => (
                 ErrorKind::Unmapped,

@@ -75,7 +75,7 @@ impl Checkpoint {
             && self.storage.contains(&config).await.unwrap_or(false)
         {
             let message = format!(
-                "{} has no common state that can be told: its {METADATA_JSON} does not name the \
+                "{} has no common state that can be recognized: its {METADATA_JSON} does not name the \
                  backends of Megatron-Core, because it is damaged or of another program",
                 Quoted(&self.uri)
             );

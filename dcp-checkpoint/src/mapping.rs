@@ -148,10 +148,10 @@ impl MappingOptions {
                         && own.name() != mapping.name()
                     {
                         notes.say(format!(
-                            "{CONFIG} is that of {}, and is taken for {} as asked: what only the \
-                             former has is not among the arguments",
-                            own.name(),
-                            mapping.name()
+                            "{CONFIG} is of {own} and is read as one of {}, which --arch names; \
+                             settings that only {own} has are not among the arguments",
+                            mapping.name(),
+                            own = own.name(),
                         ));
                     }
                     *mapping
@@ -283,7 +283,7 @@ async fn facts(opened: &Checkpoint, source: &Source, notes: &mut Notes) -> Resul
         return Ok(facts);
     }
     let Some((facts, file)) = run_config::facts(opened).await? else { return Ok(Facts::new()) };
-    notes.say(format!("there are no arguments in it; {file} tells of the model"));
+    notes.say(format!("the checkpoint has no arguments; {file} describes the model"));
     Ok(facts)
 }
 
@@ -332,7 +332,7 @@ async fn config_of(opened: &Checkpoint, folder: Option<&Path>) -> Result<serde_j
     let absent = |place: String| {
         Error::new(
             ErrorKind::Undecided,
-            format!("there is no {CONFIG} in {place:?}, which tells the model"),
+            format!("there is no {CONFIG} in {place:?}, which describes the model"),
         )
         .with_hint("pass --config DIR, the folder that has it")
     };

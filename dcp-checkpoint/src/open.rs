@@ -160,8 +160,7 @@ impl Opener {
             && let Some(key) = model_file(&*storage).await?
         {
             return Ok(Some(format!(
-                "{uri:?} is a checkpoint of PyTorch's format, which is taken; {:?} of another \
-                 checkpoint lies there, too",
+                "{uri:?} has two checkpoints; opening the one of PyTorch's format, not the one of {:?}",
                 key.as_str()
             )));
         }

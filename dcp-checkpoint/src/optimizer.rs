@@ -111,9 +111,9 @@ impl OptimizerOptions {
             && let Some(problem) = shifted(&opened.uri, checkpoint, job).await?
         {
             return Err(Error::new(ErrorKind::Damaged, problem).with_hint(
-                "--repair-optimizer takes the master parameters from the weights and lets the \
-                 moments begin anew; --no-optimizer leaves the state out; \
-                 --allow-corrupt-optimizer takes it as it is; the model is sound",
+                "--repair-optimizer takes the master parameters from the weights and resets the \
+                 moments; --no-optimizer leaves the state out; --allow-corrupt-optimizer writes it \
+                 as it is; the model is sound",
             ));
         }
         if self.form == Some(OptimizerForm::PerParameter) {
@@ -123,7 +123,7 @@ impl OptimizerOptions {
             };
             note_division(&shown, notes);
             if !shown.report.is_complete() && files.is_empty() {
-                notes.say("the buffers are kept besides, so that nothing is lost");
+                notes.say("the buffers are kept, too, so that nothing is lost");
             }
             (source, common) = (shown.source, shown.common);
         }
@@ -131,12 +131,12 @@ impl OptimizerOptions {
             // By parameter first, where that was chosen: flat buffers do not name them.
             let restarted = restart_optimizer(&source, &common, job).await.map_err(|error| {
                 Error::from(error).with_hint(
-                    "--optimizer per-parameter besides tells the parameters in buffers apart \
+                    "--optimizer per-parameter, given as well, divides the buffers by parameter \
                      first; --no-optimizer leaves the state out",
                 )
             })?;
             notes.say(format!(
-                "the optimizer begins anew: {} are the weights, moments and steps are zero",
+                "the optimizer is reset: {} are the weights, moments and steps are zero",
                 count(restarted.params, "master parameter")
             ));
             if !restarted.kept.is_empty() {
@@ -195,7 +195,7 @@ pub(crate) async fn refuse_corrupt(
         if let Some(problem) = opened.optimizer_problem(&taken, job).await? {
             return Err(Error::new(ErrorKind::Damaged, problem).with_hint(
                 "`dcp convert --to torch-dist --repair-optimizer` makes a sound one of it; \
-                 --no-optimizer leaves the state out; --allow-corrupt-optimizer takes it as it \
+                 --no-optimizer leaves the state out; --allow-corrupt-optimizer writes it as it \
                  is; the model is sound",
             ));
         }

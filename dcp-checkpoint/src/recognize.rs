@@ -128,19 +128,19 @@ async fn tracked_iteration(
     let complete = || checkpoints.iter().filter(|checkpoint| checkpoint.is_complete());
     let found = |checkpoint: &RunCheckpoint, why: String, tracker_problem: Option<String>| {
         let folder = checkpoint.which.folder()?.to_string();
-        let note = format!("{uri:?} is a run of Megatron-LM; {folder} is taken, {why}");
+        let note = format!("{uri:?} is a run of Megatron-LM; opening {folder}, {why}");
         Ok(Some(Iteration { folder, note, tracker_problem }))
     };
     let problem = match &tracked {
         Ok(Some(tracked)) => {
             if let Some(named) = complete().find(|checkpoint| checkpoint.which == *tracked) {
-                return found(named, "which its tracker names".to_owned(), None);
+                return found(named, "which the tracker names".to_owned(), None);
             }
             match checkpoints.iter().find(|checkpoint| checkpoint.which == *tracked) {
                 Some(named) => {
                     let problem = named.entry.problem.as_deref().unwrap_or("it is not whole");
                     format!(
-                        "{}, which its tracker names, is not complete: {problem}",
+                        "{}, which the tracker names, is not complete: {problem}",
                         tracked.folder()?
                     )
                 }
@@ -149,7 +149,7 @@ async fn tracked_iteration(
                     // A link that leads out is not listed, but refused when it is followed.
                     let inside = Key::new(format!("{folder}/{METADATA_JSON}"));
                     storage.contains(&inside.map_err(StorageError::from)?).await?;
-                    format!("{folder}, which its tracker names, is not there")
+                    format!("{folder}, which the tracker names, does not exist")
                 }
             }
         }
@@ -176,8 +176,7 @@ pub(crate) async fn untracked_iteration(
         return Ok(None);
     };
     let folder = last.which.folder()?.to_string();
-    let note =
-        format!("there is no {TRACKER} in {uri:?}; {folder} is taken, the last complete one");
+    let note = format!("there is no {TRACKER} in {uri:?}; opening {folder}, the last complete one");
     Ok(Some(Iteration { folder, note, tracker_problem: None }))
 }
 

@@ -135,7 +135,7 @@ fn a_run_is_its_latest_complete_iteration() {
     let listed = dcp(["ls", &uri, "--json"]).json();
     assert_eq!(listed["latest"], "iter_0000010");
     let opened = dcp(["inspect", &uri]);
-    assert!(opened.stderr.contains("iter_0000010 is taken, which its tracker names"));
+    assert!(opened.stderr.contains("opening iter_0000010, which the tracker names"));
     let step = dcp(["inspect", &path(&run, "iter_0000010"), "--json"]).json();
     assert_eq!(dcp(["inspect", &uri, "--json"]).json(), step);
 
@@ -143,14 +143,14 @@ fn a_run_is_its_latest_complete_iteration() {
     copy_into(&run.path().join("iter_0000010"), &run.path().join("iter_0000020"));
     fs::remove_file(run.path().join("iter_0000020/metadata.json")).unwrap();
     for (tracker, said) in [
-        ("20", "iter_0000020, which its tracker names, is not complete: there is no metadata.json"),
-        ("30", "iter_0000030, which its tracker names, is not there"),
+        ("20", "iter_0000020, which the tracker names, is not complete: there is no metadata.json"),
+        ("30", "iter_0000030, which the tracker names, does not exist"),
         ("ten", "neither an iteration nor \"release\""),
     ] {
         fs::write(run.path().join("latest_checkpointed_iteration.txt"), tracker).unwrap();
         let opened = dcp(["inspect", &uri, "--json"]);
         assert!(opened.stderr.contains(said), "{}", opened.stderr);
-        assert!(opened.stderr.contains("iter_0000010 is taken"), "{}", opened.stderr);
+        assert!(opened.stderr.contains("opening iter_0000010"), "{}", opened.stderr);
         assert_eq!(opened.json(), step);
     }
     fs::remove_dir_all(run.path().join("iter_0000010")).unwrap();

@@ -39,11 +39,11 @@ fn a_configuration_beside_it_tells_what_arguments_do() {
     let at = |name: &str| path(&folder, name);
     let bridge = without_arguments(&folder, "bridge");
     dcp(["convert", &bridge, &at("hf"), "--to", "hf"])
-        .fails(2, &["needs num_attention_heads", "--config DIR takes the rest"]);
+        .fails(2, &["needs num_attention_heads", "--config DIR reads the rest"]);
     let config = format!("_target_: a.ConfigContainer\nmodel:\n    {RUN_CONFIG}");
     fs::write(at("bridge/run_config.yaml"), config).unwrap();
     let run = dcp(["convert", &bridge, &at("hf"), "--to", "hf"]);
-    assert!(run.stderr.contains("run_config.yaml tells of the model"), "{}", run.stderr);
+    assert!(run.stderr.contains("run_config.yaml describes the model"), "{}", run.stderr);
     run.ok();
     let config = read_json(&folder.path().join("hf/config.json"));
     assert_eq!(config["num_key_value_heads"], 2);
@@ -63,5 +63,5 @@ fn a_configuration_beside_it_tells_what_arguments_do() {
     dcp(["inspect", &at("nemo")]).ok();
     fs::write(at("nemo/context/model.yaml"), "config: [\n").unwrap();
     dcp(["-q", "convert", &at("nemo"), &at("bad"), "--to", "hf"])
-        .fails(1, &["context/model.yaml:2: ", "hint: it is written beside the checkpoint"]);
+        .fails(1, &["context/model.yaml:2: ", "hint: the file describes the model"]);
 }

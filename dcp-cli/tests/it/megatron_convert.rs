@@ -410,7 +410,7 @@ fn another_family_than_that_of_the_model_is_taken_and_said() {
     config["model_type"] = json!("mistral");
     fs::write(&file, config.to_string()).unwrap();
     let said = convert("other");
-    assert!(said.contains("config.json is that of mistral, and is taken for llama"), "{said}");
+    assert!(said.contains("config.json is of mistral and is read as one of llama"), "{said}");
 }
 
 #[test]

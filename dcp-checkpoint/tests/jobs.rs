@@ -7,11 +7,13 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use dcp_checkpoint::{
-    Checkpoint, ErrorKind, Format, Keys, Need, Opener, Rollback, TargetOptions, Undone,
+    Checkpoint, Destination, ErrorKind, Format, Keys, Need, Opener, Rollback, TargetOptions, Undone,
 };
+use dcp_conformance::StallStorage;
 use dcp_convert::{JobOptions, StatePart};
 use dcp_core::{Access, DType, Entry, Key, Payload, PutMode, Storage, StorageRegistry};
 use dcp_storage_fs::FsStorage;
+use futures_util::StreamExt;
 
 fn storages() -> StorageRegistry {
     let mut storages = StorageRegistry::empty();
@@ -229,4 +231,54 @@ async fn every_storage_that_is_opened_passes_the_layers() {
     assert!(opened.lock().unwrap().contains(&Access::Write));
     let unasked = checkpoint.reshard(&target).run().await.unwrap_err();
     assert_eq!(unasked.kind(), ErrorKind::InvalidOption);
+}
+
+/// A conversion that is cancelled at any of its operations leaves nothing once it is taken back.
+#[tokio::test]
+async fn a_cancelled_conversion_leaves_nothing() {
+    let source = fixture("pytorch/t21_plain");
+    for operation in 1.. {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("new/model").display().to_string();
+        let (found, stalled) = tokio::sync::oneshot::channel();
+        let found = Mutex::new(Some(found));
+        let storages = storages().with_layer(move |storage, access| {
+            let opened = access == Access::Write;
+            let Some(found) = opened.then(|| found.lock().unwrap().take()).flatten() else {
+                return storage;
+            };
+            let storage = StallStorage::new(storage, operation);
+            found.send(storage.clone()).unwrap();
+            Arc::new(storage)
+        });
+        let checkpoint = Opener::new(storages).open(&source).await.unwrap();
+        let rollback = Rollback::new();
+        let destination = Destination::new(&target).to(Format::HuggingFace).max_shard_bytes(600);
+        let work = checkpoint.convert(destination).rollback(&rollback).run();
+        let stopped = async {
+            let stalled = stalled.await.unwrap();
+            stalled.stopped().await;
+            // What is getting its name gets it; nothing else does.
+            let quiet = rollback.quiesce();
+            stalled.resume();
+            quiet.await
+        };
+        let quiet = tokio::select! {
+            biased;
+            quiet = stopped => quiet,
+            written = work => {
+                written.unwrap();
+                assert!(operation > 5, "only {operation} operations were tried");
+                break;
+            }
+        };
+        assert_eq!(rollback.undo(quiet).await, Undone::All, "operation {operation}");
+        let Ok(left) = storages_of(&target) else { continue };
+        let left: Vec<_> = left.list(None).map(|object| object.unwrap().key).collect().await;
+        assert!(left.is_empty(), "operation {operation}: {left:?}");
+    }
+}
+
+fn storages_of(target: &str) -> Result<Arc<dyn Storage>, dcp_core::StorageError> {
+    storages().open(target, Access::Read)
 }

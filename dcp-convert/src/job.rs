@@ -82,7 +82,7 @@ impl JobOptions {
     /// nothing faster: 16 MiB are sent at a time.
     pub(crate) fn write_segment_bytes(&self) -> u64 {
         const WORTH: u64 = 8 << 20;
-        self.segment_bytes(8).min(WORTH)
+        self.segment_bytes(self.parallelism.saturating_mul(2).max(8)).min(WORTH)
     }
 
     /// Bytes of one segment when `in_flight` of them are held at once: a multiple of every

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use dcp_conformance::{CountingStorage, Fault, FaultStorage, FaultWriter, MemoryStorage};
 use dcp_convert::{
     ConvertError, DiffOptions, Found, JobOptions, ProblemKind, Selection, Source, Target, diff,
-    find, reshard, stats, to_safetensors, verify,
+    find, reshard, stats, to_safetensors, to_torch_save, verify,
 };
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Key,
@@ -19,6 +19,7 @@ use dcp_core::{
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, encode_header, header_len};
+use dcp_formats::torch_save::TorchSaveOptions;
 use futures_util::StreamExt;
 use indexmap::IndexMap;
 use proptest::prelude::*;
@@ -161,6 +162,68 @@ fn a_tensor_larger_than_the_budget_goes_through_in_segments() {
         assert!(diff(&source, &source, &DiffOptions::default(), &options).await.unwrap().equal);
         let most = spy.most.load(Ordering::Relaxed);
         assert!(most > 1 << 16 && most <= 1 << 20, "{most} bytes of 8.4 MB were held at once");
+    });
+}
+
+/// Counts the bytes that reads in flight bring together.
+#[derive(Debug)]
+struct InFlight {
+    inner: Arc<dyn StorageReader>,
+    now: AtomicU64,
+    most: AtomicU64,
+}
+
+#[async_trait]
+impl StorageReader for InFlight {
+    async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError> {
+        self.inner.metadata().await
+    }
+
+    async fn read(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        plan: &LoadPlan,
+        sink: Arc<dyn DataSink>,
+    ) -> Result<ReadReport, CheckpointError> {
+        let bytes = plan.items.iter().map(|item| match &item.kind {
+            ReadKind::Tensor { region, .. } => region.volume(),
+            _ => 0,
+        });
+        let bytes: u64 = bytes.sum();
+        self.most
+            .fetch_max(self.now.fetch_add(bytes, Ordering::Relaxed) + bytes, Ordering::Relaxed);
+        tokio::task::yield_now().await;
+        let report = self.inner.read(metadata, plan, sink).await;
+        self.now.fetch_sub(bytes, Ordering::Relaxed);
+        report
+    }
+}
+
+#[test]
+fn a_target_of_one_file_reads_as_many_segments_at_once_as_there_are_jobs() {
+    let tensors = Tensors::from([("x".to_owned(), tensor(DType::UInt8, &[1 << 20], 1))]);
+    run(async {
+        let storage = file(&tensors).await;
+        for parallelism in [1, 4, 16] {
+            let inner = Source::safetensors(Arc::clone(&storage), key("in.safetensors")).reader;
+            let (now, most) = (AtomicU64::new(0), AtomicU64::new(0));
+            let reader = Arc::new(InFlight { inner, now, most });
+            let source = Source::new(Arc::clone(&storage), Arc::clone(&reader) as _);
+            let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+            let options = JobOptions::default().with_max_memory(1 << 20);
+            let options = options.with_parallelism(parallelism);
+            let target = |name| Target::new(Arc::clone(&place), key(name));
+            let segment = ((1 << 20) / (2 * parallelism as u64).max(8)) & !0xffff;
+            let at_once = parallelism as u64 * segment.max(1 << 16);
+            to_safetensors(&source, &target("out.safetensors"), &options).await.unwrap();
+            assert_eq!(reader.most.swap(0, Ordering::Relaxed), at_once);
+            to_torch_save(&source, &target("out.pt"), TorchSaveOptions::default(), &options)
+                .await
+                .unwrap();
+            assert_eq!(reader.most.swap(0, Ordering::Relaxed), at_once);
+            assert_eq!(tensors_of(&*place, "out.safetensors").await, tensors);
+            assert!(at_once <= options.max_memory);
+        }
     });
 }
 

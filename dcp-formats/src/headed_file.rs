@@ -1,19 +1,19 @@
 //! A file that is a header and the elements of one tensor.
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, DataSource, FormatError, Key, PutMode, Storage};
+use dcp_core::{CheckpointError, DataSource, FormatError, Key, Storage};
 
-use crate::upload::{FileItem, FileSpec, Framing, PendingFile, prepare_file};
+use crate::upload::{FileItem, FileOptions, FileSpec, Framing, PendingFile, prepare_file};
 
 /// Makes a file of `header` and item 0 of `data`, which has `byte_len` bytes, without giving it its
-/// name; `mode` says whether one of that name is replaced. A `.npy` file is one.
+/// name; `options` say whether one of that name is replaced. A `.npy` file is one.
 ///
 /// # Errors
 ///
 /// When data or storage fail; then there is nothing of the file.
 pub async fn prepare_headed_file<'a>(
     storage: &'a dyn Storage,
-    (key, mode): (&Key, PutMode),
+    (key, options): (&Key, FileOptions),
     header: Bytes,
     byte_len: u64,
     data: &dyn DataSource,
@@ -22,7 +22,7 @@ pub async fn prepare_headed_file<'a>(
     let items = [FileItem { item: 0, byte_len }];
     let framing = Header { header, name: key.to_string() };
     let spec = FileSpec { key, byte_len: total, items: &items, framing: &framing };
-    prepare_file(storage, spec, mode, data, None).await
+    prepare_file(storage, spec, options, data, None).await
 }
 
 #[derive(Debug)]

@@ -60,4 +60,4 @@ pub use formats::formats;
 pub use headed_file::prepare_headed_file;
 pub use staged::Staged;
 pub use stop::Stop;
-pub use upload::{PendingFile, Progress};
+pub use upload::{FileOptions, PendingFile, Progress};

@@ -1,14 +1,16 @@
 //! Streaming items into a file: bounded memory, no copy of tensor data, CRCs on the way.
 
+mod parts;
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::pin::pin;
 use std::sync::Arc;
 
-use bytes::{Bytes, BytesMut};
+use self::parts::Parts;
+use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, DataSource, FormatError, Key, Payload, PlanError, PutMode, Storage,
-    StorageError, Upload,
+    CheckpointError, DataSource, FormatError, Key, Payload, PutMode, Storage, StorageError, Upload,
 };
 use futures_util::future::{Either, select};
 use futures_util::stream::{self, StreamExt};
@@ -25,8 +27,6 @@ const READY_MAX: usize = 1;
 const PARTS_MAX: u64 = 8192;
 /// Files up to this length are put whole, in one request.
 const SINGLE_PUT_BYTES: u64 = 8 << 20;
-/// Pieces below this length are copied together, so that a part is not a list of crumbs.
-const CRUMB_BYTES: usize = 4096;
 
 /// What a file has around the bytes of each item.
 pub(crate) trait Framing: fmt::Debug + Send + Sync {
@@ -66,8 +66,35 @@ pub(crate) async fn write_file(
     data: &dyn DataSource,
     progress: Option<&Progress>,
 ) -> Result<(), CheckpointError> {
-    let pending = prepare_file(storage, file, PutMode::Create, data, progress).await?;
+    let options = FileOptions::new(PutMode::Create);
+    let pending = prepare_file(storage, file, options, data, progress).await?;
     Ok(pending.publish().await?)
+}
+
+/// How a file is made.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct FileOptions {
+    /// Whether a file of its name is replaced.
+    pub mode: PutMode,
+    /// Segments of data that are asked for at once, in the order of the file; each has
+    /// [`DataSource::segment_bytes`].
+    pub in_flight: usize,
+}
+
+impl FileOptions {
+    /// With one segment at a time.
+    #[must_use]
+    pub fn new(mode: PutMode) -> Self {
+        Self { mode, in_flight: 1 }
+    }
+
+    /// The same, with so many segments at once.
+    #[must_use]
+    pub fn with_in_flight(mut self, segments: usize) -> Self {
+        self.in_flight = segments.max(1);
+        self
+    }
 }
 
 /// A file whose bytes are all made, and which has no name yet. A small one is in memory, a larger
@@ -125,10 +152,11 @@ async fn abort(key: &Key, upload: Box<dyn Upload>) {
 pub(crate) async fn prepare_file<'a>(
     storage: &'a dyn Storage,
     file: FileSpec<'_>,
-    mode: PutMode,
+    options: FileOptions,
     data: &dyn DataSource,
     progress: Option<&Progress>,
 ) -> Result<PendingFile<'a>, CheckpointError> {
+    let mode = options.mode;
     let (key, byte_len) = (file.key.clone(), file.byte_len);
     let report = |written: u64| {
         if let Some(progress) = progress {
@@ -136,14 +164,14 @@ pub(crate) async fn prepare_file<'a>(
         }
     };
     if file.byte_len <= SINGLE_PUT_BYTES {
-        let mut parts = Parts::new(&file, data);
+        let mut parts = Parts::new(&file, data, options.in_flight);
         let whole = parts.next(u64::MAX).await?.unwrap_or_default();
         check_len(&file, whole.len())?;
         report(byte_len);
         let bytes = PendingBytes::InMemory(whole);
         return Ok(PendingFile { storage, key, byte_len, mode, bytes });
     }
-    let how = Sending { mode, hashed: false };
+    let how = Sending { options, hashed: false };
     let sent = send_file(storage, file, data, how, progress).await?;
     let bytes = PendingBytes::Sent(sent.upload);
     Ok(PendingFile { storage, key, byte_len, mode, bytes })
@@ -162,8 +190,7 @@ pub(crate) struct SentFile {
 /// How a file is sent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sending {
-    /// Whether a file of its name is replaced when it gets it.
-    pub(crate) mode: PutMode,
+    pub(crate) options: FileOptions,
     /// Whether its CRC-32 is counted.
     pub(crate) hashed: bool,
 }
@@ -189,8 +216,8 @@ pub(crate) async fn send_file(
             progress(written);
         }
     };
-    let mut parts = Parts::new(&file, data);
-    let upload = storage.start_upload(file.key, how.mode).await?;
+    let mut parts = Parts::new(&file, data, how.options.in_flight);
+    let upload = storage.start_upload(file.key, how.options.mode).await?;
     let (key, byte_len) = (file.key.clone(), file.byte_len);
     let mut sent = SentFile { key, byte_len, crc32: 0, upload };
     let part_bytes = PART_BYTES.max(file.byte_len.div_ceil(PARTS_MAX));
@@ -259,129 +286,6 @@ fn check_len(file: &FileSpec<'_>, len: u64) -> Result<(), CheckpointError> {
     }
     let problem = format!("{len} bytes were made of the {} planned", file.byte_len);
     Err(FormatError::new("file to write", problem).in_file(file.key.as_str(), len).into())
-}
-
-/// Makes the parts of a file, in order.
-struct Parts<'a> {
-    items: &'a [FileItem],
-    framing: &'a dyn Framing,
-    data: &'a dyn DataSource,
-    position: usize,
-    /// Bytes of the current item that were resolved; `None` before its head was made.
-    resolved: Option<u64>,
-    /// Resolved bytes that did not fit into the last part.
-    rest: Payload,
-    crc32: crc32fast::Hasher,
-}
-
-impl<'a> Parts<'a> {
-    fn new(file: &FileSpec<'a>, data: &'a dyn DataSource) -> Self {
-        Self {
-            items: file.items,
-            framing: file.framing,
-            data,
-            position: 0,
-            resolved: None,
-            rest: Payload::default(),
-            crc32: crc32fast::Hasher::new(),
-        }
-    }
-
-    /// The next part, of about `limit` bytes; `None` at the end of the file.
-    async fn next(&mut self, limit: u64) -> Result<Option<Payload>, CheckpointError> {
-        let mut part = Gather::default();
-        while part.len < limit {
-            let Some(&FileItem { item, byte_len }) = self.items.get(self.position) else { break };
-            match self.resolved {
-                None => {
-                    part.push(self.framing.before(self.position)?);
-                    self.crc32 = crc32fast::Hasher::new();
-                    self.resolved = Some(0);
-                }
-                _ if !self.rest.is_empty() => self.take(&mut part, limit),
-                Some(done) if done < byte_len => self.resolve(item, done, byte_len).await?,
-                Some(_) => {
-                    let crc32 = std::mem::take(&mut self.crc32).finalize();
-                    part.push(self.framing.after(self.position, crc32)?);
-                    self.resolved = None;
-                    self.position += 1;
-                }
-            }
-        }
-        Ok(part.finish())
-    }
-
-    async fn resolve(
-        &mut self,
-        item: usize,
-        done: u64,
-        byte_len: u64,
-    ) -> Result<(), CheckpointError> {
-        let end = byte_len.min(done.saturating_add(self.data.segment_bytes().max(1)));
-        let payload = self.data.resolve(item, done..end).await?;
-        if payload.len() != end - done {
-            return Err(PlanError::Unsupported {
-                fqn: self.framing.name(self.position).to_owned(),
-                problem: format!(
-                    "bytes {done}..{end} of {byte_len} were asked for, the source gave {}",
-                    payload.len()
-                ),
-            }
-            .into());
-        }
-        self.resolved = Some(end);
-        self.rest = payload;
-        Ok(())
-    }
-
-    /// Moves what fits from the resolved bytes to the part.
-    fn take(&mut self, part: &mut Gather, limit: u64) {
-        let room = limit - part.len;
-        let rest = std::mem::take(&mut self.rest);
-        let now = if rest.len() > room {
-            self.rest = rest.slice(room..rest.len());
-            rest.slice(0..room)
-        } else {
-            rest
-        };
-        for piece in now.pieces() {
-            if self.framing.needs_crc(self.position) {
-                self.crc32.update(piece);
-            }
-            part.push(piece.clone());
-        }
-    }
-}
-
-/// A payload in the making.
-#[derive(Default)]
-struct Gather {
-    pieces: Vec<Bytes>,
-    crumbs: BytesMut,
-    len: u64,
-}
-
-impl Gather {
-    fn push(&mut self, piece: Bytes) {
-        self.len += piece.len() as u64;
-        if piece.len() < CRUMB_BYTES {
-            self.crumbs.extend_from_slice(&piece);
-        } else {
-            self.flush();
-            self.pieces.push(piece);
-        }
-    }
-
-    fn flush(&mut self) {
-        if !self.crumbs.is_empty() {
-            self.pieces.push(self.crumbs.split().freeze());
-        }
-    }
-
-    fn finish(mut self) -> Option<Payload> {
-        self.flush();
-        if self.pieces.is_empty() { None } else { Some(Payload::from(self.pieces)) }
-    }
 }
 
 #[cfg(test)]
@@ -474,7 +378,7 @@ mod tests {
         let key = Key::new("file").unwrap();
         let items = [FileItem { item: 0, byte_len: LEN }];
         let file = FileSpec { key: &key, byte_len: LEN, items: &items, framing: &NoFraming };
-        send(upload, &mut Parts::new(&file, data), 10, &mut |_| (), &|_| ()).await
+        send(upload, &mut Parts::new(&file, data, 1), 10, &mut |_| (), &|_| ()).await
     }
 
     fn block_on<F: Future>(future: F) -> F::Output {
@@ -515,5 +419,44 @@ mod tests {
         let error = block_on(sent(&mut upload, &data)).unwrap_err();
         assert!(dcp_core::error_chain(&error).contains("is damaged"), "{error}");
         assert_eq!(upload.taken.lock().unwrap().len(), 20);
+    }
+
+    /// Notes how many segments are asked for at once.
+    #[derive(Debug, Default)]
+    struct Crowded {
+        now: AtomicU64,
+        most: AtomicU64,
+    }
+
+    #[async_trait]
+    impl DataSource for Crowded {
+        async fn resolve(&self, _: usize, range: Range<u64>) -> Result<Payload, CheckpointError> {
+            let now = self.now.fetch_add(1, Ordering::Relaxed) + 1;
+            self.most.fetch_max(now, Ordering::Relaxed);
+            // The later a segment, the sooner it is there.
+            for _ in range.start..LEN {
+                tokio::task::yield_now().await;
+            }
+            self.now.fetch_sub(1, Ordering::Relaxed);
+            Ok(Payload::from(Bytes::from_iter(range.map(|byte| byte as u8))))
+        }
+
+        fn segment_bytes(&self) -> u64 {
+            4
+        }
+    }
+
+    #[test]
+    fn as_many_segments_as_allowed_are_asked_for_at_once_and_taken_in_order() {
+        for in_flight in [1, 3, 100] {
+            let data = Crowded::default();
+            let key = Key::new("file").unwrap();
+            let items = [0, 18, 0, LEN - 18].map(|byte_len| FileItem { item: 0, byte_len });
+            let file = FileSpec { key: &key, byte_len: LEN, items: &items, framing: &NoFraming };
+            let whole = block_on(Parts::new(&file, &data, in_flight).next(u64::MAX)).unwrap();
+            let expected: Vec<u8> = (0..18).chain(0..LEN as u8 - 18).collect();
+            assert_eq!(whole.unwrap().to_bytes(), expected);
+            assert_eq!(data.most.load(Ordering::Relaxed), in_flight.min(11) as u64);
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Chunks that have to be decoded, decoded once and not again for every part that is read.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -9,6 +9,7 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError, Quoted,
     ReadItem, ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
 };
+use futures_util::lock::Mutex as AsyncMutex;
 
 /// Chunks with more bytes of elements than this are not kept, but decoded for every part.
 const KEPT_MAX: u64 = 1 << 30;
@@ -28,7 +29,12 @@ pub(crate) struct DecodedOnce {
     slots: usize,
     /// The most recent last.
     kept: Mutex<VecDeque<Kept>>,
+    /// The chunks that are being decoded.
+    turns: Mutex<HashMap<(u32, u32), Weak<Turn>>>,
 }
+
+/// The lock of a chunk that is being decoded.
+type Turn = AsyncMutex<()>;
 
 #[derive(Clone, Debug)]
 struct Kept {
@@ -48,7 +54,19 @@ struct Coded {
 
 impl DecodedOnce {
     pub(crate) fn new(inner: Arc<dyn StorageReader>, slots: usize) -> Self {
-        Self { inner, slots: slots.max(1), kept: Mutex::default() }
+        Self { inner, slots: slots.max(1), kept: Mutex::default(), turns: Mutex::default() }
+    }
+
+    /// The lock of those that decode a chunk.
+    fn turn(&self, chunk: (u32, u32)) -> Arc<Turn> {
+        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.retain(|_, turn| turn.strong_count() > 0);
+        if let Some(turn) = turns.get(&chunk).and_then(Weak::upgrade) {
+            return turn;
+        }
+        let turn = Arc::new(Turn::new(()));
+        turns.insert(chunk, Arc::downgrade(&turn));
+        turn
     }
 
     async fn elements(
@@ -60,8 +78,14 @@ impl DecodedOnce {
     ) -> Result<Bytes, CheckpointError> {
         let is_it = |kept: &Kept| (kept.entry, kept.chunk) == (item.entry, coded.chunk);
         let lock = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = lock().iter().find(|kept| is_it(kept)).map(|kept| kept.elements.clone());
-        if let Some(elements) = known {
+        let known = || lock().iter().find(|kept| is_it(kept)).map(|kept| kept.elements.clone());
+        if let Some(elements) = known() {
+            return Ok(elements);
+        }
+        // Parts of one chunk that are read at once wait for the first of them.
+        let turn = self.turn((item.entry, coded.chunk));
+        let _decoding = turn.lock().await;
+        if let Some(elements) = known() {
             return Ok(elements);
         }
         let failed = |source| CheckpointError::Memory { fqn: name(metadata, item), source };
@@ -217,6 +241,7 @@ mod tests {
         ) -> Result<ReadReport, CheckpointError> {
             for item in &plan.items {
                 self.reads.fetch_add(1, Ordering::Relaxed);
+                tokio::task::yield_now().await;
                 let ReadKind::Tensor { region, .. } = &item.kind else { panic!() };
                 let runs = region.runs_in(&[10, 8]).flat_map(|(at, len)| at..at + len);
                 let bytes: Vec<u8> = runs.map(|at| at as u8).collect();
@@ -241,6 +266,12 @@ mod tests {
         }
         assert_eq!(found, (0..80).collect::<Vec<u8>>());
         assert_eq!(counting.reads.load(Ordering::Relaxed), 2);
+        let at_once = (0..80).step_by(5).map(|at| read_tensor(&tensor, &all, 1, at..at + 5));
+        let parts = futures_util::future::try_join_all(at_once).await.unwrap();
+        let found: Vec<u8> = parts.iter().flat_map(|part| part.to_bytes()).collect();
+        assert_eq!(found, (0..80).collect::<Vec<u8>>());
+        // The last chunk was kept; the first is decoded once for all that ask at once.
+        assert_eq!(counting.reads.swap(2, Ordering::Relaxed), 4);
         // What takes chunks whole needs nothing kept.
         assert_eq!(read_tensor(&tensor, &all, 1, 0..80).await.unwrap().len(), 80);
         assert_eq!(counting.reads.load(Ordering::Relaxed), 4);

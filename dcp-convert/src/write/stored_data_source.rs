@@ -106,6 +106,13 @@ impl CheckpointData {
     }
 }
 
+impl CheckpointData {
+    /// Segments to ask for at once.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.options.parallelism.max(1)
+    }
+}
+
 #[async_trait]
 impl DataSource for CheckpointData {
     async fn resolve(

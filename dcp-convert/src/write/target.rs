@@ -11,11 +11,12 @@ use dcp_formats::dcp::prepare_tensor_file;
 use dcp_formats::hf::{HfPlan, HfWriteOptions, HfWritten, PendingFolder, prepare_folder};
 use dcp_formats::safetensors::{self, SafetensorsItem};
 use dcp_formats::torch_save::TorchSavePlan;
-use dcp_formats::{PendingFile, prepare_headed_file};
+use dcp_formats::{FileOptions, PendingFile, prepare_headed_file};
 use indexmap::IndexMap;
 
 use crate::error::ConvertError;
 use crate::integrity::checked_source::{CheckedSource, Verified};
+use crate::write::stored_data_source::CheckpointData;
 
 /// A file to write.
 #[derive(Clone, Debug)]
@@ -71,14 +72,19 @@ impl Target {
         Ok(())
     }
 
+    /// How the file is made of this data.
+    fn options(&self, data: &CheckpointData) -> FileOptions {
+        FileOptions::new(self.mode).with_in_flight(data.in_flight())
+    }
+
     /// Makes a safetensors file.
     pub(crate) async fn safetensors(
         &self,
         items: &[SafetensorsItem],
         header: &IndexMap<String, String>,
-        data: Arc<dyn DataSource>,
+        data: Arc<CheckpointData>,
     ) -> Result<Unpublished<'_>, CheckpointError> {
-        let name = (&self.key, self.mode);
+        let name = (&self.key, self.options(&data));
         safetensors::prepare(&*self.storage, name, items, header, data, None).await.map(Unpublished)
     }
 
@@ -86,18 +92,19 @@ impl Target {
     pub(crate) async fn torch_save(
         &self,
         plan: TorchSavePlan,
-        data: Arc<dyn DataSource>,
+        data: Arc<CheckpointData>,
     ) -> Result<Unpublished<'_>, CheckpointError> {
-        plan.prepare(&*self.storage, self.mode, data, None).await.map(Unpublished)
+        let options = self.options(&data);
+        plan.prepare(&*self.storage, options, data, None).await.map(Unpublished)
     }
 
     /// Makes a file of `torch.save` that holds one tensor alone: its name, type and shape.
     pub(crate) async fn tensor(
         &self,
         tensor: (&Arc<str>, DType, &[u64]),
-        data: &dyn DataSource,
+        data: &CheckpointData,
     ) -> Result<Unpublished<'_>, CheckpointError> {
-        let name = (&self.key, self.mode);
+        let name = (&self.key, self.options(data));
         prepare_tensor_file(&*self.storage, name, tensor, data).await.map(Unpublished)
     }
 
@@ -106,9 +113,9 @@ impl Target {
         &self,
         header: Bytes,
         byte_len: u64,
-        data: &dyn DataSource,
+        data: &CheckpointData,
     ) -> Result<Unpublished<'_>, CheckpointError> {
-        let name = (&self.key, self.mode);
+        let name = (&self.key, self.options(data));
         prepare_headed_file(&*self.storage, name, header, byte_len, data).await.map(Unpublished)
     }
 }

@@ -4,13 +4,15 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, DType, DataSource, Encoding, FormatError, Key, PlanError, PutMode, SavePlan,
-    Storage, WritePlan,
+    CheckpointError, DType, DataSource, Encoding, FormatError, Key, PlanError, SavePlan, Storage,
+    WritePlan,
 };
 
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
-use crate::upload::{FileItem, FileSpec, Framing, PendingFile, Progress, prepare_file, write_file};
+use crate::upload::{
+    FileItem, FileOptions, FileSpec, Framing, PendingFile, Progress, prepare_file, write_file,
+};
 
 /// The bytes that a tensor chunk takes in a file.
 pub(super) fn encoded_len(fqn: &str, dtype: DType, sizes: &[u64]) -> Result<u64, CheckpointError> {
@@ -27,14 +29,14 @@ fn archive(dtype: DType, sizes: &[u64]) -> Result<ArchiveEncoder, FormatError> {
 }
 
 /// Makes a file of one tensor as `torch.save` of PyTorch 2.15 writes it, without giving it its
-/// name; `mode` says whether one of that name is replaced. `data` has its elements as item 0.
+/// name; `options` say whether one of that name is replaced. `data` has its elements as item 0.
 ///
 /// # Errors
 ///
 /// For a quantized tensor, and when data or storage fail; then there is nothing of the file.
 pub async fn prepare_tensor_file<'a>(
     storage: &'a dyn Storage,
-    (key, mode): (&Key, PutMode),
+    (key, options): (&Key, FileOptions),
     (fqn, dtype, sizes): (&Arc<str>, DType, &[u64]),
     data: &dyn DataSource,
 ) -> Result<PendingFile<'a>, CheckpointError> {
@@ -47,7 +49,7 @@ pub async fn prepare_tensor_file<'a>(
         items: vec![FileItem { item: 0, byte_len: elements }],
         framing: Archives { items, checksums: true },
     };
-    prepare_file(storage, job.spec(), mode, data, None).await
+    prepare_file(storage, job.spec(), options, data, None).await
 }
 
 /// A file that this rank writes.

@@ -3,13 +3,12 @@
 use std::sync::Arc;
 
 use dcp_core::{
-    CheckpointError, DataSource, Key, PutMode, Storage, StorageError, StorageErrorKind,
-    StorageExt as _,
+    CheckpointError, DataSource, Key, Storage, StorageError, StorageErrorKind, StorageExt as _,
 };
 use indexmap::IndexMap;
 
 use crate::safetensors::{SafetensorsItem, send};
-use crate::upload::{Progress, SentFile};
+use crate::upload::{FileOptions, Progress, SentFile};
 
 /// Bytes that are read at a time to tell what lies under the name.
 const SEGMENT: u64 = 16 << 20;
@@ -31,13 +30,13 @@ impl SingleFile {
     /// Sends the file.
     pub(super) async fn send(
         storage: &dyn Storage,
-        (key, mode): (&Key, PutMode),
+        (key, options): (&Key, FileOptions),
         items: &[SafetensorsItem],
         metadata: &IndexMap<String, String>,
         data: Arc<dyn DataSource>,
         progress: Option<&Progress>,
     ) -> Result<Self, CheckpointError> {
-        send(storage, (key, mode), items, metadata, data, progress).await.map(Self)
+        send(storage, (key, options), items, metadata, data, progress).await.map(Self)
     }
 
     /// Its name and bytes.

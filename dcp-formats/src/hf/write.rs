@@ -24,7 +24,7 @@ use crate::safetensors::{
     RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
     ShardingInfo, encode_header, write,
 };
-use crate::upload::Progress;
+use crate::upload::{FileOptions, Progress};
 
 /// How a folder is written.
 #[derive(Clone, Debug)]
@@ -32,7 +32,7 @@ use crate::upload::Progress;
 pub struct HfWriteOptions {
     /// Whether a model that is there is replaced; otherwise it is an error.
     pub overwrite: bool,
-    /// Files to write at once. Each takes about 48 MiB besides what `data` takes.
+    /// Files to write at once; of a model in one file, segments to read at once. Each file takes about 48 MiB besides what `data` takes.
     pub parallelism: usize,
     /// More entries for the `__metadata__` of every file. `format` is always `pt`, which
     /// transformers asks for.
@@ -367,8 +367,9 @@ impl Job<'_> {
     ) -> Result<SingleFile, CheckpointError> {
         let (items, metadata) = contents(self.plan, file, self.options);
         let mode = if self.options.overwrite { PutMode::Overwrite } else { PutMode::Create };
+        let how = FileOptions::new(mode).with_in_flight(self.options.parallelism);
         let (storage, data) = (&**self.storage, self.data_of(file));
-        SingleFile::send(storage, (&file.name, mode), &items, &metadata, data, progress).await
+        SingleFile::send(storage, (&file.name, how), &items, &metadata, data, progress).await
     }
 
     fn data_of(&self, file: &HfFile) -> Arc<dyn DataSource> {

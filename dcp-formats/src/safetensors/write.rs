@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, DataSource, FormatError, Key, PutMode, Storage};
+use dcp_core::{CheckpointError, DataSource, FormatError, Key, Storage};
 use indexmap::IndexMap;
 
 use super::encode::{EncodedHeader, SafetensorsItem, encode_header};
 use crate::upload::{
-    FileItem, FileSpec, Framing, PendingFile, Progress, Sending, SentFile, prepare_file, send_file,
-    write_file,
+    FileItem, FileOptions, FileSpec, Framing, PendingFile, Progress, Sending, SentFile,
+    prepare_file, send_file, write_file,
 };
 
 /// Writes a file that must not exist yet, and returns its header. `data` counts items as
@@ -33,14 +33,14 @@ pub async fn write(
     Ok(encoded)
 }
 
-/// Makes such a file without giving it its name; `mode` says whether one of that name is replaced.
+/// Makes such a file without giving it its name; `options` say whether one of that name is replaced.
 ///
 /// # Errors
 ///
 /// As [`write()`]; then there is nothing of the file.
 pub async fn prepare<'a>(
     storage: &'a dyn Storage,
-    (key, mode): (&Key, PutMode),
+    (key, options): (&Key, FileOptions),
     items: &[SafetensorsItem],
     metadata: &IndexMap<String, String>,
     data: Arc<dyn DataSource>,
@@ -48,14 +48,14 @@ pub async fn prepare<'a>(
 ) -> Result<PendingFile<'a>, CheckpointError> {
     let (encoded, file_items, framing) = frame(items, metadata)?;
     let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
-    prepare_file(storage, spec, mode, &*data, progress).await
+    prepare_file(storage, spec, options, &*data, progress).await
 }
 
-/// Sends such a file without giving it its name, and counts its CRC-32; `mode` says whether one of that name is replaced
+/// Sends such a file without giving it its name, and counts its CRC-32; `options` say whether one of that name is replaced
 /// when it gets it.
 pub(crate) async fn send(
     storage: &dyn Storage,
-    (key, mode): (&Key, PutMode),
+    (key, options): (&Key, FileOptions),
     items: &[SafetensorsItem],
     metadata: &IndexMap<String, String>,
     data: Arc<dyn DataSource>,
@@ -63,7 +63,7 @@ pub(crate) async fn send(
 ) -> Result<SentFile, CheckpointError> {
     let (encoded, file_items, framing) = frame(items, metadata)?;
     let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
-    send_file(storage, spec, &*data, Sending { mode, hashed: true }, progress).await
+    send_file(storage, spec, &*data, Sending { options, hashed: true }, progress).await
 }
 
 /// The header, the items of the file in their order, and what is around them.

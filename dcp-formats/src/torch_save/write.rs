@@ -16,7 +16,9 @@ use super::graphs::TorchSaveGraphs;
 use super::legacy;
 use crate::pickle::Writer;
 use crate::torch_zip::{ArchiveEncoder, Record, RecordSet};
-use crate::upload::{FileItem, FileSpec, Framing, PendingFile, Progress, prepare_file};
+use crate::upload::{
+    FileItem, FileOptions, FileSpec, Framing, PendingFile, Progress, prepare_file,
+};
 
 /// The name that PyTorch gives an archive that has no file to be named after.
 const NO_STEM: &str = "archive";
@@ -230,11 +232,12 @@ impl TorchSavePlan {
         data: Arc<dyn DataSource>,
         progress: Option<&Progress>,
     ) -> Result<(), CheckpointError> {
-        let pending = self.prepare(storage, PutMode::Create, data, progress).await?;
+        let pending =
+            self.prepare(storage, FileOptions::new(PutMode::Create), data, progress).await?;
         Ok(pending.publish().await?)
     }
 
-    /// Makes the file without giving it its name; `mode` says whether one of that name is replaced.
+    /// Makes the file without giving it its name; `options` say whether one of that name is replaced.
     ///
     /// # Errors
     ///
@@ -242,7 +245,7 @@ impl TorchSavePlan {
     pub async fn prepare<'a>(
         self,
         storage: &'a dyn Storage,
-        mode: PutMode,
+        options: FileOptions,
         data: Arc<dyn DataSource>,
         progress: Option<&Progress>,
     ) -> Result<PendingFile<'a>, CheckpointError> {
@@ -261,7 +264,7 @@ impl TorchSavePlan {
         };
         let contents = self.storages.iter().map(|storage| storage.content.clone()).collect();
         let data = Contents { data, contents };
-        prepare_file(storage, spec, mode, &data, progress).await
+        prepare_file(storage, spec, options, &data, progress).await
     }
 }
 

@@ -1,0 +1,166 @@
+//! The bytes of a file in parts, from segments of its data.
+
+use std::ops::Range;
+
+use bytes::{Bytes, BytesMut};
+use dcp_core::{CheckpointError, DataSource, Payload, PlanError};
+use futures_util::future::BoxFuture;
+use futures_util::stream::{FuturesOrdered, StreamExt};
+
+use super::{FileItem, FileSpec, Framing};
+
+/// Pieces below this length are copied together, so that a part is not a list of crumbs.
+const CRUMB_BYTES: usize = 4096;
+
+/// Makes the parts of a file, in order.
+pub(super) struct Parts<'a> {
+    items: &'a [FileItem],
+    framing: &'a dyn Framing,
+    data: &'a dyn DataSource,
+    /// Segments that were asked for, in their order, and how many there may be.
+    pending: FuturesOrdered<BoxFuture<'a, Result<Payload, CheckpointError>>>,
+    in_flight: usize,
+    /// The position and the byte of the segment that is asked for next.
+    next: (usize, u64),
+    position: usize,
+    /// Bytes of the current item that were resolved; `None` before its head was made.
+    resolved: Option<u64>,
+    /// Resolved bytes that did not fit into the last part.
+    rest: Payload,
+    crc32: crc32fast::Hasher,
+}
+
+impl<'a> Parts<'a> {
+    pub(super) fn new(file: &FileSpec<'a>, data: &'a dyn DataSource, in_flight: usize) -> Self {
+        Self {
+            items: file.items,
+            framing: file.framing,
+            data,
+            pending: FuturesOrdered::new(),
+            in_flight: in_flight.max(1),
+            next: (0, 0),
+            position: 0,
+            resolved: None,
+            rest: Payload::default(),
+            crc32: crc32fast::Hasher::new(),
+        }
+    }
+
+    /// The next part, of about `limit` bytes; `None` at the end of the file.
+    pub(super) async fn next(&mut self, limit: u64) -> Result<Option<Payload>, CheckpointError> {
+        let mut part = Gather::default();
+        while part.len < limit {
+            let Some(&FileItem { byte_len, .. }) = self.items.get(self.position) else { break };
+            match self.resolved {
+                None => {
+                    part.push(self.framing.before(self.position)?);
+                    self.crc32 = crc32fast::Hasher::new();
+                    self.resolved = Some(0);
+                }
+                _ if !self.rest.is_empty() => self.take(&mut part, limit),
+                Some(done) if done < byte_len => self.resolve(done, byte_len).await?,
+                Some(_) => {
+                    let crc32 = std::mem::take(&mut self.crc32).finalize();
+                    part.push(self.framing.after(self.position, crc32)?);
+                    self.resolved = None;
+                    self.position += 1;
+                }
+            }
+        }
+        Ok(part.finish())
+    }
+
+    /// Where a segment ends that begins at byte `done` of an item.
+    fn segment_end(&self, done: u64, byte_len: u64) -> u64 {
+        byte_len.min(done.saturating_add(self.data.segment_bytes().max(1)))
+    }
+
+    /// The item and bytes of the segment that is to be asked for next.
+    fn next_segment(&mut self) -> Option<(usize, Range<u64>)> {
+        loop {
+            let (position, done) = self.next;
+            let &FileItem { item, byte_len } = self.items.get(position)?;
+            if done >= byte_len {
+                self.next = (position + 1, 0);
+                continue;
+            }
+            let end = self.segment_end(done, byte_len);
+            self.next = (position, end);
+            return Some((item, done..end));
+        }
+    }
+
+    /// Takes the next segment, which begins at byte `done` of the item at the position.
+    async fn resolve(&mut self, done: u64, byte_len: u64) -> Result<(), CheckpointError> {
+        while self.pending.len() < self.in_flight
+            && let Some((item, range)) = self.next_segment()
+        {
+            let data = self.data;
+            self.pending.push_back(Box::pin(async move { data.resolve(item, range).await }));
+        }
+        let end = self.segment_end(done, byte_len);
+        let payload = self.pending.next().await.transpose()?.unwrap_or_default();
+        if payload.len() != end - done {
+            return Err(PlanError::Unsupported {
+                fqn: self.framing.name(self.position).to_owned(),
+                problem: format!(
+                    "bytes {done}..{end} of {byte_len} were asked for, the source gave {}",
+                    payload.len()
+                ),
+            }
+            .into());
+        }
+        self.resolved = Some(end);
+        self.rest = payload;
+        Ok(())
+    }
+
+    /// Moves what fits from the resolved bytes to the part.
+    fn take(&mut self, part: &mut Gather, limit: u64) {
+        let room = limit - part.len;
+        let rest = std::mem::take(&mut self.rest);
+        let now = if rest.len() > room {
+            self.rest = rest.slice(room..rest.len());
+            rest.slice(0..room)
+        } else {
+            rest
+        };
+        for piece in now.pieces() {
+            if self.framing.needs_crc(self.position) {
+                self.crc32.update(piece);
+            }
+            part.push(piece.clone());
+        }
+    }
+}
+
+/// A payload in the making.
+#[derive(Default)]
+struct Gather {
+    pieces: Vec<Bytes>,
+    crumbs: BytesMut,
+    len: u64,
+}
+
+impl Gather {
+    fn push(&mut self, piece: Bytes) {
+        self.len += piece.len() as u64;
+        if piece.len() < CRUMB_BYTES {
+            self.crumbs.extend_from_slice(&piece);
+        } else {
+            self.flush();
+            self.pieces.push(piece);
+        }
+    }
+
+    fn flush(&mut self) {
+        if !self.crumbs.is_empty() {
+            self.pieces.push(self.crumbs.split().freeze());
+        }
+    }
+
+    fn finish(mut self) -> Option<Payload> {
+        self.flush();
+        if self.pieces.is_empty() { None } else { Some(Payload::from(self.pieces)) }
+    }
+}

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use clap::Parser;
 use dcp::Access;
 use dcp::core::{Storage, StorageErrorKind};
-use dcp_conformance::{Fault, FaultStorage};
+use dcp_conformance::{Effect, Fault, FaultStorage};
 
 use crate::args::Cli;
 use crate::failure::Failure;
@@ -62,7 +62,8 @@ pub(crate) fn heard(text: &str) -> bool {
 struct Ran {
     outcome: Result<(), Failure>,
     said: String,
-    operations: u64,
+    /// What each operation on the target does to it.
+    effects: Vec<Effect>,
 }
 
 impl Ran {
@@ -85,8 +86,8 @@ fn dcp<A: AsRef<str>>(args: &[A], how: Option<Break>) -> Ran {
     if let Err(failure) = &outcome {
         said.push_str(&format!("{failure:?}"));
     }
-    let operations = OPENED.take().iter().map(FaultStorage::operations).sum();
-    Ran { outcome, said, operations }
+    let effects = OPENED.take().iter().flat_map(FaultStorage::effects).collect();
+    Ran { outcome, said, effects }
 }
 
 /// The files below a place, or the file that it is, by their paths from there.
@@ -167,31 +168,58 @@ enum Is {
 struct Way {
     name: &'static str,
     how: fn(FaultStorage, u64) -> FaultStorage,
+    /// Whether it makes a difference to stop at this operation rather than at the next one.
+    matters: fn(Effect) -> bool,
     /// Whether the command is gone then, and cleans up nothing.
     dies: bool,
     /// Whether what failed has no effect, and what is done about it later has.
     undone: bool,
 }
 
+fn changes(effect: Effect) -> bool {
+    effect != Effect::None
+}
+
 const WAYS: [Way; 6] = [
-    Way { name: "killed", how: |s, n| s.dying_after(n - 1), dies: true, undone: false },
-    Way { name: "full", how: |s, n| s.full_after(n - 1), dies: false, undone: true },
-    Way { name: "read-only", how: |s, n| s.read_only_after(n - 1), dies: false, undone: false },
+    Way {
+        name: "killed",
+        how: |s, n| s.dying_after(n - 1),
+        matters: changes,
+        dies: true,
+        undone: false,
+    },
+    Way {
+        name: "full",
+        how: |s, n| s.full_after(n - 1),
+        matters: |effect| effect == Effect::TakesSpace,
+        dies: false,
+        undone: true,
+    },
+    Way {
+        name: "read-only",
+        how: |s, n| s.read_only_after(n - 1),
+        matters: changes,
+        dies: false,
+        undone: false,
+    },
     Way {
         name: "failed",
         how: |s, n| s.with_fault(n, Fault::Fail(StorageErrorKind::Other)),
+        matters: |_| true,
         dies: false,
         undone: true,
     },
     Way {
         name: "failed afterwards",
         how: |s, n| s.with_fault(n, Fault::FailAfterwards),
+        matters: changes,
         dies: false,
         undone: false,
     },
     Way {
         name: "without a reply",
         how: |s, n| s.with_fault(n, Fault::LoseReply),
+        matters: |_| true,
         dies: false,
         undone: false,
     },
@@ -293,21 +321,33 @@ impl Bench {
         dcp(&["diff", &uri(one), &uri(other)], None).outcome.is_ok()
     }
 
-    /// Stops the command at every operation in this way, over nothing and over the old one.
+    /// Runs the command on a target that is broken in this way.
+    fn run(&self, replaces: bool, how: Break) -> (PathBuf, Ran) {
+        let name = if self.case.file { "file" } else { "folder" };
+        let target = self.folder.path().join("target").join(name);
+        fs::create_dir_all(target.parent().unwrap()).unwrap();
+        let mut args = self.case.args(&target);
+        if replaces {
+            put(&files(&self.before), &target);
+            args.push("--overwrite".to_owned());
+        }
+        let ran = dcp(&args, Some(how));
+        (target, ran)
+    }
+
+    /// Stops the command at every operation that matters, over nothing and over the old one.
     fn stop(&mut self, way: &Way) {
         for replaces in [false, true] {
+            let (target, undisturbed) = self.run(replaces, Arc::new(|storage| storage));
+            fs::remove_dir_all(target.parent().unwrap()).unwrap();
             let mut seen = Vec::new();
             for n in 1.. {
-                let name = if self.case.file { "file" } else { "folder" };
-                let target = self.folder.path().join("target").join(name);
-                fs::create_dir_all(target.parent().unwrap()).unwrap();
-                let mut args = self.case.args(&target);
-                if replaces {
-                    put(&files(&self.before), &target);
-                    args.push("--overwrite".to_owned());
+                let effect = undisturbed.effects.get(n as usize - 1);
+                if effect.is_some_and(|effect| !(way.matters)(*effect)) {
+                    continue;
                 }
                 let how = way.how;
-                let ran = dcp(&args, Some(Arc::new(move |storage| how(storage, n))));
+                let (target, ran) = self.run(replaces, Arc::new(move |storage| how(storage, n)));
                 let when = format!(
                     "{} {} at operation {n}, replacing: {replaces}, {:?}",
                     self.case.before.join(" "),
@@ -316,7 +356,7 @@ impl Bench {
                 );
                 let left = files(&target);
                 let is = self.look(&target, replaces, &when);
-                let passed = ran.operations < n;
+                let passed = (ran.effects.len() as u64) < n;
                 if !way.dies {
                     let temporary = left.keys().any(|name| is_temporary(name));
                     assert!(!temporary, "{when}: {:?}", left.keys());

@@ -85,6 +85,10 @@ impl<W: Write> Write for JsonText<W> {
     /// writes whole characters.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let acts = |c: char| !c.is_ascii_control() && is_unsafe(c) || c == '\x7f';
+        if bytes.is_ascii() && !bytes.contains(&0x7f) {
+            self.0.write_all(bytes)?;
+            return Ok(bytes.len());
+        }
         match str::from_utf8(bytes) {
             Ok(text) if text.contains(acts) => {
                 for piece in text.split_inclusive(acts) {

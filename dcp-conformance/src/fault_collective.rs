@@ -35,6 +35,7 @@ pub struct FaultCollective {
     operation: u64,
     fault: CollectiveFault,
     begun: AtomicU64,
+    sleep: Box<dyn Fn(Duration) + Send + Sync>,
 }
 
 impl FaultCollective {
@@ -48,7 +49,15 @@ impl FaultCollective {
             operation,
             fault,
             begun: AtomicU64::new(0),
+            sleep: Box::new(std::thread::sleep),
         }
+    }
+
+    /// Stalls by this function.
+    #[cfg(test)]
+    pub(crate) fn with_sleep(mut self, sleep: impl Fn(Duration) + Send + Sync + 'static) -> Self {
+        self.sleep = Box::new(sleep);
+        self
     }
 
     /// How many operations have begun, the failed ones included.
@@ -73,7 +82,7 @@ impl FaultCollective {
                     self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
                 }
                 CollectiveFault::Abort(reason) => self.abort(reason),
-                CollectiveFault::Stall(delay) => std::thread::sleep(*delay),
+                CollectiveFault::Stall(delay) => (self.sleep)(*delay),
                 CollectiveFault::Fail(_) => {}
             }
         }

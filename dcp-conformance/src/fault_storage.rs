@@ -1,8 +1,7 @@
 //! A decorator that breaks a storage at a chosen operation.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -65,7 +64,7 @@ pub struct FaultStorage {
     last: u64,
     full_after: u64,
     read_only_after: u64,
-    begun: Arc<AtomicU64>,
+    begun: Arc<Mutex<Vec<Effect>>>,
 }
 
 impl FaultStorage {
@@ -118,7 +117,17 @@ impl FaultStorage {
     /// How many operations have begun, the failed ones included.
     #[must_use]
     pub fn operations(&self) -> u64 {
-        self.begun.load(Ordering::SeqCst)
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
+    }
+
+    /// What the operations that have begun do to what is stored, in their order.
+    ///
+    /// A process that dies, and a storage that is full or read-only from some operation on, leave
+    /// the same behind for all operations between two that change something. A test that tries
+    /// every operation can leave out those in between.
+    #[must_use]
+    pub fn effects(&self) -> Vec<Effect> {
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Whether every further operation fails.
@@ -134,7 +143,11 @@ impl FaultStorage {
 
     /// Counts an operation, and tells what is to happen to it.
     fn begin(&self, effect: Effect) -> Verdict {
-        let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        let number = {
+            let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+            begun.push(effect);
+            begun.len() as u64
+        };
         match self.faults.get(&number) {
             _ if self.dead_at(number) => Verdict::Die { number, torn: false },
             _ if number > self.read_only_after && effect != Effect::None => {
@@ -171,11 +184,16 @@ impl FaultStorage {
     }
 }
 
-/// What an operation does to what is stored.
+/// What an operation of a [`FaultStorage`] does to what is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Effect {
+#[non_exhaustive]
+pub enum Effect {
+    /// It reads.
     None,
+    /// It writes, and fails where there is no space.
     TakesSpace,
+    /// It changes something, and succeeds on a full storage: a deletion, a claim, the end of an
+    /// upload.
     TakesNoSpace,
 }
 

@@ -49,7 +49,7 @@ pub mod storage;
 pub use case::{CASE_TIMEOUT, run};
 pub use counting_storage::{CountingStorage, Counts};
 pub use fault_collective::{CollectiveFault, FaultCollective};
-pub use fault_storage::{Fault, FaultStorage};
+pub use fault_storage::{Effect, Fault, FaultStorage};
 pub use fault_writer::FaultWriter;
 pub use libtest_mimic::Trial;
 pub use memory_storage::MemoryStorage;

@@ -56,11 +56,12 @@ async fn deep(source: &Source) -> Option<VerifyReport> {
     verify(source, true, &JobOptions::default()).await.ok()
 }
 
-/// Flips every bit of `file` and expects that those are reported that mean something.
-fn every_bit(
+/// Flips these bits of `file` and expects that those are reported that mean something.
+fn flip_bits(
     storage: Arc<dyn Storage>,
     file: &str,
     meaningless: impl Fn(&[u8]) -> HashSet<usize>,
+    flips: impl Fn(usize, &HashSet<usize>) -> bool,
     open: impl Fn(Arc<dyn Storage>) -> Source,
 ) {
     block_on(async {
@@ -69,7 +70,7 @@ fn every_bit(
         assert!(report.ok, "{report:?}");
         let meaningless = meaningless(&bytes);
         let mut missed = Vec::new();
-        for bit in 0..bytes.len() * 8 {
+        for bit in (0..bytes.len() * 8).filter(|bit| flips(*bit, &meaningless)) {
             let mut flipped = bytes.to_vec();
             flipped[bit / 8] ^= 1 << (bit % 8);
             storage.put(&key(file), flipped.into(), PutMode::Overwrite).await.unwrap();
@@ -93,16 +94,19 @@ fn every_bit_of_a_torch_save_file() {
     let bytes = std::fs::read(path.join("kinds/root_list.pt")).unwrap();
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     block_on(storage.put(&key("x.pt"), bytes.into(), PutMode::Create)).unwrap();
-    every_bit(
+    flip_bits(
         storage,
         "x.pt",
         |bytes| meaningless(bytes, 0, bytes.len()),
+        |_, _| true,
         |storage| Source::torch_save(storage, key("x.pt")),
     );
 }
 
+/// The archives are as in a file of `torch.save`, so two bits of a byte are enough, and all of those
+/// in which some carry nothing.
 #[test]
-fn every_bit_of_a_data_file_of_dcp() {
+fn every_byte_of_a_data_file_of_dcp() {
     const FILE: &str = "__0_0.distcp";
     let storage = fixture("flatten_off_2r");
     let metadata = block_on(Source::dcp(Arc::clone(&storage), false).metadata()).unwrap();
@@ -122,7 +126,12 @@ fn every_bit_of_a_data_file_of_dcp() {
     let in_all = |bytes: &[u8]| {
         items.iter().flat_map(|(start, end)| meaningless(bytes, *start, *end)).collect()
     };
-    every_bit(storage, FILE, in_all, |storage| Source::dcp(storage, true));
+    let flips = |bit: usize, meaningless: &HashSet<usize>| {
+        let (byte, bit) = (bit / 8, bit % 8);
+        (byte * 8..byte * 8 + 8).any(|bit| meaningless.contains(&bit))
+            || [byte % 8, (byte + 5) % 8].contains(&bit)
+    };
+    flip_bits(storage, FILE, in_all, flips, |storage| Source::dcp(storage, true));
 }
 
 /// PyTorch (2.15) opens an archive with up to 64 KiB behind it.

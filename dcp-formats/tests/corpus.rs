@@ -16,7 +16,7 @@ fn replay(target: &str, run: fn(&[u8])) {
     for file in std::fs::read_dir(dir).unwrap() {
         let bytes = std::fs::read(file.unwrap().path()).unwrap();
         run(&bytes);
-        let step = (bytes.len() / 500).max(1);
+        let step = (bytes.len() / 200).max(1);
         for len in (0..bytes.len()).step_by(step) {
             run(&bytes[..len]);
         }

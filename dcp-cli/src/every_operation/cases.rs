@@ -187,7 +187,7 @@ fn rewrite_metadata() {
             seen[usize::from(is_new)] = true;
             dcp(&args, None).ok(&format!("{when}: again"));
             assert!(files(&target) == new || is_new, "{when}: again");
-            if ran.operations < n {
+            if (ran.effects.len() as u64) < n {
                 break;
             }
         }

@@ -97,7 +97,7 @@ fn a_short_read_is_truncated() {
 
 /// A storage that shows what was sent to uploads that nobody ended.
 #[derive(Debug, Default)]
-struct Sent(Arc<std::sync::Mutex<(Vec<u8>, bool)>>);
+struct Sent(Arc<Mutex<(Vec<u8>, bool)>>);
 
 #[async_trait]
 impl Upload for Sent {

@@ -124,6 +124,9 @@ pub(super) fn same_bytes(got: &[u8], expected: &[u8]) -> Outcome {
         got.len(),
         expected.len()
     );
+    if got == expected {
+        return Ok(());
+    }
     match got.iter().zip(expected).position(|(got, expected)| got != expected) {
         Some(at) => Err(Failure::new(format!("byte {at} of {} is wrong", got.len()))),
         None => Ok(()),

@@ -337,7 +337,12 @@ impl<'a> ValueEncoder<'a> {
 
 fn hex(bytes: &[u8]) -> String {
     let digit = |nibble: u8| char::from_digit(nibble.into(), 16).unwrap_or('?');
-    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        text.push(digit(byte >> 4));
+        text.push(digit(byte & 15));
+    }
+    text
 }
 
 fn float(x: f64) -> Json {
@@ -426,7 +431,10 @@ mod tests {
 
     #[test]
     fn what_shares_memory_is_not_repeated_without_end() {
-        let long = 1 << 20;
+        // A sixteenth of what may be shown by default, and of each value.
+        let (long, shared_min) = (1 << 16, ValueEncoder::SHARED_MIN / 16);
+        let limits = JsonLimits::default();
+        let encoder = || ValueEncoder { again_left: shared_min, ..ValueEncoder::new(&limits) };
         let text: Arc<str> = "x".repeat(long).into();
         let bytes = Bytes::from(vec![7; long]);
         let number = Value::BigInt(BigInt::from_le_bytes(vec![7; long]));
@@ -434,18 +442,17 @@ mod tests {
         let object = Value::from(Object::new(class.clone(), vec![]));
         let keyed = Value::from(Dict::from([(Arc::clone(&text), 1)]));
         for shared in [text.into(), bytes.into(), number, Value::Global(class), object, keyed] {
-            let limit = 4 * (ValueEncoder::SHARED_MIN + 2 * long);
-            let json = json_of(Value::List(vec![shared.clone(); 9_000]));
+            let limit = 4 * (shared_min + 2 * long);
+            let json = encoder().json(&Value::List(vec![shared.clone(); 9_000]));
             assert!(json.to_string().len() < limit, "{} in a list", shared.kind());
             // The same as objects of their own.
-            let limits = JsonLimits::default();
-            let mut encoder = ValueEncoder::new(&limits);
+            let mut encoder = encoder();
             let all: usize = (0..9_000).map(|_| encoder.json(&shared).to_string().len()).sum();
             assert!(all < limit, "{} alone: {all}", shared.kind());
         }
         // What is not shared is shown, however much of it there is.
         let apart: Vec<Value> = (0..40).map(|n| format!("{n}").repeat(long / 2).into()).collect();
-        assert!(json_of(Value::List(apart)).to_string().len() > 25 * long);
+        assert!(encoder().json(&Value::List(apart)).to_string().len() > 25 * long);
     }
 
     #[test]

@@ -45,11 +45,21 @@ impl MegatronDivision {
         layout: ParallelLayout,
         args: Option<&MegatronArgs>,
     ) -> Result<Self, MegatronError> {
+        Self::within(PARTS_OF_ALL_MAX, metadata, layout, args)
+    }
+
+    /// The same, of at most so many parts of all tensors together.
+    fn within(
+        parts_max: u64,
+        metadata: &Arc<CheckpointMetadata>,
+        layout: ParallelLayout,
+        args: Option<&MegatronArgs>,
+    ) -> Result<Self, MegatronError> {
         let ranks = layout.resolve()?;
         refuse_flat_optimizer(metadata, layout, args)?;
         let survey = Survey::new(metadata, layout, ranks, args);
         let mut objects = HashMap::new();
-        let mut left = PARTS_OF_ALL_MAX;
+        let mut left = parts_max;
         for (fqn, entry) in metadata.iter() {
             match entry {
                 Entry::Tensor(tensor) => {
@@ -57,8 +67,8 @@ impl MegatronDivision {
                     left = left.checked_sub(parts).ok_or_else(|| MegatronError::Layout {
                         layout,
                         problem: format!(
-                            "the tensors up to {fqn:?} would be in more than {PARTS_OF_ALL_MAX} \
-                             parts; choose fewer of them at a time"
+                            "the tensors up to {fqn:?} would be in more than {parts_max} parts; \
+                             choose fewer of them at a time"
                         ),
                     })?;
                 }
@@ -478,11 +488,12 @@ mod tests {
         let mut metadata = CheckpointMetadata::new();
         for n in 0..3 {
             let fqn = format!("decoder{n}.layers.mlp.linear_fc2.weight");
-            let shape = Dims::from([1 << 22, 4, 4]);
+            let shape = Dims::from([1 << 14, 4, 4]);
             metadata.insert(fqn, Entry::Tensor(TensorEntry::new(DType::UInt8, shape)));
         }
         let layout = ParallelLayout::new(1, 1);
-        let error = MegatronDivision::new(&Arc::new(metadata), layout, None).unwrap_err();
+        let metadata = Arc::new(metadata);
+        let error = MegatronDivision::within(1 << 15, &metadata, layout, None).unwrap_err();
         assert!(matches!(error, MegatronError::Layout { .. }), "{error:?}");
         assert!(error.to_string().contains("decoder2.layers"), "{error}");
     }

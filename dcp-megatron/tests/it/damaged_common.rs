@@ -16,7 +16,7 @@ use crate::support::{block_on, fixture, get, in_memory, put};
 #[test]
 fn what_is_made_of_a_damaged_common_state_passes_every_check() {
     let mut made = 0;
-    for (name, step) in [("tp2_basic/ckpt", 7), ("factories/ckpt", 5)] {
+    for (name, step) in [("tp2_basic/ckpt", 13), ("factories/ckpt", 11)] {
         let whole = in_memory(&fixture(name));
         let common = get(&*whole, "common.pt").unwrap();
         let options = JobOptions::default();

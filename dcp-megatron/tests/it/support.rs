@@ -59,6 +59,12 @@ pub(crate) fn names(storage: &dyn Storage) -> Vec<String> {
     names
 }
 
+/// All objects, by their names.
+pub(crate) fn objects(storage: &dyn Storage) -> BTreeMap<String, Vec<u8>> {
+    let each = |name: String| (name.clone(), get(storage, &name).unwrap());
+    names(storage).into_iter().map(each).collect()
+}
+
 /// The same objects in a storage of their own.
 pub(crate) fn copy(storage: &dyn Storage) -> Arc<MemoryStorage> {
     let copy = MemoryStorage::new();

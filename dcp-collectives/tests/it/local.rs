@@ -1,22 +1,20 @@
 //! `LocalCollective` with ranks that disagree, die, hang and panic.
 
 use std::thread;
-use std::time::Duration;
 
 use bytes::Bytes;
 use dcp_collectives::LocalCollective;
 use dcp_core::{Collective, CollectiveError};
 
-type Outcome<T> = Result<T, CollectiveError>;
+use crate::groups::{PATIENT, with_growing_deadline};
 
-/// Longer than any call of these tests takes that does not hang.
-const SOON: Duration = Duration::from_secs(120);
+type Outcome<T> = Result<T, CollectiveError>;
 
 fn run<T: Send>(
     world_size: u32,
     rank_main: impl Fn(LocalCollective) -> Outcome<T> + Sync,
 ) -> Vec<Outcome<T>> {
-    LocalCollective::builder(world_size).deadline(SOON).run(rank_main)
+    LocalCollective::builder(world_size).deadline(PATIENT).run(rank_main)
 }
 
 fn text(text: &str) -> Bytes {
@@ -56,7 +54,7 @@ fn a_panic_aborts_the_group_with_its_message() {
 
 #[test]
 fn a_panic_on_a_thread_of_the_callers_own_is_a_lost_peer() {
-    let mut group = LocalCollective::builder(2).deadline(SOON).build().into_iter();
+    let mut group = LocalCollective::builder(2).deadline(PATIENT).build().into_iter();
     let (zero, one) = (group.next().unwrap(), group.next().unwrap());
     let thread = thread::spawn(move || {
         let _one = one;
@@ -73,16 +71,19 @@ fn a_panic_on_a_thread_of_the_callers_own_is_a_lost_peer() {
 
 #[test]
 fn a_silent_rank_is_named_after_the_deadline() {
-    let deadline = Duration::from_secs(2);
-    let group = LocalCollective::builder(3).deadline(deadline).build();
-    let late = CollectiveError::Timeout { rank: 1, op: "all_gather", deadline };
-    thread::scope(|scope| {
-        for rank in [0, 2] {
-            let (group, late) = (&group, &late);
-            scope.spawn(move || assert_eq!(group[rank].all_gather(text("")).as_ref(), Err(late)));
-        }
+    with_growing_deadline(|deadline| {
+        let group = LocalCollective::builder(3).deadline(deadline).build();
+        let late = CollectiveError::Timeout { rank: 1, op: "all_gather", deadline };
+        thread::scope(|scope| {
+            for rank in [0, 2] {
+                let (group, late) = (&group, &late);
+                scope.spawn(move || {
+                    assert_eq!(group[rank].all_gather(text("")).as_ref(), Err(late));
+                });
+            }
+        });
+        assert_eq!(group[1].barrier(), Err(late), "the group stays poisoned");
     });
-    assert_eq!(group[1].barrier(), Err(late), "the group stays poisoned");
 }
 
 #[test]

@@ -1,8 +1,7 @@
 //! Groups over loopback sockets, with threads as ranks.
-#![allow(dead_code, reason = "no test uses all of it")]
-#![allow(clippy::unwrap_used, reason = "panicking is how a test fails")]
 
 use std::net::{SocketAddr, TcpListener};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 use std::time::Duration;
 
@@ -12,6 +11,18 @@ use socket2::{Domain, Socket, Type};
 
 /// Long enough for a busy machine.
 pub(crate) const PATIENT: Duration = Duration::from_secs(120);
+
+/// Runs a test that waits until a deadline is over. On a busy machine a short one can be over too
+/// soon, so a test that fails runs again with longer ones.
+pub(crate) fn with_growing_deadline(test: impl Fn(Duration)) {
+    let mut deadline = Duration::from_secs(1);
+    while let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(deadline))) {
+        if deadline > Duration::from_secs(30) {
+            resume_unwind(panic);
+        }
+        deadline *= 8;
+    }
+}
 
 /// A bound listener for rank 0, and its port.
 pub(crate) fn listener() -> (TcpListener, u16) {

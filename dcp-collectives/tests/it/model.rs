@@ -1,14 +1,13 @@
 //! Random sequences of operations give what a model on plain vectors gives, on threads and on
 //! sockets, for every root.
 
-mod common;
-
 use bytes::Bytes;
-use common::{on_ranks, tcp_group};
 use dcp_collectives::LocalCollective;
 use dcp_core::{Collective, CollectiveError};
 use proptest::collection::vec;
 use proptest::prelude::*;
+
+use crate::groups::{on_ranks, tcp_group};
 
 #[derive(Clone, Copy, Debug)]
 enum Step {

@@ -2,24 +2,22 @@
 //!
 //! The test binary runs itself once for each rank, with the variables that torchrun would set;
 //! [`rank_process`] is what the copies do.
-#![cfg(unix)]
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
     reason = "helpers of tests, and their only output"
 )]
 
-mod common;
-
 use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::reserved_port;
 use dcp_collectives::TcpConfig;
 use dcp_core::{Collective, CollectiveError};
 use rustix::process::{Pid, Signal, getpid, kill_process};
+
+use crate::groups::{PATIENT, reserved_port, with_growing_deadline};
 
 /// What a copy does after its first barrier; unset in the test itself.
 const ROLE: &str = "DCP_TEST_ROLE";
@@ -45,7 +43,7 @@ impl RankProcess {
     fn command(role: &str, rank: u32, world_size: u32, port: u16, deadline: Duration) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
-            .args(["rank_process", "--exact", "--nocapture", "--test-threads=1"])
+            .args(["processes::rank_process", "--exact", "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
             .env(DEADLINE, deadline.as_millis().to_string())
             .env("MASTER_ADDR", "127.0.0.1")
@@ -175,7 +173,7 @@ fn everyone_but(victim: u32, ranks: &mut [RankProcess]) -> Vec<String> {
 
 #[test]
 fn a_killed_rank_is_named_at_once_by_all_others() {
-    let deadline = Duration::from_secs(120);
+    let deadline = PATIENT;
     for (role, victim) in [
         ("barriers", 0),
         ("barriers", 4),
@@ -200,7 +198,7 @@ fn a_killed_rank_is_named_at_once_by_all_others() {
 #[test]
 fn a_rank_killed_at_whatever_it_does_is_named_by_all_others() {
     for role in ["barriers", "gathers to rank 5", "large broadcasts"] {
-        let mut ranks = start(role, 6, Duration::from_secs(120), None);
+        let mut ranks = start(role, 6, PATIENT, None);
         ranks[5].signal(Signal::KILL);
         for error in everyone_but(5, &mut ranks) {
             assert!(error.starts_with("PeerLost { rank: 5,"), "{role}: {error}");
@@ -211,8 +209,7 @@ fn a_rank_killed_at_whatever_it_does_is_named_by_all_others() {
 /// The others wait until the deadline is over, so that of all the cases passes at the same time.
 #[test]
 fn a_stopped_rank_is_named_within_the_deadline() {
-    let deadline = Duration::from_secs(10);
-    let stopped = |role, rank, operation| {
+    let stopped = |deadline, role, rank, operation| {
         let mut ranks = start(role, 5, deadline, Some(Victim { rank, operation, signal: "stop" }));
         for error in everyone_but(rank, &mut ranks) {
             assert!(
@@ -224,18 +221,20 @@ fn a_stopped_rank_is_named_within_the_deadline() {
         let error = ranks[rank as usize].hear("error");
         assert!(!error.is_empty(), "{role}: the stopped rank goes on");
     };
-    std::thread::scope(|scope| {
-        for (role, rank, operation) in
-            [("barriers", 0, 1), ("barriers", 2, 4), ("large broadcasts", 3, 2)]
-        {
-            scope.spawn(move || stopped(role, rank, operation));
-        }
+    with_growing_deadline(|deadline| {
+        std::thread::scope(|scope| {
+            for (role, rank, operation) in
+                [("barriers", 0, 1), ("barriers", 2, 4), ("large broadcasts", 3, 2)]
+            {
+                scope.spawn(move || stopped(deadline, role, rank, operation));
+            }
+        });
     });
 }
 
 #[test]
 fn a_rank_that_exits_without_a_farewell_is_gone() {
-    let mut ranks = start("rank 1 exits", 4, Duration::from_secs(120), None);
+    let mut ranks = start("rank 1 exits", 4, PATIENT, None);
     for error in everyone_but(1, &mut ranks) {
         assert!(error.starts_with("PeerLost { rank: 1,"), "{error}");
     }
@@ -243,7 +242,7 @@ fn a_rank_that_exits_without_a_farewell_is_gone() {
 
 #[test]
 fn ranks_that_exit_after_their_last_call_do_not_disturb_each_other() {
-    for mut rank in start("exit", 5, Duration::from_secs(120), None) {
+    for mut rank in start("exit", 5, PATIENT, None) {
         rank.hear("done");
     }
 }

@@ -1,0 +1,10 @@
+//! Groups of threads and of processes.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail loudly")]
+
+mod groups;
+mod local;
+mod model;
+#[cfg(unix)]
+mod processes;
+mod rendezvous;

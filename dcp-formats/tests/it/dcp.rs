@@ -1,0 +1,13 @@
+//! PyTorch's layout over a storage in memory: real checkpoints in, own checkpoints in and out,
+//! and everything that can go wrong on the way.
+
+mod crash;
+mod damage;
+mod fixtures;
+mod hostile;
+mod olmo;
+mod ranges;
+mod rank_local;
+mod roundtrip;
+mod safetensors;
+mod savers;

@@ -1,9 +1,10 @@
-//! Each package by itself and each of its features, as a dependent would build them.
+//! Each package by itself and each of its features, as a dependent would build them; and the plug-in
+//! outside of the workspace.
 
 use crate::{Result, process, workspace};
 
 /// Checks every package alone, so that none lives from features that a sibling turns on, and
-/// packages with features without any, with each, and with all.
+/// packages with features without any, with each, and with all; then tests the plug-in.
 pub(crate) fn main() -> Result {
     for package in workspace::packages()? {
         println!("{} in {}", package.name, package.dir.display());
@@ -22,5 +23,15 @@ pub(crate) fn main() -> Result {
         }
         check(&["--all-features"])?;
     }
-    Ok(())
+    plugin()
+}
+
+/// Tests the plug-in of a format as a crate of another project, in the same target folder.
+fn plugin() -> Result {
+    let manifest = workspace::root().join("plugins/toy-format/Cargo.toml");
+    let mut format = workspace::cargo();
+    process::run(format.args(["fmt", "--check", "--manifest-path"]).arg(&manifest))?;
+    let mut test = workspace::cargo();
+    test.args(["test", "--quiet", "--locked"]).arg("--manifest-path").arg(manifest);
+    process::run(test.arg("--target-dir").arg(workspace::target()?))
 }

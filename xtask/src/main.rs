@@ -45,7 +45,7 @@ cargo xtask <command>
   bench convert [...]                 the same for converting, with peak memory
   browser [--keep]                    pages of `dcp report` in headless Chromium
   shells                              completions in fish and zsh, manual pages in groff
-  features                            each package alone, each feature combination
+  features                            each package and each feature alone, and the plug-in
   readme                              runs the first command of README.md
   fuzz TARGET [SECONDS]               runs one fuzz target with cargo-fuzz
 

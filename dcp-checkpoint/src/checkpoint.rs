@@ -18,7 +18,7 @@ pub struct Checkpoint {
     pub(crate) source: Source,
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) is_folder: bool,
-    pub(crate) megatron: Option<MegatronCheckpoint>,
+    pub(crate) megatron: Option<Arc<MegatronCheckpoint>>,
     pub(crate) unfinished: Option<IncompleteSave>,
     pub(crate) tracker_problem: Option<String>,
     pub(crate) notes: Vec<String>,
@@ -59,7 +59,7 @@ impl Checkpoint {
     /// The checkpoint of Megatron-Core, if it is one.
     #[must_use]
     pub fn megatron(&self) -> Option<&MegatronCheckpoint> {
-        self.megatron.as_ref()
+        self.megatron.as_deref()
     }
 
     /// What shows that the save did not finish, although all of it can be read.

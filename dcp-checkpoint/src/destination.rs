@@ -244,7 +244,7 @@ impl Destination {
         let source = &source;
         let options = self.target_options(job);
         let folders = NewFolders::before(&self.uri, &self.rollback);
-        let place = Place::new(checkpoint.opener.storages(), &self.uri, &options);
+        let place = Place::new(&checkpoint.opener, &self.uri, &options);
         let mut report = match self.format()? {
             Format::Safetensors => {
                 let target = place.file().await?;

@@ -232,12 +232,23 @@ impl From<StorageError> for Error {
 
 impl From<CheckpointError> for Error {
     fn from(error: CheckpointError) -> Self {
+        let error = match error {
+            CheckpointError::Plugin(plugin) => match plugin.downcast::<MegatronError>() {
+                Ok(megatron) => return (*megatron).into(),
+                Err(plugin) => match plugin.downcast::<ConvertError>() {
+                    Ok(convert) => return (*convert).into(),
+                    Err(plugin) => CheckpointError::Plugin(plugin),
+                },
+            },
+            error => error,
+        };
         let kind = match &error {
             CheckpointError::Storage(storage) => kind_of_storage(storage),
             CheckpointError::NotACheckpoint { .. } => ErrorKind::NotACheckpoint,
             CheckpointError::Format(_)
             | CheckpointError::Plan(_)
-            | CheckpointError::Mismatch { .. } => ErrorKind::Damaged,
+            | CheckpointError::Mismatch { .. }
+            | CheckpointError::Plugin(_) => ErrorKind::Damaged,
             _ => ErrorKind::Io,
         };
         let is_listed = matches!(error, CheckpointError::Format(_) | CheckpointError::Plan(_));

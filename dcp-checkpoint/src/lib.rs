@@ -29,7 +29,6 @@ mod setters;
 mod small_file;
 mod target;
 pub mod text;
-mod torch_folder;
 mod unshard;
 mod uri;
 mod verify;

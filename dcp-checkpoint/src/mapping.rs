@@ -16,7 +16,6 @@ use crate::error::{Error, ErrorKind, Reasons};
 use crate::format::Format;
 use crate::mapping_options::{Architecture, MappingOptions};
 use crate::notes::Notes;
-use crate::recognize::is_dcp;
 use crate::run_config;
 use crate::small_file::read_at_most;
 
@@ -71,7 +70,7 @@ impl Origin {
             return Ok(Self::Megatron);
         }
         let storage = &*opened.storage;
-        let is_folder = !Path::new(&opened.place).is_file() && !is_dcp(storage).await?;
+        let is_folder = opened.is_folder && opened.source.dcp_reader().is_none();
         let config = Key::new(CONFIG).map_err(StorageError::from)?;
         Ok(match is_folder && storage.contains(&config).await? {
             true => Self::HuggingFace,

@@ -4,21 +4,29 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::{MetadataRewrite, ProfileChoice, RunListing, Source};
-use dcp_core::format::FormatRegistry;
+use dcp_core::format::{Evidence, OpenOptions, Place};
 use dcp_core::{Access, CheckpointError, Key, Storage, StorageError, StorageErrorKind};
-use dcp_formats::detect::{Detected, Detection, detect};
-use dcp_megatron::{HALF_REPLACED, MegatronCheckpoint, OpenOptions, recovered};
+use dcp_megatron::{HALF_REPLACED, MegatronCheckpoint, recovered};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
 use crate::notes::Notes;
 use crate::opener::{Need, Opener};
 use crate::recognize::{
-    IncompleteSave, Place, is_dcp, is_megatron, model_file, place, untracked_iteration,
+    IncompleteSave, is_dcp, model_file, tracked_iteration, untracked_iteration,
 };
 use crate::text::list;
-use crate::torch_folder;
 use crate::uri::{below, split};
+
+/// The name of Megatron-Core's format.
+const MEGATRON: &str = "megatron";
+
+/// A folder that was found to hold a checkpoint.
+struct Found {
+    uri: String,
+    place: Place,
+    tracker_problem: Option<String>,
+}
 
 impl Opener {
     /// Opens the checkpoint at a URL: a directory, a run of them, or one file of safetensors or
@@ -63,69 +71,122 @@ impl Opener {
                 return Ok(Checkpoint { is_folder: false, ..opened });
             }
         };
-        let Place { uri: place, note, tracker_problem } = place(uri, &storage).await?;
-        if let Some(note) = note {
-            notes.say(note);
+        let found = self.find(uri, &storage, notes).await?;
+        let Found { uri: at, place, tracker_problem } = found;
+        let folder = place.listing().root();
+        let matches = self.formats.recognize(&folder);
+        let best = matches.first().filter(|best| best.found.is_checkpoint());
+        let Some(best) = best else { return self.open_untracked(uri, &at, &place, notes).await };
+        let is_megatron = best.format.info().name == MEGATRON;
+        if let Some(variant) = &self.variant
+            && !is_megatron
+        {
+            let (storage, source) = self.open_variant(&at, &place, variant).await?;
+            return Ok(opened(at, &storage, source, None));
         }
-        let stored =
-            if place == uri { storage } else { self.storages.open(&place, Access::Read)? };
-        let storage = recovered(&stored).await?;
-        if !Arc::ptr_eq(&storage, &stored) {
-            notes.say(HALF_REPLACED);
-        }
-        if let Some(checkpoint) = self.open_megatron(&place, &storage).await? {
-            for warning in checkpoint.damage().iter().chain(checkpoint.warnings()) {
-                notes.say(warning);
-            }
-            let opened = opened(place, &storage, checkpoint.source().clone(), Some(checkpoint));
-            return Ok(Checkpoint { tracker_problem, ..opened });
-        }
-        if let Some(variant) = &self.variant {
-            let source = self.open_variant(&place, &storage, variant).await?;
-            return Ok(opened(place, &storage, source, None));
-        }
-        match self.open_folder(&storage).await {
-            Ok(source) => {
-                self.settle_ranks(uri, &source, notes).await?;
-                note_variants(&source.variants().await?, notes);
-                let mut opened = opened(place, &storage, source, None);
-                opened.unfinished = IncompleteSave::find(&*storage, &opened.source).await?;
-                if let Some(unfinished) = &opened.unfinished {
-                    notes.say(unfinished.note());
+        match best.format.open(&place, &self.options()).await {
+            Ok(found) => {
+                found.notes.iter().for_each(|note| notes.say(note));
+                let megatron = found.extension::<MegatronCheckpoint>();
+                let storage = Arc::clone(&found.storage);
+                let source = Source::from(found);
+                let is_plain = megatron.is_none();
+                let mut opened = opened(at, &storage, source, megatron);
+                opened.tracker_problem = tracker_problem;
+                if is_plain {
+                    self.settle_ranks(uri, &opened.source, notes).await?;
+                    note_variants(&opened.source.variants().await?, notes);
+                    if opened.source.dcp_reader().is_some() {
+                        opened.unfinished = IncompleteSave::find(&*storage, &opened.source).await?;
+                    }
+                    if let Some(unfinished) = &opened.unfinished {
+                        notes.say(unfinished.note());
+                    }
                 }
                 Ok(opened)
             }
-            Err(error) if is_missing(&error) => {
-                if let Ok(Some(last)) = untracked_iteration(uri, &storage).await {
-                    notes.say(last.note);
-                    let place = below(uri, &last.folder);
-                    let opened = Box::pin(self.open_noting(&place, notes)).await?;
-                    return Ok(Checkpoint { uri: uri.to_owned(), ..opened });
+            Err(error) if is_missing(&error) && !is_megatron => {
+                if folder.has(".metadata") {
+                    return Err(error.into());
                 }
-                let tolerant = self.need.tolerant();
-                if let Some(source) = torch_folder::open(&storage, None, tolerant).await? {
-                    return Ok(opened(place, &storage, source, None));
-                }
-                match detect(&storage).await {
-                    Ok(detection) => {
-                        Err(no_checkpoint(uri, &storage, &self.formats, &detection, error).await)
-                    }
-                    Err(_) => Err(error.into()),
-                }
+                self.open_untracked(uri, &at, &place, notes).await
             }
             Err(error) => {
                 if let (Need::Whole, None, CheckpointError::Format(_)) =
                     (self.need, self.rank, &error)
                 {
                     // Tensors of ranks that differ in dtype or shape need a choice, too.
-                    let tolerant = Source::dcp(Arc::clone(&storage), true);
+                    let tolerant = Source::dcp(Arc::clone(place.storage()), true);
                     if tolerant.metadata().await.is_ok() {
                         self.settle_ranks(uri, &tolerant, &mut Notes::unheard()).await?;
                     }
                 }
-                Err(cannot_read(uri, error))
+                Err(cannot_read(if is_megatron { &at } else { uri }, error))
             }
         }
+    }
+
+    fn options(&self) -> OpenOptions {
+        OpenOptions::default().with_tolerant(self.need.tolerant()).with_rank(self.rank)
+    }
+
+    /// Looks at the folder at a URI.
+    pub(crate) async fn look(
+        &self,
+        uri: &str,
+        storage: &Arc<dyn Storage>,
+    ) -> Result<Place, StorageError> {
+        let name = split(uri).map(|(_, name)| name);
+        Ok(self.formats.look(storage).await?.with_name(name))
+    }
+
+    /// Finds the checkpoint in a folder: the folder itself, the one below that its format names,
+    /// such as `model_and_optim` of OLMo-core, or the iteration that the tracker of a run names.
+    async fn find(
+        &self,
+        uri: &str,
+        storage: &Arc<dyn Storage>,
+        notes: &mut Notes,
+    ) -> Result<Found, Error> {
+        let place = self.look(uri, storage).await?;
+        let mut found = Found { uri: uri.to_owned(), place, tracker_problem: None };
+        // A folder in the iteration of a run, and no further: a hostile listing could go on.
+        for _ in 0..2 {
+            let matches = self.formats.recognize(&found.place.listing().root());
+            let best = matches.first().filter(|best| best.found.evidence == Evidence::Index);
+            let folder = match best {
+                Some(best) => best.found.inner.clone(),
+                None => {
+                    let iteration = tracked_iteration(&found.uri, found.place.storage()).await?;
+                    iteration.map(|iteration| {
+                        notes.say(iteration.note);
+                        found.tracker_problem = iteration.tracker_problem;
+                        iteration.folder
+                    })
+                }
+            };
+            let Some(folder) = folder else { break };
+            found.place = self.formats.look_below(&found.place, &folder).await?;
+            found.uri = below(&found.uri, &folder);
+        }
+        Ok(found)
+    }
+
+    /// Opens the last iteration of a run that has no tracker, or explains why there is none.
+    async fn open_untracked(
+        &self,
+        uri: &str,
+        at: &str,
+        place: &Place,
+        notes: &mut Notes,
+    ) -> Result<Checkpoint, Error> {
+        if let Ok(Some(last)) = untracked_iteration(uri, place.storage()).await {
+            notes.say(last.note);
+            let place = below(at, &last.folder);
+            let opened = Box::pin(self.open_noting(&place, notes)).await?;
+            return Ok(Checkpoint { uri: uri.to_owned(), ..opened });
+        }
+        Err(self.no_checkpoint(uri, place).await)
     }
 
     /// Lists the checkpoints in the folder of a run.
@@ -156,12 +217,14 @@ impl Opener {
         let Ok(storage) = self.storages.open(uri, Access::Read) else {
             return Ok(None);
         };
-        if is_dcp(&*storage).await?
-            && let Some(key) = model_file(&*storage).await?
+        let place = self.look(uri, &storage).await?;
+        let folder = place.listing().root();
+        if is_dcp(&folder)
+            && let Some(name) = model_file(&folder)
         {
             return Ok(Some(format!(
-                "{uri:?} has two checkpoints; opening the one of PyTorch's format, not the one of {:?}",
-                key.as_str()
+                "{uri:?} has two checkpoints; opening the one of PyTorch's format, not the one of \
+                 {name:?}"
             )));
         }
         Ok(None)
@@ -192,7 +255,7 @@ impl Opener {
             self.storages.open(uri, access).map_err(|error| cannot_open(uri, error))
         };
         let storage = open(uri, Access::Read)?;
-        let place = place(uri, &storage).await?.uri;
+        let place = self.find(uri, &storage, &mut Notes::unheard()).await?.uri;
         let storage = open(&place, if dry_run { Access::Read } else { Access::Write })?;
         if !Arc::ptr_eq(&recovered(&storage).await?, &storage) {
             let message = format!("{place:?}: {HALF_REPLACED}");
@@ -200,15 +263,6 @@ impl Opener {
         }
         let rewritten = dcp_convert::rewrite_metadata(&storage, choice, dry_run).await;
         rewritten.map_err(|error| Error::from(error).context(format!("cannot rewrite {uri:?}")))
-    }
-
-    /// Opens the checkpoint in a folder, with what the chosen rank has.
-    async fn open_folder(&self, storage: &Arc<dyn Storage>) -> Result<Source, CheckpointError> {
-        let tolerant = self.need.tolerant();
-        let Some(rank) = self.rank else { return Source::open(storage, tolerant).await };
-        let source = Source::dcp_of_rank(Arc::clone(storage), tolerant, rank);
-        source.metadata().await?;
-        Ok(source)
     }
 
     /// Notes what is odd about ranks that saved without collectives. Where they differ, all of it
@@ -258,46 +312,61 @@ impl Opener {
         Ok(())
     }
 
-    /// Opens a variant of the model in a folder.
+    /// Opens a variant of the model in a folder: of the first format that has it.
     async fn open_variant(
         &self,
         uri: &str,
-        storage: &Arc<dyn Storage>,
+        place: &Place,
         variant: &str,
-    ) -> Result<Source, Error> {
-        let tolerant = self.need.tolerant();
-        let source = Source::hf_with(Arc::clone(storage), |reader| {
-            reader.variant(variant).tolerant(tolerant)
-        });
-        match source.metadata().await {
-            Ok(_) => Ok(source),
-            Err(error) if is_missing(&error) => {
-                match torch_folder::open(storage, Some(variant), tolerant).await? {
-                    Some(source) => Ok(source),
-                    None => {
-                        let message = format!("{uri:?}: {error}");
-                        Err(Error::new(ErrorKind::InvalidOption, message)
-                            .with_hint("leave --variant out to read the main files"))
-                    }
-                }
+    ) -> Result<(Arc<dyn Storage>, Source), Error> {
+        let options = self.options().with_variant(Some(variant.to_owned()));
+        let mut missing = None;
+        for format in ["huggingface", "torch_save"] {
+            let Some(format) = self.formats.by_name(format) else { continue };
+            match format.open(place, &options).await {
+                Ok(opened) => return Ok((Arc::clone(&opened.storage), Source::from(opened))),
+                Err(error) if is_missing(&error) => missing = missing.or(Some(error)),
+                Err(error) => return Err(cannot_read(uri, error)),
             }
-            Err(error) => Err(cannot_read(uri, error)),
         }
+        let problem = missing.map_or_else(String::new, |error| format!(": {error}"));
+        Err(Error::new(ErrorKind::InvalidOption, format!("{uri:?}{problem}"))
+            .with_hint("leave --variant out to read the main files"))
     }
 
-    /// Opens the checkpoint of Megatron-Core in a folder; `None` where there is none.
-    async fn open_megatron(
-        &self,
-        uri: &str,
-        storage: &Arc<dyn Storage>,
-    ) -> Result<Option<MegatronCheckpoint>, Error> {
-        if !is_megatron(&**storage).await? {
-            return Ok(None);
-        }
-        let options = OpenOptions::default().with_tolerant(self.need.tolerant());
-        match MegatronCheckpoint::open(storage, &options).await {
-            Ok(checkpoint) => Ok(Some(checkpoint)),
-            Err(error) => Err(cannot_read(uri, error)),
+    /// Explains why a directory is no checkpoint, and names one that is near.
+    async fn no_checkpoint(&self, uri: &str, place: &Place) -> Error {
+        let folder = place.listing().root();
+        let message = match folder.is_empty() {
+            true => format!("{uri:?} is an empty directory"),
+            false => {
+                let what = self.formats.describe(&folder);
+                format!("{uri:?} is no checkpoint: the directory {what}")
+            }
+        };
+        let failure = Error::new(ErrorKind::NotACheckpoint, message);
+        let below = |name: &str| match uri.trim_end_matches('/') {
+            "." => name.to_owned(),
+            base => format!("{base}/{name}"),
+        };
+        let checkpoints = self.formats.checkpoints_below(&folder);
+        match &*checkpoints {
+            [] => failure,
+            [one] => failure.with_hint(format!("there is a checkpoint below it: {}", below(one))),
+            [.., last] => {
+                let run = dcp_convert::list_run(place.storage(), &self.formats).await;
+                failure.with_hint(match run.ok().and_then(|run| run.latest) {
+                    Some(name) => format!(
+                        "the latest complete checkpoint below it is {}; `dcp ls` lists all",
+                        below(&name)
+                    ),
+                    None => format!(
+                        "there are {} checkpoints below it, such as {}; `dcp ls` lists all",
+                        checkpoints.len(),
+                        below(last)
+                    ),
+                })
+            }
         }
     }
 
@@ -323,8 +392,8 @@ impl Opener {
             return Err(Error::new(ErrorKind::NotACheckpoint, message)
                 .with_hint(format!("pass the directory: {parent}")));
         }
-        let opened = Source::open_file(&storage, key, self.need.tolerant()).await;
-        opened.map_err(|error| match error {
+        let opened = self.formats.open_file(&storage, key, &self.options()).await;
+        opened.map(Source::from).map_err(|error| match error {
             CheckpointError::NotACheckpoint { .. } => {
                 let message = format!("{uri:?} is a file, but no checkpoint");
                 Error::new(ErrorKind::NotACheckpoint, message).with_hint(
@@ -372,52 +441,5 @@ fn cannot_open(uri: &str, error: StorageError) -> Error {
             Error::new(ErrorKind::InvalidPlace, message)
         }
         _ => Error::new(ErrorKind::Io, format!("cannot open {uri:?}")).because(error),
-    }
-}
-
-/// Explains why a directory is no checkpoint, and names one that is near.
-async fn no_checkpoint(
-    uri: &str,
-    storage: &Arc<dyn Storage>,
-    formats: &FormatRegistry,
-    detection: &Detection,
-    error: CheckpointError,
-) -> Error {
-    let failure = match &detection.kind {
-        Detected::Dcp | Detected::DcpRankLocal { .. } => return Error::from(error),
-        Detected::Empty => {
-            Error::new(ErrorKind::NotACheckpoint, format!("{uri:?} is an empty directory"))
-        }
-        kind => {
-            let mut message = format!("{uri:?} is no checkpoint: the directory {kind}");
-            for also in &detection.also {
-                message.push_str(&format!("; it also {also}"));
-            }
-            Error::new(ErrorKind::NotACheckpoint, message)
-        }
-    };
-    let below = |key: &Key| match uri.trim_end_matches('/') {
-        "." => key.to_string(),
-        base => format!("{base}/{key}"),
-    };
-    match &*detection.checkpoints {
-        [] => failure,
-        [one] => failure.with_hint(format!("there is a checkpoint below it: {}", below(one))),
-        [.., last] => {
-            let latest =
-                dcp_convert::list_run(storage, formats).await.ok().and_then(|run| run.latest);
-            let latest = latest.and_then(|name| Key::new(name).ok());
-            failure.with_hint(match latest {
-                Some(name) => format!(
-                    "the latest complete checkpoint below it is {}; `dcp ls` lists all",
-                    below(&name)
-                ),
-                None => format!(
-                    "there are {} checkpoints below it, such as {}; `dcp ls` lists all",
-                    detection.checkpoints.len(),
-                    below(last)
-                ),
-            })
-        }
     }
 }

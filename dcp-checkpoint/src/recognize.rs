@@ -4,101 +4,39 @@
 use std::sync::Arc;
 
 use dcp_convert::Source;
+use dcp_core::format::{CheckpointFormat, Folder, FolderMatch, FormatInfo, FormatRegistry, Place};
 use dcp_core::{Key, Storage, StorageError, StorageExt, error_chain};
-use dcp_formats::folder::{FolderKind, FolderNames, OLMO_MODEL};
 use dcp_formats::hf::INDEX_ENDING;
 use dcp_megatron::{
     COMMON_FILE, COMMON_OBJECT, CheckpointingConfig, INTEGRITY_FILE, METADATA_JSON, MegatronRun,
     RunCheckpoint, TRACKER,
 };
-use futures_util::StreamExt;
 
 use crate::error::{Error, ErrorKind};
-use crate::uri::{below, split};
-
-/// The folder of NeMo's checkpoints that has the checkpoint.
-pub(crate) const NEMO_WEIGHTS: &str = "weights";
 
 /// Whether a folder is a checkpoint of PyTorch's format.
-pub(crate) async fn is_dcp(storage: &dyn Storage) -> Result<bool, StorageError> {
-    for name in [".metadata", "__0.metadata"] {
-        if storage.contains(&Key::new(name)?).await? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+pub(crate) fn is_dcp(folder: &Folder<'_>) -> bool {
+    folder.has(".metadata") || folder.has("__0.metadata")
 }
 
 /// A file that makes a folder a Hugging Face model, whatever else is there: an index, or one under
 /// a name that loaders look for. Other safetensors files may be in any folder.
-pub(crate) async fn model_file(storage: &dyn Storage) -> Result<Option<Key>, StorageError> {
-    let mut objects = storage.list(None);
-    while let Some(meta) = objects.next().await {
-        let key = meta?.key;
-        let name = key.as_str();
+pub(crate) fn model_file<'a>(folder: &Folder<'a>) -> Option<&'a str> {
+    let mut files = folder.files().map(|(name, _)| name);
+    files.find(|name| {
         let is_weights = name.starts_with("model") && name.ends_with(".safetensors");
-        if !name.contains('/') && (is_weights || name.ends_with(INDEX_ENDING)) {
-            return Ok(Some(key));
-        }
-    }
-    Ok(None)
+        is_weights || name.ends_with(INDEX_ENDING)
+    })
 }
 
-/// Whether a folder is meant as a checkpoint of Megatron-Core: it has the folder of a rank, a
-/// `metadata.json` that names backends, or one that is not JSON.
-pub(crate) async fn is_megatron(storage: &dyn Storage) -> Result<bool, StorageError> {
-    /// More than any `metadata.json` of Megatron-Core has, in bytes.
-    const BYTES_MAX: u64 = 1 << 16;
-    let contains = async |name: &str| storage.contains(&Key::new(name)?).await;
-    for rank in ["mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000"] {
-        if contains(&format!("{rank}/model_optim_rng.pt")).await? {
-            return Ok(true);
-        }
-    }
-    let key = Key::new(METADATA_JSON)?;
-    if !storage.contains(&key).await? {
-        return Ok(false);
-    }
-    let len = storage.stat(&key).await?.byte_len;
-    if len > BYTES_MAX {
-        return Ok(false);
-    }
-    let json = storage.read_range(&key, 0..len).await?;
-    // Other programs have files of this name, too, but no common state.
-    let others = serde_json::from_slice::<serde_json::Value>(&json)
-        .is_ok_and(|json| json.get("sharded_backend").is_none());
-    Ok(!others || contains(COMMON_FILE).await?)
-}
-
-/// Where the checkpoint in a folder is.
-#[derive(Debug)]
-pub(crate) struct Place {
-    pub(crate) uri: String,
-    /// Which of several it is.
-    pub(crate) note: Option<String>,
-    /// What is wrong with the tracker of the run.
-    pub(crate) tracker_problem: Option<String>,
-}
-
-/// The place of the checkpoint in a folder: `model_and_optim` in a step of OLMo-core, `weights` in
-/// a checkpoint of NeMo, the latest iteration in a run of Megatron-LM, otherwise the folder itself.
-pub(crate) async fn place(uri: &str, storage: &Arc<dyn Storage>) -> Result<Place, Error> {
-    let contains = async |name: &str| storage.contains(&Key::new(name)?).await;
-    let at = |uri: String| Place { uri, note: None, tracker_problem: None };
-    if !contains(".metadata").await? {
-        for folder in [OLMO_MODEL, NEMO_WEIGHTS] {
-            if contains(&format!("{folder}/.metadata")).await? {
-                return Ok(at(below(uri, folder)));
-            }
-        }
-        if !contains(METADATA_JSON).await?
-            && let Some(iteration) = tracked_iteration(uri, storage).await?
-        {
-            let (note, tracker_problem) = (Some(iteration.note), iteration.tracker_problem);
-            return Ok(Place { uri: below(uri, &iteration.folder), note, tracker_problem });
-        }
-    }
-    Ok(at(uri.to_owned()))
+/// The format that opens a folder, if that is one of this name, and what it says of the folder.
+pub(crate) fn checkpoint_of(
+    formats: &FormatRegistry,
+    folder: &Folder<'_>,
+    format: &str,
+) -> Option<FolderMatch> {
+    let mut found = formats.recognize(folder).into_iter();
+    found.find(|one| one.format.info().name == format && one.found.is_checkpoint())
 }
 
 /// An iteration of a run of Megatron-LM.
@@ -114,7 +52,7 @@ pub(crate) struct Iteration {
 
 /// The iteration that the tracker names, or the last complete one where that is not whole. `None`
 /// where there is no tracker.
-async fn tracked_iteration(
+pub(crate) async fn tracked_iteration(
     uri: &str,
     storage: &Arc<dyn Storage>,
 ) -> Result<Option<Iteration>, Error> {
@@ -240,47 +178,37 @@ impl IncompleteSave {
     }
 }
 
-/// What an unfinished save left in a folder: of which format, and what shows it.
+/// What an unfinished save left in a folder: the name and title of its format, and what shows it.
 pub(crate) async fn unfinished(
-    uri: &str,
-    storage: &Arc<dyn Storage>,
-) -> Result<Option<(FolderKind, String)>, Error> {
-    let mut names = FolderNames::new();
-    let mut objects = storage.list(None);
-    while let Some(meta) = objects.next().await {
-        names.add(meta?.key.as_str());
-    }
-    let name = split(uri).map_or_else(String::new, |(_, name)| name);
-    let own = names.verdict(&name).filter(|verdict| verdict.inner.is_none());
-    if let Some(verdict) = own
-        && let Some(problem) = verdict.problem
+    formats: &FormatRegistry,
+    place: &Place,
+) -> Result<Option<(FormatInfo, String)>, Error> {
+    let folder = place.listing().root();
+    let own = formats.classify(&folder).filter(|own| own.found.inner.is_none());
+    if let Some(FolderMatch { format, found, .. }) = own
+        && let Some(problem) = found.problem
     {
-        return Ok(Some((verdict.kind, problem)));
+        return Ok(Some((format.info(), problem)));
     }
     // Since Megatron-Core 0.19 only the index shows it.
-    let source = Source::dcp(Arc::clone(storage), true);
-    if !is_dcp(&**storage).await? || source.metadata().await.is_err() {
+    let source = Source::dcp(Arc::clone(place.storage()), true);
+    if !is_dcp(&folder) || source.metadata().await.is_err() {
         return Ok(None);
     }
-    let found = IncompleteSave::find(&**storage, &source).await?;
-    Ok(found.map(|found| (FolderKind::Megatron, found.problem("the folder"))))
+    let found = IncompleteSave::find(&**place.storage(), &source).await?;
+    let info = dcp_megatron::MegatronCoreFormat.info();
+    Ok(found.map(|found| (info, found.problem("the folder"))))
 }
 
 /// The tracker or an iteration that makes a folder that of a run of Megatron-LM.
-pub(crate) async fn run_file(storage: &dyn Storage) -> Result<Option<Key>, StorageError> {
-    let is_run = |key: &str| {
-        let iteration = key.strip_prefix("iter_").and_then(|rest| rest.split_once('/'));
-        key == TRACKER
-            || iteration.is_some_and(|(number, _)| {
-                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
-            })
-    };
-    let mut objects = storage.list(None);
-    while let Some(meta) = objects.next().await {
-        let key = meta?.key;
-        if is_run(key.as_str()) {
-            return Ok(Some(key));
-        }
+pub(crate) fn run_file(folder: &Folder<'_>) -> Option<String> {
+    if folder.has(TRACKER) {
+        return Some(TRACKER.to_owned());
     }
-    Ok(None)
+    let is_iteration = |name: &str| {
+        let number = name.strip_prefix("iter_");
+        number.is_some_and(|n| !n.is_empty() && n.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let iteration = folder.folders().find(|below| is_iteration(below.name()))?;
+    Some(iteration.path().to_owned())
 }

@@ -8,9 +8,10 @@ use dcp_mapping::Facts;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
-use crate::recognize::NEMO_WEIGHTS;
 use crate::uri::{below, split};
 
+/// The folder of NeMo's checkpoints that holds the weights.
+const NEMO_WEIGHTS: &str = "weights";
 /// Bytes of a configuration that are read at most.
 const CONFIG_MAX: u64 = 16 << 20;
 /// What Megatron-Bridge writes among the files of a checkpoint.

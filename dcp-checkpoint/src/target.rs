@@ -4,18 +4,22 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::{ConvertError, Target};
-use dcp_core::{Access, Key, Storage, StorageErrorKind, StorageExt, StorageRegistry};
-use dcp_formats::detect::{Detected, Detection, detect};
-use dcp_formats::folder::{FolderKind, OLMO_MODEL};
+use dcp_core::format::{Evidence, Folder, Place as FolderPlace};
+use dcp_core::{Access, Key, Storage, StorageErrorKind, StorageExt};
 
 use crate::absent_storage::AbsentStorage;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
 use crate::new_folders::NewFolders;
+use crate::opener::Opener;
 use crate::overlap_guard::{Shape, keep_apart};
-use crate::recognize::{is_dcp, is_megatron, model_file, run_file, unfinished};
+use crate::recognize::{checkpoint_of, is_dcp, model_file, run_file, unfinished};
 use crate::rollback::Rollback;
 use crate::uri::{below, split};
+
+/// The names of formats that are written.
+const DCP: &str = "dcp";
+const MEGATRON: &str = "megatron";
 
 /// How a target is written.
 #[derive(Clone, Debug, Default)]
@@ -89,32 +93,28 @@ impl Checkpoint {
     ) -> Result<TargetFile, Error> {
         keep_apart(self, uri, Shape::File).await?;
         let folders = NewFolders::before(uri, &options.rollback);
-        let target = Place::new(self.opener.storages(), uri, options).file().await?;
+        let target = Place::new(&self.opener, uri, options).file().await?;
         Ok(TargetFile { target, folders })
     }
 }
 
 /// A place to write to.
 pub(crate) struct Place<'a> {
-    storages: &'a StorageRegistry,
+    opener: &'a Opener,
     uri: &'a str,
     options: &'a TargetOptions,
 }
 
 impl<'a> Place<'a> {
-    pub(crate) fn new(
-        storages: &'a StorageRegistry,
-        uri: &'a str,
-        options: &'a TargetOptions,
-    ) -> Self {
-        Self { storages, uri, options }
+    pub(crate) fn new(opener: &'a Opener, uri: &'a str, options: &'a TargetOptions) -> Self {
+        Self { opener, uri, options }
     }
 
     /// The storage of a folder to write to, or of a dry run to look at: that one makes nothing.
     fn storage(&self, uri: &str) -> Result<Arc<dyn Storage>, Error> {
         let dry_run = self.options.dry_run;
         let access = if dry_run { Access::Read } else { Access::Write };
-        match self.storages.open(uri, access) {
+        match self.opener.storages().open(uri, access) {
             Ok(storage) if dry_run => Ok(storage),
             Ok(storage) => Ok(self.options.rollback.watch(storage)),
             Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
@@ -137,7 +137,7 @@ impl<'a> Place<'a> {
     /// A file to write. One that is there is an error, unless it may be replaced.
     pub(crate) async fn file(&self) -> Result<Target, Error> {
         let uri = self.uri;
-        if self.storages.open(uri, Access::Read).is_ok() {
+        if self.opener.storages().open(uri, Access::Read).is_ok() {
             let message = format!("{uri:?} is a directory");
             return Err(Error::new(ErrorKind::InvalidPlace, message)
                 .with_hint(format!("name a file, such as {}", below(uri, "model.safetensors"))));
@@ -164,22 +164,16 @@ impl<'a> Place<'a> {
     /// itself a checkpoint, there must be none in a step of OLMo-core either.
     pub(crate) async fn folder(&self, model: bool) -> Result<Arc<dyn Storage>, Error> {
         let storage = self.storage(self.uri)?;
-        self.refuse_megatron(&*storage).await?;
+        let place = self.opener.look(self.uri, &storage).await?;
+        let folder = place.listing().root();
+        self.refuse_megatron(&folder)?;
         if model {
-            self.refuse_run(&*storage).await?;
+            self.refuse_run(&folder)?;
         }
-        self.refuse_unfinished(&storage, &[]).await?;
-        let detection = detect(&storage).await?;
-        let mut kinds = [&detection.kind].into_iter().chain(&detection.also);
-        let is_dcp = |kind: &&Detected| {
-            matches!(
-                kind,
-                Detected::Dcp | Detected::DcpRankLocal { .. } | Detected::DcpUnfinished { .. }
-            )
-        };
-        match kinds.find(is_dcp) {
-            Some(kind) => Err(self.would_stay(&format!("the directory {kind}"))),
-            None if model => self.refuse_step(&detection).map(|()| storage),
+        self.refuse_unfinished(&place, &[]).await?;
+        match checkpoint_of(&self.opener.formats, &folder, DCP) {
+            Some(one) => Err(self.would_stay(&format!("the directory {}", one.found))),
+            None if model => self.refuse_step(&folder).map(|()| storage),
             None => Ok(storage),
         }
     }
@@ -188,14 +182,16 @@ impl<'a> Place<'a> {
     /// unless it may be replaced; one of another format always is.
     pub(crate) async fn dcp(&self) -> Result<Arc<dyn Storage>, Error> {
         let storage = self.storage(self.uri)?;
-        self.refuse_megatron(&*storage).await?;
-        self.refuse_run(&*storage).await?;
-        self.refuse_unfinished(&storage, &[FolderKind::Dcp]).await?;
-        if !self.options.overwrite && is_dcp(&*storage).await? {
+        let place = self.opener.look(self.uri, &storage).await?;
+        let folder = place.listing().root();
+        self.refuse_megatron(&folder)?;
+        self.refuse_run(&folder)?;
+        self.refuse_unfinished(&place, &[DCP]).await?;
+        if !self.options.overwrite && is_dcp(&folder) {
             return Err(self.exists());
         }
-        self.refuse_step(&detect(&storage).await?)?;
-        self.refuse_model(&*storage).await?;
+        self.refuse_step(&folder)?;
+        self.refuse_model(&folder)?;
         Ok(storage)
     }
 
@@ -203,22 +199,28 @@ impl<'a> Place<'a> {
     /// error, unless it may be replaced; one of another format always is.
     pub(crate) async fn megatron(&self) -> Result<Arc<dyn Storage>, Error> {
         let storage = self.storage(self.uri)?;
-        self.refuse_run(&*storage).await?;
-        let replaced = [FolderKind::Dcp, FolderKind::Megatron];
-        self.refuse_unfinished(&storage, &replaced).await?;
-        let (is_megatrons, is_dcp) = (is_megatron(&*storage).await?, is_dcp(&*storage).await?);
-        match (is_megatrons, is_dcp) {
+        let place = self.opener.look(self.uri, &storage).await?;
+        let folder = place.listing().root();
+        self.refuse_run(&folder)?;
+        self.refuse_unfinished(&place, &[DCP, MEGATRON]).await?;
+        match (self.is_megatron(&folder), is_dcp(&folder)) {
             (true, true) if !self.options.overwrite => return Err(self.exists()),
             (true, false) => return Err(self.would_stay("it is one of an older Megatron-Core")),
             // What an unfinished save of this format left is replaced by one that finishes.
-            (false, true) if unfinished(self.uri, &storage).await?.is_none() => {
+            (false, true) if unfinished(&self.opener.formats, &place).await?.is_none() => {
                 return Err(self.would_stay("it is one of PyTorch's format"));
             }
             _ => {}
         }
-        self.refuse_step(&detect(&storage).await?)?;
-        self.refuse_model(&*storage).await?;
+        self.refuse_step(&folder)?;
+        self.refuse_model(&folder)?;
         Ok(storage)
+    }
+
+    /// Whether a folder itself is a checkpoint of Megatron-Core.
+    fn is_megatron(&self, folder: &Folder<'_>) -> bool {
+        let found = checkpoint_of(&self.opener.formats, folder, MEGATRON);
+        found.is_some_and(|one| one.found.evidence == Evidence::Index && one.found.inner.is_none())
     }
 
     /// The refusal to make a folder two checkpoints at once.
@@ -229,56 +231,53 @@ impl<'a> Place<'a> {
         )
     }
 
-    fn refuse_step(&self, detection: &Detection) -> Result<(), Error> {
-        if detection.checkpoints.iter().any(|key| key.as_str() == OLMO_MODEL) {
-            return Err(self.would_stay(&format!("it has a checkpoint in {OLMO_MODEL}")));
+    /// Refuses a folder with the checkpoint of a step of OLMo-core.
+    fn refuse_step(&self, folder: &Folder<'_>) -> Result<(), Error> {
+        const MODEL: &str = "model_and_optim";
+        match folder.folder(MODEL).is_some_and(|model| is_dcp(&model)) {
+            true => Err(self.would_stay(&format!("it has a checkpoint in {MODEL}"))),
+            false => Ok(()),
         }
-        Ok(())
     }
 
-    async fn refuse_model(&self, storage: &dyn Storage) -> Result<(), Error> {
-        match model_file(storage).await? {
-            Some(key) => Err(self.would_stay(&format!("{key:?} is of a Hugging Face model"))),
+    fn refuse_model(&self, folder: &Folder<'_>) -> Result<(), Error> {
+        match model_file(folder) {
+            Some(name) => Err(self.would_stay(&format!("{name:?} is of a Hugging Face model"))),
             None => Ok(()),
         }
     }
 
     /// Refuses a folder with what an unfinished save left, unless it is one of these formats, of
     /// which a save that finishes replaces it.
-    async fn refuse_unfinished(
-        &self,
-        storage: &Arc<dyn Storage>,
-        replaced: &[FolderKind],
-    ) -> Result<(), Error> {
-        let Some((kind, problem)) = unfinished(self.uri, storage).await? else { return Ok(()) };
-        let own = match kind {
-            FolderKind::Megatron | FolderKind::OlmoStep => replaced.contains(&kind),
-            // What writes each of the others tells its own files from what may stay.
-            _ => true,
-        };
-        if own {
+    async fn refuse_unfinished(&self, place: &FolderPlace, replaced: &[&str]) -> Result<(), Error> {
+        let found = unfinished(&self.opener.formats, place).await?;
+        let Some((format, problem)) = found else { return Ok(()) };
+        // What writes each of the other formats tells its own files from what may stay.
+        let is_replaced = [MEGATRON, "olmo"].iter().all(|name| *name != format.name)
+            || replaced.contains(&format.name);
+        if is_replaced {
             return Ok(());
         }
-        let message =
-            format!("{:?} has what an unfinished save left ({kind}): {problem}", self.uri);
+        let (uri, title) = (self.uri, format.title);
+        let message = format!("{uri:?} has what an unfinished save left ({title}): {problem}");
         Err(Error::new(ErrorKind::OtherCheckpoint, message).with_hint(
             "choose another directory, remove this one, or finish the save: run it again with \
              --overwrite",
         ))
     }
 
-    async fn refuse_megatron(&self, storage: &dyn Storage) -> Result<(), Error> {
-        match is_megatron(storage).await? {
+    fn refuse_megatron(&self, folder: &Folder<'_>) -> Result<(), Error> {
+        match self.is_megatron(folder) {
             true => Err(self.would_stay("it is one of Megatron-Core")),
             false => Ok(()),
         }
     }
 
     /// Refuses the folder of a run of Megatron-LM: readers would open an iteration instead.
-    async fn refuse_run(&self, storage: &dyn Storage) -> Result<(), Error> {
-        let Some(key) = run_file(storage).await? else { return Ok(()) };
+    fn refuse_run(&self, folder: &Folder<'_>) -> Result<(), Error> {
+        let Some(name) = run_file(folder) else { return Ok(()) };
         let message =
-            format!("{:?} is the folder of a run of Megatron-LM: there is {key}", self.uri);
+            format!("{:?} is the folder of a run of Megatron-LM: there is {name}", self.uri);
         let base = self.uri.trim_end_matches('/');
         Err(Error::new(ErrorKind::OtherCheckpoint, message).with_hint(format!(
             "name a folder in it, such as {base}/release or {base}/iter_0000001, or another \

@@ -73,7 +73,7 @@ impl Unsharding<'_> {
         let folders = NewFolders::before(&self.target, &self.rollback);
         let options =
             TargetOptions::default().as_dry_run(self.job.dry_run).with_rollback(&self.rollback);
-        let place = Place::new(checkpoint.opener.storages(), &self.target, &options);
+        let place = Place::new(&checkpoint.opener, &self.target, &options);
         let storage = place.folder(false).await?;
         let report =
             unshard_checkpoint(&checkpoint.source, &storage, &self.options, &self.job).await?;

@@ -36,8 +36,6 @@
 
 mod crc_parts;
 pub mod dcp;
-pub mod detect;
-pub mod folder;
 mod formats;
 mod headed_file;
 pub mod hf;

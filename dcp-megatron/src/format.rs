@@ -15,7 +15,7 @@ use dcp_formats::torch_save::FILE_ENDINGS;
 use crate::checkpoint::MegatronCheckpoint;
 use crate::common::{COMMON_FILE, COMMON_OBJECT};
 use crate::config::METADATA_JSON;
-use crate::recovery::RECORD;
+use crate::recovery::{HALF_REPLACED, RECORD, recovered};
 use crate::tracker::{TRACKER, Tracked};
 use crate::writer::integrity::INTEGRITY_FILE;
 
@@ -188,7 +188,10 @@ impl CheckpointFormat for MegatronCoreFormat {
     ) -> Result<OpenedCheckpoint, CheckpointError> {
         let how = crate::checkpoint::OpenOptions::default().with_tolerant(options.tolerant);
         let opened = MegatronCheckpoint::open_folder(place.storage(), &how).await?;
-        let notes: Vec<_> = opened.damage().iter().chain(opened.warnings()).cloned().collect();
+        let is_recovered = !Arc::ptr_eq(&recovered(place.storage()).await?, place.storage());
+        let notes = is_recovered.then(|| HALF_REPLACED.to_owned()).into_iter();
+        let notes: Vec<_> =
+            notes.chain(opened.damage().iter().chain(opened.warnings()).cloned()).collect();
         let source = Arc::new(opened.source().clone());
         Ok(OpenedCheckpoint::new(Arc::clone(opened.storage()), Arc::clone(&source.reader))
             .with_notes(notes)

@@ -17,6 +17,7 @@ use crate::storage::{ObjectMeta, Storage, StorageExt};
 #[derive(Clone, Debug, Default)]
 pub struct Listing {
     objects: Vec<ObjectMeta>,
+    name: Option<String>,
     truncated: bool,
     listed: bool,
     complete: bool,
@@ -32,7 +33,15 @@ impl Listing {
     pub fn new(objects: impl IntoIterator<Item = ObjectMeta>) -> Self {
         let mut objects: Vec<_> = objects.into_iter().collect();
         objects.sort_by(|a, b| a.key.cmp(&b.key));
-        Self { objects, truncated: false, listed: true, complete: true, peeked: BTreeMap::new() }
+        let peeked = BTreeMap::new();
+        Self { objects, name: None, truncated: false, listed: true, complete: true, peeked }
+    }
+
+    /// The same, for a folder of that name.
+    #[must_use]
+    pub fn with_name(mut self, name: impl Into<Option<String>>) -> Self {
+        self.name = name.into();
+        self
     }
 
     /// Lists `storage`. One that cannot list is asked for `landmarks`, and its listing has only
@@ -110,14 +119,15 @@ impl Listing {
     /// The folder that was listed.
     #[must_use]
     pub fn root(&self) -> Folder<'_> {
-        Folder { objects: &self.objects, prefix: "", peeked: &self.peeked }
+        let name = self.name.as_deref().unwrap_or(".");
+        Folder { objects: &self.objects, prefix: "", name, peeked: &self.peeked }
     }
 
     /// The listing of a folder below, under names relative to it.
     #[must_use]
     pub fn below(&self, folder: &str) -> Self {
         let Some(below) = self.root().folder(folder) else {
-            return Self { objects: Vec::new(), peeked: BTreeMap::new(), ..*self };
+            return Self { objects: Vec::new(), name: None, peeked: BTreeMap::new(), ..*self };
         };
         let relative = |key: &Key| Key::new(key.as_str().strip_prefix(below.prefix)?).ok();
         let objects = below.objects.iter().filter_map(|meta| {
@@ -127,6 +137,7 @@ impl Listing {
         let peeked = self.peeked.iter();
         Self {
             objects: objects.collect(),
+            name: Some(below.name().to_owned()),
             peeked: peeked.filter_map(|(k, bytes)| Some((relative(k)?, bytes.clone()))).collect(),
             ..*self
         }
@@ -189,6 +200,8 @@ pub struct Folder<'a> {
     objects: &'a [ObjectMeta],
     /// What its files begin with: empty, or ending in `/`.
     prefix: &'a str,
+    /// The name of the folder that was listed.
+    name: &'a str,
     peeked: &'a BTreeMap<Key, Bytes>,
 }
 
@@ -202,11 +215,13 @@ pub enum FolderEntry<'a> {
 }
 
 impl<'a> Folder<'a> {
-    /// Its own name; `.` for the folder that was listed.
+    /// Its own name; for the folder that was listed the name that the listing has, or `.`.
     #[must_use]
     pub fn name(&self) -> &'a str {
-        let path = self.path();
-        path.rsplit('/').next().unwrap_or(path)
+        match self.path() {
+            "." => self.name,
+            path => path.rsplit('/').next().unwrap_or(path),
+        }
     }
 
     /// Its path from the folder that was listed; `.` for that one.
@@ -256,7 +271,7 @@ impl<'a> Folder<'a> {
         };
         let objects = below.get(..below.partition_point(inside))?;
         let prefix = objects.first()?.key.as_str().get(..self.prefix.len() + name.len() + 1)?;
-        Some(Self { objects, prefix, peeked: self.peeked })
+        Some(Self { objects, prefix, ..*self })
     }
 
     /// What lies in it, in order of the names; what lies in its folders is not gone through.
@@ -275,7 +290,7 @@ impl<'a> Folder<'a> {
             let len = rest.partition_point(|meta| meta.key.as_str().starts_with(prefix));
             let objects = rest.get(..len)?;
             rest = rest.get(len..)?;
-            Some(FolderEntry::Folder(Folder { objects, prefix, peeked: folder.peeked }))
+            Some(FolderEntry::Folder(Folder { objects, prefix, ..folder }))
         })
     }
 

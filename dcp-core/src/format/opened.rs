@@ -67,6 +67,13 @@ impl Place {
         Self { storage: Arc::new(storage), listing, file: None }
     }
 
+    /// The same, whose folder has that name.
+    #[must_use]
+    pub fn with_name(self, name: Option<String>) -> Self {
+        let listing = Arc::new(Listing::clone(&self.listing).with_name(name));
+        Self { listing, ..self }
+    }
+
     /// One file of `storage`.
     #[must_use]
     pub fn file_of(storage: &Arc<dyn Storage>, file: Key) -> Self {

@@ -6,6 +6,7 @@ use super::CheckpointFormat;
 use super::listing::{Folder, Listing};
 use super::opened::{OpenOptions, OpenedCheckpoint, Place};
 use super::recognized::{Evidence, Recognized};
+use super::subfolder::Subfolder;
 use crate::error::{CheckpointError, StorageError};
 use crate::key::Key;
 use crate::storage::{Storage, StorageExt};
@@ -110,7 +111,27 @@ impl FormatRegistry {
     pub async fn look(&self, storage: &Arc<dyn Storage>) -> Result<Place, StorageError> {
         let landmarks: Vec<_> =
             self.formats.iter().flat_map(|format| format.info().landmarks).copied().collect();
-        let mut listing = Listing::read(&**storage, &landmarks).await?;
+        let listing = Listing::read(&**storage, &landmarks).await?;
+        self.peek(storage, listing).await
+    }
+
+    /// Looks at a folder below one that was looked at, which is listed already.
+    ///
+    /// # Errors
+    ///
+    /// When `folder` is no name of a folder, and when the storage fails.
+    pub async fn look_below(&self, place: &Place, folder: &str) -> Result<Place, StorageError> {
+        let inner = Subfolder::new(Arc::clone(place.storage()), Key::new(folder)?);
+        let storage: Arc<dyn Storage> = Arc::new(inner);
+        self.peek(&storage, place.listing().below(folder)).await
+    }
+
+    /// Reads the small files that formats need to recognize a folder.
+    async fn peek(
+        &self,
+        storage: &Arc<dyn Storage>,
+        mut listing: Listing,
+    ) -> Result<Place, StorageError> {
         // Formats after one that finds its index by names alone would not open the folder.
         let root = listing.root();
         let finds_index = |format: &Arc<dyn CheckpointFormat>| {
@@ -159,7 +180,7 @@ impl FormatRegistry {
             let Some(inner) = &best.found.inner else {
                 return best.format.open(&place, options).await;
             };
-            place = place.below(inner)?;
+            place = self.look_below(&place, inner).await?;
             matches = self.recognize(&place.listing().root());
         }
         Err(CheckpointError::NotACheckpoint { message })
@@ -188,9 +209,9 @@ impl FormatRegistry {
         format.open(&Place::file_of(storage, file), options).await
     }
 
-    /// What a folder without a checkpoint holds, as a message.
+    /// What a folder holds, as the predicate of a sentence.
     #[must_use]
-    pub fn explain(&self, folder: &Folder<'_>) -> String {
+    pub fn describe(&self, folder: &Folder<'_>) -> String {
         let mut matches = self.recognize(folder);
         // Checkpoints in folders below are listed in the end.
         let is_outer = |found: &Recognized| {
@@ -198,15 +219,20 @@ impl FormatRegistry {
         };
         matches.retain(|one| !is_outer(&one.found));
         let mut text = match &*matches {
-            [] if folder.is_empty() => {
-                return "not a checkpoint: the directory is empty or does not exist".to_owned();
-            }
-            [] => "not a checkpoint: the directory has no .metadata".to_owned(),
-            [first, ..] => format!("not a checkpoint: the directory {}", first.found),
+            [] if folder.is_empty() => "is empty or does not exist".to_owned(),
+            [] => "has no .metadata".to_owned(),
+            [first, ..] => first.found.description.clone(),
         };
         for more in matches.iter().skip(1) {
             text.push_str(&format!("; it also {}", more.found));
         }
+        text
+    }
+
+    /// What a folder without a checkpoint holds, as a message.
+    #[must_use]
+    pub fn explain(&self, folder: &Folder<'_>) -> String {
+        let mut text = format!("not a checkpoint: the directory {}", self.describe(folder));
         let below = self.checkpoints_below(folder);
         match &*below {
             [] => {}

@@ -9,7 +9,6 @@ use dcp_core::{
     StorageReader as _, TensorEntry,
 };
 use dcp_formats::dcp::{DcpReader, DcpWriter};
-use dcp_formats::detect::{Detected, detect};
 use dcp_formats::metadata::{Profile, decode, encode};
 use proptest::prelude::*;
 
@@ -289,50 +288,6 @@ fn a_file_that_shrinks_while_it_is_read_is_an_error() {
     put(&*storage, "__0_0.distcp", vec![0; 100_000]);
     let Err(CheckpointError::Format(error)) = load_with(&reader) else { panic!("no error") };
     assert_eq!(error.file(), Some("__0_0.distcp"));
-}
-
-#[test]
-fn what_is_no_checkpoint_is_said() {
-    let hint = |files: &[(&str, &[u8])]| {
-        let storage = MemoryStorage::new();
-        for (name, bytes) in files {
-            put(&storage, name, bytes.to_vec());
-        }
-        let storage: Arc<dyn Storage> = Arc::new(storage);
-        let detection = block_on(detect(&storage)).unwrap();
-        let Err(CheckpointError::NotACheckpoint { message }) = load(storage) else {
-            panic!("no error")
-        };
-        assert_eq!(message, detection.hint());
-        (detection.kind, message)
-    };
-    assert_eq!(hint(&[]).0, Detected::Empty);
-    assert_eq!(hint(&[("x", b"y")]).0, Detected::Unknown);
-    let hf = hint(&[("model.safetensors", b""), ("config.json", b"{}")]);
-    assert_eq!(hf.0, Detected::Safetensors { files: 1, indexed: false });
-    let torch = hint(&[("a.pt", b"PK\x03\x04..."), ("b.bin", b"data")]).0;
-    assert!(matches!(torch, Detected::TorchSave { .. }));
-    let run = hint(&[
-        ("step9/model_and_optim/.metadata", b""),
-        ("step10/model_and_optim/.metadata", b""),
-    ]);
-    assert_eq!(run.0, Detected::OlmoRun);
-    assert!(run.1.contains("step10/model_and_optim"), "{}", run.1);
-    let of = |names: &[&str]| {
-        let storage = MemoryStorage::new();
-        names.iter().for_each(|name| put(&storage, name, b"x".to_vec()));
-        let storage: Arc<dyn Storage> = Arc::new(storage);
-        block_on(detect(&storage)).unwrap().kind
-    };
-    assert_eq!(of(&["metadata.json", ".metadata", "common.pt"]), Detected::Megatron);
-    assert_eq!(of(&["metadata.json", "common.pt", "w/.zarray", "w/0"]), Detected::Megatron);
-    assert_eq!(of(&["metadata.json"]), Detected::Unknown);
-    assert_eq!(of(&["mp_rank_00/model_optim_rng.pt"]), Detected::MegatronRanks);
-    let megatron =
-        hint(&[("latest_checkpointed_iteration.txt", b"5"), ("iter_0000005/.metadata", b"")]);
-    assert_eq!(megatron.0, Detected::MegatronRun);
-    assert!(megatron.1.contains("iter_0000005"), "{}", megatron.1);
-    assert_eq!(hint(&[("__0_0.distcp", b"")]).0, Detected::DcpUnfinished { metadata_tmp: false });
 }
 
 #[test]

@@ -3,9 +3,11 @@
 #![allow(dead_code, unreachable_pub, reason = "each fuzz target uses one of them")]
 
 use bytes::Bytes;
-use dcp_core::{CheckpointMetadata, Entry, FormatError, LoadPlan, SavePlan, Value, WritePlan};
+use dcp_core::format::Listing;
+use dcp_core::{
+    CheckpointMetadata, Entry, FormatError, Key, LoadPlan, ObjectMeta, SavePlan, Value, WritePlan,
+};
 use dcp_formats::dcp::Sidecar;
-use dcp_formats::folder::{FolderNames, OlmoNote};
 use dcp_formats::hf::IndexFile;
 use dcp_formats::metadata::{Profile, check_chunks, decode, encode};
 use dcp_formats::pickle::{Converter, Limits, NodeId, PersistentSink, Pickle, Writer, dump};
@@ -100,12 +102,15 @@ pub fn zarr(bytes: &[u8]) {
 }
 
 pub fn folder(bytes: &[u8]) {
-    let _ = OlmoNote::parse(bytes);
     let text = String::from_utf8_lossy(bytes);
-    let mut names = FolderNames::new();
-    for name in text.lines() {
-        names.add(name);
-        let _ = names.verdict(name);
+    let keys = text.lines().filter_map(|name| Key::new(name).ok());
+    let listing = Listing::new(keys.map(|key| ObjectMeta::new(key, 1)));
+    let formats = dcp_formats::formats();
+    let root = listing.root();
+    let _ = formats.explain(&root);
+    for below in std::iter::once(root).chain(root.folders()) {
+        assert!(below.files().count() <= below.file_count());
+        let _ = formats.classify(&below);
     }
 }
 

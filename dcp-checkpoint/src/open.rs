@@ -166,8 +166,13 @@ impl Opener {
                 }
             };
             let Some(folder) = folder else { break };
-            found.place = self.formats.look_below(&found.place, &folder).await?;
             found.uri = below(&found.uri, &folder);
+            found.place = self.formats.look_below(&found.place, &folder).await?;
+            if found.place.listing().root().is_empty() {
+                // A link to another place, or a storage that cannot list.
+                let storage = self.storages.open(&found.uri, Access::Read)?;
+                found.place = self.look(&found.uri, &storage).await?;
+            }
         }
         Ok(found)
     }

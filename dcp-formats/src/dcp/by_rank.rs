@@ -16,7 +16,9 @@ use super::index::{decode, parallelism};
 use super::merge::{Copies, Merged, Merger, Unlike};
 use super::names::Named;
 use super::replica_equality::Content;
+use crate::hf::HuggingFaceFormat;
 use crate::metadata::check_chunks;
+use crate::torch_save::TorchSaveFormat;
 
 /// Names that a warning shows.
 const SHOWN: usize = 5;
@@ -127,7 +129,10 @@ async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointE
         }
     }
     if ranks.is_empty() {
-        let formats = FormatRegistry::empty().with(Arc::new(DcpFormat));
+        let formats = FormatRegistry::empty()
+            .with(Arc::new(TorchSaveFormat))
+            .with(Arc::new(HuggingFaceFormat))
+            .with(Arc::new(DcpFormat));
         let message = formats.explain(&Listing::new(listed).root());
         return Err(CheckpointError::NotACheckpoint { message });
     }

@@ -78,11 +78,12 @@ impl JobOptions {
         self
     }
 
-    /// Bytes of one segment of a file that is written from front to back. Larger ones would make
-    /// nothing faster: 16 MiB are sent at a time.
+    /// Bytes of one segment of a file that is written from front to back, of which as many as
+    /// [`parallelism`](Self::parallelism) says are in flight: a quarter of the memory is theirs, the
+    /// rest is for what is sent, 16 MiB at a time. Larger segments make nothing faster.
     pub(crate) fn write_segment_bytes(&self) -> u64 {
         const WORTH: u64 = 8 << 20;
-        self.segment_bytes(self.parallelism.saturating_mul(2).max(8)).min(WORTH)
+        self.segment_bytes(self.parallelism.saturating_mul(4).max(8)).min(WORTH)
     }
 
     /// Bytes of one segment when `in_flight` of them are held at once: a multiple of every

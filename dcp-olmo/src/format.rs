@@ -10,7 +10,7 @@ use dcp_formats::dcp::{DcpFiles, DcpFormat};
 use serde::Deserialize;
 
 /// The folder of a checkpoint that is a DCP checkpoint.
-pub(crate) const MODEL: &str = "model_and_optim";
+pub(crate) const MODEL_FOLDER: &str = "model_and_optim";
 /// The file that is written last.
 pub(crate) const COMMIT: &str = ".metadata.json";
 /// The trainer's state of rank 0.
@@ -29,7 +29,7 @@ pub(crate) fn formats() -> FormatRegistry {
 fn problem(folder: &Folder<'_>, model: Option<&DcpFiles>) -> Option<String> {
     let committed = folder.has(COMMIT);
     if !model.is_some_and(|model| model.metadata) {
-        let mut problem = format!("there is no {MODEL}/.metadata: the save did not finish");
+        let mut problem = format!("there is no {MODEL_FOLDER}/.metadata: the save did not finish");
         if committed {
             // It is written when an asynchronous save ends, however it ends.
             problem.push_str(&format!(", although there is a {COMMIT}"));
@@ -51,7 +51,7 @@ impl CheckpointFormat for OlmoFormat {
     fn info(&self) -> FormatInfo {
         FormatInfo::new("olmo", "OLMo step")
             .with_landmarks(&["model_and_optim/.metadata", COMMIT])
-            .with_part_folders(&[MODEL, "train"])
+            .with_part_folders(&[MODEL_FOLDER, "train"])
     }
 
     fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
@@ -59,12 +59,12 @@ impl CheckpointFormat for OlmoFormat {
     }
 
     fn recognize(&self, folder: &Folder<'_>) -> Option<Recognized> {
-        let model = folder.folder(MODEL).map(|model| DcpFiles::of(&model));
+        let model = folder.folder(MODEL_FOLDER).map(|model| DcpFiles::of(&model));
         let model = model.filter(DcpFiles::is_any);
         let is_step = folder.has(COMMIT) && olmo_step(folder.name()).is_some();
         if model.is_some() || is_step {
             let problem = problem(folder, model.as_ref());
-            let inner = model.filter(DcpFiles::is_committed).map(|_| MODEL.to_owned());
+            let inner = model.filter(DcpFiles::is_committed).map(|_| MODEL_FOLDER.to_owned());
             // A folder that is a checkpoint itself is opened as that one.
             let evidence = match (folder.has(".metadata"), &inner) {
                 (false, Some(_)) => Evidence::Index,
@@ -87,7 +87,7 @@ impl CheckpointFormat for OlmoFormat {
     }
 
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
-        let mut found = DcpFormat.examine(&place.below(MODEL)?).await?;
+        let mut found = DcpFormat.examine(&place.below(MODEL_FOLDER)?).await?;
         let commit = place.listing().root().file(COMMIT);
         if let Some(commit) = commit.filter(|commit| commit.byte_len <= OlmoNote::BYTES_MAX) {
             let json = place.storage().read_range(&commit.key, 0..commit.byte_len).await?;

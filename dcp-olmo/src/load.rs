@@ -16,6 +16,7 @@ use dcp_formats::dcp::DcpReader;
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, flatten};
 use tokio::sync::OnceCell;
 
+use crate::format::MODEL_FOLDER;
 use crate::key_mapping::{KeyMapping, mapped};
 use crate::layout::{OptimizerLayout, relaid};
 use crate::roots::{MODEL, OPTIM};
@@ -254,8 +255,8 @@ pub async fn get_checkpoint_metadata(
         return DcpReader::new(Arc::clone(storage)).metadata().await;
     }
     let mut message = "it is not a distributed checkpoint folder".to_owned();
-    if contains(&format!("{MODEL}/.metadata")).await? {
-        message.push_str(&format!("; did you mean to use the folder {MODEL:?} in it?"));
+    if contains(&format!("{MODEL_FOLDER}/.metadata")).await? {
+        message.push_str(&format!("; did you mean to use the folder {MODEL_FOLDER:?} in it?"));
     }
     Err(CheckpointError::NotACheckpoint { message })
 }

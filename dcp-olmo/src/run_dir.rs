@@ -9,7 +9,7 @@ use dcp_formats::dcp::DcpReader;
 use dcp_formats::torch_save::TorchSaveReader;
 use futures_util::StreamExt;
 
-use crate::format::{COMMIT, MODEL, OlmoNote, TRAIN, formats, olmo_step};
+use crate::format::{COMMIT, MODEL_FOLDER, OlmoNote, TRAIN, formats, olmo_step};
 
 /// A longer configuration than any run has, in bytes.
 const CONFIG_BYTES_MAX: u64 = 64 << 20;
@@ -105,7 +105,7 @@ impl StepDir {
         if self.contains(".metadata").await? {
             return Ok(Arc::clone(&self.storage));
         }
-        let folder = Key::new(MODEL)?;
+        let folder = Key::new(MODEL_FOLDER)?;
         Ok(Arc::new(Subfolder::new(Arc::clone(&self.storage), folder)))
     }
 
@@ -130,7 +130,7 @@ impl StepDir {
     pub async fn dir_is_checkpoint(&self) -> Result<bool, StorageError> {
         Ok(self.contains(".metadata").await?
             || self.contains(TRAIN).await?
-                && self.contains(&format!("{MODEL}/.metadata")).await?
+                && self.contains(&format!("{MODEL_FOLDER}/.metadata")).await?
                 && self.contains(COMMIT).await?)
     }
 

@@ -70,6 +70,10 @@ impl Listing {
             }
         }
         let complete = !truncated && storage.capabilities().complete_listing;
+        if objects.is_empty() && !complete {
+            // On a file system, links that lead out are not listed; asking for one says so.
+            return Self::probe(storage, landmarks).await;
+        }
         Ok(Self { truncated, complete, ..Self::new(objects) })
     }
 

@@ -1,0 +1,60 @@
+//! Jobs on a checkpoint of a registered format.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_checkpoint::{Format, Opener, default_formats};
+use dcp_core::{
+    Access, CheckpointMetadata, DType, Encoding, Entry, Key, Layout, Placement, PutMode, Storage,
+    StorageRegistry, TensorEntry,
+};
+use dcp_storage_fs::FsStorage;
+use toy_format::ToyFormat;
+
+fn storages() -> StorageRegistry {
+    let mut storages = StorageRegistry::empty();
+    storages.register("file", |path, access| {
+        let write = access == Access::Write;
+        Ok(Arc::new(FsStorage::builder(path).create(write).clean(write).open()?))
+    });
+    storages
+}
+
+/// A checkpoint of one tensor, by the description of the format.
+async fn put_checkpoint(storage: &dyn Storage) {
+    let with_crc = |bytes: &[u8]| [bytes, &crc32fast::hash(bytes).to_le_bytes()].concat();
+    let data = with_crc(&[1, 2, 3, 4, 5, 6]);
+    let file = Key::new("rank_0.g0.toy").unwrap();
+    let mut metadata = CheckpointMetadata::new();
+    let placement = Placement {
+        file: metadata.intern_file(&file).unwrap(),
+        encoding: metadata.intern_encoding(&Encoding::new(Layout::Computed)).unwrap(),
+        byte_offset: 0,
+        byte_len: data.len() as u64,
+    };
+    let mut tensor = TensorEntry::new(DType::UInt8, [2, 3]);
+    tensor.chunks.push(&[0, 0], &[2, 3], Some(placement)).unwrap();
+    metadata.insert("weight", Entry::Tensor(tensor));
+    let wire: Bytes = metadata.to_wire();
+    let index = [&crc32fast::hash(&wire).to_le_bytes()[..], &wire].concat();
+    for (key, bytes) in [(file, data), (Key::new("index.toy").unwrap(), index)] {
+        storage.put(&key, bytes.into(), PutMode::Create).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_registered_format_is_converted_like_any_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let storage = FsStorage::builder(at("toy")).create(true).open().unwrap();
+    put_checkpoint(&storage).await;
+
+    let opener = Opener::new(storages()).formats(default_formats().with(Arc::new(ToyFormat)));
+    let checkpoint = opener.open(&at("toy")).await.unwrap();
+    checkpoint.convert(at("model")).to(Format::HuggingFace).run().await.unwrap();
+    let written = std::fs::read(folder.path().join("model/model.safetensors")).unwrap();
+    assert!(written.ends_with(&[1, 2, 3, 4, 5, 6]));
+
+    let unknown = Opener::new(storages()).open(&at("toy")).await;
+    assert!(unknown.is_err(), "it was opened without the format");
+}

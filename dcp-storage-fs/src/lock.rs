@@ -304,13 +304,14 @@ mod tests {
 
     #[test]
     fn holders_of_which_nothing_is_known_are_waited_for() {
-        let root = tempfile::tempdir().unwrap();
         for (record, shown) in [
             ("", "another process"),
             ("garbage\nhost\n", "another process"),
             ("0123456789abcdef.1.1\nnode-17\n", "process 1 on node-17"),
             ("0123456789abcdef.1.1\n\u{1b}[31m\n", "process 1 has"),
         ] {
+            // A child that another test forks may keep a lock for a moment, so each has its own.
+            let root = tempfile::tempdir().unwrap();
             let held = locked_by(root.path(), record);
             let error = claim(root.path()).unwrap_err();
             assert!(error.to_string().contains(shown), "{error}");

@@ -1,4 +1,4 @@
-//! Names of files in the folders of runs, and what trainers note there.
+//! Names of files in the folders of runs: what each format recognizes.
 
 #![no_main]
 

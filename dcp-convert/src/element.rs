@@ -1,4 +1,4 @@
-//! One element of a tensor as a number, for every dtype.
+//! One tensor element as a number, for every dtype.
 
 pub(crate) mod compare;
 pub(crate) mod npy;
@@ -22,22 +22,22 @@ use dcp_cast::{E2M1, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, small_float};
 pub enum Element {
     /// A float of any width.
     Float(f64),
-    /// A signed integer, quantized ones by their stored number.
+    /// A signed integer. A quantized element is its stored number.
     Int(i64),
     /// An unsigned integer.
     UInt(u64),
-    /// A truth value.
+    /// A boolean.
     Bool(bool),
     /// A real and an imaginary part.
     Complex(f64, f64),
-    /// Two numbers in a byte, the low nibble first.
+    /// The two numbers of one byte, low nibble first.
     Pair(f64, f64),
-    /// Bits without a meaning of their own, and their number.
+    /// Uninterpreted bits, and how many.
     Bits(u64, u8),
 }
 
-/// Decodes one element from its little-endian bytes; `None` when they are not
-/// [`DType::size`] many.
+/// Decodes one element from its little-endian bytes. Returns `None` unless there are
+/// [`DType::size`] of them.
 #[must_use]
 pub fn decode(dtype: DType, bytes: &[u8]) -> Option<Element> {
     if bytes.len() != dtype.size() {
@@ -93,7 +93,7 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> Option<Element> {
 }
 
 impl fmt::Display for Element {
-    /// The shortest text that tells the number, as Python's `repr` would.
+    /// The shortest text that gives the number exactly, as Python's `repr` writes it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Float(x) => f.write_str(&float(*x)),
@@ -110,7 +110,7 @@ impl fmt::Display for Element {
     }
 }
 
-/// A float as Python writes it.
+/// Formats a float as Python does.
 pub(crate) fn float(x: f64) -> String {
     if x.is_nan() {
         "nan".to_owned()

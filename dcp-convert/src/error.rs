@@ -1,4 +1,4 @@
-//! Why an offline job could not be done.
+//! Errors of offline jobs.
 
 use std::sync::Arc;
 
@@ -6,22 +6,22 @@ use dcp_core::{CheckpointError, FormatError, Message, PlanError, Quoted, Storage
 
 use crate::foreign_callable::ForeignCallable;
 
-/// An offline job failed, or was refused before anything was written.
+/// An offline job failed, or refused its input before it wrote anything.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
-    /// The checkpoint, or the place it lies in.
+    /// The checkpoint or its storage failed.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// There is nothing of that name.
+    /// No entry has this name.
     #[error("there is no {fqn} in this checkpoint", fqn = Quoted(.fqn))]
     UnknownFqn {
-        /// The name asked for.
+        /// The requested name.
         fqn: String,
-        /// Names there are that look like it, best first.
+        /// Similar names in the checkpoint, most similar first.
         similar: Vec<Arc<str>>,
     },
-    /// A slice that makes no sense for the tensor, or at all.
+    /// A slice that cannot be parsed or does not fit the tensor.
     #[error("bad slice {slice}: {problem}", slice = Quoted(.slice), problem = Message(.problem))]
     BadSlice {
         /// The slice as given.
@@ -29,46 +29,46 @@ pub enum ConvertError {
         /// What is wrong with it.
         problem: String,
     },
-    /// The target exists, and replacing it was not asked for.
+    /// The target exists, and the job may not replace it.
     #[error("{target} exists already", target = Quoted(.target))]
     TargetExists {
         /// The target.
         target: String,
     },
-    /// Source and target are the same place.
+    /// The source and the target are the same file or folder.
     #[error("source and target are the same: {target}", target = Quoted(.target))]
     SameTarget {
-        /// The place.
+        /// The target.
         target: String,
     },
-    /// Checkpoints that cannot be taken together.
+    /// Checkpoints that cannot be combined.
     #[error("the checkpoints do not go together: {}", first_of(.problems))]
     Disagreement {
-        /// Every key that stands in the way, in words.
+        /// One message for each key that prevents it.
         problems: Vec<String>,
-        /// Whether keys, kinds or shapes differ, and not only values.
+        /// Whether keys, kinds or shapes differ; `false` when only values do.
         structure: bool,
     },
-    /// A part of a training state was asked for, and nothing tells which keys belong to it.
+    /// A part of a training state was requested, and no key can be assigned to it.
     #[error("cannot tell the parts of the state apart: {problem}")]
     UnknownPart {
-        /// What is not known, with names.
+        /// Which part, and the keys that are ambiguous.
         problem: String,
     },
-    /// Objects that would be written name what Python would run when it loads them, and what is
-    /// neither known to be harmless nor admitted by
-    /// [`JobOptions::callables`](crate::JobOptions::callables).
+    /// The objects to write name Python functions or classes that are not known to be harmless and
+    /// that [`JobOptions::callables`](crate::JobOptions::callables) does not allow. Python would
+    /// run them when it loads the target.
     #[error("Python would run what is not known to be harmless when it loads the copy: {}", first_of(&in_words(.found)))]
     Callables {
-        /// All of it.
+        /// The functions and classes, with their places.
         found: Vec<ForeignCallable>,
     },
-    /// Something that the target's format has no way to hold, or that makes no sense.
+    /// The target's format cannot store this, or the options contradict each other.
     #[error("{what} {problem}", what = Message(.what), problem = Message(.problem))]
     Unsupported {
-        /// What it is about, such as a tensor by name.
+        /// The tensor, object or option.
         what: String,
-        /// Why it cannot be done, and what can.
+        /// Why it cannot be stored, and the alternative.
         problem: String,
     },
 }
@@ -78,8 +78,8 @@ impl ConvertError {
         Self::Unsupported { what: what.into(), problem: problem.into() }
     }
 
-    /// What went wrong in planning to write: what the format cannot hold is no fault of the
-    /// checkpoint that is read.
+    /// Converts an error of planning a write. A value that the target's format cannot store is
+    /// [`ConvertError::Unsupported`], not a bad checkpoint.
     pub(crate) fn unwritable(error: CheckpointError) -> Self {
         match error {
             CheckpointError::Plan(PlanError::Unsupported { fqn, problem }) => {

@@ -1,4 +1,4 @@
-//! A class or function that Python would import where it loads an object.
+//! Classes and functions that Python imports when it loads an object.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,19 +7,19 @@ use dcp_core::{Message, Quoted};
 use dcp_formats::pickle::{ForeignName, Trust};
 use serde::Serialize;
 
-/// Something in an object that Python would import, and most likely call, where it loads the
+/// A class or function in an object that Python imports, and most likely calls, when it loads the
 /// object, and that is not known to be harmless.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ForeignCallable {
-    /// The object, by FQN; `None` where it is in a pickle that holds the whole checkpoint.
+    /// The object's FQN; `None` in a pickle that holds the whole checkpoint.
     pub key: Option<Arc<str>>,
-    /// Where in the object: keys and positions, joined by dots. `None` where Python would throw
-    /// away what it makes.
+    /// The path in the object: keys and positions, joined by dots. `None` where Python discards the
+    /// value it builds.
     pub path: Option<String>,
-    /// Its name, such as `os.system`.
+    /// The qualified name, such as `os.system`.
     pub name: String,
-    /// Whether it is known to run commands or code; of the others nothing is known.
+    /// Whether it is known to run commands or code. `false` means unknown, not safe.
     pub dangerous: bool,
 }
 
@@ -29,7 +29,7 @@ impl ForeignCallable {
         Self { key: key.cloned(), name: name.to_string(), path: name.path, dangerous }
     }
 
-    /// Where it is, in words.
+    /// The path as text, for messages.
     #[must_use]
     pub fn place(&self) -> String {
         let path = match &self.path {

@@ -1,36 +1,36 @@
-//! What all jobs share: how much memory they may take, and whom they tell.
+//! Options that all jobs share: memory, parallelism, progress.
 
 use std::fmt;
 use std::sync::Arc;
 
 use dcp_planner::KeyFilter;
 
-/// How a job may use the machine.
+/// Resources and permissions of a job.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct JobOptions {
-    /// Bytes of tensor data to hold at once, at least [`MIN_MEMORY`]; tensors of any size go
-    /// through it in segments. What metadata and the buffers of the storage take comes on top,
-    /// and so does, for every read in flight, a chunk that has to be decoded: its stored bytes
-    /// and, until the next ones take their place, its elements (up to 1 GiB).
+    /// Bytes of tensor data in memory at once, at least [`MIN_MEMORY`]. Tensors of any size pass
+    /// through it in segments. Not counted: metadata, the storage's buffers, and for every read in
+    /// flight one chunk that must be decoded (its stored bytes and its elements, up to 1 GiB).
     pub max_memory: u64,
     /// Reads in flight.
     pub parallelism: usize,
-    /// Told of every step.
+    /// Receives the job's progress.
     pub progress: Option<Arc<dyn Progress>>,
-    /// Whether a job that writes only says what it would write: it reads the index, refuses what
-    /// it would refuse, and stops before the first byte of data.
+    /// Whether a writing job stops before the first byte of data. It still reads the index and
+    /// refuses what a real run refuses.
     pub dry_run: bool,
-    /// What may be in objects that are written, though Python would run it when it loads them and
-    /// it is not known to be harmless: names such as `my_code.config.Args`; nothing by default.
+    /// Python classes and functions that written objects may name although they are not known to be
+    /// harmless, such as `my_code.config.Args`. Python runs them when it loads the target. Nothing
+    /// by default.
     pub callables: KeyFilter,
 }
 
-/// The least that [`JobOptions::max_memory`] is taken for, in bytes.
+/// The lower bound of [`JobOptions::max_memory`], in bytes.
 pub const MIN_MEMORY: u64 = 1 << 20;
 
 impl Default for JobOptions {
-    /// 256 MiB, four reads in flight, nobody told, and the work is done.
+    /// 256 MiB, four reads in flight, no progress, not a dry run.
     fn default() -> Self {
         Self {
             max_memory: 256 << 20,
@@ -43,51 +43,52 @@ impl Default for JobOptions {
 }
 
 impl JobOptions {
-    /// The same, holding at most `bytes` of tensor data at once.
+    /// Sets [`max_memory`](Self::max_memory), in bytes.
     #[must_use]
     pub fn with_max_memory(mut self, bytes: u64) -> Self {
         self.max_memory = bytes;
         self
     }
 
-    /// The same, with `reads` in flight.
+    /// Sets [`parallelism`](Self::parallelism).
     #[must_use]
     pub fn with_parallelism(mut self, reads: usize) -> Self {
         self.parallelism = reads.max(1);
         self
     }
 
-    /// The same, telling `progress` of every step.
+    /// Sets the receiver of progress.
     #[must_use]
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
         self.progress = Some(progress);
         self
     }
 
-    /// The same, for a job that only says what it would write.
+    /// Sets [`dry_run`](Self::dry_run).
     #[must_use]
     pub fn as_dry_run(mut self, dry_run: bool) -> Self {
         self.dry_run = dry_run;
         self
     }
 
-    /// The same, with these classes and functions of Python admitted in objects that are written.
+    /// Sets the Python classes and functions that written objects may name.
     #[must_use]
     pub fn with_callables(mut self, callables: KeyFilter) -> Self {
         self.callables = callables;
         self
     }
 
-    /// Bytes of one segment of a file that is written from front to back, of which as many as
-    /// [`parallelism`](Self::parallelism) says are in flight: a quarter of the memory is theirs, the
-    /// rest is for what is sent, 16 MiB at a time. Larger segments make nothing faster.
+    /// Bytes of one segment of a file that is written from front to back.
+    /// [`parallelism`](Self::parallelism) segments are in flight and share a quarter of the memory;
+    /// the rest is for data on its way to the storage, 16 MiB at a time. Larger segments are no
+    /// faster.
     pub(crate) fn write_segment_bytes(&self) -> u64 {
         const WORTH: u64 = 8 << 20;
         self.segment_bytes(self.parallelism.saturating_mul(4).max(8)).min(WORTH)
     }
 
-    /// Bytes of one segment when `in_flight` of them are held at once: a multiple of every
-    /// element's size.
+    /// Bytes of one segment when `in_flight` segments are in memory at once: a multiple of every
+    /// element size.
     pub(crate) fn segment_bytes(&self, in_flight: usize) -> u64 {
         let share = self.max_memory.max(MIN_MEMORY) / in_flight.max(1) as u64;
         (share & !0xffff).max(1 << 16)
@@ -115,11 +116,11 @@ impl fmt::Debug for JobOptions {
     }
 }
 
-/// Wants to know how far a job is. Called from any thread; must not block.
+/// Receives a job's progress. Calls come from any thread and must not block.
 pub trait Progress: Send + Sync {
-    /// The job has this many bytes to go through.
+    /// The job starts and will process `total_bytes`.
     fn start(&self, total_bytes: u64);
 
-    /// So many more of them are done.
+    /// The job has processed `bytes` more.
     fn advance(&self, bytes: u64);
 }

@@ -1,9 +1,8 @@
 //! Offline jobs on whole checkpoints, in bounded memory: inspect, verify, extract, compare,
 //! convert, reshard.
 //!
-//! A [`Source`] is a checkpoint of any format. [Views](view) show one or several differently:
-//! chosen keys ([`Selection`]), other dtypes, averages, other shapes; a view is a source, too.
-//! Jobs take sources:
+//! A [`Source`] is a checkpoint of any format. A [view](view) is a source that changes others:
+//! chosen keys ([`Selection`]), other dtypes, averages, other shapes. Every job reads a source:
 //!
 //! | to | |
 //! |---|---|
@@ -11,8 +10,8 @@
 //! | judge | [`verify()`], [`diff()`] |
 //! | write | [`to_safetensors()`], [`to_hf()`], [`to_torch_save()`], [`reshard()`], [`rewrite_metadata()`] |
 //!
-//! Every byte is read once and compared with its checksum on the way, and a target appears when
-//! it is complete. [`JobOptions`] bound memory, tell progress, and make a job a dry run.
+//! A job reads every byte once and compares it with its checksum. A target becomes visible when it
+//! is complete. [`JobOptions`] bound memory, report progress, and turn a job into a dry run.
 //!
 //! ```
 //! # use std::sync::Arc;

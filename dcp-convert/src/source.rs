@@ -1,4 +1,4 @@
-//! A checkpoint to read, whatever its format.
+//! A checkpoint to read, of any format.
 
 pub(crate) mod decode_cache;
 
@@ -17,47 +17,44 @@ use dcp_formats::torch_save::TorchSaveReader;
 use crate::job::JobOptions;
 use crate::source::decode_cache::DecodedOnce;
 
-/// A checkpoint to read: its format's reader, and the storage that holds its files.
-///
-/// A view, which shows other checkpoints differently, is a source too:
-/// [`derived`](Self::derived).
+/// A checkpoint to read: the reader of its format, and the storage of its files. A view, which
+/// changes other checkpoints, is a source too: see [`derived`](Self::derived).
 #[derive(Clone, Debug)]
 pub struct Source {
-    /// The bytes, for sizes, checksums and objects that are copied as they are. Placements in
-    /// the reader's metadata are places in it.
+    /// The storage, for sizes, checksums and objects that are copied unchanged. Placements in the
+    /// reader's metadata refer to its files.
     pub storage: Arc<dyn Storage>,
-    /// The meaning of the bytes.
+    /// The reader of the checkpoint's format.
     pub reader: Arc<dyn StorageReader>,
-    /// The same reader under its own type, an `Arc<R>`, for what it does beyond the trait.
+    /// The reader again under its concrete type (an `Arc<R>`), for operations beyond the trait.
     concrete: Option<Arc<dyn Any + Send + Sync>>,
-    /// Where objects and tensors of a view are in a file of `torch.save`, as they are.
+    /// Objects and tensors of a view that a `torch.save` file stores unchanged.
     kept: Option<Arc<KeptObjects>>,
-    /// What compares the bytes that pass through the reader with their checksums.
+    /// Compare the bytes that pass through the reader with their checksums.
     comparisons: Vec<Arc<dyn Comparison>>,
 }
 
-/// Compares the bytes that pass through the reader of a [`Source`] with their checksums.
+/// Compares the bytes that pass through a [`Source`]'s reader with their checksums.
 #[async_trait]
 pub(crate) trait Comparison: fmt::Debug + Send + Sync {
-    /// Compares what could not be compared on the way.
+    /// Reads and compares what the job has not read in full.
     ///
     /// # Errors
     ///
-    /// When something is damaged, or the storage fails.
+    /// When stored bytes are damaged, or the storage fails.
     async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError>;
 }
 
-/// Objects and tensors of a view that are those of one file of `torch.save`.
+/// Objects and tensors of a view that one `torch.save` file stores unchanged.
 #[derive(Clone, Debug)]
 pub(crate) struct KeptObjects {
-    /// The file.
+    /// The reader of the file.
     pub(crate) reader: Arc<TorchSaveReader>,
-    /// The FQN in the file, by that in the view.
+    /// The FQN in the file, by the FQN in the view.
     pub(crate) names: HashMap<Arc<str>, Arc<str>>,
 }
 
-/// A checkpoint that a format has opened: the [`Source`] that it gives as an extension, or its
-/// reader.
+/// Takes the [`Source`] that the format provides as an extension, or else wraps its reader.
 impl From<OpenedCheckpoint> for Source {
     fn from(opened: OpenedCheckpoint) -> Self {
         if let Some(source) = opened.extension::<Self>() {
@@ -78,32 +75,33 @@ impl From<OpenedCheckpoint> for Source {
 }
 
 impl Source {
-    /// A checkpoint whose files lie in `storage` and are understood by `reader`.
+    /// A checkpoint with its files in `storage`, read by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
         Self { storage, reader, concrete: None, kept: None, comparisons: Vec::new() }
     }
 
-    /// The same, for a reader whose own type jobs can ask for.
+    /// Like [`new`](Self::new), for a reader whose concrete type jobs use.
     fn of<R: StorageReader + 'static>(storage: Arc<dyn Storage>, reader: Arc<R>) -> Self {
         let concrete: Arc<dyn Any + Send + Sync> = Arc::new(Arc::clone(&reader));
         Self { concrete: Some(concrete), ..Self::new(storage, reader) }
     }
 
-    /// The reader, when it is of that type.
+    /// The reader, when its concrete type is `R`.
     fn reader_as<R: StorageReader + 'static>(&self) -> Option<&Arc<R>> {
         self.concrete.as_ref()?.downcast_ref()
     }
 
-    /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one can be looked at as far
-    /// as it is whole; otherwise its index must be borne out by its files.
+    /// A checkpoint in PyTorch's format. With `tolerant`, a damaged one opens and shows what is
+    /// readable; otherwise its index must agree with its files.
     #[must_use]
     pub fn dcp(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
         let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).build();
         Self::of(storage, Arc::new(reader))
     }
 
-    /// The same, with what this rank has where ranks saved without collectives and differ.
+    /// Like [`dcp`](Self::dcp), from the view of one rank where ranks saved different state without
+    /// collectives.
     #[must_use]
     pub fn dcp_of_rank(storage: Arc<dyn Storage>, tolerant: bool, rank: u32) -> Self {
         let reader = DcpReader::builder(Arc::clone(&storage)).tolerant(tolerant).rank(rank);
@@ -116,14 +114,14 @@ impl Source {
         Self::hf_with(storage, |reader| reader.file(key))
     }
 
-    /// A folder of safetensors files, as Hugging Face models and PyTorch's storage of that name
-    /// have them. With `tolerant`, a damaged one can be looked at as far as it is whole.
+    /// A folder of safetensors files, as Hugging Face and PyTorch's `HuggingFaceStorageWriter`
+    /// write it. With `tolerant`, a damaged one opens and shows what is readable.
     #[must_use]
     pub fn hf(storage: Arc<dyn Storage>, tolerant: bool) -> Self {
         Self::hf_with(storage, |reader| reader.tolerant(tolerant))
     }
 
-    /// The same, of another folder, by another index, or with other options of the reader.
+    /// Like [`hf`](Self::hf), for another folder, another index, or other options of the reader.
     #[must_use]
     pub fn hf_with(
         storage: Arc<dyn Storage>,
@@ -133,7 +131,7 @@ impl Source {
         Self::of(storage, reader)
     }
 
-    /// Files beside a model of safetensors files that hold it in another form, and are not read.
+    /// Files in a model folder that store the model in another form. The reader ignores them.
     ///
     /// # Errors
     ///
@@ -152,7 +150,7 @@ impl Source {
         Self::of(storage, reader)
     }
 
-    /// The same, read by `reader`, which does these comparisons.
+    /// This source, read through `reader`, which makes `comparisons`.
     pub(crate) fn comparing(
         &self,
         reader: Arc<dyn StorageReader>,
@@ -162,13 +160,13 @@ impl Source {
         Self { storage, reader, concrete, kept: self.kept.clone(), comparisons }
     }
 
-    /// What compares the bytes that pass through the reader; nothing in a source of which no job has
-    /// begun to read.
+    /// The comparisons of the reader's bytes with their checksums. Empty until a job reads the
+    /// source.
     pub(crate) fn comparisons(&self) -> &[Arc<dyn Comparison>] {
         &self.comparisons
     }
 
-    /// The reader for a job of `parallelism` reads that looks after checksums itself.
+    /// The reader for a job that runs `parallelism` reads and compares checksums itself.
     pub(crate) fn decoded_once(&self, parallelism: usize) -> Arc<dyn StorageReader> {
         Arc::new(DecodedOnce::new(Arc::clone(&self.reader), parallelism))
     }
@@ -179,24 +177,24 @@ impl Source {
         self.reader_as()
     }
 
-    /// The reader, when it is one of safetensors files.
+    /// The reader, when it reads safetensors files.
     pub(crate) fn hf_reader(&self) -> Option<&Arc<HfReader>> {
         self.reader_as()
     }
 
-    /// The reader, when it is one of a file of `torch.save`.
+    /// The reader, when it reads a `torch.save` file.
     #[must_use]
     pub fn save_reader(&self) -> Option<&Arc<TorchSaveReader>> {
         self.reader_as()
     }
 
-    /// The same view, of which these objects are those of a file of `torch.save`.
+    /// This view, with the objects that a `torch.save` file stores unchanged.
     pub(crate) fn keeping(mut self, kept: Option<Arc<KeptObjects>>) -> Self {
         self.kept = kept;
         self
     }
 
-    /// Its objects that are those of a file of `torch.save`.
+    /// The objects that a `torch.save` file stores unchanged.
     pub(crate) fn kept(&self) -> Option<&Arc<KeptObjects>> {
         self.kept.as_ref()
     }

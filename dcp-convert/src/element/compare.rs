@@ -1,17 +1,17 @@
-//! Comparing the elements of two stretches of bytes, of one dtype or of two.
+//! Compares elements of two byte ranges, of equal or different dtypes.
 
 use dcp_core::DType;
 
 use crate::element::numbers::Numbers;
 use crate::element::{Element, decode};
 
-/// How far apart values may be and still be equal, as in `numpy.allclose`: `|a - b| <= atol +
-/// rtol * |b|`. Infinities are equal to themselves, and NaNs to NaNs (`equal_nan=True`).
+/// The difference at which values are still equal, as in `numpy.allclose`: `|a - b| <= atol + rtol
+/// * |b|`. Equal infinities are equal, and so are two NaNs (`equal_nan=True`).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Tolerance {
-    /// The share of the magnitude in B.
+    /// The relative tolerance, as a share of the magnitude in B.
     pub rtol: f64,
-    /// The absolute difference.
+    /// The absolute tolerance.
     pub atol: f64,
 }
 
@@ -25,19 +25,19 @@ impl Tolerance {
     }
 }
 
-/// Elements that are looked at together.
+/// Elements per comparison block.
 const BLOCK: usize = 1024;
 
-/// How two stretches of elements differ.
+/// The differences of two ranges of elements.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Compared {
-    /// Elements of each.
+    /// Elements in each range.
     pub(crate) count: u64,
     /// Elements that differ.
     pub(crate) different: u64,
-    /// Values of which one is NaN and the other is not.
+    /// Elements of which exactly one is NaN.
     pub(crate) nan_mismatches: u64,
-    /// The largest absolute difference of any two values, within the tolerance or not.
+    /// The largest absolute difference, also below the tolerance.
     pub(crate) max_abs: f64,
     /// The largest difference as a share of the magnitude in B; infinite where that is zero.
     pub(crate) max_rel: f64,
@@ -47,19 +47,19 @@ pub(crate) struct Compared {
     pub(crate) largest: Option<Pair>,
 }
 
-/// An element of both stretches.
+/// Two elements at one position.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Pair {
-    /// Its position.
+    /// The position.
     pub(crate) at: u64,
     pub(crate) a: Element,
     pub(crate) b: Element,
-    /// How far apart they are; not a number when one of them is none.
+    /// Their absolute difference; NaN when one of them is NaN.
     abs: f64,
 }
 
 impl Compared {
-    /// Takes in what was found at `start` and behind it.
+    /// Adds the result of a range that begins at `start`.
     pub(crate) fn merge(&mut self, other: Self, start: u64) {
         let moved = |pair: Pair| Pair { at: start + pair.at, ..pair };
         self.count += other.count;
@@ -88,7 +88,7 @@ fn is_larger(pair: &Pair, than: &Pair) -> bool {
     }
 }
 
-/// Compares elements of two dtypes.
+/// Compares elements of two dtypes, which may differ.
 #[derive(Debug)]
 pub(crate) struct Comparer {
     tolerance: Option<Tolerance>,
@@ -98,10 +98,9 @@ pub(crate) struct Comparer {
 }
 
 impl Comparer {
-    /// Without a tolerance, elements of the same dtype are equal when their bits are.
-    ///
-    /// Returns `None` when an element of one dtype holds more values than one of the other, as
-    /// those of a complex and a real dtype do.
+    /// Without a tolerance, elements of one dtype are equal when their bits are. Returns `None`
+    /// when the dtypes store different numbers of values per element, such as a complex and a real
+    /// one.
     pub(crate) fn new(a: DType, b: DType, tolerance: Option<Tolerance>) -> Option<Self> {
         let numbers = (Numbers::new(a), Numbers::new(b));
         (numbers.0.per_element() == numbers.1.per_element()).then_some(Self {
@@ -112,7 +111,7 @@ impl Comparer {
         })
     }
 
-    /// Compares as many elements of A as of B.
+    /// Compares two ranges with equal numbers of elements.
     pub(crate) fn compare(&mut self, a: &[u8], b: &[u8]) -> Compared {
         let size = (self.numbers.0.size(), self.numbers.1.size());
         let mut all = Compared::default();
@@ -157,13 +156,13 @@ impl Comparer {
         Some((part(self.dtypes.0, a)?, part(self.dtypes.1, b)?))
     }
 
-    /// Whether bits decide, and not values.
+    /// Whether elements are compared by their bits.
     fn is_exact(&self) -> bool {
         self.tolerance.is_none() && self.dtypes.0 == self.dtypes.1
     }
 }
 
-/// What was found in a block so far.
+/// The differences of one block.
 struct Found<'a> {
     comparer: &'a Comparer,
     a: &'a [u8],
@@ -194,7 +193,7 @@ impl Found<'_> {
         }
     }
 
-    /// 64-bit integers on at least one side: compared as integers where both values are.
+    /// Compares 64-bit integers exactly, where at least one side has them.
     fn wide(&mut self, x: &[f64], y: &[f64]) {
         let tolerance = self.comparer.tolerance.unwrap_or_default();
         for (at, (x, y)) in x.iter().zip(y).enumerate() {
@@ -205,7 +204,7 @@ impl Found<'_> {
                     let abs = a.abs_diff(b) as f64;
                     (abs, a == b || abs <= tolerance.atol + tolerance.rtol * y.abs())
                 }
-                // One is an integer and the other is not: they are not equal.
+                // An integer and a non-integer are not equal.
                 _ => ((x - y).abs(), x != y && tolerance.allows(*x, *y)),
             };
             if a.is_some() && a == b {
@@ -218,7 +217,7 @@ impl Found<'_> {
         }
     }
 
-    /// An element that is the same in both as numbers, but perhaps not in its bits.
+    /// Counts an element whose numbers are equal, unless its bits differ and bits decide.
     fn same_bits(&mut self, element: usize) {
         let (dtype, size) = (self.comparer.dtypes.0, self.comparer.dtypes.0.size());
         let range = element * size..(element + 1) * size;
@@ -231,7 +230,7 @@ impl Found<'_> {
         if x.is_nan() != y.is_nan() {
             self.compared.nan_mismatches += 1;
         }
-        // Not for NaN.
+        // False for NaN.
         if abs > self.compared.max_abs {
             self.compared.max_abs = abs;
         }

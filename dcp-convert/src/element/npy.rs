@@ -3,17 +3,16 @@
 use bytes::Bytes;
 use dcp_core::{DType, FormatError};
 
-/// How NumPy can hold an element type.
+/// How NumPy stores a dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NpyType {
     /// NumPy's type string, such as `<f4`.
     pub descr: &'static str,
-    /// Whether it is the type itself; otherwise NumPy has none and gets the bare bits as unsigned
-    /// integers.
+    /// Whether NumPy has the dtype. If not, the array holds the bits as unsigned integers.
     pub exact: bool,
 }
 
-/// How NumPy can hold `dtype`.
+/// NumPy's type for `dtype`.
 #[must_use]
 pub fn npy_type(dtype: DType) -> NpyType {
     let exact = |descr| NpyType { descr, exact: true };
@@ -44,11 +43,11 @@ pub fn npy_type(dtype: DType) -> NpyType {
     }
 }
 
-/// The bytes in front of the elements of an array of `shape`, row-major; a multiple of 64 long.
+/// The header of a `.npy` file for a row-major array of `shape`, padded to a multiple of 64 bytes.
 ///
 /// # Errors
 ///
-/// When the shape has so many axes that its text exceeds the format's 64 KiB.
+/// When the shape has so many axes that the header exceeds the format's 64 KiB.
 pub fn npy_header(dtype: DType, shape: &[u64]) -> Result<Bytes, FormatError> {
     const PREFIX: usize = 10;
     let shape = match shape {

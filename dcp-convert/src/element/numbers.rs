@@ -1,17 +1,16 @@
-//! The elements of a block of bytes as numbers, decoded per dtype in one tight loop.
+//! Decodes a block of elements to numbers, with one tight loop per dtype.
 
 use dcp_core::DType;
 
 use crate::element::{Element, decode};
 
-/// How the bytes of a dtype become numbers.
+/// Decodes the elements of one dtype to `f64`.
 ///
-/// Every float, every integer of up to 53 bits and every small format is exact in an `f64`;
-/// 64-bit integers are rounded to the nearest one. An element that holds several values gives
-/// all of them, in the order they are stored (low bits first): a complex number its real and its
-/// imaginary part, `float4_e2m1fn_x2` two floats, `quint4x2` and `bits4x2` two integers,
-/// `quint2x4` and `bits2x4` four, `bits1x8` eight. Quantized numbers are those that are stored,
-/// without scale and zero point, and bits are unsigned integers.
+/// Floats, integers of up to 53 bits and all small formats are exact in an `f64`; 64-bit integers
+/// round to the nearest one. An element with several values yields all of them in stored order (low
+/// bits first): a complex number its real and imaginary part, `float4_e2m1fn_x2` two floats,
+/// `quint4x2` and `bits4x2` two integers, `quint2x4` and `bits2x4` four, `bits1x8` eight. Quantized
+/// numbers are the stored ones, without scale and zero point. Bits are unsigned integers.
 #[derive(Clone, Debug)]
 pub(crate) struct Numbers {
     scalar: Scalar,
@@ -33,9 +32,9 @@ enum Scalar {
     U64,
     U32,
     U16,
-    /// The value of every byte.
+    /// A table with the value of each byte.
     Byte(Box<[f64; 256]>),
-    /// The values of every byte, each byte's together.
+    /// A table with the values of each byte, one byte after the other.
     Packed(Vec<f64>),
 }
 
@@ -94,12 +93,12 @@ impl Numbers {
         self.size
     }
 
-    /// Whether an `f64` cannot hold every value: 64-bit integers.
+    /// Whether an `f64` cannot represent every value: true for 64-bit integers.
     pub(crate) fn is_wide(&self) -> bool {
         matches!(self.scalar, Scalar::I64 | Scalar::U64)
     }
 
-    /// The value as it is stored, of a 64-bit integer.
+    /// The exact value of a 64-bit integer.
     pub(crate) fn wide(&self, bytes: [u8; 8]) -> i128 {
         match self.scalar {
             Scalar::I64 => i64::from_le_bytes(bytes).into(),
@@ -107,7 +106,7 @@ impl Numbers {
         }
     }
 
-    /// Puts the values of whole elements into `out`, in place of what is there.
+    /// Replaces the contents of `out` with the values of whole elements.
     pub(crate) fn decode(&self, bytes: &[u8], out: &mut Vec<f64>) {
         out.clear();
         let (by_8, by_4, by_2) =
@@ -136,7 +135,7 @@ impl Numbers {
     }
 }
 
-/// The unsigned integers of `bits` bits in every byte, the lowest bits first.
+/// A table of the `bits`-bit unsigned integers in every byte, lowest bits first.
 fn packed_integers(bits: u32) -> Scalar {
     let values = (0..=u8::MAX).flat_map(|byte| {
         (0..8 / bits).map(move |at| f64::from(byte >> (at * bits) & ((1 << bits) - 1) as u8))
@@ -144,8 +143,8 @@ fn packed_integers(bits: u32) -> Scalar {
     Scalar::Packed(values.collect())
 }
 
-/// An IEEE half. The exponent is moved in one multiplication by a power of two, which is exact
-/// for subnormal numbers too.
+/// Decodes an IEEE half. Multiplying by a power of two adjusts the exponent and is exact for
+/// subnormal numbers too.
 fn half(bits: u16) -> f64 {
     let magnitude = u32::from(bits & 0x7fff) << 13;
     let sign = u32::from(bits & 0x8000) << 16;

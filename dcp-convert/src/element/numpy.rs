@@ -1,33 +1,33 @@
-//! NumPy's scalars and arrays, as their pickles describe them.
+//! NumPy scalars and arrays, decoded from their pickled form.
 
 use bytes::Bytes;
 use dcp_core::{DType, Object, Value};
 
-/// A NumPy value found in an object.
+/// A NumPy value in an object.
 #[derive(Debug)]
 pub(crate) enum Numpy {
-    /// `numpy.float32(2.5)` and its like.
+    /// A scalar, such as `numpy.float32(2.5)`.
     Scalar {
-        /// NumPy's name of the type, or its type string where that has no name.
+        /// NumPy's name of the type, or its type string if it has no name.
         kind: String,
-        /// Type and little-endian bytes, where the type is a number.
+        /// The dtype and the little-endian bytes, when the type is a number.
         value: Option<(DType, Bytes)>,
     },
     /// An array.
     Array {
-        /// As above.
+        /// NumPy's name of the type, or its type string if it has no name.
         kind: String,
         shape: Vec<u64>,
-        /// Whether the first axis is the fastest.
+        /// Whether elements are in column-major (Fortran) order.
         fortran: bool,
-        /// As above, in the order they lie in memory.
+        /// The dtype and the little-endian bytes in memory order, when the type is a number.
         data: Option<(DType, Bytes)>,
     },
 }
 
 impl Numpy {
-    /// The NumPy value that `object` rebuilds, or `None` when it is something else or not in the
-    /// form that NumPy 1 and 2 write.
+    /// The NumPy value that `object` rebuilds. Returns `None` for other objects and for forms that
+    /// neither NumPy 1 nor 2 writes.
     pub(crate) fn of(object: &Object) -> Option<Self> {
         let module = &*object.class.module;
         if !matches!(module, "numpy.core.multiarray" | "numpy._core.multiarray") {
@@ -57,24 +57,24 @@ fn bytes(value: &Value) -> Option<&Bytes> {
     }
 }
 
-/// The most bytes of a type string, as in `datetime64[25s/3]`.
+/// The maximum length of a type string, such as `datetime64[25s/3]`, in bytes.
 const CODE_MAX: usize = 64;
 
-/// A NumPy type: its letter and size, as in `f8`, and whether it is big-endian.
+/// A NumPy type: its letter and size, such as `f8`, and its byte order.
 pub(crate) struct Kind {
     pub(crate) code: String,
     pub(crate) big_endian: bool,
 }
 
-/// What the bytes of an array are.
+/// The type, shape and order of an array's bytes.
 pub(crate) struct Layout {
     pub(crate) kind: Kind,
     pub(crate) shape: Vec<u64>,
     pub(crate) fortran: bool,
 }
 
-/// The layout of the array that `object` rebuilds, and its bytes, if it is of bytes; `None` when
-/// it is no array.
+/// The layout of the array that `object` rebuilds, and its bytes when they are stored as bytes.
+/// Returns `None` when the object is not an array.
 pub(crate) fn layout(object: &Object) -> Option<(Layout, Option<&Bytes>)> {
     let module = &*object.class.module;
     let known = matches!(module, "numpy.core.multiarray" | "numpy._core.multiarray");
@@ -128,7 +128,7 @@ impl Kind {
         self.dtype().map_or_else(|| self.code.clone(), |dtype| dtype.name().to_owned())
     }
 
-    /// `count` numbers, little-endian.
+    /// The bytes of `count` numbers, in little-endian order.
     fn numbers(&self, bytes: &Bytes, count: u64) -> Option<(DType, Bytes)> {
         let dtype = self.dtype()?;
         if count.checked_mul(dtype.size() as u64)? != bytes.len() as u64 {

@@ -1,14 +1,14 @@
-//! Arrays by where they are in memory, so that one that many values refer to is read once.
+//! Identifies arrays by address, so that an array with many references is read once.
 
 use dcp_core::{DType, Dims, Object, Tensor, Value};
 
 use crate::element::numpy::layout;
 
-/// Bytes from which it is worth knowing an array.
+/// The length in bytes from which an array is identified by address.
 const LEN_MIN: usize = 4096;
 
-/// Where the bytes of an array are, and what they mean. It holds while the value does that has
-/// the array.
+/// The address, length and type of an array's bytes. Valid while the value that owns the array is
+/// alive.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Place {
     address: usize,
@@ -29,7 +29,7 @@ impl Place {
         (len >= LEN_MIN).then(|| Self { address, len, kind: kind() })
     }
 
-    /// That of a tensor whose elements lie in memory one after the other.
+    /// The place of a contiguous tensor.
     pub(crate) fn of_tensor(tensor: &Tensor) -> Option<Self> {
         let [shard] = tensor.shards() else { return None };
         let payload = shard.view().payload().ok()?;
@@ -37,7 +37,7 @@ impl Place {
         Self::new(piece, || Kind::Tensor(tensor.dtype(), tensor.shape().clone()))
     }
 
-    /// That of an array of NumPy.
+    /// The place of a NumPy array.
     pub(crate) fn of_numpy(object: &Object) -> Option<Self> {
         let (array, bytes) = layout(object)?;
         let bytes = bytes?;
@@ -46,7 +46,7 @@ impl Place {
         Self::new(bytes, || Kind::Numpy { code, big_endian, fortran, shape })
     }
 
-    /// That of a text or a byte string.
+    /// The place of a string or a byte string.
     pub(crate) fn of_text(value: &Value) -> Option<Self> {
         let bytes = match value {
             Value::Str(text) => text.as_bytes(),

@@ -1,26 +1,26 @@
-//! Tensors as PyTorch prints them (2.15's rules: four digits, three items at each edge).
+//! Prints tensors as PyTorch does (rules of 2.15: four digits, three items at each edge).
 
 use dcp_core::{DType, Dims, Region};
 
 use crate::element::{Element, decode};
 use crate::error::ConvertError;
 
-/// Items shown at each end of an axis of a summarized tensor.
+/// Items printed at each end of an axis of a summarized tensor.
 const EDGE: u64 = 3;
-/// Elements from which a tensor is summarized.
+/// Number of elements from which a tensor is summarized.
 const THRESHOLD: u64 = 1000;
-/// Columns of text.
+/// Line width in columns.
 const WIDTH: usize = 80;
-/// What comes before the numbers.
+/// The text before the numbers.
 const PREFIX: &str = "tensor(";
-/// Boxes that a summary may need at most.
+/// The maximum number of boxes that a summary reads.
 const MAX_BOXES: usize = 4096;
 
-/// What must be read of a tensor to print it: everything, or its edges.
+/// The boxes of a tensor that its printed form shows: all of it, or its edges.
 #[derive(Clone, Debug)]
 pub(crate) struct Excerpt {
     shape: Dims,
-    /// Per axis, what is shown of it: one range, or two with `...` between.
+    /// The printed ranges of each axis: one, or two with `...` between.
     axes: Vec<Vec<(u64, u64)>>,
 }
 
@@ -51,7 +51,7 @@ impl Excerpt {
         Ok(Self { shape: shape.clone(), axes })
     }
 
-    /// The boxes to read, in row-major order of their places.
+    /// The boxes to read, in row-major order.
     pub(crate) fn boxes(&self) -> Vec<Region> {
         let mut corners = vec![(Vec::new(), Vec::new())];
         for ranges in &self.axes {
@@ -70,7 +70,7 @@ impl Excerpt {
         corners.into_iter().filter_map(|(o, s)| Region::new(o, s).ok()).collect()
     }
 
-    /// The text, from the bytes of [`boxes`](Self::boxes) one after the other.
+    /// Formats the tensor from the bytes of its [`boxes`](Self::boxes), concatenated.
     pub(crate) fn print(&self, dtype: DType, bytes: &[u8]) -> String {
         let shown: Vec<u64> =
             self.axes.iter().map(|ranges| ranges.iter().map(|(_, len)| len).sum()).collect();
@@ -90,7 +90,7 @@ impl Excerpt {
         if !is_default(dtype) {
             suffixes.push(format!("dtype=torch.{dtype}"));
         }
-        // PyTorch counts two columns more than the last line has, for the next separator.
+        // PyTorch reserves two columns on the last line for the next separator.
         let mut column = out.len() - out.rfind('\n').map_or(0, |at| at + 1) + 2;
         for suffix in suffixes {
             if column + suffix.len() + 2 > WIDTH {
@@ -105,13 +105,13 @@ impl Excerpt {
         out
     }
 
-    /// The shown elements in row-major order, from the order of boxes.
+    /// Reorders the elements from the order of boxes to row-major order.
     fn gather(&self, dtype: DType, bytes: &[u8], shown: &[u64]) -> Vec<Element> {
         let count = shown.iter().product::<u64>();
         let mut elements = vec![Element::Bits(0, 8); usize::try_from(count).unwrap_or(0)];
         let mut next = bytes.chunks_exact(dtype.size());
         for region in self.boxes() {
-            // Where the box lies among what is shown.
+            // The offsets of the box in the printed part.
             let offsets: Dims = region
                 .offsets()
                 .iter()
@@ -179,16 +179,16 @@ impl Excerpt {
     }
 }
 
-/// Types that PyTorch does not mention, because a literal would get them.
+/// Whether PyTorch omits the dtype, because a literal of these values has it by default.
 fn is_default(dtype: DType) -> bool {
     matches!(dtype, DType::Float32 | DType::Int64 | DType::Bool | DType::Complex64)
 }
 
-/// How all numbers of one tensor are written.
+/// The format that all numbers of one tensor share.
 #[derive(Debug)]
 struct Formatter {
     real: Style,
-    /// For complex numbers.
+    /// The format of the imaginary parts of complex numbers.
     imaginary: Option<Style>,
 }
 
@@ -200,9 +200,9 @@ struct Style {
 
 #[derive(Clone, Copy, Debug)]
 enum StyleKind {
-    /// As the element writes itself.
+    /// Integers and booleans.
     Plain,
-    /// Whole floats: `3.`.
+    /// Floats that are all whole: `3.`.
     Whole,
     /// `0.1235`.
     Fixed,

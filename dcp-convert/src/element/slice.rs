@@ -1,34 +1,34 @@
-//! Slices of a tensor, as text: `0:2,:`.
+//! Parses slices of a tensor, such as `0:2,:`.
 
 use dcp_core::{Dims, Quoted, Region};
 
 use crate::error::ConvertError;
 
-/// A part of a tensor, and the shape that the part has.
+/// A part of a tensor, with its shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TensorSlice {
-    /// The smallest box that the part lies in, in the coordinates of the whole tensor.
+    /// The smallest box that contains the part, in the coordinates of the whole tensor.
     pub region: Region,
-    /// The sizes of the part, without the axes that were given a single index.
+    /// The shape of the part. Axes with a single index are dropped.
     pub shape: Dims,
-    /// What is taken of each axis of the tensor.
+    /// The elements taken from each axis of the tensor.
     pub(crate) axes: Vec<Axis>,
 }
 
-/// What is taken of one axis.
+/// The elements taken from one axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Axis {
     pub(crate) first: u64,
-    /// From one index to the next; never 0.
+    /// The distance between indices; never 0.
     pub(crate) step: i64,
     pub(crate) count: u64,
-    /// Whether it is a single index, which drops the axis.
+    /// Whether the axis has a single index, which drops it from the shape.
     pub(crate) indexed: bool,
 }
 
 impl TensorSlice {
-    /// All of a tensor of `shape`.
+    /// The whole of a tensor of `shape`.
     ///
     /// # Errors
     ///
@@ -40,19 +40,19 @@ impl TensorSlice {
         Ok(Self { region, shape: shape.clone(), axes: axes.collect() })
     }
 
-    /// Reads NumPy's notation: per axis, from the first on, `start:stop:step`, each of which may
-    /// be left out, negative ends counted from the end and ends outside the tensor moved to it; a
-    /// single index, which removes the axis; or `...` for as many whole axes as there are. Axes
-    /// not mentioned are whole.
+    /// Parses NumPy's notation. Per axis, from the first: `start:stop:step`, where each may be
+    /// omitted, negative values count from the end, and values outside the tensor are clamped; a
+    /// single index, which drops the axis; or `...` for any number of whole axes. Axes not
+    /// mentioned are whole.
     ///
     /// # Errors
     ///
-    /// When the text is no slice, or has an index outside of this tensor.
+    /// When the text is not a slice, or has an index outside this tensor.
     pub fn parse(text: &str, shape: &Dims) -> Result<Self, ConvertError> {
         let bad = |problem: String| ConvertError::BadSlice { slice: text.to_owned(), problem };
         let mut parts: Vec<&str> = match text.trim() {
             "" => Vec::new(),
-            // As behind the only item of a tuple.
+            // NumPy accepts a trailing comma, as in a tuple of one item.
             text => text.strip_suffix(',').unwrap_or(text).split(',').map(str::trim).collect(),
         };
         let dots = parts.iter().position(|part| *part == "...");
@@ -76,7 +76,7 @@ impl TensorSlice {
         Ok(Self { region, shape: kept.collect(), axes })
     }
 
-    /// Whether the part is a box: nothing in it is left out or turned around.
+    /// Whether the part is a box: no element of its region is skipped or reversed.
     pub(crate) fn is_box(&self) -> bool {
         self.axes.iter().all(|axis| axis.step == 1)
     }
@@ -105,7 +105,7 @@ impl Axis {
         if step == 0 {
             return Err(format!("{part:?} has a step of zero"));
         }
-        // Python's `slice.indices`.
+        // The rules of Python's `slice.indices`.
         let len = i128::from(len);
         let (lowest, highest) = if step > 0 { (0, len) } else { (-1, len - 1) };
         let end = |given: Option<i128>, default: i128| {
@@ -118,13 +118,13 @@ impl Axis {
         };
         let distance = if step > 0 { stop - start } else { start - stop };
         let count = if distance > 0 { (distance - 1) / step.abs() + 1 } else { 0 };
-        // One element is taken the same by any step.
+        // Any step selects the same single element.
         let step = if count <= 1 { 1 } else { i64::try_from(step).unwrap_or(1) };
         let first = u64::try_from(start).unwrap_or(0);
         Ok(Self { first, step, count: u64::try_from(count).unwrap_or(0), indexed: false })
     }
 
-    /// The index of the `n`-th element that is taken.
+    /// The index of the `n`-th selected element.
     pub(crate) fn index(&self, n: u64) -> u64 {
         let step = self.step.unsigned_abs().saturating_mul(n);
         if self.step > 0 {
@@ -134,7 +134,7 @@ impl Axis {
         }
     }
 
-    /// Where the axis is taken from, and how far.
+    /// The start and length of the range that contains the selected elements.
     fn extent(&self) -> (u64, u64) {
         let Some(last) = self.count.checked_sub(1) else { return (self.first, 0) };
         let (a, b) = (self.first, self.index(last));
@@ -142,7 +142,7 @@ impl Axis {
     }
 }
 
-/// A whole number, however long.
+/// Parses an integer of any length.
 fn number(text: &str) -> Result<i128, String> {
     let text = text.trim();
     let (sign, digits) = match text.strip_prefix(['-', '+']) {
@@ -152,7 +152,7 @@ fn number(text: &str) -> Result<i128, String> {
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(format!("{} is no number", Quoted(text)));
     }
-    // Far beyond any axis, and far from where arithmetic ends.
+    // Beyond any axis, and small enough that sums do not overflow.
     const BEYOND: i128 = 1 << 100;
     Ok(sign * digits.parse::<i128>().unwrap_or(BEYOND).min(BEYOND))
 }

@@ -1,4 +1,4 @@
-//! Comparing objects part by part, down to the first that differs.
+//! Compares objects part by part and finds the first difference.
 
 use std::collections::HashSet;
 
@@ -11,21 +11,22 @@ use crate::element::value_json::{JsonLimits, value_json};
 
 type Json = serde_json::Value;
 
-/// Containers inside each other that are looked into; what is deeper is compared bit by bit.
+/// The nesting depth down to which containers are compared by parts; deeper ones are compared by
+/// bits.
 const DEPTH_MAX: usize = 128;
 
 /// The first difference of two objects.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Differing {
-    /// Where it is in both, such as `["history"][3]`.
+    /// Its path in both objects, such as `["history"][3]`.
     pub(crate) path: String,
-    /// What is there, as JSON; `None` where there is nothing.
+    /// A's value there, as JSON; `None` where A has none.
     pub(crate) a: Option<Json>,
     pub(crate) b: Option<Json>,
 }
 
-/// The first place where two values differ. The order of dicts and sets is no difference; the
-/// class of a value is one, and so is a float in place of an integer unless there is a tolerance.
+/// Finds the first difference of two values. The order of dicts and sets does not count. Different
+/// classes do, and so does a float in place of an integer, unless there is a tolerance.
 pub(crate) fn first_difference(
     a: &Value,
     b: &Value,
@@ -38,7 +39,8 @@ pub(crate) fn first_difference(
 struct Walk {
     tolerance: Option<Tolerance>,
     path: String,
-    /// Pairs of long texts and arrays that were found equal; both sides may repeat theirs.
+    /// Pairs of long strings and arrays already found equal, because values may refer to them many
+    /// times.
     equal: HashSet<(Place, Place)>,
 }
 
@@ -210,7 +212,7 @@ impl Walk {
     }
 }
 
-/// A key of a dict as a step of a path.
+/// A dict key as one step of a path.
 pub(crate) fn step(key: &Value) -> String {
     match key {
         Value::Str(text) => Quoted(text).to_string(),

@@ -1,4 +1,4 @@
-//! Values of a state dict as JSON: plain where they are plain, tagged `{"type": …}` otherwise.
+//! Encodes state-dict values as JSON: plain values as they are, others tagged `{"type": …}`.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -13,59 +13,60 @@ use crate::element::{Element, decode};
 
 type Json = serde_json::Value;
 
-/// How much of a value is shown. What is beyond is replaced by `{"type": "truncated", …}`.
+/// Limits on encoded values. What exceeds them becomes `{"type": "truncated", …}`.
 ///
-/// Equal texts and byte strings are shown again and again only up to
-/// [`SHARED_MIN`](ValueEncoder::SHARED_MIN) bytes, and as many as there are of different ones.
+/// Repeated strings and byte strings are written again until their total reaches the larger of
+/// [`SHARED_MIN`](ValueEncoder::SHARED_MIN) and the total of distinct ones.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct JsonLimits {
-    /// Containers inside each other.
+    /// The nesting depth of containers.
     pub depth: usize,
-    /// Values in all.
+    /// The total number of values.
     pub values: usize,
-    /// Bytes of one text or byte string.
+    /// The length of one string or byte string, in bytes.
     pub bytes: usize,
 }
 
 impl Default for JsonLimits {
-    /// Depth 64, 100 000 values, 1 MiB of a text.
+    /// Depth 64, 100 000 values, 1 MiB per string.
     fn default() -> Self {
         Self { depth: 64, values: 100_000, bytes: 1 << 20 }
     }
 }
 
-/// The JSON of `value`.
+/// Encodes `value` as JSON.
 ///
-/// Plain are `null`, booleans, finite floats, integers of up to 53 bits, text, lists, and dicts
-/// whose keys are text (unless one of them is `type`). The rest is an object whose `type` says
-/// what it is, by Python's name: `int` and `float` with their `value` as text, `bytes` in `hex`,
-/// `tuple` and `set` with `items`, `dict` with `entries`, `tensor` with `dtype`, `shape` and
-/// `values`, NumPy's scalars and arrays likewise, and any other object by its class with the
-/// `args`, `state`, `items` and `entries` that were stored.
+/// `null`, booleans, finite floats, integers of up to 53 bits, strings, lists, and dicts with
+/// string keys (none of which is `type`) are plain. All else is an object whose `type` is Python's
+/// name: `int` and `float` with their `value` as text, `bytes` in `hex`, `tuple` and `set` with
+/// `items`, `dict` with `entries`, `tensor` with `dtype`, `shape` and `values`, NumPy scalars and
+/// arrays likewise, and other objects by their class with the stored `args`, `state`, `items` and
+/// `entries`.
 #[must_use]
 pub fn value_json(value: &Value, limits: &JsonLimits) -> Json {
     ValueEncoder::new(limits).json(value)
 }
 
-/// Makes the JSON of several values, which may share memory among each other.
+/// Encodes several values, which may share memory, as JSON.
 ///
-/// A file of a few bytes can refer to one long text a million times, and so can a million objects.
+/// A few bytes of a file can refer to one long string a million times, and so can a million
+/// objects.
 #[derive(Debug)]
 pub struct ValueEncoder<'a> {
-    /// Values that may follow in the object at hand.
+    /// Values that the current object may still encode.
     left: usize,
-    /// Long texts and byte strings that were met, by address, which they keep from being used
-    /// again.
+    /// Long strings and byte strings already seen, by address. Holding them prevents reuse of the
+    /// address.
     met: HashMap<usize, Held>,
-    /// All that were shown, by what is in them.
+    /// Everything written so far, by content hash and length.
     shown: HashSet<(u64, usize)>,
-    /// Bytes that may be shown again.
+    /// Bytes of repetitions that may still be written.
     again_left: usize,
     limits: &'a JsonLimits,
 }
 
-/// A text or a byte string, and the memory that it is in.
+/// A string or a byte string, with the memory that owns it.
 #[derive(Debug)]
 enum Held {
     Text(Arc<str>),
@@ -82,14 +83,14 @@ impl Held {
 }
 
 impl<'a> ValueEncoder<'a> {
-    /// Bytes of what was shown before that may be shown again, however little there is.
+    /// Bytes of repetitions that may be written regardless of the total of distinct strings.
     pub const SHARED_MIN: usize = 16 << 20;
-    /// A value this short costs no more than a reference to it.
+    /// A string up to this length costs no more than a reference to it.
     const SHORT: usize = 16;
-    /// It is worth knowing where a value longer than this is, and not only what is in it.
+    /// A string longer than this is identified by address before its content is hashed.
     const LONG: usize = 4096;
 
-    /// An encoder whose limits hold for each value.
+    /// An encoder that applies `limits` to each value.
     #[must_use]
     pub fn new(limits: &'a JsonLimits) -> Self {
         Self {
@@ -101,15 +102,15 @@ impl<'a> ValueEncoder<'a> {
         }
     }
 
-    /// The JSON of a value, as [`value_json`] writes it.
+    /// Encodes one value, as [`value_json`] does.
     #[must_use]
     pub fn json(&mut self, value: &Value) -> Json {
         self.left = self.limits.values;
         self.value(value, 0)
     }
 
-    /// Whether the first bytes of a text may be shown, as many as the limit allows: for the first
-    /// time, or within what may be shown again. Returns how many those are.
+    /// The number of leading bytes of a string that the limits allow to be written, whether it is
+    /// new or a repetition. Returns `None` when it must be truncated entirely.
     fn affords(&mut self, held: Held) -> Option<usize> {
         let whole = held.bytes();
         let len = match &held {
@@ -276,7 +277,7 @@ impl<'a> ValueEncoder<'a> {
         Json::Object(json)
     }
 
-    /// The elements as they lie in memory, as a flat list.
+    /// Encodes elements in memory order, as a flat list.
     fn elements(&mut self, dtype: DType, bytes: &[u8]) -> Json {
         let total = bytes.len() / dtype.size();
         let shown = total.min(self.left);
@@ -303,7 +304,7 @@ impl<'a> ValueEncoder<'a> {
         json!({ "type": "truncated", "kind": "str", "value": shown, "bytes": text.len() })
     }
 
-    /// A long number is worth as many values as it has words.
+    /// Encodes an integer. A long one counts as many values as it has words.
     fn big_int(&mut self, n: &BigInt) -> Json {
         let bytes = n.to_le_bytes();
         self.left = self.left.saturating_sub(bytes.len() / 8);
@@ -352,7 +353,7 @@ fn float(x: f64) -> Json {
     }
 }
 
-/// An element as JSON.
+/// Encodes one element.
 pub(crate) fn element_json(element: &Element) -> Json {
     match element {
         Element::Float(x) => float(*x),

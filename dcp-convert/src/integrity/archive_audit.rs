@@ -1,4 +1,4 @@
-//! Reading every stored byte and comparing it with its checksum and the index.
+//! Reads every stored byte and compares it with its checksum and the index.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -23,22 +23,22 @@ use crate::read::stored_items::Placed;
 use crate::read::tensor_read::{TensorReader, read_tensor};
 use crate::source::Source;
 
-/// Blobs up to this many bytes are read whole.
+/// Blobs up to this many bytes are read with one request.
 const SMALL: u64 = 256 << 10;
-/// Of a larger one, so many bytes of each end are read before anything is known of it.
+/// The bytes at each end of a larger blob that the first reads fetch.
 const ENDS: u64 = 16 << 10;
-/// The most that is read at once because an archive's directory says so, in bytes.
+/// The maximum number of bytes to read at once because an archive's directory says so.
 const PARSED_MAX: u64 = 64 << 20;
 
-/// What was read.
+/// The result of an audit.
 #[derive(Debug, Default)]
 pub(crate) struct Checked {
-    /// Stored bytes of the items that are right.
+    /// Stored bytes of undamaged items.
     pub(crate) bytes: u64,
     pub(crate) problems: Vec<Problem>,
 }
 
-/// Checks `items`, whose bytes are all there.
+/// Checks `items`, whose bytes all exist.
 pub(crate) async fn check(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
@@ -50,7 +50,7 @@ pub(crate) async fn check(
     let mut results = stream::iter(items)
         .map(|item| {
             let job = Arc::clone(&job);
-            // Checksums take a processor each: on a runtime of several threads they run at once.
+            // Checksums are CPU-bound; the tasks run in parallel on a runtime with several threads.
             tokio::spawn(async move {
                 let result = job.item(&item).await;
                 (item, result)
@@ -72,15 +72,15 @@ pub(crate) async fn check(
     Ok(checked)
 }
 
-/// Checks item by item.
+/// Checks one item at a time.
 pub(crate) struct Job {
     pub(crate) source: Source,
     pub(crate) metadata: Arc<CheckpointMetadata>,
-    /// Bytes to hold of one item at once.
+    /// Bytes of one item in memory at once.
     segment: u64,
     pub(crate) options: JobOptions,
-    /// Where the storages of a file of `torch.save` begin that were looked at already: several
-    /// tensors may be in one.
+    /// The start offsets of `torch.save` storages that were checked already; several tensors may
+    /// share one.
     begun: Mutex<HashSet<u64>>,
 }
 
@@ -99,7 +99,7 @@ impl Job {
         }
     }
 
-    /// Reads one item, whose bytes are all there, and fails when it is damaged.
+    /// Reads one item, whose bytes all exist, and fails when it is damaged.
     pub(crate) async fn item(&self, item: &Placed) -> Result<(), CheckpointError> {
         let encoding = self.metadata.encoding(&item.placement);
         let file = self.metadata.file(item.placement.file);
@@ -134,7 +134,7 @@ impl Job {
         Ok(())
     }
 
-    /// Compares one record of a file of `torch.save` with its checksum.
+    /// Compares one record of a `torch.save` file with its checksum.
     pub(crate) async fn record(&self, file: &Key, record: &Record) -> Result<(), CheckpointError> {
         let Some(file_id) = FileId::from_index(0) else { return Ok(()) };
         let byte_len = record.data.end;
@@ -148,8 +148,8 @@ impl Job {
         })
     }
 
-    /// What the elements of a chunk must hash to, from its archive; all of the archive but the
-    /// elements is checked.
+    /// The expected checksum of a chunk's elements, from its archive. Checks the rest of the
+    /// archive on the way.
     pub(crate) async fn expected(&self, item: &Placed) -> Result<Expected, CheckpointError> {
         let encoding = self.metadata.encoding(&item.placement);
         let file = self.metadata.file(item.placement.file);
@@ -173,7 +173,7 @@ impl Job {
         }
     }
 
-    /// Reads a chunk through its format: what can go wrong on the way is then seen.
+    /// Reads a chunk through its format, which finds every error that decoding can meet.
     async fn decode_chunk(&self, item: &Placed, chunk: u32) -> Result<(), CheckpointError> {
         let reader = self.source.decoded_once(1);
         let tensor = TensorReader::new(reader, Arc::clone(&self.metadata), item.entry)?;
@@ -193,14 +193,14 @@ impl Job {
     }
 }
 
-/// What the elements of a chunk, row-major and as they are stored, must hash to.
+/// The expected checksum of a chunk's elements, row-major and as stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Expected {
-    /// This CRC-32.
+    /// A CRC-32.
     Crc32(u32),
-    /// The format keeps none: there is nothing to compare with.
+    /// The format stores no checksum.
     Nothing,
-    /// The checksum is over other bytes than these: [`Job::item`] has to read them.
+    /// The checksum covers other bytes too: [`Job::item`] reads them.
     Elsewhere,
 }
 
@@ -216,14 +216,14 @@ impl Blob<'_> {
         self.item.placement.byte_len
     }
 
-    /// Reads a range, counted from the start of the archive.
+    /// Reads a range that is relative to the start of the archive.
     async fn read(&self, range: Range<u64>) -> Result<Bytes, CheckpointError> {
         let start = self.item.placement.byte_offset;
         let range = start.saturating_add(range.start)..start.saturating_add(range.end);
         Ok(self.job.source.storage.read_range(self.file, range).await?)
     }
 
-    /// Both ends of the archive, or all of a small one.
+    /// Reads both ends of the archive, or all of a small one.
     async fn ends(&self) -> Result<PartialBlob, CheckpointError> {
         let len = self.byte_len();
         let mut archive = PartialBlob::new("torch archive", len, PARSED_MAX);
@@ -289,7 +289,7 @@ impl Blob<'_> {
         Ok(())
     }
 
-    /// The blob's own dtype and shape against the index (trap F15).
+    /// Compares the blob's own dtype and shape with the index (trap F15).
     fn compare(&self, chunk: u32, blob: &TensorBlob) -> Result<(), FormatError> {
         let entry = self.job.metadata.at(self.item.entry);
         let tensor = entry.and_then(|(_, entry)| entry.as_tensor());

@@ -1,8 +1,8 @@
-//! What Python would import and call where it loads the objects of a checkpoint.
+//! Finds what Python imports and calls when it loads a checkpoint's objects.
 //!
-//! Nothing of it is run here. But an object that is written again says to the next Python what it
-//! said before, and that one may load it with fewer doubts than its owner had. So what is not
-//! known to be harmless is named wherever a checkpoint is looked at, and written only on request.
+//! dcp runs none of it. But an object that dcp copies carries the same instructions to the next
+//! Python, which may load it with fewer checks. So every job that reads a checkpoint names what is
+//! not known to be harmless, and a job that writes refuses it unless the caller allows it.
 
 use std::sync::Arc;
 
@@ -16,15 +16,15 @@ use crate::job::JobOptions;
 use crate::read::objects::{object_entries, read_objects};
 use crate::source::Source;
 
-/// Objects to hold as values at once.
+/// Objects decoded at once.
 const AT_ONCE: usize = 64;
 
-/// What Python would run when it loads the object `key`, which has this value, and what is not
-/// known to be harmless.
+/// The functions and classes that Python calls when it loads the object `key` with this value, and
+/// that are not known to be harmless.
 ///
 /// # Errors
 ///
-/// When it holds an object whose kept archive is damaged.
+/// When it holds an object whose stored archive is damaged.
 pub fn foreign_callables(
     key: &Arc<str>,
     value: &Value,
@@ -33,13 +33,13 @@ pub fn foreign_callables(
     Ok(names.map(|name| ForeignCallable::new(Some(key), name)).collect())
 }
 
-/// Those of an object of which the names are known.
+/// Like [`foreign_callables`], for an object whose names are already extracted.
 pub(crate) fn of_names(key: &Arc<str>, names: &[ForeignName]) -> Vec<ForeignCallable> {
     names.iter().map(|name| ForeignCallable::new(Some(key), name.clone())).collect()
 }
 
-/// Those in what the format keeps besides its objects: the pickle that is a file of `torch.save`,
-/// or the `.metadata` of PyTorch's format.
+/// Finds those in what the format stores besides objects: the pickle of a `torch.save` file, or the
+/// `.metadata` of PyTorch's format.
 pub(crate) async fn in_index(source: &Source) -> Result<Vec<ForeignCallable>, CheckpointError> {
     let (key, names) = match (source.save_reader(), source.dcp_reader()) {
         (Some(save), _) => (None, save.foreign_names().await?),
@@ -49,7 +49,7 @@ pub(crate) async fn in_index(source: &Source) -> Result<Vec<ForeignCallable>, Ch
     Ok(names.into_iter().map(|name| ForeignCallable::new(key.as_ref(), name)).collect())
 }
 
-/// All of a checkpoint. Objects that cannot be read, or are not among `readable`, are passed over.
+/// Finds those of a whole checkpoint. Skips objects that cannot be read or are not in `readable`.
 pub(crate) async fn in_checkpoint(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
@@ -74,13 +74,13 @@ pub(crate) async fn in_checkpoint(
     Ok(found)
 }
 
-/// Those of [`foreign_callables`] in a value that is about to be written as the object `key`, if [`JobOptions::callables`]
-/// admits them all.
+/// Returns the [`foreign_callables`] of a value that is written as the object `key`, if
+/// [`JobOptions::callables`] allows all of them.
 ///
 /// # Errors
 ///
-/// [`ConvertError::Callables`] with all that it does not admit; when the value holds an object
-/// whose kept archive is damaged.
+/// [`ConvertError::Callables`] with all that it does not allow; also when the value holds an object
+/// whose stored archive is damaged.
 pub fn admit_callables(
     key: &Arc<str>,
     value: &Value,
@@ -89,7 +89,7 @@ pub fn admit_callables(
     admit(foreign_callables(key, value)?, options)
 }
 
-/// What was `found`, if all of it is admitted.
+/// Returns `found` if all of it is allowed.
 pub(crate) fn admit(
     found: Vec<ForeignCallable>,
     options: &JobOptions,

@@ -1,11 +1,11 @@
-//! Refusing an index that makes no sense, before anything is written from it.
+//! Refuses an inconsistent index before a job writes anything.
 
 use dcp_core::{CheckpointMetadata, PlanError};
 use dcp_planner::validate_metadata;
 
 use crate::error::ConvertError;
 
-/// Fails with everything that is wrong with an index.
+/// Fails with all inconsistencies of an index.
 pub(crate) fn refuse_unsound(metadata: &CheckpointMetadata) -> Result<(), ConvertError> {
     let mut problems = validate_metadata(metadata);
     match problems.len() {

@@ -1,4 +1,4 @@
-//! A source whose reads are compared with their checksums, and the proof that they were.
+//! A source that compares its reads with checksums, and the proof that it did.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -10,11 +10,10 @@ use crate::job::JobOptions;
 use crate::source::Source;
 use crate::source::decode_cache::DecodedOnce;
 
-/// A [`Source`] as a job reads it: no chunk is decoded once for each of its parts, and what is
-/// read in parts is compared with its checksum on the way.
-///
-/// [`finish`](Self::finish) compares what is left and returns the [`Verified`] without which
-/// nothing is published.
+/// A [`Source`] for the duration of a job. It decodes each chunk once, not once per segment, and
+/// compares chunks that are read in segments with their checksums on the way.
+/// [`finish`](Self::finish) compares the rest and returns the [`Verified`] that publishing a target
+/// requires.
 #[derive(Debug)]
 #[must_use = "call `finish`, or what was read may be damaged"]
 pub struct CheckedSource {
@@ -22,7 +21,7 @@ pub struct CheckedSource {
     options: JobOptions,
 }
 
-/// The proof that all that a job read is undamaged. [`CheckedSource::finish`] alone makes one, and
+/// Proof that everything a job read is undamaged. Only [`CheckedSource::finish`] creates one, and
 /// every step that makes a target visible consumes one.
 ///
 /// ```
@@ -35,7 +34,7 @@ pub struct CheckedSource {
 /// # }
 /// ```
 ///
-/// A program that leaves out the comparison does not compile:
+/// A program without the comparison does not compile:
 ///
 /// ```compile_fail
 /// # use bytes::Bytes;
@@ -49,7 +48,8 @@ pub struct CheckedSource {
 pub struct Verified(());
 
 impl CheckedSource {
-    /// `source` for a job with these options. Of a view, the checkpoints that it shows are compared.
+    /// Opens `source` for a job with these options. For a view, the checkpoints below it are
+    /// compared.
     pub fn new(source: &Source, options: &JobOptions) -> Self {
         let options = JobOptions { progress: None, ..options.clone() };
         if !source.comparisons().is_empty() {
@@ -60,25 +60,25 @@ impl CheckedSource {
         Self { source: source.comparing(Arc::new(reader), vec![checked]), options }
     }
 
-    /// The same reads, shown by a `reader` over this one's.
+    /// The same reads, presented by a `reader` that reads from this one's.
     pub(crate) fn shown_by(self, reader: Arc<dyn StorageReader>) -> Self {
         let source = Source::derived(reader, std::slice::from_ref(&self));
         Self { source: source.unwrap_or(self.source), options: self.options }
     }
 
-    /// The same reads as a source, for a view over it or for looking around. A job on the view
-    /// compares them when it finishes.
+    /// The same reads as a source, to build a view over it or to inspect it. A job on the view
+    /// makes the comparisons when it finishes.
     #[must_use]
     pub fn into_source(self) -> Source {
         self.source
     }
 
-    /// Reads again, and compares, those chunks of which all was read, but in such parts that their
-    /// checksums could not be compared on the way.
+    /// Reads again and compares the chunks that were read in full, but in parts whose checksums
+    /// could not be combined.
     ///
     /// # Errors
     ///
-    /// When one is damaged, or the storage fails.
+    /// When a chunk is damaged, or the storage fails.
     pub async fn finish(self) -> Result<Verified, CheckpointError> {
         for comparison in self.source.comparisons() {
             comparison.settle(&self.options).await?;
@@ -87,7 +87,7 @@ impl CheckedSource {
     }
 }
 
-/// What a source can do is done with its reads compared.
+/// A source's methods are available, with their reads compared.
 impl Deref for CheckedSource {
     type Target = Source;
 
@@ -97,8 +97,8 @@ impl Deref for CheckedSource {
 }
 
 impl Source {
-    /// What `reader` makes of `parts`, which it reads through these checked forms. Its metadata may
-    /// only place what lies, unchanged, in the storage of the first part.
+    /// The source that `reader` derives from `parts`, which it reads through these checked forms.
+    /// Its metadata may place only data that the storage of the first part holds unchanged.
     ///
     /// Returns `None` when there are no parts.
     #[must_use]

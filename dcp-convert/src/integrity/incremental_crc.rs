@@ -1,10 +1,9 @@
-//! Comparing chunks with their checksums while they are read in parts.
+//! Compares chunks with their checksums while a job reads them in parts.
 //!
-//! A reader compares the CRC-32 of a chunk when one read takes all of it. Jobs read large
-//! tensors in segments: then nobody would notice damage, and the new file would seal it under a
-//! fresh checksum. So the CRC-32 of every part is kept until the parts make up the chunk, in
-//! whatever order they come. What is cut so that its parts do not lie together in the chunk is
-//! read once more at the end.
+//! A reader compares the CRC-32 of a chunk when one read covers all of it. Jobs read large tensors
+//! in segments; without this module damage would pass, and the new file would get a fresh checksum
+//! over it. So it combines the CRC-32s of parts, in any order, until they cover the chunk. Parts
+//! that are not contiguous in the chunk are read again at the end.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,28 +22,28 @@ use crate::job::JobOptions;
 use crate::read::stored_items::Placed;
 use crate::source::{Comparison, Source};
 
-/// Archives up to this many bytes are always read, and checked, as a whole.
+/// Archives up to this many bytes are read and checked whole.
 const ALWAYS_WHOLE: u64 = 64 << 10;
-/// What an archive holds besides its tensor, rounded up.
+/// Bytes of an archive besides its tensor, rounded up.
 const ARCHIVE_EXTRA: u64 = 4096;
-/// Parts of a chunk to remember that do not lie together yet.
+/// The number of non-contiguous parts of a chunk to keep.
 const PARTS_MAX: usize = 256;
 
-/// A reader that compares what it reads in parts with its checksums.
+/// A reader that compares chunks with their checksums across partial reads.
 #[derive(Debug)]
 pub(crate) struct Checked {
     source: Source,
     chunks: Mutex<HashMap<(u32, u32), Chunk>>,
 }
 
-/// What is known of a chunk that was read in parts.
+/// The state of a chunk that was read in parts.
 #[derive(Debug)]
 enum Chunk {
-    /// Bytes of the chunk.
+    /// CRC-32s of the parts so far.
     Parts(CrcParts),
-    /// So many bytes were read in parts that do not fit together.
+    /// The number of bytes read in parts that cannot be combined.
     Scattered(u64),
-    /// It is as it should be.
+    /// The checksum matches.
     Right,
 }
 
@@ -53,7 +52,7 @@ impl Checked {
         Self { source, chunks: Mutex::default() }
     }
 
-    /// Notes a part that was read, and compares the chunk when it was the last one.
+    /// Records a part that was read, and compares the chunk when it is complete.
     async fn note(
         &self,
         metadata: &Arc<CheckpointMetadata>,
@@ -65,9 +64,9 @@ impl Checked {
         let Some(wanted) = wanted else { return Ok(()) };
         let at = (item.entry, *chunk);
         if wanted.region == *region || view.byte_len() == 0 {
-            // What one read takes whole, the format's own reader has compared.
+            // The format's own reader compares chunks that one read covers.
             let compared = match self.source.save_reader() {
-                // Its reader compares whole storages only, not the views of one.
+                // Its reader compares whole storages, not views of them.
                 Some(save) => {
                     let (entry, chunk) = (item.entry as usize, *chunk as usize);
                     save.chunk_crc32(metadata, entry, chunk).await?.is_some()
@@ -126,8 +125,8 @@ impl Checked {
         *chunk = Chunk::Scattered(bytes.saturating_add(before));
     }
 
-    /// Adds bytes `start..end` of a chunk of `byte_len` bytes. Returns the CRC-32 of the chunk
-    /// when they were the last that were missing.
+    /// Adds bytes `start..end` of a chunk of `byte_len` bytes. Returns the CRC-32 of the chunk when
+    /// it is complete.
     fn add(
         &self,
         at: (u32, u32),
@@ -148,7 +147,7 @@ impl Checked {
         };
         let added = parts.add(start, end, hasher);
         if !added || parts.len() > PARTS_MAX {
-            // Read a second time, or in too many places at once.
+            // A repeated part, or too many separate ones.
             *chunk = Chunk::Scattered(parts.byte_len());
             return None;
         }
@@ -156,7 +155,7 @@ impl Checked {
     }
 }
 
-/// A chunk whose checksum is to be compared.
+/// A chunk to compare with its checksum.
 struct Wanted {
     placed: Placed,
     region: Region,
@@ -165,14 +164,14 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// The chunk, unless there is no checksum for it or its format's reader always compares it.
+    /// The chunk, unless it has no checksum or the format's reader always compares it.
     fn new(source: &Source, metadata: &CheckpointMetadata, entry: u32, chunk: u32) -> Option<Self> {
         let (fqn, tensor) = metadata.at(entry as usize)?;
         let tensor = tensor.as_tensor()?;
         let stored = tensor.chunks.get(chunk as usize)?;
         let placement = stored.placement?;
         let encoding = metadata.encoding(&placement)?;
-        // Transformed chunks are decoded, and compared, as a whole.
+        // Transformed chunks are decoded and compared whole.
         let plain = encoding.transforms.is_empty();
         let in_archive = encoding.layout != Layout::Raw && placement.byte_len > ALWAYS_WHOLE;
         let compared = plain && (in_archive || source.save_reader().is_some());
@@ -184,13 +183,12 @@ impl Wanted {
         Some(Self { placed, region, element_bytes, byte_len })
     }
 
-    /// Whether the archive holds more than the chunk: then its checksum is over more, too.
+    /// Whether the archive holds more than the chunk, so that its checksum covers more.
     fn is_view(&self) -> bool {
         self.placed.placement.byte_len > self.byte_len.saturating_add(ARCHIVE_EXTRA)
     }
 
-    /// Where the elements of `part` begin among those of the chunk, in bytes, when they lie
-    /// together.
+    /// The byte offset of `part` in the chunk, if the part is contiguous.
     fn byte_position(&self, part: &Region) -> Option<u64> {
         let inner = part.relative_to(self.region.offsets())?;
         let mut runs = inner.runs_in(self.region.sizes());
@@ -201,7 +199,8 @@ impl Wanted {
 
 #[async_trait]
 impl Comparison for Checked {
-    /// Reads and compares the chunks of which all was read, but in parts that do not lie together.
+    /// Reads again and compares the chunks that were read in full, but in parts that are not
+    /// contiguous.
     async fn settle(&self, options: &JobOptions) -> Result<(), CheckpointError> {
         let metadata = self.source.metadata().await?;
         let open: Vec<_> = {
@@ -257,7 +256,7 @@ impl StorageReader for Checked {
     }
 }
 
-/// Remembers where items went.
+/// Records the parts that a read delivers.
 #[derive(Debug)]
 struct Noting {
     sink: Arc<dyn DataSink>,

@@ -1,4 +1,4 @@
-//! Whether what is read is undamaged and safe: checksums, the index, what Python would run.
+//! Checks that data is undamaged and safe: checksums, the index, Python callables.
 
 pub(crate) mod archive_audit;
 pub(crate) mod callables;

@@ -1,4 +1,4 @@
-//! What can be wrong with a checkpoint.
+//! Problems of a checkpoint.
 
 use std::sync::Arc;
 
@@ -7,23 +7,23 @@ use serde::Serialize;
 
 use crate::read::stored_items::Placed;
 
-/// One thing that is wrong.
+/// A problem of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Problem {
     /// The kind.
     pub kind: ProblemKind,
-    /// The tensor or object.
+    /// The tensor or object, if the problem concerns one.
     pub key: Option<Arc<str>>,
-    /// The file.
+    /// The file, if the problem concerns one.
     pub file: Option<String>,
-    /// Where in the file the bytes in question begin.
+    /// The offset in the file at which the problem begins.
     pub byte_offset: Option<u64>,
-    /// What is wrong, in words.
+    /// A description.
     pub message: String,
 }
 
-/// What kind of problem it is.
+/// Kinds of problems.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -39,9 +39,9 @@ pub enum ProblemKind {
     Uncovered,
     /// A file does not exist.
     MissingFile,
-    /// A file ends before the bytes that should be in it.
+    /// A file is shorter than the index requires.
     ShortFile,
-    /// A file has another length than when the checkpoint was committed.
+    /// A file's length differs from its length at commit.
     ChangedFile,
     /// Two items claim the same bytes of a file.
     SharedBytes,
@@ -64,7 +64,7 @@ impl Problem {
     }
 }
 
-/// A failure while one item was looked at: a problem of the checkpoint, or of the machine.
+/// Classifies a failure on one item: a problem of the checkpoint, or an error of the machine.
 pub(crate) fn judge(
     error: CheckpointError,
     metadata: &CheckpointMetadata,
@@ -79,7 +79,7 @@ pub(crate) fn judge(
         CheckpointError::Format(_) | CheckpointError::Plan(_) => ProblemKind::Corrupt,
         _ => return Err(error),
     };
-    // Where it is, the problem says itself.
+    // The problem has these fields of its own.
     let message = match &error {
         CheckpointError::Format(error) => format!("bad {}: {}", error.what(), error.problem()),
         other => error_chain(other),

@@ -1,4 +1,4 @@
-//! Comparing stored chunks with their checksums, for jobs that stop at the first damaged one.
+//! Compares stored chunks with their checksums, for jobs that stop at the first damaged one.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub(crate) async fn refuse_damaged(
     stream::iter(checks).buffered(options.parallelism.max(1)).try_collect().await
 }
 
-/// An error that names the tensor and its file, as those of the reader do.
+/// Adds the tensor and its file to an error, as the reader does.
 pub(crate) fn named(
     error: CheckpointError,
     item: &Placed,

@@ -1,4 +1,4 @@
-//! Reading every byte of a file of `torch.save` once, record by record.
+//! Reads every byte of a `torch.save` file once, record by record.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,11 +15,12 @@ use crate::read::objects::ObjectBatches;
 use crate::read::stored_items::Placed;
 use crate::source::Source;
 
-/// Tensors that are named for one damaged storage.
+/// The number of tensors named per damaged storage.
 const NAMED: usize = 3;
 
-/// Compares all records with their checksums, whether or not something refers to them, what lies
-/// between them with the directory, and decodes all objects. A file from before the zip format has no checksums, and is only read.
+/// Compares all records with their checksums, referenced or not, compares the bytes between them
+/// with the directory, and decodes all objects. A file from before the zip format has no checksums
+/// and is only read.
 pub(crate) async fn check(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
@@ -33,7 +34,7 @@ pub(crate) async fn check(
     let mut results = stream::iter(records)
         .map(|record| {
             let (job, file) = (Arc::clone(job), save.key().clone());
-            // Checksums take a processor each: on a runtime of several threads they run at once.
+            // Checksums are CPU-bound; the tasks run in parallel on a runtime with several threads.
             tokio::spawn(async move {
                 let result = job.record(&file, &record.record).await;
                 (record, result)
@@ -73,7 +74,7 @@ pub(crate) async fn check(
     Ok(checked)
 }
 
-/// A damaged record as a problem of the tensors that are in it.
+/// Reports a damaged record as a problem of the tensors in it.
 fn problem(
     error: CheckpointError,
     record: &FileRecord,

@@ -1,4 +1,4 @@
-//! One tensor, or a part of it: as text, as JSON, or as a file.
+//! Reads one tensor, or a part of it: as text, as JSON, or as a file.
 
 use std::sync::Arc;
 
@@ -27,36 +27,36 @@ use crate::view::{Stepped, with_quantizers};
 use crate::write::stored_data_source::{CheckpointData, Part};
 use crate::write::target::Target;
 
-/// What there is under a name.
+/// The entry of a name.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Found {
-    /// A tensor, or the part of it that was asked for.
+    /// A tensor, or the requested part of it.
     Tensor(FoundTensor),
-    /// Another value, as [`value_json`] writes it.
+    /// Any other value, as [`value_json`] writes it.
     Object(serde_json::Value),
 }
 
-/// A tensor to read, or a part of one.
+/// A tensor, or a part of one, to read.
 #[derive(Clone, Debug)]
 pub struct FoundTensor {
     fqn: Arc<str>,
     dtype: DType,
     slice: Box<TensorSlice>,
-    /// That of a [`CheckedSource`], whose reads `reader` does.
+    /// The source whose checked form `reader` reads.
     source: Source,
     reader: Arc<TensorReader>,
-    /// The same without steps: what is stored.
+    /// The stored tensor, before slicing with steps.
     stored: Arc<TensorReader>,
 }
 
-/// Looks up `fqn`, and the part of it that `slice` names in [`TensorSlice::parse`]'s notation.
-/// An object is read at once, a tensor later.
+/// Finds `fqn` and, in it, the part that `slice` names in [`TensorSlice::parse`]'s notation. Reads
+/// an object at once, a tensor later.
 ///
 /// # Errors
 ///
-/// When there is nothing of that name ([`ConvertError::UnknownFqn`] names what looks like it),
-/// the slice is not one of the tensor, or the checkpoint cannot be read.
+/// When there is no such name ([`ConvertError::UnknownFqn`] lists similar ones), the slice does not
+/// fit the tensor, or the checkpoint cannot be read.
 pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Found, ConvertError> {
     let metadata = source.metadata().await?;
     let Some(index) = metadata.index_of(fqn) else { return Err(unknown_fqn(&metadata, fqn)) };
@@ -96,12 +96,12 @@ pub async fn find(source: &Source, fqn: &str, slice: Option<&str>) -> Result<Fou
     }
 }
 
-/// Writes the object `fqn` to a file of `torch.save` that holds it alone, and returns its bytes.
+/// Writes the object `fqn` alone to a `torch.save` file, and returns its length in bytes.
 ///
 /// # Errors
 ///
-/// When there is no object of that name, or it cannot be read or written; when Python would run
-/// what [`JobOptions::callables`] does not admit; when the target exists.
+/// When there is no such object, or it cannot be read or written; when [`JobOptions::callables`]
+/// does not allow what Python would call to load it; when the target exists.
 pub async fn object_to_torch_save(
     source: &Source,
     fqn: &str,
@@ -133,20 +133,20 @@ impl FoundTensor {
         self.dtype
     }
 
-    /// The shape of what was asked for.
+    /// The shape of the requested part.
     #[must_use]
     pub fn shape(&self) -> &Dims {
         &self.slice.shape
     }
 
-    /// Bytes of what was asked for.
+    /// Bytes of the requested part.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.slice.region.volume().saturating_mul(self.dtype.size() as u64)
     }
 
-    /// The text that PyTorch would print. Of a large tensor only the elements that are shown are
-    /// read, and not compared with checksums over more than them.
+    /// The text that PyTorch prints. Of a large tensor, only the elements in the text are read, so
+    /// their chunks are not compared with checksums.
     ///
     /// # Errors
     ///

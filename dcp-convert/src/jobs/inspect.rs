@@ -30,10 +30,10 @@ pub struct Summary {
     pub keys: IndexMap<Arc<str>, KeySummary>,
     /// The files that the checkpoint refers to and their bytes; `None` for one that is missing.
     pub files: IndexMap<String, Option<u64>>,
-    /// What Python would run when it loads the checkpoint, and what is not known to be harmless.
+    /// Python callables in the checkpoint's objects that are not known to be harmless.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub callables: Vec<ForeignCallable>,
-    /// What shows that not all of a Hugging Face model is there, or that its writer died.
+    /// Evidence that a Hugging Face model is incomplete or that its writer died.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unfinished: Vec<String>,
     /// The version that the format claims.
@@ -53,8 +53,8 @@ pub enum KeySummary {
     Tensor(TensorSummary),
     /// Any other value.
     Object {
-        /// It, as [`value_json`](crate::value_json()) writes it. One that cannot be read is
-        /// `{"type": "unreadable", "error": …}`.
+        /// The value, as [`value_json`](crate::value_json()) writes it. A value that cannot be read
+        /// is `{"type": "unreadable", "error": …}`.
         value: serde_json::Value,
     },
 }
@@ -69,26 +69,26 @@ pub struct TensorSummary {
     pub shape: Vec<u64>,
     /// Bytes of all elements.
     pub bytes: u64,
-    /// Its parts, in the order of the checkpoint.
+    /// Its chunks, in the order of the checkpoint.
     pub chunks: Vec<ChunkSummary>,
-    /// The device on which Python puts a tensor of a torch.save file, where that is not the CPU.
+    /// The device onto which Python loads a tensor of a `torch.save` file, if it is not the CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
 }
 
-/// A part of a stored tensor.
+/// A chunk of a stored tensor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ChunkSummary {
-    /// Where it begins in the tensor, per axis.
+    /// Its offset in the tensor, per axis.
     pub offsets: Vec<u64>,
     /// Elements per axis.
     pub sizes: Vec<u64>,
-    /// The file it lies in; `None` when the checkpoint does not say.
+    /// The file that holds it; `None` when the checkpoint does not say.
     pub file: Option<String>,
     /// First stored byte in the file.
     pub byte_offset: Option<u64>,
-    /// Stored bytes, with all that the format adds.
+    /// Stored bytes, including what the format adds.
     pub byte_len: Option<u64>,
 }
 
@@ -116,9 +116,8 @@ impl KeySummary {
 }
 
 /// Summarizes a checkpoint: reads its index, its objects, and the sizes of its files, but no
-/// tensor. `wanted` chooses the keys; files are those that the chosen keys lie in.
-///
-/// What is bad but readable is shown as it is; [`verify`](crate::verify()) judges.
+/// tensors. `wanted` selects keys, and with them the files. Entries that are bad but readable are
+/// listed as they are; [`verify`](crate::verify()) judges them.
 ///
 /// # Errors
 ///
@@ -182,7 +181,8 @@ pub async fn inspect(
     let used = metadata.files().iter().zip(used).filter(|(_, used)| *used);
     let mut files: Vec<Key> = used.map(|(key, _)| key.clone()).collect();
     if let Some(hf) = source.hf_reader() {
-        // What lies in a file without a readable header is not known, and so may be wanted.
+        // The keys in a file without a readable header are unknown, so any selection may concern
+        // it.
         let findings = hf.findings().await?;
         let closed = findings.iter().filter(|finding| {
             matches!(finding.kind, FindingKind::MissingFile | FindingKind::Header)
@@ -207,7 +207,7 @@ pub async fn inspect(
     Ok(summary)
 }
 
-/// The objects as JSON, and what Python would run when it loads them.
+/// The objects as JSON, and the Python callables in them.
 async fn objects(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
@@ -221,7 +221,7 @@ async fn objects(
         for (at, value) in batch {
             let entry = match &value {
                 Ok(value) => {
-                    // Of a file of `torch.save`, the pickle as a whole was looked at.
+                    // The pickle of a `torch.save` file is examined as a whole.
                     let fqn = metadata.at(at).filter(|_| source.save_reader().is_none());
                     let found = fqn.map(|(fqn, _)| callables::foreign_callables(fqn, value));
                     let mut json = encoder.json(value);
@@ -241,7 +241,7 @@ async fn objects(
     shown
 }
 
-/// A sort key by which `__0_10` comes after `__0_9`.
+/// A sort key that orders `__0_9` before `__0_10`.
 fn natural(name: &str) -> Vec<(u128, String)> {
     let mut parts = vec![(0_u128, String::new())];
     let mut digits = false;
@@ -264,15 +264,15 @@ fn natural(name: &str) -> Vec<(u128, String)> {
     parts
 }
 
-/// The place of what is stored, not of what is made when it is read.
+/// The placement of stored data; `None` for data that reading computes.
 fn stored(placement: Placement, metadata: &CheckpointMetadata) -> Option<Placement> {
     let encoding = metadata.encoding(&placement);
     let made = placement.byte_len == 0 && encoding.is_some_and(|e| e.layout == Layout::Computed);
     (!made).then_some(placement)
 }
 
-/// A tensor of a class of its own, from the call that makes it: `rebuild(function, class, arguments,
-/// attributes)`.
+/// Encodes a tensor of a subclass by the call that rebuilds it: `rebuild(function, class,
+/// arguments, attributes)`.
 fn wrapped_json(tensor: &WrappedTensor, call: &serde_json::Value) -> serde_json::Value {
     let dtype = tensor.dtype.name();
     let attributes = call.get("args").and_then(|args| args.get(3));

@@ -1,4 +1,4 @@
-//! Jobs that write no checkpoint: look, judge, compare.
+//! Jobs that read checkpoints without writing one: inspect, verify, compare.
 
 pub(crate) mod diff;
 pub(crate) mod get;

@@ -1,4 +1,4 @@
-//! Whether a checkpoint is whole: its index, its files, and every stored byte.
+//! Verifies a checkpoint: its index, its files, and every stored byte.
 
 use std::collections::{HashMap, HashSet};
 
@@ -18,14 +18,14 @@ use crate::job::JobOptions;
 use crate::read::stored_items::{Placed, placed_items};
 use crate::source::Source;
 
-/// What was found in a checkpoint. Serialized, it is the output of `dcp verify --json`.
+/// The result of verifying a checkpoint. Serialized, it is the output of `dcp verify --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct VerifyReport {
-    /// Whether there is no problem.
+    /// Whether there are no problems.
     pub ok: bool,
-    /// Whether stored bytes were read and compared with their checksums, or only the index with
-    /// the files' lengths.
+    /// Whether stored bytes were compared with their checksums, or only the index with the lengths
+    /// of files.
     pub deep: bool,
     /// The format, such as `torch_dcp`.
     pub format: String,
@@ -35,26 +35,26 @@ pub struct VerifyReport {
     pub objects: usize,
     /// Files that the index refers to.
     pub files: usize,
-    /// Stored bytes that were read and found right.
+    /// Stored bytes that were read and are undamaged.
     pub bytes_checked: u64,
-    /// What is wrong.
+    /// The problems.
     pub problems: Vec<Problem>,
-    /// What is no harm, but good to know.
+    /// Observations that are not problems.
     pub notes: Vec<String>,
 }
 
-/// Checks a checkpoint and collects everything that is wrong with it.
+/// Verifies a checkpoint and collects all of its problems.
 ///
-/// Always: every chunk inside its tensor, none overlapping, none missing; every file there and
-/// long enough; no two items over the same bytes; no object that runs commands where Python loads
-/// it. With `deep`, too: every record's CRC-32, every
-/// blob's own dtype and shape, every object decoded. Bytes go through
-/// [`JobOptions::max_memory`], whatever the size of a tensor.
+/// Always checked: chunks are inside their tensors, do not overlap and cover them; files exist and
+/// are long enough; no two items claim the same bytes; no object runs commands when Python loads
+/// it. With `deep` also: the CRC-32 of every record, the dtype and shape of every blob, the
+/// decoding of every object. Memory stays within [`JobOptions::max_memory`] for tensors of any
+/// size.
 ///
 /// # Errors
 ///
-/// When there is no checkpoint, its index cannot be read at all, or the storage fails for
-/// reasons of its own, such as permissions. What is wrong with the checkpoint is in the report.
+/// When there is no checkpoint, its index cannot be read at all, or the storage fails for its own
+/// reasons, such as permissions. Problems of the checkpoint are in the report.
 pub async fn verify(
     source: &Source,
     deep: bool,
@@ -74,7 +74,8 @@ pub async fn verify(
         index_problems(error, &mut report.problems);
     }
     let items = placed_items(&metadata);
-    // Views of one storage share bytes on purpose; that no two storages do, the reader has seen.
+    // Views of one storage share bytes on purpose. The reader has checked that no two storages
+    // overlap.
     if source.save_reader().is_none() {
         shared_bytes(&metadata, &items, &mut report.problems);
     }
@@ -116,8 +117,8 @@ pub async fn verify(
 }
 
 impl VerifyReport {
-    /// Adds what Python would run when it loads the checkpoint, or its file `file`: what runs
-    /// commands or code as a problem, that of which nothing is known as a note.
+    /// Adds the Python callables of the checkpoint, or of its file `file`: those that run commands
+    /// or code as problems, unknown ones as a note.
     pub fn judge_callables(&mut self, found: Vec<ForeignCallable>, file: Option<&str>) {
         for one in found {
             let place = file.map_or_else(String::new, |file| format!(" of {file}"));
@@ -134,7 +135,7 @@ impl VerifyReport {
     }
 }
 
-/// What the planner finds wrong, as problems.
+/// Converts the planner's findings to problems.
 fn index_problems(error: PlanError, problems: &mut Vec<Problem>) {
     let message = error.to_string();
     let (kind, fqn) = match error {
@@ -155,7 +156,7 @@ fn index_problems(error: PlanError, problems: &mut Vec<Problem>) {
     problems.push(problem);
 }
 
-/// Items that claim bytes of others. The very same bytes may be shared: that loses nothing.
+/// Reports items that claim bytes of others. Identical ranges may be shared; no data is lost by it.
 fn shared_bytes(metadata: &CheckpointMetadata, items: &[Placed], problems: &mut Vec<Problem>) {
     let mut sorted: Vec<&Placed> = items.iter().filter(|i| i.placement.byte_len > 0).collect();
     sorted.sort_by_key(|item| (item.placement.file, item.placement.byte_offset));
@@ -182,7 +183,7 @@ fn shared_bytes(metadata: &CheckpointMetadata, items: &[Placed], problems: &mut 
     }
 }
 
-/// The length of every file, by its position; `None` for one that is missing.
+/// The length of each file, by its position in the index; `None` for a missing one.
 async fn file_sizes(
     source: &Source,
     metadata: &CheckpointMetadata,
@@ -198,7 +199,7 @@ async fn file_sizes(
     stream::iter(stats).buffered(options.parallelism.max(1)).try_collect().await
 }
 
-/// Compares places with files, and returns the items whose bytes are there.
+/// Compares placements with files, and returns the items whose bytes exist.
 fn files(
     metadata: &CheckpointMetadata,
     items: &[Placed],
@@ -237,7 +238,7 @@ fn files(
     readable
 }
 
-/// Files that are in the way of nobody: left by dead saves, or by a save with more ranks.
+/// Notes unreferenced files: left by dead saves, or by an earlier save with more ranks.
 async fn notes(
     source: &Source,
     metadata: &CheckpointMetadata,
@@ -246,7 +247,7 @@ async fn notes(
     const NAMED: usize = 5;
     let is_folder = metadata.provenance().format.as_deref() == Some("hf");
     if source.hf_reader().is_some() && !is_folder {
-        // One file says nothing of what lies beside it.
+        // The files around a single-file checkpoint do not belong to it.
         return Ok(Vec::new());
     }
     let (ending, foreign) =
@@ -254,7 +255,7 @@ async fn notes(
     let (mut stale, mut other) = (Vec::new(), None);
     let mut objects = source.storage.list(None).take(LISTED);
     while let Some(meta) = objects.next().await {
-        // A place that cannot be listed, such as plain HTTP, has no notes.
+        // Storages without listing, such as plain HTTP, yield no notes.
         let Ok(meta) = meta else { return Ok(Vec::new()) };
         let data = meta.key.as_str().ends_with(ending) && meta.byte_len > 0;
         let unfinished = meta.key.as_str().ends_with(".metadata.tmp");
@@ -292,8 +293,8 @@ async fn notes(
     Ok(notes)
 }
 
-/// Says what is odd of ranks that saved each for itself, and compares the files with what our own
-/// writer noted when it committed the checkpoint.
+/// Notes disagreements of ranks that saved without collectives, and compares the files with what
+/// dcp recorded when it committed the checkpoint.
 async fn saved(
     source: &Source,
     metadata: &CheckpointMetadata,
@@ -326,8 +327,7 @@ async fn saved(
     Ok(())
 }
 
-/// What the reader of a folder of safetensors files found, which cannot be seen from the
-/// metadata.
+/// Adds what the reader of a safetensors folder found and the metadata does not show.
 async fn folder(source: &Source, report: &mut VerifyReport) -> Result<(), CheckpointError> {
     let Some(hf) = source.hf_reader() else { return Ok(()) };
     for finding in &*hf.findings().await? {

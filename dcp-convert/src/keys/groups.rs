@@ -1,30 +1,29 @@
-//! Names of parameters in the settings of optimizers, when keys are renamed.
+//! Renames parameters in optimizer settings when keys are renamed.
 //!
-//! PyTorch's `get_optimizer_state_dict` writes `state.FQN.field` and, for each group of parameters,
-//! `param_groups.N.params`, a list of the same FQNs. `set_optimizer_state_dict` gives settings only
-//! to the parameters that are in such a list.
+//! PyTorch's `get_optimizer_state_dict` writes `state.FQN.field` and, for each parameter group,
+//! `param_groups.N.params`, a list of the same FQNs. `set_optimizer_state_dict` applies settings
+//! only to the parameters in such a list.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{CheckpointMetadata, Value};
 
-/// What a state dict of an optimizer consists of.
+/// The dict of per-parameter state in an optimizer's state dict.
 const STATE: &str = "state";
 const GROUPS: &str = "param_groups";
-/// The names of the parameters of a group.
+/// The key of a group's list of parameters.
 const PARAMS: &str = "params";
 
-/// What becomes of names of parameters: those of one optimizer.
+/// Renames the parameters of one optimizer.
 pub(crate) struct RenamedParams<'a> {
-    /// The dict of states, such as `optim.state.`, under its old and its new name.
+    /// The prefix of the state keys, such as `optim.state.`, before and after renaming.
     states: (String, String),
-    /// One key below it of each parameter.
+    /// One state key of each parameter, by the parameter's prefix.
     keys: &'a HashMap<String, Arc<str>>,
 }
 
-/// A key of each parameter that optimizers have state of, by its dict: `optim.state.FQN` to
-/// `optim.state.FQN.field`.
+/// One state key of each parameter, by its prefix: `optim.state.FQN` to `optim.state.FQN.field`.
 pub(crate) fn keys_of_params(metadata: &CheckpointMetadata) -> HashMap<String, Arc<str>> {
     let keys = metadata.iter().filter_map(|(fqn, _)| {
         let (param, _field) = fqn.rsplit_once('.')?;
@@ -35,8 +34,8 @@ pub(crate) fn keys_of_params(metadata: &CheckpointMetadata) -> HashMap<String, A
 }
 
 impl<'a> RenamedParams<'a> {
-    /// For the settings `fqn` of an optimizer, which become `renamed`; `None` where the key is of
-    /// something else, or no longer one of settings.
+    /// The renaming for the optimizer settings `fqn`, which become `renamed`. Returns `None` when
+    /// either key is not one of settings.
     pub(crate) fn of(
         fqn: &str,
         renamed: &str,
@@ -47,8 +46,8 @@ impl<'a> RenamedParams<'a> {
         Some(Self { states: (states(old), states(new)), keys })
     }
 
-    /// The value with the names that `rename` gives to the keys of the same parameters; `None`
-    /// where none of them changes.
+    /// The value with the parameters renamed as `rename` renames their state keys. Returns `None`
+    /// when nothing changes.
     pub(crate) fn apply(
         &self,
         value: &Value,
@@ -82,18 +81,18 @@ impl<'a> RenamedParams<'a> {
         changed.then_some(value)
     }
 
-    /// The new name of a parameter: what is left of that of a key of its state.
+    /// The new name of a parameter, derived from the new name of its state key.
     fn param(&self, param: &str, rename: &dyn Fn(&str) -> Option<Arc<str>>) -> Option<String> {
         let (old, new) = &self.states;
         let stem = format!("{old}{param}");
-        // A parameter without state has the name that its state would have.
+        // A parameter without state is renamed as its state key would be.
         let key = self.keys.get(&stem).map_or_else(|| format!("{stem}.step"), ToString::to_string);
         let field = key.strip_prefix(&stem)?;
         Some(rename(&key)?.strip_prefix(&**new)?.strip_suffix(field)?.to_owned())
     }
 }
 
-/// What stands in front of `param_groups.N.params`, or of all groups as one object.
+/// The prefix before `param_groups.N.params`, or before `param_groups` when it is one object.
 fn owner(fqn: &str) -> Option<&str> {
     let groups = match fqn.strip_suffix(".params") {
         Some(rest) => {

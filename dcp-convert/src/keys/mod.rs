@@ -1,4 +1,4 @@
-//! Which keys are taken, and under which names.
+//! Key selection and renaming.
 
 pub(crate) mod groups;
 pub(crate) mod part;

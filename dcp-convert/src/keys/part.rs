@@ -1,12 +1,12 @@
-//! Which keys of a training state are the optimizer's, and where its model lies.
+//! Assigns the keys of a training state to the optimizer and the model.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 use dcp_core::{CheckpointMetadata, Entry, PathItem, StatePath};
 
-/// Names under which frameworks keep the optimizer at the root of a state dict: torchtitan,
-/// OLMo-core, Lightning, Accelerate, PyTorch's tutorials, programs in JAX.
+/// The names of an optimizer at the root of a state dict, in torchtitan, OLMo-core, Lightning,
+/// Accelerate, PyTorch's tutorials and JAX programs.
 const OPTIMIZER_ROOTS: &[&str] = &[
     "optim",
     "optimizer",
@@ -20,14 +20,15 @@ const OPTIMIZER_ROOTS: &[&str] = &[
     "opt_states",
     "opt_state_dict",
 ];
-/// Names under which frameworks keep the model.
+/// The names of a model in a state dict.
 const MODEL_ROOTS: &[&str] = &["model", "model_state_dict", "state_dict", "module"];
-/// The same, where an optimizer is beside it: a model may have parameters of such a name.
+/// Further names of a model, valid only next to an optimizer: a model may have parameters of such a
+/// name.
 const MODEL_ROOTS_BESIDE: &[&str] = &["params"];
-/// What a state dict of an optimizer consists of.
+/// The dict of per-parameter state in an optimizer's state dict.
 const STATE: &str = "state";
 const PARAM_GROUPS: &str = "param_groups";
-/// Names of tensors that PyTorch's optimizers keep for each parameter, and that no layer has.
+/// The names of per-parameter tensors of PyTorch's optimizers that no layer has.
 const MOMENTS: &[&str] = &[
     "exp_avg",
     "exp_avg_sq",
@@ -40,27 +41,27 @@ const MOMENTS: &[&str] = &[
     "acc_delta",
     "grad_avg",
 ];
-/// How many steps below the root an optimizer or a model is looked for.
+/// The depth below the root to which an optimizer or a model is searched.
 const DEPTH_MAX: usize = 4;
 
 /// The parts of a training state.
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
-    /// The name of the dict that holds the model, such as `model` or `app.model`.
+    /// The prefix of the model, such as `model` or `app.model`.
     pub(crate) model: Option<String>,
-    /// Names of dicts that hold optimizers, such as `optim`, `app.optim` or `state`.
+    /// The prefixes of optimizers, such as `optim`, `app.optim` or `state`.
     optimizers: BTreeSet<String>,
-    /// Whether values lie in dicts in dicts.
+    /// Whether values are in nested dicts.
     nested: bool,
     has_tensors: bool,
 }
 
-/// The path to a value, unless it is only a name: names of several steps may lie in one dict.
+/// The path to a value; `None` for a flat name, of which several steps may be one dict key.
 fn nested(entry: &Entry) -> Option<&StatePath> {
     entry.path().filter(|path| path.len() > 1)
 }
 
-/// The steps to a value, by its path or by its name.
+/// The steps to a value, from its path or its name.
 fn steps<'a>(fqn: &'a str, entry: &'a Entry) -> Vec<Cow<'a, str>> {
     match nested(entry) {
         Some(path) => path
@@ -92,7 +93,7 @@ impl Parts {
             let model = steps.iter().take(DEPTH_MAX).position(|s| MODEL_ROOTS.contains(&&**s));
             with_model.extend(model.map(|at| steps[..at].join(".")));
         }
-        // A dict of parameter groups and states is an optimizer; a model beside them is none.
+        // A dict of parameter groups and states is an optimizer; a model next to them is not.
         for owner in groups {
             let below = |name: &str| match &*owner {
                 "" => name.to_owned(),
@@ -113,32 +114,31 @@ impl Parts {
         parts
     }
 
-    /// Whether a key is a part of an optimizer.
+    /// Whether a key belongs to an optimizer.
     pub(crate) fn is_optimizer(&self, fqn: &str) -> bool {
         let dots = fqn.match_indices('.').map(|(at, _)| at);
         is_chained_optimizer(fqn)
             || dots.chain([fqn.len()]).any(|end| self.optimizers.contains(&fqn[..end]))
     }
 
-    /// What a key that is taken shows of an optimizer that was not recognized.
+    /// Whether a selected key looks like part of an optimizer that was not recognized.
     pub(crate) fn suspicious(fqn: &str, entry: &Entry) -> bool {
         let steps = steps(fqn, entry);
         let last = steps.last().is_some_and(|last| MOMENTS.contains(&&**last));
         let first = steps.first().map_or("", |first| &**first);
-        // A whole optimizer, in a checkpoint whose dicts were not flattened. `opt` alone may be
-        // the options of a run.
+        // A whole optimizer, in a checkpoint that does not flatten dicts. `opt` alone may be the
+        // options of a run.
         let object = entry.as_tensor().is_none() && steps.len() == 1;
         last || object && (first.contains("optim") || first.starts_with("opt_"))
     }
 
-    /// Whether nothing tells which part of the state is which, although it has several.
+    /// Whether the state has several parts that cannot be told apart by name.
     pub(crate) fn are_unknown(&self) -> bool {
         self.model.is_none() && self.optimizers.is_empty() && (self.nested || !self.has_tensors)
     }
 
-    /// The name of the dict that holds the model. Names of tensors alone are no proof: those of
-    /// many models begin with `model.` themselves. A dict of dicts is one, and so is an optimizer
-    /// beside.
+    /// The prefix of the model. Tensor names alone do not prove one, because many models' own names
+    /// begin with `model.`; a dict of dicts does, and so does an optimizer next to it.
     fn model_root(&self, metadata: &CheckpointMetadata) -> Option<String> {
         let beside = !self.optimizers.is_empty();
         (self.nested || beside).then_some(())?;
@@ -158,7 +158,7 @@ impl Parts {
                 if self.optimizers.contains(&name) || depth + 1 == steps.len() {
                     break;
                 }
-                // In a flat name a root below another one is one only beside an optimizer there.
+                // In flat names, a root below another one counts only with an optimizer next to it.
                 if depth > 0 && flat && !around.contains(&*steps[..depth].join(".")) {
                     continue;
                 }
@@ -180,7 +180,7 @@ impl Parts {
     }
 }
 
-/// How many steps lead to an optimizer that is told by its name alone.
+/// The number of steps to an optimizer that is identified by name alone.
 fn named(steps: &[Cow<'_, str>], has_path: bool) -> Option<usize> {
     for (depth, step) in steps.iter().enumerate().take(DEPTH_MAX) {
         if MODEL_ROOTS.contains(&&**step) {
@@ -189,7 +189,7 @@ fn named(steps: &[Cow<'_, str>], has_path: bool) -> Option<usize> {
         if !OPTIMIZER_ROOTS.contains(&&**step) {
             continue;
         }
-        // Below the root a name alone may be that of a layer.
+        // Below the root, a name alone may be that of a layer.
         let next = steps.get(depth + 1).map(|next| &**next);
         if depth == 0
             || matches!(next, Some(STATE | PARAM_GROUPS))
@@ -201,7 +201,7 @@ fn named(steps: &[Cow<'_, str>], has_path: bool) -> Option<usize> {
     None
 }
 
-/// The dict that has `param_groups` in it; `""` is the root.
+/// The dict that contains `param_groups`; `""` is the root.
 fn group_owner(steps: &[Cow<'_, str>]) -> Option<String> {
     let at = steps.iter().take(DEPTH_MAX).position(|step| step == PARAM_GROUPS)?;
     outside_of_models(&steps[..at]).then(|| steps[..at].join("."))
@@ -211,7 +211,7 @@ fn outside_of_models(steps: &[Cow<'_, str>]) -> bool {
     !steps.iter().any(|step| MODEL_ROOTS.contains(&&**step))
 }
 
-/// The dict `state` that a moment of an optimizer without `param_groups` lies in.
+/// The `state` dict that contains a moment of an optimizer without `param_groups`.
 fn state_of_moments(steps: &[Cow<'_, str>]) -> Option<String> {
     let is_moment = steps.last().is_some_and(|last| MOMENTS.contains(&&**last));
     let at = steps.iter().take(DEPTH_MAX).position(|step| step == STATE)?;
@@ -219,7 +219,7 @@ fn state_of_moments(steps: &[Cow<'_, str>]) -> Option<String> {
     (inside && outside_of_models(&steps[..at])).then(|| steps[..=at].join("."))
 }
 
-/// Whether a key is of one of several optimizers of Megatron-Core: `chained_<n>.optimizer.…`.
+/// Whether a key belongs to one of several Megatron-Core optimizers: `chained_<n>.optimizer.…`.
 fn is_chained_optimizer(fqn: &str) -> bool {
     let chained = fqn.strip_prefix("chained_").and_then(|rest| rest.split_once('.'));
     chained.is_some_and(|(number, rest)| {
@@ -227,7 +227,7 @@ fn is_chained_optimizer(fqn: &str) -> bool {
     })
 }
 
-/// The rest of a name below another one.
+/// The part of a name after the prefix `root`.
 pub(crate) fn below<'a>(root: &str, fqn: &'a str) -> Option<&'a str> {
     fqn.strip_prefix(root)?.strip_prefix('.').filter(|rest| !rest.is_empty())
 }

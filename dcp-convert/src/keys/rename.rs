@@ -1,4 +1,4 @@
-//! Substitutions in names.
+//! Substitutions in key names.
 
 use std::sync::Arc;
 
@@ -8,12 +8,12 @@ use crate::error::ConvertError;
 use crate::keys::suggest::nearest;
 use crate::keys::unmatched::UnmatchedPattern;
 
-/// A substitution in names, written as `sed` writes it: `s/PATTERN/REPLACEMENT/`, with any other
-/// delimiter than `/`, and with `g` at the end to replace every match and not only the first.
+/// A substitution in key names, in the notation of `sed`: `s/PATTERN/REPLACEMENT/`. Any character
+/// may replace `/` as the delimiter; a final `g` replaces every match instead of the first.
 ///
-/// The pattern is a regular expression in the syntax of the `regex` crate; it takes time linear
-/// in the name whatever it is. In the replacement `\1` or `$1` stand for what the first group
-/// matched, `\0` or `&` for all of it; a backslash makes any other character stand for itself.
+/// The pattern is a regular expression in the syntax of the `regex` crate; matching takes time
+/// linear in the length of the name. In the replacement, `\1` or `$1` is the first group and `\0`
+/// or `&` the whole match; a backslash makes any other character literal.
 #[derive(Clone, Debug)]
 pub struct Rename {
     text: String,
@@ -24,11 +24,11 @@ pub struct Rename {
 }
 
 impl Rename {
-    /// Reads a substitution.
+    /// Parses a substitution.
     ///
     /// # Errors
     ///
-    /// [`ConvertError::Unsupported`] when the text is no substitution.
+    /// [`ConvertError::Unsupported`] when the text is not a substitution.
     pub fn parse(text: &str) -> Result<Self, ConvertError> {
         let bad = |problem: &str| ConvertError::unsupported(format!("{text:?}"), problem);
         let form = "is no substitution; write s/PATTERN/REPLACEMENT/";
@@ -60,7 +60,7 @@ impl Rename {
         Ok(Self { text: text.to_owned(), is_prefix: false, pattern, replacement, everywhere })
     }
 
-    /// The substitution that takes `prefix` from names that begin with it.
+    /// The substitution that removes `prefix` from the start of names.
     ///
     /// # Errors
     ///
@@ -72,13 +72,13 @@ impl Rename {
         Ok(Self { text, is_prefix: true, pattern, replacement, everywhere: false })
     }
 
-    /// Whether the substitution has a match in a name.
+    /// Whether the substitution matches a name.
     #[must_use]
     pub fn is_match(&self, name: &str) -> bool {
         self.pattern.is_match(name)
     }
 
-    /// This substitution as one that has no match in any of these names.
+    /// Reports this substitution as one that matches none of these names.
     pub(crate) fn unmatched(&self, names: &[Arc<str>]) -> UnmatchedPattern {
         let option = if self.is_prefix { "strip" } else { "rename" };
         let like = glob_like(self.pattern.as_str());
@@ -94,14 +94,14 @@ impl Rename {
     }
 }
 
-/// What a regular expression's error says, without the picture that it draws.
+/// The message of a regular expression's error, without its multi-line excerpt.
 fn one_line(error: &regex::Error) -> String {
     let text = error.to_string();
     let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
     last.trim().trim_start_matches("error: ").to_owned()
 }
 
-/// A replacement of `sed` as one of the `regex` crate.
+/// Translates a replacement from `sed`'s notation to that of the `regex` crate.
 fn expansion(text: &str) -> Option<String> {
     let mut made = String::with_capacity(text.len());
     let mut chars = text.chars().peekable();
@@ -129,7 +129,7 @@ fn expansion(text: &str) -> Option<String> {
     Some(made)
 }
 
-/// A glob that stands for about what a regular expression matches, to look for names like it.
+/// A glob that matches about what a regular expression matches, to find similar names.
 fn glob_like(pattern: &str) -> String {
     let anchored = (pattern.starts_with('^'), pattern.ends_with('$'));
     let mut glob = String::from(if anchored.0 { "" } else { "*" });

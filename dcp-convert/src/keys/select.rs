@@ -1,4 +1,4 @@
-//! Which keys are taken, and under which names.
+//! Selects and renames keys.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -12,20 +12,20 @@ use crate::keys::part::{Parts, below};
 use crate::keys::rename::Rename;
 use crate::keys::unmatched::{UnmatchedPattern, unmatched_patterns};
 
-/// A choice of keys, and new names for them. Keys are chosen by the names that they have in the
-/// checkpoint; then names are mapped, and the substitutions applied one after the other.
+/// A selection of keys, with new names. Keys are selected by their names in the checkpoint; then
+/// the mapping renames them, and after it each substitution in order.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Selection {
-    /// What is taken; everything by default.
+    /// The keys to include; all by default.
     pub include: KeyFilter,
-    /// What is left out of that; nothing when `None`.
+    /// The keys to exclude from those; none when `None`.
     pub exclude: Option<KeyFilter>,
-    /// Which part of a training state is taken.
+    /// The part of a training state to include.
     pub part: StatePart,
-    /// New names by old ones; `None` leaves a key out. Every name must be in the checkpoint.
+    /// New names by old ones; `None` drops a key. Every old name must exist in the checkpoint.
     pub mapping: IndexMap<String, Option<String>>,
-    /// Substitutions.
+    /// Substitutions in names.
     pub renames: Vec<Rename>,
 }
 
@@ -33,63 +33,62 @@ pub struct Selection {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StatePart {
-    /// All of it.
+    /// All keys.
     #[default]
     Everything,
-    /// All but the optimizer: keys below `optim`, `optimizer`, `optimizer_states`, `opt_state` and
-    /// the like or Megatron-Core's `chained_<n>.optimizer` are left out, and so is any dict of
-    /// `state` and `param_groups`, such as `app.optim`, `opt_g` or the two at the root.
+    /// All keys but the optimizer's: those below `optim`, `optimizer`, `optimizer_states`,
+    /// `opt_state` and similar names, below Megatron-Core's `chained_<n>.optimizer`, and in any
+    /// dict of `state` and `param_groups`, such as `app.optim`, `opt_g` or the root.
     WithoutOptimizer,
-    /// What a model is made of, by the names that its own code has for it: of a state dict with
-    /// a `model` (or `model_state_dict`, `state_dict`, `module`) at its root or below it, as in
-    /// `app.model`, only what is in that, without its name; of any other one, all but the
-    /// optimizer.
+    /// The model alone, under the names of its own code. If the state dict has a `model` (or
+    /// `model_state_dict`, `state_dict`, `module`) at its root or below, as in `app.model`: the
+    /// contents of that dict, without its prefix. Otherwise all keys but the optimizer's.
     Model,
 }
 
 impl Selection {
-    /// Everything, under the names it has.
+    /// Selects everything, under its own name.
     #[must_use]
     pub fn all() -> Self {
         Self::default()
     }
 
-    /// Only what `filter` selects.
+    /// Adds a filter of the keys to include.
     #[must_use]
     pub fn including(mut self, filter: KeyFilter) -> Self {
         self.include = filter;
         self
     }
 
-    /// Nothing of what `filter` selects.
+    /// Adds a filter of the keys to exclude.
     #[must_use]
     pub fn excluding(mut self, filter: KeyFilter) -> Self {
         self.exclude = Some(filter);
         self
     }
 
-    /// Only this part of a training state.
+    /// Selects one part of a training state.
     #[must_use]
     pub fn of_part(mut self, part: StatePart) -> Self {
         self.part = part;
         self
     }
 
-    /// With names mapped.
+    /// Sets the mapping of names.
     #[must_use]
     pub fn mapping(mut self, mapping: IndexMap<String, Option<String>>) -> Self {
         self.mapping = mapping;
         self
     }
 
-    /// With one more substitution, applied after those there are.
+    /// Appends a substitution.
     #[must_use]
     pub fn renaming(mut self, rename: Rename) -> Self {
         self.renames.push(rename);
         self
     }
 
-    /// Whether every key is taken under its own name.
+    /// Whether the selection keeps every key under its own name.
     #[must_use]
     pub fn is_everything(&self) -> bool {
         self.include == KeyFilter::all()
@@ -99,12 +98,12 @@ impl Selection {
             && self.renames.is_empty()
     }
 
-    /// What is taken of a checkpoint, in its order.
+    /// The selected keys of a checkpoint, in its order.
     ///
     /// # Errors
     ///
-    /// When the mapping names keys that are not there, or two keys would get one name; all of
-    /// them are listed. When a part of the state is asked for, and nothing tells which it is.
+    /// When the mapping names keys that do not exist, or two keys get one name; the error lists all
+    /// of them. When a part is selected that cannot be identified.
     pub fn of(&self, metadata: &CheckpointMetadata) -> Result<Vec<Chosen>, ConvertError> {
         let unknown: Vec<&str> =
             self.mapping.keys().map(String::as_str).filter(|k| metadata.get(k).is_none()).collect();
@@ -155,8 +154,8 @@ impl Selection {
         Ok(chosen)
     }
 
-    /// Patterns that match no key, in the order in which they apply: those of keys that are taken
-    /// or left out, and substitutions that no name of a key that is taken has a match for.
+    /// The patterns that match no key, in the order in which they apply: filters that match no key,
+    /// and substitutions that match no name of a selected key.
     ///
     /// # Errors
     ///
@@ -180,7 +179,7 @@ impl Selection {
         Ok(unmatched)
     }
 
-    /// The patterns among these of what is taken and what is left out.
+    /// The include and exclude patterns that match no key.
     pub(crate) fn unmatched_filters(&self, metadata: &CheckpointMetadata) -> Vec<UnmatchedPattern> {
         let keys: Vec<_> = metadata.iter().map(|(fqn, entry)| (&**fqn, entry.path())).collect();
         let mut unmatched = unmatched_patterns("include", self.include.patterns(), &keys);
@@ -190,8 +189,8 @@ impl Selection {
         unmatched
     }
 
-    /// The new name of a key that is `inner` below the root that is taken; `None` for one that is
-    /// left out.
+    /// The new name of a key whose name below the selected root is `inner`; `None` when the
+    /// selection drops it.
     pub(crate) fn name(&self, fqn: &str, inner: &str) -> Option<Arc<str>> {
         let mut name: Arc<str> = match self.mapping.get(fqn) {
             Some(new) => new.as_deref()?.into(),
@@ -221,7 +220,7 @@ impl Selection {
     }
 }
 
-/// A key that is taken.
+/// A selected key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Chosen {
@@ -229,11 +228,11 @@ pub struct Chosen {
     pub entry: usize,
     /// Its new name.
     pub fqn: Arc<str>,
-    /// Its place in the nested state dict, where it still has one.
+    /// Its path in the nested state dict, if it still has one.
     pub path: Option<StatePath>,
 }
 
-/// The outermost step to a value.
+/// The first step to a value.
 fn root<'a>(fqn: &'a str, path: Option<&'a StatePath>) -> &'a str {
     match path.and_then(|path| path.first()) {
         Some(PathItem::Key(key)) => key,
@@ -241,8 +240,8 @@ fn root<'a>(fqn: &'a str, path: Option<&'a StatePath>) -> &'a str {
     }
 }
 
-/// The path under a new name: what is left of the old one when the name lost its first steps, a
-/// single step otherwise.
+/// The path of a renamed key: the remaining steps of the old path if the name lost its first steps,
+/// a single step otherwise.
 fn renamed_path(path: Option<&StatePath>, name: &str) -> Option<StatePath> {
     let path = path?;
     let kept = (1..path.len()).map(|from| &path[from..]).find(|rest| {
@@ -268,7 +267,7 @@ fn refuse_clashes(metadata: &CheckpointMetadata, chosen: &[Chosen]) -> Result<()
     Err(ConvertError::unsupported("the renaming", problem))
 }
 
-/// The first of some things, and how many more there are.
+/// The first items of a list, and the number of the others.
 pub(crate) fn list(all: &[&str]) -> String {
     const SHOWN: usize = 8;
     let mut text = all.iter().take(SHOWN).copied().collect::<Vec<_>>().join(", ");
@@ -278,9 +277,9 @@ pub(crate) fn list(all: &[&str]) -> String {
     text
 }
 
-/// Reads a mapping of names: a JSON object, or lines of an old and a new name with white space
-/// between them. `null`, and a `-` in a line, leave a key out; lines that begin with `#` and
-/// empty ones mean nothing.
+/// Parses a mapping of names: a JSON object, or lines of an old and a new name separated by white
+/// space. `null`, or `-` in a line, drops a key. Empty lines and lines that begin with `#` are
+/// ignored.
 ///
 /// # Errors
 ///

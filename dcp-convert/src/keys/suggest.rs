@@ -1,4 +1,4 @@
-//! "Did you mean": names that look like one that is not there.
+//! Suggests similar names for one that does not exist.
 
 use std::sync::Arc;
 
@@ -6,14 +6,14 @@ use dcp_core::CheckpointMetadata;
 
 use crate::error::ConvertError;
 
-/// Names to suggest at most.
+/// The maximum number of suggestions.
 const SHOWN: usize = 3;
-/// Names to compare at most, so that a typo costs no second on a huge checkpoint.
+/// The maximum number of names to compare, so that a typo stays cheap on a huge checkpoint.
 const COMPARED: usize = 50_000;
-/// Bytes of a name or pattern to compare at most.
+/// The maximum length of a name or pattern to compare, in bytes.
 const MAX_LEN: usize = 256;
 
-/// The error for a name that is not there, with the names that look like it.
+/// The error for a name that does not exist, with similar names.
 #[must_use]
 pub fn unknown_fqn(metadata: &CheckpointMetadata, fqn: &str) -> ConvertError {
     let mut scored: Vec<(usize, &Arc<str>)> = metadata
@@ -22,15 +22,15 @@ pub fn unknown_fqn(metadata: &CheckpointMetadata, fqn: &str) -> ConvertError {
         .filter_map(|(name, _)| Some((distance(fqn, name)?, name)))
         .collect();
     scored.sort();
-    // A name that is much further away than the best one is no help beside it.
+    // A name much further away than the nearest one is no useful suggestion.
     let far = scored.first().map_or(0, |(best, _)| best + 1);
     let near = scored.into_iter().take(SHOWN).filter(|(distance, _)| *distance <= far);
     let similar = near.map(|(_, name)| Arc::clone(name)).collect();
     ConvertError::UnknownFqn { fqn: fqn.to_owned(), similar }
 }
 
-/// How far apart two names are, or `None` when they have little in common. A name that is a
-/// whole part of the other is close, however much longer the other is.
+/// The distance of two names; `None` when they have little in common. A name that is a whole part
+/// of the other is near, regardless of the other's length.
 fn distance(asked: &str, name: &str) -> Option<usize> {
     if asked.is_empty() || asked.len() > MAX_LEN || name.len() > MAX_LEN {
         return None;
@@ -50,8 +50,8 @@ fn starts(name: &str, part: &str) -> bool {
     name.strip_prefix(part.trim_end_matches('.')).is_some_and(|rest| rest.starts_with(['.', '/']))
 }
 
-/// The key that is most like a pattern that matches none, or the beginning of a key up to a dot
-/// where the pattern has no wildcards.
+/// The key nearest to a pattern that matches none. For a pattern without wildcards, it may also be
+/// the beginning of a key up to a dot.
 pub(crate) fn nearest<'a>(pattern: &str, names: impl Iterator<Item = &'a str>) -> Option<Arc<str>> {
     let is_glob = pattern.contains(['*', '?']);
     let literal = pattern.chars().filter(|c| !"*?".contains(*c)).count();
@@ -63,7 +63,7 @@ pub(crate) fn nearest<'a>(pattern: &str, names: impl Iterator<Item = &'a str>) -
     (best.0 <= literal.div_ceil(3)).then(|| best.1.into())
 }
 
-/// How far a pattern is from the nearest part of a name that it could select.
+/// The distance of a pattern to the nearest part of a name that it could select.
 fn nearest_part<'a>(pattern: &str, is_glob: bool, name: &'a str) -> Option<(usize, &'a str)> {
     if is_glob {
         let inside = || edits(&format!("*.{pattern}"), name).saturating_add(1);
@@ -80,12 +80,12 @@ fn nearest_part<'a>(pattern: &str, is_glob: bool, name: &'a str) -> Option<(usiz
     parts.filter_map(|(at, edits)| Some((edits, name.get(..at)?))).min()
 }
 
-/// Insertions, deletions and replacements between two texts, of which the first may be a glob.
+/// The number of insertions, deletions and replacements between two texts. The first may be a glob.
 fn edits(a: &str, b: &str) -> usize {
     edits_to_prefixes(a, b, true).last().copied().unwrap_or(0)
 }
 
-/// The same for every number of characters that `b` can begin with.
+/// The same distance, to each prefix of `b`.
 fn edits_to_prefixes(a: &str, b: &str, is_glob: bool) -> Vec<usize> {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

@@ -1,4 +1,4 @@
-//! Patterns that match no key.
+//! Key patterns that match no key.
 
 use std::sync::Arc;
 
@@ -8,22 +8,21 @@ use serde::Serialize;
 
 use crate::keys::suggest::nearest;
 
-/// A pattern that was given for keys and matches none.
+/// A key pattern that matches no key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnmatchedPattern {
-    /// What it was given for, by the name of the option of the command: `include`, `exclude`,
-    /// `rename`, `keep-dtype`, …
+    /// The name of its command-line option: `include`, `exclude`, `rename`, `keep-dtype`, …
     pub option: String,
-    /// The pattern as it was given.
+    /// The pattern as given.
     pub pattern: String,
-    /// The key that is most like it, or the beginning of one, if any is.
+    /// The nearest key, or beginning of a key, if one is similar.
     pub nearest: Option<Arc<str>>,
 }
 
 impl UnmatchedPattern {
-    /// What is wrong with it and which key may have been meant, as `--include 'modle' matches no
-    /// key; the nearest is "model"`.
+    /// The message, with the nearest key: `--include 'modle' matches no key; the nearest is
+    /// "model"`.
     #[must_use]
     pub fn message(&self) -> String {
         let Self { option, pattern, nearest } = self;
@@ -35,7 +34,7 @@ impl UnmatchedPattern {
     }
 }
 
-/// Those of some patterns, given for `option`, that select none of the keys.
+/// The patterns of `option` that match none of the keys.
 #[must_use]
 pub fn unmatched_patterns(
     option: &str,

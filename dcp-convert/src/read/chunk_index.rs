@@ -1,30 +1,32 @@
-//! Finding the chunks that a box of a tensor lies in, without looking at all of them.
+//! Finds the chunks that intersect a box without testing all of them.
 
 use std::collections::HashMap;
 
 use dcp_core::{Dims, Region};
 
-/// The boxes of a tensor's chunks, by where they lie.
+/// The boxes of a tensor's chunks, indexed by position.
 ///
-/// Tensors of many layers and experts have a chunk or more for every index of their first axes:
-/// there the index leads to the chunks. Behind such axes, chunks are sorted along the next one.
+/// Tensors of many layers and experts have one or more chunks for each index of their first axes;
+/// the index maps those to chunks. Chunks with the same first indices are sorted along the next
+/// axis.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ChunkIndex {
-    /// How many of the first axes every chunk has one index of.
+    /// The number of leading axes on which every chunk has size 1.
     unit_axes: usize,
     buckets: HashMap<Dims, Bucket>,
 }
 
-/// Chunks with the same indices on the unit axes, by where they begin on the next one.
+/// Chunks with the same leading indices, ordered by their start on the next axis.
 #[derive(Clone, Debug, Default)]
 struct Bucket {
     chunks: Vec<(u32, Region)>,
-    /// The furthest end of this chunk and of all before it.
+    /// The furthest end of this chunk and all before it.
     ends: Vec<u64>,
 }
 
 impl ChunkIndex {
-    /// An index of chunks with their positions in the table; all have the same number of axes.
+    /// Builds an index of chunks and their positions in the table. All have the same number of
+    /// axes.
     pub(crate) fn new(chunks: Vec<(u32, Region)>) -> Self {
         let ndim = chunks.iter().map(|(_, region)| region.ndim()).min().unwrap_or(0);
         let is_unit = |axis: usize| chunks.iter().all(|(_, region)| region.sizes()[axis] == 1);
@@ -40,8 +42,7 @@ impl ChunkIndex {
         Self { unit_axes, buckets }
     }
 
-    /// Every chunk that shares elements with `wanted`, and the elements that it shares, in the
-    /// order of the table.
+    /// The chunks that intersect `wanted`, and the intersections, in the order of the table.
     pub(crate) fn find(&self, wanted: &Region) -> Vec<(u32, Region)> {
         let mut found = Vec::new();
         let sizes: Dims = wanted.sizes().iter().take(self.unit_axes).copied().collect();
@@ -65,7 +66,7 @@ impl ChunkIndex {
     }
 }
 
-/// The `at`-th index of a region on its first axes.
+/// Row-major index number `at` of a region's leading axes.
 fn index(region: &Region, sizes: &Dims, mut at: u64) -> Dims {
     let mut index: Dims = region.offsets().iter().take(sizes.ndim()).copied().collect();
     for axis in (0..sizes.ndim()).rev() {

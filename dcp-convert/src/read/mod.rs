@@ -1,4 +1,4 @@
-//! Reading what a source holds: boxes of tensors, all elements in the order of the files, objects.
+//! Reads a source: boxes of tensors, all elements in file order, objects.
 
 pub(crate) mod chunk_index;
 pub(crate) mod objects;

@@ -1,4 +1,4 @@
-//! Reading the objects of a checkpoint.
+//! Reads the objects of a checkpoint.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,19 +10,19 @@ use dcp_core::{
 
 use crate::source::Source;
 
-/// Objects to ask for in one read.
+/// The maximum number of objects per read.
 const BATCH: usize = 1024;
-/// Bytes of objects from which the next ones are asked for in another read.
+/// The size in bytes after which a read of objects ends.
 const BATCH_BYTES: u64 = 64 << 20;
 
-/// The value of an object, or why it could not be read.
+/// The value of an object, or the error of reading it.
 pub type ObjectResult = Result<Value, CheckpointError>;
 
-/// Reads the objects at positions `entries` of the metadata, which is that of `source`; each is
-/// there in the result. One that cannot be read does not keep the others from being read.
+/// Reads the objects at positions `entries` of `metadata`, the metadata of `source`. The result has
+/// one item for each; an error of one does not affect the others.
 ///
-/// Objects of a file of `torch.save` may share memory that each has by itself here. When they have
-/// far more than the file, those that are left are not read.
+/// Objects of a `torch.save` file may share memory there that each owns here. When they exceed the
+/// size of the file by far, the remaining ones are not read.
 pub async fn read_objects(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
@@ -48,11 +48,11 @@ pub async fn read_objects(
     results
 }
 
-/// The memory that objects may have together, whatever files they are in, in bytes.
+/// Bytes that objects may occupy together, whatever the size of their files.
 const HELD_MIN: u64 = 256 << 20;
 
-/// The same in proportion to the files. Where one cannot be asked, as of several checkpoints in
-/// different places, there is no limit.
+/// Bytes that objects may occupy in proportion to the files. No limit when the sizes of files are
+/// unknown, as for a view of several checkpoints.
 async fn held_max(source: &Source, metadata: &CheckpointMetadata) -> u64 {
     const PER_BYTE: u64 = 16;
     let mut len = 0_u64;
@@ -74,11 +74,11 @@ fn too_much(metadata: &CheckpointMetadata, entry: usize, limit: u64) -> Checkpoi
     PlanError::Unsupported { fqn, problem }.into()
 }
 
-/// Objects in batches that take little memory.
+/// Reads objects in batches of little memory.
 pub(crate) struct ObjectBatches<'a> {
     source: &'a Source,
     metadata: &'a Arc<CheckpointMetadata>,
-    /// What is left, the next ones last.
+    /// The remaining objects; the next ones are last.
     open: Vec<Vec<usize>>,
 }
 
@@ -88,13 +88,13 @@ impl<'a> ObjectBatches<'a> {
         metadata: &'a Arc<CheckpointMetadata>,
         entries: &[usize],
     ) -> Self {
-        // Every read of a file of `torch.save` parses its pickle.
+        // Every read of a `torch.save` file parses its pickle.
         let at_once = if source.save_reader().is_some() { usize::MAX } else { BATCH };
         let open = entries.chunks(at_once).rev().map(<[usize]>::to_vec).collect();
         Self { source, metadata, open }
     }
 
-    /// The next objects, at least one; `None` when there are no more.
+    /// The next objects, at least one; `None` at the end.
     pub(crate) async fn next(&mut self) -> Option<Vec<(usize, ObjectResult)>> {
         loop {
             let batch = self.open.pop()?;
@@ -114,7 +114,7 @@ impl<'a> ObjectBatches<'a> {
                     return Some(got);
                 }
                 (Err(error), [entry]) => return Some(vec![(*entry, Err(error))]),
-                // Somewhere in it is a bad one: find it.
+                // The batch contains a bad object; halves find it.
                 (Err(_), batch) => {
                     let (first, second) = batch.split_at(batch.len() / 2);
                     self.open.extend([second.to_vec(), first.to_vec()]);
@@ -124,7 +124,7 @@ impl<'a> ObjectBatches<'a> {
     }
 }
 
-/// The bytes of memory that a value has for itself, beside what a batch shares.
+/// Bytes of memory that a value owns, without what a batch shares.
 fn weight(value: &Value) -> u64 {
     match value {
         Value::Opaque(opaque) => (opaque.encoded.len() as u64).saturating_add(weight(&opaque.view)),
@@ -144,11 +144,11 @@ fn weight(value: &Value) -> u64 {
     }
 }
 
-/// Reads one object.
+/// Reads one object by name.
 ///
 /// # Errors
 ///
-/// When there is no object of that name, or it cannot be read.
+/// When no object has this name, or it cannot be read.
 pub async fn read_object(source: &Source, fqn: &str) -> Result<Value, CheckpointError> {
     let metadata = source.metadata().await?;
     let absent = || {
@@ -160,13 +160,13 @@ pub async fn read_object(source: &Source, fqn: &str) -> Result<Value, Checkpoint
     taken.values.remove(&entry).ok_or_else(absent)
 }
 
-/// All positions of objects.
+/// The positions of all objects.
 pub(crate) fn object_entries(metadata: &CheckpointMetadata) -> Vec<usize> {
     let objects = metadata.iter().enumerate();
     objects.filter(|(_, (_, entry))| matches!(entry, Entry::Object(_))).map(|(at, _)| at).collect()
 }
 
-/// Reads objects until there are no more, or they have `limit` bytes: at least one.
+/// Reads objects until they occupy `limit` bytes; at least one.
 async fn read_up_to(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,
@@ -209,9 +209,9 @@ struct ObjectSink {
 #[derive(Debug, Default)]
 struct Taken {
     values: HashMap<usize, Value>,
-    /// Bytes that may follow.
+    /// Bytes until the limit.
     left: u64,
-    /// Whether values were refused because there are enough.
+    /// Whether values were refused because of the limit.
     stopped: bool,
 }
 

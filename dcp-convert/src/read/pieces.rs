@@ -1,5 +1,4 @@
-//! All elements of some tensors, each once, in the order in which they are stored: for jobs that
-//! do not care which come first.
+//! Reads all elements of tensors once, in stored order, for jobs that do not depend on the order.
 
 use std::sync::Arc;
 
@@ -12,15 +11,15 @@ use dcp_core::{
 use crate::error::ConvertError;
 use crate::read::runs::boxes;
 
-/// Bytes of the largest element.
+/// Bytes of the largest element type.
 const ELEMENT_MAX: u64 = 16;
 
 /// A part of a chunk.
 #[derive(Clone, Debug)]
 pub(crate) struct Piece {
-    /// Position of the tensor in the index.
+    /// The position of the tensor in the index.
     pub(crate) entry: usize,
-    /// Position of the chunk.
+    /// The position of the chunk in the tensor.
     pub(crate) chunk: u32,
     /// The elements, in the coordinates of the whole tensor.
     pub(crate) region: Region,
@@ -28,15 +27,15 @@ pub(crate) struct Piece {
     pub(crate) byte_len: u64,
 }
 
-/// The pieces of tensors in batches of at most `segment_bytes`, one after the other as they lie
-/// in the files. Small chunks share a batch; a chunk larger than one comes in several pieces.
+/// Batches of at most `segment_bytes`, in file order. Small chunks share a batch; a larger chunk is
+/// split.
 #[derive(Debug)]
 pub(crate) struct Batches {
     metadata: Arc<CheckpointMetadata>,
     segment_bytes: u64,
-    /// Tensors and their chunks, by place.
+    /// Tensors and chunks, ordered by placement.
     chunks: std::vec::IntoIter<(usize, u32)>,
-    /// What is left of the chunk at hand.
+    /// The rest of the current chunk.
     rest: Option<Rest>,
 }
 
@@ -45,14 +44,14 @@ struct Rest {
     entry: usize,
     chunk: u32,
     region: Region,
-    /// Elements that are behind us, row-major.
+    /// The number of row-major elements already read.
     done: u64,
-    /// Boxes that were cut but not handed out.
+    /// Boxes of the current cut that are not yet returned.
     cut: std::vec::IntoIter<Region>,
 }
 
 impl Batches {
-    /// The pieces of the tensors at positions `entries` of the index, which was found sound.
+    /// The pieces of the tensors at positions `entries` of the index, which must be consistent.
     pub(crate) fn new(
         metadata: &Arc<CheckpointMetadata>,
         entries: impl IntoIterator<Item = usize>,
@@ -69,12 +68,12 @@ impl Batches {
         placed.sort();
         let chunks: Vec<_> = placed.into_iter().map(|(_, entry, at)| (entry, at)).collect();
         let metadata = Arc::clone(metadata);
-        // An element is never cut.
+        // An element is never split.
         let segment_bytes = segment_bytes.max(ELEMENT_MAX);
         Self { metadata, segment_bytes, chunks: chunks.into_iter(), rest: None }
     }
 
-    /// The next piece of at most `room` bytes; `None` when there is not enough room, or nothing
+    /// The next piece of at most `room` bytes; `None` when the room is too small or nothing is
     /// left.
     fn piece(&mut self, room: u64) -> Result<Option<Piece>, ConvertError> {
         loop {
@@ -151,11 +150,11 @@ impl Iterator for Batches {
     }
 }
 
-/// The elements of a batch, row-major, one piece after the other.
+/// The row-major elements of each piece of a batch, concatenated.
 ///
 /// # Errors
 ///
-/// When a chunk cannot be read, or is read whole and damaged.
+/// When a chunk cannot be read, or is read whole and is damaged.
 pub(crate) async fn read_batch(
     reader: &Arc<dyn StorageReader>,
     metadata: &Arc<CheckpointMetadata>,
@@ -196,7 +195,7 @@ pub(crate) async fn read_batch(
     memory.read().map_err(|source| CheckpointError::Memory { fqn: name(first), source })
 }
 
-/// The memory of every piece, by the leaf of its item.
+/// The memory of each piece, by the leaf of its item.
 #[derive(Debug)]
 struct PieceSink {
     views: Vec<TensorView>,

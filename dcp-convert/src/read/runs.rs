@@ -1,18 +1,18 @@
-//! Cutting a tensor's row-major elements into ranges, and such a range into boxes.
+//! Cuts a tensor's row-major elements into ranges, and a range into boxes.
 
 use std::cmp::Ordering;
 use std::ops::Range;
 
 use dcp_core::{Dims, Region};
 
-/// The boxes that hold exactly the row-major elements `range` of a tensor of `shape`, in order:
-/// concatenated, their elements are the range's. At most `2 * ndim - 1` of them.
+/// The boxes that cover exactly the row-major elements `range` of a tensor of `shape`, in order. At
+/// most `2 * ndim - 1` of them.
 ///
-/// The range must lie within the tensor; what lies behind its end is left out.
+/// Elements beyond the end of the tensor are ignored.
 pub(crate) fn boxes(shape: &[u64], range: Range<u64>) -> Vec<Region> {
     let total = dcp_core::checked_volume(shape).unwrap_or(0);
     let range = range.start.min(total)..range.end.min(total);
-    // How many elements one step along each axis passes.
+    // The number of elements that one step along each axis skips.
     let mut step = 1_u64;
     let mut steps = Vec::with_capacity(shape.len());
     for len in shape.iter().rev() {
@@ -24,11 +24,11 @@ pub(crate) fn boxes(shape: &[u64], range: Range<u64>) -> Vec<Region> {
     let mut at = range.start;
     while at < range.end {
         let left = range.end - at;
-        // The outermost axis along which at least one whole step begins here.
+        // The outermost axis along which a whole step begins here.
         let whole = |step: &u64| at.is_multiple_of(*step) && *step <= left;
         let Some((axis, step)) = steps.iter().copied().enumerate().find(|(_, step)| whole(step))
         else {
-            // A tensor without axes is one element.
+            // A tensor without axes has one element.
             found.extend(Region::full(Dims::from(shape)));
             break;
         };
@@ -46,7 +46,7 @@ pub(crate) fn boxes(shape: &[u64], range: Range<u64>) -> Vec<Region> {
                 Ordering::Greater => *len,
             })
             .collect();
-        // A part of a tensor whose volume fits cannot exceed 64 bits.
+        // A part of a tensor whose volume fits 64 bits fits too.
         found.extend(Region::new(offsets, sizes));
         at += rows * step;
     }

@@ -1,28 +1,28 @@
-//! All stored items of a checkpoint, in the order of their bytes.
+//! The stored items of a checkpoint, in file order.
 
 use std::sync::Arc;
 
 use dcp_core::{CheckpointMetadata, Entry, Placement};
 
-/// A chunk or object and where it lies.
+/// A chunk or object, and its placement.
 #[derive(Clone, Debug)]
 pub(crate) struct Placed {
     pub(crate) fqn: Arc<str>,
-    /// Position of the entry.
+    /// The position of the entry.
     pub(crate) entry: usize,
-    /// Position of the chunk; `None` for an object.
+    /// The position of the chunk; `None` for an object.
     pub(crate) chunk: Option<u32>,
     pub(crate) placement: Placement,
 }
 
 impl Placed {
-    /// Where its bytes end in the file.
+    /// The end of its bytes in the file.
     pub(crate) fn end(&self) -> u64 {
         self.placement.byte_offset.saturating_add(self.placement.byte_len)
     }
 }
 
-/// Everything that has a place, file by file and from front to back.
+/// All items with a placement, by file and offset.
 pub(crate) fn placed_items(metadata: &CheckpointMetadata) -> Vec<Placed> {
     let mut items = Vec::new();
     for (index, (fqn, entry)) in metadata.iter().enumerate() {

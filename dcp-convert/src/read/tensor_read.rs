@@ -1,4 +1,4 @@
-//! Reading boxes of one stored tensor into memory, whatever chunks they lie in.
+//! Reads boxes of one stored tensor into memory, from any chunks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use dcp_core::{
 use crate::read::chunk_index::ChunkIndex;
 use crate::read::runs::boxes;
 
-/// One stored tensor, to be read box by box.
+/// A stored tensor to read by boxes.
 #[derive(Clone, Debug)]
 pub struct TensorReader {
     reader: Arc<dyn StorageReader>,
@@ -27,7 +27,7 @@ impl TensorReader {
     ///
     /// # Errors
     ///
-    /// When there is none, or a chunk's box cannot be.
+    /// When the entry is not a tensor, or a chunk's box is invalid.
     pub fn new(
         reader: Arc<dyn StorageReader>,
         metadata: Arc<CheckpointMetadata>,
@@ -49,11 +49,11 @@ impl TensorReader {
         Ok(Self { reader, entry, fqn, chunks: Arc::new(ChunkIndex::new(chunks)), metadata })
     }
 
-    /// The tensor's description.
+    /// The tensor's entry in the index.
     ///
     /// # Errors
     ///
-    /// Never, unless the index was changed under it.
+    /// When the index changed since [`new`](Self::new).
     pub fn tensor(&self) -> Result<&TensorEntry, CheckpointError> {
         let entry = self.metadata.at(self.entry as usize);
         entry
@@ -61,24 +61,24 @@ impl TensorReader {
             .ok_or_else(|| bad_plan(&self.fqn, "it is no tensor".to_owned()))
     }
 
-    /// The name of the tensor.
+    /// The tensor's FQN.
     #[must_use]
     pub fn fqn(&self) -> &Arc<str> {
         &self.fqn
     }
 
-    /// The index that the tensor is described in.
+    /// The index that describes the tensor.
     #[must_use]
     pub fn metadata(&self) -> &Arc<CheckpointMetadata> {
         &self.metadata
     }
 
-    /// The elements of `boxes`, row-major and one box after the other. All of them are held in
-    /// memory: the caller keeps the boxes small, or has checked that the storage really has them.
+    /// Reads `boxes` and concatenates their row-major elements. All of them are in memory at once,
+    /// so the caller keeps the boxes small or has checked that the files are large enough.
     ///
     /// # Errors
     ///
-    /// When a chunk cannot be read, or the chunks do not hold every element exactly once.
+    /// When a chunk cannot be read, or the chunks do not cover every element exactly once.
     pub async fn read(&self, boxes: &[Region]) -> Result<Bytes, CheckpointError> {
         let dtype = self.tensor()?.dtype;
         let mut plan = LoadPlan::default();
@@ -101,8 +101,8 @@ impl TensorReader {
         read.map_err(|source| CheckpointError::Memory { fqn: self.fqn.to_string(), source })
     }
 
-    /// The elements `range` of `region`, both counted row-major within it. All of them are held in
-    /// memory: the caller keeps the range small.
+    /// Reads the row-major elements `range` of `region`. All of them are in memory at once, so the
+    /// caller keeps the range small.
     ///
     /// # Errors
     ///
@@ -118,7 +118,7 @@ impl TensorReader {
         self.read(&found.map_err(|error| bad_plan(&self.fqn, error.to_string()))?).await
     }
 
-    /// Adds what fills `wanted` from every chunk, and checks that nothing is left open.
+    /// Plans the reads that fill `wanted`, and checks that they cover it.
     fn plan_box(
         &self,
         leaf: u32,
@@ -154,7 +154,7 @@ impl TensorReader {
         for region in boxes {
             let sizes = region.sizes().clone();
             let view = TensorView::contiguous(memory.clone(), dtype, sizes, start)?;
-            // The sum of all was seen to fit.
+            // The sum of all was checked.
             start += usize::try_from(view.byte_len()).unwrap_or(0);
             views.push((region.clone(), view));
         }
@@ -166,7 +166,7 @@ fn bad_plan(fqn: &str, problem: String) -> CheckpointError {
     PlanError::Unsupported { fqn: fqn.to_owned(), problem }.into()
 }
 
-/// The memory of some boxes of one tensor, by the leaf of their items.
+/// The memory of the boxes of one tensor, by the leaf of their items.
 #[derive(Debug)]
 struct BoxSink {
     fqn: Arc<str>,
@@ -195,7 +195,7 @@ impl DataSink for BoxSink {
     }
 }
 
-/// The bytes `byte_range` of the row-major elements of `region`.
+/// Reads the bytes `byte_range` of the row-major elements of `region`.
 pub(crate) async fn read_tensor(
     reader: &TensorReader,
     region: &Region,

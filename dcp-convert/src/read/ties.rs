@@ -1,14 +1,14 @@
-//! Tensors that are stored in one place.
+//! Finds tensors that share stored bytes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{CheckpointMetadata, Dims, FileId, Placement, TensorEntry};
 
-/// Where a chunk's bytes lie and how they are encoded, and its offsets and sizes in the tensor.
+/// The placement and encoding of a chunk's bytes, and its offsets and sizes in the tensor.
 pub(crate) type Place = (FileId, u16, u64, u64, Dims, Dims);
 
-/// The places of all chunks of a tensor; `None` where they do not tell what its elements are.
+/// The places of a tensor's chunks; `None` when they do not determine its elements.
 pub(crate) fn places(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Vec<Place>> {
     let places = tensor.chunks.iter().map(|chunk| {
         let placement = chunk.placement?;
@@ -20,8 +20,8 @@ pub(crate) fn places(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Opt
     places.collect()
 }
 
-/// Tensors that are stored in the very same place and way as an earlier one, by their positions, with
-/// the name of that one.
+/// Tensors with the same placement and encoding as an earlier one: by position, with the name of
+/// the earlier one.
 pub(crate) fn ties(metadata: &CheckpointMetadata) -> HashMap<usize, Arc<str>> {
     let mut first: HashMap<_, &Arc<str>> = HashMap::new();
     let mut tied = HashMap::new();

@@ -1,4 +1,4 @@
-//! Chunks that have to be decoded, decoded once and not again for every part that is read.
+//! Decodes a chunk once, although a job reads it in several parts.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -11,29 +11,27 @@ use dcp_core::{
 };
 use futures_util::lock::Mutex as AsyncMutex;
 
-/// Chunks with more bytes of elements than this are not kept, but decoded for every part.
+/// The size in bytes of elements above which a decoded chunk is not cached.
 const KEPT_MAX: u64 = 1 << 30;
-/// Stored bytes never become more than this many times as many elements: what zstd makes of
-/// zeros, rounded up.
+/// The maximum ratio of decoded to stored bytes: that of zeros under zstd, rounded up.
 pub(crate) const EXPANSION_MAX: u64 = 1 << 16;
 
-/// A reader that keeps the elements of the last few chunks under a stream transform of which
-/// only parts were asked for.
+/// A reader that caches the last decoded chunks that have a stream transform and were read in part.
 ///
-/// They come on top of a job's [`max_memory`](crate::JobOptions::max_memory): up to `slots`
-/// decoded chunks. Chunks whose archive alone says that they must be rearranged (transposed,
-/// conjugated, big-endian) look like any other in the index, and are read anew for every part.
+/// Up to `slots` decoded chunks add to a job's [`max_memory`](crate::JobOptions::max_memory).
+/// Chunks whose archive alone requires rearranging (transposed, conjugated, big-endian) look
+/// ordinary in the index and are read again for each part.
 #[derive(Debug)]
 pub(crate) struct DecodedOnce {
     inner: Arc<dyn StorageReader>,
     slots: usize,
-    /// The most recent last.
+    /// Cached chunks, most recent last.
     kept: Mutex<VecDeque<Kept>>,
-    /// The chunks that are being decoded.
+    /// Locks of the chunks being decoded.
     turns: Mutex<HashMap<(u32, u32), Weak<Turn>>>,
 }
 
-/// The lock of a chunk that is being decoded.
+/// The lock of a chunk being decoded.
 type Turn = AsyncMutex<()>;
 
 #[derive(Clone, Debug)]
@@ -47,7 +45,7 @@ struct Kept {
 struct Coded {
     chunk: u32,
     dtype: DType,
-    /// All of the chunk, and the part that was asked for.
+    /// The region of the whole chunk.
     whole: Region,
     part: Region,
 }
@@ -57,7 +55,7 @@ impl DecodedOnce {
         Self { inner, slots: slots.max(1), kept: Mutex::default(), turns: Mutex::default() }
     }
 
-    /// The lock of those that decode a chunk.
+    /// The lock of a chunk.
     fn turn(&self, chunk: (u32, u32)) -> Arc<Turn> {
         let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         turns.retain(|_, turn| turn.strong_count() > 0);
@@ -82,7 +80,7 @@ impl DecodedOnce {
         if let Some(elements) = known() {
             return Ok(elements);
         }
-        // Parts of one chunk that are read at once wait for the first of them.
+        // Concurrent reads of one chunk wait for the first.
         let turn = self.turn((item.entry, coded.chunk));
         let _decoding = turn.lock().await;
         if let Some(elements) = known() {
@@ -116,7 +114,7 @@ impl DecodedOnce {
     }
 }
 
-/// The chunk of `item`, if it is to be decoded as a whole and kept.
+/// The chunk of `item`, if it must be decoded whole and cached.
 fn coded(metadata: &CheckpointMetadata, item: &ReadItem) -> Option<Coded> {
     let ReadKind::Tensor { chunk, region, .. } = &item.kind else { return None };
     let tensor = metadata.at(item.entry as usize)?.1.as_tensor()?;
@@ -180,7 +178,7 @@ impl StorageReader for DecodedOnce {
     }
 }
 
-/// Takes one chunk.
+/// Receives one chunk.
 #[derive(Debug)]
 struct WholeChunk {
     view: TensorView,

@@ -1,5 +1,4 @@
-//! Tensors put together from pieces of others: unstacked, fused, split, transposed, reshaped or
-//! padded, wherever the pieces lie.
+//! Assembles tensors from parts of others: unstacked, fused, split, transposed, reshaped or padded.
 
 mod read;
 
@@ -23,21 +22,21 @@ use crate::job::JobOptions;
 use crate::read::chunk_index::ChunkIndex;
 use crate::source::Source;
 
-/// A box of a new tensor, and what its elements are.
+/// A box of an assembled tensor, and its origin.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Piece {
-    /// Where it lies in the new tensor.
+    /// Its region in the assembled tensor.
     pub region: Region,
-    /// Where its elements come from.
+    /// The origin of its elements.
     pub from: PieceFrom,
 }
 
-/// Where the elements of a [`Piece`] come from. A part is a checkpoint by its position among those
-/// that are put together, an entry a position in its index.
+/// The origin of a [`Piece`]'s elements. A part is a checkpoint by its position among the inputs;
+/// an entry is a position in that checkpoint's index.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PieceFrom {
-    /// A box of a tensor, perhaps along other axes.
+    /// A box of a tensor, with its axes possibly permuted.
     Box {
         /// The checkpoint.
         part: usize,
@@ -45,13 +44,13 @@ pub enum PieceFrom {
         entry: usize,
         /// The box of that tensor.
         region: Region,
-        /// For every axis of the new tensor the one of that tensor that it runs along, or `None`
-        /// where that tensor has no such axis and the piece has one index. What is not named must
-        /// have one index in `region`.
+        /// For each axis of the assembled tensor, the axis of the stored one; `None` where the
+        /// stored tensor lacks the axis and the piece has size 1. Axes that are not named must have
+        /// size 1 in `region`.
         axes: Vec<Option<usize>>,
     },
-    /// A box of a tensor that has, in row-major order, the elements of the piece in row-major
-    /// order, whatever its shape: a range of a flat buffer, say.
+    /// A box whose row-major elements are the piece's row-major elements, in any shape: a range of
+    /// a flat buffer, for example.
     Reshaped {
         /// The checkpoint.
         part: usize,
@@ -60,62 +59,63 @@ pub enum PieceFrom {
         /// The box of that tensor.
         region: Region,
     },
-    /// Nowhere: they are zero.
+    /// Zeros.
     Zeros,
 }
 
 impl Piece {
-    /// The box `region` of the new tensor is that box of a tensor with the same axes.
+    /// The region `region` of the assembled tensor is the box `from` of a tensor with the same
+    /// axes.
     #[must_use]
     pub fn same(region: Region, part: usize, entry: usize, from: Region) -> Self {
         let axes = (0..region.ndim()).map(Some).collect();
         Self { region, from: PieceFrom::Box { part, entry, region: from, axes } }
     }
 
-    /// The box `region` of the new tensor is zero.
+    /// The region `region` of the assembled tensor is zero.
     #[must_use]
     pub fn zeros(region: Region) -> Self {
         Self { region, from: PieceFrom::Zeros }
     }
 }
 
-/// A reader of tensors that are put together from pieces of those of other readers. Nothing is
-/// held but what is being read, and every byte is read from where it lies into its place.
+/// A reader of tensors assembled from parts of other readers' tensors. It buffers nothing: every
+/// byte is read from its file into its destination.
 pub struct Assembled {
     metadata: Arc<CheckpointMetadata>,
     parts: Vec<PartReader>,
     origins: Vec<Origin>,
 }
 
-/// A checkpoint to take pieces from.
+/// A checkpoint that provides pieces.
 struct PartReader {
     reader: Arc<dyn StorageReader>,
     metadata: Arc<CheckpointMetadata>,
-    /// Where the chunks of those tensors lie that pieces are taken from, by entry.
+    /// The chunk indexes of the tensors that provide pieces, by entry.
     chunks: HashMap<usize, ChunkIndex>,
 }
 
-/// What an entry is made of.
+/// The origin of an entry.
 enum Origin {
-    /// An entry of a part, as it is.
+    /// An entry of a part, unchanged.
     Passed { part: usize, entry: u32 },
     /// Pieces, one for each chunk.
     Pieces(Vec<Piece>),
-    /// A value at hand.
+    /// A value in memory.
     Value(Value),
 }
 
-/// Puts an [`Assembled`] together.
+/// Builds an [`Assembled`] reader.
 #[must_use = "call `finish`"]
 pub struct AssembledBuilder {
     inputs: Vec<Input>,
-    /// Whether all files lie in one storage and keep their names.
+    /// Whether all files are in one storage and keep their names.
     one_storage: bool,
     metadata: CheckpointMetadata,
     chunks: Vec<HashMap<usize, ChunkIndex>>,
     origins: Vec<Origin>,
-    /// Made-up places for what is no stored chunk, so that tensors of the same pieces are seen to
-    /// be the same.
+    /// Synthetic placements for what is not a stored chunk, so that tensors of equal pieces are
+    /// found to be equal.
     places: HashMap<(DType, PieceFrom), u64>,
     given: u64,
 }
@@ -134,7 +134,7 @@ impl fmt::Debug for AssembledBuilder {
 }
 
 impl Assembled {
-    /// Begins with nothing; what is added is taken from `parts`, as a job reads them.
+    /// Starts an empty builder. What is added comes from `parts`.
     ///
     /// # Errors
     ///
@@ -163,13 +163,13 @@ impl Assembled {
 }
 
 impl AssembledBuilder {
-    /// The index of a part, by its position.
+    /// The index of a part.
     #[must_use]
     pub fn part(&self, part: usize) -> Option<&Arc<CheckpointMetadata>> {
         self.inputs.get(part).map(|input| &input.metadata)
     }
 
-    /// The name that the format of the whole has, instead of that of the first part's.
+    /// Sets the name of the format; by default, that of the first part.
     pub fn format(&mut self, name: impl Into<Arc<str>>) -> &mut Self {
         self.metadata.provenance_mut().format = Some(name.into());
         self
@@ -181,11 +181,11 @@ impl AssembledBuilder {
         &self.metadata
     }
 
-    /// Adds an entry of a part as it is, bytes where they lie.
+    /// Adds an entry of a part unchanged.
     ///
     /// # Errors
     ///
-    /// When there is no such entry, or `fqn` was added before.
+    /// When the entry does not exist, or `fqn` exists already.
     pub fn pass(
         &mut self,
         fqn: impl Into<Arc<str>>,
@@ -208,12 +208,13 @@ impl AssembledBuilder {
         self.insert(fqn, shown, Origin::Passed { part, entry: index })
     }
 
-    /// Adds a tensor that `pieces` make up.
+    /// Adds a tensor that consists of `pieces`.
     ///
     /// # Errors
     ///
-    /// When the pieces do not cover `shape` exactly once, one comes from a tensor of another dtype,
-    /// lies outside of it or has another number of elements, or `fqn` was added before.
+    /// When the pieces do not cover `shape` exactly once; when a piece has another dtype or number
+    /// of elements than its origin, or its origin is outside the stored tensor; when `fqn` exists
+    /// already.
     pub fn tensor(
         &mut self,
         fqn: impl Into<Arc<str>>,
@@ -237,11 +238,11 @@ impl AssembledBuilder {
         self.insert(fqn, Entry::Tensor(tensor), Origin::Pieces(pieces))
     }
 
-    /// Adds an object that is at hand.
+    /// Adds an object with a value in memory.
     ///
     /// # Errors
     ///
-    /// When `fqn` was added before.
+    /// When `fqn` exists already.
     pub fn object(
         &mut self,
         fqn: impl Into<Arc<str>>,
@@ -254,11 +255,11 @@ impl AssembledBuilder {
         self.insert(fqn.into(), Entry::Object(object), Origin::Value(value))
     }
 
-    /// All that was added, as a checkpoint.
+    /// Returns everything added, as a source.
     ///
     /// # Errors
     ///
-    /// When there is no part to take it from.
+    /// When there are no parts.
     pub fn finish(self) -> Result<Source, ConvertError> {
         let storages = self.inputs.iter().map(|input| Arc::clone(&input.source.storage)).collect();
         let parts = self.inputs.iter().zip(self.chunks).map(|(input, chunks)| {
@@ -332,7 +333,7 @@ impl AssembledBuilder {
 
     fn place(&mut self, dtype: DType, from: &PieceFrom) -> Result<Placement, ConvertError> {
         let place = match from {
-            // Tensors of zeros are the same, but nobody means one to be the other.
+            // Tensors of zeros are equal, but not ties of each other.
             PieceFrom::Zeros => self.new_place(),
             from => {
                 let next = self.given + 1;
@@ -344,7 +345,7 @@ impl AssembledBuilder {
         Ok(self.made_up(place)?)
     }
 
-    /// A place that no bytes lie in.
+    /// A synthetic placement without stored bytes.
     fn made_up(&mut self, place: u64) -> Result<Placement, CheckpointError> {
         let file = Key::new("assembled").ok().and_then(|key| self.metadata.intern_file(&key));
         let encoding = self.metadata.intern_encoding(&Encoding::new(Layout::Computed));
@@ -354,7 +355,7 @@ impl AssembledBuilder {
     }
 }
 
-/// Whether a box of `sizes` is `region` along other axes.
+/// Whether a box of `sizes` is `region` with its axes permuted.
 fn along(axes: &[Option<usize>], sizes: &Dims, region: &Region) -> bool {
     let mut named = vec![false; region.ndim()];
     let fit = axes.iter().zip(&**sizes).all(|(axis, size)| match axis {
@@ -378,7 +379,7 @@ fn index_of(tensor: &TensorEntry, name: &str) -> Result<ChunkIndex, CheckpointEr
     Ok(ChunkIndex::new(chunks))
 }
 
-/// Fails unless the pieces hold every element of a tensor exactly once.
+/// Fails unless the pieces cover every element of a tensor exactly once.
 fn check_cover(fqn: &str, shape: &Dims, pieces: &[Piece]) -> Result<(), ConvertError> {
     let refuse = |problem: String| ConvertError::from(bad_plan(fqn, problem));
     let full = Region::full(shape.clone()).map_err(|error| refuse(error.to_string()))?;

@@ -25,44 +25,43 @@ use crate::read::tensor_read::TensorReader;
 use crate::read::ties::{Place, places};
 use crate::source::Source;
 
-/// Gives a tensor another dtype, by its name and the dtype it has.
+/// Chooses another dtype for a tensor, from its name and dtype.
 type DTypeRule = dyn Fn(&str, DType) -> Option<DType> + Send + Sync;
 
-/// How checkpoints are averaged.
+/// Options of averaging checkpoints.
 #[derive(Clone, Default)]
 #[non_exhaustive]
 pub struct AverageOptions {
-    /// One for each checkpoint, and taken relative to their sum: the mean is the sum of
-    /// `weight × value`, divided by the sum of the weights. All 1 when `None`. Negative ones are
-    /// allowed, which extrapolates.
+    /// One weight per checkpoint, relative to their sum: the mean is the sum of `weight × value`
+    /// divided by the sum of the weights. All 1 when `None`. Negative weights extrapolate.
     pub weights: Option<Vec<f64>>,
-    /// The dtype to sum in: `Float32` or `Float64`. By default `Float32`, but `Float64` for
-    /// tensors that any checkpoint has in 64 bits.
+    /// The dtype of the sum, `Float32` or `Float64`. By default `Float64` for tensors that any
+    /// checkpoint stores in 64 bits, and `Float32` for others.
     pub accumulate: Option<DType>,
-    /// The dtype of the result, to which the sum is rounded once; by default each tensor's in the
-    /// first checkpoint.
+    /// The dtype of the result, to which the sum is rounded once. By default the dtype in the first
+    /// checkpoint.
     pub dtype: Option<Arc<DTypeRule>>,
-    /// What becomes of everything that has no mean.
+    /// The origin of entries without a mean.
     pub non_float: NonFloat,
 }
 
 impl AverageOptions {
-    /// With one weight for each checkpoint.
+    /// Sets one weight per checkpoint.
     #[must_use]
     pub fn with_weights(mut self, weights: Vec<f64>) -> Self {
         self.weights = Some(weights);
         self
     }
 
-    /// Summing in `dtype`, `Float32` or `Float64`.
+    /// Sets the dtype of the sum, `Float32` or `Float64`.
     #[must_use]
     pub fn with_accumulate(mut self, dtype: DType) -> Self {
         self.accumulate = Some(dtype);
         self
     }
 
-    /// With results of the dtypes that `rule` gives for the names and dtypes of tensors of the
-    /// first checkpoint.
+    /// Sets the dtypes of results: `rule` maps the name and dtype of a tensor of the first
+    /// checkpoint.
     #[must_use]
     pub fn with_dtypes(
         mut self,
@@ -72,7 +71,7 @@ impl AverageOptions {
         self
     }
 
-    /// Taking integers, truth values, quantized tensors and objects as `non_float` says.
+    /// Sets the origin of integers, booleans, quantized tensors and objects.
     #[must_use]
     pub fn with_non_float(mut self, non_float: NonFloat) -> Self {
         self.non_float = non_float;
@@ -90,38 +89,38 @@ impl fmt::Debug for AverageOptions {
     }
 }
 
-/// The largest weights that are multiplied with as they are.
+/// The range of the largest weight in which weights are used without scaling.
 const WEIGHTS_AS_THEY_ARE: std::ops::RangeInclusive<f64> = 1e-12..=1e12;
 
-/// Where what has no mean comes from: integers, truth values, quantized and packed tensors,
+/// The origin of entries without a mean: integers, booleans, quantized and packed tensors,
 /// exponents (`float8_e8m0fnu`), and objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum NonFloat {
-    /// It must be the same in all checkpoints.
+    /// Any checkpoint; all must be equal.
     #[default]
     Equal,
-    /// From the first one.
+    /// The first checkpoint.
     First,
-    /// From the last one.
+    /// The last checkpoint.
     Last,
 }
 
-/// A reader of the mean of several checkpoints with the same keys and shapes, computed a bounded
-/// part at a time. NaN in any of them makes the mean NaN.
+/// A reader of the mean of several checkpoints with the same keys and shapes. It computes a bounded
+/// part at a time. The mean of NaN and anything is NaN.
 pub struct Averaged {
     metadata: Arc<CheckpointMetadata>,
     entries: Vec<Averaging>,
-    /// Reads the objects, at the same entries as here.
+    /// Reads the objects, which have the same positions here.
     objects: Arc<dyn StorageReader>,
     objects_metadata: Arc<CheckpointMetadata>,
     parallelism: usize,
     counts: Mutex<Vec<CastCounts>>,
-    /// Numbers of each entry that exceeded the dtype of the sum.
+    /// Per entry, the number of sums that overflowed.
     overflowed: Mutex<Vec<u64>>,
 }
 
-/// What is done with one entry.
+/// The treatment of one entry.
 enum Averaging {
     Mean { readers: Vec<TensorReader>, mean: Mean },
     Taken(TensorReader),
@@ -129,15 +128,14 @@ enum Averaging {
 }
 
 impl Averaged {
-    /// The mean of `sources`, as a job reads it; and the view, for its
-    /// [`report`](Self::report). What has no mean is compared before this returns, if it must be
-    /// equal.
+    /// Averages `sources` for a job. Also returns the view, for its [`report`](Self::report).
+    /// Entries without a mean that must be equal are compared before this returns.
     ///
     /// # Errors
     ///
-    /// [`ConvertError::Disagreement`] with all keys that are missing somewhere, or have different
-    /// shapes, or should be equal and are not; [`ConvertError::Unsupported`] for weights or
-    /// dtypes that make no sense; and when a source cannot be read.
+    /// [`ConvertError::Disagreement`] with all keys that are missing in a source, differ in shape,
+    /// or differ although they must be equal; [`ConvertError::Unsupported`] for invalid weights or
+    /// dtypes; also when a source cannot be read.
     pub async fn apply(
         sources: &[Source],
         options: &AverageOptions,
@@ -215,8 +213,8 @@ impl Averaged {
         })
     }
 
-    /// What was lost where means were given another dtype than they were summed in, in what was
-    /// read so far. Tensors are there from the beginning.
+    /// The losses of casting sums to the dtypes of results, over what was read so far. Lists all
+    /// tensors from the start.
     #[must_use]
     pub fn report(&self) -> CastReport {
         let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
@@ -230,8 +228,8 @@ impl Averaged {
         CastReport { tensors: tensors.collect() }
     }
 
-    /// How many means of each tensor are infinite or NaN because their sums exceeded the dtype
-    /// they were summed in, in what was read so far; only tensors with any.
+    /// Per tensor, the number of means read so far that are infinite or NaN because the sum
+    /// overflowed. Omits tensors without any.
     #[must_use]
     pub fn overflowed(&self) -> IndexMap<Arc<str>, u64> {
         let overflowed = self.overflowed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -239,7 +237,7 @@ impl Averaged {
         all.map(|((fqn, _), count)| (Arc::clone(fqn), *count)).collect()
     }
 
-    /// How many tensors are averaged, and how many entries are taken as they are.
+    /// The number of averaged tensors, and of entries taken unchanged.
     #[must_use]
     pub fn counts(&self) -> (usize, usize) {
         let is_mean = |entry: &&Averaging| matches!(entry, Averaging::Mean { .. });
@@ -318,8 +316,8 @@ fn weights(options: &AverageOptions, checkpoints: usize) -> Result<Vec<f64>, Con
     if weights.iter().any(|weight| !weight.is_finite()) {
         return Err(bad("must be finite numbers".to_owned()));
     }
-    // A sum in 32 bits neither overflows nor vanishes because of its weights: those far from one
-    // are taken in proportion to the largest. Others stay as they are, as do their roundings.
+    // Weights far from one could make a 32-bit sum overflow or vanish, so they are scaled by the
+    // largest. Others are used unchanged, which keeps their rounding.
     let largest = weights.iter().fold(0.0_f64, |most, weight| most.max(weight.abs()));
     let usual = WEIGHTS_AS_THEY_ARE.contains(&largest) || largest == 0.0;
     let unit = if usual { 1.0 } else { largest };
@@ -341,7 +339,7 @@ fn check_accumulate(accumulate: Option<DType>) -> Result<(), ConvertError> {
     }
 }
 
-/// In words, keys that are not in every input, with the same shape.
+/// Messages about keys that some input lacks or has in another shape.
 fn mismatches(inputs: &[Input]) -> Vec<String> {
     let mut problems = Vec::new();
     let Some((first, others)) = inputs.split_first() else { return problems };
@@ -376,7 +374,7 @@ fn mismatches(inputs: &[Input]) -> Vec<String> {
     problems
 }
 
-/// Compares what has no mean.
+/// Compares the entries without a mean.
 async fn refuse_different(inputs: &[Input], parallelism: usize) -> Result<(), ConvertError> {
     let Some((first, others)) = inputs.split_first() else { return Ok(()) };
     let has_mean =
@@ -400,20 +398,20 @@ async fn refuse_different(inputs: &[Input], parallelism: usize) -> Result<(), Co
     }
 }
 
-/// Where all chunks of a tensor lie in all inputs.
+/// The places of a tensor's chunks, in all inputs.
 type Places = Vec<Vec<Place>>;
 
-/// Gives tensors that are the same memory in all inputs the same made-up place, so that what is
-/// written from them is one tensor, too.
+/// Assigns one synthetic placement to tensors that share stored bytes in all inputs, so that the
+/// target stores them once.
 #[derive(Debug, Default)]
 struct Ties {
     known: HashMap<Places, u64>,
-    /// Places given so far.
+    /// The number of placements assigned so far.
     given: u64,
 }
 
 impl Ties {
-    /// The chunks of the mean of `fqn`, which is cut as `tensor` is.
+    /// The chunks of the mean of `fqn`, divided as `tensor` is.
     fn place(
         &mut self,
         inputs: &[Input],
@@ -429,7 +427,7 @@ impl Ties {
         let next = self.given;
         let byte_offset = match places {
             Some(places) => *self.known.entry(places).or_insert(next),
-            // Nobody can tell whether it is another tensor, so it is none.
+            // A tensor whose ties are unknown is tied to nothing.
             None => next,
         };
         self.given += u64::from(byte_offset == next);

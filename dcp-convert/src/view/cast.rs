@@ -1,4 +1,4 @@
-//! A checkpoint with other dtypes.
+//! Casts the tensors of a checkpoint to other dtypes.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,23 +18,23 @@ use crate::integrity::checked_source::CheckedSource;
 use crate::job::JobOptions;
 use crate::source::{KeptObjects, Source};
 
-/// A reader that casts tensors of another one, a bounded part at a time.
+/// A reader that casts tensors of another reader, a bounded part at a time.
 pub struct Cast {
     inner: Arc<dyn StorageReader>,
     inner_metadata: Arc<CheckpointMetadata>,
     metadata: Arc<CheckpointMetadata>,
-    /// By entry; `None` for what stays as it is.
+    /// By entry; `None` for entries that stay unchanged.
     casters: Vec<Option<Caster>>,
     counts: Mutex<Vec<CastCounts>>,
 }
 
 impl Cast {
-    /// What `inner` reads, with those tensors cast for whose name and dtype `rule` gives another
-    /// one.
+    /// A reader over `inner` that casts each tensor to the dtype that `rule` returns for its name
+    /// and dtype.
     ///
     /// # Errors
     ///
-    /// When the inner index cannot be read, and for the first tensor that cannot be cast so, as
+    /// When the inner index cannot be read, and for the first tensor that cannot be cast, as
     /// [`Caster::new`].
     pub async fn new(
         inner: Arc<dyn StorageReader>,
@@ -56,7 +56,7 @@ impl Cast {
         Ok(Self { inner, inner_metadata, metadata: Arc::new(metadata), casters, counts })
     }
 
-    /// `source` as a job reads it, cast; and the view, for its [`report`](Self::report).
+    /// Casts `source` for a job. Also returns the view, for its [`report`](Self::report).
     ///
     /// # Errors
     ///
@@ -80,7 +80,7 @@ impl Cast {
         Ok((cast.unwrap_or_else(|| source.clone()), view))
     }
 
-    /// What was lost in what was read so far. Tensors are there from the beginning.
+    /// The losses of casting, over what was read so far. Lists all tensors from the start.
     #[must_use]
     pub fn report(&self) -> CastReport {
         let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,7 +97,7 @@ impl Cast {
         self.casters.get(entry as usize)?.as_ref()
     }
 
-    /// Reads, casts and hands over `parts`.
+    /// Reads and casts `parts`, and passes them to the sink.
     async fn flush(
         &self,
         scratch: &mut Scratch,
@@ -138,15 +138,15 @@ impl Cast {
     }
 }
 
-/// A part of an item that is being cast, and where it goes.
+/// A part of an item to cast, and its destination.
 struct Part {
     entry: u32,
     target: TensorView,
 }
 
-/// The tensor as it is after a cast. Its chunks keep their places, under an encoding that says
-/// that only this view can read them: so tensors that lie in the same place are still seen to be
-/// one. (Not where the place does not tell what the elements are.)
+/// The cast tensor. Its chunks keep their placements under an encoding that only this view reads,
+/// so tied tensors remain recognizable. Chunks whose placement does not determine their elements
+/// get none.
 fn computed(
     metadata: &mut CheckpointMetadata,
     tensor: &TensorEntry,
@@ -219,14 +219,14 @@ impl StorageReader for Cast {
     }
 }
 
-/// A piece, and where it lies in the region it was cut from.
+/// A piece, and its region relative to the one that it was cut from.
 fn within<E>(piece: Result<Region, E>, region: &Region) -> Option<(Region, Region)> {
     let piece = piece.ok()?;
     let inner = piece.relative_to(region.offsets())?;
     Some((piece, inner))
 }
 
-/// Tells the sink of items of which all has been handed over.
+/// Notifies the sink of items that are complete.
 fn drain(done: &mut Vec<&ReadItem>, sink: &dyn DataSink) -> Result<(), CheckpointError> {
     done.drain(..).try_for_each(|item| sink.commit(item))
 }

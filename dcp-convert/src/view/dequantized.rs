@@ -1,4 +1,4 @@
-//! Block-scaled weights as plain numbers.
+//! Dequantizes block-scaled weights.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -25,30 +25,30 @@ use crate::job::JobOptions;
 use crate::read::ties::{Place, places};
 use crate::source::Source;
 
-/// Numbers to make at once.
+/// The number of values to compute at once.
 const SLAB: u64 = 1 << 19;
-/// The most that is read of a model's configuration, in bytes.
+/// The maximum size of a model's configuration, in bytes.
 const CONFIG_MAX: u64 = 16 << 20;
 
-/// How weights are made plain numbers.
+/// Options of dequantizing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DequantizeOptions {
-    /// The element type of the numbers: `float32`, `bfloat16` or `float16`.
+    /// The dtype of the result: `float32`, `bfloat16` or `float16`.
     pub dtype: DType,
-    /// Rows and columns of 8-bit weights that share a scale; `None` for what the model's
-    /// `config.json` says, or 128 of each.
+    /// Rows and columns of 8-bit weights that share a scale. When `None`, the size in the model's
+    /// `config.json`, or 128 by 128.
     pub block: Option<[u64; 2]>,
 }
 
 impl DequantizeOptions {
-    /// Numbers of this type, in blocks as the model says.
+    /// Dequantizes to `dtype`, with the block size of the model.
     #[must_use]
     pub fn new(dtype: DType) -> Self {
         Self { dtype, block: None }
     }
 
-    /// The same, in blocks of so many rows and columns.
+    /// Sets the block size, in rows and columns.
     #[must_use]
     pub fn with_block(mut self, block: [u64; 2]) -> Self {
         self.block = Some(block);
@@ -56,17 +56,17 @@ impl DequantizeOptions {
     }
 }
 
-/// A reader that shows the block-scaled weights of another one as plain numbers, and their scales
-/// not at all; see [`QuantScheme`] for what is understood. Everything else stays as it is, weights
-/// without scales included.
+/// A reader that dequantizes the block-scaled weights of another reader and hides their scales;
+/// [`QuantScheme`] lists the schemes. Everything else stays unchanged, including weights without
+/// scales.
 ///
-/// A number is the product of weight and scale as `float32`, rounded once more to the type asked
-/// for: bit for bit what PyTorch 2.15 makes of 8-bit weights. MXFP4 weights, of which PyTorch's
-/// own reader fills a part only, are exact in `float32` and `bfloat16`; a scale of 255 is NaN, as
-/// OCP has it.
+/// A value is the product of weight and scale as `float32`, rounded once more to the requested
+/// dtype: for 8-bit weights, bit for bit what PyTorch 2.15 computes. MXFP4 weights, which PyTorch's
+/// own reader fills only in part, are exact in `float32` and `bfloat16`; a scale of 255 is NaN, as
+/// OCP specifies.
 ///
-/// Any part of a tensor can be read, and takes the bytes of that part; of the scales the last
-/// 16 MiB are kept.
+/// Reading a part of a tensor needs memory for that part only. The last 16 MiB of scales are
+/// cached.
 pub struct Dequantized {
     inner: Arc<dyn StorageReader>,
     inner_metadata: Arc<CheckpointMetadata>,
@@ -77,7 +77,7 @@ pub struct Dequantized {
     caster: Caster,
 }
 
-/// What an entry is made of.
+/// The origin of an entry.
 #[derive(Clone, Debug)]
 struct Shown {
     /// The entry of the inner reader.
@@ -90,20 +90,20 @@ struct Weight {
     scales: u32,
     scheme: QuantScheme,
     stored: DType,
-    /// Numbers by byte, where a byte is one.
+    /// The value of each byte, for one-byte codes.
     numbers: Arc<[f32]>,
 }
 
-/// The scales that are there for each stored weight. Weights in one place are different numbers
-/// where their scales are in different ones.
+/// The scales of each stored weight. One stored weight with different scales yields different
+/// values.
 #[derive(Default)]
 struct ScalesByWeight {
     known: HashMap<Vec<Place>, Vec<(QuantScheme, Vec<Place>)>>,
 }
 
 impl ScalesByWeight {
-    /// The encoding of a weight's numbers, numbered by the scales among those of this weight, so
-    /// that there are few in all.
+    /// The encoding of a weight's values. It is numbered by the weight's scales, so that few
+    /// encodings exist in all.
     fn encoding(
         &mut self,
         metadata: &CheckpointMetadata,
@@ -113,7 +113,7 @@ impl ScalesByWeight {
     ) -> Encoding {
         let scales = scales.and_then(|scales| places(metadata, scales));
         let Some((weight, scales)) = places(metadata, weight).zip(scales) else {
-            // Nor does the place tell what the numbers are.
+            // The placement does not determine the values.
             return Encoding::new(Layout::TorchSave).with_transforms(["dequantized".into()]);
         };
         let ways = self.known.entry(weight).or_default();
@@ -128,12 +128,12 @@ impl ScalesByWeight {
 }
 
 impl Dequantized {
-    /// What `inner` reads, with 8-bit weights in blocks of `block`.
+    /// A reader over `inner`, with 8-bit weights in blocks of `block`.
     ///
     /// # Errors
     ///
-    /// When the inner index cannot be read, weights and scales do not fit together, or `dtype` is
-    /// no type to have numbers in.
+    /// When the inner index cannot be read, weights and scales do not match, or `dtype` cannot be a
+    /// result.
     pub async fn new(
         inner: Arc<dyn StorageReader>,
         dtype: DType,
@@ -150,7 +150,7 @@ impl Dequantized {
         let full = || FormatError::new("index", "it has too many files or encodings");
         let mut metadata = CheckpointMetadata::new();
         *metadata.provenance_mut() = inner_metadata.provenance().clone();
-        // In the same order they get the same ids, so placements stay as they are.
+        // Files in the same order get the same ids, so placements stay valid.
         for file in inner_metadata.files() {
             metadata.intern_file(file).ok_or_else(full)?;
         }
@@ -186,14 +186,13 @@ impl Dequantized {
         Ok(Self { inner, inner_metadata, metadata, entries, outward, scales, caster })
     }
 
-    /// `source` as a job reads it, with its weights as plain numbers. Tensors of classes of
-    /// torchao (0.18) are, too: `OptimState8bit`, `OptimState4bit`, `OptimStateFp8`, `Int8Tensor`
-    /// and `Float8Tensor`, bit for bit as its `dequantize` makes them.
+    /// Dequantizes `source` for a job. This includes tensors of torchao (0.18): `OptimState8bit`,
+    /// `OptimState4bit`, `OptimStateFp8`, `Int8Tensor` and `Float8Tensor`, bit for bit as their
+    /// `dequantize` does.
     ///
     /// # Errors
     ///
-    /// As [`Dequantized::new`], and when there is a `config.json` that cannot be read though the
-    /// size of the blocks is not given.
+    /// As [`Dequantized::new`], and when no block size is given and `config.json` cannot be read.
     pub async fn apply(
         source: &Source,
         options: DequantizeOptions,
@@ -225,7 +224,7 @@ impl Dequantized {
         let failed = |source| CheckpointError::Memory { fqn: fqn.to_string(), source };
         let ReadKind::Tensor { chunk, .. } = item.kind else { return Ok(0) };
         let mut read = 0;
-        // The weight is walked as it is stored, in rows of blocks.
+        // Iterates over the stored weight in rows of blocks.
         let walked = weight.exchanged(region).map_err(bad)?;
         for outer in outer_indices(&walked) {
             let matrix = Matrix::of(&walked, outer);
@@ -256,7 +255,7 @@ impl Dequantized {
                 self.caster.cast(&numbers, &mut elements, &mut CastCounts::default());
                 target.fill_from(&elements).map_err(failed)?;
                 read += cost + weights_cost.bytes_read;
-                // Through the columns of these rows, then to the next ones.
+                // All columns of these rows come first, then the next rows.
                 col = cols;
                 if col >= matrix.cols.1 {
                     (row, col) = (rows, matrix.cols.0);
@@ -280,7 +279,7 @@ impl Weight {
         Ok(Self { scales, scheme: one.scheme, stored: tensor.dtype, numbers: numbers.into() })
     }
 
-    /// Rows and columns that share a scale.
+    /// The rows and columns that share a scale.
     fn block(&self) -> (u64, u64) {
         match self.scheme {
             QuantScheme::Block { rows, cols } => (rows, cols),
@@ -293,7 +292,8 @@ impl Weight {
         matches!(self.scheme, QuantScheme::Mxfp4 { transposed: true, .. })
     }
 
-    /// A region of the plain weight in the order of axes of the stored one, and back.
+    /// Exchanges the axes of a region between the order of the result and the order of the stored
+    /// weight.
     fn exchanged(&self, region: &Region) -> Result<Region, RegionError> {
         let (mut offsets, mut sizes) = (region.offsets().to_vec(), region.sizes().to_vec());
         if self.transposed() {
@@ -308,21 +308,21 @@ impl Weight {
         (row / rows.max(1), col / cols.max(1))
     }
 
-    /// Where what is made at once from `row` and `col` on ends: with the tile of scales, the
-    /// matrix, or enough numbers.
+    /// The end of what is computed at once from `row` and `col`: the end of the tile of scales, of
+    /// the matrix, or of the memory.
     fn reach(&self, tile: &Tile, matrix: &Matrix, row: u64, col: u64) -> (u64, u64) {
         let (block_rows, block_cols) = self.block();
         let cols = tile.cols.end.saturating_mul(block_cols).min(matrix.cols.1);
         let cols = cols.min(col.saturating_add(SLAB));
         let most = (SLAB / (cols - col).max(1)).max(1);
-        // Rows end together, so that every one is made from its first column to its last: where
-        // one does not fit at once, they are made one by one.
+        // Whole rows are computed together. A row that exceeds the memory is computed alone, in
+        // parts.
         let most = if cols < matrix.cols.1 || col > matrix.cols.0 { 1 } else { most };
         let rows = tile.rows.end.saturating_mul(block_rows).min(matrix.rows.1);
         (rows.min(row.saturating_add(most)), cols)
     }
 
-    /// The part of the stored weight that holds a part of the numbers.
+    /// The region of the stored weight that yields a part of the result.
     fn stored_region(&self, slab: &Region) -> Result<Region, RegionError> {
         let QuantScheme::Mxfp4 { block_bytes, .. } = self.scheme else { return Ok(slab.clone()) };
         let (_, width) = self.block();
@@ -337,7 +337,7 @@ impl Weight {
         Region::new(offsets, sizes)
     }
 
-    /// The numbers of some rows and columns, as bytes of `float32`.
+    /// The values of some rows and columns, as bytes of `float32`.
     fn numbers(
         &self,
         stored: &Bytes,
@@ -356,7 +356,7 @@ impl Weight {
             let scales = tile.row(row / block_rows);
             let (mut line, mut made) = (line, made);
             let mut col = cols.start;
-            // Block by block, so that each has one scale.
+            // Block by block: each has one scale.
             while col < cols.end {
                 let end = (col / block_cols + 1).saturating_mul(block_cols).min(cols.end);
                 let scale = count((col / block_cols).saturating_sub(tile.cols.start));
@@ -377,7 +377,7 @@ impl Weight {
         numbers
     }
 
-    /// Numbers of one byte each; returns how many.
+    /// Dequantizes codes of one byte; returns how many.
     fn byte_block(&self, stored: &[u8], scale: f32, made: &mut [u8]) -> usize {
         let Ok(numbers) = <&[f32; 256]>::try_from(&*self.numbers) else { return 0 };
         for (made, byte) in made.chunks_exact_mut(4).zip(stored) {
@@ -387,7 +387,7 @@ impl Weight {
     }
 }
 
-/// Numbers of an MXFP4 block, from the `skip`-th on.
+/// Dequantizes an MXFP4 block from its `skip`-th value on.
 fn mxfp4_block(stored: &[u8], skip: usize, scale: f32, made: &mut [u8]) {
     let scaled = E2M1.map(|number| number * scale);
     let nibbles = stored.iter().flat_map(|byte| [byte & 0xf, byte >> 4]).skip(skip);
@@ -396,8 +396,8 @@ fn mxfp4_block(stored: &[u8], skip: usize, scale: f32, made: &mut [u8]) {
     }
 }
 
-/// The tensor that a weight is as plain numbers. Its chunks keep their places, under an encoding
-/// that says that only this view can read them.
+/// The dequantized tensor. Its chunks keep their placements under an encoding that only this view
+/// reads.
 fn plain(
     one: &Quantized,
     tensor: &TensorEntry,
@@ -426,7 +426,7 @@ fn plain(
     Ok(shown)
 }
 
-/// The size of the blocks that the model's configuration gives.
+/// The block size in the model's configuration.
 async fn configured(source: &Source) -> Result<Option<[u64; 2]>, CheckpointError> {
     let key = Key::new("config.json").map_err(StorageError::from)?;
     let byte_len = match source.storage.stat(&key).await {

@@ -1,4 +1,4 @@
-//! Whether entries of different checkpoints hold the same.
+//! Compares entries of different checkpoints for equality.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ impl Input {
         self.metadata.get(fqn)?.as_tensor()
     }
 
-    /// A reader of the tensor `fqn`, whatever chunks it lies in.
+    /// A reader of the tensor `fqn`.
     pub(super) fn tensor(&self, fqn: &str) -> Result<TensorReader, CheckpointError> {
         let index = self.metadata.index_of(fqn).ok_or_else(|| bad_plan(fqn, "it is missing"))?;
         let reader = Arc::clone(&self.source.reader);
@@ -43,10 +43,9 @@ impl Input {
     }
 }
 
-/// In words, how what two checkpoints hold under one name differs; `None` when it does not.
-/// Tensors are compared byte by byte, in bounded parts, but quantized ones never found to be the
-/// same, for an index does not have their scales; objects part by part, as
-/// [`diff`](crate::diff()) compares them.
+/// Describes the difference of the two entries of one name; `None` when they are equal. Compares
+/// tensors byte by byte, in bounded parts, and objects part by part as [`diff`](crate::diff())
+/// does. Quantized tensors are never equal, because an index does not have their scales.
 pub(super) async fn difference(
     a: &Input,
     b: &Input,

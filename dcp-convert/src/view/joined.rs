@@ -1,4 +1,4 @@
-//! Several storages as one, for what a view places in more than one of them.
+//! Joins several storages into one, for views that place data in more than one.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use dcp_core::{
     Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };
 
-/// Storages side by side, each below a folder that is its number. For reading only, and not for
-/// looking around.
+/// Several storages, each in a folder named after its number. Supports reading only, without
+/// listing.
 pub(super) struct Joined {
     storages: Vec<Arc<dyn Storage>>,
 }
@@ -20,7 +20,7 @@ impl Joined {
         Self { storages }
     }
 
-    /// The name here of `key` of the storage of that number.
+    /// The joined key of `key` in the storage `number`.
     pub(super) fn key(number: usize, key: &Key) -> Option<Key> {
         Key::new(format!("{number}/{key}")).ok()
     }

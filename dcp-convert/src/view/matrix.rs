@@ -1,16 +1,16 @@
-//! A region as matrices: its last two axes, at each index of the others.
+//! Splits a region into matrices: its last two axes, at each index of the others.
 
 use std::ops::Range;
 
 use dcp_core::{Dims, Region, RegionError};
 
-/// Rows and columns of a region at one index of all other axes.
+/// The rows and columns of a region at one index of all other axes.
 pub(super) struct Matrix {
     pub(super) outer: Dims,
     ndim: usize,
-    /// Where they begin and end.
+    /// The first row, and the end of the rows.
     pub(super) rows: (u64, u64),
-    /// Where they begin and end.
+    /// The first column, and the end of the columns.
     pub(super) cols: (u64, u64),
 }
 
@@ -24,7 +24,7 @@ impl Matrix {
         Self { outer, ndim, rows: axis(2), cols: axis(1) }
     }
 
-    /// Some rows and columns as a part of the tensor.
+    /// The region of some rows and columns.
     pub(super) fn part(&self, rows: Range<u64>, cols: Range<u64>) -> Result<Region, RegionError> {
         let inner = [rows, cols];
         let inner = inner.iter().skip(2_usize.saturating_sub(self.ndim));
@@ -40,7 +40,7 @@ impl Matrix {
     }
 }
 
-/// All indices of a region on all but the last two axes; none when it is empty.
+/// All indices of a region on the axes before the last two; none when it is empty.
 pub(super) fn outer_indices(region: &Region) -> impl Iterator<Item = Dims> + use<> {
     let axes = region.ndim().saturating_sub(2);
     let (offsets, sizes): (Dims, Dims) = (
@@ -65,7 +65,7 @@ pub(super) fn exchange(axes: &mut [u64]) {
     }
 }
 
-/// A matrix of `float32` with its rows as columns; they are `width` numbers long.
+/// Transposes a matrix of `float32` whose rows have `width` elements.
 pub(super) fn transposed(numbers: &[u8], width: u64) -> Vec<u8> {
     let width = usize::try_from(width).unwrap_or(0).max(1);
     let (elements, _) = numbers.as_chunks::<4>();

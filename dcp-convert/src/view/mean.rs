@@ -1,17 +1,16 @@
-//! The weighted mean of elements of several dtypes.
+//! Computes the weighted mean of elements of several dtypes.
 
 use dcp_core::DType;
 
 use crate::cast::{CastCounts, CastOptions, Caster};
 use crate::error::ConvertError;
 
-/// How the means of one tensor are made: each part is cast to the dtype of the sum, multiplied by
-/// its weight and added, in the order of the checkpoints; then the sum is divided by that of the
-/// weights and cast to the dtype of the result. Every step is rounded in the dtype of the sum, as
-/// PyTorch rounds it.
+/// The mean of one tensor. Each part is cast to the dtype of the sum, multiplied by its weight and
+/// added in the order of the checkpoints; the sum is divided by the sum of weights and cast to the
+/// dtype of the result. Every step rounds in the dtype of the sum, as PyTorch does.
 #[derive(Clone, Debug)]
 pub(super) struct Mean {
-    /// One for each checkpoint.
+    /// One caster per checkpoint.
     widen: Vec<Caster>,
     weights: Vec<f64>,
     narrow: Caster,
@@ -19,7 +18,7 @@ pub(super) struct Mean {
     double: bool,
 }
 
-/// A sum in the making.
+/// A partial sum.
 #[derive(Debug)]
 pub(super) struct Sum<'a> {
     mean: &'a Mean,
@@ -29,7 +28,7 @@ pub(super) struct Sum<'a> {
     overflowed: u64,
 }
 
-/// The real numbers of a sum.
+/// The values of a sum.
 #[derive(Debug)]
 enum Numbers {
     Single(Vec<f32>),
@@ -37,8 +36,8 @@ enum Numbers {
 }
 
 impl Mean {
-    /// Of the tensor `fqn`, which has these `dtypes` in the checkpoints, as a tensor of dtype
-    /// `to`; summed in `accumulate`, or else in 64 bits if any has 64.
+    /// The mean of the tensor `fqn`, with these `dtypes` in the checkpoints, as dtype `to`. Sums in
+    /// `accumulate`, by default in 64 bits if any dtype has 64.
     pub(super) fn new(
         fqn: &str,
         dtypes: &[DType],
@@ -66,19 +65,19 @@ impl Mean {
         })
     }
 
-    /// Bytes of an element in its largest form.
+    /// Bytes of an element in the largest dtype involved.
     pub(super) fn element_bytes(&self) -> usize {
         let all = self.widen.iter().flat_map(|caster| [caster.from().size(), caster.to().size()]);
         all.chain([self.narrow.to().size()]).max().unwrap_or(1)
     }
 
-    /// The dtypes of the sum and of the result, where they differ.
+    /// The dtypes of the sum and of the result, if they differ.
     pub(super) fn last_cast(&self) -> Option<(DType, DType)> {
         let (from, to) = (self.narrow.from(), self.narrow.to());
         (from != to).then_some((from, to))
     }
 
-    /// An empty sum of `elements`.
+    /// An empty sum of `elements` values.
     pub(super) fn start(&self, elements: u64) -> Sum<'_> {
         let parts = self.narrow.from().size() / self.narrow.from().scalar_size();
         let len = usize::try_from(elements).unwrap_or(usize::MAX).saturating_mul(parts);
@@ -100,7 +99,7 @@ impl Sum<'_> {
             return;
         };
         self.added += 1;
-        // Not added to zero, which would make a positive zero of a negative one.
+        // Adding to zero would turn a negative zero into a positive one.
         let first = at == 0;
         let count = elements.len() / caster.from().size();
         self.widened.resize(count * caster.to().size(), 0);
@@ -130,8 +129,7 @@ impl Sum<'_> {
         }
     }
 
-    /// The mean, as elements of the result's dtype; and how many numbers exceeded the dtype of
-    /// the sum, though all that went into them were finite.
+    /// The mean in the dtype of the result, and the number of finite inputs whose sums overflowed.
     pub(super) fn finish(mut self, counts: &mut CastCounts) -> (Vec<u8>, u64) {
         let total: f64 = self.mean.weights.iter().sum();
         match &self.numbers {

@@ -1,4 +1,4 @@
-//! Several checkpoints with different keys as one.
+//! Merges checkpoints with different keys into one.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,24 +18,23 @@ use crate::integrity::check::refuse_unsound;
 use crate::job::JobOptions;
 use crate::source::Source;
 
-/// What to do with a key that more than one checkpoint has.
+/// The treatment of a key that several checkpoints have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Duplicates {
-    /// Refuse it.
+    /// An error.
     #[default]
     Refuse,
-    /// Take it from the first one, when it is the same in all of them, byte by byte.
+    /// The first one, if all are equal byte by byte; an error otherwise.
     Identical,
 }
 
-/// A reader that shows everything of several others: first all of the first one, then what the
-/// next one has besides, and so on.
+/// A reader of everything in several checkpoints, in their order.
 #[derive(Debug)]
 pub struct Merged {
     parts: Vec<MergedPart>,
     metadata: Arc<CheckpointMetadata>,
-    /// By entry: the part, and the entry there.
+    /// By entry: the part, and the entry in it.
     inward: Vec<(u32, u32)>,
 }
 
@@ -43,17 +42,17 @@ pub struct Merged {
 struct MergedPart {
     reader: Arc<dyn StorageReader>,
     metadata: Arc<CheckpointMetadata>,
-    /// Entries here, by those of the part.
+    /// Entries of the merged index, by entries of the part.
     outward: Arc<HashMap<u32, u32>>,
 }
 
 impl Merged {
-    /// All of `sources` as one, as a job reads it.
+    /// Merges `sources` for a job.
     ///
     /// # Errors
     ///
-    /// [`ConvertError::Disagreement`] with all keys that more than one source has, as far as
-    /// `duplicates` does not allow them; and when a source cannot be read or makes no sense.
+    /// [`ConvertError::Disagreement`] with all duplicate keys that `duplicates` does not allow;
+    /// also when a source cannot be read or is inconsistent.
     pub async fn apply(
         sources: &[Source],
         duplicates: Duplicates,
@@ -101,7 +100,7 @@ impl Merged {
     }
 }
 
-/// The entries that are taken of each input.
+/// The entries to take from each input.
 async fn owners(inputs: &[Input], duplicates: Duplicates) -> Result<Vec<Vec<usize>>, ConvertError> {
     let mut first: HashMap<&Arc<str>, usize> = HashMap::new();
     let mut owners = Vec::with_capacity(inputs.len());
@@ -133,7 +132,7 @@ async fn owners(inputs: &[Input], duplicates: Duplicates) -> Result<Vec<Vec<usiz
     }
 }
 
-/// An entry of one input, placed in the storage of all: the input's own without a `number`.
+/// Moves an entry of one input to the joined storage. Without a `number` it stays where it is.
 pub(super) fn moved(
     entry: &Entry,
     number: Option<usize>,

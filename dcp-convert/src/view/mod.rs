@@ -1,4 +1,4 @@
-//! Checkpoints seen differently: readers over readers.
+//! Views: readers that present other readers' checkpoints differently.
 
 mod assembled;
 mod averaged;

@@ -1,4 +1,4 @@
-//! Quantized tensors as the objects that they are stored as, scale and zero point included.
+//! Presents quantized tensors as their stored objects, with scale and zero point.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,26 +17,25 @@ use crate::error::ConvertError;
 use crate::integrity::checked_source::CheckedSource;
 use crate::source::Source;
 
-/// The most bytes of an archive that is taken over as it is.
+/// The maximum size of an archive that is copied, in bytes.
 const ARCHIVE_MAX: u64 = 1 << 30;
 
-/// A reader that shows quantized tensors of another one as objects. An element of such a tensor
-/// means nothing without its scale, which only the stored archive has, so a format that keeps
-/// scales gets the archive.
+/// A reader that presents the quantized tensors of another one as objects. Their elements have no
+/// meaning without a scale, which only the stored archive contains, so a target that stores scales
+/// gets the archive.
 struct Quantized {
     inner: Source,
     inner_metadata: Arc<CheckpointMetadata>,
     metadata: Arc<CheckpointMetadata>,
-    /// Where the archives of these entries lie.
+    /// The placements of the archives of these entries.
     archives: HashMap<u32, Placement>,
 }
 
-/// `source` with quantized tensors as objects.
+/// Presents the quantized tensors of `source` as objects.
 ///
 /// # Errors
 ///
-/// For quantized tensors that are not stored in one archive each, and for those that are not
-/// `writable` as objects.
+/// When a quantized tensor is not stored in one archive, or is not `writable` as an object.
 pub(crate) async fn with_quantizers(
     source: CheckedSource,
     writable: impl Fn(&str) -> bool,
@@ -78,7 +77,7 @@ pub(crate) async fn with_quantizers(
     Ok(source.shown_by(Arc::new(reader)))
 }
 
-/// The place of a tensor that is one archive, as it is.
+/// The placement of a tensor that one archive stores unchanged.
 fn archive(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placement> {
     let chunk = tensor.chunks.get(0).filter(|_| tensor.chunks.len() == 1)?;
     let whole = chunk.sizes == &*tensor.shape && chunk.offsets.iter().all(|offset| *offset == 0);
@@ -89,7 +88,7 @@ fn archive(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placem
 }
 
 impl Quantized {
-    /// The archive's value, when every byte of it is what its checksums say.
+    /// Reads an archive's value and compares all of its bytes with their checksums.
     async fn read_archive(
         &self,
         entry: u32,

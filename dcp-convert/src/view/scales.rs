@@ -1,4 +1,4 @@
-//! Scales of block-scaled weights, kept in tiles for the next request.
+//! Reads the scales of block-scaled weights, and caches tiles of them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,23 +10,23 @@ use dcp_core::{
 use super::scratch::{Scratch, bad_plan, name};
 use crate::cast::{CastCounts, CastOptions, Caster};
 
-/// Scales in a tile at most, along the last axis and in all.
+/// The maximum number of scales in a tile, along the last axis and in all.
 const TILE_COLS: u64 = 8192;
 const TILE: u64 = 1 << 16;
-/// Tiles to keep: 16 MiB.
+/// The number of cached tiles: 16 MiB.
 const TILES: usize = 64;
 
-/// A part of one tensor of scales: one index on all but the last two axes.
+/// A part of a tensor of scales, at one index of all but the last two axes.
 #[derive(Debug)]
 pub(super) struct Tile {
-    /// Its rows and columns among those of the tensor.
+    /// Its rows and columns in the tensor.
     pub(super) rows: std::ops::Range<u64>,
     pub(super) cols: std::ops::Range<u64>,
     values: Vec<f32>,
 }
 
 impl Tile {
-    /// The scales of a row of the tensor, from the tile's first column on.
+    /// The scales of one row, from the tile's first column on.
     pub(super) fn row(&self, row: u64) -> &[f32] {
         let cols = usize::try_from(self.cols.end - self.cols.start).unwrap_or(0);
         let start = row.checked_sub(self.rows.start).and_then(|row| usize::try_from(row).ok());
@@ -35,10 +35,11 @@ impl Tile {
     }
 }
 
-/// What a tile is of: the entry, the index on all but the last two axes, and its place.
+/// The identity of a tile: the entry, the index on all but the last two axes, and the tile's row
+/// and column.
 type Place = (u32, Dims, u64, u64);
 
-/// Reads tiles, and keeps the last ones.
+/// Reads tiles, and caches the last ones.
 #[derive(Debug)]
 pub(super) struct Scales {
     reader: Arc<dyn StorageReader>,
@@ -51,8 +52,8 @@ impl Scales {
         Self { reader, metadata, kept: Mutex::default() }
     }
 
-    /// The tile that holds the scale of `row` and `col` at `outer` of the tensor `entry`, and the
-    /// bytes that were read for it.
+    /// The tile with the scale of `row` and `col` at `outer` of the tensor `entry`, and the number
+    /// of bytes read for it.
     pub(super) async fn tile(
         &self,
         entry: u32,
@@ -99,7 +100,7 @@ impl Scales {
         let tensor = self.metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
         let tensor = tensor.ok_or_else(|| bad_plan(&fqn, "it is no tensor"))?;
         let inner = [(rows.start, rows.end), (cols.start, cols.end)];
-        // Without rows there are only the columns.
+        // A vector of scales has columns only.
         let inner = inner.iter().skip(2_usize.saturating_sub(tensor.shape.ndim()));
         let offsets: Dims =
             outer.iter().copied().chain(inner.clone().map(|(start, _)| *start)).collect();
@@ -139,7 +140,7 @@ impl Scales {
     }
 }
 
-/// Elements as `float32`; bytes are exponents, as in `float8_e8m0fnu`.
+/// Converts elements to `float32`. Bytes are exponents, as in `float8_e8m0fnu`.
 pub(super) fn floats(fqn: &str, dtype: DType, bytes: &[u8]) -> Result<Vec<f32>, CheckpointError> {
     let from = if dtype == DType::UInt8 { DType::Float8E8M0Fnu } else { dtype };
     let caster = Caster::new(fqn, from, DType::Float32, CastOptions::default());

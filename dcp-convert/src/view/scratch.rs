@@ -1,4 +1,4 @@
-//! Parts of a tensor in memory of a view's own, on their way to the caller's.
+//! Reads parts of a tensor into a view's own memory.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use dcp_core::{
 
 use crate::read::runs::boxes;
 
-/// Bytes to hold at once for a read.
+/// The maximum number of bytes per read.
 pub(super) const SCRATCH: u64 = 2 << 20;
 
 /// Cuts `region`, of elements of `element_bytes` each, into boxes of at most `bytes` each.
@@ -38,7 +38,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Bytes of all parts.
+    /// The total size of the parts in bytes.
     pub(super) fn len(&self) -> u64 {
         self.len as u64
     }
@@ -53,7 +53,7 @@ impl Scratch {
         self.plan.items.push(ReadItem { entry, leaf, kind });
     }
 
-    /// Reads the parts; their elements, row-major, in the order in which they were added.
+    /// Reads the parts. Returns their row-major elements, concatenated.
     pub(super) async fn read(
         self,
         reader: &dyn StorageReader,
@@ -88,7 +88,7 @@ pub(super) fn bad_plan(fqn: &str, problem: impl Into<String>) -> CheckpointError
     PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.into() }.into()
 }
 
-/// Memory by the leaf of the items.
+/// Memory of the parts, by the leaf of their items.
 #[derive(Debug)]
 struct Views(Vec<TensorView>);
 

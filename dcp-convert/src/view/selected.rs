@@ -1,4 +1,4 @@
-//! Some keys of a checkpoint, in the order and under the names that a selection gives them.
+//! Presents the keys that a selection chooses, in its order and under its names.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,12 +14,11 @@ use crate::source::{KeptObjects, Source};
 use crate::view::Assembled;
 
 impl Selection {
-    /// The chosen part of a checkpoint, as a job reads it.
+    /// The selected part of a checkpoint, for a job.
     ///
     /// # Errors
     ///
-    /// As [`Selection::of`], when the selection leaves nothing, and when the checkpoint cannot be
-    /// read.
+    /// As [`Selection::of`]; when the selection is empty, and when the checkpoint cannot be read.
     pub async fn apply(&self, source: &Source, job: &JobOptions) -> Result<Source, ConvertError> {
         if self.is_everything() {
             return Ok(source.clone());
@@ -44,7 +43,7 @@ impl Selection {
         Ok(view.finish()?.keeping(kept))
     }
 
-    /// Settings of optimizers that list parameters by names that change, with the new names.
+    /// Optimizer settings that list renamed parameters, with the new names.
     async fn renamed_params(
         &self,
         source: &Source,
@@ -68,7 +67,7 @@ impl Selection {
     }
 }
 
-/// What is chosen as it is, of a file of `torch.save` or a view that has some of one.
+/// The selected objects that a `torch.save` file stores unchanged.
 fn kept(
     source: &Source,
     metadata: &CheckpointMetadata,

@@ -1,4 +1,4 @@
-//! Every so manyth element of a tensor, forwards or backwards.
+//! Takes every n-th element of a tensor, forwards or backwards.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use super::scratch::{bad_plan, pieces};
 use crate::element::slice::{Axis, TensorSlice};
 use crate::read::tensor_read::TensorReader;
 
-/// Elements to gather at once; there may be a box for each.
+/// The number of elements to gather at once; each may need a box.
 const AT_ONCE: u64 = 1 << 16;
-/// Up to this step along the last axis, what lies between is read, too, and thrown away.
+/// The largest step along the last axis at which skipped elements are read and discarded.
 const DENSE: u64 = 8;
 
-/// A reader of one tensor: a slice of another one.
+/// A reader of one tensor: a slice of a tensor of another reader.
 pub(crate) struct Stepped {
     inner: Arc<TensorReader>,
     metadata: Arc<CheckpointMetadata>,
@@ -27,7 +27,7 @@ pub(crate) struct Stepped {
 }
 
 impl Stepped {
-    /// What `slice` takes of what `inner` reads, as a tensor of its own.
+    /// Presents the slice of `inner` as a tensor.
     pub(crate) fn reader(
         inner: &Arc<TensorReader>,
         slice: &TensorSlice,
@@ -48,7 +48,7 @@ impl Stepped {
         TensorReader::new(Arc::new(view), metadata, 0)
     }
 
-    /// The elements of a part of the slice, row-major.
+    /// The row-major elements of a part of the slice.
     async fn gather(&self, part: &Region, size: usize) -> Result<Bytes, CheckpointError> {
         let bad = |error: RegionError| bad_plan(self.inner.fqn(), error.to_string());
         let (boxes, row) = self.boxes(part).map_err(bad)?;
@@ -67,8 +67,8 @@ impl Stepped {
         Ok(taken.into())
     }
 
-    /// The boxes of the tensor in which a part of the slice lies, in its order, and what is taken
-    /// of each row of them, where that is not all.
+    /// The boxes of the tensor that contain a part of the slice, in its order, and the elements to
+    /// take of each row if not all.
     fn boxes(&self, part: &Region) -> Result<(Vec<Region>, Option<Row>), RegionError> {
         let mut given = part.offsets().iter().zip(part.sizes().iter());
         let ranges: Vec<(u64, u64)> = self
@@ -77,7 +77,7 @@ impl Stepped {
             .map(|axis| if axis.indexed { None } else { given.next() })
             .map(|range| range.map_or((0, 1), |(start, len)| (*start, *len)))
             .collect();
-        // All axes up to the last one that is stepped along are gone through one by one.
+        // All axes up to the last one with a step are enumerated.
         let stepped = self.axes.iter().rposition(|axis| axis.step != 1);
         let last = self.axes.len().saturating_sub(1);
         let dense = |axis: &Axis| axis.step.unsigned_abs() <= DENSE;
@@ -110,7 +110,7 @@ impl Stepped {
     }
 }
 
-/// What is taken of each row that is read.
+/// The elements to take of each row.
 #[derive(Clone, Copy, Debug)]
 struct Row {
     step: u64,

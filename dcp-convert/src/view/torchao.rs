@@ -1,20 +1,20 @@
-//! Quantized tensors of torchao (0.18) as plain numbers.
+//! Dequantizes tensors of torchao (0.18).
 
 use dcp_core::{DType, Dict, Dims, Region, Runs, Tensor, Value};
 
 use super::scales::floats;
 
-/// The classes that are understood, without their modules, of which torchao has changed some.
+/// The supported classes, without their modules, which torchao has moved.
 const CLASSES: [&str; 5] =
     ["OptimState8bit", "OptimState4bit", "OptimStateFp8", "Int8Tensor", "Float8Tensor"];
 
-/// Whether tensors of a class can be made plain numbers.
+/// Whether a class is supported.
 pub(super) fn is_known(class: &str) -> bool {
     let (module, name) = class.rsplit_once('.').unwrap_or_default();
     module.split('.').next() == Some("torchao") && CLASSES.contains(&name)
 }
 
-/// A quantized tensor: what its numbers are made of.
+/// A quantized tensor.
 #[derive(Debug)]
 pub(super) struct Quantized {
     shape: Dims,
@@ -23,32 +23,32 @@ pub(super) struct Quantized {
     blocks: Blocks,
 }
 
-/// What is stored of each number.
+/// The stored codes.
 #[derive(Debug)]
 enum Codes {
-    /// A byte, and the numbers that the bytes stand for.
+    /// One byte per element, and the value of each byte.
     Bytes(Vec<u8>, Vec<f32>),
-    /// Four bits, the upper ones first, and the numbers that they stand for.
+    /// Four bits per element, upper bits first, and the value of each code.
     Nibbles(Vec<u8>, Vec<f32>),
-    /// An integer of 8 bits, from which that of its block in the second list is subtracted.
+    /// 8-bit integers, and the zero point of each block, which is subtracted.
     Ints(Vec<u8>, Vec<i8>),
 }
 
-/// Which numbers share a scale.
+/// The elements that share a scale.
 #[derive(Debug)]
 enum Blocks {
-    /// So many that follow each other, whatever the shape.
+    /// Runs of this many row-major elements.
     Flat(u64),
-    /// Those in a box of these sizes; the scales are in row-major order.
+    /// Boxes of these sizes; the scales are in row-major order.
     Grid(Dims),
 }
 
 impl Quantized {
-    /// The tensor `fqn` of `shape` and `class` from what PyTorch (2.15) pickles of it.
+    /// The tensor `fqn` of `shape` and `class`, from the object that PyTorch (2.15) pickles.
     ///
     /// # Errors
     ///
-    /// What keeps it from being made plain numbers, in words.
+    /// A message that says why it cannot be dequantized.
     pub(super) fn new(fqn: &str, class: &str, shape: &Dims, value: &Value) -> Result<Self, String> {
         let attributes = attributes(value).ok_or("it is not made as PyTorch 2.15 makes it")?;
         let part = |name: &str| tensor(attributes, name);
@@ -117,8 +117,8 @@ impl Quantized {
         Ok(Self { shape: shape.clone(), codes, scales, blocks })
     }
 
-    /// The numbers of a region in row-major order, as bytes of `float32`: each the product of its
-    /// code's number and its scale, rounded once.
+    /// The values of a region in row-major order, as bytes of `float32`: the product of the code's
+    /// value and the scale, rounded once.
     pub(super) fn numbers(&self, region: &Region) -> Vec<u8> {
         let mut made = Vec::new();
         let runs: Runs = region.runs_in(&self.shape);
@@ -127,7 +127,7 @@ impl Quantized {
             let end = start.saturating_add(len);
             let mut at = start;
             while at < end {
-                // To the end of a row, whose numbers have the same place on all other axes.
+                // Up to the end of the row, whose elements share all other indices.
                 let next = (at / row + 1).saturating_mul(row).min(end);
                 let (first, size, offset) = self.scale_of_row(at, row);
                 for (flat, col) in (at..next).zip(offset..) {
@@ -140,8 +140,8 @@ impl Quantized {
         made
     }
 
-    /// The first scale of the row that the number at `flat` is in, how many numbers of the row
-    /// share one, and where in the row the number is.
+    /// The first scale of the row that contains element `flat`, the number of elements that share
+    /// one, and the element's position in the row.
     fn scale_of_row(&self, flat: u64, row: u64) -> (u64, u64, u64) {
         let sizes = match &self.blocks {
             Blocks::Flat(len) => return (0, (*len).max(1), flat),
@@ -179,7 +179,7 @@ impl Quantized {
     }
 }
 
-/// Floats of 8 bits, with what each byte stands for.
+/// 8-bit floats, with the value of each byte.
 fn float8(fqn: &str, tensor: &Tensor, shape: &Dims) -> Result<Codes, String> {
     let dtype = tensor.dtype();
     let known = matches!(dtype, DType::Float8E4M3Fn | DType::Float8E5M2);
@@ -191,7 +191,7 @@ fn float8(fqn: &str, tensor: &Tensor, shape: &Dims) -> Result<Codes, String> {
     Ok(Codes::Bytes(tensor.to_vec().ok_or("a part of it is not here")?, table))
 }
 
-/// The sizes of blocks of which there are so many on each axis; one is for all.
+/// The sizes of blocks, from the number of blocks per axis. A single count is for all axes.
 fn of_counts(shape: &Dims, counts: &[u64]) -> Result<Dims, String> {
     if counts.iter().all(|count| *count == 1) {
         return Ok(shape.clone());
@@ -204,7 +204,7 @@ fn of_counts(shape: &Dims, counts: &[u64]) -> Result<Dims, String> {
     sizes.ok_or_else(|| format!("scales of shape {} do not divide it", Dims::from(counts)))
 }
 
-/// The attribute `block_size`, which divides `shape` evenly.
+/// The attribute `block_size`, if it divides `shape` evenly.
 fn block_size(attributes: &Dict, shape: &Dims) -> Option<Dims> {
     let (Value::List(sizes) | Value::Tuple(sizes)) = attributes.get("block_size")? else {
         return None;
@@ -232,7 +232,7 @@ fn tensor<'a>(attributes: &'a Dict, name: &str) -> Result<&'a Tensor, String> {
     }
 }
 
-/// The attributes of an instance that `torch._tensor._rebuild_from_type_v2` makes.
+/// The attributes of an instance that `torch._tensor._rebuild_from_type_v2` rebuilds.
 fn attributes(value: &Value) -> Option<&Dict> {
     match value {
         Value::Opaque(opaque) => attributes(&opaque.view),

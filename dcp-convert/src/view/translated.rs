@@ -1,11 +1,11 @@
-//! Items of an inner reader as those that a caller knows.
+//! Translates items of an inner reader to those of the caller.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_core::{CheckpointError, DataSink, ReadItem, TensorView, Value};
 
-/// Gives a sink the items that it asked for, and not those of the inner reader.
+/// A sink for an inner reader that passes the caller's items to the caller's sink.
 #[derive(Debug)]
 pub(super) struct Translated {
     sink: Arc<dyn DataSink>,
@@ -13,7 +13,7 @@ pub(super) struct Translated {
 }
 
 impl Translated {
-    /// `outward` gives the entry here for one of the inner reader.
+    /// `outward` maps an entry of the inner reader to the caller's.
     pub(super) fn new(sink: Arc<dyn DataSink>, outward: Arc<HashMap<u32, u32>>) -> Self {
         Self { sink, outward }
     }

@@ -1,4 +1,4 @@
-//! Quantized tensors of classes of their own as plain numbers.
+//! Presents quantized tensors of torchao's classes as dequantized ones.
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
@@ -16,10 +16,10 @@ use super::torchao::{Quantized, is_known};
 use crate::cast::{CastCounts, CastOptions, Caster};
 use crate::error::ConvertError;
 
-/// Tensors that are kept as they are stored, of those that were read last.
+/// The number of stored tensors to cache.
 const KEPT: usize = 4;
 
-/// A reader that shows tensors of torchao's classes as plain ones. Each is read as a whole.
+/// A reader that dequantizes tensors of torchao's classes. It reads each one whole.
 pub(super) struct Unwrapped {
     inner: Arc<dyn StorageReader>,
     inner_metadata: Arc<CheckpointMetadata>,
@@ -30,7 +30,7 @@ pub(super) struct Unwrapped {
 }
 
 impl Unwrapped {
-    /// What `inner` reads, with numbers of `dtype`; `None` where no class is known.
+    /// A reader over `inner`, with values of `dtype`; `None` when no entry has a supported class.
     pub(super) async fn new(
         inner: Arc<dyn StorageReader>,
         dtype: DType,
@@ -38,7 +38,7 @@ impl Unwrapped {
         let inner_metadata = inner.metadata().await?;
         let mut metadata = CheckpointMetadata::clone(&inner_metadata);
         let mut unwrapped = HashSet::new();
-        // The place of an object in a file is that of all of them.
+        // Objects of a file share its placement.
         let encoding = Encoding::new(Layout::TorchSave).with_transforms(["dequantized".into()]);
         for (position, (fqn, entry)) in (0..).zip(inner_metadata.iter()) {
             let Some(object) = entry.as_object() else { continue };
@@ -63,7 +63,7 @@ impl Unwrapped {
         Ok(Some(Self { inner, inner_metadata, metadata, unwrapped, caster, kept }))
     }
 
-    /// What an entry is made of.
+    /// The stored tensor of an entry.
     async fn quantized(&self, entry: u32) -> Result<(Arc<Quantized>, u64), CheckpointError> {
         let kept = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, found)) = kept().iter().find(|(of, _)| *of == entry) {
@@ -114,7 +114,7 @@ impl Unwrapped {
     }
 }
 
-/// The tensor that an object is: one chunk, under an encoding that only this view can read.
+/// The tensor of an object: one chunk, under an encoding that only this view reads.
 fn plain(
     object: &ObjectEntry,
     dtype: DType,
@@ -174,7 +174,7 @@ impl fmt::Debug for Unwrapped {
     }
 }
 
-/// Takes one object.
+/// Receives one object.
 #[derive(Debug, Default)]
 struct One(Mutex<Option<Value>>);
 

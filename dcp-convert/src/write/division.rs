@@ -1,4 +1,4 @@
-//! Who holds which part of a checkpoint that is written anew.
+//! Assigns the parts of a new checkpoint to ranks.
 
 use std::fmt;
 
@@ -6,37 +6,37 @@ use dcp_core::{Region, RegionError, TensorEntry};
 
 use crate::error::ConvertError;
 
-/// Who holds which part of a checkpoint that is written anew by [`divide`](crate::divide()).
+/// Assigns the parts of a checkpoint that [`divide`](crate::divide()) writes to ranks.
 pub trait Division: fmt::Debug + Send + Sync {
-    /// How many ranks there are.
+    /// The number of ranks.
     fn ranks(&self) -> u32;
 
-    /// The parts of a tensor and the ranks that hold them. A part that several ranks hold is
-    /// written by one of them.
+    /// The parts of a tensor, and the ranks that hold them. One of the ranks that hold a part
+    /// writes it.
     ///
     /// # Errors
     ///
-    /// When it cannot be divided so.
+    /// When the tensor cannot be divided.
     fn tensor(&self, fqn: &str, tensor: &TensorEntry) -> Result<Held, ConvertError>;
 
-    /// Who writes an object.
+    /// The rank that writes an object.
     fn object(&self, fqn: &str) -> Owner;
 
-    /// Whether the new checkpoint says how its keys nest, where the old one did.
+    /// Whether the new checkpoint records how its keys nest, if the old one did.
     fn is_nested(&self) -> bool;
 }
 
-/// The parts of a tensor and who holds them.
+/// The parts of a tensor, and their ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Held {
     /// Whether ranks hold different parts.
     pub sharded: bool,
-    /// Ranks and boxes; together they are the whole tensor.
+    /// Ranks and boxes. The boxes cover the whole tensor.
     pub parts: Vec<(u32, Region)>,
 }
 
 impl Held {
-    /// One rank holds all of it.
+    /// The whole tensor, held by one rank.
     ///
     /// # Errors
     ///
@@ -46,19 +46,19 @@ impl Held {
     }
 }
 
-/// Who writes an object.
+/// The rank that writes an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Owner {
-    /// Any rank; that with the least to write does.
+    /// The rank with the least to write.
     Anybody,
     /// This rank.
     Rank(u32),
-    /// No rank: it is left out.
+    /// None: the object is left out.
     Nobody,
 }
 
-/// Every tensor along its first axis, as FSDP2 divides it.
+/// Divides every tensor along its first axis, as FSDP2 does.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FirstAxis {
     pub(crate) ranks: u32,
@@ -88,7 +88,7 @@ impl Division for FirstAxis {
     }
 }
 
-/// The part of a tensor that `rank` gets, and whether ranks get different ones.
+/// The part of a tensor that `rank` holds, and whether the parts of ranks differ.
 fn shard(tensor: &TensorEntry, rank: u32, ranks: u32) -> Result<(bool, Region), ConvertError> {
     let whole = full(tensor)?;
     let (rank, ranks) = (u64::from(rank), u64::from(ranks));
@@ -98,7 +98,7 @@ fn shard(tensor: &TensorEntry, rank: u32, ranks: u32) -> Result<(bool, Region), 
     let longest = (0..whole.ndim()).max_by_key(|axis| (whole.end(*axis), whole.ndim() - axis));
     let axis = if whole.end(0) >= ranks { 0 } else { longest.unwrap_or(0) };
     let len = whole.end(axis);
-    // As `torch.chunk` does: all chunks but the last ones are equally long.
+    // The rule of `torch.chunk`: all chunks but the last have this length.
     let each = len.div_ceil(ranks);
     let start = each.saturating_mul(rank).min(len);
     let (mut offsets, mut sizes) = (whole.offsets().clone(), whole.sizes().clone());

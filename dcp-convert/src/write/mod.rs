@@ -1,4 +1,4 @@
-//! The targets, and what is written to them.
+//! Targets, and the data written to them.
 
 pub(crate) mod division;
 pub(crate) mod reshard;

@@ -1,4 +1,4 @@
-//! Rewriting a checkpoint as if other ranks had saved it.
+//! Rewrites a checkpoint as another set of ranks would save it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -27,27 +27,26 @@ use crate::write::division::{Division, FirstAxis, Owner};
 use crate::write::stored_data_source::{CheckpointData, FirstRead, Part};
 use crate::write::written::WriteReport;
 
-/// Memory that writing one rank takes besides its segments, in bytes: what the format gathers
-/// into a part, and the part on its way.
+/// Bytes of memory per rank besides its segments: the upload part that the format fills, and the
+/// one in flight.
 const RANK_OVERHEAD: u64 = 40 << 20;
 
-/// Encoded objects of more bytes than this are made again when their turn comes.
+/// Objects with more encoded bytes than this are encoded again when they are written.
 const MADE_AGAIN: usize = 1 << 20;
-/// Encoded objects up to this many bytes are kept in memory until they are written.
+/// Objects with up to this many encoded bytes stay in memory until they are written.
 const KEPT_BYTES: usize = 64 << 10;
 
-/// How an archive of `torch.save` begins.
+/// The first bytes of a `torch.save` archive.
 const ARCHIVE: &[u8] = b"PK\x03\x04";
 
-/// The most ranks to write for; every rank is a file.
+/// The maximum number of ranks; each writes at least one file.
 pub const MAX_RANKS: u32 = 1 << 16;
 
-/// Writes the checkpoint anew as `ranks` ranks would have saved it: every tensor cut along its
-/// first axis as FSDP2 cuts it (along its longest one where the first has fewer rows than there
-/// are ranks), tensors with fewer elements than ranks whole, objects with their bytes as they
-/// are. Nothing is held in memory as a whole. Chunks that are cut in too different a way to be
-/// compared with their checksums on the way are read once more before the new checkpoint is
-/// committed, so damage is never carried over.
+/// Rewrites the checkpoint as `ranks` ranks would save it. Every tensor is divided along its first
+/// axis as FSDP2 does, or along its longest axis if the first is shorter than the number of ranks.
+/// Tensors with fewer elements than ranks stay whole, and objects keep their bytes. Memory is
+/// bounded. Chunks whose parts cannot be compared with their checksums on the way are read again
+/// before the commit, so the new checkpoint never contains damaged data.
 ///
 /// # Errors
 ///
@@ -61,14 +60,13 @@ pub async fn reshard(
     divide(source, writer, &FirstAxis { ranks }, options).await
 }
 
-/// Writes the checkpoint anew as ranks would have saved it that hold what `division` says.
-/// Otherwise as [`reshard`], which is this with the division of FSDP2.
+/// Rewrites the checkpoint as the ranks of `division` would save it. [`reshard`] is this with the
+/// division of FSDP2.
 ///
 /// # Errors
 ///
-/// When the checkpoint is unsound or damaged, there are 0 ranks or more than [`MAX_RANKS`], the
-/// division does not make whole tensors, or writing fails; then what was there before is
-/// untouched.
+/// When the checkpoint is inconsistent or damaged, there are 0 ranks or more than [`MAX_RANKS`],
+/// the division does not cover a tensor, or writing fails. The target is then unchanged.
 pub async fn divide(
     source: &Source,
     writer: &dyn StorageWriter,
@@ -119,8 +117,8 @@ pub async fn divide(
     Ok(report(&global, callables).with_files(files))
 }
 
-/// Lists objects that PyTorch takes for tensors as it lists them: with the dtype and shape that
-/// they pretend to have, in one chunk.
+/// Lists objects that PyTorch treats as tensors as PyTorch does: as one chunk with the dtype and
+/// shape that they report.
 fn list_as_tensors(
     stored: &CheckpointMetadata,
     planned: &mut CheckpointMetadata,
@@ -157,7 +155,7 @@ fn report(global: &GlobalPlan, callables: Vec<ForeignCallable>) -> WriteReport {
     }
 }
 
-/// The files that a plan fills, and their bytes.
+/// The files of a plan, and their sizes in bytes.
 fn planned_files(global: &GlobalPlan) -> Vec<(String, u64)> {
     let mut lens = vec![0_u64; global.metadata.files().len()];
     let mut place = |placement: Placement| {
@@ -191,8 +189,8 @@ async fn commit(
     save.commit(writes, metadata, reports).await
 }
 
-/// Writes what all ranks hold, and finds that nothing of it was damaged. After a failure no rank is
-/// writing any more.
+/// Writes the data of all ranks and checks that none of it is damaged. When it fails, no rank is
+/// still writing.
 async fn write(
     source: CheckedSource,
     locals: &[SavePlan],
@@ -219,14 +217,14 @@ fn total_bytes(global: &GlobalPlan, locals: &[SavePlan]) -> u64 {
     selected.fold(0, u64::saturating_add)
 }
 
-/// What all ranks' plans are made from.
+/// The common input of all ranks' plans.
 struct Job<'a> {
     source: &'a CheckedSource,
     metadata: Arc<CheckpointMetadata>,
     readers: HashMap<usize, Arc<TensorReader>>,
-    /// The objects by position: what they are made from, and their bytes.
+    /// The objects by position: their origin and length.
     objects: HashMap<usize, (Part, u64)>,
-    /// What Python would run when it loads the objects, and what was admitted.
+    /// The Python callables in the objects, all of them allowed.
     callables: Vec<ForeignCallable>,
     options: &'a JobOptions,
 }
@@ -272,7 +270,7 @@ impl<'a> Job<'a> {
         Ok(Self { source, metadata, readers, objects, callables, options })
     }
 
-    /// What every rank would offer to write, and where its bytes come from.
+    /// The plans of all ranks, and the sources of their bytes.
     fn all_ranks(&self, division: &dyn Division) -> Result<Offers, ConvertError> {
         let mut ranks: Vec<Rank> = (0..division.ranks()).map(|_| Rank::default()).collect();
         for (index, (fqn, entry)) in self.metadata.iter().enumerate() {
@@ -325,20 +323,20 @@ impl<'a> Job<'a> {
     }
 }
 
-/// The plans of all ranks, and where their bytes come from.
+/// The plans of all ranks, and the sources of their bytes.
 type Offers = (Vec<SavePlan>, Vec<Arc<dyn DataSource>>);
 
-/// What one rank would offer to write.
+/// The plan of one rank, and the sources of its bytes.
 #[derive(Default)]
 struct Rank {
     plan: SavePlan,
     parts: Vec<Part>,
-    /// The entry that the last key of the plan is for.
+    /// The entry of the plan's last key.
     entry: Option<usize>,
 }
 
 impl Rank {
-    /// The position of the key of an entry, whose items all come one behind the other.
+    /// The position of an entry's key. All items of an entry are consecutive.
     fn key(&mut self, entry: usize, key: &PlanKey) -> usize {
         if self.entry.replace(entry) == Some(entry) {
             return self.plan.keys().len().saturating_sub(1);
@@ -352,7 +350,7 @@ fn no_such_rank(fqn: &str, rank: u32) -> ConvertError {
     ConvertError::unsupported(format!("{fqn:?}"), problem)
 }
 
-/// An object with the bytes of its archive where they can be taken as they are, and their place.
+/// An object, with the placement and bytes of its archive if the archive can be copied.
 async fn with_stored(
     source: &Source,
     metadata: &CheckpointMetadata,
@@ -380,8 +378,8 @@ async fn with_stored(
     Ok((opaque, Some((key.clone(), placement.byte_offset))))
 }
 
-/// The most bytes that the objects of a source may have when each is written by itself: of a file
-/// in which they may share memory, in proportion to the file.
+/// The maximum total size of a source's objects when each is written separately. For a file in
+/// which they may share memory, it is proportional to the size of the file.
 async fn written_max(source: &Source) -> Result<u64, CheckpointError> {
     const PER_BYTE: u64 = 16;
     let Some(save) = source.save_reader() else { return Ok(u64::MAX) };
@@ -397,8 +395,8 @@ fn shared_too_often(limit: u64) -> ConvertError {
     ConvertError::unsupported("the objects of the checkpoint", problem)
 }
 
-/// The same for an object whose bytes are too many to be kept: it is read and encoded again when
-/// its turn comes, if that makes the same bytes.
+/// Turns an object that is too large to keep into one that is read and encoded again when it is
+/// written, if that yields the same bytes.
 fn made_again(part: Part, metadata: &Arc<CheckpointMetadata>, entry: usize, value: &Value) -> Part {
     let Part::Encoded(encoded) = &part else { return part };
     let again = encoded.len() > MADE_AGAIN && encode_object(value).is_ok_and(|b| b == *encoded);
@@ -407,8 +405,8 @@ fn made_again(part: Part, metadata: &Arc<CheckpointMetadata>, entry: usize, valu
     Part::Object { metadata: Arc::clone(metadata), entry, first }
 }
 
-/// What an object is made from: its stored bytes where the writer takes them as they are, its
-/// value encoded anew otherwise.
+/// The origin of an object's bytes: its stored archive if the writer accepts it, its value encoded
+/// again otherwise.
 fn object_part(
     writer: &dyn StorageWriter,
     fqn: &str,
@@ -416,8 +414,8 @@ fn object_part(
     stored: Option<(Key, u64)>,
 ) -> Result<(Part, u64), ConvertError> {
     let encoded = writer.encode_object(fqn, value)?;
-    // What is not stored as it is may lie in a file that nobody has checked, and what is written is
-    // to pass every check.
+    // An object that is encoded again may come from an unchecked file, and the target must pass
+    // every check.
     if stored.is_none() && encoded.starts_with(ARCHIVE) {
         let checked = check_archive(&encoded).and_then(|()| decode_object(&encoded).map(drop));
         checked.map_err(|error| {
@@ -426,7 +424,7 @@ fn object_part(
         })?;
     }
     let byte_len = encoded.len() as u64;
-    // A large object stays where it is until its turn comes.
+    // A large object stays in its file until it is written.
     let part = match (value, stored) {
         (Value::Opaque(opaque), Some((key, byte_offset)))
             if encoded.len() > KEPT_BYTES && encoded == opaque.encoded =>

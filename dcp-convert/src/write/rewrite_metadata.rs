@@ -1,4 +1,4 @@
-//! The `.metadata` of a checkpoint in the form that other programs read, and nothing else of it.
+//! Rewrites the `.metadata` of a checkpoint in the form that other programs read.
 
 use std::sync::Arc;
 
@@ -15,42 +15,42 @@ use crate::open::formats::explain;
 
 const METADATA: &str = ".metadata";
 
-/// What became of a `.metadata`.
+/// The result of rewriting a `.metadata`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct MetadataRewrite {
-    /// The form it had: the name of a [`Profile`].
+    /// The old form: the name of a [`Profile`].
     pub from: &'static str,
-    /// The form it has now.
+    /// The new form.
     pub to: &'static str,
-    /// Whether that is another one; if not, nothing was written.
+    /// Whether the form changed; if not, nothing was written.
     pub changed: bool,
-    /// Whether nothing was written because it was only asked what would be.
+    /// Whether this was a dry run, which writes nothing.
     pub dry_run: bool,
     /// Tensors and objects in it.
     pub entries: usize,
-    /// Its bytes before.
+    /// Its old size in bytes.
     pub bytes_before: u64,
-    /// Its bytes now.
+    /// Its new size in bytes.
     pub bytes_after: u64,
-    /// What the new form has no place for, in words. None of it is needed to load anything.
+    /// What the new form cannot express. No load needs any of it.
     pub dropped: Vec<String>,
-    /// The oldest PyTorch that reads the data, where that is newer than the one that the form is for.
+    /// The oldest PyTorch that reads the data, if it is newer than the one that the form is for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oldest_torch: Option<&'static str>,
-    /// Whether the sidecar beside it was carried over; PyTorch's own checkpoints have none.
+    /// Whether dcp's sidecar was rewritten too; PyTorch's own checkpoints have none.
     pub sidecar: bool,
 }
 
-/// What is said about a profile that was not given: keep the one there is, if it serves.
+/// The profile to write. The current one is kept if it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ProfileChoice {
-    /// This one.
+    /// This profile.
     Exactly(Profile),
-    /// One that PyTorch reads: what there is, or [`Profile::Compat`].
+    /// Any that PyTorch reads: the current one, or [`Profile::Compat`].
     Torch,
-    /// One that is OLMo-core's own: what there is, or [`Profile::Olmo`].
+    /// Any of OLMo-core's own: the current one, or [`Profile::Olmo`].
     Olmo,
 }
 
@@ -65,16 +65,16 @@ impl ProfileChoice {
     }
 }
 
-/// Rewrites the `.metadata` of the checkpoint in `storage`, atomically. All that it says of
-/// tensors, objects and their places stays as it is, and is compared before anything is written.
+/// Rewrites the `.metadata` of the checkpoint in `storage` atomically. Tensors, objects and their
+/// placements stay the same, which is checked before anything is written.
 ///
-/// With `dry_run`, does all of that but write.
+/// A `dry_run` does everything but write.
 ///
 /// # Errors
 ///
-/// When there is no `.metadata`, it cannot be read, or holds something that the new form cannot
-/// express, such as compressed chunks for OLMo-core; when it is replaced by a save meanwhile; and
-/// when the storage fails. The old one is then untouched.
+/// When there is no `.metadata`, it cannot be read, or the new form cannot express it, such as
+/// compressed chunks for OLMo-core; when a save replaces it meanwhile; when the storage fails. The
+/// old one is then unchanged.
 pub async fn rewrite_metadata(
     storage: &Arc<dyn Storage>,
     choice: ProfileChoice,
@@ -122,14 +122,14 @@ pub async fn rewrite_metadata(
     Ok(report)
 }
 
-/// Stream extensions, such as compression, came with PyTorch 2.7.
+/// PyTorch reads stream extensions, such as compression, since 2.7.
 fn oldest_torch(metadata: &CheckpointMetadata, to: Profile) -> Option<&'static str> {
     let is_transformed = metadata.encodings().iter().any(|one| !one.transforms.is_empty());
     let is_older = matches!(to, Profile::Compat | Profile::Torch2_3);
     (is_transformed && is_older).then_some("2.7")
 }
 
-/// Fails when anything that a load depends on is another in `new`.
+/// Fails when `new` differs in anything that a load depends on.
 fn refuse_changes(old: &CheckpointMetadata, new: &CheckpointMetadata) -> Result<(), ConvertError> {
     let differs = old
         .iter()
@@ -156,7 +156,7 @@ fn same_entry(old: &CheckpointMetadata, a: &Entry, new: &CheckpointMetadata, b: 
         }
         _ => false,
     };
-    // One without a path is written under its name.
+    // An entry without a path is written under its name.
     let same_path = a.path().is_none_or(|path| b.path() == Some(path));
     same_path
         && match (a, b) {
@@ -174,7 +174,7 @@ fn same_entry(old: &CheckpointMetadata, a: &Entry, new: &CheckpointMetadata, b: 
         }
 }
 
-/// What `old` says and `new` does not.
+/// What `old` contains and `new` does not.
 fn dropped(old: &CheckpointMetadata, new: &CheckpointMetadata) -> Vec<String> {
     let strides = |metadata: &CheckpointMetadata| {
         let tensors = metadata.iter().filter_map(|(_, entry)| entry.as_tensor());

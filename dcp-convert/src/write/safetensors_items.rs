@@ -1,4 +1,4 @@
-//! What of a checkpoint goes into safetensors files.
+//! Prepares a checkpoint's tensors for safetensors files.
 
 use std::sync::Arc;
 
@@ -15,22 +15,21 @@ use crate::read::ties::ties;
 use crate::write::stored_data_source::Part;
 use crate::write::written::WriteReport;
 
-/// The entry of the header's `__metadata__` that lists objects which were left out, as a JSON
-/// list of FQNs.
+/// The key of the header's `__metadata__` that lists omitted objects, as a JSON list of FQNs.
 pub const LEFT_OUT: &str = "dcp.left_out";
 
-/// The tensors of a checkpoint on their way into safetensors files.
+/// The tensors to write to safetensors files.
 pub(crate) struct Outgoing {
     pub(crate) tensors: Vec<OutgoingTensor>,
-    /// What each of them is made from.
+    /// The origin of each tensor's bytes.
     pub(crate) parts: Vec<Part>,
-    /// Bytes of all of them.
+    /// Their total size in bytes.
     pub(crate) byte_len: u64,
-    /// What is left out and what is stored as bytes, so far.
+    /// Omitted objects and raw tensors so far.
     pub(crate) report: WriteReport,
 }
 
-/// A tensor as the format is to have it.
+/// A tensor as the format stores it.
 pub(crate) struct OutgoingTensor {
     pub(crate) fqn: Arc<str>,
     pub(crate) dtype: DType,
@@ -38,7 +37,7 @@ pub(crate) struct OutgoingTensor {
 }
 
 impl Outgoing {
-    /// Everything that `source` has.
+    /// Collects everything in `source`.
     pub(crate) async fn gather(source: &CheckedSource) -> Result<Self, ConvertError> {
         let metadata = source.metadata().await?;
         refuse_unsound(&metadata)?;
@@ -97,8 +96,8 @@ impl Outgoing {
         Ok(())
     }
 
-    /// What a header says of what is not in the file: for each tied tensor the name of the one
-    /// that was written, as `safetensors.torch.save_model` has it, and which objects there were.
+    /// Header entries about data that the file omits: for each tied tensor the name of the one that
+    /// was written, as `safetensors.torch.save_model` writes it, and the names of objects.
     pub(crate) fn header(&self) -> IndexMap<String, String> {
         let mut header = IndexMap::new();
         for (fqn, first) in &self.report.tied {
@@ -114,7 +113,7 @@ impl Outgoing {
     }
 }
 
-/// Fails where tensors would be left out because they are objects here.
+/// Fails when tensors of subclasses, which are objects here, would be omitted.
 fn refuse_wrapped(metadata: &CheckpointMetadata) -> Result<(), ConvertError> {
     let wrapped = metadata.iter().filter_map(|(fqn, entry)| {
         let tensor = entry.as_object()?.tensor.as_ref()?;

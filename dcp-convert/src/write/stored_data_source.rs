@@ -1,5 +1,5 @@
-//! Stored bytes as a [`DataSource`]: what is written is read from the old checkpoint when its
-//! turn comes, so that a checkpoint of any size goes through a little memory.
+//! Stored data as a [`DataSource`]. Data is read from the source checkpoint when it is written, so
+//! a checkpoint of any size needs little memory.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,27 +20,27 @@ use crate::read::objects::read_objects;
 use crate::read::tensor_read::{TensorReader, read_tensor};
 use crate::source::Source;
 
-/// What one item of a plan is made from.
+/// The origin of one plan item's bytes.
 #[derive(Clone, Debug)]
 pub(crate) enum Part {
     /// A box of a stored tensor.
     Tensor { reader: Arc<TensorReader>, region: Region, element_bytes: u64 },
-    /// Bytes of a file, as they are; and what they were when they were compared with their
-    /// checksum, unless the writer compares them.
+    /// Bytes of a file, unchanged, and their checksum at first reading unless the writer compares
+    /// them.
     Stored { key: Key, byte_offset: u64, first: Option<Arc<FirstRead>> },
-    /// Bytes at hand.
+    /// Bytes in memory.
     Encoded(Bytes),
-    /// The archive that `torch.save` makes of the object at this position.
+    /// The `torch.save` archive of the object at this position.
     Object { metadata: Arc<CheckpointMetadata>, entry: usize, first: Arc<FirstRead> },
 }
 
-/// What was read of an object, to tell whether it is still the same when it is read again.
+/// The length and checksum of an object at first reading, to detect changes at the second.
 #[derive(Debug)]
 pub(crate) struct FirstRead {
     fqn: Arc<str>,
     byte_len: u64,
     crc32: u32,
-    /// The CRC-32 of what was read again so far: ranges ascend without gaps.
+    /// The CRC-32 of the second reading so far; ranges ascend without gaps.
     again: Mutex<Hasher>,
 }
 
@@ -50,7 +50,7 @@ impl FirstRead {
         Arc::new(Self { fqn: fqn.into(), byte_len, crc32, again: Mutex::default() })
     }
 
-    /// Notes the next bytes; after the last ones, fails where not all are what they were.
+    /// Adds the next bytes. After the last ones, fails if they differ from the first reading.
     fn compare(&self, bytes: &[u8], byte_range: &Range<u64>) -> Result<(), FormatError> {
         let mut again = self.again.lock().unwrap_or_else(PoisonError::into_inner);
         if byte_range.start == 0 {
@@ -71,7 +71,7 @@ impl FirstRead {
 }
 
 impl Part {
-    /// All of the tensor at position `entry` of what `source` reads.
+    /// The whole tensor at position `entry` of `source`.
     pub(crate) fn whole_tensor(
         source: &CheckedSource,
         metadata: &Arc<CheckpointMetadata>,
@@ -87,10 +87,10 @@ impl Part {
     }
 }
 
-/// The items of one rank's plan, or of some files, by their position.
+/// The items of one rank's plan, or of a file, by position.
 #[derive(Debug)]
 pub(crate) struct CheckpointData {
-    /// That of a [`CheckedSource`].
+    /// The source of a [`CheckedSource`].
     source: Source,
     parts: Vec<Part>,
     segment_bytes: u64,
@@ -107,7 +107,7 @@ impl CheckpointData {
 }
 
 impl CheckpointData {
-    /// Segments to ask for at once.
+    /// The number of segments in flight.
     pub(crate) fn in_flight(&self) -> usize {
         self.options.parallelism.max(1)
     }
@@ -162,7 +162,7 @@ impl DataSource for CheckpointData {
 }
 
 impl CheckpointData {
-    /// The archive of an object, of which it is known that it can be made.
+    /// Encodes an object that was encodable when the plan was made.
     async fn object(
         &self,
         metadata: &Arc<CheckpointMetadata>,

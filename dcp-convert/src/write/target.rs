@@ -1,5 +1,5 @@
-//! Where a job writes, and the steps that make what it wrote visible. Each consumes a
-//! [`Verified`]; the rest of the crate writes to no storage.
+//! Targets of jobs, and the steps that publish them. Each step consumes a [`Verified`]; no other
+//! module of the crate writes to a storage.
 
 use std::sync::Arc;
 
@@ -27,13 +27,13 @@ pub struct Target {
 }
 
 impl Target {
-    /// A file of a name that must be free.
+    /// A file whose name must be free.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, key: Key) -> Self {
         Self { storage, key, mode: PutMode::Create }
     }
 
-    /// The same, replacing a file of that name or not.
+    /// Sets whether an existing file of that name is replaced.
     #[must_use]
     pub fn overwriting(mut self, overwrite: bool) -> Self {
         self.mode = if overwrite { PutMode::Overwrite } else { PutMode::Create };
@@ -46,16 +46,16 @@ impl Target {
         &self.key
     }
 
-    /// Puts the whole file.
+    /// Writes the whole file.
     ///
     /// # Errors
     ///
-    /// When the storage fails, or the name is taken and the file is not to be replaced.
+    /// When the storage fails, or the name is taken and the file may not be replaced.
     pub async fn put(&self, bytes: Bytes, _: Verified) -> Result<(), ConvertError> {
         Ok(self.storage.put(&self.key, Payload::from(bytes), self.mode).await?)
     }
 
-    /// Puts a file that holds nothing of a checkpoint, such as a page about one.
+    /// Writes a file that contains no checkpoint data, such as a report page.
     ///
     /// # Errors
     ///
@@ -64,7 +64,7 @@ impl Target {
         self.storage.put(&self.key, Payload::from(text), self.mode).await
     }
 
-    /// Refuses a name that is taken, before any work is done.
+    /// Refuses a name that is taken, before any work.
     pub(crate) async fn check(&self) -> Result<(), ConvertError> {
         if self.mode == PutMode::Create && self.storage.contains(&self.key).await? {
             return Err(ConvertError::TargetExists { target: self.key.to_string() });
@@ -72,12 +72,12 @@ impl Target {
         Ok(())
     }
 
-    /// How the file is made of this data.
+    /// The options of writing this data.
     fn options(&self, data: &CheckpointData) -> FileOptions {
         FileOptions::new(self.mode).with_in_flight(data.in_flight())
     }
 
-    /// Makes a safetensors file.
+    /// Writes a safetensors file.
     pub(crate) async fn safetensors(
         &self,
         items: &[SafetensorsItem],
@@ -88,7 +88,7 @@ impl Target {
         safetensors::prepare(&*self.storage, name, items, header, data, None).await.map(Unpublished)
     }
 
-    /// Makes a file of `torch.save`.
+    /// Writes a `torch.save` file.
     pub(crate) async fn torch_save(
         &self,
         plan: TorchSavePlan,
@@ -98,7 +98,7 @@ impl Target {
         plan.prepare(&*self.storage, options, data, None).await.map(Unpublished)
     }
 
-    /// Makes a file of `torch.save` that holds one tensor alone: its name, type and shape.
+    /// Writes a `torch.save` file of one tensor alone.
     pub(crate) async fn tensor(
         &self,
         tensor: (&Arc<str>, DType, &[u64]),
@@ -108,7 +108,7 @@ impl Target {
         prepare_tensor_file(&*self.storage, name, tensor, data).await.map(Unpublished)
     }
 
-    /// Makes a file of a header and the `byte_len` bytes of item 0.
+    /// Writes a file of a header and the `byte_len` bytes of item 0.
     pub(crate) async fn headed(
         &self,
         header: Bytes,
@@ -120,12 +120,12 @@ impl Target {
     }
 }
 
-/// A file that is made and has no name yet.
+/// A complete file that has no name yet.
 #[must_use = "it is no file until it is published"]
 pub(crate) struct Unpublished<'a>(PendingFile<'a>);
 
 impl Unpublished<'_> {
-    /// Gives the file its name, when all that was read from `source` is undamaged.
+    /// Gives the file its name, if everything read from `source` is undamaged.
     pub(crate) async fn publish(self, source: CheckedSource) -> Result<u64, CheckpointError> {
         match source.finish().await {
             Ok(verified) => self.publish_verified(verified).await,
@@ -143,11 +143,11 @@ impl Unpublished<'_> {
     }
 }
 
-/// A folder that gets a model of safetensors files.
+/// A folder for a model of safetensors files.
 pub(crate) struct HfTarget<'a>(pub(crate) &'a Arc<dyn Storage>);
 
 impl<'a> HfTarget<'a> {
-    /// Writes the files of a plan, which are no model yet.
+    /// Writes the files of a plan, without the index that makes them a model.
     pub(crate) async fn write(
         self,
         plan: &HfPlan,
@@ -158,12 +158,12 @@ impl<'a> HfTarget<'a> {
     }
 }
 
-/// Files of a model that is none yet.
+/// Complete files of a model that has no index yet.
 #[must_use = "it is no model until it is published"]
 pub(crate) struct UnpublishedFolder<'a>(PendingFolder<'a>);
 
 impl UnpublishedFolder<'_> {
-    /// Makes the files a model, when all that was read from `source` is undamaged.
+    /// Publishes the model, if everything read from `source` is undamaged.
     pub(crate) async fn publish(self, source: CheckedSource) -> Result<HfWritten, CheckpointError> {
         match source.finish().await {
             Ok(verified) => self.publish_verified(verified).await,

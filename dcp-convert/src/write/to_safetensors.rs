@@ -1,4 +1,4 @@
-//! A whole checkpoint as one safetensors file.
+//! Writes a checkpoint as one safetensors file.
 
 use std::sync::Arc;
 
@@ -14,14 +14,13 @@ use crate::write::stored_data_source::CheckpointData;
 use crate::write::target::Target;
 use crate::write::written::WriteReport;
 
-/// Writes every tensor of a checkpoint, under its FQN, to one safetensors file, piece by piece.
-/// The file appears under its name when it is complete and every stored chunk was found to be
-/// what its checksum says.
+/// Writes every tensor of a checkpoint, under its FQN, to one safetensors file, in segments. The
+/// file gets its name when it is complete and every stored chunk matches its checksum.
 ///
 /// # Errors
 ///
-/// When the target exists, the checkpoint is unsound or damaged, or a storage fails; then there
-/// is no new file.
+/// When the target exists, the checkpoint is inconsistent or damaged, or a storage fails. No file
+/// is created then.
 pub async fn to_safetensors(
     source: &Source,
     target: &Target,

@@ -1,4 +1,4 @@
-//! A whole checkpoint as one file of `torch.save`.
+//! Writes a checkpoint as one `torch.save` file.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -23,22 +23,20 @@ use crate::write::stored_data_source::{CheckpointData, Part};
 use crate::write::target::Target;
 use crate::write::written::WriteReport;
 
-/// Writes everything that is in a checkpoint, tensors and objects, to one file of `torch.save`,
-/// piece by piece: nested dicts and lists where the checkpoint knows how its keys nest, as
-/// PyTorch's `dcp_to_torch_save` makes them, and a flat dict where it does not. Tied tensors are
-/// stored once. Objects of classes that mean nothing here are taken over as they are.
+/// Writes all tensors and objects of a checkpoint to one `torch.save` file, in segments: as nested
+/// dicts and lists if the checkpoint records how its keys nest, as PyTorch's `dcp_to_torch_save`
+/// does, and as a flat dict otherwise. Tied tensors are stored once. Objects of unknown classes are
+/// copied unchanged.
 ///
-/// A file of `torch.save` that is the source as it is, not a view of it, is written again with
-/// its very objects: keys that are no strings, empty containers, views of one storage.
+/// A source that is a `torch.save` file, not a view of one, keeps its exact objects: keys that are
+/// not strings, empty containers, views of one storage.
 ///
-/// The file appears under its name when it is complete and every stored chunk was found to be
-/// what its checksum says.
+/// The file gets its name when it is complete and every stored chunk matches its checksum.
 ///
 /// # Errors
 ///
-/// When the target exists, the checkpoint is unsound or damaged, holds a quantized
-/// tensor whose scale is not known, or a storage fails; then there is no
-/// new file.
+/// When the target exists, the checkpoint is inconsistent or damaged, a quantized tensor's scale is
+/// unknown, or a storage fails. No file is created then.
 #[doc(alias = "dcp_to_torch_save")]
 pub async fn to_torch_save(
     source: &Source,
@@ -79,7 +77,7 @@ pub async fn to_torch_save(
     Ok(report)
 }
 
-/// Writes the objects of the file `from`, whose storages are compared with their checksums on the
+/// Writes the objects of the file `from`, and compares its storages with their checksums on the
 /// way.
 async fn write_again(
     source: CheckedSource,
@@ -122,7 +120,7 @@ async fn write_again(
     Ok(report)
 }
 
-/// What is taken out of a file of `torch.save` as they are.
+/// Objects taken unchanged from a `torch.save` file.
 struct Kept {
     objects: Arc<KeptObjects>,
     graphs: Arc<TorchSaveGraphs>,
@@ -137,7 +135,7 @@ impl Kept {
         Ok(Some(Self { objects, graphs }))
     }
 
-    /// What is written for an object or tensor of the view, and what Python imports for it.
+    /// The content to write for an object or tensor of the view, and the Python callables in it.
     fn content(&self, fqn: &Arc<str>) -> Option<(TorchSaveContent, &[ForeignName])> {
         let fqn = Arc::clone(self.objects.names.get(fqn)?);
         let names = match self.graphs.has_tensor(&fqn) {
@@ -148,12 +146,12 @@ impl Kept {
     }
 }
 
-/// What goes into the file.
+/// The contents of the file.
 struct Outgoing {
     items: Vec<TorchSaveItem>,
-    /// What each of them is made from; nothing, where the writer asks for nothing.
+    /// The origins of their bytes; empty when the writer needs no bytes.
     parts: Vec<Part>,
-    /// Bytes that the writer asks for.
+    /// Bytes that the writer requests.
     byte_len: u64,
     report: WriteReport,
 }

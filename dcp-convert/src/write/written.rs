@@ -1,4 +1,4 @@
-//! What a job wrote, or would write.
+//! The result of writing a checkpoint.
 
 use std::sync::Arc;
 
@@ -11,72 +11,69 @@ use crate::cast::CastReport;
 use crate::foreign_callable::ForeignCallable;
 use crate::keys::unmatched::UnmatchedPattern;
 
-/// What became of a checkpoint. Serialized, it is the output of `dcp convert --json`.
+/// The result of a writing job. Serialized, it is the output of `dcp convert --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct WriteReport {
-    /// Whether this is only what would have been written.
+    /// Whether this was a dry run, which writes nothing.
     pub dry_run: bool,
     /// Tensors written.
     pub tensors: usize,
     /// Objects written.
     pub objects: usize,
-    /// Chunks that the tensors lie in now.
+    /// Chunks of the written tensors.
     pub chunks: usize,
-    /// Bytes of all files.
+    /// The total size of all files in bytes.
     pub bytes: u64,
-    /// Each file and its bytes.
+    /// The files, with their sizes in bytes.
     pub files: IndexMap<String, u64>,
-    /// Objects that the format cannot hold, by FQN.
+    /// Objects that the format cannot store, by FQN.
     pub left_out: Vec<Arc<str>>,
-    /// Keys of the checkpoint that were not taken because the target usually gets the model alone.
+    /// Keys that were left out because the target stores the model alone by default.
     pub not_taken: usize,
-    /// Patterns that were given for keys and match none.
+    /// Key patterns that match no key.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unmatched: Vec<UnmatchedPattern>,
-    /// Tensors of a dtype that the format has no name for; stored as bytes and described in the
-    /// header under [`RAW`](crate::RAW).
+    /// Tensors of a dtype that the format has no name for. They are stored as bytes and described
+    /// in the header under [`RAW`](crate::RAW).
     pub raw: Vec<Arc<str>>,
-    /// Quantized tensors of which the format has no place for what makes real numbers of them:
-    /// their stored integers were written, without scale and zero point.
+    /// Quantized tensors written as their stored integers, because the format stores no scale and
+    /// zero point.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub without_scale: Vec<Arc<str>>,
-    /// Tensors that are the same memory as another one, whose bytes were not written again: FQN →
-    /// FQN of that one. In a file of `torch.save` both names are there and share a storage; of
-    /// safetensors files only the other name is among the tensors, and the header tells of this
-    /// one.
+    /// Tied tensors, whose bytes were written once: FQN → FQN of the written one. A `torch.save`
+    /// file has both names, which share a storage. Safetensors files have the other name among
+    /// their tensors and this one in the header.
     pub tied: IndexMap<Arc<str>, Arc<str>>,
-    /// What was admitted into the copy, though Python would run it when it loads that and it is
-    /// not known to be harmless.
+    /// Python callables in the written objects that are not known to be harmless, all of them
+    /// allowed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub callables: Vec<ForeignCallable>,
-    /// Objects that were written as plain values, because some readers of the target lack their
-    /// class.
+    /// Objects written as plain values, because some readers of the target lack their class.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub replaced: Vec<ReplacedClass>,
-    /// The oldest version of the target's program that loads what was written, where it is newer
-    /// than the form of the target asks for.
+    /// The oldest version of the target's program that loads the result, if it is newer than the
+    /// one the requested form is for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oldest_version: Option<&'static str>,
-    /// What was lost in casts, when tensors were cast.
+    /// The losses of casting, if tensors were cast.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cast: Option<CastReport>,
-    /// Of an average, how many numbers exceeded the dtype they were summed in, though all that
-    /// went into them were finite, by FQN.
+    /// Of an average, the number of finite inputs per tensor whose sums overflowed, by FQN.
     #[serde(skip_serializing_if = "IndexMap::is_empty")]
     pub overflowed: IndexMap<Arc<str>, u64>,
-    /// Of a dry run, the tensors: FQN → what would be written.
+    /// The tensors that a dry run would write, by FQN.
     #[serde(skip_serializing_if = "IndexMap::is_empty")]
     pub keys: IndexMap<Arc<str>, PlannedTensor>,
 }
 
-/// An object that was written as a plain value, because some readers of the target lack its class.
+/// An object written as a plain value, because some readers of the target lack its class.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ReplacedClass {
-    /// Keys and positions on the way to the object, joined by dots.
+    /// The path of the object: keys and positions, joined by dots.
     pub path: String,
-    /// Its class: `module.Name`.
+    /// Its class, as `module.Name`.
     pub class: String,
     /// Whether it has no plain form and was left out.
     pub left_out: bool,
@@ -88,7 +85,7 @@ impl From<ReplacedObject> for ReplacedClass {
     }
 }
 
-/// A tensor that would be written.
+/// A tensor that a dry run would write.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PlannedTensor {
@@ -101,7 +98,7 @@ pub struct PlannedTensor {
 }
 
 impl WriteReport {
-    /// Says of a dry run what there is to write.
+    /// Adds the tensors that a dry run would write.
     pub(crate) fn planned(mut self, metadata: &CheckpointMetadata) -> Self {
         self.dry_run = true;
         self.keys = metadata

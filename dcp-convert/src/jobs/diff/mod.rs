@@ -1,4 +1,4 @@
-//! Comparing two checkpoints, whatever their formats and shardings: keys, shapes, dtypes, values.
+//! Compares two checkpoints of any formats and shardings: keys, shapes, dtypes, values.
 
 mod report;
 mod whole;
@@ -31,32 +31,32 @@ pub use report::{
     Described, DiffCounts, DiffReport, DiffScope, Difference, DifferenceKind, Spot, ValueDifference,
 };
 
-/// Segments are not larger than this: what is compared should still be in a cache.
+/// The maximum length of a segment, so that the compared bytes stay in the CPU cache.
 const SEGMENT_MAX: u64 = 16 << 20;
 
-/// What is compared, and how.
+/// What a comparison covers, and when values are equal.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct DiffOptions {
-    /// What is taken of A, and under which names it is compared.
+    /// The keys of A, and their names in the comparison.
     pub a: Selection,
-    /// The same of B.
+    /// The keys of B, and their names in the comparison.
     pub b: Selection,
-    /// What is compared of that, by the names under which it is; everything by default.
+    /// The keys to compare, by their names in the comparison; all by default.
     pub include: KeyFilter,
-    /// What is not; nothing when `None`.
+    /// The keys to leave out; none when `None`.
     pub exclude: Option<KeyFilter>,
-    /// How far apart values may be. `None` compares bits: `-0.0` differs from `0.0`, and a NaN
-    /// equals one of the same bits. Values of different dtypes are compared as numbers anyway.
+    /// The tolerance for values. `None` compares bits: `-0.0` differs from `0.0`, and NaNs are
+    /// equal when their bits are. Values of different dtypes are always compared as numbers.
     pub tolerance: Option<Tolerance>,
-    /// Only keys, kinds, shapes and dtypes; no tensor or object is read.
+    /// Compares keys, kinds, shapes and dtypes only, and reads no tensor or object.
     pub keys_only: bool,
-    /// Different dtypes are no difference when the values are equal.
+    /// Tensors of different dtypes are equal when their values are.
     pub ignore_dtype: bool,
 }
 
 impl DiffOptions {
-    /// Whether a key is compared, by the name that a side's selection gives it.
+    /// Whether the comparison covers a key, by its name in the comparison.
     #[must_use]
     pub fn compares(&self, name: &str) -> bool {
         self.include.selects(name, None)
@@ -80,13 +80,13 @@ impl DiffOptions {
     }
 }
 
-/// Compares two checkpoints and lists their differences, the gravest first. Both are read at
-/// once, in segments of the same elements; memory stays within [`JobOptions::max_memory`].
+/// Compares two checkpoints and lists their differences, gravest first. Reads both at once, in
+/// segments of the same elements, within [`JobOptions::max_memory`].
 ///
 /// # Errors
 ///
-/// When one of them is no checkpoint, is unsound or damaged, or a storage fails: damage is never
-/// taken for a difference.
+/// When either is not a checkpoint, is inconsistent or damaged, or a storage fails. Damage is an
+/// error, never a difference.
 pub async fn diff(
     a: &Source,
     b: &Source,
@@ -116,9 +116,9 @@ pub async fn diff(
 struct Side {
     source: CheckedSource,
     metadata: Arc<CheckpointMetadata>,
-    /// What the side's selection takes, by the names under which it is compared.
+    /// The keys of the side's selection, by their names in the comparison.
     names: Vec<Arc<str>>,
-    /// What is compared of that.
+    /// Those that the comparison covers.
     chosen: Vec<Chosen>,
 }
 
@@ -146,7 +146,7 @@ impl Side {
         self.entry(one)?.as_tensor()
     }
 
-    /// The name there, if it is another.
+    /// The key's name in the checkpoint, if it differs.
     fn old_name(&self, one: &Chosen) -> Option<Arc<str>> {
         let (fqn, _) = self.metadata.at(one.entry)?;
         (*fqn != one.fqn).then(|| Arc::clone(fqn))
@@ -167,7 +167,7 @@ impl Side {
     }
 }
 
-/// A key of both.
+/// A key that both checkpoints have.
 #[derive(Clone, Copy)]
 struct Both<'a> {
     a: &'a Chosen,
@@ -181,16 +181,16 @@ struct Job<'a> {
     report: DiffReport,
 }
 
-/// Elements of two tensors of one shape, to be compared.
+/// The elements of one segment, in two tensors of one shape.
 struct Segment {
-    /// Position among the pairs.
+    /// The position of the pair.
     pair: usize,
     elements: Range<u64>,
     a: Arc<TensorReader>,
     b: Arc<TensorReader>,
 }
 
-/// The segments of two tensors, one after the other.
+/// The segments of two tensors, in order.
 struct Segments {
     pair: usize,
     a: Arc<TensorReader>,
@@ -222,7 +222,7 @@ impl<'a> Job<'a> {
         self.report.differences.push(Difference { key, key_a, key_b, what });
     }
 
-    /// Notes what is only in one, or not of one kind and shape; returns what else is in both.
+    /// Records keys that only one side has, or whose kind or shape differs; returns the others.
     fn keys(&mut self) -> Vec<Both<'a>> {
         let (a, b) = (self.a, self.b);
         self.report.compared.keys_a = a.chosen.len();
@@ -259,14 +259,14 @@ impl<'a> Job<'a> {
         pairs
     }
 
-    /// Notes dtypes that differ, when values are not looked at.
+    /// Records differing dtypes when values are not compared.
     fn dtypes_alone(&mut self, pairs: &[Both<'_>]) {
         for both in pairs {
             self.dtype(*both);
         }
     }
 
-    /// Notes dtypes that differ, of tensors without another difference.
+    /// Records differing dtypes of tensors that are otherwise equal.
     fn dtype(&mut self, both: Both<'_>) {
         let (Some(a), Some(b)) = (self.a.tensor(both.a), self.b.tensor(both.b)) else { return };
         let comparable = Comparer::new(a.dtype, b.dtype, None).is_some();
@@ -303,7 +303,8 @@ impl<'a> Job<'a> {
         });
         let mut results = stream::iter(segments)
             .map(|segment| {
-                // Comparing takes a processor: on a runtime of several threads they run at once.
+                // Comparisons are CPU-bound; the tasks run in parallel on a runtime with several
+                // threads.
                 tokio::spawn(async move { compare_segment(segment?, tolerance).await })
             })
             .buffered(options.parallelism.max(1));
@@ -344,7 +345,7 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// What is to be read of a pair of tensors; `None` when there is nothing to compare.
+    /// The segments of a pair of tensors; `None` when there are no values to compare.
     fn segments(
         &self,
         pair: usize,
@@ -417,8 +418,8 @@ impl<'a> Job<'a> {
     }
 }
 
-/// The elements of a segment in both tensors, compared: the pair, the first element, what was
-/// found, and the bytes that were read.
+/// Compares the elements of a segment. Returns the pair, the first element, the differences, and
+/// the bytes read.
 async fn compare_segment(
     segment: Segment,
     tolerance: Option<Tolerance>,

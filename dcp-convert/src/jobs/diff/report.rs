@@ -1,4 +1,4 @@
-//! How two checkpoints differ.
+//! The result of comparing two checkpoints.
 
 use std::sync::Arc;
 
@@ -12,26 +12,26 @@ type Json = serde_json::Value;
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct DiffReport {
-    /// Whether there is no difference.
+    /// Whether there are no differences.
     pub equal: bool,
-    /// What was compared.
+    /// The scope of the comparison.
     pub compared: DiffScope,
-    /// How many differences there are of each kind.
+    /// The number of differences of each kind.
     pub counts: DiffCounts,
-    /// The differences, the gravest first.
+    /// The differences, gravest first.
     pub differences: Vec<Difference>,
-    /// Patterns that were given for keys and match none of either checkpoint.
+    /// Key patterns that match no key of either checkpoint.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unmatched: Vec<UnmatchedPattern>,
 }
 
-/// What was compared.
+/// The scope of a comparison.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct DiffScope {
-    /// Keys of A that were chosen.
+    /// Selected keys of A.
     pub keys_a: usize,
-    /// Keys of B that were chosen.
+    /// Selected keys of B.
     pub keys_b: usize,
     /// Tensors in both.
     pub tensors: usize,
@@ -39,11 +39,11 @@ pub struct DiffScope {
     pub objects: usize,
     /// Whether values were compared, or only keys, shapes and dtypes.
     pub values: bool,
-    /// Bytes of elements that were read of each side and compared.
+    /// Bytes of elements read and compared on each side.
     pub bytes: u64,
 }
 
-/// Differences by kind.
+/// The number of differences of each kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct DiffCounts {
@@ -59,7 +59,7 @@ pub struct DiffCounts {
     pub values: usize,
     /// Objects that differ.
     pub object: usize,
-    /// Tensors of different dtypes with equal values, or none that could be compared.
+    /// Tensors of different dtypes whose values are equal or cannot be compared.
     pub dtype: usize,
 }
 
@@ -67,29 +67,29 @@ pub struct DiffCounts {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Difference {
-    /// The name under which it was compared.
+    /// Its name in the comparison.
     pub key: Arc<str>,
-    /// Its name in A, where that is another.
+    /// Its name in A, if it differs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key_a: Option<Arc<str>>,
-    /// Its name in B, where that is another.
+    /// Its name in B, if it differs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key_b: Option<Arc<str>>,
-    /// What is different.
+    /// The difference.
     #[serde(flatten)]
     pub what: DifferenceKind,
 }
 
-/// What is different about a key.
+/// The difference of a key.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "difference", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum DifferenceKind {
-    /// It is a tensor in one and an object in the other.
+    /// A tensor on one side and an object on the other.
     Kind {
-        /// What it is in A.
+        /// The entry in A.
         a: Described,
-        /// What it is in B.
+        /// The entry in B.
         b: Described,
     },
     /// The shapes differ, so no values were compared.
@@ -99,45 +99,46 @@ pub enum DifferenceKind {
         /// The tensor in B.
         b: Described,
     },
-    /// It is only in A.
+    /// Only in A.
     OnlyInA {
-        /// What it is.
+        /// The entry.
         a: Described,
     },
-    /// It is only in B.
+    /// Only in B.
     OnlyInB {
-        /// What it is.
+        /// The entry.
         b: Described,
     },
     /// Values differ.
     Values(Box<ValueDifference>),
     /// The objects differ.
     Object {
-        /// Where the first difference is, such as `["history"][3]`; empty for all of it.
+        /// The path of the first difference, such as `["history"][3]`; empty when the whole objects
+        /// differ.
         path: String,
-        /// What is there in A, as [`value_json`](crate::value_json()) writes it; `null` for
-        /// `None` and where there is nothing.
+        /// The value in A, as [`value_json`](crate::value_json()) writes it; `null` for `None` and
+        /// when A has no value there.
         a: Json,
-        /// The same of B.
+        /// The value in B, likewise.
         b: Json,
-        /// The side that has nothing there, `a` or `b`, if one has not.
+        /// The side without a value, `a` or `b`, if there is one.
         #[serde(skip_serializing_if = "Option::is_none")]
         missing: Option<&'static str>,
     },
-    /// The dtypes differ, and nothing else that was compared.
+    /// Only the dtypes differ.
     Dtype {
         /// The tensor in A.
         a: Described,
         /// The tensor in B.
         b: Described,
-        /// Whether values of the two can be compared: those of a complex and a real dtype, or
-        /// of a packed and a plain one, cannot.
+        /// Whether the values can be compared; those of a complex and a real dtype, or of a packed
+        /// and a plain one, cannot.
         comparable: bool,
     },
 }
 
 impl DifferenceKind {
-    /// Graver differences have lower ranks; within a rank, larger ones come first.
+    /// A sort key: graver kinds first, and larger differences first within a kind.
     pub(crate) fn severity(&self) -> (u8, u64, f64) {
         match self {
             Self::Kind { .. } => (0, 0, 0.0),
@@ -151,7 +152,7 @@ impl DifferenceKind {
     }
 }
 
-/// What is stored under a key.
+/// The kind of an entry.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 #[non_exhaustive]
@@ -167,7 +168,7 @@ pub enum Described {
     Object,
 }
 
-/// How the elements of two tensors of one shape differ.
+/// The differences between the elements of two tensors of one shape.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ValueDifference {
@@ -177,11 +178,11 @@ pub struct ValueDifference {
     pub dtype_b: &'static str,
     /// Elements per axis.
     pub shape: Vec<u64>,
-    /// Elements of each.
+    /// Elements in each tensor.
     pub count: u64,
-    /// Elements that differ by more than the tolerance; without one, in any bit.
+    /// Elements that differ by more than the tolerance, or in any bit without one.
     pub different: u64,
-    /// Values of which one is NaN and the other is not.
+    /// Elements of which exactly one is NaN.
     pub nan_mismatches: u64,
     /// The largest absolute difference of two values; `null` in JSON when it is infinite.
     pub max_abs: f64,
@@ -189,15 +190,15 @@ pub struct ValueDifference {
     pub max_rel: f64,
     /// The first element in row-major order that differs.
     pub first: Option<Spot>,
-    /// The one with the largest difference.
+    /// The element with the largest difference.
     pub largest: Option<Spot>,
 }
 
-/// An element of both tensors.
+/// One element of both tensors.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Spot {
-    /// Where it is, per axis.
+    /// Its index, per axis.
     pub index: Vec<u64>,
     /// Its value in A, as `dcp get --json` writes it.
     pub a: Json,

@@ -1,7 +1,7 @@
-//! Objects that one checkpoint has whole and a file of `torch.save` takes apart.
+//! Rebuilds objects that one checkpoint stores whole and a `torch.save` file splits.
 //!
-//! Such a file is one object: what is a key of its own in it follows from its dicts and lists. A
-//! dict that was a single object before is then many keys. To compare them, it is put together.
+//! A `torch.save` file is one object; its keys follow from its dicts and lists. A dict that is one
+//! object in the other checkpoint is many keys there. The comparison rebuilds the dict.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::job::JobOptions;
 use crate::source::Source;
 use crate::view::Assembled;
 
-/// `source` with those of its parts put together that `other` has as one object.
+/// `source`, with parts rebuilt to the objects that `other` has.
 pub(super) async fn whole_as_in(
     source: &Source,
     other: &Source,
@@ -52,7 +52,7 @@ fn pass_others(
     Ok(())
 }
 
-/// The key of the outermost dict that an entry lies below.
+/// The outermost dict that contains an entry.
 fn outermost(entry: &Entry) -> Option<&Arc<str>> {
     match entry.path().map(|path| &**path) {
         Some([PathItem::Key(first), _, ..]) => Some(first),

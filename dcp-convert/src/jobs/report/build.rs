@@ -1,4 +1,4 @@
-//! From a summary to a report: sums over everything, lists of what fits.
+//! Builds a report from a summary: totals over everything, and lists up to the limits.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,15 +9,15 @@ use super::{
 };
 use crate::jobs::inspect::{KeySummary, Summary, TensorSummary};
 
-/// Axes of a tensor that are shown; PyTorch allows 64.
+/// The maximum number of axes of a listed tensor; PyTorch allows 64.
 const AXES: usize = 64;
-/// Bytes of a long number.
+/// Bytes of a long number in JSON.
 const NUMBER_LEN: usize = 21;
-/// Lists of layers that are shown, and layers of one.
+/// The maximum number of layer lists, and of layers in one.
 const STACKS: usize = 8;
 const LAYERS: usize = 4096;
 
-/// Layers by their number, by the name of their list.
+/// Layers by number, by the name of their list.
 type Layers = BTreeMap<String, BTreeMap<u64, LayerShare>>;
 
 pub(super) fn build(name: &str, summary: &Summary, limits: &ReportLimits) -> Report {
@@ -54,14 +54,14 @@ pub(super) fn build(name: &str, summary: &Summary, limits: &ReportLimits) -> Rep
     }
 }
 
-/// Sums over all keys and files.
+/// Totals over all keys and files.
 #[derive(Default)]
 struct Sums {
     totals: Totals,
     dtypes: BTreeMap<&'static str, DtypeShare>,
     parts: BTreeMap<Part, PartShare>,
     layers: Layers,
-    /// In the order of the summary.
+    /// The files, in the order of the summary.
     files: Vec<FileShare>,
 }
 
@@ -133,8 +133,7 @@ impl Sums {
     }
 }
 
-/// Lists of layers, the longest first: they say the most. Those of the same length stay in the
-/// order of their names.
+/// Orders lists of layers by length, longest first, and lists of one length by name.
 fn stacks(layers: Layers, limits: &ReportLimits) -> Vec<Stack> {
     let lists = beside_the_model(layers).into_iter().filter(|(_, layers)| layers.len() > 1);
     let mut stacks: Vec<Stack> = lists
@@ -148,8 +147,8 @@ fn stacks(layers: Layers, limits: &ReportLimits) -> Vec<Stack> {
     stacks
 }
 
-/// Optimizers put words of their own before the layers of the model. When there is one list in the
-/// model that theirs can mean, theirs becomes part of it.
+/// Optimizers prefix the names of the model's layers. If exactly one list of the model matches an
+/// optimizer's list, the two are merged.
 fn beside_the_model(mut layers: Layers) -> Layers {
     let in_model = |layers: &BTreeMap<u64, LayerShare>| layers.values().any(|l| l.model_bytes > 0);
     let last = |name: &str| name.rsplit('.').next().unwrap_or_default().to_owned();
@@ -188,7 +187,7 @@ fn ranks(files: &[FileShare]) -> Vec<RankShare> {
     ranks.into_values().collect()
 }
 
-/// The largest over the mean.
+/// The ratio of the largest value to the mean.
 fn imbalance(all: impl Iterator<Item = u64>) -> Option<f64> {
     let (mut count, mut sum, mut largest) = (0_u32, 0.0, 0_u64);
     for bytes in all {
@@ -244,7 +243,7 @@ fn keys(summary: &Summary, limits: &ReportLimits, cut: &mut Cut) -> Vec<KeyRepor
     keys
 }
 
-/// How many items can be listed, at most `count`, when these are the lengths of their names.
+/// The number of items, at most `count`, whose names of these lengths fit the limits.
 fn fitting(lens: impl Iterator<Item = usize>, count: usize, limits: &ReportLimits) -> usize {
     let mut left = limits.names_len;
     let fits = |len: &usize| {
@@ -255,18 +254,18 @@ fn fitting(lens: impl Iterator<Item = usize>, count: usize, limits: &ReportLimit
     lens.take(count).take_while(fits).count()
 }
 
-/// Bytes of a text as JSON in a page, where `<` is escaped.
+/// The length of a text as JSON in a page, where `<` is escaped.
 fn json_len(text: &str) -> usize {
     let escaped = |c: char| c == '<' || c.is_ascii_control();
     text.chars().map(|c| if escaped(c) { 6 } else { 1 + c.len_utf8() }).sum()
 }
 
-/// Numbers that describe a chunk of the tensor.
+/// The number of numbers that describe one chunk of the tensor.
 fn numbers(tensor: &TensorSummary) -> usize {
     2 * tensor.shape.len().min(AXES) + 3
 }
 
-/// How many chunks of each tensor can be listed, so that small tensors have all of theirs.
+/// The number of chunks to list per tensor, so that small tensors are complete.
 fn chunks_of_each<'a>(
     tensors: impl Iterator<Item = &'a TensorSummary>,
     limits: &ReportLimits,
@@ -275,7 +274,7 @@ fn chunks_of_each<'a>(
         tensors.map(|tensor| (tensor.chunks.len(), numbers(tensor))).collect();
     all.sort_unstable();
     let mut left = limits.chunk_numbers;
-    // What a chunk more of every tensor that is left would take.
+    // The numbers that one more chunk of every remaining tensor takes.
     let mut step: usize = all.iter().map(|(_, numbers)| *numbers).sum();
     let mut most = 0;
     for (chunks, numbers) in all {
@@ -310,9 +309,9 @@ fn chunks(tensor: &TensorSummary, most: usize, files: &HashMap<&str, u32>) -> Ch
     columns
 }
 
-/// The text in at most `len` characters, its middle replaced by `…` if it is longer.
+/// Shortens a text to `len` characters by replacing its middle with `…`.
 pub(super) fn shortened(text: &str, len: usize) -> String {
-    // A character is at least a byte, so most texts need not be counted.
+    // A character is at least one byte, so most texts need no count.
     if text.len() <= len || text.chars().count() <= len {
         return text.to_owned();
     }

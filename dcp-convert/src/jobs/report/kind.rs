@@ -1,8 +1,8 @@
-//! What names tell: part, layer and rank.
+//! Infers part, layer and rank from names.
 
 use super::Part;
 
-/// Names under which trainers keep the optimizer's state.
+/// The names under which trainers store optimizer state.
 const OPTIMIZERS: [&str; 7] = [
     "optim",
     "opt",
@@ -12,10 +12,10 @@ const OPTIMIZERS: [&str; 7] = [
     "optimizer_state",
     "optimizer_states",
 ];
-/// Names of the optimizer's tensors, which Megatron-Core and others put behind the parameter's.
+/// The names of optimizer tensors, which Megatron-Core and others append to the parameter's name.
 const MOMENTS: [&str; 6] =
     ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "master_param"];
-/// What stands before the number of a layer.
+/// The names that precede a layer's number.
 const LAYERS: [&str; 10] = [
     "layers",
     "layer",
@@ -29,7 +29,7 @@ const LAYERS: [&str; 10] = [
     "encoder_layers",
 ];
 
-/// What a tensor of that name belongs to.
+/// The part to which a tensor of this name belongs.
 pub(super) fn part(fqn: &str) -> Part {
     let mut steps = fqn.split('.');
     let outer = steps.by_ref().take(2).any(|step| OPTIMIZERS.contains(&step));
@@ -40,8 +40,8 @@ pub(super) fn part(fqn: &str) -> Part {
     }
 }
 
-/// The list of layers that the name lies in, and the number of the layer. The list is called by
-/// its own name and the one before, so that a parameter and its optimizer state share it.
+/// The list of layers that contains the name, and the number of the layer. The list is named after
+/// its last two steps, so that a parameter and its optimizer state share it.
 pub(super) fn layer(fqn: &str) -> Option<(String, u64)> {
     let mut before = None;
     let mut steps = fqn.split('.').peekable();

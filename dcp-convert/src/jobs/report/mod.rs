@@ -1,8 +1,8 @@
-//! A checkpoint as a report: one value with everything worth seeing, and the page that shows it.
+//! A checkpoint as a report: one value, and the HTML page that renders it.
 //!
-//! [`report`] reads a checkpoint's index and objects; [`Report::of`] makes the same of a
-//! [`Summary`] at hand. A [`Report`] serializes to JSON, and [`render_html`] makes it one HTML page
-//! that needs nothing else: no network, no file beside it.
+//! [`report`] reads a checkpoint's index and objects; [`Report::of`] builds the same from a
+//! [`Summary`]. A [`Report`] serializes to JSON. [`render_html`] renders it as one self-contained
+//! HTML page, which loads nothing from the network or from other files.
 
 mod build;
 mod kind;
@@ -22,43 +22,42 @@ use crate::source::Source;
 pub use numbers::{NonFinite, Numbers};
 pub use page::render_html;
 
-/// Everything that a report shows. Sums are of all that is stored, also of what was cut from the
-/// lists.
+/// The contents of a report. Totals cover everything stored, including what the lists omit.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// What the checkpoint was asked for by.
+    /// The checkpoint's name on the page.
     pub name: String,
     /// The format, such as `torch_dcp`.
     pub format: String,
-    /// What is known of the save that made it, as pairs of a label and a text.
+    /// Facts about the save, as pairs of a label and a text.
     pub provenance: Vec<(&'static str, String)>,
     /// Counts and sizes.
     pub totals: Totals,
-    /// Element types, the one with the most bytes first.
+    /// Dtypes, largest first.
     pub dtypes: Vec<DtypeShare>,
-    /// Tensors of the model, of the optimizer, and others; only those there are.
+    /// Tensors of the model, of the optimizer, and others; parts without tensors are absent.
     pub parts: Vec<PartShare>,
-    /// Layers by their number, one stack for each list of layers.
+    /// Layers by number, one stack for each list of layers.
     pub stacks: Vec<Stack>,
     /// The files, in natural order.
     pub files: Vec<FileShare>,
-    /// What each rank wrote, where names of files tell.
+    /// The bytes of each rank, where file names contain the rank.
     pub ranks: Vec<RankShare>,
-    /// The largest file over the mean file; `None` with fewer than two.
+    /// The ratio of the largest file to the mean; `None` with fewer than two files.
     pub file_imbalance: Option<f64>,
-    /// The same of ranks.
+    /// The ratio of the largest rank to the mean; `None` with fewer than two ranks.
     pub rank_imbalance: Option<f64>,
-    /// What is NaN or infinite, if statistics were taken.
+    /// NaNs and infinities, if statistics were computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub non_finite: Option<NonFinite>,
-    /// What is stored, in the order of the checkpoint.
+    /// The entries, in the order of the checkpoint.
     pub keys: Vec<KeyReport>,
-    /// What is not listed.
+    /// The number of items that the lists omit.
     pub cut: Cut,
 }
 
-/// Counts and sizes of a whole checkpoint.
+/// Totals of a whole checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Totals {
@@ -66,7 +65,7 @@ pub struct Totals {
     pub tensors: u64,
     /// Values that are no tensors.
     pub objects: u64,
-    /// Parts of tensors.
+    /// Chunks of tensors.
     pub chunks: u64,
     /// Elements of the model's tensors.
     pub parameters: u64,
@@ -74,15 +73,15 @@ pub struct Totals {
     pub elements: u64,
     /// Bytes of the elements of all tensors.
     pub tensor_bytes: u64,
-    /// Bytes of all files that are there.
+    /// Bytes of all files that exist.
     pub file_bytes: u64,
     /// Files.
     pub files: u64,
-    /// Files that are not there.
+    /// Missing files.
     pub missing_files: u64,
 }
 
-/// What is stored in one element type.
+/// The tensors of one dtype.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct DtypeShare {
@@ -96,18 +95,18 @@ pub struct DtypeShare {
     pub bytes: u64,
 }
 
-/// To what a tensor belongs, as its name tells.
+/// The part of a training state, inferred from the tensor's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Part {
     /// Parameters and buffers.
     Model,
-    /// What an optimizer keeps for them.
+    /// Optimizer state.
     Optimizer,
 }
 
-/// What belongs to one part.
+/// The tensors of one part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PartShare {
@@ -121,11 +120,11 @@ pub struct PartShare {
     pub bytes: u64,
 }
 
-/// Layers that follow each other.
+/// A list of layers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Stack {
-    /// What stands before the number, such as `model.layers`.
+    /// The name before the number, such as `model.layers`.
     pub name: String,
     /// The layers, by number.
     pub layers: Vec<LayerShare>,
@@ -151,15 +150,15 @@ pub struct LayerShare {
 pub struct FileShare {
     /// Its name.
     pub name: String,
-    /// Its length; `None` when it is not there.
+    /// Its length in bytes; `None` when it is missing.
     pub bytes: Option<u64>,
-    /// The rank that wrote it, where its name tells.
+    /// The rank that wrote it, if its name contains the rank.
     pub rank: Option<u64>,
-    /// Chunks that lie in it.
+    /// The number of chunks in it.
     pub chunks: u64,
 }
 
-/// What one rank wrote.
+/// The files of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct RankShare {
@@ -167,20 +166,20 @@ pub struct RankShare {
     pub rank: u64,
     /// Its files.
     pub files: u64,
-    /// Bytes of those that are there.
+    /// Bytes of the files that exist.
     pub bytes: u64,
-    /// Chunks that lie in them.
+    /// The number of chunks in them.
     pub chunks: u64,
 }
 
-/// One key.
+/// One entry.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum KeyReport {
     /// A tensor.
     Tensor {
-        /// Its FQN; the middle of a very long one is replaced by `…`.
+        /// Its FQN; `…` replaces the middle of a very long one.
         name: String,
         /// The element type, by PyTorch's name without `torch.`.
         dtype: &'static str,
@@ -188,21 +187,21 @@ pub enum KeyReport {
         shape: Vec<u64>,
         /// Bytes of its elements.
         bytes: u64,
-        /// To what it belongs.
+        /// The part to which it belongs.
         part: Part,
-        /// How many chunks it has.
+        /// The number of its chunks.
         chunk_count: u64,
-        /// Its first chunks, if not all.
+        /// Its first chunks, up to the limit.
         chunks: Chunks,
-        /// Statistics of its elements, if they were taken.
+        /// Statistics of its elements, if computed.
         #[serde(skip_serializing_if = "Option::is_none")]
         numbers: Option<Box<Numbers>>,
     },
     /// Any other value.
     Object {
-        /// Its FQN, likewise.
+        /// Its FQN; `…` replaces the middle of a very long one.
         name: String,
-        /// It, as [`value_json`](crate::value_json()) writes it; missing if it is too long.
+        /// The value, as [`value_json`](crate::value_json()) writes it; `None` if it is too long.
         #[serde(skip_serializing_if = "Option::is_none")]
         value: Option<Json>,
         /// Characters of its JSON.
@@ -210,16 +209,16 @@ pub enum KeyReport {
     },
 }
 
-/// The chunks of a tensor, as columns of one row each. `offsets` and `sizes` have as many numbers a
-/// row as the tensor has axes.
+/// The chunks of a tensor as columns. `offsets` and `sizes` have one number per axis for each
+/// chunk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Chunks {
-    /// Where each begins, per axis.
+    /// Offsets in the tensor, per axis.
     pub offsets: Vec<u64>,
     /// Elements per axis.
     pub sizes: Vec<u64>,
-    /// The position of its file in [`Report::files`], where known.
+    /// The position of the file in [`Report::files`], where known.
     pub files: Vec<Option<u32>>,
     /// First stored byte in the file.
     pub byte_offsets: Vec<Option<u64>>,
@@ -227,13 +226,13 @@ pub struct Chunks {
     pub byte_lens: Vec<Option<u64>>,
 }
 
-/// How much of long lists is not in a report.
+/// The number of items that the lists of a report omit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Cut {
     /// Keys.
     pub keys: u64,
-    /// Chunks of keys that are listed.
+    /// Chunks of listed keys.
     pub chunks: u64,
     /// Values of objects.
     pub values: u64,
@@ -243,7 +242,7 @@ pub struct Cut {
     pub histograms: u64,
 }
 
-/// How long the lists of a report may be, so that a page of any checkpoint can be opened.
+/// Limits on the lists of a report, so that a browser opens the page of any checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReportLimits {
@@ -251,7 +250,7 @@ pub struct ReportLimits {
     pub keys: usize,
     /// Files.
     pub files: usize,
-    /// Numbers that describe chunks; a chunk has two for each axis, and three more.
+    /// Numbers that describe chunks: two for each axis, and three more, per chunk.
     pub chunk_numbers: usize,
     /// Characters of the JSON of one value.
     pub value_len: usize,
@@ -266,10 +265,10 @@ pub struct ReportLimits {
 }
 
 impl Default for ReportLimits {
-    /// 100 000 keys, 70 000 files, 200 000 chunks of two axes, 64 KiB of a value, 4 MiB of all
-    /// values, 500 characters of a name, 16 MiB of all names of keys and as much of files, 500 000 bins of
-    /// histograms: some 40 MB for a checkpoint of such a size, and no more than twice that for one
-    /// that was made to be large.
+    /// 100 000 keys, 70 000 files, 200 000 chunks of two axes, 64 KiB per value, 4 MiB of values,
+    /// 500 characters per name, 16 MiB of key names and 16 MiB of file names, 500 000 histogram
+    /// bins. A page is then about 40 MB, and at most twice that for a checkpoint that is built to
+    /// make it large.
     fn default() -> Self {
         Self {
             keys: 100_000,
@@ -285,7 +284,7 @@ impl Default for ReportLimits {
 }
 
 /// Reports on a checkpoint: reads its index, its objects, and the sizes of its files, but no
-/// tensor. `name` is what it is called on the page.
+/// tensors. `name` is its name on the page.
 ///
 /// # Errors
 ///
@@ -318,7 +317,7 @@ pub async fn report(
 }
 
 impl Report {
-    /// The report of what a summary says, its lists no longer than `limits`.
+    /// Builds a report from a summary, with lists of at most `limits`.
     #[must_use]
     pub fn of(name: &str, summary: &Summary, limits: &ReportLimits) -> Self {
         build::build(name, summary, limits)

@@ -1,4 +1,4 @@
-//! Statistics of the tensors' numbers, as far as a report shows them.
+//! Statistics of tensors, as a report shows them.
 
 use serde::Serialize;
 
@@ -6,22 +6,22 @@ use super::build::shortened;
 use super::{KeyReport, Report, ReportLimits};
 use crate::jobs::stats::{Number, StatsReport, TensorStats};
 
-/// Values of objects that are named.
+/// The number of object values that are listed.
 const VALUES: usize = 64;
 
 /// Statistics of one tensor, as [`NumberStats`](crate::NumberStats) defines them.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Numbers {
-    /// How many numbers.
+    /// The number of values.
     pub count: u64,
-    /// The smallest finite one.
+    /// The smallest finite value.
     pub min: Option<Number>,
-    /// The largest finite one.
+    /// The largest finite value.
     pub max: Option<Number>,
-    /// The mean of the finite ones.
+    /// The mean of the finite values.
     pub mean: Option<f64>,
-    /// Their standard deviation.
+    /// The standard deviation of the finite values.
     pub std: Option<f64>,
     /// NaNs.
     pub nan: u64,
@@ -29,39 +29,39 @@ pub struct Numbers {
     pub inf: u64,
     /// Zeros.
     pub zero: u64,
-    /// Numbers below the normal range of the dtype.
+    /// Values below the normal range of the dtype.
     pub subnormal: u64,
-    /// Numbers in the topmost power of two before infinity.
+    /// Values in the topmost power of two before infinity.
     pub near_overflow: u64,
     /// The first element that is NaN or infinite, per axis.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first_non_finite: Option<Vec<u64>>,
-    /// The histogram's bins that are not empty: `e` holds numbers with `2^e <= |x| < 2^(e + 1)`.
+    /// The exponents of the non-empty bins: bin `e` counts values with `2^e <= |x| < 2^(e + 1)`.
     pub exponents: Vec<i16>,
-    /// Negative numbers in each.
+    /// The number of negative values in each.
     pub negative: Vec<u64>,
-    /// Positive numbers in each.
+    /// The number of positive values in each.
     pub positive: Vec<u64>,
 }
 
-/// What is NaN or infinite in a whole checkpoint.
+/// NaNs and infinities of a whole checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct NonFinite {
-    /// Tensors with such elements.
+    /// Tensors with NaNs or infinities.
     pub tensors: u64,
-    /// NaNs in them.
+    /// NaNs in tensors.
     pub nan: u64,
-    /// Infinities in them.
+    /// Infinities in tensors.
     pub inf: u64,
-    /// Such values in objects.
+    /// NaNs and infinities in objects.
     pub in_objects: u64,
-    /// Where those are: the key and the place in it.
+    /// Their places: the key, and the path in the object.
     pub values: Vec<(String, String)>,
 }
 
 impl Report {
-    /// Adds the statistics of a checkpoint's tensors, histograms only as far as `limits` allow.
+    /// Adds the statistics of a checkpoint's tensors, with histograms up to `limits`.
     pub fn add_stats(&mut self, stats: &StatsReport, limits: &ReportLimits) {
         let of = |tensor: &TensorStats| (tensor.numbers.nan, tensor.numbers.inf());
         let mut found = NonFinite {

@@ -1,4 +1,4 @@
-//! The page that shows a report.
+//! Renders a report as an HTML page.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -19,15 +19,15 @@ const SCRIPT: &str = concat!(
     "})();\n"
 );
 
-/// SHA-256 of [`STYLE`] and [`SCRIPT`] in Base64. A test compares them.
+/// SHA-256 of [`STYLE`] and [`SCRIPT`] in Base64. A test checks them.
 const STYLE_SHA256: &str = "65m861G/h2dca7O2yp2NfN76CUkSdhubBtBdmd6kihQ=";
 const SCRIPT_SHA256: &str = "/6W9IbaYoDtCaXwYreAwvv5ewFH2wjLTE3BFVXMMUis=";
 
-/// The report as one HTML page that loads nothing and runs no script but its own.
+/// Renders the report as one HTML page that loads nothing and runs no script but its own.
 ///
-/// Texts of a checkpoint are data in it: they are embedded as JSON in which nothing can end the
-/// element, become text nodes only, and the page's content security policy allows the one style
-/// and the one script that it brings, by their hashes.
+/// Texts of a checkpoint stay data: they are embedded as JSON that cannot end its element, and the
+/// script creates only text nodes from them. The content security policy allows the page's one
+/// style and one script, by their hashes.
 #[must_use]
 pub fn render_html(report: &Report) -> String {
     let data = serde_json::to_string(report).unwrap_or_default();
@@ -38,7 +38,7 @@ pub fn render_html(report: &Report) -> String {
     );
     let title = escaped(&dcp_core::escaped(&report.name));
     let mut page = String::with_capacity(TEMPLATE.len() + STYLE.len() + SCRIPT.len() + data.len());
-    // One pass over the template, so that what is put in is never taken for a place itself.
+    // One pass over the template, so that inserted text is never expanded again.
     let mut rest = TEMPLATE;
     while let Some((before, behind)) = rest.split_once('{') {
         page.push_str(before);
@@ -58,8 +58,7 @@ pub fn render_html(report: &Report) -> String {
     page
 }
 
-/// JSON in whose strings what turns the direction of writing, or cannot be seen, is to be read as
-/// an escape.
+/// Escapes invisible characters and those that change the writing direction in JSON strings.
 fn visible(json: &str) -> Cow<'_, str> {
     let hidden = |c: char| !c.is_ascii_control() && dcp_core::is_unsafe(c) || c == '\x7f';
     if !json.contains(hidden) {
@@ -76,7 +75,7 @@ fn visible(json: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// The text for use between tags.
+/// Escapes text for use between tags.
 fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

@@ -1,12 +1,12 @@
-//! How many numbers there are of each magnitude: a bin for every power of two.
+//! Counts numbers by magnitude: one bin per power of two.
 
 use std::collections::BTreeMap;
 
 use serde::ser::{Serialize, SerializeSeq, Serializer};
 use serde_json::json;
 
-/// Numbers by sign and binary exponent: the bin `e` holds those with `2^e <= |x| < 2^(e + 1)`.
-/// Zeros, infinities and NaNs are in none; the bin -1023 holds what is below `2^-1022`.
+/// Numbers by sign and binary exponent: bin `e` counts those with `2^e <= |x| < 2^(e + 1)`. Bin
+/// -1023 counts what is below `2^-1022`. Zeros, infinities and NaNs are not counted.
 ///
 /// Serialized, it is a list of `{"exponent", "negative", "positive"}`, ascending, without empty
 /// bins.
@@ -14,19 +14,19 @@ use serde_json::json;
 pub struct Histogram(BTreeMap<i16, (u64, u64)>);
 
 impl Histogram {
-    /// The bins that are not empty, ascending: the exponent, how many negative numbers, and how
-    /// many positive ones.
+    /// The non-empty bins, ascending: the exponent, the number of negative and the number of
+    /// positive values.
     pub fn bins(&self) -> impl DoubleEndedIterator<Item = (i16, u64, u64)> + '_ {
         self.0.iter().map(|(exponent, (negative, positive))| (*exponent, *negative, *positive))
     }
 
-    /// The lowest and the highest exponent, if there is any.
+    /// The lowest and the highest exponent; `None` without values.
     #[must_use]
     pub fn range(&self) -> Option<(i16, i16)> {
         Some((*self.0.first_key_value()?.0, *self.0.last_key_value()?.0))
     }
 
-    /// How many numbers are in the bins `from..=to`.
+    /// The number of values in the bins `from..=to`.
     #[must_use]
     pub fn within(&self, from: i16, to: i16) -> u64 {
         if from > to {
@@ -57,19 +57,19 @@ impl Serialize for Histogram {
 
 /// Signs and exponents of an `f64`.
 const BINS: usize = 1 << 12;
-/// Neighbors are counted in tables of their own: they are often alike, and a counter that was
-/// just written is not ready to be read.
+/// Neighboring values go to separate tables: they often share a bin, and a counter that was just
+/// written cannot be read again at once.
 const TABLES: usize = 4;
-/// So many numbers are not worth to empty the tables for.
+/// The number of values below which separate tables do not pay.
 const FEW: usize = 512;
 
-/// Counts before they are a [`Histogram`].
+/// Counters of a [`Histogram`] in the making.
 #[derive(Debug)]
 pub(crate) struct Bins {
     tables: Box<[[u32; BINS]; TABLES]>,
-    /// Counted since the tables were emptied.
+    /// Values counted since the tables were emptied.
     counted: u64,
-    /// Subnormal numbers, which share their exponent with zero: negative and positive ones.
+    /// Negative and positive subnormal numbers, whose exponent field is that of zero.
     subnormal: (u64, u64),
     done: Histogram,
 }
@@ -109,7 +109,7 @@ impl Bins {
         }
     }
 
-    /// Looks at no empty table.
+    /// Counts a few values without touching the empty tables.
     fn count_few(&mut self, values: &[f64]) {
         for x in values.iter().filter(|x| x.is_normal()) {
             let exponent = (x.to_bits() >> 52 & 0x7ff) as i16 - 1023;
@@ -122,7 +122,7 @@ impl Bins {
         }
     }
 
-    /// Counts subnormal numbers, of which only an `f64` has any when all dtypes become one.
+    /// Counts subnormal numbers; after conversion to `f64`, only `f64` tensors have any.
     pub(crate) fn count_subnormal(&mut self, values: &[f64]) {
         for x in values.iter().filter(|x| x.is_subnormal()) {
             if *x < 0.0 {
@@ -133,7 +133,7 @@ impl Bins {
         }
     }
 
-    /// What was counted; then there is nothing.
+    /// Returns the counts and resets them.
     pub(crate) fn take(&mut self) -> Histogram {
         self.empty();
         std::mem::take(&mut self.done)
@@ -144,7 +144,7 @@ impl Bins {
         let used = if self.counted == 0 { 0 } else { BINS };
         for at in 0..used {
             let count: u64 = self.tables.iter().map(|table| u64::from(table[at])).sum();
-            // Zero and what is not finite are counted elsewhere.
+            // Zeros, infinities and NaNs are counted elsewhere.
             let field = at % SIGN;
             if count == 0 || field == 0 || field == SIGN - 1 {
                 continue;

@@ -1,5 +1,5 @@
-//! What the numbers of a checkpoint look like: minimum, maximum, mean, spread, magnitudes, and
-//! where the first NaN is.
+//! Statistics of a checkpoint's numbers: minimum, maximum, mean, deviation, magnitudes, and the
+//! position of the first NaN.
 
 mod histogram;
 mod moments;
@@ -30,16 +30,16 @@ pub use report::{
     BadChunk, BadValue, FloatRange, Number, NumberStats, ObjectStats, StatsReport, TensorStats,
 };
 
-/// How many chunks with NaNs or infinities are listed for a tensor.
+/// The maximum number of chunks with NaNs or infinities that are listed per tensor.
 pub const BAD_CHUNKS_MAX: usize = 64;
 
-/// Reads the chosen tensors and objects and takes their statistics. Every stored byte is read
-/// once, in the order of the files.
+/// Computes the statistics of the selected tensors and objects. Reads every stored byte once, in
+/// file order.
 ///
 /// # Errors
 ///
-/// When there is no checkpoint, it is unsound or damaged, or the storage fails: damage is never
-/// mistaken for numbers.
+/// When there is no checkpoint, it is inconsistent or damaged, or the storage fails. Damaged bytes
+/// never enter the statistics.
 pub async fn stats(
     source: &Source,
     selection: &Selection,
@@ -58,7 +58,7 @@ pub async fn stats(
     let mut results = stream::iter(batches)
         .map(|batch| {
             let (reader, metadata) = (Arc::clone(&source.reader), Arc::clone(&metadata));
-            // Counting takes a processor: on a runtime of several threads they run at once.
+            // Counting is CPU-bound; the tasks run in parallel on a runtime with several threads.
             tokio::spawn(async move { observe(&reader, &metadata, batch?).await })
         })
         .buffered(options.parallelism.max(1));
@@ -92,27 +92,27 @@ pub async fn stats(
         near_overflow += stats.numbers.near_overflow;
         report.tensors.insert(fqn, stats);
     }
-    // Of integers and floats together, the range is that of floats.
+    // The range over integers and floats together is that of floats.
     all.wide = None;
     report.total = NumberStats { subnormal, near_overflow, ..NumberStats::of(&all) };
     Ok(report)
 }
 
-/// A tensor and what is known of it so far.
+/// A tensor and its statistics so far.
 struct Tensor {
     fqn: Arc<str>,
     dtype: DType,
     shape: Dims,
     byte_len: u64,
     moments: Moments,
-    /// Row-major position of the first element that is not finite, and its place.
+    /// The row-major position of the first NaN or infinity, and its index.
     first: Option<(u64, Vec<u64>)>,
     bad_chunks: IndexMap<u32, BadChunk>,
     bad_chunk_count: u64,
     last_bad_chunk: Option<u32>,
 }
 
-/// The chosen tensors by their position in the index.
+/// The selected tensors, by their position in the index.
 fn tensors(metadata: &CheckpointMetadata, chosen: &[Chosen]) -> IndexMap<usize, Tensor> {
     let tensors = chosen.iter().filter_map(|chosen| {
         let tensor = metadata.at(chosen.entry)?.1.as_tensor()?;
@@ -140,7 +140,7 @@ impl Tensor {
         self.moments.merge(moments);
     }
 
-    /// Notes where the first number of `piece` that is not finite is: at `at` among its numbers.
+    /// Records the first NaN or infinity of `piece`: number `at` of its numbers.
     fn bad(&mut self, metadata: &CheckpointMetadata, piece: &Piece, moments: &Moments, at: u64) {
         let per_element = crate::element::numbers::Numbers::new(self.dtype).per_element() as u64;
         let inner = unravel(at / per_element, piece.region.sizes());
@@ -150,7 +150,7 @@ impl Tensor {
         if self.first.as_ref().is_none_or(|(first, _)| position < *first) {
             self.first = Some((position, place.clone()));
         }
-        // The pieces of a chunk come one after the other.
+        // The pieces of a chunk follow each other.
         if self.last_bad_chunk != Some(piece.chunk) {
             self.last_bad_chunk = Some(piece.chunk);
             self.bad_chunk_count += 1;
@@ -201,7 +201,7 @@ fn rank_of(file: &str) -> Option<u64> {
     name.strip_prefix("__")?.split('_').next()?.parse().ok()
 }
 
-/// The place of the row-major element `at` of a box.
+/// The index of row-major element `at` in a box.
 pub(crate) fn unravel(at: u64, sizes: &[u64]) -> Vec<u64> {
     let mut rest = at;
     let mut place = vec![0; sizes.len()];
@@ -219,7 +219,7 @@ fn ravel(place: &[u64], shape: &[u64]) -> u64 {
         .fold(0_u64, |at, (step, size)| at.saturating_mul(*size).saturating_add(*step))
 }
 
-/// The statistics of each piece of a batch.
+/// Computes the statistics of each piece of a batch.
 async fn observe(
     reader: &Arc<dyn StorageReader>,
     metadata: &Arc<CheckpointMetadata>,

@@ -1,19 +1,19 @@
-//! Statistics of a stretch of numbers that can be merged with those of another.
+//! Mergeable statistics of ranges of numbers.
 
 use dcp_core::DType;
 
 use crate::element::numbers::Numbers;
 use crate::jobs::stats::histogram::{Bins, Histogram};
 
-/// Values that are looked at together: few enough to stay in the first-level cache.
+/// Values per block: few enough for the first-level cache.
 const BLOCK: usize = 1024;
-/// Sums that are kept apart, so that they neither wait for each other nor lose as much as one.
+/// Independent sums, which neither wait for each other nor round as much as one.
 const LANES: usize = 8;
-/// What numbers are multiplied by whose squares would exceed the largest float: 2^-540, as
-/// precise as they are.
+/// The power of two, 2^-540, that scales numbers whose squares would exceed the largest float.
+/// Scaling is exact.
 const SCALE: f64 = f64::from_bits((1023 - 540) << 52);
 
-/// What is known of some numbers.
+/// Statistics of a range of numbers.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Moments {
     pub(crate) count: u64,
@@ -21,22 +21,22 @@ pub(crate) struct Moments {
     pub(crate) pos_inf: u64,
     pub(crate) neg_inf: u64,
     pub(crate) zero: u64,
-    /// Of the finite ones; infinite when there is none.
+    /// The smallest finite number; infinite when there is none.
     pub(crate) min: f64,
     pub(crate) max: f64,
     pub(crate) mean: f64,
-    /// The sum of the squared distances from the mean, multiplied by the square of [`SCALE`] if
-    /// it is `scaled`.
+    /// The sum of squared distances from the mean, scaled by the square of [`SCALE`] if `scaled` is
+    /// set.
     pub(crate) squares: f64,
     pub(crate) scaled: bool,
-    /// Of 64-bit integers.
+    /// Exact statistics of 64-bit integers.
     pub(crate) wide: Option<Wide>,
-    /// Position of the first number that is not finite.
+    /// The position of the first NaN or infinity.
     pub(crate) first_non_finite: Option<u64>,
     pub(crate) histogram: Histogram,
 }
 
-/// What is exact of 64-bit integers, which floats would round.
+/// Exact statistics of 64-bit integers, which floats would round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wide {
     pub(crate) min: i128,
@@ -73,7 +73,7 @@ impl Moments {
         self.count - self.non_finite()
     }
 
-    /// The mean of the finite ones.
+    /// The mean of the finite numbers.
     pub(crate) fn mean(&self) -> f64 {
         match self.wide {
             Some(wide) => wide.sum as f64 / self.count as f64,
@@ -82,9 +82,9 @@ impl Moments {
         }
     }
 
-    /// The standard deviation of the finite ones.
+    /// The standard deviation of the finite numbers.
     pub(crate) fn std(&self) -> f64 {
-        // Of equal numbers, what is there of squares comes from the rounding of their mean.
+        // For equal numbers, the squares contain only the rounding of their mean.
         if self.wide.map_or(self.min == self.max, |wide| wide.min == wide.max) {
             return 0.0;
         }
@@ -96,13 +96,13 @@ impl Moments {
         if self.scaled { self.squares } else { self.squares * SCALE * SCALE }
     }
 
-    /// Takes in the numbers behind those there are (Chan, Golub and LeVeque's pairwise update).
+    /// Appends the statistics of the following numbers (Chan, Golub and LeVeque's pairwise update).
     pub(crate) fn merge(&mut self, other: &Self) {
         let (ours, theirs) = (self.finite() as f64, other.finite() as f64);
         if theirs > 0.0 {
             let all = ours + theirs;
             let apart = other.mean - self.mean;
-            // Weighted, not moved by a share of the distance: that can exceed the largest float.
+            // A weighted sum, because the distance between the means can exceed the largest float.
             let mean = self.mean * (ours / all) + other.mean * (theirs / all);
             let between = |apart: f64| apart * apart * (ours / all) * theirs;
             let between_scaled = || between(other.mean * SCALE - self.mean * SCALE);
@@ -142,7 +142,7 @@ impl Moments {
     }
 }
 
-/// Takes statistics; what it needs to do so is kept from one stretch to the next.
+/// Computes statistics and reuses its buffers from one range to the next.
 #[derive(Debug, Default)]
 pub(crate) struct Observer {
     values: Vec<f64>,
@@ -151,7 +151,7 @@ pub(crate) struct Observer {
 }
 
 impl Observer {
-    /// The statistics of whole elements.
+    /// Computes the statistics of whole elements.
     pub(crate) fn observe(&mut self, dtype: DType, bytes: &[u8]) -> Moments {
         let numbers = Numbers::new(dtype);
         let mut all = Moments::default();
@@ -177,7 +177,7 @@ impl Observer {
     fn block(&mut self, values: &[f64]) -> Moments {
         self.bins.count(values);
         let sums = Sums::of(values);
-        // A sum that is finite has no part that is not.
+        // A finite sum has only finite terms.
         if sums.sum.is_finite() {
             return sums.moments(values);
         }
@@ -232,7 +232,7 @@ impl Sums {
         }
     }
 
-    /// The moments of `values`, all finite, whose sums these are.
+    /// The statistics of `values`, all finite, with these sums.
     fn moments(self, values: &[f64]) -> Moments {
         let count = values.len() as f64;
         let mean = if values.is_empty() {

@@ -11,12 +11,12 @@ use crate::element::value_difference::step;
 use crate::jobs::stats::moments::{Moments, Observer};
 use crate::jobs::stats::report::{BadValue, ObjectStats};
 
-/// How many NaNs and infinities in objects are listed.
+/// The maximum number of NaNs and infinities in objects that are listed.
 pub const BAD_VALUES_MAX: usize = 1000;
-/// Containers inside each other that are looked into.
+/// The nesting depth down to which containers are searched.
 const DEPTH_MAX: usize = 128;
 
-/// Adds what is in the object `key`.
+/// Adds the numbers of the object `key`.
 pub(crate) fn look(stats: &mut ObjectStats, key: &Arc<str>, value: &Value) {
     stats.count += 1;
     Walk { stats, key, path: String::new(), observer: Observer::default(), known: HashMap::new() }
@@ -28,17 +28,17 @@ struct Walk<'a> {
     key: &'a Arc<str>,
     path: String,
     observer: Observer,
-    /// What was found in arrays that may be met again, by where they are in memory.
+    /// Results for arrays that values may refer to again, by address.
     known: HashMap<Place, Found>,
 }
 
-/// What is known of the numbers of a value.
+/// The counts of one value.
 #[derive(Clone, Copy)]
 struct Found {
     count: u64,
     nan: u64,
     inf: u64,
-    /// The first that is not finite: its element, where the value is an array, and what it is.
+    /// The first NaN or infinity: its element, if the value is an array, and its text.
     non_finite: Option<(Option<usize>, &'static str)>,
 }
 
@@ -102,7 +102,7 @@ impl Walk<'_> {
                         self.below(&format!("[{}]", step(key)), value, depth);
                     }
                     match &object.state {
-                        // What `__dict__` gets are attributes.
+                        // The entries of `__dict__` are attributes.
                         Some(Value::Dict(state)) => {
                             for (key, value) in state.iter() {
                                 let name = key.as_str().map_or_else(|| step(key), str::to_owned);
@@ -121,7 +121,7 @@ impl Walk<'_> {
 
     fn items(&mut self, items: &[Value], depth: usize) {
         for (at, item) in items.iter().enumerate() {
-            // Texts and integers have no path to be made.
+            // Strings and integers need no path.
             if !matches!(item, Value::Str(_) | Value::Int(_) | Value::None | Value::Bool(_)) {
                 self.below(&format!("[{at}]"), item, depth);
             }
@@ -141,7 +141,7 @@ impl Walk<'_> {
         self.add(Found::new(&moments, None, |at| values.get(at).copied()));
     }
 
-    /// Adds an array that is met again, and returns whether it is one.
+    /// Adds an array that was counted before, and returns whether it was.
     fn again(&mut self, place: Option<&Place>) -> bool {
         let found = place.and_then(|place| self.known.get(place).copied());
         found.inspect(|found| self.add(*found)).is_some()
@@ -164,7 +164,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Adds what is known of a value; of an array, the path gets the index of the element.
+    /// Adds the counts of a value. For an array, the path includes the index of the element.
     fn add(&mut self, found: Found) {
         let stats = &mut *self.stats;
         stats.numbers += found.count;

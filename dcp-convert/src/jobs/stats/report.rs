@@ -1,4 +1,4 @@
-//! What the numbers of a checkpoint look like.
+//! The statistics of a checkpoint.
 
 use std::sync::Arc;
 
@@ -18,11 +18,11 @@ pub struct StatsReport {
     pub format: String,
     /// Tensors by FQN, in the order of the checkpoint.
     pub tensors: IndexMap<Arc<str>, TensorStats>,
-    /// What is in the objects.
+    /// NaNs and infinities in objects.
     pub objects: ObjectStats,
-    /// All tensors together.
+    /// All tensors combined.
     pub total: NumberStats,
-    /// Patterns that were given for keys and match none.
+    /// Key patterns that match no key.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unmatched: Vec<UnmatchedPattern>,
 }
@@ -37,58 +37,58 @@ pub struct TensorStats {
     pub shape: Vec<u64>,
     /// Bytes of all elements.
     pub bytes: u64,
-    /// Its numbers.
+    /// Statistics of its elements.
     #[serde(flatten)]
     pub numbers: NumberStats,
     /// The first element in row-major order that is NaN or infinite, per axis.
     pub first_non_finite: Option<Vec<u64>>,
-    /// The chunks with such elements, in the order in which they are stored; at most
+    /// Chunks with NaNs or infinities, in stored order; at most
     /// [`BAD_CHUNKS_MAX`](crate::BAD_CHUNKS_MAX) of them.
     pub non_finite_chunks: Vec<BadChunk>,
-    /// How many chunks have such elements.
+    /// The number of chunks with NaNs or infinities.
     pub non_finite_chunk_count: u64,
 }
 
-/// A stored part of a tensor that holds NaNs or infinities.
+/// A chunk with NaNs or infinities.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct BadChunk {
-    /// Where it begins in the tensor, per axis.
+    /// Its offset in the tensor, per axis.
     pub offsets: Vec<u64>,
     /// Elements per axis.
     pub sizes: Vec<u64>,
-    /// The file it lies in.
+    /// The file that holds it.
     pub file: Option<String>,
-    /// The rank that wrote the file, where its name says so (`__3_0.distcp`).
+    /// The rank that wrote the file, if its name contains the rank (`__3_0.distcp`).
     pub rank: Option<u64>,
     /// NaNs in it.
     pub nan: u64,
     /// Infinities of both signs in it.
     pub inf: u64,
-    /// The first of them in row-major order, per axis of the whole tensor.
+    /// The index of the first of them in row-major order, in the whole tensor.
     pub first: Vec<u64>,
 }
 
 /// Statistics of numbers.
 ///
-/// An element of several values counts as all of them: the parts of a complex number, the values
-/// of a packed byte. Quantized elements are taken as they are stored, and bits as unsigned
-/// integers. Minimum, maximum, mean and standard deviation are those of the finite numbers, and
-/// `null` in JSON where there is none.
+/// An element with several values counts as all of them: the parts of a complex number, the values
+/// of a packed byte. Quantized elements count as stored, and bits as unsigned integers. Minimum,
+/// maximum, mean and standard deviation are over finite numbers; `None` (`null` in JSON) without
+/// any.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct NumberStats {
-    /// How many numbers.
+    /// The number of values.
     pub count: u64,
-    /// The smallest.
+    /// The smallest finite value.
     pub min: Option<Number>,
-    /// The largest.
+    /// The largest finite value.
     pub max: Option<Number>,
-    /// The mean.
+    /// The mean of the finite values.
     pub mean: Option<f64>,
     /// The standard deviation of the population (NumPy's default, `ddof=0`).
     pub std: Option<f64>,
-    /// The largest magnitude.
+    /// The largest finite magnitude.
     pub abs_max: Option<Number>,
     /// NaNs.
     pub nan: u64,
@@ -98,29 +98,29 @@ pub struct NumberStats {
     pub neg_inf: u64,
     /// Zeros of both signs.
     pub zero: u64,
-    /// Numbers below the normal range of the dtype, which have lost precision.
+    /// Values below the normal range of the dtype, which have lost precision.
     pub subnormal: u64,
-    /// Finite numbers in the topmost power of two of a dtype with infinities: twice as much is
+    /// Finite values in the topmost power of two of a dtype with infinities; doubled, they are
     /// infinite.
     pub near_overflow: u64,
-    /// How many there are of each magnitude.
+    /// Values by magnitude.
     pub histogram: Histogram,
 }
 
 impl NumberStats {
-    /// How many are NaN or infinite.
+    /// The number of NaNs and infinities.
     #[must_use]
     pub fn non_finite(&self) -> u64 {
         self.nan + self.inf()
     }
 
-    /// How many are infinite.
+    /// The number of infinities.
     #[must_use]
     pub fn inf(&self) -> u64 {
         self.pos_inf + self.neg_inf
     }
 
-    /// The share of zeros, from 0 to 1.
+    /// The fraction of zeros, from 0 to 1.
     #[must_use]
     pub fn zero_share(&self) -> f64 {
         if self.count == 0 { 0.0 } else { self.zero as f64 / self.count as f64 }
@@ -154,7 +154,7 @@ impl NumberStats {
         }
     }
 
-    /// The same, of numbers of `dtype`.
+    /// Like `From<&Moments>`, for numbers of `dtype`.
     pub(crate) fn of_dtype(dtype: DType, moments: &Moments) -> Self {
         let mut stats = Self::of(moments);
         if let Some(range) = FloatRange::of(dtype) {
@@ -167,7 +167,7 @@ impl NumberStats {
     }
 }
 
-/// A number as a dtype has it: 64-bit integers do not fit into a float.
+/// A number at the precision of its dtype; floats cannot represent all 64-bit integers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Number {
@@ -178,7 +178,7 @@ pub enum Number {
 }
 
 impl Number {
-    /// The number, rounded to a float if need be.
+    /// The number as a float, rounded if necessary.
     #[must_use]
     pub fn as_f64(self) -> f64 {
         match self {
@@ -201,7 +201,7 @@ impl Serialize for Number {
     }
 }
 
-/// The range of a float dtype, or of the parts of a complex one, in powers of two.
+/// The range of a float dtype, or of a complex dtype's parts, in powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FloatRange {
@@ -209,7 +209,7 @@ pub struct FloatRange {
     pub min_exponent: i16,
     /// Exponent of the largest number.
     pub max_exponent: i16,
-    /// Whether what is larger becomes infinite.
+    /// Whether larger values become infinite.
     pub has_infinity: bool,
 }
 
@@ -235,20 +235,20 @@ impl FloatRange {
     }
 }
 
-/// What is in the objects: a loss or a learning rate can be NaN, too.
+/// NaNs and infinities in objects, such as a loss or a learning rate.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ObjectStats {
-    /// Objects looked at.
+    /// Objects read.
     pub count: u64,
-    /// Floats in them, those of arrays and tensors inside included.
+    /// Floats in them, including those of nested arrays and tensors.
     pub numbers: u64,
     /// NaNs.
     pub nan: u64,
     /// Infinities of both signs.
     pub inf: u64,
-    /// Where they are: the first of every array, and at most
-    /// [`BAD_VALUES_MAX`](crate::BAD_VALUES_MAX) in all.
+    /// Their places: the first of each array, at most [`BAD_VALUES_MAX`](crate::BAD_VALUES_MAX) in
+    /// all.
     pub non_finite: Vec<BadValue>,
 }
 
@@ -258,7 +258,7 @@ pub struct ObjectStats {
 pub struct BadValue {
     /// The object.
     pub key: Arc<str>,
-    /// Where in it, such as `['history'][3]`; empty for all of it.
+    /// The path in it, such as `['history'][3]`; empty for the object itself.
     pub path: String,
     /// `nan`, `inf` or `-inf`.
     pub value: &'static str,

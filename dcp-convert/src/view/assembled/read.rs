@@ -1,4 +1,4 @@
-//! Reading what is put together from pieces.
+//! Reads assembled tensors.
 
 use std::sync::Arc;
 
@@ -53,7 +53,7 @@ impl StorageReader for Assembled {
     }
 }
 
-/// Why a piece could not be planned, before it is known which tensor it belongs to.
+/// An error of planning a piece, without the tensor's name.
 enum PieceError {
     Problem(String),
     Error(CheckpointError),
@@ -78,7 +78,7 @@ fn problem(error: impl std::fmt::Display) -> PieceError {
     PieceError::Problem(error.to_string())
 }
 
-/// What is to be read of the parts.
+/// The reads of each part.
 struct Inner<'a> {
     parts: &'a [PartReader],
     plans: Vec<LoadPlan>,
@@ -86,12 +86,12 @@ struct Inner<'a> {
     sink: Arc<dyn DataSink>,
 }
 
-/// Where an item of a part goes.
+/// The destination of a part's item.
 #[derive(Debug)]
 enum Slot {
-    /// To the caller, who asked for this item.
+    /// The caller's sink, for this item of the caller.
     Passed(ReadItem),
-    /// Into memory, which begins at these offsets of the part's tensor.
+    /// Memory that begins at these offsets of the part's tensor.
     Piece(Dims, TensorView),
 }
 
@@ -113,7 +113,7 @@ impl<'a> Inner<'a> {
         self.push(part, entry, item.kind.clone(), Slot::Passed(item.clone()));
     }
 
-    /// Fills `target` with the elements `wanted` of the new tensor, which are within `piece`.
+    /// Fills `target` with the elements `wanted` of the assembled tensor, all within `piece`.
     fn piece(
         &mut self,
         piece: &Piece,
@@ -162,8 +162,8 @@ impl<'a> Inner<'a> {
         Err(PieceError::Problem(format!("elements of {wanted}, which it is made of, {what}")))
     }
 
-    /// Fills `target` with the box `inside` of a piece of shape `shape` whose elements are, in
-    /// row-major order, those of the box `source`.
+    /// Fills `target` with the box `inside` of a piece of shape `shape` whose row-major elements
+    /// are those of the box `source`.
     fn reshaped(
         &mut self,
         part: usize,
@@ -174,8 +174,8 @@ impl<'a> Inner<'a> {
         target: &TensorView,
     ) -> Result<(), PieceError> {
         let element = target.dtype().size();
-        // Both are in row-major order, so they are walked together: ranges of the piece's
-        // elements, and ranges of memory.
+        // Both are in row-major order, so one loop advances through ranges of the piece's elements
+        // and ranges of memory.
         let mut memory = target.runs();
         let mut room = memory.next().unwrap_or_default();
         for (mut at, mut len) in inside.runs_in(shape) {
@@ -217,8 +217,8 @@ impl<'a> Inner<'a> {
     }
 }
 
-/// The box `inside` of a piece as a box of the tensor that it comes from, and for every axis of
-/// that tensor the one of the piece that runs along it.
+/// The box `inside` of a piece as a box of its origin, and for each axis of the origin the axis of
+/// the piece.
 fn in_source(
     inside: &Region,
     region: &Region,
@@ -247,7 +247,7 @@ fn fill_with_zeros(target: &TensorView) -> Result<(), PieceError> {
     Ok(())
 }
 
-/// Gives every item of a part its place.
+/// Assigns every item of a part its destination.
 #[derive(Debug)]
 struct Slots {
     slots: Vec<Slot>,
@@ -261,7 +261,7 @@ impl Slots {
     }
 }
 
-/// What was asked for, in the region that the reader names: it may read in parts.
+/// The caller's item for the region that the reader reports, which may be a part of it.
 fn asked(item: &ReadItem, read: &ReadItem) -> ReadItem {
     ReadItem { entry: item.entry, leaf: item.leaf, kind: read.kind.clone() }
 }

@@ -107,8 +107,10 @@ impl CheckpointFormat for MegatronCoreFormat {
         }
         let weights = folder.folder(NEMO_WEIGHTS);
         if !folder.has(".metadata") && weights.is_some_and(|weights| weights.has(".metadata")) {
+            let problem = weights.and_then(|weights| checkpoint(&weights)?.problem);
+            let problem = problem.map(|problem| format!("{NEMO_WEIGHTS}: {problem}"));
             let found = Recognized::new(Evidence::Index, "is a checkpoint of NeMo");
-            return Some(found.with_inner(Some(NEMO_WEIGHTS.to_owned())));
+            return Some(found.with_problem(problem).with_inner(Some(NEMO_WEIGHTS.to_owned())));
         }
         let numbered = |name: &str| {
             let rest = name.strip_prefix("iter_");
@@ -124,35 +126,16 @@ impl CheckpointFormat for MegatronCoreFormat {
 
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
         let folder = place.listing().root();
-        let Some(config) = folder.file(METADATA_JSON) else { return Ok(Examined::default()) };
-        if config.byte_len <= Peek::BYTES_MAX {
-            let json = place.storage().read_range(&config.key, 0..config.byte_len).await?;
-            let json = serde_json::from_slice::<serde_json::Value>(&json);
-            if !json.is_ok_and(|json| json.is_object()) {
-                let problem = format!("the {METADATA_JSON} cannot be read");
-                return Ok(Examined::new(Some(problem)));
-            }
+        if self.recognize(&folder).is_some_and(|found| found.inner.is_some()) {
+            let weights = place.below(NEMO_WEIGHTS)?;
+            let mut found = match weights.listing().root().has(METADATA_JSON) {
+                true => examine_one(&weights).await?,
+                false => DcpFormat.examine(&weights).await?,
+            };
+            found.problem = found.problem.map(|problem| format!("{NEMO_WEIGHTS}: {problem}"));
+            return Ok(found);
         }
-        let stored = DcpFormat.examine(place).await?;
-        if stored.problem.is_some() {
-            return Ok(stored);
-        }
-        match folder.file(COMMON_FILE) {
-            Some(common) if common.byte_len == 0 => {
-                return Ok(Examined::new(Some(format!("the {COMMON_FILE} is empty"))));
-            }
-            Some(_) => return Ok(stored),
-            None => {}
-        }
-        let inside = match folder.file(".metadata") {
-            None => false,
-            Some(index) if index.byte_len >= EXAMINED_INDEX_MAX => true,
-            Some(index) => {
-                let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
-                decode(&bytes).is_ok_and(|metadata| metadata.get(COMMON_OBJECT).is_some())
-            }
-        };
-        Ok(Examined::new((!inside).then(|| format!("there is no {COMMON_FILE}"))))
+        examine_one(place).await
     }
 
     async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {
@@ -198,6 +181,40 @@ impl CheckpointFormat for MegatronCoreFormat {
             .with_extension(source)
             .with_extension(Arc::new(opened)))
     }
+}
+
+/// Compares the index and the common state of one checkpoint with its files.
+async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
+    let folder = place.listing().root();
+    let Some(config) = folder.file(METADATA_JSON) else { return Ok(Examined::default()) };
+    if config.byte_len <= Peek::BYTES_MAX {
+        let json = place.storage().read_range(&config.key, 0..config.byte_len).await?;
+        let json = serde_json::from_slice::<serde_json::Value>(&json);
+        if !json.is_ok_and(|json| json.is_object()) {
+            let problem = format!("the {METADATA_JSON} cannot be read");
+            return Ok(Examined::new(Some(problem)));
+        }
+    }
+    let stored = DcpFormat.examine(place).await?;
+    if stored.problem.is_some() {
+        return Ok(stored);
+    }
+    match folder.file(COMMON_FILE) {
+        Some(common) if common.byte_len == 0 => {
+            return Ok(Examined::new(Some(format!("the {COMMON_FILE} is empty"))));
+        }
+        Some(_) => return Ok(stored),
+        None => {}
+    }
+    let inside = match folder.file(".metadata") {
+        None => false,
+        Some(index) if index.byte_len >= EXAMINED_INDEX_MAX => true,
+        Some(index) => {
+            let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
+            decode(&bytes).is_ok_and(|metadata| metadata.get(COMMON_OBJECT).is_some())
+        }
+    };
+    Ok(Examined::new((!inside).then(|| format!("there is no {COMMON_FILE}"))))
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@
 use std::sync::Arc;
 
 use dcp::convert::{RunEntry, RunListing};
-use dcp::core::{Key, PutMode, Storage};
-use dcp_conformance::{CountingStorage, MemoryStorage};
+use dcp::core::format::Listing;
+use dcp::core::{Key, ObjectMeta, PutMode, Storage};
+use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
 
 fn block_on<F: Future>(future: F) -> F::Output {
     tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
@@ -241,4 +242,105 @@ fn what_an_index_names_must_be_there() {
         assert!(problem(name).is_some_and(|problem| problem.contains(said)), "{:?}", problem(name));
     }
     assert_eq!(listing.latest.as_deref(), Some("step2"));
+}
+
+/// What lies in folders of a checkpoint is compared with its own index.
+#[test]
+fn the_folders_of_a_checkpoint_are_examined() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let dcp = "pytorch/fsdp2_adam_2r";
+    for (name, without) in [
+        ("checkpoint-1/model_0", &[][..]),
+        ("checkpoint-1/optimizer_0", &[]),
+        ("checkpoint-2/model_0", &["__1_0.distcp"]),
+        ("checkpoint-2/optimizer_0", &[]),
+        ("checkpoint-3/model_0", &[]),
+        ("checkpoint-3/optimizer_0", &["__1_0.distcp"]),
+        ("nemo--step=4/weights", &[]),
+        ("nemo--step=5/weights", &["__0_0.distcp", "__1_0.distcp"]),
+        ("nemo--step=6/weights", &["__1_0.distcp"]),
+        ("nemo--step=7/weights", &[]),
+    ] {
+        put_fixture(&storage, name, dcp, without);
+    }
+    let json = r#"{"sharded_backend": "torch_dist"}"#;
+    fill(
+        &storage,
+        &[
+            ("nemo--step=6/weights/metadata.json", json),
+            ("nemo--step=6/weights/common.pt", "1"),
+            // Its save did not come to its last step.
+            ("nemo--step=7/weights/common.pt", "1"),
+        ],
+    );
+    let listing = list_run(&storage);
+    let shown: Vec<_> = listing
+        .entries
+        .iter()
+        .map(|entry| (&*entry.name, entry.complete, entry.problem.as_deref()))
+        .collect();
+    let missing = |problem| (Some(false), Some(problem));
+    assert_eq!(
+        shown.iter().map(|(_, complete, problem)| (*complete, *problem)).collect::<Vec<_>>(),
+        [
+            (Some(true), None),
+            missing("model_0: __1_0.distcp is missing"),
+            missing("optimizer_0: __1_0.distcp is missing"),
+            (Some(true), None),
+            missing("weights: there are no data files"),
+            missing("weights: __1_0.distcp is missing"),
+            missing("weights: there is no metadata.json: the save did not finish"),
+        ],
+        "{shown:?}"
+    );
+    assert_eq!(listing.latest.as_deref(), Some("nemo--step=4"));
+}
+
+/// A storage that fails says nothing against what names say.
+#[test]
+fn a_failed_look_leaves_what_is_known_to_be_incomplete() {
+    let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    fill(
+        &memory,
+        &[
+            ("step1/.metadata.json", NOTE),
+            ("step1/train/rank0.pt", ""),
+            ("step1/model_and_optim/.metadata", "EMPTY"),
+            ("step2/.metadata.json", NOTE),
+            ("step2/model_and_optim/.metadata", "EMPTY"),
+        ],
+    );
+    // After the listing.
+    let faults: Arc<dyn Storage> = Arc::new(FaultStorage::new(memory).dying_after(1));
+    let listing = list_run(&faults);
+    let [one, two] = &*listing.entries else { panic!("{listing:?}") };
+    assert_eq!((one.complete, two.complete), (None, Some(false)));
+    assert_eq!(two.problem.as_deref(), Some("there is no train/rank0.pt"));
+}
+
+/// Every iteration that the tracker has not reached is marked, however many there are.
+#[test]
+fn all_iterations_beyond_the_tracker_are_unfinished() {
+    const ITERATIONS: usize = 5_000;
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    fill(&storage, &[("latest_checkpointed_iteration.txt", "0")]);
+    for iteration in 1..=ITERATIONS {
+        let key = Key::new(format!("iter_{iteration:07}/mp_rank_00/model_optim_rng.pt")).unwrap();
+        block_on(storage.put(&key, vec![0].into(), PutMode::Create)).unwrap();
+    }
+    let listing = list_run(&storage);
+    assert_eq!(listing.entries.len(), ITERATIONS);
+    assert!(listing.entries.iter().all(|entry| entry.complete == Some(false)));
+}
+
+#[test]
+fn every_checkpoint_below_a_folder_is_counted() {
+    let names = (0..200).map(|step| format!("step{step}/.metadata"));
+    let metas = names.map(|name| ObjectMeta::new(Key::new(name).unwrap(), 1));
+    let listing = Listing::new(metas.collect::<Vec<_>>());
+    let formats = dcp::convert::formats();
+    assert_eq!(formats.checkpoints_below(&listing.root()).len(), 200);
+    let message = formats.explain(&listing.root());
+    let said = "200 checkpoints in folders below it, such as \"step199\"";
+    assert!(message.ends_with(said), "{message}");
 }

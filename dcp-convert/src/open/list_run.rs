@@ -1,12 +1,14 @@
 //! The checkpoints in a directory: what each is, whether it is whole, how large, how old.
 
 use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use dcp_core::format::{
-    CheckpointFormat, Folder, FolderEntry, FolderMatch, FormatRegistry, Listing, Place, natural,
+    CheckpointFormat, Folder, FolderEntry, FolderMatch, FormatRegistry, Listing, Place, RunTracker,
+    natural,
 };
 use dcp_core::{Key, ObjectMeta, Storage, StorageError, StorageExt, error_chain};
 use futures_util::{StreamExt, stream};
@@ -217,14 +219,7 @@ pub async fn list_run(
         }
     }
     if let Some(tracker) = &tracker {
-        for (folder, reason) in &tracker.unfinished {
-            let entry = listed.iter_mut().map(|one| &mut one.entry);
-            let mut entry = entry.filter(|entry| entry.name == *folder);
-            if let Some(entry) = entry.next().filter(|entry| entry.complete == Some(true)) {
-                entry.complete = Some(false);
-                entry.problem = Some(reason.clone());
-            }
-        }
+        mark_unfinished(tracker, &mut listed);
     }
     examine(&place, &mut listed).await;
     run.entries = listed.into_iter().map(|one| one.entry).collect();
@@ -254,6 +249,20 @@ pub async fn list_run(
     }
     run.latest = latest.map(|entry| entry.name.clone());
     Ok(run)
+}
+
+/// Marks the checkpoints that the run has saved after the one that its tracker names.
+fn mark_unfinished(tracker: &RunTracker, listed: &mut [Listed]) {
+    let unfinished: HashMap<&str, &str> =
+        tracker.unfinished.iter().map(|(folder, reason)| (&**folder, &**reason)).collect();
+    for Listed { entry, .. } in listed {
+        if let Some(reason) = unfinished.get(&*entry.name)
+            && entry.complete == Some(true)
+        {
+            entry.complete = Some(false);
+            entry.problem = Some((*reason).to_owned());
+        }
+    }
 }
 
 /// Whether a folder is a part of the checkpoint that the directory itself is: without it, the
@@ -324,10 +333,11 @@ async fn examine(place: &Place, listed: &mut [Listed]) {
                 }
             }
             // One that may not be read does not keep the others from being listed.
-            Err(error) => {
+            Err(error) if entry.complete == Some(true) => {
                 entry.complete = None;
                 entry.problem = Some(error_chain(&error));
             }
+            Err(_) => {}
         }
     }
 }

@@ -169,9 +169,9 @@ impl FormatRegistry {
         place: &Place,
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
+        let outer = place;
         let mut place = place.clone();
         let mut matches = self.recognize(&place.listing().root());
-        let message = self.explain(&place.listing().root());
         // A folder in a folder, but no further: names in a hostile listing could go on for long.
         for _ in 0..2 {
             let Some(best) = matches.first().filter(|best| best.found.is_checkpoint()) else {
@@ -183,6 +183,7 @@ impl FormatRegistry {
             place = self.look_below(&place, inner).await?;
             matches = self.recognize(&place.listing().root());
         }
+        let message = self.explain(&outer.listing().root());
         Err(CheckpointError::NotACheckpoint { message })
     }
 
@@ -248,10 +249,9 @@ impl FormatRegistry {
     }
 
     /// Paths of folders with a checkpoint, one and two levels down, in natural order of their
-    /// names; at most 64 are looked for.
+    /// names.
     #[must_use]
     pub fn checkpoints_below(&self, folder: &Folder<'_>) -> Vec<String> {
-        const FOUND_MAX: usize = 64;
         let mut found = Vec::new();
         let is_whole = |folder: &Folder<'_>| {
             self.formats.iter().any(|format| {
@@ -261,17 +261,14 @@ impl FormatRegistry {
             })
         };
         for below in folder.folders() {
-            if found.len() >= FOUND_MAX {
-                break;
-            }
             if is_whole(&below) {
                 found.push(below.path().to_owned());
                 continue;
             }
-            let inner = below.folders().filter(is_whole).take(FOUND_MAX - found.len());
+            let inner = below.folders().filter(is_whole);
             found.extend(inner.map(|folder| folder.path().to_owned()));
         }
-        found.sort_by_key(|path| natural(path));
+        found.sort_by_cached_key(|path| natural(path));
         found
     }
 }

@@ -122,7 +122,7 @@ async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointE
             }
             meta => meta?,
         };
-        if let Some(Named::RankMetadata { rank }) = Named::parse(&meta.key) {
+        if let Some(Named::RankMetadata { rank }) = Named::parse(meta.key.as_str()) {
             ranks.push((rank, meta.key));
         } else if listed.len() < Listing::OBJECTS_MAX {
             listed.push(meta);

@@ -9,8 +9,8 @@ use dcp_core::format::{
     Place, Recognized, RunTracker,
 };
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, Key, StorageError, StorageExt as _,
-    StorageReader as _, counted,
+    CheckpointError, CheckpointMetadata, Entry, StorageError, StorageExt as _, StorageReader as _,
+    counted,
 };
 
 use super::names::{METADATA, Named};
@@ -52,7 +52,7 @@ impl DcpFiles {
     pub fn of(folder: &Folder<'_>) -> Self {
         let mut found = Self::default();
         for (name, _) in folder.files() {
-            match Key::new(name).ok().and_then(|key| Named::parse(&key)) {
+            match Named::parse(name) {
                 Some(Named::Metadata) => found.metadata = true,
                 Some(Named::MetadataTmp) => found.metadata_tmp = true,
                 Some(Named::Data { .. }) => found.data = true,
@@ -115,18 +115,25 @@ impl DcpFiles {
 /// Checkpoints in folders below, such as the model and the optimizer of accelerate. Of several the
 /// first that is committed is named.
 fn nested(folder: &Folder<'_>) -> Option<Recognized> {
+    let found = nested_files(folder);
+    let committed = found.iter().find(|(_, files)| files.is_committed());
+    let (path, files) = committed.or_else(|| found.first())?;
+    let problem =
+        found.iter().find_map(|(path, files)| Some(format!("{path}: {}", files.problem()?)));
+    let inner = files.is_committed().then(|| (*path).to_owned());
+    let description = "has PyTorch DCP checkpoints in folders below it";
+    Some(Recognized::new(Evidence::Run, description).with_problem(problem).with_inner(inner))
+}
+
+/// The checkpoints in folders below, by their paths relative to `folder`.
+fn nested_files<'a>(folder: &Folder<'a>) -> Vec<(&'a str, DcpFiles)> {
     let mut found = Vec::new();
     collect(folder, DEPTH_MAX, &mut found);
     let from = if folder.path() == "." { 0 } else { folder.path().len() + 1 };
-    let relative = |path: &str| path.get(from..).unwrap_or(path).to_owned();
-    let committed = found.iter().find(|(_, files)| files.is_committed());
-    let (path, files) = committed.or_else(|| found.first())?;
-    let problem = found
-        .iter()
-        .find_map(|(path, files)| Some(format!("{}: {}", relative(path), files.problem()?)));
-    let inner = files.is_committed().then(|| relative(path));
-    let description = "has PyTorch DCP checkpoints in folders below it";
-    Some(Recognized::new(Evidence::Run, description).with_problem(problem).with_inner(inner))
+    for (path, _) in &mut found {
+        *path = path.get(from..).unwrap_or(path);
+    }
+    found
 }
 
 fn collect<'a>(folder: &Folder<'a>, depth: usize, found: &mut Vec<(&'a str, DcpFiles)>) {
@@ -169,27 +176,15 @@ impl CheckpointFormat for DcpFormat {
 
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
         let folder = place.listing().root();
-        // The metadata of each rank is its own.
-        let Some(index) = folder.file(METADATA) else { return Ok(Examined::default()) };
-        if index.byte_len >= EXAMINED_INDEX_MAX {
-            let any = folder.files().any(|(name, _)| name.ends_with(".distcp"));
-            return Ok(Examined::new((!any).then(|| NO_DATA.to_owned())));
+        if DcpFiles::of(&folder).is_any() {
+            return examine_one(place).await;
         }
-        let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
-        let metadata = match decode(&bytes) {
-            Ok(metadata) => metadata,
-            Err(error) => {
-                let problem = format!("the {METADATA} cannot be read: {}", error.problem());
-                return Ok(Examined::new(Some(problem)));
-            }
-        };
-        let mut missing = MissingFiles::default();
-        for (file, end) in metadata.files().iter().zip(ends(&metadata)) {
-            if !missing.look(place, file, end).await? {
-                break;
+        for (path, _) in nested_files(&folder) {
+            if let Some(problem) = examine_one(&place.below(path)?).await?.problem {
+                return Ok(Examined::new(Some(format!("{path}: {problem}"))));
             }
         }
-        Ok(Examined::new(missing.problem()))
+        Ok(Examined::default())
     }
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
@@ -210,6 +205,32 @@ impl CheckpointFormat for DcpFormat {
         let opened = OpenedCheckpoint::new(Arc::clone(place.storage()), Arc::clone(&reader) as _);
         Ok(opened.with_extension(reader))
     }
+}
+
+/// Compares the index of one checkpoint with its files.
+async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
+    let folder = place.listing().root();
+    // The metadata of each rank is its own.
+    let Some(index) = folder.file(METADATA) else { return Ok(Examined::default()) };
+    if index.byte_len >= EXAMINED_INDEX_MAX {
+        let any = folder.files().any(|(name, _)| name.ends_with(".distcp"));
+        return Ok(Examined::new((!any).then(|| NO_DATA.to_owned())));
+    }
+    let bytes = place.storage().read_range(&index.key, 0..index.byte_len).await?;
+    let metadata = match decode(&bytes) {
+        Ok(metadata) => metadata,
+        Err(error) => {
+            let problem = format!("the {METADATA} cannot be read: {}", error.problem());
+            return Ok(Examined::new(Some(problem)));
+        }
+    };
+    let mut missing = MissingFiles::default();
+    for (file, end) in metadata.files().iter().zip(ends(&metadata)) {
+        if !missing.look(place, file, end).await? {
+            break;
+        }
+    }
+    Ok(Examined::new(missing.problem()))
 }
 
 /// For each file, where the last of what it holds ends.

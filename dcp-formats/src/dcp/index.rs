@@ -120,7 +120,7 @@ async fn warn_of_others(
             Err(error) if error.kind() == StorageErrorKind::Unsupported => break,
             Err(error) => return Err(error.into()),
         };
-        ranks |= matches!(Named::parse(&key), Some(Named::RankMetadata { .. }));
+        ranks |= matches!(Named::parse(key.as_str()), Some(Named::RankMetadata { .. }));
         model |= key.as_str().ends_with(INDEX_ENDING) && !key.as_str().contains('/');
         if ranks && model {
             break;

@@ -179,7 +179,7 @@ impl StorageWriter for DcpWriter {
         let mut objects = self.storage.list(None);
         while let Some(meta) = objects.next().await {
             let meta = meta?;
-            let Some(named) = Named::parse(&meta.key) else { continue };
+            let Some(named) = Named::parse(meta.key.as_str()) else { continue };
             let generation = if let Named::Data { generation } = named { generation } else { 0 };
             highest = highest.max(Some(generation));
             match named {
@@ -245,8 +245,8 @@ impl StorageWriter for DcpWriter {
     ) -> Result<WriteReport, CheckpointError> {
         let jobs = FileJob::for_plan(local, plan, self.options.checksums)?;
         // What earlier saves made is settled, one way or the other.
-        let own = plan.files.first().and_then(Named::parse);
-        self.created().retain(|key| Named::parse(key) == own);
+        let own = plan.files.first().and_then(|file| Named::parse(file.as_str()));
+        self.created().retain(|key| Named::parse(key.as_str()) == own);
         let parallelism = usize::from(self.storage.capabilities().parallelism);
         let stop = Stop::new();
         let data = stop.guard(data);

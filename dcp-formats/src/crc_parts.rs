@@ -1,25 +1,25 @@
-//! The CRC-32 of bytes that come in parts, in any order.
+//! Combines CRC-32s of byte ranges that arrive in any order.
 
 use std::collections::BTreeMap;
 
 use crc32fast::Hasher;
 
-/// CRC-32s of parts, combined where parts touch.
+/// CRC-32s of disjoint parts; adjacent parts are merged.
 #[derive(Clone, Debug, Default)]
 pub struct CrcParts {
-    /// By where a part begins: where it ends, and its CRC-32.
+    /// By start of a part: its end, and its CRC-32.
     parts: BTreeMap<u64, (u64, Hasher)>,
 }
 
 impl CrcParts {
-    /// Nothing yet.
+    /// Creates an empty set.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds bytes `start..end` and combines them with the parts that they touch. Returns false, and
-    /// adds nothing, where they overlap a part.
+    /// Adds bytes `start..end` and merges them with adjacent parts. Returns false, and adds
+    /// nothing, if they overlap a part.
     pub fn add(&mut self, start: u64, end: u64, crc32: Hasher) -> bool {
         let before = self.parts.range(..end).next_back().map(|(at, (end, _))| (*at, *end));
         let (mut from, mut to, mut crc) = (start, end, crc32);
@@ -42,26 +42,26 @@ impl CrcParts {
         true
     }
 
-    /// The CRC-32 of `byte_len` bytes, when the parts make them up.
+    /// The CRC-32 of `byte_len` bytes, if the parts cover them.
     #[must_use]
     pub fn whole(&self, byte_len: u64) -> Option<u32> {
         let (only, (end, hasher)) = self.parts.first_key_value()?;
         (*only == 0 && *end == byte_len).then(|| hasher.clone().finalize())
     }
 
-    /// How many parts there are that do not touch.
+    /// The number of parts that are not adjacent.
     #[must_use]
     pub fn len(&self) -> usize {
         self.parts.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no parts.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.parts.is_empty()
     }
 
-    /// Bytes of all parts.
+    /// The total size of the parts in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.parts.iter().map(|(start, (end, _))| end - start).sum()

@@ -1,4 +1,4 @@
-//! The formats of this crate as plug-ins.
+//! The plug-in formats of this crate.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::dcp::DcpFormat;
 use crate::hf::HuggingFaceFormat;
 use crate::torch_save::TorchSaveFormat;
 
-/// The formats of this crate: `torch.save`, folders and files of safetensors, PyTorch DCP.
+/// The plug-in formats of this crate: `torch.save`, folders and files of safetensors, PyTorch DCP.
 #[must_use]
 pub fn formats() -> FormatRegistry {
     FormatRegistry::empty()

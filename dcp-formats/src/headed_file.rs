@@ -1,16 +1,16 @@
-//! A file that is a header and the elements of one tensor.
+//! Writes a file of a header and the elements of one tensor.
 
 use bytes::Bytes;
 use dcp_core::{CheckpointError, DataSource, FormatError, Key, Storage};
 
 use crate::upload::{FileItem, FileOptions, FileSpec, Framing, PendingFile, prepare_file};
 
-/// Makes a file of `header` and item 0 of `data`, which has `byte_len` bytes, without giving it its
-/// name; `options` say whether one of that name is replaced. A `.npy` file is one.
+/// Writes `header` and item 0 of `data`, which has `byte_len` bytes, to a file without its name
+/// yet. `options` say whether an existing file is replaced. A `.npy` file has this form.
 ///
 /// # Errors
 ///
-/// When data or storage fail; then there is nothing of the file.
+/// When the data or the storage fails. No file is created then.
 pub async fn prepare_headed_file<'a>(
     storage: &'a dyn Storage,
     (key, options): (&Key, FileOptions),

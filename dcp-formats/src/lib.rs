@@ -1,6 +1,6 @@
-//! On-disk formats: what the bytes of checkpoints mean, in both directions.
+//! On-disk formats of checkpoints, for reading and writing.
 //!
-//! Codecs take bytes and return results; they open nothing and execute nothing. Readers and
+//! Codecs take bytes and return results; they open no files and execute nothing. Readers and
 //! writers of whole checkpoints implement [`StorageReader`](dcp_core::StorageReader) and
 //! [`StorageWriter`](dcp_core::StorageWriter) over any [`Storage`](dcp_core::Storage).
 //!
@@ -11,7 +11,7 @@
 //! | Hugging Face, safetensors | [`hf::HfReader`] | [`hf::write_folder`], [`safetensors::write()`] |
 //! | Megatron-Core's zarr | [`zarr::ZarrReader`] | |
 //!
-//! | what they are made of | |
+//! | codec | for |
 //! |---|---|
 //! | [`metadata`] | the `.metadata` of DCP |
 //! | [`pickle`] | Python's pickle, as data |

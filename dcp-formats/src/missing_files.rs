@@ -1,12 +1,12 @@
-//! Which of the files that an index names are missing or too short.
+//! Finds files of an index that are missing or too short.
 
 use dcp_core::format::Place;
 use dcp_core::{Key, StorageError, StorageErrorKind};
 
-/// Files of one index that are looked at.
+/// The maximum number of files to check per index.
 const FILES_MAX: usize = 1024;
 
-/// Files of an index that are not as it needs them.
+/// Files of an index that are missing or too short.
 #[derive(Debug, Default)]
 pub(crate) struct MissingFiles {
     looked_at: usize,
@@ -15,7 +15,7 @@ pub(crate) struct MissingFiles {
 }
 
 impl MissingFiles {
-    /// Looks whether `file` has at least `end` bytes. Returns whether more files are looked at.
+    /// Checks that `file` has at least `end` bytes. Returns whether to check further files.
     pub(crate) async fn look(
         &mut self,
         place: &Place,
@@ -36,7 +36,7 @@ impl MissingFiles {
         Ok(self.looked_at < FILES_MAX)
     }
 
-    /// What is wrong, if anything is.
+    /// The problem, if there is one.
     pub(crate) fn problem(&self) -> Option<String> {
         match (&*self.missing, &*self.short) {
             ([], []) => None,

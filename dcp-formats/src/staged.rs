@@ -1,4 +1,4 @@
-//! Small objects that are sent before anything they replace is touched.
+//! Uploads small objects before anything they replace changes.
 
 use bytes::Bytes;
 use dcp_core::{
@@ -6,10 +6,9 @@ use dcp_core::{
     Upload,
 };
 
-/// Objects that were sent and have no name yet: giving them theirs takes no more space.
-///
-/// A commit that replaces several objects stages them first, so that a full disk stops it while
-/// all is as it was. What it may have to put back is staged too.
+/// Objects that are uploaded but have no names yet; naming them takes no more space. A commit that
+/// replaces several objects stages them first, so that a full disk fails it while nothing has
+/// changed. It also stages what a rollback restores.
 #[derive(Debug, Default)]
 pub struct Staged {
     uploads: Vec<One>,
@@ -23,17 +22,17 @@ struct One {
 }
 
 impl Staged {
-    /// Nothing yet.
+    /// Creates an empty set.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Sends an object.
+    /// Uploads an object.
     ///
     /// # Errors
     ///
-    /// When the storage does not take it; what was staged before stays staged.
+    /// When the storage refuses it. Objects staged before stay staged.
     pub async fn add(
         &mut self,
         storage: &dyn Storage,
@@ -54,16 +53,16 @@ impl Staged {
         }
     }
 
-    /// The names that are staged, in the order in which they were added.
+    /// The staged names, in the order of [`add`](Self::add).
     pub fn keys(&self) -> impl Iterator<Item = &Key> {
         self.uploads.iter().map(|one| &one.key)
     }
 
-    /// Gives an object its name. A reply that is lost is no failure where the object is there.
+    /// Gives an object its name. A lost reply is not an error if the object exists.
     ///
     /// # Errors
     ///
-    /// When the storage fails, or nothing was staged under this name.
+    /// When the storage fails, or nothing is staged under this name.
     pub async fn publish(&mut self, storage: &dyn Storage, key: &Key) -> Result<(), StorageError> {
         let Some(at) = self.uploads.iter().position(|one| one.key == *key) else {
             let kind = StorageErrorKind::Invalid;
@@ -76,7 +75,7 @@ impl Staged {
         if found.as_ref() == Some(&bytes) { Ok(()) } else { Err(error) }
     }
 
-    /// Throws away what has no name yet.
+    /// Discards all objects without names.
     pub async fn abort(&mut self) {
         for One { key, upload, .. } in self.uploads.drain(..) {
             abort(&key, upload).await;

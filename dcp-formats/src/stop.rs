@@ -1,4 +1,4 @@
-//! Ending what is written side by side when one of it has failed.
+//! Stops concurrent writes when one of them fails.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,38 +8,37 @@ use async_trait::async_trait;
 use dcp_core::{CheckpointError, DataSource, Payload};
 use futures_util::{StreamExt as _, stream};
 
-/// Ends writes that go on side by side: they get no more data.
-///
-/// A write that is dropped may still put a file under its name, on the thread that does it. So
-/// none is dropped: each ends by itself, and what it wrote is then known and can be removed.
+/// Stops concurrent writes by giving them no more data. Dropping a write is not enough: its thread
+/// may still give the file its name. So every write runs to its end, and what it wrote is known and
+/// can be removed.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<AtomicBool>);
 
 impl Stop {
-    /// Nothing is stopped yet.
+    /// Creates a `Stop` without failures.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Whether one of the writes has failed.
+    /// Whether a write has failed.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// The same data, up to the first failure.
+    /// Wraps `data` so that it fails after the first failure of any write.
     #[must_use]
     pub fn guard(&self, data: Arc<dyn DataSource>) -> Arc<dyn DataSource> {
         Arc::new(Guarded { data, stop: self.clone() })
     }
 
-    /// Runs these writes, at most `at_once` side by side, until all have ended. After the first
-    /// failure none is begun.
+    /// Runs the writes, at most `at_once` at a time, until all have ended. Starts none after the
+    /// first failure.
     ///
     /// # Errors
     ///
-    /// The first failure, with nothing that is only its consequence, when all have ended.
+    /// The first failure itself, not one that follows from it, when all writes have ended.
     pub async fn run<T, F: Future<Output = Result<T, CheckpointError>>>(
         &self,
         writes: impl IntoIterator<Item = F>,
@@ -57,7 +56,7 @@ impl Stop {
         while let Some(outcome) = ended.next().await {
             match (outcome, &failed) {
                 (Ok(one), _) => done.push(one),
-                // One that was stopped may come before the one that failed.
+                // A stopped write may end before the one that failed.
                 (Err(error), None | Some(CheckpointError::Canceled)) => failed = Some(error),
                 (Err(_), Some(_)) => {}
             }

@@ -1,5 +1,5 @@
-//! Python objects as `torch.save` stores them: archives of a pickle and, where the object holds
-//! tensors, their storages.
+//! Python objects as `torch.save` stores them: archives of a pickle and the storages of its
+//! tensors.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -17,21 +17,21 @@ use crate::torch_tensor::{
 };
 use crate::torch_zip::{ArchiveEncoder, ArchiveIndex, Halt, RecordSet, Sparse};
 
-/// A deflated record may grow to this; PyTorch's own are stored.
+/// The maximum size of an inflated record; PyTorch stores records without compression.
 const INFLATED_MAX: u64 = 1 << 30;
-/// Tensors with strides of 0 may together be larger than the archive by this much.
+/// The number of bytes by which tensors with strides of 0 may exceed the archive, in all.
 const EXPANDED_MAX: u64 = 16 << 20;
 
-/// The object in an archive of `torch.save`.
+/// Decodes the object of a `torch.save` archive.
 ///
-/// Plain data becomes plain values, tensors in it included. Whatever else it holds (objects of
-/// classes, shared or cyclic containers, tensors that share a storage, names that Python would
-/// import only to throw them away) makes the whole a [`Value::Opaque`], which [`encode_object`]
-/// writes back unchanged.
+/// Plain data, including tensors in it, becomes plain values. An object with anything else
+/// (instances of classes, shared or cyclic containers, tensors that share a storage, names that
+/// Python imports and discards) becomes one [`Value::Opaque`], which [`encode_object`] writes
+/// unchanged.
 ///
 /// # Errors
 ///
-/// When archive or pickle are damaged, or a record's CRC differs.
+/// When the archive or the pickle is damaged, or a record's CRC differs.
 pub fn decode_object(blob: &Bytes) -> Result<Value, FormatError> {
     let converted = read(blob)?;
     if converted.faithful {
@@ -41,13 +41,13 @@ pub fn decode_object(blob: &Bytes) -> Result<Value, FormatError> {
     Ok(Value::Opaque(Arc::new(opaque)))
 }
 
-/// The archive that `torch.save` of PyTorch 2.15 makes of a value, byte for byte except for the
-/// serialization id, where Python's objects are shared as [`Writer`] says.
+/// Encodes a value as `torch.save` of PyTorch 2.15 does, byte for byte but for the serialization
+/// id, if Python's objects are shared as [`Writer`] documents.
 ///
 /// # Errors
 ///
-/// When the value holds an opaque value inside of other data, a tensor that is not all here, or
-/// what [`Writer::value`] cannot write.
+/// When the value contains an opaque value within other data, a tensor that is not fully in memory,
+/// or a value that [`Writer::value`] cannot write.
 pub fn encode_object(value: &Value) -> Result<Bytes, FormatError> {
     if let Value::Opaque(opaque) = value {
         return Ok(opaque.encoded.clone());
@@ -98,19 +98,19 @@ fn read(blob: &Bytes) -> Result<Converted, Halt> {
     Ok(Converted { faithful, ..converted })
 }
 
-/// The names in a value that Python would import where it is loaded from an archive of
-/// [`encode_object`], and that are not known to be harmless.
+/// The names that Python imports when it loads a value from an archive of [`encode_object`], and
+/// that are not known to be harmless.
 ///
 /// # Errors
 ///
-/// When it holds an object whose kept archive or pickle is damaged.
+/// When it holds an object whose stored archive or pickle is damaged.
 pub fn foreign_names(value: &Value) -> Result<Vec<ForeignName>, FormatError> {
     let mut found = Vec::new();
     let mut open = vec![(value, Vec::new())];
     while let Some((value, path)) = open.pop() {
         let below = |item| path.iter().cloned().chain([item]).collect::<Vec<PathItem>>();
         let mut name = |global: &Global| {
-            // What has no module stands for a part that was left out, or made by other parts.
+            // Names without a module are parts that were left out, or built from other parts.
             if !global.module.is_empty() {
                 let path = Some(joined(&path));
                 found.extend(ForeignName::new(&global.module, &global.name, path));
@@ -176,7 +176,7 @@ pub fn foreign_names(value: &Value) -> Result<Vec<ForeignName>, FormatError> {
     Ok(found)
 }
 
-/// Whether a value is of a kind that names can be in.
+/// Whether a value is of a kind that can contain names.
 fn may_name(value: &Value) -> bool {
     matches!(
         value,
@@ -191,7 +191,7 @@ fn may_name(value: &Value) -> bool {
     )
 }
 
-/// The most of a path that is kept, in bytes.
+/// The maximum length of a stored path, in bytes.
 const PATH_MAX: usize = 256;
 
 fn joined(path: &[PathItem]) -> String {
@@ -215,7 +215,7 @@ fn joined(path: &[PathItem]) -> String {
     joined
 }
 
-/// The same of an object in its archive.
+/// Like [`foreign_names`], for an object in its archive.
 fn foreign_names_in(archive: &Bytes) -> Result<Vec<ForeignName>, FormatError> {
     let names = || -> Result<_, Halt> {
         let sparse = Sparse::whole(archive);
@@ -226,12 +226,12 @@ fn foreign_names_in(archive: &Bytes) -> Result<Vec<ForeignName>, FormatError> {
     Ok(names()?)
 }
 
-/// Gives tensors in a pickle the bytes of their storages.
+/// Reads the storages of tensors in a pickle.
 pub(crate) struct Tensors<'a> {
     byte_order: ByteOrder,
-    /// Bytes that tensors may still take.
+    /// The number of bytes that further tensors may occupy.
     budget: u64,
-    /// Brings the whole storage of a tensor.
+    /// Loads the whole storage of a tensor.
     load: Box<Load<'a>>,
     storages: HashMap<Box<str>, Cow<'a, [u8]>>,
 }
@@ -239,7 +239,7 @@ pub(crate) struct Tensors<'a> {
 type Load<'a> = dyn FnMut(&TensorLayout) -> Result<Cow<'a, [u8]>, Halt> + 'a;
 
 impl<'a> Tensors<'a> {
-    /// For tensors whose storages have `byte_len` bytes together, and which `load` brings.
+    /// Reads tensors whose storages, which `load` returns, have `byte_len` bytes in all.
     pub(crate) fn new(
         byte_order: ByteOrder,
         byte_len: u64,
@@ -249,8 +249,8 @@ impl<'a> Tensors<'a> {
         Self { byte_order, budget, load: Box::new(load), storages: HashMap::new() }
     }
 
-    /// A quantized tensor as a call of the function that makes one, of its stored numbers and of
-    /// what turns them into real ones: the scheme's name, scale, zero point and axis.
+    /// A quantized tensor as the call that rebuilds it: its stored integers, and the scheme's name,
+    /// scale, zero point and axis.
     fn quantized(&mut self, stored: Tensor, quantizer: &Quantizer) -> Result<Value, Halt> {
         let name = |scheme: &str| Value::Global(Global::new("torch", scheme));
         let how = match quantizer {
@@ -275,7 +275,7 @@ impl<'a> Tensors<'a> {
         Ok(Value::Object(Box::new(object)))
     }
 
-    /// The tensor, and whether no other tensor had this storage before.
+    /// Reads a tensor. Also returns whether it is the first of its storage.
     fn tensor(&mut self, layout: &TensorLayout) -> Result<(Tensor, bool), Halt> {
         let key = &layout.storage().key;
         let fresh = !self.storages.contains_key(key);
@@ -299,7 +299,7 @@ impl Hook for Tensors<'_> {
         id: NodeId,
     ) -> Result<Option<Converted>, FormatError> {
         let Some(layout) = TensorLayout::from_node(pickle, id)? else { return Ok(None) };
-        // Packed types have fewer bytes than a tensor of their shape; too large ones stay parts.
+        // Packed dtypes have fewer bytes than elements; tensors that are too large stay unread.
         let elements = layout.sizes().checked_volume().unwrap_or(u64::MAX);
         let unpacked = elements.checked_mul(layout.dtype().size() as u64);
         if unpacked != Some(layout.byte_len()) || layout.byte_len() > self.budget {

@@ -1,4 +1,4 @@
-//! JSON objects whose names must be unique.
+//! JSON objects with unique names.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -6,8 +6,8 @@ use std::marker::PhantomData;
 use indexmap::IndexMap;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
-/// A JSON object in its own order. A name that occurs twice is an error: readers differ in which
-/// of the two they take, so a file with one is either damaged or made to deceive.
+/// A JSON object in file order. A duplicate name is an error: readers disagree on which value
+/// counts, so the file is either damaged or built to deceive.
 #[derive(Debug)]
 pub(crate) struct UniqueMap<V>(pub(crate) IndexMap<String, V>);
 

@@ -1,4 +1,5 @@
-//! Streaming items into a file: bounded memory, no copy of tensor data, CRCs on the way.
+//! Streams items into a file, in bounded memory, without copying tensor data, with CRCs computed on
+//! the way.
 
 mod parts;
 
@@ -15,28 +16,28 @@ use dcp_core::{
 use futures_util::future::{Either, select};
 use futures_util::stream::{self, StreamExt};
 
-/// Called with the number of bytes each time some were written or read.
+/// Receives the number of bytes after each read or write.
 pub type Progress = Arc<dyn Fn(u64) + Send + Sync>;
 
-/// The fewest bytes that are sent at a time.
+/// The minimum size of a part.
 const PART_BYTES: u64 = 16 << 20;
-/// Parts that wait to be sent while one is on its way and one is made: making and sending take
-/// turns at being the slower one.
+/// Parts ready to upload while another is uploading and another is being filled; either side may be
+/// the slower one.
 const READY_MAX: usize = 1;
-/// The most parts of a file; S3 allows 10 000.
+/// The maximum number of parts of a file; S3 allows 10 000.
 const PARTS_MAX: u64 = 8192;
-/// Files up to this length are put whole, in one request.
+/// Files up to this size are uploaded with one request.
 const SINGLE_PUT_BYTES: u64 = 8 << 20;
 
-/// What a file has around the bytes of each item.
+/// The bytes of a file around each item.
 pub(crate) trait Framing: fmt::Debug + Send + Sync {
-    /// What comes before the item at `position` of the file.
+    /// The bytes before the item at `position`.
     fn before(&self, position: usize) -> Result<Bytes, FormatError>;
 
-    /// What comes after it, when the item's bytes have this CRC-32.
+    /// The bytes after it, given the CRC-32 of the item's bytes.
     fn after(&self, position: usize, crc32: u32) -> Result<Bytes, FormatError>;
 
-    /// Whether [`after`](Self::after) looks at the CRC.
+    /// Whether [`after`](Self::after) uses the CRC.
     fn needs_crc(&self, position: usize) -> bool;
 
     /// The item's name, for errors.
@@ -50,7 +51,7 @@ pub(crate) struct FileItem {
     pub(crate) byte_len: u64,
 }
 
-/// A file to write: `byte_len` bytes in all.
+/// A file of `byte_len` bytes to write.
 #[derive(Debug)]
 pub(crate) struct FileSpec<'a> {
     pub(crate) key: &'a Key,
@@ -59,7 +60,7 @@ pub(crate) struct FileSpec<'a> {
     pub(crate) framing: &'a dyn Framing,
 }
 
-/// Writes one file that must not exist yet; when this fails there is none.
+/// Writes a file that does not exist yet. Nothing remains of it on failure.
 pub(crate) async fn write_file(
     storage: &dyn Storage,
     file: FileSpec<'_>,
@@ -71,25 +72,24 @@ pub(crate) async fn write_file(
     Ok(pending.publish().await?)
 }
 
-/// How a file is made.
+/// Options of writing a file.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct FileOptions {
-    /// Whether a file of its name is replaced.
+    /// Whether an existing file is replaced.
     pub mode: PutMode,
-    /// Segments of data that are asked for at once, in the order of the file; each has
-    /// [`DataSource::segment_bytes`].
+    /// Data segments in flight, of [`DataSource::segment_bytes`] each, in file order.
     pub in_flight: usize,
 }
 
 impl FileOptions {
-    /// With one segment at a time.
+    /// One segment at a time.
     #[must_use]
     pub fn new(mode: PutMode) -> Self {
         Self { mode, in_flight: 1 }
     }
 
-    /// The same, with so many segments at once.
+    /// Sets the number of segments in flight.
     #[must_use]
     pub fn with_in_flight(mut self, segments: usize) -> Self {
         self.in_flight = segments.max(1);
@@ -97,8 +97,7 @@ impl FileOptions {
     }
 }
 
-/// A file whose bytes are all made, and which has no name yet. A small one is in memory, a larger
-/// one was sent.
+/// A complete file that has no name yet: in memory if it is small, uploaded otherwise.
 #[derive(Debug)]
 #[must_use = "it is no file until it is published"]
 pub struct PendingFile<'a> {
@@ -116,17 +115,17 @@ enum PendingBytes {
 }
 
 impl PendingFile<'_> {
-    /// Bytes of the file.
+    /// The size of the file in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.byte_len
     }
 
-    /// Gives it its name.
+    /// Gives the file its name.
     ///
     /// # Errors
     ///
-    /// When the storage fails, or the name is taken and the file is not to be replaced.
+    /// When the storage fails, or the name is taken and the file may not be replaced.
     pub async fn publish(self) -> Result<(), StorageError> {
         match self.bytes {
             PendingBytes::InMemory(whole) => self.storage.put(&self.key, whole, self.mode).await,
@@ -134,7 +133,7 @@ impl PendingFile<'_> {
         }
     }
 
-    /// Throws it away.
+    /// Discards the file.
     pub async fn abort(self) {
         if let PendingBytes::Sent(upload) = self.bytes {
             abort(&self.key, upload).await;
@@ -148,7 +147,7 @@ async fn abort(key: &Key, upload: Box<dyn Upload>) {
     }
 }
 
-/// Makes all bytes of a file; when this fails there is nothing of it.
+/// Writes a file without its name. Nothing remains of it on failure.
 pub(crate) async fn prepare_file<'a>(
     storage: &'a dyn Storage,
     file: FileSpec<'_>,
@@ -177,33 +176,32 @@ pub(crate) async fn prepare_file<'a>(
     Ok(PendingFile { storage, key, byte_len, mode, bytes })
 }
 
-/// A file that was sent and has no name yet.
+/// An uploaded file that has no name yet.
 #[derive(Debug)]
 pub(crate) struct SentFile {
     pub(crate) key: Key,
     pub(crate) byte_len: u64,
-    /// CRC-32 of all bytes, where that was asked for.
+    /// The CRC-32 of all bytes, if requested.
     pub(crate) crc32: u32,
     pub(crate) upload: Box<dyn Upload>,
 }
 
-/// How a file is sent.
+/// Options of an upload.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sending {
     pub(crate) options: FileOptions,
-    /// Whether its CRC-32 is counted.
+    /// Whether to compute the file's CRC-32.
     pub(crate) hashed: bool,
 }
 
 impl SentFile {
-    /// Throws it away.
+    /// Discards the file.
     pub(crate) async fn abort(self) {
         abort(&self.key, self.upload).await;
     }
 }
 
-/// Sends one file, which gets its name when its upload is completed; when this fails there is
-/// nothing of it.
+/// Uploads a file, which gets its name when the upload completes. Nothing remains of it on failure.
 pub(crate) async fn send_file(
     storage: &dyn Storage,
     file: FileSpec<'_>,
@@ -237,7 +235,7 @@ pub(crate) async fn send_file(
     }
 }
 
-/// Sends all parts; while one is on its way, the next are made.
+/// Uploads all parts, and fills the next ones meanwhile.
 async fn send(
     upload: &mut dyn Upload,
     parts: &mut Parts<'_>,
@@ -261,7 +259,7 @@ async fn send(
         sending_part(&part);
         let len = part.len();
         let mut sending = upload.put_part(part);
-        // Not dropped when the next part fails: a storage may be in the middle of it.
+        // Not dropped when a later part fails: the storage may be writing it.
         let sent = loop {
             if ready.len() >= READY_MAX || making.is_done() {
                 break sending.await;

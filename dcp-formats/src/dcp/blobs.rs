@@ -1,4 +1,4 @@
-//! The stored items that a load needs, in the order in which they lie in the files.
+//! The stored items that a load needs, in file order.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::names::METADATA;
 use super::pieces::ScatterError;
 use crate::torch_tensor::TensorLayout;
 
-/// A stored chunk or object, with what is wanted of it.
+/// A stored chunk or object, and the parts of it to read.
 #[derive(Debug)]
 pub(super) struct Blob {
     pub(super) fqn: Arc<str>,
@@ -28,7 +28,7 @@ pub(super) enum Content {
     Object { items: Vec<ReadItem> },
 }
 
-/// A part of a chunk that goes to one destination.
+/// A part of a chunk with one destination.
 #[derive(Debug)]
 pub(super) struct Target {
     pub(super) item: ReadItem,
@@ -37,7 +37,7 @@ pub(super) struct Target {
     pub(super) byte_len: u64,
 }
 
-/// The blobs of a plan by file and offset, and the bytes that the plan's items have.
+/// Groups a plan's items to blobs by file and offset. Also returns the total size of the items.
 pub(super) fn group(
     metadata: &CheckpointMetadata,
     plan: &LoadPlan,
@@ -113,7 +113,7 @@ impl Blob {
         })
     }
 
-    /// Adds an item and returns its bytes.
+    /// Adds an item. Returns its size in bytes.
     fn want(&mut self, item: &ReadItem, offsets: &[u64]) -> Result<u64, CheckpointError> {
         match (&mut self.content, &item.kind) {
             (Content::Tensor { dtype, sizes, targets }, ReadKind::Tensor { region, .. }) => {
@@ -146,7 +146,7 @@ impl Blob {
         }
     }
 
-    /// Bytes of the chunk's elements that are read; 0 for an object.
+    /// Bytes of the chunk's elements to read; 0 for an object.
     pub(super) fn wanted_bytes(&self) -> u64 {
         match &self.content {
             Content::Tensor { targets, .. } => {
@@ -156,13 +156,13 @@ impl Blob {
         }
     }
 
-    /// Where the blob ends in its file.
+    /// The end of the blob in its file.
     pub(super) fn end(&self) -> u64 {
         self.placement.byte_offset.saturating_add(self.placement.byte_len)
     }
 
-    /// The metadata and the blob itself must agree on what it is: PyTorch (2.15) has bugs by
-    /// which they do not, and loads wrong data then.
+    /// Fails if the metadata and the blob disagree on dtype or shape. Bugs of PyTorch (2.15) write
+    /// such checkpoints and load wrong data from them.
     pub(super) fn check_layout(&self, found: &TensorLayout) -> Result<(), FormatError> {
         match &self.content {
             Content::Tensor { dtype, sizes, .. }
@@ -181,7 +181,7 @@ impl Blob {
         }
     }
 
-    /// `error`, found `at` bytes into the blob's file, with the name of the item and the file.
+    /// Adds the item's name, the file and the offset to an error found `at` bytes into the blob.
     pub(super) fn locate(&self, error: FormatError) -> CheckpointError {
         let at = error.byte_offset().unwrap_or(0);
         let problem = format!("{:?}: {}", self.fqn, error.problem());
@@ -192,8 +192,8 @@ impl Blob {
             .into()
     }
 
-    /// A storage error; that the file is short or gone is the checkpoint's fault, and says whose
-    /// bytes are missing.
+    /// Converts a storage error. A short or missing file is the checkpoint's fault, and the error
+    /// names the item whose bytes are missing.
     pub(super) fn storage_error(&self, error: StorageError) -> CheckpointError {
         match error.kind() {
             StorageErrorKind::Truncated | StorageErrorKind::NotFound => {
@@ -222,7 +222,7 @@ impl Blob {
 }
 
 impl Target {
-    /// The destination must be of the region's shape and the stored element size.
+    /// Fails unless the destination has the region's shape and the stored element size.
     pub(super) fn check_view(&self, view: &TensorView, fqn: &str) -> Result<(), CheckpointError> {
         if view.shape() == self.region.sizes() && view.byte_len() == self.byte_len {
             return Ok(());

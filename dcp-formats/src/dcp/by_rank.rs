@@ -1,4 +1,4 @@
-//! Checkpoints that ranks saved without collectives, each with metadata of its own.
+//! Reads checkpoints that ranks saved without collectives, each with its own metadata.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -20,22 +20,22 @@ use crate::hf::HuggingFaceFormat;
 use crate::metadata::check_chunks;
 use crate::torch_save::TorchSaveFormat;
 
-/// Names that a warning shows.
+/// The number of names in a warning.
 const SHOWN: usize = 5;
 
-/// A tensor or object that is not the same on all ranks that have it.
+/// A tensor or object that differs between the ranks that have it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Differing {
     /// Its name.
     pub fqn: Arc<str>,
-    /// The ranks that have one: those that have the same together, ascending. Of a tensor of
-    /// several chunks, the ranks of the first chunk that differs.
+    /// The ranks that have it, grouped by equal content, ascending. For a tensor of several chunks,
+    /// the ranks of the first chunk that differs.
     pub groups: Arc<[Vec<u32>]>,
 }
 
 impl Differing {
-    /// The ranks that have one, ascending.
+    /// The ranks that have it, ascending.
     #[must_use]
     pub fn ranks(&self) -> Vec<u32> {
         let mut ranks = self.groups.concat();
@@ -44,20 +44,20 @@ impl Differing {
     }
 }
 
-/// What the ranks saved, as one checkpoint.
+/// The merged checkpoint of all ranks.
 pub(super) struct ByRank {
     pub(super) metadata: CheckpointMetadata,
     pub(super) differing: Vec<Differing>,
     pub(super) warnings: Vec<String>,
-    /// Which ranks' metadata an earlier save left, in words, where only without them the others
-    /// are a whole checkpoint.
+    /// A message about metadata that an earlier save of more ranks left, if the other ranks form a
+    /// whole checkpoint only without it.
     pub(super) stale: Option<String>,
 }
 
-/// Unites what the ranks wrote each for itself. Where they differ, what `rank` has is taken, or
-/// else what the lowest rank has.
+/// Merges the metadata of all ranks. Where they differ, the entry of `rank` wins, or else that of
+/// the lowest rank.
 ///
-/// Archives are compared by the checksums of all their records, anything else by its bytes.
+/// Archives are compared by the checksums of all their records, everything else by its bytes.
 pub(super) async fn load(
     storage: &Arc<dyn Storage>,
     tolerant: bool,
@@ -70,7 +70,7 @@ pub(super) async fn load(
         warnings
             .push(format!("the metadata of rank {absent} is missing: what only it had is lost"));
     }
-    // What comes first is taken.
+    // The first one added wins.
     files.sort_by_key(|(of, _)| (Some(*of) != rank, *of));
     let mut merger = Merger::default();
     let mut parts = read(storage, &files);
@@ -98,7 +98,7 @@ pub(super) async fn load(
         }
         warnings.push(problem);
     }
-    // Until what is left is gone, a choice of a rank cannot be right.
+    // While stale metadata remains, no choice of a rank is right.
     let differing = match stale {
         Some(_) => Vec::new(),
         None => differing(storage, &merged).await?,
@@ -110,7 +110,7 @@ pub(super) async fn load(
     Ok(ByRank { metadata: merged.metadata, differing, warnings, stale })
 }
 
-/// The metadata of ranks that are there, ascending.
+/// The ranks' metadata files, ascending by rank.
 async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointError> {
     let (mut ranks, mut listed) = (Vec::new(), Vec::new());
     let mut objects = storage.list(None);
@@ -140,7 +140,7 @@ async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointE
     Ok(ranks)
 }
 
-/// What ranks have differently.
+/// The entries that differ between ranks.
 async fn differing(
     storage: &Arc<dyn Storage>,
     merged: &Merged,
@@ -160,7 +160,7 @@ async fn differing(
 
 type Part = (u32, Key, CheckpointMetadata);
 
-/// Reads metadata, several at once, in the order of `files`.
+/// Reads several metadata files concurrently, in the order of `files`.
 fn read(
     storage: &Arc<dyn Storage>,
     files: &[(u32, Key)],
@@ -179,7 +179,7 @@ fn read(
     stream::iter(reads).buffered(parallelism(&**storage))
 }
 
-/// Compares what several ranks have under one name.
+/// Compares the copies of one entry.
 async fn compare(
     storage: &dyn Storage,
     metadata: &CheckpointMetadata,
@@ -188,7 +188,7 @@ async fn compare(
     let mut groups: Vec<Vec<u32>> = Vec::new();
     let mut known: HashMap<Content, usize> = HashMap::new();
     for (rank, placement) in &copies.places {
-        // What is not there is found elsewhere.
+        // Missing files are reported elsewhere.
         let Some(content) = Content::read(storage, metadata, *placement).await? else { continue };
         let at = *known.entry(content).or_insert(groups.len());
         match groups.get_mut(at) {
@@ -202,8 +202,8 @@ async fn compare(
     Ok(differ.then(|| Differing { fqn: Arc::clone(&copies.fqn), groups: groups.into() }))
 }
 
-/// Says which ranks' metadata an earlier save of more ranks left, where chunks overlap: the ranks
-/// before them have all of every tensor.
+/// Detects metadata of an earlier save of more ranks, where chunks overlap: the lower ranks then
+/// have all elements of every tensor.
 async fn stale(
     storage: &Arc<dyn Storage>,
     files: &[(u32, Key)],
@@ -231,7 +231,7 @@ async fn stale(
     Ok(None)
 }
 
-/// What is not the same on all ranks, in words.
+/// Messages about entries that differ between ranks.
 fn describe(differing: &[Differing], rank: Option<u32>) -> String {
     let whose = rank.map_or("the lowest rank has".to_owned(), |rank| format!("rank {rank} has"));
     let names: Vec<_> = differing.iter().map(|one| format!("{:?}", one.fqn)).collect();
@@ -244,8 +244,8 @@ fn describe(differing: &[Differing], rank: Option<u32>) -> String {
     )
 }
 
-/// The rank from which on all may be of an earlier save: those before have the same everywhere,
-/// and none of them has what these have.
+/// The first rank that may stem from an earlier save: all lower ranks agree on everything, and none
+/// of them has the content of the higher ones.
 fn outdated(differing: &[Differing]) -> Option<u32> {
     let agreeing = |one: &Differing| one.groups.first()?.last()?.checked_add(1);
     let from = differing.iter().filter_map(agreeing).min().filter(|from| *from > 1)?;
@@ -257,7 +257,7 @@ fn outdated(differing: &[Differing]) -> Option<u32> {
     differing.iter().all(fits).then_some(from)
 }
 
-/// The first of several names, and how many more there are.
+/// The first of several names, and the number of the others.
 fn named(names: &[String]) -> String {
     let shown = names.iter().take(SHOWN).map(|name| &**name).collect::<Vec<_>>().join(", ");
     match names.len().saturating_sub(SHOWN) {

@@ -1,4 +1,4 @@
-//! Making a checkpoint visible: one atomic replacement, after everything it needs is there.
+//! Commits a checkpoint: replaces `.metadata` atomically after everything it refers to exists.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use super::names::{METADATA, sidecar as sidecar_name};
 use super::sidecar::Sidecar;
 use super::writer::Options;
 
-/// `seen` is the CRC-32 of the `.metadata` that the session began with, the inner `None` where
-/// there was none; the outer where that is not known.
+/// `seen` is the CRC-32 of the `.metadata` at the start of the session: the inner `None` when there
+/// was none, the outer when it is unknown.
 ///
-/// After a failure the files of `reports` are removed, unless the request to replace `.metadata` may
-/// still take effect: nobody has heard what became of it.
+/// On failure, removes the files of `reports`, unless the request that replaces `.metadata` may
+/// still take effect.
 pub(super) async fn commit(
     storage: &dyn Storage,
     options: &Options,
@@ -28,7 +28,7 @@ pub(super) async fn commit(
     metadata: &CheckpointMetadata,
     reports: Vec<WriteReport>,
 ) -> Result<(), CheckpointError> {
-    // Held to the end: whoever comes next must not take what is removed here for what is there.
+    // Held to the end, so that the next saver does not list files that are removed here.
     let claim = match &session.claim {
         Some(claim) => Some(Arc::clone(claim)),
         None => claim(storage).await?,
@@ -58,7 +58,7 @@ async fn try_commit(
     let mut files: Vec<_> = reports.into_iter().flat_map(|report| report.files).collect();
     files.sort_unstable();
     if let Err(error) = check_files(storage, metadata, &files).await {
-        // Who committed meanwhile has taken them for what a dead save left.
+        // A saver that committed meanwhile has removed these files as stale.
         refuse_overtaken(storage, seen).await?;
         return Err(error);
     }
@@ -94,15 +94,14 @@ async fn try_commit(
     Ok(())
 }
 
-/// Replaces the `.metadata` of a checkpoint, of which all else stays, by `bytes`, and says whether
-/// there was a [`Sidecar`], which then goes on to belong to the new one.
+/// Replaces the `.metadata` of a checkpoint whose other files stay, and its [`Sidecar`] with it.
+/// Returns whether there was a sidecar.
 ///
-/// `seen` is the `.metadata` that the new one was made from, `claim` what [`claim`] gave.
+/// `seen` is the `.metadata` from which the new one was made; `claim` comes from [`claim`].
 ///
 /// # Errors
 ///
-/// When another one took its place since, and when the storage fails; then the one that was there
-/// still is.
+/// When another save replaced it since, and when the storage fails. The existing one then stays.
 pub async fn replace_metadata(
     storage: &dyn Storage,
     claim: Option<&dyn Claim>,
@@ -113,7 +112,7 @@ pub async fn replace_metadata(
     let old_name = sidecar_name(old).map_err(StorageError::from)?;
     let new_name = sidecar_name(new).map_err(StorageError::from)?;
     let sidecar = match storage.read_all(&old_name).await {
-        // A damaged one says nothing that could be kept.
+        // A damaged sidecar has nothing worth keeping.
         Ok(bytes) => Some(Sidecar::decode(&bytes, old).ok()),
         Err(error) if error.kind() == StorageErrorKind::NotFound => None,
         Err(error) => return Err(error.into()),
@@ -137,7 +136,7 @@ pub async fn replace_metadata(
     replaced.map(|()| kept.is_some())
 }
 
-/// The name of the [`Sidecar`] that belongs to these bytes of a `.metadata`.
+/// The name of the [`Sidecar`] of a `.metadata` with these bytes.
 ///
 /// # Errors
 ///
@@ -146,7 +145,7 @@ pub fn sidecar_of(metadata: &[u8]) -> Result<Key, StorageError> {
     Ok(sidecar_name(crc32fast::hash(metadata))?)
 }
 
-/// Fails when the `.metadata` that is there is not the one that the session began with.
+/// Fails when `.metadata` changed since the session began.
 async fn refuse_overtaken(
     storage: &dyn Storage,
     seen: Option<Option<u32>>,
@@ -165,11 +164,11 @@ fn overtaken(message: &str) -> Result<StorageError, StorageError> {
     Ok(error.with_message(message))
 }
 
-/// Keeps other savers from replacing `.metadata` until it is dropped, where the storage can do that.
+/// Keeps other savers from replacing `.metadata` until it is dropped, if the storage supports that.
 ///
 /// # Errors
 ///
-/// [`Conflict`](StorageErrorKind::Conflict) when another one is at work.
+/// [`Conflict`](StorageErrorKind::Conflict) when another saver holds the claim.
 pub async fn claim(storage: &dyn Storage) -> Result<Option<Arc<dyn Claim>>, StorageError> {
     if !storage.capabilities().claims {
         return Ok(None);
@@ -188,12 +187,12 @@ async fn put_metadata(
         None => storage.put(&key, bytes.clone().into(), PutMode::Overwrite).await,
     };
     let Err(error) = replaced else { return Ok(()) };
-    // The reply may have been lost, not the request.
+    // The request may have succeeded although its reply was lost.
     let found = if error.is_retryable() { storage.read_all(&key).await.ok() } else { None };
     if found.as_ref() == Some(bytes) { Ok(()) } else { Err(error) }
 }
 
-/// The `.metadata` that is there now.
+/// Reads the current `.metadata`.
 pub(super) async fn current(storage: &dyn Storage) -> Result<Option<Bytes>, StorageError> {
     match storage.read_all(&Key::new(METADATA)?).await {
         Ok(bytes) => Ok(Some(bytes)),
@@ -202,8 +201,8 @@ pub(super) async fn current(storage: &dyn Storage) -> Result<Option<Bytes>, Stor
     }
 }
 
-/// Whether the checkpoint of this `.metadata` waits for `last`, without which it is none: its
-/// [`Sidecar`] says so, and the file is not there.
+/// Whether the checkpoint of this `.metadata` still lacks the file `last` that completes it, as its
+/// [`Sidecar`] records.
 pub(super) async fn is_unfinished(
     storage: &dyn Storage,
     metadata: &[u8],
@@ -219,7 +218,7 @@ pub(super) async fn is_unfinished(
     Ok(waits_for.as_deref() == Some(last.as_str()) && !storage.contains(last).await?)
 }
 
-/// Every file that a placement refers to was written, and every written file has its length.
+/// Fails unless every file that a placement refers to was written and has its length.
 async fn check_files(
     storage: &dyn Storage,
     metadata: &CheckpointMetadata,
@@ -259,16 +258,16 @@ fn is_placed(entry: &Entry) -> bool {
     }
 }
 
-/// Removes those of these files to which the `.metadata` that is there now does not refer, such as
-/// what a failed save wrote: that a commit was reported as failed does not prove that it was.
-/// Best effort: what cannot be removed is logged, and nothing is removed where there is a
-/// `.metadata` that cannot be read.
+/// Removes those of the files to which the current `.metadata` does not refer, such as the files of
+/// a failed save. A commit that reported failure may still have succeeded, so this reads
+/// `.metadata` again. Best effort: failures are logged, and nothing is removed when `.metadata`
+/// cannot be read.
 pub async fn remove_unreferenced(storage: &dyn Storage, keys: Vec<Key>) {
     remove_unknown(storage, keys, &[]).await;
 }
 
-/// Removes files to which the `.metadata` that is there now does not refer; none when that cannot
-/// be told. One that is `known` refers to none of them.
+/// Removes files to which the current `.metadata` does not refer; none if that cannot be
+/// determined. `.metadata` with the checksum `known` refers to none of them.
 async fn remove_unknown(storage: &dyn Storage, mut keys: Vec<Key>, known: &[u8]) {
     let now = match current(storage).await {
         Ok(Some(bytes)) if *bytes == *known => None,
@@ -288,7 +287,7 @@ async fn remove_unknown(storage: &dyn Storage, mut keys: Vec<Key>, known: &[u8])
     remove(storage, keys).await;
 }
 
-/// Removes files; what cannot be removed is reported and stays, referred to by nothing.
+/// Removes files. A file that cannot be removed is logged and stays unreferenced.
 async fn remove(storage: &dyn Storage, keys: Vec<Key>) {
     let deletions = keys
         .into_iter()

@@ -1,4 +1,4 @@
-//! Large chunks: only the bytes that are needed, into the memory where they belong.
+//! Reads the needed bytes of large chunks straight into their destinations.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,19 +18,19 @@ use crate::crc_parts::CrcParts;
 use crate::torch_tensor::TensorBlob;
 use crate::torch_zip::{PartialBlob, Record};
 
-/// The bytes of an archive's beginning and end that describe a tensor.
+/// Bytes at the beginning and end of an archive that describe its tensor.
 const HEADER_BYTES: u64 = 1024;
-/// A description that wants more than this at once is not read.
+/// The maximum number of bytes to read for a description at once.
 const NEED_MAX: u64 = 1 << 20;
 
-/// A request that is ready to be sent.
+/// A request that is ready to send.
 pub(super) struct Request {
     chunk: Arc<Chunk>,
     target: usize,
     fetch: Fetch,
 }
 
-/// The requests of one blob, made when they are about to be sent.
+/// The requests of one blob, created when they are sent.
 #[derive(Default)]
 pub(super) struct Requests(Option<Box<dyn Iterator<Item = Request> + Send>>);
 
@@ -42,13 +42,13 @@ impl Iterator for Requests {
     }
 }
 
-/// A blob whose elements lie in the file as they are.
+/// A blob whose elements are stored unencoded.
 struct Chunk {
     blob: Blob,
     targets: Vec<Destination>,
-    /// Where the elements begin in the file.
+    /// The offset of the elements in the file.
     start: u64,
-    /// Bytes that no request has brought yet.
+    /// Bytes that no request has read yet.
     left: AtomicU64,
     check: Option<Check>,
 }
@@ -58,14 +58,14 @@ struct Destination {
     left: AtomicU64,
 }
 
-/// What was seen of a record whose CRC can be checked because all of it is read.
+/// The checksums of what was read from a record, if all of it is read.
 struct Check {
     record: Record,
-    /// First byte, length and CRC-32 of each range that was read.
+    /// Offset, length and CRC-32 of each range that was read.
     seen: Mutex<Vec<(u64, u64, u32)>>,
 }
 
-/// Finds the elements of a blob. Gives it back when they have to be decoded.
+/// Locates the elements of a blob. Returns the blob if they must be decoded.
 pub(super) async fn prepare(
     ctx: &Context,
     blob: Blob,
@@ -122,7 +122,7 @@ pub(super) async fn prepare(
     Ok(Ok(Requests(Some(Box::new(requests)))))
 }
 
-/// Reads as much of an archive as it takes to know where its tensor lies.
+/// Reads as much of an archive as locating its tensor takes.
 async fn describe(ctx: &Context, blob: &Blob) -> Result<TensorBlob, CheckpointError> {
     let len = blob.placement.byte_len;
     let mut archive = PartialBlob::new("torch archive", len, NEED_MAX);
@@ -155,16 +155,15 @@ async fn read_parts(
     Ok(buffers.into_iter().map(Buffer::freeze).collect())
 }
 
-/// Archives whose tensors were located, for chunks that are read in parts: each is located once,
-/// not once for every part.
+/// Archives whose tensors are located, so that a chunk that is read in parts is located once.
 #[derive(Debug, Default)]
 pub(super) struct KnownArchives(Mutex<VecDeque<(Place, TensorBlob)>>);
 
-/// File, first byte and length.
+/// File, offset and length.
 type Place = (Key, u64, u64);
 
 impl KnownArchives {
-    /// Archives to remember; a job reads a few chunks at a time.
+    /// The number of archives to keep; a job reads a few chunks at a time.
     const KEPT: usize = 64;
 
     fn get(&self, place: &Place) -> Option<TensorBlob> {
@@ -195,7 +194,7 @@ async fn located(ctx: &Context, blob: &Blob, wanted: u64) -> Result<TensorBlob, 
     Ok(tensor)
 }
 
-/// Sends a request and puts what it brings into place.
+/// Sends a request and copies its bytes to their destinations.
 pub(super) async fn execute(ctx: &Context, request: Request) -> Result<(), CheckpointError> {
     let Request { chunk, target, fetch } = request;
     let brought = match fetch {
@@ -303,8 +302,8 @@ impl Chunk {
         }
     }
 
-    /// Notes what a request brought. Destinations are committed when they are full; where the
-    /// CRC is checked, when all of them are and it was right.
+    /// Records what a request read. Commits destinations when they are full; if the CRC is checked,
+    /// when all are full and it matches.
     fn account(&self, ctx: &Context, target: usize, brought: u64) -> Result<(), CheckpointError> {
         let (Some(destination), Some(wanted)) =
             (self.targets.get(target), self.wanted().get(target))
@@ -326,8 +325,8 @@ impl Chunk {
 }
 
 impl Check {
-    /// Compares the CRC when the ranges seen make up the record; when they repeat some bytes and
-    /// leave out others, there is nothing to compare.
+    /// Compares the CRC when the ranges cover the record. Ranges that repeat some bytes and omit
+    /// others cannot be compared.
     fn verify(&self) -> Result<(), FormatError> {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.sort_unstable();

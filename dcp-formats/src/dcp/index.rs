@@ -1,5 +1,5 @@
-//! Reading a checkpoint's index: one `.metadata`, or those of all ranks merged; made whole where
-//! PyTorch left it wrong, and checked against the files.
+//! Reads a checkpoint's index: one `.metadata`, or the merged metadata of all ranks. Corrects known
+//! errors of PyTorch in it, and checks it against the files.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,20 +23,20 @@ use crate::pickle::ForeignName;
 #[derive(Clone, Debug)]
 pub(super) struct Index {
     pub(super) metadata: Arc<CheckpointMetadata>,
-    /// As [`Decoded::original_shapes`]; none where the metadata of ranks were merged.
+    /// As [`Decoded::original_shapes`]; empty when the metadata of ranks were merged.
     pub(super) original_shapes: Arc<HashMap<Arc<str>, Dims>>,
-    /// As [`Decoded::foreign_names`]; none where the metadata of ranks were merged.
+    /// As [`Decoded::foreign_names`]; empty when the metadata of ranks were merged.
     pub(super) foreign_names: Arc<[ForeignName]>,
     /// CRC-32 of the `.metadata`; `None` for a merged one.
     pub(super) crc32: Option<u32>,
     pub(super) warnings: Arc<[String]>,
-    /// Those of `warnings` that are about ranks that saved without collectives.
+    /// The warnings about ranks that saved without collectives.
     pub(super) rank_warnings: Arc<[String]>,
-    /// What ranks that saved without collectives have differently.
+    /// Entries that differ between ranks that saved without collectives.
     pub(super) differing: Arc<[Differing]>,
 }
 
-/// Reads the index. A tolerant reader takes one that files and chunks do not bear out.
+/// Reads the index. A tolerant reader accepts one that contradicts itself or the files.
 pub(super) async fn load(
     storage: &Arc<dyn Storage>,
     tolerant: bool,
@@ -106,8 +106,8 @@ pub(super) fn decode(file: &str, bytes: &Bytes) -> Result<Decoded, FormatError> 
     crate::metadata::decode_all(bytes).map_err(|error| error.in_file(file, 0))
 }
 
-/// PyTorch (2.15) never looks at rank-local metadata while there is a `.metadata`, even a stale
-/// one; at least this is said. So is a model of Hugging Face's libraries in the same folder.
+/// Warns of rank-local metadata, which PyTorch (2.15) ignores while there is a `.metadata`, even a
+/// stale one, and of a Hugging Face model in the same folder.
 async fn warn_of_others(
     storage: &dyn Storage,
     warnings: &mut Vec<String>,
@@ -143,7 +143,7 @@ async fn warn_of_others(
     Ok(())
 }
 
-/// `one_file` says whether the metadata is that of the one `.metadata`.
+/// `one_file` is false for merged metadata.
 fn check_geometry(
     metadata: &CheckpointMetadata,
     one_file: bool,
@@ -171,7 +171,7 @@ fn check_geometry(
     Ok(())
 }
 
-/// The length of every file; `None` where there is none.
+/// The length of each file; `None` for a missing one.
 async fn stat_files(
     storage: &dyn Storage,
     metadata: &CheckpointMetadata,
@@ -190,7 +190,7 @@ async fn stat_files(
     stream::iter(stats).buffered(parallelism(storage)).try_collect().await
 }
 
-/// Every placement of every entry, with the entry's name.
+/// Every placement of every entry, with the entry's FQN.
 fn placements(metadata: &CheckpointMetadata) -> impl Iterator<Item = (&Arc<str>, Placement)> {
     metadata.iter().flat_map(|(fqn, entry)| {
         let (chunks, object) = match entry {
@@ -203,7 +203,7 @@ fn placements(metadata: &CheckpointMetadata) -> impl Iterator<Item = (&Arc<str>,
     })
 }
 
-/// Every placement lies within a file that exists.
+/// Fails unless every placement is within an existing file.
 fn check_placements(
     metadata: &CheckpointMetadata,
     file_lens: &[Option<u64>],
@@ -227,8 +227,8 @@ fn check_placements(
     Ok(())
 }
 
-/// A save whose writer thread died commits all the same (PyTorch 2.15), with keys whose bytes
-/// are nowhere.
+/// Warns of keys whose bytes are missing: PyTorch (2.15) commits a save although a writer thread
+/// died.
 fn warn_of_lost_chunks(metadata: &CheckpointMetadata, warnings: &mut Vec<String>) {
     for (fqn, entry) in metadata.iter() {
         let lost = match entry {

@@ -1,4 +1,4 @@
-//! Merging the metadata of ranks that saved without collectives.
+//! Merges the metadata of ranks that saved without collectives.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use indexmap::IndexMap;
 
 use crate::metadata::check_chunks;
 
-/// Unites metadata: chunks by name and offsets, the first rank's where several have the same.
+/// Merges metadata: chunks by FQN and offsets. The first rank's wins where several have the same.
 #[derive(Default)]
 pub(super) struct Merger {
     merged: CheckpointMetadata,
@@ -19,47 +19,47 @@ pub(super) struct Merger {
     holders: Vec<Vec<u32>>,
     /// The chunks seen, by entry and offsets.
     chunks: HashMap<(usize, Dims), Chunk>,
-    /// Where each rank's objects lie, by name.
+    /// The placements of each rank's object, by FQN.
     objects: IndexMap<Arc<str>, Vec<(u32, Placement)>>,
     unlike: Vec<Unlike>,
-    /// Elements of all tensors, and of all their chunks.
+    /// The number of elements of all tensors, and of all their chunks.
     elements: (u128, u128),
 }
 
-/// A chunk that one rank has or several have.
+/// A chunk, and the ranks that have it.
 struct Chunk {
     sizes: Dims,
     places: Vec<(u32, Placement)>,
 }
 
-/// What several ranks have under one name, at one place.
+/// The entries of several ranks under one FQN, or at one offset.
 pub(super) struct Copies {
     pub(super) fqn: Arc<str>,
     pub(super) places: Vec<(u32, Placement)>,
 }
 
-/// An entry of a rank that is not of the kind, dtype, shape or division that others have.
+/// An entry of a rank whose kind, dtype, shape or chunking differs from that of others.
 pub(super) struct Unlike {
     pub(super) fqn: Arc<str>,
     pub(super) rank: u32,
-    /// The ranks of the entry that is kept.
+    /// The ranks whose entry is kept.
     pub(super) others: Vec<u32>,
     pub(super) problem: String,
-    /// Whether it is the same tensor, cut into other chunks.
+    /// Whether it is the same tensor with other chunks.
     pub(super) divided: bool,
 }
 
-/// What was merged.
+/// The result of merging.
 pub(super) struct Merged {
     pub(super) metadata: CheckpointMetadata,
-    /// What more than one rank has.
+    /// Entries of more than one rank.
     pub(super) copies: Vec<Copies>,
-    /// What was left out because it contradicts what is kept.
+    /// Entries that contradict the kept ones and were dropped.
     pub(super) unlike: Vec<Unlike>,
 }
 
 impl Merger {
-    /// Adds the metadata of the next rank. What contradicts that of ranks before it is left out.
+    /// Adds the metadata of the next rank. Drops what contradicts earlier ranks.
     pub(super) fn add(&mut self, rank: u32, part: &CheckpointMetadata) -> Result<(), FormatError> {
         for (fqn, entry) in part.iter() {
             let added = match entry {
@@ -117,7 +117,7 @@ impl Merger {
         Ok(index)
     }
 
-    /// Whether a tensor is the one that is known under its name.
+    /// Fails unless a tensor matches the one known under its FQN.
     fn check_like(&self, index: usize, tensor: &TensorEntry) -> Result<(), Refused> {
         match self.merged.at(index) {
             Some((_, Entry::Tensor(known)))
@@ -200,7 +200,7 @@ impl Merger {
         self.merged.insert(Arc::clone(fqn), entry)
     }
 
-    /// A placement of `part`, in the counting of the merged metadata.
+    /// Translates a placement of `part` to the merged metadata's file and encoding ids.
     fn adopt(
         &mut self,
         part: &CheckpointMetadata,
@@ -216,7 +216,7 @@ impl Merger {
         Ok(Placement { file, encoding, ..placement })
     }
 
-    /// Whether the ranks so far agree and have all elements of every tensor, once.
+    /// Whether the ranks so far agree and cover every tensor exactly once.
     pub(super) fn is_whole(&self) -> bool {
         let (tensors, chunks) = self.elements;
         let whole = |entry: &Entry| match entry {
@@ -229,7 +229,7 @@ impl Merger {
             && self.merged.iter().all(|(_, entry)| whole(entry))
     }
 
-    /// What was merged.
+    /// Returns the merged metadata.
     pub(super) fn finish(self) -> Merged {
         let names = |index: usize| self.merged.at(index).map(|(fqn, _)| Arc::clone(fqn));
         let mut tensors: Vec<_> = self.chunks.into_iter().collect();
@@ -245,9 +245,9 @@ impl Merger {
 
 const NOT_A_TENSOR: &str = "is a tensor on one rank, not on another";
 
-/// Why an entry of a rank is not added.
+/// The reason to drop an entry of a rank.
 enum Refused {
-    /// It contradicts that of a rank before it.
+    /// It contradicts an earlier rank's entry.
     Unlike {
         problem: String,
         divided: bool,

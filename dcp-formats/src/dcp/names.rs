@@ -4,10 +4,10 @@ use dcp_core::{InvalidKey, Key};
 
 /// The index; its presence makes a directory a checkpoint.
 pub(crate) const METADATA: &str = ".metadata";
-/// What PyTorch writes before it renames it to [`METADATA`].
+/// The file that PyTorch renames to [`METADATA`].
 const METADATA_TMP: &str = ".metadata.tmp";
 
-/// What a file name at the top of a DCP directory says. Any other name is nobody's business.
+/// The meaning of a file name at the top of a DCP directory. Other names are ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Named {
     Metadata,
@@ -16,7 +16,7 @@ pub(crate) enum Named {
     RankMetadata {
         rank: u32,
     },
-    /// The same, not renamed yet.
+    /// The same file before PyTorch renames it.
     RankMetadataTmp,
     /// `__{rank}_{n}.distcp`, or `__{rank}_{n}.g{generation}.distcp`.
     Data {
@@ -61,8 +61,7 @@ fn number<T: std::str::FromStr>(digits: &str) -> Option<T> {
     digits.parse().ok().filter(|_| plain)
 }
 
-/// The name of the data file number `n` of a rank, in the save that is the `generation`-th over an
-/// earlier one.
+/// The name of data file `n` of a rank, in the save of this `generation` over earlier ones.
 ///
 /// # Errors
 ///
@@ -74,7 +73,7 @@ pub fn data_file(rank: usize, n: usize, generation: u64) -> Result<Key, InvalidK
     }
 }
 
-/// The name of the same data file in a save of another generation.
+/// The name of the same data file in another generation.
 pub(crate) fn renamed(file: &Key, generation: u64) -> Option<Key> {
     let Named::Data { .. } = Named::parse(file.as_str())? else { return None };
     let (rank, rest) =
@@ -83,7 +82,7 @@ pub(crate) fn renamed(file: &Key, generation: u64) -> Option<Key> {
     data_file(rank.parse().ok()?, n.parse().ok()?, generation).ok()
 }
 
-/// The sidecar of the metadata that has this CRC-32.
+/// The name of the sidecar of metadata with this CRC-32.
 pub(crate) fn sidecar(crc32: u32) -> Result<Key, InvalidKey> {
     Key::new(format!(".dcp-{crc32:08x}.cbor"))
 }

@@ -1,28 +1,28 @@
-//! From the runs of a region to requests: which bytes of a stored chunk go where in memory, and
-//! which are worth one request.
+//! Groups the byte runs of a region into requests: the source and destination of each run, and the
+//! runs that share a request.
 
 use std::iter::Peekable;
 use std::ops::Range;
 
 use dcp_core::{FormatError, LoanError, Region, Runs, TensorView};
 
-/// Pieces from this length on are read straight into their destination.
+/// The minimum length of a piece that is read straight into its destination, in bytes.
 const DIRECT_MIN: u64 = 4096;
-/// The most bytes of one piece, and of one request of direct pieces.
+/// The maximum length of a piece, and of a request of direct pieces, in bytes.
 const DIRECT_MAX: u64 = 8 << 20;
-/// The most pieces in a request of direct ones, and the most ranges in a request through scratch.
+/// The maximum number of pieces in a direct request, and of ranges in a request through scratch.
 const RANGES_MAX: usize = 256;
-/// The most pieces scattered from one scratch.
+/// The maximum number of pieces copied from one scratch buffer.
 const SCATTER_MAX: usize = 16_384;
-/// A gap up to this length is never worth skipping, whatever the storage says.
+/// Gaps up to this length are always read, whatever the storage prefers.
 const GAP_MIN: u64 = 256;
 
-/// Bytes that lie together both in the stored chunk and in memory.
+/// A run of bytes that is contiguous in the stored chunk and in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// First byte, counted from the first element of the chunk.
+    /// The offset from the chunk's first element, in bytes.
     pub(super) src: u64,
-    /// The bytes of the destination's memory.
+    /// The byte range in the destination's memory.
     pub(super) dst: Range<usize>,
 }
 
@@ -32,7 +32,7 @@ impl Piece {
     }
 }
 
-/// The pieces of one item, in the row-major order of its region.
+/// The pieces of one item, row-major.
 pub(super) struct Pieces {
     src: Runs,
     dst: Box<dyn Iterator<Item = Range<usize>> + Send>,
@@ -43,8 +43,8 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// `region`, in the coordinates of a chunk of `sizes`, goes to all of `view`. No piece is
-    /// longer than `max` bytes.
+    /// Maps `region`, in the coordinates of a chunk of `sizes`, to all of `view`, in pieces of at
+    /// most `max` bytes.
     pub(super) fn new(region: &Region, sizes: &[u64], view: &TensorView, max: u64) -> Self {
         Self {
             src: region.runs_in(sizes),
@@ -71,7 +71,7 @@ impl Iterator for Pieces {
         }
         let dst_len = self.dst_left.len() as u64;
         let len = (self.src_left.end - self.src_left.start).min(dst_len).min(self.max);
-        // At most the length of a range of `usize`.
+        // Bounded by the length of a range of `usize`.
         let dst_end = self.dst_left.start + len as usize;
         let piece = Piece { src: self.src_left.start, dst: self.dst_left.start..dst_end };
         self.src_left.start += len;
@@ -80,32 +80,32 @@ impl Iterator for Pieces {
     }
 }
 
-/// What one call of [`Storage::read`](dcp_core::Storage::read) fetches.
+/// One call of [`Storage::read`](dcp_core::Storage::read).
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Fetch {
-    /// Every piece straight into its place.
+    /// Reads each piece straight into its destination.
     Direct(Vec<Piece>),
-    /// Ranges into scratch memory, from where pieces are copied.
+    /// Reads ranges into scratch memory, from which pieces are copied.
     Scatter(Vec<Span>),
 }
 
-/// A range of the chunk that is read at once, with the pieces in it.
+/// A range of the chunk to read at once, and the pieces in it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Span {
     pub(super) src: Range<u64>,
     pub(super) pieces: Vec<Piece>,
 }
 
-/// Groups the pieces of one item into fetches, lazily.
+/// Groups the pieces of one item to fetches, lazily.
 pub(super) struct Fetches {
     pieces: Peekable<Pieces>,
-    /// The gap that is read rather than skipped, and the bytes of scratch; `None` for direct.
+    /// The maximum gap to read, and the size of the scratch; `None` for direct reads.
     scatter: Option<(u64, u64)>,
 }
 
 impl Fetches {
-    /// As [`Pieces::new`]; gaps up to `coalesce_gap` bytes are read rather than skipped where
-    /// that takes scratch memory anyway, at most `scratch` bytes of it.
+    /// As [`Pieces::new`]. Reads through scratch memory read gaps up to `coalesce_gap` bytes, and
+    /// use at most `scratch` bytes of memory.
     pub(super) fn new(
         region: &Region,
         sizes: &[u64],
@@ -187,7 +187,7 @@ impl Iterator for Fetches {
     }
 }
 
-/// Copies pieces out of `bytes`, which begin at byte `start` of the chunk.
+/// Copies pieces out of `bytes`, which begin at offset `start` of the chunk.
 pub(super) fn scatter(
     view: &TensorView,
     pieces: impl IntoIterator<Item = Piece>,
@@ -202,9 +202,9 @@ pub(super) fn scatter(
     })
 }
 
-/// Lets `source` fill the memory of each piece with the bytes of the chunk from the given one on.
+/// Fills the memory of each piece: `source` receives the offset in the chunk and the memory.
 ///
-/// Pieces that lie together in memory share a loan.
+/// Pieces that are contiguous in memory share a loan.
 pub(super) fn fill(
     view: &TensorView,
     pieces: impl IntoIterator<Item = Piece>,
@@ -232,12 +232,12 @@ pub(super) fn fill(
     Ok(())
 }
 
-/// Why pieces could not be copied.
+/// The error of copying pieces.
 #[derive(Debug)]
 pub(super) enum ScatterError {
     /// The destination is in use.
     Loan(LoanError),
-    /// The source has fewer bytes than the pieces say.
+    /// The source has fewer bytes than the pieces need.
     Short,
     /// The source is damaged.
     Source(FormatError),

@@ -1,4 +1,4 @@
-//! Where every item's bytes go: arithmetic on lengths that are known before the first byte.
+//! Computes the placement of every item from lengths that are known before the first byte.
 
 use std::collections::HashMap;
 
@@ -57,7 +57,7 @@ fn item<'a>(local: &'a SavePlan, selected: &SelectedItem) -> Result<WriteItem<'a
     local.item(selected.item as usize).ok_or_else(|| PlanError::Wire { problem: problem() })
 }
 
-/// Puts an item's place into the metadata, whose file ids are its own.
+/// Records an item's placement in the metadata, whose file ids are its own.
 fn record(
     metadata: &mut CheckpointMetadata,
     selected: &SelectedItem,
@@ -83,7 +83,7 @@ fn record(
     }
 }
 
-/// Encoded lengths, each computed once: most chunks of a sharded tensor are alike.
+/// Encoded lengths, each computed once: most chunks of a sharded tensor have one size.
 #[derive(Default)]
 struct Lengths(HashMap<(DType, Dims), u64>);
 

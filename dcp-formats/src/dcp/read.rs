@@ -1,4 +1,4 @@
-//! Carrying out a load plan: what is read in which request, and how much at a time.
+//! Executes a load plan: divides it into requests with bounded memory.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,19 +19,19 @@ use super::whole::read_span;
 use crate::torch_zip::{Method, Record};
 use crate::upload::Progress;
 
-/// The memory for what cannot be read straight into place, in bytes.
+/// The default memory for what cannot be read straight into place, in bytes.
 pub(super) const SCRATCH_BYTES: u64 = 64 << 20;
-/// Blobs up to this length are read whole, with their neighbors.
+/// Blobs up to this length are read whole, together with their neighbors.
 const SMALL_BLOB: u64 = 64 << 10;
-/// The bounds of what one request may take of the scratch memory.
+/// The scratch memory of one request, in bytes.
 const SCRATCH_PER_REQUEST: Range<u64> = SMALL_BLOB..4 << 20;
 
-/// CRC-32 of the bytes of a file, by first byte and length.
+/// CRC-32s of a file's byte ranges, by offset and length.
 type Checksums = Arc<HashMap<(u64, u64), u32>>;
 
-/// Reads items from where the metadata places them, with the least requests and memory: for every
-/// format whose chunks lie in its files as they are ([`Layout::Raw`](dcp_core::Layout::Raw)), or
-/// in archives of their own.
+/// Reads items at the placements in the metadata, with few requests and little memory. Serves every
+/// format that stores chunks unencoded ([`Layout::Raw`](dcp_core::Layout::Raw)) or in archives of
+/// their own.
 pub(crate) struct PlacedReads {
     storage: Arc<dyn Storage>,
     checksums: Checksums,
@@ -42,8 +42,7 @@ impl PlacedReads {
         Self { storage, checksums: Arc::default() }
     }
 
-    /// The same, comparing raw chunks with these, where one read takes all of a chunk. They are
-    /// those of one file.
+    /// Compares raw chunks with the checksums of their file when one read covers the chunk.
     pub(crate) fn with_checksums(mut self, checksums: Checksums) -> Self {
         self.checksums = checksums;
         self
@@ -61,7 +60,7 @@ impl PlacedReads {
     }
 }
 
-/// What all parts of a load share.
+/// The state that all parts of a load share.
 pub(crate) struct Context {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) sink: Arc<dyn DataSink>,
@@ -70,12 +69,12 @@ pub(crate) struct Context {
     pub(super) scratch_per_request: u64,
     progress: Option<Progress>,
     checksums: Checksums,
-    /// Archives that earlier reads of a reader have located, where it remembers them.
+    /// Archives that earlier reads located, if the reader caches them.
     pub(super) archives: Option<Arc<KnownArchives>>,
     parallelism: usize,
     pub(super) scratch: u64,
     bytes_read: AtomicU64,
-    /// Large blobs that turned out to need decoding.
+    /// Large blobs that need decoding.
     to_decode: Mutex<Vec<Blob>>,
 }
 
@@ -106,14 +105,14 @@ impl Context {
         }
     }
 
-    /// The record that a chunk's bytes are as a whole, if there is one.
+    /// The record that a whole chunk forms, if there is one.
     pub(super) fn record(&self, placement: &Placement) -> Option<Record> {
         let Placement { byte_offset, byte_len, .. } = *placement;
         let crc32 = Some(*self.checksums.get(&(byte_offset, byte_len))?);
         Some(Record { data: 0..byte_len, byte_len, crc32, method: Method::Stored })
     }
 
-    /// Reads and counts.
+    /// Reads ranges, and counts the bytes.
     pub(super) async fn read(
         &self,
         key: &Key,
@@ -124,7 +123,7 @@ impl Context {
         self.storage.read(key, reads).await
     }
 
-    /// Reads a range into new memory and counts.
+    /// Reads a range into new memory, and counts the bytes.
     pub(super) async fn read_range(
         &self,
         key: &Key,
@@ -145,15 +144,15 @@ impl Context {
     }
 }
 
-/// What is done on its own.
+/// A unit of work.
 enum Task {
-    /// Small blobs of one file, close together.
+    /// Small blobs of one file, near each other.
     Span(Vec<Blob>),
-    /// A large one, whose elements probably lie there as they are.
+    /// A large blob, whose elements are probably stored unencoded.
     Direct(Blob),
 }
 
-/// Reads the plan's items: anything whose placement and encoding say how.
+/// Reads the plan's items, by their placements and encodings.
 pub(crate) async fn run(
     ctx: Arc<Context>,
     metadata: &CheckpointMetadata,
@@ -183,7 +182,7 @@ pub(crate) async fn run(
     Ok(ReadReport::new(needed, ctx.bytes_read.load(Ordering::Relaxed)))
 }
 
-/// Does a task, but for the requests that it returns.
+/// Executes a task, except for the requests that it returns.
 async fn begin(ctx: Arc<Context>, task: Task) -> Result<Requests, CheckpointError> {
     match task {
         Task::Span(blobs) => read_span(&ctx, blobs).await?,
@@ -195,7 +194,7 @@ async fn begin(ctx: Arc<Context>, task: Task) -> Result<Requests, CheckpointErro
     Ok(Requests::default())
 }
 
-/// Divides blobs, sorted by file and offset, into tasks; what takes much memory is put off.
+/// Divides blobs, sorted by file and offset, into tasks; those that need much memory come last.
 fn divide(ctx: &Context, blobs: Vec<Blob>) -> Vec<Task> {
     let mut tasks: Vec<Task> = Vec::new();
     for blob in blobs {
@@ -227,10 +226,10 @@ fn joins(ctx: &Context, span: &[Blob], blob: &Blob) -> bool {
             <= ctx.scratch_per_request
 }
 
-/// What a blob takes in memory from its read to its delivery, in bytes.
+/// Bytes of memory that a blob needs from read to delivery.
 ///
-/// How large a compressed object gets is not known before, but blobs are decoded one at a time
-/// (all of a load is one task), within the limits of [`read_span`].
+/// The size of a compressed object is unknown in advance, but blobs are decoded one at a time,
+/// within the limits of [`read_span`].
 fn memory_to_decode(blob: &Blob) -> u64 {
     let decoded = if blob.encoding.transforms.is_empty() { 0 } else { blob.raw_len() };
     blob.placement.byte_len.saturating_add(decoded)

@@ -1,4 +1,4 @@
-//! Loading PyTorch's layout.
+//! Reads PyTorch DCP checkpoints.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,16 +20,16 @@ use super::sidecar::Sidecar;
 use crate::pickle::ForeignName;
 use crate::upload::Progress;
 
-/// Reads checkpoints of PyTorch's DCP: those of `FileSystemWriter` from PyTorch 2.1 on, in all its
-/// variants (files per rank or per item, zstd extension, safetensors serialization, rank-local
-/// metadata), and those of [`DcpWriter`](super::DcpWriter).
+/// Reads PyTorch DCP checkpoints: those of `FileSystemWriter` since PyTorch 2.1 in all variants
+/// (files per rank or per item, zstd extension, safetensors serialization, rank-local metadata),
+/// and those of [`DcpWriter`](super::DcpWriter).
 ///
-/// The index is read and checked once; every file is looked at, so that a missing or short one
-/// is noticed before any data is read. Of a stored tensor only the bytes that the plan asks for
-/// are read, straight into their destination where they lie together.
+/// Reads and checks the index once, and the lengths of all files with it, so a missing or short
+/// file fails before any data is read. Reads only the bytes of a tensor that the plan needs, and
+/// contiguous ones straight into their destination.
 ///
-/// The CRC-32 of a tensor is checked whenever all of it is read, in however many pieces; a part
-/// alone cannot be checked.
+/// Checks the CRC-32 of a tensor when all of it is read, in one or more pieces. A part alone cannot
+/// be checked.
 pub struct DcpReader {
     storage: Arc<dyn Storage>,
     verify_checksums: bool,
@@ -69,7 +69,7 @@ impl DcpReader {
         DcpReaderBuilder { reader }
     }
 
-    /// What is odd about the checkpoint but does not keep it from being read.
+    /// Observations about the checkpoint that do not prevent reading it.
     ///
     /// # Errors
     ///
@@ -78,12 +78,12 @@ impl DcpReader {
         Ok(self.index().await?.warnings)
     }
 
-    /// What [`DcpWriter`](super::DcpWriter) noted beside the checkpoint; `None` where there is
-    /// none, as in PyTorch's own.
+    /// The sidecar that [`DcpWriter`](super::DcpWriter) wrote; `None` for checkpoints without one,
+    /// such as PyTorch's own.
     ///
     /// # Errors
     ///
-    /// As [`StorageReader::metadata`], and when there is a sidecar that is damaged.
+    /// As [`StorageReader::metadata`], and when the sidecar is damaged.
     pub async fn sidecar(&self) -> Result<Option<Sidecar>, CheckpointError> {
         let Some(crc32) = self.index().await?.crc32 else { return Ok(None) };
         let key = sidecar(crc32).map_err(StorageError::from)?;
@@ -96,8 +96,8 @@ impl DcpReader {
         }
     }
 
-    /// The shapes, in elements, that tensors have for Megatron-Core (0.8 to 0.15), by key, where
-    /// the index says another one; see
+    /// The shapes of tensors for Megatron-Core (0.8 to 0.15), in elements, by key, where the index
+    /// has another shape; see
     /// [`Decoded::original_shapes`](crate::metadata::Decoded::original_shapes).
     ///
     /// # Errors
@@ -107,8 +107,8 @@ impl DcpReader {
         Ok(self.index().await?.original_shapes)
     }
 
-    /// The names in the `.metadata` that Python would import where it is loaded, and that are not
-    /// known to be harmless.
+    /// The names in the `.metadata` that Python imports when it loads it, and that are not known to
+    /// be harmless.
     ///
     /// # Errors
     ///
@@ -117,9 +117,9 @@ impl DcpReader {
         Ok(self.index().await?.foreign_names)
     }
 
-    /// Tensors and objects that are not the same on all ranks of a save without collectives
-    /// (`use_collectives=False` in PyTorch 2.15, where each rank loads its own). Those of the rank
-    /// that [`DcpReaderBuilder::rank`] names are read, or else those of the lowest one.
+    /// Tensors and objects that differ between the ranks of a save without collectives
+    /// (`use_collectives=False` in PyTorch 2.15, which loads each rank's own). The reader reads
+    /// those of [`DcpReaderBuilder::rank`], or else those of the lowest rank.
     ///
     /// # Errors
     ///
@@ -128,8 +128,8 @@ impl DcpReader {
         Ok(self.index().await?.differing)
     }
 
-    /// Those of the [`warnings`](Self::warnings) that are about ranks that saved without
-    /// collectives: one is missing, they differ, or some are of an earlier save.
+    /// The [`warnings`](Self::warnings) about ranks that saved without collectives: a missing rank,
+    /// differences, or ranks of an earlier save.
     ///
     /// # Errors
     ///
@@ -149,42 +149,42 @@ impl DcpReader {
 }
 
 impl DcpReaderBuilder {
-    /// Whether CRCs are checked; by default they are.
+    /// Whether CRCs are checked; the default is true.
     pub fn verify_checksums(mut self, verify: bool) -> Self {
         self.reader.verify_checksums = verify;
         self
     }
 
-    /// Whether to take an index that is not borne out, for looking at a damaged checkpoint: files
-    /// missing or short, chunks outside of their tensor or over each other. Then it is a warning,
-    /// and an error only when such a part is read. By default it is an error at once.
+    /// Whether to accept a contradictory index, to look at a damaged checkpoint: missing or short
+    /// files, chunks outside their tensor or overlapping. The reader then warns, and fails only
+    /// when it reads such a part. The default is false.
     pub fn tolerant(mut self, tolerant: bool) -> Self {
         self.reader.tolerant = tolerant;
         self
     }
 
-    /// Whose tensors and objects are read where ranks saved without collectives and differ.
+    /// The rank whose tensors and objects are read if ranks saved without collectives and differ.
     pub fn rank(mut self, rank: u32) -> Self {
         self.reader.rank = Some(rank);
         self
     }
 
-    /// The memory for what cannot be read straight into place, in bytes; 64 MiB by default. One
-    /// tensor that has to be read as a whole (compressed, transposed) may take more. A compressed
-    /// item may become as large as this, or 256 times its stored bytes, where those are more; a
-    /// chunk also 1 GiB, or twice what is wanted of it. Anything larger is an error.
+    /// The memory for what cannot be read straight into place, in bytes; 64 MiB by default. A
+    /// tensor that must be read whole (compressed, transposed) may exceed it. A compressed item may
+    /// expand to this size or to 256 times its stored size, whichever is larger; a chunk also to 1
+    /// GiB or twice the requested bytes. Larger items are errors.
     pub fn scratch_bytes(mut self, bytes: u64) -> Self {
         self.reader.scratch_bytes = bytes;
         self
     }
 
-    /// Is told how many of the bytes that the plan needs have arrived, request by request.
+    /// Receives the number of bytes of the plan that each request read.
     pub fn progress(mut self, progress: Progress) -> Self {
         self.reader.progress = Some(progress);
         self
     }
 
-    /// The reader.
+    /// Builds the reader.
     #[must_use]
     pub fn build(self) -> DcpReader {
         self.reader

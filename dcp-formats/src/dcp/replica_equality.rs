@@ -1,4 +1,4 @@
-//! Whether what several ranks stored under one name is the same.
+//! Compares what several ranks stored under one FQN.
 
 use std::sync::Arc;
 
@@ -10,26 +10,26 @@ use dcp_core::{
 
 use crate::torch_zip::{ArchiveIndex, Progress, Sparse};
 
-/// Bytes at the end of an archive that are read first; the directory of one tensor has fewer.
+/// Bytes to read first at the end of an archive; the directory of one tensor is smaller.
 const TAIL: u64 = 2 << 10;
-/// The most that is read at once, in bytes.
+/// The maximum number of bytes to read at once.
 const SEGMENT: u64 = 8 << 20;
-/// How often an archive is read for its directory.
+/// The maximum number of reads of an archive's directory.
 const NEEDS_MAX: usize = 8;
-/// What PyTorch (2.15) computes from the other records' names and checksums.
+/// A record that PyTorch (2.15) computes from the other records' names and checksums.
 const DERIVED: &str = ".data/serialization_id";
 
-/// What is compared of a stored item.
+/// The content of a stored item, for comparison.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Content {
-    /// Name under the root, length in bytes and CRC-32 of every record of an archive.
+    /// Name below the root, length in bytes and CRC-32 of each record of an archive.
     Records(Vec<(Arc<str>, u64, u32)>),
-    /// Length in bytes and CRC-32 of the item as it is stored.
+    /// Length in bytes and CRC-32 of the stored item.
     Bytes(u64, u32),
 }
 
 impl Content {
-    /// What an item consists of; `None` where its file is missing or short.
+    /// Reads the content of an item; `None` if its file is missing or short.
     pub(super) async fn read(
         storage: &dyn Storage,
         metadata: &CheckpointMetadata,
@@ -62,13 +62,13 @@ struct Item<'a> {
 }
 
 impl Item<'_> {
-    /// A range that is counted from the start of the item.
+    /// Reads a range that is relative to the start of the item.
     async fn range(&self, start: u64, end: u64) -> Result<Bytes, StorageError> {
         let at = self.placement.byte_offset;
         self.storage.read_range(self.key, at.saturating_add(start)..at.saturating_add(end)).await
     }
 
-    /// What the directory says; `None` where there is none that can be read, or not all checksums.
+    /// The records of the directory; `None` if it is unreadable or lacks checksums.
     async fn records(&self) -> Result<Option<Content>, StorageError> {
         let len = self.placement.byte_len;
         let mut start = len.saturating_sub(TAIL);

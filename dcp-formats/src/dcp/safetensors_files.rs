@@ -1,9 +1,9 @@
-//! Finding tensors in `.distcp` files that are safetensors images.
+//! Locates tensors in `.distcp` files that are safetensors images.
 //!
 //! PyTorch's `FileSystemWriter` with `SerializationFormat.SAFETENSORS` (2.8 and later) writes
-//! placements that nothing can be read by, itself included: the same offset for all tensors of a
-//! file, and bare lengths. Where the tensors lie is in the image's own header, which follows the
-//! objects of the file, if there are any.
+//! placements that no reader can use, its own included: one offset for all tensors of a file, and
+//! bare lengths. The image's header, which follows the file's objects if there are any, has the
+//! real positions.
 
 use std::collections::BTreeMap;
 
@@ -17,13 +17,13 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 use super::index::parallelism;
 use crate::safetensors::{Image, read_image};
 
-/// A chunk whose placement is not that of an archive.
+/// A chunk whose placement cannot be that of an archive.
 struct Suspect {
     entry: usize,
     chunk: usize,
 }
 
-/// Corrects the placements of chunks in such files; other files are not touched.
+/// Corrects the placements of chunks in such files. Leaves other files alone.
 pub(super) async fn locate(
     storage: &dyn Storage,
     metadata: &mut CheckpointMetadata,
@@ -66,7 +66,7 @@ pub(super) async fn locate(
     Ok(())
 }
 
-/// The chunks that have room for their elements at most, but not for an archive around them.
+/// The chunks whose placement has room for their elements, but not for an archive.
 fn suspects(metadata: &CheckpointMetadata) -> BTreeMap<FileId, Vec<Suspect>> {
     let mut found: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (entry, (_, value)) in metadata.iter().enumerate() {
@@ -88,7 +88,7 @@ fn suspects(metadata: &CheckpointMetadata) -> BTreeMap<FileId, Vec<Suspect>> {
     found
 }
 
-/// Where the objects of each file end.
+/// The end of the objects in each file.
 fn objects_end(metadata: &CheckpointMetadata) -> BTreeMap<FileId, u64> {
     let mut ends = BTreeMap::new();
     for (_, entry) in metadata.iter() {
@@ -113,7 +113,7 @@ async fn read(
     }
 }
 
-/// Where an image has the chunk that it is suspected to have.
+/// The position of a suspected chunk in an image.
 fn find(
     image: &Image,
     metadata: &CheckpointMetadata,

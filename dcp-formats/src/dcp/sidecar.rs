@@ -1,8 +1,7 @@
-//! What we know of a checkpoint and PyTorch has no place for: a small CBOR file beside the
-//! `.metadata`, which PyTorch ignores.
+//! A small CBOR file with facts for which `.metadata` has no place. PyTorch ignores it.
 //!
-//! It is named after the CRC-32 of the metadata it belongs to, and repeats it inside: one that
-//! was left by another save is never taken for this checkpoint's.
+//! Its name contains the CRC-32 of its `.metadata`, and so does its content. A sidecar of another
+//! save therefore never applies to this checkpoint.
 
 use bytes::Bytes;
 use dcp_core::{FormatError, Key};
@@ -10,29 +9,29 @@ use serde::{Deserialize, Serialize};
 
 const VERSION: u32 = 1;
 
-/// Facts about a save. Advisory: a checkpoint without it is complete.
+/// Facts about a save. Advisory: a checkpoint without a sidecar is complete.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Sidecar {
-    /// The version of this form.
+    /// The version of the sidecar's format.
     pub version: u32,
-    /// Who wrote it, such as `dcp-formats 0.1.0`.
+    /// The program that wrote it, such as `dcp-formats 0.1.0`.
     pub tool: String,
-    /// Ranks that took part in the save.
+    /// The number of ranks of the save.
     pub world_size: u32,
-    /// How often this directory had been written before, as far as could be seen.
+    /// The number of earlier saves into this directory, as far as known.
     pub generation: u64,
-    /// CRC-32 of the bytes of the `.metadata`.
+    /// The CRC-32 of the bytes of `.metadata`.
     pub metadata_crc32: u32,
-    /// Every data file and its length in bytes, empty ones included.
+    /// All data files, with their lengths in bytes; includes empty ones.
     pub files: Vec<SidecarFile>,
-    /// The file that comes after the `.metadata` and makes the checkpoint complete, where its format
-    /// has one, such as the `metadata.json` of Megatron-Core.
+    /// The file written after `.metadata` that completes the checkpoint, if the format has one,
+    /// such as Megatron-Core's `metadata.json`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub completed_by: Option<String>,
 }
 
-/// A data file, as it was when the checkpoint was committed.
+/// A data file at the time of the commit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SidecarFile {
@@ -63,13 +62,13 @@ impl Sidecar {
         }
     }
 
-    /// The same save, complete only with this file.
+    /// Sets the file that completes the checkpoint.
     pub(super) fn with_completed_by(mut self, file: Option<&Key>) -> Self {
         self.completed_by = file.map(ToString::to_string);
         self
     }
 
-    /// The same save under other metadata.
+    /// Sets the checksum of the metadata.
     pub(super) fn for_metadata(mut self, metadata_crc32: u32) -> Self {
         self.metadata_crc32 = metadata_crc32;
         self
@@ -82,11 +81,11 @@ impl Sidecar {
         Ok(bytes.into())
     }
 
-    /// Reads a sidecar that should belong to the metadata of this CRC-32.
+    /// Decodes the sidecar of the metadata with this CRC-32.
     ///
     /// # Errors
     ///
-    /// When the bytes are no sidecar of this version, or it belongs to other metadata.
+    /// When the bytes are not a sidecar of this version, or belong to other metadata.
     pub fn decode(bytes: &[u8], metadata_crc32: u32) -> Result<Self, FormatError> {
         let sidecar: Self = ciborium::de::from_reader_with_recursion_limit(bytes, 16)
             .map_err(|error| FormatError::new("sidecar", error.to_string()))?;

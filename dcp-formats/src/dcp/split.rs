@@ -1,31 +1,30 @@
-//! Dividing a rank's items among its files.
+//! Divides a rank's items among its files.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::num::NonZeroUsize;
 
-/// How many files a rank writes, and what goes where. In every file, objects come before tensors,
-/// as in PyTorch.
+/// The number of files per rank, and the assignment of items to them. In every file, objects
+/// precede tensors, as in PyTorch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FileLayout {
-    /// All in one file, in the order of the plan: PyTorch's default.
+    /// One file, in the order of the plan: PyTorch's default.
     #[default]
     OnePerRank,
-    /// This many files with about the same number of bytes in each; items of a file stay in the
-    /// order of the plan.
+    /// This many files of about equal size. The items of a file keep the order of the plan.
     SplitBySize(NonZeroUsize),
-    /// This many files with PyTorch's division for `thread_count` (2.15): objects in turn,
-    /// tensors by descending size of the whole tensor, which balances badly when it is sharded.
+    /// This many files, divided as PyTorch's `thread_count` (2.15) does: objects in turn, tensors
+    /// by descending size of the whole tensor, which balances sharded tensors badly.
     TorchCompatible(NonZeroUsize),
-    /// This many files with Megatron-Core's division for `thread_count` (0.6 to 0.19): as PyTorch's,
-    /// but tensors by the size of what this rank writes of them.
+    /// This many files, divided as Megatron-Core's `thread_count` (0.6 to 0.19) does: as PyTorch's,
+    /// but by the size of the rank's part of a tensor.
     MegatronCompatible(NonZeroUsize),
-    /// A file for each item: PyTorch's `single_file_per_rank=False`.
+    /// One file per item: PyTorch's `single_file_per_rank=False`.
     OnePerItem,
 }
 
-/// What decides where an item goes.
+/// The sizes that determine an item's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ItemSize {
     pub(crate) is_tensor: bool,
@@ -38,7 +37,7 @@ pub(crate) struct ItemSize {
 }
 
 impl FileLayout {
-    /// A number that tells layouts apart.
+    /// A number that differs between layouts.
     pub(crate) fn fingerprint(self) -> u64 {
         let (kind, files) = match self {
             Self::OnePerRank => (0, 0),
@@ -50,7 +49,7 @@ impl FileLayout {
         kind | (files as u64) << 3
     }
 
-    /// For each file, the positions of its items in the order of their bytes.
+    /// The positions of the items of each file, in file order.
     pub(crate) fn split(self, items: &[ItemSize]) -> Vec<Vec<usize>> {
         match self {
             Self::OnePerRank => vec![objects_first(items, (0..items.len()).collect())],
@@ -94,8 +93,8 @@ fn objects_first(items: &[ItemSize], mut file: Vec<usize>) -> Vec<usize> {
     file
 }
 
-/// Appends each item, largest first, to the list with the fewest bytes so far, the first of
-/// these on a tie.
+/// Appends each item, largest first, to the list with the fewest bytes so far; the first one on a
+/// tie.
 fn spread(mut order: Vec<usize>, lists: &mut [Vec<usize>], size: impl Fn(usize) -> u64) {
     order.sort_by_key(|index| Reverse(size(*index)));
     let mut heap: BinaryHeap<_> = (0..lists.len()).map(|list| Reverse((0_u64, list))).collect();

@@ -1,18 +1,18 @@
-//! Undoing the stream transforms of PyTorch's storage extensions.
+//! Reverses the stream transforms of PyTorch's storage extensions.
 
 use std::borrow::Cow;
 
 use dcp_core::FormatError;
 
-/// The stored bytes as they were before `transforms`, given in PyTorch's list order.
+/// Reverses `transforms`, which are in PyTorch's list order.
 ///
-/// PyTorch (2.15) lists what it applied last first and also undoes it in that order, which fails
-/// for more than one; the bytes are right all the same, so the last listed is undone first, and
-/// the other order is tried after.
+/// PyTorch (2.15) lists the last transform first, and reverses them in that order too, which fails
+/// for more than one. Its bytes are valid all the same, so this reverses the last-listed first, and
+/// tries the other order after it.
 ///
 /// # Errors
 ///
-/// When a transform is unknown, the bytes are damaged, or they would become more than `limit`.
+/// When a transform is unknown, the bytes are damaged, or they would exceed `limit`.
 pub(super) fn undo<'a>(
     stored: &'a [u8],
     transforms: &[impl AsRef<str>],
@@ -39,8 +39,8 @@ fn run<'a, 't>(
     Ok(bytes)
 }
 
-/// A descriptor is `name[@domain][/version]`; extensions take any version that begins with
-/// theirs up to the first dot.
+/// A descriptor is `name[@domain][/version]`. Extensions accept versions that begin with theirs up
+/// to the first dot.
 fn undo_one(bytes: &[u8], transform: &str, limit: u64) -> Result<Vec<u8>, FormatError> {
     let (name, version) = transform.split_once('/').unwrap_or((transform, "1"));
     let major = version.split('.').next().unwrap_or(version);
@@ -59,7 +59,7 @@ fn unzstd(bytes: &[u8], limit: u64) -> Result<Vec<u8>, FormatError> {
     };
     let mut out = Vec::new();
     let mut decoder = zstd::stream::read::Decoder::with_buffer(bytes).map_err(bad)?;
-    // Windows beyond 128 MiB are only for those who ask for `--ultra --long`.
+    // Only `--ultra --long` writes windows beyond 128 MiB.
     decoder.window_log_max(27).map_err(bad)?;
     decoder.take(limit.saturating_add(1)).read_to_end(&mut out).map_err(bad)?;
     if out.len() as u64 > limit {

@@ -1,4 +1,4 @@
-//! Blobs that are read whole: objects, small tensors, and those that have to be decoded.
+//! Reads whole blobs: objects, small tensors, and those that need decoding.
 
 use std::borrow::Cow;
 
@@ -13,17 +13,17 @@ use crate::torch_object::decode_object;
 use crate::torch_tensor::{ByteOrder, TensorBlob, TensorLayout};
 use crate::torch_zip::{Method, Sparse};
 
-/// What may always be decompressed of a chunk, though only a part of it is wanted.
+/// The size to which a chunk may always be decompressed, even if only a part of it is needed.
 const CHUNK_MAX: u64 = 1 << 30;
-/// The most bytes that an object may have, compressed or not.
+/// The maximum size of an object, compressed or not, in bytes.
 const OBJECT_MAX: u64 = 1 << 30;
-/// How many times its stored bytes a compressed item may have, however many these are. Only
-/// what is nearly all zeros has more.
+/// The maximum ratio of decompressed to stored size beyond the fixed limits. Only near-zero data
+/// exceeds it.
 const EXPANSION_MAX: u64 = 256;
-/// What an archive may have besides the elements of its tensor.
+/// The maximum size of an archive without the elements of its tensor.
 const ARCHIVE_EXTRA: u64 = 1 << 20;
 
-/// Reads blobs of one file that lie close together, in one request.
+/// Reads nearby blobs of one file with one request.
 pub(super) async fn read_span(ctx: &Context, blobs: Vec<Blob>) -> Result<(), CheckpointError> {
     let Some(first) = blobs.first() else { return Ok(()) };
     let start = first.placement.byte_offset;
@@ -41,7 +41,7 @@ pub(super) async fn read_span(ctx: &Context, blobs: Vec<Blob>) -> Result<(), Che
     Ok(())
 }
 
-/// Decodes a blob and gives it to the sink.
+/// Decodes a blob and passes it to the sink.
 fn deliver(ctx: &Context, blob: &Blob, stored: Bytes) -> Result<(), CheckpointError> {
     let transforms = &blob.encoding.transforms;
     match &blob.content {
@@ -85,13 +85,13 @@ fn deliver(ctx: &Context, blob: &Blob, stored: Bytes) -> Result<(), CheckpointEr
     Ok(())
 }
 
-/// What an object may have once it is decompressed, in bytes.
+/// The maximum size of a decompressed object, in bytes.
 fn object_limit(ctx: &Context, stored: u64) -> u64 {
     stored.saturating_mul(EXPANSION_MAX).max(ctx.scratch).min(OBJECT_MAX)
 }
 
-/// What a chunk may have once it is decompressed or inflated, in bytes: what it should have, when
-/// the metadata's claim is borne out by the memory that is to be filled or the bytes stored.
+/// The maximum size of a decompressed chunk, in bytes: its size in the metadata, if the requested
+/// memory or the stored bytes make that plausible.
 fn tensor_limit(ctx: &Context, blob: &Blob) -> Result<u64, FormatError> {
     let Content::Tensor { targets, .. } = &blob.content else { return Ok(OBJECT_MAX) };
     let (raw, stored) = (blob.raw_len(), blob.placement.byte_len);
@@ -110,9 +110,9 @@ fn tensor_limit(ctx: &Context, blob: &Blob) -> Result<u64, FormatError> {
 
 /// The elements of a chunk.
 enum Elements<'a> {
-    /// In row-major order, little-endian.
+    /// Row-major, little-endian.
     InOrder(Cow<'a, [u8]>),
-    /// To be picked from the storage.
+    /// Elements to gather from a storage.
     Strided { layout: TensorLayout, byte_order: ByteOrder, storage: Cow<'a, [u8]> },
 }
 

@@ -1,4 +1,4 @@
-//! Tensors of classes of their own in an index that lists them as plain ones.
+//! Finds tensors of subclasses that the index lists as plain tensors.
 
 use std::sync::Arc;
 
@@ -12,14 +12,13 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use crate::torch_tensor::{is_too_short, wrapped_in};
 use crate::torch_zip::PartialBlob;
 
-/// Bytes at both ends of an archive that are read first.
+/// Bytes at each end of an archive to read first.
 const ENDS: u64 = 4 << 10;
-/// Bytes that are read of one archive at most, and reads.
+/// The maximum number of bytes to read of one archive.
 const NEED_MAX: u64 = 1 << 20;
 
-/// Shows tensors as objects that are one chunk each and of a class of their own. PyTorch's planner
-/// (2.15) writes the dtype and shape that such a tensor pretends to have, and its archive beside;
-/// only archives that are too short for these are looked at.
+/// Presents single-chunk tensors of subclasses as objects. PyTorch's planner (2.15) records the
+/// dtype and shape that such a tensor reports; only archives too short for these are examined.
 pub(super) async fn show_as_objects(
     storage: &dyn Storage,
     metadata: &mut CheckpointMetadata,
@@ -45,7 +44,7 @@ pub(super) async fn show_as_objects(
     Ok(())
 }
 
-/// The place of a tensor that is one chunk and whose archive cannot hold its elements.
+/// The placement of a single-chunk tensor whose archive is too short for its elements.
 fn suspect(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placement> {
     let chunk = tensor.chunks.get(0).filter(|_| tensor.chunks.len() == 1)?;
     let whole = chunk.sizes == &*tensor.shape && chunk.offsets.iter().all(|offset| *offset == 0);
@@ -58,7 +57,7 @@ fn suspect(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placem
 
 type Found = (Arc<str>, Placement, WrappedTensor);
 
-/// What lies there. What cannot be read is left to whoever needs it.
+/// Reads the archive. An unreadable one is left to the reader that needs it.
 async fn look(
     storage: &dyn Storage,
     metadata: &CheckpointMetadata,

@@ -1,4 +1,4 @@
-//! One rank's files: archives one behind the other.
+//! Writes one rank's files: archives, concatenated.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::upload::{
     FileItem, FileOptions, FileSpec, Framing, PendingFile, Progress, prepare_file, write_file,
 };
 
-/// The bytes that a tensor chunk takes in a file.
+/// The size of a tensor chunk in a file, in bytes.
 pub(super) fn encoded_len(fqn: &str, dtype: DType, sizes: &[u64]) -> Result<u64, CheckpointError> {
     if dtype.is_quantized() {
         let problem = format!("{dtype} needs a scale, which the state dict has no place for");
@@ -28,12 +28,12 @@ fn archive(dtype: DType, sizes: &[u64]) -> Result<ArchiveEncoder, FormatError> {
     ArchiveEncoder::new(RecordSet::default(), layout.to_pickle()?, &[layout.byte_len()])
 }
 
-/// Makes a file of one tensor as `torch.save` of PyTorch 2.15 writes it, without giving it its
-/// name; `options` say whether one of that name is replaced. `data` has its elements as item 0.
+/// Writes a file of one tensor as `torch.save` of PyTorch 2.15 does, without its name yet. Item 0
+/// of `data` has its elements; `options` say whether an existing file is replaced.
 ///
 /// # Errors
 ///
-/// For a quantized tensor, and when data or storage fail; then there is nothing of the file.
+/// For a quantized tensor, and when the data or the storage fails. No file is created then.
 pub async fn prepare_tensor_file<'a>(
     storage: &'a dyn Storage,
     (key, options): (&Key, FileOptions),
@@ -52,7 +52,7 @@ pub async fn prepare_tensor_file<'a>(
     prepare_file(storage, job.spec(), options, data, None).await
 }
 
-/// A file that this rank writes.
+/// A file of this rank.
 #[derive(Debug)]
 pub(super) struct FileJob {
     key: Key,
@@ -70,12 +70,12 @@ struct Archives {
 #[derive(Debug)]
 struct Archive {
     fqn: Arc<str>,
-    /// What the tensor is; `None` for an object, which is an archive as it comes.
+    /// The tensor's dtype and shape; `None` for an object, which is already an archive.
     tensor: Option<(DType, Box<[u64]>)>,
 }
 
 impl FileJob {
-    /// The files of a plan, after checking that its places are those of the items' lengths.
+    /// The files of a plan. Fails unless its placements agree with the lengths of its items.
     pub(super) fn for_plan(
         local: &SavePlan,
         plan: &WritePlan,

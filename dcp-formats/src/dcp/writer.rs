@@ -1,4 +1,4 @@
-//! Saving in PyTorch's layout.
+//! Writes PyTorch DCP checkpoints.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -23,28 +23,27 @@ use crate::stop::Stop;
 use crate::upload::Progress;
 
 /// Writes checkpoints as PyTorch's `FileSystemWriter` does: `__{rank}_{n}.distcp` files of
-/// `torch.save` archives and a `.metadata` pickle that PyTorch 2.1 and later load.
+/// `torch.save` archives, and a `.metadata` pickle that PyTorch 2.1 and later load.
 ///
-/// A save into a directory that holds anything of an earlier one gets names of its own
-/// (`__{rank}_{n}.g{generation}.distcp`; loaders take file names from the metadata). So the old
-/// checkpoint stays loadable until the new `.metadata` replaces the old one in a single step,
-/// and only then are the old files removed, none but those named as PyTorch or this writer name
-/// them.
+/// A save into a directory with an earlier save uses new file names
+/// (`__{rank}_{n}.g{generation}.distcp`); loaders take names from the metadata. So the old
+/// checkpoint stays loadable until one step replaces `.metadata`. Only then does the save remove
+/// the old files, and only those with names of PyTorch's or this writer's pattern.
 ///
-/// One save at a time goes on in a directory. [`begin`](StorageWriter::begin) claims `.metadata`,
-/// and the session keeps the claim until the clean-up is over: a second saver gets an error that
-/// names the first one. Files are created exclusively, and as its last step before the replacement
-/// the commit checks that `.metadata` is what it was, against savers that claim nothing, such as
-/// PyTorch, and for storages without [claims](dcp_core::Capabilities::claims); there, two commits
-/// within the same moment can both pass the check.
+/// A directory has one save at a time. [`begin`](StorageWriter::begin) claims `.metadata`, and the
+/// session holds the claim until the clean-up ends: a second saver gets an error that names the
+/// first. The commit creates files exclusively and, right before the replacement, checks that
+/// `.metadata` is unchanged. That detects savers that claim nothing, such as PyTorch, and serves
+/// storages without [claims](dcp_core::Capabilities::claims), where two commits at the same moment
+/// can both pass the check.
 pub struct DcpWriter {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) options: Options,
-    /// Files that this writer made, and so may remove.
+    /// Files that this writer created and may remove.
     created: Mutex<HashSet<Key>>,
 }
 
-/// The CRC-32 of the `.metadata` that [`begin`](StorageWriter::begin) saw, where there was one.
+/// The CRC-32 of the `.metadata` that [`begin`](StorageWriter::begin) found, if there was one.
 struct Replaced(Option<u32>);
 
 #[derive(Clone)]
@@ -102,53 +101,53 @@ impl DcpWriter {
 }
 
 impl DcpWriterBuilder {
-    /// The form of the `.metadata` pickle; by default the one that PyTorch 2.1 and later load.
+    /// The form of the `.metadata` pickle. The default is the one that PyTorch 2.1 and later load.
     pub fn profile(mut self, profile: Profile) -> Self {
         self.options.profile = profile;
         self
     }
 
-    /// How many files each rank writes; one by default.
+    /// The number of files per rank; one by default.
     pub fn files(mut self, layout: FileLayout) -> Self {
         self.options.layout = layout;
         self
     }
 
-    /// Whether a checkpoint that is there already is replaced (the default) or an error.
+    /// Whether an existing checkpoint is replaced (the default) or an error.
     pub fn overwrite(mut self, overwrite: bool) -> Self {
         self.options.overwrite = overwrite;
         self
     }
 
-    /// Whether a [`Sidecar`](super::Sidecar) is written; by default it is.
+    /// Whether to write a [`Sidecar`](super::Sidecar); the default is true.
     pub fn sidecar(mut self, sidecar: bool) -> Self {
         self.options.sidecar = sidecar;
         self
     }
 
-    /// Whether archives carry the CRC-32 of tensor data (the default), or 0 for "not computed",
-    /// as PyTorch with `set_crc32_options(False)`.
+    /// Whether archives contain the CRC-32 of tensor data (the default), or 0 for "not computed",
+    /// as PyTorch writes with `set_crc32_options(False)`.
     pub fn checksums(mut self, checksums: bool) -> Self {
         self.options.checksums = checksums;
         self
     }
 
-    /// The file that the caller writes after the commit and that makes the checkpoint complete,
-    /// where the format has one. A save that died before it was written then stands in the way of
-    /// none that is not to [`overwrite`](Self::overwrite); only the
-    /// [`Sidecar`](super::Sidecar) tells it from other checkpoints.
+    /// The file that the caller writes after the commit to complete the checkpoint, if the format
+    /// has one. A save that died before that file may be replaced without
+    /// [`overwrite`](Self::overwrite); only the [`Sidecar`](super::Sidecar) distinguishes it from
+    /// other checkpoints.
     pub fn completed_by(mut self, file: Key) -> Self {
         self.options.completed_by = Some(file);
         self
     }
 
-    /// Is told how many bytes were written, part by part.
+    /// Receives the number of bytes written, part by part.
     pub fn progress(mut self, progress: Progress) -> Self {
         self.options.progress = Some(progress);
         self
     }
 
-    /// The writer.
+    /// Builds the writer.
     #[must_use]
     pub fn build(self) -> DcpWriter {
         DcpWriter { storage: self.storage, options: self.options, created: Mutex::default() }
@@ -166,10 +165,10 @@ impl StorageWriter for DcpWriter {
     }
 
     async fn begin(&self) -> Result<SaveSession, CheckpointError> {
-        // Before anything is read: what is found stays so.
+        // Before the first read, so that its results stay valid.
         let claim = commit::claim(&*self.storage).await;
         let metadata = match (commit::current(&*self.storage).await, claim.is_ok()) {
-            // Somebody else may be replacing it right now, which the claim tells.
+            // Another saver may be replacing it right now; the claim shows that.
             (Err(_), false) => None,
             (metadata, _) => metadata?,
         };
@@ -212,7 +211,7 @@ impl StorageWriter for DcpWriter {
             .with_message(message)
             .into());
         }
-        // That there is a checkpoint says more than that somebody is writing another one.
+        // An existing checkpoint is a better reason to refuse than another saver at work.
         let claim = claim?;
         stale.sort_unstable();
         let generation = highest.map_or(0, |highest| highest.saturating_add(1));
@@ -244,7 +243,7 @@ impl StorageWriter for DcpWriter {
         data: Arc<dyn DataSource>,
     ) -> Result<WriteReport, CheckpointError> {
         let jobs = FileJob::for_plan(local, plan, self.options.checksums)?;
-        // What earlier saves made is settled, one way or the other.
+        // Files of earlier saves are settled: committed or removed.
         let own = plan.files.first().and_then(|file| Named::parse(file.as_str()));
         self.created().retain(|key| Named::parse(key.as_str()) == own);
         let parallelism = usize::from(self.storage.capabilities().parallelism);

@@ -1,4 +1,4 @@
-//! Whether the files of a folder without an index are a whole model.
+//! Determines whether the files of a folder without an index are a whole model.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,31 +10,31 @@ use super::index_file::INDEX_ENDING;
 use super::layout::SINGLE_NAME;
 use super::sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
 
-/// The file that a writer keeps in a folder while it writes files whose names tell of no others.
-/// Without an index, the files there are not all.
+/// A file that exists while a writer writes files whose names do not count each other. With it and
+/// without an index, the model is incomplete.
 pub const UNFINISHED_NAME: &str = "model.unfinished";
-/// Digits of the numbers in names of a model's files, at least.
+/// The minimum number of digits in the numbers of file names.
 const DIGITS_MIN: usize = 5;
-/// Missing files that are named of one series.
+/// The maximum number of missing files that are named per series.
 const NAMED_MAX: usize = 8;
 
-/// What the names of tensor files tell where no index lies beside them.
+/// What the names of tensor files imply, in a folder without an index.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     /// The files to read.
     pub(super) keys: Vec<Key>,
-    /// What shows that the model is not whole.
+    /// Evidence that the model is incomplete.
     pub(super) findings: Vec<Finding>,
-    /// What is odd.
+    /// Observations that are not errors.
     pub(super) notes: Vec<String>,
 }
 
 impl Names {
-    /// Looks at the files of one folder.
+    /// Examines the file names of one folder.
     ///
-    /// A name such as `model-00001-of-00002.safetensors` promises the other files that it counts, and
-    /// an index, which is written last. Where there is a `model.safetensors`, loaders take that, and
-    /// such files beside it are what an unfinished write left.
+    /// A name such as `model-00001-of-00002.safetensors` implies the other files that it counts,
+    /// and an index, which is written last. Next to a `model.safetensors`, which loaders prefer,
+    /// such files stem from an unfinished write.
     pub(super) fn look(keys: Vec<Key>) -> Self {
         let has_single = keys.iter().any(|key| key.file_name() == SINGLE_NAME);
         if has_single {
@@ -65,7 +65,7 @@ impl Names {
         }
         let findings = all.iter().flat_map(|(series, there)| series.findings(there, folder));
         let findings = findings.collect();
-        // It need not mean a loss: PyTorch writes no file for a number that no tensor was given.
+        // Not necessarily a loss: PyTorch writes no file for a number without tensors.
         let notes = of_ranks.iter().find(|(count, there)| **count != there.len() as u64);
         let notes = notes.map(|(count, there)| {
             format!("the names of the files count {count} of them, there are {}", there.len())
@@ -75,7 +75,7 @@ impl Names {
     }
 }
 
-/// A model in files that count each other: what comes before the number, and how many there are.
+/// A series of files that count each other: the name before the number, and the count.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Series {
     stem: String,
@@ -83,12 +83,12 @@ struct Series {
 }
 
 impl Series {
-    /// Whether loaders look for files of this name.
+    /// Whether loaders search for files of this name.
     fn is_models(&self) -> bool {
         self.untagged() == "model"
     }
 
-    /// The name without the tag that a file gets where its name is taken.
+    /// The name without the tag that a file gets when its name is taken.
     fn untagged(&self) -> &str {
         let tag = self.stem.rsplit_once("-g");
         match tag.filter(|(_, tag)| !tag.is_empty() && tag.bytes().all(|b| b.is_ascii_digit())) {
@@ -125,8 +125,8 @@ impl Series {
     }
 }
 
-/// The series that a file counts itself to, and its number. What a rank holds of a model
-/// (`shard-00001-model-00001-of-00001.safetensors`) has no index.
+/// The series and number of a file. Files of a rank's parts
+/// (`shard-00001-model-00001-of-00001.safetensors`) have no index.
 fn series(name: &str) -> Option<(Series, u32)> {
     let (front, count) = name.strip_suffix(ENDING)?.rsplit_once("-of-")?;
     let (stem, number) = front.rsplit_once('-')?;
@@ -149,8 +149,7 @@ fn numbered(name: &str) -> Option<(u64, u64)> {
     Some((number.parse().ok()?, count.parse().ok()?))
 }
 
-/// What shows that a model was being replaced when its writer died: its configuration is still
-/// aside.
+/// Evidence that a writer died while it replaced a model: the configuration is still set aside.
 pub(super) async fn replacement(
     storage: &dyn Storage,
     folder: &str,
@@ -168,7 +167,7 @@ pub(super) async fn replacement(
     Ok(Some(Finding::new(FindingKind::Unfinished, message).within(&config)))
 }
 
-/// What shows that the writer of files without an index died.
+/// Evidence that the writer of files without an index died.
 pub(super) async fn unfinished(
     storage: &dyn Storage,
     folder: &str,

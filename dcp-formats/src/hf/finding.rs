@@ -1,30 +1,30 @@
-//! What is wrong with a folder.
+//! Problems of a folder of safetensors files.
 
 use std::sync::Arc;
 
 use dcp_core::{FormatError, Key};
 
-/// One thing that is wrong with a folder of safetensors files.
+/// A problem of a folder of safetensors files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Finding {
     /// The kind.
     pub kind: FindingKind,
-    /// The tensor.
+    /// The tensor, if the problem concerns one.
     pub fqn: Option<Arc<str>>,
-    /// The file.
+    /// The file, if the problem concerns one.
     pub file: Option<Key>,
-    /// What is wrong, in words.
+    /// A description.
     pub message: String,
 }
 
-/// What kind of thing is wrong.
+/// Kinds of problems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FindingKind {
-    /// A file that the index names, or the names of other files count, does not exist.
+    /// A file in the index, or counted by other files' names, does not exist.
     MissingFile,
-    /// The index that the names of the files promise does not exist.
+    /// The index that the file names imply does not exist.
     MissingIndex,
     /// A writer died while it replaced the model.
     Unfinished,
@@ -32,15 +32,15 @@ pub enum FindingKind {
     Header,
     /// A file ends before one of its tensors.
     ShortFile,
-    /// A file has bytes that belong to no tensor.
+    /// A file has bytes outside its tensors.
     ExtraBytes,
     /// Two tensors of a file share bytes.
     SharedBytes,
     /// The index places a tensor in a file that does not hold it.
     NotInFile,
-    /// A tensor is in two files, and nothing says that these are parts of it.
+    /// A tensor is in two files that do not declare parts of it.
     Twice,
-    /// The parts of a tensor do not fit together.
+    /// The parts of a tensor overlap or leave gaps.
     Parts,
 }
 
@@ -59,7 +59,7 @@ impl Finding {
         self
     }
 
-    /// The finding as an error about `what`, when there are `others` besides.
+    /// The finding as an error about `what`, with `others` further findings.
     pub(super) fn into_error(self, what: &'static str, others: usize) -> FormatError {
         let mut problem = match &self.fqn {
             Some(fqn) => format!("{fqn:?}: {}", self.message),

@@ -1,4 +1,4 @@
-//! `model.safetensors.index.json`: which file holds which tensor.
+//! `model.safetensors.index.json`: the file of each tensor.
 
 use std::sync::Arc;
 
@@ -9,22 +9,22 @@ use serde_json::json;
 
 use crate::unique::UniqueMap;
 
-/// The name that the libraries look for.
+/// The name that Hugging Face's libraries search for.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
-/// How the names of all index files end.
+/// The ending of all index file names.
 pub const INDEX_ENDING: &str = ".safetensors.index.json";
 
-/// The most bytes that an index file is read of.
+/// The maximum size of an index file in bytes.
 pub(super) const INDEX_MAX: u64 = 256 << 20;
 
 /// The contents of an index file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct IndexFile {
-    /// The bytes of all tensors that the file claims; `None` where it does not, or not as a whole
+    /// The total size of all tensors that the file claims; `None` if it claims none or no whole
     /// number.
     pub total_size: Option<u64>,
-    /// For each tensor the name of its file, relative to the folder of the index.
+    /// The file of each tensor, relative to the folder of the index.
     pub weight_map: IndexMap<Arc<str>, Key>,
 }
 
@@ -46,7 +46,7 @@ impl IndexFile {
     ///
     /// # Errors
     ///
-    /// When it is no such text, a tensor occurs twice, or a file has a name that leaves the folder.
+    /// When the text is not such an index, a tensor occurs twice, or a file name leaves the folder.
     pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
         let bad = |problem: String| FormatError::new("safetensors index", problem);
         let raw: Raw = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
@@ -84,7 +84,7 @@ impl IndexFile {
         text
     }
 
-    /// The files, each once, in the order of their first tensors.
+    /// The distinct files, in the order of their first tensors.
     pub fn files(&self) -> impl Iterator<Item = &Key> {
         let files: indexmap::IndexSet<&Key> = self.weight_map.values().collect();
         files.into_iter()
@@ -95,7 +95,7 @@ impl IndexFile {
 fn whole_number(value: &serde_json::Value) -> Option<u64> {
     value.as_u64().or_else(|| {
         let float = value.as_f64().filter(|float| float.fract() == 0.0)?;
-        // Exact below 2^53, and beyond that the float was not exact to begin with.
+        // Exact below 2^53; larger floats were not exact anyway.
         (0.0..1.8e19).contains(&float).then_some(float as u64)
     })
 }

@@ -1,4 +1,4 @@
-//! Dividing tensors into files, as Hugging Face's libraries and PyTorch do.
+//! Divides tensors into files as Hugging Face's libraries and PyTorch do.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use indexmap::IndexMap;
 use super::ENDING;
 use super::index_file::IndexFile;
 
-/// The name of a model in one file, which loaders take before they look for an index.
+/// The name of a single-file model, which loaders prefer to an index.
 pub const SINGLE_NAME: &str = "model.safetensors";
 
-/// The most bytes of tensors in a file by default, as in huggingface_hub (5 GB).
+/// The default maximum of tensor bytes per file, as in huggingface_hub (5 GB).
 pub const MAX_FILE_BYTES: u64 = 5_000_000_000;
 
 /// A tensor to write, or a part of one.
@@ -23,14 +23,14 @@ pub struct HfPart {
     pub fqn: Arc<str>,
     /// The element type.
     pub dtype: DType,
-    /// The elements per axis of what is written here.
+    /// The shape of the part to write.
     pub shape: Dims,
-    /// Where this part begins in the tensor, and the rank that holds it; `None` for all of it.
+    /// The part's offset in the tensor, and the rank that holds it; `None` for a whole tensor.
     pub part: Option<(Dims, u32)>,
 }
 
 impl HfPart {
-    /// All of a tensor.
+    /// A whole tensor.
     #[must_use]
     pub fn whole(fqn: impl Into<Arc<str>>, dtype: DType, shape: impl Into<Dims>) -> Self {
         Self { fqn: fqn.into(), dtype, shape: shape.into(), part: None }
@@ -49,21 +49,21 @@ impl HfPart {
         Self { fqn: fqn.into(), dtype, shape: sizes.into(), part }
     }
 
-    /// Bytes of the elements, or `None` where that exceeds `u64`.
+    /// The size of the elements in bytes; `None` if it exceeds `u64`.
     #[must_use]
     pub fn byte_len(&self) -> Option<u64> {
         self.shape.checked_volume()?.checked_mul(self.dtype.size() as u64)
     }
 }
 
-/// How tensors are divided into files.
+/// The division of tensors into files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HfLayout {
     /// Files of at most this many bytes of tensors, filled in order as huggingface_hub does; a
-    /// larger tensor has a file of its own. One file is `model.safetensors`, without an index.
+    /// larger tensor gets its own file. A single file is `model.safetensors`, without an index.
     MaxFileBytes(u64),
-    /// For each tensor the number of its file, from 1 on: PyTorch's `fqn_to_index_mapping`.
+    /// The file number of each tensor, from 1: PyTorch's `fqn_to_index_mapping`.
     Mapping(IndexMap<Arc<str>, u32>),
 }
 
@@ -74,17 +74,17 @@ impl Default for HfLayout {
     }
 }
 
-/// The files that tensors are divided into.
+/// A division of tensors into files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HfPlan {
-    /// What is written.
+    /// The tensors and parts to write.
     pub parts: Vec<HfPart>,
-    /// The files, in the order of their names.
+    /// The files, ordered by name.
     pub files: Vec<HfFile>,
     /// Bytes of all tensors.
     pub total_size: u64,
-    /// Whether ranks' parts are written, each rank's into files of its own and without an index.
+    /// Whether the plan contains parts of ranks, each rank's in its own files without an index.
     pub distributed: bool,
 }
 
@@ -101,18 +101,17 @@ pub struct HfFile {
 }
 
 impl HfLayout {
-    /// Divides `parts` into files `model-00001-of-0000N.safetensors`, or into a
-    /// `model.safetensors` where [`MaxFileBytes`](Self::MaxFileBytes) makes one. When they are parts that
-    /// ranks hold, every rank has files of its own, `shard-0000R-model-00001-of-0000N.safetensors`:
-    /// PyTorch's `save_distributed`.
+    /// Divides `parts` into files `model-00001-of-0000N.safetensors`, or into one
+    /// `model.safetensors` if [`MaxFileBytes`](Self::MaxFileBytes) yields one. Parts of ranks go to
+    /// files of their rank, `shard-0000R-model-00001-of-0000N.safetensors`, as in PyTorch's
+    /// `save_distributed`.
     ///
-    /// All parts of a tensor get the same number. Numbers that no tensor has are left out, as in
-    /// PyTorch.
+    /// All parts of a tensor get one number. Numbers without tensors get no file, as in PyTorch.
     ///
     /// # Errors
     ///
-    /// When a tensor has no number or the number 0, is here twice, is here both whole and in
-    /// parts, or there are more than 2^64 bytes.
+    /// When a tensor has no number or number 0, occurs twice, occurs both whole and in parts, or
+    /// the total exceeds 2^64 bytes.
     pub fn plan(&self, parts: Vec<HfPart>) -> Result<HfPlan, FormatError> {
         let bad = |problem: String| FormatError::new("division into files", problem);
         let distributed = parts.first().is_some_and(|part| part.part.is_some());
@@ -163,7 +162,7 @@ impl HfLayout {
         Ok(HfPlan { parts, files, total_size, distributed })
     }
 
-    /// The number of each tensor's file.
+    /// The file number of each tensor.
     fn numbers(
         &self,
         sizes: &IndexMap<Arc<str>, u64>,
@@ -199,13 +198,12 @@ impl HfLayout {
 }
 
 impl HfPlan {
-    /// The file of a model in one file, which has no index.
+    /// The file of a single-file model, which has no index.
     pub(super) fn single(&self) -> Option<&HfFile> {
         self.files.first().filter(|file| self.files.len() == 1 && file.name.as_str() == SINGLE_NAME)
     }
 
-    /// The index; `None` where there is to be none, because ranks' parts are written or all is in
-    /// one `model.safetensors`.
+    /// The index; `None` for parts of ranks and for a single `model.safetensors`.
     #[must_use]
     pub fn index(&self) -> Option<IndexFile> {
         if self.distributed || self.single().is_some() {
@@ -218,14 +216,14 @@ impl HfPlan {
         Some(IndexFile::new(self.total_size, map.collect()))
     }
 
-    /// The text of the index file, with `metadata.total_size` and `weight_map`; `None` where
-    /// there is to be none.
+    /// The text of the index file, with `metadata.total_size` and `weight_map`; `None` without an
+    /// index.
     #[must_use]
     pub fn index_json(&self) -> Option<Vec<u8>> {
         self.index().map(|index| index.to_json())
     }
 
-    /// The same plan with a tag in all names: `model-<tag>-00001-of-00002.safetensors`.
+    /// The plan with a tag in all file names: `model-<tag>-00001-of-00002.safetensors`.
     pub(super) fn tagged(&self, tag: &str) -> Result<Self, FormatError> {
         let mut plan = self.clone();
         for file in &mut plan.files {

@@ -1,4 +1,4 @@
-//! Finding the files of a model and reading their headers.
+//! Finds the files of a model and reads their headers.
 
 use std::sync::Arc;
 
@@ -20,12 +20,12 @@ use super::variants::{target_of, without_variants};
 use crate::dcp::DcpFormat;
 use crate::safetensors::read_image;
 
-/// What a reader is to read.
+/// What to read.
 #[derive(Clone, Debug)]
 pub(super) enum Target {
     /// A folder, `None` for the storage itself.
     Folder(Option<Key>),
-    /// The files that an index names.
+    /// The files of an index.
     Index(Key),
     /// One file.
     File(Key),
@@ -33,7 +33,7 @@ pub(super) enum Target {
     Variant(Option<Key>, String),
 }
 
-/// The index of a model, made from its headers.
+/// The merged index of a model's headers.
 #[derive(Clone, Debug)]
 pub(super) struct Loaded {
     pub(super) metadata: Arc<CheckpointMetadata>,
@@ -42,33 +42,33 @@ pub(super) struct Loaded {
     pub(super) variants: Arc<[Key]>,
 }
 
-/// The files to read, and the index that named them.
+/// The files to read, and their index.
 #[derive(Default)]
 pub(super) struct Files {
     pub(super) keys: Vec<Key>,
     pub(super) index: Option<Index>,
-    /// Files that lie there, too, and hold the same model in another form.
+    /// Files of the folder that hold the model in another form.
     pub(super) variants: Vec<Key>,
-    /// What the names of the files tell.
+    /// What the file names imply.
     pub(super) findings: Vec<Finding>,
     pub(super) notes: Vec<String>,
 }
 
 impl Files {
-    /// Files that no index names.
+    /// Files without an index.
     fn of(keys: Vec<Key>) -> Self {
         Self { keys, ..Self::default() }
     }
 }
 
-/// An index file, and where it lies.
+/// An index file, and its folder.
 pub(super) struct Index {
     pub(super) key: Key,
     pub(super) file: IndexFile,
 }
 
 impl Index {
-    /// The key of a file that the index names.
+    /// The key of a file in the index.
     pub(super) fn resolve(&self, file: &Key) -> Result<Key, CheckpointError> {
         match self.key.as_str().rsplit_once('/') {
             None => Ok(file.clone()),
@@ -85,7 +85,7 @@ fn join(folder: Option<&str>, name: &str) -> Result<Key, CheckpointError> {
     Ok(key.map_err(StorageError::from)?)
 }
 
-/// Reads all headers. A tolerant load shows what it can; otherwise the first finding is an error.
+/// Reads all headers. A tolerant load returns findings; otherwise the first one is an error.
 pub(super) async fn load(
     storage: &Arc<dyn Storage>,
     target: &Target,
@@ -107,7 +107,7 @@ pub(super) async fn load(
     let (mut findings, mut notes) = (files.findings, merged.notes);
     findings.extend(merged.findings);
     notes.extend(files.notes);
-    // Of one file without a header there is nothing to show.
+    // A single file without a header has nothing to show.
     let nothing = single && merged.metadata.is_empty() && !findings.is_empty();
     if !tolerant || nothing {
         findings.extend(merged.visible);
@@ -153,7 +153,7 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
         return Ok(Files { findings, notes, ..Files::of(vec![single]) });
     }
     let Some(names) = names(&**storage, folder, false).await? else {
-        // What cannot be listed may still be the one file that small models are.
+        // Without listing, the model may still be the single file of small models.
         let model = join(prefix, SINGLE_NAME)?;
         if storage.contains(&model).await? {
             return Ok(Files::of(vec![model]));
@@ -193,8 +193,8 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
     Ok(Files { keys, index: None, variants, findings, notes })
 }
 
-/// The safetensors files and indexes of a folder, sorted; those in folders below it are none of
-/// its. With `any_index`, the indexes of variants, too. `None` where the storage cannot list.
+/// The safetensors files and indexes of a folder, sorted, without those in subfolders. With
+/// `any_index`, includes the indexes of variants. `None` if the storage cannot list.
 pub(super) async fn names(
     storage: &dyn Storage,
     folder: Option<&Key>,
@@ -244,7 +244,7 @@ async fn indexed(storage: &dyn Storage, key: Key) -> Result<Files, CheckpointErr
     Ok(Files { index: Some(index), findings, ..Files::of(keys) })
 }
 
-/// The header of one file. What is wrong with the file is a finding; an error is the storage's.
+/// Reads the header of one file. Problems of the file are findings; errors are the storage's.
 async fn header(storage: &dyn Storage, key: &Key) -> Result<FileHeader, CheckpointError> {
     let finding =
         |kind, message: String| FileHeader::Unreadable(Finding::new(kind, message).within(key));

@@ -1,4 +1,4 @@
-//! Making one index of the headers of many files.
+//! Merges the headers of many files into one index.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -14,30 +14,30 @@ use super::load::{Files, Index};
 use crate::metadata::check_chunks;
 use crate::safetensors::{Image, RangeProblem, Ranges, RawTypes, ties_of};
 
-/// What became of the header of a file.
+/// The result of reading a file's header.
 pub(super) enum FileHeader {
     Read(Box<Image>, Option<RangeProblem>),
     Unreadable(Finding),
     Missing,
 }
 
-/// One index, and what is wrong with it.
+/// A merged index, and its problems.
 #[derive(Default)]
 pub(super) struct Merged {
     pub(super) metadata: CheckpointMetadata,
     pub(super) findings: Vec<Finding>,
-    /// Findings that can be seen from the metadata and the lengths of the files, too.
+    /// Findings that the metadata and the lengths of files show, too.
     pub(super) visible: Vec<Finding>,
-    /// What is odd but keeps nothing from being read.
+    /// Observations that do not prevent reading.
     pub(super) notes: Vec<String>,
-    /// Tensors of which parts are missing.
+    /// Tensors with missing parts.
     pub(super) incomplete: Vec<String>,
 }
 
 /// The parts of one tensor.
 struct Parts {
     dtype: DType,
-    /// As large as the parts reach.
+    /// The extent of the parts.
     shape: Dims,
     parts: Vec<Part>,
     offsets: HashSet<Dims>,
@@ -48,11 +48,11 @@ struct Part {
     sizes: Dims,
     placement: Placement,
     file: Key,
-    /// Whether the header says where the part belongs.
+    /// Whether the header gives the part's offsets.
     sharded: bool,
 }
 
-/// Unites headers, given in the order of the files.
+/// Merges headers, in the order of the files.
 pub(super) fn merge(
     files: &Files,
     headers: Vec<FileHeader>,
@@ -70,12 +70,12 @@ pub(super) fn merge(
 
 struct Merger<'a> {
     index: Option<&'a Index>,
-    /// By the index, where each tensor is; resolved.
+    /// The file of each tensor according to the index; resolved.
     homes: IndexMap<Arc<str>, Key>,
     tensors: IndexMap<Arc<str>, Parts>,
-    /// Tensors that are stored under another name.
+    /// Tensors stored under another name.
     tied: IndexMap<Arc<str>, Arc<str>>,
-    /// Files that cannot say what they hold.
+    /// Files without a readable header.
     silent: HashSet<Key>,
     unlisted: Option<(usize, Arc<str>)>,
     doubled: Option<(usize, Arc<str>)>,
@@ -179,8 +179,8 @@ impl<'a> Merger<'a> {
         }
     }
 
-    /// Whether a tensor of a file is one of the model's: without an index all are; with one it is
-    /// where the index says, and parts of it may be elsewhere.
+    /// Whether a tensor of a file belongs to the model. Without an index all do. With one, the
+    /// tensor must be in the file that the index names; parts of it may be in others.
     fn belongs(&mut self, fqn: &Arc<str>, file: &Key, sharded: bool) -> bool {
         if self.index.is_none() {
             return true;
@@ -255,7 +255,7 @@ impl<'a> Merger<'a> {
                 self.merged.findings.push(finding);
             }
         }
-        // In the order of the index, where there is one.
+        // In the order of the index, if there is one.
         let order: IndexMap<_, _> =
             self.homes.keys().enumerate().map(|(n, fqn)| (fqn, n)).collect();
         if self.index.is_some() {

@@ -1,13 +1,12 @@
 //! Folders of safetensors files, as Hugging Face models have them.
 //!
 //! A model is one `model.safetensors`, or `model-00001-of-0000N.safetensors` files with a
-//! `model.safetensors.index.json` that says which file holds which tensor ([`IndexFile`]).
-//! PyTorch's own Hugging Face storage (2.8 to 2.15) writes the same, and also files in which each
-//! rank's parts of a tensor lie, with `DCP_SHARDING_INFO` in their headers and no index.
+//! `model.safetensors.index.json` that gives the file of each tensor ([`IndexFile`]). PyTorch's own
+//! Hugging Face storage (2.8 to 2.15) writes the same, and files of each rank's parts, with
+//! `DCP_SHARDING_INFO` in their headers and without an index.
 //!
-//! [`HfReader`] reads all of these, and one single file, as a checkpoint; [`find_quantized`] says
-//! which of its tensors are block-scaled weights. [`HfLayout`] divides
-//! tensors into files, and [`write_folder`] writes them.
+//! [`HfReader`] reads all of these, and single files, as a checkpoint. [`find_quantized`] finds
+//! block-scaled weights. [`HfLayout`] divides tensors into files, and [`write_folder`] writes them.
 
 mod complete;
 mod finding;

@@ -1,4 +1,4 @@
-//! Which tensors of a model are block-scaled, and how.
+//! Finds the block-scaled weights of a model.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -6,68 +6,68 @@ use std::sync::Arc;
 use dcp_core::{CheckpointMetadata, DType, Dims, FormatError, Region, TensorEntry};
 use serde::Deserialize;
 
-/// Rows and columns that share a scale where nothing else is said, as in DeepSeek's models and
-/// PyTorch's reader (2.15).
+/// The default block of a scale, in rows and columns, as in DeepSeek's models and PyTorch's reader
+/// (2.15).
 pub const BLOCK: [u64; 2] = [128, 128];
 
-/// The ending that makes the name of an fp8 weight that of its scales.
+/// The suffix of the scales of an fp8 weight.
 const SCALE_INV: &str = "_scale_inv";
-/// The endings of the two tensors of an MXFP4 weight.
+/// The suffixes of the two tensors of an MXFP4 weight.
 const BLOCKS: &str = "_blocks";
 const SCALES: &str = "_scales";
-/// Bytes of an MXFP4 block at most; those of OCP have 16. A block is read whole for each of its
-/// parts, so a large one would be read again and again.
+/// The maximum size of an MXFP4 block in bytes; OCP's have 16. A block is read whole for each of
+/// its parts, so large blocks would be read many times.
 const BLOCK_BYTES_MAX: u64 = 1 << 12;
 
 /// A block-scaled weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Quantized {
-    /// Its name as plain numbers. That of an MXFP4 weight has lost the ending `_blocks`, as in
-    /// the model that it was made from and in transformers; PyTorch's reader (2.15) keeps it.
+    /// The FQN of the dequantized weight. For MXFP4 without the suffix `_blocks`, as in the
+    /// original model and in transformers; PyTorch's reader (2.15) keeps the suffix.
     pub fqn: Arc<str>,
-    /// Its shape as plain numbers.
+    /// The shape of the dequantized weight.
     pub shape: Dims,
     /// The position of the stored weight in the metadata.
     pub weight: usize,
     /// The position of its scales.
     pub scales: usize,
-    /// How weights and scales become numbers.
+    /// The quantization scheme.
     pub scheme: QuantScheme,
 }
 
-/// How weights and scales become numbers.
+/// How weights and scales combine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum QuantScheme {
-    /// 8-bit floats, `X.weight`, times a scale for every `rows` × `cols` of them along the last
-    /// two axes, in `X.weight_scale_inv`; the last blocks may be cut short.
+    /// 8-bit floats `X.weight`, with one scale per `rows` × `cols` block of the last two axes in
+    /// `X.weight_scale_inv`. The last blocks may be partial.
     Block {
         /// Rows of a block.
         rows: u64,
         /// Columns of a block.
         cols: u64,
     },
-    /// OCP MXFP4: `X_blocks` of shape `[…, G, B]` holds two E2M1 values in a byte, the first in
-    /// the lower half; `X_scales` of shape `[…, G]` holds the exponents (E8M0). Together they are
-    /// `[…, G * B * 2]`.
+    /// OCP MXFP4. `X_blocks` of shape `[…, G, B]` stores two E2M1 values per byte, the first in the
+    /// low half. `X_scales` of shape `[…, G]` stores exponents (E8M0). The weight has shape `[…, G
+    /// * B * 2]`.
     Mxfp4 {
         /// Bytes of a block.
         block_bytes: u64,
-        /// Whether the last two axes are exchanged in the plain weight: `[E, R, G, B]` becomes
-        /// `[E, G * B * 2, R]`. So it is in transformers (5.23), whose modules of experts keep
-        /// the input axis first; PyTorch's reader (2.15) keeps the order of the file. A weight
-        /// without an axis of experts keeps it here too.
+        /// Whether the dequantized weight has its last two axes exchanged: `[E, R, G, B]` becomes
+        /// `[E, G * B * 2, R]`. transformers (5.23) does so, because its expert modules put the
+        /// input axis first; PyTorch's reader (2.15) keeps the order of the file. A weight without
+        /// an expert axis keeps its order here too.
         transposed: bool,
     },
 }
 
-/// The block-scaled weights of a model: all that have scales beside them. `block` is the size of
-/// the blocks of 8-bit weights.
+/// The block-scaled weights of a model: all weights that have scales. `block` is the block size of
+/// 8-bit weights.
 ///
 /// # Errors
 ///
-/// When weights and scales do not fit together, a name is taken, or `block` has a 0.
+/// When weights and scales do not match, a name is taken, or `block` contains 0.
 pub fn find_quantized(
     metadata: &CheckpointMetadata,
     block: [u64; 2],
@@ -177,7 +177,7 @@ fn mxfp4(blocks: &TensorEntry, scales: &TensorEntry) -> Result<(Dims, QuantSchem
         outer => outer.iter().copied().chain([width]).collect(),
     };
     Region::full(shape.clone()).map_err(|error| error.to_string())?;
-    // A block is a part of the axis, so none may be cut.
+    // A block is a part of the axis, so it cannot be partial.
     let whole = blocks
         .chunks
         .iter()
@@ -188,12 +188,12 @@ fn mxfp4(blocks: &TensorEntry, scales: &TensorEntry) -> Result<(Dims, QuantSchem
     Ok((shape, QuantScheme::Mxfp4 { block_bytes, transposed }))
 }
 
-/// The size of the blocks of 8-bit weights that a model's `config.json` gives, as
-/// `quantization_config.weight_block_size`; `None` where it gives none.
+/// The block size of 8-bit weights in a model's `config.json`:
+/// `quantization_config.weight_block_size`; `None` if absent.
 ///
 /// # Errors
 ///
-/// When it is no JSON, or gives something else than two numbers.
+/// When it is not JSON, or the value is not a pair of numbers.
 pub fn configured_block(config: &[u8]) -> Result<Option<[u64; 2]>, FormatError> {
     #[derive(Deserialize)]
     struct Config {
@@ -208,13 +208,12 @@ pub fn configured_block(config: &[u8]) -> Result<Option<[u64; 2]>, FormatError> 
     Ok(config.quantization_config.and_then(|config| config.weight_block_size))
 }
 
-/// A model's `config.json` for the model that was made of it by making its weights plain numbers:
-/// without a `quantization_config` for fp8 or MXFP4, by which transformers would look for scales.
-/// `None` where there is nothing to leave out.
+/// A model's `config.json` for its dequantized form: without a `quantization_config` for fp8 or
+/// MXFP4, which makes transformers search for scales. `None` if there is nothing to remove.
 ///
 /// # Errors
 ///
-/// When it is no JSON object.
+/// When it is not a JSON object.
 pub fn config_without_quantization(config: &[u8]) -> Result<Option<Vec<u8>>, FormatError> {
     let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(config)
         .map_err(|error| FormatError::new("model configuration", error.to_string()))?;
@@ -228,13 +227,13 @@ pub fn config_without_quantization(config: &[u8]) -> Result<Option<Vec<u8>>, For
     Ok(Some(text))
 }
 
-/// Whether a tensor holds the scales of a weight, judged by its name.
+/// Whether a tensor contains scales, judged by its name.
 #[must_use]
 pub fn names_scales(fqn: &str) -> bool {
     fqn.ends_with(SCALE_INV) || fqn.ends_with(SCALES)
 }
 
-/// The values of a nibble.
+/// The value of each nibble.
 pub const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 

@@ -1,4 +1,4 @@
-//! Reading a folder of safetensors files as a checkpoint.
+//! Reads a folder of safetensors files as a checkpoint.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,19 +19,19 @@ const SCRATCH_BYTES: u64 = 64 << 20;
 
 /// Reads a folder of safetensors files, or one file.
 ///
-/// With a `*.safetensors.index.json` the index says which file holds which tensor, and nothing is
-/// listed; files that it does not name are left alone. Without one, all `*.safetensors` of the
-/// folder are the checkpoint, but not those in folders below it (PyTorch's consolidation leaves
-/// the ranks' files in `sharded`: read that folder with [`HfReaderBuilder::folder`]) and not the
-/// variants of others there, such as `model.fp16.safetensors` beside `model.safetensors`.
+/// With a `*.safetensors.index.json`, the index gives the file of each tensor, nothing is listed,
+/// and other files are ignored. Without one, the checkpoint is all `*.safetensors` files of the
+/// folder, except those in subfolders (PyTorch's consolidation leaves the ranks' files in
+/// `sharded`; read them with [`HfReaderBuilder::folder`]) and except variants, such as
+/// `model.fp16.safetensors` next to `model.safetensors`.
 ///
-/// Headers may say that a tensor is a part of a larger one (`DCP_SHARDING_INFO`, PyTorch 2.8 and
-/// later). The whole is as large as its parts reach, as in PyTorch; unlike there, 0-dim and
-/// integer tensors are right, and a tensor that is in two files without such information is an
-/// error instead of whichever comes last.
+/// Headers may declare a tensor as a part of a larger one (`DCP_SHARDING_INFO`, PyTorch 2.8 and
+/// later). The tensor's shape is the extent of its parts, as in PyTorch. Unlike there, 0-dim and
+/// integer tensors are read correctly, and a tensor in two files without such information is an
+/// error, not the last one found.
 ///
-/// All headers are read once, at first use, several at a time. Of the tensors only the bytes that
-/// a plan asks for are read. The format has no checksums.
+/// Reads all headers once, at first use, several at a time. Reads only the bytes of tensors that a
+/// plan needs. The format has no checksums.
 pub struct HfReader {
     storage: Arc<dyn Storage>,
     target: Target,
@@ -48,13 +48,13 @@ pub struct HfReaderBuilder {
 }
 
 impl HfReader {
-    /// A reader of the folder that `storage` is.
+    /// A reader of the root folder of `storage`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>) -> Self {
         Self::builder(storage).build()
     }
 
-    /// A reader of one file, which need not end in `.safetensors`.
+    /// A reader of one file, with any ending.
     #[must_use]
     pub fn file(storage: Arc<dyn Storage>, key: Key) -> Self {
         Self::builder(storage).file(key).build()
@@ -73,8 +73,8 @@ impl HfReader {
         HfReaderBuilder { reader }
     }
 
-    /// What is wrong with the folder, beyond what its metadata and the lengths of its files show;
-    /// only a tolerant reader comes to say it.
+    /// Problems of the folder that its metadata and the lengths of its files do not show. Only a
+    /// tolerant reader returns any.
     ///
     /// # Errors
     ///
@@ -83,7 +83,7 @@ impl HfReader {
         Ok(self.loaded().await?.findings)
     }
 
-    /// What is odd about the folder but does not keep it from being read.
+    /// Observations about the folder that do not prevent reading it.
     ///
     /// # Errors
     ///
@@ -92,8 +92,8 @@ impl HfReader {
         Ok(self.loaded().await?.notes)
     }
 
-    /// Files of the folder that hold the model in another form, such as
-    /// `model.fp16.safetensors` beside `model.safetensors`, and are not read.
+    /// Files of the folder that hold the model in another form, such as `model.fp16.safetensors`
+    /// next to `model.safetensors`. The reader ignores them.
     ///
     /// # Errors
     ///
@@ -113,19 +113,19 @@ impl HfReader {
 }
 
 impl HfReaderBuilder {
-    /// Reads this folder of the storage, such as `sharded`; by default the storage itself.
+    /// Reads this folder of the storage, such as `sharded`, instead of the root.
     pub fn folder(mut self, folder: Key) -> Self {
         self.reader.target = Target::Folder(Some(folder));
         self
     }
 
-    /// Reads the files that this index names, relative to where it lies.
+    /// Reads the files that this index names, relative to the index.
     pub fn index(mut self, index: Key) -> Self {
         self.reader.target = Target::Index(index);
         self
     }
 
-    /// Reads the variant of this name of the model in the storage, such as `fp16`.
+    /// Reads this variant of the model, such as `fp16`.
     pub fn variant(mut self, variant: impl Into<String>) -> Self {
         self.reader.target = Target::Variant(None, variant.into());
         self
@@ -137,9 +137,8 @@ impl HfReaderBuilder {
         self
     }
 
-    /// Whether to show what there is of a damaged folder. Then what is wrong is in
-    /// [`HfReader::findings`], and an error only when such a part is read. By default it is an
-    /// error at once.
+    /// Whether to open a damaged folder. Its problems are then in [`HfReader::findings`], and
+    /// errors only when such a part is read. The default is false.
     pub fn tolerant(mut self, tolerant: bool) -> Self {
         self.reader.tolerant = tolerant;
         self
@@ -151,13 +150,13 @@ impl HfReaderBuilder {
         self
     }
 
-    /// Is told how many of the bytes that the plan needs have arrived, request by request.
+    /// Receives the number of bytes of the plan that each request read.
     pub fn progress(mut self, progress: Progress) -> Self {
         self.reader.progress = Some(progress);
         self
     }
 
-    /// The reader.
+    /// Builds the reader.
     #[must_use]
     pub fn build(self) -> HfReader {
         self.reader

@@ -1,4 +1,4 @@
-//! The model that is in a folder where another one is written.
+//! The existing model in a folder that is overwritten.
 
 use std::collections::BTreeSet;
 
@@ -13,16 +13,16 @@ use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
 use super::layout::{HfPlan, SINGLE_NAME};
 use super::write::HfWriteOptions;
 
-/// The most tags that are tried for new names.
+/// The maximum number of tags to try for new names.
 const TAGS_MAX: u32 = 10_000;
 
-/// The model that is in a folder.
+/// The existing model in a folder.
 #[derive(Debug, Default)]
 pub(super) struct Old {
     index: Option<Key>,
-    /// Files that belong to it, or that loaders would take for it.
+    /// Files that belong to it, or that loaders would read with it.
     pub(super) files: BTreeSet<Key>,
-    /// All names that are taken.
+    /// All names in use.
     taken: BTreeSet<Key>,
 }
 
@@ -38,7 +38,7 @@ impl Old {
             old.files = indexed_files(storage, &index).await?;
             old.index = Some(index.clone());
             if plan.distributed || plan.single().is_some() {
-                // It names nothing of what there will be.
+                // It refers to no file of the new model.
                 old.files.insert(index);
             }
         }
@@ -49,7 +49,7 @@ impl Old {
                     old.taken.insert(meta.key);
                 }
                 Ok(_) => {}
-                // What cannot be listed is asked name by name.
+                // Without listing, names are tested one by one.
                 Err(error) if error.kind() == StorageErrorKind::Unsupported => {
                     let planned = plan.files.iter().map(|file| &file.name);
                     for key in planned.chain([&single]) {
@@ -65,8 +65,8 @@ impl Old {
         if old.taken.contains(&single) {
             old.files.insert(single);
         }
-        // Of what no index names, names tell what belongs to a model: a write that was not finished
-        // left it.
+        // Files that no index names belong to a model by their names: an unfinished write left
+        // them.
         old.files.extend(old.taken.iter().filter(|key| is_numbered(key.as_str())).cloned());
         Ok(old)
     }
@@ -82,18 +82,18 @@ impl Old {
         Err(error.with_message("there is a model in this folder").into())
     }
 
-    /// What would be replaced.
+    /// A file that the plan would replace.
     pub(super) fn in_the_way(&self, plan: &HfPlan) -> Option<&Key> {
         let named = plan.files.iter().map(|file| &file.name);
         self.index
             .as_ref()
             .or(self.files.first())
-            // Without an index, loaders take every file for a part of the model.
+            // Without an index, loaders read every file as a part of the model.
             .or(self.taken.first().filter(|_| plan.distributed))
             .or_else(|| named.into_iter().find_map(|name| self.taken.get(name)))
     }
 
-    /// The plan under names that are free.
+    /// The plan with names that are free.
     pub(super) fn free_names(&self, plan: &HfPlan) -> Result<HfPlan, CheckpointError> {
         let free = |plan: &HfPlan| !plan.files.iter().any(|file| self.taken.contains(&file.name));
         if free(plan) || plan.single().is_some() {
@@ -110,8 +110,8 @@ impl Old {
     }
 }
 
-/// The tensor files at the top that an index names; an index that makes no sense names none. What
-/// it names is not trusted: nothing else is ever removed because of it.
+/// The tensor files that an index names in the folder itself; none for an invalid index. Nothing
+/// else is ever removed because of an index.
 async fn indexed_files(
     storage: &dyn Storage,
     index: &Key,
@@ -127,14 +127,14 @@ fn is_tensor_file(key: &Key) -> bool {
     !key.as_str().contains('/') && key.as_str().ends_with(ENDING)
 }
 
-/// Whether a name is one that a model of several files has: `model-00001-of-00002.safetensors`,
-/// with a tag behind `model` where names were taken, or `shard-00003-` in front for what a rank
-/// holds.
+/// Whether a name has the pattern of a model in several files: `model-00001-of-00002.safetensors`,
+/// with a tag after `model` when names were taken, or with `shard-00003-` in front for a rank's
+/// parts.
 fn is_numbered(name: &str) -> bool {
     numbers(name).is_some_and(|(at, count)| (1..=count).contains(&at))
 }
 
-/// The number of a model's file and the count of them.
+/// The number and count in the name of a model's file.
 fn numbers(name: &str) -> Option<(u32, u32)> {
     let number = |text: &str| {
         let digits = text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());

@@ -1,4 +1,4 @@
-//! Files beside the weights of a model, such as its configuration, and when each of them changes.
+//! Writes files next to a model's weights, such as its configuration, at the right time.
 
 use bytes::Bytes;
 use dcp_core::{
@@ -7,42 +7,42 @@ use dcp_core::{
 
 use crate::staged::Staged;
 
-/// The configuration, without which transformers takes no folder for a model.
+/// The configuration, without which transformers does not recognize a model.
 pub const CONFIG_NAME: &str = "config.json";
-/// Where the configuration of a replaced model is kept until the new one is in its place.
+/// The name under which a replaced model's configuration is kept until the new one is in place.
 pub const CONFIG_ASIDE: &str = "config.json.replaced";
 
-/// What is to change beside the weights.
+/// The files to write next to the weights.
 ///
-/// Where no model is replaced, the files come before the index. Otherwise they would be beside the
-/// weights of another model for a while, so `config.json` goes before the index changes and comes
-/// back as the last of all: in between there is none, and no loader takes weights of one model with
-/// the configuration of another. The old one is in [`CONFIG_ASIDE`] as long as it is needed.
+/// Without a model to replace, the files precede the index. Otherwise they would pair with another
+/// model's weights, so `config.json` is removed before the index changes and written last: no
+/// loader ever combines the weights of one model with the configuration of another. Meanwhile the
+/// old configuration is in [`CONFIG_ASIDE`].
 pub(super) struct SidecarFiles<'a> {
     storage: &'a dyn Storage,
-    /// What is to be written, and whether a file of that name is there.
+    /// The files to write, and whether each exists.
     files: Vec<(Key, Bytes, bool)>,
-    /// The configuration that is there, where it is to change.
+    /// The existing configuration, if it changes.
     old_config: Option<Bytes>,
-    /// Whether there is a configuration aside.
+    /// Whether a configuration is set aside.
     aside: bool,
     /// Whether a model or a file is replaced.
     late: bool,
-    /// The new files, while they wait.
+    /// The new files, staged.
     staged: Staged,
-    /// The old configuration, in case it has to come back.
+    /// The old configuration, staged for a rollback.
     back: Staged,
-    /// Files that were made before the index.
+    /// Files created before the index.
     made: Vec<Key>,
 }
 
 impl<'a> SidecarFiles<'a> {
-    /// Looks at what is there. `replaces` says whether there is a model.
+    /// Examines the existing files. `replaces` says whether there is a model.
     ///
     /// # Errors
     ///
-    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) for a file that is there when nothing is
-    /// to be overwritten, and when the storage fails.
+    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) for an existing file that may not be
+    /// overwritten, and when the storage fails.
     pub(super) async fn look(
         storage: &'a dyn Storage,
         wanted: &[(Key, Bytes)],
@@ -89,7 +89,7 @@ impl<'a> SidecarFiles<'a> {
         Ok(beside)
     }
 
-    /// What is to be done before the index is put into place.
+    /// The steps before the index is in place.
     pub(super) async fn prepare(&mut self) -> Result<(), StorageError> {
         if !self.late {
             for (key, bytes, _) in &self.files {
@@ -97,7 +97,7 @@ impl<'a> SidecarFiles<'a> {
                 let put = self.storage.put(key, payload, PutMode::Create).await;
                 let is_others =
                     |error: &StorageError| error.kind() == StorageErrorKind::AlreadyExists;
-                // One that failed may be there all the same.
+                // A failed request may have created the file.
                 if !put.as_ref().is_err_and(is_others) {
                     self.made.push(key.clone());
                 }
@@ -117,7 +117,7 @@ impl<'a> SidecarFiles<'a> {
         self.storage.delete(&config).await
     }
 
-    /// Puts back what [`prepare`](Self::prepare) did, when the index did not change.
+    /// Reverts [`prepare`](Self::prepare) when the index did not change.
     pub(super) async fn undo(&mut self) {
         self.staged.abort().await;
         for key in std::mem::take(&mut self.made) {
@@ -145,16 +145,16 @@ impl<'a> SidecarFiles<'a> {
         self.storage.delete(&aside()?).await
     }
 
-    /// What is to be done when the new index is in place and the old weights are gone.
+    /// The steps after the new index is in place and the old weights are removed.
     pub(super) async fn finish(&mut self) -> Result<(), StorageError> {
         let mut waiting: Vec<Key> = self.staged.keys().cloned().collect();
-        // The configuration last.
+        // The configuration comes last.
         waiting.sort_by_key(|key| key.as_str() == CONFIG_NAME);
         for key in waiting {
             let bytes =
                 self.files.iter().find(|(file, ..)| *file == key).map(|(_, b, _)| b.clone());
             let published = self.staged.publish(self.storage, &key).await;
-            // The weights are the new ones already, so it is worth another try.
+            // The new weights are in place already, so another try is worthwhile.
             if let (Err(_), Some(bytes)) = (published, bytes) {
                 self.storage.put(&key, Payload::from(bytes), PutMode::Overwrite).await?;
             }

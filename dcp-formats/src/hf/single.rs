@@ -1,4 +1,4 @@
-//! A model in one file, which is a model as soon as it has its name.
+//! Writes a single-file model, which is complete when it gets its name.
 
 use std::sync::Arc;
 
@@ -10,24 +10,24 @@ use indexmap::IndexMap;
 use crate::safetensors::{SafetensorsItem, send};
 use crate::upload::{FileOptions, Progress, SentFile};
 
-/// Bytes that are read at a time to tell what lies under the name.
+/// Bytes to read at a time when comparing the existing file.
 const SEGMENT: u64 = 16 << 20;
 
-/// The file, sent and without its name.
+/// An uploaded file without its name.
 pub(super) struct SingleFile(SentFile);
 
-/// What became of the name.
+/// The result of naming the file.
 pub(super) enum Named {
-    /// It is the new file's.
+    /// The new file has the name.
     New,
-    /// It is not.
+    /// The old file still has the name.
     Old(StorageError),
-    /// It is, but may not be after a crash of the machine; or it cannot be told.
+    /// The new file has the name but may not survive a crash; or the result is unknown.
     Unsure(StorageError),
 }
 
 impl SingleFile {
-    /// Sends the file.
+    /// Uploads the file.
     pub(super) async fn send(
         storage: &dyn Storage,
         (key, options): (&Key, FileOptions),
@@ -39,22 +39,22 @@ impl SingleFile {
         send(storage, (key, options), items, metadata, data, progress).await.map(Self)
     }
 
-    /// Its name and bytes.
+    /// Its name and size.
     pub(super) fn done(&self) -> (Key, u64) {
         (self.0.key.clone(), self.0.byte_len)
     }
 
-    /// Throws it away.
+    /// Discards the file.
     pub(super) async fn abort(self) {
         self.0.abort().await;
     }
 
-    /// Gives it its name.
+    /// Gives the file its name.
     pub(super) async fn publish(self, storage: &dyn Storage) -> Named {
         let SentFile { key, byte_len, crc32, upload } = self.0;
         let Err(error) = upload.complete().await else { return Named::New };
         match is_there(storage, &key, byte_len, crc32).await {
-            // A reply that was lost is no failure where the file is there.
+            // A lost reply is not an error if the file exists.
             Ok(true) if error.is_retryable() => Named::New,
             Ok(false) => Named::Old(error),
             _ => Named::Unsure(error),
@@ -62,7 +62,7 @@ impl SingleFile {
     }
 }
 
-/// Whether a file has this length and CRC-32.
+/// Whether the existing file has this length and CRC-32.
 async fn is_there(
     storage: &dyn Storage,
     key: &Key,

@@ -1,4 +1,4 @@
-//! Variants of a model: `model.fp16.safetensors` beside `model.safetensors`, as transformers and
+//! Variants of a model: `model.fp16.safetensors` next to `model.safetensors`, as transformers and
 //! diffusers name them.
 
 use std::collections::BTreeSet;
@@ -8,10 +8,10 @@ use dcp_core::{CheckpointError, FormatError, Key, Storage};
 use super::ENDING;
 use super::load::{Target, names};
 
-/// Between the name of a model and that of the variant whose files an index tells.
+/// The infix between the names of a model and of a variant's index.
 const INDEX: &str = ".safetensors.index.";
 
-/// The name of a file without its ending and without the number of a shard, and that number.
+/// A file name without its ending and shard number, and the variant.
 fn parts(name: &str) -> Option<(&str, &str)> {
     let stem = name.strip_suffix(ENDING)?;
     let shard = stem.rsplit_once("-of-").and_then(|(front, of)| {
@@ -23,7 +23,7 @@ fn parts(name: &str) -> Option<(&str, &str)> {
     Some((base, &stem[base.len()..]))
 }
 
-/// The files of a folder without those that are variants of others there, and the variants.
+/// Separates the files of a folder from those that are variants of others.
 pub(super) fn without_variants(keys: Vec<Key>) -> (Vec<Key>, Vec<Key>) {
     let bases: BTreeSet<String> =
         keys.iter().filter_map(|key| Some(parts(key.as_str())?.0.to_owned())).collect();
@@ -33,13 +33,12 @@ pub(super) fn without_variants(keys: Vec<Key>) -> (Vec<Key>, Vec<Key>) {
     })
 }
 
-/// The files of the variant `variant` of the model in `folder`: those that its index names, or its
-/// one file.
+/// The files of the variant `variant` of the model in `folder`: those of its index, or its single
+/// file.
 ///
 /// # Errors
 ///
-/// When there is no such variant, or there are several models that have one; when the storage
-/// fails.
+/// When there is no such variant, or several models have one; when the storage fails.
 pub(super) async fn target_of(
     storage: &dyn Storage,
     folder: Option<&Key>,

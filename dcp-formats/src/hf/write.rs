@@ -1,4 +1,4 @@
-//! Writing a folder of safetensors files.
+//! Writes a folder of safetensors files.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -26,64 +26,64 @@ use crate::safetensors::{
 };
 use crate::upload::{FileOptions, Progress};
 
-/// How a folder is written.
+/// Options of writing a folder.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct HfWriteOptions {
-    /// Whether a model that is there is replaced; otherwise it is an error.
+    /// Whether an existing model is replaced or an error.
     pub overwrite: bool,
-    /// Files to write at once; of a model in one file, segments to read at once. Each file takes about 48 MiB besides what `data` takes.
+    /// Files to write concurrently; for a single-file model, segments to read concurrently. Each
+    /// file needs about 48 MiB of memory besides its data.
     pub parallelism: usize,
-    /// More entries for the `__metadata__` of every file. `format` is always `pt`, which
-    /// transformers asks for.
+    /// Further entries of every file's `__metadata__`. `format` is always `pt`, which transformers
+    /// requires.
     pub metadata: IndexMap<String, String>,
-    /// Files beside the weights, such as `config.json`. Those that are there with other contents are
-    /// replaced with the model.
+    /// Files next to the weights, such as `config.json`. Existing ones with other contents are
+    /// replaced together with the model.
     pub beside: Vec<(Key, Bytes)>,
 }
 
 impl Default for HfWriteOptions {
-    /// Nothing is replaced, one file at a time, no more entries, no other files.
+    /// No replacing, one file at a time, no further entries or files.
     fn default() -> Self {
         Self { overwrite: false, parallelism: 1, metadata: IndexMap::new(), beside: Vec::new() }
     }
 }
 
-/// What was written.
+/// The result of writing a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HfWritten {
-    /// Each file and its bytes, the index included.
+    /// The files with their sizes in bytes, including the index.
     pub files: Vec<(Key, u64)>,
-    /// The index, where there is one.
+    /// The index, if there is one.
     pub index: Option<Key>,
-    /// Files of the replaced model that are gone.
+    /// Removed files of the replaced model.
     pub removed: Vec<Key>,
     /// Files of the replaced model that could not be removed.
     pub left: Vec<Key>,
 }
 
-/// Writes the files of a plan and then, as the last thing, the index; where ranks' parts are
-/// written there is no index, as in PyTorch. A model in one file is `model.safetensors`, which gets
-/// its name as the last thing and replaces one that is there; loaders prefer it to an index.
-/// `data` counts items as [`HfPlan::parts`].
+/// Writes the files of a plan, and the index last; parts of ranks get no index, as in PyTorch. A
+/// single-file model gets its name `model.safetensors` last and replaces an existing one; loaders
+/// prefer it to an index. Items of `data` are numbered as [`HfPlan::parts`].
 ///
-/// What is there is not touched before the index of the new files is in place: a name that is
-/// taken is given a tag (`model-g1-00001-of-00002.safetensors`), which loaders that go by the
-/// index follow. Then an old index that is not replaced is removed, the files that it named, those
-/// that an unfinished write left, and an old `model.safetensors`, which loaders would prefer.
+/// Existing files stay unchanged until the new index is in place. A new file whose name is taken
+/// gets a tag (`model-g1-00001-of-00002.safetensors`), which loaders find through the index. Then
+/// the write removes an old index that was not replaced, the files that it named, files of
+/// unfinished writes, and an old `model.safetensors`, which loaders would prefer.
 ///
-/// [`HfWriteOptions::beside`] comes before the index where no model is replaced. Where one is,
-/// `config.json` goes before the index changes, unless it stays as it is, and the new one comes
-/// last: no moment shows weights of one model with the configuration of another. Until then the
-/// old one is in [`CONFIG_ASIDE`](super::CONFIG_ASIDE).
+/// Without a model to replace, [`HfWriteOptions::beside`] is written before the index. Otherwise a
+/// changed `config.json` is removed before the index changes and the new one is written last, so
+/// that weights are never paired with another model's configuration. Meanwhile the old one is in
+/// [`CONFIG_ASIDE`](super::CONFIG_ASIDE).
 ///
 /// # Errors
 ///
 /// Without [`HfWriteOptions::overwrite`] when there is a model, before anything is written
-/// ([`AlreadyExists`](StorageErrorKind::AlreadyExists)); when a header cannot be made; when data
-/// or storage fail. Then all that was written is removed, unless the new index is in place, or it
-/// cannot be told whether it is: nothing is removed then that it names.
+/// ([`AlreadyExists`](StorageErrorKind::AlreadyExists)); when a header cannot be encoded; when the
+/// data or the storage fails. Everything written is then removed, unless the new index is or may be
+/// in place: then nothing that it names is removed.
 pub async fn write_folder(
     storage: &Arc<dyn Storage>,
     plan: &HfPlan,
@@ -94,12 +94,12 @@ pub async fn write_folder(
     prepare_folder(storage, plan, data, options, progress).await?.publish().await
 }
 
-/// The first half of [`write_folder`]: writes the files, which are no model until the second half,
+/// The first half of [`write_folder`]: writes files, which become a model with the second half,
 /// [`PendingFolder::publish`].
 ///
 /// # Errors
 ///
-/// As [`write_folder`]; then all that was written is removed.
+/// As [`write_folder`]. Everything written is then removed.
 pub async fn prepare_folder<'a>(
     storage: &'a Arc<dyn Storage>,
     plan: &HfPlan,
@@ -126,7 +126,7 @@ pub async fn prepare_folder<'a>(
     Ok(PendingFolder { storage, overwrite: options.overwrite, old, beside, plan, files, single })
 }
 
-/// Files of a model that are written, and are no model yet.
+/// Complete files of a model that has no index yet.
 #[must_use = "it is no model until it is published"]
 pub struct PendingFolder<'a> {
     storage: &'a Arc<dyn Storage>,
@@ -134,9 +134,9 @@ pub struct PendingFolder<'a> {
     old: Old,
     beside: SidecarFiles<'a>,
     plan: HfPlan,
-    /// Those that have their names.
+    /// Files that have their names.
     files: Vec<Done>,
-    /// A model in one file, which gets its name last.
+    /// A single-file model, which gets its name last.
     single: Option<SingleFile>,
 }
 
@@ -147,7 +147,7 @@ impl fmt::Debug for PendingFolder<'_> {
 }
 
 impl PendingFolder<'_> {
-    /// The second half of [`write_folder`]: makes the files a model in the place of the old one.
+    /// The second half of [`write_folder`]: publishes the model in place of the old one.
     ///
     /// # Errors
     ///
@@ -174,7 +174,7 @@ impl PendingFolder<'_> {
         }
         let new: BTreeSet<Key> = written.files.iter().map(|(key, _)| key.clone()).collect();
         let mut stale: Vec<&Key> = old.files.iter().filter(|key| !new.contains(*key)).collect();
-        // No moment shows an index without the files that it names.
+        // An index is removed before the files that it names.
         stale.sort_by_key(|key| key.as_str() != INDEX_NAME);
         (written.removed, written.left) = remove(&**storage, stale.into_iter()).await;
         beside.finish().await?;
@@ -189,7 +189,7 @@ impl PendingFolder<'_> {
         remove(&**self.storage, self.files.iter().map(|(key, _)| key)).await;
     }
 
-    /// Gives a model in one file its name.
+    /// Gives a single-file model its name.
     async fn name(&mut self, single: SingleFile) -> Published {
         if let Err(error) = self.beside.prepare().await {
             single.abort().await;
@@ -203,7 +203,7 @@ impl PendingFolder<'_> {
         }
     }
 
-    /// Puts the index, and removes a model in one file, which loaders would prefer.
+    /// Writes the index, and removes a single-file model, which loaders would prefer.
     async fn put_last(&mut self) -> Published {
         if let Err(error) = self.beside.prepare().await {
             return Published::No(error.into());
@@ -214,7 +214,7 @@ impl PendingFolder<'_> {
         let Err(error) = self.storage.delete(single).await else { return published };
         match self.storage.contains(single).await {
             Ok(false) => published,
-            // Loaders prefer it, so it is still the model.
+            // Loaders prefer it, so the old model is still in place.
             Ok(true) => {
                 remove(&**self.storage, index.iter().map(|(key, _)| key)).await;
                 Published::No(error.into())
@@ -223,7 +223,7 @@ impl PendingFolder<'_> {
         }
     }
 
-    /// Names the files in the index, where there is to be one.
+    /// Writes the index, if there is one.
     async fn put_index(&self) -> Published {
         let Some(json) = self.plan.index_json() else { return Published::Yes(None) };
         let json = Bytes::from(json);
@@ -236,7 +236,7 @@ impl PendingFolder<'_> {
         let written = Published::Yes(Some((key.clone(), json.len() as u64)));
         let Err(error) = put(mode).await else { return written };
         match self.storage.read_all(&key).await {
-            // It is there, and put once more it may be durable, too.
+            // The index exists; writing it again may make it durable.
             Ok(found) if found == json => match put(PutMode::Overwrite).await {
                 Ok(()) => written,
                 Err(_) => Published::Unsure(error.into()),
@@ -250,11 +250,11 @@ impl PendingFolder<'_> {
     }
 }
 
-/// Fails when [`write_folder`] would, because there is a model that is not to be replaced.
+/// Fails when [`write_folder`] would refuse to replace an existing model.
 ///
 /// # Errors
 ///
-/// Then, and when the storage fails.
+/// When there is a model, and when the storage fails.
 pub async fn refuse_existing(
     storage: &Arc<dyn Storage>,
     plan: &HfPlan,
@@ -267,12 +267,11 @@ pub async fn refuse_existing(
     Ok(())
 }
 
-/// The files that [`write_folder`] writes and their bytes, under the names they have where none
-/// is taken.
+/// The files that [`write_folder`] writes, with their sizes, under their names in an empty folder.
 ///
 /// # Errors
 ///
-/// When a header cannot be made.
+/// When a header cannot be encoded.
 pub fn file_byte_lens(
     plan: &HfPlan,
     options: &HfWriteOptions,
@@ -288,7 +287,7 @@ pub fn file_byte_lens(
     Ok(files)
 }
 
-/// What the header of a file says.
+/// The header of a file.
 fn contents(
     plan: &HfPlan,
     file: &HfFile,
@@ -321,26 +320,25 @@ struct Job<'a> {
     plan: &'a HfPlan,
     data: &'a Arc<dyn DataSource>,
     options: &'a HfWriteOptions,
-    /// Set when one file has failed: then the others end, rather than being left behind half
-    /// written, and none is begun.
+    /// Set when a file fails: the others then end instead of staying half-written, and none starts.
     stop: Arc<AtomicBool>,
 }
 
-/// A file and its bytes.
+/// A file and its size.
 type Done = (Key, u64);
 
-/// Whether the new files are a model.
+/// The result of publishing.
 enum Published {
-    /// They are; with the file that made them one.
+    /// The new model is published, by this file if it is a single one.
     Yes(Option<Done>),
-    /// They are not.
+    /// The old state remains.
     No(CheckpointError),
-    /// They are, but may not be after a crash of the machine; or it cannot be told.
+    /// Published but perhaps not durable; or the result is unknown.
     Unsure(CheckpointError),
 }
 
 impl Job<'_> {
-    /// Returns the files that are there, and what went wrong.
+    /// Returns the files that exist, and the first error.
     async fn run(&self, progress: Option<&Progress>) -> (Vec<Done>, Result<(), CheckpointError>) {
         let writes: Vec<_> =
             self.plan.files.iter().map(|file| self.write_file(file, progress)).collect();
@@ -349,7 +347,7 @@ impl Job<'_> {
         while let Some(result) = results.next().await {
             match result {
                 Ok(file) => done.push(file),
-                // A file that was stopped may come before the one that failed.
+                // A stopped file may end before the one that failed.
                 Err(error) => match failed {
                     None | Some(CheckpointError::Canceled) => failed = Some(error),
                     Some(_) => {}
@@ -359,7 +357,7 @@ impl Job<'_> {
         (done, failed.map_or(Ok(()), Err))
     }
 
-    /// Sends a model in one file, which has no name yet.
+    /// Uploads a single-file model without its name.
     async fn single(
         &self,
         file: &HfFile,
@@ -393,7 +391,7 @@ impl Job<'_> {
     }
 }
 
-/// The items of one file among those of all.
+/// The items of one file within those of all.
 #[derive(Debug)]
 struct OneFile {
     data: Arc<dyn DataSource>,
@@ -422,7 +420,7 @@ impl DataSource for OneFile {
     }
 }
 
-/// Removes files; returns those that are gone and those that are not.
+/// Removes files. Returns those removed and those not.
 async fn remove<'a>(
     storage: &dyn Storage,
     keys: impl Iterator<Item = &'a Key>,

@@ -1,4 +1,4 @@
-//! Dataclass instances and numbers out of a pickle's nodes.
+//! Extracts dataclass instances and numbers from a pickle's nodes.
 
 use std::cell::Cell;
 
@@ -7,24 +7,24 @@ use dcp_core::{Dims, FormatError};
 use super::class::{Class, describe};
 use crate::pickle::{Node, NodeId, Pickle};
 
-/// A pickle whose globals are known by meaning.
+/// A pickle whose globals are classified.
 #[derive(Debug)]
 pub(super) struct Graph<'p, 'a> {
     pub(super) pickle: &'p Pickle<'a>,
     classes: Vec<Class>,
-    /// Numbers and chunks that may still be read. A pickle can refer to one long list from
-    /// everywhere; a checkpoint has no reason to.
+    /// The number of numbers and chunks that may still be read. A pickle can refer to one long list
+    /// from many places; a real checkpoint does not.
     allowance: Cell<usize>,
 }
 
-/// Numbers and chunks read per node or reference of the pickle; real ones have less than one.
+/// Numbers and chunks to read per node or reference of the pickle; real ones have less than one.
 const ALLOWANCE: usize = 16;
-/// Bytes of text that count as one number.
+/// The number of text bytes that count as one number.
 const TEXT_UNIT: usize = 16;
-/// More than any of PyTorch's classes has.
+/// The maximum number of attributes; PyTorch's classes have fewer.
 const ATTRIBUTES_MAX: usize = 64;
 
-/// The attributes of one instance: names and values in turn.
+/// The attributes of an instance: alternating names and values.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attributes<'p> {
     entries: &'p [NodeId],
@@ -38,7 +38,7 @@ impl<'p, 'a> Graph<'p, 'a> {
         Self { pickle, classes, allowance: Cell::new(size.saturating_mul(ALLOWANCE)) }
     }
 
-    /// Takes `count` from what may be read.
+    /// Deducts `count` from the allowance.
     pub(super) fn spend(&self, count: usize) -> Result<(), FormatError> {
         match self.allowance.get().checked_sub(count) {
             Some(left) => {
@@ -49,7 +49,7 @@ impl<'p, 'a> Graph<'p, 'a> {
         }
     }
 
-    /// What a global node means.
+    /// The meaning of a global node.
     pub(super) fn meaning(&self, id: NodeId) -> Option<Class> {
         match self.pickle.node(id) {
             Node::Global(n) => self.classes.get(*n as usize).copied(),
@@ -61,7 +61,7 @@ impl<'p, 'a> Graph<'p, 'a> {
     pub(super) fn class(&self, id: NodeId) -> Option<Class> {
         let object = self.pickle.object(id)?;
         let class = match self.pickle.global_name(object.class) {
-            // Protocols 0 and 1 make instances by way of this function.
+            // Protocols 0 and 1 create instances through this function.
             Some(("copyreg", "_reconstructor")) => match self.pickle.tuple(object.args) {
                 [class, base, state]
                     if self.pickle.global_name(*base) == Some(("builtins", "object"))
@@ -105,7 +105,7 @@ impl<'p, 'a> Graph<'p, 'a> {
         found.map(|[_, value]| *value)
     }
 
-    /// The value of an attribute that must be there.
+    /// The value of a required attribute.
     pub(super) fn require(
         &self,
         attributes: Attributes<'p>,
@@ -115,7 +115,7 @@ impl<'p, 'a> Graph<'p, 'a> {
         self.attribute(attributes, name).ok_or_else(|| bad(format!("{what} has no {name:?}")))
     }
 
-    /// Keys and values of a dict; none for `None`.
+    /// The items of a dict; none for `None`.
     pub(super) fn entries(&self, id: NodeId, what: &str) -> Result<&'p [[NodeId; 2]], FormatError> {
         match self.pickle.node(id) {
             Node::Dict(span) => Ok(self.pickle.children(*span).as_chunks::<2>().0),
@@ -138,7 +138,7 @@ impl<'p, 'a> Graph<'p, 'a> {
         }
     }
 
-    /// The elements of a `torch.Size`, a tuple or a list, which all loaders take alike.
+    /// The elements of a `torch.Size`, a tuple or a list, which loaders treat alike.
     fn sequence(&self, id: NodeId) -> Option<&'p [NodeId]> {
         match self.pickle.node(id) {
             Node::Tuple(span) | Node::List(span) => Some(self.pickle.children(*span)),

@@ -1,18 +1,18 @@
-//! The classes that a `.metadata` names.
+//! The classes in a `.metadata`.
 
 use dcp_core::DType;
 
 use crate::pickle::{NodeId, Pickle};
 
 pub(super) const METADATA: &str = "torch.distributed.checkpoint.metadata";
-/// Where `TensorProperties` was up to PyTorch 2.2.
+/// The module of `TensorProperties` up to PyTorch 2.2.
 pub(super) const SHARDED_METADATA: &str = "torch.distributed._shard.sharded_tensor.metadata";
 pub(super) const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
 pub(super) const OLMO_FILESYSTEM: &str = "olmo_core.distributed.checkpoint.filesystem";
-/// Where Megatron-Core (0.15) has its own subclass of `Metadata`.
+/// The module of Megatron-Core's (0.15) subclass of `Metadata`.
 const MEGATRON: &str = "megatron.core.dist_checkpointing.strategies.torch";
 
-/// What a global means here.
+/// The meaning of a global.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
     Metadata,
@@ -44,7 +44,7 @@ impl Class {
                 Self::MemoryFormat
             }
             (FILESYSTEM | OLMO_FILESYSTEM, "_StorageInfo") => Self::StorageInfo,
-            // Python 3.13 moved them to a module that earlier versions cannot import.
+            // Python 3.13 moved them to a module that earlier versions lack.
             ("pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath") => {
                 Self::Path
             }
@@ -55,7 +55,7 @@ impl Class {
     }
 }
 
-/// What a node is, for messages: a class by its full name, or a kind of data.
+/// Describes a node for messages: a class by its full name, or a kind of data.
 pub(super) fn describe(pickle: &Pickle<'_>, id: NodeId) -> String {
     use crate::pickle::Node;
     let named = |id| pickle.global_name(id).map(|(module, name)| format!("{module}.{name}"));

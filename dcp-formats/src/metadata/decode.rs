@@ -1,4 +1,4 @@
-//! From pickle to index.
+//! Decodes a `.metadata` pickle to an index.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,42 +13,41 @@ use super::class::{Class, describe};
 use super::places::Places;
 use crate::pickle::{ForeignName, Limits, Node, NodeId, Pickle};
 
-/// What [`dcp_core::Provenance::format`] says of these checkpoints.
+/// The value of [`dcp_core::Provenance::format`] for these checkpoints.
 const FORMAT: &str = "torch_dcp";
 
-/// The index that a `.metadata`, or the `__R.metadata` of one rank, holds.
+/// Decodes the index of a `.metadata`, or of the `__R.metadata` of one rank.
 ///
-/// Chunks and objects without a place, which PyTorch commits when a writer thread failed (2.15),
-/// have no placement. Geometry is taken as it is written: whether chunks lie inside their tensor,
-/// and bytes inside their file, is for the reader to check. Places of unknown FQNs or chunks are
-/// ignored, since nothing can refer to them.
+/// Chunks and objects that PyTorch (2.15) commits without a placement, because a writer thread
+/// failed, have none here. Geometry is not checked: the reader checks that chunks are inside their
+/// tensor and bytes inside their file. Placements of unknown FQNs or chunks are ignored.
 ///
 /// # Errors
 ///
-/// When it is no pickle, no `Metadata`, or holds classes that are not PyTorch's own, which the
-/// error names; when a file name would leave the checkpoint's directory; and for negative numbers.
+/// When it is not a pickle of `Metadata`, or contains classes that are not PyTorch's own, which the
+/// error names; when a file name leaves the checkpoint's directory; for negative numbers.
 pub fn decode(bytes: &[u8]) -> Result<CheckpointMetadata, FormatError> {
     Ok(decode_all(bytes)?.metadata)
 }
 
-/// What a `.metadata` holds: the index, and what programs on top of PyTorch add to it.
+/// The contents of a `.metadata`: the index, and what programs on top of PyTorch add to it.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Decoded {
     /// The index.
     pub metadata: CheckpointMetadata,
-    /// The shapes, in elements, that tensors have for Megatron-Core (0.8 to 0.15), by key, where
-    /// the index says another one: those of which each rank saved a range of a flattened shard.
+    /// The shapes of tensors for Megatron-Core (0.8 to 0.15), in elements, by key, where the index
+    /// has another one: tensors of which each rank saved a range of a flattened shard.
     pub original_shapes: HashMap<Arc<str>, Dims>,
-    /// Names that Python would import where it is loaded, and that are not known to be harmless.
+    /// Names that Python imports when it loads it, and that are not known to be harmless.
     pub foreign_names: Vec<ForeignName>,
 }
 
-/// As [`decode`], with what Megatron-Core adds.
+/// Like [`decode`], with what Megatron-Core adds.
 ///
 /// # Errors
 ///
-/// As [`decode`], and when an original shape is there but is none.
+/// As [`decode`], and when an original shape is invalid.
 pub fn decode_all(bytes: &[u8]) -> Result<Decoded, FormatError> {
     let pickle = Pickle::parse(bytes, &Limits::DEFAULT)?;
     let graph = Graph::new(&pickle);
@@ -92,7 +91,8 @@ pub fn decode_all(bytes: &[u8]) -> Result<Decoded, FormatError> {
     Ok(Decoded { metadata: out, original_shapes, foreign_names })
 }
 
-/// What Megatron-Core (0.8 to 0.15) notes of tensors; attributes of other names are left alone.
+/// The original shapes that Megatron-Core (0.8 to 0.15) records for tensors. Attributes of other
+/// names are ignored.
 fn original_shapes(
     graph: &Graph<'_, '_>,
     data: NodeId,
@@ -105,7 +105,8 @@ fn original_shapes(
     let mut shapes = HashMap::new();
     for [fqn, notes] in entries {
         let Ok(notes) = graph.entries(*notes, "mcore_data of a tensor") else { continue };
-        // A tensor has one note; a dict of many is no reason to look at them for every tensor.
+        // A tensor has one such record; the cost of a dict of many is bounded for all tensors
+        // together.
         graph.spend(notes.len())?;
         let shape = notes.iter().find(|[name, _]| graph.pickle.str(*name) == Some(ATTRIBUTE));
         let Some([_, shape]) = shape else { continue };
@@ -155,7 +156,7 @@ fn tensor(graph: &Graph<'_, '_>, fqn: &str, id: NodeId) -> Result<TensorEntry, F
     Ok(tensor)
 }
 
-/// From a state of five items (PyTorch up to 2.14) or six, with strides (2.15).
+/// Decodes a state of five items (PyTorch up to 2.14), or of six, with strides (2.15).
 fn properties(
     graph: &Graph<'_, '_>,
     what: &str,
@@ -186,7 +187,7 @@ fn properties(
     Ok((dtype, properties))
 }
 
-/// The number of a memory format; an enum is called with it.
+/// The number of a memory format; the pickle calls the enum with it.
 fn memory_code(graph: &Graph<'_, '_>, id: NodeId) -> Option<u8> {
     let object = graph.pickle.object(id)?;
     (graph.class(id)? == Class::MemoryFormat).then_some(())?;
@@ -194,8 +195,8 @@ fn memory_code(graph: &Graph<'_, '_>, id: NodeId) -> Option<u8> {
     u8::try_from(graph.pickle.int(*code)?).ok()
 }
 
-/// Sets the paths of `planner_data`, which custom planners may fill with anything: what is no
-/// path is left out.
+/// Sets the paths of `planner_data`, which custom planners may fill with any value. Invalid paths
+/// are ignored.
 fn set_paths(graph: &Graph<'_, '_>, paths: NodeId, out: &mut CheckpointMetadata) {
     let Ok(entries) = graph.entries(paths, "planner_data") else {
         tracing::warn!("planner_data is {}: names stay flat", describe(graph.pickle, paths));
@@ -231,8 +232,8 @@ fn path<'p>(
     graph.pickle.children(items).iter().map(item).collect()
 }
 
-/// A path as text: a plain string (fsspec), a `PosixPath` of its parts (Python up to 3.12), or
-/// one of whole strings (3.13).
+/// The text of a path: a plain string (fsspec), a `PosixPath` of its parts (Python up to 3.12), or
+/// of whole strings (3.13).
 fn path_text(graph: &Graph<'_, '_>, id: NodeId) -> Option<String> {
     if let Some(text) = graph.pickle.str(id) {
         return Some(text.to_owned());

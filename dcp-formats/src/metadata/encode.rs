@@ -1,4 +1,4 @@
-//! From index to pickle.
+//! Encodes an index as a `.metadata` pickle.
 
 use bytes::Bytes;
 use dcp_core::{
@@ -10,15 +10,15 @@ use super::class::{FILESYSTEM, METADATA, OLMO_FILESYSTEM, SHARDED_METADATA};
 use super::profile::Profile;
 use crate::pickle::Writer;
 
-/// The `.metadata` of an index, a pickle of protocol 2.
+/// Encodes an index as a `.metadata`, a pickle of protocol 2.
 ///
-/// What lies where comes in the order of the entries. Paths that are not known are written as one
-/// key, the FQN; `planner_data` is `None` when none is known.
+/// Placements follow the order of the entries. An unknown path is written as a single key, the FQN.
+/// `planner_data` is `None` when no path is known.
 ///
 /// # Errors
 ///
-/// When a chunk or object has no place, or one that the profile cannot express: bytes that are no
-/// `torch.save` archive, and for OLMo-core any that are transformed, as by compression.
+/// When a chunk or object has no placement, or one that the profile cannot express: bytes that are
+/// not a `torch.save` archive, and for OLMo-core any transformed bytes, such as compressed ones.
 pub fn encode(metadata: &CheckpointMetadata, profile: Profile) -> Result<Bytes, FormatError> {
     let mut encoder = Encoder { writer: Writer::new(), metadata, profile };
     encoder.whole()?;
@@ -31,7 +31,7 @@ struct Encoder<'m> {
     profile: Profile,
 }
 
-/// A place in `storage_data`: FQN, position and offsets of the chunk, bytes.
+/// An entry of `storage_data`: FQN, position and offsets of the chunk, placement.
 struct Place<'m> {
     fqn: &'m std::sync::Arc<str>,
     chunk: Option<(usize, &'m [u64])>,
@@ -173,7 +173,7 @@ fn put_dtype(writer: &mut Writer, dtype: DType) {
     writer.global("torch", dtype.name());
 }
 
-/// A tuple of one.
+/// Writes a tuple of one item.
 fn one(writer: &mut Writer, item: impl FnOnce(&mut Writer)) {
     let Ok(()) = writer.tuple(1, |writer| {
         item(writer);
@@ -181,7 +181,7 @@ fn one(writer: &mut Writer, item: impl FnOnce(&mut Writer)) {
     });
 }
 
-/// A `torch.Size`.
+/// Writes a `torch.Size`.
 fn put_size(writer: &mut Writer, dims: &[u64]) -> Result<(), FormatError> {
     writer.global("torch", "Size");
     one(writer, |writer| writer.uint_tuple(dims));
@@ -276,8 +276,8 @@ fn put_info(
     Ok(())
 }
 
-/// `StorageMeta`, with the checkpoint's id as text: a `PosixPath` of Python 3.13 cannot be read
-/// by earlier versions.
+/// Writes `StorageMeta`, with the checkpoint's id as a string: earlier Python versions cannot load
+/// a `PosixPath` of 3.13.
 fn put_origin(writer: &mut Writer, metadata: &CheckpointMetadata) -> Result<(), FormatError> {
     let provenance = metadata.provenance();
     instance(writer, METADATA, "StorageMeta");

@@ -1,13 +1,13 @@
-//! Whether the chunks of a stored tensor can be right.
+//! Checks the chunks of a stored tensor.
 
 use dcp_core::{Region, TensorEntry, find_overlap};
 
-/// Checks that every chunk of a tensor lies inside of it and no two share an element; returns what
-/// is odd but harmless to what there is.
+/// Checks that the chunks of a tensor are inside it and do not overlap. Returns observations that
+/// are not errors.
 ///
 /// # Errors
 ///
-/// What is wrong, in words.
+/// A description of the problem.
 pub fn check_chunks(tensor: &TensorEntry) -> Result<Option<String>, String> {
     let whole = Region::full(tensor.shape.clone()).map_err(|error| error.to_string())?;
     tensor.byte_len().ok_or("it has more than 2^64 bytes")?;

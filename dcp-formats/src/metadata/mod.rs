@@ -1,8 +1,8 @@
 //! The `.metadata` of PyTorch's distributed checkpoints: a pickle of `Metadata`, as written by
 //! PyTorch 2.1 to 2.15, by OLMo-core and by Megatron-Core.
 //!
-//! [`decode`] walks the pickle's nodes and makes no Python object on the way; [`encode`] writes
-//! one that PyTorch reads, for the versions that a [`Profile`] names.
+//! [`decode`] reads the pickle's nodes without creating Python objects. [`encode`] writes a pickle
+//! for the PyTorch versions of a [`Profile`].
 
 mod attributes;
 mod class;

@@ -1,4 +1,4 @@
-//! Where the bytes of chunks and objects lie.
+//! Decodes the placements of chunks and objects.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,15 +9,15 @@ use super::attributes::{Graph, bad};
 use super::class::Class;
 use crate::pickle::{Node, NodeId};
 
-/// Gives chunks and objects the placements of `storage_data`.
+/// Applies the placements of `storage_data` to chunks and objects.
 #[derive(Debug)]
 pub(super) struct Places<'g, 'p, 'a> {
     graph: &'g Graph<'p, 'a>,
     out: &'g mut CheckpointMetadata,
     files: HashMap<&'p str, FileId>,
-    /// By the node of the transforms; `None` for items without.
+    /// Encodings by the node of their transforms; `None` for items without.
     encodings: HashMap<Option<NodeId>, u16>,
-    /// Positions of chunks by their offsets, for tensors whose hints are wrong.
+    /// Positions of chunks by offsets, for tensors with wrong hints.
     by_offsets: HashMap<usize, HashMap<Box<[u64]>, usize>>,
     offsets: Vec<u64>,
 }
@@ -34,7 +34,7 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
         }
     }
 
-    /// One entry of `storage_data`.
+    /// Reads one entry of `storage_data`.
     pub(super) fn place(&mut self, index: NodeId, info: NodeId) -> Result<(), FormatError> {
         let graph = self.graph;
         let index = graph.instance(index, Class::Index, "a key of storage_data")?;
@@ -43,7 +43,7 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
         let placement = self.placement(fqn, info)?;
         let Some(position) = self.out.index_of(fqn) else { return Ok(()) };
 
-        // Byte items have no offset; 0-dim tensors have an empty one.
+        // Objects have no offset; 0-dim tensors have an empty one.
         let offset = graph
             .attribute(index, "offset")
             .filter(|id| !matches!(graph.pickle.node(*id), Node::None));
@@ -65,7 +65,7 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
         Ok(())
     }
 
-    /// The chunk at the offsets: where the hint says, or wherever it is.
+    /// The chunk at the offsets: at the hinted position, or found by a search.
     fn chunk(&mut self, position: usize, hint: Option<usize>) -> Option<usize> {
         let (_, Entry::Tensor(tensor)) = self.out.at(position)? else { return None };
         let hinted = hint.and_then(|hint| Some((hint, tensor.chunks.get(hint)?)));
@@ -75,10 +75,10 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
             return Some(hint);
         }
         let positions = self.by_offsets.entry(position).or_insert_with(|| {
-            // Of chunks at the same place the first counts, as for PyTorch.
+            // Of chunks at the same offsets the first counts, as in PyTorch.
             let mut positions = HashMap::new();
             for (n, chunk) in tensor.chunks.iter().enumerate() {
-                // Of chunks at the same place the first counts, as for PyTorch.
+                // Of chunks at the same offsets the first counts, as in PyTorch.
                 positions.entry(chunk.offsets.into()).or_insert(n);
             }
             positions
@@ -141,7 +141,7 @@ impl<'g, 'p, 'a> Places<'g, 'p, 'a> {
     }
 
     fn new_file(&mut self, what: &str, path: &'p str) -> Result<FileId, FormatError> {
-        // PyTorch (2.15) follows absolute and `..` paths to wherever they lead.
+        // PyTorch (2.15) follows absolute and `..` paths.
         let key = Key::new(path)
             .map_err(|error| bad(format!("{what} is not allowed: {error}")).with_source(error))?;
         let file = self

@@ -1,4 +1,4 @@
-//! Which programs a `.metadata` is written for.
+//! The programs for which a `.metadata` is written.
 
 use std::fmt;
 
@@ -8,39 +8,38 @@ use super::attributes::{Graph, bad};
 use super::class::{Class, OLMO_FILESYSTEM, SHARDED_METADATA};
 use crate::pickle::{Limits, Pickle};
 
-/// Which programs can read a `.metadata`; each later form is unreadable before its version.
+/// The programs that read a `.metadata`. Earlier versions cannot read a form of a later one.
 ///
-/// OLMo-core (3.0) names a place in a file by a class of its own, which PyTorch cannot read even
-/// with OLMo-core installed; OLMo-core reads its own and PyTorch's.
+/// OLMo-core (3.0) stores placements as a class of its own, which PyTorch cannot load even with
+/// OLMo-core installed. OLMo-core reads its own class and PyTorch's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Profile {
     /// PyTorch 2.1 and later.
     #[default]
     Compat,
-    /// PyTorch 2.3 and later: classes where they are since 2.3.
+    /// PyTorch 2.3 and later: classes in their modules since 2.3.
     Torch2_3,
-    /// PyTorch 2.15 and later: with strides, version and the ids of the save.
+    /// PyTorch 2.15 and later: with strides, a version, and the ids of the save.
     Torch2_15,
-    /// OLMo-core on any PyTorch that it runs on: its own class for places, and the ids of the
+    /// OLMo-core on any PyTorch that it supports: its own class for placements, and the ids of the
     /// save.
     Olmo,
-    /// What OLMo-core 3.0 writes on PyTorch 2.15: the same with strides, which only PyTorch 2.15
-    /// and later read.
+    /// OLMo-core 3.0 on PyTorch 2.15: like [`Olmo`](Self::Olmo), with strides, which only PyTorch
+    /// 2.15 and later read.
     OlmoTorch2_15,
 }
 
 impl Profile {
-    /// All of them.
+    /// All profiles.
     pub const ALL: [Self; 5] =
         [Self::Compat, Self::Torch2_3, Self::Torch2_15, Self::Olmo, Self::OlmoTorch2_15];
 
-    /// The profile that a `.metadata` has, whoever wrote it: the first that says all that its
-    /// form can say.
+    /// The profile of an existing `.metadata`: the first one that expresses all of it.
     ///
     /// # Errors
     ///
-    /// When it is no pickle of a `Metadata`.
+    /// When it is not a pickle of `Metadata`.
     pub fn of(metadata: &[u8]) -> Result<Self, FormatError> {
         let pickle = Pickle::parse(metadata, &Limits::DEFAULT)?;
         let graph = Graph::new(&pickle);
@@ -90,18 +89,18 @@ impl Profile {
         }
     }
 
-    /// Whether it is for OLMo-core.
+    /// Whether OLMo-core reads it and PyTorch does not.
     #[must_use]
     pub fn is_olmo(self) -> bool {
         matches!(self, Self::Olmo | Self::OlmoTorch2_15)
     }
 
-    /// Whether tensors are described with strides.
+    /// Whether tensors have strides.
     pub(super) fn has_strides(self) -> bool {
         matches!(self, Self::Torch2_15 | Self::OlmoTorch2_15)
     }
 
-    /// Whether the ids of the save are kept.
+    /// Whether it contains the ids of the save.
     pub(super) fn has_origin(self) -> bool {
         matches!(self, Self::Torch2_15 | Self::Olmo | Self::OlmoTorch2_15)
     }

@@ -1,16 +1,16 @@
-//! What a pickle builds, as nodes that refer to each other by number.
+//! The nodes of a parsed pickle, which refer to each other by number.
 
 use std::borrow::Cow;
 use std::num::NonZeroU32;
 
-/// A node of a [`Pickle`], by number.
+/// The number of a node in a [`Pickle`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(NonZeroU32);
 
-/// A value, as the opcodes made it.
+/// A value of a pickle.
 ///
-/// Strings and bytes borrow from the input except where the opcode escapes them; [`Pickle::str`]
-/// and [`Pickle::bytes`] read both.
+/// Strings and bytes borrow from the input unless the opcode escapes them. [`Pickle::str`] and
+/// [`Pickle::bytes`] read both kinds.
 #[derive(Clone, Debug)]
 pub enum Node<'a> {
     /// `None`.
@@ -19,19 +19,19 @@ pub enum Node<'a> {
     Bool(bool),
     /// An integer of up to 64 bits.
     Int(i64),
-    /// A larger one: little-endian two's complement of minimal length.
+    /// An integer of more than 64 bits: little-endian two's complement of minimal length.
     BigInt(Box<[u8]>),
     /// A float.
     Float(f64),
-    /// Text.
+    /// A string.
     Str(&'a str),
-    /// Text that is written with escapes.
+    /// A string that is stored with escapes.
     EscapedStr(Box<str>),
-    /// Text with lone surrogates, in Python's `surrogatepass` form of UTF-8.
+    /// A string with lone surrogates, in Python's `surrogatepass` form of UTF-8.
     SurrogateStr(&'a [u8]),
     /// Immutable bytes, or a Python 2 string that is not UTF-8.
     Bytes(&'a [u8]),
-    /// The same, written with escapes.
+    /// Bytes stored with escapes.
     EscapedBytes(Box<[u8]>),
     /// A `bytearray` of protocol 5.
     ByteArray(&'a [u8]),
@@ -39,21 +39,22 @@ pub enum Node<'a> {
     Tuple(Span),
     /// A list.
     List(Span),
-    /// A dict: keys and values in turn.
+    /// A dict: alternating keys and values.
     Dict(Span),
     /// A set.
     Set(Span),
     /// A frozen set.
     FrozenSet(Span),
-    /// A name that Python would import; each name is one node.
+    /// A name that Python imports. Each name is one node.
     Global(u32),
-    /// What Python would make by a call.
+    /// An object that Python creates by a call.
     Object(u32),
-    /// What `persistent_load` would make of this id; `torch.save` refers to storages that way.
+    /// The object that `persistent_load` returns for this id; `torch.save` refers to storages this
+    /// way.
     Persistent(NodeId),
 }
 
-/// The children of a node: a run of node numbers.
+/// The children of a node: a range of node numbers.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Span {
     start: u32,
@@ -61,16 +62,16 @@ pub struct Span {
     capacity: u32,
 }
 
-/// A name that Python would import.
+/// A name that Python imports.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct GlobalName<'a> {
     /// The module, with Python 2 names mapped to Python 3's.
     pub module: Cow<'a, str>,
-    /// The qualified name in it.
+    /// The qualified name in the module.
     pub name: Cow<'a, str>,
 }
 
-/// How Python would make an object.
+/// The call by which Python creates an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Construction {
     /// `class(*args)`: `REDUCE`, `INST`, `OBJ`.
@@ -79,18 +80,18 @@ pub enum Construction {
     New,
 }
 
-/// An object by its parts.
+/// An object, by its parts.
 #[derive(Clone, Copy, Debug)]
 pub struct ObjectNode {
-    /// What would be called: nearly always a [`Node::Global`].
+    /// The callable: nearly always a [`Node::Global`].
     pub class: NodeId,
     /// The arguments, a [`Node::Tuple`].
     pub args: NodeId,
-    /// What `BUILD` would hand to `__setstate__` or put in the instance's dict.
+    /// The state that `BUILD` passes to `__setstate__` or adds to the instance's dict.
     pub state: Option<NodeId>,
-    /// How it would be called.
+    /// The kind of call.
     pub construction: Construction,
-    /// Number of its rare parts, from 1.
+    /// The number of its rare parts, from 1.
     pub(super) rare: Option<NonZeroU32>,
 }
 
@@ -102,7 +103,7 @@ pub(super) struct Rare {
     pub(super) entries: Span,
 }
 
-/// A parsed pickle: an arena of nodes, one of which is the result.
+/// A parsed pickle: an arena of nodes, and the node that is its result.
 #[derive(Debug)]
 pub struct Pickle<'a> {
     pub(super) nodes: Vec<Node<'a>>,
@@ -116,7 +117,7 @@ pub struct Pickle<'a> {
 }
 
 impl NodeId {
-    /// The node that is always there: `None`.
+    /// The node of `None`, which every pickle has.
     pub(super) const NONE: Self = Self(NonZeroU32::MIN);
 
     pub(crate) fn from_index(index: usize) -> Option<Self> {
@@ -127,7 +128,7 @@ impl NodeId {
         self.0
     }
 
-    /// A number from 0 below [`Pickle::node_count`], to keep tables by.
+    /// A number from 0 to below [`Pickle::node_count`], for tables indexed by node.
     #[must_use]
     pub fn index(self) -> usize {
         self.0.get() as usize - 1
@@ -141,7 +142,7 @@ impl Span {
         self.len as usize
     }
 
-    /// Whether there are none.
+    /// Whether there are no children.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.len == 0
@@ -149,19 +150,19 @@ impl Span {
 }
 
 impl<'a> Pickle<'a> {
-    /// The result: what the stack had on top at `STOP`.
+    /// The result: the top of the stack at `STOP`.
     #[must_use]
     pub fn root(&self) -> NodeId {
         self.root
     }
 
-    /// How many bytes of the input the pickle takes, through `STOP`.
+    /// The length of the pickle in the input, including `STOP`.
     #[must_use]
     pub fn byte_len(&self) -> usize {
         self.byte_len
     }
 
-    /// The protocol that it declares, 0 where it declares none.
+    /// The declared protocol; 0 if none is declared.
     #[must_use]
     pub fn protocol(&self) -> u8 {
         self.protocol
@@ -179,7 +180,7 @@ impl<'a> Pickle<'a> {
         self.pool.len()
     }
 
-    /// A node of this pickle; `None` (Python's) for the number of another one's.
+    /// A node. Returns Python's `None` for a number of another pickle.
     #[must_use]
     pub fn node(&self, id: NodeId) -> &Node<'a> {
         self.nodes.get(id.index()).unwrap_or(&Node::None)
@@ -197,13 +198,13 @@ impl<'a> Pickle<'a> {
         self.children(span).as_chunks::<2>().0.iter().map(|[key, value]| (*key, *value))
     }
 
-    /// All names that Python would import, each once.
+    /// All distinct names that Python imports.
     #[must_use]
     pub fn globals(&self) -> &[GlobalName<'a>] {
         &self.globals
     }
 
-    /// The name, if the node is one.
+    /// The name, if the node is a global.
     #[must_use]
     pub fn global(&self, id: NodeId) -> Option<&GlobalName<'a>> {
         match self.node(id) {
@@ -218,7 +219,7 @@ impl<'a> Pickle<'a> {
         self.global(id).map(|global| (&*global.module, &*global.name))
     }
 
-    /// The parts, if the node is an object.
+    /// The parts of an object node.
     #[must_use]
     pub fn object(&self, id: NodeId) -> Option<&ObjectNode> {
         match self.node(id) {
@@ -227,7 +228,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The elements of a tuple node; none for any other.
+    /// The items of a tuple node; none for other nodes.
     #[must_use]
     pub fn tuple(&self, id: NodeId) -> &[NodeId] {
         match self.node(id) {
@@ -236,7 +237,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The text, if the node is one.
+    /// The text of a string node.
     #[must_use]
     pub fn str(&self, id: NodeId) -> Option<&str> {
         match self.node(id) {
@@ -246,7 +247,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The bytes, if the node is some.
+    /// The bytes of a bytes node.
     #[must_use]
     pub fn bytes(&self, id: NodeId) -> Option<&[u8]> {
         match self.node(id) {
@@ -256,7 +257,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The integer, if the node is one of up to 64 bits.
+    /// The value of an integer node of up to 64 bits.
     #[must_use]
     pub fn int(&self, id: NodeId) -> Option<i64> {
         match self.node(id) {
@@ -265,7 +266,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// The float, if the node is one.
+    /// The value of a float node.
     #[must_use]
     pub fn float(&self, id: NodeId) -> Option<f64> {
         match self.node(id) {
@@ -274,25 +275,25 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// Keyword arguments of an object, a dict node.
+    /// The keyword arguments of an object, a dict node.
     #[must_use]
     pub fn kwargs(&self, object: &ObjectNode) -> Option<NodeId> {
         self.rare_of(object).kwargs
     }
 
-    /// What would be appended to an object.
+    /// The items that Python appends to an object.
     #[must_use]
     pub fn object_items(&self, object: &ObjectNode) -> &[NodeId] {
         self.children(self.rare_of(object).items)
     }
 
-    /// What would be set by key in an object: keys and values in turn.
+    /// The entries that Python sets in an object: alternating keys and values.
     #[must_use]
     pub fn object_entries(&self, object: &ObjectNode) -> &[NodeId] {
         self.children(self.rare_of(object).entries)
     }
 
-    /// Adds every node that this one refers to.
+    /// Appends every node that this one refers to.
     pub(crate) fn push_references(&self, id: NodeId, found: &mut Vec<NodeId>) {
         match self.node(id) {
             Node::Tuple(span)
@@ -319,10 +320,10 @@ impl<'a> Pickle<'a> {
         index.and_then(|index| self.rare.get(index)).copied().unwrap_or_default()
     }
 
-    /// Appends the children to a span, which moves to the end of the pool when it has to grow
-    /// and something follows it; doubling keeps the moves proportional to what is appended.
+    /// Appends children to a span. If something follows the span, it moves to the end of the pool;
+    /// doubling bounds the cost of moves.
     ///
-    /// `None` when the pool is full.
+    /// Returns `None` when the pool is full.
     pub(super) fn extend(&mut self, span: Span, children: &[NodeId]) -> Option<Span> {
         let len = u32::try_from(children.len()).ok()?.checked_add(span.len)?;
         let used = span.start as usize + span.len as usize;

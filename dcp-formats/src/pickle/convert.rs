@@ -1,4 +1,4 @@
-//! Nodes to values.
+//! Converts nodes to values.
 
 use std::collections::HashMap;
 
@@ -9,45 +9,44 @@ use super::arena::{Construction, Node, NodeId, ObjectNode, Pickle, Span};
 use super::limits::Limits;
 use super::stack::surrogates_escaped;
 
-/// Bytes from which a number that is met again is no longer taken for a number of its own.
+/// The length in bytes from which a shared number counts as shared.
 const LONG_NUMBER: usize = 256;
 
-/// Gives values to objects that the pickle only refers to, above all tensors.
+/// Converts objects that the pickle refers to but does not contain, mainly tensors.
 pub trait Hook {
-    /// The value of an object or persistent node, and whether writing that value would restore
-    /// the object; `None` to have it converted by its parts.
+    /// Converts an object or persistent node. Also returns whether writing the value restores the
+    /// object. `None` converts the node by its parts.
     ///
     /// # Errors
     ///
-    /// When it is damaged. That ends the conversion.
+    /// When the object is damaged, which ends the conversion.
     fn object(&mut self, pickle: &Pickle<'_>, id: NodeId)
     -> Result<Option<Converted>, FormatError>;
 }
 
-/// A hook that knows no objects.
+/// A hook without objects.
 impl Hook for () {
     fn object(&mut self, _: &Pickle<'_>, _: NodeId) -> Result<Option<Converted>, FormatError> {
         Ok(None)
     }
 }
 
-/// A value, and whether it is all there was.
+/// A converted value.
 #[derive(Clone, Debug)]
 pub struct Converted {
-    /// The value, or what could be understood.
+    /// The value, as far as it could be converted.
     pub value: Value,
-    /// Whether writing the value would restore the object: not when it had parts that are shared
-    /// or contain themselves, objects of classes, names, or more than the limits allow. What is
-    /// left out is a [`Value::Global`] without a module, by the name `<cycle>`, `<deeper>` or
-    /// `<more>`.
+    /// Whether writing the value restores the object. False when it contains shared or cyclic
+    /// parts, instances of classes, names, or more than the limits allow. Omitted parts are a
+    /// [`Value::Global`] without a module, named `<cycle>`, `<deeper>` or `<more>`.
     pub faithful: bool,
 }
 
-/// Turns nodes of one pickle into values.
+/// Converts nodes of one pickle to values.
 ///
-/// `set`, `frozenset`, `complex`, `bytes` and `bytearray` become what they are; an `OrderedDict`
-/// without attributes becomes a dict and a `torch.Size` a tuple, which counts as not faithful;
-/// every other class becomes a [`Value::Object`].
+/// `set`, `frozenset`, `complex`, `bytes` and `bytearray` have values of their own. An
+/// `OrderedDict` without attributes becomes a dict and a `torch.Size` a tuple, which counts as
+/// unfaithful. Instances of all other classes become [`Value::Object`].
 pub struct Converter<'p, 'a> {
     pickle: &'p Pickle<'a>,
     hook: &'p mut dyn Hook,
@@ -55,23 +54,23 @@ pub struct Converter<'p, 'a> {
     budget: usize,
     shared: Shared,
     faithful: bool,
-    /// Containers that were met.
+    /// Containers that were visited.
     seen: HashMap<NodeId, Seen>,
-    /// Values without children by node, so that shared ones are shared and not copied.
+    /// Values without children by node, so that shared ones stay shared.
     leaves: HashMap<NodeId, Value>,
 }
 
-/// What the values of one pickle have in common, for conversion of it node by node.
+/// State shared by several conversions of one pickle.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// Texts, bytes and names, of which there is one value each, however many refer to it.
+    /// Strings, bytes and names: one value each, for all references.
     texts: HashMap<NodeId, Value>,
-    /// Bytes of keys that may be hashed: one long text can be a key of many dicts.
+    /// Bytes of keys that may still be hashed: one long string can be a key of many dicts.
     keys_left: usize,
 }
 
 impl Shared {
-    /// Bytes of keys for each byte of the pickle, and what any pickle may have.
+    /// Bytes of keys to hash per byte of the pickle, and at least.
     const KEYS_PER_BYTE: usize = 16;
     const KEYS_MIN: usize = 1 << 20;
 
@@ -94,7 +93,7 @@ impl std::fmt::Debug for Converter<'_, '_> {
 }
 
 impl<'p, 'a> Converter<'p, 'a> {
-    /// Prepares to convert nodes of `pickle`.
+    /// Creates a converter for nodes of `pickle`.
     pub fn new(pickle: &'p Pickle<'a>, limits: &Limits, hook: &'p mut dyn Hook) -> Self {
         let size = pickle.node_count().saturating_add(pickle.reference_count());
         Self {
@@ -109,28 +108,28 @@ impl<'p, 'a> Converter<'p, 'a> {
         }
     }
 
-    /// The same, for a part of the pickle that has `size` nodes and references.
+    /// Sets limits for a part of the pickle with `size` nodes and references.
     pub(crate) fn with_size(mut self, size: usize, limits: &Limits) -> Self {
         self.budget = size.saturating_mul(limits.values_per_node);
         self
     }
 
-    /// The same, with what earlier conversions of the pickle have made.
+    /// Reuses the state of earlier conversions of the pickle.
     pub(crate) fn with_shared(mut self, shared: Shared) -> Self {
         self.shared = shared;
         self
     }
 
-    /// Converts a node and all below it.
+    /// Converts a node and everything below it.
     ///
     /// # Errors
     ///
-    /// Those of the hook.
+    /// Errors of the hook.
     pub fn convert(self, id: NodeId) -> Result<Converted, FormatError> {
         self.convert_one(id).0
     }
 
-    /// The same; returns what the next conversion can share.
+    /// Like [`convert`](Self::convert); also returns the state for the next conversion.
     pub(crate) fn convert_one(mut self, id: NodeId) -> (Result<Converted, FormatError>, Shared) {
         let depth = self.depth;
         let value = self.value(id, depth);
@@ -138,7 +137,7 @@ impl<'p, 'a> Converter<'p, 'a> {
         (value.map(|value| Converted { value, faithful }), self.shared)
     }
 
-    /// Recursion ends with `depth`, which the limits keep small.
+    /// The limits keep `depth`, and so the recursion, small.
     fn value(&mut self, id: NodeId, depth: usize) -> Result<Value, FormatError> {
         let Some(budget) = self.budget.checked_sub(1) else { return Ok(self.left_out("<more>")) };
         self.budget = budget;
@@ -177,7 +176,7 @@ impl<'p, 'a> Converter<'p, 'a> {
         if match node {
             Node::Global(_) | Node::SurrogateStr(_) => true,
             Node::ByteArray(_) => again,
-            // A number is written in full each time, as Python writes it.
+            // Numbers are written in full each time, as Python does.
             Node::BigInt(bytes) => again && bytes.len() > LONG_NUMBER,
             _ => false,
         } {
@@ -211,7 +210,7 @@ impl<'p, 'a> Converter<'p, 'a> {
     fn container(&mut self, id: NodeId, depth: usize) -> Result<Value, FormatError> {
         let Some(depth) = depth.checked_sub(1) else { return Ok(self.left_out("<deeper>")) };
         if let Some(value) = self.leaves.get(&id).cloned() {
-            // Of what ends up here, only bytes cannot be told from a copy.
+            // Of the nodes that reach this line, only bytes are indistinguishable from a copy.
             self.faithful &= matches!(value, Value::Bytes(_));
             return Ok(value);
         }
@@ -265,7 +264,7 @@ impl<'p, 'a> Converter<'p, 'a> {
         Ok(entries)
     }
 
-    /// A set, whose items are keys, too.
+    /// Converts a set, whose items are hashed like keys.
     fn set(
         &mut self,
         items: &[NodeId],
@@ -276,7 +275,7 @@ impl<'p, 'a> Converter<'p, 'a> {
         Ok(if self.takes_keys(items.iter()) { set(items) } else { self.left_out("<more>") })
     }
 
-    /// Whether keys may be hashed, together with those before.
+    /// Whether these keys may be hashed, given those before.
     fn takes_keys<'v>(&mut self, keys: impl Iterator<Item = &'v Value>) -> bool {
         let weight = keys.map(weight).fold(0, usize::saturating_add);
         let left = self.shared.keys_left.checked_sub(weight);
@@ -284,7 +283,7 @@ impl<'p, 'a> Converter<'p, 'a> {
         left.is_some()
     }
 
-    /// A dict, or by its parts where keys are of kinds that no lookup is made for.
+    /// Converts to a dict, or to its parts when keys cannot be looked up.
     fn dict(&mut self, entries: Vec<(Value, Value)>) -> Value {
         if !entries.iter().all(|(key, _)| is_plain_key(key)) {
             self.faithful = false;
@@ -353,7 +352,7 @@ impl<'p, 'a> Converter<'p, 'a> {
         Ok(Value::Object(Box::new(object)))
     }
 
-    /// The value of an object of a class that has a kind of value of its own.
+    /// Converts an instance of a class that has a value of its own.
     fn known(&mut self, object: &ObjectNode, depth: usize) -> Result<Option<Value>, FormatError> {
         let pickle = self.pickle;
         let Some(name) = pickle.global_name(object.class) else { return Ok(None) };
@@ -398,7 +397,7 @@ impl<'p, 'a> Converter<'p, 'a> {
     }
 }
 
-/// Kinds of keys that hash well.
+/// The kinds of keys that hash reliably.
 fn is_plain_key(key: &Value) -> bool {
     match key {
         Value::Tuple(items) => items.iter().all(is_plain_key),
@@ -414,7 +413,7 @@ fn is_plain_key(key: &Value) -> bool {
     }
 }
 
-/// The bytes that are hashed of a key.
+/// The number of bytes to hash of a key.
 fn weight(key: &Value) -> usize {
     match key {
         Value::Str(text) => text.len(),
@@ -426,7 +425,7 @@ fn weight(key: &Value) -> usize {
     }
 }
 
-/// The bytes of `(text, "latin1")`.
+/// The bytes in `(text, "latin1")`.
 fn latin1(pickle: &Pickle<'_>, args: &[NodeId]) -> Option<Bytes> {
     let [text, encoding] = args else { return None };
     matches!(pickle.str(*encoding)?, "latin1" | "latin-1").then_some(())?;

@@ -1,10 +1,10 @@
-//! The operands of opcodes.
+//! Reads the operands of opcodes.
 
 use std::borrow::Cow;
 
 use dcp_core::FormatError;
 
-/// CPython (3.11 and later) refuses longer decimal integers, which take quadratic time to read.
+/// CPython (3.11 and later) refuses longer decimal integers, which take quadratic time to parse.
 const DECIMAL_DIGITS_MAX: usize = 4300;
 
 /// A position in the input.
@@ -14,7 +14,7 @@ pub(super) struct Cursor<'a> {
     at: usize,
 }
 
-/// An integer that may not fit in 64 bits: then little-endian two's complement.
+/// An integer; one that exceeds 64 bits is little-endian two's complement.
 #[derive(Debug, PartialEq)]
 pub(super) enum Integer {
     Small(i64),
@@ -59,7 +59,7 @@ impl<'a> Cursor<'a> {
         Ok(byte)
     }
 
-    /// Bytes behind their length in `N` bytes.
+    /// Reads bytes with a length prefix of `N` bytes.
     pub(super) fn sized<const N: usize>(&mut self) -> Result<&'a [u8], FormatError> {
         let mut len = [0; 8];
         let prefix = self.array::<N>()?;
@@ -67,13 +67,14 @@ impl<'a> Cursor<'a> {
             *to = from;
         }
         let len = u64::from_le_bytes(len);
-        // `BINSTRING` and `LONG4` have signed lengths, of which negative ones are as hopeless.
+        // `BINSTRING` and `LONG4` have signed lengths; negative ones are errors like too large
+        // ones.
         let len = usize::try_from(len)
             .map_err(|_| self.bad(format!("{len} bytes are claimed, far more than there are")))?;
         self.take(len)
     }
 
-    /// Text up to a line feed, which is taken but not returned.
+    /// Reads text up to a line feed, which is consumed but not returned.
     pub(super) fn line(&mut self) -> Result<&'a [u8], FormatError> {
         let rest = self.input.get(self.at..).unwrap_or_default();
         let len = rest
@@ -89,7 +90,7 @@ impl<'a> Cursor<'a> {
         str::from_utf8(line).map_err(|_| self.bad("a name is not UTF-8"))
     }
 
-    /// The number in the text of a line.
+    /// Parses the number in a line.
     pub(super) fn decimal(&self, line: &str) -> Result<Integer, FormatError> {
         let line = line.trim();
         let digits = line.strip_suffix('L').unwrap_or(line);
@@ -101,14 +102,14 @@ impl<'a> Cursor<'a> {
         line.trim().parse().map_err(|_| self.bad("a decimal float is malformed"))
     }
 
-    /// A memo index on a line of its own.
+    /// Reads a memo index on a line of its own.
     pub(super) fn memo_index(&mut self) -> Result<u64, FormatError> {
         let line = self.utf8_line()?;
         line.trim().parse().map_err(|_| self.bad("a memo index is malformed"))
     }
 }
 
-/// An integer from little-endian two's complement of any length.
+/// Decodes little-endian two's complement of any length.
 pub(super) fn long(bytes: &[u8]) -> Integer {
     let Some(last) = bytes.last() else { return Integer::Small(0) };
     let mut all = if *last >= 0x80 { [0xff; 8] } else { [0; 8] };
@@ -161,7 +162,7 @@ fn decimal(text: &str) -> Option<Integer> {
     Some(long(&magnitude))
 }
 
-/// The bytes of a quoted `STRING` operand, with Python 2's escapes.
+/// Decodes a quoted `STRING` operand with Python 2's escapes.
 pub(super) fn unquote(line: &[u8]) -> Option<Cow<'_, [u8]>> {
     let inner = match line.trim_ascii_end() {
         [b'\'', inner @ .., b'\''] | [b'"', inner @ .., b'"'] => inner,
@@ -209,7 +210,7 @@ pub(super) fn unquote(line: &[u8]) -> Option<Cow<'_, [u8]>> {
     Some(Cow::Owned(out))
 }
 
-/// The text of a `UNICODE` operand: Latin-1 with `\u` escapes.
+/// Decodes a `UNICODE` operand: Latin-1 with `\u` escapes.
 pub(super) fn raw_unicode_escape(line: &[u8]) -> Option<String> {
     let mut out = String::with_capacity(line.len());
     let mut rest = line;
@@ -228,7 +229,7 @@ pub(super) fn raw_unicode_escape(line: &[u8]) -> Option<String> {
                 rest = rest.get(len + 1..)?;
             }
         }
-        // A pair of surrogates stands for one character; a lone one is no text.
+        // A pair of surrogates is one character; a lone surrogate is invalid.
         code = match (high.take(), code) {
             (None, 0xd800..=0xdbff) => {
                 high = Some(code);

@@ -1,4 +1,4 @@
-//! Values to pickles.
+//! Writes values as pickles.
 
 use bytes::Bytes;
 use dcp_core::{Dict, FormatError, Global, MadeBy, Object, Opaque, Tensor, Value};
@@ -7,7 +7,7 @@ use super::limits::Limits;
 use super::opcode as op;
 use super::writer::{BATCH, Writer};
 
-/// Writes what a pickle refers to but does not hold: tensors, and objects kept in their encoding.
+/// Writes what a pickle refers to but does not contain: tensors, and opaque objects.
 pub trait TensorSink {
     /// Writes a reference to `tensor`.
     ///
@@ -16,15 +16,15 @@ pub trait TensorSink {
     /// When the tensor cannot be stored.
     fn tensor(&mut self, writer: &mut Writer, tensor: &Tensor) -> Result<(), FormatError>;
 
-    /// Writes an object that was kept in its encoding.
+    /// Writes an opaque object.
     ///
     /// # Errors
     ///
-    /// When it is damaged, or there is no place for it.
+    /// When it is damaged, or cannot be stored here.
     fn opaque(&mut self, writer: &mut Writer, opaque: &Opaque) -> Result<(), FormatError>;
 }
 
-/// A sink for values that hold no tensors.
+/// A sink for values without tensors.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Dumper;
 
@@ -38,8 +38,8 @@ impl TensorSink for Dumper {
     }
 }
 
-/// The pickle of a value that holds no tensors, as `pickle.dumps(value, 2)` makes it where
-/// Python's objects are shared as [`Writer`] says.
+/// Writes a value without tensors as `pickle.dumps(value, 2)` does, if Python's objects are shared
+/// as [`Writer`] documents.
 ///
 /// # Errors
 ///
@@ -50,7 +50,7 @@ pub fn dump(value: &Value) -> Result<Bytes, FormatError> {
     writer.finish()
 }
 
-/// The refusal of an object that can only be written as the whole that it was read as.
+/// The error for an object that can only be written whole.
 pub(crate) fn not_alone(opaque: &Opaque) -> FormatError {
     let kind = opaque.view.kind();
     let problem = format!(
@@ -67,19 +67,19 @@ fn namespace(object: &Object) -> Option<&Dict> {
 }
 
 impl Writer {
-    /// Writes a value; equal strings are shared when they are the same [`Arc`](std::sync::Arc).
+    /// Writes a value. Equal strings are shared when they are the same [`Arc`](std::sync::Arc).
     ///
     /// # Errors
     ///
-    /// When it nests too deeply, has a name with a line break, or holds what was only shown where
-    /// it was read: an object that is [made in an unknown way](MadeBy::Unknown), a part that
-    /// contains itself, or one that was left out.
+    /// When it is nested too deeply, has a name with a line break, or contains a value that is only
+    /// for display: an object that is [made in an unknown way](MadeBy::Unknown), a cyclic part, or
+    /// an omitted one.
     pub fn value(
         &mut self,
         value: &Value,
         tensors: &mut dyn TensorSink,
     ) -> Result<(), FormatError> {
-        // What was read was that deep at most; a little more leaves room to wrap it.
+        // Values from a file have at most this depth; the rest is for wrapping them.
         self.nested(value, tensors, Limits::DEFAULT.depth + 16)
     }
 
@@ -157,7 +157,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Begins a batch of items, and says what ends it.
+    /// Begins a batch of items. Returns the opcode that ends it.
     fn batch(&mut self, len: usize, one: u8, many: u8) -> u8 {
         if len == 1 {
             return one;
@@ -166,7 +166,8 @@ impl Writer {
         many
     }
 
-    /// An object by its parts, with the opcodes that CPython writes for one that is made so.
+    /// Writes an object by its parts, with the opcodes that CPython uses for its kind of
+    /// construction.
     fn object(
         &mut self,
         object: &Object,
@@ -188,7 +189,7 @@ impl Writer {
         }
         let mut keywords = None;
         let opcode = match object.made_by {
-            // Where there is no telling them apart, as CPython makes one.
+            // When both are possible, as CPython pickles such an instance.
             MadeBy::Call if namespace(object).is_some() => op::NEWOBJ,
             MadeBy::Call => op::REDUCE,
             MadeBy::New => op::NEWOBJ,

@@ -1,30 +1,28 @@
-//! Names that Python would import where a pickle is loaded, and which of them are known to be
-//! harmless.
+//! Classifies the names that Python imports when it loads a pickle.
 //!
-//! A pickle calls whatever it names. Nothing here does, but what is written again says to the
-//! next Python what it said before. So the names are told apart: those that the checkpoints of
-//! PyTorch, OLMo-core and Megatron-Core are made of, those by which a pickle takes a machine over,
-//! and all others, of which nothing is known.
+//! Loading a pickle calls what it names. dcp calls nothing, but a rewritten pickle carries the
+//! names to the next Python. So names are classified: those in checkpoints of PyTorch, OLMo-core
+//! and Megatron-Core, those that can take over a machine, and unknown ones.
 
 use std::fmt;
 
 use super::arena::{Construction, GlobalName, Node, NodeId, Pickle};
 use super::walk::Walk;
 
-/// What is known of a name that Python would import and call.
+/// The classification of a name that Python imports and calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Trust {
-    /// Calling it with any arguments makes a value and does nothing else.
+    /// A call with any arguments creates a value and has no other effect.
     Harmless,
-    /// Nothing is known of it: a class of the training program, most likely.
+    /// Unknown: most likely a class of the training program.
     Unknown,
-    /// It runs commands or code, or reaches what does.
+    /// It runs commands or code, or gives access to what does.
     Dangerous,
 }
 
 impl Trust {
-    /// What is known of `name` in `module`, both as Python 3 has them, called in any way.
+    /// Classifies `name` in `module`, both of Python 3, for any kind of call.
     #[must_use]
     pub fn of(module: &str, name: &str) -> Self {
         if is_harmless(module, name) {
@@ -36,7 +34,7 @@ impl Trust {
         }
     }
 
-    /// The same of a class of which instances are made without a call of it.
+    /// Classifies a class whose instances are created without calling it.
     #[must_use]
     pub fn of_instances(module: &str, name: &str) -> Self {
         if is_in(INSTANCES, module, name) { Self::Harmless } else { Self::of(module, name) }
@@ -47,19 +45,19 @@ impl Trust {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ForeignName {
-    /// The module, as Python 3 has it.
+    /// The module, as in Python 3.
     pub module: String,
-    /// The name in it.
+    /// The name in the module.
     pub name: String,
-    /// Where in the object it is met first: keys and positions, joined by dots; empty where it is
-    /// the object itself. `None` where Python would import it and throw away what it makes.
+    /// The path of its first occurrence in the object: keys and positions, joined by dots; empty
+    /// for the object itself. `None` where Python discards the value it builds.
     pub path: Option<String>,
-    /// What is known of it; never [`Trust::Harmless`].
+    /// Its classification; never [`Trust::Harmless`].
     pub trust: Trust,
 }
 
 impl ForeignName {
-    /// The name `name` in `module`, met at `path`; `None` when it is known to be harmless.
+    /// Classifies `name` in `module`, found at `path`; `None` when it is harmless.
     #[must_use]
     pub fn new(module: &str, name: &str, path: Option<String>) -> Option<Self> {
         Self::with(Trust::of(module, name), module, name, path)
@@ -79,14 +77,14 @@ impl fmt::Display for ForeignName {
 }
 
 impl Pickle<'_> {
-    /// Whether Python would import anything that is not known to be harmless.
+    /// Whether Python imports anything that is not known to be harmless.
     #[must_use]
     pub fn has_foreign_names(&self) -> bool {
         let mut globals = (0..).zip(self.globals());
         globals.any(|(number, global)| self.trust(number, global) != Trust::Harmless)
     }
 
-    /// What is known of a name by what is made of it here.
+    /// Classifies a name by its uses in this pickle.
     fn trust(&self, number: u32, global: &GlobalName<'_>) -> Trust {
         let (module, name) = (&*global.module, &*global.name);
         if is_in(INSTANCES, module, name) && !self.is_called(number) {
@@ -95,7 +93,7 @@ impl Pickle<'_> {
         Trust::of(module, name)
     }
 
-    /// Whether a class is called, or handed to what may call it.
+    /// Whether a class is called, or passed to something that may call it.
     fn is_called(&self, number: u32) -> bool {
         let is_it = |id: NodeId| matches!(self.node(id), Node::Global(of) if *of == number);
         let called = self.objects.iter().any(|object| {
@@ -107,8 +105,8 @@ impl Pickle<'_> {
         called || self.pool.iter().any(|id| is_it(*id)) || is_it(self.root())
     }
 
-    /// Every name that Python would import and that is not known to be harmless, whether or not
-    /// anything of it is left in the object.
+    /// Every name that Python imports and that is not known to be harmless, whether or not the
+    /// object still contains its value.
     #[must_use]
     pub fn foreign_names(&self) -> Vec<ForeignName> {
         if !self.has_foreign_names() {
@@ -142,12 +140,12 @@ fn is_harmless(module: &str, name: &str) -> bool {
     let of_torch = || match module {
         "torch" => name.ends_with("Storage") || name.parse::<dcp_core::DType>().is_ok(),
         "torch.cuda" | "torch.storage" => name.ends_with("Storage"),
-        // `_rebuild_tensor_v2` and the like.
+        // `_rebuild_tensor_v2` and similar functions.
         "torch._utils" => name.starts_with("_rebuild_"),
         "numpy.dtypes" => name.ends_with("DType"),
-        // `signal.SIGTERM`, as Python has pickled enumerations of the system since 3.12.
+        // `signal.SIGTERM`: Python pickles enumerations of the system this way since 3.12.
         "signal" => name.starts_with("SIG"),
-        // Modules that were saved as a whole.
+        // Modules that were saved whole.
         _ => {
             module.starts_with("torch.nn.modules.")
                 && name.starts_with(|first: char| first.is_ascii_uppercase())
@@ -156,23 +154,23 @@ fn is_harmless(module: &str, name: &str) -> bool {
     listed || plain && of_torch()
 }
 
-/// Classes that make a value only where no call is made: `NEWOBJ` with nothing, and a state.
+/// Classes that are harmless only without a call: `NEWOBJ` without arguments, and a state.
 ///
-/// Called with a mesh, a `DeviceMesh` starts the group of processes that the environment names, and
-/// joins its network. Its `__setstate__` sets attributes and looks groups up by name.
+/// A call of `DeviceMesh` with a mesh starts the process group of the environment and joins its
+/// network. Its `__setstate__` sets attributes and finds groups by name.
 const INSTANCES: &[(&str, &[&str])] = &[("torch.distributed.device_mesh", &["DeviceMesh"])];
 
-/// What the checkpoints that are read here are made of, by module.
+/// Names in checkpoints that dcp reads, by module.
 ///
-/// Of each, PyTorch's source (2.1 to 2.15) says that the module only defines things where it is
-/// imported, and that a call checks and keeps its arguments:
+/// According to PyTorch's source (2.1 to 2.15), importing each module only defines things, and a
+/// call checks and stores its arguments:
 ///
 /// - `_FlatLayout`, `_MeshLayout` and `ShardOrderEntry` are frozen tuples of numbers.
-/// - `DTensor`, `DTensorSpec` and `TensorMeta` refer to a mesh that is there; communication is up
-///   to operations on a `DTensor`.
-/// - torchao's optimizer states, `Int8Tensor` and `Float8Tensor` keep their parts, granularities
-///   and `QuantizeTensorToInt8Kwargs` are dataclasses, `MappingType` and `KernelPreference` are
-///   enumerations. An import of torchao loads its own compiled operators.
+/// - `DTensor`, `DTensorSpec` and `TensorMeta` refer to an existing mesh; only operations on a
+/// `DTensor` communicate.
+/// - torchao's optimizer states, `Int8Tensor` and `Float8Tensor` store their parts, granularities
+/// and `QuantizeTensorToInt8Kwargs` are dataclasses, `MappingType` and `KernelPreference` are
+/// enumerations. Importing torchao loads its compiled operators.
 const HARMLESS: &[(&str, &[&str])] = &[
     (
         "builtins",
@@ -367,12 +365,12 @@ const HARMLESS: &[(&str, &[&str])] = &[
 fn is_dangerous(module: &str, name: &str) -> bool {
     let top = module.split('.').next().unwrap_or(module);
     let listed = is_in(DANGEROUS, module, name);
-    // What is reached through a name with dots may be of any module.
+    // A dotted name can reach into any module.
     let through = name.split('.').any(|part| DANGEROUS_MODULES.contains(&part));
     DANGEROUS_MODULES.contains(&top) || listed || through
 }
 
-/// Modules of which anything may run commands or code, open files, or speak to the network.
+/// Modules whose every name may run commands or code, open files, or use the network.
 const DANGEROUS_MODULES: &[&str] = &[
     "_posixsubprocess",
     "_pickle",
@@ -440,7 +438,7 @@ const DANGEROUS_MODULES: &[&str] = &[
     "zipimport",
 ];
 
-/// The same of modules that have harmless names besides.
+/// Dangerous names of modules that also have harmless ones.
 const DANGEROUS: &[(&str, &[&str])] = &[
     (
         "builtins",

@@ -1,38 +1,39 @@
-//! How much one pickle may ask for.
+//! Limits on the resources of one pickle.
 
-/// Bounds on what a pickle may make its reader do.
+/// Limits on the resources that reading a pickle may use.
 ///
-/// Independent of them, every length that the input claims is compared with the bytes that are
-/// left before anything is allocated, and every opcode makes at most one node.
+/// Regardless of them, every length in the input is compared with the remaining bytes before
+/// anything is allocated, and every opcode creates at most one node.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Bytes of memory for nodes, references, stack and memo, beyond which parsing fails; a
-    /// short pickle gets less, in proportion to its length.
+    /// Bytes of memory for nodes, references, stack and memo. Parsing fails beyond it. A short
+    /// pickle gets less, in proportion to its length.
     pub bytes: u64,
-    /// Levels of containers that conversion to a value descends; what lies deeper is left out.
+    /// The nesting depth to which containers are converted; deeper ones are omitted.
     pub depth: usize,
-    /// Values that conversion makes for each node or reference of the arena, which is exceeded
-    /// only by containers shared so often that the tree would be much larger than the pickle.
+    /// Values to create per node or reference of the arena. Only containers with so many references
+    /// that the tree would be much larger than the pickle exceed it.
     pub values_per_node: usize,
 }
 
 impl Limits {
-    /// Far more than real checkpoints need: a `.metadata` of 200 000 chunks takes a quarter GiB.
+    /// Far more than real checkpoints need: a `.metadata` of 200 000 chunks takes a quarter of a
+    /// GiB.
     pub const DEFAULT: Self = Self { bytes: 2 << 30, depth: 200, values_per_node: 8 };
 
-    /// Memory that any pickle may have, and more for each of its bytes: what real picklers write
-    /// takes less than ten, a pickle of nothing but empty lists takes thirty.
+    /// Memory for any pickle, and for each of its bytes. Real picklers need less than ten bytes per
+    /// byte; a pickle of empty lists needs thirty.
     const BYTES_MIN: u64 = 64 << 20;
     const BYTES_PER_BYTE: u64 = 16;
 
-    /// The same, with so much memory at most.
+    /// Sets the memory limit, in bytes.
     #[must_use]
     pub const fn with_bytes(self, bytes: u64) -> Self {
         Self { bytes, ..self }
     }
 
-    /// The memory for a pickle of `len` bytes.
+    /// The memory limit for a pickle of `len` bytes.
     pub(super) fn memory(&self, len: usize) -> u64 {
         let earned = (len as u64).saturating_mul(Self::BYTES_PER_BYTE);
         self.bytes.min(earned.saturating_add(Self::BYTES_MIN))

@@ -1,4 +1,4 @@
-//! The stack machine that executes opcodes.
+//! The stack machine that executes a pickle's opcodes.
 
 use std::borrow::Cow;
 
@@ -13,13 +13,13 @@ use super::stack::Machine;
 const HIGHEST_PROTOCOL: u8 = 5;
 
 impl<'a> Pickle<'a> {
-    /// Reads the pickle at the start of `input`; what follows `STOP` is not looked at.
+    /// Parses the pickle at the start of `input`. Ignores what follows `STOP`.
     ///
     /// # Errors
     ///
-    /// When the input ends early, claims more than it has, uses the stack or the memo in a way
-    /// that would fail in Python too, exceeds `limits`, or needs what is not in the file: buffers
-    /// out of band or extension codes of the `copyreg` registry.
+    /// When the input ends early, claims more than it has, uses the stack or the memo in a way that
+    /// fails in Python too, exceeds `limits`, or needs data outside the file: out-of-band buffers
+    /// or extension codes of the `copyreg` registry.
     pub fn parse(input: &'a [u8], limits: &Limits) -> Result<Self, FormatError> {
         let mut machine = Machine::new(input, limits);
         loop {
@@ -27,7 +27,7 @@ impl<'a> Pickle<'a> {
             match machine.step().and_then(|root| machine.check_memory().map(|()| root)) {
                 Ok(None) => {}
                 Ok(Some(root)) => return Ok(machine.finish(root)),
-                // The opcode's place says more than that of the operand it stumbled on.
+                // The offset of the opcode is more useful than that of its operand.
                 Err(error) => return Err(error.at(at as u64)),
             }
         }
@@ -35,7 +35,7 @@ impl<'a> Pickle<'a> {
 }
 
 impl Machine<'_> {
-    /// Executes one opcode; returns the result at `STOP`.
+    /// Executes one opcode. Returns the result at `STOP`.
     fn step(&mut self) -> Result<Option<NodeId>, FormatError> {
         match self.cursor.u8()? {
             op::STOP => return self.pop().map(Some),

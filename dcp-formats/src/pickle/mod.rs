@@ -1,15 +1,14 @@
-//! Python's pickle as data: read without running anything, written as `torch.save` does.
+//! Python's pickle as data: parsed without executing anything, written as `torch.save` does.
 //!
-//! [`Pickle::parse`] executes the opcodes of protocols 0 to 5 on an arena of [`Node`]s. Where
-//! Python would import a name and call it, the machine only notes the name, the arguments and the
-//! state in an [`ObjectNode`]; nothing is looked up and nothing is called. Strings and bytes are
-//! slices of the input, shared references stay shared, and the memory used is proportional to the
-//! length of the input, whatever the input claims.
+//! [`Pickle::parse`] interprets the opcodes of protocols 0 to 5 on an arena of [`Node`]s. Where
+//! Python imports a name and calls it, the machine records the name, the arguments and the state in
+//! an [`ObjectNode`]. It looks up nothing and calls nothing. Strings and bytes are slices of the
+//! input, shared references stay shared, and memory is proportional to the length of the input.
 //!
-//! Large pickles such as `.metadata` are walked as nodes. [`Converter`] turns nodes into
-//! [`Value`](dcp_core::Value)s, and [`Writer`] makes protocol-2 pickles byte for byte like
-//! CPython's C pickler with `fix_imports`, the default. [`Writer::graph`] writes a part of a parsed
-//! pickle again as it was, whatever objects it is made of.
+//! Large pickles such as `.metadata` are processed as nodes. [`Converter`] converts nodes to
+//! [`Value`](dcp_core::Value)s. [`Writer`] writes protocol 2 byte for byte like CPython's C pickler
+//! with `fix_imports`, the default. [`Writer::graph`] rewrites a part of a parsed pickle unchanged,
+//! with any objects.
 
 mod arena;
 mod convert;

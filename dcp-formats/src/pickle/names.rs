@@ -1,9 +1,9 @@
-//! Names of Python 2, which protocols 0 to 2 use to this day (`fix_imports`).
+//! Names of Python 2, which protocols 0 to 2 still use (`fix_imports`).
 
 /// Module and name.
 type Name = (&'static str, &'static str);
 
-/// Names that moved one by one, of those that pickled data has.
+/// Names that moved individually, among those in pickled data.
 const NAMES: &[(Name, Name)] = &[
     (("__builtin__", "xrange"), ("builtins", "range")),
     (("__builtin__", "unicode"), ("builtins", "str")),
@@ -21,7 +21,7 @@ const NAMES: &[(Name, Name)] = &[
     (("UserString", "UserString"), ("collections", "UserString")),
 ];
 
-/// Modules that moved as a whole, of those that pickled data names.
+/// Modules that moved as a whole, among those in pickled data.
 const MODULES: &[(&str, &str)] = &[
     ("__builtin__", "builtins"),
     ("exceptions", "builtins"),
@@ -36,7 +36,7 @@ const MODULES: &[(&str, &str)] = &[
     ("_abcoll", "collections.abc"),
 ];
 
-/// The name in Python 3 of a name as stored.
+/// Translates a stored name to Python 3.
 pub(super) fn to_python3<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     if let Some((_, new)) = NAMES.iter().find(|(old, _)| *old == (module, name)) {
         return *new;
@@ -45,10 +45,10 @@ pub(super) fn to_python3<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a st
     (moved.map_or(module, |(_, new)| new), name)
 }
 
-/// The name that protocol 2 stores for a name in Python 3.
+/// Translates a name of Python 3 to what protocol 2 stores.
 ///
-/// Only built-ins and `copyreg`: of the names in the tables above no other occurs in the pickles
-/// that are written here.
+/// Translates built-ins and `copyreg` only: no other name of the tables occurs in pickles that dcp
+/// writes.
 pub(super) fn to_python2<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a str) {
     match (module, name) {
         ("builtins", "range") => ("__builtin__", "xrange"),
@@ -58,7 +58,7 @@ pub(super) fn to_python2<'a>(module: &'a str, name: &'a str) -> (&'a str, &'a st
         ("builtins", "zip") => ("itertools", "izip"),
         ("builtins", "map") => ("itertools", "imap"),
         ("builtins", "filter") => ("itertools", "ifilter"),
-        // What Python 2 called so is something else now.
+        // In Python 2 these names had another meaning.
         ("builtins", _) if NAMES.iter().any(|(old, _)| *old == ("__builtin__", name)) => {
             (module, name)
         }

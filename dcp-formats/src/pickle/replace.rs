@@ -1,4 +1,4 @@
-//! Replaces objects of classes that another program lacks by plain values.
+//! Replaces objects of classes that another program lacks with plain values.
 
 use std::collections::HashSet;
 
@@ -9,33 +9,33 @@ use super::walk::Walk;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReplacedObject {
-    /// Keys and positions on the way to the object, joined by dots.
+    /// The path of the object: keys and positions, joined by dots.
     pub path: String,
     /// Its class or its own name: `module.Name`.
     pub class: String,
-    /// Whether a plain value is in its place. Otherwise its entry in a dict is gone, and elsewhere
-    /// there is `None`.
+    /// Whether a plain value replaces it. If not, its dict entry is removed, or it is `None`
+    /// elsewhere.
     pub is_plain: bool,
 }
 
-/// What is in the place of an object.
+/// The replacement of an object.
 enum Replacement {
-    /// The argument that its class was called with, as for a member of an enumeration.
+    /// The argument of its class, as for a member of an enumeration.
     Argument(NodeId),
     /// Nothing.
     Gone,
 }
 
-/// A node to replace: its path, and the class or name that is not known.
+/// A node to replace: its path, and the unknown class or name.
 type Unknown = (NodeId, String, String, Replacement);
 
 impl Pickle<'_> {
-    /// Replaces every object below `from` whose class or name is not `known` (module, name).
+    /// Replaces every object below `from` whose class or name (module, name) is not `known`.
     ///
-    /// A member of an enumeration, which Python pickles as its class called with its value or as
-    /// `getattr` of class and name, becomes that value or name. So does any other object that is
-    /// made by a call with one argument and has no state. The entry of any other object in a dict
-    /// is removed; elsewhere it becomes `None`.
+    /// A member of an enumeration, which Python pickles as a call of its class with its value or as
+    /// `getattr` of class and name, becomes that value or name. So does any object created by a
+    /// call with one argument and without state. Other objects are removed: their dict entry is
+    /// deleted, and elsewhere they become `None`.
     pub(crate) fn replace_classes(
         &mut self,
         from: NodeId,
@@ -44,8 +44,8 @@ impl Pickle<'_> {
         let mut replaced = Vec::new();
         let mut gone = HashSet::new();
         let mut seen = HashSet::new();
-        // An argument that takes the place of its object may be an object too, or hold some. The
-        // second replacement of one node is `Gone`, so that a cycle ends.
+        // The argument that replaces its object may be or contain another object. A second
+        // replacement of a node is `Gone`, so cycles end.
         loop {
             let walk = Walk::new(self, from);
             let unknown: Vec<Unknown> = walk
@@ -53,7 +53,7 @@ impl Pickle<'_> {
                 .filter_map(|id| Some((id, self.replacement(id, known)?)))
                 .map(|(id, (class, by))| (id, walk.path_to(self, id), class, by))
                 .collect();
-            // A class is a name too, but goes with its object.
+            // A class is a name too, but is removed with its object.
             let unknown =
                 if unknown.is_empty() { self.unknown_names(&walk, known) } else { unknown };
             if unknown.is_empty() {
@@ -84,7 +84,7 @@ impl Pickle<'_> {
         replaced
     }
 
-    /// The class of an object that is to be replaced, and by what.
+    /// The class of an object to replace, and its replacement.
     fn replacement(
         &self,
         id: NodeId,

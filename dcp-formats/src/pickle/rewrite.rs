@@ -1,4 +1,4 @@
-//! Nodes of one pickle into another one, whatever they are.
+//! Copies nodes of one pickle into another.
 
 use std::collections::HashMap;
 
@@ -8,13 +8,13 @@ use super::arena::{Construction, Node, NodeId, ObjectNode, Pickle};
 use super::opcode as op;
 use super::writer::{BATCH, Writer};
 
-/// Writes what a pickle refers to but does not hold, where a part of it is written again.
+/// Writes what a copied part of a pickle refers to but does not contain.
 pub trait PersistentSink {
-    /// Writes what the persistent node `id` of `pickle` stands for, as one value.
+    /// Writes the object of the persistent node `id` of `pickle`, as one value.
     ///
     /// # Errors
     ///
-    /// When there is no such thing in the new pickle.
+    /// When the new pickle cannot contain it.
     fn persistent(
         &mut self,
         writer: &mut Writer,
@@ -24,17 +24,17 @@ pub trait PersistentSink {
 }
 
 impl Writer {
-    /// Writes the node `root` of a parsed pickle and all below it: objects of any class by their
-    /// parts, shared nodes once, cycles closed.
+    /// Copies the node `root` of a parsed pickle and everything below it: objects of any class by
+    /// their parts, shared nodes once, cycles included.
     ///
-    /// What protocol 2 has no opcode for is spelled as CPython spells it there (sets, bytes);
-    /// only calls with keyword arguments keep the opcode of protocol 4, which every Python 3
-    /// understands. Nothing recurses, so nesting of any depth is fine.
+    /// Writes what protocol 2 has no opcode for as CPython does (sets, bytes). Only calls with
+    /// keyword arguments keep an opcode of protocol 4, which every Python 3 reads. There is no
+    /// recursion, so any nesting depth works.
     ///
     /// # Errors
     ///
-    /// Those of `sink`, and when a class has a line break in its name or an object is an argument
-    /// of its own construction, which no Python program can make.
+    /// Errors of `sink`; when a class has a line break in its name, or an object is an argument of
+    /// its own construction, which no Python program can create.
     pub fn graph(
         &mut self,
         pickle: &Pickle<'_>,
@@ -55,43 +55,43 @@ impl Writer {
     }
 }
 
-/// A part of the pickle on its way into another.
+/// The state of copying a part of a pickle.
 struct Rewrite<'w, 'p, 'a> {
     writer: &'w mut Writer,
     pickle: &'p Pickle<'a>,
-    /// Nodes that are in the new memo, by their place there.
+    /// Nodes in the new memo, by memo index.
     memo: HashMap<NodeId, u32>,
-    /// How often a node was begun that is memoized only when it is complete.
+    /// The number of times a node was begun that is memoized only when complete.
     entered: HashMap<NodeId, u8>,
-    /// What is still to be written, the next step last.
+    /// The remaining steps; the next one is last.
     steps: Vec<Step<'p>>,
 }
 
-/// Something to write.
+/// A step.
 #[derive(Clone, Copy)]
 enum Step<'p> {
     Value(NodeId),
-    /// The end of a tuple of as many values.
+    /// Ends a tuple of this many values.
     Tuple(NodeId, usize),
-    /// The end of a set of the class below: the list of its items is on top.
+    /// Ends a set of the class below; the list of its items is on top.
     Set(NodeId),
-    /// The call of an object, whose class and arguments are on top.
+    /// Calls the class with the arguments on top of the stack.
     Construct(NodeId, ObjectNode),
-    /// Values to put into the container on top.
+    /// Adds values to the container on top.
     Fill(Fill<'p>),
-    /// One opcode.
+    /// Writes one opcode.
     Opcode(u8),
 }
 
-/// Items or entries of a container, in batches.
+/// The items or entries to add to a container, in batches.
 #[derive(Clone, Copy)]
 struct Fill<'p> {
     rest: &'p [NodeId],
-    /// Keys and values in turn.
+    /// Whether the items are alternating keys and values.
     pairs: bool,
-    /// A `list` or `dict` itself, which CPython divides differently than what merely behaves so.
+    /// Whether it is a `list` or `dict` itself, which CPython batches differently from subclasses.
     exact: bool,
-    /// Nothing was put in yet.
+    /// Whether this is the first batch.
     first: bool,
 }
 
@@ -100,7 +100,7 @@ impl<'p> Rewrite<'_, 'p, '_> {
         match step {
             Step::Value(id) => return self.value(id, sink),
             Step::Tuple(id, len) => match self.memo.get(&id) {
-                // An item of the tuple holds the tuple, and has written it meanwhile.
+                // An item of the tuple refers to the tuple and has written it meanwhile.
                 Some(memo) => {
                     let memo = *memo;
                     self.drop_values(len, len > 3);
@@ -199,7 +199,7 @@ impl<'p> Rewrite<'_, 'p, '_> {
         Ok(())
     }
 
-    /// Strings are shared as they were, and not by value.
+    /// Strings keep their sharing and are not shared by value.
     fn text(&mut self, id: NodeId, text: &[u8]) {
         self.memo.insert(id, self.writer.memo_len);
         self.writer.utf8(text);
@@ -227,8 +227,8 @@ impl<'p> Rewrite<'_, 'p, '_> {
         Ok(())
     }
 
-    /// Notes that a node is begun which can be referred to only when it is complete. A cycle
-    /// through it comes back once and then ends at a container that was memoized empty.
+    /// Marks a node as begun that can be referred to only when complete. A cycle through it returns
+    /// once, and then ends at a container that was memoized empty.
     fn enter(&mut self, id: NodeId) -> Result<(), FormatError> {
         let times = self.entered.entry(id).or_insert(0);
         *times += 1;
@@ -293,7 +293,7 @@ impl<'p> Rewrite<'_, 'p, '_> {
         }
         let (now, rest) = fill.rest.split_at(left.min(BATCH) * width);
         self.writer.out.push(op::MARK);
-        // CPython ends a dict of a multiple of 1000 entries with a batch of none.
+        // CPython ends a dict of a multiple of 1000 entries with an empty batch.
         if !rest.is_empty() || (left == BATCH && fill.exact && fill.pairs) {
             self.steps.push(Step::Fill(Fill { rest, first: false, ..fill }));
         }

@@ -1,4 +1,4 @@
-//! The state of the machine: stack, marks, memo, and the arena being built.
+//! The state of the machine: stack, marks, memo, and the arena under construction.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -10,16 +10,16 @@ use super::cursor::{Cursor, Integer};
 use super::limits::Limits;
 use super::names::to_python3;
 
-/// The most bytes of a module's name, and of a name in it. Real ones have a tenth of it; each is
-/// looked up whenever it is met.
+/// The maximum length in bytes of a module's name, and of a name in it. Real ones have a tenth of
+/// it; each occurrence is looked up.
 const NAME_MAX: usize = 1 << 10;
 
 pub(super) struct Machine<'a> {
     pub(super) cursor: Cursor<'a>,
-    /// The most memory that this may take together, in bytes.
+    /// The memory limit for all of it, in bytes.
     memory: u64,
     pub(super) stack: Vec<NodeId>,
-    /// Lengths of the stack at each open `MARK`.
+    /// The length of the stack at each open `MARK`.
     pub(super) marks: Vec<usize>,
     pub(super) memo: Vec<Option<NodeId>>,
     pub(super) memo_len: usize,
@@ -28,12 +28,12 @@ pub(super) struct Machine<'a> {
     pub(super) constants: Constants,
 }
 
-/// Values of which every occurrence is the same node.
+/// Values whose occurrences share one node.
 pub(super) struct Constants {
     pub(super) yes: NodeId,
     pub(super) no: NodeId,
     pub(super) empty_tuple: NodeId,
-    /// The integers of one byte, once they occur: half of all nodes of a `.metadata`.
+    /// The one-byte integers in use: half of all nodes of a `.metadata`.
     pub(super) bytes: [Option<NodeId>; 256],
 }
 
@@ -75,14 +75,14 @@ impl<'a> Machine<'a> {
         self.out
     }
 
-    /// Fails when more memory is taken than the pickle may have.
+    /// Fails when the memory in use exceeds the limit.
     pub(super) fn check_memory(&self) -> Result<(), FormatError> {
         let out = &self.out;
         let taken = size_of_val(&*out.nodes)
             + size_of_val(&*out.pool)
             + size_of_val(&*out.objects)
             + size_of_val(&*out.rare)
-            // Once more in the table by name.
+            // Counted again for the table by name.
             + 3 * size_of_val(&*out.globals)
             + size_of_val(&*self.stack)
             + size_of_val(&*self.marks)
@@ -156,7 +156,7 @@ impl<'a> Machine<'a> {
         })
     }
 
-    /// The stack may not be emptied below the last mark.
+    /// The lower end of the stack: the last mark.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -178,13 +178,13 @@ impl<'a> Machine<'a> {
         self.marks.pop().ok_or_else(|| self.cursor.bad("there is no mark"))
     }
 
-    /// Takes everything above the mark as children.
+    /// Pops everything above the mark as children.
     pub(super) fn collect(&mut self) -> Result<Span, FormatError> {
         let start = self.mark()?;
         self.collect_into(Span::default(), start)
     }
 
-    /// Takes everything from `start` on as further children of a span.
+    /// Pops everything from `start` as further children of a span.
     fn collect_into(&mut self, span: Span, start: usize) -> Result<Span, FormatError> {
         let children = self.stack.get(start..).unwrap_or_default();
         let span = self
@@ -224,13 +224,13 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Where the `len` uppermost values begin, all of them above the last mark.
+    /// The position of the `len` uppermost values, all above the last mark.
     pub(super) fn uppermost(&self, len: usize) -> Result<usize, FormatError> {
         let start = self.stack.len().checked_sub(len).filter(|start| *start >= self.floor());
         start.ok_or_else(|| self.cursor.bad("the stack is empty"))
     }
 
-    /// The value below `start`, which what lies above is put into.
+    /// The container below `start`.
     fn below(&self, start: usize) -> Result<NodeId, FormatError> {
         match start.checked_sub(1).filter(|at| *at >= self.floor()) {
             Some(at) => Ok(self.stack.get(at).copied().unwrap_or(NodeId::NONE)),
@@ -289,7 +289,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// The index of the rare parts of an object, made on first use.
+    /// The index of an object's rare parts, which the first use creates.
     fn rare(&mut self, object: u32) -> Result<usize, FormatError> {
         let next = NodeId::from_index(self.out.rare.len());
         let Some(object) = self.out.objects.get_mut(object as usize) else {
@@ -396,7 +396,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Text with lone surrogates as Python shows it: each as `\udc80` is.
+/// Text with lone surrogates, escaped as Python prints them: `\udc80`.
 pub(crate) fn surrogates_escaped(bytes: &[u8]) -> String {
     let mut shown = String::with_capacity(bytes.len());
     let mut rest = bytes;
@@ -414,7 +414,7 @@ pub(crate) fn surrogates_escaped(bytes: &[u8]) -> String {
     }
 }
 
-/// Whether it is UTF-8 but for encoded surrogates, which Python strings can hold.
+/// Whether it is UTF-8 with encoded surrogates, which Python strings can contain.
 fn is_surrogatepass(bytes: &[u8]) -> bool {
     let mut rest = bytes;
     loop {

@@ -1,24 +1,24 @@
-//! Every node of a pickle that another one refers to, and the path to it.
+//! Visits every node of a pickle, with the path to it.
 
 use std::collections::VecDeque;
 
 use super::arena::{Node, NodeId, Pickle};
 
-/// The most of a path that is kept, in bytes.
+/// The maximum length of a stored path, in bytes.
 const PATH_MAX: usize = 256;
 
-/// Every node below a root, nearest first. Shared nodes come once; cycles end.
+/// Every node below a root, nearest first. Shared nodes are visited once; cycles end.
 pub(super) struct Walk {
     root: NodeId,
     order: Vec<NodeId>,
-    /// Of each node, where it is met first.
+    /// The first reference to each node.
     reached: Vec<Option<(NodeId, Step)>>,
 }
 
-/// How one node refers to another.
+/// A reference from one node to another.
 #[derive(Clone, Copy)]
 enum Step {
-    /// By a part that has no name.
+    /// A part without a name.
     Part,
     Key(NodeId),
     Index(usize),
@@ -42,8 +42,8 @@ impl Walk {
         self.order.iter().copied()
     }
 
-    /// Keys and positions on the way to a node, joined by dots: the innermost ones where there are
-    /// too many.
+    /// The path to a node: keys and positions, joined by dots. A long path keeps its innermost
+    /// steps.
     pub(super) fn path_to(&self, pickle: &Pickle<'_>, mut id: NodeId) -> String {
         let mut path = String::new();
         while id != self.root

@@ -1,4 +1,4 @@
-//! Writing pickles of protocol 2, byte for byte as CPython's C pickler does.
+//! Writes pickles of protocol 2, byte for byte as CPython's C pickler does.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,14 +9,14 @@ use dcp_core::{BigInt, FormatError};
 use super::names::to_python2;
 use super::opcode as op;
 
-/// Items that one `APPENDS` or `SETITEMS` takes.
+/// The number of items of one `APPENDS` or `SETITEMS`.
 pub(super) const BATCH: usize = 1000;
 
 /// Writes the opcodes of protocol 2 and numbers the memo.
 ///
-/// CPython puts every string, tuple, list, dict, global and object into the memo in the order it
-/// meets them, and writes a reference when it meets the same object again. Which strings are the
-/// same object is an accident of the program that made them, so here it is a rule:
+/// CPython memoizes every string, tuple, list, dict, global and object in order, and writes a
+/// reference when it meets the same object again. Which strings are one object depends on the
+/// program that created them. This writer has rules instead:
 ///
 /// * globals are shared by name;
 /// * [`constant`](Self::constant)s are shared by value, as string literals of a module are;
@@ -24,9 +24,9 @@ pub(super) const BATCH: usize = 1000;
 ///   [`Bytes`], through [`shared_bytes`](Self::shared_bytes);
 /// * empty strings and bytes, strings of one Latin-1 character, and single bytes are shared by
 ///   value, as CPython has only one object of each;
-/// * all other strings, and all tuples, lists and dicts, are written anew.
+/// * all other strings, and all tuples, lists and dicts, are written each time.
 ///
-/// Names are Python 3's; those that Python 2 had elsewhere are stored by their old names, as with
+/// Names are Python 3's. Those that moved since Python 2 are stored under their old names, as with
 /// `fix_imports`.
 #[derive(Debug)]
 pub struct Writer {
@@ -35,15 +35,15 @@ pub struct Writer {
     /// By module, then by name.
     by_name: HashMap<Box<str>, HashMap<Box<str>, u32>>,
     by_value: HashMap<Box<str>, u32>,
-    /// Keys of storages, of which `torch.save` has one string each.
+    /// Storage keys, each of which is one string in `torch.save`.
     by_storage_key: HashMap<Box<str>, u32>,
-    /// Whether references to storages say that they are no views.
+    /// Whether references to storages state that they are not views.
     storage_views: bool,
-    /// Bytes objects of one byte, or none.
+    /// Bytes objects of length 1 or 0.
     short_bytes: HashMap<Option<u8>, u32>,
-    /// By address; the clone keeps the address from being used again.
+    /// By address; the clone prevents reuse of the address.
     by_identity: HashMap<usize, (u32, Arc<str>)>,
-    /// The same of bytes, by address and length.
+    /// Shared bytes, by address and length.
     bytes_by_identity: HashMap<(usize, usize), (u32, Bytes)>,
     too_long: bool,
 }
@@ -72,7 +72,7 @@ impl Writer {
         }
     }
 
-    /// Begins a pickle as in files of `torch.save` from before the zip format.
+    /// Begins a pickle of the form that `torch.save` used before its zip format.
     pub(crate) fn with_storage_views() -> Self {
         Self { storage_views: true, ..Self::new() }
     }
@@ -81,7 +81,7 @@ impl Writer {
     ///
     /// # Errors
     ///
-    /// When a string was 4 GiB or longer, for which protocol 2 has no opcode.
+    /// When a string had 4 GiB or more, for which protocol 2 has no opcode.
     pub fn finish(mut self) -> Result<Bytes, FormatError> {
         if self.too_long {
             return Err(FormatError::new("pickle", "protocol 2 has no strings of 4 GiB or more"));
@@ -90,17 +90,17 @@ impl Writer {
         Ok(self.out.into())
     }
 
-    /// `None`.
+    /// Writes `None`.
     pub fn none(&mut self) {
         self.out.push(op::NONE);
     }
 
-    /// `True` or `False`.
+    /// Writes `True` or `False`.
     pub fn bool(&mut self, value: bool) {
         self.out.push(if value { op::NEWTRUE } else { op::NEWFALSE });
     }
 
-    /// An integer.
+    /// Writes an integer.
     pub fn int(&mut self, value: i64) {
         if let Ok(n) = u8::try_from(value) {
             self.out.extend([op::BININT1, n]);
@@ -115,7 +115,7 @@ impl Writer {
         }
     }
 
-    /// An unsigned integer.
+    /// Writes an unsigned integer.
     pub fn uint(&mut self, value: u64) {
         match i64::try_from(value) {
             Ok(value) => self.int(value),
@@ -127,7 +127,7 @@ impl Writer {
         }
     }
 
-    /// An integer beyond 64 bits.
+    /// Writes an integer of more than 64 bits.
     pub fn big_int(&mut self, value: &BigInt) {
         let bytes = value.to_le_bytes();
         match (u8::try_from(bytes.len()), u32::try_from(bytes.len())) {
@@ -141,13 +141,13 @@ impl Writer {
         self.out.extend_from_slice(bytes);
     }
 
-    /// A float.
+    /// Writes a float.
     pub fn float(&mut self, value: f64) {
         self.out.push(op::BINFLOAT);
         self.out.extend(value.to_be_bytes());
     }
 
-    /// A string of its own.
+    /// Writes a string that is not shared.
     pub fn str(&mut self, text: &str) {
         let mut chars = text.chars();
         match (chars.next(), chars.next()) {
@@ -160,7 +160,7 @@ impl Writer {
         }
     }
 
-    /// A string that is the same object as every equal constant.
+    /// Writes a string that is shared with every equal constant.
     pub fn constant(&mut self, text: &str) {
         if let Some(memo) = self.by_value.get(text) {
             return self.get(*memo);
@@ -170,7 +170,7 @@ impl Writer {
         self.by_value.insert(text.into(), memo);
     }
 
-    /// A string that is the same object wherever this `Arc` is.
+    /// Writes a string that is shared with itself, by its `Arc`.
     pub fn shared_str(&mut self, text: &Arc<str>) {
         if text.chars().nth(1).is_none() {
             return self.str(text);
@@ -184,13 +184,13 @@ impl Writer {
         self.by_identity.insert(address, (memo, Arc::clone(text)));
     }
 
-    /// A reference to a storage, as `torch.save` makes it: of this class, under this key, of so
-    /// many elements of the class.
+    /// Writes a reference to a storage as `torch.save` does: its class, its key, and its length in
+    /// elements of the class.
     ///
-    /// A zip file has one string for each key, wherever the storage is referred to; files from
-    /// before that have a new one each time, and say that the storage is not part of another. In
-    /// these, storages without an element type are bytes: PyTorch (2.15) writes them as they are,
-    /// but cannot load that.
+    /// In zip files, all references to a storage share one key string. Older files have a new
+    /// string each time, and state that the storage is not a view of another. In those, storages
+    /// without an element type are written as bytes: PyTorch (2.15) writes them unchanged but
+    /// cannot load them.
     pub fn storage(&mut self, class: (&str, &str), key: &str, location: &str, len: u64) {
         let class = match class {
             ("torch.storage", "UntypedStorage") if self.storage_views => ("torch", "ByteStorage"),
@@ -219,7 +219,7 @@ impl Writer {
         self.persistent();
     }
 
-    /// Bytes, which protocol 2 spells as Latin-1 text to be encoded.
+    /// Writes bytes, which protocol 2 stores as Latin-1 text to encode.
     pub fn bytes(&mut self, bytes: &[u8]) {
         let short = (bytes.len() <= 1).then(|| bytes.first().copied());
         if let Some(memo) = short.and_then(|short| self.short_bytes.get(&short)) {
@@ -241,7 +241,7 @@ impl Writer {
         }
     }
 
-    /// Bytes that are the same object wherever this memory is.
+    /// Writes bytes that are shared with themselves, by address.
     pub fn shared_bytes(&mut self, bytes: &Bytes) {
         let place = (bytes.as_ptr().addr(), bytes.len());
         if bytes.len() <= 1 {
@@ -251,12 +251,12 @@ impl Writer {
             return self.get(*memo);
         }
         self.bytes(bytes);
-        // The call that makes them is what was memoized last.
+        // The call that creates them was memoized last.
         let memo = self.memo_len.saturating_sub(1);
         self.bytes_by_identity.insert(place, (memo, bytes.clone()));
     }
 
-    /// A name to import.
+    /// Writes a name to import.
     pub fn global(&mut self, module: &str, name: &str) {
         let (module, name) = to_python2(module, name);
         if let Some(memo) = self.by_name.get(module).and_then(|names| names.get(name)) {
@@ -271,16 +271,16 @@ impl Writer {
         self.by_name.entry(module.into()).or_default().insert(name.into(), memo);
     }
 
-    /// `()`.
+    /// Writes `()`.
     pub fn empty_tuple(&mut self) {
         self.out.push(op::EMPTY_TUPLE);
     }
 
-    /// A tuple of the `len` values that `items` writes.
+    /// Writes a tuple of the `len` values that `items` writes.
     ///
     /// # Errors
     ///
-    /// Those of `items`.
+    /// Errors of `items`.
     pub fn tuple<E>(
         &mut self,
         len: usize,
@@ -305,7 +305,7 @@ impl Writer {
         self.memoize();
     }
 
-    /// A tuple of integers.
+    /// Writes a tuple of integers.
     pub fn uint_tuple(&mut self, values: &[u64]) {
         let Ok(()) = self.tuple(values.len(), |writer| {
             values.iter().for_each(|value| writer.uint(*value));
@@ -313,11 +313,11 @@ impl Writer {
         });
     }
 
-    /// A list whose items `each` writes.
+    /// Writes a list, each item by `each`.
     ///
     /// # Errors
     ///
-    /// Those of `each`.
+    /// Errors of `each`.
     pub fn list<T, E>(
         &mut self,
         items: impl ExactSizeIterator<Item = T>,
@@ -350,11 +350,11 @@ impl Writer {
         Ok(())
     }
 
-    /// A dict whose keys and values `each` writes.
+    /// Writes a dict, each key and value by `each`.
     ///
     /// # Errors
     ///
-    /// Those of `each`.
+    /// Errors of `each`.
     pub fn dict<T, E>(
         &mut self,
         entries: impl ExactSizeIterator<Item = T>,
@@ -373,7 +373,7 @@ impl Writer {
         if len == 0 {
             return Ok(());
         }
-        // Unlike with lists, a last batch that is full is followed by an empty one.
+        // Unlike for lists, an empty batch follows a last batch that is full.
         self.out.push(op::MARK);
         let mut open = 0;
         for entry in entries {
@@ -394,18 +394,18 @@ impl Writer {
         self.memoize();
     }
 
-    /// Makes an instance of the class below with the arguments on top.
+    /// Creates an instance of the class below with the arguments on top.
     pub fn new_object(&mut self) {
         self.out.push(op::NEWOBJ);
         self.memoize();
     }
 
-    /// Gives the state on top to the object below.
+    /// Applies the state on top to the object below.
     pub fn build(&mut self) {
         self.out.push(op::BUILD);
     }
 
-    /// Replaces the id on top by what it stands for.
+    /// Replaces the id on top with the object it refers to.
     pub fn persistent(&mut self) {
         self.out.push(op::BINPERSID);
     }
@@ -414,7 +414,7 @@ impl Writer {
         self.utf8(text.as_bytes());
     }
 
-    /// Text as Python encodes it, lone surrogates included.
+    /// Writes text as Python encodes it, including lone surrogates.
     pub(super) fn utf8(&mut self, text: &[u8]) {
         match u32::try_from(text.len()) {
             Ok(len) => {

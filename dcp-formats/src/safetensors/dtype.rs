@@ -1,8 +1,8 @@
-//! Element types by the names that safetensors gives them.
+//! The names of dtypes in safetensors.
 
 use dcp_core::DType;
 
-/// Names of safetensors 0.8 and ours, in the order of the library's own list.
+/// Names of safetensors 0.8 and our dtypes, in the order of the library's list.
 const NAMES: &[(&str, DType)] = &[
     ("BOOL", DType::Bool),
     ("F4", DType::Float4E2M1FnX2),
@@ -26,26 +26,26 @@ const NAMES: &[(&str, DType)] = &[
     ("U64", DType::UInt64),
 ];
 
-/// The name of an element type, or `None` where the format has none, as for `complex128`.
+/// The name of a dtype; `None` if the format has none, as for `complex128`.
 #[must_use]
 pub fn dtype_name(dtype: DType) -> Option<&'static str> {
     NAMES.iter().find(|(_, known)| *known == dtype).map(|(name, _)| *name)
 }
 
-/// The element type of that name.
+/// The dtype of that name.
 #[must_use]
 pub fn parse_dtype(name: &str) -> Option<DType> {
     NAMES.iter().find(|(known, _)| *known == name).map(|(_, dtype)| *dtype)
 }
 
-/// Elements of the format per element of ours along the last axis: shapes of packed types count
-/// single values there, bytes here.
+/// Elements of the format per element of ours along the last axis: shapes of packed dtypes count
+/// single values there, and bytes here.
 pub(super) fn packing(dtype: DType) -> u64 {
     if dtype == DType::Float4E2M1FnX2 { 2 } else { 1 }
 }
 
-/// Where tensors of the type come in a file: the library puts the types that are last in its list
-/// first, so that large alignments come before small ones.
+/// The sort key of the dtype in a file. The library writes the last types of its list first, so
+/// that large alignments precede small ones.
 pub(super) fn rank(dtype: DType) -> usize {
     NAMES.iter().position(|(_, known)| *known == dtype).unwrap_or(0)
 }

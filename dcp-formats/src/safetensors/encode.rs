@@ -1,4 +1,4 @@
-//! Making the header of a safetensors image.
+//! Encodes the header of a safetensors image.
 
 use std::sync::Arc;
 
@@ -26,23 +26,23 @@ pub struct SafetensorsItem {
 pub struct EncodedHeader {
     /// Length, JSON text and padding to a multiple of 8 bytes.
     pub bytes: Bytes,
-    /// The positions of the items in the order in which their bytes follow.
+    /// The positions of the items, in the order of their bytes.
     pub order: Vec<usize>,
     /// The same header, parsed.
     pub header: Header,
-    /// Bytes of the whole image.
+    /// The size of the whole image in bytes.
     pub byte_len: u64,
 }
 
-/// Lays out an image as the safetensors library (0.8) does: tensors by element type, those of large
-/// alignment first, then by name; `__metadata__` in the order given.
+/// Lays out an image as the safetensors library (0.8) does: tensors by dtype, large alignments
+/// first, then by name; `__metadata__` in the given order.
 ///
-/// Loaders that dispatch on it want `("format", "pt")` among the metadata.
+/// Loaders that dispatch on it need `("format", "pt")` in the metadata.
 ///
 /// # Errors
 ///
-/// When the format has no name for an element type, a name occurs twice or is `__metadata__`, or
-/// the bytes exceed `u64`.
+/// When the format has no name for a dtype, a name occurs twice or is `__metadata__`, or the size
+/// exceeds `u64`.
 pub fn encode_header(
     items: &[SafetensorsItem],
     metadata: &IndexMap<String, String>,

@@ -1,4 +1,4 @@
-//! Parsing the header of a safetensors image.
+//! Parses the header of a safetensors image.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,13 +12,13 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use super::dtype::{packing, parse_dtype};
 use crate::unique::UniqueMap;
 
-/// Bytes in front of the JSON text: its length.
+/// Bytes before the JSON text: its length.
 pub const PREFIX_LEN: u64 = 8;
 
 /// The library's own limit.
 const HEADER_MAX: u64 = 100_000_000;
 
-/// What a safetensors image holds and where. Offsets are in bytes from the end of the header.
+/// The contents of a safetensors image. Offsets are in bytes from the end of the header.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Header {
     tensors: IndexMap<Arc<str>, TensorInfo>,
@@ -32,7 +32,7 @@ pub struct TensorInfo {
     pub dtype: DType,
     /// The shape, in elements of `dtype` (a packed type counts bytes, as in PyTorch).
     pub shape: Dims,
-    /// Where its bytes lie, row-major and little-endian.
+    /// The range of its bytes, row-major and little-endian.
     pub byte_range: Range<u64>,
 }
 
@@ -41,8 +41,7 @@ pub struct TensorInfo {
 ///
 /// # Errors
 ///
-/// When the image does not hold that many bytes, or the length is beyond the library's limit of
-/// 100 MB.
+/// When the image is shorter, or the length exceeds the library's limit of 100 MB.
 pub fn header_len(prefix: &[u8], image_len: u64) -> Result<u64, FormatError> {
     let bad = |problem: String| Err(FormatError::new("safetensors header", problem).at(0));
     let Some(prefix) = prefix.first_chunk::<8>() else {
@@ -66,8 +65,8 @@ impl Header {
     ///
     /// # Errors
     ///
-    /// When it is no such text, a name or field occurs twice, an element type is unknown, or the
-    /// tensors do not lie one behind the other and fill the data exactly.
+    /// When the text is not a header, a name or field occurs twice, a dtype is unknown, or the
+    /// tensors do not fill the data contiguously.
     pub fn parse(json: &[u8], data_len: u64) -> Result<Self, FormatError> {
         let header = Self::parse_claims(json)?;
         match header.range_problem(data_len) {
@@ -76,7 +75,7 @@ impl Header {
         }
     }
 
-    /// Parses the JSON text without asking where the tensors lie.
+    /// Parses the JSON text without checking the ranges of tensors.
     pub(crate) fn parse_claims(json: &[u8]) -> Result<Self, FormatError> {
         let Raw { tensors, metadata } = serde_json::from_slice(json).map_err(|error| {
             FormatError::new("safetensors header", error.to_string()).at(PREFIX_LEN)
@@ -118,8 +117,8 @@ impl Header {
         &self.metadata
     }
 
-    /// The library's rule: sorted by where they begin, each tensor begins where the one before
-    /// ends, and the last ends with the data.
+    /// The library's rule: in order of their offsets, each tensor begins at the end of the one
+    /// before, and the last ends with the data.
     pub(crate) fn range_problem(&self, data_len: u64) -> Option<RangeProblem> {
         let mut sorted: Vec<_> = self.tensors.iter().collect();
         sorted.sort_by_key(|(_, info)| (info.byte_range.start, info.byte_range.end));
@@ -148,25 +147,25 @@ impl Header {
     }
 }
 
-/// What is wrong with where the tensors of an image lie.
+/// A problem of the ranges of an image's tensors.
 #[derive(Clone, Debug)]
 pub(crate) struct RangeProblem {
     pub(crate) kind: Ranges,
-    /// The tensor concerned.
+    /// The tensor.
     pub(crate) name: Option<Arc<str>>,
     pub(crate) problem: String,
 }
 
-/// How the ranges of an image are wrong.
+/// Kinds of problems of ranges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ranges {
-    /// Two tensors share bytes.
+    /// Two tensors overlap.
     Overlap,
-    /// There are bytes between two tensors.
+    /// There is a gap between two tensors.
     Gap,
     /// The data ends before a tensor does.
     Short,
-    /// The data goes on behind the last tensor.
+    /// The data continues after the last tensor.
     Long,
 }
 
@@ -177,7 +176,7 @@ impl RangeProblem {
     }
 }
 
-/// The header as JSON has it.
+/// The JSON form of the header.
 struct Raw {
     tensors: IndexMap<String, RawTensor>,
     metadata: IndexMap<String, String>,

@@ -1,25 +1,25 @@
-//! Reading the header of an image that lies in a storage.
+//! Reads the header of an image in a storage.
 
 use dcp_core::{CheckpointError, FormatError, Key, Storage, StorageExt as _};
 
 use super::header::{Header, PREFIX_LEN, RangeProblem, header_len};
 use super::sharding::{SHARDING, ShardingInfo};
 
-/// Bytes that are read at first: most headers are shorter, and cost one request.
+/// The size of the first read; most headers are shorter and need one request.
 const HEAD_BYTES: u64 = 32 << 10;
 
 /// A safetensors image in a file.
 #[derive(Debug)]
 pub(crate) struct Image {
     pub(crate) header: Header,
-    /// Where its data begins in the file.
+    /// The offset of its data in the file.
     pub(crate) data_start: u64,
-    /// Where its tensors belong in whole ones.
+    /// The positions of its tensors in the whole ones.
     pub(crate) sharding: ShardingInfo,
 }
 
-/// Reads the header of the image that begins at `start` and ends with the file of `file_len` bytes;
-/// and what is wrong with where it says that the tensors lie.
+/// Reads the header of the image from `start` to the end of the file, which has `file_len` bytes.
+/// Also returns the problem of its ranges, if there is one.
 pub(crate) async fn read_image(
     storage: &dyn Storage,
     key: &Key,

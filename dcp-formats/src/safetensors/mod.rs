@@ -1,8 +1,8 @@
-//! safetensors files: a JSON header that says where each tensor's bytes lie, then the bytes.
+//! safetensors files: a JSON header with the range of each tensor, and the tensors' bytes.
 //!
-//! [`Header`] is parsed from untrusted bytes and made for writing without touching a file;
-//! [`write`](fn@write) streams a whole file to a storage. PyTorch's DCP uses the format in files
-//! of `SerializationFormat.SAFETENSORS` and of its Hugging Face writer.
+//! [`Header`] is parsed from untrusted bytes, and built for writing, without file access.
+//! [`write`](fn@write) streams a whole file to a storage. PyTorch's DCP uses the format for
+//! `SerializationFormat.SAFETENSORS` and in its Hugging Face writer.
 
 mod dtype;
 mod encode;

@@ -1,4 +1,4 @@
-//! Tensors of types that the format has no name for.
+//! Tensors of dtypes that the format has no name for.
 
 use dcp_core::{DType, Dims, Region};
 use serde::Deserialize;
@@ -7,14 +7,14 @@ use serde_json::json;
 use super::dtype::dtype_name;
 use super::header::{Header, TensorInfo};
 
-/// The entry of the header's `__metadata__` that describes tensors of a type the format has no
-/// name for: a JSON object, FQN → `{"dtype", "shape"}`. Their bytes are stored as `U8`, with an
-/// axis more for the bytes of an element.
+/// The key of the header's `__metadata__` that describes tensors of a dtype without a name in the
+/// format: a JSON object, FQN → `{"dtype", "shape"}`. Their bytes are stored as `U8`, with a
+/// further axis for the bytes of an element.
 ///
-/// The convention is ours; other programs see bytes.
+/// The convention is dcp's; other programs see bytes.
 pub const RAW: &str = "dcp.raw";
 
-/// What [`RAW`] says of the tensors of one file.
+/// The content of [`RAW`] for the tensors of one file.
 #[derive(Clone, Debug, Default)]
 pub struct RawTypes(serde_json::Map<String, serde_json::Value>);
 
@@ -25,21 +25,21 @@ struct RawType {
 }
 
 impl RawTypes {
-    /// What a header says; nothing where it does not make sense.
+    /// Reads the header's entry; empty if it is invalid.
     #[must_use]
     pub fn of(header: &Header) -> Self {
         let text = header.metadata().get(RAW).map_or("{}", String::as_str);
         Self(serde_json::from_str(text).unwrap_or_default())
     }
 
-    /// Whether nothing is described.
+    /// Whether no tensor is described.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// How a tensor is stored: as it is where the format can say what it is, otherwise as bytes,
-    /// and then it is noted.
+    /// The stored dtype and shape of a tensor: its own if the format has a name for the dtype, and
+    /// bytes otherwise, which it records.
     pub fn stored_as(&mut self, name: &str, dtype: DType, shape: &Dims) -> (DType, Dims) {
         let packed_scalar = dtype == DType::Float4E2M1FnX2 && shape.ndim() == 0;
         if dtype_name(dtype).is_some() && !packed_scalar {
@@ -50,14 +50,14 @@ impl RawTypes {
         (DType::UInt8, shape.iter().copied().chain([dtype.size() as u64]).collect())
     }
 
-    /// The entry for the header's `__metadata__`.
+    /// The value for the header's `__metadata__`.
     #[must_use]
     pub fn to_json(&self) -> String {
         serde_json::Value::Object(self.0.clone()).to_string()
     }
 
-    /// The type and shape of a tensor: what is described where that fits the bytes, what the
-    /// format says otherwise.
+    /// The dtype and shape of a tensor: the described ones if they match its bytes, those of the
+    /// format otherwise.
     #[must_use]
     pub fn typed(&self, name: &str, info: &TensorInfo) -> (DType, Dims) {
         let described = self.0.get(name).filter(|_| info.dtype == DType::UInt8);

@@ -1,4 +1,4 @@
-//! Where the tensors of a file belong in whole ones: PyTorch's `DCP_SHARDING_INFO`.
+//! The positions of a file's tensors in the whole ones: PyTorch's `DCP_SHARDING_INFO`.
 
 use std::sync::Arc;
 
@@ -9,18 +9,18 @@ use serde_json::json;
 
 use crate::unique::UniqueMap;
 
-/// The header's key for where each tensor belongs in the whole one.
+/// The header's key for the offset of each tensor in the whole one.
 pub const SHARDING: &str = "DCP_SHARDING_INFO";
 /// The header's key for the version of [`SHARDING`].
 pub const SHARDING_VERSION: &str = "DCP_VERSION";
 /// The version that PyTorch writes (2.8 to 2.15).
 pub const SHARDING_VERSION_WRITTEN: &str = "1.0";
 
-/// For each tensor of a file, where it begins in the whole one; in elements per axis.
+/// For each tensor of a file, its offset in the whole one, in elements per axis.
 ///
-/// PyTorch's Hugging Face storage and its `SerializationFormat.SAFETENSORS` (2.8 and later) put
-/// this into the header of every file, also where all offsets are zero. The shape of the whole
-/// tensor is nowhere: it is as large as all its parts reach.
+/// PyTorch's Hugging Face storage and its `SerializationFormat.SAFETENSORS` (2.8 and later) write
+/// it to the header of every file, even when all offsets are zero. The shape of the whole tensor is
+/// not stored: it is the extent of all parts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShardingInfo {
     offsets: IndexMap<Arc<str>, Dims>,
@@ -36,8 +36,8 @@ impl ShardingInfo {
     ///
     /// # Errors
     ///
-    /// When it is no such text, a name occurs twice, or there are more than
-    /// [`Dims::MAX_AXES`] offsets.
+    /// When the text is invalid, a name occurs twice, or there are more than [`Dims::MAX_AXES`]
+    /// offsets.
     pub fn parse(text: &str) -> Result<Self, FormatError> {
         let bad = |problem: String| {
             FormatError::new("safetensors header", format!("{SHARDING}: {problem}"))
@@ -55,18 +55,18 @@ impl ShardingInfo {
         Ok(Self { offsets })
     }
 
-    /// Where the tensor of that name begins in the whole one; `None` where nothing is said.
+    /// The offset of a tensor in the whole one; `None` if it is not stored.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Dims> {
         self.offsets.get(name)
     }
 
-    /// Says where a tensor begins.
+    /// Sets the offset of a tensor.
     pub fn insert(&mut self, name: impl Into<Arc<str>>, offsets: Dims) {
         self.offsets.insert(name.into(), offsets);
     }
 
-    /// Whether nothing is said of any tensor.
+    /// Whether no tensor has an offset.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.offsets.is_empty()

@@ -1,4 +1,4 @@
-//! Tensors that are the same memory as another one, and stored once.
+//! Tied tensors, which are stored once.
 
 use std::sync::Arc;
 
@@ -6,14 +6,14 @@ use indexmap::IndexMap;
 
 use super::header::Header;
 
-/// The entry of the header's `__metadata__` that names tensors which are stored under another
-/// name: a JSON object, FQN → FQN of the one that is in the file.
+/// The key of the header's `__metadata__` that names tied tensors: a JSON object, FQN → FQN of the
+/// stored one.
 ///
-/// The convention is ours. `safetensors.torch.save_model` has an entry for each such tensor
-/// instead, which cannot be told from any other entry; loaders ignore both.
+/// The convention is dcp's. `safetensors.torch.save_model` writes an entry per tied tensor instead,
+/// indistinguishable from other entries; loaders ignore both.
 pub const TIED: &str = "dcp.tied";
 
-/// What [`TIED`] says in a header; nothing where it does not make sense.
+/// The content of [`TIED`] in a header; empty if it is invalid.
 #[must_use]
 pub fn ties_of(header: &Header) -> IndexMap<Arc<str>, Arc<str>> {
     let text = header.metadata().get(TIED).map_or("{}", String::as_str);

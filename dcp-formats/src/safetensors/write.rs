@@ -1,4 +1,4 @@
-//! Writing a whole safetensors file to a storage.
+//! Writes a safetensors file to a storage.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use crate::upload::{
     prepare_file, send_file, write_file,
 };
 
-/// Writes a file that must not exist yet, and returns its header. `data` counts items as
-/// `items` does; their bytes are streamed.
+/// Writes a file that must not exist yet, and returns its header. Items of `data` are numbered as
+/// `items`; their bytes are streamed.
 ///
 /// # Errors
 ///
-/// When the header cannot be made (see [`encode_header`]), or data or storage fail; then there
-/// is no file.
+/// When the header cannot be encoded (see [`encode_header`]), or the data or the storage fails. No
+/// file is created then.
 pub async fn write(
     storage: &dyn Storage,
     key: &Key,
@@ -33,11 +33,11 @@ pub async fn write(
     Ok(encoded)
 }
 
-/// Makes such a file without giving it its name; `options` say whether one of that name is replaced.
+/// Writes such a file without its name yet; `options` say whether an existing file is replaced.
 ///
 /// # Errors
 ///
-/// As [`write()`]; then there is nothing of the file.
+/// As [`write()`]. Nothing remains of the file then.
 pub async fn prepare<'a>(
     storage: &'a dyn Storage,
     (key, options): (&Key, FileOptions),
@@ -51,8 +51,8 @@ pub async fn prepare<'a>(
     prepare_file(storage, spec, options, &*data, progress).await
 }
 
-/// Sends such a file without giving it its name, and counts its CRC-32; `options` say whether one of that name is replaced
-/// when it gets it.
+/// Uploads such a file without its name, and computes its CRC-32; `options` say whether an existing
+/// file is replaced when it is named.
 pub(crate) async fn send(
     storage: &dyn Storage,
     (key, options): (&Key, FileOptions),
@@ -66,7 +66,7 @@ pub(crate) async fn send(
     send_file(storage, spec, &*data, Sending { options, hashed: true }, progress).await
 }
 
-/// The header, the items of the file in their order, and what is around them.
+/// The header, the items in file order, and the bytes around them.
 fn frame(
     items: &[SafetensorsItem],
     metadata: &IndexMap<String, String>,
@@ -85,7 +85,7 @@ fn frame(
     Ok((encoded, file_items, framing))
 }
 
-/// The header, as what comes before an empty first item; nothing is between tensors.
+/// The header precedes an empty first item; nothing separates tensors.
 #[derive(Debug)]
 struct Image {
     header: Bytes,

@@ -1,4 +1,4 @@
-//! The pickle of a file to write, and the storages that it refers to.
+//! Composes the pickle of a new file, and the storages that it refers to.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ use crate::pickle::{Limits, NodeId, Pickle, TensorSink, Writer};
 use crate::torch_tensor::{ByteOrder, StorageRef, TensorLayout, byte_order, small_record};
 use crate::torch_zip::{ArchiveIndex, Halt, Record, Sparse};
 
-/// What a deflated record of an object's own archive may grow to.
+/// The maximum size of an inflated record of an object's own archive.
 const INFLATED_MAX: u64 = 1 << 30;
 
 /// A storage of the new file.
@@ -22,21 +22,21 @@ const INFLATED_MAX: u64 = 1 << 30;
 pub(super) struct NewStorage {
     pub(super) content: StorageContent,
     pub(super) byte_len: u64,
-    /// Bytes of an element of the storage's class.
+    /// Bytes per element of the storage's class.
     pub(super) element: u64,
 }
 
-/// Where the bytes of a storage come from.
+/// The origin of a storage's bytes.
 #[derive(Clone, Debug)]
 pub(super) enum StorageContent {
-    /// The item at this position; of a file that is written again, the storage at this position
-    /// in the list of what is kept.
+    /// The item at this position. In a file that is rewritten, the storage at this position in the
+    /// list of kept ones.
     Item(usize),
-    /// They are at hand.
+    /// Bytes in memory.
     Bytes(Bytes),
-    /// A record of another file, which is the item at this position.
+    /// A record of another file, for the item at this position.
     Kept {
-        /// Where they are.
+        /// The record.
         record: Record,
         /// The file.
         file: Key,
@@ -45,15 +45,14 @@ pub(super) enum StorageContent {
     },
 }
 
-/// A pickle and its storages, in the order of their first use.
+/// A pickle and its storages, in order of first use.
 #[derive(Debug)]
 pub(super) struct Composed {
     pub(super) pickle: Bytes,
     pub(super) storages: Vec<NewStorage>,
 }
 
-/// Writes the items as one nested dict. Keys of storages are their numbers, made to be as long
-/// as `key_width` with leading zeros.
+/// Writes the items as one nested dict. Storage keys are numbers, padded with zeros to `key_width`.
 pub(super) fn compose(
     items: &[TorchSaveItem],
     mut writer: Writer,
@@ -86,7 +85,7 @@ struct Composer<'i> {
     kept: Option<Kept<'i>>,
 }
 
-/// The file that objects are taken over from.
+/// The file from which objects are copied.
 struct Kept<'i> {
     graphs: &'i TorchSaveGraphs,
     pickle: Pickle<'i>,
@@ -95,7 +94,7 @@ struct Kept<'i> {
 }
 
 impl Composer<'_> {
-    /// Recursion ends with the paths, whose lengths are limited.
+    /// The limited lengths of paths bound the recursion.
     fn tree(&mut self, writer: &mut Writer, tree: &Tree) -> Result<(), PlanError> {
         match tree {
             Tree::Item(position) => self.item(writer, *position),
@@ -135,7 +134,7 @@ impl Composer<'_> {
         }
     }
 
-    /// Writes an object of another file, with those of its storages that are not there yet.
+    /// Copies an object of another file, with its storages that are not copied yet.
     fn kept(
         &mut self,
         writer: &mut Writer,
@@ -176,7 +175,7 @@ impl Composer<'_> {
         writer.graph(pickle, node, &mut renumbered)
     }
 
-    /// The item whose storage a tied tensor is in.
+    /// The item whose storage contains a tied tensor.
     fn tied(&self, other: usize, layout: &TensorLayout) -> Result<usize, String> {
         match self.items.get(other).map(|item| &item.content) {
             Some(TorchSaveContent::Tensor { dtype, shape, same_as: None })
@@ -194,13 +193,13 @@ fn unsupported(fqn: &str, error: &FormatError) -> PlanError {
     PlanError::Unsupported { fqn: fqn.to_owned(), problem: error.problem().to_owned() }
 }
 
-/// The storages of a file in the making.
+/// The storages of a new file.
 #[derive(Debug, Default)]
 pub(super) struct Storages {
     pub(super) all: Vec<NewStorage>,
     by_item: HashMap<usize, usize>,
     key_width: usize,
-    /// Where Python puts the storages of objects, instead of where they were.
+    /// The device for storages of objects; `None` keeps their own.
     device: Option<String>,
 }
 
@@ -237,15 +236,15 @@ impl TensorSink for Storages {
         Ok(())
     }
 
-    /// Takes the object out of the archive that it was kept in, with its storages.
+    /// Copies an opaque object out of its archive, with its storages.
     fn opaque(&mut self, writer: &mut Writer, opaque: &Opaque) -> Result<(), FormatError> {
         self.splice(writer, &opaque.encoded, |pickle| Ok(pickle.root()))
     }
 }
 
 impl Storages {
-    /// Writes that part of an archive's object which `part` names, after changing it as `part`
-    /// likes, with its storages.
+    /// Copies the part of an archive's object that `part` selects and may change, with its
+    /// storages.
     pub(super) fn splice(
         &mut self,
         writer: &mut Writer,

@@ -1,4 +1,4 @@
-//! What a file of `torch.save` consists of: a pickle, and storages by their keys.
+//! The parts of a `torch.save` file: a pickle, and storages by key.
 
 use std::ops::Range;
 
@@ -12,34 +12,34 @@ use crate::pickle::Limits;
 use crate::torch_tensor::{ByteOrder, StorageRef, byte_order, small_record};
 use crate::torch_zip::{ArchiveIndex, Entry, Method, Progress, Record, Sparse};
 
-/// The most that a pickle may have, in bytes; a tensor takes about 300.
+/// The maximum size of a pickle in bytes; a tensor takes about 300.
 pub(super) const PICKLE_MAX: u64 = 256 << 20;
-/// How much parsing one may take.
+/// Limits on parsing a pickle.
 pub(super) const LIMITS: Limits = Limits::DEFAULT.with_bytes(1 << 30);
-/// What a pickle may inflate to, which PyTorch does not deflate: so many times its kept length,
-/// or so many bytes if that is more.
+/// The maximum ratio of inflated to stored size of a pickle, and the size that is always allowed.
+/// PyTorch stores pickles without compression.
 const INFLATED_PICKLE_RATIO: u64 = 16;
 const INFLATED_PICKLE_MIN: u64 = 4 << 20;
-/// What a zip archive begins with.
+/// The magic bytes of a zip archive.
 const ZIP: &[u8] = b"PK\x03\x04";
-/// What is read of an archive's end before anything is known of it.
+/// The size of the first read at the end of an archive.
 pub(super) const TAIL: u64 = 64 << 10;
-/// The bytes of a file's beginning that tell what it is.
+/// The number of leading bytes that identify the format.
 pub const MAGIC_LEN: u64 = 512;
 
-/// The parts of a file, but for the storages' bytes.
+/// The parts of a file, without the bytes of storages.
 #[derive(Debug)]
 pub(super) struct Contents {
     pub(super) pickle: Bytes,
-    /// Where the pickle lies in the file, as it is kept.
+    /// The range of the stored pickle in the file.
     pub(super) pickle_range: Range<u64>,
     pub(super) byte_order: ByteOrder,
-    /// By key.
+    /// Storages by key.
     pub(super) storages: IndexMap<Box<str>, Record>,
-    /// All records of an archive by their full names; nothing of a file of the older form.
+    /// All records of an archive by full name; empty for a file of the older form.
     pub(super) records: IndexMap<Box<str>, Record>,
     pub(super) version: Option<Box<str>>,
-    /// Bytes behind the end of an archive.
+    /// The number of bytes after the archive.
     pub(super) trailing: u64,
 }
 
@@ -63,7 +63,7 @@ impl Contents {
         Err(file.locate(FormatError::new("torch.save file", problem)).into())
     }
 
-    /// The record of a storage, whose length must be as the pickle says.
+    /// The record of a storage, with the length that the pickle states.
     pub(super) fn storage(&self, storage: &StorageRef) -> Result<Record, FormatError> {
         let StorageRef { key, byte_len: expected, .. } = storage;
         match self.storages.get(key) {
@@ -86,8 +86,8 @@ impl Contents {
     }
 }
 
-/// Whether a file that begins with `head`, its first [`MAGIC_LEN`] bytes, is one that `torch.save`
-/// may have written, in whatever version; another zip archive looks the same.
+/// Whether a file with the leading bytes `head` ([`MAGIC_LEN`] of them) may be one of `torch.save`,
+/// in any version. Other zip archives look the same.
 #[must_use]
 pub fn is_torch_save(head: &[u8]) -> bool {
     head.starts_with(ZIP) || legacy::is_magic(head) || is_tar(head)

@@ -1,4 +1,4 @@
-//! A file of which parts are read as its parser asks for them.
+//! A file that is read in parts, as its parser needs them.
 
 use std::ops::Range;
 
@@ -9,10 +9,10 @@ use dcp_core::{
 
 use crate::torch_zip::{PartialBlob, Progress, Sparse};
 
-/// Small ranges that are read in one request.
+/// The maximum number of small ranges per request.
 const RANGES_MAX: usize = 1024;
 
-/// The parts of a file that are at hand, and where the others are.
+/// The parts of a file in memory, and access to the others.
 pub(super) struct File<'s> {
     storage: &'s dyn Storage,
     key: &'s Key,
@@ -30,7 +30,7 @@ impl<'s> File<'s> {
         self.known.byte_len()
     }
 
-    /// Brings a range, of which what lies behind the end is left out.
+    /// Reads a range, clamped to the end of the file.
     pub(super) async fn bring(&mut self, range: Range<u64>) -> Result<&[u8], StorageError> {
         let len = self.byte_len();
         let range = range.start.min(len)..range.end.min(len);
@@ -38,12 +38,12 @@ impl<'s> File<'s> {
         Ok(self.known.add(range.start, bytes))
     }
 
-    /// Forgets what was brought.
+    /// Frees the parts in memory.
     pub(super) fn forget(&mut self) {
         self.known.clear();
     }
 
-    /// Brings what `parse` asks for until it is content; nothing longer than `limit` bytes.
+    /// Reads what `parse` needs until it succeeds, at most `limit` bytes at a time.
     pub(super) async fn parse<T>(
         &mut self,
         limit: u64,
@@ -55,7 +55,7 @@ impl<'s> File<'s> {
         self.known.limited_to(limit).parse(parse, read, located).await
     }
 
-    /// The bytes of many short ranges, in their order.
+    /// The bytes of many short ranges, in order.
     pub(super) async fn scattered(
         &self,
         ranges: &[Range<u64>],
@@ -67,7 +67,7 @@ impl<'s> File<'s> {
             let at_hand: Vec<_> = ranges.iter().map(|range| known.get(range.clone())).collect();
             for (range, at_hand) in ranges.iter().zip(&at_hand) {
                 if at_hand.is_none() {
-                    // Each is a header: its length is that of a name.
+                    // Each is a header, whose length is that of a name.
                     let len = usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(0);
                     let buffer = Buffer::zeroed(len);
                     wanted.push(ReadInto { byte_offset: range.start, buffer });
@@ -86,7 +86,7 @@ impl<'s> File<'s> {
         Ok(all)
     }
 
-    /// The error with the name of the file.
+    /// Adds the name of the file to an error.
     pub(super) fn locate(&self, error: FormatError) -> FormatError {
         error.in_file(self.key.as_str(), 0)
     }

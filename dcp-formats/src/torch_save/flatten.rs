@@ -1,4 +1,4 @@
-//! The object of a file as flat leaves, by PyTorch's rule (2.4 and later), node by node.
+//! Flattens the object of a file by PyTorch's rule (2.4 and later), on its nodes.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -9,26 +9,26 @@ use indexmap::IndexMap;
 use crate::pickle::{Converter, Limits, Node, NodeId, Pickle};
 use crate::torch_tensor::makes_tensor;
 
-/// The key under which an object stands that is no dict.
+/// The key of a root object that is not a dict.
 pub(super) const ROOT_KEY: &str = "value";
-/// Containers within containers that are still descended; the planner's flattening has the same.
+/// The maximum nesting depth, as in the planner's flattening.
 const DEPTH_MAX: usize = 512;
-/// Steps of paths, and containers, that are taken for each node or reference of the pickle, and
-/// for any pickle.
+/// The maximum number of path steps and containers per node or reference of the pickle, and the
+/// number that is always allowed.
 const STEPS_PER_NODE: usize = 16;
 const STEPS_MIN: usize = 1 << 16;
-/// Bytes of names for each byte of the pickle, and what any pickle may have.
+/// Bytes of names per byte of the pickle, and the number that is always allowed.
 const NAMES_PER_BYTE: usize = 16;
 const NAMES_MIN: usize = 1 << 20;
-/// The most clashes of names that are told.
+/// The maximum number of name clashes that are reported.
 const NOTES_MAX: usize = 8;
-/// The most bytes of names of any file.
+/// The maximum total length of names in bytes.
 const NAMES_MAX: usize = 256 << 20;
-/// The most items that all descended containers may have together: ten times what large
-/// checkpoints have, where an item takes about half a KiB.
+/// The maximum number of items in all flattened containers: ten times that of large checkpoints. An
+/// item takes about half a KiB.
 const ITEMS_MAX: usize = 1 << 21;
 
-/// A tensor, or an object that is not descended.
+/// A tensor, or an object that is not flattened.
 #[derive(Debug)]
 pub(super) struct Leaf {
     pub(super) fqn: Arc<str>,
@@ -36,23 +36,23 @@ pub(super) struct Leaf {
     pub(super) node: NodeId,
 }
 
-/// The leaves of a file.
+/// The leaves of a file's object.
 #[derive(Debug)]
 pub(super) struct Leaves {
     pub(super) all: Vec<Leaf>,
-    /// What is odd about their names.
+    /// Observations about their names.
     pub(super) notes: Vec<String>,
 }
 
-/// The leaves of the root in its order.
+/// Flattens the root, in its order.
 ///
-/// Where several have the same name once their paths are joined by dots, each has that of its
-/// path, as Python indexes: `["a"]["b"]`.
+/// Leaves whose paths join to the same name are named after their paths, as Python indexes:
+/// `["a"]["b"]`.
 ///
-/// Every dict is descended, instances of `OrderedDict`, `defaultdict` and `Counter` included, and
-/// every list that holds, at any depth of lists, a tensor or a dict. Empty dicts vanish. Tuples
-/// are leaves, and so is a dict with a key whose text depends on its class. A root that is no
-/// dict is taken as the only entry, [`ROOT_KEY`], of one.
+/// Flattens every dict, including instances of `OrderedDict`, `defaultdict` and `Counter`, and
+/// every list that contains a tensor or a dict at any depth of lists. Empty dicts vanish. Tuples
+/// are leaves, and so is a dict with a key whose text depends on its class. A root that is not a
+/// dict is the only entry, [`ROOT_KEY`].
 pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Leaves, FormatError> {
     let size = pickle.node_count().saturating_add(pickle.reference_count());
     let names = pickle.byte_len().saturating_mul(NAMES_PER_BYTE).saturating_add(NAMES_MIN);
@@ -80,7 +80,7 @@ pub(super) fn flatten(pickle: &Pickle<'_>) -> Result<Leaves, FormatError> {
     Ok(Leaves { all: leaves, notes })
 }
 
-/// Names leaves of the same name by their paths, and says so.
+/// Names leaves with equal names after their paths, and reports it.
 fn clashes(leaves: &mut [Leaf]) -> Result<Vec<String>, FormatError> {
     let mut seen = HashSet::with_capacity(leaves.len());
     if leaves.iter().all(|leaf| seen.insert(&leaf.fqn)) {
@@ -118,7 +118,7 @@ fn clashes(leaves: &mut [Leaf]) -> Result<Vec<String>, FormatError> {
     Ok(notes)
 }
 
-/// A path as Python indexes by it.
+/// A path in Python's index notation.
 fn indexed(path: &[PathItem]) -> String {
     let step = |item: &PathItem| match item {
         PathItem::Key(key) => format!("[{key:?}]"),
@@ -127,7 +127,7 @@ fn indexed(path: &[PathItem]) -> String {
     path.iter().map(step).collect()
 }
 
-/// Long keys, each of which is in many dicts.
+/// The error for long keys that many dicts share.
 fn shared_keys() -> FormatError {
     FormatError::new("torch.save file", "its keys are shared too often to be listed")
 }
@@ -138,11 +138,11 @@ struct Walk<'p, 'a> {
     leaves: Vec<Leaf>,
     /// The first key with lone surrogates.
     surrogates: Option<Arc<str>>,
-    /// Lists that hold neither tensor nor dict.
+    /// Lists without tensors and dicts.
     barren: HashSet<NodeId>,
     steps_left: usize,
     names_left: usize,
-    /// Bytes of keys that may be compared.
+    /// Bytes of keys that may still be compared.
     keys_left: usize,
     items_left: usize,
 }
@@ -203,7 +203,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         FormatError::new("torch.save file", format!("{shown:?}: {}", problem.into()))
     }
 
-    /// The container that a node is, unless it is a leaf.
+    /// The container of a node; `None` for a leaf.
     fn descend(&mut self, node: NodeId) -> Result<Option<Level>, FormatError> {
         if let Node::List(span) = *self.pickle.node(node) {
             if !self.is_fertile(node) {
@@ -217,7 +217,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         self.mapping(node)
     }
 
-    /// The entries of what Python calls a mapping; of equal keys the last one counts.
+    /// The entries of a Python mapping; of equal keys the last one wins.
     fn mapping(&mut self, node: NodeId) -> Result<Option<Level>, FormatError> {
         let Some(pairs) = self.pairs(node) else { return Ok(None) };
         self.count(pairs.size_hint().0)?;
@@ -235,7 +235,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         Ok(Some(entries.collect::<Vec<_>>().into_iter()))
     }
 
-    /// Takes a container with so many items into account.
+    /// Counts a container's items against the limits.
     fn count(&mut self, items: usize) -> Result<(), FormatError> {
         self.items_left = self.items_left.checked_sub(items).ok_or_else(|| {
             let problem = format!(
@@ -247,7 +247,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         Ok(())
     }
 
-    /// Keys and values of what Python calls a mapping.
+    /// The keys and values of a Python mapping.
     fn pairs(&self, node: NodeId) -> Option<impl Iterator<Item = &'p [NodeId; 2]> + use<'p, 'a>> {
         let pickle = self.pickle;
         let (counted, set) = match pickle.node(node) {
@@ -283,7 +283,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         python_str(&converter.convert(key).ok()?.value).map(Arc::from)
     }
 
-    /// Whether a list holds a tensor or a dict, at any depth of lists.
+    /// Whether a list contains a tensor or a dict, at any depth of lists.
     fn is_fertile(&mut self, list: NodeId) -> bool {
         let mut visited = Vec::new();
         let mut open = vec![list];
@@ -305,7 +305,7 @@ impl<'p, 'a> Walk<'p, 'a> {
                     _ => continue,
                 }
                 if open.is_empty() {
-                    // Which of them led here is not known.
+                    // The list that led here is unknown, so all are checked again.
                     visited.iter().for_each(|id| {
                         self.barren.remove(id);
                     });

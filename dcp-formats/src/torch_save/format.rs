@@ -12,13 +12,13 @@ use dcp_core::{CheckpointError, Key, StorageError, StorageExt as _, StorageReade
 use super::contents::{MAGIC_LEN, is_torch_save};
 use super::reader::TorchSaveReader;
 
-/// Files whose beginnings are read, at most, to recognize a folder.
+/// The maximum number of files to read when recognizing a folder.
 const PEEKED_MAX: usize = 4;
-/// Where the directory of an archive ends: a record of 22 bytes, which a comment of 64 KiB may
-/// follow.
+/// Bytes at the end of an archive that contain the end of its directory: a record of 22 bytes, and
+/// a comment of up to 64 KiB.
 const TAIL_BYTES: u64 = (64 << 10) + 22;
 
-/// The endings of names that files of `torch.save` have.
+/// The endings of `torch.save` file names.
 pub const FILE_ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
 /// Files of `torch.save`, and the model of transformers in a folder, `pytorch_model.bin`.
@@ -26,7 +26,7 @@ pub const FILE_ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 pub struct TorchSaveFormat;
 
 impl TorchSaveFormat {
-    /// The file of a model of transformers, or of one of its variants.
+    /// The file name of a transformers model, or of its variant.
     #[must_use]
     pub fn model_file(variant: Option<&str>) -> String {
         match variant {
@@ -45,12 +45,12 @@ impl TorchSaveFormat {
     }
 }
 
-/// Whether a file has the name of one of `torch.save`.
+/// Whether a file name has an ending of `torch.save` files.
 fn is_named(name: &str) -> bool {
     FILE_ENDINGS.iter().any(|ending| name.ends_with(ending))
 }
 
-/// Whether a file of that name may hold weights: trainers leave the state of all else in files of
+/// Whether a file of that name may contain weights: trainers store all other state with
 /// `torch.save` too.
 fn may_be_weights(name: &str) -> bool {
     let other = ["optimizer", "scheduler", "rng_state", "training_args", "common", "scaler"];
@@ -81,7 +81,7 @@ impl CheckpointFormat for TorchSaveFormat {
         }
         let peeked = |name: &str| folder.peeked(name).map(|head| is_torch_save(head));
         let mut named = folder.files().map(|(name, _)| name).filter(|name| is_named(name));
-        // Where nothing was read, names decide, and only those of weights.
+        // Unread files count only if their names are those of weights.
         let example = named.find(|name| peeked(name).unwrap_or_else(|| may_be_weights(name)))?;
         let description =
             format!("holds files of torch.save, such as {example:?}, not a DCP checkpoint");
@@ -97,8 +97,8 @@ impl CheckpointFormat for TorchSaveFormat {
         let storage = place.storage();
         let byte_len = storage.stat(file).await?.byte_len;
         let head = storage.read_range(file, 0..byte_len.min(4)).await?;
-        // Nothing can be said of a stream from before PyTorch 1.6. An archive is written from front
-        // to back, and its directory is at the end.
+        // A stream from before PyTorch 1.6 has no mark of completeness. An archive is written front
+        // to back, with its directory at the end.
         if head != b"PK\x03\x04"[..] {
             return Ok(Examined::default());
         }

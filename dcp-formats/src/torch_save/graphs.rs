@@ -1,4 +1,5 @@
-//! Objects of one file in another one: their part of its pickle, with the storages that they share.
+//! Copies objects of one `torch.save` file into another: their part of its pickle, and their
+//! storages.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,11 +15,11 @@ use crate::pickle::{ForeignName, NodeId, Pickle, Writer};
 use crate::torch_tensor::{ByteOrder, StorageRef, TensorLayout};
 use crate::torch_zip::{Method, Record};
 
-/// Objects and tensors of a file of `torch.save`, to be written into another one as they are. A
-/// storage that several of them have is written once.
+/// Objects and tensors of a `torch.save` file that are copied unchanged into another. A storage
+/// that several of them use is written once.
 ///
-/// Tensors are among them where an object has their storage, too, or where together they have at
-/// least as many bytes as their storage.
+/// A tensor is included if an object uses its storage too, or if all tensors of the storage
+/// together have at least as many bytes as the storage.
 #[derive(Clone)]
 pub struct TorchSaveGraphs {
     source: Key,
@@ -30,19 +31,19 @@ pub struct TorchSaveGraphs {
     tensors: HashMap<Arc<str>, TensorLayout>,
 }
 
-/// The chosen tensors of one storage.
+/// The selected tensors of one storage.
 #[derive(Default)]
 struct Sharing {
-    /// Bytes of their elements.
+    /// The total size of their elements in bytes.
     byte_len: u64,
     count: u64,
-    /// Whether an object has the storage.
+    /// Whether an object uses the storage.
     in_object: bool,
 }
 
 impl TorchSaveGraphs {
-    /// Those of `wanted`, by FQN, that can be taken over. A big-endian or deflated file has none,
-    /// and what refers to something else than whole storages is none.
+    /// Collects those of `wanted`, by FQN, that can be copied: none of a big-endian or deflated
+    /// file, and nothing that refers to anything but whole storages.
     pub(super) fn new(
         source: Key,
         index: Arc<Index>,
@@ -94,7 +95,7 @@ impl TorchSaveGraphs {
         Ok(Self { source, index, nodes, tensors })
     }
 
-    /// Whether this is one of the tensors.
+    /// Whether the tensor `fqn` is included.
     #[must_use]
     pub fn has_tensor(&self, fqn: &str) -> bool {
         self.tensors.contains_key(fqn)
@@ -104,8 +105,8 @@ impl TorchSaveGraphs {
         self.tensors.get(fqn)
     }
 
-    /// What Python imports where it loads an object, and what is not known to be harmless; `None`
-    /// for what is not among these objects.
+    /// The Python callables of an object that are not known to be harmless; `None` if the object is
+    /// not included.
     #[must_use]
     pub fn foreign_names(&self, fqn: &str) -> Option<&[ForeignName]> {
         self.nodes.get(fqn).map(|(_, names)| &**names)
@@ -123,14 +124,14 @@ impl TorchSaveGraphs {
         self.index.contents.storage(storage)
     }
 
-    /// The file that the objects are in.
+    /// The file that contains the objects.
     #[must_use]
     pub fn source(&self) -> &Key {
         &self.source
     }
 }
 
-/// Those of one object, which is written as a pickle of its own for that.
+/// Finds the callables of one object by writing it as a pickle of its own.
 fn foreign_names(pickle: &Pickle<'_>, node: NodeId) -> Result<Vec<ForeignName>, FormatError> {
     let mut writer = Writer::new();
     let mut numbers = |storage: &StorageRef, _: u64| Ok(storage.key.to_string());

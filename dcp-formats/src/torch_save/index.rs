@@ -14,36 +14,36 @@ use crate::pickle::{ForeignName, Node, NodeId, Pickle};
 use crate::torch_tensor::{ByteOrder, TensorLayout, wrapped};
 use crate::torch_zip::{Method, Record};
 
-/// Bytes that a file's tensors may have beyond those of their storages, because they repeat
-/// elements (`torch.Tensor.expand`): so many for each byte of the storages, and for any file.
+/// The size by which tensors may exceed their storages because they repeat elements
+/// (`torch.Tensor.expand`): per byte of the storages, and at least.
 const EXPANDED_RATIO: u64 = 16;
 const EXPANDED_MIN: u64 = 1 << 30;
 
-/// What a file holds and where.
+/// The contents of a file, and their positions.
 #[derive(Debug)]
 pub(super) struct Index {
     pub(super) contents: Contents,
     pub(super) metadata: Arc<CheckpointMetadata>,
-    /// By the position of the entry in the metadata.
+    /// By position of the entry in the metadata.
     pub(super) leaves: Vec<Leaf>,
-    /// First bytes of storages that have some, ascending, and their positions in the contents.
+    /// Offsets of non-empty storages, ascending, and their positions in the contents.
     pub(super) by_start: Vec<(u64, usize)>,
-    /// CRC-32 of what lies in the file as a whole record, by first byte and length.
+    /// CRC-32s of the file's records, by offset and length.
     pub(super) checksums: Arc<HashMap<(u64, u64), u32>>,
     /// Names in the pickle that are not known to be harmless.
     pub(super) foreign: Vec<ForeignName>,
-    /// What is odd about the names of leaves.
+    /// Observations about the names of leaves.
     pub(super) notes: Vec<String>,
 }
 
-/// What an entry is made from.
+/// The origin of an entry.
 #[derive(Debug)]
 pub(super) enum Leaf {
     /// A tensor and its storage.
     Tensor(Box<TensorLayout>, Record),
     /// A node of the pickle.
     Object(NodeId),
-    /// One that is known without the pickle.
+    /// A value that was decoded with the index.
     Plain(Value),
 }
 
@@ -117,8 +117,8 @@ impl Index {
     }
 }
 
-/// The value of a node that is nothing but a number or a short text. Files have up to millions of
-/// them, and parsing the pickle again for every batch that is read would take longer each time.
+/// The value of a node that is a number or a short string. Files have up to millions of them, and
+/// parsing the pickle again for every batch would take longer each time.
 fn plain(pickle: &Pickle<'_>, node: NodeId) -> Option<Value> {
     const TEXT_MAX: usize = 64;
     Some(match pickle.node(node) {
@@ -131,16 +131,16 @@ fn plain(pickle: &Pickle<'_>, node: NodeId) -> Option<Value> {
     })
 }
 
-/// Whether its elements and their type are all of the tensor: types that pack several quantized
-/// values into a byte have fewer bytes than elements, and elements with a scale mean nothing
-/// without it, for which an entry has no place.
+/// Whether elements and dtype describe the tensor fully. Dtypes that pack several quantized values
+/// into a byte have fewer bytes than elements, and elements with a scale have no meaning without
+/// it; an entry has no field for a scale.
 fn is_plain(layout: &TensorLayout) -> bool {
     let elements = layout.sizes().checked_volume();
     let bytes = elements.and_then(|n| n.checked_mul(layout.dtype().size() as u64));
     bytes == Some(layout.byte_len()) && layout.quantizer().is_none()
 }
 
-/// The bytes that a tensor has beyond those of its storage.
+/// The number of bytes by which a tensor exceeds its storage.
 fn expansion(layout: &TensorLayout) -> u64 {
     layout.byte_len().saturating_sub(layout.storage().byte_len)
 }
@@ -154,7 +154,7 @@ fn expanded(layout: &TensorLayout, record: &Record) -> FormatError {
     FormatError::new("torch.save file", problem).at(record.data.start)
 }
 
-/// Where the elements lie in the file as they are, if they do.
+/// The range of the elements in the file, if they are stored unencoded.
 fn direct_range(
     layout: &TensorLayout,
     record: &Record,

@@ -1,4 +1,4 @@
-//! The deflated storages of a file that were read last.
+//! Caches inflated storages of a file.
 
 use std::sync::Arc;
 
@@ -7,22 +7,22 @@ use futures_util::lock::Mutex;
 
 use crate::torch_zip::{INFLATED_MAX, Inflater, Record};
 
-/// Kept bytes that are read at a time.
+/// The number of deflated bytes to read at a time.
 const READ_BYTES: u64 = 4 << 20;
 
-/// Content of deflated storages, so that the parts of a tensor do not inflate its storage once
-/// each; no more than [`INFLATED_MAX`] bytes together, of which the longest unused go first.
+/// Contents of deflated storages, so that reading a tensor in parts inflates its storage once. At
+/// most [`INFLATED_MAX`] bytes in all; the least recently used are dropped first.
 #[derive(Debug, Default)]
 pub(super) struct Inflated {
-    /// By where the record lies in the file; the one used last is the last.
+    /// By offset of the record in the file; most recently used last.
     known: Mutex<Vec<(u64, Arc<Vec<u8>>)>>,
 }
 
 impl Inflated {
-    /// The content of a deflated record, and how many bytes were read for it.
+    /// The content of a deflated record, and the number of bytes read for it.
     ///
-    /// While one is inflated the others wait: that bounds the memory, and who waits for the same
-    /// one gets it.
+    /// Only one record is inflated at a time, which bounds the memory. Concurrent requests for a
+    /// record wait and share it.
     pub(super) async fn get(
         &self,
         storage: &dyn Storage,
@@ -42,7 +42,7 @@ impl Inflated {
         while !known.is_empty() && record.byte_len.saturating_add(held(&known)) > INFLATED_MAX {
             known.remove(0);
         }
-        // At most INFLATED_MAX, and no more than its kept bytes can make.
+        // At most INFLATED_MAX, and no more than the deflated bytes can yield.
         let mut content = Vec::with_capacity(usize::try_from(record.byte_len).unwrap_or(0));
         let (mut at, end) = (start, record.data.end);
         while at < end {

@@ -1,4 +1,4 @@
-//! The stream that `torch.save` wrote before PyTorch 1.6, and still does with
+//! The stream that `torch.save` wrote before PyTorch 1.6, and still writes with
 //! `_use_new_zipfile_serialization=False`: five pickles, then the storages.
 
 use std::collections::HashSet;
@@ -14,8 +14,8 @@ use crate::pickle::{Node, NodeId, Pickle, Writer};
 use crate::torch_tensor::{ByteOrder, stored};
 use crate::torch_zip::{Method, Progress, Record, Sparse};
 
-/// What the stream begins with: the pickle of a number, by its protocol. PyTorch writes the first
-/// of them unless another `pickle_protocol` is asked for, and refuses to write protocol 0.
+/// The magic number at the start of the stream, pickled with each protocol. PyTorch writes the
+/// first one unless `pickle_protocol` is given, and refuses protocol 0.
 const MAGICS: [&[u8]; 5] = [
     b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
     b"L119547037146038801333356L\n.",
@@ -23,20 +23,20 @@ const MAGICS: [&[u8]; 5] = [
     b"\x80\x04\x95\x0d\0\0\0\0\0\0\0\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
     b"\x80\x05\x95\x0d\0\0\0\0\0\0\0\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.",
 ];
-/// The only version there ever was.
+/// The only version of the stream.
 pub(super) const PROTOCOL: i64 = 1001;
-/// In front of the bytes of each storage stands how many elements it has.
+/// Bytes of the element count that precedes each storage.
 pub(super) const COUNT_LEN: u64 = 8;
-/// What is read before it is known how long the pickles are, in bytes.
+/// The size of the first read, before the length of the pickles is known.
 const FIRST: u64 = 64 << 10;
-/// The most that all five pickles may have, in bytes.
+/// The maximum size of all five pickles, in bytes.
 const PICKLES_MAX: u64 = 256 << 20;
 
 pub(super) fn is_magic(head: &[u8]) -> bool {
     magic_len(head).is_some()
 }
 
-/// Where the pickle of the number ends.
+/// The end of the magic number's pickle.
 fn magic_len(head: &[u8]) -> Option<usize> {
     MAGICS.iter().find(|magic| head.starts_with(magic)).map(|magic| magic.len())
 }
@@ -45,9 +45,9 @@ fn magic_len(head: &[u8]) -> Option<usize> {
 struct Stream {
     /// The pickle of the object.
     object: Range<u64>,
-    /// Keys of the storages, in the order in which they follow.
+    /// The keys of the storages, in file order.
     keys: Vec<Box<str>>,
-    /// Where the storages begin.
+    /// The offset of the first storage.
     end: u64,
 }
 
@@ -78,8 +78,8 @@ pub(super) async fn read(file: &mut File<'_>) -> Result<Contents, CheckpointErro
     Ok(Contents {
         pickle,
         pickle_range: range,
-        // PyTorch swaps the bytes of this form's storages on a big-endian machine, both when it
-        // writes and when it reads; what the stream says of the machine is not asked.
+        // On a big-endian machine, PyTorch swaps the bytes of these storages when it writes and
+        // when it reads; the machine's byte order in the stream has no effect.
         byte_order: ByteOrder::Little,
         storages,
         records: IndexMap::new(),
@@ -88,11 +88,11 @@ pub(super) async fn read(file: &mut File<'_>) -> Result<Contents, CheckpointErro
     })
 }
 
-/// The pickles, from the first bytes of the file; nothing says beforehand how many these are.
+/// Parses the pickles, from the first bytes of the file. Their length is not known in advance.
 fn parse(blob: &Sparse<'_>, file_len: u64) -> Result<Progress<Stream>, FormatError> {
     let most = file_len.min(PICKLES_MAX);
     let mut len = FIRST.min(most);
-    // The longest part at hand is the last one that was asked for.
+    // The longest part in memory is the last one that was requested.
     while let Some(longer) = Some(len.saturating_mul(4).min(most)).filter(|next| *next > len)
         && blob.get(0..longer).is_some()
     {
@@ -101,7 +101,7 @@ fn parse(blob: &Sparse<'_>, file_len: u64) -> Result<Progress<Stream>, FormatErr
     let Some(head) = blob.get(0..len) else { return Ok(Progress::Need(0..len)) };
     match pickles(head) {
         Ok(stream) => Ok(Progress::Ready(stream)),
-        // It may only be cut off: no error tells that from damage.
+        // The part may be cut off, which no error distinguishes from damage.
         Err(_) if len < most => Ok(Progress::Need(0..len.saturating_mul(4).min(most))),
         Err(error) => Err(error),
     }
@@ -125,7 +125,7 @@ fn pickles(head: &[u8]) -> Result<Stream, FormatError> {
     if protocol.int(protocol.root()) != Some(PROTOCOL) {
         return Err(bad("it is of an unknown version", start));
     }
-    // Of the machine: nothing in it bears on the rest.
+    // Facts about the machine, which have no effect on the rest.
     let machine = next(&mut start)?;
     if let Some(name) = machine.foreign_names().first().or(protocol.foreign_names().first()) {
         let problem = format!("what it notes of the machine that wrote it names {name}");
@@ -145,14 +145,14 @@ fn pickles(head: &[u8]) -> Result<Stream, FormatError> {
     Ok(Stream { object, keys, end })
 }
 
-/// Where a storage should be.
+/// The expected position of a storage.
 struct Place {
     count_at: u64,
     elements: u64,
     data: Range<u64>,
 }
 
-/// The places of the storages: the pickle says how long each is.
+/// The positions of the storages, from the lengths in the pickle.
 fn places(pickle: &[u8], stream: &Stream, file_len: u64) -> Result<Vec<Place>, FormatError> {
     let pickle = Pickle::parse(pickle, &LIMITS)?;
     let mut known = IndexMap::new();
@@ -191,8 +191,8 @@ fn places(pickle: &[u8], stream: &Stream, file_len: u64) -> Result<Vec<Place>, F
     Ok(places)
 }
 
-/// Everything in front of the storages: magic, version, what PyTorch notes of the machine, the
-/// object, and the keys of `count` storages, which are their numbers in `width` digits.
+/// Everything before the storages: magic number, version, facts about the machine, the object, and
+/// the keys of `count` storages, which are their numbers in `width` digits.
 pub(super) fn head(object: &[u8], count: usize, width: usize) -> Result<Bytes, FormatError> {
     let mut head = MAGICS[0].to_vec();
     let mut protocol = Writer::new();

@@ -1,13 +1,14 @@
-//! Files of `torch.save`: one pickle of anything, with the tensors in it.
+//! `torch.save` files: one pickle of any object, with its tensors.
 //!
-//! [`TorchSaveReader`] reads such a file as a checkpoint, whatever version of PyTorch wrote it
-//! and whatever classes are in it; nothing of it is executed.
+//! [`TorchSaveReader`] reads such a file as a checkpoint, from any version of PyTorch and with any
+//! classes, and executes nothing.
 //!
-//! [`write()`] makes one of [`TorchSaveItem`]s: nested dicts and lists as PyTorch's
-//! `dcp_to_torch_save` makes them, in the bytes that PyTorch 2.15 would write for plain data and
-//! plain tensors, but for the serialization id. It streams: a [`TorchSavePlan`] knows the length
-//! of the file before the first byte, and asks a [`DataSource`](dcp_core::DataSource) for each
-//! tensor once, front to back. [`TorchSaveReader::again`] lays out a whole file in another form,
+//! [`write()`] writes one from [`TorchSaveItem`]s: nested dicts and lists as PyTorch's
+//! `dcp_to_torch_save` builds them, and for plain data and plain tensors the bytes that PyTorch
+//! 2.15 writes, except for the serialization id. It streams: a [`TorchSavePlan`] knows the length
+//! of the file before the first byte, and reads each tensor from a
+//! [`DataSource`](dcp_core::DataSource) once, front to back. [`TorchSaveReader::again`] lays out a
+//! whole file in another form, with every object unchanged.
 //! with every object as it is.
 
 mod compose;

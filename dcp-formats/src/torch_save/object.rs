@@ -1,4 +1,4 @@
-//! Objects out of a file's pickle.
+//! Extracts objects from a file's pickle.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -15,20 +15,20 @@ use crate::torch_object::Tensors;
 use crate::torch_tensor::{StorageRef, stored};
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
 
-/// The most that the storages of one object may have, in bytes.
+/// The maximum total size of one object's storages, in bytes.
 const STORAGES_MAX: u64 = 1 << 30;
-/// How many nodes and references all objects may have together, for each one of the pickle: only
-/// what they share is counted more than once.
+/// The maximum number of nodes and references of all objects, per node of the pickle. Only shared
+/// parts count more than once.
 pub(super) const SHARED_MAX: usize = 8;
 
-/// Takes objects out of a parsed pickle, one after the other.
+/// Extracts objects from a parsed pickle, one after the other.
 pub(super) struct Objects<'a> {
     storage: &'a dyn Storage,
     key: &'a Key,
     contents: &'a Contents,
     pickle: Pickle<'a>,
     nodes_left: usize,
-    /// What the values so far can share with the next one.
+    /// State that conversions share.
     shared: Option<Shared>,
     pub(super) bytes_read: u64,
 }
@@ -45,7 +45,7 @@ impl<'a> Objects<'a> {
         Ok(Self { storage, key, contents, pickle, nodes_left, shared: None, bytes_read: 0 })
     }
 
-    /// The items of the whole object under keys that are text; `None` when it is no dict.
+    /// The items of the root dict under string keys; `None` if the root is not a dict.
     pub(super) fn items(&self) -> Option<Vec<(Box<str>, NodeId)>> {
         let Node::Dict(span) = self.pickle.node(self.pickle.root()) else { return None };
         let entries = self.pickle.entries(*span);
@@ -53,7 +53,7 @@ impl<'a> Objects<'a> {
     }
 
     /// The value of a node: plain data as it is, anything else as the archive that `torch.save`
-    /// would make of it alone.
+    /// writes for it.
     pub(super) async fn value(&mut self, node: NodeId) -> Result<Value, CheckpointError> {
         let (size, wanted) = survey(&self.pickle, node, &mut self.nodes_left)?;
         let mut storages = HashMap::new();
@@ -97,7 +97,7 @@ impl<'a> Objects<'a> {
         storages: &HashMap<Box<str>, Bytes>,
     ) -> Result<Bytes, FormatError> {
         let mut writer = Writer::new();
-        // Old keys, by their new numbers.
+        // Old keys, in the order of their new numbers.
         let mut used: IndexMap<Box<str>, ()> = IndexMap::new();
         let mut numbers = |storage: &StorageRef, _: u64| {
             Ok(used.insert_full(storage.key.clone(), ()).0.to_string())
@@ -112,8 +112,8 @@ impl<'a> Objects<'a> {
     }
 }
 
-/// How many nodes and references an object has, and the storages that it refers to. It takes its
-/// size from `nodes_left`, which bounds that of all objects.
+/// Counts an object's nodes and references, and finds its storages. Deducts the count from
+/// `nodes_left`, which bounds all objects together.
 pub(super) fn survey(
     pickle: &Pickle<'_>,
     node: NodeId,

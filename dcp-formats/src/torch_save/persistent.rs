@@ -1,18 +1,18 @@
-//! References to storages, from one pickle into another.
+//! Copies references to storages from one pickle into another.
 
 use dcp_core::FormatError;
 
 use crate::pickle::{Node, NodeId, PersistentSink, Pickle, Writer};
 use crate::torch_tensor::{StorageRef, stored};
 
-/// Gives a storage, of elements of so many bytes, its key in the new file.
+/// Returns the key in the new file for a storage with elements of this many bytes.
 pub(super) type Numbers<'n> =
     &'n mut (dyn FnMut(&StorageRef, u64) -> Result<String, FormatError> + 'n);
 
-/// Writes references to storages under new keys.
+/// Writes references to storages with new keys.
 pub(super) struct PersistentStorages<'n> {
     pub(super) numbers: Numbers<'n>,
-    /// Where Python puts the storages, instead of where they were.
+    /// The device for the storages; `None` keeps their own.
     pub(super) device: Option<&'n str>,
 }
 
@@ -43,7 +43,7 @@ impl PersistentSink for PersistentStorages<'_> {
     }
 }
 
-/// The class of which files from before the zip format also hold the source.
+/// The class whose source code older files also store.
 fn module_class<'p>(pickle: &'p Pickle<'_>, pid: NodeId) -> Option<(&'p str, &'p str)> {
     match pickle.tuple(pid) {
         [tag, class, ..] if pickle.str(*tag) == Some("module") => pickle.global_name(*class),

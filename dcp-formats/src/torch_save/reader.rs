@@ -1,4 +1,4 @@
-//! Reading a file of `torch.save` as a checkpoint.
+//! Reads a `torch.save` file as a checkpoint.
 
 use std::fmt;
 use std::sync::Arc;
@@ -24,20 +24,20 @@ use crate::pickle::ForeignName;
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{Method, Record};
 
-/// Reads one file that `torch.save` wrote: a zip archive (PyTorch 1.6 and later) or the stream of
-/// earlier versions.
+/// Reads one `torch.save` file: a zip archive (PyTorch 1.6 and later) or the stream of earlier
+/// versions.
 ///
-/// Names are those of PyTorch's own `torch_save_to_dcp`: the paths through dicts and lists,
-/// joined by dots, where a list is descended only when it holds a tensor or a dict. An object
-/// that is no dict is named `value`. Tensors are tensors whatever wraps them (parameters,
-/// subclasses); what Python would add is left out. Everything else is an object, and one of
-/// unknown classes becomes a [`Value::Opaque`](dcp_core::Value::Opaque) that can be written again.
+/// Names are those of PyTorch's own `torch_save_to_dcp`: the paths through dicts and lists, joined
+/// by dots, where a list is flattened only if it contains a tensor or a dict. An object that is not
+/// a dict is named `value`. Tensors in wrappers (parameters, subclasses) are plain tensors.
+/// Everything else is an object, and one with unknown classes becomes a
+/// [`Value::Opaque`](dcp_core::Value::Opaque), which can be written again.
 ///
-/// The index costs the directory, the pickle and a header for each storage. Elements that lie in
-/// the file in row-major order are read from where they are, byte runs only; others are picked
-/// by their strides, a few MiB at a time. A deflated storage, which PyTorch does not write, is
-/// inflated once and kept while its tensors are read, up to 1 GiB. The CRC-32 of a storage is checked when all of it is
-/// read at once.
+/// Reading the index costs the directory, the pickle and a header per storage. Elements that are
+/// stored row-major are read in place, by byte runs; others are gathered by their strides, a few
+/// MiB at a time. A deflated storage, which PyTorch does not write, is inflated once and cached
+/// while its tensors are read, up to 1 GiB. The CRC-32 of a storage is checked when one read covers
+/// it.
 pub struct TorchSaveReader {
     storage: Arc<dyn Storage>,
     key: Key,
@@ -45,15 +45,15 @@ pub struct TorchSaveReader {
     inflated: Inflated,
 }
 
-/// A record of a file, and who needs it.
+/// A record of a file, and the tensors that use it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FileRecord {
     /// The name in the archive, such as `archive/data/0`, or the key of the storage.
     pub name: Arc<str>,
-    /// Where it lies, and its checksum.
+    /// Its position and checksum.
     pub record: Record,
-    /// The tensors whose storage it is.
+    /// The tensors that use the storage.
     pub tensors: Vec<Arc<str>>,
 }
 
@@ -70,8 +70,8 @@ impl TorchSaveReader {
         &self.key
     }
 
-    /// The CRC-32 of a chunk's elements, little-endian and row-major, when the file has one: the
-    /// chunk must be a whole storage as it is. Files from before the zip format have none.
+    /// The CRC-32 of a chunk's elements, little-endian and row-major, if the file has one: the
+    /// chunk must be a whole, unencoded storage. Files from before the zip format have none.
     ///
     /// # Errors
     ///
@@ -92,7 +92,7 @@ impl TorchSaveReader {
         }))
     }
 
-    /// The storage in which the bytes of a placement lie, if the file has a checksum of it.
+    /// The storage that contains a placement, if the file has a checksum of it.
     ///
     /// # Errors
     ///
@@ -110,9 +110,9 @@ impl TorchSaveReader {
         Ok(record.filter(|r| r.data.end >= end && r.crc32.is_some()).cloned())
     }
 
-    /// Checks all bytes of the archive that are not the data of a record: its directory, its end
-    /// records, and the headers of its records; calls `found` with what is wrong, by record. Of a
-    /// file from before PyTorch 1.6 nothing.
+    /// Checks all bytes of the archive outside the data of records: its directory, its end records,
+    /// and the headers of its records. Calls `found` with each problem. Checks nothing in a file
+    /// from before PyTorch 1.6.
     ///
     /// # Errors
     ///
@@ -125,8 +125,8 @@ impl TorchSaveReader {
         structure::check(&*self.storage, &self.key, &index.contents, found).await
     }
 
-    /// The device, such as `cuda:0`, on which Python puts the tensor at a position in the metadata
-    /// unless it is told otherwise; `None` for the CPU and for what is no tensor.
+    /// The device, such as `cuda:0`, onto which Python loads the tensor at a position in the
+    /// metadata by default; `None` for the CPU and for objects.
     ///
     /// # Errors
     ///
@@ -138,8 +138,8 @@ impl TorchSaveReader {
         Ok((device != "cpu").then(|| device.to_owned()))
     }
 
-    /// What is odd about the names of tensors and objects, in words: keys that are equal once they
-    /// are joined by dots, and keys that are no text.
+    /// Observations about the names of tensors and objects: keys that become equal when joined by
+    /// dots, and keys that are not strings.
     ///
     /// # Errors
     ///
@@ -148,7 +148,7 @@ impl TorchSaveReader {
         Ok(self.index().await?.notes.clone())
     }
 
-    /// How many bytes follow the end of the archive, which PyTorch (2.15) reads over.
+    /// The number of bytes after the end of the archive, which PyTorch (2.15) ignores.
     ///
     /// # Errors
     ///
@@ -157,8 +157,8 @@ impl TorchSaveReader {
         Ok(self.index().await?.contents.trailing)
     }
 
-    /// All records of the archive, for checking each byte of the file once; of a file from before
-    /// the zip format its storages, which have no checksums.
+    /// All records of the archive, for checking each byte of the file once. For a file from before
+    /// the zip format its storages, without checksums.
     ///
     /// # Errors
     ///
@@ -189,8 +189,8 @@ impl TorchSaveReader {
         Ok(records.collect())
     }
 
-    /// The names in the file that Python would import where it is loaded, and that are not known
-    /// to be harmless.
+    /// The names in the file that Python imports when it loads it, and that are not known to be
+    /// harmless.
     ///
     /// # Errors
     ///
@@ -199,11 +199,11 @@ impl TorchSaveReader {
         Ok(self.index().await?.foreign.clone())
     }
 
-    /// Lays out the file `key` with the very objects of this one: keys of any class, empty
-    /// containers, what is shared, tensors over one storage, quantizers, instances of classes.
+    /// Lays out the file `key` with the exact objects of this one: keys of any class, empty
+    /// containers, shared parts, tensors over one storage, quantizers, instances of classes.
     ///
-    /// Returns `None` for a file that only its parts can be taken of: a big-endian or deflated
-    /// one, or one in which something refers to what is no storage, or to a part of one.
+    /// Returns `None` for a file that can only be copied in parts: a big-endian or deflated one, or
+    /// one that refers to anything but whole storages.
     ///
     /// # Errors
     ///
@@ -216,7 +216,7 @@ impl TorchSaveReader {
         TorchSaveRewrite::new(key, &self.key, &*self.index().await?, options)
     }
 
-    /// The objects among `wanted`, by FQN, that can be written into another file as they are.
+    /// The objects among `wanted`, by FQN, that can be copied unchanged into another file.
     ///
     /// # Errors
     ///
@@ -230,12 +230,11 @@ impl TorchSaveReader {
         Ok(graphs.map_err(|error| self.locate(error))?)
     }
 
-    /// The values in the file's outermost dict under those keys that `wanted` accepts, as they are:
-    /// empty containers, keys of all types, and of classes that mean nothing here a
-    /// [`Value::Opaque`](dcp_core::Value::Opaque). Tensors in them are read as a whole, up to
-    /// 1 GiB for each key.
+    /// The values of the file's root dict under the keys that `wanted` accepts: empty containers,
+    /// keys of all types, and for unknown classes a [`Value::Opaque`](dcp_core::Value::Opaque).
+    /// Tensors in them are read whole, up to 1 GiB per key.
     ///
-    /// Returns `None` when the file's object is no dict.
+    /// Returns `None` when the root is not a dict.
     ///
     /// # Errors
     ///
@@ -380,7 +379,7 @@ impl StorageReader for TorchSaveReader {
 }
 
 impl TorchSaveReader {
-    /// An error with the name of the value and the file.
+    /// Adds the name of the value and the file to an error.
     fn name(&self, fqn: &str, error: CheckpointError) -> CheckpointError {
         match error {
             CheckpointError::Format(error) => {

@@ -1,4 +1,4 @@
-//! Writing a file again as it is, in whatever form: one graph, and its storages byte for byte.
+//! Rewrites a file in another form: one graph, and its storages byte for byte.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,22 +15,21 @@ use crate::pickle::{Pickle, Writer};
 use crate::torch_tensor::{ByteOrder, StorageRef};
 use crate::torch_zip::{Method, Record};
 
-/// A file that holds the very objects of another one.
+/// A file with the exact objects of another one.
 #[derive(Debug)]
 pub struct TorchSaveRewrite {
-    /// How it is laid out. Its items are `records`; writing fails when the CRC-32 of one differs
-    /// from what the old file says.
+    /// The layout. Its items are `records`; writing fails when the CRC-32 of one differs from the
+    /// old file's.
     pub plan: TorchSavePlan,
-    /// The storages that objects refer to, in the old file: their bytes go into the new one as
-    /// they are.
+    /// The storages of the old file that objects use, whose bytes are copied.
     pub records: Vec<Record>,
 }
 
 impl TorchSaveRewrite {
-    /// Lays out the file `key`, which holds what the one of `index` and `source` does.
+    /// Lays out the file `key`, with the contents of `index` and `source`.
     ///
-    /// Returns `None` for files that cannot be taken over so: big-endian ones, deflated ones, and
-    /// those in which something refers to what is no storage, or to a part of one.
+    /// Returns `None` for files that cannot be copied: big-endian ones, deflated ones, and those
+    /// that refer to anything but whole storages.
     pub(super) fn new(
         key: &Key,
         source: &Key,
@@ -68,7 +67,8 @@ impl TorchSaveRewrite {
     }
 }
 
-/// The pickle with all storages under new keys, and the old ones in the order of the new.
+/// Composes the pickle with new storage keys. Also returns the old keys in the order of the new
+/// ones.
 fn compose(
     pickle: &Pickle<'_>,
     mut writer: Writer,

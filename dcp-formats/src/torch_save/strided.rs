@@ -1,5 +1,4 @@
-//! Tensors whose elements have to be picked from a storage: transposed, sliced, repeated,
-//! big-endian, conjugated.
+//! Gathers tensors from storages: transposed, sliced, repeated, big-endian or conjugated ones.
 
 use std::ops::Range;
 
@@ -7,31 +6,31 @@ use dcp_core::{Buffer, CheckpointError, FormatError, Key, ReadInto, Region, Stor
 
 use crate::torch_tensor::{ByteOrder, TensorLayout};
 
-/// Elements that are put together in memory before they go where they belong, in bytes.
+/// Bytes of elements to assemble in memory at a time.
 const PART_BYTES: u64 = 4 << 20;
-/// The most bytes of one range that is read.
+/// The maximum length of one range, in bytes.
 const SPAN_BYTES: u64 = 4 << 20;
-/// The most bytes that are read in one request.
+/// The maximum number of bytes per request.
 const REQUEST_BYTES: u64 = 8 << 20;
-/// The most ranges of a request, and the most picks made from it.
+/// The maximum number of ranges per request, and of picks from it.
 const RANGES_MAX: usize = 256;
 const PICKS_MAX: usize = 64 << 10;
-/// A gap up to this many bytes is never worth skipping, whatever the storage says.
+/// Gaps up to this many bytes are always read, whatever the storage prefers.
 const GAP_MIN: u64 = 256;
 
-/// Where the bytes of a tensor's storage are.
+/// The position of a tensor's storage.
 #[derive(Clone, Copy)]
 pub(super) enum Place<'a> {
-    /// In a file, from this byte on.
+    /// In a file, from this offset.
     File { storage: &'a dyn Storage, key: &'a Key, start: u64 },
-    /// At hand, because they had to be decoded.
+    /// In memory, because it had to be decoded.
     Memory(&'a [u8]),
 }
 
-/// Fills `view` with the elements `region` of a tensor, and returns how many bytes were read.
+/// Fills `view` with the elements `region` of a tensor. Returns the number of bytes read.
 ///
-/// Of a file only what is needed is read, but for small gaps, and no more than a few MiB are held
-/// at once, whatever the strides: in the order in which the elements lie in the storage.
+/// Reads only what is needed and small gaps, in storage order, and holds a few MiB at a time, for
+/// any strides.
 pub(super) async fn read(
     place: Place<'_>,
     layout: &TensorLayout,
@@ -61,8 +60,8 @@ pub(super) async fn read(
     Ok(read)
 }
 
-/// The two halves of a region that is too large for one part: cut where the halves lie furthest
-/// from each other in the storage, so that runs of elements stay whole.
+/// Splits a region that is too large for one part, along the axis with the largest distance in the
+/// storage, so that runs of elements stay whole.
 fn halves(layout: &TensorLayout, region: &Region) -> Option<[Region; 2]> {
     let bytes = region.volume().saturating_mul(layout.dtype().size() as u64);
     if bytes <= PART_BYTES {
@@ -81,7 +80,7 @@ fn halves(layout: &TensorLayout, region: &Region) -> Option<[Region; 2]> {
     Some([Region::new(region.offsets().clone(), first).ok()?, Region::new(offsets, second).ok()?])
 }
 
-/// Brings the elements of a part in row-major order, as the storage has them.
+/// Reads the elements of a part in row-major order.
 async fn pick(
     place: Place<'_>,
     layout: &TensorLayout,
@@ -127,7 +126,7 @@ async fn pick(
         }
         let reads = spans.iter().map(|span| ReadInto {
             byte_offset: start.saturating_add(span.range.start),
-            // At most REQUEST_BYTES together.
+            // At most REQUEST_BYTES in all.
             buffer: Buffer::zeroed((span.range.end - span.range.start) as usize),
         });
         let buffers = storage.read(key, reads.collect()).await?;
@@ -145,14 +144,14 @@ fn outside() -> CheckpointError {
     FormatError::new("tensor", "an element lies outside the storage").into()
 }
 
-/// A range of the storage, in bytes, and what is taken from it.
+/// A byte range of the storage, and the elements to take from it.
 struct Span {
     range: Range<u64>,
     picks: Vec<Pick>,
 }
 
 impl Span {
-    /// The range with another one, when they are close and not too much together.
+    /// The union with another range, if they are near and not too long together.
     fn joined(&self, other: &Range<u64>, gap: u64) -> Option<Range<u64>> {
         let end = self.range.end.max(other.end);
         let near = other.start >= self.range.start
@@ -162,7 +161,7 @@ impl Span {
     }
 }
 
-/// Elements at equal distances in the storage and in the part; all numbers count elements.
+/// Elements at equal distances in the storage and in the part. All numbers count elements.
 #[derive(Clone, Copy, Debug)]
 struct Pick {
     from: u64,
@@ -173,13 +172,13 @@ struct Pick {
 }
 
 impl Pick {
-    /// The bytes of the storage from the first to the last element.
+    /// The byte range of the storage from the first to the last element.
     fn bytes(&self, element: u64) -> Range<u64> {
         let last = self.from + (self.len - 1) * self.from_stride;
         self.from * element..(last + 1) * element
     }
 
-    /// Copies the elements out of `bytes`, which begin at byte `start` of the storage.
+    /// Copies the elements out of `bytes`, which begin at offset `start` of the storage.
     fn copy(&self, bytes: &[u8], start: u64, out: &mut [u8], element: usize) -> Option<()> {
         let size = element as u64;
         let at = |n: u64| usize::try_from(n).ok();
@@ -201,7 +200,7 @@ impl Pick {
     }
 }
 
-/// An axis of a part: how many indices it has, and how far apart these are.
+/// An axis of a part: the number of its indices, and their distances.
 #[derive(Clone, Copy, Debug)]
 struct Axis {
     len: u64,
@@ -209,14 +208,14 @@ struct Axis {
     to: u64,
 }
 
-/// The elements of a part in the order in which they lie in the storage.
+/// The elements of a part, in storage order.
 struct Picks {
-    /// From the largest stride in the storage to the smallest.
+    /// By stride in the storage, largest first.
     axes: Vec<Axis>,
     index: Vec<u64>,
     from: u64,
     to: u64,
-    /// What one pick of the innermost axis takes.
+    /// The elements of one pick along the innermost axis.
     row: Axis,
     done_of_row: u64,
     at_once: u64,
@@ -224,7 +223,8 @@ struct Picks {
 }
 
 impl Picks {
-    /// Elements more than `gap` bytes apart come one by one, others together up to `most` bytes.
+    /// Elements more than `gap` bytes apart are picked one by one, others together up to `most`
+    /// bytes.
     fn new(layout: &TensorLayout, part: &Region, gap: u64, most: u64) -> Self {
         let element = layout.dtype().size() as u64;
         let mut to = 1;
@@ -235,7 +235,7 @@ impl Picks {
             }
             to *= len;
         }
-        // They are in row-major order from the inside out, which breaks ties.
+        // Axes are in row-major order, innermost first, which breaks ties.
         axes.sort_by_key(|axis| axis.from);
         let mut merged: Vec<Axis> = Vec::with_capacity(axes.len());
         for axis in axes {
@@ -261,7 +261,7 @@ impl Picks {
         Self {
             index: vec![0; merged.len()],
             axes: merged,
-            // The layout was checked: every element lies inside the storage.
+            // The layout was checked: every element is inside the storage.
             from: layout.storage_offset() + skipped.sum::<u64>(),
             to: 0,
             row,

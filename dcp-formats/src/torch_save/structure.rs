@@ -1,4 +1,4 @@
-//! Checking the bytes of an archive that are not the data of a record.
+//! Checks the bytes of an archive outside the data of records.
 
 use dcp_core::{CheckpointError, FormatError, Key, Storage};
 
@@ -6,10 +6,10 @@ use super::contents::{Contents, TAIL};
 use super::file::File;
 use crate::torch_zip::{ArchiveIndex, Entry, Sparse};
 
-/// Records that are looked at together.
+/// The number of records to check together.
 const BATCH: usize = 512;
 
-/// Calls `found` with what is wrong, by record.
+/// Calls `found` with each problem, by record.
 pub(super) async fn check(
     storage: &dyn Storage,
     key: &Key,

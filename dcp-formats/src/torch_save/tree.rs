@@ -1,4 +1,4 @@
-//! Flat items back into the nested dicts and lists that they were flattened from.
+//! Rebuilds the nested dicts and lists of flat items.
 
 use std::sync::Arc;
 
@@ -7,24 +7,24 @@ use indexmap::IndexMap;
 
 use super::write::TorchSaveItem;
 
-/// Containers within containers; the planner's flattening has the same limit.
+/// The maximum nesting depth; the planner's flattening has the same limit.
 const DEPTH_MAX: usize = 512;
-/// Elements of lists that may be filled up with `None` although there is nothing for them:
-/// PyTorch leaves such gaps where a list held empty dicts.
+/// The number of missing list elements that may be filled with `None`: PyTorch leaves such gaps
+/// where a list contained empty dicts.
 const PADDING_MAX: u64 = 65_536;
 
-/// A container, or an item by its position.
+/// A container, or the position of an item.
 #[derive(Debug)]
 pub(super) enum Tree {
     Item(usize),
     Dict(IndexMap<Arc<str>, Tree>),
-    /// `None` where nothing was given.
+    /// `None` for missing elements.
     List(Vec<Option<Tree>>),
 }
 
 impl Tree {
-    /// The dict that holds all items at their paths, in the order in which they are met; an item
-    /// without a path is an entry of it by its name.
+    /// Builds the dict that contains all items at their paths, in order of first use. An item
+    /// without a path is an entry under its name.
     pub(super) fn grow(items: &[TorchSaveItem]) -> Result<Self, PlanError> {
         let mut root = Self::Dict(IndexMap::new());
         let mut padding = PADDING_MAX;
@@ -66,7 +66,7 @@ impl Tree {
         Ok(root)
     }
 
-    /// The place of a step, filled with `new` if nothing was there, and whether that was so.
+    /// The place of a step, filled with `new` if it was empty, and whether it was.
     fn entry(
         &mut self,
         step: &PathItem,

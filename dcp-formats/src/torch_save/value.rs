@@ -1,4 +1,4 @@
-//! One value that is at hand as a whole archive, whatever is in it, and back.
+//! Encodes any value as a whole archive, and decodes it.
 
 use std::sync::Arc;
 
@@ -10,20 +10,20 @@ use crate::pickle::{Node, NodeId, Pickle, ReplacedObject, Writer};
 use crate::torch_object::decode_object;
 use crate::torch_zip::{ArchiveEncoder, ArchiveIndex, RecordSet, Sparse};
 
-/// The folder of all records in an archive that PyTorch writes to a stream.
+/// The root folder of an archive that PyTorch writes to a stream.
 const STREAM_ROOT: &str = "archive";
 
-/// The archive that `torch.save` makes of a value, its records in the folder `root`: the name of
-/// the file without its last extension, or `archive` where PyTorch writes to a stream.
+/// Encodes a value as `torch.save` does, with its records in the folder `root`: the file name
+/// without its last extension, or `archive` when PyTorch writes to a stream.
 ///
-/// Unlike [`encode_object`](crate::torch_object::encode_object) it takes opaque values inside of
-/// other data, out of the archives that they were kept in. One that is the whole value, in an
-/// archive of that root, comes back byte for byte.
+/// Unlike [`encode_object`](crate::torch_object::encode_object) it accepts opaque values within
+/// other data, and copies them out of their archives. An opaque value that is the whole value, in
+/// an archive with that root, keeps its bytes.
 ///
 /// # Errors
 ///
-/// When the value holds a tensor that is not all here, an opaque value whose archive is damaged,
-/// or what [`Writer::value`] cannot write.
+/// When the value contains a tensor that is not fully in memory, an opaque value with a damaged
+/// archive, or a value that [`Writer::value`] cannot write.
 pub fn encode_value(value: &Value, root: &str) -> Result<Bytes, FormatError> {
     if let Value::Opaque(opaque) = value {
         let index = ArchiveIndex::read(&Sparse::whole(&opaque.encoded));
@@ -34,12 +34,12 @@ pub fn encode_value(value: &Value, root: &str) -> Result<Bytes, FormatError> {
     archive(root, |writer, storages| writer.value(value, storages))
 }
 
-/// The item of an archive that holds a list of one, as Megatron-Core wraps every object. It comes
-/// as [`decode_object`] would give it alone.
+/// Decodes the item of a list of one, in which Megatron-Core wraps every object, as
+/// [`decode_object`] decodes it alone.
 ///
 /// # Errors
 ///
-/// When archive or pickle are damaged, or hold anything but a list of one.
+/// When the archive or the pickle is damaged, or contains anything but a list of one.
 pub fn decode_only_item(blob: &Bytes) -> Result<Value, FormatError> {
     let (mut items, plain) = match decode_object(blob)? {
         Value::List(items) => (items, true),
@@ -57,7 +57,7 @@ pub fn decode_only_item(blob: &Bytes) -> Result<Value, FormatError> {
     }
     let encoded =
         archive(STREAM_ROOT, |writer, storages| storages.splice(writer, blob, only_item))?;
-    // Alone it may be plain: what was shared may have been shared with the list itself.
+    // Alone it may be plain: its shared part may have been shared with the list only.
     match decode_object(&encoded)? {
         Value::Opaque(_) => Ok(Value::Opaque(Arc::new(Opaque { encoded, view }))),
         plain => Ok(plain),
@@ -74,16 +74,16 @@ fn only_item(pickle: &mut Pickle<'_>) -> Result<NodeId, FormatError> {
     }
 }
 
-/// A value in which every object below `key`, whose class or name is not `known` (module, name),
-/// is replaced by a plain one; and which were replaced. `None` when there is no such object.
+/// Replaces every object below `key` whose class or name (module, name) is not `known` with a plain
+/// value. Returns the value and the replaced objects; `None` if there are none.
 ///
-/// A member of an enumeration becomes its value. What has no plain form loses its entry in the dict
-/// that holds it, or becomes `None` elsewhere. All other objects, shared ones and cycles among them,
-/// stay as they are.
+/// A member of an enumeration becomes its value. An object without a plain form loses its entry in
+/// a dict, or becomes `None` elsewhere. All other objects stay unchanged, including shared and
+/// cyclic ones.
 ///
 /// # Errors
 ///
-/// When an archive in which an object is kept is damaged.
+/// When the archive of an opaque object is damaged.
 pub fn replace_classes(
     value: &Value,
     key: &str,
@@ -107,7 +107,7 @@ pub fn replace_classes(
     }
 }
 
-/// [`replace_classes`] in the object of an archive: below `key` of the dict that it is, or
+/// Applies [`replace_classes`] to the object of an archive: below `key` of its root dict, or
 /// everywhere.
 fn in_archive(
     archive_bytes: &Bytes,
@@ -140,7 +140,7 @@ fn in_archive(
     Ok(Some((decode_object(&encoded)?, replaced)))
 }
 
-/// The value of a key in the dict that is the root of a pickle.
+/// The value of a key in the root dict of a pickle.
 fn entry(pickle: &Pickle<'_>, key: &str) -> Option<NodeId> {
     let Node::Dict(span) = pickle.node(pickle.root()) else { return None };
     let mut entries = pickle.entries(*span);

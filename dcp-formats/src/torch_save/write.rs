@@ -1,4 +1,4 @@
-//! Writing a file of `torch.save`, streamed, with its exact length known before the first byte.
+//! Writes a `torch.save` file as a stream, with its length known before the first byte.
 
 use std::fmt;
 use std::ops::Range;
@@ -20,60 +20,58 @@ use crate::upload::{
     FileItem, FileOptions, FileSpec, Framing, PendingFile, Progress, prepare_file,
 };
 
-/// The name that PyTorch gives an archive that has no file to be named after.
+/// The name of an archive without a file name in PyTorch.
 const NO_STEM: &str = "archive";
 
-/// Something to write.
+/// An item to write.
 #[derive(Clone, Debug)]
 pub struct TorchSaveItem {
-    /// Its FQN, for errors, and its key where it has no path.
+    /// Its FQN: its name in errors, and its key if it has no path.
     pub name: Arc<str>,
-    /// Its place in nested dicts and lists, as `dcp_to_torch_save` makes them: the first step is
-    /// a key. `None` for an entry of the outermost dict, under its name.
+    /// Its path in nested dicts and lists, as `dcp_to_torch_save` builds them; the first step is a
+    /// key. `None` for an entry of the root dict under its name.
     pub path: Option<StatePath>,
-    /// What it is.
+    /// Its content.
     pub content: TorchSaveContent,
 }
 
-/// What an item is.
+/// The content of an item.
 #[derive(Clone, Debug)]
 pub enum TorchSaveContent {
-    /// A tensor, whose elements the data source has: row-major and little-endian.
+    /// A tensor whose row-major, little-endian elements the data source has.
     Tensor {
         /// The element type.
         dtype: DType,
         /// The shape.
         shape: Dims,
-        /// The position of the item whose storage this one shares: a tensor of the same type and
-        /// number of elements that shares nobody else's. The data source is asked for that one
-        /// only.
+        /// The position of the item whose storage this one shares: a tensor of the same dtype and
+        /// number of elements that shares no other's. Only that item is read from the data source.
         same_as: Option<usize>,
     },
-    /// An object or a tensor of another file of `torch.save`, as it is there, by its FQN there. All such items
-    /// of a plan are of one file. The storages that they refer to are the plan's
+    /// An object or a tensor of another `torch.save` file, copied unchanged, by its FQN there. All
+    /// such items of a plan come from one file. Their storages are the plan's
     /// [`kept`](TorchSavePlan::kept).
     Kept {
-        /// The objects of the file.
+        /// The objects of that file.
         graphs: Arc<TorchSaveGraphs>,
-        /// The name of this one in it.
+        /// Its name in that file.
         fqn: Arc<str>,
     },
-    /// Any other value. An opaque one is taken out of the `torch.save` archive that it was kept
-    /// in, tensors included.
+    /// Any other value. An opaque one is copied out of its `torch.save` archive, with its tensors.
     Object(Value),
 }
 
-/// How a file is written.
+/// Options of writing a file.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct TorchSaveOptions {
     /// The form of the file.
     pub form: TorchSaveForm,
-    /// The folder of all records in a zip archive; by default, as with PyTorch, the name of the
-    /// file without its last extension.
+    /// The root folder of a zip archive. By default the file name without its last extension, as in
+    /// PyTorch.
     pub root: Option<String>,
-    /// The device on which Python puts all tensors, such as `cpu`; by default those that are taken
-    /// over from other files keep theirs, and all others are on the CPU.
+    /// The device onto which Python loads all tensors, such as `cpu`. By default tensors copied
+    /// from other files keep theirs, and all others are on the CPU.
     pub device: Option<String>,
 }
 
@@ -87,9 +85,9 @@ impl From<TorchSaveForm> for TorchSaveOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TorchSaveForm {
-    /// A zip archive, which PyTorch 1.6 and later read and write.
+    /// A zip archive, for PyTorch 1.6 and later.
     Zip(RecordSet),
-    /// The stream of earlier versions, which all read; it has no checksums.
+    /// The stream of earlier versions, which every version reads; without checksums.
     Legacy,
 }
 
@@ -100,21 +98,21 @@ impl Default for TorchSaveForm {
 }
 
 impl TorchSaveOptions {
-    /// The same, in another form.
+    /// Sets the form of the file.
     #[must_use]
     pub fn with_form(mut self, form: TorchSaveForm) -> Self {
         self.form = form;
         self
     }
 
-    /// The same, with all tensors on this device.
+    /// Sets the device of all tensors.
     #[must_use]
     pub fn with_device(mut self, device: impl Into<String>) -> Self {
         self.device = Some(device.into());
         self
     }
 
-    /// The same, with this folder of all records.
+    /// Sets the root folder.
     #[must_use]
     pub fn with_root(mut self, root: impl Into<String>) -> Self {
         self.root = Some(root.into());
@@ -122,7 +120,7 @@ impl TorchSaveOptions {
     }
 }
 
-/// A file that is laid out, but not written.
+/// The layout of a file to write.
 #[derive(Debug)]
 pub struct TorchSavePlan {
     key: Key,
@@ -132,13 +130,13 @@ pub struct TorchSavePlan {
 }
 
 impl TorchSavePlan {
-    /// Lays out the file `key` with all that `items` say. Does no I/O.
+    /// Lays out the file `key` with `items`. Does no I/O.
     ///
     /// # Errors
     ///
-    /// [`PlanError`](dcp_core::PlanError) when an item cannot be written, which it names: a
-    /// quantized tensor, whose scale is not known here, what
-    /// [`Writer::value`](crate::pickle::Writer::value) cannot write, two items with the same place.
+    /// [`PlanError`](dcp_core::PlanError) when an item, which it names, cannot be written: a
+    /// quantized tensor, whose scale is unknown here; a value that
+    /// [`Writer::value`](crate::pickle::Writer::value) cannot write; two items at the same path.
     pub fn new(
         key: &Key,
         items: &[TorchSaveItem],
@@ -150,8 +148,8 @@ impl TorchSavePlan {
         })
     }
 
-    /// Lays out the file `key` with what `compose` makes, given a writer and the least number of
-    /// digits of a storage's key; `made` are the items that its storages come from.
+    /// Lays out the file `key` with the pickle that `compose` writes, given a writer and the
+    /// minimum number of digits of a storage key. `made` are the origins of its storages.
     pub(super) fn lay_out<E: Into<CheckpointError>>(
         key: &Key,
         options: &TorchSaveOptions,
@@ -170,8 +168,8 @@ impl TorchSavePlan {
                 (composed.storages, Form::Zip { encoder: Box::new(encoder), crc32s }, byte_len)
             }
             TorchSaveForm::Legacy => {
-                // The storages follow in the order of their keys as text: zeros in front make that
-                // the order of their numbers.
+                // Storages follow in the order of their keys as text; leading zeros make that the
+                // order of their numbers.
                 let count = compose(Writer::new(), 0)?.storages.len();
                 let width = count.saturating_sub(1).to_string().len();
                 let composed = compose(Writer::with_storage_views(), width)?;
@@ -203,14 +201,14 @@ impl TorchSavePlan {
         Ok(Self { key: key.clone(), byte_len, storages, image: Image { parts, form } })
     }
 
-    /// The length of the file in bytes.
+    /// The size of the file in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.byte_len
     }
 
-    /// The storages of [`TorchSaveContent::Kept`] items, in the file that these are of. For the data
-    /// source they are items behind those that the plan was made of, each once.
+    /// The storages of [`TorchSaveContent::Kept`] items, in the file of these items. The data
+    /// source numbers them after the items of the plan, each once.
     #[must_use]
     pub fn kept(&self) -> Vec<Record> {
         let kept = self.storages.iter().filter_map(|storage| match &storage.content {
@@ -220,12 +218,12 @@ impl TorchSavePlan {
         kept.collect()
     }
 
-    /// Writes the file, which must not exist yet. `data` counts items as those were counted that
-    /// the plan was made of, and is asked for each tensor once, in the order of the file.
+    /// Writes the file, which must not exist yet. Items of `data` are numbered as those of the
+    /// plan; each tensor is read once, in file order.
     ///
     /// # Errors
     ///
-    /// When data or storage fail; then there is no file.
+    /// When the data or the storage fails. No file is created then.
     pub async fn write(
         self,
         storage: &dyn Storage,
@@ -237,11 +235,11 @@ impl TorchSavePlan {
         Ok(pending.publish().await?)
     }
 
-    /// Makes the file without giving it its name; `options` say whether one of that name is replaced.
+    /// Writes the file without its name yet; `options` say whether an existing file is replaced.
     ///
     /// # Errors
     ///
-    /// When data or storage fail; then there is nothing of the file.
+    /// When the data or the storage fails. Nothing remains of the file then.
     pub async fn prepare<'a>(
         self,
         storage: &'a dyn Storage,
@@ -268,12 +266,11 @@ impl TorchSavePlan {
     }
 }
 
-/// Writes a file that must not exist yet, and returns its length in bytes: the same as a
-/// [`TorchSavePlan`], carried out.
+/// Plans and writes a file that must not exist yet. Returns its size in bytes.
 ///
 /// # Errors
 ///
-/// As [`TorchSavePlan::new`] and [`TorchSavePlan::write`]; then there is no file.
+/// As [`TorchSavePlan::new`] and [`TorchSavePlan::write`]. No file is created then.
 pub async fn write(
     storage: &dyn Storage,
     key: &Key,
@@ -288,9 +285,9 @@ pub async fn write(
     Ok(byte_len)
 }
 
-/// Fails where PyTorch would look into tensors while it reads the pickle, behind which the bytes of
-/// all tensors come: it makes a nested tensor by the sizes that are in another one, and loads not
-/// even its own files with one (2.15).
+/// Fails where PyTorch accesses tensors while it reads the pickle, although their bytes follow it:
+/// it builds a nested tensor from the sizes in another one, and cannot load even its own files with
+/// one (2.15).
 fn refuse_nested(key: &Key, pickle: &[u8]) -> Result<(), PlanError> {
     const NESTED: &[u8] = b"ctorch._utils\n_rebuild_nested_tensor\n";
     if !pickle.windows(NESTED.len()).any(|part| part == NESTED) {
@@ -301,27 +298,27 @@ fn refuse_nested(key: &Key, pickle: &[u8]) -> Result<(), PlanError> {
     Err(PlanError::Unsupported { fqn: key.to_string(), problem: problem.to_owned() })
 }
 
-/// The name of the archive that PyTorch derives from that of the file.
+/// The archive name that PyTorch derives from the file name.
 fn stem(key: &Key) -> &str {
     let name = key.file_name();
     let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
-    // What PyTorch cannot hand to its C++ code it writes as a stream, which has no name.
+    // PyTorch writes a name that its C++ code cannot take as a stream, which has no name.
     if stem.is_empty() || !name.is_ascii() { NO_STEM } else { stem }
 }
 
-/// What the file has around the bytes of each storage; position 0 is what comes before all.
+/// The bytes around each storage; position 0 precedes all.
 #[derive(Debug)]
 struct Image {
     parts: Vec<Made>,
     form: Form,
 }
 
-/// What a storage is made from.
+/// The origin of a storage.
 #[derive(Clone, Debug)]
 pub(super) struct Made {
     /// A name for errors.
     pub(super) name: String,
-    /// The record of another file whose bytes it must have.
+    /// The record of another file whose bytes it must equal.
     pub(super) expected: Option<(Record, Key)>,
 }
 
@@ -385,7 +382,7 @@ impl Framing for Image {
     }
 }
 
-/// The storages' bytes, by their number.
+/// The storages' bytes, by number.
 #[derive(Debug)]
 struct Contents {
     data: Arc<dyn DataSource>,

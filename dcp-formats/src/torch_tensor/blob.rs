@@ -11,22 +11,23 @@ use crate::torch_zip::{
     ArchiveEncoder, ArchiveIndex, Entry, Halt, Method, Progress, Record, RecordSet, Sparse,
 };
 
-/// A tensor's pickle takes a few hundred bytes.
+/// The maximum size of a tensor's pickle, which has a few hundred bytes.
 pub(super) const PICKLE_LEN_MAX: u64 = 1 << 20;
-/// Where PyTorch's archives have the pickle: behind one header, padded.
+/// The offset of the pickle in PyTorch's archives: after one padded header.
 const PICKLE_OFFSET: usize = 64;
 
-/// The order of the bytes of a number in a storage.
+/// The byte order of numbers in a storage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ByteOrder {
-    /// Least significant first; also where an archive does not say (PyTorch up to 2.0).
+    /// Least significant byte first; also the default of archives without a byte order (PyTorch up
+    /// to 2.0).
     #[default]
     Little,
-    /// Most significant first.
+    /// Most significant byte first.
     Big,
 }
 
-/// A tensor in an archive, found without reading its elements.
+/// A tensor in an archive, located without reading its elements.
 #[derive(Clone, Debug)]
 pub struct TensorBlob {
     layout: TensorLayout,
@@ -35,14 +36,14 @@ pub struct TensorBlob {
 }
 
 impl TensorBlob {
-    /// Finds out what the tensor is and where its elements are.
+    /// Locates the tensor and its elements.
     ///
-    /// Of an archive that PyTorch wrote, the last 1 KiB and the first 4 KiB are enough.
+    /// The last 1 KiB and the first 4 KiB of an archive of PyTorch's are enough.
     ///
     /// # Errors
     ///
-    /// When it is no archive of one tensor, or the storage has another length than the tensor's
-    /// pickle says.
+    /// When the blob is not an archive of one tensor, or the length of the storage differs from the
+    /// tensor's pickle.
     pub fn parse(blob: &Sparse<'_>) -> Result<Progress<Self>, FormatError> {
         Progress::from_halting(Self::read(blob))
     }
@@ -56,10 +57,10 @@ impl TensorBlob {
         Ok(Self { byte_order, storage, layout })
     }
 
-    /// The same from the first bytes alone, where that is certain: the archive of `byte_len` bytes
-    /// must be laid out exactly as PyTorch 2.1 or later does, with nothing but this tensor.
+    /// Locates the tensor from the first bytes alone. Returns `None` unless the archive of
+    /// `byte_len` bytes is laid out exactly as PyTorch 2.1 or later does, with only this tensor.
     ///
-    /// The CRC is not known then, since PyTorch writes it behind the data.
+    /// The CRC is then unknown, because PyTorch writes it after the data.
     #[must_use]
     pub fn locate_from_head(head: &[u8], byte_len: u64) -> Option<Self> {
         let from_pickle = head.get(PICKLE_OFFSET..)?;
@@ -85,7 +86,7 @@ impl TensorBlob {
         })
     }
 
-    /// The tensor.
+    /// The tensor's layout.
     #[must_use]
     pub fn layout(&self) -> &TensorLayout {
         &self.layout
@@ -97,14 +98,14 @@ impl TensorBlob {
         self.byte_order
     }
 
-    /// The record of the storage: where it lies in the blob, its length and CRC.
+    /// The record of the storage: its range in the blob, its length and CRC.
     #[must_use]
     pub fn storage(&self) -> &Record {
         &self.storage
     }
 
-    /// Where the elements lie in the blob, in bytes, when they lie there in row-major order,
-    /// little-endian and as they are: then any run of them can be read directly.
+    /// The byte range of the elements in the blob, if they are stored row-major, little-endian and
+    /// unencoded; any run of them can then be read directly.
     #[must_use]
     pub fn element_range(&self) -> Option<Range<u64>> {
         let swapped = self.byte_order == ByteOrder::Big && self.layout.dtype().scalar_size() > 1;
@@ -116,8 +117,8 @@ impl TensorBlob {
         Some(start.checked_add(range.start)?..start.checked_add(range.end)?)
     }
 
-    /// The elements in row-major order and little-endian, from the bytes of
-    /// [`storage().data`](Self::storage); checks the CRC.
+    /// Decodes the elements to row-major, little-endian form, from the bytes of
+    /// [`storage().data`](Self::storage). Checks the CRC.
     ///
     /// `limit` bounds the result in bytes.
     ///

@@ -1,4 +1,4 @@
-//! Elements of any layout into row-major order.
+//! Gathers elements of any layout into row-major order.
 
 use dcp_core::{DType, Dims, FormatError};
 
@@ -6,17 +6,16 @@ use super::blob::ByteOrder;
 use super::layout::{TensorLayout, bad};
 
 impl TensorLayout {
-    /// The elements in row-major order and little-endian, from all bytes of the storage: strides
-    /// and offset followed, conjugates and negatives taken, bytes swapped where they are
-    /// big-endian.
+    /// The elements in row-major, little-endian order, from all bytes of the storage: applies
+    /// strides and offset, conjugation and negation, and the byte order.
     ///
-    /// `limit` bounds the result in bytes; a tensor with a stride of 0 may be much larger than its
+    /// `limit` bounds the result in bytes. A tensor with a stride of 0 may be much larger than its
     /// storage.
     ///
     /// # Errors
     ///
-    /// When the storage has not the length it should have, the result would exceed `limit` or the
-    /// memory there is, or negatives are asked of a type that has none.
+    /// When the storage has the wrong length, the result exceeds `limit` or the available memory,
+    /// or the dtype cannot be negated.
     pub fn gather(
         &self,
         storage: &[u8],
@@ -34,8 +33,8 @@ impl TensorLayout {
         Ok(out)
     }
 
-    /// Fills `out` with what [`gather`](Self::gather) has from byte `start` on, and takes no other
-    /// memory. Both ends must lie between elements.
+    /// Fills `out` with the result of [`gather`](Self::gather) from byte `start`, without further
+    /// memory. Both ends must be at element boundaries.
     pub(crate) fn gather_part(
         &self,
         storage: &[u8],
@@ -65,15 +64,14 @@ impl TensorLayout {
         self.evaluate(byte_order, out)
     }
 
-    /// Makes elements, as a storage has them, little-endian and what the tensor says they are:
-    /// conjugates, negatives.
+    /// Converts stored elements to the tensor's: little-endian, conjugated, negated.
     pub(crate) fn evaluate(
         &self,
         byte_order: ByteOrder,
         out: &mut [u8],
     ) -> Result<(), FormatError> {
-        // PyTorch 2.15 swaps storages by their class and so leaves those of `_rebuild_tensor_v3`,
-        // which count in bytes, as they are; the element type says what the writer meant.
+        // PyTorch 2.15 swaps storages by their class, so those of `_rebuild_tensor_v3`, which count
+        // bytes, stay unswapped. The dtype shows the writer's intent.
         let scalar = self.dtype.scalar_size();
         if byte_order == ByteOrder::Big && scalar > 1 {
             out.chunks_exact_mut(scalar).for_each(<[u8]>::reverse);
@@ -97,7 +95,7 @@ impl TensorLayout {
         Err(bad(format!("its storage has {found} bytes instead of {expected}")))
     }
 
-    /// Walks the elements in row-major order from the one at byte `start`; `N` is the size of one.
+    /// Visits the elements in row-major order from the one at byte `start`; `N` is the size of one.
     fn collect<const N: usize>(&self, storage: &[u8], start: u64, out: &mut [u8]) -> Option<()> {
         let elements = storage.as_chunks::<N>().0;
         let out = out.as_chunks_mut::<N>().0;

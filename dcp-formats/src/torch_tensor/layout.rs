@@ -1,12 +1,13 @@
-//! What a pickle says about a tensor.
+//! The description of a tensor in a pickle.
 
 use std::ops::Range;
 
 use dcp_core::{DType, Dims, FormatError};
 
-/// A tensor over a storage, as `torch._utils._rebuild_tensor_v2` and its siblings get it.
+/// A tensor over a storage, with the arguments of `torch._utils._rebuild_tensor_v2` and similar
+/// functions.
 ///
-/// Every element lies inside the storage: that was checked.
+/// Every element is inside the storage, which was checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorLayout {
     pub(super) dtype: DType,
@@ -22,33 +23,33 @@ pub struct TensorLayout {
     pub(super) quantizer: Option<Quantizer>,
 }
 
-/// A storage by the key of its record, `data/<key>`.
+/// A storage, by the key of its record `data/<key>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StorageRef {
-    /// The key: for PyTorch the number of the storage, in order of first use.
+    /// The key: in PyTorch the number of the storage, in order of first use.
     pub key: Box<str>,
     /// Length in bytes.
     pub byte_len: u64,
-    /// Where the storage was, such as `cpu` or `cuda:0`.
+    /// The device of the storage, such as `cpu` or `cuda:0`.
     pub location: Box<str>,
 }
 
-/// What turns quantized elements into real numbers.
+/// The parameters that turn quantized elements into real numbers.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Quantizer {
-    /// `(element - zero_point) * scale`, of `torch.per_tensor_affine`.
+    /// `(element - zero_point) * scale`, for `torch.per_tensor_affine`.
     PerTensor {
         /// The scale.
         scale: f64,
-        /// The element that stands for 0.
+        /// The element that represents 0.
         zero_point: i64,
     },
-    /// The same with a scale for each index of an axis, of `torch.per_channel_affine`.
+    /// A scale for each index of an axis, for `torch.per_channel_affine`.
     PerChannel {
         /// The scales, one per index.
         scales: Box<TensorLayout>,
-        /// The elements that stand for 0, one per index.
+        /// The elements that represent 0, one per index.
         zero_points: Box<TensorLayout>,
         /// The axis.
         axis: u64,
@@ -58,12 +59,12 @@ pub enum Quantizer {
 }
 
 impl TensorLayout {
-    /// A tensor in row-major order that is all of storage `0`, on the CPU.
+    /// A row-major tensor that fills storage `0`, on the CPU.
     ///
     /// # Errors
     ///
-    /// When its bytes cannot be counted in 64 bits, an axis is longer than PyTorch's signed sizes
-    /// can say, or the type is a quantized one, whose elements mean nothing without a scale.
+    /// When its size exceeds 64 bits, an axis exceeds PyTorch's signed sizes, or the dtype is
+    /// quantized, whose elements have no meaning without a scale.
     pub fn contiguous(dtype: DType, sizes: impl Into<Dims>) -> Result<Self, FormatError> {
         let sizes = sizes.into();
         if dtype.is_quantized() {
@@ -88,14 +89,14 @@ impl TensorLayout {
         layout.checked()
     }
 
-    /// The same, with the storage on this device.
+    /// Sets the device of the storage.
     #[must_use]
     pub(crate) fn with_device(mut self, device: &str) -> Self {
         self.storage.location = device.into();
         self
     }
 
-    /// The same tensor over the storage of another key.
+    /// Sets the key of the storage.
     #[must_use]
     pub fn with_storage_key(mut self, key: impl Into<Box<str>>) -> Self {
         self.storage.key = key.into();
@@ -114,13 +115,13 @@ impl TensorLayout {
         &self.sizes
     }
 
-    /// Elements from one index to the next, per axis.
+    /// The distance of adjacent indices in elements, per axis.
     #[must_use]
     pub fn strides(&self) -> &[u64] {
         &self.strides
     }
 
-    /// Where the first element lies in the storage, in elements.
+    /// The offset of the first element in the storage, in elements.
     #[must_use]
     pub fn storage_offset(&self) -> u64 {
         self.storage_offset
@@ -132,52 +133,50 @@ impl TensorLayout {
         &self.storage
     }
 
-    /// Whether the tensor takes part in autograd.
+    /// Whether autograd tracks the tensor.
     #[must_use]
     pub fn requires_grad(&self) -> bool {
         self.requires_grad
     }
 
-    /// Whether it is wrapped in a `torch.nn.Parameter`.
+    /// Whether a `torch.nn.Parameter` wraps it.
     #[must_use]
     pub fn is_parameter(&self) -> bool {
         self.parameter
     }
 
-    /// Whether Python would make more of it than a tensor of these elements: an instance of a
-    /// subclass, attributes, or a tensor of another device. [`write`](Self::write) leaves that
-    /// out.
+    /// Whether the Python object has more than these elements: a subclass, attributes, or another
+    /// device. [`write`](Self::write) omits that.
     #[must_use]
     pub fn has_python_state(&self) -> bool {
         self.python_state
     }
 
-    /// Whether the elements are the complex conjugates of what the storage has.
+    /// Whether the elements are the complex conjugates of the stored ones.
     #[must_use]
     pub fn is_conj(&self) -> bool {
         self.conj
     }
 
-    /// Whether the elements are the negatives of what the storage has.
+    /// Whether the elements are the negatives of the stored ones.
     #[must_use]
     pub fn is_neg(&self) -> bool {
         self.neg
     }
 
-    /// How to read quantized elements.
+    /// The parameters of quantized elements.
     #[must_use]
     pub fn quantizer(&self) -> Option<&Quantizer> {
         self.quantizer.as_ref()
     }
 
-    /// The bytes of all elements, without gaps.
+    /// The size of all elements in bytes, without gaps.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.checked_byte_len().unwrap_or(u64::MAX)
     }
 
-    /// Where the elements lie in the storage, in bytes, when they lie there as they are and in
-    /// row-major order.
+    /// The byte range of the elements in the storage, if they are stored unencoded and row-major.
     #[must_use]
     pub fn contiguous_range(&self) -> Option<Range<u64>> {
         let as_they_are = !self.conj && !self.neg;
@@ -198,7 +197,7 @@ impl TensorLayout {
         row_major.then_some(start..start.checked_add(self.byte_len())?)
     }
 
-    /// The layout, if it describes a tensor inside its storage.
+    /// Returns the layout if the tensor is inside its storage.
     pub(super) fn checked(self) -> Result<Self, FormatError> {
         if self.sizes.ndim() > Dims::MAX_AXES {
             let (axes, max) = (self.sizes.ndim(), Dims::MAX_AXES);
@@ -216,7 +215,7 @@ impl TensorLayout {
         let end = if byte_len == 0 {
             Some(0)
         } else if self.elements_per_byte() > 1 {
-            // Packed elements cannot be addressed, so PyTorch has them in row-major order.
+            // Packed elements cannot be addressed, so PyTorch stores them row-major.
             self.row_major_range().map(|range| range.end)
         } else {
             self.last_element().and_then(|last| (last + 1).checked_mul(self.dtype.size() as u64))

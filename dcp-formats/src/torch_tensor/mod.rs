@@ -1,8 +1,8 @@
-//! One tensor as `torch.save` stores it: an archive of a small pickle and a storage.
+//! A tensor as `torch.save` stores it: an archive of a small pickle and a storage.
 //!
-//! [`TensorBlob`] finds out from a few bytes of such an archive what the tensor is and where its
-//! bytes lie, [`TensorLayout`] is the tensor's description in the pickle, both ways, and brings
-//! the elements of any layout into row-major order.
+//! [`TensorBlob`] locates the tensor and its bytes from a few bytes of the archive.
+//! [`TensorLayout`] is the tensor's description in the pickle, for reading and writing, and gathers
+//! elements of any layout into row-major order.
 
 mod blob;
 mod gather;

@@ -1,4 +1,4 @@
-//! Tensors out of pickles.
+//! Reads tensors from pickles.
 
 use dcp_core::{DType, Dims, FormatError};
 
@@ -7,15 +7,15 @@ use super::storage_class::StorageClass;
 use super::wrapped::wrapped;
 use crate::pickle::{Limits, Node, NodeId, Pickle};
 
-/// Levels of tensors in tensors: a parameter holds a tensor, a quantizer holds its scales.
+/// The maximum nesting of tensors: a parameter contains a tensor, a quantizer its scales.
 const NESTING_MAX: usize = 4;
 
 impl TensorLayout {
-    /// The tensor that a `data.pkl` describes.
+    /// The tensor of a `data.pkl`.
     ///
     /// # Errors
     ///
-    /// When the pickle is damaged, holds anything but one tensor, or the tensor does not fit its
+    /// When the pickle is damaged, contains anything but one tensor, or the tensor exceeds its
     /// storage.
     pub fn from_pickle(pickle: &[u8]) -> Result<Self, FormatError> {
         let pickle = Pickle::parse(pickle, &Limits::DEFAULT)?;
@@ -38,12 +38,12 @@ impl TensorLayout {
         })
     }
 
-    /// The tensor that a node describes; `None` when it is no call of one of PyTorch's functions
-    /// that rebuild strided tensors.
+    /// The tensor of a node; `None` unless the node calls one of PyTorch's functions that rebuild
+    /// strided tensors.
     ///
     /// # Errors
     ///
-    /// When it is such a call, but with arguments that make no sense.
+    /// When the arguments of such a call are invalid.
     pub fn from_node(pickle: &Pickle<'_>, id: NodeId) -> Result<Option<Self>, FormatError> {
         tensor(pickle, id, NESTING_MAX)
     }
@@ -67,7 +67,7 @@ fn tensor(
     }
 }
 
-/// What a call of one of PyTorch's functions gives.
+/// The result of calling one of PyTorch's functions.
 fn rebuilt(
     pickle: &Pickle<'_>,
     function: NodeId,
@@ -75,7 +75,7 @@ fn rebuilt(
     nesting: usize,
 ) -> Result<Option<TensorLayout>, FormatError> {
     let function = match (pickle.global_name(function), args) {
-        // A tensor with attributes, or of a subclass: the function that it wraps, and its result.
+        // A tensor with attributes or of a subclass: the wrapped function, and its result.
         (Some(("torch._tensor", "_rebuild_from_type_v2")), [inner, _class, args, _state]) => {
             let Some(nesting) = nesting.checked_sub(1) else {
                 return Err(bad("tensors are nested in each other"));
@@ -86,7 +86,7 @@ fn rebuilt(
         (Some(("torch._utils", function)), _) => function,
         _ => return Ok(None),
     };
-    // A type of a later PyTorch: not a tensor that could be read, but no damage either.
+    // A dtype of a later PyTorch: unreadable, but not damaged.
     if function == "_rebuild_tensor_v3"
         && let Some(dtype) = args.get(6)
         && let Some(("torch", name)) = pickle.global_name(*dtype)
@@ -153,7 +153,8 @@ fn rebuilt(
     Ok(Some(layout))
 }
 
-/// From storage, offset, sizes and strides; of the storage's type unless another is given.
+/// A tensor of storage, offset, sizes and strides. Its dtype is the storage's unless another is
+/// given.
 fn strided(pickle: &Pickle<'_>, args: &[NodeId], dtype: Option<NodeId>) -> Option<TensorLayout> {
     let [storage, offset, sizes, strides] = args else { return None };
     let (class, storage, view_offset) = storage_ref(pickle, *storage)?;
@@ -163,7 +164,7 @@ fn strided(pickle: &Pickle<'_>, args: &[NodeId], dtype: Option<NodeId>) -> Optio
             _ => return None,
         },
         (None, StorageClass::Typed(dtype)) => dtype,
-        // Only `_rebuild_tensor_v3` takes storages without a type; as bytes they still make sense.
+        // Only `_rebuild_tensor_v3` takes storages without a dtype; others are read as bytes.
         (None, StorageClass::Untyped) => DType::UInt8,
     };
     Some(TensorLayout {
@@ -181,12 +182,12 @@ fn strided(pickle: &Pickle<'_>, args: &[NodeId], dtype: Option<NodeId>) -> Optio
     })
 }
 
-/// The storage, and where in it the part begins that the tensor counts from, in elements.
+/// A storage, and the offset of the view from which the tensor counts, in elements.
 fn storage_ref(pickle: &Pickle<'_>, id: NodeId) -> Option<(StorageClass, StorageRef, u64)> {
     let Node::Persistent(pid) = *pickle.node(id) else { return None };
     let [tag, class, key, location, numel, view @ ..] = pickle.tuple(pid) else { return None };
     (pickle.str(*tag)? == "storage").then_some(())?;
-    // Files from before the zip format may say here that only a part of the storage is meant.
+    // Files from before the zip format may restrict the storage to a part of it here.
     let view_offset = match view {
         [] => 0,
         [view] => match pickle.tuple(*view) {
@@ -203,12 +204,12 @@ fn storage_ref(pickle: &Pickle<'_>, id: NodeId) -> Option<(StorageClass, Storage
     Some((class, StorageRef { key, byte_len, location }, view_offset))
 }
 
-/// The storage that a persistent node refers to, and the size of its elements in bytes.
+/// The storage of a persistent node, and the size of its elements in bytes.
 pub(crate) fn stored(pickle: &Pickle<'_>, id: NodeId) -> Option<(StorageRef, u64)> {
     storage_ref(pickle, id).map(|(class, storage, _)| (storage, class.element_size()))
 }
 
-/// Whether a node is a call of one of PyTorch's functions that make tensors, of any kind.
+/// Whether a node calls one of PyTorch's functions that create tensors of any kind.
 pub(crate) fn makes_tensor(pickle: &Pickle<'_>, id: NodeId) -> bool {
     match pickle.object(id).and_then(|object| pickle.global_name(object.class)) {
         Some(("torch._utils", function)) => function.starts_with("_rebuild_"),
@@ -224,7 +225,7 @@ fn with_grad(pickle: &Pickle<'_>, layout: TensorLayout, grad: NodeId) -> Option<
     }
 }
 
-/// `{"conj": True}`, `{"neg": True}`: views that PyTorch stores unevaluated.
+/// `{"conj": True}`, `{"neg": True}`: views that PyTorch stores lazily.
 fn with_math_bits(
     pickle: &Pickle<'_>,
     mut layout: TensorLayout,

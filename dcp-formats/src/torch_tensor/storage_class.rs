@@ -1,8 +1,8 @@
-//! The storage classes by which pickles tell the element type.
+//! The storage classes that represent dtypes in pickles.
 
 use dcp_core::DType;
 
-/// Classes of module `torch`; tensors of all other types are in an untyped storage.
+/// Classes of module `torch`; tensors of all other dtypes use an untyped storage.
 const TYPED: &[(DType, &str)] = &[
     (DType::Float64, "DoubleStorage"),
     (DType::Float32, "FloatStorage"),
@@ -23,16 +23,16 @@ const TYPED: &[(DType, &str)] = &[
     (DType::QUInt2x4, "QUInt2x4Storage"),
 ];
 
-/// What elements a storage counts in.
+/// The element type of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StorageClass {
     Typed(DType),
-    /// Bytes; the pickle names the element type elsewhere.
+    /// Bytes; the pickle gives the dtype elsewhere.
     Untyped,
 }
 
 impl StorageClass {
-    /// The class that PyTorch writes for an element type.
+    /// The class that PyTorch writes for a dtype.
     pub(super) fn of(dtype: DType) -> Self {
         match TYPED.iter().find(|(typed, _)| *typed == dtype) {
             Some(_) => Self::Typed(dtype),

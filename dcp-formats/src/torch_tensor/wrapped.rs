@@ -1,4 +1,4 @@
-//! Tensors of classes of their own, which are several tensors in a file.
+//! Tensors of subclasses, which consist of several tensors in a file.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use super::read::uints;
 use crate::pickle::{Limits, NodeId, Pickle};
 use crate::torch_zip::{ArchiveIndex, Halt, Progress, Sparse};
 
-/// Bytes that an archive of one plain tensor has at least besides its elements.
+/// The minimum size of an archive of one plain tensor, without its elements.
 const OVERHEAD_MIN: u64 = 512;
 
-/// What PyTorch (2.15) takes a node for that makes a tensor of a subclass without a storage of its
-/// own: `torch.Tensor._make_wrapper_subclass`, whose parts are its attributes. `None` for any
-/// other node.
+/// The dtype and shape that PyTorch (2.15) reports for a node that creates a tensor of a subclass
+/// without its own storage: `torch.Tensor._make_wrapper_subclass`, whose parts are its attributes.
+/// `None` for other nodes.
 pub(crate) fn wrapped(pickle: &Pickle<'_>, id: NodeId) -> Option<WrappedTensor> {
     let object = pickle.object(id)?;
     match (pickle.global_name(object.class)?, pickle.tuple(object.args)) {
@@ -37,13 +37,13 @@ pub(crate) fn wrapped(pickle: &Pickle<'_>, id: NodeId) -> Option<WrappedTensor> 
     }
 }
 
-/// Whether the archive of a plain tensor with `elements` bytes of elements is longer than this, so
-/// that it holds something else.
+/// Whether an archive is too short for a plain tensor with `elements` bytes of elements, so that it
+/// contains something else.
 pub(crate) fn is_too_short(byte_len: u64, elements: u64) -> bool {
     byte_len < elements.saturating_add(OVERHEAD_MIN)
 }
 
-/// The tensor in an archive, if it is of a class of its own.
+/// The tensor in an archive, if it is of a subclass.
 pub(crate) fn wrapped_in(
     blob: &Sparse<'_>,
 ) -> Result<Progress<Option<WrappedTensor>>, FormatError> {

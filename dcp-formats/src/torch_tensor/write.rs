@@ -1,4 +1,4 @@
-//! Tensors into pickles.
+//! Writes tensors into pickles.
 
 use std::convert::Infallible;
 
@@ -21,7 +21,7 @@ impl TensorLayout {
         writer.finish()
     }
 
-    /// Bytes of an element of the class that the tensor's storage has when it is written.
+    /// Bytes per element of the storage class that the tensor is written with.
     pub(crate) fn storage_element_size(&self) -> u64 {
         StorageClass::of(self.dtype).element_size()
     }

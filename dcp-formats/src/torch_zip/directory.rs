@@ -1,4 +1,4 @@
-//! Finding the records of an archive from its end.
+//! Reads the central directory of an archive.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,9 +14,9 @@ use super::{
     ZIP64_LOCATOR_LEN,
 };
 
-/// The longest comment that may follow the end record, in bytes.
+/// The maximum length of the comment after the end record, in bytes.
 const COMMENT_MAX: u64 = 0xffff;
-/// Deflate never makes data more than this many times smaller.
+/// The maximum compression ratio of deflate.
 const DEFLATE_RATIO_MAX: u64 = 1032;
 
 /// The central directory of an archive, checked: no two records share a name or a byte.
@@ -26,7 +26,7 @@ pub struct ArchiveIndex {
     entries: IndexMap<Box<str>, Entry>,
 }
 
-/// A record, as the central directory describes it.
+/// A record in the central directory.
 #[derive(Clone, Debug)]
 pub struct Entry {
     pub(super) name: Box<str>,
@@ -38,22 +38,22 @@ pub struct Entry {
     pub(super) kept_len: u64,
     pub(super) byte_len: u64,
     pub(super) header_offset: u64,
-    /// Of MS-DOS and Unix.
+    /// Attributes of MS-DOS and Unix.
     pub(super) attributes: u32,
-    /// What is wrong with the extra fields in the directory.
+    /// The problem of the extra fields in the directory, if there is one.
     pub(super) extra: Result<(), &'static str>,
     /// The length of this entry in the directory, in bytes.
     pub(super) central_len: u64,
-    /// Where the next record or the directory begins.
+    /// The start of the next record or of the directory.
     pub(super) limit: u64,
 }
 
 /// Checks a whole archive: its directory, the header of every record, and every record against its
-/// CRC-32, whether or not anything refers to it.
+/// CRC-32, referenced or not.
 ///
 /// # Errors
 ///
-/// With the first of them that is damaged, by name.
+/// For the first damaged record, by name.
 pub fn check_archive(archive: &[u8]) -> Result<(), FormatError> {
     let blob = Sparse::whole(archive);
     let index = ArchiveIndex::parse(&blob)?.ready()?;
@@ -80,8 +80,8 @@ impl ArchiveIndex {
     ///
     /// # Errors
     ///
-    /// When there is none or it makes no sense: records that overlap, lie outside, occur twice,
-    /// are encrypted, or claim to inflate to more than is possible.
+    /// When there is none or it is invalid: records that overlap, are outside the archive, have
+    /// equal names, are encrypted, or claim to inflate to more than is possible.
     pub fn parse(blob: &Sparse<'_>) -> Result<Progress<Self>, FormatError> {
         Progress::from_halting(Self::read(blob))
     }
@@ -124,8 +124,8 @@ impl ArchiveIndex {
         Ok(Self { root, entries })
     }
 
-    /// The first component of all names: `archive`, or the stem of the file that `torch.save`
-    /// wrote.
+    /// The first component of all names: `archive`, or the name of the `torch.save` file without
+    /// its extension.
     #[must_use]
     pub fn root(&self) -> &str {
         &self.root
@@ -146,7 +146,7 @@ impl ArchiveIndex {
     ///
     /// # Errors
     ///
-    /// When there is none.
+    /// When there is no such record.
     pub fn require(&self, name: &str) -> Result<&Entry, FormatError> {
         self.entry(name)
             .ok_or_else(|| FormatError::new("torch archive", format!("it has no record {name:?}")))
@@ -154,7 +154,7 @@ impl ArchiveIndex {
 }
 
 impl Entry {
-    /// The name with the root.
+    /// The name, including the root.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -166,31 +166,31 @@ impl Entry {
         self.byte_len
     }
 
-    /// CRC-32 of the content; `None` where a writer left it out.
+    /// The CRC-32 of the content; `None` if the writer omitted it.
     #[must_use]
     pub fn crc32(&self) -> Option<u32> {
-        // PyTorch can be told not to compute CRCs; it then stores 0.
+        // PyTorch stores 0 when CRCs are disabled.
         (self.crc32 != 0 || self.byte_len == 0).then_some(self.crc32)
     }
 
-    /// Where the local header begins, in bytes from the start of the archive.
+    /// The offset of the local header in the archive.
     #[must_use]
     pub fn header_offset(&self) -> u64 {
         self.header_offset
     }
 
-    /// The bytes of the local header that [`locate`](Self::locate) looks at.
+    /// The range of the local header that [`locate`](Self::locate) needs.
     #[must_use]
     pub fn header_range(&self) -> Range<u64> {
         let start = self.header_offset;
         start..start.saturating_add(LOCAL_HEADER_LEN).saturating_add(self.name.len() as u64)
     }
 
-    /// Where the data lies: only the local header says how long it is itself.
+    /// Locates the data. Only the local header has its own length.
     ///
     /// # Errors
     ///
-    /// When header and directory disagree, or the data would reach into another record.
+    /// When header and directory disagree, or the data reaches into another record.
     pub fn locate(&self, blob: &Sparse<'_>) -> Result<Progress<Record>, FormatError> {
         Progress::from_halting(self.find(blob))
     }
@@ -227,7 +227,7 @@ impl Entry {
         self.header_offset.checked_add(len).filter(|_| agrees)
     }
 
-    /// The entry at the start of `bytes`, and how many bytes it takes.
+    /// Parses the entry at the start of `bytes`. Also returns its length.
     fn parse(bytes: &[u8]) -> Result<(Self, usize), String> {
         let fixed = Fixed::parse(bytes)
             .filter(|fixed| fixed.signature == CENTRAL_ENTRY)
@@ -281,7 +281,7 @@ impl Entry {
     }
 }
 
-/// The part of a directory entry that is always there.
+/// The fixed part of a directory entry.
 struct Fixed {
     signature: u32,
     flags: u16,
@@ -318,7 +318,8 @@ impl Fixed {
     }
 }
 
-/// Replaces the values that say so by those of the zip64 field, which holds only these, in order.
+/// Replaces values that are marked as too large with those of the zip64 field, which lists only
+/// these, in order.
 fn zip64(mut extra: &[u8], values: [&mut u64; 3]) -> Option<()> {
     if values.iter().all(|value| **value < ZIP64_FROM) {
         return Some(());
@@ -338,7 +339,7 @@ fn zip64(mut extra: &[u8], values: [&mut u64; 3]) -> Option<()> {
     }
 }
 
-/// Sets how far each record may reach, and refuses records that share bytes.
+/// Sets the end of each record, and refuses records that overlap.
 fn limit(entries: &mut IndexMap<Box<str>, Entry>, directory: u64) -> Result<(), Halt> {
     let mut by_offset: Vec<&mut Entry> = entries.values_mut().collect();
     by_offset.sort_by_key(|entry| std::cmp::Reverse(entry.header_offset));
@@ -355,11 +356,11 @@ fn limit(entries: &mut IndexMap<Box<str>, Entry>, directory: u64) -> Result<(), 
     Ok(())
 }
 
-/// Where the central directory lies and how many entries it has.
+/// The range and number of entries of the central directory.
 pub(super) struct Directory {
     pub(super) range: Range<u64>,
     entries: u64,
-    /// Where the zip64 end record begins, if there is one.
+    /// The offset of the zip64 end record, if there is one.
     pub(super) zip64_at: Option<u64>,
 }
 
@@ -398,8 +399,8 @@ impl Directory {
     }
 }
 
-/// Where the end record begins: the last that is in the file, as PyTorch (2.15) looks for it. A
-/// comment may follow, or what belongs to nothing.
+/// The offset of the end record: the last one in the file, as PyTorch (2.15) searches for it. A
+/// comment or unrelated bytes may follow.
 pub(super) fn find_end(blob: &Sparse<'_>) -> Result<u64, Halt> {
     let total = blob.byte_len();
     let Some(last_at) = total.checked_sub(END_LEN) else {
@@ -418,7 +419,7 @@ pub(super) fn find_end(blob: &Sparse<'_>) -> Result<u64, Halt> {
     }
 }
 
-/// The directory according to the zip64 end record, and where that record begins.
+/// The directory according to the zip64 end record, and the offset of that record.
 fn find_zip64(blob: &Sparse<'_>, end_at: u64) -> Result<Option<(Directory, u64)>, Halt> {
     let Some(locator_at) = end_at.checked_sub(ZIP64_LOCATOR_LEN) else { return Ok(None) };
     let locator = blob.need("the zip64 locator", locator_at..end_at)?;

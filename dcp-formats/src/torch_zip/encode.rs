@@ -1,4 +1,4 @@
-//! Writing an archive byte for byte as PyTorch's own writer does.
+//! Writes an archive byte for byte as PyTorch's own writer does.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use dcp_core::FormatError;
@@ -8,13 +8,13 @@ use super::{
     LOCAL_HEADER_LEN, ZIP64_END, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR, ZIP64_LOCATOR_LEN,
 };
 
-/// The name that PyTorch gives an archive written to a stream.
+/// The name of an archive that PyTorch writes to a stream.
 const ROOT: &str = "archive";
-/// Longer names do not fit the fields that tell their length.
+/// Longer names exceed the fields that contain their length.
 const ROOT_LEN_MAX: usize = 1024;
 const SERIALIZATION_ID_LEN: u64 = 40;
 
-/// Which small records accompany pickle and storages; readers of every version take both sets.
+/// The small records next to pickle and storages. Readers of every version accept both sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RecordSet {
@@ -25,26 +25,25 @@ pub enum RecordSet {
     Torch2_7,
 }
 
-/// Where the bytes of a storage go.
+/// The place of a storage's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StorageSlot {
-    /// First byte, from the start of the archive; a multiple of [`ALIGNMENT`].
+    /// The offset in the archive; a multiple of [`ALIGNMENT`].
     pub byte_offset: u64,
     /// Length in bytes.
     pub byte_len: u64,
 }
 
-/// The layout of one archive, from the length of its parts alone.
+/// The layout of one archive, computed from the lengths of its parts.
 ///
-/// What it writes is, in this order: [`head`](Self::head); then for each storage its bytes, which
-/// the caller streams while computing their CRC-32, followed by [`between`](Self::between) if
-/// another storage comes; and at last [`tail`](Self::tail). Together they are
-/// [`byte_len`](Self::byte_len) bytes.
+/// The archive consists of [`head`](Self::head); the bytes of each storage, which the caller
+/// streams while it computes their CRC-32, with [`between`](Self::between) after all but the last;
+/// and [`tail`](Self::tail). It has [`byte_len`](Self::byte_len) bytes.
 #[derive(Clone, Debug)]
 pub struct ArchiveEncoder {
     pickle: Bytes,
     slots: Vec<Slot>,
-    /// Index in `slots` of `data/0`, or where it would be.
+    /// The index of `data/0` in `slots`, or where it would be.
     first_storage: usize,
     storages: usize,
     directory_offset: u64,
@@ -84,12 +83,12 @@ impl ArchiveEncoder {
         Self::with_root(ROOT, records, pickle, storage_lens)
     }
 
-    /// The same, with another name of the folder that all records are in: PyTorch takes that of
-    /// the file, without its extension.
+    /// Like [`new`](Self::new), with another name of the root folder: PyTorch uses the file name
+    /// without its extension.
     ///
     /// # Errors
     ///
-    /// As [`ArchiveEncoder::new`], and when the name is no single folder or longer than 1024
+    /// As [`ArchiveEncoder::new`], and when the name is not a single folder or is longer than 1024
     /// bytes.
     pub fn with_root(
         root: &str,
@@ -144,7 +143,7 @@ impl ArchiveEncoder {
         })
     }
 
-    /// The whole archive, for storages that are at hand.
+    /// The whole archive, for storages in memory.
     ///
     /// # Errors
     ///
@@ -157,7 +156,7 @@ impl ArchiveEncoder {
         Self::encode_with_root(ROOT, records, pickle, storages)
     }
 
-    /// The same, with another name of the folder that all records are in.
+    /// Like [`encode`](Self::encode), with another name of the root folder.
     ///
     /// # Errors
     ///
@@ -187,7 +186,7 @@ impl ArchiveEncoder {
         self.byte_len
     }
 
-    /// Where the bytes of each storage go.
+    /// The place of each storage.
     #[must_use]
     pub fn storages(&self) -> Vec<StorageSlot> {
         self.slots
@@ -197,8 +196,8 @@ impl ArchiveEncoder {
             .collect()
     }
 
-    /// Everything in front of the data of the first storage, or of [`tail`](Self::tail) where
-    /// there is no storage.
+    /// Everything before the data of the first storage, or before [`tail`](Self::tail) without
+    /// storages.
     #[must_use]
     pub fn head(&self) -> Bytes {
         let mut out = BytesMut::new();
@@ -218,8 +217,8 @@ impl ArchiveEncoder {
         out.freeze()
     }
 
-    /// What lies between the data of storage `n`, of this CRC-32, and that of the next one; empty
-    /// behind the last, where [`tail`](Self::tail) begins.
+    /// The bytes between the data of storage `n`, with this CRC-32, and the next; empty after the
+    /// last, where [`tail`](Self::tail) begins.
     #[must_use]
     pub fn between(&self, n: usize, crc32: u32) -> Bytes {
         let mut out = BytesMut::new();
@@ -232,11 +231,11 @@ impl ArchiveEncoder {
         out.freeze()
     }
 
-    /// Everything behind the data of the last storage; `crc32s` has the CRC-32 of each storage.
+    /// Everything after the data of the last storage; `crc32s` has the CRC-32 of each storage.
     ///
-    /// The 40 digits of the serialization id, which PyTorch derives from a hash and which nobody
-    /// checks, are here the FNV-1a hash of the record names and that of the CRCs, so that equal
-    /// content makes equal archives.
+    /// The serialization id has 40 digits. PyTorch derives it from a hash, and nothing checks it.
+    /// Here it is the FNV-1a hash of the record names and of the CRCs, so equal contents give equal
+    /// archives.
     #[must_use]
     pub fn tail(&self, crc32s: &[u32]) -> Bytes {
         let crc32_of = |slot: &Slot| match slot.content {
@@ -311,13 +310,13 @@ impl Slot {
         self.header_offset >= ZIP64_FROM
     }
 
-    /// Bit 3, a descriptor follows; bit 11, the name is UTF-8. PyTorch writes no descriptor behind
+    /// Bit 3: a descriptor follows. Bit 11: the name is UTF-8. PyTorch writes no descriptor after
     /// an empty record.
     fn flags(&self) -> u16 {
         if self.byte_len == 0 { 0x0800 } else { 0x0808 }
     }
 
-    /// Length of the zip64 field, which local header and central directory have alike.
+    /// The length of the zip64 field, equal in local header and central directory.
     fn zip64_len(&self) -> usize {
         match (self.is_large(), self.is_far()) {
             (false, false) => 0,
@@ -331,7 +330,7 @@ impl Slot {
         self.zip64_len() + 4 + usize::from(self.padding)
     }
 
-    /// Wraps only where [`Slot::span`] overflows.
+    /// Wraps only when [`Slot::span`] overflows.
     fn data_offset(&self) -> u64 {
         self.header_offset
             .wrapping_add(LOCAL_HEADER_LEN)
@@ -346,7 +345,7 @@ impl Slot {
         }
     }
 
-    /// From the header to the end of the descriptor, in bytes.
+    /// The length from the header to the end of the descriptor, in bytes.
     fn span(&self) -> Option<u64> {
         let header = LOCAL_HEADER_LEN + (self.name.len() + self.extra_len()) as u64;
         self.byte_len.checked_add(header + self.descriptor_len())
@@ -372,7 +371,7 @@ impl Slot {
         out.put_u32_le(LOCAL_HEADER);
         out.put_u16_le(0);
         out.put_u16_le(self.flags());
-        // Method, time, date, CRC and both sizes: the descriptor and the directory have them.
+        // Method, time, date, CRC and both sizes are in the descriptor and the directory.
         out.put_bytes(0, 18);
         out.put_u16_le(self.name.len() as u16);
         out.put_u16_le(self.extra_len() as u16);
@@ -422,7 +421,7 @@ fn pair(slots: &[Slot]) -> Option<&[Slot; 2]> {
     slots.first_chunk()
 }
 
-/// The value, or the mark that a zip64 field has it.
+/// The value, or the mark of a value in the zip64 field.
 fn saturated(value: u64) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }

@@ -1,18 +1,18 @@
-//! Deflated records piece by piece, in bounded memory.
+//! Inflates records in pieces, in bounded memory.
 
 use dcp_core::FormatError;
 use flate2::{Decompress, FlushDecompress, Status};
 
 use super::record::Record;
 
-/// The most that a deflated record of a storage may inflate to, in bytes: a part of it can only
-/// be had by inflating what lies before, so that readers keep all of it in memory.
+/// The maximum inflated size of a storage's record, in bytes. Reading a part of it requires
+/// inflating everything before, so readers keep all of it in memory.
 pub const INFLATED_MAX: u64 = 1 << 30;
-/// Bytes that are inflated at a time.
+/// The number of bytes to inflate at a time.
 const PIECE: usize = 64 << 10;
 
-/// Inflates a deflated record whose bytes come in pieces, and compares its length and CRC-32 with
-/// the directory's.
+/// Inflates a record whose bytes arrive in pieces, and compares its length and CRC-32 with the
+/// directory.
 #[derive(Debug)]
 pub struct Inflater<'r> {
     record: &'r Record,
@@ -28,7 +28,7 @@ impl<'r> Inflater<'r> {
     ///
     /// # Errors
     ///
-    /// When it would have more than [`INFLATED_MAX`] bytes.
+    /// When it inflates to more than [`INFLATED_MAX`] bytes.
     pub fn new(record: &'r Record) -> Result<Self, FormatError> {
         if record.byte_len > INFLATED_MAX {
             let problem = format!(
@@ -48,11 +48,11 @@ impl<'r> Inflater<'r> {
         })
     }
 
-    /// Inflates the next bytes as they are kept; `take` gets the content in pieces.
+    /// Inflates the next deflated bytes; `take` receives the content in pieces.
     ///
     /// # Errors
     ///
-    /// When they do not inflate, or to more than the directory promises.
+    /// When they do not inflate, or inflate to more than the directory states.
     pub fn push(
         &mut self,
         mut kept: &[u8],
@@ -83,11 +83,11 @@ impl<'r> Inflater<'r> {
         Ok(())
     }
 
-    /// Ends, once all bytes were there.
+    /// Ends, after all bytes.
     ///
     /// # Errors
     ///
-    /// When the content is shorter than the directory says, or its CRC-32 another.
+    /// When the content is shorter than the directory states, or its CRC-32 differs.
     pub fn finish(self) -> Result<(), FormatError> {
         if self.done != self.record.byte_len || !self.ended {
             let (is, should) = (self.done, self.record.byte_len);

@@ -1,10 +1,10 @@
 //! The zip container of `torch.save`: stored records, each aligned to 64 bytes.
 //!
 //! Every item of a `.distcp` file, and every `.pt` file since PyTorch 1.6, is such an archive.
-//! [`ArchiveEncoder`] lays one out byte for byte as PyTorch does, in one pass and with the length
-//! known before the first byte; [`ArchiveIndex`] finds the records of one from its end, without
-//! reading what lies between. Neither does I/O: the caller brings the bytes it holds as a
-//! [`Sparse`] and is told in [`Progress`] which ones to bring next.
+//! [`ArchiveEncoder`] lays one out byte for byte as PyTorch does, in one pass, with its length
+//! known before the first byte. [`ArchiveIndex`] finds records from the end of an archive, without
+//! reading their data. Neither does I/O: the caller provides the bytes it has as a [`Sparse`], and
+//! [`Progress`] returns the range to provide next.
 
 mod directory;
 mod encode;
@@ -24,7 +24,7 @@ pub use sparse::{Progress, Sparse};
 
 pub(crate) use sparse::Halt;
 
-/// Where the data of a record begins is a multiple of this, in bytes from the archive's start.
+/// The data of every record starts at a multiple of this, in bytes from the archive's start.
 pub const ALIGNMENT: u64 = 64;
 
 const LOCAL_HEADER: u32 = 0x0403_4b50;
@@ -40,5 +40,5 @@ const ZIP64_END_LEN: u64 = 56;
 const ZIP64_LOCATOR_LEN: u64 = 20;
 const END_LEN: u64 = 22;
 
-/// From this size or offset on, zip64 fields take over.
+/// Sizes and offsets from this value need zip64 fields.
 const ZIP64_FROM: u64 = 0xffff_ffff;

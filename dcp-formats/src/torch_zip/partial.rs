@@ -1,4 +1,4 @@
-//! Reading as much of an archive as a parser asks for.
+//! Reads as much of an archive as a parser needs.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use dcp_core::FormatError;
 
 use super::sparse::{Progress, Sparse};
 
-/// How often a parser may ask for more: directory, pickle and headers do a few times.
+/// The maximum number of reads per parse; directory, pickle and headers need a few.
 const ROUNDS_MAX: usize = 64;
 
-/// A blob of which some ranges are at hand, and which reads what a parser needs besides.
+/// A blob of which some ranges are in memory, and which reads further ones as a parser needs them.
 #[derive(Clone, Debug)]
 pub struct PartialBlob {
     what: &'static str,
@@ -20,8 +20,8 @@ pub struct PartialBlob {
 }
 
 impl PartialBlob {
-    /// A blob of `byte_len` bytes, none of them at hand, called `what` in errors. No range of more
-    /// than `need_max` bytes is read because the blob itself says so.
+    /// An empty blob of `byte_len` bytes, called `what` in errors. Never reads a range of more than
+    /// `need_max` bytes because the blob itself says so.
     #[must_use]
     pub fn new(what: &'static str, byte_len: u64, need_max: u64) -> Self {
         Self { what, byte_len, need_max, parts: Vec::new() }
@@ -33,36 +33,36 @@ impl PartialBlob {
         self.byte_len
     }
 
-    /// Adds the bytes that begin at `byte_offset`, and returns them.
+    /// Adds the bytes at `byte_offset`, and returns them.
     pub fn add(&mut self, byte_offset: u64, bytes: Bytes) -> &[u8] {
         self.parts.push((byte_offset, bytes));
         self.parts.last().map(|(_, bytes)| &**bytes).unwrap_or_default()
     }
 
-    /// The same blob, with another limit of what is read because the blob says so.
+    /// Sets the limit on what is read because the blob says so.
     pub fn limited_to(&mut self, need_max: u64) -> &mut Self {
         self.need_max = need_max;
         self
     }
 
-    /// Drops all bytes.
+    /// Drops all bytes from memory.
     pub fn clear(&mut self) {
         self.parts.clear();
     }
 
-    /// What is at hand.
+    /// The ranges in memory.
     #[must_use]
     pub fn sparse(&self) -> Sparse<'_> {
         let empty = Sparse::new(self.byte_len);
         self.parts.iter().fold(empty, |blob, (at, bytes)| blob.with(*at, bytes))
     }
 
-    /// What `parse` makes of the blob; `read` returns the bytes that it asks for. Errors of the blob
-    /// are passed through `located`.
+    /// Runs `parse` until it has what it needs; `read` returns the bytes it requests. Errors of the
+    /// blob pass through `located`.
     ///
     /// # Errors
     ///
-    /// When `parse` or `read` fail, or `parse` asks for too much.
+    /// When `parse` or `read` fails, or `parse` requests too much.
     pub async fn parse<T, E, F>(
         &mut self,
         parse: impl Fn(&Sparse<'_>) -> Result<Progress<T>, FormatError>,

@@ -6,25 +6,25 @@ use std::ops::Range;
 
 use dcp_core::FormatError;
 
-/// How the data of a record is kept.
+/// The storage method of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// As it is; all that PyTorch writes.
+    /// Unencoded, as PyTorch writes all records.
     Stored,
-    /// Deflated; PyTorch reads such archives when others wrote them.
+    /// Deflated. PyTorch reads such archives of other writers.
     Deflated,
 }
 
-/// Where the data of a record lies, and what it must be.
+/// The position of a record's data, and its expected content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Where the data lies as it is kept, in bytes from the start of the archive.
+    /// The range of the stored data, in bytes from the start of the archive.
     pub data: Range<u64>,
-    /// Length in bytes once decoded.
+    /// The size of the decoded data in bytes.
     pub byte_len: u64,
-    /// CRC-32 of the decoded bytes; `None` where a writer left it out.
+    /// The CRC-32 of the decoded data; `None` if the writer omitted it.
     pub crc32: Option<u32>,
-    /// How the data is kept.
+    /// The storage method.
     pub method: Method,
 }
 
@@ -33,8 +33,8 @@ impl Record {
     ///
     /// # Errors
     ///
-    /// When `kept` has another length, does not inflate to what the directory promises, the CRC
-    /// differs, or the content is longer than `limit` bytes and would have to be inflated.
+    /// When `kept` has another length, does not inflate to the size in the directory, the CRC
+    /// differs, or a deflated content exceeds `limit` bytes.
     pub fn decode<'a>(&self, kept: &'a [u8], limit: u64) -> Result<Cow<'a, [u8]>, FormatError> {
         let bad = |problem: String| FormatError::new("archive record", problem).at(self.data.start);
         let expected = self.data.end.saturating_sub(self.data.start);
@@ -63,11 +63,11 @@ impl Record {
         Ok(content)
     }
 
-    /// Compares with the CRC-32 of the decoded bytes, for callers that stream them.
+    /// Compares `found` with the CRC-32 of the decoded data, for callers that stream them.
     ///
     /// # Errors
     ///
-    /// When it differs. PyTorch itself (2.15) loads such a record without a word.
+    /// When it differs. PyTorch (2.15) loads such a record silently.
     pub fn check_crc32(&self, found: u32) -> Result<(), FormatError> {
         match self.crc32 {
             Some(expected) if expected != found => {

@@ -1,47 +1,47 @@
-//! Parsing a blob of which only some bytes are at hand.
+//! Parses a blob of which only some bytes are in memory.
 
 use std::ops::Range;
 
 use dcp_core::FormatError;
 
-/// A blob of known length of which the caller holds some byte ranges.
+/// A blob of known length of which the caller has some byte ranges.
 ///
-/// All offsets are in bytes from the start of the blob, wherever that lies in a file.
+/// All offsets are in bytes from the start of the blob, wherever it is in a file.
 #[derive(Clone, Debug)]
 pub struct Sparse<'a> {
     byte_len: u64,
     parts: Vec<(u64, &'a [u8])>,
 }
 
-/// Whether parsing is done, or which bytes it needs to go on.
+/// The result of parsing, or the bytes that it still needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress<T> {
     /// The result.
     Ready(T),
-    /// Parse again with these bytes of the blob, as one part, besides those held already.
+    /// Parse again with this range of the blob as one part, in addition to the current ones.
     Need(Range<u64>),
 }
 
 impl<'a> Sparse<'a> {
-    /// A blob of `byte_len` bytes, none of them at hand.
+    /// A blob of `byte_len` bytes without any in memory.
     #[must_use]
     pub fn new(byte_len: u64) -> Self {
         Self { byte_len, parts: Vec::new() }
     }
 
-    /// A blob that is all at hand.
+    /// A blob that is entirely in memory.
     #[must_use]
     pub fn whole(blob: &'a [u8]) -> Self {
         Self::new(blob.len() as u64).with(0, blob)
     }
 
-    /// A blob of `byte_len` bytes that ends in `tail`.
+    /// A blob of `byte_len` bytes that ends with `tail`.
     #[must_use]
     pub fn tail(byte_len: u64, tail: &'a [u8]) -> Self {
         Self::new(byte_len).with(byte_len.saturating_sub(tail.len() as u64), tail)
     }
 
-    /// Adds the bytes that begin at `byte_offset`.
+    /// Adds the bytes at `byte_offset`.
     #[must_use]
     pub fn with(mut self, byte_offset: u64, bytes: &'a [u8]) -> Self {
         self.parts.push((byte_offset, bytes));
@@ -54,7 +54,7 @@ impl<'a> Sparse<'a> {
         self.byte_len
     }
 
-    /// The bytes of `range`, when one part has all of them.
+    /// The bytes of `range`, if one part contains all of them.
     #[must_use]
     pub fn get(&self, range: Range<u64>) -> Option<&'a [u8]> {
         self.parts.iter().find_map(|(offset, bytes)| {
@@ -64,7 +64,7 @@ impl<'a> Sparse<'a> {
         })
     }
 
-    /// The bytes of `range`, or the reason to stop.
+    /// The bytes of `range`, or the reason to stop parsing.
     pub(crate) fn need(&self, what: &str, range: Range<u64>) -> Result<&'a [u8], Halt> {
         if range.start > range.end || range.end > self.byte_len {
             let problem =
@@ -75,7 +75,7 @@ impl<'a> Sparse<'a> {
     }
 }
 
-/// Why parsing stopped early.
+/// The reason to stop parsing early.
 #[derive(Debug)]
 pub(crate) enum Halt {
     Need(Range<u64>),
@@ -88,7 +88,7 @@ impl From<FormatError> for Halt {
     }
 }
 
-/// Of a blob that is all at hand: what is missing was cut off.
+/// For a blob that is entirely in memory: missing bytes were cut off.
 impl From<Halt> for FormatError {
     fn from(halt: Halt) -> Self {
         match halt {
@@ -107,11 +107,11 @@ impl<T> Progress<T> {
         }
     }
 
-    /// The result, for a blob that was all at hand.
+    /// The result, for a blob that is entirely in memory.
     ///
     /// # Errors
     ///
-    /// When bytes are missing all the same.
+    /// When bytes are missing.
     pub fn ready(self) -> Result<T, FormatError> {
         match self {
             Self::Ready(done) => Ok(done),

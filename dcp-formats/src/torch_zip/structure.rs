@@ -1,8 +1,8 @@
-//! Checking the bytes of an archive that are not the data of a record.
+//! Checks the bytes of an archive outside the data of records.
 //!
-//! Everything that the format says twice has to agree, everything that is counted has to add up,
-//! and no byte may belong to nothing. What is left carries nothing: the versions of the program
-//! that wrote a record and of the one it needs, and a record's attributes.
+//! Redundant fields must agree, counts must match, and every byte must belong to something. The
+//! only unchecked fields have no effect: the versions of the writing and the required program, and
+//! a record's attributes.
 
 use std::fmt;
 use std::ops::Range;
@@ -18,26 +18,26 @@ use super::{
 
 /// A flag: sizes and checksum follow the data.
 const DESCRIBED: u16 = 1 << 3;
-/// An attribute of MS-DOS: PyTorch (2.15) reads no data of what is a folder.
+/// An attribute of MS-DOS: PyTorch (2.15) reads no data of a folder.
 const FOLDER: u32 = 0x10;
 /// Extra fields: zip64, and the padding of PyTorch.
 const ZIP64: u16 = 1;
 const PADDING: u16 = u16::from_le_bytes(*b"FB");
-/// Extra fields that other programs write: times and owners of Unix, NTFS and macOS, Java's mark,
-/// alignment of Android and Office.
+/// Extra fields of other programs: times and owners of Unix, NTFS and macOS, Java's mark, alignment
+/// of Android and Office.
 const OTHERS: [u16; 7] = [0x5455, 0x7875, 0x5855, 0x000a, 0xcafe, 0xd935, 0xa11e];
-/// The most that may lie between the data of two records, in bytes.
+/// The maximum number of bytes between the data of two records.
 const BETWEEN_MAX: u64 = 256 << 10;
 
 impl ArchiveIndex {
-    /// Checks what is not about one record: that the first one begins the archive, and that
-    /// directory and end records lie together and fill what they say.
+    /// Checks what does not concern a single record: the first one begins the archive, and
+    /// directory and end records are adjacent and have the sizes they state.
     ///
-    /// What follows the end record is not looked at: [`trailing`](Self::trailing) tells it.
+    /// Does not check what follows the end record; see [`trailing`](Self::trailing).
     ///
     /// # Errors
     ///
-    /// When something does not add up.
+    /// When something does not match.
     pub fn check_ends(&self, blob: &Sparse<'_>) -> Result<Progress<()>, FormatError> {
         Progress::from_halting(self.ends(blob))
     }
@@ -79,8 +79,8 @@ impl ArchiveIndex {
         Ok(())
     }
 
-    /// Bytes behind the end of the archive and its comment. PyTorch (2.15) reads an archive with
-    /// up to 64 KiB of them.
+    /// The number of bytes after the end of the archive and its comment. PyTorch (2.15) accepts up
+    /// to 64 KiB.
     ///
     /// # Errors
     ///
@@ -99,8 +99,8 @@ impl ArchiveIndex {
 }
 
 impl Entry {
-    /// Checks all bytes of a record but its data: its header, what describes it behind the data,
-    /// and that nothing else lies before the next record.
+    /// Checks all bytes of a record but its data: its header, its descriptor, and that nothing else
+    /// precedes the next record.
     ///
     /// # Errors
     ///
@@ -113,12 +113,12 @@ impl Entry {
         Progress::from_halting(self.around(record, blob))
     }
 
-    /// The two ranges that [`check_around`](Self::check_around) looks at: before the data and
-    /// behind it.
+    /// The two ranges that [`check_around`](Self::check_around) needs: before the data, and after
+    /// it.
     ///
     /// # Errors
     ///
-    /// When so much lies behind the data that it is of no record.
+    /// When more bytes follow the data than a record can have.
     pub fn ranges_around(&self, record: &Record) -> Result<[Range<u64>; 2], FormatError> {
         let behind = record.data.end..self.limit;
         if behind.end - behind.start > BETWEEN_MAX {
@@ -183,7 +183,7 @@ impl Entry {
         }
     }
 
-    /// Whether these bytes are a descriptor: optionally a signature, the CRC-32, and two lengths in
+    /// Whether these bytes are a descriptor: an optional signature, the CRC-32, and two lengths in
     /// 32 or 64 bits.
     fn descriptor(&self, bytes: &[u8]) -> Option<()> {
         let (fields, signed) = match bytes.len() {
@@ -200,7 +200,7 @@ impl Entry {
     }
 }
 
-/// Whether extra fields follow each other to the end, and are of known kinds.
+/// Whether extra fields are contiguous up to the end, and of known kinds.
 pub(super) fn extra_fields(
     mut extra: &[u8],
     is_known: impl Fn(u64) -> bool,
@@ -228,7 +228,7 @@ pub(super) fn extra_fields(
     Ok(())
 }
 
-/// Bytes that a directory entry takes besides name, extra fields and comment.
+/// The length of a directory entry with its name, extra fields and comment.
 pub(super) fn central_len(name: u16, extra: u16, comment: u16) -> u64 {
     CENTRAL_ENTRY_LEN + u64::from(name) + u64::from(extra) + u64::from(comment)
 }

@@ -1,4 +1,4 @@
-//! The bytes of a file in parts, from segments of its data.
+//! Divides the bytes of a file into parts, from segments of its data.
 
 use std::ops::Range;
 
@@ -9,23 +9,23 @@ use futures_util::stream::{FuturesOrdered, StreamExt};
 
 use super::{FileItem, FileSpec, Framing};
 
-/// Pieces below this length are copied together, so that a part is not a list of crumbs.
+/// Pieces below this length are copied together, so that a part consists of few pieces.
 const CRUMB_BYTES: usize = 4096;
 
-/// Makes the parts of a file, in order.
+/// Builds the parts of a file, in order.
 pub(super) struct Parts<'a> {
     items: &'a [FileItem],
     framing: &'a dyn Framing,
     data: &'a dyn DataSource,
-    /// Segments that were asked for, in their order, and how many there may be.
+    /// Requested segments in order, and how many there may be.
     pending: FuturesOrdered<BoxFuture<'a, Result<Payload, CheckpointError>>>,
     in_flight: usize,
-    /// The position and the byte of the segment that is asked for next.
+    /// The item and offset of the next segment to request.
     next: (usize, u64),
     position: usize,
-    /// Bytes of the current item that were resolved; `None` before its head was made.
+    /// The number of bytes of the current item that have arrived; `None` before its head.
     resolved: Option<u64>,
-    /// Resolved bytes that did not fit into the last part.
+    /// Bytes that have arrived but did not fit into the last part.
     rest: Payload,
     crc32: crc32fast::Hasher,
 }
@@ -70,12 +70,12 @@ impl<'a> Parts<'a> {
         Ok(part.finish())
     }
 
-    /// Where a segment ends that begins at byte `done` of an item.
+    /// The end of a segment that begins at byte `done` of an item.
     fn segment_end(&self, done: u64, byte_len: u64) -> u64 {
         byte_len.min(done.saturating_add(self.data.segment_bytes().max(1)))
     }
 
-    /// The item and bytes of the segment that is to be asked for next.
+    /// The item and range of the next segment to request.
     fn next_segment(&mut self) -> Option<(usize, Range<u64>)> {
         loop {
             let (position, done) = self.next;
@@ -90,7 +90,7 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// Takes the next segment, which begins at byte `done` of the item at the position.
+    /// Waits for the next segment, which begins at byte `done` of the item.
     async fn resolve(&mut self, done: u64, byte_len: u64) -> Result<(), CheckpointError> {
         while self.pending.len() < self.in_flight
             && let Some((item, range)) = self.next_segment()
@@ -115,7 +115,7 @@ impl<'a> Parts<'a> {
         Ok(())
     }
 
-    /// Moves what fits from the resolved bytes to the part.
+    /// Moves bytes that have arrived to the part, up to its limit.
     fn take(&mut self, part: &mut Gather, limit: u64) {
         let room = limit - part.len;
         let rest = std::mem::take(&mut self.rest);
@@ -134,7 +134,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// A payload in the making.
+/// A payload under construction.
 #[derive(Default)]
 struct Gather {
     pieces: Vec<Bytes>,

@@ -1,4 +1,4 @@
-//! The arrays in a folder, and the files of their parts.
+//! The arrays of a folder, and the files of their chunks.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use dcp_core::{Key, ObjectMeta};
 
 use super::header::HEADER_FILE;
 
-/// What a folder holds, by names alone.
+/// The contents of a folder, by names.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     arrays: BTreeMap<String, ArrayFiles>,
@@ -18,13 +18,12 @@ pub(super) struct Names {
 pub(super) struct ArrayFiles {
     /// The length of the header.
     pub(super) header_len: u64,
-    /// The files of its parts by their names in its folder, and their lengths.
+    /// The files of its chunks: their names in its folder, and their lengths.
     pub(super) parts: BTreeMap<String, u64>,
 }
 
 impl Names {
-    /// Adds a file. What lies in a folder of locks, `{array}.sync`, is none, though its files have
-    /// the names of an array's.
+    /// Adds a file. Ignores lock folders, `{array}.sync`, whose files have the names of chunks.
     pub(super) fn add(&mut self, meta: ObjectMeta) {
         let key = meta.key.as_str();
         let folders = key.rsplit_once('/').map_or("", |(folders, _)| folders);
@@ -38,7 +37,7 @@ impl Names {
         }
     }
 
-    /// Arrays by their folders, in order, and the files that are no part of one.
+    /// Assigns files to arrays by folder, in order. Also returns the files of no array.
     pub(super) fn assign(self) -> (BTreeMap<String, ArrayFiles>, Vec<ObjectMeta>) {
         let mut arrays = self.arrays;
         let mut others = Vec::new();
@@ -54,12 +53,12 @@ impl Names {
     }
 }
 
-/// Whether a name is that of an array's part: numbers.
+/// Whether a name is that of a chunk: numbers.
 fn is_part(name: &str) -> bool {
     name.split(['.', '/']).all(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// The folders that have parts of an array but no header, in order.
+/// The folders with chunks but without a header, in order.
 pub(super) fn without_header(others: &[ObjectMeta]) -> BTreeSet<&str> {
     let folders = others.iter().filter_map(|meta| {
         let (folder, name) = meta.key.as_str().rsplit_once('/')?;
@@ -68,7 +67,7 @@ pub(super) fn without_header(others: &[ObjectMeta]) -> BTreeSet<&str> {
     folders.collect()
 }
 
-/// The array in whose folder, or below it, a file of numbers lies, and its name there.
+/// The array that contains a file of numbers, and the file's name in it.
 fn part_of<'a>(
     arrays: &'a mut BTreeMap<String, ArrayFiles>,
     key: &Key,

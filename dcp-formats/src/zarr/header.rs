@@ -1,37 +1,37 @@
-//! `.zarray`: what an array is, and how it is cut into files.
+//! `.zarray`: the description of an array, and its division into files.
 
 use dcp_core::{DType, Dims, FormatError, checked_volume};
 use serde_json::Value as Json;
 
-/// The file of an array's description.
+/// The name of an array's description.
 pub const HEADER_FILE: &str = ".zarray";
-/// The longest text that says what an element is.
+/// The maximum length of a dtype's text.
 const DTYPE_MAX: usize = 64;
 
 /// The description of an array.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArrayHeader {
-    /// What an element is.
+    /// The dtype.
     pub dtype: DType,
     /// The shape of the array.
     pub shape: Dims,
-    /// The shape of the part in one file. Those at the edge are stored in full, padded.
+    /// The shape of a chunk. Chunks at the edge are stored in full, padded.
     pub chunks: Dims,
-    /// Whether a part without a file is all zeros; otherwise it is lost.
+    /// Whether a chunk without a file is all zeros; otherwise it is lost.
     pub zeros_where_absent: bool,
-    /// What is between the numbers in the name of a file.
+    /// The separator of numbers in a file name.
     pub separator: char,
 }
 
 impl ArrayHeader {
-    /// Takes a `.zarray` apart.
+    /// Parses a `.zarray`.
     ///
     /// # Errors
     ///
-    /// When it is no JSON object of the second version, has members that contradict each other,
-    /// or says that elements are compressed, filtered, in columns first, or of types that PyTorch
-    /// does not have: Megatron-Core writes none of these.
+    /// When it is not a JSON object of version 2, has contradictory members, or declares
+    /// compression, filters, column-major order, or dtypes that PyTorch lacks; Megatron-Core writes
+    /// none of these.
     pub fn parse(json: &[u8]) -> Result<Self, FormatError> {
         let json: Json = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
         let Json::Object(members) = &json else { return Err(bad("it is no JSON object")) };
@@ -76,20 +76,20 @@ impl ArrayHeader {
         Ok(Self { dtype, shape, chunks, zeros_where_absent, separator })
     }
 
-    /// How many files there are along each axis.
+    /// The number of chunks along each axis.
     #[must_use]
     pub fn grid(&self) -> Dims {
         self.shape.iter().zip(&*self.chunks).map(|(len, chunk)| len.div_ceil(*chunk)).collect()
     }
 
-    /// Bytes of one file.
+    /// The size of a chunk's file in bytes.
     #[must_use]
     pub fn chunk_bytes(&self) -> u64 {
         let volume = self.chunks.checked_volume().unwrap_or(u64::MAX);
         volume.saturating_mul(self.dtype.size() as u64)
     }
 
-    /// The file of a cell of the grid, relative to the array's folder.
+    /// The file of a grid cell, relative to the array's folder.
     #[must_use]
     pub fn chunk_name(&self, cell: &[u64]) -> String {
         if cell.is_empty() {
@@ -100,7 +100,7 @@ impl ArrayHeader {
     }
 }
 
-/// The types that numpy names, and those that it has no names for.
+/// Dtypes with and without a name in NumPy.
 fn dtype(json: &Json) -> Result<DType, FormatError> {
     let Some(text) = json.as_str() else {
         return Err(bad(format!("\"dtype\" is {}, not a name", short(json))));
@@ -129,7 +129,7 @@ fn dtype(json: &Json) -> Result<DType, FormatError> {
         ("<", Some(dtype)) => Ok(dtype),
         ("|", Some(dtype)) if dtype.size() == 1 => Ok(dtype),
         (">", Some(_)) => Err(bad(format!("elements of {text:?} are big-endian"))),
-        // tensorstore, through which Megatron-Core wrote, names what numpy has no name for.
+        // tensorstore, which Megatron-Core used, has names for dtypes that NumPy lacks.
         _ => match text.parse() {
             Ok(dtype @ (DType::BFloat16 | DType::Float8E4M3Fn | DType::Float8E5M2)) => Ok(dtype),
             _ => {
@@ -150,7 +150,7 @@ fn dims(name: &str, json: &Json) -> Result<Dims, FormatError> {
     sizes.iter().map(|size| size.as_u64().ok_or_else(refuse)).collect()
 }
 
-/// Whether what was never written is zero; nothing else is ever said of Megatron-Core's types.
+/// Whether unwritten elements are zero. Megatron-Core declares no other value.
 fn zero_fill(json: &Json) -> Result<bool, FormatError> {
     let zero = match json {
         Json::Null => return Ok(false),
@@ -164,7 +164,7 @@ fn zero_fill(json: &Json) -> Result<bool, FormatError> {
     Err(bad(format!("\"fill_value\" is {}, only null and zero are read", short(json))))
 }
 
-/// The beginning of a member, for a message.
+/// The beginning of a member, for messages.
 fn short(json: &Json) -> String {
     const SHOWN: usize = 80;
     let text = json.to_string();

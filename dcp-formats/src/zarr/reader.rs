@@ -1,4 +1,4 @@
-//! Reading a folder of zarr arrays as a checkpoint.
+//! Reads a folder of zarr arrays as a checkpoint.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,19 +15,19 @@ use super::arrays::{ArrayFiles, Names, without_header};
 use super::header::{ArrayHeader, HEADER_FILE};
 use crate::dcp::PlacedReads;
 
-/// A longer header than any, in bytes.
+/// The maximum size of a header, in bytes.
 const HEADER_BYTES_MAX: u64 = 1 << 20;
-/// How many parts a checkpoint may have beyond its files, which a hostile header could claim.
+/// The maximum number of chunks beyond the number of files, which a hostile header could claim.
 const PARTS_MAX: usize = 1 << 20;
 /// The format's name.
 const FORMAT: &str = "zarr";
 
 /// Reads a folder of zarr arrays (version 2, uncompressed): every folder with a `.zarray` is a
-/// tensor by its path. Folders of locks, `{array}.sync`, are left alone.
+/// tensor, named after its path. Lock folders, `{array}.sync`, are ignored.
 ///
-/// The index costs a listing, and the header of every array. A part of an array that has no file
-/// is what the header says of such parts; where it says nothing, as Megatron-Core's do, it is
-/// lost, and an error. The format has no checksums.
+/// Reading the index costs a listing, and the header of every array. A chunk without a file has the
+/// header's fill value. Without one, as in Megatron-Core's headers, the chunk is lost, which is an
+/// error. The format has no checksums.
 pub struct ZarrReader {
     storage: Arc<dyn Storage>,
     metadata: Arc<CheckpointMetadata>,
@@ -36,13 +36,12 @@ pub struct ZarrReader {
 }
 
 impl ZarrReader {
-    /// Lists the folder and reads the headers. With `tolerant`, files that are missing or of
-    /// another length are among the warnings, and an error only when one is read.
+    /// Lists the folder and reads the headers. With `tolerant`, missing files and wrong lengths are
+    /// warnings, and errors only when such a file is read.
     ///
     /// # Errors
     ///
-    /// When a header cannot be understood or is missing, an array's parts are not all there, or the storage
-    /// fails.
+    /// When a header is invalid or missing, chunks of an array are missing, or the storage fails.
     pub async fn open(storage: Arc<dyn Storage>, tolerant: bool) -> Result<Self, CheckpointError> {
         let mut names = Names::default();
         let mut objects = storage.list(None);
@@ -74,13 +73,13 @@ impl ZarrReader {
         Ok(Self { storage, metadata, others, warnings })
     }
 
-    /// The files that are no part of an array, in the order of the listing.
+    /// The files of no array, in the order of the listing.
     #[must_use]
     pub fn others(&self) -> &[ObjectMeta] {
         &self.others
     }
 
-    /// What is wrong with the folder; only a tolerant reader comes to say it.
+    /// Problems of the folder. Only a tolerant reader returns any.
     #[must_use]
     pub fn warnings(&self) -> &[String] {
         &self.warnings
@@ -102,7 +101,7 @@ async fn read_header(
     Ok(ArrayHeader::parse(&json).map_err(|error| error.in_file(name, 0))?)
 }
 
-/// The index in the making.
+/// The index under construction.
 struct Index {
     metadata: CheckpointMetadata,
     warnings: Vec<String>,
@@ -160,7 +159,7 @@ impl Index {
         Ok(())
     }
 
-    /// A folder of parts that nothing describes.
+    /// Reports a folder of chunks without a header.
     fn headless(&mut self, folder: &str) -> Result<(), CheckpointError> {
         let problem = "there are parts of an array, but not what describes it";
         let error =
@@ -172,8 +171,8 @@ impl Index {
         Ok(())
     }
 
-    /// Places the part of a cell, in pieces whose elements lie together in the file: one, unless
-    /// padding lies in between.
+    /// Places the chunk of a cell, in pieces that are contiguous in the file: one, unless padding
+    /// separates them.
     fn place(
         &mut self,
         folder: &str,
@@ -187,7 +186,7 @@ impl Index {
         let encoding = self.metadata.intern_encoding(&Encoding::new(Layout::Raw));
         let encoding = encoding.ok_or_else(full)?;
         let (origin, sizes) = extent(header, cell);
-        // The axes behind the last one that is cut off lie together.
+        // The axes after the last cut one are contiguous.
         let cut = (1..sizes.len()).rev().find(|axis| sizes[*axis] != header.chunks[*axis]);
         let outer = cut.unwrap_or(0);
         let pieces: u64 = sizes[..outer].iter().product();
@@ -223,7 +222,7 @@ impl Index {
         }
     }
 
-    /// A part without a file, of which the header says what it holds.
+    /// Adds a chunk without a file, which has the header's fill value.
     fn fill(
         &mut self,
         folder: &str,
@@ -240,7 +239,7 @@ impl Index {
         push(tensor, &origin, &sizes, Some(placement))
     }
 
-    /// A part that is lost.
+    /// Reports a lost chunk.
     fn lose(
         &mut self,
         header: &ArrayHeader,
@@ -272,7 +271,7 @@ fn full() -> FormatError {
     FormatError::new("index", "it has too many files or encodings")
 }
 
-/// Where the part of a cell begins, and how much of it is not padding.
+/// The offset of a cell's chunk, and its size without padding.
 fn extent(header: &ArrayHeader, cell: &[u64]) -> (Dims, Dims) {
     let origin: Dims = cell.iter().zip(&*header.chunks).map(|(at, chunk)| at * chunk).collect();
     let axes = origin.iter().zip(&*header.chunks).zip(&*header.shape);
@@ -280,7 +279,7 @@ fn extent(header: &ArrayHeader, cell: &[u64]) -> (Dims, Dims) {
     (origin, sizes)
 }
 
-/// The next cell of a grid in row-major order; false after the last.
+/// Advances to the next cell of a grid in row-major order; false after the last.
 fn advance(cell: &mut [u64], grid: &[u64]) -> bool {
     for (at, len) in cell.iter_mut().zip(grid).rev() {
         *at += 1;
@@ -298,8 +297,8 @@ impl StorageReader for ZarrReader {
         Ok(Arc::clone(&self.metadata))
     }
 
-    /// Also reads what an index of the caller adds to the arrays, such as objects in archives of
-    /// `torch.save`, from where it places them.
+    /// Also reads what the caller's index adds to the arrays, such as objects in `torch.save`
+    /// archives, at their placements.
     async fn read(
         &self,
         metadata: &Arc<CheckpointMetadata>,
@@ -321,7 +320,7 @@ impl StorageReader for ZarrReader {
     }
 }
 
-/// Whether an item is of a part without a file.
+/// Whether an item is in a chunk without a file.
 fn is_filled(metadata: &CheckpointMetadata, item: &ReadItem) -> bool {
     let ReadKind::Tensor { chunk, .. } = &item.kind else { return false };
     let entry = metadata.at(item.entry as usize).and_then(|(_, entry)| entry.as_tensor());
@@ -330,7 +329,7 @@ fn is_filled(metadata: &CheckpointMetadata, item: &ReadItem) -> bool {
     encoding.is_some_and(|encoding| encoding.layout == Layout::Computed)
 }
 
-/// Gives an item zeros, which is all that a header can say of parts without a file.
+/// Fills an item with zeros, the only fill value that a header can declare.
 fn fill_in(
     metadata: &CheckpointMetadata,
     item: &ReadItem,

@@ -109,17 +109,19 @@ fn hash_dict(dict: &Dict, hasher: &mut Sha256) -> Result<(), PlanError> {
 }
 
 fn hash_value(value: &Value, hasher: &mut Sha256) -> Result<(), PlanError> {
+    if let Value::Object(object) = value
+        && let Some(state) = &object.state
+    {
+        hasher.update(b"object");
+        hash_value(&without_state(object).into(), hasher)?;
+        return hash_value(state, hasher);
+    }
     match value {
         Value::Dict(dict) => hash_dict(dict, hasher),
         Value::List(items) => {
             hasher.update(b"list");
             hasher.update((items.len() as u64).to_le_bytes());
             items.iter().try_for_each(|item| hash_value(item, hasher))
-        }
-        Value::Object(object) if let Some(state) = &object.state => {
-            hasher.update(b"object");
-            hash_value(&without_state(object).into(), hasher)?;
-            hash_value(state, hasher)
         }
         leaf => {
             let bytes = leaf.to_wire()?;
@@ -181,6 +183,11 @@ fn compare_values(
     path: &mut Vec<String>,
     difference: &mut CommonDifference,
 ) {
+    if let (Value::Object(first), Value::Object(here)) = (first, here)
+        && let Some((first, here)) = attributes(first, here)
+    {
+        return compare_dicts(first, here, path, difference);
+    }
     match (first, here) {
         (Value::Dict(first), Value::Dict(here)) => compare_dicts(first, here, path, difference),
         (Value::List(first), Value::List(here)) if first.len() == here.len() => {
@@ -189,11 +196,6 @@ fn compare_values(
                 compare_values(first, here, path, difference);
                 path.pop();
             }
-        }
-        (Value::Object(first), Value::Object(here))
-            if let Some((first, here)) = attributes(first, here) =>
-        {
-            compare_dicts(first, here, path, difference);
         }
         (first, here) if first.same(here) => {}
         _ => difference.note(|d| &mut d.values, path),

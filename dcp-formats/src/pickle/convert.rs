@@ -370,11 +370,11 @@ impl<'p, 'a> Converter<'p, 'a> {
             _ => None,
         };
         Ok(match (name, args) {
-            (("builtins", "set"), [items]) if let Some(items) = list(*items) => {
-                Some(self.set(items, depth, Value::Set)?)
+            (("builtins", "set"), [items]) => {
+                list(*items).map(|items| self.set(items, depth, Value::Set)).transpose()?
             }
-            (("builtins", "frozenset"), [items]) if let Some(items) = list(*items) => {
-                Some(self.set(items, depth, Value::FrozenSet)?)
+            (("builtins", "frozenset"), [items]) => {
+                list(*items).map(|items| self.set(items, depth, Value::FrozenSet)).transpose()?
             }
             (("builtins", "complex"), [re, im]) => {
                 let parts = pickle.float(*re).zip(pickle.float(*im));

@@ -4,6 +4,7 @@
 //! code) are ordinary tests of this crate, so that `cargo test` alone catches a breach.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
+mod api;
 mod bench;
 mod bench_convert;
 mod browser;
@@ -23,6 +24,8 @@ mod circles;
 mod contracts;
 #[cfg(test)]
 mod layers;
+#[cfg(test)]
+mod public_names;
 #[cfg(test)]
 mod reliability;
 #[cfg(test)]
@@ -47,7 +50,9 @@ cargo xtask <command>
   shells                              completions in fish and zsh, manual pages in groff
   features                            each package and each feature alone, and the plug-in
   readme                              runs the first command of README.md
-  fuzz TARGET [SECONDS]               runs one fuzz target with cargo-fuzz
+  api [--update]                      compares the public names of published crates with api/
+  fuzz [TARGET [SECONDS]]             runs one fuzz target with cargo-fuzz, or lists them
+  fuzz --all [--seconds N]            builds and runs every fuzz target, with no nightly
 
 Environment: DCP_INTEROP_CACHE is where virtual environments with PyTorch are kept
 (default: $XDG_CACHE_HOME/dcp-interop, else ~/.cache/dcp-interop).";
@@ -58,6 +63,7 @@ fn main() -> ExitCode {
     let outcome = match *args {
         ["interop", ref rest @ ..] => interop::main(rest),
         ["bench", ref rest @ ..] => bench::main(rest),
+        ["api", ref rest @ ..] => api::main(rest),
         ["features"] => features::main(),
         ["browser", ref rest @ ..] => browser::main(rest),
         ["shells"] => shells::main(),

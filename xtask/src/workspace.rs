@@ -29,14 +29,21 @@ pub(crate) struct Package {
     pub(crate) dir: PathBuf,
     /// Its features but `default`, sorted.
     pub(crate) features: Vec<String>,
+    /// Whether programs of others are built with it: it is published, and a library.
+    pub(crate) is_public: bool,
 }
 
 /// `cargo metadata` with all features, for this platform.
 #[cfg(test)]
 pub(crate) fn resolved() -> Result<Value> {
+    metadata(&["--all-features", "--filter-platform", &host()?])
+}
+
+/// The platform that this program runs on, as rustc names it.
+pub(crate) fn host() -> Result<String> {
     let rustc = process::output(Command::new("rustc").arg("-vV"))?;
     let host = rustc.lines().find_map(|line| line.strip_prefix("host: "));
-    metadata(&["--all-features", "--filter-platform", host.ok_or("rustc names no host")?])
+    Ok(host.ok_or("rustc names no host")?.to_owned())
 }
 
 /// The crates of this workspace, in the order of `Cargo.toml`.
@@ -55,9 +62,15 @@ pub(crate) fn packages() -> Result<Vec<Package>> {
             name: text(package, "name").to_owned(),
             dir: dir.ok_or("a crate outside the checkout")?.to_owned(),
             features,
+            is_public: package.get("publish").is_none_or(Value::is_null) && has_library(package),
         });
     }
     Ok(packages)
+}
+
+fn has_library(package: &Value) -> bool {
+    let is_library = |target: &Value| list(target, "kind").iter().any(|kind| kind == "lib");
+    list(package, "targets").iter().any(is_library)
 }
 
 /// Where cargo builds.

@@ -1,5 +1,5 @@
-//! Replays the seeds of the fuzz targets `megatron_files` and `megatron_common`, whole, cut short,
-//! and damaged.
+//! Replays the seeds of the fuzz targets `megatron_files`, `megatron_common` and `megatron_commit`,
+//! whole, cut short, and damaged.
 
 use std::path::Path;
 
@@ -81,4 +81,22 @@ fn common_states_never_do_more_than_fail() {
         damaged[at] ^= 1 << (at % 8);
         targets::common_state(&damaged);
     }
+}
+
+#[test]
+fn records_of_overwrites_never_do_more_than_fail() {
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/commit");
+    let mut count = 0;
+    for seed in std::fs::read_dir(seeds).unwrap() {
+        let mut bytes = std::fs::read(seed.unwrap().path()).unwrap();
+        targets::commit_record(&bytes);
+        for at in 0..bytes.len() {
+            targets::commit_record(&bytes[..at]);
+            bytes[at] ^= 1 << (at % 8);
+            targets::commit_record(&bytes);
+            bytes[at] ^= 1 << (at % 8);
+        }
+        count += 1;
+    }
+    assert!(count >= 4, "{count} seeds");
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
-use dcp_core::{Key, PutMode, Storage};
+use dcp_core::{Key, MessageWriter, PutMode, Storage};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 use dcp_megatron::parallel::CachedDistribution;
 use dcp_megatron::sharded::{Description, ObjectKey, validate_sharding_integrity};
@@ -53,27 +53,63 @@ pub(crate) fn cached_distribution(bytes: &[u8]) {
     }
 }
 
+const INDEX: &[u8] = include_bytes!("../../../fixtures/megatron/tp2_basic/ckpt/.metadata");
+const CONFIG: &[u8] = include_bytes!("../../../fixtures/megatron/tp2_basic/ckpt/metadata.json");
+
 /// What a pickle is as the common state of a checkpoint: arguments, layout, content metadata.
 pub(crate) fn common_state(bytes: &[u8]) {
-    const INDEX: &[u8] = include_bytes!("../../../fixtures/megatron/tp2_basic/ckpt/.metadata");
-    const CONFIG: &[u8] = include_bytes!("../../../fixtures/megatron/tp2_basic/ckpt/metadata.json");
     let pickle = Bytes::copy_from_slice(bytes);
     let Ok(common) = ArchiveEncoder::encode(RecordSet::default(), pickle, &[]) else { return };
-    let storage = MemoryStorage::new();
-    for (name, bytes) in [
+    let Some(checkpoint) = opened([
         (".metadata", Bytes::from_static(INDEX)),
         ("metadata.json", Bytes::from_static(CONFIG)),
         ("common.pt", common),
-    ] {
+    ]) else {
+        return;
+    };
+    let _ = checkpoint.describe().now_or_never();
+    let _ = checkpoint.args();
+    let _ = checkpoint.content_metadata();
+}
+
+/// A `.dcp-commit`, and the files that one holds which belongs to the `.metadata`: their lengths
+/// are the first two bytes.
+pub(crate) fn commit_record(bytes: &[u8]) {
+    let (lens, files) = bytes.split_at(bytes.len().min(2));
+    let mut rest = files;
+    let mut file = |at: usize| {
+        let len = lens.get(at).map_or(0, |len| usize::from(*len)).min(rest.len());
+        rest.split_off(..len).unwrap_or_default()
+    };
+    let (json, common) = (file(0), file(1));
+    let mut sealed = MessageWriter::new(*b"dmc1");
+    sealed.number(1);
+    sealed.bytes(&Sha256::digest(INDEX));
+    sealed.bytes(json);
+    for file in [common, rest] {
+        sealed.number(u64::from(!file.is_empty()));
+        sealed.bytes(file);
+    }
+    for record in [Bytes::copy_from_slice(bytes), sealed.finish()] {
+        let files = [
+            (".metadata", Bytes::from_static(INDEX)),
+            ("metadata.json", Bytes::from_static(CONFIG)),
+            (".dcp-commit", record),
+        ];
+        if let Some(checkpoint) = opened(files) {
+            let _ = checkpoint.content_metadata();
+        }
+    }
+}
+
+/// The checkpoint of these files, if they are one.
+fn opened<const N: usize>(files: [(&str, Bytes); N]) -> Option<MegatronCheckpoint> {
+    let storage = MemoryStorage::new();
+    for (name, bytes) in files {
         let key = Key::new(name).unwrap();
         storage.put(&key, bytes.into(), PutMode::Create).now_or_never().unwrap().unwrap();
     }
     let storage: Arc<dyn Storage> = Arc::new(storage);
     let options = OpenOptions::default().with_tolerant(true);
-    let opened = MegatronCheckpoint::open(&storage, &options).now_or_never().unwrap();
-    if let Ok(checkpoint) = opened {
-        let _ = checkpoint.describe().now_or_never();
-        let _ = checkpoint.args();
-        let _ = checkpoint.content_metadata();
-    }
+    MegatronCheckpoint::open(&storage, &options).now_or_never().unwrap().ok()
 }

@@ -1,8 +1,8 @@
 //! The contracts between the engine and a checkpoint format.
 //!
-//! [`StorageWriter`] and [`StorageReader`] are PyTorch's roles of the same names, implemented
-//! once per format over any [`Storage`](crate::Storage). Tensors stay with the caller:
-//! [`DataSource`] yields the bytes of an item to write, [`DataSink`] the memory for an item to
+//! [`StorageWriter`] and [`StorageReader`] have PyTorch's roles of the same names. A format
+//! implements them once, over any [`Storage`](crate::Storage). Tensors stay with the caller:
+//! [`DataSource`] provides the bytes of an item to write, [`DataSink`] the memory for an item to
 //! read.
 
 use std::any::Any;
@@ -23,22 +23,22 @@ use crate::storage::Claim;
 use crate::tensor_view::TensorView;
 use crate::value::{Dict, Value};
 
-/// A nested state dict: what a trainer saves and loads, as in PyTorch.
+/// A nested state dict: the value that a trainer saves and loads, as in PyTorch.
 pub type StateDict = Dict;
 
-/// Something with state of its own that can be saved and restored, such as an optimizer.
+/// An object whose state can be saved and restored, such as an optimizer.
 ///
-/// PyTorch expands such values at the top level of a state dict only (2.15), and so does the
+/// PyTorch (2.15) expands such objects at the top level of a state dict only, and so does the
 /// engine.
 pub trait Stateful {
-    /// The present state; tensors share the object's memory.
+    /// The current state. Tensors share the object's memory.
     ///
     /// # Errors
     ///
-    /// When there is no state that could be saved.
+    /// When the object has no state to save.
     fn state_dict(&self) -> Result<StateDict, CheckpointError>;
 
-    /// Takes over a loaded state. Tensors were filled in place before this call.
+    /// Applies a loaded state. Its tensors were filled in place before this call.
     ///
     /// # Errors
     ///
@@ -46,16 +46,16 @@ pub trait Stateful {
     fn load_state_dict(&mut self, state: StateDict) -> Result<(), CheckpointError>;
 }
 
-/// Yields the bytes of items to write.
+/// Provides the bytes of items to write.
 #[async_trait]
 pub trait DataSource: fmt::Debug + Send + Sync {
     /// The bytes `byte_range` of the item at position `item` of this rank's [`SavePlan`]: elements
-    /// in row-major little-endian order, or the encoded object. Called concurrently for different
-    /// items; within an item the ranges ascend without gaps and cover it exactly once.
+    /// in row-major little-endian order, or the encoded object. Calls for different items are
+    /// concurrent; within an item, ranges ascend without gaps and cover it exactly once.
     ///
     /// # Errors
     ///
-    /// When the data cannot be had. The length is checked by the caller.
+    /// When the data is unavailable. The caller checks the length.
     #[doc(alias = "resolve_data")]
     async fn resolve(
         &self,
@@ -63,69 +63,69 @@ pub trait DataSource: fmt::Debug + Send + Sync {
         byte_range: Range<u64>,
     ) -> Result<Payload, CheckpointError>;
 
-    /// The most bytes to ask for at once: `u64::MAX` where all data is in memory anyway, less
-    /// where every call has to fetch it first.
+    /// The maximum number of bytes per call: `u64::MAX` if all data is in memory, less if every
+    /// call has to fetch it.
     fn segment_bytes(&self) -> u64;
 }
 
-/// Takes what a load reads.
+/// Receives what a load reads.
 pub trait DataSink: fmt::Debug + Send + Sync {
-    /// The memory for a tensor item: a view whose shape is the item's region. The reader fills it
-    /// and then calls [`commit`](Self::commit).
+    /// The memory for a tensor item: a view with the shape of the item's region. The reader fills
+    /// it and then calls [`commit`](Self::commit).
     ///
     /// # Errors
     ///
-    /// When the memory cannot be had.
+    /// When there is no such memory.
     #[doc(alias = "resolve_tensor")]
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError>;
 
-    /// The item's destination has been filled, and no loan of it is out any more.
+    /// Reports that the item's destination is filled. All loans of it have ended.
     ///
     /// # Errors
     ///
-    /// When the data cannot be taken on, such as to a device.
+    /// When the data cannot be processed further, such as copied to a device.
     #[doc(alias = "commit_tensor")]
     fn commit(&self, item: &ReadItem) -> Result<(), CheckpointError>;
 
-    /// An object was read.
+    /// Receives an object.
     ///
     /// # Errors
     ///
-    /// When the value cannot be taken.
+    /// When the value is refused.
     #[doc(alias = "load_bytes")]
     fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError>;
 }
 
-/// Writes checkpoints of one format to one place.
+/// Writes checkpoints of one format to one location.
 ///
-/// Order of calls in a save: `encode_object` on every rank; `begin` and `place` on the
-/// coordinator; `write` on every rank; then `commit` on the coordinator, or `abandon` on every
-/// rank when any of them failed. [`SaveRun`](crate::SaveRun) makes the calls so. What a writer
-/// learns in `begin` and needs in `commit` travels in the [`SaveSession`].
+/// Order of calls in a save: `encode_object` on every rank; `begin` and `place` on the coordinator;
+/// `write` on every rank; then `commit` on the coordinator, or `abandon` on every rank if any
+/// failed. [`SaveRun`](crate::SaveRun) makes the calls in this order. State from `begin` to
+/// `commit` travels in the [`SaveSession`].
 #[async_trait]
 pub trait StorageWriter: fmt::Debug + Send + Sync {
-    /// The bytes of an object, whose length the plan needs.
+    /// Encodes an object. The plan needs its length.
     ///
     /// # Errors
     ///
-    /// When the format has no way to store the value.
+    /// When the format cannot store the value.
     fn encode_object(&self, fqn: &str, value: &Value) -> Result<Bytes, CheckpointError>;
 
-    /// Looks at what is there and decides on names that touch none of it. Where the storage has
-    /// claims, the session holds one, so that of savers that meet in one place one goes on.
+    /// Examines what exists and chooses names that touch none of it. If the storage has claims, the
+    /// session holds one, so that only one of several concurrent savers continues.
     ///
     /// # Errors
     ///
-    /// When the place cannot be written, another saver is at work in it, or holds a checkpoint that must not be replaced.
+    /// When the location is not writable, another saver is at work in it, or it has a checkpoint
+    /// that may not be replaced.
     async fn begin(&self) -> Result<SaveSession, CheckpointError>;
 
-    /// Gives every selected item its place, in the plan's metadata and in the returned plans of
-    /// the ranks. Pure arithmetic: the encoded length of every item is known from its dtype and
-    /// shape.
+    /// Assigns a placement to every selected item, in the plan's metadata and in the returned plans
+    /// of the ranks. Pure arithmetic: dtype and shape determine the encoded length of every item.
     ///
     /// # Errors
     ///
-    /// When an item cannot be stored in this format.
+    /// When the format cannot store an item.
     #[doc(alias = "prepare_global_plan")]
     fn place(
         &self,
@@ -134,20 +134,20 @@ pub trait StorageWriter: fmt::Debug + Send + Sync {
         global: &mut GlobalPlan,
     ) -> Result<Vec<WritePlan>, CheckpointError>;
 
-    /// What the data file `file` of an earlier plan is called in a session of `generation`, so that
-    /// the plan can serve again.
+    /// The name of an earlier plan's data file `file` in a session of `generation`, so that the
+    /// plan can be reused.
     ///
     /// # Errors
     ///
-    /// When it is no name that [`place`](Self::place) gives.
+    /// When [`place`](Self::place) assigns no such name.
     fn renamed(&self, file: &Key, generation: u64) -> Result<Key, CheckpointError>;
 
-    /// Writes this rank's items, durably. Dropping the future leaves files that no metadata
-    /// refers to.
+    /// Writes this rank's items durably. Dropping the future leaves files that no metadata refers
+    /// to.
     ///
     /// # Errors
     ///
-    /// When data or storage fail; then the caller abandons the save.
+    /// When the data or the storage fails. The caller then abandons the save.
     #[doc(alias = "write_data")]
     async fn write(
         &self,
@@ -156,14 +156,13 @@ pub trait StorageWriter: fmt::Debug + Send + Sync {
         data: Arc<dyn DataSource>,
     ) -> Result<WriteReport, CheckpointError>;
 
-    /// Makes the checkpoint visible, atomically, after checking that every file is there and
-    /// whole; then removes what the replaced checkpoint and dead saves left.
+    /// Checks that every file exists and is whole, publishes the checkpoint atomically, and then
+    /// removes what the replaced checkpoint and dead saves left.
     ///
     /// # Errors
     ///
-    /// When it did not become visible; the previous checkpoint is then untouched. What the ranks
-    /// wrote is removed, unless the storage may still make it visible. The caller does not abandon
-    /// the save.
+    /// When the checkpoint was not published; the previous one is then unchanged. Removes what the
+    /// ranks wrote, unless the storage may still publish it. The caller does not abandon the save.
     #[doc(alias = "finish")]
     async fn commit(
         &self,
@@ -172,28 +171,28 @@ pub trait StorageWriter: fmt::Debug + Send + Sync {
         reports: Vec<WriteReport>,
     ) -> Result<(), CheckpointError>;
 
-    /// Removes the files that [`write`](Self::write) made, after a failure; best effort.
+    /// Removes the files that [`write`](Self::write) created, after a failure; best effort.
     async fn abandon(&self, plan: &WritePlan);
 }
 
-/// What [`StorageWriter::begin`] found.
+/// The result of [`StorageWriter::begin`].
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct SaveSession {
-    /// 0 in a fresh place; otherwise larger than in any name found, so that names are new.
+    /// 0 in an empty location; otherwise larger than in any existing name, so that names are new.
     pub generation: u64,
-    /// Files of the checkpoint that is replaced and of dead saves, for removal after the commit.
+    /// Files of the replaced checkpoint and of dead saves, to remove after the commit.
     pub stale: Vec<Key>,
-    /// A fingerprint of the writer's own settings that [`place`](StorageWriter::place) depends
-    /// on, such as how items are divided into files. Plans are only reused under the same one.
+    /// A fingerprint of the writer's settings that affect [`place`](StorageWriter::place), such as
+    /// the division of items into files. Plans are reused only if it is equal.
     pub layout: u64,
-    /// What keeps other savers out until the last clone of the session is dropped, where the
-    /// storage can do that.
+    /// Keeps other savers out until the last clone of the session is dropped, if the storage
+    /// supports that.
     pub claim: Option<Arc<dyn Claim>>,
     state: WriterState,
 }
 
-/// What a writer remembers from [`StorageWriter::begin`] to [`StorageWriter::commit`].
+/// A writer's state from [`StorageWriter::begin`] to [`StorageWriter::commit`].
 #[derive(Clone, Default)]
 struct WriterState(Option<Arc<dyn Any + Send + Sync>>);
 
@@ -204,33 +203,33 @@ impl fmt::Debug for WriterState {
 }
 
 impl SaveSession {
-    /// A session with names of `generation`, to remove `stale` after the commit.
+    /// A session with names of `generation` that removes `stale` after the commit.
     #[must_use]
     pub fn new(generation: u64, stale: Vec<Key>) -> Self {
         Self { generation, stale, layout: 0, claim: None, state: WriterState::default() }
     }
 
-    /// The same, for a writer with these settings.
+    /// Sets the fingerprint of the writer's settings.
     #[must_use]
     pub fn with_layout(mut self, layout: u64) -> Self {
         self.layout = layout;
         self
     }
 
-    /// The same, with what the writer has to remember until the commit.
+    /// Sets the writer's state.
     #[must_use]
     pub fn with_state<T: Any + Send + Sync>(mut self, state: T) -> Self {
         self.state = WriterState(Some(Arc::new(state)));
         self
     }
 
-    /// What [`with_state`](Self::with_state) was given, if it is of this type.
+    /// The writer's state, if it has this type.
     #[must_use]
     pub fn state<T: Any + Send + Sync>(&self) -> Option<&T> {
         self.state.0.as_deref()?.downcast_ref()
     }
 
-    /// The same, holding the object that the commit replaces.
+    /// Sets the claim on the object that the commit replaces.
     #[must_use]
     pub fn with_claim(mut self, claim: Option<Arc<dyn Claim>>) -> Self {
         self.claim = claim;
@@ -238,24 +237,24 @@ impl SaveSession {
     }
 }
 
-/// What one rank wrote.
+/// The result of one rank's write.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WriteReport {
-    /// Each file and its length in bytes.
+    /// The files, with their lengths in bytes.
     pub files: Vec<(Key, u64)>,
-    /// The SHA-256 of files, where the writer has made them; of all, some or none.
+    /// SHA-256 hashes, if the writer computed any.
     pub sha256: BTreeMap<Key, [u8; 32]>,
 }
 
 impl WriteReport {
-    /// `files` were written, with their lengths in bytes.
+    /// A report of `files` with their lengths in bytes.
     #[must_use]
     pub fn new(files: Vec<(Key, u64)>) -> Self {
         Self { files, sha256: BTreeMap::new() }
     }
 
-    /// The same with the SHA-256 of files.
+    /// Adds the SHA-256 hashes of files.
     #[must_use]
     pub fn with_sha256(mut self, sha256: BTreeMap<Key, [u8; 32]>) -> Self {
         self.sha256 = sha256;
@@ -263,24 +262,24 @@ impl WriteReport {
     }
 }
 
-/// Reads checkpoints of one format from one place.
+/// Reads checkpoints of one format from one location.
 #[async_trait]
 pub trait StorageReader: fmt::Debug + Send + Sync {
-    /// The checkpoint's index, validated: every path stays inside, every number is in bounds.
+    /// The checkpoint's index, validated: paths stay inside, numbers are in bounds.
     ///
     /// # Errors
     ///
     /// When there is no checkpoint, or its index is bad.
     async fn metadata(&self) -> Result<Arc<CheckpointMetadata>, CheckpointError>;
 
-    /// Reads the plan's items into the sink's memory, and no more bytes than they need (but for
-    /// headers and gaps that are cheaper to read than to skip).
+    /// Reads the plan's items into the sink's memory, and little else: headers, and gaps that are
+    /// cheaper to read than to skip.
     ///
-    /// Dropping the future stops the load; destinations are then partly filled.
+    /// Dropping the future stops the load, with destinations partly filled.
     ///
     /// # Errors
     ///
-    /// When storage or sink fail, or stored bytes are not what the metadata says.
+    /// When the storage or the sink fails, or stored bytes contradict the metadata.
     #[doc(alias = "read_data")]
     async fn read(
         &self,
@@ -290,25 +289,25 @@ pub trait StorageReader: fmt::Debug + Send + Sync {
     ) -> Result<ReadReport, CheckpointError>;
 }
 
-/// What a read cost.
+/// The cost of a read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReadReport {
-    /// Bytes that the plan's items have.
+    /// The total size of the plan's items in bytes.
     pub bytes_needed: u64,
-    /// Bytes that were requested from the storage, headers and gaps included.
+    /// Bytes requested from the storage, including headers and gaps.
     pub bytes_read: u64,
 }
 
 impl ReadReport {
-    /// `bytes_read` were read to get `bytes_needed`.
+    /// A report of reading `bytes_read` bytes for items of `bytes_needed`.
     #[must_use]
     pub fn new(bytes_needed: u64, bytes_read: u64) -> Self {
         Self { bytes_needed, bytes_read }
     }
 }
 
-/// What two reads cost together.
+/// Adds the costs of two reads.
 impl AddAssign for ReadReport {
     fn add_assign(&mut self, other: Self) {
         self.bytes_needed = self.bytes_needed.saturating_add(other.bytes_needed);

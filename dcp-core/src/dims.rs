@@ -1,4 +1,4 @@
-//! Short lists of elements per axis: shapes, offsets, sizes.
+//! Shapes, offsets and sizes: one number per axis.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -7,12 +7,12 @@ use smallvec::SmallVec;
 
 /// One unsigned number per axis, in elements: a shape, offsets or sizes.
 ///
-/// Up to four axes are kept without an allocation.
+/// Up to four axes need no allocation.
 #[derive(Clone, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Dims(SmallVec<[u64; 4]>);
 
 impl Dims {
-    /// The most axes that a stored tensor may have: what most of PyTorch's operations take.
+    /// The maximum number of axes of a stored tensor: the limit of most PyTorch operations.
     pub const MAX_AXES: usize = 64;
 
     /// `ndim` zeros.
@@ -27,7 +27,7 @@ impl Dims {
         self.0.len()
     }
 
-    /// The product of all axes (1 without axes), or `None` where it exceeds `u64`.
+    /// The product of all axes (1 without axes); `None` if it exceeds `u64`.
     #[must_use]
     pub fn checked_volume(&self) -> Option<u64> {
         checked_volume(&self.0)
@@ -45,9 +45,9 @@ impl Dims {
     }
 }
 
-/// The product of `sizes` (1 when empty), or `None` where it exceeds `u64`.
+/// The product of `sizes` (1 when empty); `None` if it exceeds `u64`.
 ///
-/// A zero anywhere makes the product zero, however large the other sizes are.
+/// A zero makes the product zero, however large the other sizes are.
 #[must_use]
 pub fn checked_volume(sizes: &[u64]) -> Option<u64> {
     if sizes.contains(&0) {

@@ -26,7 +26,7 @@ macro_rules! dtypes {
                 match self { $(DType::$variant => $name,)* }
             }
 
-            /// Bytes that one element takes in storage.
+            /// The stored size of one element in bytes.
             #[must_use]
             pub const fn size(self) -> usize {
                 match self { $(DType::$variant => $size,)* }
@@ -72,7 +72,7 @@ dtypes! {
 }
 
 impl DType {
-    /// Whether the elements are affine-quantized, so that a scale belongs to their meaning.
+    /// Whether the elements are affine-quantized, so that their meaning depends on a scale.
     #[must_use]
     pub const fn is_quantized(self) -> bool {
         matches!(
@@ -81,14 +81,14 @@ impl DType {
         )
     }
 
-    /// Whether an element is a pair of a real and an imaginary part.
+    /// Whether an element is a real and an imaginary part.
     #[must_use]
     pub const fn is_complex(self) -> bool {
         matches!(self, DType::Complex128 | DType::Complex64 | DType::Complex32 | DType::BComplex32)
     }
 
-    /// Bytes that are swapped as one unit when the byte order changes: half an element for a
-    /// complex type, a whole one otherwise.
+    /// The number of bytes that a change of byte order reverses as one unit: half an element for a
+    /// complex dtype, a whole one otherwise.
     #[must_use]
     pub const fn scalar_size(self) -> usize {
         if self.is_complex() { self.size() / 2 } else { self.size() }
@@ -101,7 +101,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// A name that is no element type known here.
+/// A name that is not a known dtype.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown dtype {}", Quoted(.0))]
 pub struct UnknownDType(pub String);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::shown::Quoted;
 
-/// The name of an object in a [`Storage`](crate::Storage): segments joined by `/`, relative to
-/// the storage's root, never able to leave it.
+/// The name of an object in a [`Storage`](crate::Storage): segments joined by `/`, relative to the
+/// storage's root, which it cannot leave.
 ///
 /// ```
 /// use dcp_core::Key;
@@ -18,23 +18,23 @@ use crate::shown::Quoted;
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(Arc<str>);
 
-/// A name that a storage must not be asked for.
+/// A name that is not a valid key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid key {key}: {reason}", key = Quoted(.key))]
 pub struct InvalidKey {
     /// The name as given.
     pub key: String,
-    /// What is wrong with it.
+    /// The reason.
     pub reason: &'static str,
 }
 
 impl Key {
-    /// Checks `name` and makes a key of it.
+    /// Validates `name` as a key.
     ///
     /// # Errors
     ///
-    /// When the name is empty or absolute, holds an empty, `.` or `..` segment, a backslash, a
-    /// NUL, or begins like a Windows drive.
+    /// When the name is empty or absolute, has an empty, `.` or `..` segment, a backslash or a NUL,
+    /// or begins with a Windows drive.
     pub fn new(name: impl AsRef<str>) -> Result<Self, InvalidKey> {
         let name = name.as_ref();
         let refuse = |reason| Err(InvalidKey { key: name.to_owned(), reason });
@@ -66,11 +66,11 @@ impl Key {
         &self.0
     }
 
-    /// This key below the folder `self`.
+    /// The key `name` in the folder `self`.
     ///
     /// # Errors
     ///
-    /// As [`Key::new`] of the appended part.
+    /// As [`Key::new`], for the appended part.
     pub fn join(&self, name: &str) -> Result<Self, InvalidKey> {
         Key::new(name)?;
         Ok(Self(format!("{}/{name}", self.0).into()))
@@ -82,7 +82,7 @@ impl Key {
         self.0.rsplit('/').next().unwrap_or(&self.0)
     }
 
-    /// Whether this key is `prefix` or lies in the folder `prefix`, segment by segment.
+    /// Whether this key is `prefix` or is in the folder `prefix`, segment by segment.
     #[must_use]
     pub fn is_under(&self, prefix: &Key) -> bool {
         self.0.strip_prefix(&*prefix.0).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))

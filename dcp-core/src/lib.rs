@@ -1,26 +1,25 @@
 //! Vocabulary and contracts of distributed checkpoints.
 //!
-//! This crate knows no file, no runtime and no format. It says what a tensor, a state dict, a
-//! checkpoint's index and a plan are, and what a storage, a collective, a planner and a format
-//! have to do:
+//! This crate has no files, no runtime and no formats. It defines tensors, state dicts, plans and
+//! the index of a checkpoint, and the contracts of a storage, a collective, a planner and a format:
 //!
 //! | you have | you implement |
 //! |---|---|
 //! | a place to keep bytes | [`Storage`], [`Upload`] |
 //! | a way for ranks to talk | [`Collective`] |
-//! | a checkpoint format | [`StorageWriter`], [`StorageReader`], [`format::CheckpointFormat`] |
-//! | a policy of who writes what | [`SavePlanner`], [`LoadPlanner`] |
+//! | a checkpoint format | [`format::CheckpointFormat`], [`StorageReader`], [`StorageWriter`] |
+//! | a policy for who writes what | [`SavePlanner`], [`LoadPlanner`] |
 //! | tensors of your own | [`DataSource`], [`DataSink`] |
 //! | something with state | [`Stateful`] |
 //!
-//! Traits here have no default methods, so that a new method cannot be forgotten silently;
-//! conveniences for callers are in extension traits such as [`StorageExt`].
+//! Traits here have no default methods, so an implementation or decorator cannot forget a new one.
+//! Conveniences for callers are in extension traits such as [`StorageExt`].
 //!
-//! Words: a *shard* is what a rank holds in memory, a *chunk* what is stored, a *region* a box of
-//! elements. Offsets and sizes are in elements per axis; `byte_offset` and `byte_len` in bytes.
+//! A *shard* is what a rank holds in memory, a *chunk* what a file stores, a *region* a box of
+//! elements. Offsets and sizes are in elements per axis; `byte_offset` and `byte_len` are in bytes.
 //!
-//! What a rank has is a [`StateDict`]: nested dicts and lists of tensors and plain values. Of a
-//! sharded tensor it says which regions it holds:
+//! A rank's state is a [`StateDict`]: nested dicts and lists of tensors and plain values. A sharded
+//! tensor declares the regions that the rank holds:
 //!
 //! ```
 //! use dcp_core::{DType, HostMemory, Region, Shard, StateDict, Tensor};

@@ -1,10 +1,9 @@
-//! Host memory that is lent out piece by piece: the one module of this crate with `unsafe`.
+//! Host memory that is lent in pieces: the only module of this crate with `unsafe`.
 //!
-//! A tensor's bytes belong to a [`HostMemory`]. A writer borrows them shared, as [`Bytes`]; a
-//! reader borrows disjoint ranges exclusively, as [`Buffer`]s, which it owns for as long as the
-//! I/O takes and which it may move to another thread or into the kernel. Both kinds of loan end
-//! when the borrowed piece is dropped, wherever that happens, so that a dropped future never
-//! leaves anyone writing into freed or otherwise visible memory.
+//! A [`HostMemory`] owns a tensor's bytes. A writer borrows them shared, as [`Bytes`]; a reader
+//! borrows disjoint ranges exclusively, as [`Buffer`]s, which it owns during the I/O and may move
+//! to another thread or into the kernel. A loan ends when its piece is dropped, on any thread, so a
+//! dropped future never leaves a writer in freed or visible memory.
 //!
 //! # Safety
 //!
@@ -31,8 +30,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 
-/// Bytes in host memory, owned or foreign, that can be lent for reading or, range by range, for
-/// writing. Cloning shares the same memory.
+/// Bytes in host memory, owned or foreign, that are lent for reading or, by ranges, for writing.
+/// Clones share the memory.
 ///
 /// ```
 /// use dcp_core::HostMemory;
@@ -53,7 +52,7 @@ struct Allocation {
     len: usize,
     read_only: bool,
     book: Mutex<Book>,
-    /// Keeps `ptr` valid; never looked at.
+    /// Keeps `ptr` valid; never accessed.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
@@ -66,30 +65,30 @@ unsafe impl Sync for Allocation {}
 #[derive(Default)]
 struct Book {
     shared: usize,
-    /// Exclusive ranges that are out, start to end, never overlapping.
+    /// Lent exclusive ranges, start to end; disjoint.
     exclusive: BTreeMap<usize, usize>,
 }
 
-/// Why memory could not be lent.
+/// The reason why memory cannot be lent.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoanError {
-    /// The range ends behind the memory.
+    /// The range exceeds the memory.
     #[error("bytes {start}..{end} are outside a memory of {len} bytes")]
     OutOfBounds {
-        /// First byte asked for.
+        /// The first requested byte.
         start: usize,
-        /// End of the bytes asked for.
+        /// The end of the requested range.
         end: usize,
-        /// Bytes there are.
+        /// The length of the memory in bytes.
         len: usize,
     },
-    /// Another loan of the same bytes is out.
+    /// Another loan includes some of the bytes.
     #[error("bytes {start}..{end} are in use by another read or write")]
     InUse {
-        /// First byte asked for.
+        /// The first requested byte.
         start: usize,
-        /// End of the bytes asked for.
+        /// The end of the requested range.
         end: usize,
     },
     /// The memory wraps immutable bytes.
@@ -98,14 +97,14 @@ pub enum LoanError {
 }
 
 impl HostMemory {
-    /// `len` zero bytes. Aborts the process where there is not that much memory;
+    /// Allocates `len` zero bytes. Aborts the process when memory is exhausted;
     /// [`try_zeroed`](Self::try_zeroed) does not.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
         Self::from_vec(vec![0; len])
     }
 
-    /// `len` zero bytes, or `None` where the machine does not have that much memory.
+    /// Allocates `len` zero bytes; `None` when memory is exhausted.
     #[must_use]
     pub fn try_zeroed(len: usize) -> Option<Self> {
         let layout = Layout::array::<u8>(len).ok()?;
@@ -119,7 +118,7 @@ impl HostMemory {
         Some(Self::from_vec(unsafe { Vec::from_raw_parts(ptr.as_ptr(), len, len) }))
     }
 
-    /// Takes over a vector.
+    /// Takes ownership of a vector.
     #[must_use]
     pub fn from_vec(bytes: Vec<u8>) -> Self {
         let len = bytes.len();
@@ -132,7 +131,7 @@ impl HostMemory {
         unsafe { Self::from_raw_parts(ptr, len, owner) }
     }
 
-    /// Wraps immutable bytes: they can be read, not lent for writing.
+    /// Wraps immutable bytes, which can be read but not lent for writing.
     #[must_use]
     pub fn from_bytes(bytes: Bytes) -> Self {
         let ptr = NonNull::new(bytes.as_ptr().cast_mut()).unwrap_or(NonNull::dangling());
@@ -146,7 +145,7 @@ impl HostMemory {
         }))
     }
 
-    /// Wraps foreign memory: a map, a pinned buffer, an array of another framework.
+    /// Wraps foreign memory: a mapping, a pinned buffer, an array of another framework.
     ///
     /// `owner` is dropped when the memory and every loan of it are gone.
     ///
@@ -169,36 +168,36 @@ impl HostMemory {
         }))
     }
 
-    /// Whether both are the same memory, not merely equal bytes.
+    /// Whether both are the same memory; equal bytes do not suffice.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Bytes there are.
+    /// The length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
-    /// Whether there are none.
+    /// Whether the length is 0.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// Whether the memory can only be read.
+    /// Whether the memory is read-only.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.0.read_only
     }
 
-    /// Borrows all bytes for reading, without a copy, until the returned value and every slice
-    /// of it are dropped.
+    /// Borrows all bytes for reading, without a copy, until the result and all slices of it are
+    /// dropped.
     ///
     /// # Errors
     ///
-    /// [`LoanError::InUse`] while any range is lent for writing.
+    /// [`LoanError::InUse`] while a range is lent for writing.
     pub fn read(&self) -> Result<Bytes, LoanError> {
         if self.0.len == 0 {
             return Ok(Bytes::new());
@@ -216,8 +215,8 @@ impl HostMemory {
     ///
     /// # Errors
     ///
-    /// When the range is out of bounds, the memory is read-only, or a loan of any of the bytes
-    /// is out.
+    /// When the range exceeds the memory, the memory is read-only, or a loan of any of the bytes
+    /// exists.
     pub fn lend(&self, range: Range<usize>) -> Result<Buffer, LoanError> {
         let Range { start, end } = range;
         if start > end || end > self.0.len {
@@ -237,7 +236,7 @@ impl HostMemory {
         Ok(Buffer { memory: Arc::clone(&self.0), start, end })
     }
 
-    /// A copy of all bytes.
+    /// Copies all bytes.
     ///
     /// # Errors
     ///
@@ -265,7 +264,7 @@ impl fmt::Debug for HostMemory {
     }
 }
 
-/// Frees a boxed slice on drop without ever claiming its bytes before, so that pointers made from
+/// Frees a boxed slice on drop and never accesses its bytes before, so that pointers derived from
 /// it stay valid.
 struct OwnedBox(*mut [u8]);
 
@@ -307,9 +306,9 @@ impl Drop for SharedLoan {
     }
 }
 
-/// Exclusive, owned access to a range of bytes: what a storage fills on a read.
+/// Exclusive, owned access to a range of bytes, which a storage fills on a read.
 ///
-/// It derefs to a slice, can be moved anywhere, and returns its range on drop.
+/// Dereferences to a slice, can be moved anywhere, and returns its range on drop.
 pub struct Buffer {
     memory: Arc<Allocation>,
     start: usize,
@@ -317,26 +316,26 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// A buffer of its own, of `len` zero bytes. Aborts the process where there is not that much
-    /// memory; [`try_zeroed`](Self::try_zeroed) does not.
+    /// Allocates a buffer of `len` zero bytes. Aborts the process when memory is exhausted;
+    /// [`try_zeroed`](Self::try_zeroed) does not.
     #[must_use]
     pub fn zeroed(len: usize) -> Self {
         Self::from_vec(vec![0; len])
     }
 
-    /// The same, or `None` where the machine does not have that much memory.
+    /// Allocates a buffer of `len` zero bytes; `None` when memory is exhausted.
     #[must_use]
     pub fn try_zeroed(len: usize) -> Option<Self> {
         HostMemory::try_zeroed(len).map(Self::all_of)
     }
 
-    /// A buffer of its own, over a vector.
+    /// A buffer that owns a vector.
     #[must_use]
     pub fn from_vec(bytes: Vec<u8>) -> Self {
         Self::all_of(HostMemory::from_vec(bytes))
     }
 
-    /// All of a memory of which nobody else knows.
+    /// The whole of a memory without other owners.
     fn all_of(HostMemory(memory): HostMemory) -> Self {
         let end = memory.len;
         if end > 0 {
@@ -345,7 +344,7 @@ impl Buffer {
         Self { memory, start: 0, end }
     }
 
-    /// Divides the buffer: keeps the bytes from `at` on and returns those before it.
+    /// Splits the buffer: keeps the bytes from `at` and returns those before.
     ///
     /// # Panics
     ///
@@ -370,7 +369,7 @@ impl Buffer {
         front
     }
 
-    /// Gives up writing: the same bytes as immutable [`Bytes`], without a copy.
+    /// Ends writing: the same bytes as immutable [`Bytes`], without a copy.
     #[must_use]
     pub fn freeze(self) -> Bytes {
         if self.start == self.end { Bytes::new() } else { Bytes::from_owner(self) }

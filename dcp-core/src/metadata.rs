@@ -1,7 +1,8 @@
-//! What a checkpoint holds and where: the index that every format is read into and written from.
+//! The index of a checkpoint: its contents and their placements. Every format reads into it and
+//! writes from it.
 //!
-//! Chunks are kept in columns and names are interned, because a checkpoint of thousands of ranks
-//! has millions of chunks. Numbers of elements are per axis; places in files are in bytes.
+//! Chunks are stored in columns and names are interned, because a checkpoint of thousands of ranks
+//! has millions of chunks. Element counts are per axis; file positions are in bytes.
 
 mod rename;
 
@@ -17,11 +18,11 @@ use crate::key::Key;
 use crate::path::StatePath;
 use crate::region::{Region, RegionError};
 
-/// Everything a checkpoint says of itself: its tensors and objects by FQN, where their bytes lie,
-/// and how the flat names nest.
+/// The index of a checkpoint: its tensors and objects by FQN, the placements of their bytes, and
+/// the nesting of the flat names.
 ///
-/// Entries keep the order of insertion, which a writer makes deterministic. FQNs may be any
-/// text, the empty one included: never use one as a file name.
+/// Entries keep the order of insertion, which a writer makes deterministic. An FQN can be any text,
+/// even empty: never use one as a file name.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointMetadata {
     entries: IndexMap<Arc<str>, Entry>,
@@ -31,7 +32,7 @@ pub struct CheckpointMetadata {
     provenance: Provenance,
 }
 
-/// What is stored under one FQN.
+/// The entry of one FQN.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Entry {
@@ -41,7 +42,7 @@ pub enum Entry {
     Object(ObjectEntry),
 }
 
-/// A stored tensor.
+/// A tensor in the checkpoint.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TensorEntry {
@@ -49,37 +50,36 @@ pub struct TensorEntry {
     pub dtype: DType,
     /// The shape of the whole tensor.
     pub shape: Dims,
-    /// Its parts and where they lie.
+    /// Its chunks and their placements.
     pub chunks: ChunkTable,
-    /// Its place in the nested state dict, where known.
+    /// Its path in the nested state dict, if known.
     pub path: Option<StatePath>,
-    /// What PyTorch remembers of one rank's tensor.
+    /// What PyTorch records about one rank's tensor.
     pub properties: TensorProperties,
 }
 
-/// A stored object.
+/// An object in the checkpoint.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ObjectEntry {
-    /// Where its bytes lie; `None` in a checkpoint that lost them.
+    /// The placement of its bytes; `None` in a checkpoint that lost them.
     pub placement: Option<Placement>,
-    /// Its place in the nested state dict, where known.
+    /// Its path in the nested state dict, if known.
     pub path: Option<StatePath>,
-    /// What PyTorch takes it for, where that is a tensor. Advisory: it does not travel to other
-    /// ranks.
+    /// The tensor that PyTorch sees in it, if it does. Advisory: not sent to other ranks.
     pub tensor: Option<Arc<WrappedTensor>>,
 }
 
-/// A tensor of a class of its own, such as a quantized one of torchao: to PyTorch it has a dtype
-/// and a shape, but what is stored is an object of several tensors.
+/// A tensor of a subclass, such as a quantized one of torchao: PyTorch reports a dtype and a shape
+/// for it, but stores an object of several tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WrappedTensor {
     /// The class, with its module.
     pub class: Arc<str>,
-    /// The element type that it pretends to have.
+    /// The dtype that it reports.
     pub dtype: DType,
-    /// The shape that it pretends to have.
+    /// The shape that it reports.
     pub shape: Dims,
 }
 
@@ -91,14 +91,14 @@ impl WrappedTensor {
     }
 }
 
-/// Advisory properties in PyTorch's metadata; they describe some rank's local tensor and change
-/// nothing about the data.
+/// Advisory properties in PyTorch's metadata. They describe one rank's local tensor and have no
+/// effect on the data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TensorProperties {
-    /// Whether the tensor took part in autograd.
+    /// Whether autograd tracked the tensor.
     pub requires_grad: bool,
-    /// Whether it lay in pinned memory.
+    /// Whether it was in pinned memory.
     pub pin_memory: bool,
     /// PyTorch's memory format: 0 contiguous, 1 channels last, 2 preserve.
     pub memory_format: u8,
@@ -106,7 +106,7 @@ pub struct TensorProperties {
     pub strides: Option<Vec<i64>>,
 }
 
-/// A file of the checkpoint, as the metadata that made it counts them.
+/// The number of a file in one checkpoint's metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId(NonZeroU32);
 
@@ -126,26 +126,26 @@ impl FileId {
     }
 }
 
-/// Where the stored bytes of a chunk or object lie.
+/// The position of a chunk's or object's stored bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// The file.
     pub file: FileId,
     /// The encoding: a position in [`CheckpointMetadata::encodings`].
     pub encoding: u16,
-    /// First byte in the file.
+    /// The offset in the file.
     pub byte_offset: u64,
-    /// Stored bytes, after all transforms.
+    /// The stored length, after all transforms.
     pub byte_len: u64,
 }
 
-/// How stored bytes become a tensor or object.
+/// The encoding of stored bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Encoding {
-    /// The innermost form.
+    /// The layout below all transforms.
     pub layout: Layout,
-    /// Stream transforms in PyTorch's list order (`stream.zstd/1`); undone last first.
+    /// Stream transforms in PyTorch's list order (`stream.zstd/1`), reversed last first.
     pub transforms: Vec<Arc<str>>,
 }
 
@@ -156,7 +156,7 @@ impl Encoding {
         Self { layout, transforms: Vec::new() }
     }
 
-    /// The same, with stream transforms.
+    /// Adds stream transforms.
     #[must_use]
     pub fn with_transforms(mut self, transforms: impl IntoIterator<Item = Arc<str>>) -> Self {
         self.transforms = transforms.into_iter().collect();
@@ -164,7 +164,7 @@ impl Encoding {
     }
 }
 
-/// The innermost form of stored bytes.
+/// The layout of stored bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Layout {
@@ -173,26 +173,26 @@ pub enum Layout {
     TorchArchive,
     /// The elements themselves, row-major and little-endian, as in safetensors.
     Raw,
-    /// What a reader over another reader makes its elements of, such as quantized ones; only that
-    /// reader knows how. The bytes have another length than the elements.
+    /// Elements that a reader computes from another reader's, such as quantized ones; only that
+    /// reader can decode them. The length differs from that of the elements.
     Computed,
-    /// A part of a whole `torch.save` file, which only that file's reader can take out: an object
-    /// in the file's pickle, or a tensor whose elements have to be picked from a storage (by
-    /// strides, inflated, with bytes swapped or signs flipped). The bytes are those of the whole
-    /// pickle or storage, so several items may have the same.
+    /// A part of a `torch.save` file that only the file's reader can extract: an object in its
+    /// pickle, or a tensor that is gathered from a storage (by strides, inflated, with bytes
+    /// swapped or signs flipped). The range is the whole pickle or storage, so several items may
+    /// share one.
     TorchSave,
 }
 
 impl Layout {
-    /// Whether tensors of one dtype and shape in one place have the same elements. Not so where
-    /// the place is that of a storage of which each takes other elements.
+    /// Whether placement, dtype and shape determine a tensor's elements. False when the placement
+    /// is that of a storage of which each tensor takes other elements.
     #[must_use]
     pub fn is_told_by_place(self) -> bool {
         self != Self::TorchSave
     }
 }
 
-/// What a checkpoint says of its origin; informational, never trusted.
+/// The origin of a checkpoint; informational, never trusted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Provenance {
@@ -200,7 +200,7 @@ pub struct Provenance {
     pub format: Option<Arc<str>>,
     /// The version that the format claims.
     pub version: Option<Arc<str>>,
-    /// The path or URL it was first saved under.
+    /// The path or URL of its first save.
     pub checkpoint_id: Option<Arc<str>>,
     /// The id of the save.
     pub save_id: Option<Arc<str>>,
@@ -219,37 +219,37 @@ impl CheckpointMetadata {
         self.entries.len()
     }
 
-    /// Whether there is nothing in it.
+    /// Whether there are no entries.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// What is stored under `fqn`.
+    /// The entry of `fqn`.
     #[must_use]
     pub fn get(&self, fqn: &str) -> Option<&Entry> {
         self.entries.get(fqn)
     }
 
-    /// What is stored under `fqn`, to change.
+    /// The entry of `fqn`, mutable.
     #[must_use]
     pub fn get_mut(&mut self, fqn: &str) -> Option<&mut Entry> {
         self.entries.get_mut(fqn)
     }
 
-    /// The entry at a position in the order.
+    /// The entry at a position.
     #[must_use]
     pub fn at(&self, index: usize) -> Option<(&Arc<str>, &Entry)> {
         self.entries.get_index(index)
     }
 
-    /// The entry at a position in the order, to change.
+    /// The entry at a position, mutable.
     #[must_use]
     pub fn at_mut(&mut self, index: usize) -> Option<(&Arc<str>, &mut Entry)> {
         self.entries.get_index_mut(index)
     }
 
-    /// The position of `fqn` in the order.
+    /// The position of `fqn`.
     #[must_use]
     pub fn index_of(&self, fqn: &str) -> Option<usize> {
         self.entries.get_index_of(fqn)
@@ -282,7 +282,7 @@ impl CheckpointMetadata {
         self.files.get(id.index())
     }
 
-    /// The id of a file of that name, new if need be.
+    /// The id of the file of that name, which is added if it is new.
     ///
     /// Returns `None` past 2^32 - 2 files.
     pub fn intern_file(&mut self, key: &Key) -> Option<FileId> {
@@ -307,10 +307,10 @@ impl CheckpointMetadata {
         self.encodings.get(usize::from(placement.encoding))
     }
 
-    /// The position of an encoding, added if need be.
+    /// The position of an encoding, which is added if it is new.
     ///
-    /// Returns `None` past 256 different encodings, far more than any save makes; a hostile file
-    /// with one for each item is not worth a look-up.
+    /// Returns `None` past 256 different encodings. No save needs as many, and a hostile file with
+    /// one per item would make look-ups slow.
     pub fn intern_encoding(&mut self, encoding: &Encoding) -> Option<u16> {
         const ENCODINGS_MAX: usize = 256;
         let known = self.encodings.iter().position(|e| e == encoding);
@@ -322,13 +322,13 @@ impl CheckpointMetadata {
         Some(id)
     }
 
-    /// What the checkpoint says of its origin.
+    /// The origin of the checkpoint.
     #[must_use]
     pub fn provenance(&self) -> &Provenance {
         &self.provenance
     }
 
-    /// What the checkpoint says of its origin, to change.
+    /// The origin of the checkpoint, mutable.
     #[must_use]
     pub fn provenance_mut(&mut self) -> &mut Provenance {
         &mut self.provenance
@@ -349,7 +349,7 @@ impl TensorEntry {
         }
     }
 
-    /// Bytes of all elements, or `None` where that exceeds `u64`.
+    /// The size of all elements in bytes; `None` if it exceeds `u64`.
     #[must_use]
     pub fn byte_len(&self) -> Option<u64> {
         self.shape.checked_volume()?.checked_mul(self.dtype.size() as u64)
@@ -363,7 +363,7 @@ impl ObjectEntry {
         Self { placement, path: None, tensor: None }
     }
 
-    /// The same, which PyTorch takes for this tensor.
+    /// Sets the tensor that PyTorch sees in the object.
     #[must_use]
     pub fn with_tensor(mut self, tensor: WrappedTensor) -> Self {
         self.tensor = Some(Arc::new(tensor));
@@ -372,19 +372,19 @@ impl ObjectEntry {
 }
 
 impl Entry {
-    /// The tensor, if it is one.
+    /// The tensor, if the entry is one.
     #[must_use]
     pub fn as_tensor(&self) -> Option<&TensorEntry> {
         if let Self::Tensor(tensor) = self { Some(tensor) } else { None }
     }
 
-    /// The object, if it is one.
+    /// The object, if the entry is one.
     #[must_use]
     pub fn as_object(&self) -> Option<&ObjectEntry> {
         if let Self::Object(object) = self { Some(object) } else { None }
     }
 
-    /// The place in the nested state dict, where known.
+    /// The path in the nested state dict, if known.
     #[must_use]
     pub fn path(&self) -> Option<&StatePath> {
         match self {
@@ -394,11 +394,11 @@ impl Entry {
     }
 }
 
-/// The chunks of one tensor, in columns: boxes and where their bytes lie.
+/// The chunks of one tensor, in columns: boxes and placements.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChunkTable {
     ndim: usize,
-    /// Offsets, then sizes, of one chunk after the other.
+    /// The offsets and sizes of each chunk, concatenated.
     geometry: Vec<u64>,
     placements: Vec<Option<Placement>>,
 }
@@ -406,11 +406,11 @@ pub struct ChunkTable {
 /// One row of a [`ChunkTable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkRef<'a> {
-    /// Where the chunk begins, per axis.
+    /// The offsets in the tensor, per axis.
     pub offsets: &'a [u64],
-    /// How long it is, per axis.
+    /// The sizes, per axis.
     pub sizes: &'a [u64],
-    /// Where its bytes lie; `None` before a writer placed it, or in a checkpoint that lost them.
+    /// The placement; `None` before a writer assigns it, or in a checkpoint that lost the bytes.
     pub placement: Option<Placement>,
 }
 
@@ -427,7 +427,7 @@ impl ChunkTable {
         self.placements.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no chunks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.placements.is_empty()
@@ -443,7 +443,7 @@ impl ChunkTable {
     ///
     /// # Errors
     ///
-    /// When the chunk does not have the table's number of axes.
+    /// When the chunk has another number of axes than the table.
     pub fn push(
         &mut self,
         offsets: &[u64],
@@ -468,7 +468,7 @@ impl ChunkTable {
         Some(ChunkRef { offsets, sizes, placement })
     }
 
-    /// Sets where a chunk's bytes lie. Does nothing past the end.
+    /// Sets the placement of a chunk. Does nothing past the end.
     pub fn place(&mut self, index: usize, placement: Placement) {
         if let Some(slot) = self.placements.get_mut(index) {
             *slot = Some(placement);
@@ -486,11 +486,11 @@ impl ChunkTable {
 }
 
 impl ChunkRef<'_> {
-    /// The chunk as a box.
+    /// The chunk's box.
     ///
     /// # Errors
     ///
-    /// When its end or volume exceeds `u64`, which only an unvalidated file can say.
+    /// When its end or volume exceeds `u64`, which happens only in unvalidated files.
     pub fn region(&self) -> Result<Region, RegionError> {
         Region::new(self.offsets, self.sizes)
     }

@@ -1,34 +1,33 @@
-//! Whether boxes share elements, in `O(n log n)` for the layouts that sharding produces.
+//! Finds overlapping boxes, in `O(n log n)` for the layouts that sharding produces.
 //!
-//! Boxes that were split axis by axis, evenly or not, are proven disjoint by one sort. Any other
-//! arrangement goes to a search by divide and conquer over intervals and starting points
-//! (Zomorodian and Edelsbrunner, 2000): `O(n log^d n)` for boxes that differ on `d` axes. A bound
-//! on the work, linear in the number of boxes, keeps made-up arrangements on many axes from
-//! taking the machine; real ones come nowhere near it.
+//! One sort proves that boxes split axis by axis, evenly or not, are disjoint. Other arrangements
+//! go to a divide-and-conquer search over intervals and starting points (Zomorodian and
+//! Edelsbrunner, 2000): `O(n log^d n)` for boxes that differ on `d` axes. A work limit, linear in
+//! the number of boxes, bounds hostile arrangements on many axes; real ones stay far below it.
 
 use crate::dims::Dims;
 
 /// A box: offsets and sizes.
 type Row<'a> = (&'a [u64], &'a [u64]);
 
-/// Steps of the search for each box, far above the `log^2 n` of three axes.
+/// Search steps per box, far above the `log^2 n` of three axes.
 const WORK_PER_BOX: u64 = 4096;
-/// Pairs that are compared one by one.
+/// The number of pairs that are compared directly.
 const FEW_PAIRS: usize = 64;
 
-/// The boxes are too many, on too many axes, and too irregular to be told apart in time.
+/// The boxes are too many, on too many axes, and too irregular for the work limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the boxes are too many and too irregular to look for overlaps")]
 pub struct TooIrregular;
 
-/// Two boxes, each given by its offsets and sizes, that share an element, by position. Empty boxes
-/// share none.
+/// Finds two boxes, each given by offsets and sizes, that share an element. Returns their
+/// positions. Empty boxes share none.
 ///
 /// All boxes must have the same number of axes.
 ///
 /// # Errors
 ///
-/// When that cannot be told in time, which no sharding brings about.
+/// When the work limit is reached, which no sharding causes.
 pub fn find_overlap(rows: &[(&[u64], &[u64])]) -> Result<Option<(usize, usize)>, TooIrregular> {
     let all: Vec<usize> = (0..rows.len()).filter(|index| !rows[*index].1.contains(&0)).collect();
     let [first, second, ..] = *all else { return Ok(None) };
@@ -61,7 +60,7 @@ pub fn find_overlap(rows: &[(&[u64], &[u64])]) -> Result<Option<(usize, usize)>,
     search.join(&all, &all, last)
 }
 
-/// Whether each box begins behind the one before it, as the shards of ranks in order do.
+/// Whether each box begins after the one before it, as the shards of ranks in order do.
 fn ascend(rows: &[Row<'_>], indices: &[usize], axis: usize) -> bool {
     let mut free_from = 0;
     indices.iter().all(|&index| {
@@ -91,8 +90,8 @@ impl Search<'_> {
         self.rows[index].0[axis].saturating_add(self.rows[index].1[axis])
     }
 
-    /// Whether boxes, sorted by their starts, are cut apart axis by axis from `level` on. They
-    /// may be disjoint when they are not.
+    /// Whether boxes, sorted by their starts, are split axis by axis from `level` on. False does
+    /// not mean that they overlap.
     fn is_split(&self, sorted: &[usize], level: usize) -> bool {
         if level == self.axes.len() {
             return sorted.len() <= 1;
@@ -114,8 +113,8 @@ impl Search<'_> {
             })
     }
 
-    /// A pair of which the second starts within the first on the axis of `level`, and which
-    /// overlaps on all lower ones; on all higher ones every pair is known to overlap.
+    /// A pair of which the second starts within the first on the axis of `level` and which overlaps
+    /// on all lower axes. On all higher axes, every pair is known to overlap.
     fn join(&mut self, intervals: &[usize], points: &[usize], level: usize) -> Found {
         if intervals.is_empty() || points.is_empty() {
             return Ok(None);
@@ -152,7 +151,7 @@ impl Search<'_> {
         if crossing.is_empty() {
             return Ok(None);
         }
-        // Where most points start at the lowest place, they go alone to the left.
+        // If most points start at the lowest position, they alone go left.
         let half = starts.len() / 2;
         let (_, &mut median, above) = starts.select_nth_unstable(half);
         let middle = if median > low {
@@ -168,7 +167,7 @@ impl Search<'_> {
         }
     }
 
-    /// [`join`](Self::join) on the last axis: two sorted lists, side by side.
+    /// [`join`](Self::join) on the last axis: merges two sorted lists.
     fn scan(&self, intervals: &[usize], points: &[usize]) -> Option<(usize, usize)> {
         let sorted = |indices: &[usize]| {
             let mut indices = indices.to_vec();

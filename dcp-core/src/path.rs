@@ -1,22 +1,22 @@
-//! Where a value sits in a nested state dict.
+//! Paths in a nested state dict.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Where a value sits in a nested state dict, from the outside in.
+/// A path in a nested state dict, outermost step first.
 pub type StatePath = Arc<[PathItem]>;
 
-/// One step into a nested state dict.
+/// One step of a path.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PathItem {
-    /// An entry of a dict; keys of other types are stored as text (PyTorch's rule).
+    /// A dict key; keys of other types are converted to text (PyTorch's rule).
     Key(Arc<str>),
     /// An element of a list.
     Index(u64),
 }
 
 impl PathItem {
-    /// The name that flattening gives to a path: its steps, with dots between them.
+    /// The flattened name of a path: its steps, joined by dots.
     ///
     /// ```
     /// use dcp_core::PathItem;

@@ -1,4 +1,4 @@
-//! What is written: a list of byte pieces that never has to be made one.
+//! Bytes to write, as a list of pieces.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ pub struct Payload {
 }
 
 impl Payload {
-    /// The number of bytes in all pieces.
+    /// The total length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there is no byte.
+    /// Whether the length is 0.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -31,7 +31,7 @@ impl Payload {
         &self.pieces
     }
 
-    /// The bytes in `range`, sharing memory; what lies behind the end is left out.
+    /// The bytes in `range`, sharing memory, clamped to the end.
     #[must_use]
     pub fn slice(&self, range: Range<u64>) -> Payload {
         let mut start = 0_u64;
@@ -40,7 +40,7 @@ impl Payload {
             let end = start + piece.len() as u64;
             let (from, to) = (range.start.max(start), range.end.min(end));
             if from < to {
-                // Both lie within the piece, whose length is a `usize`.
+                // Both are within the piece, whose length is a `usize`.
                 pieces.push(piece.slice((from - start) as usize..(to - start) as usize));
             }
             start = end;
@@ -48,7 +48,7 @@ impl Payload {
         pieces.into()
     }
 
-    /// One buffer of all bytes; free when there is only one piece, a copy otherwise.
+    /// All bytes as one buffer; free for a single piece, a copy otherwise.
     #[must_use]
     pub fn to_bytes(&self) -> Bytes {
         match &*self.pieces {

@@ -1,9 +1,9 @@
 //! Plans: who writes which bytes where, and who reads which.
 //!
-//! A rank describes its state as a [`StateIndex`]; a [`SavePlanner`] turns that into a
-//! [`SavePlan`], one row an item. The coordinator sees all ranks' plans and selects which rank
-//! writes what ([`GlobalPlan`]); a [`StorageWriter`](crate::StorageWriter) gives every selected
-//! item its place and each rank its [`WritePlan`]. Nothing here touches data, files or clocks.
+//! A rank describes its state as a [`StateIndex`]; a [`SavePlanner`] turns that into a [`SavePlan`]
+//! with one row per item. The coordinator merges all ranks' plans and selects the rank that writes
+//! each item ([`GlobalPlan`]). A [`StorageWriter`](crate::StorageWriter) assigns a placement to
+//! every selected item and a [`WritePlan`] to each rank. Plans contain no data, files or clocks.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -17,32 +17,32 @@ use crate::metadata::{CheckpointMetadata, Encoding, Placement};
 use crate::path::StatePath;
 use crate::region::Region;
 
-/// Who is planning.
+/// The rank and group that a plan is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanContext {
-    /// This rank in its group.
+    /// This rank.
     pub rank: Rank,
-    /// Ranks in the group.
+    /// The number of ranks in the group.
     pub world_size: u32,
     /// The rank that merges plans and commits.
     pub coordinator: Rank,
 }
 
 impl PlanContext {
-    /// `rank` of `world_size`, with rank 0 as the coordinator.
+    /// A context for `rank` of `world_size`, with rank 0 as the coordinator.
     #[must_use]
     pub fn new(rank: Rank, world_size: u32) -> Self {
         Self { rank, world_size, coordinator: 0 }
     }
 
-    /// A process on its own.
+    /// A context for a single process.
     #[must_use]
     pub fn solo() -> Self {
         Self::new(0, 1)
     }
 
-    /// The same group with another coordinator.
+    /// Sets the coordinator.
     #[must_use]
     pub fn with_coordinator(mut self, coordinator: Rank) -> Self {
         self.coordinator = coordinator;
@@ -56,7 +56,7 @@ impl PlanContext {
     }
 }
 
-/// The flat state of one rank, without its data: what planners see.
+/// The flat state of one rank, without its data: the input of planners.
 #[derive(Clone, Debug, Default)]
 pub struct StateIndex {
     /// The leaves, in the order of the state dict.
@@ -68,13 +68,13 @@ pub struct StateIndex {
 pub struct StateLeaf {
     /// The flat name.
     pub fqn: Arc<str>,
-    /// The nested place; `None` when the state dict is saved unflattened.
+    /// The nested path; `None` when the state dict is saved unflattened.
     pub path: Option<StatePath>,
-    /// What it is.
+    /// Its kind.
     pub kind: LeafKind,
 }
 
-/// What a leaf is.
+/// The kind of a leaf.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum LeafKind {
@@ -84,34 +84,33 @@ pub enum LeafKind {
         dtype: DType,
         /// Shape of the whole tensor.
         shape: Dims,
-        /// Whether ranks hold different parts; a replicated tensor has one region, the whole.
+        /// Whether ranks hold different parts. A replicated tensor has one region, the whole.
         sharded: bool,
-        /// What is here, in the order of the shards.
+        /// The regions that this rank holds, in the order of the shards.
         regions: Vec<Region>,
     },
-    /// Anything else.
+    /// Any other value.
     Object {
-        /// Bytes of the encoded object: exact when saving, unused when loading.
+        /// The size of the encoded object in bytes: exact for saves, unused for loads.
         byte_len: u64,
     },
 }
 
-/// What one rank offers to write: rows of items over a table of keys.
+/// The items that one rank offers to write, over a table of keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SavePlan {
     pub(crate) keys: Vec<PlanKey>,
     /// The key of each item.
     pub(crate) item_keys: Vec<u32>,
-    /// For a tensor: first number of its offsets and sizes in `geometry`; for an object: its
-    /// bytes.
+    /// For a tensor, the index of its first offset in `geometry`; for an object, its size in bytes.
     pub(crate) item_data: Vec<u64>,
     pub(crate) geometry: Vec<u64>,
     pub(crate) unoffered: Vec<Unoffered>,
 }
 
-/// What a rank holds and its [`SavePlan`] does not offer, mostly because another rank offers the
-/// same. [`SavePlan::check_against`] finds it, and [`GlobalPlan::check_against`] sees that it is
-/// stored.
+/// Something that a rank holds and its [`SavePlan`] does not offer, mostly because another rank
+/// offers it. [`SavePlan::check_against`] finds it, and [`GlobalPlan::check_against`] verifies that
+/// it is stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unoffered {
     /// The tensor or object.
@@ -125,7 +124,7 @@ pub struct Unoffered {
 pub struct PlanKey {
     /// The flat name.
     pub fqn: Arc<str>,
-    /// The nested place.
+    /// The nested path.
     pub path: Option<StatePath>,
     /// The tensor's description; `None` for an object.
     pub tensor: Option<TensorSpec>,
@@ -145,15 +144,15 @@ pub struct TensorSpec {
 /// One row of a [`SavePlan`].
 #[derive(Clone, Copy, Debug)]
 pub struct WriteItem<'a> {
-    /// Position of the key in [`SavePlan::keys`].
+    /// The position of the key in [`SavePlan::keys`].
     pub key_index: usize,
     /// The key.
     pub key: &'a PlanKey,
-    /// The part of the tensor: offsets and sizes; empty lists for an object.
+    /// The offsets of the part of the tensor; empty for an object.
     pub offsets: &'a [u64],
-    /// See `offsets`.
+    /// The sizes of the part of the tensor; empty for an object.
     pub sizes: &'a [u64],
-    /// Bytes of the elements, or of the encoded object.
+    /// The size of the elements, or of the encoded object, in bytes.
     pub byte_len: u64,
 }
 
@@ -172,17 +171,17 @@ impl SavePlan {
         Self::default()
     }
 
-    /// Adds a key, to which items are then pushed, and returns its position.
+    /// Adds a key for subsequent items, and returns its position.
     pub fn push_key(&mut self, key: PlanKey) -> usize {
         self.keys.push(key);
         self.keys.len() - 1
     }
 
-    /// Adds a part of the tensor at `key_index`.
+    /// Adds a part of the tensor `key_index`.
     ///
     /// # Errors
     ///
-    /// When the key is no tensor, the region has another number of axes, or a table is full.
+    /// When the key is not a tensor, the region has another number of axes, or a table is full.
     pub fn push_chunk(&mut self, key_index: usize, region: &Region) -> Result<(), PlanError> {
         let fqn = || self.keys.get(key_index).map_or_else(String::new, |key| key.fqn.to_string());
         let spec = self.keys.get(key_index).and_then(|key| key.tensor.as_ref());
@@ -201,7 +200,7 @@ impl SavePlan {
         Ok(())
     }
 
-    /// Adds the object at `key_index`, of `byte_len` encoded bytes.
+    /// Adds the object `key_index`, with `byte_len` encoded bytes.
     ///
     /// # Errors
     ///
@@ -227,7 +226,7 @@ impl SavePlan {
         &self.keys
     }
 
-    /// What the rank holds and the plan does not offer, once it was compared with the state.
+    /// What the rank holds and the plan does not offer, known after the comparison with the state.
     #[must_use]
     pub fn unoffered(&self) -> &[Unoffered] {
         &self.unoffered
@@ -239,7 +238,7 @@ impl SavePlan {
         self.item_keys.len()
     }
 
-    /// Whether there is no item.
+    /// Whether there are no items.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.item_keys.is_empty()
@@ -269,51 +268,51 @@ impl SavePlan {
     }
 }
 
-/// The coordinator's decision: what the checkpoint will hold and which rank writes what.
+/// The coordinator's decision: the contents of the checkpoint, and the rank that writes each item.
 #[derive(Clone, Debug, Default)]
 pub struct GlobalPlan {
-    /// Everything in the checkpoint; placements are still open.
+    /// The contents of the checkpoint, without placements.
     pub metadata: CheckpointMetadata,
     /// For each rank, in rank order, the items of its [`SavePlan`] that it writes, in order.
     pub selections: Vec<Vec<SelectedItem>>,
-    /// Names that ranks hold and that the planner leaves out of the checkpoint on purpose. Anything
-    /// else that is not stored is an error of the planner.
+    /// Names that the planner omits from the checkpoint on purpose. Anything else that ranks hold
+    /// and the plan does not store is the planner's error.
     pub left_out: BTreeSet<Arc<str>>,
 }
 
-/// An item that a rank was chosen to write.
+/// An item that a rank was selected to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SelectedItem {
-    /// Position in the rank's [`SavePlan`].
+    /// The position in the rank's [`SavePlan`].
     pub item: u32,
-    /// Position of its entry in the metadata.
+    /// The position of its entry in the metadata.
     pub entry: u32,
-    /// Position in the entry's [`ChunkTable`](crate::ChunkTable); 0 for an object.
+    /// The position in the entry's [`ChunkTable`](crate::ChunkTable); 0 for an object.
     pub chunk: u32,
 }
 
-/// What one rank writes, and exactly where.
+/// The items that one rank writes, with their placements.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WritePlan {
-    /// The files that the placements refer to, by [`FileId::index`](crate::FileId::index). Files
-    /// without an order are created empty.
+    /// The files of the placements, by [`FileId::index`](crate::FileId::index). Files without items
+    /// are created empty.
     pub files: Vec<Key>,
-    /// The encodings that the placements refer to.
+    /// The encodings of the placements.
     pub encodings: Vec<Encoding>,
-    /// The items in the order of their bytes.
+    /// The items, in file order.
     pub orders: Vec<WriteOrder>,
 }
 
-/// One item to write and its place.
+/// An item to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteOrder {
-    /// Position in the rank's [`SavePlan`].
+    /// The position in the rank's [`SavePlan`].
     pub item: u32,
-    /// Where its stored bytes go.
+    /// The placement of its stored bytes.
     pub placement: Placement,
 }
 
-/// What one rank reads.
+/// The items that one rank reads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LoadPlan {
     /// The items; no two fill the same element.
@@ -323,23 +322,23 @@ pub struct LoadPlan {
 /// One copy from the checkpoint into a rank's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadItem {
-    /// Position of the entry in the [`CheckpointMetadata`].
+    /// The position of the entry in the [`CheckpointMetadata`].
     pub entry: u32,
-    /// Position of the leaf in the [`StateIndex`] of the load.
+    /// The position of the leaf in the load's [`StateIndex`].
     pub leaf: u32,
-    /// What to copy.
+    /// The data to copy.
     pub kind: ReadKind,
 }
 
-/// What a [`ReadItem`] copies.
+/// The data that a [`ReadItem`] copies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReadKind {
     /// Elements of a tensor.
     Tensor {
-        /// The stored chunk they come from.
+        /// The stored chunk.
         chunk: u32,
-        /// The shard of the leaf that they go to.
+        /// The shard of the leaf.
         shard: u32,
         /// The elements, in the coordinates of the whole tensor; inside both chunk and shard.
         region: Region,
@@ -348,28 +347,28 @@ pub enum ReadKind {
     Object,
 }
 
-/// How a checkpoint and the state that is to be loaded differ.
+/// The differences between a checkpoint and the state to load.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadReport {
-    /// Asked for, not stored.
+    /// Requested names that are not stored.
     pub missing: Vec<Arc<str>>,
-    /// Stored, not asked for.
+    /// Stored names that are not requested.
     pub unexpected: Vec<Arc<str>>,
-    /// Stored with another shape: FQN, stored, asked for.
+    /// Tensors of another shape: FQN, stored, requested.
     pub shapes: Vec<(Arc<str>, Dims, Dims)>,
-    /// Stored with another element type: FQN, stored, asked for.
+    /// Tensors of another dtype: FQN, stored, requested.
     pub dtypes: Vec<(Arc<str>, DType, DType)>,
-    /// A tensor on one side, an object on the other: FQN and whether the stored one is the
+    /// A tensor on one side and an object on the other: FQN, and whether the stored one is the
     /// tensor.
     pub kinds: Vec<(Arc<str>, bool)>,
-    /// Elements asked for that no stored chunk holds: FQN, and how many.
+    /// Requested elements that no stored chunk contains: FQN, and their number.
     pub uncovered: Vec<(Arc<str>, u64)>,
 }
 
 impl LoadReport {
-    /// Whether everything that was asked for can be loaded, exactly and completely. Unexpected
-    /// entries do not count.
+    /// Whether everything requested can be loaded exactly and completely. Unexpected entries do not
+    /// count.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.missing.is_empty()
@@ -381,7 +380,7 @@ impl LoadReport {
 }
 
 impl fmt::Display for LoadReport {
-    /// The first few differences of each kind, in words, in one line.
+    /// The first differences of each kind, on one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 5;
         let mut separator = "";
@@ -434,9 +433,9 @@ impl fmt::Display for LoadReport {
     }
 }
 
-/// Makes plans for saving. Pure: the same input gives the same plan, in any order of ranks.
+/// Plans saves. Pure: the same input gives the same plan, in any order of ranks.
 pub trait SavePlanner: fmt::Debug + Send + Sync {
-    /// What this rank offers to write.
+    /// The items that this rank offers to write.
     ///
     /// # Errors
     ///
@@ -444,23 +443,24 @@ pub trait SavePlanner: fmt::Debug + Send + Sync {
     #[doc(alias = "create_local_plan")]
     fn local_plan(&self, state: &StateIndex, context: &PlanContext) -> Result<SavePlan, PlanError>;
 
-    /// On the coordinator: who writes what, given every rank's offer in rank order.
+    /// On the coordinator: selects the rank that writes each item, from every rank's offer in rank
+    /// order.
     ///
     /// # Errors
     ///
-    /// When ranks contradict each other, or the chunks do not make whole tensors.
+    /// When ranks contradict each other, or the chunks do not cover whole tensors.
     #[doc(alias = "create_global_plan")]
     fn global_plan(&self, locals: &[SavePlan]) -> Result<GlobalPlan, PlanError>;
 }
 
-/// Makes plans for loading. Pure, as [`SavePlanner`].
+/// Plans loads. Pure, like [`SavePlanner`].
 pub trait LoadPlanner: fmt::Debug + Send + Sync {
-    /// What this rank reads, and how the checkpoint differs from what was asked for. What
-    /// differs is left out of the plan; whether that is an error is the caller's decision.
+    /// The items that this rank reads, and how the checkpoint differs from the request. The plan
+    /// omits what differs; the caller decides whether that is an error.
     ///
     /// # Errors
     ///
-    /// When the request itself makes no sense.
+    /// When the request itself is invalid.
     #[doc(alias = "create_local_plan")]
     fn local_plan(
         &self,

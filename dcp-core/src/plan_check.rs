@@ -1,7 +1,8 @@
-//! Whether a planner's plans describe the state that they were made from.
+//! Checks that a planner's plans describe the state they were made from.
 //!
-//! A planner divides and chooses. What it says of dtypes, shapes and lengths decides how bytes are
-//! stored and read, so whoever calls a planner compares before anything is written.
+//! A planner divides and selects. The dtypes, shapes and lengths in its plans determine how bytes
+//! are stored and read, so callers of a planner compare them with the state before anything is
+//! written.
 
 mod coverage;
 
@@ -13,9 +14,9 @@ use crate::plan::{GlobalPlan, LeafKind, SavePlan, StateIndex, TensorSpec};
 use crate::region::Region;
 
 impl SavePlan {
-    /// Compares every item with its leaf: dtype and shape of the tensor, the region, which must lie
-    /// in one that this rank holds, and the length of an object. What the state holds and no item
-    /// offers is noted in [`unoffered`](Self::unoffered).
+    /// Compares every item with its leaf: dtype and shape of the tensor, the region, which must be
+    /// within one that this rank holds, and the length of an object. Records what the state holds
+    /// and no item offers in [`unoffered`](Self::unoffered).
     ///
     /// # Errors
     ///
@@ -78,15 +79,15 @@ impl SavePlan {
 }
 
 impl GlobalPlan {
-    /// Compares the index with the items that were selected from the ranks' plans: name, dtype,
-    /// shape and region of each. Every chunk of the index is written by one item. No two chunks
-    /// share elements, all that ranks hold is stored, and with more than one rank every tensor is
-    /// stored whole.
+    /// Compares the index with the items selected from the ranks' plans: name, dtype, shape and
+    /// region of each. One item writes every chunk of the index. No two chunks overlap, everything
+    /// that ranks hold is stored, and with more than one rank every tensor is stored whole.
     ///
     /// # Errors
     ///
     /// [`PlanError::Untrue`] with the name and `planner` for the first one that differs,
-    /// [`PlanError::Repeated`] and [`PlanError::Lost`] for the first that is stored twice or not.
+    /// [`PlanError::Repeated`] and [`PlanError::Lost`] for the first that is stored twice or not at
+    /// all.
     pub fn check_against(&self, locals: &[SavePlan], planner: &str) -> Result<(), PlanError> {
         let metadata = &self.metadata;
         let bad = |problem: String| PlanError::Wire { problem: format!("{planner}: {problem}") };

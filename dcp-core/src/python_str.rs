@@ -1,13 +1,13 @@
-//! Python's `str()` of dict keys, which PyTorch makes the steps of a path.
+//! Python's `str()` of dict keys, from which PyTorch builds the steps of a path.
 
 use crate::value::Value;
 
-/// Tuples within tuples that are still printed.
+/// The maximum nesting depth of tuples.
 const MAX_DEPTH: usize = 8;
 
-/// What `str(key)` gives in Python, or `None` for values whose text depends on their class.
+/// The result of `str(key)` in Python; `None` for values whose text depends on their class.
 ///
-/// PyTorch (2.4 and later) makes the steps of a flattened name of this.
+/// PyTorch (2.4 and later) builds the steps of a flattened name from it.
 #[must_use]
 pub fn python_str(key: &Value) -> Option<String> {
     match key {
@@ -25,7 +25,7 @@ fn repr(value: &Value, depth: usize) -> Option<String> {
         Value::BigInt(n) => n.to_string(),
         Value::Float(x) => float_repr(*x),
         Value::Str(text) => str_repr(text),
-        // Classes of `torch` that are used as keys, dtypes above all, print as their name.
+        // Classes of `torch` that occur as keys, mainly dtypes, print as their name.
         Value::Global(global) if &*global.module == "torch" => global.to_string(),
         Value::Tuple(items) if depth < MAX_DEPTH => {
             let items =

@@ -1,7 +1,7 @@
-//! Boxes of elements: the one geometry type.
+//! Boxes of elements: the only geometry type.
 //!
-//! Resharding, validation, read coalescing and the command's shard map are all written with
-//! [`Region`]. Numbers are elements per axis; bytes appear only in [`Region::runs_in`].
+//! Resharding, validation, read coalescing and the command's shard map all use [`Region`]. Numbers
+//! are elements per axis; bytes appear only in [`Region::runs_in`].
 
 use std::fmt;
 
@@ -14,19 +14,19 @@ pub struct Region {
     sizes: Dims,
 }
 
-/// A box that cannot be: its lists differ in length, or it ends past `u64`.
+/// An invalid box: its lists differ in length, or it ends past `u64`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegionError {
     /// The two lists have different lengths.
     #[error("{offsets} offsets but {sizes} sizes")]
     Axes {
-        /// Length of the list of offsets.
+        /// The length of the list of offsets.
         offsets: usize,
-        /// Length of the list of sizes.
+        /// The length of the list of sizes.
         sizes: usize,
     },
-    /// An end, or the number of elements, does not fit in 64 bits.
+    /// An end, or the number of elements, exceeds 64 bits.
     #[error("box at {offsets} of sizes {sizes} exceeds 64 bits")]
     Overflow {
         /// The offsets as given.
@@ -54,7 +54,7 @@ impl Region {
         Ok(Self { offsets, sizes })
     }
 
-    /// The whole of a tensor of `shape`.
+    /// The region of a whole tensor of `shape`.
     ///
     /// # Errors
     ///
@@ -64,13 +64,13 @@ impl Region {
         Self::new(Dims::zeros(sizes.ndim()), sizes)
     }
 
-    /// Where the box begins, per axis.
+    /// The offset, per axis.
     #[must_use]
     pub fn offsets(&self) -> &Dims {
         &self.offsets
     }
 
-    /// How long the box is, per axis.
+    /// The size, per axis.
     #[must_use]
     pub fn sizes(&self) -> &Dims {
         &self.sizes
@@ -82,7 +82,7 @@ impl Region {
         self.sizes.ndim()
     }
 
-    /// Where the box ends (exclusive) on `axis`.
+    /// The end (exclusive) on `axis`.
     #[must_use]
     pub fn end(&self, axis: usize) -> u64 {
         self.offsets[axis] + self.sizes[axis]
@@ -91,17 +91,17 @@ impl Region {
     /// The number of elements; 1 for a box without axes.
     #[must_use]
     pub fn volume(&self) -> u64 {
-        // Only a box that has elements has few enough of them to be counted.
+        // Only a box with elements has a volume that was checked.
         self.sizes.checked_volume().unwrap_or(0)
     }
 
-    /// Whether the box holds no element.
+    /// Whether the box has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.sizes.contains(&0)
     }
 
-    /// The common part of two boxes, or `None` when they share no element.
+    /// The intersection of two boxes; `None` when they share no element.
     #[must_use]
     pub fn intersect(&self, other: &Region) -> Option<Region> {
         if self.ndim() != other.ndim() {
@@ -121,8 +121,8 @@ impl Region {
         Some(common)
     }
 
-    /// Whether every element of `inner` is in this box. An empty box is contained when its
-    /// corners are.
+    /// Whether this box contains every element of `inner`. An empty box is contained if its corners
+    /// are.
     #[must_use]
     pub fn contains(&self, inner: &Region) -> bool {
         self.ndim() == inner.ndim()
@@ -131,9 +131,9 @@ impl Region {
             })
     }
 
-    /// The same box as seen from `origin`, which must not lie behind its offsets.
+    /// The box in coordinates relative to `origin`, which must not exceed its offsets.
     ///
-    /// Returns `None` where an offset would become negative or the number of axes differs.
+    /// Returns `None` if an offset would become negative or the number of axes differs.
     #[must_use]
     pub fn relative_to(&self, origin: &[u64]) -> Option<Region> {
         if origin.len() != self.ndim() {
@@ -148,7 +148,7 @@ impl Region {
         Some(Region { offsets, sizes: self.sizes.clone() })
     }
 
-    /// The same box moved away by `by` elements per axis.
+    /// The box moved by `by` elements per axis.
     ///
     /// # Errors
     ///
@@ -169,10 +169,10 @@ impl Region {
         Region::new(offsets, self.sizes.clone())
     }
 
-    /// The contiguous runs that this box, an inner box of a row-major array of `shape`, occupies
-    /// there: `(first element, number of elements)`, ascending, neighbors merged.
+    /// The contiguous runs of this box in a row-major array of `shape`: `(first element, number of
+    /// elements)`, ascending, adjacent runs merged.
     ///
-    /// The box must lie within `shape`. An empty box has no runs; a box without axes has one of
+    /// The box must be inside `shape`. An empty box has no runs; a box without axes has one run of
     /// one element.
     #[must_use]
     pub fn runs_in(&self, shape: &[u64]) -> Runs {
@@ -198,10 +198,10 @@ impl fmt::Display for Region {
     }
 }
 
-/// Iterator over contiguous runs, made by [`Region::runs_in`].
+/// Iterator over contiguous runs, from [`Region::runs_in`].
 #[derive(Clone, Debug)]
 pub struct Runs {
-    /// Axes that are walked one index at a time, outermost first: (size, stride).
+    /// Axes that are iterated index by index, outermost first: (size, stride).
     outer: Vec<(u64, u64)>,
     index: Vec<u64>,
     next: u64,
@@ -222,7 +222,7 @@ impl Runs {
             strides[axis] = stride;
             stride = stride.saturating_mul(shape[axis].max(1));
         }
-        // Axes that the box covers whole merge with the axis before them into one run.
+        // Axes that the box covers fully merge with the axis before them into one run.
         let mut split = ndim;
         let mut run = 1_u64;
         while split > 0 {
@@ -243,13 +243,13 @@ impl Runs {
         Self { index: vec![0; outer.len()], outer, next, run, left }
     }
 
-    /// Elements in each run; all runs are equally long. 0 where there are none.
+    /// The number of elements in each run; all runs have one length. 0 without runs.
     #[must_use]
     pub fn run_len(&self) -> u64 {
         self.run
     }
 
-    /// Runs not yet yielded.
+    /// The number of runs not yet yielded.
     #[must_use]
     pub fn remaining(&self) -> u64 {
         self.left

@@ -1,4 +1,4 @@
-//! From URLs to storages.
+//! Opens storages by URL.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,22 +7,22 @@ use std::sync::Arc;
 use crate::error::{StorageError, StorageErrorKind, StorageOp};
 use crate::storage::Storage;
 
-/// What a storage is opened for.
+/// The purpose of opening a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Access {
-    /// To read what is there; the place must exist.
+    /// Reading; the location must exist.
     Read,
-    /// To write; the place is made if need be.
+    /// Writing; the location is created if needed.
     Write,
 }
 
 type Open = dyn Fn(&str, Access) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync;
 type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
 
-/// Which storage serves which URL scheme.
+/// The storage of each URL scheme.
 ///
-/// A plug-in is registered under its scheme, and its URLs then work wherever a registry is used:
+/// A plug-in registers its scheme; its URLs then work wherever the registry is used:
 ///
 /// ```
 /// # use dcp_core::{Access, StorageError, StorageErrorKind, StorageOp, StorageRegistry};
@@ -36,19 +36,19 @@ type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
 #[derive(Clone)]
 pub struct StorageRegistry {
     openers: BTreeMap<String, Arc<Open>>,
-    /// The innermost first.
+    /// Layers, innermost first.
     layers: Vec<Arc<Layer>>,
 }
 
 impl StorageRegistry {
-    /// No scheme at all.
+    /// A registry without schemes.
     #[must_use]
     pub fn empty() -> Self {
         Self { openers: BTreeMap::new(), layers: Vec::new() }
     }
 
-    /// Lets `opener` serve URLs of `scheme`, in place of any that did before. It does no I/O
-    /// beyond what finds whether the place can be used.
+    /// Registers `opener` for URLs of `scheme`, replacing an earlier one. An opener does no I/O
+    /// beyond checking that the location is usable.
     pub fn register<F>(&mut self, scheme: impl Into<String>, opener: F)
     where
         F: Fn(&str, Access) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync + 'static,
@@ -56,8 +56,8 @@ impl StorageRegistry {
         self.openers.insert(scheme.into(), Arc::new(opener));
     }
 
-    /// The same registry, with every storage that it opens wrapped by `layer`: a cache, a counter,
-    /// or the faults of a test.
+    /// Wraps every storage that the registry opens with `layer`: a cache, a counter, or the faults
+    /// of a test.
     #[must_use]
     pub fn with_layer<F>(mut self, layer: F) -> Self
     where
@@ -67,12 +67,12 @@ impl StorageRegistry {
         self
     }
 
-    /// Opens the storage of a URL, or of a plain path as `file`.
+    /// Opens the storage of a URL; a plain path has the scheme `file`.
     ///
     /// # Errors
     ///
-    /// [`Unsupported`](StorageErrorKind::Unsupported) for a scheme that nobody serves, and what
-    /// the storage finds.
+    /// [`Unsupported`](StorageErrorKind::Unsupported) for an unregistered scheme; errors of the
+    /// opener.
     pub fn open(&self, url: &str, access: Access) -> Result<Arc<dyn Storage>, StorageError> {
         let scheme = url.split_once("://").map_or("file", |(scheme, _)| scheme);
         let opener = self.openers.get(scheme).ok_or_else(|| {

@@ -1,4 +1,4 @@
-//! The calls of one save in the order that [`StorageWriter`] asks for.
+//! Calls a [`StorageWriter`] in the order of its contract.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use crate::plan::{GlobalPlan, SavePlan, WritePlan};
 
 /// A save that has begun, on the coordinator.
 ///
-/// [`commit`](Self::commit) consumes it and what this process wrote, so that nothing is abandoned
-/// that a commit may have made visible, whether it succeeded or not.
+/// [`commit`](Self::commit) consumes it and this process's writes, so that nothing is abandoned
+/// that a commit may have published, even if it failed.
 #[must_use = "commit it; dropping it ends the save with what the writer has claimed"]
 pub struct SaveRun<'a> {
     writer: &'a dyn StorageWriter,
@@ -28,13 +28,13 @@ impl<'a> SaveRun<'a> {
         Ok(Self { writer, session: writer.begin().await? })
     }
 
-    /// What the writer found.
+    /// The writer's session.
     #[must_use]
     pub fn session(&self) -> &SaveSession {
         &self.session
     }
 
-    /// Gives every selected item its place. Returns the plan of each rank.
+    /// Assigns a placement to every selected item. Returns the plan of each rank.
     ///
     /// # Errors
     ///
@@ -54,11 +54,12 @@ impl<'a> SaveRun<'a> {
         Ok(plans)
     }
 
-    /// Makes the checkpoint visible. `own` is what this process wrote, `reports` what all ranks did.
+    /// Publishes the checkpoint. `own` is what this process wrote, `reports` are those of all
+    /// ranks.
     ///
     /// # Errors
     ///
-    /// As [`StorageWriter::commit`], which removes what was written where that is safe.
+    /// As [`StorageWriter::commit`], which removes what was written if that is safe.
     pub async fn commit(
         self,
         own: Vec<RankWrite<'_>>,
@@ -76,23 +77,23 @@ impl fmt::Debug for SaveRun<'_> {
     }
 }
 
-/// What one rank writes in a save, until it is abandoned or committed.
+/// The write of one rank, until it is committed or abandoned.
 pub struct RankWrite<'a> {
     writer: &'a dyn StorageWriter,
     plan: Arc<WritePlan>,
 }
 
 impl<'a> RankWrite<'a> {
-    /// What `plan` says.
+    /// A write of `plan`.
     pub fn new(writer: &'a dyn StorageWriter, plan: Arc<WritePlan>) -> Self {
         Self { writer, plan }
     }
 
-    /// Writes the items, durably.
+    /// Writes the items durably.
     ///
     /// # Errors
     ///
-    /// As [`StorageWriter::write`]; then all ranks [`abandon`](Self::abandon) the save.
+    /// As [`StorageWriter::write`]. All ranks then [`abandon`](Self::abandon) the save.
     pub async fn write(
         &self,
         local: &SavePlan,
@@ -101,7 +102,7 @@ impl<'a> RankWrite<'a> {
         self.writer.write(local, &self.plan, data).await
     }
 
-    /// Removes what was written, when it is certain that nothing of the save is committed.
+    /// Removes what was written, when nothing of the save can be committed any more.
     pub async fn abandon(self) {
         self.writer.abandon(&self.plan).await;
     }

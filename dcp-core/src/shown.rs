@@ -1,15 +1,15 @@
-//! Text of unknown origin, made fit to be read: in errors, notes, logs and on terminals.
+//! Escapes and shortens untrusted text for errors, notes, logs and terminals.
 
 use std::borrow::Cow;
 use std::fmt::{self, Write as _};
 
-/// Characters of a name that are shown; real ones have a quarter of it.
+/// The maximum number of characters of a displayed name; real ones have a quarter of it.
 const NAME_MAX: usize = 256;
-/// Bytes of a message that are shown.
+/// The maximum number of bytes of a displayed message.
 const MESSAGE_MAX: usize = 16 << 10;
 
-/// A name in quotation marks. What a terminal would act on, and what turns the direction of
-/// writing or takes no room, is escaped as in Rust; the middle of a long name is left out.
+/// A name in quotation marks. Characters that a terminal acts on, that change the writing direction
+/// or are invisible are escaped as in Rust; the middle of a long name is omitted.
 ///
 /// ```
 /// assert_eq!(dcp_core::Quoted("a\x1b[31m").to_string(), r#""a\u{1b}[31m""#);
@@ -17,8 +17,8 @@ const MESSAGE_MAX: usize = 16 << 10;
 #[derive(Clone, Copy, Debug)]
 pub struct Quoted<'a>(pub &'a str);
 
-/// A sentence that may hold names: on one line, with what [`Quoted`] escapes escaped and long
-/// names shortened, whether they stand in quotation marks or not. Shown twice, it stays the same.
+/// A message that may contain names: one line, with the escapes of [`Quoted`] and long names
+/// shortened, quoted or not. Applying it twice changes nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a>(pub &'a str);
 
@@ -28,7 +28,7 @@ impl fmt::Display for Quoted<'_> {
             '"' | '\\' => out.extend(['\\', c]),
             c => push_escaped(out, c),
         };
-        // Of a long name, no more is escaped than is shown.
+        // Escapes no more of a long name than is displayed.
         let chars = self.0.chars();
         let long = self.0.len() > NAME_MAX && chars.clone().nth(NAME_MAX).is_some();
         let mut text = String::from('"');
@@ -52,14 +52,14 @@ impl fmt::Display for Message<'_> {
     }
 }
 
-/// The text of [`Message`].
+/// The text of a [`Message`].
 #[must_use]
 pub fn message(text: &str) -> Cow<'_, str> {
     let safe = text.len() <= NAME_MAX && !text.chars().any(is_unsafe);
     if safe {
         return Cow::Borrowed(text);
     }
-    // Escapes take up to ten bytes for each of the text's.
+    // An escape takes up to ten bytes per byte of text.
     let cut = text.len() > MESSAGE_MAX;
     let text = beginning(text, MESSAGE_MAX);
     let mut out = String::with_capacity(text.len());
@@ -75,8 +75,8 @@ pub fn message(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// The text with what a terminal would act on, and what turns the direction of writing or takes
-/// no room, escaped as in Rust; in full length.
+/// Escapes characters that a terminal acts on, that change the writing direction or are invisible,
+/// as in Rust. Does not shorten the text.
 #[must_use]
 pub fn escaped(text: &str) -> Cow<'_, str> {
     if !text.chars().any(is_unsafe) {
@@ -87,7 +87,7 @@ pub fn escaped(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// The longest beginning of a text that has at most `max` bytes.
+/// The longest prefix of a text with at most `max` bytes.
 #[must_use]
 pub fn beginning(text: &str, max: usize) -> &str {
     // A character has at most four bytes.
@@ -99,8 +99,8 @@ pub fn beginning(text: &str, max: usize) -> &str {
     }
 }
 
-/// Whether a character must not reach a terminal as it is: it is acted on there, turns the
-/// direction of writing, breaks the line, or cannot be seen.
+/// Whether a character must not reach a terminal: it is a control character, changes the writing
+/// direction, breaks the line, or is invisible.
 #[must_use]
 pub fn is_unsafe(c: char) -> bool {
     c.is_control()
@@ -126,8 +126,8 @@ fn push_escaped(out: &mut String, c: char) {
     }
 }
 
-/// The bytes of the first quoted text, or of what is before the next one or the next space, that
-/// included.
+/// The length of the first quoted text, or of the text up to the next quotation mark or space,
+/// inclusive.
 fn piece_len(text: &str) -> usize {
     let mut chars = text.char_indices();
     let Some((_, first)) = chars.next() else { return 0 };
@@ -149,7 +149,7 @@ fn piece_len(text: &str) -> usize {
 
 /// Appends a piece, without its middle if it is long.
 fn push_shortened(out: &mut String, piece: &str) {
-    // Its quotation marks are no part of a name.
+    // Quotation marks are not part of the name.
     let len = if piece.len() <= NAME_MAX { 0 } else { piece.chars().count() };
     if len <= NAME_MAX + 2 {
         out.push_str(piece);
@@ -161,13 +161,13 @@ fn push_shortened(out: &mut String, piece: &str) {
     out.extend(piece.chars().skip(len - back - 1));
 }
 
-/// How many characters are kept at both ends of a name of which `max` are shown.
+/// The number of characters to keep at both ends of a name of which `max` are displayed.
 fn ends(max: usize) -> (usize, usize) {
     let kept = max - 1;
     (kept.div_ceil(2), kept / 2)
 }
 
-/// A number and the noun that it counts: `1 file`, `2 files`.
+/// A number with its noun: `1 file`, `2 files`.
 #[must_use]
 pub fn counted(number: u64, noun: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };

@@ -1,8 +1,8 @@
-//! The contract of a storage backend: keys and bytes, nothing of tensors.
+//! The contract of a storage backend: keys and bytes.
 //!
 //! A backend author implements [`Storage`] (and [`Upload`]) and runs the suite of
-//! `dcp-conformance`; every checkpoint format then works on it. Conveniences for callers live in
-//! [`StorageExt`], which nobody implements.
+//! `dcp-conformance`; every checkpoint format then works on it. Conveniences for callers are in
+//! [`StorageExt`], which backends do not implement.
 
 use std::fmt;
 use std::future::Future;
@@ -25,84 +25,82 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 
 /// Bytes at rest under [`Key`]s: a file system, a bucket, memory.
 ///
-/// All methods may be called concurrently, from any thread. Dropping a future stops waiting; work
-/// already handed to a thread or the network may still finish, but never leaves a partly written
-/// object visible under its key.
+/// Methods are called concurrently, from any thread. Dropping a future stops waiting. Work already
+/// passed to a thread or the network may still finish, but never leaves a partly written object
+/// visible under its key.
 #[async_trait]
 pub trait Storage: fmt::Debug + Send + Sync + 'static {
-    /// What this storage can do, and how it likes to be used. Costs nothing.
+    /// The abilities and preferences of this storage. Does no I/O.
     fn capabilities(&self) -> Capabilities;
 
-    /// Size and age of an object.
+    /// The size and age of an object.
     ///
     /// # Errors
     ///
     /// [`NotFound`](StorageErrorKind::NotFound) when there is no object of that key; a folder is
-    /// none.
+    /// not an object.
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError>;
 
-    /// Fills every buffer with the bytes of the object from its offset on, and returns the
-    /// buffers in the order given.
+    /// Fills every buffer with the bytes of the object from its offset, and returns the buffers in
+    /// the given order.
     ///
-    /// A read of no bytes succeeds if the object exists. On an error, the contents of the buffers
-    /// are unspecified and they are dropped.
+    /// A read of no bytes succeeds if the object exists. On an error, the buffers are dropped with
+    /// unspecified contents.
     ///
     /// # Errors
     ///
-    /// [`NotFound`](StorageErrorKind::NotFound) without the object;
+    /// [`NotFound`](StorageErrorKind::NotFound) when the object does not exist;
     /// [`Truncated`](StorageErrorKind::Truncated) when it ends before a requested byte.
     async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError>;
 
-    /// Writes a whole object, all or nothing: under its key there is never a part of it, and
-    /// when this returns it is as durable as [`Capabilities::durable`] says.
+    /// Writes a whole object, all or nothing: its key never shows a part of it. When this returns,
+    /// the object is as durable as [`Capabilities::durable`] states.
     ///
     /// # Errors
     ///
-    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) with [`PutMode::Create`] when there is
-    /// an object of that key; of several concurrent creators exactly one succeeds.
+    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) with [`PutMode::Create`] when an object
+    /// of that key exists; of several concurrent creators exactly one succeeds.
     async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError>;
 
     /// Begins an object that is written in parts. It appears under its key only on
-    /// [`Upload::complete`], whole: with [`PutMode::Create`] only if the key is then free, with
-    /// [`PutMode::Overwrite`] in place of what is there.
+    /// [`Upload::complete`], whole: with [`PutMode::Create`] if the key is then free, with
+    /// [`PutMode::Overwrite`] in place of an existing object.
     ///
     /// # Errors
     ///
-    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) here or on completion with
-    /// [`PutMode::Create`] when there is an object of that key.
+    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) here or on completion, with
+    /// [`PutMode::Create`], when an object of that key exists.
     async fn start_upload(&self, key: &Key, mode: PutMode)
     -> Result<Box<dyn Upload>, StorageError>;
 
-    /// All objects, or those under the folder `prefix`, in no particular order; objects that are
-    /// being written are not among them. A folder that does not exist lists nothing.
+    /// All objects, or those in the folder `prefix`, in no particular order, without unfinished
+    /// uploads. A folder that does not exist has no objects.
     fn list(&self, prefix: Option<&Key>) -> ObjectStream;
 
-    /// Removes an object; one that does not exist is no error.
+    /// Removes an object. A missing object is not an error.
     async fn delete(&self, key: &Key) -> Result<(), StorageError>;
 
-    /// Claims an object that the caller reads, works on and then replaces, whether or not it exists
-    /// yet.
+    /// Claims an object, existing or not, that the caller reads, works on and then replaces.
     ///
-    /// Of claims of one object that overlap, at most one replaces it. A storage keeps that in one of
-    /// two ways: a second claim fails for as long as the first is held, as with a lock of a file
-    /// system; or [`Claim::replace`] fails where the object is not what it was at the time of the
-    /// claim, as with the conditional writes of an object store. A claim ends when it is dropped,
-    /// and with the process that holds it. Other writes of the object are neither hindered nor
-    /// noticed.
+    /// Of overlapping claims of one object, at most one replaces it. A storage guarantees that in
+    /// one of two ways: a second claim fails while the first is held, as with a file lock; or
+    /// [`Claim::replace`] fails if the object changed since the claim, as with the conditional
+    /// writes of an object store. A claim ends when it is dropped, and with its process. It neither
+    /// prevents nor detects other writes of the object.
     ///
     /// # Errors
     ///
-    /// [`Conflict`](StorageErrorKind::Conflict) when somebody else holds the object, with a message
-    /// that names the holder; [`Unsupported`](StorageErrorKind::Unsupported) where
-    /// [`Capabilities::claims`] is off.
+    /// [`Conflict`](StorageErrorKind::Conflict) when another holder has the object, with a message
+    /// that names the holder; [`Unsupported`](StorageErrorKind::Unsupported) when
+    /// [`Capabilities::claims`] is false.
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError>;
 }
 
-/// An object that its holder alone replaces, from [`Storage::claim`].
+/// The right to replace an object, from [`Storage::claim`].
 #[async_trait]
 pub trait Claim: fmt::Debug + Send + Sync {
-    /// Writes the object as [`Storage::put`] with [`PutMode::Overwrite`] does. The claim lasts
-    /// until the write is over, also where this future is dropped meanwhile. It can be repeated.
+    /// Writes the object like [`Storage::put`] with [`PutMode::Overwrite`]. The claim lasts until
+    /// the write ends, even if this future is dropped. Can be called repeatedly.
     ///
     /// # Errors
     ///
@@ -111,32 +109,32 @@ pub trait Claim: fmt::Debug + Send + Sync {
     async fn replace(&self, payload: Payload) -> Result<(), StorageError>;
 }
 
-/// An object in the making, from [`Storage::start_upload`].
+/// An unfinished object, from [`Storage::start_upload`].
 ///
-/// Dropping it without [`complete`](Upload::complete) leaves no object under the key, though what
-/// was sent may take space until [`abort`](Upload::abort) or the storage's own cleaning.
+/// Dropping it without [`complete`](Upload::complete) leaves no object under the key, but uploaded
+/// parts may occupy space until [`abort`](Upload::abort) or the storage's own clean-up.
 #[async_trait]
 pub trait Upload: fmt::Debug + Send {
-    /// Appends bytes. The order of calls is the order of bytes.
+    /// Appends bytes, in the order of calls.
     async fn put_part(&mut self, part: Payload) -> Result<(), StorageError>;
 
     /// Makes the object durable and visible.
     async fn complete(self: Box<Self>) -> Result<(), StorageError>;
 
-    /// Throws away what was written.
+    /// Discards the upload.
     async fn abort(self: Box<Self>) -> Result<(), StorageError>;
 }
 
-/// One range to read: where it begins in the object, and the memory to fill.
+/// One range to read: its offset in the object, and the memory to fill.
 #[derive(Debug)]
 pub struct ReadInto {
-    /// First byte of the object to read.
+    /// The offset of the range in the object.
     pub byte_offset: u64,
-    /// Filled to its whole length.
+    /// The memory, which is filled completely.
     pub buffer: Buffer,
 }
 
-/// What a write does with an object that is already there.
+/// The treatment of an existing object by a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PutMode {
@@ -146,7 +144,7 @@ pub enum PutMode {
     Overwrite,
 }
 
-/// What a storage knows of an object.
+/// Facts about an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ObjectMeta {
@@ -154,7 +152,7 @@ pub struct ObjectMeta {
     pub key: Key,
     /// Its length in bytes.
     pub byte_len: u64,
-    /// When it was written, where the storage knows.
+    /// The time of its last write, if the storage knows it.
     pub modified: Option<SystemTime>,
 }
 
@@ -165,7 +163,7 @@ impl ObjectMeta {
         Self { key, byte_len, modified: None }
     }
 
-    /// The same, last written at `modified`.
+    /// Sets the time of the last write.
     #[must_use]
     pub fn with_modified(mut self, modified: Option<SystemTime>) -> Self {
         self.modified = modified;
@@ -173,29 +171,29 @@ impl ObjectMeta {
     }
 }
 
-/// What a storage can do beyond the least, and how it likes to be used.
+/// The abilities and preferences of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
-    /// [`PutMode::Create`] and uploads are decided atomically among concurrent creators.
+    /// [`PutMode::Create`] and uploads are atomic among concurrent creators.
     pub atomic_create: bool,
-    /// [`Storage::claim`] works.
+    /// [`Storage::claim`] is supported.
     pub claims: bool,
     /// What a successful call wrote survives a crash of the machine.
     pub durable: bool,
-    /// [`Storage::list`] lists every object that [`Storage::stat`] finds, so that one that is not
-    /// listed is not there. On a file system a link may lead to a file that is not listed.
+    /// [`Storage::list`] lists every object that [`Storage::stat`] finds, so an unlisted object
+    /// does not exist. On a file system, a link may lead to an unlisted file.
     pub complete_listing: bool,
-    /// A read of a range costs about its length, not the object's.
+    /// The cost of reading a range depends on its length, not on the object's.
     pub ranged_reads: bool,
-    /// Two ranges that lie closer than this many bytes are cheaper to read as one.
+    /// Ranges with a gap below this many bytes are cheaper to read as one.
     pub coalesce_gap: u64,
-    /// How many requests are worth having in flight.
+    /// The number of requests to keep in flight.
     pub parallelism: u16,
 }
 
 impl Capabilities {
-    /// The least a storage may offer.
+    /// The minimum that a storage must support.
     #[must_use]
     pub const fn none() -> Self {
         Self {
@@ -216,12 +214,12 @@ impl Default for Capabilities {
     }
 }
 
-/// Conveniences on every [`Storage`].
+/// Conveniences for every [`Storage`].
 pub trait StorageExt: Storage {
-    /// Reads one range into memory of its own.
+    /// Reads one range into new memory.
     ///
-    /// Memory is claimed only after the object was seen to hold the range, so a range taken from
-    /// an untrusted file cannot claim more than the storage really has.
+    /// Allocates only after checking that the object contains the range, so a range from an
+    /// untrusted file cannot allocate more than the object's size.
     fn read_range(
         &self,
         key: &Key,
@@ -229,7 +227,7 @@ pub trait StorageExt: Storage {
     ) -> impl Future<Output = Result<Bytes, StorageError>> + Send {
         async move {
             let len = range.end.saturating_sub(range.start);
-            // A small claim is harmless and saves a round trip.
+            // A small allocation is harmless and saves a round trip.
             if len > 1 << 20 {
                 let meta = self.stat(key).await?;
                 if meta.byte_len < range.end {
@@ -263,7 +261,7 @@ pub trait StorageExt: Storage {
         }
     }
 
-    /// Whether there is an object of that key.
+    /// Whether an object of that key exists.
     fn contains(&self, key: &Key) -> impl Future<Output = Result<bool, StorageError>> + Send {
         async move {
             match self.stat(key).await {

@@ -1,4 +1,4 @@
-//! Tensors as a rank holds them: shards of a global tensor over host memory.
+//! Tensors as a rank holds them: shards of a global tensor in host memory.
 
 use crate::dims::Dims;
 use crate::dtype::DType;
@@ -7,9 +7,9 @@ use crate::memory::HostMemory;
 use crate::region::Region;
 use crate::tensor_view::{TensorView, full};
 
-/// A tensor as this rank holds it: dtype and shape of the whole, and the parts that are here.
+/// A tensor as this rank holds it: dtype and shape of the whole, and this rank's parts.
 ///
-/// Cloning shares the memory.
+/// Clones share the memory.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     dtype: DType,
@@ -26,12 +26,11 @@ pub struct Shard {
 }
 
 impl Tensor {
-    /// A tensor of which every rank holds all, in row-major order; on a save one of the ranks
-    /// writes it.
+    /// A row-major tensor that every rank holds whole. One of the ranks writes it in a save.
     ///
     /// # Errors
     ///
-    /// When the memory does not have exactly the bytes that dtype and shape call for.
+    /// When the memory does not have exactly the size of dtype and shape.
     pub fn replicated(
         dtype: DType,
         shape: impl Into<Dims>,
@@ -43,7 +42,7 @@ impl Tensor {
         Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
     }
 
-    /// A tensor of which every rank holds all, laid out as `view`.
+    /// A tensor that every rank holds whole, with the layout of `view`.
     ///
     /// # Errors
     ///
@@ -54,11 +53,11 @@ impl Tensor {
         Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
     }
 
-    /// A tensor of which this rank holds `shards`, perhaps none.
+    /// A tensor of which this rank holds `shards`, possibly none.
     ///
     /// # Errors
     ///
-    /// When a shard lies outside `shape` or has another dtype.
+    /// When a shard is outside `shape` or has another dtype.
     pub fn sharded(
         dtype: DType,
         shape: impl Into<Dims>,
@@ -85,11 +84,11 @@ impl Tensor {
         Ok(Self { dtype, shape, sharded: true, shards })
     }
 
-    /// A replicated tensor of zeros, as a destination of a load.
+    /// A replicated tensor of zeros, as the destination of a load.
     ///
     /// # Errors
     ///
-    /// When the bytes do not fit in this machine's address space, or there is not that much memory
+    /// When the size exceeds the address space, or memory is exhausted
     /// ([`PlanError::OutOfMemory`]).
     pub fn zeros(dtype: DType, shape: impl Into<Dims>) -> Result<Self, PlanError> {
         let shape = shape.into();
@@ -98,7 +97,7 @@ impl Tensor {
         Self::replicated(dtype, shape, memory)
     }
 
-    /// A sharded tensor of zeros that holds `regions`, as a destination of a load.
+    /// A sharded tensor of zeros with `regions`, as the destination of a load.
     ///
     /// # Errors
     ///
@@ -131,19 +130,19 @@ impl Tensor {
         &self.shape
     }
 
-    /// Whether ranks hold different parts of it.
+    /// Whether ranks hold different parts.
     #[must_use]
     pub fn is_sharded(&self) -> bool {
         self.sharded
     }
 
-    /// The parts that are here.
+    /// The parts that this rank holds.
     #[must_use]
     pub fn shards(&self) -> &[Shard] {
         &self.shards
     }
 
-    /// All bytes in row-major order, when the whole tensor is here in one shard.
+    /// All bytes in row-major order, if one shard holds the whole tensor.
     #[must_use]
     pub fn to_vec(&self) -> Option<Vec<u8>> {
         match &*self.shards {
@@ -154,7 +153,7 @@ impl Tensor {
         }
     }
 
-    /// Whether dtype, shape, shards and bytes are the same.
+    /// Whether dtype, shape, shards and bytes are equal.
     #[must_use]
     pub fn same(&self, other: &Tensor) -> bool {
         self.dtype == other.dtype
@@ -168,11 +167,11 @@ impl Tensor {
 }
 
 impl Shard {
-    /// `region` of a tensor, in row-major order in all of `memory`.
+    /// The part `region` of a tensor, row-major in all of `memory`.
     ///
     /// # Errors
     ///
-    /// When the memory does not have exactly the bytes that dtype and region call for.
+    /// When the memory does not have exactly the size of dtype and region.
     pub fn new(
         dtype: DType,
         region: Region,
@@ -192,11 +191,12 @@ impl Shard {
         Ok(Self { region, view })
     }
 
-    /// `region` of a tensor, laid out as `view`: inside a padded or flattened buffer, transposed.
+    /// The part `region` of a tensor, with the layout of `view`: inside a padded or flattened
+    /// buffer, or transposed.
     ///
     /// # Errors
     ///
-    /// When the view's shape is not the region's.
+    /// When the view's shape differs from the region's.
     pub fn with_view(region: Region, view: TensorView) -> Result<Self, PlanError> {
         if region.sizes() != view.shape() {
             return Err(PlanError::Unsupported {
@@ -207,13 +207,13 @@ impl Shard {
         Ok(Self { region, view })
     }
 
-    /// Where the part lies in the whole tensor.
+    /// The region of the part in the whole tensor.
     #[must_use]
     pub fn region(&self) -> &Region {
         &self.region
     }
 
-    /// Where the part lies in memory.
+    /// The layout of the part in memory.
     #[must_use]
     pub fn view(&self) -> &TensorView {
         &self.view

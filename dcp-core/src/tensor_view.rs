@@ -1,4 +1,4 @@
-//! A box of elements in memory, by strides.
+//! Boxes of elements in memory, by strides.
 
 use crate::dims::Dims;
 use crate::dtype::DType;
@@ -13,17 +13,17 @@ pub struct TensorView {
     memory: HostMemory,
     dtype: DType,
     shape: Dims,
-    /// In elements; never negative, one per axis.
+    /// In elements, one per axis.
     strides: Vec<u64>,
     byte_offset: usize,
 }
 
 impl TensorView {
-    /// Row-major elements of `shape` from `byte_offset` on.
+    /// A row-major view of `shape` from `byte_offset`.
     ///
     /// # Errors
     ///
-    /// When they end behind the memory.
+    /// When it exceeds the memory.
     pub fn contiguous(
         memory: HostMemory,
         dtype: DType,
@@ -36,11 +36,11 @@ impl TensorView {
         Self::strided(memory, dtype, shape, strides, byte_offset)
     }
 
-    /// Elements of `shape` at `strides` (in elements) from `byte_offset` on.
+    /// A view of `shape` with `strides` (in elements) from `byte_offset`.
     ///
     /// # Errors
     ///
-    /// When there is not one stride per axis, or an element lies outside the memory.
+    /// When the number of strides is wrong, or an element is outside the memory.
     pub fn strided(
         memory: HostMemory,
         dtype: DType,
@@ -85,17 +85,17 @@ impl TensorView {
         &self.shape
     }
 
-    /// The number of bytes of all elements.
+    /// The size of all elements in bytes.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.shape.checked_volume().unwrap_or(0) * self.dtype.size() as u64
     }
 
-    /// The part `region` of this view, counted from its first element.
+    /// The part `region` of this view, in the view's coordinates.
     ///
     /// # Errors
     ///
-    /// When the region lies outside.
+    /// When the region is outside the view.
     pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
         let whole = full(&self.shape)?;
         if !whole.contains(region) {
@@ -110,7 +110,7 @@ impl TensorView {
             self.byte_offset
         } else {
             let skipped: u64 = region.offsets().iter().zip(&self.strides).map(|(o, s)| o * s).sum();
-            // It fits: the constructor saw elements behind it end inside the memory.
+            // It fits: the constructor checked later elements against the memory.
             self.byte_offset + skipped as usize * self.dtype.size()
         };
         Ok(Self {
@@ -122,13 +122,13 @@ impl TensorView {
         })
     }
 
-    /// The same elements seen along other axes: axis `i` of the result runs along axis `axes[i]`
-    /// of this view, or has one index where that is `None`. With it axes are exchanged, added and
-    /// dropped.
+    /// The same elements along other axes: axis `i` of the result is axis `axes[i]` of this view,
+    /// or has size 1 if that is `None`. Permutes, adds and drops axes.
     ///
     /// # Errors
     ///
-    /// When an axis is named twice or is not there, or one of other than one index is not named.
+    /// When an axis is named twice or does not exist, or an axis with a size other than 1 is not
+    /// named.
     pub fn with_axes(&self, axes: &[Option<usize>]) -> Result<Self, PlanError> {
         let refuse = |problem: String| PlanError::Unsupported { fqn: String::new(), problem };
         let mut named = vec![false; self.shape.ndim()];
@@ -156,7 +156,7 @@ impl TensorView {
         Self::strided(memory, self.dtype, shape, strides, byte_offset)
     }
 
-    /// The same elements in row-major order as another shape.
+    /// The same row-major elements in another shape.
     ///
     /// # Errors
     ///
@@ -173,8 +173,8 @@ impl TensorView {
         Self::contiguous(self.memory.clone(), self.dtype, shape, self.byte_offset)
     }
 
-    /// How many bytes of the view, taken in row-major order, lie together in memory at a time:
-    /// all of them when the view is contiguous, 0 when it is empty.
+    /// The length in bytes of the view's contiguous runs in row-major order: all of it when the
+    /// view is contiguous, 0 when it is empty.
     #[must_use]
     pub fn run_bytes(&self) -> u64 {
         if self.shape.contains(&0) {
@@ -190,19 +190,19 @@ impl TensorView {
         run * self.dtype.size() as u64
     }
 
-    /// Whether the elements lie in memory in row-major order without gaps.
+    /// Whether the elements are row-major in memory without gaps.
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
         self.run_bytes() == self.byte_len()
     }
 
-    /// The byte ranges of the memory that hold the view's elements in row-major order, each
+    /// The byte ranges of the view's elements in row-major order, each
     /// [`run_bytes`](Self::run_bytes) long; none for an empty view.
     pub fn runs(&self) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
         let run_bytes = self.run_bytes();
         let total = self.byte_len();
         let ndim = if total == 0 { 0 } else { self.shape.ndim() };
-        // The axes in front of those that make up a run are walked one index at a time.
+        // Axes before those of a run are iterated index by index.
         let mut outer = ndim;
         let mut run = self.dtype.size() as u64;
         while outer > 0 && run < run_bytes {
@@ -223,8 +223,7 @@ impl TensorView {
             let start = at;
             for axis in (0..index.len()).rev() {
                 index[axis] += 1;
-                // The stride of an axis of one index means nothing and may be any number; what it
-                // adds is taken back at once.
+                // The stride of an axis of size 1 is arbitrary; the addition is reverted at once.
                 at = at.wrapping_add(strides[axis]);
                 if index[axis] < shape[axis] {
                     break;
@@ -232,13 +231,13 @@ impl TensorView {
                 at = at.wrapping_sub(strides[axis].wrapping_mul(shape[axis]));
                 index[axis] = 0;
             }
-            // Both fit: the constructor saw the last element end inside the memory.
+            // Both fit: the constructor checked the last element against the memory.
             start as usize..(start + run_bytes) as usize
         })
     }
 
-    /// The elements in row-major order, borrowed where they lie together by at least 4 KiB at a
-    /// time and gathered into a copy otherwise.
+    /// The row-major elements: borrowed if their runs have at least 4 KiB, copied together
+    /// otherwise.
     ///
     /// # Errors
     ///
@@ -259,18 +258,17 @@ impl TensorView {
         Ok(Payload::from(gathered))
     }
 
-    /// Borrows the whole view for writing, when it is contiguous.
+    /// Borrows the whole view for writing, if it is contiguous.
     ///
     /// # Errors
     ///
-    /// As [`HostMemory::lend`]; a view that is not contiguous is lent run by run through
-    /// [`TensorView::runs`].
+    /// As [`HostMemory::lend`]. Other views are lent run by run, through [`TensorView::runs`].
     pub fn lend(&self) -> Result<Buffer, LoanError> {
         let len = usize::try_from(self.byte_len()).unwrap_or(usize::MAX);
         self.memory.lend(self.byte_offset..self.byte_offset.saturating_add(len))
     }
 
-    /// Copies elements, given in row-major order, into the view.
+    /// Copies row-major elements into the view.
     ///
     /// # Errors
     ///
@@ -293,7 +291,7 @@ impl TensorView {
     }
 }
 
-/// Where the last element of a view ends, in bytes; `None` past `u64`.
+/// The end of a view's last element in bytes; `None` past `u64`.
 fn view_end(dtype: DType, shape: &Dims, strides: &[u64], byte_offset: usize) -> Option<u64> {
     let start = byte_offset as u64;
     if shape.contains(&0) {

@@ -1,4 +1,4 @@
-//! What a state dict holds besides tensors: Python's plain data, as data.
+//! Values in a state dict besides tensors: Python's plain data.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -11,9 +11,9 @@ use crate::tensor::Tensor;
 
 /// A value of a state dict.
 ///
-/// It is plain data: reading one never runs anything. What Python can express and this tree
-/// cannot (shared or cyclic references, classes without a meaning here) is an [`Opaque`], shown
-/// as far as it was understood and written back byte for byte.
+/// Values are plain data; reading one executes nothing. What Python can express and this tree
+/// cannot (shared or cyclic references, unknown classes) is an [`Opaque`], which is displayed as
+/// far as it was decoded and written back byte for byte.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Value {
@@ -29,38 +29,38 @@ pub enum Value {
     Float(f64),
     /// A complex number: real and imaginary part.
     Complex(f64, f64),
-    /// Text.
+    /// A string.
     Str(Arc<str>),
     /// Immutable bytes.
     Bytes(Bytes),
     /// A `bytearray`.
     ByteArray(Bytes),
-    /// A list; descended by flattening when it holds tensors or dicts.
+    /// A list. Flattening descends into it if it contains tensors or dicts.
     List(Vec<Value>),
-    /// A tuple; always a leaf, even with tensors in it (PyTorch 2.15).
+    /// A tuple. Always a leaf, even with tensors in it (PyTorch 2.15).
     Tuple(Vec<Value>),
-    /// A dict; always descended by flattening.
+    /// A dict. Flattening always descends into it.
     Dict(Dict),
-    /// A set, in the order it was stored.
+    /// A set, in stored order.
     Set(Vec<Value>),
-    /// A frozen set, in the order it was stored.
+    /// A frozen set, in stored order.
     FrozenSet(Vec<Value>),
     /// A tensor, replicated or sharded.
     Tensor(Tensor),
-    /// A class or function by name, such as `torch.float32`; never looked up.
+    /// The name of a class or function, such as `torch.float32`; never looked up.
     Global(Global),
     /// An instance of a class, by its parts; never constructed.
     Object(Box<Object>),
-    /// Bytes read from elsewhere that are written back unchanged.
+    /// An encoded object that is written back unchanged.
     Opaque(Arc<Opaque>),
 }
 
-/// The name of something in Python.
+/// The name of a Python class or function.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Global {
-    /// The module, as stored (`__builtin__` and other Python 2 names are mapped to Python 3's).
+    /// The module, with Python 2 names mapped to Python 3's (`__builtin__`).
     pub module: Arc<str>,
-    /// The name in it.
+    /// The name in the module.
     pub name: Arc<str>,
 }
 
@@ -71,7 +71,7 @@ impl Global {
         Self { module: module.into(), name: name.into() }
     }
 
-    /// Whether it is this module and name.
+    /// Whether it has this module and name.
     #[must_use]
     pub fn is(&self, module: &str, name: &str) -> bool {
         &*self.module == module && &*self.name == name
@@ -84,26 +84,26 @@ impl fmt::Display for Global {
     }
 }
 
-/// A Python object by its parts, as pickle stores them: what would be called with which
-/// arguments, and the state and items that would be put in afterwards.
+/// A Python object by its parts, as in a pickle: the callable and its arguments, and the state and
+/// items that are applied afterwards.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Object {
-    /// How it would be made.
+    /// The kind of call that creates it.
     pub made_by: MadeBy,
-    /// The class or function; `<call>` in no module where it is the first of the arguments.
+    /// The class or function; `<call>` without a module if it is the first of the arguments.
     pub class: Global,
-    /// Arguments of the call.
+    /// The arguments of the call.
     pub args: Vec<Value>,
-    /// What `__setstate__` or the instance's dict would get.
+    /// The argument of `__setstate__`, or the contents of the instance's dict.
     pub state: Option<Value>,
-    /// What would be appended, for subclasses of list and their like.
+    /// The items to append, for subclasses of list and similar classes.
     pub items: Vec<Value>,
-    /// What would be set by key, for subclasses of dict.
+    /// The entries to set, for subclasses of dict.
     pub entries: Vec<(Value, Value)>,
 }
 
-/// How Python would make an [`Object`].
+/// The kind of call by which Python creates an [`Object`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MadeBy {
@@ -111,14 +111,14 @@ pub enum MadeBy {
     Call,
     /// `class.__new__(class, *args)`.
     New,
-    /// The same with keyword arguments, a dict that is the last of the arguments.
+    /// The same with keyword arguments: a dict, last in the arguments.
     NewWithKeywords,
-    /// Not like this: the parts only show what it is, and it cannot be written by them.
+    /// Unknown: the parts are for display, and cannot be written.
     Unknown,
 }
 
 impl Object {
-    /// `class(*args)`, without state or items.
+    /// An object created by `class(*args)`, without state or items.
     #[must_use]
     pub fn new(class: Global, args: Vec<Value>) -> Self {
         let (items, entries) = (Vec::new(), Vec::new());
@@ -126,22 +126,22 @@ impl Object {
     }
 }
 
-/// An object kept in its encoded form.
+/// An object in its encoded form.
 #[derive(Clone, Debug)]
 pub struct Opaque {
     /// The encoding: for PyTorch's formats, a whole `torch.save` archive.
     pub encoded: Bytes,
-    /// What could be understood of it, for people to look at.
+    /// The decoded parts, for display.
     pub view: Value,
 }
 
-/// An integer beyond 64 bits: little-endian two's complement of minimal length, as pickle's
-/// `LONG1` stores it.
+/// An integer of more than 64 bits: little-endian two's complement of minimal length, as in
+/// pickle's `LONG1`.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct BigInt(Bytes);
 
 impl BigInt {
-    /// From little-endian two's complement of any length.
+    /// Creates it from little-endian two's complement of any length.
     #[must_use]
     pub fn from_le_bytes(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
@@ -157,7 +157,7 @@ impl BigInt {
         Self(bytes.slice(..len))
     }
 
-    /// Minimal little-endian two's complement.
+    /// The minimal little-endian two's complement.
     #[must_use]
     pub fn to_le_bytes(&self) -> &Bytes {
         &self.0
@@ -174,7 +174,7 @@ impl BigInt {
 }
 
 impl fmt::Display for BigInt {
-    /// Decimal for up to 4096 bits, hexadecimal beyond, where decimal would take quadratic time.
+    /// Decimal up to 4096 bits. Hexadecimal beyond, where decimal conversion takes quadratic time.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let negative = self.0.last().is_some_and(|b| *b >= 0x80);
         let mut magnitude = self.0.to_vec();
@@ -219,7 +219,7 @@ impl fmt::Debug for BigInt {
     }
 }
 
-/// A dict that remembers the order of insertion, as Python's does.
+/// A dict in insertion order, like Python's.
 #[derive(Clone, Default)]
 pub struct Dict(IndexMap<DictKey, Value>);
 
@@ -247,7 +247,7 @@ impl Dict {
         self.0.is_empty()
     }
 
-    /// Sets `key`, keeping its place if it is already there, and returns the value it had.
+    /// Sets `key`, in its place if it exists, and returns the old value.
     pub fn insert(&mut self, key: impl Into<Value>, value: impl Into<Value>) -> Option<Value> {
         self.0.insert(DictKey(key.into()), value.into())
     }
@@ -258,7 +258,7 @@ impl Dict {
         self.0.get(&StrKey(key))
     }
 
-    /// The value of a string key, to change.
+    /// The value of a string key, mutable.
     #[must_use]
     pub fn get_mut(&mut self, key: &str) -> Option<&mut Value> {
         self.0.get_mut(&StrKey(key))
@@ -270,13 +270,13 @@ impl Dict {
         self.0.get(&DictKey(key.clone()))
     }
 
-    /// The value of a key of any kind, to change.
+    /// The value of a key of any kind, mutable.
     #[must_use]
     pub fn get_value_mut(&mut self, key: &Value) -> Option<&mut Value> {
         self.0.get_mut(&DictKey(key.clone()))
     }
 
-    /// Removes a string key, keeping the order of the rest.
+    /// Removes a string key and keeps the order of the rest.
     pub fn remove(&mut self, key: &str) -> Option<Value> {
         self.0.shift_remove(&StrKey(key))
     }
@@ -286,7 +286,7 @@ impl Dict {
         self.0.iter().map(|(key, value)| (&key.0, value))
     }
 
-    /// Keys and values in order, values to change.
+    /// Keys and mutable values, in order.
     pub fn iter_mut(&mut self) -> impl ExactSizeIterator<Item = (&Value, &mut Value)> {
         self.0.iter_mut().map(|(key, value)| (&key.0, value))
     }
@@ -355,14 +355,14 @@ fn hash_key<H: Hasher>(key: &Value, state: &mut H) {
         Value::Bytes(bytes) => bytes.hash(state),
         Value::Tuple(items) => items.iter().for_each(|item| hash_key(item, state)),
         Value::Global(global) => global.hash(state),
-        // Rare as keys: all of a kind share a bucket, equality tells them apart.
+        // Rare as keys: all of a kind share a hash, and equality distinguishes them.
         other => std::mem::discriminant(other).hash(state),
     }
 }
 
 impl Value {
-    /// Whether two values are the same data, bit for bit: floats by their bits, tensors by dtype,
-    /// shape, shards and bytes.
+    /// Whether two values are equal bit for bit: floats by their bits, tensors by dtype, shape,
+    /// shards and bytes.
     #[must_use]
     pub fn same(&self, other: &Value) -> bool {
         let all = |a: &[Value], b: &[Value]| {
@@ -410,43 +410,43 @@ impl Value {
         }
     }
 
-    /// The text, if it is one.
+    /// The text of a string.
     #[must_use]
     pub fn as_str(&self) -> Option<&str> {
         if let Self::Str(text) = self { Some(text) } else { None }
     }
 
-    /// The integer, if it is one of up to 64 bits.
+    /// The value of an integer of up to 64 bits.
     #[must_use]
     pub fn as_int(&self) -> Option<i64> {
         if let Self::Int(n) = self { Some(*n) } else { None }
     }
 
-    /// The float, if it is one.
+    /// The value of a float.
     #[must_use]
     pub fn as_float(&self) -> Option<f64> {
         if let Self::Float(x) = self { Some(*x) } else { None }
     }
 
-    /// The dict, if it is one.
+    /// The dict, if the value is one.
     #[must_use]
     pub fn as_dict(&self) -> Option<&Dict> {
         if let Self::Dict(dict) = self { Some(dict) } else { None }
     }
 
-    /// The tensor, if it is one.
+    /// The tensor, if the value is one.
     #[must_use]
     pub fn as_tensor(&self) -> Option<&Tensor> {
         if let Self::Tensor(tensor) = self { Some(tensor) } else { None }
     }
 
-    /// What there is to look at: the view of an opaque value, itself otherwise.
+    /// The value to display: the view of an opaque value, the value itself otherwise.
     #[must_use]
     pub fn view(&self) -> &Value {
         if let Self::Opaque(opaque) = self { &opaque.view } else { self }
     }
 
-    /// The name of the kind, as Python would say it.
+    /// Python's name of the kind.
     #[must_use]
     pub fn kind(&self) -> &str {
         match self {

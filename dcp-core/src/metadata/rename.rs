@@ -1,10 +1,10 @@
-//! The same checkpoint in files of other names.
+//! Renames the files of a checkpoint's index.
 
 use super::{CheckpointMetadata, FileId};
 use crate::key::Key;
 
 impl CheckpointMetadata {
-    /// Gives every file another name; placements refer to the same files as before.
+    /// Renames every file; placements keep referring to the same files.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
-//! Whether a plan stores all that ranks hold, and no element twice.
+//! Checks that a plan stores all that ranks hold, and no element twice.
 //!
-//! A rank notes what it holds and does not offer, which is mostly nothing. The coordinator then
-//! looks at each tensor of the index once: chunks that share no element and have as many elements
-//! as their tensor store all of it. Only where they do not is every offer looked for.
+//! A rank records what it holds and does not offer, which is mostly nothing. The coordinator then
+//! checks each tensor of the index once: disjoint chunks with as many elements as their tensor
+//! store all of it. Only for the others does it look up every offer.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use crate::overlap::find_overlap;
 use crate::plan::{GlobalPlan, LeafKind, SavePlan, StateIndex, Unoffered};
 use crate::region::Region;
 
-/// Pairs of boxes that are compared one by one, where chunks are not cut as they were offered.
+/// The number of pairs of boxes to compare directly, where chunks are not divided as they were
+/// offered.
 const MAX_PAIRS: usize = 1 << 24;
 
 type Row<'a> = (&'a [u64], &'a [u64]);
@@ -51,7 +52,7 @@ pub(super) fn unoffered(plan: &SavePlan, state: &StateIndex) -> Vec<Unoffered> {
     left
 }
 
-/// Whether `rows` have the region as it is, or cut into pieces.
+/// Whether `rows` contain the region, whole or in pieces.
 fn is_offered(region: &Region, rows: &[Row<'_>]) -> bool {
     let whole = (&**region.offsets(), &**region.sizes());
     if rows.contains(&whole) {
@@ -139,7 +140,7 @@ enum Stored<'a> {
     Part { exact: HashSet<Row<'a>>, rows: Vec<Row<'a>> },
 }
 
-/// Looks for what ranks hold in the index.
+/// Looks up what ranks hold in the index.
 struct Lookup<'a> {
     plan: &'a GlobalPlan,
     stored: Vec<Stored<'a>>,
@@ -149,8 +150,8 @@ struct Lookup<'a> {
 }
 
 impl<'a> Lookup<'a> {
-    /// `ids` are the positions of the names of the rank before, which mostly has the same names in
-    /// the same order.
+    /// `ids` are the positions of the previous rank's names; most ranks have the same names in the
+    /// same order.
     fn rank(
         &mut self,
         rank: usize,
@@ -172,7 +173,7 @@ impl<'a> Lookup<'a> {
                 None => ids.push(id),
             }
         }
-        // Of what is stored whole, no item has to be looked for.
+        // Items of tensors that are stored whole need no look-up.
         let all_there = self.all_whole && ids.iter().all(Option::is_some);
         for item in local.items().take(if all_there { 0 } else { usize::MAX }) {
             let row = (item.offsets, item.sizes);
@@ -191,7 +192,7 @@ impl<'a> Lookup<'a> {
         Ok(())
     }
 
-    /// Whether the chunks of the entry, which share no element, hold all elements of the row.
+    /// Whether the entry's disjoint chunks contain all elements of the row.
     fn has(&mut self, id: Option<usize>, row: Row<'_>) -> bool {
         let Some(stored) = id.and_then(|id| self.stored.get(id)) else { return false };
         let Stored::Part { exact, rows } = stored else { return true };

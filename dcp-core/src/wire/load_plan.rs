@@ -1,4 +1,4 @@
-//! Plans of a load.
+//! Encodes load plans.
 
 use bytes::Bytes;
 
@@ -10,7 +10,7 @@ use crate::region::Region;
 const LOAD_PLAN: &[u8; 4] = b"dlp1";
 
 impl LoadPlan {
-    /// The plan as a message.
+    /// Encodes the plan as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
         let mut out = MessageWriter::new(*LOAD_PLAN);
@@ -32,11 +32,11 @@ impl LoadPlan {
         out.finish()
     }
 
-    /// The plan of a message.
+    /// Decodes a message.
     ///
     /// # Errors
     ///
-    /// When the bytes are no plan of this version.
+    /// When the bytes are not a plan of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
         let mut input = MessageReader::new(bytes, *LOAD_PLAN)?;
         let mut plan = Self::default();
@@ -60,8 +60,8 @@ impl LoadPlan {
         Ok(plan)
     }
 
-    /// A 128-bit fingerprint of the plan: equal for equal plans, on every machine. Ranks that want
-    /// the same see by it that one of them needs to send its plan.
+    /// A 128-bit fingerprint of the plan: equal for equal plans, on every machine. Ranks with equal
+    /// fingerprints send only one plan.
     #[must_use]
     pub fn fingerprint(&self) -> u128 {
         fingerprint(&self.to_wire())

@@ -1,4 +1,4 @@
-//! Messages between ranks: a magic, then LEB128 numbers and what is made of them.
+//! Messages between ranks: a magic number, LEB128 numbers, and values built from them.
 
 use bytes::Bytes;
 
@@ -7,9 +7,9 @@ use crate::dims::Dims;
 use crate::dtype::DType;
 use crate::error::PlanError;
 
-/// A message to other ranks in the making, of this version of this crate only.
+/// Writes a message to other ranks, readable by this version of the crate only.
 ///
-/// Small numbers take a byte; what was written is read by a [`MessageReader`] in the same order.
+/// Small numbers take one byte. A [`MessageReader`] reads the values in the order of writing.
 ///
 /// ```
 /// use dcp_core::{DType, MessageReader, MessageWriter};
@@ -32,12 +32,12 @@ use crate::error::PlanError;
 pub struct MessageWriter(pub(super) Vec<u8>);
 
 impl MessageWriter {
-    /// Begins with `magic`, which tells kinds and versions of messages apart.
+    /// Begins with `magic`, which identifies the kind and version of a message.
     pub fn new(magic: [u8; 4]) -> Self {
         Self(magic.to_vec())
     }
 
-    /// A number, in as few bytes as it needs (LEB128).
+    /// Writes a number, in as few bytes as it needs (LEB128).
     pub fn number(&mut self, mut n: u64) {
         while n >= 0x80 {
             self.0.push((n & 0x7f) as u8 | 0x80);
@@ -46,42 +46,42 @@ impl MessageWriter {
         self.0.push(n as u8);
     }
 
-    /// Bytes, and before them how many.
+    /// Writes a length and bytes.
     pub fn bytes(&mut self, bytes: &[u8]) {
         self.number(bytes.len() as u64);
         self.0.extend_from_slice(bytes);
     }
 
-    /// Text, as its bytes.
+    /// Writes text as its bytes.
     pub fn text(&mut self, text: &str) {
         self.bytes(text.as_bytes());
     }
 
-    /// Numbers, and before them how many.
+    /// Writes a count and numbers.
     pub fn dims(&mut self, dims: &[u64]) {
         self.number(dims.len() as u64);
         self.numbers(dims);
     }
 
-    /// Numbers, of which the receiver knows how many there are.
+    /// Writes numbers whose count the receiver knows.
     pub fn numbers(&mut self, numbers: &[u64]) {
         numbers.iter().for_each(|n| self.number(*n));
     }
 
-    /// Flags, eight to a byte, of which the receiver knows how many there are.
+    /// Writes flags, eight per byte, whose count the receiver knows.
     pub fn flags(&mut self, flags: &[bool]) {
         let byte =
             |bits: &[bool]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | u8::from(*bit));
         self.0.extend(flags.chunks(8).map(byte));
     }
 
-    /// A dtype.
+    /// Writes a dtype.
     pub fn dtype(&mut self, dtype: DType) {
         let code = DType::ALL.iter().position(|known| *known == dtype);
         self.number(code.unwrap_or(usize::MAX) as u64);
     }
 
-    /// Something or nothing.
+    /// Writes an optional value.
     pub(super) fn option<T>(&mut self, value: Option<T>, send: impl FnOnce(&mut Self, T)) {
         self.number(value.is_some().into());
         if let Some(value) = value {
@@ -89,16 +89,16 @@ impl MessageWriter {
         }
     }
 
-    /// The message.
+    /// Returns the message.
     #[must_use]
     pub fn finish(self) -> Bytes {
         self.0.into()
     }
 }
 
-/// What is left of a message that a [`MessageWriter`] made.
+/// The rest of a message from a [`MessageWriter`].
 ///
-/// Nothing here claims more memory than the message has bytes to fill it with.
+/// Never allocates more memory than the message has bytes to fill it.
 #[derive(Clone, Debug)]
 pub struct MessageReader<'a>(pub(super) &'a [u8]);
 
@@ -107,7 +107,7 @@ impl<'a> MessageReader<'a> {
     ///
     /// # Errors
     ///
-    /// When the message begins with something else.
+    /// When the message begins with another value.
     pub fn new(bytes: &'a [u8], magic: [u8; 4]) -> Result<Self, PlanError> {
         bytes
             .strip_prefix(&magic)
@@ -115,13 +115,13 @@ impl<'a> MessageReader<'a> {
             .ok_or_else(|| bad("another kind or version of message"))
     }
 
-    /// How many bytes are left.
+    /// The number of remaining bytes.
     #[must_use]
     pub fn remaining(&self) -> usize {
         self.0.len()
     }
 
-    /// A number.
+    /// Reads a number.
     ///
     /// # Errors
     ///
@@ -143,11 +143,11 @@ impl<'a> MessageReader<'a> {
         Err(bad("a number of more than 64 bits"))
     }
 
-    /// A number of things that take at least one byte each, so it cannot exceed what is left.
+    /// Reads a count of values of at least one byte each, which cannot exceed the remaining bytes.
     ///
     /// # Errors
     ///
-    /// When it does, and as [`number`](Self::number).
+    /// When it exceeds them, and as [`number`](Self::number).
     pub fn count(&mut self) -> Result<usize, PlanError> {
         let n = self.number()?;
         usize::try_from(n)
@@ -156,17 +156,17 @@ impl<'a> MessageReader<'a> {
             .ok_or_else(|| bad(format!("a list of {n} in {} bytes", self.0.len())))
     }
 
-    /// Bytes, and before them how many.
+    /// Reads a length and bytes.
     ///
     /// # Errors
     ///
-    /// When there are fewer.
+    /// When the message is shorter.
     pub fn bytes(&mut self) -> Result<&'a [u8], PlanError> {
         let len = self.count()?;
         self.take(len)
     }
 
-    /// Text, as its bytes.
+    /// Reads text.
     ///
     /// # Errors
     ///
@@ -175,7 +175,7 @@ impl<'a> MessageReader<'a> {
         std::str::from_utf8(self.bytes()?).map_err(|_| bad("text that is not UTF-8"))
     }
 
-    /// Numbers, and before them how many.
+    /// Reads a count and numbers.
     ///
     /// # Errors
     ///
@@ -185,27 +185,27 @@ impl<'a> MessageReader<'a> {
         self.numbers(count)
     }
 
-    /// So many numbers.
+    /// Reads `count` numbers.
     ///
     /// # Errors
     ///
-    /// When there are fewer.
+    /// When the message is shorter.
     pub fn numbers(&mut self, count: usize) -> Result<Dims, PlanError> {
         (0..count).map(|_| self.number()).collect()
     }
 
-    /// So many flags.
+    /// Reads `count` flags.
     ///
     /// # Errors
     ///
-    /// When there are fewer.
+    /// When the message is shorter.
     pub fn flags(&mut self, count: usize) -> Result<Vec<bool>, PlanError> {
         let bytes = self.take(count.div_ceil(8))?;
         let flags = bytes.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
         Ok(flags.take(count).collect())
     }
 
-    /// A dtype.
+    /// Reads a dtype.
     ///
     /// # Errors
     ///
@@ -219,7 +219,7 @@ impl<'a> MessageReader<'a> {
             .ok_or_else(|| bad(format!("unknown dtype {code}")))
     }
 
-    /// Something or nothing.
+    /// Reads an optional value.
     pub(super) fn option<T>(
         &mut self,
         receive: impl FnOnce(&mut Self) -> Result<T, PlanError>,
@@ -243,11 +243,11 @@ impl<'a> MessageReader<'a> {
         Ok(taken)
     }
 
-    /// That was all.
+    /// Ends reading.
     ///
     /// # Errors
     ///
-    /// When there is more.
+    /// When bytes remain.
     pub fn finish(self) -> Result<(), PlanError> {
         match self.0.len() {
             0 => Ok(()),

@@ -1,4 +1,4 @@
-//! The index of a checkpoint, for ranks that cannot read it themselves.
+//! Encodes the index of a checkpoint, for ranks that cannot read it themselves.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::region::Region;
 const METADATA: &[u8; 4] = b"dcm1";
 
 impl CheckpointMetadata {
-    /// The index as a message, with everything in it.
+    /// Encodes the whole index as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
         let mut out = MessageWriter::new(*METADATA);
@@ -43,11 +43,11 @@ impl CheckpointMetadata {
         out.finish()
     }
 
-    /// The index of a message.
+    /// Decodes a message.
     ///
     /// # Errors
     ///
-    /// When the bytes are no index of this version, or refer to what is not in them.
+    /// When the bytes are not an index of this version, or have invalid references.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
         let mut input = MessageReader::new(bytes, *METADATA)?;
         let mut metadata = Self::new();
@@ -112,7 +112,7 @@ impl MessageWriter {
         self.number(properties.memory_format.into());
         self.option(properties.strides.as_ref(), |out, strides| {
             out.number(strides.len() as u64);
-            // Zigzag: small ones of either sign are short.
+            // Zigzag: small numbers of either sign are short.
             strides.iter().for_each(|n| out.number(((n << 1) ^ (n >> 63)) as u64));
         });
         self.number(tensor.chunks.len() as u64);

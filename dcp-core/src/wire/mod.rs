@@ -1,7 +1,7 @@
-//! The compact form in which plans, metadata and values travel between ranks: versioned, columns
-//! of LEB128 numbers.
+//! The compact encoding of plans, metadata and values between ranks: versioned, columns of LEB128
+//! numbers.
 //!
-//! Decoding claims no more memory than the message has bytes to fill it with.
+//! Decoding never allocates more memory than the message has bytes to fill it.
 
 mod load_plan;
 mod message;
@@ -21,7 +21,7 @@ fn bad(problem: impl Into<String>) -> PlanError {
     PlanError::Wire { problem: problem.into() }
 }
 
-/// FNV-1a: stable, dependency-free, and fed by ranks that trust each other only.
+/// FNV-1a: stable, without dependencies, and fed only by ranks that trust each other.
 fn fingerprint(bytes: &[u8]) -> u128 {
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
     const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
@@ -88,7 +88,7 @@ impl MessageReader<'_> {
         Ok(Encoding::new(layout).with_transforms(transforms))
     }
 
-    /// A place in one of so many files, in one of so many encodings.
+    /// Reads a placement in one of `files` files and `encodings` encodings.
     fn placement(&mut self, files: usize, encodings: usize) -> Result<Placement, PlanError> {
         let file = usize::try_from(self.number()?)
             .ok()

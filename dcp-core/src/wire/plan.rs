@@ -1,4 +1,4 @@
-//! Plans of a save: a few bytes per item.
+//! Encodes save plans, in a few bytes per item.
 
 use bytes::Bytes;
 
@@ -13,7 +13,7 @@ const SAVE_PLAN: &[u8; 4] = b"dsp1";
 const WRITE_PLAN: &[u8; 4] = b"dwp1";
 
 impl SavePlan {
-    /// The plan as a message.
+    /// Encodes the plan as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
         let mut out = MessageWriter::new(*SAVE_PLAN);
@@ -51,11 +51,11 @@ impl SavePlan {
         out.finish()
     }
 
-    /// The plan of a message.
+    /// Decodes a message.
     ///
     /// # Errors
     ///
-    /// When the bytes are no plan of this version.
+    /// When the bytes are not a plan of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
         let mut input = MessageReader::new(bytes, *SAVE_PLAN)?;
         let mut plan = SavePlan::new();
@@ -104,15 +104,15 @@ impl SavePlan {
             plan.unoffered.push(Unoffered { fqn, region });
         }
         input.finish()?;
-        // `item` refuses what would overflow, so every row must come back.
+        // `item` refuses overflows, so every row must return.
         if plan.items().count() != plan.len() {
             return Err(bad("a chunk larger than 64 bits can count"));
         }
         Ok(plan)
     }
 
-    /// A 128-bit fingerprint of the plan: equal for equal plans, on every machine. Ranks use it
-    /// to see that nothing changed since the last save, dtypes and paths included.
+    /// A 128-bit fingerprint of the plan: equal for equal plans, on every machine. It covers dtypes
+    /// and paths too; ranks compare it with that of the last save.
     #[must_use]
     pub fn fingerprint(&self) -> u128 {
         fingerprint(&self.to_wire())
@@ -120,7 +120,7 @@ impl SavePlan {
 }
 
 impl WritePlan {
-    /// The plan as a message.
+    /// Encodes the plan as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {
         let mut out = MessageWriter::new(*WRITE_PLAN);
@@ -138,11 +138,11 @@ impl WritePlan {
         out.finish()
     }
 
-    /// The plan of a message.
+    /// Decodes a message.
     ///
     /// # Errors
     ///
-    /// When the bytes are no plan of this version, or name a file outside the checkpoint.
+    /// When the bytes are not a plan of this version, or name a file outside the checkpoint.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
         let mut input = MessageReader::new(bytes, *WRITE_PLAN)?;
         let mut plan = WritePlan::default();

@@ -1,4 +1,4 @@
-//! Values of a state dict, for ranks that cannot read them themselves.
+//! Encodes state-dict values, for ranks that cannot read them themselves.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -12,28 +12,29 @@ use crate::tensor::Tensor;
 use crate::value::{BigInt, Global, MadeBy, Object, Opaque, Value};
 
 const VALUE: &[u8; 4] = b"dvl3";
-/// Every way to make an object, by its number in a message.
+/// Kinds of construction, by their number in a message.
 const MADE_BY: [MadeBy; 4] = [MadeBy::Call, MadeBy::New, MadeBy::NewWithKeywords, MadeBy::Unknown];
-/// Values nest no deeper than this: more than any reader lets through.
+/// The maximum nesting depth, beyond what any reader accepts.
 const DEPTH_MAX: usize = 256;
 
 impl Value {
-    /// The value as a message.
+    /// Encodes the value as a message.
     ///
     /// # Errors
     ///
-    /// When it holds a sharded tensor, memory that is lent to a writer, or nests too deeply.
+    /// When it contains a sharded tensor or memory that is lent to a writer, or is nested too
+    /// deeply.
     pub fn to_wire(&self) -> Result<Bytes, PlanError> {
         let mut sender = Sender { out: MessageWriter::new(*VALUE), sent: HashMap::new() };
         sender.value(self, DEPTH_MAX)?;
         Ok(sender.out.finish())
     }
 
-    /// The value of a message.
+    /// Decodes a message.
     ///
     /// # Errors
     ///
-    /// When the bytes are no value of this version.
+    /// When the bytes are not a value of this version.
     pub fn from_wire(bytes: &[u8]) -> Result<Self, PlanError> {
         let input = MessageReader::new(bytes, *VALUE)?;
         let mut receiver = Receiver { input, received: Vec::new() };
@@ -47,17 +48,17 @@ fn deeper(depth: usize) -> Result<usize, PlanError> {
     depth.checked_sub(1).ok_or_else(|| bad(format!("a value nested deeper than {DEPTH_MAX}")))
 }
 
-/// Texts and bytes of at least so many bytes are sent once, however many values share them.
+/// Strings and bytes of at least this length are sent once, however many values share them.
 const SHARED_MIN: usize = 64;
 
-/// A value on its way out.
+/// Encodes a value.
 struct Sender {
     out: MessageWriter,
-    /// The number of what was sent, by where it lies.
+    /// The number of each blob sent, by address and length.
     sent: HashMap<(*const u8, usize), u64>,
 }
 
-/// A value on its way in.
+/// Decodes a value.
 struct Receiver<'a> {
     input: MessageReader<'a>,
     received: Vec<Blob>,
@@ -68,12 +69,12 @@ struct Receiver<'a> {
 struct Blob {
     bytes: Bytes,
     text: Option<Arc<str>>,
-    /// Its number among those received.
+    /// Its number among the received blobs.
     at: Option<usize>,
 }
 
-// One function for every kind that nests and one for all others: a frame holds only what its own
-// kind needs.
+// One function per nested kind and one for all others, so that a frame contains only what its kind
+// needs.
 
 impl Sender {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), PlanError> {
@@ -175,7 +176,7 @@ impl Sender {
                 self.out.number(16);
                 self.global(global);
             }
-            // `None` itself: what nests is not sent here.
+            // `None`; nested kinds are not sent here.
             _ => self.out.number(0),
         }
         Ok(())
@@ -190,7 +191,7 @@ impl Sender {
         self.blob(text.as_bytes());
     }
 
-    /// Bytes that may be those of an earlier value, which are sent once.
+    /// Writes bytes, or the number of an earlier equal blob.
     fn blob(&mut self, bytes: &[u8]) {
         if bytes.len() >= SHARED_MIN {
             let next = self.sent.len() as u64;

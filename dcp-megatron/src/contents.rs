@@ -6,10 +6,10 @@ use dcp_convert::{Found, find};
 use dcp_core::{CheckpointError, Dict, Entry, FormatError, StateDict, Storage, Tensor, Value};
 use indexmap::IndexMap;
 
-use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
-use crate::common::{COMMON_OBJECT, CommonPlace};
-use crate::config::CheckpointingConfig;
+use crate::disk::config::CheckpointingConfig;
 use crate::error::MegatronError;
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use crate::open::common_state::{COMMON_OBJECT, CommonPlace};
 use crate::sharded::{LocalTensor, ObjectKey, ShardedObject, ShardedTensor};
 
 /// A tensor or object of a checkpoint, without its data.
@@ -31,7 +31,9 @@ pub enum Described {
 pub async fn check_is_distributed_checkpoint(
     storage: &Arc<dyn Storage>,
 ) -> Result<bool, MegatronError> {
-    Ok(CheckpointingConfig::read(&*crate::recovery::recovered(storage).await?).await?.is_some())
+    Ok(CheckpointingConfig::read(&*crate::disk::recovery::recovered(storage).await?)
+        .await?
+        .is_some())
 }
 
 /// The common state of a checkpoint: all that is not sharded.

@@ -10,7 +10,7 @@ const CONTRACTS: &[&str] = &[
     "dcp-core/src/collective.rs",
     "dcp-core/src/plan.rs",
     "dcp-core/src/storage.rs",
-    "dcp-megatron/src/strategy.rs",
+    "dcp-megatron/src/open/strategy.rs",
 ];
 
 /// Traits in these files that nobody implements: they add methods to all implementations.

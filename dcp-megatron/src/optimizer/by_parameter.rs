@@ -22,7 +22,7 @@ use super::report::{AmbiguousPlace, LayoutReport, PerParameterReport, PlacedPara
 use super::shards::{Known, know, local_params};
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;
-use crate::logical::COMMON_STATE;
+use crate::open::logical_view::COMMON_STATE;
 
 /// A checkpoint with the optimizer's state by parameter.
 #[derive(Clone, Debug)]

@@ -12,7 +12,7 @@ use super::format::OptimizerFormat;
 use super::groups::without_steps;
 use super::keys::{ParamStateKey, StateKind};
 use crate::error::MegatronError;
-use crate::logical::COMMON_STATE;
+use crate::open::logical_view::COMMON_STATE;
 
 /// A checkpoint with an optimizer that begins anew.
 #[derive(Clone, Debug)]

@@ -12,7 +12,7 @@ use super::layout::{ParallelLayout, PipelineSplit, Ranks};
 use super::{TensorCut, tensor_cut};
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;
-use crate::logical::COMMON_STATE;
+use crate::open::logical_view::COMMON_STATE;
 use crate::optimizer::{is_optimizer_key, model_parallel_groups};
 
 /// The most parts of one tensor; a larger number is none of a real model.

@@ -1,6 +1,8 @@
 //! `save`: a sharded state dict of all ranks becomes a checkpoint.
 
+pub(crate) mod async_queue;
 mod options;
+pub(crate) mod prepare;
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,15 +17,15 @@ use dcp_engine::{BackgroundSaver, Group, PendingSave, SaveSummary, StagedState};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
-use crate::common::culprit;
-use crate::common_check::{self, CommonDifference, CommonDiffers};
+use crate::agreement::common_check::{self, CommonDifference, CommonDiffers};
 use crate::error::MegatronError;
-use crate::prepare::{self, ToSave};
+use crate::open::common_state::culprit;
+use crate::open::strategy::WriterSettings;
+use crate::save::prepare::ToSave;
 use crate::sharded::{
     Description, IntegrityError, ReplicaId, ShardedLeaf, ShardedStateDict, ShardedTensor,
     ShardedValue, sharded_leaves, validate_sharding_integrity,
 };
-use crate::strategy::WriterSettings;
 
 pub use options::SaveOptions;
 use options::saver;

@@ -11,8 +11,8 @@ use dcp_formats::metadata::Profile;
 use dcp_planner::FlattenRule;
 
 use super::SaveDistribution;
-use crate::config::Backend;
-use crate::strategy::{Strategies, WriterSettings};
+use crate::disk::config::Backend;
+use crate::open::strategy::{Strategies, WriterSettings};
 use crate::writer::MegatronForm;
 
 /// A change to the common state before it is compared between ranks.

@@ -8,9 +8,9 @@ use dcp_formats::Staged;
 use futures_util::StreamExt as _;
 
 use super::form::{COMMON_FILE, METADATA_JSON};
-use super::integrity::INTEGRITY_FILE;
 use super::put;
-use crate::recovery::{self, Fixed};
+use crate::disk::file_hashes::INTEGRITY_FILE;
+use crate::disk::recovery::{self, Fixed};
 
 const METADATA: &str = ".metadata";
 /// A longer file than any of these should be is not kept, and so cannot be put back.

@@ -1,7 +1,7 @@
 //! The two forms of a `torch_dist` checkpoint, by where the common state is.
 
-pub(crate) use crate::common::{COMMON_FILE, COMMON_OBJECT};
-pub(crate) use crate::config::METADATA_JSON;
+pub(crate) use crate::disk::config::METADATA_JSON;
+pub(crate) use crate::open::common_state::{COMMON_FILE, COMMON_OBJECT};
 
 /// Where the common state of a `torch_dist` checkpoint is. Never in both: readers that know both
 /// places take the file.

@@ -4,7 +4,6 @@
 mod before;
 mod builder;
 mod form;
-pub(crate) mod integrity;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -27,12 +26,12 @@ use dcp_formats::torch_zip::check_archive;
 pub use builder::MegatronWriterBuilder;
 pub use form::MegatronForm;
 
-use crate::common::culprit;
-use crate::recovery::{self, Fixed, RECORD, recovered};
+use crate::disk::file_hashes::{self, INTEGRITY_FILE};
+use crate::disk::recovery::{self, Fixed, RECORD, recovered};
+use crate::open::common_state::culprit;
 pub(crate) use before::read as read_small;
 use before::{Before, hinted_files};
 use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
-use integrity::INTEGRITY_FILE;
 
 /// Writes checkpoints as Megatron-Core's `torch_dist` strategy does.
 ///
@@ -155,12 +154,12 @@ impl MegatronWriter {
     async fn hashes(
         &self,
         reports: &[WriteReport],
-    ) -> Result<BTreeMap<Key, integrity::Digest>, CheckpointError> {
-        let mut known: BTreeMap<Key, integrity::Digest> =
+    ) -> Result<BTreeMap<Key, file_hashes::Digest>, CheckpointError> {
+        let mut known: BTreeMap<Key, file_hashes::Digest> =
             reports.iter().flat_map(|report| report.sha256.clone()).collect();
         let files = reports.iter().flat_map(|report| &report.files);
         let others = files.filter(|(key, _)| !known.contains_key(key)).cloned().collect();
-        known.extend(integrity::hashes(&*self.storage, others).await?);
+        known.extend(file_hashes::hashes(&*self.storage, others).await?);
         Ok(known)
     }
 
@@ -274,7 +273,7 @@ impl MegatronWriter {
             return Err(overtaken()?.into());
         }
         if self.integrity {
-            let manifest = integrity::manifest(&*self.storage, &stale, hashes, json).await?;
+            let manifest = file_hashes::manifest(&*self.storage, &stale, hashes, json).await?;
             put(&*self.storage, &key(INTEGRITY_FILE)?, &manifest, PutMode::Overwrite).await?;
         }
         let json = Bytes::from_static(json.as_bytes());
@@ -352,7 +351,7 @@ impl StorageWriter for MegatronWriter {
             return Ok(report);
         }
         // Here and not in the commit, for which all other ranks wait.
-        let hashes = integrity::hashes(&*self.storage, report.files.clone()).await?;
+        let hashes = file_hashes::hashes(&*self.storage, report.files.clone()).await?;
         Ok(report.with_sha256(hashes))
     }
 

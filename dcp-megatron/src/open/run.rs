@@ -7,9 +7,9 @@ use dcp_convert::{RunEntry, list_run};
 use dcp_core::format::Subfolder;
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt as _};
 
+use crate::disk::tracker::{TRACKER, Tracked};
 use crate::error::MegatronError;
-use crate::format::formats;
-use crate::tracker::{TRACKER, Tracked};
+use crate::open::format::formats;
 
 /// A longer tracker than any, in bytes.
 const TRACKER_BYTES_MAX: u64 = 64;

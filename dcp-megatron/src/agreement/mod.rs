@@ -1,5 +1,7 @@
 //! Ranks that succeed or fail together, with errors that keep their type.
 
+pub(crate) mod common_check;
+
 use bytes::Bytes;
 use dcp_core::{CheckpointError, Phase, RankFailure, error_chain};
 use dcp_engine::Group;

@@ -11,8 +11,8 @@ use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 use tokio::runtime::Handle;
 
-use super::form::METADATA_JSON;
-use crate::recovery::RECORD;
+use crate::disk::config::METADATA_JSON;
+use crate::disk::recovery::RECORD;
 
 /// The name of the manifest of file hashes (Megatron-Core 0.17.1 and later).
 pub const INTEGRITY_FILE: &str = "integrity.json";

@@ -10,15 +10,15 @@ use dcp_core::{
 use futures_util::StreamExt as _;
 
 use crate::args::MegatronArgs;
-use crate::common::{self, COMMON_FILE, COMMON_OBJECT, Common, CommonPlace};
-use crate::config::{Backend, CheckpointingConfig, METADATA_JSON, ShardedBackend};
+use crate::disk::config::{Backend, CheckpointingConfig, METADATA_JSON, ShardedBackend};
+use crate::disk::file_hashes::INTEGRITY_FILE;
+use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
-use crate::legacy::{Legacy, LegacyFolders};
-use crate::logical;
-use crate::strategy::{LoadStrategy, Opened, Strategies};
-use crate::tracker::Tracked;
-use crate::writer::integrity::INTEGRITY_FILE;
-use crate::zarr::ZarrCheckpoint;
+use crate::open::common_state::{self, COMMON_FILE, COMMON_OBJECT, Common, CommonPlace};
+use crate::open::legacy::{Legacy, LegacyFolders};
+use crate::open::logical_view;
+use crate::open::strategy::{LoadStrategy, Opened, Strategies};
+use crate::open::zarr::ZarrCheckpoint;
 
 /// A checkpoint of Megatron-Core.
 ///
@@ -129,7 +129,7 @@ impl MegatronCheckpoint {
         storage: &Arc<dyn Storage>,
         options: &OpenOptions,
     ) -> Result<Self, MegatronError> {
-        let storage = &crate::recovery::recovered(storage).await?;
+        let storage = &crate::disk::recovery::recovered(storage).await?;
         let Some(config) = CheckpointingConfig::read(&**storage).await? else {
             if let Some(folders) = LegacyFolders::find(&**storage).await? {
                 return Self::legacy(storage, folders, options).await;
@@ -168,7 +168,7 @@ impl MegatronCheckpoint {
             Err(error) => return Err(error.into()),
         };
         let mut warnings = Vec::new();
-        let in_file = common::is_in_file(&**storage).await?;
+        let in_file = common_state::is_in_file(&**storage).await?;
         let is_inside = metadata.get(COMMON_OBJECT).is_some();
         let place = match (in_file, is_inside) {
             (true, _) => CommonPlace::File,
@@ -183,8 +183,8 @@ impl MegatronCheckpoint {
             ));
         }
         let found = match place {
-            CommonPlace::File => common::from_file(storage).await,
-            _ => common::from_inside(&raw).await,
+            CommonPlace::File => common_state::from_file(storage).await,
+            _ => common_state::from_inside(&raw).await,
         };
         let format = MegatronFormat::TorchDist { common: place };
         let parts = (format, raw);
@@ -206,7 +206,7 @@ impl MegatronCheckpoint {
         }
         let (damage, warnings) = (reader.damage().to_vec(), reader.warnings().to_vec());
         let stored = Source::new(Arc::clone(storage), Arc::new(reader));
-        let found = common::from_file(storage).await;
+        let found = common_state::from_file(storage).await;
         let parts = (MegatronFormat::Zarr, stored);
         Self::assemble(storage, options, parts, found, damage, warnings).await
     }
@@ -264,7 +264,7 @@ impl MegatronCheckpoint {
             found => found?,
         };
         let shown = common.value.clone();
-        let source = logical::view(&stored, &format, shown, options, &mut damage).await?;
+        let source = logical_view::view(&stored, &format, shown, options, &mut damage).await?;
         let args = common.dict.get("args").and_then(MegatronArgs::from_value);
         let storage = Arc::clone(storage);
         let (which, optimizer_files) = (None, Vec::new());

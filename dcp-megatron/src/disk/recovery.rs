@@ -18,9 +18,9 @@ use dcp_core::{
 use futures_util::{StreamExt as _, stream};
 use sha2::{Digest as _, Sha256};
 
-use crate::common::COMMON_FILE;
-use crate::config::METADATA_JSON;
-use crate::writer::integrity::INTEGRITY_FILE;
+use crate::disk::config::METADATA_JSON;
+use crate::disk::file_hashes::INTEGRITY_FILE;
+use crate::open::common_state::COMMON_FILE;
 use crate::writer::read_small;
 
 /// The record's name. Neither PyTorch nor Megatron-Core looks at it.

@@ -22,9 +22,9 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
-use crate::checkpoint::OpenOptions;
 use crate::error::MegatronError;
-use crate::strategy::{Opened, Strategies};
+use crate::open::checkpoint::OpenOptions;
+use crate::open::strategy::{Opened, Strategies};
 
 /// Of more bytes than this no notes are taken: other ranks read them themselves.
 const BYTES_MAX: u64 = 1 << 30;

@@ -11,9 +11,9 @@ use dcp_core::{
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value as Json;
 
-use crate::config::METADATA_JSON;
+use crate::disk::config::METADATA_JSON;
+use crate::disk::file_hashes::{INTEGRITY_FILE, hash, hex, manifest};
 use crate::error::MegatronError;
-use crate::writer::integrity::{INTEGRITY_FILE, hash, hex, manifest};
 
 /// A longer manifest than any: a million files, in bytes.
 const BYTES_MAX: u64 = 256 << 20;

@@ -9,14 +9,14 @@ use dcp_engine::Group;
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
-use crate::checkpoint::OpenOptions;
-use crate::config::CheckpointingConfig;
+use crate::disk::config::CheckpointingConfig;
+use crate::disk::manifest::verify_share;
+use crate::disk::recovery::recovered;
+use crate::disk::tracker::{TRACKER, Tracked};
 use crate::error::MegatronError;
-use crate::integrity::verify_share;
-use crate::legacy::LegacyFolders;
-use crate::recovery::recovered;
-use crate::run::MegatronRun;
-use crate::tracker::{TRACKER, Tracked};
+use crate::open::checkpoint::OpenOptions;
+use crate::open::legacy::LegacyFolders;
+use crate::open::run::MegatronRun;
 
 /// What the coordinator chose.
 #[derive(Debug, Default, Serialize, Deserialize)]

@@ -12,12 +12,12 @@ use dcp_formats::dcp::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
 use dcp_formats::metadata::decode;
 use dcp_formats::torch_save::FILE_ENDINGS;
 
-use crate::checkpoint::MegatronCheckpoint;
-use crate::common::{COMMON_FILE, COMMON_OBJECT};
-use crate::config::METADATA_JSON;
-use crate::recovery::{HALF_REPLACED, RECORD, recovered};
-use crate::tracker::{TRACKER, Tracked};
-use crate::writer::integrity::INTEGRITY_FILE;
+use crate::disk::config::METADATA_JSON;
+use crate::disk::file_hashes::INTEGRITY_FILE;
+use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
+use crate::disk::tracker::{TRACKER, Tracked};
+use crate::open::checkpoint::MegatronCheckpoint;
+use crate::open::common_state::{COMMON_FILE, COMMON_OBJECT};
 
 /// The folder of a checkpoint of NeMo that holds Megatron-Core's.
 const NEMO_WEIGHTS: &str = "weights";
@@ -169,7 +169,7 @@ impl CheckpointFormat for MegatronCoreFormat {
         place: &Place,
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
-        let how = crate::checkpoint::OpenOptions::default().with_tolerant(options.tolerant);
+        let how = crate::open::checkpoint::OpenOptions::default().with_tolerant(options.tolerant);
         let opened = MegatronCheckpoint::open_folder(place.storage(), &how).await?;
         let is_recovered = !Arc::ptr_eq(&recovered(place.storage()).await?, place.storage());
         let notes = is_recovered.then(|| HALF_REPLACED.to_owned()).into_iter();

@@ -1,5 +1,12 @@
 //! `load`: what each rank asks of a checkpoint, into whatever layout it has now.
 
+mod fitting;
+mod load_request;
+mod record_replay;
+mod request;
+mod select_checkpoint;
+pub(crate) mod strict;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
@@ -14,22 +21,22 @@ use dcp_planner::FlattenRule;
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
-use crate::checkpoint::OpenOptions;
-use crate::common_check;
+use crate::agreement::common_check;
+use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
-use crate::fitting::{Cleared, Clip, Fitted};
-use crate::load_request::{ToLoad, is_stored, to_load};
-use crate::logical::COMMON_STATE;
-use crate::record_replay::{self, Indexed};
-use crate::request::Request;
-use crate::select_checkpoint::{Choice, Rule};
+use crate::load::fitting::{Cleared, Clip, Fitted};
+use crate::load::load_request::{ToLoad, is_stored, to_load};
+use crate::load::record_replay::Indexed;
+use crate::load::request::Request;
+use crate::load::select_checkpoint::{Choice, Rule};
+use crate::load::strict::{KeyMismatch, StrictHandling};
+use crate::open::checkpoint::OpenOptions;
+use crate::open::logical_view::COMMON_STATE;
+use crate::open::strategy::{Opened, Strategies};
 use crate::sharded::{
     Description, IntegrityError, ObjectKey, ShardedLeaf, ShardedStateDict, apply_factory_merges,
     check_merge, merge, sharded_leaves, validate_sharding_integrity,
 };
-use crate::strategy::{Opened, Strategies};
-use crate::strict::{KeyMismatch, StrictHandling};
-use crate::tracker::Tracked;
 
 /// Puts something between a checkpoint and the load.
 type Wrap = dyn Fn(Arc<dyn StorageReader>) -> Arc<dyn StorageReader> + Send + Sync;

@@ -11,15 +11,15 @@ use dcp_core::{
 use dcp_formats::dcp::{claim, remove_unreferenced, replace_metadata};
 use dcp_formats::metadata::{Profile, decode_all, encode};
 
-use crate::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
-use crate::common::COMMON_OBJECT;
-use crate::config::CheckpointingConfig;
+use crate::disk::config::CheckpointingConfig;
+use crate::disk::file_hashes::INTEGRITY_FILE;
+use crate::disk::manifest::write_integrity;
+use crate::disk::recovery::{HALF_REPLACED, recovered};
+use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
-use crate::integrity::write_integrity;
-use crate::recovery::{HALF_REPLACED, recovered};
-use crate::run::MegatronRun;
-use crate::tracker::Tracked;
-use crate::writer::integrity::INTEGRITY_FILE;
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use crate::open::common_state::COMMON_OBJECT;
+use crate::open::run::MegatronRun;
 
 const METADATA: &str = ".metadata";
 

@@ -5,8 +5,8 @@ use dcp_core::{
     CheckpointError, FormatError, Message, PlanError, Quoted, Rank, RankFailure, StorageError,
 };
 
+use crate::disk::tracker::Tracked;
 use crate::partition::ParallelLayout;
-use crate::tracker::Tracked;
 
 /// A checkpoint of Megatron-Core could not be read, written or understood.
 #[derive(Debug, thiserror::Error)]
@@ -23,10 +23,10 @@ pub enum MegatronError {
     Integrity(#[from] crate::sharded::IntegrityError),
     /// Keys are on one side only, and the strict handling does not allow that.
     #[error(transparent)]
-    Keys(#[from] crate::strict::KeyMismatch),
+    Keys(#[from] crate::load::strict::KeyMismatch),
     /// The common state is not the same on all ranks.
     #[error(transparent)]
-    CommonDiffers(#[from] crate::common_check::CommonDiffers),
+    CommonDiffers(#[from] crate::agreement::common_check::CommonDiffers),
     /// Lists that hold sharded, plain and local elements side by side, which Megatron-Core saves
     /// and can never load again.
     #[error(

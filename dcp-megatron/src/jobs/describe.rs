@@ -5,10 +5,10 @@ use dcp_core::{CheckpointMetadata, Entry, Value};
 use indexmap::IndexMap;
 use serde::Serialize;
 
-use crate::checkpoint::{MegatronCheckpoint, MegatronFormat};
-use crate::common::CommonPlace;
 use crate::error::MegatronError;
-use crate::logical::COMMON_STATE;
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat};
+use crate::open::common_state::CommonPlace;
+use crate::open::logical_view::COMMON_STATE;
 use crate::optimizer::OptimizerFormat;
 use crate::partition::Observed;
 

@@ -1,15 +1,25 @@
 //! Opening a checkpoint, or the latest one of a run.
 
+pub(crate) mod checkpoint;
+pub(crate) mod common_state;
+mod flattened;
+pub(crate) mod format;
+pub(crate) mod legacy;
+pub(crate) mod logical_view;
+pub(crate) mod run;
+pub(crate) mod strategy;
+mod zarr;
+
 use std::sync::Arc;
 
 use dcp_core::Storage;
 
-use crate::checkpoint::{MegatronCheckpoint, OpenOptions};
-use crate::config::{CheckpointingConfig, METADATA_JSON};
+use crate::disk::config::{CheckpointingConfig, METADATA_JSON};
+use crate::disk::tracker::TRACKER;
 use crate::error::MegatronError;
-use crate::format::formats;
-use crate::run::MegatronRun;
-use crate::tracker::TRACKER;
+use crate::open::checkpoint::{MegatronCheckpoint, OpenOptions};
+use crate::open::format::formats;
+use crate::open::run::MegatronRun;
 
 impl MegatronCheckpoint {
     /// Opens the checkpoint in a folder, or of the folder of a run the one that Megatron-LM would

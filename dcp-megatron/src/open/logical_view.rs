@@ -7,10 +7,10 @@ use dcp_convert::Source;
 use dcp_convert::view::Assembled;
 use dcp_core::{Entry, Value, error_chain};
 
-use crate::checkpoint::{MegatronFormat, OpenOptions};
-use crate::common::COMMON_OBJECT;
 use crate::error::MegatronError;
-use crate::flattened::{self, Cells};
+use crate::open::checkpoint::{MegatronFormat, OpenOptions};
+use crate::open::common_state::COMMON_OBJECT;
+use crate::open::flattened::{self, Cells};
 
 /// The entry that is the common state in the source of a
 /// [`MegatronCheckpoint`](crate::MegatronCheckpoint), whatever its age.

@@ -9,10 +9,10 @@ use dcp_core::{Dict, Storage, StorageReader, StorageWriter};
 use dcp_formats::dcp::FileLayout;
 use dcp_formats::metadata::Profile;
 
-use crate::checkpoint::{MegatronCheckpoint, OpenOptions};
-use crate::config::{Backend, CheckpointingConfig};
+use crate::disk::config::{Backend, CheckpointingConfig};
+use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
-use crate::tracker::Tracked;
+use crate::open::checkpoint::{MegatronCheckpoint, OpenOptions};
 use crate::writer::{MegatronForm, MegatronWriter};
 
 /// Makes the writers of a backend.
@@ -199,7 +199,7 @@ impl Strategies {
         options: &OpenOptions,
     ) -> Result<Opened, MegatronError> {
         let own = options.clone().with_strategies(self.clone());
-        let shown = crate::recovery::recovered(storage).await?;
+        let shown = crate::disk::recovery::recovered(storage).await?;
         let Some(config) = CheckpointingConfig::read(&*shown).await? else {
             return AsMegatron.open(storage, &own).await;
         };

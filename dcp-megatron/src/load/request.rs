@@ -10,7 +10,7 @@ use dcp_core::{
 use dcp_formats::torch_save::decode_only_item;
 
 use crate::error::MegatronError;
-use crate::prepare::{boxes_of_range, of, one_name};
+use crate::save::prepare::{boxes_of_range, of, one_name};
 use crate::sharded::{
     ShardError, ShardedLeaf, ShardedStateDict, ShardedTensor, ShardedValue, sharded_leaves,
     to_values,

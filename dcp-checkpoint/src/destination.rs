@@ -8,7 +8,7 @@ use dcp_convert::{
 use dcp_core::{DType, Value};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveOptions};
-use dcp_megatron::ParallelLayout;
+use dcp_megatron::partition::ParallelLayout;
 use dcp_planner::KeyFilter;
 
 use crate::checkpoint::Checkpoint;

@@ -4,7 +4,9 @@ use std::fmt;
 
 use dcp_convert::{JobOptions, KeySummary, Summary};
 use dcp_core::{Key, Quoted, StorageExt};
-use dcp_megatron::{COMMON_STATE, Description, METADATA_JSON, MegatronFormat};
+use dcp_megatron::MegatronFormat;
+use dcp_megatron::disk::{COMMON_STATE, METADATA_JSON};
+use dcp_megatron::jobs::Description;
 use futures_util::StreamExt;
 use indexmap::IndexMap;
 use serde::Serialize;

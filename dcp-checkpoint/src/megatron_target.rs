@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use dcp_convert::{JobOptions, Selection, Source, StatePart, WriteReport, read_object};
 use dcp_core::{Storage, Value};
-use dcp_megatron::{
-    COMMON_STATE, MegatronForm, MegatronWriter, ParallelLayout, PipelineSplit, to_torch_dist,
-};
+use dcp_megatron::disk::COMMON_STATE;
+use dcp_megatron::jobs::to_torch_dist;
+use dcp_megatron::partition::{ParallelLayout, PipelineSplit};
+use dcp_megatron::{MegatronForm, MegatronWriter};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use dcp_convert::{MetadataRewrite, ProfileChoice, RunListing, Source};
 use dcp_core::format::{Evidence, OpenOptions, Place};
 use dcp_core::{Access, CheckpointError, Key, Storage, StorageError, StorageErrorKind};
-use dcp_megatron::{HALF_REPLACED, MegatronCheckpoint, recovered};
+use dcp_megatron::MegatronCheckpoint;
+use dcp_megatron::disk::{HALF_REPLACED, recovered};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};

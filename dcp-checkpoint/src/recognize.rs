@@ -7,10 +7,10 @@ use dcp_convert::Source;
 use dcp_core::format::{CheckpointFormat, Folder, FolderMatch, FormatInfo, FormatRegistry, Place};
 use dcp_core::{Key, Storage, StorageError, StorageExt, error_chain};
 use dcp_formats::hf::INDEX_ENDING;
-use dcp_megatron::{
-    COMMON_FILE, COMMON_OBJECT, CheckpointingConfig, INTEGRITY_FILE, METADATA_JSON, MegatronRun,
-    RunCheckpoint, TRACKER,
+use dcp_megatron::disk::{
+    COMMON_FILE, COMMON_OBJECT, CheckpointingConfig, INTEGRITY_FILE, METADATA_JSON, TRACKER,
 };
+use dcp_megatron::{MegatronRun, RunCheckpoint};
 
 use crate::error::{Error, ErrorKind};
 

@@ -1,7 +1,8 @@
 //! Checking that a checkpoint is whole.
 
 use dcp_convert::{JobOptions, Problem, ProblemKind, VerifyReport};
-use dcp_megatron::{METADATA_JSON, TRACKER, verify_opened};
+use dcp_megatron::disk::{METADATA_JSON, TRACKER};
+use dcp_megatron::jobs::verify_opened;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;

@@ -2,7 +2,8 @@
 
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::MegatronTarget;
-use dcp::megatron::{MegatronForm, PipelineSplit};
+use dcp::megatron::MegatronForm;
+use dcp::megatron::partition::PipelineSplit;
 
 /// How a checkpoint of Megatron-Core is written.
 #[derive(Args, Clone, Copy, Debug, Default)]

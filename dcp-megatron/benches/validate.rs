@@ -15,7 +15,7 @@ use dcp_core::{
     DType, LeafKind, PlanContext, Region, SavePlan, SavePlanner, StateIndex, StateLeaf, Value,
 };
 use dcp_megatron::sharded::{
-    Description, LocalTensor, ShardedLeaf, ShardedObject, ShardedTensor, ShardedValue,
+    LocalTensor, RankShards, ShardedLeaf, ShardedObject, ShardedTensor, ShardedValue,
     sharded_leaves, swiglu, validate_sharding_integrity,
 };
 use dcp_planner::DefaultSavePlanner;
@@ -157,7 +157,7 @@ fn messages() -> (Vec<Bytes>, Vec<Bytes>, u64) {
         let rank = Rank { tp: at % TP, dp: at / TP % DP, pp: at / TP / DP };
         let state = [("all", ShardedValue::List(rank.leaves()))].into_iter().collect();
         let leaves = sharded_leaves(&state);
-        let description = Description::of(leaves.iter().copied());
+        let description = RankShards::of(leaves.iter().copied());
         described += description.len() as u64;
         descriptions.push(description.to_wire());
         plans.push(plan(number, &leaves).to_wire());
@@ -166,8 +166,8 @@ fn messages() -> (Vec<Bytes>, Vec<Bytes>, u64) {
 }
 
 fn validate(descriptions: &[Bytes]) {
-    let ranks: Vec<Description> =
-        descriptions.iter().map(|wire| Description::from_wire(wire).unwrap()).collect();
+    let ranks: Vec<RankShards> =
+        descriptions.iter().map(|wire| RankShards::from_wire(wire).unwrap()).collect();
     validate_sharding_integrity(&ranks).unwrap();
 }
 

@@ -6,16 +6,16 @@ use dcp_convert::{Found, find};
 use dcp_core::{CheckpointError, Dict, Entry, FormatError, StateDict, Storage, Tensor, Value};
 use indexmap::IndexMap;
 
+use crate::disk::common_state::{COMMON_OBJECT, CommonPlace};
 use crate::disk::config::CheckpointingConfig;
 use crate::error::MegatronError;
 use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
-use crate::open::common_state::{COMMON_OBJECT, CommonPlace};
 use crate::sharded::{LocalTensor, ObjectKey, ShardedObject, ShardedTensor};
 
 /// A tensor or object of a checkpoint, without its data.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Described {
+pub enum ShardedEntry {
     /// A tensor in one piece.
     Tensor(Box<ShardedTensor>),
     /// An object.
@@ -104,8 +104,8 @@ pub async fn load_tensors_metadata_with(
 ) -> Result<IndexMap<Arc<str>, ShardedTensor>, MegatronError> {
     let all = load_sharded_metadata_with(storage, options).await?.into_iter();
     let tensors = all.filter_map(|(key, described)| match described {
-        Described::Tensor(tensor) => Some((key, *tensor)),
-        Described::Object(_) => None,
+        ShardedEntry::Tensor(tensor) => Some((key, *tensor)),
+        ShardedEntry::Object(_) => None,
     });
     Ok(tensors.collect())
 }
@@ -117,7 +117,7 @@ pub async fn load_tensors_metadata_with(
 /// As [`MegatronCheckpoint::open`].
 pub async fn load_sharded_metadata(
     storage: &Arc<dyn Storage>,
-) -> Result<IndexMap<Arc<str>, Described>, MegatronError> {
+) -> Result<IndexMap<Arc<str>, ShardedEntry>, MegatronError> {
     load_sharded_metadata_with(storage, &OpenOptions::default()).await
 }
 
@@ -129,7 +129,7 @@ pub async fn load_sharded_metadata(
 pub async fn load_sharded_metadata_with(
     storage: &Arc<dyn Storage>,
     options: &OpenOptions,
-) -> Result<IndexMap<Arc<str>, Described>, MegatronError> {
+) -> Result<IndexMap<Arc<str>, ShardedEntry>, MegatronError> {
     let checkpoint = MegatronCheckpoint::open(storage, options).await?;
     let metadata = checkpoint.source().metadata().await?;
     let mut all = IndexMap::with_capacity(metadata.len());
@@ -138,13 +138,13 @@ pub async fn load_sharded_metadata_with(
             Entry::Tensor(tensor) => {
                 let local = LocalTensor::described(tensor.dtype, tensor.shape.clone());
                 let whole = ShardedTensor::from_rank_offsets(Arc::clone(key), local).build()?;
-                all.insert(Arc::clone(key), Described::Tensor(Box::new(whole)));
+                all.insert(Arc::clone(key), ShardedEntry::Tensor(Box::new(whole)));
             }
             _ => {
                 if let Some(at) = ObjectKey::parse(key) {
                     all.insert(
                         Arc::clone(key),
-                        Described::Object(Box::new(ShardedObject::request(at))),
+                        ShardedEntry::Object(Box::new(ShardedObject::request(at))),
                     );
                 }
             }
@@ -154,7 +154,10 @@ pub async fn load_sharded_metadata_with(
     if *checkpoint.format() == inside
         && let Some(at) = ObjectKey::parse(COMMON_OBJECT)
     {
-        all.insert(COMMON_OBJECT.into(), Described::Object(Box::new(ShardedObject::request(at))));
+        all.insert(
+            COMMON_OBJECT.into(),
+            ShardedEntry::Object(Box::new(ShardedObject::request(at))),
+        );
     }
     Ok(all)
 }

@@ -8,8 +8,8 @@
 //! | `FullyParallelSaveStrategyWrapper`, `FullyParallelLoadStrategyWrapper` | [`parallel`] |
 //! | `AsyncCallsQueue`, `AsyncRequest` | [`async_save`], [`AsyncCallsQueue`] |
 //! | `StrictHandling` | [`StrictHandling`] |
-//! | strategies and their registry | [`SaveStrategy`], [`LoadStrategy`], [`Strategies`] |
-//! | `load_common_state_dict`, `load_tensors_metadata`, `load_plain_tensors` | functions of the same names |
+//! | strategies and their registry | [`strategy`] |
+//! | `load_common_state_dict`, `load_tensors_metadata`, `load_plain_tensors` | [`contents`] |
 //! | `latest_checkpointed_iteration.txt` | [`MegatronRun`], [`write_tracker`] |
 //! | `DistributedOptimizer` | [`optimizer`] |
 //!
@@ -119,10 +119,7 @@
 //! # use dcp_conformance::MemoryStorage;
 //! # use dcp_core::{Storage, Value};
 //! use dcp_megatron::sharded::ShardedStateDict;
-//! use dcp_megatron::{
-//!     AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, SaveOptions, Tracked, async_save,
-//!     write_tracker,
-//! };
+//! use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, SaveOptions, Tracked, async_save, write_tracker};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), dcp_megatron::MegatronError> {
@@ -148,7 +145,7 @@
 //!
 //! # A strategy of one's own
 //!
-//! What writes and reads a backend of some version is looked up in [`Strategies`]. A plug-in adds
+//! What writes and reads a backend of some version is looked up in [`Strategies`](strategy::Strategies). A plug-in adds
 //! to them, or replaces what is there:
 //!
 //! ```
@@ -157,10 +154,9 @@
 //!
 //! use dcp_core::{Storage, StorageWriter};
 //! use dcp_formats::dcp::FileLayout;
-//! use dcp_megatron::{
-//!     Backend, MegatronError, MegatronWriter, SaveOptions, SaveStrategy, Strategies,
-//!     WriterSettings,
-//! };
+//! use dcp_megatron::{MegatronError, MegatronWriter, SaveOptions};
+//! use dcp_megatron::disk::Backend;
+//! use dcp_megatron::strategy::{SaveStrategy, Strategies, WriterSettings};
 //!
 //! /// Two files of each rank, whatever was asked for.
 //! #[derive(Debug)]
@@ -188,10 +184,11 @@
 
 mod agreement;
 mod args;
-mod contents;
-mod disk;
-mod error;
-mod jobs;
+pub mod contents;
+pub mod disk;
+pub mod error;
+pub mod jobs;
+mod layout;
 mod load;
 mod open;
 pub mod optimizer;
@@ -201,33 +198,16 @@ mod save;
 pub mod sharded;
 mod writer;
 
-pub use agreement::common_check::{CommonDifference, CommonDiffers};
 pub use args::MegatronArgs;
-pub use contents::{
-    Described, check_is_distributed_checkpoint, load_common_state_dict,
-    load_common_state_dict_with, load_content_metadata, load_content_metadata_with,
-    load_plain_tensors, load_plain_tensors_with, load_sharded_metadata, load_sharded_metadata_with,
-    load_tensors_metadata, load_tensors_metadata_with,
-};
-pub use disk::config::{Backend, CheckpointingConfig, METADATA_JSON};
-pub use disk::file_hashes::INTEGRITY_FILE;
-pub use disk::manifest::{Manifest, verify_integrity, write_integrity};
-pub use disk::recovery::{HALF_REPLACED, recovered};
-pub use disk::tracker::{TRACKER, Tracked, write_tracker};
+pub use disk::tracker::Tracked;
 pub use error::MegatronError;
-pub use jobs::describe::{Description, Layers, ObjectGroup, ParallelSizes, object_key};
-pub use jobs::remove::{Removed, remove_sharded_tensors};
-pub use jobs::to_torch_dist::to_torch_dist;
-pub use jobs::verify::{verify, verify_opened, verify_with};
-pub use load::strict::{KeyMismatch, StrictHandling, UnknownStrictHandling};
+pub use jobs::verify::verify;
+pub use load::strict::StrictHandling;
 pub use load::{LoadOptions, Loaded, load};
 pub use open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
-pub use open::common_state::{COMMON_FILE, COMMON_OBJECT, CommonPlace};
 pub use open::format::MegatronCoreFormat;
-pub use open::logical_view::COMMON_STATE;
-pub use open::run::{MegatronRun, RunCheckpoint};
-pub use open::strategy::{LoadStrategy, Opened, SaveStrategy, Strategies, WriterSettings};
-pub use partition::{ParallelLayout, PipelineSplit};
+pub use open::run::{MegatronRun, RunCheckpoint, write_tracker};
+pub use open::strategy;
 pub use save::async_queue::{AsyncCallsQueue, AsyncRequest};
-pub use save::{MegatronBackgroundSaver, SaveDistribution, SaveOptions, async_save, save};
+pub use save::{MegatronBackgroundSaver, SaveOptions, async_save, save};
 pub use writer::{MegatronForm, MegatronWriter, MegatronWriterBuilder};

@@ -31,24 +31,6 @@ const KNOWN: &[(&str, &[&str])] = &[
     ("dcp-formats", &["dcp", "hf", "torch_save"]),
     ("dcp-mapping", &["compile", "extra_state", "map", "resolve", "tensor_lookup"]),
     ("dcp-mapping", &["config", "declaration", "incompatibilities", "mapping", "original_config"]),
-    (
-        "dcp-megatron",
-        &[
-            "checkpoint",
-            "common",
-            "config",
-            "error",
-            "flattened",
-            "legacy",
-            "logical",
-            "optimizer",
-            "partition",
-            "recovery",
-            "strategy",
-            "tracker",
-            "writer",
-        ],
-    ),
     ("dcp-storage-fs", &["builder", "storage"]),
 ];
 

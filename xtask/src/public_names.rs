@@ -10,8 +10,6 @@ use crate::workspace;
 /// none is added.
 const SHARED: &[&str] = &[
     "Cut",
-    "Described",
-    "Description",
     "Entry",
     "LoadOptions",
     "OpenOptions",
@@ -31,7 +29,6 @@ const MORE: &[(&str, usize)] = &[
     ("dcp-checkpoint", 38),
     ("dcp-convert", 100),
     ("dcp-core", 104),
-    ("dcp-megatron", 72),
     ("dcp-planner", 26),
 ];
 

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use dcp::convert::{KeySummary, Summary};
 use dcp::core::{Message, escaped};
-use dcp::megatron::{Description, Layers, ObjectGroup, ParallelSizes, object_key};
+use dcp::megatron::jobs::{Description, Layers, ObjectGroup, ParallelSizes, object_key};
 use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
 

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use dcp_core::{FormatError, Key, Storage, StorageError, StorageErrorKind, StorageExt as _};
+use dcp_core::{
+    CheckpointError, FormatError, Key, Storage, StorageError, StorageErrorKind, StorageExt as _,
+};
 use serde_json::Value as Json;
-
-use crate::error::MegatronError;
 
 /// The file's name. It is written last, so its presence commits the checkpoint.
 pub const METADATA_JSON: &str = "metadata.json";
@@ -40,7 +40,7 @@ impl Backend {
         Self { name: name.into(), version: 1 }
     }
 
-    fn is(&self, name: &str) -> bool {
+    pub(crate) fn is(&self, name: &str) -> bool {
         *self.name == *name && self.version == 1
     }
 }
@@ -49,13 +49,6 @@ impl std::fmt::Display for Backend {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{:?} version {}", self.name, self.version)
     }
-}
-
-/// The backends that are understood.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ShardedBackend {
-    TorchDist,
-    Zarr,
 }
 
 impl CheckpointingConfig {
@@ -148,7 +141,7 @@ impl CheckpointingConfig {
     /// # Errors
     ///
     /// As [`parse`](Self::parse), and when the storage fails.
-    pub async fn read(storage: &dyn Storage) -> Result<Option<Self>, MegatronError> {
+    pub async fn read(storage: &dyn Storage) -> Result<Option<Self>, CheckpointError> {
         let key = Key::new(METADATA_JSON).map_err(StorageError::from)?;
         let meta = match storage.stat(&key).await {
             Ok(meta) => meta,
@@ -162,21 +155,6 @@ impl CheckpointingConfig {
         }
         let json = storage.read_range(&key, 0..meta.byte_len).await?;
         Ok(Some(Self::parse(&json).map_err(|error| error.in_file(METADATA_JSON, 0))?))
-    }
-
-    /// What reads the tensors, if that is known here.
-    pub(crate) fn sharded_backend(&self) -> Result<ShardedBackend, MegatronError> {
-        if let Some(common) = self.common.as_ref().filter(|common| !common.is("torch")) {
-            let backend = format!("common backend {common}");
-            return Err(MegatronError::UnknownBackend { backend });
-        }
-        match &self.sharded {
-            sharded if sharded.is("torch_dist") => Ok(ShardedBackend::TorchDist),
-            sharded if sharded.is("zarr") => Ok(ShardedBackend::Zarr),
-            other => {
-                Err(MegatronError::UnknownBackend { backend: format!("sharded backend {other}") })
-            }
-        }
     }
 }
 
@@ -223,21 +201,5 @@ mod tests {
             let error = CheckpointingConfig::parse(json.as_bytes()).unwrap_err().to_string();
             assert!(error.contains(said), "{json:?}: {error}");
         }
-    }
-
-    #[test]
-    fn unknown_backends_and_versions_are_named() {
-        for (sharded, common, said) in [
-            ("tensorstore", None, "\"tensorstore\" version 1"),
-            ("torch_dist", Some("msgpack"), "\"msgpack\" version 1"),
-        ] {
-            let sharded = Backend::first(sharded);
-            let config = CheckpointingConfig { sharded, common: common.map(Backend::first) };
-            let error = config.sharded_backend().unwrap_err().to_string();
-            assert!(error.contains(said), "{error}");
-        }
-        let mut newer = CheckpointingConfig::torch_dist();
-        newer.sharded.version = 2;
-        assert!(newer.sharded_backend().unwrap_err().to_string().contains("version 2"));
     }
 }

@@ -13,7 +13,6 @@ use serde_json::Value as Json;
 
 use crate::disk::config::METADATA_JSON;
 use crate::disk::file_hashes::{INTEGRITY_FILE, hash, hex, manifest};
-use crate::error::MegatronError;
 
 /// A longer manifest than any: a million files, in bytes.
 const BYTES_MAX: u64 = 256 << 20;
@@ -65,7 +64,7 @@ impl Manifest {
 pub async fn verify_integrity(
     storage: &Arc<dyn Storage>,
     job: &JobOptions,
-) -> Result<Option<Vec<Problem>>, MegatronError> {
+) -> Result<Option<Vec<Problem>>, CheckpointError> {
     verify_manifest(storage, true, job).await
 }
 
@@ -74,7 +73,7 @@ pub(crate) async fn verify_manifest(
     storage: &Arc<dyn Storage>,
     deep: bool,
     job: &JobOptions,
-) -> Result<Option<Vec<Problem>>, MegatronError> {
+) -> Result<Option<Vec<Problem>>, CheckpointError> {
     verify_files(storage, deep, (0, 1), job).await
 }
 
@@ -83,7 +82,7 @@ pub(crate) async fn verify_share(
     storage: &Arc<dyn Storage>,
     share: (Rank, u32),
     job: &JobOptions,
-) -> Result<Option<Vec<Problem>>, MegatronError> {
+) -> Result<Option<Vec<Problem>>, CheckpointError> {
     verify_files(storage, true, share, job).await
 }
 
@@ -92,7 +91,7 @@ async fn verify_files(
     deep: bool,
     (rank, ranks): (Rank, u32),
     job: &JobOptions,
-) -> Result<Option<Vec<Problem>>, MegatronError> {
+) -> Result<Option<Vec<Problem>>, CheckpointError> {
     let key = Key::new(INTEGRITY_FILE).map_err(StorageError::from)?;
     let byte_len = match storage.stat(&key).await {
         Ok(meta) => meta.byte_len,
@@ -134,7 +133,7 @@ async fn check(
     storage: &dyn Storage,
     name: String,
     expected: Option<&str>,
-) -> Result<Option<Problem>, MegatronError> {
+) -> Result<Option<Problem>, CheckpointError> {
     let Ok(key) = Key::new(&name) else {
         let message = format!("{name:?} is no name of a file in the checkpoint");
         return Ok(Some(problem(ProblemKind::Index, INTEGRITY_FILE, message)));
@@ -184,7 +183,7 @@ pub(crate) fn problem(kind: ProblemKind, file: &str, message: String) -> Problem
 /// # Errors
 ///
 /// When there is no `metadata.json`, and when the storage fails.
-pub async fn write_integrity(storage: &Arc<dyn Storage>) -> Result<(), MegatronError> {
+pub async fn write_integrity(storage: &Arc<dyn Storage>) -> Result<(), CheckpointError> {
     let config = Key::new(METADATA_JSON).map_err(StorageError::from)?;
     let config = storage.read_all(&config).await?;
     let config = String::from_utf8_lossy(&config);

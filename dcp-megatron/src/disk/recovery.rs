@@ -18,10 +18,10 @@ use dcp_core::{
 use futures_util::{StreamExt as _, stream};
 use sha2::{Digest as _, Sha256};
 
+use crate::disk::common_state::COMMON_FILE;
 use crate::disk::config::METADATA_JSON;
 use crate::disk::file_hashes::INTEGRITY_FILE;
-use crate::open::common_state::COMMON_FILE;
-use crate::writer::read_small;
+use crate::disk::small_file::read_small;
 
 /// The record's name. Neither PyTorch nor Megatron-Core looks at it.
 pub(crate) const RECORD: &str = ".dcp-commit";

@@ -2,11 +2,8 @@
 
 use std::fmt;
 
-use bytes::Bytes;
-use dcp_core::{FormatError, Key, Payload, PutMode, Storage, StorageError};
+use dcp_core::{FormatError, Key, StorageError};
 use serde::{Deserialize, Serialize};
-
-use crate::error::MegatronError;
 
 /// The tracker's name in the folder of a run.
 pub const TRACKER: &str = "latest_checkpointed_iteration.txt";
@@ -83,19 +80,6 @@ impl fmt::Display for Tracked {
     }
 }
 
-/// Makes a run's tracker name a checkpoint, in one step: a reader sees the old name or the new one.
-/// Megatron-Core's own truncates the file first.
-///
-/// # Errors
-///
-/// When the storage fails.
-pub async fn write_tracker(run: &dyn Storage, tracked: Tracked) -> Result<(), MegatronError> {
-    let key = Key::new(TRACKER).map_err(StorageError::from)?;
-    let text = Bytes::from(tracked.to_string());
-    run.put(&key, Payload::from(text), PutMode::Overwrite).await?;
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -127,18 +111,5 @@ mod tests {
             assert!(Tracked::parse(text.as_bytes()).is_err(), "{text:?}");
         }
         assert!(Tracked::parse(&[0xff; 100]).is_err());
-    }
-
-    #[test]
-    fn it_is_written_as_megatron_writes_it() {
-        let storage = dcp_conformance::MemoryStorage::new();
-        let write = write_tracker(&storage, Tracked::Iteration(10));
-        futures_util::FutureExt::now_or_never(write).unwrap().unwrap();
-        let key = Key::new(TRACKER).unwrap();
-        let read = dcp_core::StorageExt::read_all(&storage, &key);
-        let bytes = futures_util::FutureExt::now_or_never(read).unwrap().unwrap();
-        let fixture = "../fixtures/megatron/run_torch_dist_dp2/latest_checkpointed_iteration.txt";
-        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(fixture);
-        assert_eq!(bytes, std::fs::read(path).unwrap());
     }
 }

@@ -1,12 +1,20 @@
 //! What goes wrong with checkpoints of Megatron-Core.
 
+mod common_differs;
+mod key_mismatch;
+
 use dcp_convert::ConvertError;
 use dcp_core::{
     CheckpointError, FormatError, Message, PlanError, Quoted, Rank, RankFailure, StorageError,
 };
 
 use crate::disk::tracker::Tracked;
-use crate::partition::ParallelLayout;
+use crate::layout::ParallelLayout;
+
+#[cfg(test)]
+pub(crate) use common_differs::LISTED;
+pub use common_differs::{CommonDifference, CommonDiffers};
+pub use key_mismatch::{KeyMismatch, UnknownStrictHandling};
 
 /// A checkpoint of Megatron-Core could not be read, written or understood.
 #[derive(Debug, thiserror::Error)]
@@ -23,10 +31,10 @@ pub enum MegatronError {
     Integrity(#[from] crate::sharded::IntegrityError),
     /// Keys are on one side only, and the strict handling does not allow that.
     #[error(transparent)]
-    Keys(#[from] crate::load::strict::KeyMismatch),
+    Keys(#[from] KeyMismatch),
     /// The common state is not the same on all ranks.
     #[error(transparent)]
-    CommonDiffers(#[from] crate::agreement::common_check::CommonDiffers),
+    CommonDiffers(#[from] CommonDiffers),
     /// Lists that hold sharded, plain and local elements side by side, which Megatron-Core saves
     /// and can never load again.
     #[error(
@@ -128,7 +136,7 @@ pub enum MegatronError {
         /// The ranks of that group.
         background_world_size: u32,
     },
-    /// A [`SaveDistribution`](crate::SaveDistribution) that does not tell who writes which shard.
+    /// A [`SaveDistribution`](crate::parallel::SaveDistribution) that does not tell who writes which shard.
     #[error(
         "the distribution says of {told} shards whether this rank writes them, but the rank has a \
          state of {shards} shards; it has to say so of each of them, in their order"

@@ -5,10 +5,10 @@ use dcp_core::{CheckpointMetadata, Entry, Value};
 use indexmap::IndexMap;
 use serde::Serialize;
 
+use crate::disk::common_state::COMMON_STATE;
+use crate::disk::common_state::CommonPlace;
 use crate::error::MegatronError;
 use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat};
-use crate::open::common_state::CommonPlace;
-use crate::open::logical_view::COMMON_STATE;
 use crate::optimizer::OptimizerFormat;
 use crate::partition::Observed;
 

@@ -11,6 +11,7 @@ use dcp_core::{
 use dcp_formats::dcp::{claim, remove_unreferenced, replace_metadata};
 use dcp_formats::metadata::{Profile, decode_all, encode};
 
+use crate::disk::common_state::COMMON_OBJECT;
 use crate::disk::config::CheckpointingConfig;
 use crate::disk::file_hashes::INTEGRITY_FILE;
 use crate::disk::manifest::write_integrity;
@@ -18,7 +19,6 @@ use crate::disk::recovery::{HALF_REPLACED, recovered};
 use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
 use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
-use crate::open::common_state::COMMON_OBJECT;
 use crate::open::run::MegatronRun;
 
 const METADATA: &str = ".metadata";

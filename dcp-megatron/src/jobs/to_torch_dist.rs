@@ -13,9 +13,9 @@ use dcp_core::{CheckpointMetadata, Dict, Entry, FormatError, PathItem, Tensor, V
 use dcp_planner::unflatten;
 
 use crate::args::MegatronArgs;
+use crate::disk::common_state::COMMON_STATE;
 use crate::error::MegatronError;
 use crate::jobs::plain_args::with_plain_args;
-use crate::open::logical_view::COMMON_STATE;
 use crate::partition::{MegatronDivision, ParallelLayout, oldest_version};
 #[cfg(doc)]
 use crate::writer::MegatronForm;

@@ -11,11 +11,11 @@ use dcp_core::{
 };
 use futures_util::StreamExt as _;
 
+use crate::disk::common_state::COMMON_STATE;
+use crate::disk::common_state::{COMMON_FILE, CommonPlace};
 use crate::disk::manifest::{problem, verify_manifest};
 use crate::error::MegatronError;
 use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
-use crate::open::common_state::{COMMON_FILE, CommonPlace};
-use crate::open::logical_view::COMMON_STATE;
 use crate::optimizer::{CheckDepth, OptimizerReport, OptimizerVerdict, check_optimizer};
 use crate::sharded::ObjectKey;
 

@@ -22,19 +22,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::agreement;
 use crate::agreement::common_check;
+use crate::disk::common_state::COMMON_STATE;
 use crate::disk::tracker::Tracked;
+use crate::error::KeyMismatch;
 use crate::error::MegatronError;
 use crate::load::fitting::{Cleared, Clip, Fitted};
 use crate::load::load_request::{ToLoad, is_stored, to_load};
 use crate::load::record_replay::Indexed;
 use crate::load::request::Request;
 use crate::load::select_checkpoint::{Choice, Rule};
-use crate::load::strict::{KeyMismatch, StrictHandling};
+use crate::load::strict::StrictHandling;
 use crate::open::checkpoint::OpenOptions;
-use crate::open::logical_view::COMMON_STATE;
 use crate::open::strategy::{Opened, Strategies};
 use crate::sharded::{
-    Description, IntegrityError, ObjectKey, ShardedLeaf, ShardedStateDict, apply_factory_merges,
+    IntegrityError, ObjectKey, RankShards, ShardedLeaf, ShardedStateDict, apply_factory_merges,
     check_merge, merge, sharded_leaves, validate_sharding_integrity,
 };
 
@@ -336,7 +337,7 @@ fn own(
     opened.warnings.extend(choice.warning);
     let described = !options.skip_validation || options.strict.asks_all_ranks();
     let description = match described {
-        true => Description::of(sharded_leaves(&wanted.tree)).to_wire(),
+        true => RankShards::of(sharded_leaves(&wanted.tree)).to_wire(),
         false => Bytes::new(),
     };
     let absent = |leaf: &ShardedLeaf<'_>| !is_stored(*leaf, &stored);
@@ -408,7 +409,7 @@ fn judge(
             }
         }
         if !description.is_empty() {
-            descriptions.push(Description::from_wire(description)?);
+            descriptions.push(RankShards::from_wire(description)?);
         }
     }
     if options.strict.raises() {
@@ -416,7 +417,7 @@ fn judge(
     }
     if options.strict.asks_all_ranks() {
         let wanted: BTreeSet<&str> =
-            descriptions.iter().flat_map(Description::keys).map(|key| &**key).collect();
+            descriptions.iter().flat_map(RankShards::keys).map(|key| &**key).collect();
         let stored: BTreeSet<Arc<str>> = { stored.iter() }
             .map(|(fqn, _)| match ObjectKey::parse(fqn) {
                 Some(object) => Arc::clone(object.key()),

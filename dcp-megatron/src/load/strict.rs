@@ -1,11 +1,9 @@
 //! What to do when a checkpoint holds other keys than are asked for.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
-use std::sync::Arc;
 
-use dcp_core::Quoted;
+use crate::error::UnknownStrictHandling;
 
 /// What a load does about keys that are asked for and not stored (*unexpected*, of this rank), and
 /// about keys that are stored and that no rank asks for (*missing*), as Megatron-Core has it since
@@ -100,13 +98,6 @@ impl fmt::Display for StrictHandling {
     }
 }
 
-/// A name that is no [`StrictHandling`].
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name} is no strict handling; there are {}", names(), name = Quoted(.name))]
-pub struct UnknownStrictHandling {
-    name: String,
-}
-
 fn names() -> String {
     StrictHandling::ALL.map(StrictHandling::name).join(", ")
 }
@@ -116,52 +107,9 @@ impl FromStr for StrictHandling {
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
         let found = Self::ALL.into_iter().find(|handling| handling.name() == name);
-        found.ok_or_else(|| UnknownStrictHandling { name: name.to_owned() })
+        found.ok_or_else(|| UnknownStrictHandling { name: name.to_owned(), known: names() })
     }
 }
-
-/// Keys on one side only, told apart by side.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct KeyMismatch {
-    /// Stored, and asked for by no rank.
-    pub missing: BTreeSet<Arc<str>>,
-    /// Asked for by this rank, and not stored.
-    pub unexpected: BTreeSet<Arc<str>>,
-}
-
-impl KeyMismatch {
-    /// Whether both sides have the same keys.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.missing.is_empty() && self.unexpected.is_empty()
-    }
-}
-
-impl fmt::Display for KeyMismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const SHOWN: usize = 32;
-        let mut separator = "request and checkpoint have different keys: ";
-        for (keys, what) in [
-            (&self.unexpected, "asked for but not in the checkpoint"),
-            (&self.missing, "in the checkpoint but asked for by no rank"),
-        ] {
-            if keys.is_empty() {
-                continue;
-            }
-            let shown: Vec<String> =
-                keys.iter().take(SHOWN).map(|key| Quoted(key).to_string()).collect();
-            write!(f, "{separator}{what}: {}", shown.join(", "))?;
-            if keys.len() > SHOWN {
-                write!(f, " and {} more", keys.len() - SHOWN)?;
-            }
-            separator = "; ";
-        }
-        Ok(())
-    }
-}
-
-impl std::error::Error for KeyMismatch {}
 
 #[cfg(test)]
 mod tests {

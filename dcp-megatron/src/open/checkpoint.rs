@@ -10,11 +10,13 @@ use dcp_core::{
 use futures_util::StreamExt as _;
 
 use crate::args::MegatronArgs;
-use crate::disk::config::{Backend, CheckpointingConfig, METADATA_JSON, ShardedBackend};
+use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT, CommonPlace};
+use crate::disk::config::{Backend, CheckpointingConfig, METADATA_JSON};
 use crate::disk::file_hashes::INTEGRITY_FILE;
 use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
-use crate::open::common_state::{self, COMMON_FILE, COMMON_OBJECT, Common, CommonPlace};
+use crate::open::backend::{ShardedBackend, known_backend};
+use crate::open::common_state::{self, Common};
 use crate::open::legacy::{Legacy, LegacyFolders};
 use crate::open::logical_view;
 use crate::open::strategy::{LoadStrategy, Opened, Strategies};
@@ -25,7 +27,7 @@ use crate::open::zarr::ZarrCheckpoint;
 /// Its [`source`](Self::source) shows, whatever the age: every sharded tensor under its key with
 /// the shape that it has for Megatron-Core; every sharded object under its unique key
 /// `key/shard_<offsets>_<grid>` as a list of one; and the common state, one object named
-/// [`COMMON_STATE`](crate::COMMON_STATE).
+/// [`COMMON_STATE`](crate::disk::COMMON_STATE).
 #[derive(Debug)]
 pub struct MegatronCheckpoint {
     storage: Arc<dyn Storage>,
@@ -139,7 +141,7 @@ impl MegatronCheckpoint {
         if let Some(strategy) = options.strategies.plugged(&config.sharded) {
             return Self::plugged(storage, strategy, config.sharded, options).await;
         }
-        let backend = config.sharded_backend()?;
+        let backend = known_backend(&config)?;
         options.strategies.load(&config.sharded)?;
         match backend {
             ShardedBackend::TorchDist => Self::torch_dist(storage, options).await,
@@ -358,7 +360,7 @@ impl MegatronCheckpoint {
     }
 
     /// Whether there is an `integrity.json`, against which
-    /// [`verify_integrity`](crate::verify_integrity) compares the files.
+    /// [`verify_integrity`](crate::disk::verify_integrity) compares the files.
     ///
     /// # Errors
     ///

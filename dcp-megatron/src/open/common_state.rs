@@ -10,27 +10,11 @@ use dcp_core::{
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_save::decode_only_item;
 
+use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 use crate::error::MegatronError;
-use crate::sharded::step;
 
-/// The file of the common state, up to Megatron-Core 0.18.
-pub const COMMON_FILE: &str = "common.pt";
-/// The object that the common state is since Megatron-Core 0.19: a list of one.
-pub const COMMON_OBJECT: &str = "common_state/shard_0_1";
 /// More than any common state has, in bytes.
 const BYTES_MAX: u64 = 1 << 30;
-
-/// Where the common state of a checkpoint is kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum CommonPlace {
-    /// In `common.pt` (Megatron-Core up to 0.18).
-    File,
-    /// Among the sharded objects (0.19 and later).
-    Inside,
-    /// In neither place, which only a tolerant reader takes.
-    Nowhere,
-}
 
 /// A common state that was read.
 #[derive(Clone, Debug)]
@@ -54,36 +38,6 @@ impl Common {
         };
         let dict = dict.clone();
         Ok(Self { value, dict })
-    }
-}
-
-/// The path of the innermost part that `is_bad`, its steps joined by dots: keys, positions, and
-/// names of attributes. Empty when it is the whole.
-pub(crate) fn culprit(whole: &Value, is_bad: &dyn Fn(&Value) -> bool) -> String {
-    let mut path: Vec<String> = Vec::new();
-    let mut at = whole;
-    loop {
-        let found = match at {
-            Value::Dict(dict) => {
-                dict.iter().find(|(_, part)| is_bad(part)).map(|(key, part)| (step(key), part))
-            }
-            Value::List(items) | Value::Tuple(items) => {
-                let found = items.iter().enumerate().find(|(_, part)| is_bad(part));
-                found.map(|(number, part)| (number.to_string(), part))
-            }
-            // Attributes have no step of their own: the state is what holds them.
-            Value::Object(object) => match &object.state {
-                Some(state) if is_bad(state) => {
-                    at = state;
-                    continue;
-                }
-                _ => None,
-            },
-            _ => None,
-        };
-        let Some((step, part)) = found else { return path.join(".") };
-        path.push(step);
-        at = part;
     }
 }
 

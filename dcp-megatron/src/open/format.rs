@@ -12,12 +12,12 @@ use dcp_formats::dcp::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
 use dcp_formats::metadata::decode;
 use dcp_formats::torch_save::FILE_ENDINGS;
 
+use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 use crate::disk::config::METADATA_JSON;
 use crate::disk::file_hashes::INTEGRITY_FILE;
 use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::open::checkpoint::MegatronCheckpoint;
-use crate::open::common_state::{COMMON_FILE, COMMON_OBJECT};
 
 /// The folder of a checkpoint of NeMo that holds Megatron-Core's.
 const NEMO_WEIGHTS: &str = "weights";

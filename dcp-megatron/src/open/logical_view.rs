@@ -7,14 +7,10 @@ use dcp_convert::Source;
 use dcp_convert::view::Assembled;
 use dcp_core::{Entry, Value, error_chain};
 
+use crate::disk::common_state::{COMMON_OBJECT, COMMON_STATE};
 use crate::error::MegatronError;
 use crate::open::checkpoint::{MegatronFormat, OpenOptions};
-use crate::open::common_state::COMMON_OBJECT;
 use crate::open::flattened::{self, Cells};
-
-/// The entry that is the common state in the source of a
-/// [`MegatronCheckpoint`](crate::MegatronCheckpoint), whatever its age.
-pub const COMMON_STATE: &str = "common_state";
 
 /// The view of `raw`, the checkpoint of PyTorch, with the common state `common`. What is not
 /// stored flattened keeps its place, so its checksums are compared and its chunks copied.

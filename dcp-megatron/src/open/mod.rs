@@ -1,5 +1,6 @@
 //! Opening a checkpoint, or the latest one of a run.
 
+mod backend;
 pub(crate) mod checkpoint;
 pub(crate) mod common_state;
 mod flattened;
@@ -7,7 +8,7 @@ pub(crate) mod format;
 pub(crate) mod legacy;
 pub(crate) mod logical_view;
 pub(crate) mod run;
-pub(crate) mod strategy;
+pub mod strategy;
 mod zarr;
 
 use std::sync::Arc;

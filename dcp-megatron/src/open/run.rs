@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use dcp_convert::{RunEntry, list_run};
 use dcp_core::format::Subfolder;
-use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt as _};
+use dcp_core::{Key, Payload, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _};
 
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::error::MegatronError;
@@ -98,5 +99,36 @@ impl MegatronRun {
         let mut all = self.checkpoints().await?;
         all.retain(|one| one.is_complete() && one.entry.kind.format() == "megatron");
         Ok(all.pop())
+    }
+}
+
+/// Makes a run's tracker name a checkpoint, in one step: a reader sees the old name or the new one.
+/// Megatron-Core's own truncates the file first.
+///
+/// # Errors
+///
+/// When the storage fails.
+pub async fn write_tracker(run: &dyn Storage, tracked: Tracked) -> Result<(), MegatronError> {
+    let key = Key::new(TRACKER).map_err(StorageError::from)?;
+    let text = Bytes::from(tracked.to_string());
+    run.put(&key, Payload::from(text), PutMode::Overwrite).await?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_written_as_megatron_writes_it() {
+        let storage = dcp_conformance::MemoryStorage::new();
+        let write = write_tracker(&storage, Tracked::Iteration(10));
+        futures_util::FutureExt::now_or_never(write).unwrap().unwrap();
+        let key = Key::new(TRACKER).unwrap();
+        let read = dcp_core::StorageExt::read_all(&storage, &key);
+        let bytes = futures_util::FutureExt::now_or_never(read).unwrap().unwrap();
+        let fixture = "../fixtures/megatron/run_torch_dist_dp2/latest_checkpointed_iteration.txt";
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(fixture);
+        assert_eq!(bytes, std::fs::read(path).unwrap());
     }
 }

@@ -70,7 +70,7 @@ pub trait LoadStrategy: fmt::Debug + Send + Sync {
 #[non_exhaustive]
 pub struct Opened {
     /// Tensors under their keys in their logical shapes, and objects under their unique keys, each
-    /// a list of one. What is named [`COMMON_STATE`](crate::COMMON_STATE) is left alone.
+    /// a list of one. What is named [`COMMON_STATE`](crate::disk::COMMON_STATE) is left alone.
     pub reader: Arc<dyn StorageReader>,
     /// All that is not sharded.
     pub common: Dict,
@@ -101,7 +101,8 @@ impl Opened {
 /// default ones and no way to register others: a program of one's own has.
 ///
 /// ```
-/// use dcp_megatron::{Backend, Strategies};
+/// use dcp_megatron::disk::Backend;
+/// use dcp_megatron::strategy::Strategies;
 ///
 /// let strategies = Strategies::default();
 /// assert!(strategies.save(&Backend::first("torch_dist")).is_ok());

@@ -21,8 +21,8 @@ use super::parameter_search::{BucketShape, Walked, walk};
 use super::report::{AmbiguousPlace, LayoutReport, PerParameterReport, PlacedParam, UnknownPlace};
 use super::shards::{Known, know, local_params};
 use crate::args::MegatronArgs;
+use crate::disk::common_state::COMMON_STATE;
 use crate::error::MegatronError;
-use crate::open::logical_view::COMMON_STATE;
 
 /// A checkpoint with the optimizer's state by parameter.
 #[derive(Clone, Debug)]

@@ -11,8 +11,8 @@ use super::check::tiles;
 use super::format::OptimizerFormat;
 use super::groups::without_steps;
 use super::keys::{ParamStateKey, StateKind};
+use crate::disk::common_state::COMMON_STATE;
 use crate::error::MegatronError;
-use crate::open::logical_view::COMMON_STATE;
 
 /// A checkpoint with an optimizer that begins anew.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@ use dcp_core::{Dims, PlanError, Rank, SavePlan};
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use super::inventory::Inventory;
-use crate::MegatronError;
+use crate::error::MegatronError;
 
 /// What a distribution is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use dcp_core::{DType, Dims, PlanError, PlanKey, Region, SavePlan, TensorSpec};
 use sha2::{Digest, Sha256};
 
-use crate::MegatronError;
+use crate::error::MegatronError;
 use crate::sharded::ShardedTensor;
 
 /// The shards of one rank, without data, in the order in which they were pushed.

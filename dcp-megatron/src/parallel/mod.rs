@@ -46,6 +46,7 @@ mod distribution;
 mod inventory;
 mod save;
 
+pub use crate::save::SaveDistribution;
 pub use cache::CachedDistribution;
 pub use dcp_engine::{Exchange, ParallelReader};
 pub use dcp_planner::ShareRule;

@@ -12,8 +12,9 @@ use serde::{Deserialize, Serialize};
 use super::cache::DiskCache;
 use super::distribution::{Distribution, Purpose, distribute_different};
 use super::inventory::{Fingerprint, Inventory, digest, pack, unpack};
+use crate::error::MegatronError;
+use crate::save::SaveDistribution;
 use crate::sharded::ShardedTensor;
-use crate::{MegatronError, SaveDistribution};
 
 /// Shares the writing of a save among the ranks of a parallelization group: Megatron-Core's
 /// `FullyParallelSaveStrategyWrapper`.

@@ -8,11 +8,12 @@ use dcp_core::{CheckpointMetadata, Dims, Entry, Region, TensorEntry};
 
 use super::heads::check_heads;
 use super::key::{Counted, ModelKey, ObjectKey};
-use super::layout::{ParallelLayout, PipelineSplit, Ranks};
+use super::ranks::Ranks;
 use super::{TensorCut, tensor_cut};
 use crate::args::MegatronArgs;
+use crate::disk::common_state::COMMON_STATE;
 use crate::error::MegatronError;
-use crate::open::logical_view::COMMON_STATE;
+use crate::layout::{ParallelLayout, PipelineSplit};
 use crate::optimizer::{is_optimizer_key, model_parallel_groups};
 
 /// The most parts of one tensor; a larger number is none of a real model.
@@ -55,7 +56,7 @@ impl MegatronDivision {
         layout: ParallelLayout,
         args: Option<&MegatronArgs>,
     ) -> Result<Self, MegatronError> {
-        let ranks = layout.resolve()?;
+        let ranks = Ranks::of(layout)?;
         refuse_flat_optimizer(metadata, layout, args)?;
         let survey = Survey::new(metadata, layout, ranks, args);
         let mut objects = HashMap::new();

@@ -1,8 +1,8 @@
 //! Which numbers of tensor-parallel ranks can divide the attention heads of a model.
 
-use super::layout::ParallelLayout;
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;
+use crate::layout::ParallelLayout;
 
 /// Refuses a layout that no version of Megatron-Core builds the model of `args` in: heads that
 /// tensor-parallel ranks cannot share equally, and query groups that are neither a multiple nor a

@@ -4,12 +4,12 @@
 mod division;
 mod heads;
 mod key;
-mod layout;
 mod observed;
+mod ranks;
 
+pub use crate::layout::{ParallelLayout, PipelineSplit};
 pub(crate) use division::MegatronDivision;
 pub(crate) use heads::oldest_version;
-pub use layout::{ParallelLayout, PipelineSplit};
 pub(crate) use observed::Observed;
 
 /// How tensor parallelism of `t` ranks cuts a parameter along one of its own axes: those without

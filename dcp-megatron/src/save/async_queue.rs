@@ -12,7 +12,7 @@ use futures_util::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use tokio::task::JoinHandle;
 
-use crate::MegatronError;
+use crate::error::MegatronError;
 
 /// Saves under way, in the order in which they were scheduled: Megatron-Core's `AsyncCallsQueue`.
 ///
@@ -36,10 +36,7 @@ use crate::MegatronError;
 /// # use dcp_conformance::MemoryStorage;
 /// # use dcp_core::{Storage, Value};
 /// use dcp_megatron::sharded::ShardedStateDict;
-/// use dcp_megatron::{
-///     AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, MegatronRun, SaveOptions, Tracked,
-///     async_save, write_tracker,
-/// };
+/// use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, MegatronRun, SaveOptions, Tracked, async_save, write_tracker};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), dcp_megatron::MegatronError> {

@@ -17,13 +17,14 @@ use dcp_engine::{BackgroundSaver, Group, PendingSave, SaveSummary, StagedState};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
-use crate::agreement::common_check::{self, CommonDifference, CommonDiffers};
+use crate::agreement::common_check;
 use crate::error::MegatronError;
-use crate::open::common_state::culprit;
+use crate::error::{CommonDifference, CommonDiffers};
 use crate::open::strategy::WriterSettings;
 use crate::save::prepare::ToSave;
+use crate::sharded::culprit;
 use crate::sharded::{
-    Description, IntegrityError, ReplicaId, ShardedLeaf, ShardedStateDict, ShardedTensor,
+    IntegrityError, RankShards, ReplicaId, ShardedLeaf, ShardedStateDict, ShardedTensor,
     ShardedValue, sharded_leaves, validate_sharding_integrity,
 };
 
@@ -239,14 +240,14 @@ async fn claims_checked(
 }
 
 fn described(sharded: &ShardedStateDict) -> Bytes {
-    Description::of(sharded_leaves(sharded)).to_wire()
+    RankShards::of(sharded_leaves(sharded)).to_wire()
 }
 
 /// What is wrong with the shards that ranks describe.
 fn problems<'a>(
     offers: impl Iterator<Item = &'a [u8]>,
 ) -> Result<Option<IntegrityError>, PlanError> {
-    let ranks = offers.map(Description::from_wire).collect::<Result<Vec<_>, _>>()?;
+    let ranks = offers.map(RankShards::from_wire).collect::<Result<Vec<_>, _>>()?;
     Ok(validate_sharding_integrity(&ranks).err())
 }
 

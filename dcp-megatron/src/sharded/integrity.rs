@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use dcp_core::{Dims, Rank, Region, checked_volume, find_overlap};
 
-use super::describe::{Description, Kind, Spec};
 use super::problem::{IntegrityError, ShardingProblem};
+use super::rank_shards::{Kind, RankShards, Spec};
 
 /// Shards that are named in one problem; the rest is counted.
 const LISTED: usize = 256;
@@ -25,7 +25,7 @@ const OUTSIDE: usize = 8;
 ///
 /// Everything that is wrong with any key.
 #[doc(alias = "determine_global_metadata")]
-pub fn validate_sharding_integrity(ranks: &[Description]) -> Result<(), IntegrityError> {
+pub fn validate_sharding_integrity(ranks: &[RankShards]) -> Result<(), IntegrityError> {
     let mut merged = Merged::default();
     for (rank, description) in ranks.iter().enumerate() {
         merged.take(Rank::try_from(rank).unwrap_or(Rank::MAX), description);
@@ -62,7 +62,7 @@ struct MergedKey<'a> {
 }
 
 impl<'a> Merged<'a> {
-    fn take(&mut self, rank: Rank, description: &'a Description) {
+    fn take(&mut self, rank: Rank, description: &'a RankShards) {
         for (position, spec) in description.specs.iter().enumerate() {
             let guess = self.last.get(position).copied();
             let guess = guess.filter(|at| self.keys[*at].spec.key == spec.key);
@@ -121,7 +121,7 @@ impl<'a> MergedKey<'a> {
         &mut self,
         spec: &'a Spec,
         rank: Rank,
-        description: &'a Description,
+        description: &'a RankShards,
         problems: &mut Vec<ShardingProblem>,
     ) {
         if spec.kind != self.spec.kind {
@@ -423,10 +423,10 @@ mod tests {
     }
 
     fn check(ranks: &[&[ShardedTensor]]) -> Result<(), IntegrityError> {
-        let described: Vec<Description> = ranks
+        let described: Vec<RankShards> = ranks
             .iter()
-            .map(|tensors| Description::of(tensors.iter().map(ShardedLeaf::Tensor)))
-            .map(|described| Description::from_wire(&described.to_wire()).unwrap())
+            .map(|tensors| RankShards::of(tensors.iter().map(ShardedLeaf::Tensor)))
+            .map(|described| RankShards::from_wire(&described.to_wire()).unwrap())
             .collect();
         validate_sharding_integrity(&described)
     }
@@ -561,8 +561,8 @@ mod tests {
         let check = |objects: &[ShardedObject], tensors: &[ShardedTensor]| {
             let leaves = objects.iter().map(ShardedLeaf::Object);
             let leaves = leaves.chain(tensors.iter().map(ShardedLeaf::Tensor));
-            let described = Description::of(leaves);
-            let described = Description::from_wire(&described.to_wire()).unwrap();
+            let described = RankShards::of(leaves);
+            let described = RankShards::from_wire(&described.to_wire()).unwrap();
             validate_sharding_integrity(&[described])
         };
         let all: Vec<ShardedObject> = (0..4).map(|at| object(at, 0)).collect();
@@ -582,15 +582,15 @@ mod tests {
 
     #[test]
     fn messages_that_are_none_are_refused() {
-        let wire = Description::of([ShardedLeaf::Tensor(&part(0, 1, 0))]).to_wire();
+        let wire = RankShards::of([ShardedLeaf::Tensor(&part(0, 1, 0))]).to_wire();
         for len in 0..wire.len() {
-            assert!(Description::from_wire(&wire[..len]).is_err());
+            assert!(RankShards::from_wire(&wire[..len]).is_err());
         }
-        assert!(Description::from_wire(&[&*wire, b"x"].concat()).is_err());
+        assert!(RankShards::from_wire(&[&*wire, b"x"].concat()).is_err());
         let mut huge = b"msd1\x01\x01k\x00\x00".to_vec();
         huge.extend([0xff; 9]);
         huge.push(1);
-        assert!(Description::from_wire(&huge).is_err());
+        assert!(RankShards::from_wire(&huge).is_err());
     }
 
     proptest! {

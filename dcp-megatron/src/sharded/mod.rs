@@ -8,7 +8,6 @@
 //! common state, the same on all ranks.
 
 mod builder;
-mod describe;
 mod error;
 mod factories;
 mod factory;
@@ -16,13 +15,14 @@ mod integrity;
 mod local;
 mod object;
 mod problem;
+mod rank_shards;
 mod replica;
 mod tensor;
 mod traversal;
 mod tree;
+mod value_path;
 
 pub use builder::ShardedTensorBuilder;
-pub use describe::Description;
 pub use error::ShardError;
 pub use factories::{ExpertGrid, grouped_experts, named_split, swiglu};
 pub use factory::{FactoryParts, ShardedTensorFactory};
@@ -30,11 +30,13 @@ pub use integrity::validate_sharding_integrity;
 pub use local::LocalTensor;
 pub use object::{ObjectKey, ShardedObject};
 pub use problem::{IntegrityError, ShardingProblem};
+pub use rank_shards::RankShards;
 pub use replica::ReplicaId;
 pub use tensor::ShardedTensor;
 pub(crate) use traversal::{
     Placed, Step, apply_factories, apply_factory_merges, build, check_merge, leaves_of,
-    mixed_lists, step, to_values,
+    mixed_lists, to_values,
 };
 pub use traversal::{ShardedLeaf, extract, merge, sharded_leaves};
 pub use tree::{LocalNonpersistentObject, ShardedStateDict, ShardedValue};
+pub(crate) use value_path::{culprit, step};

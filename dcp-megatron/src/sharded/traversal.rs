@@ -7,6 +7,7 @@ use super::factory::ShardedTensorFactory;
 use super::object::ShardedObject;
 use super::tensor::ShardedTensor;
 use super::tree::{ShardedStateDict, ShardedValue};
+use super::value_path::step;
 
 /// Divides a state dict into what `wanted` takes and the rest, both nested as before.
 ///
@@ -190,11 +191,6 @@ fn refuse_lists(path: &[String], into: usize, from: usize) -> Result<(), ShardEr
         "the lists have {into} and {from} elements; a list must not mix sharded and plain ones"
     );
     refuse(path, problem)
-}
-
-/// A key as a step of a path that people read.
-pub(crate) fn step(key: &Value) -> String {
-    dcp_core::python_str(key).unwrap_or_else(|| format!("<{}>", key.kind()))
 }
 
 /// A step on the way to a leaf.

@@ -1,9 +1,7 @@
 //! What a folder held before a commit, so that a commit which fails can put it back.
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, Claim, Key, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _,
-};
+use dcp_core::{CheckpointError, Claim, Key, PutMode, Storage, StorageError, StorageErrorKind};
 use dcp_formats::Staged;
 use futures_util::StreamExt as _;
 
@@ -11,11 +9,9 @@ use super::form::{COMMON_FILE, METADATA_JSON};
 use super::put;
 use crate::disk::file_hashes::INTEGRITY_FILE;
 use crate::disk::recovery::{self, Fixed};
+use crate::disk::small_file::read_small;
 
 const METADATA: &str = ".metadata";
-/// A longer file than any of these should be is not kept, and so cannot be put back.
-const KEPT_MAX: u64 = 1 << 30;
-
 /// The files of fixed names, as they were.
 #[derive(Debug)]
 pub(super) struct Before {
@@ -31,10 +27,10 @@ const VOUCHED_FOR: [&str; 2] = [METADATA, COMMON_FILE];
 impl Before {
     pub(super) async fn look(storage: &dyn Storage) -> Result<Self, StorageError> {
         Ok(Self {
-            metadata_json: read(storage, METADATA_JSON).await?,
-            common: read(storage, COMMON_FILE).await?,
-            integrity: read(storage, INTEGRITY_FILE).await?,
-            metadata: read(storage, METADATA).await?,
+            metadata_json: read_small(storage, METADATA_JSON).await?,
+            common: read_small(storage, COMMON_FILE).await?,
+            integrity: read_small(storage, INTEGRITY_FILE).await?,
+            metadata: read_small(storage, METADATA).await?,
         })
     }
 
@@ -119,7 +115,7 @@ impl Before {
         (claim, staged): (Option<&dyn Claim>, &mut Staged),
         ours: Option<&Bytes>,
     ) -> Result<(), StorageError> {
-        let now = read(storage, METADATA).await?;
+        let now = read_small(storage, METADATA).await?;
         let known = now == self.metadata || (now.is_some() && now.as_ref() == ours);
         if !known {
             return Ok(());
@@ -145,7 +141,7 @@ impl Before {
         name: &str,
     ) -> Result<(), StorageError> {
         let Some(bytes) = self.get(name).cloned() else { return delete(storage, name).await };
-        if read(storage, name).await?.as_ref() == Some(&bytes) {
+        if read_small(storage, name).await?.as_ref() == Some(&bytes) {
             return Ok(());
         }
         if let (Some(claim), METADATA) = (claim, name) {
@@ -170,7 +166,7 @@ impl Before {
         names: &[&str],
     ) -> Result<bool, StorageError> {
         for name in names {
-            if read(storage, name).await?.as_ref() != self.get(name) {
+            if read_small(storage, name).await?.as_ref() != self.get(name) {
                 return Ok(false);
             }
         }
@@ -182,27 +178,6 @@ async fn delete(storage: &dyn Storage, name: &str) -> Result<(), StorageError> {
     storage.delete(&Key::new(name)?).await
 }
 
-/// One of the small files; `None` where there is none.
-pub(crate) async fn read(storage: &dyn Storage, name: &str) -> Result<Option<Bytes>, StorageError> {
-    let key = Key::new(name)?;
-    let byte_len = match storage.stat(&key).await {
-        Ok(meta) => meta.byte_len,
-        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
-    };
-    if byte_len > KEPT_MAX {
-        let message =
-            format!("it has {byte_len} bytes, more than can be kept while it is replaced");
-        return Err(StorageError::new(
-            StorageErrorKind::Unsupported,
-            dcp_core::StorageOp::Read,
-            Some(key),
-        )
-        .with_message(message));
-    }
-    storage.read_range(&key, 0..byte_len).await.map(Some)
-}
-
 /// Whether a `metadata.json` names a backend whose files this writer knows nothing of.
 pub(super) fn names_other_backend(json: &[u8]) -> bool {
     let parsed: Result<serde_json::Value, _> = serde_json::from_slice(json);
@@ -212,7 +187,7 @@ pub(super) fn names_other_backend(json: &[u8]) -> bool {
 
 /// Data files that Megatron-Core wrote with a `separation_hint`: `{hint}__{rank}_{n}.distcp`.
 pub(super) async fn hinted_files(storage: &dyn Storage) -> Result<Vec<Key>, CheckpointError> {
-    let Some(bytes) = read(storage, METADATA).await? else { return Ok(Vec::new()) };
+    let Some(bytes) = read_small(storage, METADATA).await? else { return Ok(Vec::new()) };
     // A damaged index names nothing; what it named then stays where it is.
     let Ok(metadata) = dcp_formats::metadata::decode(&bytes) else { return Ok(Vec::new()) };
     let mut there = Vec::new();

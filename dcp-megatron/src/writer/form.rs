@@ -1,7 +1,7 @@
 //! The two forms of a `torch_dist` checkpoint, by where the common state is.
 
+pub(crate) use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
 pub(crate) use crate::disk::config::METADATA_JSON;
-pub(crate) use crate::open::common_state::{COMMON_FILE, COMMON_OBJECT};
 
 /// Where the common state of a `torch_dist` checkpoint is. Never in both: readers that know both
 /// places take the file.
@@ -10,7 +10,7 @@ pub(crate) use crate::open::common_state::{COMMON_FILE, COMMON_OBJECT};
 pub enum MegatronForm {
     /// In `common.pt`, with four members in `metadata.json`: what Megatron-Core 0.6 to 0.18
     /// writes, and what every version since 0.6 reads.
-    /// [`to_torch_dist`](crate::to_torch_dist) writes arguments of newer classes as plain values.
+    /// [`to_torch_dist`](crate::jobs::to_torch_dist) writes arguments of newer classes as plain values.
     #[default]
     CommonFile,
     /// Among the objects, as `common_state/shard_0_1`, with two members in `metadata.json`: what

@@ -28,8 +28,8 @@ pub use form::MegatronForm;
 
 use crate::disk::file_hashes::{self, INTEGRITY_FILE};
 use crate::disk::recovery::{self, Fixed, RECORD, recovered};
-use crate::open::common_state::culprit;
-pub(crate) use before::read as read_small;
+use crate::disk::small_file::read_small;
+use crate::sharded::culprit;
 use before::{Before, hinted_files};
 use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
 
@@ -269,7 +269,7 @@ impl MegatronWriter {
         // What is replaced goes when the new checkpoint is complete, not a step earlier.
         let stale: HashSet<Key> = std::mem::take(&mut session.stale).into_iter().collect();
         self.dcp.commit(session, metadata, reports).await?;
-        if common.is_some() && before::read(&*self.storage, COMMON_FILE).await? != common {
+        if common.is_some() && read_small(&*self.storage, COMMON_FILE).await? != common {
             return Err(overtaken()?.into());
         }
         if self.integrity {
@@ -412,7 +412,7 @@ async fn put(
         return Ok(());
     };
     if error.is_retryable()
-        && let Ok(Some(found)) = before::read(storage, key.as_str()).await
+        && let Ok(Some(found)) = read_small(storage, key.as_str()).await
         && found == *bytes
     {
         return Ok(());

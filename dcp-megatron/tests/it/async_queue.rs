@@ -11,9 +11,10 @@ use dcp_core::{
     StorageExt as _, Tensor, Value,
 };
 use dcp_engine::{BackgroundSaver, Loader, Saver};
+use dcp_megatron::disk::TRACKER;
 use dcp_megatron::{
     AsyncCallsQueue, AsyncRequest, MegatronCheckpoint, MegatronError, MegatronRun, MegatronWriter,
-    OpenOptions, TRACKER, Tracked, write_tracker,
+    OpenOptions, Tracked, write_tracker,
 };
 use tokio::sync::Notify;
 

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_core::{Storage, Value};
-use dcp_megatron::{
-    COMMON_OBJECT, Described, check_is_distributed_checkpoint, load_common_state_dict,
-    load_content_metadata, load_plain_tensors, load_sharded_metadata, load_tensors_metadata,
+use dcp_megatron::contents::{
+    ShardedEntry, check_is_distributed_checkpoint, load_common_state_dict, load_content_metadata,
+    load_plain_tensors, load_sharded_metadata, load_tensors_metadata,
 };
+use dcp_megatron::disk::COMMON_OBJECT;
 
 use crate::expected;
 use crate::support::{block_on, expected_json, expected_tensors, stored};
@@ -30,7 +31,7 @@ fn tensors_are_listed_in_their_logical_shape() {
 fn objects_are_listed_by_their_unique_keys() {
     let listed = block_on(load_sharded_metadata(&stored("head020_basic_integrity"))).unwrap();
     let json = expected_json("head020_basic_integrity");
-    let objects = listed.iter().filter(|(_, d)| matches!(d, Described::Object(_)));
+    let objects = listed.iter().filter(|(_, d)| matches!(d, ShardedEntry::Object(_)));
     let mut objects: Vec<_> = objects.map(|(key, _)| key.to_string()).collect();
     objects.sort();
     let expected: Vec<_> = json["objects"].as_object().unwrap().keys().cloned().collect();

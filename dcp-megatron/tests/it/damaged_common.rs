@@ -8,8 +8,9 @@ use dcp_convert::{JobOptions, Source, reshard};
 use dcp_core::Storage;
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
+use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::partition::ParallelLayout;
-use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions, to_torch_dist, verify};
+use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions, verify};
 
 use crate::support::{block_on, fixture, get, in_memory, put};
 

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use dcp_conformance::MemoryStorage;
 use dcp_convert::JobOptions;
 use dcp_core::Storage;
-use dcp_megatron::{
-    Description, MegatronCheckpoint, MegatronWriter, OpenOptions, ParallelLayout, to_torch_dist,
-};
+use dcp_megatron::jobs::{Description, to_torch_dist};
+use dcp_megatron::partition::ParallelLayout;
+use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions};
 
 use crate::fixtures::OPENED;
 use crate::support::{block_on, stored};

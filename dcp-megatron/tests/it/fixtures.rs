@@ -4,9 +4,8 @@ use std::collections::BTreeSet;
 
 use dcp_convert::{Found, JobOptions, Source, find, read_objects};
 use dcp_core::Entry;
-use dcp_megatron::{
-    COMMON_OBJECT, COMMON_STATE, CommonPlace, MegatronCheckpoint, MegatronFormat, OpenOptions,
-};
+use dcp_megatron::disk::{COMMON_OBJECT, COMMON_STATE, CommonPlace};
+use dcp_megatron::{MegatronCheckpoint, MegatronFormat, OpenOptions};
 
 use crate::expected;
 use crate::support::{block_on, expected_json, expected_tensors, fixture, stored};

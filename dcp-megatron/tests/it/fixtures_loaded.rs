@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use dcp_core::{Region, Storage, Value};
+use dcp_megatron::disk::COMMON_STATE;
 use dcp_megatron::sharded::{
     LocalTensor, ObjectKey, ShardedObject, ShardedStateDict, ShardedTensor, ShardedValue, extract,
 };
 use dcp_megatron::{
-    COMMON_STATE, LoadOptions, Loaded, MegatronCheckpoint, OpenOptions, SaveOptions,
-    StrictHandling, load, save,
+    LoadOptions, Loaded, MegatronCheckpoint, OpenOptions, SaveOptions, StrictHandling, load, save,
 };
 
 use crate::fixtures::OPENED;

@@ -2,7 +2,7 @@
 
 use dcp_core::DType;
 use dcp_megatron::sharded::{
-    Description, LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor, sharded_leaves,
+    LocalTensor, RankShards, ShardedObject, ShardedStateDict, ShardedTensor, sharded_leaves,
 };
 use proptest::prelude::*;
 
@@ -22,12 +22,12 @@ fn seed() -> Vec<u8> {
     }
     let flat = ShardedTensor::from_rank_offsets("flat", LocalTensor::described(DType::Int8, [4]));
     state.insert("flat", flat.flattened_range(2..6, [2, 3]).build().unwrap());
-    Description::of(sharded_leaves(&state)).to_wire().to_vec()
+    RankShards::of(sharded_leaves(&state)).to_wire().to_vec()
 }
 
 #[test]
 fn the_seed_is_read() {
-    assert!(Description::from_wire(&seed()).is_ok());
+    assert!(RankShards::from_wire(&seed()).is_ok());
     targets::shards(&seed());
 }
 

@@ -11,10 +11,11 @@ use dcp_core::{
     CheckpointError, DType, DataSource, Dict, Key, PathItem, Payload, Storage, Value, error_chain,
 };
 use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, write};
+use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::optimizer::per_parameter_of_legacy;
+use dcp_megatron::partition::ParallelLayout;
 use dcp_megatron::{
-    MegatronCheckpoint, MegatronError, MegatronFormat, MegatronWriter, OpenOptions, ParallelLayout,
-    to_torch_dist,
+    MegatronCheckpoint, MegatronError, MegatronFormat, MegatronWriter, OpenOptions,
 };
 
 use crate::expected;

@@ -5,10 +5,8 @@ use std::sync::Arc;
 use dcp_conformance::MemoryStorage;
 use dcp_core::{Dict, Storage, Value, error_chain};
 use dcp_formats::torch_save::encode_value;
-use dcp_megatron::{
-    COMMON_FILE, COMMON_OBJECT, COMMON_STATE, MegatronCheckpoint, MegatronError, MegatronRun,
-    OpenOptions, TRACKER, Tracked,
-};
+use dcp_megatron::disk::{COMMON_FILE, COMMON_OBJECT, COMMON_STATE, TRACKER};
+use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronRun, OpenOptions, Tracked};
 
 use crate::support::{block_on, fixture, get, in_memory, names, put, remove, stored};
 

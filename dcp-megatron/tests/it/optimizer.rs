@@ -6,14 +6,14 @@ use dcp_conformance::MemoryStorage;
 use dcp_convert::view::{Assembled, Piece, PieceFrom};
 use dcp_convert::{Found, JobOptions, Source, find};
 use dcp_core::{Entry, Region, Storage, Value};
+use dcp_megatron::disk::COMMON_STATE;
+use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::optimizer::{
     CheckDepth, OptimizerFormat, OptimizerVerdict, PerParameter, check_optimizer, is_optimizer_key,
     per_parameter, per_parameter_of_legacy, restart_optimizer,
 };
-use dcp_megatron::{
-    COMMON_STATE, MegatronCheckpoint, MegatronError, MegatronWriter, OpenOptions, ParallelLayout,
-    to_torch_dist,
-};
+use dcp_megatron::partition::ParallelLayout;
+use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronWriter, OpenOptions};
 
 use crate::support::{Tensors, block_on, expected_json, expected_tensors, stored};
 

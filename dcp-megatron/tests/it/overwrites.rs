@@ -5,10 +5,10 @@ use std::sync::Arc;
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_convert::{JobOptions, Source};
 use dcp_core::{Storage, Value};
+use dcp_megatron::disk::{recovered, verify_integrity};
 use dcp_megatron::sharded::ShardedStateDict;
 use dcp_megatron::{
     LoadOptions, MegatronCheckpoint, MegatronForm, MegatronWriter, OpenOptions, load as load_state,
-    recovered, verify_integrity,
 };
 
 use crate::ranks::on_ranks;

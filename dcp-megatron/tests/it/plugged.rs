@@ -10,15 +10,19 @@ use dcp_core::{
     SaveSession, Storage, StorageExt as _, StorageWriter, Value, WritePlan, WriteReport,
 };
 use dcp_formats::dcp::{DcpReader, DcpWriter};
+use dcp_megatron::contents::{
+    load_common_state_dict, load_common_state_dict_with, load_content_metadata_with,
+    load_plain_tensors_with, load_sharded_metadata_with, load_tensors_metadata_with,
+};
+use dcp_megatron::disk::{Backend, COMMON_STATE, CheckpointingConfig, TRACKER};
+use dcp_megatron::jobs::verify_with;
 use dcp_megatron::sharded::{
     LocalTensor, ObjectKey, ShardedObject, ShardedStateDict, ShardedTensor, ShardedValue,
 };
+use dcp_megatron::strategy::{LoadStrategy, Opened, SaveStrategy, Strategies, WriterSettings};
 use dcp_megatron::{
-    Backend, COMMON_STATE, CheckpointingConfig, LoadOptions, LoadStrategy, MegatronCheckpoint,
-    MegatronError, MegatronFormat, MegatronRun, OpenOptions, Opened, SaveOptions, SaveStrategy,
-    Strategies, TRACKER, Tracked, WriterSettings, load, load_common_state_dict,
-    load_common_state_dict_with, load_content_metadata_with, load_plain_tensors_with,
-    load_sharded_metadata_with, load_tensors_metadata_with, save, verify, verify_with,
+    LoadOptions, MegatronCheckpoint, MegatronError, MegatronFormat, MegatronRun, OpenOptions,
+    SaveOptions, Tracked, load, save, verify,
 };
 
 use crate::small_model::{memory, on_ranks, tensors, view};

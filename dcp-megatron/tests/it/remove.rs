@@ -6,10 +6,9 @@ use std::sync::Arc;
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_convert::JobOptions;
 use dcp_core::{Storage, StorageErrorKind};
-use dcp_megatron::{
-    MegatronCheckpoint, MegatronError, MegatronRun, OpenOptions, TRACKER, Tracked,
-    remove_sharded_tensors, verify_integrity, write_integrity,
-};
+use dcp_megatron::disk::{TRACKER, verify_integrity, write_integrity};
+use dcp_megatron::jobs::remove_sharded_tensors;
+use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronRun, OpenOptions, Tracked};
 
 use crate::support::{block_on, expected_tensors, get, names, put, remove, stored};
 

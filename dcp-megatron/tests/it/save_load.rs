@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use dcp_core::{Collective, DType, Dict, Region, Storage, Value};
+use dcp_megatron::disk::Backend;
 use dcp_megatron::sharded::{
     ExpertGrid, LocalNonpersistentObject, LocalTensor, ObjectKey, ShardedObject, ShardedStateDict,
     ShardedTensor, ShardedTensorFactory, ShardedValue, ShardingProblem, extract, grouped_experts,
     merge, named_split, swiglu,
 };
+use dcp_megatron::strategy::Strategies;
 use dcp_megatron::{
-    Backend, LoadOptions, MegatronCheckpoint, MegatronError, OpenOptions, SaveOptions, Strategies,
-    load, save,
+    LoadOptions, MegatronCheckpoint, MegatronError, OpenOptions, SaveOptions, load, save,
 };
 
 use crate::small_model::{elements, held, memory, on_ranks, tensors, view};

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use dcp_collectives::LocalCollective;
 use dcp_convert::read_object;
 use dcp_core::{Collective, Dict, MadeBy, Storage, Value, error_chain};
+use dcp_megatron::disk::COMMON_STATE;
 use dcp_megatron::sharded::{ObjectKey, ShardedObject, ShardedStateDict};
 use dcp_megatron::{
-    COMMON_STATE, LoadOptions, MegatronBackgroundSaver, MegatronCheckpoint, MegatronError,
-    MegatronForm, OpenOptions, SaveOptions, async_save, load, save,
+    LoadOptions, MegatronBackgroundSaver, MegatronCheckpoint, MegatronError, MegatronForm,
+    OpenOptions, SaveOptions, async_save, load, save,
 };
 
 use crate::fixtures::OPENED;

@@ -9,13 +9,14 @@ use dcp_conformance::CountingStorage;
 use dcp_convert::JobOptions;
 use dcp_core::{Collective, Dict, Global, MadeBy, Object, Storage, Tensor, Value};
 use dcp_formats::dcp::FileLayout;
+use dcp_megatron::disk::{Manifest, verify_integrity};
 use dcp_megatron::parallel::ParallelSave;
+use dcp_megatron::parallel::SaveDistribution;
 use dcp_megatron::sharded::{
     ObjectKey, ShardedObject, ShardedStateDict, ShardedTensor, ShardedValue,
 };
 use dcp_megatron::{
-    LoadOptions, Manifest, MegatronBackgroundSaver, MegatronError, SaveDistribution, SaveOptions,
-    async_save, load, save, verify_integrity,
+    LoadOptions, MegatronBackgroundSaver, MegatronError, SaveOptions, async_save, load, save,
 };
 
 use crate::small_model::{memory, on_ranks, view};

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use dcp_conformance::CountingStorage;
 use dcp_core::{Key, Storage, Value};
+use dcp_megatron::disk::TRACKER;
 use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor, ShardedValue};
-use dcp_megatron::{
-    LoadOptions, MegatronError, MegatronRun, SaveOptions, TRACKER, Tracked, load, save,
-};
+use dcp_megatron::{LoadOptions, MegatronError, MegatronRun, SaveOptions, Tracked, load, save};
 
 use crate::small_model::{memory, on_ranks, tensors, view};
 use crate::support::{block_on, copy, get, put, remove, stored};

@@ -8,17 +8,18 @@ use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
 use dcp_core::{Key, MessageWriter, PutMode, Storage};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
+use dcp_megatron::disk::{CheckpointingConfig, Manifest};
 use dcp_megatron::parallel::CachedDistribution;
-use dcp_megatron::sharded::{Description, ObjectKey, validate_sharding_integrity};
-use dcp_megatron::{CheckpointingConfig, Manifest, MegatronCheckpoint, OpenOptions, Tracked};
+use dcp_megatron::sharded::{ObjectKey, RankShards, validate_sharding_integrity};
+use dcp_megatron::{MegatronCheckpoint, OpenOptions, Tracked};
 use futures_util::FutureExt as _;
 use sha2::{Digest as _, Sha256};
 
 /// Reads a description, checks it with itself, and writes it again.
 pub(crate) fn shards(bytes: &[u8]) {
-    let Ok(description) = Description::from_wire(bytes) else { return };
+    let Ok(description) = RankShards::from_wire(bytes) else { return };
     drop(validate_sharding_integrity(&[description.clone(), description.clone()]));
-    let again = Description::from_wire(&description.to_wire());
+    let again = RankShards::from_wire(&description.to_wire());
     assert_eq!(again.as_ref(), Ok(&description), "what is written comes back");
 }
 

@@ -9,9 +9,11 @@ use dcp_core::{DType, Entry, Key, Storage, Value, error_chain};
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveItem, TorchSaveOptions, TorchSaveReader, write,
 };
+use dcp_megatron::disk::CommonPlace;
+use dcp_megatron::jobs::to_torch_dist;
+use dcp_megatron::partition::ParallelLayout;
 use dcp_megatron::{
-    CommonPlace, MegatronCheckpoint, MegatronError, MegatronForm, MegatronFormat, MegatronWriter,
-    OpenOptions, ParallelLayout, to_torch_dist,
+    MegatronCheckpoint, MegatronError, MegatronForm, MegatronFormat, MegatronWriter, OpenOptions,
 };
 
 use crate::expected;

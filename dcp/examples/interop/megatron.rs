@@ -10,11 +10,12 @@ use std::sync::Arc;
 
 use compare::{compare, compare_common};
 use dcp::convert::{TensorReader, read_object};
+use dcp::megatron::disk::COMMON_STATE;
 use dcp::megatron::parallel::{ParallelReader, ParallelSave};
 use dcp::megatron::sharded::ObjectKey;
 use dcp::megatron::{
-    COMMON_STATE, LoadOptions, MegatronCheckpoint, MegatronForm, OpenOptions, SaveOptions,
-    StrictHandling, load, save,
+    LoadOptions, MegatronCheckpoint, MegatronForm, OpenOptions, SaveOptions, StrictHandling, load,
+    save,
 };
 use dcp::{Access, Collective, Region, Value};
 use description::{Description, Spec};

@@ -12,9 +12,9 @@ use dcp::mapping::{
     Facts, MapOptions, Mapping, Recognition, map_to_hf, map_to_megatron, recognize,
     recognize_config,
 };
-use dcp::megatron::{
-    MegatronCheckpoint, MegatronWriter, OpenOptions, ParallelLayout, to_torch_dist,
-};
+use dcp::megatron::jobs::to_torch_dist;
+use dcp::megatron::partition::ParallelLayout;
+use dcp::megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions};
 use serde_json::{Value, json};
 
 type Tensors = BTreeMap<String, (Vec<u64>, Vec<u8>)>;

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
 use dcp::convert::JobOptions;
+use dcp::megatron::disk::METADATA_JSON;
 use dcp::megatron::sharded::{LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor};
 use dcp::megatron::{
-    LoadOptions, METADATA_JSON, MegatronRun, SaveOptions, Tracked, load, save, verify,
-    write_tracker,
+    LoadOptions, MegatronRun, SaveOptions, Tracked, load, save, verify, write_tracker,
 };
 use dcp::{Access, DType, Storage, Tensor, Value};
 

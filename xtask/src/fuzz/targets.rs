@@ -43,11 +43,7 @@ pub(super) const TARGETS: &[Target] = &[
     Target {
         name: "megatron_files",
         seeds: &["dcp-megatron/tests/corpus/small_files"],
-        parsers: &[
-            "dcp-megatron/config.rs",
-            "dcp-megatron/integrity.rs",
-            "dcp-megatron/tracker.rs",
-        ],
+        parsers: &["dcp-megatron/config.rs", "dcp-megatron/manifest.rs", "dcp-megatron/tracker.rs"],
     },
     Target {
         name: "metadata",
@@ -89,7 +85,7 @@ pub(super) const TARGETS: &[Target] = &[
         seeds: &["dcp-formats/tests/corpus/safetensors"],
         parsers: &["dcp-formats/header.rs"],
     },
-    Target { name: "shards", seeds: &[], parsers: &["dcp-megatron/describe.rs"] },
+    Target { name: "shards", seeds: &[], parsers: &["dcp-megatron/rank_shards.rs"] },
     Target {
         name: "sidecar",
         seeds: &["dcp-formats/tests/corpus/sidecar"],

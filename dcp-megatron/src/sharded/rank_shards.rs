@@ -15,7 +15,7 @@ use super::traversal::ShardedLeaf;
 /// Shards of one tensor share one specification, so that on the wire each takes about one byte for
 /// every axis.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Description {
+pub struct RankShards {
     pub(super) specs: Vec<Spec>,
     /// Numbers of all rows, specification by specification.
     pub(super) numbers: Vec<u64>,
@@ -60,7 +60,7 @@ impl Kind {
 /// A tensor or grid of objects, the numbers of its rows, and which are main replicas.
 type Column = (Arc<str>, Kind, Vec<u64>, Vec<bool>);
 
-impl Description {
+impl RankShards {
     /// Describes leaves, in order.
     ///
     /// Flattened ranges of irregular grids, which no version of Megatron-Core had, are described
@@ -154,7 +154,7 @@ fn push_row(leaf: ShardedLeaf<'_>, numbers: &mut Vec<u64>) {
 
 const MAGIC: [u8; 4] = *b"msd1";
 
-impl Description {
+impl RankShards {
     /// The description as a message.
     #[must_use]
     pub fn to_wire(&self) -> Bytes {

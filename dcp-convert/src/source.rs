@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::format::OpenedCheckpoint;
+use dcp_core::format::{CheckpointAudit, OpenedCheckpoint};
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::hf::{HfReader, HfReaderBuilder};
@@ -28,6 +28,8 @@ pub struct Source {
     pub reader: Arc<dyn StorageReader>,
     /// The reader again under its concrete type (an `Arc<R>`), for operations beyond the trait.
     concrete: Option<Arc<dyn Any + Send + Sync>>,
+    /// The checks of the format that the reader does not make.
+    audit: Option<Arc<dyn CheckpointAudit>>,
     /// Objects and tensors of a view that a `torch.save` file stores unchanged.
     kept: Option<Arc<KeptObjects>>,
     /// Compare the bytes that pass through the reader with their checksums.
@@ -70,7 +72,7 @@ impl From<OpenedCheckpoint> for Source {
         if let Some(reader) = opened.extension::<TorchSaveReader>() {
             return Self::of(storage, reader);
         }
-        Self::new(storage, opened.reader)
+        Self { audit: opened.audit, ..Self::new(storage, opened.reader) }
     }
 }
 
@@ -78,13 +80,17 @@ impl Source {
     /// A checkpoint with its files in `storage`, read by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, concrete: None, kept: None, comparisons: Vec::new() }
+        Self { storage, reader, concrete: None, audit: None, kept: None, comparisons: Vec::new() }
     }
 
     /// Like [`new`](Self::new), for a reader whose concrete type jobs use.
-    fn of<R: StorageReader + 'static>(storage: Arc<dyn Storage>, reader: Arc<R>) -> Self {
+    fn of<R>(storage: Arc<dyn Storage>, reader: Arc<R>) -> Self
+    where
+        R: StorageReader + CheckpointAudit,
+    {
         let concrete: Arc<dyn Any + Send + Sync> = Arc::new(Arc::clone(&reader));
-        Self { concrete: Some(concrete), ..Self::new(storage, reader) }
+        let audit: Arc<dyn CheckpointAudit> = Arc::clone(&reader) as _;
+        Self { concrete: Some(concrete), audit: Some(audit), ..Self::new(storage, reader) }
     }
 
     /// The reader, when its concrete type is `R`.
@@ -156,8 +162,7 @@ impl Source {
         reader: Arc<dyn StorageReader>,
         comparisons: Vec<Arc<dyn Comparison>>,
     ) -> Self {
-        let (storage, concrete) = (Arc::clone(&self.storage), self.concrete.clone());
-        Self { storage, reader, concrete, kept: self.kept.clone(), comparisons }
+        Self { reader, comparisons, ..self.clone() }
     }
 
     /// The comparisons of the reader's bytes with their checksums. Empty until a job reads the
@@ -169,6 +174,18 @@ impl Source {
     /// The reader for a job that runs `parallelism` reads and compares checksums itself.
     pub(crate) fn decoded_once(&self, parallelism: usize) -> Arc<dyn StorageReader> {
         Arc::new(DecodedOnce::new(Arc::clone(&self.reader), parallelism))
+    }
+
+    /// The same, with the checks of its format that the reader does not make.
+    #[must_use]
+    pub fn with_audit(mut self, audit: Arc<dyn CheckpointAudit>) -> Self {
+        self.audit = Some(audit);
+        self
+    }
+
+    /// The checks of its format that the reader does not make; a view has none.
+    pub(crate) fn audit(&self) -> Option<&Arc<dyn CheckpointAudit>> {
+        self.audit.as_ref()
     }
 
     /// The reader, when it is one of PyTorch's format.

@@ -39,6 +39,7 @@ pub mod dcp;
 mod formats;
 mod headed_file;
 pub mod hf;
+mod leftovers;
 pub mod metadata;
 mod missing_files;
 pub mod pickle;

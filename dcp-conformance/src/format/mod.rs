@@ -1,11 +1,13 @@
 //! The suite for checkpoint formats: [`CheckpointFormat`](dcp_core::format::CheckpointFormat) with
-//! its [`StorageReader`](dcp_core::StorageReader) and, where it has one, its
+//! its [`StorageReader`](dcp_core::StorageReader) and, where it has them, its
+//! [`CheckpointAudit`](dcp_core::format::CheckpointAudit) and
 //! [`StorageWriter`](dcp_core::StorageWriter).
 //!
 //! Where the format has a writer, the suite saves a state of two ranks with it: sharded and
 //! replicated tensors of several dtypes, one without elements, one without axes, and objects. Of a
 //! format without a writer, the author fills the storage.
 
+mod audit;
 mod load;
 mod read;
 mod recognize;
@@ -58,7 +60,7 @@ pub fn trials(name: &str, subject: Subject) -> Vec<Trial> {
     CASES.iter().flat_map(|cases| cases.iter()).map(trial).collect()
 }
 
-const CASES: &[&[Case]] = &[recognize::CASES, read::CASES, write::CASES];
+const CASES: &[&[Case]] = &[recognize::CASES, read::CASES, audit::CASES, write::CASES];
 
 type Checking = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 

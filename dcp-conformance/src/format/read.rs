@@ -189,7 +189,7 @@ async fn right_or_refused(
 }
 
 /// The files with one bit of one of them flipped.
-fn flipped(
+pub(super) fn flipped(
     files: &super::subject::Files,
     file: &dcp_core::Key,
     at: u64,

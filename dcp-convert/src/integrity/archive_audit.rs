@@ -5,18 +5,20 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
+use dcp_core::format::{ChunkChecksum, RecordLimits, StoredRecord};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, Encoding, FileId, FormatError, Key, Layout,
-    Placement, StorageExt,
+    CheckpointError, CheckpointMetadata, Dims, Encoding, FormatError, Key, Layout, StorageExt,
 };
 use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
 use dcp_formats::torch_zip::{
     ArchiveIndex, Inflater, Method, PartialBlob, Progress, Record, Sparse,
 };
 use futures_util::{StreamExt, stream};
+use tokio::sync::OnceCell;
 
 use crate::error::ConvertError;
 use crate::integrity::problem::{Problem, judge};
+use crate::integrity::record_audit::RecordMap;
 use crate::job::JobOptions;
 use crate::read::objects::read_objects;
 use crate::read::stored_items::Placed;
@@ -46,7 +48,6 @@ pub(crate) async fn check(
     options: &JobOptions,
 ) -> Result<Checked, ConvertError> {
     let job = Arc::new(Job::new(source, metadata, options));
-    options.start(items.iter().map(|item| item.placement.byte_len).fold(0, u64::saturating_add));
     let mut results = stream::iter(items)
         .map(|item| {
             let job = Arc::clone(&job);
@@ -79,9 +80,9 @@ pub(crate) struct Job {
     /// Bytes of one item in memory at once.
     segment: u64,
     pub(crate) options: JobOptions,
-    /// The start offsets of `torch.save` storages that were checked already; several tensors may
-    /// share one.
-    begun: Mutex<HashSet<u64>>,
+    /// The records of the format, and which of them were compared.
+    records: OnceCell<(Vec<StoredRecord>, RecordMap)>,
+    begun: Mutex<HashSet<usize>>,
 }
 
 impl Job {
@@ -95,6 +96,7 @@ impl Job {
             metadata: Arc::clone(metadata),
             segment: options.segment_bytes(2 * options.parallelism),
             options: options.clone(),
+            records: OnceCell::new(),
             begun: Mutex::default(),
         }
     }
@@ -106,13 +108,18 @@ impl Job {
         let (Some(encoding), Some(file)) = (encoding, file) else {
             return Err(FormatError::new("index", "it names no known file or encoding").into());
         };
-        if let (Some(save), Some(_)) = (self.source.save_reader(), item.chunk) {
-            let record = save.record_at(&item.placement).await?;
-            let begun = || self.begun.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(record) = record.filter(|record| begun().insert(record.data.start)) {
-                self.record(file, &record).await?;
+        let checksum = self.checksum(item).await?;
+        if let (Some(chunk), ChunkChecksum::Crc32(crc32)) = (item.chunk, checksum) {
+            let found = self.decode_chunk(item, chunk).await?;
+            self.options.advance(item.placement.byte_len);
+            if found != crc32 {
+                return Err(differs(found, crc32).into());
             }
-        } else if *encoding == Encoding::new(Layout::TorchArchive) {
+        } else if checksum == ChunkChecksum::Record {
+            self.record_of(item).await?;
+        } else if checksum == ChunkChecksum::Encoding
+            && *encoding == Encoding::new(Layout::TorchArchive)
+        {
             let blob = Blob { job: self, file, item };
             blob.check().await.map_err(|error| match error {
                 CheckpointError::Format(error) => {
@@ -134,18 +141,33 @@ impl Job {
         Ok(())
     }
 
-    /// Compares one record of a `torch.save` file with its checksum.
-    pub(crate) async fn record(&self, file: &Key, record: &Record) -> Result<(), CheckpointError> {
-        let Some(file_id) = FileId::from_index(0) else { return Ok(()) };
-        let byte_len = record.data.end;
-        let placement = Placement { file: file_id, encoding: 0, byte_offset: 0, byte_len };
-        let item = Placed { fqn: Arc::from(""), entry: 0, chunk: None, placement };
-        let archive = PartialBlob::new("torch archive", byte_len, PARSED_MAX);
-        let checked = Blob { job: self, file, item: &item }.check_record(&archive, record).await;
-        checked.map_err(|error| match error {
-            CheckpointError::Format(error) => error.in_file(file.as_str(), 0).into(),
-            other => other,
-        })
+    /// How the format compares the chunk that `item` is.
+    async fn checksum(&self, item: &Placed) -> Result<ChunkChecksum, CheckpointError> {
+        match (self.source.audit(), item.chunk) {
+            (Some(audit), Some(chunk)) => {
+                audit.checksum(&self.metadata, item.entry, chunk as usize).await
+            }
+            _ => Ok(ChunkChecksum::Encoding),
+        }
+    }
+
+    /// Compares the record that holds `item` with its checksum, unless that was done.
+    async fn record_of(&self, item: &Placed) -> Result<(), CheckpointError> {
+        let Some(audit) = self.source.audit() else { return Ok(()) };
+        let known = self.records.get_or_try_init(async || {
+            let records = audit.records().await?;
+            let map = RecordMap::new(&records);
+            Ok::<_, CheckpointError>((records, map))
+        });
+        let (records, map) = known.await?;
+        let Some(at) = map.holder(&self.metadata, item) else {
+            let problem = format!("{:?} is in no record", item.fqn);
+            return Err(FormatError::new("index", problem).into());
+        };
+        let is_new = self.begun.lock().unwrap_or_else(PoisonError::into_inner).insert(at);
+        let Some(record) = records.get(at).filter(|_| is_new) else { return Ok(()) };
+        let progress = |bytes| self.options.advance(bytes);
+        audit.check_record(record, RecordLimits::new(self.segment, &progress)).await
     }
 
     /// The expected checksum of a chunk's elements, from its archive. Checks the rest of the
@@ -156,13 +178,11 @@ impl Job {
         let (Some(encoding), Some(file), Some(chunk)) = (encoding, file, item.chunk) else {
             return Ok(Expected::Elsewhere);
         };
-        if let Some(save) = self.source.save_reader() {
-            let whole = save.chunk_crc32(&self.metadata, item.entry, chunk as usize).await?;
-            return Ok(match whole {
-                Some(crc32) => Expected::Crc32(crc32),
-                None if save.record_at(&item.placement).await?.is_some() => Expected::Elsewhere,
-                None => Expected::Nothing,
-            });
+        match self.checksum(item).await? {
+            ChunkChecksum::Crc32(crc32) => return Ok(Expected::Crc32(crc32)),
+            ChunkChecksum::Record => return Ok(Expected::Elsewhere),
+            ChunkChecksum::Encoding => {}
+            _ => return Ok(Expected::Nothing),
         }
         match encoding.layout {
             Layout::TorchArchive if encoding.transforms.is_empty() => {
@@ -174,22 +194,24 @@ impl Job {
     }
 
     /// Reads a chunk through its format, which finds every error that decoding can meet.
-    async fn decode_chunk(&self, item: &Placed, chunk: u32) -> Result<(), CheckpointError> {
+    async fn decode_chunk(&self, item: &Placed, chunk: u32) -> Result<u32, CheckpointError> {
         let reader = self.source.decoded_once(1);
         let tensor = TensorReader::new(reader, Arc::clone(&self.metadata), item.entry)?;
         let entry = tensor.tensor()?;
-        let Some(chunk) = entry.chunks.get(chunk as usize) else { return Ok(()) };
+        let Some(chunk) = entry.chunks.get(chunk as usize) else { return Ok(0) };
         let bad = |error: dcp_core::RegionError| FormatError::new("index", error.to_string());
         let region = chunk.region().map_err(bad)?;
         let element = entry.dtype.size() as u64;
         let total = region.volume().saturating_mul(element);
-        let mut at = 0;
+        let (mut crc, mut at) = (crc32fast::Hasher::new(), 0);
         while at < total {
             let end = total.min(at.saturating_add(self.segment));
-            read_tensor(&tensor, &region, element, at..end).await?;
+            for piece in read_tensor(&tensor, &region, element, at..end).await?.pieces() {
+                crc.update(piece);
+            }
             at = end;
         }
-        Ok(())
+        Ok(crc.finalize())
     }
 }
 
@@ -202,6 +224,12 @@ pub(crate) enum Expected {
     Nothing,
     /// The checksum covers other bytes too: [`Job::item`] reads them.
     Elsewhere,
+}
+
+/// The error for a chunk whose CRC-32 is `found`.
+pub(crate) fn differs(found: u32, expected: u32) -> FormatError {
+    let problem = format!("its CRC-32 is {found:08x}, not {expected:08x}: the data is damaged");
+    FormatError::new("archive record", problem)
 }
 
 /// One `torch.save` archive inside a file.

@@ -10,13 +10,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use crc32fast::Hasher;
+use dcp_core::format::ChunkChecksum;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, FormatError, Layout, LoadPlan, ReadItem,
-    ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DataSink, Layout, LoadPlan, ReadItem, ReadKind,
+    ReadReport, Region, StorageReader, TensorView, Value,
 };
 use dcp_formats::CrcParts;
 
-use crate::integrity::archive_audit::{self, Expected};
+use crate::integrity::archive_audit::{self, Expected, differs};
 use crate::integrity::refuse_damaged::{named, refuse_damaged};
 use crate::job::JobOptions;
 use crate::read::stored_items::Placed;
@@ -60,18 +61,24 @@ impl Checked {
         view: &TensorView,
     ) -> Result<(), CheckpointError> {
         let ReadKind::Tensor { chunk, region, .. } = &item.kind else { return Ok(()) };
-        let wanted = Wanted::new(&self.source, metadata, item.entry, *chunk);
+        let wanted = Wanted::new(metadata, item.entry, *chunk);
         let Some(wanted) = wanted else { return Ok(()) };
         let at = (item.entry, *chunk);
+        let checksum = match self.source.audit() {
+            Some(audit) => audit.checksum(metadata, item.entry as usize, *chunk as usize).await?,
+            None => ChunkChecksum::Encoding,
+        };
+        match checksum {
+            ChunkChecksum::Crc32(_) | ChunkChecksum::Record => {}
+            ChunkChecksum::Encoding if wanted.in_archive => {}
+            _ => return Ok(()),
+        }
         if wanted.region == *region || view.byte_len() == 0 {
             // The format's own reader compares chunks that one read covers.
-            let compared = match self.source.save_reader() {
-                // Its reader compares whole storages, not views of them.
-                Some(save) => {
-                    let (entry, chunk) = (item.entry as usize, *chunk as usize);
-                    save.chunk_crc32(metadata, entry, chunk).await?.is_some()
-                }
-                None => !wanted.is_view(),
+            let compared = match checksum {
+                ChunkChecksum::Record => false,
+                ChunkChecksum::Encoding => !wanted.is_view(),
+                _ => true,
             };
             if !compared {
                 self.scatter(at, view.byte_len());
@@ -94,9 +101,7 @@ impl Checked {
         let expected = job.expected(&wanted.placed).await;
         match expected.map_err(|error| named(error, &wanted.placed, metadata))? {
             Expected::Crc32(crc32) if crc32 != found => {
-                let problem =
-                    format!("its CRC-32 is {found:08x}, not {crc32:08x}: the data is damaged");
-                let error = FormatError::new("archive record", problem).into();
+                let error = differs(found, crc32).into();
                 Err(named(error, &wanted.placed, metadata))
             }
             Expected::Elsewhere => {
@@ -161,11 +166,13 @@ struct Wanted {
     region: Region,
     element_bytes: u64,
     byte_len: u64,
+    /// Whether it is in an archive that may be read in parts.
+    in_archive: bool,
 }
 
 impl Wanted {
     /// The chunk, unless it has no checksum or the format's reader always compares it.
-    fn new(source: &Source, metadata: &CheckpointMetadata, entry: u32, chunk: u32) -> Option<Self> {
+    fn new(metadata: &CheckpointMetadata, entry: u32, chunk: u32) -> Option<Self> {
         let (fqn, tensor) = metadata.at(entry as usize)?;
         let tensor = tensor.as_tensor()?;
         let stored = tensor.chunks.get(chunk as usize)?;
@@ -174,13 +181,12 @@ impl Wanted {
         // Transformed chunks are decoded and compared whole.
         let plain = encoding.transforms.is_empty();
         let in_archive = encoding.layout != Layout::Raw && placement.byte_len > ALWAYS_WHOLE;
-        let compared = plain && (in_archive || source.save_reader().is_some());
-        let region = stored.region().ok().filter(|_| compared)?;
+        let region = stored.region().ok().filter(|_| plain)?;
         let element_bytes = tensor.dtype.size() as u64;
         let byte_len = region.volume().checked_mul(element_bytes)?;
         let fqn = Arc::clone(fqn);
         let placed = Placed { fqn, entry: entry as usize, chunk: Some(chunk), placement };
-        Some(Self { placed, region, element_bytes, byte_len })
+        Some(Self { placed, region, element_bytes, byte_len, in_archive })
     }
 
     /// Whether the archive holds more than the chunk, so that its checksum covers more.
@@ -214,7 +220,7 @@ impl Comparison for Checked {
         };
         let mut items = Vec::new();
         for ((entry, chunk), bytes) in open {
-            let wanted = Wanted::new(&self.source, &metadata, entry, chunk);
+            let wanted = Wanted::new(&metadata, entry, chunk);
             let Some(wanted) = wanted else { continue };
             if bytes > 0 && bytes >= wanted.byte_len {
                 items.push(wanted.placed);

@@ -6,5 +6,5 @@ pub(crate) mod check;
 pub(crate) mod checked_source;
 pub(crate) mod incremental_crc;
 pub(crate) mod problem;
+pub(crate) mod record_audit;
 pub(crate) mod refuse_damaged;
-pub(crate) mod torch_save_audit;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use dcp_core::format::{FoundKind, FoundProblem};
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind, error_chain};
 use serde::Serialize;
 
@@ -61,6 +62,26 @@ impl Problem {
         self.file = metadata.file(item.placement.file).map(ToString::to_string);
         self.byte_offset = Some(item.placement.byte_offset);
         self
+    }
+}
+
+impl From<FoundProblem> for Problem {
+    fn from(found: FoundProblem) -> Self {
+        let kind = match found.kind {
+            FoundKind::MissingFile | FoundKind::Unfinished => ProblemKind::MissingFile,
+            FoundKind::ShortFile => ProblemKind::ShortFile,
+            FoundKind::ChangedFile => ProblemKind::ChangedFile,
+            FoundKind::SharedBytes => ProblemKind::SharedBytes,
+            FoundKind::Corrupt => ProblemKind::Corrupt,
+            _ => ProblemKind::Index,
+        };
+        Self {
+            kind,
+            key: found.key,
+            file: found.file.map(|file| file.to_string()),
+            byte_offset: found.byte_offset,
+            message: found.message,
+        }
     }
 }
 

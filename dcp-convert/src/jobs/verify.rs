@@ -2,18 +2,18 @@
 
 use std::collections::{HashMap, HashSet};
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind, counted};
-use dcp_formats::hf::{FindingKind, INDEX_ENDING};
+use dcp_core::format::Findings;
+use dcp_core::{CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind};
 use dcp_planner::validate_metadata;
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde::Serialize;
 
 use crate::error::ConvertError;
 use crate::foreign_callable::ForeignCallable;
-use crate::integrity::archive_audit;
+use crate::integrity::archive_audit::{self, Checked};
 use crate::integrity::callables;
 use crate::integrity::problem::{Problem, ProblemKind};
-use crate::integrity::torch_save_audit;
+use crate::integrity::record_audit;
 use crate::job::JobOptions;
 use crate::read::stored_items::{Placed, placed_items};
 use crate::source::Source;
@@ -74,49 +74,51 @@ pub async fn verify(
         index_problems(error, &mut report.problems);
     }
     let items = placed_items(&metadata);
-    // Views of one storage share bytes on purpose. The reader has checked that no two storages
-    // overlap.
-    if source.save_reader().is_none() {
+    let audit = source.audit();
+    let findings = match audit {
+        Some(audit) => audit.findings().await?,
+        None => Findings::default(),
+    };
+    if !findings.shares_bytes {
         shared_bytes(&metadata, &items, &mut report.problems);
     }
     let sizes = file_sizes(source, &metadata, options).await?;
     let readable = files(&metadata, &items, &sizes, &mut report.problems);
-    report.notes = notes(source, &metadata).await?;
-    saved(source, &metadata, &sizes, &mut report).await?;
-    folder(source, &mut report).await?;
+    report.problems.extend(findings.problems.into_iter().map(Problem::from));
+    report.notes = findings.notes;
     let objects: HashSet<usize> =
         readable.iter().filter(|item| item.chunk.is_none()).map(|item| item.entry).collect();
     let foreign = callables::in_checkpoint(source, &metadata, |at| objects.contains(&at)).await?;
     let file = source.save_reader().map(|save| save.key().to_string());
     report.judge_callables(foreign, file.as_deref());
-    if let Some(save) = source.save_reader() {
-        report.notes.extend(save.notes().await?);
-        let trailing = save.trailing_bytes().await?;
-        if trailing > 0 {
-            let said = "bytes follow the end of the archive; PyTorch reads over them";
-            report.notes.push(format!("{trailing} {said}"));
-        }
-    }
     if deep {
-        let checked = match source.save_reader() {
-            Some(save) => {
-                torch_save_audit::check(source, &metadata, save, &readable, options).await?
-            }
-            None => archive_audit::check(source, &metadata, readable, options).await?,
+        let records = match audit {
+            Some(audit) => audit.records().await?,
+            None => Vec::new(),
         };
-        report.bytes_checked = checked.bytes;
-        report.problems.extend(checked.problems);
-        if let Some(save) = source.save_reader()
-            && save.records().await?.iter().all(|record| record.record.crc32.is_none())
-        {
-            report.notes.push("the file has no checksums, so its data was only read".to_owned());
+        let (inside, alone) =
+            record_audit::divide(&metadata, readable, &records, findings.shares_bytes);
+        let record_bytes = records.iter().map(|one| one.bytes.end.saturating_sub(one.bytes.start));
+        let item_bytes = alone.iter().map(|item| item.placement.byte_len);
+        options.start(record_bytes.chain(item_bytes).fold(0, u64::saturating_add));
+        if let Some(audit) = audit {
+            report.add(record_audit::check(audit, records, options).await?);
+            report.add(record_audit::objects(source, &metadata, &inside).await?);
         }
+        report.add(archive_audit::check(source, &metadata, alone, options).await?);
+        report.notes.extend(findings.unchecked);
     }
     report.ok = report.problems.is_empty();
     Ok(report)
 }
 
 impl VerifyReport {
+    /// Adds what a part of a deep check found.
+    fn add(&mut self, checked: Checked) {
+        self.bytes_checked = self.bytes_checked.saturating_add(checked.bytes);
+        self.problems.extend(checked.problems);
+    }
+
     /// Adds the Python callables of the checkpoint, or of its file `file`: those that run commands
     /// or code as problems, unknown ones as a note.
     pub fn judge_callables(&mut self, found: Vec<ForeignCallable>, file: Option<&str>) {
@@ -236,113 +238,4 @@ fn files(
         problems.push(problem);
     }
     readable
-}
-
-/// Notes unreferenced files: left by dead saves, or by an earlier save with more ranks.
-async fn notes(
-    source: &Source,
-    metadata: &CheckpointMetadata,
-) -> Result<Vec<String>, CheckpointError> {
-    const LISTED: usize = 100_000;
-    const NAMED: usize = 5;
-    let is_folder = metadata.provenance().format.as_deref() == Some("hf");
-    if source.hf_reader().is_some() && !is_folder {
-        // The files around a single-file checkpoint do not belong to it.
-        return Ok(Vec::new());
-    }
-    let (ending, foreign) =
-        if is_folder { (".safetensors", ".distcp") } else { (".distcp", INDEX_ENDING) };
-    let (mut stale, mut other) = (Vec::new(), None);
-    let mut objects = source.storage.list(None).take(LISTED);
-    while let Some(meta) = objects.next().await {
-        // Storages without listing, such as plain HTTP, yield no notes.
-        let Ok(meta) = meta else { return Ok(Vec::new()) };
-        let data = meta.key.as_str().ends_with(ending) && meta.byte_len > 0;
-        let unfinished = meta.key.as_str().ends_with(".metadata.tmp");
-        let top = !meta.key.as_str().contains('/');
-        if top && meta.key.as_str().ends_with(foreign) {
-            other = Some(meta.key.clone());
-        }
-        if top && (data || unfinished) && !metadata.files().contains(&meta.key) {
-            stale.push((meta.key, meta.byte_len));
-        }
-    }
-    let mut notes = Vec::new();
-    if let Some(key) = other {
-        notes.push(format!(
-            "{key} lies here, too: it is of another checkpoint or what is left of one"
-        ));
-    }
-    stale.sort_by(|a, b| a.0.cmp(&b.0));
-    if stale.is_empty() {
-        return Ok(notes);
-    }
-    let bytes: u64 = stale.iter().map(|(_, len)| len).sum();
-    let mut names: Vec<_> = stale.iter().take(NAMED).map(|(key, _)| key.to_string()).collect();
-    if stale.len() > NAMED {
-        names.push(format!("and {} more", stale.len() - NAMED));
-    }
-    let (count, names) = (stale.len() as u64, names.join(", "));
-    notes.push(if is_folder {
-        let files = counted(count, "file");
-        format!("{files} of {bytes} bytes that the index does not name: {names}")
-    } else {
-        let files = counted(count, "unreferenced file");
-        format!("{files} of {bytes} bytes, left by another save: {names}")
-    });
-    Ok(notes)
-}
-
-/// Notes disagreements of ranks that saved without collectives, and compares the files with what
-/// dcp recorded when it committed the checkpoint.
-async fn saved(
-    source: &Source,
-    metadata: &CheckpointMetadata,
-    sizes: &[Option<u64>],
-    report: &mut VerifyReport,
-) -> Result<(), CheckpointError> {
-    let Some(dcp) = source.dcp_reader() else { return Ok(()) };
-    report.notes.extend(dcp.rank_warnings().await?.iter().cloned());
-    let sidecar = match dcp.sidecar().await {
-        Ok(Some(sidecar)) => sidecar,
-        Ok(None) => return Ok(()),
-        Err(CheckpointError::Format(error)) => {
-            report.notes.push(error.to_string());
-            return Ok(());
-        }
-        Err(error) => return Err(error),
-    };
-    for (key, len) in metadata.files().iter().zip(sizes) {
-        let noted = sidecar.files.iter().find(|file| file.name == key.as_str());
-        if let (Some(noted), Some(len)) = (noted, len)
-            && noted.byte_len != *len
-        {
-            let message =
-                format!("the file has {len} bytes, it had {} when it was saved", noted.byte_len);
-            let mut problem = Problem::new(ProblemKind::ChangedFile, message);
-            problem.file = Some(key.to_string());
-            report.problems.push(problem);
-        }
-    }
-    Ok(())
-}
-
-/// Adds what the reader of a safetensors folder found and the metadata does not show.
-async fn folder(source: &Source, report: &mut VerifyReport) -> Result<(), CheckpointError> {
-    let Some(hf) = source.hf_reader() else { return Ok(()) };
-    for finding in &*hf.findings().await? {
-        let kind = match finding.kind {
-            FindingKind::MissingFile | FindingKind::MissingIndex => ProblemKind::MissingFile,
-            FindingKind::ShortFile => ProblemKind::ShortFile,
-            FindingKind::SharedBytes => ProblemKind::SharedBytes,
-            FindingKind::Header | FindingKind::ExtraBytes => ProblemKind::Corrupt,
-            _ => ProblemKind::Index,
-        };
-        let mut problem = Problem::new(kind, finding.message.clone());
-        problem.key = finding.fqn.clone();
-        problem.file = finding.file.as_ref().map(ToString::to_string);
-        report.problems.push(problem);
-    }
-    report.notes.extend(hf.notes().await?.iter().cloned());
-    Ok(())
 }

@@ -7,10 +7,14 @@ use async_trait::async_trait;
 use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
 use dcp_convert::{
     ConvertError, Found, FoundTensor, JobOptions, Source, Target, find, reshard, to_safetensors,
+    verify,
+};
+use dcp_core::format::{
+    CheckpointAudit, ChunkChecksum, Findings, FoundProblem, RecordLimits, StoredRecord,
 };
 use dcp_core::{
-    Buffer, Capabilities, Claim, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, StorageExt, Upload,
+    Buffer, Capabilities, CheckpointError, CheckpointMetadata, Claim, DType, Key, ObjectMeta,
+    ObjectStream, Payload, PutMode, ReadInto, Storage, StorageError, StorageExt, Upload,
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
@@ -288,4 +292,70 @@ fn a_commit_that_fails_leaves_what_was_there() {
             }
         }
     });
+}
+
+/// A format of plain bytes with a CRC-32 of each chunk, which its reader does not compare.
+#[derive(Debug)]
+struct Checksums(u32);
+
+#[async_trait]
+impl CheckpointAudit for Checksums {
+    async fn findings(&self) -> Result<Findings, CheckpointError> {
+        Ok(Findings::default())
+    }
+
+    async fn checksum(
+        &self,
+        _: &Arc<CheckpointMetadata>,
+        _: usize,
+        _: usize,
+    ) -> Result<ChunkChecksum, CheckpointError> {
+        Ok(ChunkChecksum::Crc32(self.0))
+    }
+
+    async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
+        Ok(Vec::new())
+    }
+
+    async fn check_record(
+        &self,
+        _: &StoredRecord,
+        _: RecordLimits<'_>,
+    ) -> Result<(), CheckpointError> {
+        Ok(())
+    }
+
+    async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError> {
+        Ok(Vec::new())
+    }
+}
+
+/// What a format says of its checksums is compared, whatever its reader does.
+#[test]
+fn checksums_of_another_format_are_compared() {
+    let item = SafetensorsItem {
+        name: "w".into(),
+        dtype: DType::Float32,
+        shape: [ROWS, COLUMNS].as_slice().into(),
+    };
+    let header = encode_header(&[item], &IndexMap::new()).unwrap().bytes;
+    let elements: Vec<u8> = (0..ROWS * COLUMNS).flat_map(|n| (n as f32).to_le_bytes()).collect();
+    let crc32 = crc32fast::hash(&elements);
+    for damaged in [false, true] {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let mut bytes = [&*header, &elements].concat();
+        let last = bytes.len() - 1;
+        bytes[last] ^= u8::from(damaged);
+        block_on(storage.put(&key("x.safetensors"), bytes.into(), PutMode::Create)).unwrap();
+        let reader = Source::safetensors(Arc::clone(&storage), key("x.safetensors")).reader;
+        let source = Source::new(storage, reader).with_audit(Arc::new(Checksums(crc32)));
+        let report = block_on(verify(&source, true, &small())).unwrap();
+        assert_eq!(report.ok, !damaged, "{report:?}");
+        assert_eq!(report.problems.len(), usize::from(damaged));
+        let written: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let target = Target::new(Arc::clone(&written), key("y.safetensors"));
+        let done = block_on(to_safetensors(&source, &target, &small()));
+        assert_eq!(done.is_err(), damaged, "{done:?}");
+        assert_eq!(block_on(written.contains(&key("y.safetensors"))).unwrap(), !damaged);
+    }
 }

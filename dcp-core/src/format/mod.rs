@@ -5,6 +5,7 @@
 //! ([`Listing`]); formats see names, lengths and the beginnings of a few small files ([`Folder`]),
 //! so that recognition is a function without I/O.
 
+mod audit;
 mod listed;
 mod listing;
 mod opened;
@@ -19,6 +20,9 @@ use async_trait::async_trait;
 
 use crate::error::{CheckpointError, StorageError};
 
+pub use audit::{
+    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
+};
 pub use listed::ListedStorage;
 pub use listing::{Folder, FolderEntry, Listing, Peek};
 pub use opened::{OpenOptions, OpenedCheckpoint, Place};

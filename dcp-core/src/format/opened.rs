@@ -4,6 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use super::audit::CheckpointAudit;
 use super::listed::ListedStorage;
 use super::listing::Listing;
 use super::subfolder::Subfolder;
@@ -123,6 +124,8 @@ pub struct OpenedCheckpoint {
     pub reader: Arc<dyn StorageReader>,
     /// What is odd about the checkpoint but does not keep it from being read, for people.
     pub notes: Vec<String>,
+    /// The checks of the format that the reader does not make.
+    pub audit: Option<Arc<dyn CheckpointAudit>>,
     extensions: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -130,13 +133,20 @@ impl OpenedCheckpoint {
     /// A checkpoint in `storage`, which `reader` reads.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, notes: Vec::new(), extensions: Vec::new() }
+        Self { storage, reader, notes: Vec::new(), audit: None, extensions: Vec::new() }
     }
 
     /// The same, with notes.
     #[must_use]
     pub fn with_notes(mut self, notes: impl IntoIterator<Item = String>) -> Self {
         self.notes.extend(notes);
+        self
+    }
+
+    /// The same, with the checks of the format that the reader does not make.
+    #[must_use]
+    pub fn with_audit(mut self, audit: Arc<dyn CheckpointAudit>) -> Self {
+        self.audit = Some(audit);
         self
     }
 

@@ -203,7 +203,7 @@ impl CheckpointFormat for DcpFormat {
         let reader = Arc::new(reader.build());
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(place.storage()), Arc::clone(&reader) as _);
-        Ok(opened.with_extension(reader))
+        Ok(opened.with_audit(Arc::clone(&reader) as _).with_extension(reader))
     }
 }
 

@@ -3,6 +3,7 @@
 //! [`DcpWriter`] and [`DcpReader`] implement dcp-core's contracts over any
 //! [`Storage`](dcp_core::Storage), in both directions with PyTorch 2.1 to 2.15.
 
+mod audit;
 mod blobs;
 mod by_rank;
 mod commit;

@@ -69,6 +69,11 @@ impl DcpReader {
         DcpReaderBuilder { reader }
     }
 
+    /// The storage of the folder.
+    pub(super) fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
     /// Observations about the checkpoint that do not prevent reading it.
     ///
     /// # Errors

@@ -187,6 +187,6 @@ impl CheckpointFormat for HuggingFaceFormat {
         let reader = Arc::new(reader.build());
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
-        Ok(opened.with_extension(reader))
+        Ok(opened.with_audit(Arc::clone(&reader) as _).with_extension(reader))
     }
 }

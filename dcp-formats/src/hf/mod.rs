@@ -8,6 +8,7 @@
 //! [`HfReader`] reads all of these, and single files, as a checkpoint. [`find_quantized`] finds
 //! block-scaled weights. [`HfLayout`] divides tensors into files, and [`write_folder`] writes them.
 
+mod audit;
 mod complete;
 mod finding;
 mod format;

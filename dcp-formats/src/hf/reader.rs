@@ -73,6 +73,11 @@ impl HfReader {
         HfReaderBuilder { reader }
     }
 
+    /// The storage of the folder.
+    pub(super) fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
     /// Problems of the folder that its metadata and the lengths of its files do not show. Only a
     /// tolerant reader returns any.
     ///

@@ -133,6 +133,6 @@ impl CheckpointFormat for TorchSaveFormat {
         let reader = Arc::new(TorchSaveReader::new(Arc::clone(storage), file));
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
-        Ok(opened.with_extension(reader))
+        Ok(opened.with_audit(Arc::clone(&reader) as _).with_extension(reader))
     }
 }

@@ -11,6 +11,7 @@
 //! whole file in another form, with every object unchanged.
 //! with every object as it is.
 
+mod audit;
 mod compose;
 mod contents;
 mod file;

@@ -70,6 +70,21 @@ impl TorchSaveReader {
         &self.key
     }
 
+    /// The storage that has the file.
+    pub(super) fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
+    /// The record of that name, as [`records`](Self::records) calls it.
+    pub(super) async fn record_named(&self, name: &str) -> Result<Option<Record>, CheckpointError> {
+        let index = self.index().await?;
+        let contents = &index.contents;
+        Ok(match contents.records.is_empty() {
+            true => contents.storages.get(name).cloned(),
+            false => contents.records.get(name).cloned(),
+        })
+    }
+
     /// The CRC-32 of a chunk's elements, little-endian and row-major, if the file has one: the
     /// chunk must be a whole, unencoded storage. Files from before the zip format have none.
     ///

@@ -61,6 +61,7 @@ impl CheckpointFormat for ToyFormat {
     ) -> Result<OpenedCheckpoint, CheckpointError> {
         let reader = Arc::new(ToyReader::new(Arc::clone(place.storage())));
         reader.metadata().await?;
-        Ok(OpenedCheckpoint::new(Arc::clone(place.storage()), reader))
+        let opened = OpenedCheckpoint::new(Arc::clone(place.storage()), Arc::clone(&reader) as _);
+        Ok(opened.with_audit(reader))
     }
 }

@@ -9,6 +9,7 @@
 //!
 //! The index is written last and in one step, so it decides what the folder holds.
 
+mod audit;
 mod format;
 mod names;
 mod reader;

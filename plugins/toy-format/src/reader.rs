@@ -29,6 +29,11 @@ impl ToyReader {
         Self { storage }
     }
 
+    /// The storage of the checkpoint.
+    pub(crate) fn storage(&self) -> &Arc<dyn Storage> {
+        &self.storage
+    }
+
     /// The stored bytes of an item, once their checksum was compared.
     async fn stored(
         &self,

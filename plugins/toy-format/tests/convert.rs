@@ -58,3 +58,30 @@ async fn a_registered_format_is_converted_like_any_other() {
     let unknown = Opener::new(storages()).open(&at("toy")).await;
     assert!(unknown.is_err(), "it was opened without the format");
 }
+
+#[tokio::test]
+async fn a_registered_format_is_verified_by_its_own_checksums() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().display().to_string();
+    let storage = FsStorage::builder(&place).create(true).open().unwrap();
+    put_checkpoint(&storage).await;
+    let opener = Opener::new(storages()).formats(default_formats().with(Arc::new(ToyFormat)));
+    let verify =
+        async || opener.open(&place).await.unwrap().verify().deep(true).run().await.unwrap();
+    let index_len = std::fs::metadata(folder.path().join("index.toy")).unwrap().len();
+    let report = verify().await;
+    assert!(report.ok && report.notes.is_empty(), "{report:?}");
+    assert_eq!(report.bytes_checked, 6 + 4 + index_len);
+
+    std::fs::write(folder.path().join("rank_3.g7.toy"), "").unwrap();
+    assert_eq!(verify().await.notes, ["rank_3.g7.toy is left of another save"]);
+
+    let data = folder.path().join("rank_0.g0.toy");
+    let mut bytes = std::fs::read(&data).unwrap();
+    bytes[2] ^= 1;
+    std::fs::write(&data, bytes).unwrap();
+    let report = verify().await;
+    let [problem] = &*report.problems else { panic!("{report:?}") };
+    assert_eq!(problem.key.as_deref(), Some("weight"));
+    assert!(problem.message.contains("checksum"), "{problem:?}");
+}

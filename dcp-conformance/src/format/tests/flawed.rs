@@ -7,13 +7,15 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunTracker,
+    CheckpointAudit, CheckpointFormat, ChunkChecksum, Evidence, Examined, Findings, Folder,
+    FormatInfo, FoundKind, FoundProblem, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
+    RecordLimits, RunTracker, StoredRecord,
 };
 use dcp_core::{
-    Buffer, CheckpointError, CheckpointMetadata, DataSink, DataSource, GlobalPlan, Key, LoadPlan,
-    PutMode, ReadItem, ReadKind, ReadReport, SavePlan, SaveSession, Storage, StorageError,
-    StorageExt as _, StorageReader, StorageWriter, TensorView, Value, WritePlan, WriteReport,
+    Buffer, CheckpointError, CheckpointMetadata, DataSink, DataSource, FormatError, GlobalPlan,
+    Key, LoadPlan, PutMode, ReadItem, ReadKind, ReadReport, SavePlan, SaveSession, Storage,
+    StorageError, StorageExt as _, StorageReader, StorageWriter, TensorView, Value, WritePlan,
+    WriteReport,
 };
 use dcp_formats::dcp::{DcpFormat, DcpReader, DcpWriter};
 use futures_util::TryStreamExt as _;
@@ -34,6 +36,10 @@ pub(super) enum Flaw {
     KeepsALoan,
     ComparesNoChecksums,
     PanicsOnDamage,
+    AuditsProblems,
+    ForgesChecksums,
+    ComparesNoReads,
+    ComparesNoRecords,
     CountsSaves,
     CommitsEarly,
     RemovesTheOldIndex,
@@ -103,13 +109,65 @@ impl CheckpointFormat for FlawedFormat {
         for _ in 0..if self.0 == Flaw::ReadsAgain { 8 } else { 0 } {
             storage.read_all(&index()).await?;
         }
-        let verify = self.0 != Flaw::ComparesNoChecksums;
+        let verify = !matches!(self.0, Flaw::ComparesNoChecksums | Flaw::ComparesNoReads);
         let reader = DcpReader::builder(Arc::clone(storage)).verify_checksums(verify);
         let reader = FlawedReader { inner: Arc::new(reader.build()), flaw: self.0 };
         if self.0 != Flaw::OpensUnread {
             DcpFormat.open(place, options).await?;
         }
-        Ok(OpenedCheckpoint::new(Arc::clone(storage), Arc::new(reader)))
+        let audit = FlawedAudit { storage: Arc::clone(storage), flaw: self.0 };
+        let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::new(reader));
+        Ok(opened.with_audit(Arc::new(audit)))
+    }
+}
+
+/// Has the mark of the first archive as a record.
+#[derive(Debug)]
+struct FlawedAudit {
+    storage: Arc<dyn Storage>,
+    flaw: Flaw,
+}
+
+#[async_trait]
+impl CheckpointAudit for FlawedAudit {
+    async fn findings(&self) -> Result<Findings, CheckpointError> {
+        let problem = FoundProblem::new(FoundKind::Index, "it is old");
+        let problems = (self.flaw == Flaw::AuditsProblems).then_some(problem);
+        Ok(Findings::new(problems.into_iter().collect(), Vec::new()))
+    }
+
+    async fn checksum(
+        &self,
+        _: &Arc<CheckpointMetadata>,
+        _: usize,
+        _: usize,
+    ) -> Result<ChunkChecksum, CheckpointError> {
+        Ok(match self.flaw {
+            Flaw::ForgesChecksums => ChunkChecksum::Crc32(7),
+            // Small archives are always read, and compared, as a whole.
+            _ => ChunkChecksum::EveryRead,
+        })
+    }
+
+    async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
+        let file = Key::new("__0_0.distcp").unwrap();
+        Ok(vec![StoredRecord::new("the mark", file, 0..4)])
+    }
+
+    async fn check_record(
+        &self,
+        record: &StoredRecord,
+        _: RecordLimits<'_>,
+    ) -> Result<(), CheckpointError> {
+        let bytes = self.storage.read_range(&record.file, record.bytes.clone()).await?;
+        if bytes != b"PK\x03\x04"[..] && self.flaw != Flaw::ComparesNoRecords {
+            return Err(FormatError::new("archive", "its mark is another one").into());
+        }
+        Ok(())
+    }
+
+    async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError> {
+        Ok(Vec::new())
     }
 }
 

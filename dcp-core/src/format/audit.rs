@@ -1,0 +1,241 @@
+//! What a format knows of an opened checkpoint beyond its tensors and objects.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use crate::error::CheckpointError;
+use crate::key::Key;
+use crate::metadata::CheckpointMetadata;
+
+/// The checks of a format that its [`StorageReader`](crate::StorageReader) does not make: stored
+/// checksums, bytes that no tensor covers, files that the index does not name.
+///
+/// A format gives it to [`OpenedCheckpoint::with_audit`](super::OpenedCheckpoint::with_audit).
+/// `verify` and every job that compares what it reads then ask it.
+#[async_trait]
+pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
+    /// What the index, and the names and lengths of files show. No tensor is read.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails. What is wrong with the checkpoint is in the [`Findings`].
+    async fn findings(&self) -> Result<Findings, CheckpointError>;
+
+    /// How the elements of a chunk are compared with what was saved. No tensor is read.
+    ///
+    /// # Errors
+    ///
+    /// When the checksum is damaged, or the storage fails.
+    async fn checksum(
+        &self,
+        metadata: &Arc<CheckpointMetadata>,
+        entry: usize,
+        chunk: usize,
+    ) -> Result<ChunkChecksum, CheckpointError>;
+
+    /// The ranges of files that a deep check compares as a whole, besides chunks whose
+    /// [`checksum`](Self::checksum) is their own: an index, storages that several tensors share.
+    ///
+    /// # Errors
+    ///
+    /// As [`findings`](Self::findings), and when the index cannot be read.
+    async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError>;
+
+    /// Reads `record`, one of [`records`](Self::records), and compares it with its checksum. Reads at
+    /// most [`RecordLimits::segment_bytes`] at once.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Format`] when it is damaged, and when the storage fails.
+    async fn check_record(
+        &self,
+        record: &StoredRecord,
+        limits: RecordLimits<'_>,
+    ) -> Result<(), CheckpointError>;
+
+    /// Compares what lies between the records, such as the headers of an archive.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails. What is wrong is returned.
+    async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError>;
+}
+
+/// How a chunk is compared with what was saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ChunkChecksum {
+    /// There is no checksum.
+    Absent,
+    /// The CRC-32 of its elements: row-major, and as the reader returns them.
+    Crc32(u32),
+    /// The reader compares it in every read, however little of the chunk that reads.
+    EveryRead,
+    /// The chunk is in a record, whose checksum is over other bytes, too.
+    Record,
+    /// Its encoding has one, as the archives of [`Layout::TorchArchive`](crate::Layout) do.
+    Encoding,
+}
+
+/// A range of a file that a deep check compares as a whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StoredRecord {
+    /// What it is, in words: the name in an archive, `the index`.
+    pub name: String,
+    /// The file.
+    pub file: Key,
+    /// Its place in the file. Tensors and objects that are placed within are checked with it.
+    pub bytes: Range<u64>,
+    /// The tensors in it, of which messages name some.
+    pub keys: Vec<Arc<str>>,
+}
+
+impl StoredRecord {
+    /// A record at this place.
+    #[must_use]
+    pub fn new(name: impl Into<String>, file: Key, bytes: Range<u64>) -> Self {
+        Self { name: name.into(), file, bytes, keys: Vec::new() }
+    }
+
+    /// The same, with these tensors in it.
+    #[must_use]
+    pub fn with_keys(mut self, keys: Vec<Arc<str>>) -> Self {
+        self.keys = keys;
+        self
+    }
+}
+
+/// How a record is read.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub struct RecordLimits<'a> {
+    /// Bytes to read at once; at least one.
+    pub segment_bytes: u64,
+    progress: &'a (dyn Fn(u64) + Send + Sync),
+}
+
+impl<'a> RecordLimits<'a> {
+    /// Reads of this length, each of which is reported to `progress`.
+    #[must_use]
+    pub fn new(segment_bytes: u64, progress: &'a (dyn Fn(u64) + Send + Sync)) -> Self {
+        Self { segment_bytes: segment_bytes.max(1), progress }
+    }
+
+    /// Reports so many bytes as read.
+    pub fn advance(&self, bytes: u64) {
+        (self.progress)(bytes);
+    }
+}
+
+impl fmt::Debug for RecordLimits<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RecordLimits")
+            .field("segment_bytes", &self.segment_bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a format finds without reading tensors.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Findings {
+    /// What is wrong.
+    pub problems: Vec<FoundProblem>,
+    /// What is odd and does no harm, for people.
+    pub notes: Vec<String>,
+    /// What a deep check cannot compare, for people.
+    pub unchecked: Option<String>,
+    /// Whether different tensors may be placed over the same bytes, as views of one storage are.
+    pub shares_bytes: bool,
+}
+
+impl Findings {
+    /// These problems and notes.
+    #[must_use]
+    pub fn new(problems: Vec<FoundProblem>, notes: Vec<String>) -> Self {
+        Self { problems, notes, unchecked: None, shares_bytes: false }
+    }
+
+    /// The same, with what a deep check cannot compare.
+    #[must_use]
+    pub fn with_unchecked(mut self, unchecked: Option<String>) -> Self {
+        self.unchecked = unchecked;
+        self
+    }
+
+    /// The same, for a format whose tensors may share bytes.
+    #[must_use]
+    pub fn with_shared_bytes(mut self) -> Self {
+        self.shares_bytes = true;
+        self
+    }
+}
+
+/// A problem of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FoundProblem {
+    /// Its kind.
+    pub kind: FoundKind,
+    /// What is wrong, in words.
+    pub message: String,
+    /// The tensor or object.
+    pub key: Option<Arc<str>>,
+    /// The file.
+    pub file: Option<Key>,
+    /// Where in the file the bytes in question begin.
+    pub byte_offset: Option<u64>,
+}
+
+impl FoundProblem {
+    /// A problem of the checkpoint as a whole.
+    #[must_use]
+    pub fn new(kind: FoundKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), key: None, file: None, byte_offset: None }
+    }
+
+    /// The same, of a tensor or object.
+    #[must_use]
+    pub fn with_key(mut self, key: Option<Arc<str>>) -> Self {
+        self.key = key;
+        self
+    }
+
+    /// The same, of a file.
+    #[must_use]
+    pub fn with_file(mut self, file: Option<Key>) -> Self {
+        self.file = file;
+        self
+    }
+
+    /// The same, from this byte of the file on.
+    #[must_use]
+    pub fn at(mut self, byte_offset: Option<u64>) -> Self {
+        self.byte_offset = byte_offset;
+        self
+    }
+}
+
+/// The kind of a problem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum FoundKind {
+    /// The index contradicts itself or its files.
+    Index,
+    /// A file does not exist.
+    MissingFile,
+    /// The writer did not come to its end.
+    Unfinished,
+    /// A file ends before the bytes that should be in it.
+    ShortFile,
+    /// A file has another length than when the checkpoint was committed.
+    ChangedFile,
+    /// Two items claim the same bytes of a file.
+    SharedBytes,
+    /// Bytes cannot be decoded, or differ from their checksum.
+    Corrupt,
+}

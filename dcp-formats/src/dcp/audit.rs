@@ -1,0 +1,98 @@
+//! What a check of a DCP checkpoint asks besides tensors and objects.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dcp_core::format::{
+    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
+};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, ObjectMeta, StorageErrorKind, StorageReader as _,
+};
+
+use super::reader::DcpReader;
+use crate::hf::INDEX_ENDING;
+use crate::leftovers::Leftovers;
+
+/// Whether a file is of a save, whichever one: its data, or an index that was not renamed.
+fn is_data(meta: &ObjectMeta) -> bool {
+    let name = meta.key.as_str();
+    name.ends_with(".distcp") && meta.byte_len > 0 || name.ends_with(".metadata.tmp")
+}
+
+impl DcpReader {
+    /// Files whose lengths are not those that our own writer noted when it committed.
+    async fn changed_files(
+        &self,
+        metadata: &CheckpointMetadata,
+        found: &mut Findings,
+    ) -> Result<(), CheckpointError> {
+        let sidecar = match self.sidecar().await {
+            Ok(Some(sidecar)) => sidecar,
+            Ok(None) => return Ok(()),
+            Err(CheckpointError::Format(error)) => {
+                found.notes.push(error.to_string());
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        for key in metadata.files() {
+            let Some(noted) = sidecar.files.iter().find(|file| file.name == key.as_str()) else {
+                continue;
+            };
+            let len = match self.storage().stat(key).await {
+                Ok(meta) => meta.byte_len,
+                Err(error) if error.kind() == StorageErrorKind::NotFound => continue,
+                Err(error) => return Err(error.into()),
+            };
+            if noted.byte_len != len {
+                let message = format!(
+                    "the file has {len} bytes, it had {} when it was saved",
+                    noted.byte_len
+                );
+                let problem = FoundProblem::new(FoundKind::ChangedFile, message);
+                found.problems.push(problem.with_file(Some(key.clone())));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl CheckpointAudit for DcpReader {
+    async fn findings(&self) -> Result<Findings, CheckpointError> {
+        let metadata = self.metadata().await?;
+        let is_foreign = |name: &str| name.ends_with(INDEX_ENDING);
+        let left = Leftovers::find(&**self.storage(), &metadata, is_data, is_foreign).await;
+        let notes = left.notes("unreferenced file", ", left by another save");
+        let mut found = Findings::new(Vec::new(), notes);
+        found.notes.extend(self.rank_warnings().await?.iter().cloned());
+        self.changed_files(&metadata, &mut found).await?;
+        Ok(found)
+    }
+
+    async fn checksum(
+        &self,
+        _metadata: &Arc<CheckpointMetadata>,
+        _entry: usize,
+        _chunk: usize,
+    ) -> Result<ChunkChecksum, CheckpointError> {
+        Ok(ChunkChecksum::Encoding)
+    }
+
+    async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
+        Ok(Vec::new())
+    }
+
+    async fn check_record(
+        &self,
+        _record: &StoredRecord,
+        _limits: RecordLimits<'_>,
+    ) -> Result<(), CheckpointError> {
+        Ok(())
+    }
+
+    async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError> {
+        Ok(Vec::new())
+    }
+}

@@ -3,7 +3,7 @@
 //! The first SIGINT, SIGTERM or SIGHUP drops the work, which ends uploads and with them their temporary
 //! files, and removes what the command has completed so far. The second ends the process at once.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::thread;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 use crate::failure::{Exit, Failure};
 
-/// After this time a stop that is not done is explained.
+/// A stop that takes longer explains itself on a terminal.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Runs a command's work. Work that is `long` gets a runtime of several threads and can be
@@ -25,10 +25,10 @@ pub(crate) fn run<T>(
     work: impl Future<Output = Result<T, Failure>>,
 ) -> Result<T, Failure> {
     if !long {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         return runtime.block_on(work);
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_time().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let signal = watch_signals();
     let outcome = runtime.block_on(async {
         tokio::select! {
@@ -49,7 +49,7 @@ async fn stopped(signal: oneshot::Receiver<i32>, rollback: &Rollback) -> (i32, Q
     (signal, rollback.quiesce().await)
 }
 
-/// Tests run many commands in one process, which none of them is to stop.
+/// Tests run many commands in one process, so a signal must not stop one of them.
 #[cfg(test)]
 fn watch_signals() -> oneshot::Receiver<i32> {
     let _: fn() -> oneshot::Receiver<i32> = watch_signals_of_process;
@@ -59,22 +59,25 @@ fn watch_signals() -> oneshot::Receiver<i32> {
 #[cfg(not(test))]
 use watch_signals_of_process as watch_signals;
 
-/// Tells of the first signal that asks to stop, and obeys the second.
+/// Returns the first signal through the channel. A second one ends the process.
 fn watch_signals_of_process() -> oneshot::Receiver<i32> {
-    let (tell, told) = oneshot::channel();
+    let (first_signal, received) = oneshot::channel();
     let watch = move |mut signals: Signals| {
         let mut signals = signals.forever();
         let Some(first) = signals.next() else { return };
-        if tell.send(first).is_err() {
-            // There is no work any more that could be stopped.
+        if first_signal.send(first).is_err() {
+            // The work has ended, so nothing is left to stop.
             std::process::exit(exit(first) as i32);
         }
-        thread::spawn(|| {
-            thread::sleep(PATIENCE);
-            let text = "stopping, when what is being written is settled; again to stop at once";
-            // Nobody has to hear it.
-            let _ = writeln!(std::io::stderr(), "{text}");
-        });
+        // A script has no second Ctrl-C to give, and reads the error from standard error.
+        if std::io::stderr().is_terminal() {
+            thread::spawn(|| {
+                thread::sleep(PATIENCE);
+                let text = "waiting for writes in progress; press Ctrl-C again to stop at once";
+                // The message is a courtesy: a closed terminal changes nothing.
+                let _ = writeln!(std::io::stderr(), "{text}");
+            });
+        }
         if let Some(second) = signals.next() {
             std::process::exit(exit(second) as i32);
         }
@@ -84,7 +87,7 @@ fn watch_signals_of_process() -> oneshot::Receiver<i32> {
     if let Err(error) = started {
         tracing::warn!(%error, "cannot watch for signals");
     }
-    told
+    received
 }
 
 fn exit(signal: i32) -> Exit {
@@ -97,7 +100,7 @@ fn exit(signal: i32) -> Exit {
 
 fn interrupted(signal: i32, rollback: &Rollback, quiet: Quiet) -> Failure {
     let failure = |text: &str| Failure::new(exit(signal), text);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let undone = match runtime {
         Ok(runtime) => runtime.block_on(rollback.undo(quiet)),
         Err(error) => {

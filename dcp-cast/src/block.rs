@@ -1,4 +1,4 @@
-//! Casting block by block: decode, encode, decode again, compare. A block stays in the first
+//! Casts block by block: decode, encode, decode again, compare. A block stays in the first-level
 //! cache, and every step is a loop without branches.
 
 use dcp_core::DType;
@@ -7,7 +7,7 @@ use super::float::{self, Reach};
 use super::integer;
 use super::report::CastCounts;
 
-/// Elements to go through at a time.
+/// The number of elements per block.
 pub(super) const BLOCK: usize = 1024;
 
 /// Floats of at most 32 bits.
@@ -55,7 +55,7 @@ pub(super) fn double(
     }
 }
 
-/// Integers and truth values, to any kind of number.
+/// Integers and booleans, to any kind of number.
 pub(super) fn integer(
     from: DType,
     to: DType,
@@ -78,7 +78,7 @@ pub(super) fn integer(
         }
         let (Some(odd), Some(float)) = (odd.get_mut(..n), float.get_mut(..n)) else { return };
         for (odd, old) in odd.iter_mut().zip(old) {
-            // Nearest where this is the last rounding, odd where another one follows.
+            // To nearest for the last rounding, to odd before another one.
             *odd = if to == DType::Float64 { *old as f64 } else { integer::to_odd(*old) };
         }
         float::store_double(to, odd, target);
@@ -87,7 +87,7 @@ pub(super) fn integer(
     }
 }
 
-/// Floats to integers and truth values.
+/// Floats to integers and booleans.
 pub(super) fn truncate(
     from: DType,
     to: DType,
@@ -105,7 +105,7 @@ pub(super) fn truncate(
     }
 }
 
-/// Both sides in blocks of equally many elements.
+/// Splits both sides into blocks of equally many elements.
 fn blocks<'a>(
     from: DType,
     to: DType,
@@ -120,8 +120,8 @@ macro_rules! compare {
         fn $name(old: &[$float], new: &[$float], reach: &Reach, counts: &mut CastCounts) {
             let beyond = reach.$beyond();
             let (mut out, mut under, mut nan, mut inexact) = (0_u32, 0_u32, 0_u32, 0_u32);
-            // Floats that are not negative are ordered as their bits, whose maximum can be taken
-            // in any order.
+            // Non-negative floats are ordered like their bits, whose maximum can be computed in any
+            // order.
             let mut worst: $bits = 0;
             for (&old, &new) in old.iter().zip(new) {
                 let far = old.abs() >= beyond && !(reach.infinite && old.is_infinite());

@@ -1,4 +1,4 @@
-//! Floats of every width, to and from blocks of `f32` and `f64`.
+//! Decodes and encodes floats of every width, as blocks of `f32` and `f64`.
 
 use std::sync::LazyLock;
 
@@ -8,7 +8,7 @@ use crate::small_float::{
     BF16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, SmallFloat, nearest, small_float,
 };
 
-/// Decodes floats of at most 32 bits, which is exact; leaves `numbers` alone for other dtypes.
+/// Decodes floats of at most 32 bits, which is exact; does nothing for other dtypes.
 pub(super) fn load_single(dtype: DType, bytes: &[u8], numbers: &mut [f32]) {
     match dtype {
         DType::Float32 => {
@@ -38,7 +38,7 @@ pub(super) fn load_single(dtype: DType, bytes: &[u8], numbers: &mut [f32]) {
     }
 }
 
-/// Encodes as floats of at most 32 bits, each number rounded once.
+/// Encodes floats of at most 32 bits, rounding each number once.
 pub(super) fn store_single(dtype: DType, numbers: &[f32], bytes: &mut [u8]) {
     match dtype {
         DType::Float32 => {
@@ -82,7 +82,7 @@ pub(super) fn load_double(dtype: DType, bytes: &[u8], numbers: &mut [f64]) {
     }
 }
 
-/// Encodes as floats of any width, each number rounded once.
+/// Encodes floats of any width, rounding each number once.
 pub(super) fn store_double(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     match dtype {
         DType::Float64 => {
@@ -111,8 +111,7 @@ pub(super) fn store_double(dtype: DType, numbers: &[f64], bytes: &mut [u8]) {
     }
 }
 
-/// Gives NaNs in bfloat16 the bits that PyTorch gives them where it goes from a type of at most 16
-/// bits.
+/// Sets the bits of NaNs in bfloat16 as PyTorch does for sources of at most 16 bits.
 pub(super) fn settle_nans(from: DType, to: DType, bytes: &mut [u8]) {
     if to != DType::BFloat16 || from.size() > 2 {
         return;
@@ -139,26 +138,26 @@ fn store_bytes(numbers: &[f32], bytes: &mut [u8], layout: SmallFloat) {
     }
 }
 
-/// The nearest power of two as its exponent, as PyTorch rounds: from one and a half times a
-/// power on to the next one, and between the two smallest always up. The sign is lost, zero
-/// becomes the smallest one, and what is not finite NaN.
+/// The exponent of the nearest power of two, as PyTorch rounds: up from one and a half times a
+/// power, and always up between the two smallest. Drops the sign; zero becomes the smallest power,
+/// and infinities and NaNs become NaN.
 #[inline(always)]
 fn exponent(x: f32) -> u8 {
     let magnitude = x.to_bits() & 0x7fff_ffff;
-    // A subnormal number with its highest bit alone is the smallest power itself.
+    // A subnormal number with only its highest bit set is the smallest power itself.
     let exact = u32::from(magnitude < 1 << 23);
     let rounded = magnitude.wrapping_add((1 << 22) - exact) >> 23;
     rounded.min(0xff) as u8
 }
 
-/// A binary16 without branches.
+/// Decodes a binary16 without branches.
 #[inline(always)]
 fn half(bits: u16) -> f32 {
     const EXPONENT: u32 = 0x7c00 << 13;
     let wide = u32::from(bits & 0x7fff) << 13;
     let exponent = wide & EXPONENT;
     let rebiased = wide + ((127 - 15) << 23);
-    // A NaN is made quiet, as PyTorch and processors do.
+    // Makes a NaN quiet, as PyTorch and processors do.
     let quiet = u32::from(wide > EXPONENT) << 22;
     let special = (rebiased + ((128 - 16) << 23)) | quiet;
     let subnormal = f32::from_bits(rebiased + (1 << 23)) - f32::from_bits(113 << 23);
@@ -172,8 +171,8 @@ fn half(bits: u16) -> f32 {
     f32::from_bits(magnitude | u32::from(bits >> 15) << 31)
 }
 
-/// A `binary32` that rounds to any narrower type as `x` itself does: `x` cut off, with the last
-/// place set where anything was lost.
+/// A `binary32` that rounds to any narrower type as `x` itself does: `x` truncated, with the last
+/// bit set if anything was lost.
 #[inline(always)]
 fn to_odd(x: f64) -> f32 {
     let near = x as f32;
@@ -183,7 +182,7 @@ fn to_odd(x: f64) -> f32 {
     f32::from_bits((near.to_bits() - away) | inexact)
 }
 
-/// What the bytes of an 8-bit float mean.
+/// The values of the bytes of an 8-bit float.
 fn table(dtype: DType) -> Option<&'static [f32; 256]> {
     type Table = LazyLock<[f32; 256]>;
     static E4M3FN_TABLE: Table = LazyLock::new(|| decoded(E4M3FN));
@@ -207,7 +206,7 @@ fn table(dtype: DType) -> Option<&'static [f32; 256]> {
     })
 }
 
-/// The NaN that PyTorch decodes those of types with a single one as.
+/// The NaN to which PyTorch decodes that of dtypes with a single one.
 const SIGNALING: u32 = 0x7f80_0001;
 
 fn decoded(layout: SmallFloat) -> [f32; 256] {
@@ -217,7 +216,7 @@ fn decoded(layout: SmallFloat) -> [f32; 256] {
             return number;
         }
         let code = code as u32;
-        // PyTorch goes by way of float16 from one, and puts ones before the other.
+        // PyTorch decodes one dtype by way of float16 and prefixes ones to the other.
         f32::from_bits(match (layout.has_infinity(), layout.has_signed_nan()) {
             (true, _) => (code & 0x80) << 24 | 0x7fc0_0000 | (code & 3) << 21,
             (false, true) => (code & 0x80) << 24 | 0x7ff0_0000,
@@ -226,7 +225,7 @@ fn decoded(layout: SmallFloat) -> [f32; 256] {
     })
 }
 
-/// Whether every number of the float dtype `narrow` is one of `wide`.
+/// Whether the float dtype `wide` represents every number of `narrow`.
 #[must_use]
 pub fn holds(wide: DType, narrow: DType) -> bool {
     match narrow {
@@ -242,32 +241,32 @@ pub fn holds(wide: DType, narrow: DType) -> bool {
     }
 }
 
-/// Where a dtype's range ends: half a step behind its largest number.
+/// The end of a dtype's range: half a step beyond its largest number.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reach {
     end: f64,
-    /// Whether that point itself is rounded back into the range.
+    /// Whether the end itself rounds back into the range.
     even: bool,
-    /// Whether infinity is a value of the dtype.
+    /// Whether the dtype has infinity.
     pub(super) infinite: bool,
-    /// Whether only positive numbers are.
+    /// Whether the dtype has positive numbers only.
     pub(super) positive: bool,
 }
 
 impl Reach {
-    /// The smallest `f32` that is out of range.
+    /// The smallest out-of-range `f32`.
     pub(super) fn single(&self) -> f32 {
         let end = self.end as f32;
         if self.even { end.next_up() } else { end }
     }
 
-    /// The smallest `f64` that is out of range.
+    /// The smallest out-of-range `f64`.
     pub(super) fn double(&self) -> f64 {
         if self.even { self.end.next_up() } else { self.end }
     }
 }
 
-/// Where the range of a float dtype ends.
+/// The end of a float dtype's range.
 pub(super) fn reach(dtype: DType) -> Reach {
     let wide = |end| Reach { end, even: false, infinite: true, positive: false };
     let layout = match dtype {

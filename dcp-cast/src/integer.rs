@@ -1,11 +1,11 @@
-//! Integers and truth values of every width, to and from blocks of `i128`.
+//! Decodes and encodes integers and booleans of every width, as blocks of `i128`.
 
 use dcp_core::DType;
 
 use super::float::Reach;
 use super::report::CastCounts;
 
-/// Runs `$then` with `$type` the integer type of a dtype.
+/// Runs `$then` with `$type` as the integer type of a dtype.
 macro_rules! with_type {
     ($dtype:expr, $type:ident => $then:expr) => {
         match $dtype {
@@ -46,7 +46,7 @@ macro_rules! with_type {
     };
 }
 
-/// Decodes integers; leaves `numbers` alone for other dtypes.
+/// Decodes integers; does nothing for other dtypes.
 pub(super) fn load(dtype: DType, bytes: &[u8], numbers: &mut [i128]) {
     if dtype == DType::Bool {
         for (number, byte) in numbers.iter_mut().zip(bytes) {
@@ -62,7 +62,7 @@ pub(super) fn load(dtype: DType, bytes: &[u8], numbers: &mut [i128]) {
     });
 }
 
-/// Encodes as integers of any width, by the lowest bits as PyTorch does; anything but zero is
+/// Encodes integers of any width by their lowest bits, as PyTorch does. Every value but zero is
 /// true.
 pub(super) fn store(dtype: DType, numbers: &[i128], bytes: &mut [u8]) {
     if dtype == DType::Bool {
@@ -79,15 +79,15 @@ pub(super) fn store(dtype: DType, numbers: &[i128], bytes: &mut [u8]) {
     });
 }
 
-/// The smallest and largest integer of a dtype; of a truth value, any.
+/// The smallest and largest integer of a dtype; unbounded for booleans.
 fn range(dtype: DType) -> (i128, i128) {
     let mut range = (i128::MIN, i128::MAX);
     with_type!(dtype, Int => range = (i128::from(Int::MIN), i128::from(Int::MAX)));
     range
 }
 
-/// A `f64` that rounds to any narrower type as `x` itself does: `x` cut off, with the last place
-/// set where anything was lost.
+/// An `f64` that rounds to any narrower type as `x` itself does: `x` truncated, with the last bit
+/// set if anything was lost.
 pub(super) fn to_odd(x: i128) -> f64 {
     let near = x as f64;
     let back = near as i128;
@@ -98,14 +98,14 @@ pub(super) fn to_odd(x: i128) -> f64 {
     f64::from_bits((near.to_bits() - away) | 1)
 }
 
-/// Truncates towards zero into the range of `dtype`; anything but zero is true.
+/// Truncates towards zero into the range of `dtype`. Every value but zero is true.
 pub(super) fn truncate(dtype: DType, old: &[f64], new: &mut [i128], counts: &mut CastCounts) {
     let (lowest, highest) = range(dtype);
     for (&old, new) in old.iter().zip(new) {
         if dtype == DType::Bool {
             *new = i128::from(old != 0.0);
         } else {
-            // Saturates, and makes NaN zero.
+            // Saturates, and converts NaN to zero.
             let whole = old as i128;
             *new = whole.clamp(lowest, highest);
             let out = old.is_nan() || *new != whole || old.is_infinite();
@@ -125,7 +125,7 @@ pub(super) fn truncate(dtype: DType, old: &[f64], new: &mut [i128], counts: &mut
     }
 }
 
-/// Counts what integers lost as other integers or truth values.
+/// Counts the losses of integers as other integers or booleans.
 pub(super) fn compare(to: DType, old: &[i128], new: &[i128], counts: &mut CastCounts) {
     let (lowest, highest) = range(to);
     for (old, new) in old.iter().zip(new) {
@@ -134,16 +134,16 @@ pub(super) fn compare(to: DType, old: &[i128], new: &[i128], counts: &mut CastCo
     }
 }
 
-/// Counts what integers lost as floats.
+/// Counts the losses of integers as floats.
 pub(super) fn compare_floats(reach: &Reach, old: &[i128], new: &[f64], counts: &mut CastCounts) {
     let beyond = reach.double();
     for (&old, &new) in old.iter().zip(new) {
-        // Where integers are not exact in 53 bits, no dtype's range ends.
+        // Integers beyond 53 bits are far from the end of any dtype's range.
         let far = old.unsigned_abs() as f64 >= beyond;
         let out_of_range = far || (reach.positive && old <= 0);
         counts.out_of_range += u64::from(out_of_range);
         counts.became_nan += u64::from(new.is_nan());
-        // A number that is not zero is whole in every dtype.
+        // A nonzero result is whole in every dtype.
         let difference = (new as i128).abs_diff(old);
         let inexact = out_of_range || difference != 0;
         counts.inexact += u64::from(inexact);

@@ -1,14 +1,14 @@
-//! Elements of one dtype as elements of another.
+//! Casts elements of one dtype to another.
 //!
-//! Numbers become the nearest number of the new dtype, the even one of two as near, subnormal
-//! ones included. Everything is rounded once: PyTorch goes from `float64` and from large integers
-//! to 16 and 8 bits by way of `float32`, and so rounds twice. Beyond the largest number the rules
-//! are those of PyTorch 2.15: infinity where the dtype has one, NaN in the `fnuz` dtypes, and the
-//! largest number in `float8_e4m3fn`.
+//! A number becomes the nearest number of the new dtype, ties to even, subnormal numbers included.
+//! Everything is rounded once; PyTorch casts from `float64` and large integers to 16 and 8 bits by
+//! way of `float32`, and so rounds twice. Beyond the largest number the rules are those of PyTorch
+//! 2.15: infinity if the dtype has one, NaN in the `fnuz` dtypes, and the largest number in
+//! `float8_e4m3fn`.
 //!
-//! NaN stays NaN. It keeps its sign where the dtype has one, and between dtypes of at least 16
-//! bits as much of its payload as fits, made quiet; in 8 bits all ones. (PyTorch's own bits depend
-//! on the processor.) `float8_e8m0fnu` has neither sign nor zero: it keeps the exponent only.
+//! NaN stays NaN. It keeps its sign if the dtype has one, and between dtypes of at least 16 bits as
+//! much of its payload as fits, made quiet; in 8 bits it is all ones. (PyTorch's own bits depend on
+//! the processor.) `float8_e8m0fnu` has neither sign nor zero and keeps the exponent only.
 
 mod block;
 mod float;
@@ -24,28 +24,28 @@ pub use small_float::{
     BF16, E2M1, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, SmallFloat, Specials, small_float,
 };
 
-/// A cast that has no meaning.
+/// An undefined cast.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("tensor {fqn:?} {problem}")]
 pub struct CastError {
     /// The tensor.
     pub fqn: String,
-    /// Why it cannot be cast, and what can be done.
+    /// The reason, and the alternative.
     pub problem: String,
 }
 
-/// Which casts are made, besides those that keep the kind of number.
+/// The casts to allow, besides those that keep the kind of number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CastOptions {
-    /// Whether floats may become integers or truth values, and integers truth values. Floats are
-    /// truncated towards zero; beyond the range comes its end, and NaN becomes 0 (PyTorch leaves
-    /// both undefined). Everything but zero is true, NaN included.
+    /// Whether floats may become integers or booleans, and integers booleans. Floats are truncated
+    /// towards zero and saturate at the ends of the range, and NaN becomes 0 (PyTorch defines
+    /// neither). Every value but zero is true, including NaN.
     pub truncate: bool,
 }
 
 impl CastOptions {
-    /// The same, with floats made integers where that is asked for.
+    /// Sets [`truncate`](Self::truncate).
     #[must_use]
     pub fn with_truncate(mut self, truncate: bool) -> Self {
         self.truncate = truncate;
@@ -53,7 +53,7 @@ impl CastOptions {
     }
 }
 
-/// Casts elements of one dtype to another, counting what is lost.
+/// Casts elements of one dtype to another, and counts what is lost.
 ///
 /// ```
 /// use dcp_cast::{CastCounts, CastOptions, Caster};
@@ -73,30 +73,29 @@ pub struct Caster {
     how: How,
 }
 
-/// The numbers in which an element is held between its two dtypes: all of the old dtype's are
-/// among them.
+/// The intermediate form of an element, which represents every value of the old dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum How {
     Copy,
     /// `binary32`, for floats of up to 32 bits.
     Single,
-    /// `binary64`, when either side has 64 bits.
+    /// `binary64`, if either side has 64 bits.
     Double,
     /// Integers of any width.
     Integer,
-    /// Floats that are truncated to integers.
+    /// Floats truncated to integers.
     Truncate,
-    /// Two elements of these dtypes in each.
+    /// Two elements of these dtypes per element.
     Parts(DType, DType, bool),
 }
 
 impl Caster {
-    /// Casts the elements of the tensor `fqn`, `from` one dtype `to` another.
+    /// A cast of the tensor `fqn` from one dtype to another.
     ///
     /// # Errors
     ///
-    /// When the pair has no meaning: quantized and packed elements,
-    /// bits, complex numbers as real ones; or floats as integers, unless `options` ask for it.
+    /// When the cast is undefined: quantized and packed elements, bits, complex numbers as real
+    /// ones; also floats as integers, unless `options` allow it.
     pub fn new(fqn: &str, from: DType, to: DType, options: CastOptions) -> Result<Self, CastError> {
         let refuse = |problem: String| CastError { fqn: fqn.to_owned(), problem };
         if from == to {
@@ -137,24 +136,24 @@ impl Caster {
         Ok(Self { from, to, how })
     }
 
-    /// The dtype of what goes in.
+    /// The dtype of the source.
     #[must_use]
     pub fn from(&self) -> DType {
         self.from
     }
 
-    /// The dtype of what comes out.
+    /// The dtype of the target.
     #[must_use]
     pub fn to(&self) -> DType {
         self.to
     }
 
-    /// Casts the little-endian elements of `source` into `target`, which has as many of them, and
-    /// adds to `counts` what was lost.
+    /// Casts the little-endian elements of `source` to as many in `target`, and adds the losses to
+    /// `counts`.
     ///
     /// # Panics
     ///
-    /// When the two do not have the bytes of equally many elements.
+    /// When the slices do not have the sizes of equally many elements.
     pub fn cast(&self, source: &[u8], target: &mut [u8], counts: &mut CastCounts) {
         let elements = source.len() / self.from.size();
         assert!(
@@ -179,7 +178,7 @@ impl Caster {
     }
 }
 
-/// What an element is.
+/// The kind of an element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Float,
@@ -187,7 +186,7 @@ enum Kind {
     Bool,
     /// Two floats of that dtype.
     Complex(DType),
-    /// No plain number.
+    /// Not a plain number.
     Opaque,
 }
 
@@ -221,14 +220,14 @@ impl Kind {
     }
 }
 
-/// Whether the elements are real numbers with a fraction, of any width.
+/// Whether the elements are floats, of any width.
 #[must_use]
 pub fn is_float(dtype: DType) -> bool {
     Kind::of(dtype) == Kind::Float
 }
 
-/// Whether a mean of such elements has a meaning: floats, but not exponents alone, and complex
-/// numbers.
+/// Whether a mean of such elements is defined: true for floats, except bare exponents, and for
+/// complex numbers.
 #[must_use]
 pub fn is_averaged(dtype: DType) -> bool {
     match Kind::of(dtype) {
@@ -238,9 +237,8 @@ pub fn is_averaged(dtype: DType) -> bool {
     }
 }
 
-/// Whether a tensor of that name is no weight but a number that stays as it is when weights are
-/// cast: the scales of block-scaled weights, which give every one of them its value, how many steps
-/// an optimizer has made, and what balances the experts of a router, which transformers and
+/// Whether a tensor of that name keeps its dtype when weights are cast: scales of block-scaled
+/// weights, optimizer step counts, and the expert biases of a router, which transformers and
 /// Megatron-Core keep in float32.
 #[must_use]
 pub fn is_exact(fqn: &str) -> bool {

@@ -1,32 +1,31 @@
-//! What casts lost.
+//! The losses of casts.
 
 use std::sync::Arc;
 
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
-/// What a cast did to the elements that went through it. In complex tensors the real and the
-/// imaginary parts are counted one by one, but in `elements`.
+/// The losses of a cast. For complex tensors, all counts but `elements` count real and imaginary
+/// parts separately.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CastCounts {
     /// Elements cast.
     pub elements: u64,
-    /// Elements outside of the new dtype's range: they became infinite, NaN, the largest or
-    /// smallest number there is, or (integers) wrapped around.
+    /// Elements outside the new dtype's range, which became infinite, NaN, the largest or smallest
+    /// number, or (integers) wrapped around.
     pub out_of_range: u64,
-    /// Elements other than zero that became zero.
+    /// Nonzero elements that became zero.
     pub underflowed: u64,
-    /// Elements that became NaN and were none, those out of range included.
+    /// Elements that became NaN, including those out of range.
     pub became_nan: u64,
-    /// Elements that have another value now; NaN counts as equal to NaN.
+    /// Elements with another value; NaN is equal to NaN.
     pub inexact: u64,
-    /// The largest of |new - old| / |old| among elements within range that stayed different from
-    /// zero.
+    /// The largest |new - old| / |old| among elements within range that did not become zero.
     pub max_relative_error: f64,
 }
 
 impl CastCounts {
-    /// Adds what another cast lost.
+    /// Adds the losses of another cast.
     pub fn add(&mut self, other: &Self) {
         self.elements += other.elements;
         self.out_of_range += other.out_of_range;
@@ -36,22 +35,22 @@ impl CastCounts {
         self.max_relative_error = self.max_relative_error.max(other.max_relative_error);
     }
 
-    /// Whether any element left the range of the new dtype, upwards or to zero, or became NaN:
-    /// more than rounding.
+    /// Whether an element left the range of the new dtype, upwards or to zero, or became NaN: more
+    /// than rounding.
     #[must_use]
     pub fn lost_range(&self) -> bool {
         self.out_of_range > 0 || self.underflowed > 0 || self.became_nan > 0
     }
 }
 
-/// What became of one tensor.
+/// The losses of one tensor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TensorCast {
     /// PyTorch's name of the old dtype.
     pub from: &'static str,
     /// PyTorch's name of the new one.
     pub to: &'static str,
-    /// What was lost.
+    /// The losses.
     #[serde(flatten)]
     pub counts: CastCounts,
 }
@@ -64,16 +63,16 @@ impl TensorCast {
     }
 }
 
-/// What became of every tensor that was cast, by FQN.
+/// The losses of every cast tensor, by FQN.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct CastReport {
-    /// The tensors with another dtype than before, in the order of the checkpoint. Elements that
-    /// were read more than once are counted as often.
+    /// The tensors whose dtype changed, in the order of the checkpoint. Elements that were read
+    /// repeatedly count each time.
     pub tensors: IndexMap<Arc<str>, TensorCast>,
 }
 
 impl CastReport {
-    /// Everything taken together.
+    /// The sum over all tensors.
     #[must_use]
     pub fn total(&self) -> CastCounts {
         let mut total = CastCounts::default();

@@ -1,4 +1,4 @@
-//! One clause as a trial: where it runs, how long it may, and what it says when it fails.
+//! Runs one clause as a trial, with a timeout and a message.
 
 use std::any::Any;
 use std::future::Future;
@@ -12,19 +12,19 @@ use dcp_core::error_chain;
 use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::{Builder, Runtime};
 
-/// How long one clause may take before it counts as hung. A sound plug-in takes a few seconds; on a
-/// machine that is busy with other things it may take many times as long.
+/// The time after which a clause counts as hung. A conforming plug-in takes a few seconds; a busy
+/// machine can take many times as long.
 pub const CASE_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Runs trials with the arguments of the process, as the harness of `cargo test` does.
+/// Runs trials with the process's arguments, like the harness of `cargo test`.
 #[must_use]
 pub fn run(trials: Vec<Trial>) -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-/// Why a clause does not hold.
+/// The reason why a clause fails.
 ///
-/// It is made from any error, with its causes.
+/// Can be created from any error, with its causes.
 #[derive(Debug)]
 pub(crate) struct Failure(String);
 
@@ -66,9 +66,9 @@ macro_rules! ensure {
 pub(crate) use ensure;
 
 /// The runtime that all asynchronous clauses of the process share, because clients of remote
-/// storages tie their connections to the runtime that opened them.
+/// storages bind their connections to the runtime that opened them.
 ///
-/// It lives as long as the process: shutting it down would wait for a clause that hangs.
+/// Lives as long as the process: shutting it down would wait for a hung clause.
 pub(crate) fn runtime() -> &'static Runtime {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     RUNTIME.get_or_init(|| {
@@ -80,7 +80,7 @@ pub(crate) fn runtime() -> &'static Runtime {
     })
 }
 
-/// Runs an asynchronous clause to its end, its panic, or the timeout.
+/// Runs an asynchronous clause until it ends, panics, or exceeds the timeout.
 pub(crate) fn run_future<F>(timeout: Duration, future: F) -> Outcome
 where
     F: Future<Output = Outcome> + Send + 'static,
@@ -95,13 +95,13 @@ where
                 Err(error) => error.into(),
             }),
         };
-        // The receiver is gone only after a timeout, which was reported already.
+        // The receiver is gone only after a timeout, which was reported.
         let _ = sender.send(outcome);
     });
     wait(timeout, &receiver)
 }
 
-/// Runs a blocking clause on a thread of its own to its end, its panic, or the timeout.
+/// Runs a blocking clause on its own thread until it ends, panics, or exceeds the timeout.
 pub(crate) fn run_thread<F>(timeout: Duration, case: F) -> Outcome
 where
     F: FnOnce() -> Outcome + Send + 'static,
@@ -110,7 +110,7 @@ where
     std::thread::Builder::new().name("clause".into()).spawn(move || {
         let outcome = catch_unwind(AssertUnwindSafe(case))
             .unwrap_or_else(|panic| Err(Failure::of_panic(&*panic)));
-        // As above.
+        // The receiver is gone only after a timeout, which was reported.
         let _ = sender.send(outcome);
     })?;
     wait(timeout, &receiver)
@@ -126,7 +126,7 @@ fn wait(timeout: Duration, receiver: &mpsc::Receiver<Outcome>) -> Outcome {
     }
 }
 
-/// The outcome as the harness wants it.
+/// Converts an outcome for the harness.
 pub(crate) fn report(outcome: Outcome) -> Result<(), Failed> {
     outcome.map_err(|failure| Failed::from(failure.message()))
 }

@@ -1,4 +1,4 @@
-//! A decorator that counts what is asked of a storage.
+//! A storage decorator that counts requests and bytes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,9 +9,9 @@ use dcp_core::{
     Storage, StorageError, Upload,
 };
 
-/// Passes everything on to another storage and counts it; clones share the counts.
+/// Counts the requests to another storage; clones share the counts.
 ///
-/// A request counts when it is made, whatever becomes of it; bytes count when it succeeded.
+/// A request counts when it is made, bytes when the request succeeds.
 #[derive(Clone, Debug)]
 pub struct CountingStorage {
     inner: Arc<dyn Storage>,
@@ -24,7 +24,7 @@ struct Tally {
     by_key: BTreeMap<Key, u64>,
 }
 
-/// What was asked of a [`CountingStorage`].
+/// The requests to a [`CountingStorage`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counts {
@@ -32,7 +32,7 @@ pub struct Counts {
     pub stats: u64,
     /// Calls of [`Storage::read`].
     pub reads: u64,
-    /// Ranges in all reads together.
+    /// Ranges in all reads.
     pub ranges: u64,
     /// Calls of [`Storage::put`] and [`Claim::replace`].
     pub puts: u64,
@@ -50,14 +50,14 @@ pub struct Counts {
     pub deletes: u64,
     /// Calls of [`Storage::claim`].
     pub claims: u64,
-    /// Bytes that reads brought.
+    /// Bytes read.
     pub bytes_read: u64,
-    /// Bytes that puts and parts took.
+    /// Bytes written by puts and parts.
     pub bytes_written: u64,
 }
 
 impl Counts {
-    /// All calls together.
+    /// The total number of calls.
     #[must_use]
     pub fn operations(&self) -> u64 {
         let of_objects = self.stats + self.reads + self.puts + self.lists + self.deletes;
@@ -67,32 +67,32 @@ impl Counts {
 }
 
 impl CountingStorage {
-    /// Counts from zero what passes to `inner`.
+    /// Wraps `inner` with counts of zero.
     #[must_use]
     pub fn new(inner: Arc<dyn Storage>) -> Self {
         Self { inner, tally: Arc::default() }
     }
 
-    /// What was asked so far.
+    /// The current counts.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.tally().counts
     }
 
-    /// How often that key was asked for: calls of `stat`, `read`, `put`, `start_upload` and
-    /// `delete`, and those on its uploads.
+    /// The number of requests for a key: calls of `stat`, `read`, `put`, `start_upload` and
+    /// `delete`, and calls on its uploads.
     #[must_use]
     pub fn requests(&self, key: &Key) -> u64 {
         self.tally().by_key.get(key).copied().unwrap_or(0)
     }
 
-    /// Every key that was asked for, in order, and how often.
+    /// The number of requests for each key, in key order.
     #[must_use]
     pub fn requests_by_key(&self) -> Vec<(Key, u64)> {
         self.tally().by_key.iter().map(|(key, &requests)| (key.clone(), requests)).collect()
     }
 
-    /// Begins again at zero, and returns what was counted.
+    /// Resets the counts to zero, and returns the old ones.
     pub fn reset(&self) -> Counts {
         std::mem::take(&mut *self.tally()).counts
     }

@@ -1,4 +1,4 @@
-//! A decorator that breaks one rank at a chosen operation.
+//! A collective decorator that fails at a chosen operation of one rank.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,29 +8,28 @@ use std::time::Duration;
 use bytes::Bytes;
 use dcp_core::{Collective, CollectiveError, Rank};
 
-/// What happens to a rank in the broken operation of a [`FaultCollective`].
+/// The fault of a [`FaultCollective`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CollectiveFault {
-    /// The rank is gone: its member of the group is dropped, and every call on it fails from now
-    /// on. The others see a peer that died.
+    /// The rank dies: its member of the group is dropped, and all further calls on it fail. The
+    /// others see a dead peer.
     Die,
     /// The rank aborts the group for this reason.
     Abort(String),
-    /// The operation fails on this rank, now and in every later call, but nobody tells the
-    /// others: they see a peer that stays silent.
+    /// This and every later operation fails on this rank only. The others see a silent peer.
     Fail(CollectiveError),
-    /// The rank comes late by this much.
+    /// The rank is late by this duration.
     Stall(Duration),
 }
 
-/// One member of a group that breaks in one of its operations.
+/// A member of a group that fails in one of its operations.
 ///
-/// Each call but `rank`, `world_size` and `abort` is one operation, counted from 1.
+/// Every call but `rank`, `world_size` and `abort` is an operation; operations count from 1.
 pub struct FaultCollective {
     rank: Rank,
     world_size: u32,
-    /// `None` once the rank is gone.
+    /// `None` after the rank died.
     inner: Mutex<Option<Arc<dyn Collective>>>,
     operation: u64,
     fault: CollectiveFault,
@@ -39,7 +38,7 @@ pub struct FaultCollective {
 }
 
 impl FaultCollective {
-    /// Breaks the `operation`-th operation of `inner`, counted from 1.
+    /// Applies `fault` to operation number `operation` of `inner`, counted from 1.
     #[must_use]
     pub fn new(inner: Box<dyn Collective>, operation: u64, fault: CollectiveFault) -> Self {
         Self {
@@ -53,14 +52,14 @@ impl FaultCollective {
         }
     }
 
-    /// Stalls by this function.
+    /// Replaces the function that waits.
     #[cfg(test)]
     pub(crate) fn with_sleep(mut self, sleep: impl Fn(Duration) + Send + Sync + 'static) -> Self {
         self.sleep = Box::new(sleep);
         self
     }
 
-    /// How many operations have begun, the failed ones included.
+    /// The number of operations begun, including failed ones.
     #[must_use]
     pub fn operations(&self) -> u64 {
         self.begun.load(Ordering::SeqCst)

@@ -1,4 +1,4 @@
-//! A decorator that breaks a storage at a chosen operation.
+//! A storage decorator that fails at a chosen operation.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,33 +11,33 @@ use dcp_core::{
 };
 use futures_util::stream;
 
-/// What happens to an operation of a [`FaultStorage`].
+/// The fault of a [`FaultStorage`]'s operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// It fails with an error of this kind, and has no effect.
+    /// Fails with an error of this kind, without effect.
     Fail(StorageErrorKind),
-    /// It takes effect, but its reply is lost: the caller sees
+    /// Takes effect, but the reply is lost: the caller sees
     /// [`Transient`](StorageErrorKind::Transient).
     LoseReply,
-    /// It takes effect and fails with [`Other`](StorageErrorKind::Other) nonetheless, as when a file
-    /// has its name and the folder cannot be synced.
+    /// Takes effect and still fails, with [`Other`](StorageErrorKind::Other), as when a file has
+    /// its name and the folder cannot be synced.
     FailAfterwards,
-    /// A read brings fewer bytes than there are, which a storage must report as
-    /// [`Truncated`](StorageErrorKind::Truncated). Another operation fails as with
-    /// [`Fault::Fail`] of that kind.
+    /// A read returns fewer bytes than requested, which a storage must report as
+    /// [`Truncated`](StorageErrorKind::Truncated). Other operations fail as with [`Fault::Fail`] of
+    /// that kind.
     ShortRead,
-    /// The process dies in the middle of it: of a part of an upload the first half is sent,
-    /// anything else has no effect, and every later operation fails.
+    /// The process dies during the operation: half of an upload's part is sent, other operations
+    /// have no effect, and all later operations fail.
     Tear,
 }
 
-/// Passes operations on to another storage and counts them; some fail, as told.
+/// Passes operations to another storage, counts them, and makes chosen ones fail.
 ///
-/// Each call of a method of [`Storage`] but `capabilities`, of [`Upload`] and of [`Claim`], is one operation,
-/// counted from 1 when it begins, over all clones together. So a test that runs one operation
-/// after another breaks at the same place every time, and can try every place: until
-/// [`operations`](Self::operations) stays below the number at which the fault is set.
+/// Every call of a method of [`Storage`] but `capabilities`, of [`Upload`] and of [`Claim`] is an
+/// operation. Operations count from 1 when they begin, over all clones. A test with sequential
+/// operations fails at the same place each time and can try every place: until
+/// [`operations`](Self::operations) stays below the number of the fault.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -68,7 +68,7 @@ pub struct FaultStorage {
 }
 
 impl FaultStorage {
-    /// No faults yet.
+    /// Wraps `inner` without faults.
     #[must_use]
     pub fn new(inner: Arc<dyn Storage>) -> Self {
         Self {
@@ -81,56 +81,56 @@ impl FaultStorage {
         }
     }
 
-    /// Breaks the `operation`-th operation, counted from 1.
+    /// Sets the fault of operation number `operation`, counted from 1.
     #[must_use]
     pub fn with_fault(mut self, operation: u64, fault: Fault) -> Self {
         Arc::make_mut(&mut self.faults).insert(operation, fault);
         self
     }
 
-    /// Lets `operations` operations pass, and every later one fail without effect, as if the
-    /// process were gone. Uploads in progress then are neither aborted nor dropped: what they
-    /// have sent stays where it is, as after a `kill -9`.
+    /// Makes all operations after the first `operations` fail without effect, as if the process had
+    /// died. Unfinished uploads are then neither aborted nor dropped: what they sent stays, as
+    /// after a `kill -9`.
     #[must_use]
     pub fn dying_after(mut self, operations: u64) -> Self {
         self.last = self.last.min(operations);
         self
     }
 
-    /// Fills the storage after `operations` operations: every later one that needs space fails with
-    /// [`Full`](StorageErrorKind::Full). Reads and deletions pass, and so does the completion of an
-    /// upload, whose bytes have their space.
+    /// Fills the storage after `operations` operations: later ones that need space fail with
+    /// [`Full`](StorageErrorKind::Full). Reads and deletions succeed, and so does the completion of
+    /// an upload, whose bytes have their space.
     #[must_use]
     pub fn full_after(mut self, operations: u64) -> Self {
         self.full_after = self.full_after.min(operations);
         self
     }
 
-    /// Makes the storage read-only after `operations` operations: every later one that changes
-    /// anything fails with [`Denied`](StorageErrorKind::Denied).
+    /// Makes the storage read-only after `operations` operations: later ones that change anything
+    /// fail with [`Denied`](StorageErrorKind::Denied).
     #[must_use]
     pub fn read_only_after(mut self, operations: u64) -> Self {
         self.read_only_after = self.read_only_after.min(operations);
         self
     }
 
-    /// How many operations have begun, the failed ones included.
+    /// The number of operations begun, including failed ones.
     #[must_use]
     pub fn operations(&self) -> u64 {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
     }
 
-    /// What the operations that have begun do to what is stored, in their order.
+    /// The effects of the operations begun, in order.
     ///
-    /// A process that dies, and a storage that is full or read-only from some operation on, leave
-    /// the same behind for all operations between two that change something. A test that tries
-    /// every operation can leave out those in between.
+    /// A process that dies, or a storage that becomes full or read-only, leaves the same state for
+    /// all operations between two that change something. A test that tries every operation can skip
+    /// those.
     #[must_use]
     pub fn effects(&self) -> Vec<Effect> {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether every further operation fails.
+    /// Whether all further operations fail.
     #[must_use]
     pub fn is_dead(&self) -> bool {
         self.dead_at(self.operations().saturating_add(1))
@@ -141,7 +141,7 @@ impl FaultStorage {
         torn || operation > self.last
     }
 
-    /// Counts an operation, and tells what is to happen to it.
+    /// Counts an operation, and returns its fault.
     fn begin(&self, effect: Effect) -> Verdict {
         let number = {
             let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
@@ -165,7 +165,7 @@ impl FaultStorage {
         }
     }
 
-    /// Runs one operation that has no half-way state.
+    /// Runs an operation without an intermediate state.
     async fn run<T>(
         &self,
         (op, effect): (StorageOp, Effect),
@@ -184,20 +184,19 @@ impl FaultStorage {
     }
 }
 
-/// What an operation of a [`FaultStorage`] does to what is stored.
+/// The effect of an operation on the stored data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Effect {
     /// It reads.
     None,
-    /// It writes, and fails where there is no space.
+    /// Writes, and fails without space.
     TakesSpace,
-    /// It changes something, and succeeds on a full storage: a deletion, a claim, the end of an
-    /// upload.
+    /// Changes something without needing space: a deletion, a claim, the end of an upload.
     TakesNoSpace,
 }
 
-/// What is to happen to an operation, and its number.
+/// The fault of an operation, and its number.
 #[derive(Clone, Copy)]
 enum Verdict {
     Pass,
@@ -281,7 +280,7 @@ impl Storage for FaultStorage {
     }
 }
 
-/// It ends with the process, whether that ends well or not.
+/// Ends with the process, regardless of the outcome.
 #[derive(Debug)]
 struct FaultClaim {
     inner: Arc<dyn Claim>,
@@ -299,7 +298,7 @@ impl Claim for FaultClaim {
 
 #[derive(Debug)]
 struct FaultUpload {
-    /// `None` once it was completed or aborted.
+    /// `None` after completion or abort.
     inner: Option<Box<dyn Upload>>,
     storage: FaultStorage,
     key: Key,
@@ -356,7 +355,7 @@ impl Upload for FaultUpload {
 impl Drop for FaultUpload {
     fn drop(&mut self) {
         if self.storage.is_dead() {
-            // A process that is gone does not clean up either.
+            // A dead process does not clean up either.
             std::mem::forget(self.inner.take());
         }
     }

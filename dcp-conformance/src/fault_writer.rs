@@ -1,4 +1,4 @@
-//! A writer whose commit takes effect and then fails.
+//! A writer decorator whose commit takes effect and then fails.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,9 +11,9 @@ use dcp_core::{
     WriteReport,
 };
 
-/// A [`StorageWriter`] whose commit makes the checkpoint visible and then fails, as one does whose
-/// reply is lost, and which deletes every file of a plan that is abandoned. A driver that abandons
-/// a save after its commit destroys the checkpoint.
+/// A [`StorageWriter`] whose commit publishes the checkpoint and then fails, like one whose reply
+/// is lost, and whose `abandon` deletes every file of the plan. A driver that abandons a save after
+/// its commit destroys the checkpoint.
 #[derive(Debug)]
 pub struct FaultWriter<W> {
     inner: W,
@@ -22,13 +22,13 @@ pub struct FaultWriter<W> {
 }
 
 impl<W: StorageWriter> FaultWriter<W> {
-    /// What `inner` writes to `storage`.
+    /// Wraps `inner`, which writes to `storage`.
     #[must_use]
     pub fn new(inner: W, storage: Arc<dyn Storage>) -> Self {
         Self { inner, storage, committed: AtomicBool::new(false) }
     }
 
-    /// Whether the checkpoint is visible.
+    /// Whether the checkpoint was published.
     #[must_use]
     pub fn is_committed(&self) -> bool {
         self.committed.load(Ordering::Acquire)

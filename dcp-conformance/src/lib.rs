@@ -1,8 +1,8 @@
 //! Conformance suites and fault-injecting decorators for dcp plug-ins.
 //!
-//! The author of a [`Storage`](dcp_core::Storage), a [`Collective`](dcp_core::Collective), a planner
-//! or a [`CheckpointFormat`](dcp_core::format::CheckpointFormat) proves it here: every clause of the
-//! trait's documentation is a named test.
+//! The author of a [`Storage`](dcp_core::Storage), a [`Collective`](dcp_core::Collective), a
+//! planner or a [`CheckpointFormat`](dcp_core::format::CheckpointFormat) tests it here: every
+//! clause of the trait's documentation is a named test.
 //!
 //! ```toml
 //! [[test]]
@@ -22,13 +22,13 @@
 //! }
 //! ```
 //!
-//! The binary takes the arguments of `cargo test`, filters included. Several suites go into one
-//! binary with [`run`]. A clause that the plug-in's capabilities exclude is shown as ignored, by
-//! name and with the capability it lacks; a clause that takes longer than [`CASE_TIMEOUT`] fails.
-//! A new clause comes with a minor version of this crate.
+//! The binary accepts the arguments of `cargo test`, filters included. [`run`] combines several
+//! suites in one binary. A clause that the plug-in's capabilities exclude appears as ignored, with
+//! the missing capability; a clause that takes longer than [`CASE_TIMEOUT`] fails. New clauses come
+//! with minor versions of this crate.
 //!
-//! For tests of what *uses* a plug-in there are [`MemoryStorage`] and decorators that count, slow
-//! down, stop and break: [`CountingStorage`], [`SlowStorage`], [`StallStorage`], [`FaultStorage`],
+//! For tests of code that *uses* a plug-in: [`MemoryStorage`], and decorators that count, slow
+//! down, stop and fail: [`CountingStorage`], [`SlowStorage`], [`StallStorage`], [`FaultStorage`],
 //! [`FaultWriter`], [`SlowCollective`] and [`FaultCollective`].
 
 mod case;

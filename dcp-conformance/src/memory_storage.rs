@@ -1,4 +1,4 @@
-//! A storage in memory, for tests and short-lived tools.
+//! A storage in memory, for tests and short-lived programs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,10 +13,9 @@ use dcp_core::{
 };
 use futures_util::stream;
 
-/// Objects in the memory of this process; clones share them.
+/// Objects in this process's memory; clones share them.
 ///
-/// It keeps every clause of the contract but durability, and needs no runtime: no call ever
-/// waits.
+/// Keeps every clause of the contract but durability. Needs no runtime: no call waits.
 ///
 /// ```
 /// use dcp_conformance::MemoryStorage;
@@ -33,14 +32,14 @@ use futures_util::stream;
 pub struct MemoryStorage {
     objects: Arc<Mutex<Objects>>,
     capabilities: Capabilities,
-    /// Whether a claim keeps others away, rather than fail when it comes too late.
+    /// Whether a claim excludes others; if not, its replacement fails when it is too late.
     locks: bool,
 }
 
 #[derive(Default)]
 struct Objects {
     by_key: BTreeMap<Key, Object>,
-    /// How many objects were written so far.
+    /// The number of objects written so far.
     written: u64,
     claimed: BTreeSet<Key>,
 }
@@ -52,7 +51,7 @@ struct Object {
 }
 
 impl Objects {
-    /// Differs from that of any other object that the key ever had; `None` where there is none.
+    /// A number that is unique among all objects that the key ever had; `None` without an object.
     fn version(&self, key: &Key) -> Option<u64> {
         self.by_key.get(key).map(|object| object.version)
     }
@@ -78,16 +77,16 @@ impl MemoryStorage {
         Self { objects: Arc::default(), capabilities, locks: true }
     }
 
-    /// The same objects, with other things promised: for tests of how callers get along with a
-    /// lesser storage. What is really done does not change.
+    /// Declares other capabilities for the same objects, to test callers with a lesser storage. The
+    /// behavior does not change.
     #[must_use]
     pub fn with_capabilities(mut self, capabilities: Capabilities) -> Self {
         self.capabilities = capabilities;
         self
     }
 
-    /// Lets claims overlap, as those of an object store do: of several the first one replaces the
-    /// object, and the others fail when they try to.
+    /// Makes claims overlap, like those of an object store: the first one that replaces the object
+    /// wins, and the others fail when they try.
     #[must_use]
     pub fn with_conditional_claims(mut self) -> Self {
         self.locks = false;
@@ -133,8 +132,8 @@ impl fmt::Debug for MemoryStorage {
     }
 }
 
-/// Always a copy: to keep the caller's pieces would keep a loan of its memory for as long as the
-/// object lives.
+/// Always copies: keeping the caller's pieces would extend a loan of its memory for the object's
+/// lifetime.
 fn copied(payload: &Payload) -> Bytes {
     payload.pieces().concat().into()
 }

@@ -1,11 +1,11 @@
-//! A decorator that makes one rank slow.
+//! A collective decorator that delays one rank.
 
 use std::time::Duration;
 
 use bytes::Bytes;
 use dcp_core::{Collective, CollectiveError, Rank};
 
-/// One member of a group that comes late to every operation.
+/// A member of a group that is late in every operation.
 #[derive(Debug)]
 pub struct SlowCollective {
     inner: Box<dyn Collective>,
@@ -13,7 +13,7 @@ pub struct SlowCollective {
 }
 
 impl SlowCollective {
-    /// Lets every operation of `inner` wait for `delay` first; `abort` does not wait.
+    /// Delays every operation of `inner` by `delay`, except `abort`.
     #[must_use]
     pub fn new(inner: Box<dyn Collective>, delay: Duration) -> Self {
         Self { inner, delay }

@@ -1,4 +1,4 @@
-//! A decorator that makes a storage slow.
+//! A storage decorator that delays operations.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use dcp_core::{
 use futures_util::{StreamExt, stream};
 use tokio::time::sleep;
 
-/// Lets every call wait before it passes it on to another storage: a fixed latency, and
-/// optionally a time by the byte. Calls wait side by side, as they do on a network.
+/// Delays every call to another storage: by a fixed latency, and optionally by a time per byte.
+/// Delays of concurrent calls overlap, as on a network.
 ///
-/// It needs a tokio runtime with its timer.
+/// Needs a tokio runtime with its timer.
 #[derive(Clone, Debug)]
 pub struct SlowStorage {
     inner: Arc<dyn Storage>,
@@ -38,13 +38,13 @@ impl Pace {
 }
 
 impl SlowStorage {
-    /// Lets every call to `inner` wait for `latency` first.
+    /// Delays every call to `inner` by `latency`.
     #[must_use]
     pub fn new(inner: Arc<dyn Storage>, latency: Duration) -> Self {
         Self { inner, pace: Pace { latency, bytes_per_second: None } }
     }
 
-    /// Makes calls that carry bytes wait for them too.
+    /// Also delays calls in proportion to their bytes.
     #[must_use]
     pub fn with_bytes_per_second(mut self, bytes_per_second: u64) -> Self {
         self.pace.bytes_per_second = Some(bytes_per_second);

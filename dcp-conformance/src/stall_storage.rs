@@ -1,4 +1,4 @@
-//! A decorator that stops a caller at a chosen operation.
+//! A storage decorator that stops a caller at a chosen operation.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,12 +11,11 @@ use dcp_core::{
 };
 use futures_util::{StreamExt, stream};
 
-/// Passes operations on to another storage; one of them begins only after
-/// [`resume`](Self::resume).
+/// Passes operations to another storage; one of them waits for [`resume`](Self::resume).
 ///
-/// Operations are counted as by [`FaultStorage`](crate::FaultStorage). So a test can stop one of two
-/// callers before each of its steps and let the other one run meanwhile. It needs no runtime: a
-/// caller that is stopped is a future that stays pending.
+/// Operations are counted as by [`FaultStorage`](crate::FaultStorage). A test can stop one of two
+/// callers before each of its steps and let the other continue. Needs no runtime: a stopped caller
+/// is a pending future.
 #[derive(Clone, Debug)]
 pub struct StallStorage {
     inner: Arc<dyn Storage>,
@@ -34,7 +33,7 @@ struct Gate {
 struct State {
     reached: bool,
     open: bool,
-    /// Callers that are stopped, and those that wait for one to be.
+    /// Stopped callers, and callers of [`stopped`](Self::stopped).
     waiting: Vec<Waker>,
     watching: Vec<Waker>,
 }
@@ -66,13 +65,13 @@ impl Gate {
 }
 
 impl StallStorage {
-    /// Stops the caller before the `operation`-th operation, counted from 1.
+    /// Stops the caller before operation number `operation`, counted from 1.
     #[must_use]
     pub fn new(inner: Arc<dyn Storage>, operation: u64) -> Self {
         Self { inner, stop_at: operation, gate: Arc::default() }
     }
 
-    /// Lets the operation pass.
+    /// Lets the operation continue.
     pub fn resume(&self) {
         let mut state = self.gate.state();
         state.open = true;
@@ -92,7 +91,7 @@ impl StallStorage {
         .await;
     }
 
-    /// How many operations have begun, the one that is stopped included.
+    /// The number of operations begun, including the stopped one.
     #[must_use]
     pub fn operations(&self) -> u64 {
         self.gate.begun.load(Ordering::SeqCst)

@@ -9,29 +9,30 @@ use dcp_core::{CheckpointError, FormatError, StorageError, StorageExt as _};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
 use serde::Deserialize;
 
-/// The folder of a checkpoint that is a DCP checkpoint.
+/// The folder of a step that contains the DCP checkpoint.
 pub(crate) const MODEL_FOLDER: &str = "model_and_optim";
 /// The file that is written last.
 pub(crate) const COMMIT: &str = ".metadata.json";
 /// The trainer's state of rank 0.
 pub(crate) const TRAIN: &str = "train/rank0.pt";
 
-/// Steps of OLMo-core's runs: `train/`, `model_and_optim/`, `.metadata.json`.
+/// Steps of OLMo-core runs: `train/`, `model_and_optim/`, `.metadata.json`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OlmoFormat;
 
-/// The formats that the folder of a run of OLMo-core may hold.
+/// The formats in the folders of an OLMo-core run.
 pub(crate) fn formats() -> FormatRegistry {
     dcp_convert::formats().with(std::sync::Arc::new(OlmoFormat))
 }
 
-/// As `dir_is_checkpoint` of OLMo-core (3.0), which wants all three files and reads none.
+/// The rule of OLMo-core's (3.0) `dir_is_checkpoint`, which requires all three files and reads
+/// none.
 fn problem(folder: &Folder<'_>, model: Option<&DcpFiles>) -> Option<String> {
     let committed = folder.has(COMMIT);
     if !model.is_some_and(|model| model.metadata) {
         let mut problem = format!("there is no {MODEL_FOLDER}/.metadata: the save did not finish");
         if committed {
-            // It is written when an asynchronous save ends, however it ends.
+            // An asynchronous save writes it in any case, even after a failure.
             problem.push_str(&format!(", although there is a {COMMIT}"));
         }
         return Some(problem);
@@ -65,7 +66,7 @@ impl CheckpointFormat for OlmoFormat {
         if model.is_some() || is_step {
             let problem = problem(folder, model.as_ref());
             let inner = model.filter(DcpFiles::is_committed).map(|_| MODEL_FOLDER.to_owned());
-            // A folder that is a checkpoint itself is opened as that one.
+            // A folder that is a checkpoint itself is opened as that.
             let evidence = match (folder.has(".metadata"), &inner) {
                 (false, Some(_)) => Evidence::Index,
                 (false, None) => Evidence::Remains,
@@ -111,7 +112,7 @@ impl CheckpointFormat for OlmoFormat {
     }
 }
 
-/// The step of a folder that OLMo-core (3.0) takes for a checkpoint by its name, `step{N}`.
+/// The step number in a folder name that OLMo-core (3.0) recognizes, `step{N}`.
 #[must_use]
 pub fn olmo_step(name: &str) -> Option<u64> {
     let digits = name.strip_prefix("step")?;
@@ -119,11 +120,11 @@ pub fn olmo_step(name: &str) -> Option<u64> {
     digits.parse().ok().filter(|_| plain)
 }
 
-/// What OLMo-core (3.0) notes about a checkpoint in its `.metadata.json`.
+/// The contents of a checkpoint's `.metadata.json` (OLMo-core 3.0).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[non_exhaustive]
 pub struct OlmoNote {
-    /// Whether the trainer may remove it when a later one is there.
+    /// Whether the trainer may remove it when a later one exists.
     #[serde(default)]
     pub ephemeral: bool,
     /// The version of OLMo-core that wrote it.
@@ -132,10 +133,10 @@ pub struct OlmoNote {
 }
 
 impl OlmoNote {
-    /// More bytes than any of these files has; a longer one is not read.
+    /// The maximum size of such a file in bytes; longer ones are not read.
     pub const BYTES_MAX: u64 = 64 << 10;
 
-    /// Reads a `.metadata.json`.
+    /// Parses a `.metadata.json`.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Which parameters of an optimizer make up a group: those with the same settings.
+//! Assigns an optimizer's parameters to groups of equal settings.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -10,7 +10,7 @@ use indexmap::IndexMap;
 use crate::roots::{GROUPS, OPTIM};
 use crate::value_hash;
 
-/// A setting of a parameter: its field and what lies below it, and its entry.
+/// A setting of a parameter: its field, the path below it, and its entry.
 pub(crate) type Setting<'a> = (&'a str, &'a [PathItem], usize);
 
 /// The first setting in which two parameters differ.
@@ -33,7 +33,7 @@ fn difference<'a>(
     differs.map(|((field, ..), _)| *field)
 }
 
-/// Parameters with the same settings, together.
+/// Groups parameters by equal settings.
 pub(crate) fn equal_groups(
     settings: &IndexMap<&str, Vec<Setting<'_>>>,
     values: &HashMap<usize, Value>,
@@ -47,7 +47,7 @@ pub(crate) fn equal_groups(
         })
         .collect();
     let mut groups: Vec<(&[Setting<'_>], Vec<Arc<str>>)> = Vec::new();
-    // The groups whose settings have the same hash.
+    // Groups by the hash of their settings.
     let mut known: HashMap<u64, Vec<usize>> = HashMap::new();
     for (param, fields) in settings {
         let mut hasher = DefaultHasher::new();
@@ -67,7 +67,7 @@ pub(crate) fn equal_groups(
     groups.into_iter().map(|(_, members)| members).collect()
 }
 
-/// The groups that are wanted, whose members must have the same settings.
+/// The requested groups, whose members must have equal settings.
 pub(crate) fn given_groups(
     groups: &[Vec<Arc<str>>],
     settings: &IndexMap<&str, Vec<Setting<'_>>>,

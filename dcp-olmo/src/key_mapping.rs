@@ -1,4 +1,4 @@
-//! Parameters under other names: OLMo-core's `key_mapping`.
+//! Renames parameters: OLMo-core's `key_mapping`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,21 +12,21 @@ use crate::layout::{OptimKey, group_members, model_params, params_entries, split
 use crate::rekeyed::{Origin, Rekeyed, Shown};
 use crate::roots::{GROUPS, MODEL, OPTIM, STATE};
 
-/// Names of parameters as OLMo-core's `load_model_and_optim_state` takes them: the name that the
-/// model has for it to the name in the checkpoint, both without `model.`.
+/// The names of parameters as OLMo-core's `load_model_and_optim_state` takes them: the model's name
+/// to the checkpoint's, both without `model.`.
 pub type KeyMapping = IndexMap<String, String>;
 
-/// A reader in which the parameters have the model's names: their tensors, the optimizer's state
-/// of them, and their membership in groups, in either layout. Two parameters may be mapped to one
-/// of the checkpoint.
+/// A reader in which parameters have the model's names: their tensors, their optimizer state, and
+/// their membership in groups, in either layout. Several parameters may map to one of the
+/// checkpoint.
 ///
-/// OLMo-core (3.0) skips entries whose name is not in the checkpoint; here they are an error, or
+/// OLMo-core (3.0) skips entries whose name is not in the checkpoint. Here they are an error, or
 /// with `lenient` returned.
 ///
 /// # Errors
 ///
-/// When names of the mapping are not in the checkpoint, or a mapped parameter would get the name
-/// of another one; all of them are listed. And when the checkpoint cannot be read.
+/// When names of the mapping are not in the checkpoint, or a mapped parameter gets another one's
+/// name; the error lists all. When the checkpoint cannot be read.
 pub(crate) async fn mapped(
     reader: Arc<dyn StorageReader>,
     mapping: &KeyMapping,
@@ -85,8 +85,7 @@ fn refuse(what: &str, names: impl Iterator<Item = String>) -> CheckpointError {
     PlanError::Unsupported { fqn: "key_mapping".to_owned(), problem }.into()
 }
 
-/// The new names and paths of an entry that belongs to a mapped parameter; `None` when it does
-/// not.
+/// The new names and paths of an entry of a mapped parameter; `None` for other entries.
 fn renamed(
     fqn: &str,
     path: Option<&StatePath>,
@@ -102,7 +101,7 @@ fn renamed(
         Some(all.collect())
     };
     let Some(path) = path else {
-        // Without a path there are only tensors of the model to be sure of.
+        // Without a path, only the model's tensors are certain.
         let all = names.get(fqn.strip_prefix("model.")?)?;
         return Some(all.iter().map(|now| (format!("{MODEL}.{now}").into(), None)).collect());
     };

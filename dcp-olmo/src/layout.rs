@@ -1,10 +1,10 @@
-//! The two layouts of an optimizer in OLMo-core's checkpoints, and one read as the other.
+//! The two layouts of an optimizer in OLMo-core's checkpoints, and the conversion between them.
 //!
-//! With `flatten_optimizer_state=False` the state dict is PyTorch's own, nested:
-//! `{"state": {FQN: {field: tensor}}, "param_groups": [{field: value, "params": [FQN, …]}]}`. With
-//! `True`, the trainer's default, it is flat: `{"state.FQN.field": tensor,
-//! "param_groups.FQN.field": value}`, a value for every parameter and no `params`. Flattened names
-//! of tensors are the same in both; only paths tell where a step ends (3.0.0).
+//! With `flatten_optimizer_state=False` the state dict is PyTorch's own, nested: `{"state": {FQN:
+//! {field: tensor}}, "param_groups": [{field: value, "params": [FQN, …]}]}`. With `True`, the
+//! trainer's default, it is flat: `{"state.FQN.field": tensor, "param_groups.FQN.field": value}`,
+//! with a value for every parameter and no `params`. Flattened names of tensors are equal in both;
+//! only paths show where a step ends (3.0.0).
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -22,29 +22,29 @@ use crate::rekeyed::{Origin, Rekeyed, Shown};
 use crate::roots::{GROUPS, MODEL, OPTIM, PARAMS, STATE};
 use crate::values::read_values;
 
-/// A setting of a group that is a larger tensor than this is none that OLMo-core writes.
+/// The maximum size of a group's setting; OLMo-core writes no larger tensor as one.
 const SETTING_BYTES_MAX: u64 = 64 << 10;
 
-/// The most that a flat index takes, in bytes, as [`NAME_BYTES`] estimates it: so much in any
-/// case, and so much more for each entry of the checkpoint. AdamW's is a tenth of that.
+/// The maximum size of a flat index in bytes, as [`NAME_BYTES`] estimates it: a fixed amount, and
+/// an amount per entry of the checkpoint. AdamW's is a tenth of that.
 const INDEX_BYTES_MAX: u64 = 128 << 20;
 const ENTRY_BYTES_MAX: u64 = 4 << 10;
-/// What a name takes in an index besides its letters, in bytes.
+/// Bytes of a name in an index besides its text.
 const NAME_BYTES: u64 = 64;
 
-/// How the optimizer's state is divided into keys.
+/// The division of optimizer state into keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OptimizerLayout {
-    /// As PyTorch has it: `flatten_optimizer_state=False`.
+    /// PyTorch's own: `flatten_optimizer_state=False`.
     Nested,
     /// By parameter: `flatten_optimizer_state=True`.
     Flat,
 }
 
 impl OptimizerLayout {
-    /// The layout that a checkpoint has; `None` when there is no optimizer in it.
+    /// The layout of a checkpoint; `None` without an optimizer.
     ///
-    /// Paths decide; where they are not known, whether there is a list of parameters.
+    /// Paths decide; without paths, the presence of a list of parameters.
     #[must_use]
     pub fn of(metadata: &CheckpointMetadata) -> Option<Self> {
         let mut found = None;
@@ -70,7 +70,7 @@ impl fmt::Display for OptimizerLayout {
     }
 }
 
-/// What an entry below `optim` is.
+/// The meaning of an entry below `optim`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum OptimKey<'a> {
     /// `optim.state.FQN.field…` of the nested layout.
@@ -108,8 +108,8 @@ impl<'a> OptimKey<'a> {
     }
 }
 
-/// The parameter and the field of a name such as `blocks.0.w.exp_avg`. Both may hold dots: a
-/// known parameter decides, the last dot otherwise.
+/// The parameter and the field of a name such as `blocks.0.w.exp_avg`. Both may contain dots: a
+/// known parameter decides, or else the last dot.
 pub(crate) fn split_param<'n>(name: &'n str, params: &HashSet<&str>) -> Option<(&'n str, &'n str)> {
     let cuts = name.rmatch_indices('.').map(|(at, _)| (&name[..at], &name[at + 1..]));
     let mut cuts = cuts.filter(|(param, field)| !param.is_empty() && !field.is_empty());
@@ -127,15 +127,15 @@ pub(crate) fn model_params(metadata: &CheckpointMetadata) -> HashSet<&str> {
     names.collect()
 }
 
-/// A reader in which the optimizer has `layout`, and all else is as in `reader`. Nothing is read
-/// but the small objects that say which parameters belong together.
+/// A reader in which the optimizer has `layout` and all else is as in `reader`. It reads nothing
+/// but the small objects with the members of groups.
 ///
-/// From flat to nested, parameters with the same settings become one group, in the order in which
-/// they first appear; what is stored does not say which groups there were.
+/// From flat to nested, parameters with equal settings form a group, in order of first use; the
+/// original groups are not stored.
 ///
 /// # Errors
 ///
-/// When the checkpoint cannot be read, or its optimizer is neither.
+/// When the checkpoint cannot be read, or its optimizer has neither layout.
 pub async fn with_layout(
     reader: Arc<dyn StorageReader>,
     layout: OptimizerLayout,
@@ -143,7 +143,8 @@ pub async fn with_layout(
     relaid(reader, layout, None).await
 }
 
-/// The same for a job on a whole checkpoint, such as [`reshard`](dcp_convert::reshard()).
+/// Like [`with_layout`], for a job on a whole checkpoint, such as
+/// [`reshard`](dcp_convert::reshard()).
 ///
 /// # Errors
 ///
@@ -158,7 +159,7 @@ pub async fn source_with_layout(
     Ok(Source::derived(reader, std::slice::from_ref(&inner)).unwrap_or_else(|| source.clone()))
 }
 
-/// As [`with_layout`], with the groups that are wanted, where they are known.
+/// Like [`with_layout`], with the requested groups, if known.
 pub(crate) async fn relaid(
     reader: Arc<dyn StorageReader>,
     layout: OptimizerLayout,
@@ -176,7 +177,7 @@ pub(crate) async fn relaid(
     Ok(Arc::new(Rekeyed::new(reader, metadata, shown)?))
 }
 
-/// Entries in three parts: those in front of the groups, the groups, and those behind.
+/// Entries in three parts: before the groups, the groups, and after them.
 #[derive(Default)]
 struct Parts {
     before: Vec<Shown>,
@@ -198,7 +199,7 @@ impl Parts {
     }
 }
 
-/// The entry at a path, under the name that flattening gives it.
+/// The entry at a path, under its flattened name.
 fn shown(path: Vec<PathItem>, origin: Origin) -> Shown {
     Shown { fqn: PathItem::flat_name(&path).into(), path: Some(path.into()), origin }
 }
@@ -207,7 +208,8 @@ fn key(key: impl Into<Arc<str>>) -> PathItem {
     PathItem::Key(key.into())
 }
 
-/// `first` and `rest` as the steps of the flat layout: all but what lies below a field is one.
+/// Joins `first` and `rest` to the steps of the flat layout: everything down to the field is one
+/// step.
 fn flat_path(kind: &str, param: &str, rest: &[PathItem]) -> Option<Vec<PathItem>> {
     let (PathItem::Key(field), rest) = rest.split_first()? else { return None };
     let first = key(format!("{kind}.{param}.{field}"));
@@ -219,7 +221,7 @@ async fn flat(
     metadata: &Arc<CheckpointMetadata>,
 ) -> Result<Vec<Shown>, CheckpointError> {
     let members = group_members(reader, metadata).await?;
-    // For every group its settings: their paths below the group, and entries.
+    // Settings by group: their paths below the group, and entries.
     let mut settings: IndexMap<u64, Vec<(&[PathItem], usize)>> = IndexMap::new();
     let mut parts = Parts::default();
     for (at, (fqn, entry)) in metadata.iter().enumerate() {
@@ -255,8 +257,8 @@ async fn flat(
     Ok(parts.all())
 }
 
-/// Fails where lists name a parameter twice, or where a little file would become a huge index,
-/// because each of many parameters would get each of many settings.
+/// Fails when lists name a parameter twice, or when a small file would become a huge index because
+/// many parameters get many settings.
 fn refuse_senseless(
     members: &[(u64, Vec<Arc<str>>)],
     settings: &IndexMap<u64, Vec<(&[PathItem], usize)>>,

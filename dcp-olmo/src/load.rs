@@ -22,17 +22,17 @@ use crate::layout::{OptimizerLayout, relaid};
 use crate::roots::{MODEL, OPTIM};
 use crate::state::{wanted_groups, whole};
 
-/// How a checkpoint is loaded.
+/// Options of a load.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// Whether everything that the model and optimizer ask for must be there. OLMo-core (3.0)
-    /// fails all the same with `strict=False`, because PyTorch has failed before it is looked at.
+    /// Whether everything that the model and optimizer request must exist. OLMo-core (3.0) fails
+    /// even with `strict=False`, because PyTorch fails first.
     pub strict: bool,
-    /// Parameters that have another name in the checkpoint.
+    /// Parameters with another name in the checkpoint.
     pub key_mapping: KeyMapping,
-    /// Whether tensors of another floating-point type are cast, as OLMo-core (3.0) does without a
-    /// word; otherwise they are an error, or with `strict` off are left alone.
+    /// Whether tensors of another float dtype are cast, as OLMo-core (3.0) does silently. Otherwise
+    /// they are an error, or are skipped when `strict` is off.
     pub cast: bool,
 }
 
@@ -44,21 +44,21 @@ impl Default for LoadOptions {
 }
 
 impl LoadOptions {
-    /// The same, failing when something is missing or not.
+    /// Sets [`strict`](Self::strict).
     #[must_use]
     pub fn strict(mut self, strict: bool) -> Self {
         self.strict = strict;
         self
     }
 
-    /// The same, with names of parameters mapped.
+    /// Sets [`key_mapping`](Self::key_mapping).
     #[must_use]
     pub fn key_mapping(mut self, mapping: KeyMapping) -> Self {
         self.key_mapping = mapping;
         self
     }
 
-    /// The same, casting floats or not.
+    /// Sets [`cast`](Self::cast).
     #[must_use]
     pub fn cast(mut self, cast: bool) -> Self {
         self.cast = cast;
@@ -66,34 +66,34 @@ impl LoadOptions {
     }
 }
 
-/// What a load found, on this rank.
+/// The result of a load on this rank.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LoadedState {
-    /// How checkpoint and state differ: what is missing, and was left as it is; what is stored
-    /// and was not asked for; tensors of other shapes and dtypes.
+    /// The differences between checkpoint and state: missing names, which keep their values; stored
+    /// names that were not requested; tensors of other shapes and dtypes.
     pub report: LoadReport,
-    /// Names of the model in `key_mapping` whose name in the checkpoint is not there.
+    /// Names of the model in `key_mapping` whose name is not in the checkpoint.
     pub unmapped: Vec<String>,
-    /// The layout that the optimizer has in the checkpoint; it was converted if the state has the
-    /// other one.
+    /// The layout of the optimizer in the checkpoint. It was converted if the state has the other
+    /// one.
     pub stored_layout: Option<OptimizerLayout>,
-    /// What was read.
+    /// The cost of reading.
     pub read: ReadReport,
 }
 
-/// Loads a checkpoint into a model, and its optimizer if there is one, in place, with the other
-/// ranks of the loader's group. The optimizer may have either layout, whichever the checkpoint
-/// has; `flatten_optimizer_state` is told by its keys.
+/// Loads a checkpoint into a model, and into its optimizer if there is one, in place, with the
+/// other ranks of the loader's group. The optimizer may have either layout, in the checkpoint and
+/// in the state; its keys show `flatten_optimizer_state`.
 ///
-/// `loader` brings the group. Its mode is that of the options, and a strict load plans with the
-/// default planner.
+/// `loader` has the group. `options` determine its mode, and a strict load uses the default
+/// planner.
 ///
 /// # Errors
 ///
-/// With `strict`, when the checkpoint does not hold all that is asked for, naming all of it; when
-/// the mapping is wrong; when parameters of one group have different settings in the checkpoint;
-/// and as [`Loader::load`].
+/// With `strict`, when the checkpoint lacks anything requested, naming all of it; when the mapping
+/// is wrong; when parameters of one group have different settings in the checkpoint; and as
+/// [`Loader::load`].
 #[doc(alias = "flatten_optimizer_state")]
 pub async fn load_model_and_optim_state(
     loader: &Loader,
@@ -110,8 +110,8 @@ pub async fn load_model_and_optim_state(
         state: state.clone(),
         built: OnceCell::new(),
     };
-    // The views are made when the loader asks for the metadata, so that what one rank finds
-    // wrong with them ends the load on all ranks.
+    // The views are created when the loader requests the metadata, so that an error on one rank
+    // ends the load on all.
     let loader = if options.strict {
         loader.clone().planner(Arc::new(Complete)).mode(LoadMode::Strict)
     } else {
@@ -131,7 +131,7 @@ pub async fn load_model_and_optim_state(
     Ok(LoadedState { report: summary.report, unmapped, stored_layout, read: summary.read })
 }
 
-/// A checkpoint as the model wants it: names mapped, the optimizer in its layout, floats cast.
+/// A checkpoint as the model requests it: names mapped, the optimizer in its layout, floats cast.
 struct Adapted {
     inner: Arc<dyn StorageReader>,
     options: LoadOptions,
@@ -218,7 +218,7 @@ impl StorageReader for Adapted {
     }
 }
 
-/// The default planner, which fails with the names of everything that is missing.
+/// The default planner, failing with all missing names.
 #[derive(Debug)]
 struct Complete;
 
@@ -237,13 +237,13 @@ impl LoadPlanner for Complete {
     }
 }
 
-/// The index of a checkpoint: the folder that OLMo-core calls `model_and_optim`. Nothing is
-/// listed, so a storage that only serves files will do.
+/// The index of a checkpoint: the folder that OLMo-core calls `model_and_optim`. It works without
+/// listing.
 ///
 /// # Errors
 ///
 /// [`CheckpointError::NotACheckpoint`] when there is no `.metadata`, with a hint when this is a
-/// step of a run and the checkpoint is in it; and when the index is bad.
+/// step of a run that contains the checkpoint; when the index is bad.
 pub async fn get_checkpoint_metadata(
     storage: &Arc<dyn Storage>,
 ) -> Result<Arc<CheckpointMetadata>, CheckpointError> {

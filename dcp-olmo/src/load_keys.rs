@@ -1,4 +1,4 @@
-//! OLMo-core's `load_keys`: a few values out of a checkpoint, one after the other.
+//! OLMo-core's `load_keys`: reads single values of a checkpoint in order.
 
 use std::sync::Arc;
 
@@ -12,23 +12,23 @@ use futures_util::{StreamExt, stream};
 
 use crate::values::read_values;
 
-/// Reads `keys` one by one, in their order; of each, nothing before its turn comes. A key may be
+/// Reads `keys` in order; reads nothing of a key before its turn. A key may be
 ///
 /// - the name of a tensor or object;
 /// - a part of names that ends before a dot: `optim.state.tiny`, `model.blocks.0`, `model`. Its
-///   value is what lies below, nested as it was saved;
-/// - something inside an object: `optim.param_groups.0.params.2`;
-/// - a glob over whole names, `*` for any text and `?` for a character: `model.*.weight`. Its
-///   value is a dict by name.
+/// value is everything below, nested as it was saved;
+/// - an element of an object: `optim.param_groups.0.params.2`;
+/// - a glob over whole names, with `*` for any text and `?` for a character: `model.*.weight`. Its
+/// value is a dict by name.
 ///
-/// Keys may repeat and contain each other. OLMo-core (3.0) knows the first form, the second at the
-/// steps of paths only, and fails on lists, repetitions, and parents in front of their children.
+/// Keys may repeat and contain each other. OLMo-core (3.0) supports the first form, and the second
+/// only at the steps of paths; it fails on lists, repetitions, and parents before their children.
 /// The storage is not listed.
 ///
 /// # Errors
 ///
-/// At once, before anything is read, when keys match nothing, naming all of them in full; later,
-/// for a key inside an object that has no such element, and when the checkpoint cannot be read.
+/// When keys match nothing, before anything is read, naming all of them; later, for a key of an
+/// object that has no such element, and when the checkpoint cannot be read.
 pub async fn load_keys<K: Into<String>>(
     reader: Arc<dyn StorageReader>,
     keys: impl IntoIterator<Item = K>,
@@ -61,16 +61,16 @@ pub async fn load_keys<K: Into<String>>(
     }))
 }
 
-/// What a key stands for.
+/// The meaning of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Found {
     /// The entry of that name.
     Entry(usize),
-    /// Everything below: where, and which entry.
+    /// Everything below the key: paths and entries.
     Tree(Vec<(Vec<PathItem>, usize)>),
-    /// What lies in an object.
+    /// An element of an object.
     Inside(usize, String),
-    /// All of these names.
+    /// All matching names.
     Glob(Vec<usize>),
 }
 
@@ -108,7 +108,7 @@ fn rest_of_name<'n>(name: &'n str, key: &str) -> Option<&'n str> {
     name.strip_prefix(key)?.strip_prefix('.')
 }
 
-/// The steps below `key`, which may end at a dot within a step.
+/// The path below `key`, which may end at a dot within a step.
 fn rest_of_path(path: &[PathItem], key: &str) -> Option<Vec<PathItem>> {
     let mut rest = key;
     for (position, step) in path.iter().enumerate() {
@@ -152,7 +152,7 @@ async fn read(
         Found::Tree(below) => {
             let entries: Vec<usize> = below.iter().map(|(_, at)| *at).collect();
             let values = read_values(reader, metadata, &entries).await?;
-            // What lies below may be a list, and a state dict is none.
+            // The value below may be a list, which a state dict cannot be.
             let root = PathItem::Key("".into());
             let leaves = below.into_iter().zip(values).map(|((path, _), value)| {
                 let path: Vec<_> = std::iter::once(root.clone()).chain(path).collect();
@@ -164,7 +164,7 @@ async fn read(
     }
 }
 
-/// The element of a value that `rest` leads to; keys of dicts may hold dots themselves.
+/// The element of a value at the path `rest`; dict keys may contain dots themselves.
 fn inside<'v>(value: &'v Value, rest: &str) -> Option<&'v Value> {
     match value.view() {
         Value::List(items) | Value::Tuple(items) => {

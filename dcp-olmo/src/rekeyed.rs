@@ -1,5 +1,5 @@
-//! A checkpoint under other names: entries of another reader, as often as wanted, and values that
-//! are at hand.
+//! Presents entries of another reader under other names, any number of times, together with values
+//! in memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use dcp_core::{
     TensorView, Value,
 };
 
-/// What an entry is made of: an entry of the inner reader by its position.
+/// The origin of an entry: an entry of the inner reader by its position.
 #[derive(Clone, Debug)]
 pub(crate) enum Origin {
     /// That entry.
@@ -20,7 +20,7 @@ pub(crate) enum Origin {
     Made(usize, Value),
 }
 
-/// An entry to show.
+/// An entry to present.
 #[derive(Clone, Debug)]
 pub(crate) struct Shown {
     pub(crate) fqn: Arc<str>,
@@ -28,7 +28,7 @@ pub(crate) struct Shown {
     pub(crate) origin: Origin,
 }
 
-/// A reader that shows entries of another one.
+/// A reader that presents entries of another one.
 #[derive(Debug)]
 pub(crate) struct Rekeyed {
     inner: Arc<dyn StorageReader>,

@@ -1,4 +1,4 @@
-//! Running the ranks of a group, and the messages they exchange.
+//! Runs the ranks of a group, and defines their messages.
 
 use std::time::{Duration, Instant};
 
@@ -8,31 +8,31 @@ use dcp_core::{Collective, CollectiveError, Rank};
 use super::Subject;
 use crate::case::{Failure, ensure};
 
-/// For clauses in which no call has to wait for its deadline.
+/// The deadline for clauses in which no call reaches it.
 pub(super) const PATIENT: Duration = Duration::from_secs(120);
 
-/// For clauses in which ranks err or die, which a group may notice at once or when the deadline is
-/// over. A rank that is only late must not be taken for a dead one.
+/// The deadline for clauses in which ranks fail or die, which a group may detect at once or at the
+/// deadline. A late rank must not count as dead.
 pub(super) const DEAD: Duration = Duration::from_secs(20);
 
-/// For clauses that wait until the deadline is over, one after the other until one is long enough
-/// for ranks on a busy machine.
+/// Deadlines for clauses that wait for one, tried in order until one suffices for ranks on a busy
+/// machine.
 pub(super) const SILENT: [Duration; 3] =
     [Duration::from_millis(500), Duration::from_secs(4), Duration::from_secs(32)];
 
-/// A call that takes so much longer than its deadline hangs.
+/// The time beyond its deadline after which a call counts as hung.
 const HANGS: Duration = Duration::from_secs(60);
 
-/// One member of a group, on its thread.
+/// A member of a group, on its thread.
 pub(super) struct Member {
     pub(super) rank: Rank,
     pub(super) collective: Box<dyn Collective>,
 }
 
 impl Subject {
-    /// Builds a group and runs `work` on every rank; each rank gives up its member on returning.
+    /// Builds a group and runs `work` on every rank. Each rank drops its member on return.
     ///
-    /// The first rank that fails decides, and is named.
+    /// Returns the error of the first rank that fails, with its name.
     pub(super) fn on_ranks<T, F>(
         &self,
         world_size: u32,
@@ -71,14 +71,14 @@ impl Subject {
     }
 }
 
-/// A message that tells whence it comes and for which turn, of a length that differs by rank.
+/// A message that identifies sender and turn, with a length that depends on the rank.
 pub(super) fn message(turn: u32, from: Rank, to: Rank) -> Bytes {
     let mut bytes = format!("turn {turn}, from {from} to {to};").into_bytes();
     bytes.resize(bytes.len() + 7 * from as usize, b'.');
     bytes.into()
 }
 
-/// `len` bytes in a pattern that differs by rank.
+/// `len` bytes in a pattern that depends on the rank.
 pub(super) fn bulk(len: usize, from: Rank) -> Bytes {
     let period = (0..251).map(|byte: u8| byte ^ from as u8).collect::<Vec<_>>();
     let mut bytes = period.repeat(len.div_ceil(period.len()));
@@ -86,7 +86,7 @@ pub(super) fn bulk(len: usize, from: Rank) -> Bytes {
     bytes.into()
 }
 
-/// Fails unless `got` are the messages of ranks 0, 1, …, as `expected` makes them.
+/// Fails unless `got` contains the messages of ranks 0, 1, …, as `expected` creates them.
 pub(super) fn in_rank_order(
     got: &[Bytes],
     world_size: u32,
@@ -109,13 +109,13 @@ pub(super) fn in_rank_order(
     Ok(())
 }
 
-/// The beginning of a message, for people.
+/// The beginning of a message, for display.
 pub(super) fn shown(message: &Bytes) -> String {
     let head = message.iter().take(40).copied().collect::<Vec<_>>();
     format!("{:?} ({} bytes)", String::from_utf8_lossy(&head), message.len())
 }
 
-/// The rank that an error blames.
+/// The rank that an error names.
 pub(super) fn blamed(error: &CollectiveError) -> Option<Rank> {
     match error {
         CollectiveError::PeerLost { rank, .. }
@@ -126,10 +126,10 @@ pub(super) fn blamed(error: &CollectiveError) -> Option<Rank> {
     }
 }
 
-/// Calls `op` until it fails, and fails itself when it hangs or succeeds too often.
+/// Calls `op` until it fails. Fails itself when `op` hangs or succeeds too often.
 ///
-/// An operation in which this rank only sends may succeed once or twice before the trouble of
-/// another rank is known here.
+/// An operation in which this rank only sends may succeed once or twice before another rank's
+/// failure arrives.
 pub(super) fn until_error<T>(
     deadline: Duration,
     mut op: impl FnMut() -> Result<T, CollectiveError>,

@@ -1,4 +1,4 @@
-//! The suite for [`Collective`]: each rank of a group runs on a thread of its own.
+//! The suite for [`Collective`]: each rank of a group runs on its own thread.
 
 mod exchange;
 mod failure;
@@ -14,8 +14,8 @@ use libtest_mimic::Trial;
 
 use crate::case::{CASE_TIMEOUT, Outcome, report, run_thread};
 
-/// Builds a group of so many ranks whose calls wait no longer than the deadline, and returns its
-/// members in rank order.
+/// Builds a group with a number of ranks and a deadline for its calls. Returns its members in rank
+/// order.
 pub type Build = dyn Fn(u32, Duration) -> Vec<Box<dyn Collective>> + Send + Sync;
 
 /// Runs the whole suite as a test binary; see [`trials`].
@@ -26,10 +26,10 @@ where
     crate::run(trials(name, Arc::new(build)))
 }
 
-/// One trial per clause of the documentation of [`Collective`], named `name::clause`.
+/// One trial per clause in the documentation of [`Collective`], named `name::clause`.
 ///
-/// `build` is called for each group that a clause needs, possibly from several threads at once.
-/// It must return `world_size` members, rank by rank; panicking is how it says that it cannot.
+/// `build` is called for each group that a clause needs, possibly from several threads. It returns
+/// `world_size` members in rank order, and panics if it cannot.
 ///
 /// ```no_run
 /// # fn local(_: u32, _: std::time::Duration) -> Vec<Box<dyn dcp_core::Collective>> { vec![] }
@@ -60,7 +60,7 @@ fn cases() -> impl Iterator<Item = Case> {
     exchange::CASES.iter().chain(failure::CASES).map(|&(name, run)| Case { name, run })
 }
 
-/// What is under test.
+/// The collective under test.
 struct Subject {
     build: Arc<Build>,
 }
@@ -71,7 +71,7 @@ impl fmt::Debug for Subject {
     }
 }
 
-/// Names the functions of a module as its cases.
+/// Turns the functions of a module into cases.
 macro_rules! clauses {
     ($($name:ident),+ $(,)?) => {
         pub(super) const CASES: &[(&str, fn(&super::Subject) -> crate::case::Outcome)] =

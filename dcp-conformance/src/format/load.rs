@@ -1,4 +1,4 @@
-//! Reads of a checkpoint into memory that the suite compares.
+//! Reads a checkpoint into memory and compares it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,7 +10,7 @@ use dcp_core::{
 use super::sample::{Sample, SampleTensor};
 use crate::case::{Failure, Outcome, ensure};
 
-/// A call of a sink that fails.
+/// The call of a sink that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Broken {
     Destination,
@@ -18,7 +18,7 @@ pub(super) enum Broken {
     Object,
 }
 
-/// The boxes and objects of one read, and the memory that takes them.
+/// The boxes and objects of a read, and their memory.
 #[derive(Debug, Default)]
 pub(super) struct Load {
     boxes: Vec<BoxMemory>,
@@ -38,7 +38,7 @@ struct BoxMemory {
 
 #[derive(Debug, Default)]
 struct Arrived {
-    /// Items whose destination was filled, by position in the plan.
+    /// Items with a filled destination, by position in the plan.
     commits: Vec<ReadItem>,
     objects: Vec<(u32, Value)>,
 }
@@ -87,7 +87,7 @@ impl Load {
         Ok(())
     }
 
-    /// All that `sample` has.
+    /// Adds everything in `sample`.
     pub(super) fn whole(metadata: &CheckpointMetadata, sample: &Sample) -> Result<Self, Failure> {
         let mut load = Self::default();
         for tensor in &sample.tensors {
@@ -99,8 +99,8 @@ impl Load {
         Ok(load)
     }
 
-    /// Reads. The inner error is that of the reader; the outer one is a violation of its contract,
-    /// such as wrong data without an error.
+    /// Reads. The inner error is the reader's; the outer one is a violation of its contract, such
+    /// as wrong data without an error.
     pub(super) async fn run(
         self,
         reader: &dyn StorageReader,

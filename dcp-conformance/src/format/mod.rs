@@ -1,11 +1,11 @@
 //! The suite for checkpoint formats: [`CheckpointFormat`](dcp_core::format::CheckpointFormat) with
-//! its [`StorageReader`](dcp_core::StorageReader) and, where it has them, its
+//! its [`StorageReader`](dcp_core::StorageReader) and, if it has them, its
 //! [`CheckpointAudit`](dcp_core::format::CheckpointAudit) and
 //! [`StorageWriter`](dcp_core::StorageWriter).
 //!
-//! Where the format has a writer, the suite saves a state of two ranks with it: sharded and
-//! replicated tensors of several dtypes, one without elements, one without axes, and objects. Of a
-//! format without a writer, the author fills the storage.
+//! If the format has a writer, the suite saves a state of two ranks with it: sharded and replicated
+//! tensors of several dtypes, one without elements, one without axes, and objects. For a format
+//! without a writer, the author fills the storage.
 
 mod audit;
 mod load;
@@ -43,8 +43,8 @@ pub fn main(name: &str, subject: Subject) -> ExitCode {
     crate::run(trials(name, subject))
 }
 
-/// One trial per clause, named `name::clause`. A clause that the subject excludes is among the
-/// trials, and says so when it is run.
+/// One trial per clause, named `name::clause`. A clause that the subject excludes appears as
+/// ignored.
 #[must_use]
 pub fn trials(name: &str, subject: Subject) -> Vec<Trial> {
     let trial = |case: &'static Case| {
@@ -64,7 +64,7 @@ const CASES: &[&[Case]] = &[recognize::CASES, read::CASES, audit::CASES, write::
 
 type Checking = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
-/// A clause: its sentence, what a format must have, and the test.
+/// A clause: its name, the features it needs, and the test.
 struct Case {
     name: &'static str,
     needs: Needs,
@@ -101,7 +101,7 @@ impl Case {
     }
 }
 
-/// Names the functions of a module as its clauses.
+/// Turns the functions of a module into clauses.
 macro_rules! clauses {
     ($($name:ident $(if $needs:ident)?),+ $(,)?) => {
         pub(super) const CASES: &[super::Case] = &[$(super::Case {

@@ -1,4 +1,4 @@
-//! What the checkpoints of the suite hold, and its plan for two ranks.
+//! The checkpoints that the suite saves, and their plans for two ranks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::subject::Features;
 use crate::case::{Failure, ensure};
 use crate::numbers::Numbers;
 
-/// What a checkpoint holds.
+/// The contents of a checkpoint.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Sample {
@@ -37,12 +37,12 @@ pub struct SampleTensor {
     pub shape: Dims,
     /// Its elements, row-major and little-endian.
     pub bytes: Bytes,
-    /// The part of each rank that writes one: offsets and sizes.
+    /// The parts that ranks write: rank, offsets, sizes.
     parts: Vec<(u32, Vec<u64>, Vec<u64>)>,
 }
 
 impl SampleTensor {
-    /// A tensor with these elements, row-major and little-endian.
+    /// A tensor with these row-major, little-endian elements.
     #[must_use]
     pub fn new(fqn: &str, dtype: DType, shape: impl Into<Dims>, bytes: Bytes) -> Self {
         let shape = shape.into();
@@ -65,14 +65,14 @@ impl SampleTensor {
 }
 
 impl Sample {
-    /// These tensors and objects.
+    /// A sample of these tensors and objects.
     #[must_use]
     pub fn new(tensors: Vec<SampleTensor>, objects: Vec<(String, Value)>) -> Self {
         Self { tensors, objects }
     }
 
-    /// The state that the suite saves; another one of the same names, dtypes and shapes for every
-    /// seed.
+    /// The state that the suite saves. Another seed gives other contents with the same names,
+    /// dtypes and shapes.
     pub(super) fn generated(seed: u64, features: &Features) -> Self {
         let mut numbers = Numbers(seed);
         // FQN, dtype, shape, and the rank, offset and size of each part along an axis.
@@ -119,7 +119,7 @@ impl Sample {
         Self { tensors, objects }
     }
 
-    /// The plans of two ranks, what the coordinator makes of them, and each rank's data.
+    /// The plans of two ranks, the coordinator's plan, and each rank's data.
     pub(super) fn planned(&self, writer: &dyn StorageWriter) -> Result<Planned, Failure> {
         let mut planned = Planned {
             locals: vec![SavePlan::new(); RANKS],
@@ -158,10 +158,10 @@ impl Sample {
     }
 }
 
-/// Ranks that save.
+/// The number of ranks in a save.
 const RANKS: usize = 2;
 
-/// A save of a [`Sample`] before anything was written.
+/// A planned save of a [`Sample`].
 pub(super) struct Planned {
     pub(super) locals: Vec<SavePlan>,
     pub(super) global: GlobalPlan,
@@ -202,7 +202,7 @@ impl Planned {
 #[derive(Debug)]
 pub(super) struct Memory {
     pub(super) items: Vec<Bytes>,
-    /// The item whose bytes cannot be had.
+    /// The item whose bytes are unavailable.
     pub(super) broken: Option<usize>,
 }
 
@@ -225,7 +225,7 @@ impl DataSource for Memory {
     }
 }
 
-/// The data of each rank; of one item it cannot be had.
+/// The data of each rank, except for one unavailable item.
 pub(super) fn sources(
     data: Vec<Vec<Bytes>>,
     broken: Option<(usize, usize)>,

@@ -1,4 +1,4 @@
-//! A format under test: how its checkpoints are made, opened and read.
+//! A format under test.
 
 use std::fmt;
 use std::pin::Pin;
@@ -16,14 +16,14 @@ use super::sample::{Sample, sources};
 use crate::MemoryStorage;
 use crate::case::{Failure, Outcome, ensure};
 
-/// An error of an author's own code.
+/// An error of the author's code.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 type Filling = Pin<Box<dyn Future<Output = Result<Sample, BoxError>> + Send>>;
 type MakeWriter = dyn Fn(Arc<dyn Storage>, bool) -> Arc<dyn StorageWriter> + Send + Sync;
 type Fill = dyn Fn(Arc<dyn Storage>, Sample) -> Filling + Send + Sync;
 
-/// What a format can store.
+/// The features of a format.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Features {
     pub(super) objects: bool,
@@ -38,10 +38,10 @@ enum Made {
     Fill(Arc<Fill>),
 }
 
-/// A format under test, and what makes its checkpoints.
+/// A format under test, and how to create its checkpoints.
 ///
-/// Without further calls it stores objects, tensors without axes and tensors without elements, and
-/// has no checksums.
+/// By default it stores objects, tensors without axes and tensors without elements, and has no
+/// checksums.
 #[derive(Clone)]
 pub struct Subject {
     format: Arc<dyn CheckpointFormat>,
@@ -52,8 +52,8 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// A format with a writer. `make` returns the writer of a storage, which replaces a checkpoint
-    /// that is there if its second argument says so.
+    /// A format with a writer. `make` returns the writer for a storage; its second argument says
+    /// whether it replaces an existing checkpoint.
     #[must_use]
     pub fn with_writer(
         format: Arc<dyn CheckpointFormat>,
@@ -62,8 +62,8 @@ impl Subject {
         Self::new(format, Made::Writer(Arc::new(make)))
     }
 
-    /// A format without a writer. `fill` puts a checkpoint into an empty storage and returns what
-    /// it holds; it may store the state that it is given, or one of its own.
+    /// A format without a writer. `fill` writes a checkpoint into an empty storage and returns its
+    /// contents: the given state, or one of its own.
     #[must_use]
     pub fn filled<Fut>(
         format: Arc<dyn CheckpointFormat>,
@@ -82,42 +82,42 @@ impl Subject {
         Self { format, made, features, file: None, own: Vec::new() }
     }
 
-    /// The format stores no objects.
+    /// Declares that the format stores no objects.
     #[must_use]
     pub fn without_objects(mut self) -> Self {
         self.features.objects = false;
         self
     }
 
-    /// The format stores no tensors without axes.
+    /// Declares that the format stores no tensors without axes.
     #[must_use]
     pub fn without_scalars(mut self) -> Self {
         self.features.scalars = false;
         self
     }
 
-    /// The format stores no tensors without elements.
+    /// Declares that the format stores no tensors without elements.
     #[must_use]
     pub fn without_empty_tensors(mut self) -> Self {
         self.features.empty_tensors = false;
         self
     }
 
-    /// The format has checksums of all stored tensors and objects.
+    /// Declares that the format has checksums of all stored tensors and objects.
     #[must_use]
     pub fn with_checksums(mut self) -> Self {
         self.features.checksums = true;
         self
     }
 
-    /// Checkpoints are this one file, rather than a folder.
+    /// Declares that checkpoints are this one file, not a folder.
     #[must_use]
     pub fn in_file(mut self, file: Key) -> Self {
         self.file = Some(file);
         self
     }
 
-    /// Every checkpoint has this entry of the format's own, besides what was saved.
+    /// Declares an entry that the format adds to every checkpoint.
     #[must_use]
     pub fn with_own_entry(mut self, fqn: &str) -> Self {
         self.own.push(fqn.to_owned());
@@ -140,7 +140,7 @@ impl Subject {
         self.own.iter().any(|own| own == fqn)
     }
 
-    /// What the suite saves; another content for another seed.
+    /// The sample to save, for a seed.
     pub(super) fn sample(&self, seed: u64) -> Sample {
         Sample::generated(seed, &self.features)
     }
@@ -157,7 +157,7 @@ impl Subject {
         }
     }
 
-    /// A storage with a checkpoint, and what that holds.
+    /// A storage with a checkpoint, and its contents.
     pub(super) async fn checkpoint(&self) -> Result<(Arc<MemoryStorage>, Sample), Failure> {
         let storage = Arc::new(MemoryStorage::new());
         let mut sample = self.sample(1);
@@ -177,7 +177,7 @@ impl Subject {
         FormatRegistry::empty().with(Arc::clone(&self.format))
     }
 
-    /// Opens the checkpoint as a caller with no other format does.
+    /// Opens the checkpoint with this format alone.
     pub(super) async fn open(
         &self,
         storage: &Arc<dyn Storage>,
@@ -189,7 +189,7 @@ impl Subject {
         }
     }
 
-    /// The place, listed, or that of the file.
+    /// The listed place of the folder, or of the file.
     pub(super) async fn place(&self, storage: &Arc<dyn Storage>) -> Result<Place, Failure> {
         match &self.file {
             Some(file) => Ok(Place::file_of(storage, file.clone())),
@@ -197,7 +197,7 @@ impl Subject {
         }
     }
 
-    /// Why the checkpoint is not called whole: by its names, by a closer look or by opening it.
+    /// The reason why the checkpoint is not whole: by its names, on examination, or on opening.
     pub(super) async fn complaint(
         &self,
         storage: &Arc<dyn Storage>,
@@ -220,13 +220,13 @@ impl Subject {
         Ok(self.open(storage).await.err().map(|error| error.to_string()))
     }
 
-    /// Opens the checkpoint and compares all that it holds with `sample`.
+    /// Opens the checkpoint and compares its contents with `sample`.
     pub(super) async fn holds(&self, storage: &Arc<dyn Storage>, sample: &Sample) -> Outcome {
         let opened = self.open(storage).await?;
         read_whole(&*opened.reader, sample).await
     }
 
-    /// Fails unless the checkpoint is one of `samples`, whole. Returns which.
+    /// Fails unless the checkpoint is one of `samples`, whole. Returns which one.
     pub(super) async fn holds_one(
         &self,
         storage: &Arc<dyn Storage>,
@@ -253,12 +253,12 @@ impl fmt::Debug for Subject {
     }
 }
 
-/// Saves `sample` as two ranks do.
+/// Saves `sample` as two ranks.
 pub(super) async fn save(writer: &dyn StorageWriter, sample: &Sample) -> Outcome {
     save_from(writer, sample, None).await
 }
 
-/// Saves `sample`; the data of one item, by rank and number, cannot be had.
+/// Saves `sample`, with the data of one item, by rank and number, unavailable.
 pub(super) async fn save_from(
     writer: &dyn StorageWriter,
     sample: &Sample,
@@ -268,7 +268,7 @@ pub(super) async fn save_from(
     written.commit().await
 }
 
-/// A save whose ranks have written.
+/// A save that all ranks have written.
 pub(super) struct Written<'a> {
     run: SaveRun<'a>,
     own: Vec<RankWrite<'a>>,
@@ -279,7 +279,7 @@ pub(super) struct Written<'a> {
 }
 
 impl<'a> Written<'a> {
-    /// Begins a save and lets the ranks write; when one fails, all abandon.
+    /// Begins a save and writes it on all ranks; when one fails, all abandon it.
     pub(super) async fn write(
         writer: &'a dyn StorageWriter,
         sample: &Sample,
@@ -319,10 +319,10 @@ impl<'a> Written<'a> {
     }
 }
 
-/// Every file of a storage.
+/// All files of a storage.
 pub(super) type Files = std::collections::BTreeMap<Key, Bytes>;
 
-/// Every file of `storage`, with its bytes.
+/// All files of `storage`, with their bytes.
 pub(super) async fn files(storage: &dyn Storage) -> Result<Files, Failure> {
     let mut files = Files::new();
     for meta in storage.list(None).try_collect::<Vec<_>>().await? {

@@ -1,7 +1,7 @@
 //! The suites for [`SavePlanner`] and [`LoadPlanner`]: laws that hold for every layout.
 //!
-//! States are made from a fixed sequence of numbers: groups of one to six ranks, tensors by rows,
-//! columns and blocks, even and uneven, replicated, empty, without axes, on one rank only, and
+//! States come from a fixed sequence of numbers: groups of one to six ranks; tensors by rows,
+//! columns and blocks, even and uneven, replicated, empty, without axes, on one rank only; and
 //! objects. They are small enough to count every element.
 
 mod load;
@@ -18,7 +18,7 @@ use self::load::LOAD_LAWS;
 use self::save::SAVE_LAWS;
 use crate::case::{CASE_TIMEOUT, Outcome, report, run_thread};
 
-/// Different states that every clause is tried with.
+/// The number of states that every law is tried with.
 const STATES: u64 = 60;
 
 /// Runs the suite for save planners as a test binary; see [`save_trials`].
@@ -31,7 +31,7 @@ pub fn load_main(name: &str, planner: Arc<dyn LoadPlanner>) -> ExitCode {
     crate::run(load_trials(name, planner))
 }
 
-/// One trial per law of [`SavePlanner`], named `name::law`. Planners that check nothing fail the
+/// One trial per law of [`SavePlanner`], named `name::law`. Planners without validation fail the
 /// laws on contradictions.
 #[must_use]
 pub fn save_trials(name: &str, planner: Arc<dyn SavePlanner>) -> Vec<Trial> {

@@ -27,20 +27,19 @@ where
     crate::run(trials(name, open))
 }
 
-/// One trial per clause of the documentation of [`Storage`] and [`Upload`](dcp_core::Upload),
-/// named `name::clause`.
+/// One trial per clause in the documentation of [`Storage`] and [`Upload`](dcp_core::Upload), named
+/// `name::clause`.
 ///
-/// `open` is called once, on a multi-threaded tokio runtime that lives as long as the process;
-/// panicking is how it says that it cannot. Every clause works below a folder of its own, which
-/// no other clause and no other run uses, and deletes what it wrote if it holds. So the suite may
-/// run on a storage that is in use.
+/// `open` is called once, on a multi-threaded tokio runtime that lives as long as the process, and
+/// panics if it cannot. Every clause works in a folder of its own, which no other clause and no
+/// other run uses, and deletes what it wrote if it holds. So the suite can run on a storage that is
+/// in use.
 ///
-/// A clause that the storage's [`Capabilities`] exclude is among the trials, and says so when it
-/// is run.
+/// A clause that the storage's [`Capabilities`] exclude appears as ignored.
 ///
 /// # Panics
 ///
-/// When `open` does.
+/// When `open` panics.
 #[must_use]
 pub fn trials<F, Fut>(name: &str, open: F) -> Vec<Trial>
 where
@@ -74,7 +73,7 @@ const CASES: &[&[Case]] = &[put::CASES, read::CASES, upload::CASES, list::CASES,
 
 type Checking = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
-/// A clause: its sentence, what a storage must be able to do, and the test.
+/// A clause: its name, the capabilities it needs, and the test.
 struct Case {
     name: &'static str,
     needs: Needs,
@@ -109,7 +108,7 @@ impl Case {
     }
 }
 
-/// Names the functions of a module as its clauses.
+/// Turns the functions of a module into clauses.
 macro_rules! clauses {
     ($($name:ident $(if $needs:ident)?),+ $(,)?) => {
         pub(super) const CASES: &[super::Case] = &[$(super::Case {

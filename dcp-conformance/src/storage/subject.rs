@@ -1,4 +1,4 @@
-//! The storage under test as one clause sees it, and what clauses have in common.
+//! The storage under test as a clause sees it, and helpers of clauses.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use futures_util::TryStreamExt;
 
 use crate::case::{Failure, Outcome, ensure};
 
-/// A storage, and the folder that belongs to one clause in one run.
+/// A storage, and the folder of one clause in one run.
 #[derive(Clone, Debug)]
 pub(super) struct Subject {
     pub(super) storage: Arc<dyn Storage>,
@@ -53,7 +53,7 @@ impl Subject {
         self.storage.read(key, reads).await
     }
 
-    /// Fails unless the object of that key is exactly `expected`.
+    /// Fails unless the object is exactly `expected`.
     pub(super) async fn holds(&self, key: &Key, expected: &Bytes) -> Outcome {
         let meta = self.storage.stat(key).await?;
         ensure!(
@@ -65,7 +65,7 @@ impl Subject {
         same_bytes(&self.storage.read_all(key).await?, expected)
     }
 
-    /// Fails if there is a trace of an object of that key.
+    /// Fails if an object of that key exists in any way.
     pub(super) async fn is_absent(&self, key: &Key) -> Outcome {
         expect_kind(self.storage.stat(key).await, StorageErrorKind::NotFound, "stat")?;
         expect_kind(self.read(key, &[(0, 1)]).await, StorageErrorKind::NotFound, "read")?;
@@ -74,7 +74,7 @@ impl Subject {
         Ok(())
     }
 
-    /// What is listed in the folder `name` of the clause, or in all of its folder, in key order.
+    /// The listing of the folder `name` of the clause, or of its whole folder, in key order.
     pub(super) async fn list(&self, name: Option<&str>) -> Result<Vec<ObjectMeta>, Failure> {
         let prefix = match name {
             Some(name) => self.key(name)?,
@@ -94,7 +94,7 @@ impl Subject {
     }
 }
 
-/// `len` bytes that differ by position and by `seed`.
+/// `len` bytes that depend on position and `seed`.
 pub(super) fn pattern(seed: u64, len: usize) -> Bytes {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut bytes = Vec::with_capacity(len + 8);
@@ -108,7 +108,7 @@ pub(super) fn pattern(seed: u64, len: usize) -> Bytes {
     bytes.into()
 }
 
-/// The bytes in pieces of so many bytes.
+/// Splits bytes into pieces of `piece_len`.
 pub(super) fn in_pieces(bytes: &Bytes, piece_len: usize) -> Payload {
     (0..bytes.len())
         .step_by(piece_len)

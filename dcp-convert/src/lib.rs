@@ -1,7 +1,7 @@
 //! Offline jobs on whole checkpoints, in bounded memory: inspect, verify, extract, compare,
 //! convert, reshard.
 //!
-//! A [`Source`] is a checkpoint of any format. A [view](view) is a source that changes others:
+//! A [`Source`] is a checkpoint of any format. A [view] is a source that changes others:
 //! chosen keys ([`Selection`]), other dtypes, averages, other shapes. Every job reads a source:
 //!
 //! | to | |

@@ -25,20 +25,11 @@ fn storages() -> StorageRegistry {
 }
 
 fn fixture(name: &str) -> String {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
-    fixtures.join(name).display().to_string()
+    dcp_testing::fixture(name).display().to_string()
 }
 
 async fn open(url: &str) -> Checkpoint {
     Opener::new(storages()).open(url).await.unwrap()
-}
-
-fn copy(from: &str, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
-    }
 }
 
 #[tokio::test]
@@ -63,7 +54,7 @@ async fn a_conversion_casts_floats_and_is_read_again() {
 async fn targets_that_touch_something_are_refused_by_kind() {
     let folder = tempfile::tempdir().unwrap();
     let source = folder.path().join("source");
-    copy(&fixture("pytorch/t21_plain"), &source);
+    dcp_testing::copy_folder(&dcp_testing::fixture("pytorch/t21_plain"), &source);
     let at = |name: &str| folder.path().join(name).display().to_string();
     let checkpoint = open(&at("source")).await;
     let refused = async |target: &str, format| {

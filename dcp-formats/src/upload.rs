@@ -294,6 +294,7 @@ mod tests {
 
     use async_trait::async_trait;
     use dcp_core::StorageError;
+    use dcp_testing::block_on;
     use tokio::sync::Notify;
 
     use super::*;
@@ -377,10 +378,6 @@ mod tests {
         let items = [FileItem { item: 0, byte_len: LEN }];
         let file = FileSpec { key: &key, byte_len: LEN, items: &items, framing: &NoFraming };
         send(upload, &mut Parts::new(&file, data, 1), 10, &mut |_| (), &|_| ()).await
-    }
-
-    fn block_on<F: Future>(future: F) -> F::Output {
-        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
     }
 
     #[test]

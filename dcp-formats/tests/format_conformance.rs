@@ -10,13 +10,14 @@ use async_trait::async_trait;
 use dcp_conformance::format::{BoxError, Sample, SampleTensor, Subject, trials};
 use dcp_conformance::run;
 use dcp_core::{
-    CheckpointError, DType, DataSource, HostMemory, Key, Payload, PutMode, Storage, Tensor, Value,
+    CheckpointError, DType, DataSource, HostMemory, Payload, PutMode, Storage, Tensor, Value,
 };
 use dcp_formats::dcp::{DcpFormat, DcpWriter};
 use dcp_formats::hf::HuggingFaceFormat;
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveFormat, TorchSaveItem, TorchSaveOptions, TorchSavePlan,
 };
+use dcp_testing::key;
 use serde_json::{Map, json};
 
 fn main() -> ExitCode {
@@ -33,10 +34,6 @@ fn main() -> ExitCode {
         ("torch_save", torch_save.in_file(key("model.pt")).with_checksums()),
     ];
     run(subjects.into_iter().flat_map(|(name, subject)| trials(name, subject)).collect())
-}
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
 }
 
 async fn put(storage: &dyn Storage, name: &str, bytes: Vec<u8>) -> Result<(), BoxError> {

@@ -9,13 +9,11 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use dcp_core::{
-    Key, Payload, PutMode, Storage, StorageError, StorageErrorKind, StorageExt, StorageOp,
-};
+use dcp_core::{Payload, PutMode, Storage, StorageError, StorageErrorKind, StorageExt, StorageOp};
 use dcp_storage_fs::FsStorage;
+use dcp_testing::{block_on, key};
 use futures_util::TryStreamExt;
 use libtest_mimic::{Arguments, Trial};
-use tokio::runtime::Runtime;
 
 fn main() -> ExitCode {
     let may_mount = Mounted::new("size=4k").is_some();
@@ -57,14 +55,6 @@ fn is_allowed_everything() -> bool {
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o555)).unwrap();
     fs::write(folder.path().join("probe"), "x").is_ok()
-}
-
-fn block_on<T>(future: impl Future<Output = T>) -> T {
-    Runtime::new().unwrap().block_on(future)
-}
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
 }
 
 fn names(storage: &FsStorage) -> Vec<String> {

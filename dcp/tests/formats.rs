@@ -9,10 +9,7 @@ use dcp::core::format::{FormatRegistry, Listing, OpenOptions, OpenedCheckpoint};
 use dcp::core::{CheckpointError, Key, ObjectMeta, PutMode, Storage};
 use dcp::default_formats;
 use dcp_conformance::{CountingStorage, Counts, MemoryStorage};
-
-fn block_on<F: Future>(future: F) -> F::Output {
-    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
-}
+use dcp_testing::block_on;
 
 /// The format, whether it is whole, and the folder with the data, of the folder `x`.
 fn classified(names: &[&str]) -> Option<(&'static str, bool, Option<String>)> {
@@ -127,7 +124,7 @@ fn what_is_no_checkpoint_is_said() {
 /// Fixtures in memory, and what opening it costs.
 fn open(parts: &[(&str, &str)], formats: &FormatRegistry) -> (OpenedCheckpoint, Counts) {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
+    let fixtures = dcp_testing::fixtures();
     parts.iter().for_each(|(fixture, at)| fill(&storage, &fixtures.join(fixture), at));
     let counting = CountingStorage::new(storage);
     let storage: Arc<dyn Storage> = Arc::new(counting.clone());

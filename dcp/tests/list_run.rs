@@ -8,10 +8,7 @@ use dcp::convert::{RunEntry, RunListing};
 use dcp::core::format::Listing;
 use dcp::core::{Key, ObjectMeta, PutMode, Storage};
 use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
-
-fn block_on<F: Future>(future: F) -> F::Output {
-    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
-}
+use dcp_testing::block_on;
 
 fn list_run(storage: &Arc<dyn Storage>) -> RunListing {
     block_on(dcp::convert::list_run(storage, &dcp::default_formats())).unwrap()
@@ -180,7 +177,7 @@ fn checkpoints_are_not_read() {
 
 /// The files of a fixture that is a checkpoint, below `name`.
 fn put_fixture(storage: &Arc<dyn Storage>, name: &str, fixture: &str, without: &[&str]) {
-    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
+    let root = dcp_testing::fixtures();
     for file in std::fs::read_dir(root.join(fixture)).unwrap() {
         let file = file.unwrap();
         let inner = file.file_name().into_string().unwrap();
@@ -204,10 +201,7 @@ fn what_an_index_names_must_be_there() {
     put_fixture(&storage, "step4", dcp, &["__1_0.distcp"]);
     put_fixture(&storage, "step5", dcp, &[]);
     put_fixture(&storage, "step6", hf, &[shard]);
-    let whole = std::fs::read(
-        std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../fixtures/torch_save/tied/model.pt"),
-    );
+    let whole = std::fs::read(dcp_testing::fixture("torch_save/tied/model.pt"));
     let whole = whole.unwrap();
     let put = |name: &str, bytes: &[u8]| {
         let key = Key::new(name).unwrap();

@@ -29,7 +29,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     std::fs::create_dir_all(&folder)?;
     let mut kept = BTreeSet::new();
     let mut differences = Vec::new();
-    for package in workspace::packages()?.into_iter().filter(|package| package.is_public) {
+    for package in workspace::packages()?.into_iter().filter(|package| package.is_public()) {
         let file = folder.join(format!("{}.txt", package.name));
         let is = public_names(&package.name)?;
         if update {

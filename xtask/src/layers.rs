@@ -68,56 +68,68 @@ const LAYERS: &[Layer] = &[
     Layer {
         package: "dcp-formats",
         uses: &["dcp-core"],
-        tests_use: &["dcp-conformance", "dcp-storage-fs", "dcp-planner"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs", "dcp-planner"],
         never: RUNTIMES,
         never_named: NO_IO,
     },
     Layer {
         package: "dcp-storage-fs",
         uses: &["dcp-core"],
-        tests_use: &["dcp-conformance"],
+        tests_use: &["dcp-conformance", "dcp-testing"],
         never: &["object_store", "reqwest", "hyper", "zip", "serde_json", "ciborium"],
         never_named: &["Tensor", "SavePlan", "LoadPlan", "std::net"],
     },
     Layer {
         package: "dcp-collectives",
         uses: &["dcp-core"],
-        tests_use: &["dcp-conformance"],
+        tests_use: &["dcp-conformance", "dcp-testing"],
         never: &["tokio", "object_store", "reqwest", "zip"],
         never_named: &["std::fs", "tokio::", "StorageWriter", "StorageReader", "SavePlan"],
     },
     Layer {
         package: "dcp-engine",
         uses: &["dcp-core", "dcp-cast", "dcp-planner"],
-        tests_use: &["dcp-conformance", "dcp-formats", "dcp-storage-fs", "dcp-collectives"],
+        tests_use: &[
+            "dcp-conformance",
+            "dcp-testing",
+            "dcp-formats",
+            "dcp-storage-fs",
+            "dcp-collectives",
+        ],
         never: &["object_store", "reqwest", "hyper", "zip", "serde_json", "crc32fast"],
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
         package: "dcp-convert",
         uses: &["dcp-core", "dcp-cast", "dcp-planner", "dcp-formats"],
-        tests_use: &["dcp-conformance", "dcp-storage-fs", "dcp-collectives", "dcp-engine"],
+        tests_use: &[
+            "dcp-conformance",
+            "dcp-testing",
+            "dcp-storage-fs",
+            "dcp-collectives",
+            "dcp-engine",
+        ],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::net", "std::process::Command"],
     },
     Layer {
         package: "dcp-olmo",
         uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-engine", "dcp-convert"],
-        tests_use: &["dcp-conformance", "dcp-storage-fs", "dcp-collectives"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs", "dcp-collectives"],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
         package: "dcp-mapping",
         uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-convert"],
-        tests_use: &["dcp-conformance", "dcp-storage-fs"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs"],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
     Layer {
         package: "dcp-megatron",
         uses: &["dcp-core", "dcp-planner", "dcp-formats", "dcp-engine", "dcp-convert"],
-        tests_use: &["dcp-conformance", "dcp-storage-fs", "dcp-collectives"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs", "dcp-collectives"],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::fs", "std::net", "std::process::Command"],
     },
@@ -132,7 +144,7 @@ const LAYERS: &[Layer] = &[
             "dcp-mapping",
             "dcp-megatron",
         ],
-        tests_use: &["dcp-conformance", "dcp-storage-fs"],
+        tests_use: &["dcp-conformance", "dcp-testing", "dcp-storage-fs"],
         never: &["object_store", "reqwest", "hyper", "zip", "clap", "indicatif", "comfy-table"],
         never_named: &["std::net", "std::process::Command", "std::io::std", "OnceLock", "LazyLock"],
     },
@@ -151,14 +163,14 @@ const LAYERS: &[Layer] = &[
             "dcp-megatron",
             "dcp-checkpoint",
         ],
-        tests_use: &["dcp-conformance"],
+        tests_use: &["dcp-conformance", "dcp-testing"],
         never: &["zip"],
         never_named: &[],
     },
     Layer {
         package: "dcp-cli",
         uses: &["distcp"],
-        tests_use: &["dcp-conformance"],
+        tests_use: &["dcp-conformance", "dcp-testing"],
         never: &["zip"],
         never_named: &[],
     },
@@ -166,6 +178,13 @@ const LAYERS: &[Layer] = &[
         package: "dcp-conformance",
         uses: &["dcp-core"],
         tests_use: &["dcp-formats"],
+        never: &["object_store", "reqwest", "hyper", "zip"],
+        never_named: &["std::net", "std::process::Command"],
+    },
+    Layer {
+        package: "dcp-testing",
+        uses: &["dcp-core", "dcp-conformance", "dcp-collectives"],
+        tests_use: &[],
         never: &["object_store", "reqwest", "hyper", "zip"],
         never_named: &["std::net", "std::process::Command"],
     },
@@ -208,6 +227,18 @@ fn no_arrow_that_is_not_in_the_table() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Another crate could not be packed with it, nor built.
+#[test]
+fn what_is_published_needs_nothing_that_is_not() {
+    let packages = workspace::packages().unwrap();
+    let published = |name: &str| packages.iter().any(|p| p.name == name && p.is_published);
+    for layer in LAYERS.iter().filter(|layer| published(layer.package)) {
+        for used in layer.uses {
+            assert!(published(used), "{} uses {used}, which is not published", layer.package);
+        }
+    }
 }
 
 #[test]

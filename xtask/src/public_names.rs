@@ -49,7 +49,7 @@ fn types() -> BTreeMap<String, Vec<PathBuf>> {
 
 fn sources_of_public_crates() -> Vec<PathBuf> {
     let packages = workspace::packages().unwrap().into_iter();
-    packages.filter(|package| package.is_public).map(|package| package.dir.join("src")).collect()
+    packages.filter(|package| package.is_public()).map(|package| package.dir.join("src")).collect()
 }
 
 /// The type that a line defines for everybody. What is `pub` can be reached from outside: the

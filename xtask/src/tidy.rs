@@ -10,7 +10,8 @@ const LONGEST_FILE: usize = 500;
 /// Files that may be longer, each with its reason.
 const MAY_BE_LONGER: &[(&str, &str)] = &[];
 
-/// Documents that list the crates, and whether all of them: a user has no business with xtask.
+/// Documents that list the crates, and whether all of them: a user has no business with those that are
+/// not published.
 const CRATE_MAPS: &[(&str, bool)] = &[("README.md", false), ("ARCHITECTURE.md", true)];
 
 /// The lines in front of the test module, which is the last thing of a file here.
@@ -94,21 +95,21 @@ fn no_paths_of_a_developers_machine() {
 
 #[test]
 fn crate_maps_are_complete() {
-    let crates: Vec<String> = workspace::packages()
+    let crates: Vec<(String, bool)> = workspace::packages()
         .unwrap()
         .into_iter()
-        .map(|package| package.dir.display().to_string())
+        .map(|package| (package.dir.display().to_string(), package.is_published))
         .collect();
     let mut wrong = Vec::new();
     for (document, all) in CRATE_MAPS {
         let Ok(text) = std::fs::read_to_string(workspace::root().join(document)) else { continue };
-        for dir in crates.iter().filter(|dir| *all || *dir != "xtask") {
+        for (dir, _) in crates.iter().filter(|(_, is_published)| *all || *is_published) {
             if ![format!("`{dir}`"), format!("{dir}/")].iter().any(|name| text.contains(name)) {
                 wrong.push(format!("{document} does not mention {dir}"));
             }
         }
         for listed in text.lines().filter_map(first_cell).filter(|cell| cell.starts_with("dcp-")) {
-            if !crates.iter().any(|dir| dir == listed) {
+            if !crates.iter().any(|(dir, _)| dir == listed) {
                 wrong.push(format!("{document} lists {listed}, which is no crate"));
             }
         }
@@ -140,6 +141,39 @@ fn every_place_of_the_way_is_there() {
         }
     }
     assert!(wrong.is_empty(), "ARCHITECTURE.md sends readers to what is not there: {wrong:?}");
+}
+
+/// A row behind a blank line is no row of the table before it: it is shown as text.
+#[test]
+fn tables_are_whole() {
+    let files = workspace::files().unwrap();
+    let mut cut = Vec::new();
+    for file in files.iter().filter(|file| file.extension().is_some_and(|e| e == "md")) {
+        let text = std::fs::read_to_string(workspace::root().join(file)).unwrap();
+        let cut_rows = rows_without_table(&text);
+        cut.extend(cut_rows.into_iter().map(|line| format!("{}:{line}", file.display())));
+    }
+    assert!(cut.is_empty(), "rows that no head of a table precedes: {cut:?}");
+}
+
+/// The numbers of lines that start rows without a head.
+fn rows_without_table(text: &str) -> Vec<usize> {
+    let lines: Vec<&str> = text.lines().collect();
+    let is_row = |at: usize| lines.get(at).is_some_and(|line| line.starts_with('|'));
+    let is_ruler = |at: usize| {
+        lines
+            .get(at)
+            .is_some_and(|line| line.contains('-') && line.chars().all(|c| "|-: ".contains(c)))
+    };
+    let starts = (0..lines.len()).filter(|at| is_row(*at) && (*at == 0 || !is_row(*at - 1)));
+    starts.filter(|at| !is_ruler(*at + 1)).map(|at| at + 1).collect()
+}
+
+#[test]
+fn cut_tables_are_found() {
+    let table = "| a | b |\n|---|:-:|\n| 1 | 2 |\n";
+    assert!(rows_without_table(table).is_empty());
+    assert_eq!(rows_without_table(&format!("{table}\n| 3 | 4 |\n| 5 | 6 |\n")), [5]);
 }
 
 /// The name that a table row starts with, as a code span or a link of one.

@@ -29,8 +29,17 @@ pub(crate) struct Package {
     pub(crate) dir: PathBuf,
     /// Its features but `default`, sorted.
     pub(crate) features: Vec<String>,
-    /// Whether programs of others are built with it: it is published, and a library.
-    pub(crate) is_public: bool,
+    /// Whether it goes to crates.io.
+    pub(crate) is_published: bool,
+    /// Whether others can use it as a library.
+    pub(crate) has_library: bool,
+}
+
+impl Package {
+    /// Whether programs of others are built with it.
+    pub(crate) fn is_public(&self) -> bool {
+        self.is_published && self.has_library
+    }
 }
 
 /// `cargo metadata` with all features, for this platform.
@@ -58,11 +67,13 @@ pub(crate) fn packages() -> Result<Vec<Package>> {
             features.into_iter().flat_map(|f| f.keys().cloned()).collect();
         features.retain(|feature| feature != "default");
         features.sort();
+        let is_published = package.get("publish").is_none_or(Value::is_null);
         packages.push(Package {
             name: text(package, "name").to_owned(),
             dir: dir.ok_or("a crate outside the checkout")?.to_owned(),
             features,
-            is_public: package.get("publish").is_none_or(Value::is_null) && has_library(package),
+            is_published,
+            has_library: has_library(package),
         });
     }
     Ok(packages)

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::{Case, WAYS, dcp, files, put, scratch, survives};
 
 fn fixture(name: &str) -> String {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
+    let folder = dcp_testing::fixtures();
     folder.join(name).display().to_string()
 }
 

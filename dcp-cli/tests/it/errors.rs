@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::megatron::{copy_into, megatron};
+use crate::megatron::megatron;
 use crate::support::{Run, command, copy_of, dcp, finish, fixtures, path};
 
 /// The error of a run with `--json`: the only thing on stderr, where there are no notes.
@@ -85,7 +85,7 @@ fn a_damaged_metadata_json_is_a_bad_checkpoint() {
     let newest = megatron("head020_gpt_dp2_dp_reshardable/ckpt");
     let config = folder.path().join("metadata.json");
     let uri = folder.path().display().to_string();
-    copy_into(newest.as_ref(), folder.path());
+    dcp_testing::copy_folder(newest.as_ref(), folder.path());
     dcp(["inspect", &uri, "--common"]).ok();
     let whole = fs::read(&config).unwrap();
     let mut flipped = whole.clone();
@@ -110,7 +110,7 @@ fn a_tracker_that_names_what_is_not_there_is_told_of() {
     let run = tempfile::tempdir().unwrap();
     let uri = run.path().display().to_string();
     let newest = megatron("head020_gpt_dp2_dp_reshardable/ckpt");
-    copy_into(newest.as_ref(), &run.path().join("iter_0000010"));
+    dcp_testing::copy_folder(newest.as_ref(), &run.path().join("iter_0000010"));
     let tracker = run.path().join("latest_checkpointed_iteration.txt");
     for (says, problem) in [
         ("20", Some("names iter_0000020, which is not there")),

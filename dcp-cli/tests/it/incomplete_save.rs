@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Command;
 
-use crate::megatron::{copy_into, megatron};
+use crate::megatron::megatron;
 use crate::support::{dcp, path};
 
 const SOURCE: &str = "t21_plain";
@@ -92,7 +92,7 @@ fn an_unfinished_save_of_megatron_is_finished_and_in_the_way_of_other_formats() 
     let form = ["--to", "torch-dist", "--form", "newest"];
     dcp(["convert", &megatron(MEGATRON), &newest].iter().chain(&form)).ok();
     let theirs = path(&folder, "theirs");
-    copy_into(megatron(MEGATRON).as_ref(), theirs.as_ref());
+    dcp_testing::copy_folder(megatron(MEGATRON).as_ref(), theirs.as_ref());
     for target in [&ours, &newest, &theirs] {
         fs::remove_file(Path::new(target).join("metadata.json")).unwrap();
         for without in [None, Some(".metadata")] {

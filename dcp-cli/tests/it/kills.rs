@@ -12,7 +12,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use crate::megatron::{copy_into, megatron};
+use crate::megatron::megatron;
 use crate::support::{command, dcp, fixtures, path};
 
 const OLD: &str = "run_torch_dist_dp2/iter_0000010";
@@ -73,7 +73,7 @@ fn survives(command: &[&str], to: &[&str], old: &dyn Fn(&Path)) {
             let target = path(&folder, &format!("{overwrite}{ignored}{blocks}"));
             let mut args = all(&target);
             if overwrite {
-                copy_into(before.as_ref(), target.as_ref());
+                dcp_testing::copy_folder(before.as_ref(), target.as_ref());
                 args.push("--overwrite".to_owned());
             }
             let was = files(target.as_ref());
@@ -152,7 +152,7 @@ fn a_killed_conversion_to_dcp_leaves_one_whole_checkpoint_or_none() {
 fn a_killed_conversion_into_a_run_leaves_what_its_tracker_names() {
     let folder = tempfile::tempdir().unwrap();
     let run = path(&folder, "run");
-    copy_into(megatron("run_torch_dist_dp2").as_ref(), run.as_ref());
+    dcp_testing::copy_folder(megatron("run_torch_dist_dp2").as_ref(), run.as_ref());
     let tracker = Path::new(&run).join("latest_checkpointed_iteration.txt");
     let named = fs::read_to_string(&tracker).unwrap();
     let mut killed = 0;

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use crate::megatron::{copy_into, megatron};
+use crate::megatron::megatron;
 use crate::support::{dcp, fixtures, path};
 
 #[test]
@@ -40,7 +40,7 @@ fn a_snapshot_in_the_cache_of_the_hugging_face_hub_is_a_model() {
 fn links_that_lead_out_are_followed_when_asked_for() {
     let folder = tempfile::tempdir().unwrap();
     let disk = folder.path().join("disk/iter_0000010");
-    copy_into(Path::new(&megatron("run_torch_dist_dp2/iter_0000010")), &disk);
+    dcp_testing::copy_folder(Path::new(&megatron("run_torch_dist_dp2/iter_0000010")), &disk);
     let run = folder.path().join("run");
     fs::create_dir(&run).unwrap();
     fs::write(run.join("latest_checkpointed_iteration.txt"), "10").unwrap();

@@ -16,20 +16,8 @@ pub(crate) fn megatron(name: &str) -> String {
 /// A copy of a fixture's folder that may be changed.
 pub(crate) fn copy(name: &str) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
-    copy_into(megatron(name).as_ref(), folder.path());
+    dcp_testing::copy_folder(megatron(name).as_ref(), folder.path());
     folder
-}
-
-pub(crate) fn copy_into(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let to = to.join(entry.file_name());
-        match entry.path().is_dir() {
-            true => copy_into(&entry.path(), &to),
-            false => _ = fs::copy(entry.path(), to).unwrap(),
-        }
-    }
 }
 
 #[test]
@@ -140,7 +128,7 @@ fn a_run_is_its_latest_complete_iteration() {
     assert_eq!(dcp(["inspect", &uri, "--json"]).json(), step);
 
     // A later one that was not finished, and a tracker that is wrong.
-    copy_into(&run.path().join("iter_0000010"), &run.path().join("iter_0000020"));
+    dcp_testing::copy_folder(&run.path().join("iter_0000010"), &run.path().join("iter_0000020"));
     fs::remove_file(run.path().join("iter_0000020/metadata.json")).unwrap();
     for (tracker, said) in [
         ("20", "iter_0000020, which the tracker names, is not complete: there is no metadata.json"),

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::megatron::{copy, copy_into, megatron};
+use crate::megatron::{copy, megatron};
 use crate::support::{dcp, path};
 
 const MODEL: &str = "gpt_tp2pp2_swiglu/ckpt";
@@ -137,7 +137,7 @@ fn a_tracker_that_is_wrong_is_a_problem_and_one_that_is_not_there_is_none() {
     let folder = tempfile::tempdir().unwrap();
     let source = megatron("run_torch_dist_dp2/iter_0000010");
     let run = |name: &str| folder.path().join("run").join(name);
-    copy_into(Path::new(&source), &run("iter_0000010"));
+    dcp_testing::copy_folder(Path::new(&source), &run("iter_0000010"));
     let uri = path(&folder, "run");
     let tracker = run("latest_checkpointed_iteration.txt");
     for (text, said) in [("77", "does not exist"), ("ten", "neither an iteration nor")] {
@@ -160,7 +160,10 @@ fn a_tracker_that_is_wrong_is_a_problem_and_one_that_is_not_there_is_none() {
 fn iterations_that_are_not_whole_are_listed_so() {
     let folder = tempfile::tempdir().unwrap();
     for step in 1..=4 {
-        copy_into(megatron(MODEL).as_ref(), &folder.path().join(format!("iter_000000{step}")));
+        dcp_testing::copy_folder(
+            megatron(MODEL).as_ref(),
+            &folder.path().join(format!("iter_000000{step}")),
+        );
     }
     fs::write(folder.path().join("iter_0000002/metadata.json"), "").unwrap();
     fs::remove_file(folder.path().join("iter_0000003/common.pt")).unwrap();

@@ -1,34 +1,20 @@
 //! Directories of training runs: `ls`, and commands on a step or on the run itself.
 
 use std::fs;
-use std::path::Path;
 
 use serde_json::json;
 use tempfile::TempDir;
 
 use crate::support::{dcp, fixtures, path};
 
-fn copy(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let to = to.join(entry.file_name());
-        if entry.path().is_dir() {
-            copy(&entry.path(), &to);
-        } else {
-            fs::copy(entry.path(), to).unwrap();
-        }
-    }
-}
-
 /// A run of OLMo-core with a step 3, a step 10 and a step 11 whose asynchronous save failed.
 fn run_of_olmo() -> TempDir {
     let run = tempfile::tempdir().unwrap();
     let olmo = fixtures().join("../olmo");
     for step in ["step3", "step10", "step11"] {
-        copy(&olmo.join("trainer/step3"), &run.path().join(step));
+        dcp_testing::copy_folder(&olmo.join("trainer/step3"), &run.path().join(step));
         let model = olmo.join("fsdp2-2rank-bf16-modelonly/ckpt");
-        copy(&model, &run.path().join(step).join("model_and_optim"));
+        dcp_testing::copy_folder(&model, &run.path().join(step).join("model_and_optim"));
     }
     fs::remove_file(run.path().join("step11/model_and_optim/.metadata")).unwrap();
     fs::write(

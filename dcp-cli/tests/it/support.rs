@@ -78,7 +78,7 @@ fn in_words(error: &Value) -> String {
 }
 
 pub(crate) fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/pytorch")
+    dcp_testing::fixture("pytorch")
 }
 
 /// Every checkpoint among the fixtures.

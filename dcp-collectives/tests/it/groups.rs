@@ -6,7 +6,6 @@ use std::thread;
 use std::time::Duration;
 
 use dcp_collectives::{TcpCollective, TcpConfig};
-use dcp_core::CollectiveError;
 use socket2::{Domain, Socket, Type};
 
 /// Long enough for a busy machine.
@@ -62,17 +61,4 @@ pub(crate) fn tcp_group(
         })
         .collect::<Vec<_>>();
     threads.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
-}
-
-/// Runs `rank_main` on a thread for each member.
-pub(crate) fn on_ranks<C: Send, T: Send>(
-    group: Vec<C>,
-    rank_main: impl Fn(C) -> Result<T, CollectiveError> + Sync,
-) -> Vec<Result<T, CollectiveError>> {
-    thread::scope(|scope| {
-        let rank_main = &rank_main;
-        let threads = group.into_iter().map(|member| scope.spawn(move || rank_main(member)));
-        let threads = threads.collect::<Vec<_>>();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
 }

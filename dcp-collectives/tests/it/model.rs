@@ -4,10 +4,11 @@
 use bytes::Bytes;
 use dcp_collectives::LocalCollective;
 use dcp_core::{Collective, CollectiveError};
+use dcp_testing::on_each;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::groups::{on_ranks, tcp_group};
+use crate::groups::tcp_group;
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
@@ -92,9 +93,9 @@ proptest! {
         steps in (1_u32..=9).prop_flat_map(|world_size| (Just(world_size), steps(world_size)))
     ) {
         let (world_size, steps) = steps;
-        let local = on_ranks(LocalCollective::group(world_size), |rank| run(&rank, &steps));
+        let local = on_each(LocalCollective::group(world_size), |rank| run(&rank, &steps));
         prop_assert_eq!(local, vec![Ok(()); world_size as usize]);
-        let tcp = on_ranks(tcp_group(world_size, |config| config), |rank| run(&rank, &steps));
+        let tcp = on_each(tcp_group(world_size, |config| config), |rank| run(&rank, &steps));
         prop_assert_eq!(tcp, vec![Ok(()); world_size as usize]);
     }
 }
@@ -112,7 +113,7 @@ fn every_root_of_two_to_nine_ranks() {
             })
             .chain([Step::AllGather { len: 100_000 }, Step::Barrier])
             .collect::<Vec<_>>();
-        let results = on_ranks(tcp_group(world_size, |config| config), |rank| run(&rank, &steps));
+        let results = on_each(tcp_group(world_size, |config| config), |rank| run(&rank, &steps));
         assert_eq!(results, vec![Ok(()); world_size as usize]);
     }
 }

@@ -8,15 +8,16 @@ use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use crate::groups::{config, listener, on_ranks, reserved_port, tcp_group, with_growing_deadline};
+use crate::groups::{config, listener, reserved_port, tcp_group, with_growing_deadline};
 use dcp_collectives::TcpCollective;
 use dcp_core::{Collective, CollectiveError};
+use dcp_testing::on_each;
 
 type Connected = Result<TcpCollective, CollectiveError>;
 
 fn barriers(group: Vec<Connected>) {
     let group = group.into_iter().map(Result::unwrap).collect();
-    let results = on_ranks(group, |rank| rank.barrier());
+    let results = on_each(group, |rank| rank.barrier());
     assert!(results.iter().all(Result::is_ok), "{results:?}");
 }
 
@@ -200,29 +201,30 @@ fn alone_there_is_nothing_to_wait_for() {
 
 #[test]
 fn subgroups_count_their_own_ranks_and_calls() {
-    let results = on_ranks(tcp_group(6, |config| config), |group| {
-        let rank = group.rank();
-        let ranks: &[u32] = if rank % 2 == 1 { &[5, 1, 3] } else { &[0, 2, 4] };
-        let half = group.subgroup(ranks)?;
-        let again = group.subgroup(ranks)?;
-        if rank % 2 == 1 {
-            half.barrier()?;
-        }
-        let all = half.all_gather(vec![rank as u8].into())?;
-        assert!(all.iter().map(|message| u32::from(message[0])).eq(ranks.iter().copied()));
-        let got = again.gather(2, vec![again.rank() as u8].into())?;
-        assert_eq!(got.is_some(), rank == ranks[2]);
-        let pair = if rank < 2 { Some(half.subgroup(&[rank; 1]).is_ok()) } else { None };
-        drop(half);
-        group.barrier()?;
-        Ok(pair)
-    });
+    let results: Vec<Result<_, CollectiveError>> =
+        on_each(tcp_group(6, |config| config), |group| {
+            let rank = group.rank();
+            let ranks: &[u32] = if rank % 2 == 1 { &[5, 1, 3] } else { &[0, 2, 4] };
+            let half = group.subgroup(ranks)?;
+            let again = group.subgroup(ranks)?;
+            if rank % 2 == 1 {
+                half.barrier()?;
+            }
+            let all = half.all_gather(vec![rank as u8].into())?;
+            assert!(all.iter().map(|message| u32::from(message[0])).eq(ranks.iter().copied()));
+            let got = again.gather(2, vec![again.rank() as u8].into())?;
+            assert_eq!(got.is_some(), rank == ranks[2]);
+            let pair = if rank < 2 { Some(half.subgroup(&[rank; 1]).is_ok()) } else { None };
+            drop(half);
+            group.barrier()?;
+            Ok(pair)
+        });
     assert!(results.iter().all(Result::is_ok), "{results:?}");
 }
 
 #[test]
 fn a_subgroup_fails_with_its_member_and_the_group_goes_on() {
-    let results = on_ranks(tcp_group(4, |config| config), |group| {
+    let results = on_each(tcp_group(4, |config| config), |group| {
         if group.rank() == 0 {
             group.barrier()?;
             return Ok(());
@@ -246,7 +248,7 @@ fn a_rank_that_does_not_join_a_subgroup_is_named_as_the_group_counts() {
     with_growing_deadline(|timeout| {
         let group = tcp_group(4, |config| config.connect_timeout(timeout));
         let over = Barrier::new(4);
-        let results = on_ranks(group, |group| {
+        let results = on_each(group, |group| {
             let joined = match group.rank() {
                 0 | 3 => Ok(()),
                 _ => group.subgroup(&[2, 1, 3]).map(drop),
@@ -261,7 +263,7 @@ fn a_rank_that_does_not_join_a_subgroup_is_named_as_the_group_counts() {
 
 #[test]
 fn a_member_that_aborts_the_group_ends_the_wait_for_a_subgroup() {
-    let results = on_ranks(tcp_group(3, |config| config), |group| {
+    let results = on_each(tcp_group(3, |config| config), |group| {
         if group.rank() == 2 {
             group.abort("out of memory");
             return Ok(());

@@ -182,6 +182,7 @@ impl CheckpointData {
 mod tests {
     use dcp_conformance::MemoryStorage;
     use dcp_core::{PutMode, Storage};
+    use dcp_testing::block_on;
 
     use super::*;
 
@@ -206,9 +207,5 @@ mod tests {
         assert!(matches!(error, CheckpointError::Format(_)), "{error:?}");
         let error = dcp_core::error_chain(&error);
         assert!(error.contains("extra.big") && error.contains("__0_0.distcp"), "{error}");
-    }
-
-    fn block_on<F: Future>(future: F) -> F::Output {
-        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
     }
 }

@@ -1,7 +1,6 @@
 //! What Python would run when it loads an object is named, and written only on request.
 
 use std::fs;
-use std::path::Path;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
@@ -9,17 +8,14 @@ use dcp_convert::{
     ConvertError, JobOptions, ProblemKind, Source, Target, VerifyReport, WriteReport, inspect,
     reshard, to_safetensors, to_torch_save, verify,
 };
-use dcp_core::{DType, StorageExt};
-use dcp_core::{Dict, Global, Key, Object, PutMode, Storage, Tensor, Value};
+use dcp_core::{DType, StorageExt as _};
+use dcp_core::{Dict, Global, Object, PutMode, Storage, Tensor, Value};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_save::{TorchSaveOptions, encode_value};
 use dcp_planner::KeyFilter;
+use dcp_testing::key;
 
 use crate::support::{block_on, fixture};
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 fn call(module: &str, name: &str) -> Value {
     let args = vec![Value::Str("touch /tmp/pwned".into())];
@@ -125,7 +121,7 @@ fn classes_of_which_nothing_is_known_are_no_damage_and_have_to_be_admitted() {
 
 #[test]
 fn what_real_checkpoints_hold_is_known() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/pytorch");
+    let folder = dcp_testing::fixture("pytorch");
     let mut looked_at = 0;
     for entry in fs::read_dir(folder).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();

@@ -18,6 +18,7 @@ use dcp_core::{
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
+use dcp_testing::key;
 use futures_util::StreamExt;
 use indexmap::IndexMap;
 
@@ -25,10 +26,6 @@ use crate::support::{block_on, fixture};
 
 const ROWS: u64 = 1024;
 const COLUMNS: u64 = 1024;
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 /// 1 MiB at most at once, so that a tensor of 4 MiB goes through in segments.
 fn small() -> JobOptions {

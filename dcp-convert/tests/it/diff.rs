@@ -1,7 +1,6 @@
 //! Differences of whole checkpoints: across formats and shardings, and exactly where they are.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
@@ -9,19 +8,16 @@ use dcp_convert::{
     Described, DiffOptions, DiffReport, DifferenceKind, JobOptions, Rename, Selection, Source,
     StatePart, Tolerance, diff, reshard,
 };
-use dcp_core::{DType, Key, PutMode, Storage, StorageExt};
+use dcp_core::{DType, PutMode, Storage, StorageExt};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use dcp_planner::KeyFilter;
+use dcp_testing::key;
 use indexmap::IndexMap;
 use proptest::prelude::*;
 use serde_json::json;
 
 use crate::support::{block_on, fixture};
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 fn small() -> JobOptions {
     JobOptions::default().with_max_memory(1).with_parallelism(2)
@@ -40,7 +36,7 @@ fn dcp(name: &str) -> Source {
 
 /// What the fixture holds, as the safetensors file that is kept beside it.
 fn expected(name: &str) -> Source {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/pytorch").join(name);
+    let folder = dcp_testing::fixture("pytorch").join(name);
     let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     block_on(storage.put(&key("x"), bytes.into(), PutMode::Create)).unwrap();

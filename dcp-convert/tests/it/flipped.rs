@@ -1,18 +1,14 @@
 //! Every bit of an archive is looked at by a deep verification, or carries nothing.
 
 use std::collections::HashSet;
-use std::path::Path;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_convert::{JobOptions, Source, VerifyReport, verify};
-use dcp_core::{Key, PutMode, Storage, StorageExt as _};
+use dcp_core::{PutMode, Storage, StorageExt as _};
+use dcp_testing::key;
 
 use crate::support::{block_on, fixture};
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 fn u16_at(bytes: &[u8], at: usize) -> usize {
     u16::from_le_bytes([bytes[at], bytes[at + 1]]).into()
@@ -86,7 +82,7 @@ fn flip_bits(
 
 #[test]
 fn every_bit_of_a_torch_save_file() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/torch_save");
+    let path = dcp_testing::fixture("torch_save");
     let bytes = std::fs::read(path.join("kinds/root_list.pt")).unwrap();
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     block_on(storage.put(&key("x.pt"), bytes.into(), PutMode::Create)).unwrap();
@@ -133,7 +129,7 @@ fn every_byte_of_a_data_file_of_dcp() {
 /// PyTorch (2.15) opens an archive with up to 64 KiB behind it.
 #[test]
 fn what_follows_an_archive_is_named() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/torch_save");
+    let path = dcp_testing::fixture("torch_save");
     let mut bytes = std::fs::read(path.join("kinds/root_list.pt")).unwrap();
     bytes.extend([0; 100]);
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());

@@ -11,23 +11,20 @@ use dcp_convert::{
     find, reshard, stats, to_safetensors, to_torch_save, verify,
 };
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Key,
-    Layout, LoadPlan, ObjectEntry, Placement, PutMode, ReadKind, ReadReport, Storage,
-    StorageErrorKind, StorageExt, StorageReader, TensorEntry,
+    CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Layout,
+    LoadPlan, ObjectEntry, Placement, PutMode, ReadKind, ReadReport, Storage, StorageErrorKind,
+    StorageExt, StorageReader, TensorEntry,
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, encode_header, header_len};
 use dcp_formats::torch_save::TorchSaveOptions;
+use dcp_testing::key;
 use futures_util::StreamExt;
 use indexmap::IndexMap;
 use proptest::prelude::*;
 
 fn run<T>(work: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
-}
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
 }
 
 type Tensors = BTreeMap<String, (DType, Vec<u64>, Vec<u8>)>;

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use dcp_conformance::{Fault, FaultStorage};
 use dcp_convert::{JobOptions, ProfileChoice, Source, inspect, rewrite_metadata, verify};
-use dcp_core::{Key, PutMode, Storage, StorageErrorKind, StorageExt};
+use dcp_core::{PutMode, Storage, StorageErrorKind, StorageExt};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::metadata::Profile;
+use dcp_testing::key;
 use futures_util::StreamExt;
 
 use crate::support::{block_on, fixture};
@@ -18,10 +19,6 @@ const OLMO: [&str; 5] = [
     "../olmo/fsdp2-2rank-flat/ckpt",
     "../olmo/fsdp2-2rank-nested/ckpt",
 ];
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 fn metadata_of(storage: &Arc<dyn Storage>) -> Vec<u8> {
     block_on(storage.read_all(&key(".metadata"))).unwrap().to_vec()

@@ -6,18 +6,15 @@ use dcp_conformance::MemoryStorage;
 use dcp_convert::{
     JobOptions, Number, Selection, Source, StatsReport, TensorStats, reshard, stats,
 };
-use dcp_core::{DType, Key, PutMode, Storage, StorageExt};
+use dcp_core::{DType, PutMode, Storage, StorageExt};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use dcp_planner::KeyFilter;
+use dcp_testing::key;
 use indexmap::IndexMap;
 use proptest::prelude::*;
 
 use crate::support::{block_on, fixture};
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 fn small() -> JobOptions {
     JobOptions::default().with_max_memory(1).with_parallelism(2)

@@ -1,18 +1,14 @@
 //! Fixtures in memory, and a runtime to wait on.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_core::{Key, Payload, PutMode, Storage};
-
-pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
-}
+pub(crate) use dcp_testing::block_on;
 
 /// A fixture's files, without what is expected of them.
 pub(crate) fn fixture(name: &str) -> Arc<dyn Storage> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/pytorch").join(name);
+    let folder = dcp_testing::fixture("pytorch").join(name);
     let storage = MemoryStorage::new();
     for file in std::fs::read_dir(folder).unwrap() {
         let file = file.unwrap();

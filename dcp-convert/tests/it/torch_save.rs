@@ -10,21 +10,14 @@ use dcp_convert::{
     ConvertError, DiffOptions, JobOptions, ProblemKind, Rename, Selection, Source, Target, diff,
     to_safetensors, to_torch_save, verify,
 };
-use dcp_core::{Key, PutMode, Storage, StorageExt};
+use dcp_core::{PutMode, Storage, StorageExt};
 use dcp_formats::pickle::{Limits, Node, Pickle, Writer};
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveReader};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 use dcp_planner::KeyFilter;
+use dcp_testing::{block_on, key};
 
 const SIDE: u64 = 1024;
-
-fn block_on<T>(work: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
-}
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 /// A view of a storage of `SIDE * SIDE` floats.
 struct View {

@@ -9,23 +9,16 @@ use dcp_convert::{
     CastCounts, CastOptions, Caster, ConvertError, Element, JobOptions, Source, Target, decode,
     is_float, reshard, to_safetensors,
 };
-use dcp_core::{DType, Key, PutMode, Storage, StorageExt};
+use dcp_core::{DType, PutMode, Storage, StorageExt};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, TensorInfo, encode_header, header_len};
+use dcp_testing::{block_on, key};
 use indexmap::IndexMap;
 use proptest::prelude::*;
 
 mod assembled;
 
 type Tensors = BTreeMap<String, (DType, Vec<u64>, Vec<u8>)>;
-
-fn block_on<T>(work: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
-}
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 fn options() -> JobOptions {
     JobOptions::default().with_max_memory(1 << 20)

@@ -3,49 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dcp_collectives::{LocalCollective, TcpConfig};
-use dcp_conformance::MemoryStorage;
+use dcp_collectives::TcpConfig;
 use dcp_core::{
     CheckpointError, Collective, DType, HostMemory, Region, Shard, StateDict, Storage, Tensor,
 };
 use dcp_engine::{LoadSummary, Loader, SaveSummary, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
+pub(crate) use dcp_testing::{block_on, memory, on_boxed_ranks, on_ranks};
 
-pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
-}
-
-pub(crate) fn memory() -> Arc<dyn Storage> {
-    Arc::new(MemoryStorage::new())
-}
-
-/// Runs `main` on `n` threads that form a group, and returns their results in rank order.
-pub(crate) fn on_ranks<T: Send>(
-    n: u32,
-    main: impl Fn(u32, Arc<dyn Collective>) -> T + Sync,
-) -> Vec<T> {
-    on_boxed_ranks(n, |rank, collective| main(rank, collective.into()))
-}
-
-/// The same, for those who put something around the collective.
-pub(crate) fn on_boxed_ranks<T: Send>(
-    n: u32,
-    main: impl Fn(u32, Box<dyn Collective>) -> T + Sync,
-) -> Vec<T> {
-    let group = LocalCollective::builder(n).deadline(Duration::from_secs(120)).build();
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = group
-            .into_iter()
-            .map(|collective| {
-                let main = &main;
-                scope.spawn(move || main(collective.rank(), Box::new(collective)))
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
-/// The same over TCP, as processes of their own would do it.
+/// Runs `main` on `n` threads that form a group over TCP, as processes of their own would.
 pub(crate) fn on_tcp_ranks<T: Send>(
     n: u32,
     main: impl Fn(u32, Arc<dyn Collective>) -> T + Sync,

@@ -167,10 +167,10 @@ const INSTANCES: &[(&str, &[&str])] = &[("torch.distributed.device_mesh", &["Dev
 ///
 /// - `_FlatLayout`, `_MeshLayout` and `ShardOrderEntry` are frozen tuples of numbers.
 /// - `DTensor`, `DTensorSpec` and `TensorMeta` refer to an existing mesh; only operations on a
-/// `DTensor` communicate.
+///   `DTensor` communicate.
 /// - torchao's optimizer states, `Int8Tensor` and `Float8Tensor` store their parts, granularities
-/// and `QuantizeTensorToInt8Kwargs` are dataclasses, `MappingType` and `KernelPreference` are
-/// enumerations. Importing torchao loads its compiled operators.
+///   and `QuantizeTensorToInt8Kwargs` are dataclasses, `MappingType` and `KernelPreference` are
+///   enumerations. Importing torchao loads its compiled operators.
 const HARMLESS: &[(&str, &[&str])] = &[
     (
         "builtins",

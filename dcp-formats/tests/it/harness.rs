@@ -8,23 +8,15 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, DataSource, Entry, GlobalPlan, Key,
-    LoadPlan, ObjectEntry, Payload, PlanKey, PutMode, ReadItem, ReadKind, ReadReport, Region,
-    SavePlan, SelectedItem, Storage, StorageExt as _, StorageReader as _, StorageWriter as _,
-    Tensor, TensorEntry, TensorSpec, TensorView, Value, WritePlan,
+    CheckpointError, CheckpointMetadata, DType, DataSink, DataSource, Entry, GlobalPlan, LoadPlan,
+    ObjectEntry, Payload, PlanKey, ReadItem, ReadKind, ReadReport, Region, SavePlan, SelectedItem,
+    Storage, StorageReader as _, StorageWriter as _, Tensor, TensorEntry, TensorSpec, TensorView,
+    Value, WritePlan,
 };
 use dcp_formats::dcp::{DcpReader, DcpWriter};
-use futures_util::StreamExt as _;
+pub(crate) use dcp_testing::{block_on, get, key, names, put};
 
 use crate::support;
-
-pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
-}
-
-pub(crate) fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 /// The files of a checkpoint that PyTorch wrote.
 pub(crate) fn fixture(name: &str) -> Arc<MemoryStorage> {
@@ -39,23 +31,8 @@ pub(crate) fn fixture(name: &str) -> Arc<MemoryStorage> {
     Arc::new(storage)
 }
 
-pub(crate) fn put(storage: &dyn Storage, name: &str, bytes: Vec<u8>) {
-    block_on(storage.put(&key(name), bytes.into(), PutMode::Overwrite)).unwrap();
-}
-
-pub(crate) fn get(storage: &dyn Storage, name: &str) -> Bytes {
-    block_on(storage.read_all(&key(name))).unwrap()
-}
-
 pub(crate) fn delete(storage: &dyn Storage, name: &str) {
     block_on(storage.delete(&key(name))).unwrap();
-}
-
-pub(crate) fn names(storage: &dyn Storage) -> Vec<String> {
-    let all = block_on(storage.list(None).collect::<Vec<_>>());
-    let mut names: Vec<_> = all.into_iter().map(|meta| meta.unwrap().key.to_string()).collect();
-    names.sort();
-    names
 }
 
 /// What a load brought.

@@ -25,7 +25,7 @@ pub struct Item {
 }
 
 pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/pytorch")
+    dcp_testing::fixture("pytorch")
 }
 
 /// Names of all fixtures that hold a checkpoint.

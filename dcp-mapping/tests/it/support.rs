@@ -1,15 +1,16 @@
 //! Checkpoints in memory.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_convert::{JobOptions, Source, Target, reshard, to_safetensors};
-use dcp_core::{DType, Key, Payload, PutMode, Storage, StorageExt};
+use dcp_core::{DType, Payload, PutMode, Storage, StorageExt};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, TensorInfo, encode_header, header_len};
 use dcp_mapping::{Facts, MapOptions, Mapped, Mapping, MappingError, map_to_hf, map_to_megatron};
+pub(crate) use dcp_testing::{block_on, key};
 use indexmap::IndexMap;
 
 /// A tensor of 32-bit elements.
@@ -41,14 +42,6 @@ fn indices(shape: &[usize]) -> Vec<Vec<usize>> {
     shape.iter().fold(vec![vec![]], |all, &n| {
         all.iter().flat_map(|at| (0..n).map(|i| [at.as_slice(), &[i]].concat())).collect()
     })
-}
-
-pub(crate) fn block_on<T>(work: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
-}
-
-pub(crate) fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
 }
 
 pub(crate) fn job() -> JobOptions {
@@ -115,7 +108,7 @@ pub(crate) fn parse(bytes: &[u8]) -> Tensors {
 }
 
 fn fixtures(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/megatron").join(name)
+    dcp_testing::fixture("megatron").join(name)
 }
 
 /// A checkpoint that Megatron wrote.

@@ -7,12 +7,12 @@ use dcp_core::{CheckpointError, StateDict, Storage};
 use dcp_engine::{BackgroundSaver, Saver};
 use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronError, MegatronWriter};
 
-use crate::ranks::on_ranks;
+use crate::ranks::on_boxed_ranks;
 use crate::support::{block_on, names};
 
 #[test]
 fn a_save_that_was_begun_and_cannot_be_scheduled_is_aborted() {
-    on_ranks(2, |rank, group| {
+    on_boxed_ranks(2, |rank, group| {
         let folder: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         block_on(async {
             let mut queue = AsyncCallsQueue::new(Some(group.into()));

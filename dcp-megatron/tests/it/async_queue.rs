@@ -18,7 +18,7 @@ use dcp_megatron::{
 };
 use tokio::sync::Notify;
 
-use crate::ranks::{Mesh, on_mesh, on_ranks};
+use crate::ranks::{Mesh, on_boxed_ranks, on_mesh};
 use crate::support::{block_on, copy, names};
 
 /// One task for each rank, that of rank 1 as slow as asked.
@@ -60,7 +60,7 @@ fn logged(
 #[test]
 fn calls_are_finalized_in_order_and_only_when_all_ranks_are_done() {
     let log = Log::default();
-    let polled = on_ranks(2, |rank, group| {
+    let polled = on_boxed_ranks(2, |rank, group| {
         block_on(async {
             let mut queue = AsyncCallsQueue::new(Some(group.into()));
             let release = Arc::new(Notify::new());
@@ -226,7 +226,7 @@ fn trap_18_a_save_that_fails_in_the_background_leaves_the_previous_checkpoint_th
 
 #[test]
 fn trap_18_a_worker_that_dies_is_an_error_of_the_save_and_later_ones_go_on() {
-    let results = on_ranks(3, |rank, group| {
+    let results = on_boxed_ranks(3, |rank, group| {
         block_on(async {
             let mut queue = AsyncCallsQueue::new(Some(group.into()));
             let log = Log::default();
@@ -257,7 +257,7 @@ fn trap_18_a_worker_that_dies_is_an_error_of_the_save_and_later_ones_go_on() {
 
 #[test]
 fn a_finalizer_that_fails_stops_those_after_it_on_all_ranks() {
-    on_ranks(2, |rank, group| {
+    on_boxed_ranks(2, |rank, group| {
         block_on(async {
             let mut queue = AsyncCallsQueue::new(Some(group.into()));
             let log = Log::default();
@@ -281,7 +281,7 @@ fn a_finalizer_that_fails_stops_those_after_it_on_all_ranks() {
 /// That a save is complete is known, whatever becomes of those after it.
 #[test]
 fn calls_that_were_finalized_before_one_that_failed_are_told() {
-    on_ranks(2, |rank, group| {
+    on_boxed_ranks(2, |rank, group| {
         block_on(async {
             let mut queue = AsyncCallsQueue::new(Some(group.into()));
             for call in 1..=6 {
@@ -370,7 +370,7 @@ impl Collective for Metered {
 fn to_look_whether_a_save_is_complete_costs_a_few_bytes_of_each_rank() {
     const RANKS: u32 = 16;
     const LOOKS: usize = 20;
-    let seen = on_ranks(RANKS, |_, group| {
+    let seen = on_boxed_ranks(RANKS, |_, group| {
         let seen = Arc::new(Mutex::new(Seen::default()));
         let metered = Metered { inner: group, seen: Arc::clone(&seen) };
         block_on(async {
@@ -397,7 +397,7 @@ fn to_look_whether_a_save_is_complete_costs_a_few_bytes_of_each_rank() {
 
 #[test]
 fn calls_that_do_not_match_are_told_apart_on_all_ranks() {
-    let results = on_ranks(2, |rank, group| {
+    let results = on_boxed_ranks(2, |rank, group| {
         block_on(async {
             let mut queue = AsyncCallsQueue::new(Some(group.into()));
             let wait = Arc::new(Notify::new());
@@ -468,7 +468,7 @@ fn what_is_aborted_is_not_finalized() {
 #[test]
 fn nobody_waits_for_a_dead_rank() {
     for operation in 1..5 {
-        let results = on_ranks(3, |rank, group| {
+        let results = on_boxed_ranks(3, |rank, group| {
             let group: Arc<dyn Collective> = match rank {
                 1 => Arc::new(FaultCollective::new(group, operation, CollectiveFault::Die)),
                 _ => group.into(),

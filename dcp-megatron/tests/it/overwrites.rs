@@ -11,7 +11,7 @@ use dcp_megatron::{
     LoadOptions, MegatronCheckpoint, MegatronForm, MegatronWriter, OpenOptions, load as load_state,
 };
 
-use crate::ranks::on_ranks;
+use crate::ranks::on_boxed_ranks;
 use crate::support::{block_on, copy, names, objects};
 use crate::writer::{FORMS, Found, common, load, other_source, save, source, writer};
 
@@ -152,7 +152,7 @@ fn the_ranks_of_a_group_load_what_an_overwrite_that_died_left() {
             continue;
         }
         left += 1;
-        let loaded = on_ranks(2, |_, group| {
+        let loaded = on_boxed_ranks(2, |_, group| {
             let inner = inner.clone() as Arc<dyn Storage>;
             let options = LoadOptions::new().group(group.into());
             block_on(load_state(&ShardedStateDict::new(), &inner, &options)).unwrap().state

@@ -16,7 +16,7 @@ use dcp_megatron::parallel::{
 };
 use dcp_megatron::sharded::{LocalTensor, ShardedTensor};
 
-use crate::ranks::{on_mesh, on_ranks};
+use crate::ranks::{on_boxed_ranks, on_mesh};
 use crate::support::{block_on, fixture, get, in_memory, names, put};
 
 fn redistribute(
@@ -69,7 +69,7 @@ fn the_rule_of_megatron_gives_every_shard_to_the_rank_that_wrote_it() {
         let written: Vec<u32> = shards.iter().map(|(.., dp_rank)| *dp_rank).collect();
         seen += written.len();
         later += written.iter().filter(|dp_rank| **dp_rank == 1).count();
-        let owned = on_ranks(2, |dp_rank, group| {
+        let owned = on_boxed_ranks(2, |dp_rank, group| {
             let mut mine: Vec<_> = shards
                 .iter()
                 .map(|(fqn, tensor, region, _)| {
@@ -99,7 +99,7 @@ fn the_rule_of_megatron_gives_every_shard_to_the_rank_that_wrote_it() {
 
 #[test]
 fn one_replica_of_each_shard_becomes_the_main_one() {
-    let results = on_ranks(3, |rank, group| {
+    let results = on_boxed_ranks(3, |rank, group| {
         let mut tensors = replicas(rank);
         // Only the first two have it; and another group writes the last one.
         tensors.truncate(if rank == 2 { 3 } else { 4 });
@@ -122,7 +122,7 @@ fn one_replica_of_each_shard_becomes_the_main_one() {
 
 #[test]
 fn a_rank_alone_keeps_its_replica_ids() {
-    let results = on_ranks(1, |_, group| {
+    let results = on_boxed_ranks(1, |_, group| {
         let mut tensors = vec![replica("a", 5, 0), replica("b", 6, 3)];
         let done = redistribute(&ParallelSave::new(group.into()), &mut tensors).unwrap();
         assert_eq!(tensors[1].replica_id().parts(), [0, 0, 3]);
@@ -134,7 +134,7 @@ fn a_rank_alone_keeps_its_replica_ids() {
 /// Megatron-Core with `do_cache_distribution` would write "new" nowhere.
 #[test]
 fn what_is_remembered_holds_only_while_nothing_changes() {
-    let results = on_ranks(3, |rank, group| {
+    let results = on_boxed_ranks(3, |rank, group| {
         let save = ParallelSave::new(group.into());
         let mut origins = Vec::new();
         let mut owned = Vec::new();
@@ -166,7 +166,7 @@ fn what_is_remembered_holds_only_while_nothing_changes() {
 /// Weights now and then, everything from time to time.
 #[test]
 fn two_kinds_of_saves_are_remembered() {
-    let origins = on_ranks(2, |rank, group| {
+    let origins = on_boxed_ranks(2, |rank, group| {
         let save = ParallelSave::new(group.into());
         let kinds = [4, 2, 4, 2, 4, 1, 4, 2].map(|shards| {
             let mut tensors = replicas(rank);
@@ -184,7 +184,7 @@ fn two_kinds_of_saves_are_remembered() {
 fn what_is_on_disk_serves_later_processes_and_damage_does_not_matter() {
     let cache: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     let process = |rule, more: u64| {
-        let results = on_ranks(2, |rank, group| {
+        let results = on_boxed_ranks(2, |rank, group| {
             let mut tensors = replicas(rank);
             tensors.push(replica("more", more, rank));
             let save = ParallelSave::new(group.into())
@@ -215,7 +215,7 @@ fn what_is_on_disk_serves_later_processes_and_damage_does_not_matter() {
 
 #[test]
 fn ranks_that_disagree_fail_together_and_change_nothing() {
-    let results = on_ranks(3, |rank, group| {
+    let results = on_boxed_ranks(3, |rank, group| {
         let mut tensors = replicas(rank);
         if rank == 2 {
             tensors[1] = replica("b", 6001, rank);
@@ -231,7 +231,7 @@ fn ranks_that_disagree_fail_together_and_change_nothing() {
 
 #[test]
 fn flattened_shards_are_refused_on_the_rank_that_has_them() {
-    let results = on_ranks(2, |rank, group| {
+    let results = on_boxed_ranks(2, |rank, group| {
         let mut tensors = replicas(rank);
         if rank == 1 {
             let local = LocalTensor::described(DType::UInt8, [20]);
@@ -255,7 +255,7 @@ fn flattened_shards_are_refused_on_the_rank_that_has_them() {
 fn nobody_waits_for_a_dead_rank() {
     for dying in [0, 2] {
         for operation in 1..5 {
-            let results = on_ranks(3, |rank, group| {
+            let results = on_boxed_ranks(3, |rank, group| {
                 let group: Arc<dyn Collective> = if rank == dying {
                     Arc::new(FaultCollective::new(group, operation, CollectiveFault::Die))
                 } else {

@@ -5,27 +5,10 @@ use std::time::Duration;
 
 use dcp_collectives::LocalCollective;
 use dcp_core::Collective;
+pub(crate) use dcp_testing::on_boxed_ranks;
 
 /// Far more than any test takes.
 const PATIENT: Duration = Duration::from_secs(120);
-
-/// Runs `main` on `n` threads that form a group, and returns their results in rank order.
-pub(crate) fn on_ranks<T: Send>(
-    n: u32,
-    main: impl Fn(u32, Box<dyn Collective>) -> T + Sync,
-) -> Vec<T> {
-    let group = LocalCollective::builder(n).deadline(PATIENT).build();
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = group
-            .into_iter()
-            .map(|collective| {
-                let main = &main;
-                scope.spawn(move || main(collective.rank(), Box::new(collective)))
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
 
 /// A rank among `tp` tensor-parallel ranks with `dp` replicas each, tensor-parallel ranks next to
 /// each other.
@@ -45,7 +28,7 @@ pub(crate) fn on_mesh<T: Send>(tp: u32, dp: u32, main: impl Fn(Mesh) -> T + Sync
         .map(|_| LocalCollective::builder(dp).deadline(PATIENT).build())
         .map(|group| Mutex::new(group.into_iter().map(Some).collect()))
         .collect();
-    on_ranks(tp * dp, |rank, world| {
+    on_boxed_ranks(tp * dp, |rank, world| {
         let (tp_rank, dp_rank) = (rank % tp, rank / tp);
         let group = replicas[tp_rank as usize].lock().unwrap()[dp_rank as usize].take();
         let replicas = Arc::new(group.unwrap());

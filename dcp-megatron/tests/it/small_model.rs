@@ -2,25 +2,19 @@
 
 use std::sync::Arc;
 
-use dcp_conformance::MemoryStorage;
-use dcp_core::{Collective, DType, Dict, HostMemory, Region, Storage, TensorView, Value};
+use dcp_core::{Collective, DType, Dict, HostMemory, Region, TensorView, Value};
 use dcp_megatron::sharded::{
     LocalNonpersistentObject, LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor,
     ShardedValue, swiglu,
 };
-
-use crate::ranks;
-
-pub(crate) fn memory() -> Arc<dyn Storage> {
-    Arc::new(MemoryStorage::new())
-}
+pub(crate) use dcp_testing::memory;
 
 /// Runs `main` on `n` threads that form a group, and returns their results in rank order.
 pub(crate) fn on_ranks<T: Send>(
     n: u32,
     main: impl Fn(u64, Arc<dyn Collective>) -> T + Sync,
 ) -> Vec<T> {
-    ranks::on_ranks(n, |rank, collective| main(rank.into(), collective.into()))
+    dcp_testing::on_ranks(n, |rank, collective| main(rank.into(), collective))
 }
 
 /// The bytes of a box of an `i32` tensor of `shape` whose elements count up from `first`.

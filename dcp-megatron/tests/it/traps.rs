@@ -19,7 +19,7 @@ use dcp_megatron::sharded::{LocalTensor, ObjectKey, ShardedObject, ShardedTensor
 use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions};
 
 use crate::fixtures::{OPENED, tensors};
-use crate::ranks::on_ranks;
+use crate::ranks::on_boxed_ranks;
 use crate::support::{block_on, copy, expected_json, get, names, put, stored};
 
 fn open(storage: &Arc<dyn Storage>) -> MegatronCheckpoint {
@@ -289,7 +289,7 @@ impl Collective for Metered {
 #[test]
 fn trap_17_replicas_say_once_what_they_hold_and_then_only_that_nothing_changed() {
     const SHARDS: u64 = 500;
-    let sent = on_ranks(8, |rank, group| {
+    let sent = on_boxed_ranks(8, |rank, group| {
         let sent = Arc::new(AtomicU64::default());
         let save = ParallelSave::new(Arc::new(Metered { inner: group, sent: Arc::clone(&sent) }));
         let counted = || {

@@ -13,8 +13,8 @@ use dcp_olmo::{
 };
 
 use crate::support::{
-    ANY, FLAT, MODEL_ONLY, NESTED, blank, block_on, copy, fixture, fixtures, key, memory, reader,
-    same_dict, states,
+    ANY, FLAT, MODEL_ONLY, NESTED, blank, block_on, fixture, fixtures, key, memory, put_folder,
+    reader, same_dict, states,
 };
 
 fn load(
@@ -259,7 +259,7 @@ fn the_index_is_found_with_a_hint() {
     let index = block_on(get_checkpoint_metadata(&fixture(ANY))).unwrap();
     assert_eq!(index.len(), 35);
     let step = memory();
-    copy(&fixtures().join(NESTED).join("ckpt"), &*step, "model_and_optim/");
+    put_folder(&*step, &fixtures().join(NESTED).join("ckpt"), "model_and_optim/");
     let error = block_on(get_checkpoint_metadata(&step)).unwrap_err().to_string();
     assert!(error.contains("did you mean") && error.contains("model_and_optim"), "{error}");
     block_on(step.delete(&key("model_and_optim/.metadata"))).unwrap();

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use dcp_core::{PutMode, Storage, StorageReader, Value};
 use dcp_olmo::{OptimizerLayout, RunDir, StepDir};
 
-use crate::support::{FLAT, block_on, copy, everything, fixture, fixtures, key, memory};
+use crate::support::{FLAT, block_on, everything, fixture, fixtures, key, memory, put_folder};
 
 /// Steps 3 and 20, and a step 100 without its `.metadata`.
 fn run() -> Arc<dyn Storage> {
     let storage = memory();
     for step in ["step3", "step20", "step100"] {
-        copy(&fixtures().join("trainer/step3"), &*storage, &format!("{step}/"));
+        put_folder(&*storage, &fixtures().join("trainer/step3"), &format!("{step}/"));
         let model = fixtures().join(FLAT).join("ckpt");
-        copy(&model, &*storage, &format!("{step}/model_and_optim/"));
+        put_folder(&*storage, &model, &format!("{step}/model_and_optim/"));
     }
     block_on(storage.delete(&key("step100/model_and_optim/.metadata"))).unwrap();
     storage

@@ -1,54 +1,28 @@
 //! Fixtures in memory, and state dicts made from them.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use dcp_conformance::MemoryStorage;
-use dcp_core::{Dict, Key, PathItem, PutMode, StateDict, StatePath, Storage, StorageReader, Value};
+use dcp_core::{Dict, PathItem, StateDict, StatePath, Storage, StorageReader, Value};
 use dcp_engine::{LoadMode, Loader};
 use dcp_formats::dcp::DcpReader;
 use dcp_planner::{FlattenRule, KeyFilter, Template};
+pub(crate) use dcp_testing::{block_on, key, memory, put_folder};
 
 pub(crate) const NESTED: &str = "fsdp2-2rank-nested";
 pub(crate) const FLAT: &str = "fsdp2-2rank-flat";
 pub(crate) const MODEL_ONLY: &str = "fsdp2-2rank-bf16-modelonly";
 pub(crate) const ANY: &str = "any-4rank";
 
-pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
-}
-
 pub(crate) fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/olmo")
-}
-
-pub(crate) fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
-
-/// Copies a folder of the file system into a storage.
-pub(crate) fn copy(from: &Path, storage: &dyn Storage, prefix: &str) {
-    for entry in std::fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let name = format!("{prefix}{}", entry.file_name().to_str().unwrap());
-        if entry.path().is_dir() {
-            copy(&entry.path(), storage, &format!("{name}/"));
-        } else {
-            let bytes = std::fs::read(entry.path()).unwrap();
-            block_on(storage.put(&key(&name), bytes.into(), PutMode::Create)).unwrap();
-        }
-    }
-}
-
-pub(crate) fn memory() -> Arc<dyn Storage> {
-    Arc::new(MemoryStorage::new())
+    dcp_testing::fixture("olmo")
 }
 
 /// The checkpoint of a fixture.
 pub(crate) fn fixture(name: &str) -> Arc<dyn Storage> {
     let storage = memory();
-    copy(&fixtures().join(name).join("ckpt"), &*storage, "");
+    put_folder(&*storage, &fixtures().join(name).join("ckpt"), "");
     storage
 }
 

@@ -1,7 +1,7 @@
 //! A file of `torch.save`, which only one rank reads, straight into a sharded state dict.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use dcp::{
 const RANKS: u64 = 4;
 
 fn fixture() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/torch_save/t215")
+    dcp_testing::fixture("torch_save/t215")
 }
 
 /// The rows of a tensor that fall to a rank; everything to every rank when it has no axis.

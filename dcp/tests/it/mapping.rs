@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dcp::convert::{JobOptions, Source, Target, to_safetensors};
-use dcp::core::{DType, Key, PutMode, Storage, StorageExt};
+use dcp::core::{DType, PutMode, Storage, StorageExt};
 use dcp::formats::safetensors::{Header, SafetensorsItem, encode_header, header_len};
 use dcp::fs::FsStorage;
 use dcp::mapping::{
@@ -15,13 +15,10 @@ use dcp::mapping::{
 use dcp::megatron::jobs::to_torch_dist;
 use dcp::megatron::partition::ParallelLayout;
 use dcp::megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions};
+use dcp_testing::key;
 use serde_json::{Value, json};
 
 type Tensors = BTreeMap<String, (Vec<u64>, Vec<u8>)>;
-
-fn key(name: &str) -> Key {
-    Key::new(name).unwrap()
-}
 
 /// Tensors of those shapes in which every element is another one.
 fn tensors(shapes: Vec<(String, Vec<u64>)>) -> Tensors {

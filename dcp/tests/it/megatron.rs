@@ -15,6 +15,7 @@ use dcp::{Access, DType, Storage, Tensor, Value};
 
 use crate::child::{STEP, STOP, say, stopping};
 use crate::ranks::killed_before;
+use dcp_testing::block_on;
 
 /// In whose storage a rank stops: that of the checkpoint, or that of the tracker.
 const STOP_IN: &str = "DCP_TEST_STOP_IN";
@@ -22,10 +23,6 @@ const STOP_IN: &str = "DCP_TEST_STOP_IN";
 /// Rows that a rank has, and elements of a row.
 const ROWS: u64 = 8;
 const COLUMNS: u64 = 4096;
-
-fn block_on<T>(work: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap().block_on(work)
-}
 
 fn open(place: &str, access: Access) -> Arc<dyn Storage> {
     dcp::default_storages().open(place, access).unwrap()

@@ -1,19 +1,14 @@
 //! Fixtures of PyTorch bit for bit, and any part of any weight against a plain computation.
 
-use std::path::Path;
-
 use dcp_conformance::MemoryStorage;
 use dcp_core::{Payload, PutMode, Storage};
 use dcp_formats::hf::{HfLayout, HfPart, HfWriteOptions, write_folder};
+use dcp_testing::block_on;
 use proptest::prelude::*;
 
 use super::*;
 use crate::read::tensor_read::TensorReader;
 use crate::write::stored_data_source::CheckpointData;
-
-fn block_on<F: Future>(future: F) -> F::Output {
-    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
-}
 
 fn put(storage: &MemoryStorage, name: &str, bytes: Vec<u8>) {
     let key = Key::new(name).unwrap();
@@ -22,7 +17,7 @@ fn put(storage: &MemoryStorage, name: &str, bytes: Vec<u8>) {
 
 fn fixture(name: &str, folder: &str) -> Arc<MemoryStorage> {
     let storage = MemoryStorage::new();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/hf").join(name).join(folder);
+    let root = dcp_testing::fixture("hf").join(name).join(folder);
     for file in std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path()) {
         if file.is_file() {
             let name = file.file_name().unwrap().to_str().unwrap();

@@ -15,7 +15,7 @@ use crate::harness::{Source, block_on, key, put, whole_plan};
 pub(crate) type Tensors = BTreeMap<String, Tensor>;
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/hf")
+    dcp_testing::fixture("hf")
 }
 
 /// A fixture of PyTorch's Hugging Face storage, with its sub-folders.

@@ -1,6 +1,6 @@
 //! Reading all of a file.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
@@ -11,7 +11,7 @@ use crate::harness::{Loaded, block_on, key, put, whole_plan};
 
 /// The folder of the fixtures.
 pub(crate) fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/torch_save")
+    dcp_testing::fixture("torch_save")
 }
 
 /// A storage with one file of a fixture, `file.pt`.

@@ -1,0 +1,20 @@
+//! What the tests of several crates use: a runtime, fixtures, checkpoints in memory, ranks as threads.
+//!
+//! It is not published; a crate names it by its path alone among its dev-dependencies, which `cargo
+//! package` leaves out. A unit test inside of a crate may use what has no types of that crate, such as
+//! [`block_on`]: it is compiled apart from the crate that this one depends on.
+#![allow(clippy::unwrap_used, reason = "tests fail loudly")]
+
+mod folders;
+mod ranks;
+mod stored;
+
+pub use folders::{copy_folder, fixture, fixtures};
+pub use ranks::{on_boxed_ranks, on_each, on_ranks};
+pub use stored::{get, in_memory, key, memory, names, put, put_folder};
+
+/// Runs a future to its end on this thread, with timers.
+#[track_caller]
+pub fn block_on<F: Future>(future: F) -> F::Output {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+}

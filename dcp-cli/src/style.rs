@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 
 pub(crate) use dcp::checkpoint::text::{count, thousands};
 use dcp::core::{escaped, is_unsafe};
+use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
 
 use crate::args::ColorChoice;
 
@@ -81,21 +82,29 @@ pub(crate) fn terminal_width() -> Option<usize> {
     width.map(|width| width.clamp(40, 400))
 }
 
-/// The columns that a text takes, when no character is wider than one.
+/// The columns of a terminal that a text takes.
 pub(crate) fn columns(text: &str) -> usize {
-    text.chars().count()
+    text.width()
 }
 
-/// The text in at most `width` columns, its middle replaced by `…` if it is longer.
+/// The text in at most `width` columns and characters, its middle replaced by `…` if it is longer.
 pub(crate) fn shorten(text: &str, width: usize) -> String {
-    let len = columns(text);
-    if len <= width {
+    // What takes no column counts as well: there may be millions of it.
+    let takes = |c: char| c.width().unwrap_or(1).max(1);
+    if text.chars().map(takes).sum::<usize>() <= width {
         return text.to_owned();
     }
+    let within = |room: usize| {
+        move |used: &mut usize, c: char| {
+            *used += takes(c);
+            (*used <= room).then_some(c)
+        }
+    };
     let kept = width.saturating_sub(1);
-    let front = kept.div_ceil(2);
-    let start: String = text.chars().take(front).collect();
-    let end: String = text.chars().skip(len - (kept - front)).collect();
+    let start: String = text.chars().scan(0, within(kept.div_ceil(2))).collect();
+    let room = kept - start.chars().map(takes).sum::<usize>();
+    let end: Vec<char> = text.chars().rev().scan(0, within(room)).collect();
+    let end: String = end.into_iter().rev().collect();
     format!("{start}…{end}")
 }
 
@@ -192,6 +201,13 @@ mod tests {
         assert_eq!(shorten("abcdefgh", 5), "ab…gh");
         assert_eq!(shorten("abc", 5), "abc");
         assert_eq!((left("é", 3), right("é", 3)), ("é  ".to_owned(), "  é".to_owned()));
+        assert_eq!(left("重み", 5), "重み ");
+        assert_eq!(left("e\u{301}", 2), "e\u{301} ");
+        assert_eq!(
+            (shorten("重み重み", 8), shorten("重み重み", 6)),
+            ("重み重み".into(), "重…み".into())
+        );
+        assert!(shorten(&"\u{200b}".repeat(4096), 9).chars().count() <= 9);
         assert_eq!(left("a", 1 << 17).len(), 1 << 17);
         assert_eq!(printable("a\x1b[31mb\n"), "a\\u{1b}[31mb\\n");
         assert_eq!(printable("a\u{202e}b\u{200b}é"), "a\\u{202e}b\\u{200b}é");

@@ -7,7 +7,7 @@ use dcp::convert::{CastCounts, CastReport, UnmatchedPattern, WriteReport};
 
 use crate::failure::Failure;
 use crate::output::Output;
-use crate::style::{left, printable, right, shorten, size};
+use crate::style::{columns, left, printable, right, shorten, size};
 
 /// Says what was written, or would be.
 pub(crate) fn tell(
@@ -151,7 +151,7 @@ fn planned(report: &WriteReport, out: &Output) -> String {
     let shape = widest(|row| row.2.len()).unwrap_or(0);
     let bytes = widest(|row| row.3.len()).unwrap_or(0);
     let room = width.saturating_sub(dtype + shape + bytes + 6).max(16);
-    let name = widest(|row| row.0.chars().count()).unwrap_or(0).min(room);
+    let name = widest(|row| columns(&row.0)).unwrap_or(0).min(room);
     let mut text = String::new();
     for (fqn, key_dtype, key_shape, key_bytes) in &rows {
         text.push_str(&format!(

@@ -20,7 +20,7 @@ use dcp::Access;
 use dcp::core::{Storage, StorageErrorKind};
 use dcp_conformance::{Effect, Fault, FaultStorage};
 
-use crate::args::Cli;
+use crate::cli::Cli;
 use crate::failure::Failure;
 
 /// What becomes of the target of a command.

@@ -12,7 +12,7 @@ use dcp::megatron::MegatronError;
 use serde_json::json;
 
 use crate::output::JsonText;
-use crate::style::Style;
+use crate::output::style::Style;
 
 /// Why the command stopped. Documented in `dcp --help`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,31 +1,23 @@
 //! The `dcp` command.
 
-mod arch;
-mod args;
+mod cli;
 mod command;
-mod destination;
 #[cfg(test)]
 mod every_operation;
 mod failure;
 mod interrupt;
-mod key_options;
-mod optimizer;
+mod options;
 mod output;
-mod progress;
-mod render;
 mod session;
-mod style;
-mod summary;
-mod torch_dist;
 
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches};
 
-use crate::args::{Cli, Command};
+use crate::cli::{Cli, Command};
 use crate::failure::Failure;
+use crate::output::style::Style;
 use crate::session::Session;
-use crate::style::Style;
 
 fn main() -> ExitCode {
     let parsed = Cli::command().try_get_matches().and_then(|matches| {

@@ -3,7 +3,7 @@
 use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
 
-use crate::args::Global;
+use crate::cli::Global;
 use crate::failure::Failure;
 use crate::interrupt;
 use crate::output::Output;

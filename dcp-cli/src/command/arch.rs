@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::failure::Failure;
 use crate::output::Output;
-use crate::style::{columns, left};
+use crate::output::style::{columns, left};
 
 /// List the model families that convert between Megatron-Core and Hugging Face, or print one.
 ///

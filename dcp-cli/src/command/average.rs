@@ -6,13 +6,13 @@ use dcp::checkpoint::text::{count, list};
 use dcp::checkpoint::{self, Need};
 use dcp::convert::view::{AverageOptions, NonFloat};
 
-use crate::destination::Destination;
 use crate::failure::Failure;
-use crate::key_options::KeyOptions;
-use crate::optimizer::CorruptOptimizer;
-use crate::progress::Bar;
+use crate::options::destination::Destination;
+use crate::options::keys::KeyOptions;
+use crate::options::optimizer::CorruptOptimizer;
+use crate::output::progress::Bar;
+use crate::output::summary::tell;
 use crate::session::Session;
-use crate::summary::tell;
 
 /// Write the average of several checkpoints.
 ///

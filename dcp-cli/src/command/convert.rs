@@ -5,14 +5,14 @@ use dcp::checkpoint::Need;
 use dcp::convert::view::DequantizeOptions;
 use dcp::core::DType;
 
-use crate::arch::{self, Arch};
-use crate::destination::{Destination, parse_dtype};
 use crate::failure::Failure;
-use crate::key_options::{KeyOptions, OptimizerKeys};
-use crate::optimizer::MegatronOptimizer;
-use crate::progress::Bar;
+use crate::options::destination::{Destination, parse_dtype};
+use crate::options::keys::{KeyOptions, OptimizerKeys};
+use crate::options::mapping::{self, Arch};
+use crate::options::optimizer::MegatronOptimizer;
+use crate::output::progress::Bar;
+use crate::output::summary::tell;
 use crate::session::Session;
-use crate::summary::tell;
 
 /// Write a checkpoint in another format.
 ///
@@ -121,8 +121,8 @@ pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> 
         return out.json(&written);
     }
     tell(&written.report, &args.target, false, out)?;
-    if let Some(mapping) = &written.mapping {
-        arch::tell(mapping, out);
+    if let Some(report) = &written.mapping {
+        mapping::tell(report, out);
     }
     Ok(())
 }

@@ -5,13 +5,13 @@ use dcp::checkpoint::Need;
 use dcp::convert::{DiffOptions, JobOptions, Rename, Selection, StatePart, Tolerance};
 use dcp::planner::KeyFilter;
 
-use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
-use crate::key_options::parse_rename;
-use crate::progress::Bar;
-use crate::render::diff;
+use crate::options::destination::parse_bytes;
+use crate::options::keys::parse_rename;
+use crate::output::progress::Bar;
+use crate::output::render::diff;
+use crate::output::summary::unmatched_notes;
 use crate::session::Session;
-use crate::summary::unmatched_notes;
 
 /// Compare two checkpoints: keys, shapes, dtypes and values.
 ///

@@ -5,13 +5,13 @@ use dcp::convert::{Found, JobOptions};
 use dcp::core::escaped;
 use serde_json::json;
 
-use crate::args;
+use crate::cli as args;
 use crate::failure::{Exit, Failure};
-use crate::progress::Bar;
-use crate::render::value::python;
+use crate::output::progress::Bar;
+use crate::output::render::value::python;
+use crate::output::style::{printable, size};
+use crate::output::summary::cast_notes;
 use crate::session::Session;
-use crate::style::{printable, size};
-use crate::summary::cast_notes;
 
 pub(crate) fn get(args: &args::Get, session: &Session) -> Result<(), Failure> {
     let out = &session.out;

@@ -3,9 +3,9 @@
 use dcp::checkpoint::Need;
 use dcp::convert::{ConvertError, KeySummary, Source, unmatched_patterns};
 
-use crate::args;
+use crate::cli as args;
 use crate::failure::{Exit, Failure};
-use crate::render::{megatron, shards, tree};
+use crate::output::render::{megatron, shards, tree};
 use crate::session::Session;
 
 /// The error of a filter that shows nothing.

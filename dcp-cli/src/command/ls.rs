@@ -3,7 +3,7 @@
 use clap::Args;
 
 use crate::failure::Failure;
-use crate::render::run;
+use crate::output::render::run;
 use crate::session::Session;
 
 /// List the checkpoints in a directory: steps, whether whole, size, age, kind.

@@ -9,7 +9,7 @@ use dcp::checkpoint::text::count;
 use dcp::core::{Key, Payload, PutMode, StorageError};
 use serde_json::json;
 
-use crate::args::Cli;
+use crate::cli::Cli;
 use crate::failure::{Exit, Failure};
 use crate::session::Session;
 

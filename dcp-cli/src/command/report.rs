@@ -6,9 +6,9 @@ use dcp::convert::report::{ReportLimits, render_html};
 
 use crate::failure::Failure;
 use crate::output::json_text;
-use crate::progress::Bar;
+use crate::output::progress::Bar;
+use crate::output::style::{printable, size};
 use crate::session::Session;
-use crate::style::{printable, size};
 
 /// Make a page to look around in a checkpoint.
 ///

@@ -3,14 +3,14 @@
 use clap::Args;
 use dcp::checkpoint::Need;
 
-use crate::destination::Writing;
 use crate::failure::Failure;
-use crate::key_options::{KeyOptions, OptimizerKeys};
-use crate::optimizer::MegatronOptimizer;
-use crate::progress::Bar;
+use crate::options::destination::Writing;
+use crate::options::keys::{KeyOptions, OptimizerKeys};
+use crate::options::optimizer::MegatronOptimizer;
+use crate::options::torch_dist::TorchDist;
+use crate::output::progress::Bar;
+use crate::output::summary::tell;
 use crate::session::Session;
-use crate::summary::tell;
-use crate::torch_dist::TorchDist;
 
 /// Options that are Megatron-Core's, by the names of their fields.
 const MEGATRONS: [&str; 11] = [

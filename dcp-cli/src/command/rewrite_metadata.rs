@@ -6,8 +6,8 @@ use dcp::convert::ProfileChoice;
 use dcp::formats::metadata::Profile;
 
 use crate::failure::Failure;
+use crate::output::style::size;
 use crate::session::Session;
-use crate::style::size;
 
 /// Rewrite a checkpoint's index for PyTorch or OLMo-core, not its data.
 ///

@@ -5,12 +5,12 @@ use dcp::checkpoint::Need;
 use dcp::convert::{NumberStats, Selection, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
-use crate::destination::parse_bytes;
 use crate::failure::{Exit, Failure};
-use crate::progress::Bar;
-use crate::render::stats;
+use crate::options::destination::parse_bytes;
+use crate::output::progress::Bar;
+use crate::output::render::stats;
+use crate::output::summary::unmatched_notes;
 use crate::session::Session;
-use crate::summary::unmatched_notes;
 
 /// Show statistics of a checkpoint, and find the NaN that killed the run.
 ///

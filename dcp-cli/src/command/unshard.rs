@@ -7,11 +7,11 @@ use dcp::checkpoint::Need;
 use dcp::checkpoint::text::{count, list};
 use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy};
 
-use crate::destination::{Writing, parse_bytes};
 use crate::failure::{Exit, Failure};
-use crate::progress::Bar;
+use crate::options::destination::{Writing, parse_bytes};
+use crate::output::progress::Bar;
+use crate::output::style::size;
 use crate::session::Session;
-use crate::style::size;
 
 /// Write the model of a checkpoint as plain files, as OLMo-core's unshard_checkpoint does.
 ///

@@ -2,10 +2,10 @@
 
 use dcp::checkpoint::Need;
 
-use crate::args;
+use crate::cli as args;
 use crate::failure::{Exit, Failure};
-use crate::progress::Bar;
-use crate::render::problems;
+use crate::output::progress::Bar;
+use crate::output::render::problems;
 use crate::session::Session;
 
 pub(crate) fn verify(args: &args::Verify, session: &Session) -> Result<(), Failure> {

@@ -8,7 +8,7 @@ use dcp::convert::{JobOptions, Progress};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::output::Output;
-use crate::style::size;
+use crate::output::style::size;
 
 /// Work that is done sooner has no line in a log.
 const FIRST_LINE: Duration = Duration::from_secs(2);

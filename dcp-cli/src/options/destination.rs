@@ -11,8 +11,8 @@ use dcp::checkpoint;
 use dcp::convert::JobOptions;
 use dcp::planner::KeyFilter;
 
+use crate::options::torch_dist::TorchDist;
 use crate::session::Session;
-use crate::torch_dist::TorchDist;
 
 /// A format to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use dcp::convert::{ChunkSummary, TensorSummary};
 
 use crate::output::Output;
-use crate::render::grid::{self, Axis, Plane};
-use crate::style::{columns, count, left, printable, right, shorten, size, thousands};
+use crate::output::render::grid::{self, Axis, Plane};
+use crate::output::style::{columns, count, left, printable, right, shorten, size, thousands};
 
 /// Slices of a tensor with more than two cut axes that are drawn at most.
 const SLICES: usize = 6;

@@ -7,7 +7,7 @@ use dcp::convert::{CastCounts, CastReport, UnmatchedPattern, WriteReport};
 
 use crate::failure::Failure;
 use crate::output::Output;
-use crate::style::{columns, left, printable, right, shorten, size};
+use crate::output::style::{columns, left, printable, right, shorten, size};
 
 /// Says what was written, or would be.
 pub(crate) fn tell(

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 use dcp::convert::{ChunkSummary, TensorSummary};
 
-use crate::render::canvas::Canvas;
-use crate::style::right;
+use crate::output::render::canvas::Canvas;
+use crate::output::style::right;
 
 /// The lines that a picture may take.
 const HEIGHT: usize = 17;

@@ -7,7 +7,7 @@ use dcp::convert::{RunEntry, RunListing};
 use dcp::core::Message;
 
 use crate::output::Output;
-use crate::style::{columns, count, left, printable, right, shorten, size};
+use crate::output::style::{columns, count, left, printable, right, shorten, size};
 
 /// The columns that a name takes at most.
 const NAME_MAX: usize = 40;

@@ -1,12 +1,17 @@
 //! Where output goes: data to stdout, everything said about it to stderr.
 
+pub(crate) mod progress;
+pub(crate) mod render;
+pub(crate) mod style;
+pub(crate) mod summary;
+
 use std::io::{self, Write};
 
 use dcp::core::{Message, is_unsafe};
 
-use crate::args::Global;
+use crate::cli::Global;
 use crate::failure::Failure;
-use crate::style::{Style, guarded, terminal_width};
+use crate::output::style::{Style, guarded, terminal_width};
 
 /// The two streams and how to write to them.
 #[derive(Clone, Copy, Debug)]

@@ -5,10 +5,10 @@ use std::fmt::Write as _;
 use dcp::convert::{BadChunk, FloatRange, NumberStats, StatsReport, TensorStats};
 
 use crate::output::Output;
-use crate::render::number::{compact, float, share};
-use crate::render::spark::{Scale, Spark};
-use crate::render::wrap::say;
-use crate::style::{columns, count, left, printable, right, shorten, size, thousands};
+use crate::output::render::number::{compact, float, share};
+use crate::output::render::spark::{Scale, Spark};
+use crate::output::render::wrap::say;
+use crate::output::style::{columns, count, left, printable, right, shorten, size, thousands};
 
 /// The least columns of a name.
 const NAME_MIN: usize = 12;

@@ -6,11 +6,11 @@ use dcp::convert::{KeySummary, Summary, TensorSummary};
 use dcp::core::escaped;
 
 use crate::output::Output;
-use crate::render::files;
-use crate::render::megatron::cut;
-use crate::render::nest::{Node, nest};
-use crate::render::value::python;
-use crate::style::{columns, count, left, printable, right, shorten, size};
+use crate::output::render::files;
+use crate::output::render::megatron::cut;
+use crate::output::render::nest::{Node, nest};
+use crate::output::render::value::python;
+use crate::output::style::{columns, count, left, printable, right, shorten, size};
 
 /// Layers that are alike are shown as one from this many on.
 const FOLD_FROM: usize = 3;

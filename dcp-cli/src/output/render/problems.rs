@@ -7,7 +7,7 @@ use dcp::convert::{Problem, VerifyReport};
 use dcp::core::Message;
 
 use crate::output::Output;
-use crate::style::{count, printable, size, thousands};
+use crate::output::style::{count, printable, size, thousands};
 
 pub(crate) fn render(uri: &str, report: &VerifyReport, out: &Output) -> String {
     let style = out.style;

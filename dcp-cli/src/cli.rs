@@ -7,7 +7,7 @@ use clap_complete::Shell;
 use dcp::DType;
 
 use crate::command;
-use crate::destination::{AllowCallable, parse_dtype};
+use crate::options::destination::{AllowCallable, parse_dtype};
 
 /// Look into, check, compare, convert and reshard model checkpoints.
 ///

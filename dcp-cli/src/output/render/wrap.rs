@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::output::Output;
-use crate::style::columns;
+use crate::output::style::columns;
 
 /// A line that goes on below itself, indented, when it is longer than the terminal.
 pub(crate) fn say(out: &Output, text: &mut String, indent: &str, mark: &str, what: &str) {

@@ -8,10 +8,10 @@ use serde_json::Value;
 
 use crate::command::Diff;
 use crate::output::Output;
-use crate::render::number::{float, share};
-use crate::render::value::python;
-use crate::render::wrap::say;
-use crate::style::{columns, count, left, printable, shorten, size, thousands};
+use crate::output::render::number::{float, share};
+use crate::output::render::value::python;
+use crate::output::render::wrap::say;
+use crate::output::style::{columns, count, left, printable, shorten, size, thousands};
 
 /// Columns of the words in front.
 const WORD: usize = 6;

@@ -7,7 +7,7 @@ pub(crate) use dcp::checkpoint::text::{count, thousands};
 use dcp::core::{escaped, is_unsafe};
 use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
 
-use crate::args::ColorChoice;
+use crate::cli::ColorChoice;
 
 /// Colors that neighbors are told apart by.
 const HUES: [&str; 6] = ["34", "35", "32", "33", "36", "31"];

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use dcp::convert::Summary;
 
 use crate::output::Output;
-use crate::style::{columns, left, printable, right, shorten, size};
+use crate::output::style::{columns, left, printable, right, shorten, size};
 
 /// Files that are listed at most.
 const LISTED: usize = 16;

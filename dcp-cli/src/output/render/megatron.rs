@@ -9,9 +9,9 @@ use indexmap::IndexMap;
 use serde_json::{Map, Value, json};
 
 use crate::output::Output;
-use crate::render::value::python;
-use crate::render::wrap::lines;
-use crate::style::{columns, count, left, printable, shorten, size, thousands};
+use crate::output::render::value::python;
+use crate::output::render::wrap::lines;
+use crate::output::style::{columns, count, left, printable, shorten, size, thousands};
 
 /// Objects of one key that are shown as one from this many on.
 const GROUP_FROM: usize = 2;

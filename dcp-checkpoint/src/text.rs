@@ -1,8 +1,11 @@
-//! Numbers and names as notes and messages show them.
+//! Numbers and names as messages show them and options have them.
 
 use std::sync::Arc;
 
-use dcp_core::Message;
+use dcp_convert::is_float;
+use dcp_core::{DType, Message};
+
+use crate::error::{Error, ErrorKind};
 
 /// A number with its thousands apart: `12,345`.
 #[must_use]
@@ -23,6 +26,28 @@ pub fn thousands(number: u64) -> String {
 pub fn count(number: usize, noun: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };
     format!("{} {noun}{plural}", thousands(number as u64))
+}
+
+/// The floating-point dtype of this name: PyTorch's, with or without `torch.`, or a short one such
+/// as `bf16`.
+///
+/// # Errors
+///
+/// [`InvalidOption`](ErrorKind::InvalidOption) for names of no dtype and of dtypes that are not
+/// floating-point.
+pub fn float_dtype(name: &str) -> Result<DType, Error> {
+    let full = match name.strip_prefix("torch.").unwrap_or(name) {
+        "bf16" => "bfloat16",
+        "fp16" | "f16" | "half" => "float16",
+        "fp32" | "f32" | "float" => "float32",
+        "fp64" | "f64" | "double" => "float64",
+        "fp8" | "f8" | "fp8_e4m3" | "e4m3" => "float8_e4m3fn",
+        "fp8_e5m2" | "e5m2" => "float8_e5m2",
+        full => full,
+    };
+    let invalid = |message: String| Error::new(ErrorKind::InvalidOption, message);
+    let dtype: DType = full.parse().map_err(|_| invalid(format!("{name:?} is no dtype")))?;
+    if is_float(dtype) { Ok(dtype) } else { Err(invalid(format!("{dtype} is no float"))) }
 }
 
 /// The first of some names, and how many more there are.

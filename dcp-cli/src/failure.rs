@@ -1,18 +1,13 @@
 //! What went wrong, for people and for scripts: `error:`, `caused by:`, `hint:`, an exit code.
 
 use std::error::Error;
-use std::io::{self, Write};
-use std::process::ExitCode;
+use std::io;
 
 use dcp::checkpoint::{self, ErrorKind};
 use dcp::convert::ConvertError;
-use dcp::core::{CheckpointError, Message, StorageError};
+use dcp::core::{CheckpointError, StorageError};
 use dcp::mapping::MappingError;
 use dcp::megatron::MegatronError;
-use serde_json::json;
-
-use crate::output::JsonText;
-use crate::output::style::Style;
 
 /// Why the command stopped. Documented in `dcp --help`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +28,7 @@ pub(crate) enum Exit {
 
 impl Exit {
     /// What `kind` an error is of, as `--json` says it.
-    fn kind(self) -> &'static str {
+    pub(crate) fn kind(self) -> &'static str {
         match self {
             Self::Bad => "bad_checkpoint",
             Self::Usage => "usage",
@@ -46,11 +41,11 @@ impl Exit {
 /// An error on its way to the user.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    exit: Exit,
-    message: String,
-    causes: Vec<String>,
-    hint: Option<String>,
-    silent: bool,
+    pub(crate) exit: Exit,
+    pub(crate) message: String,
+    pub(crate) causes: Vec<String>,
+    pub(crate) hint: Option<String>,
+    pub(crate) silent: bool,
 }
 
 impl Failure {
@@ -90,39 +85,6 @@ impl Failure {
             self.exit = other;
         }
         self
-    }
-
-    /// Prints the error to stderr.
-    pub(crate) fn report(&self, style: Style) -> ExitCode {
-        if !self.silent {
-            let mut text = format!("{} {}\n", style.bad("error:"), Message(&self.message));
-            for cause in &self.causes {
-                text.push_str(&format!("  {} {}\n", style.dim("caused by:"), Message(cause)));
-            }
-            if let Some(hint) = &self.hint {
-                text.push_str(&format!("{} {}\n", style.good("hint:"), Message(hint)));
-            }
-            // There is nowhere left to say that stderr is closed.
-            let _ = io::stderr().write_all(text.as_bytes());
-        }
-        ExitCode::from(self.exit as u8)
-    }
-
-    /// Prints the error to stderr as one line of JSON.
-    pub(crate) fn report_json(&self) -> ExitCode {
-        if !self.silent {
-            let shown = |text: &String| Message(text).to_string();
-            let error = json!({
-                "kind": self.exit.kind(),
-                "message": shown(&self.message),
-                "causes": self.causes.iter().map(shown).collect::<Vec<_>>(),
-                "hint": self.hint.as_ref().map(shown),
-                "exit_code": self.exit as u8,
-            });
-            let text = format!("{}\n", json!({ "error": error }));
-            let _ = JsonText(io::stderr()).write_all(text.as_bytes());
-        }
-        ExitCode::from(self.exit as u8)
     }
 
     /// Arguments that cannot be understood.

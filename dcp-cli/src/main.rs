@@ -16,6 +16,7 @@ use clap::{CommandFactory, FromArgMatches};
 
 use crate::cli::{Cli, Command};
 use crate::failure::Failure;
+use crate::output::error_report;
 use crate::output::style::Style;
 use crate::session::Session;
 
@@ -29,7 +30,7 @@ fn main() -> ExitCode {
     let (cli, json) = match parsed {
         Ok(parsed) => parsed,
         Err(error) if error.use_stderr() && asks_for_json() => {
-            return Failure::of_arguments(&error).report_json();
+            return error_report::print_json(&Failure::of_arguments(&error));
         }
         Err(error) => error.exit(),
     };
@@ -37,8 +38,8 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) if failure.is_broken_pipe() => ExitCode::SUCCESS,
-        Err(failure) if json => failure.report_json(),
-        Err(failure) => failure.report(errors),
+        Err(failure) if json => error_report::print_json(&failure),
+        Err(failure) => error_report::print(&failure, errors),
     }
 }
 
@@ -66,12 +67,8 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &session),
         Command::Report(args) => command::report(&args, &session),
         Command::Arch(args) => command::arch(&args, out),
-        Command::Man(args) => command::man(&args, &session),
-        Command::Completions(args) => {
-            let mut script = Vec::new();
-            clap_complete::generate(args.shell, &mut Cli::command(), "dcp", &mut script);
-            out.write_own(&String::from_utf8_lossy(&script))
-        }
+        Command::Man(args) => command::man(&args, Cli::command(), &session),
+        Command::Completions(args) => command::completions(&args, Cli::command(), out),
     }
 }
 

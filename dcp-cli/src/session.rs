@@ -3,9 +3,9 @@
 use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
 
-use crate::cli::Global;
 use crate::failure::Failure;
 use crate::interrupt;
+use crate::options::Global;
 use crate::output::Output;
 
 /// One run of the program.
@@ -21,7 +21,7 @@ impl Session {
     pub(crate) fn new(global: Global) -> Self {
         let storages = storages(global.follow_links);
         let opener = Opener::new(storages).rank(global.rank).variant(global.variant.clone());
-        Self { out: Output::new(&global), rollback: Rollback::new(), opener }
+        Self { out: Output::new(global.color, global.quiet), rollback: Rollback::new(), opener }
     }
 
     /// Opens checkpoints as the input options say; notes go to stderr.

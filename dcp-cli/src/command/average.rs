@@ -7,9 +7,9 @@ use dcp::checkpoint::{self, Need};
 use dcp::convert::view::{AverageOptions, NonFloat};
 
 use crate::failure::Failure;
-use crate::options::destination::Destination;
-use crate::options::keys::KeyOptions;
-use crate::options::optimizer::CorruptOptimizer;
+use crate::options::CorruptOptimizer;
+use crate::options::Destination;
+use crate::options::KeyOptions;
 use crate::output::progress::Bar;
 use crate::output::summary::tell;
 use crate::session::Session;
@@ -110,7 +110,7 @@ impl Average {
 
 pub(crate) fn average(args: &Average, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
-    let destination = args.destination.at(&args.out, session);
+    let destination = args.destination.at(&args.out, &session.rollback);
     // A format that is not known is an error before anything is read.
     destination.format()?;
     let keys = args.choosing.keys()?;

@@ -6,10 +6,11 @@ use dcp::convert::view::DequantizeOptions;
 use dcp::core::DType;
 
 use crate::failure::Failure;
-use crate::options::destination::{Destination, parse_dtype};
-use crate::options::keys::{KeyOptions, OptimizerKeys};
-use crate::options::mapping::{self, Arch};
-use crate::options::optimizer::MegatronOptimizer;
+use crate::options::Arch;
+use crate::options::MegatronOptimizer;
+use crate::options::{Destination, parse_dtype};
+use crate::options::{KeyOptions, OptimizerKeys};
+use crate::output::mapping_notes::mapping_notes;
 use crate::output::progress::Bar;
 use crate::output::summary::tell;
 use crate::session::Session;
@@ -100,7 +101,7 @@ impl Convert {
 
 pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
-    let destination = args.destination.at(&args.target, session);
+    let destination = args.destination.at(&args.target, &session.rollback);
     // A format that is not known is an error before anything is read.
     destination.format()?;
     let (keys, mapping) = (args.choosing.keys()?, args.arch.options()?);
@@ -122,7 +123,7 @@ pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> 
     }
     tell(&written.report, &args.target, false, out)?;
     if let Some(report) = &written.mapping {
-        mapping::tell(report, out);
+        mapping_notes(report, out);
     }
     Ok(())
 }

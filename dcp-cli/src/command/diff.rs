@@ -6,10 +6,10 @@ use dcp::convert::{DiffOptions, JobOptions, Rename, Selection, StatePart, Tolera
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};
-use crate::options::destination::parse_bytes;
-use crate::options::keys::parse_rename;
+use crate::options::parse_bytes;
+use crate::options::parse_rename;
 use crate::output::progress::Bar;
-use crate::output::render::diff;
+use crate::output::render::diff::{self, DiffView};
 use crate::output::summary::unmatched_notes;
 use crate::session::Session;
 
@@ -184,7 +184,9 @@ pub(crate) fn diff(args: &Diff, session: &Session) -> Result<(), Failure> {
     if args.json {
         out.json(&report)?;
     } else if !out.quiet {
-        out.write(&diff::render(args, &report, out))?;
+        let view =
+            DiffView { a: &args.a, b: &args.b, limit: args.limit, keys_only: args.keys_only };
+        out.write(&diff::render(view, &report, out))?;
         unmatched_notes(&report.unmatched, out);
     }
     if report.equal { Ok(()) } else { Err(Failure::reported(Exit::Bad)) }

@@ -1,19 +1,73 @@
 //! `dcp get`.
 
+use std::path::PathBuf;
+
+use clap::Args;
+use dcp::DType;
 use dcp::checkpoint::{Item, Need, TargetOptions};
 use dcp::convert::{Found, JobOptions};
 use dcp::core::escaped;
 use serde_json::json;
 
-use crate::cli as args;
 use crate::failure::{Exit, Failure};
+use crate::options::{AllowCallable, parse_dtype};
 use crate::output::progress::Bar;
 use crate::output::render::value::python;
 use crate::output::style::{printable, size};
 use crate::output::summary::cast_notes;
 use crate::session::Session;
 
-pub(crate) fn get(args: &args::Get, session: &Session) -> Result<(), Failure> {
+/// Print one tensor or object, or write it to a file.
+///
+/// Reads only the bytes that are needed: of a large tensor that is printed, its corners.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp get runs/step_1000 model.embed.weight
+  dcp get runs/step_1000 model.embed.weight --slice 0:2,:
+  dcp get runs/step_1000 model.embed.weight --slice=-1 --output last_row.npy
+  dcp get runs/step_1000 model.embed.weight --output embed.safetensors --dtype bf16
+  dcp get runs/step_1000 optimizer.param_groups --output groups.pt
+  dcp get runs/step_1000 optimizer.param_groups.0.lr --json
+
+Slices:
+  As in NumPy: per axis START:STOP:STEP, each of which may be left out or negative, or one index,
+  which drops the axis; `...` stands for all axes that are not mentioned.
+  Checksums are compared for the stored chunks that a slice holds whole; `dcp verify --deep`
+  compares all.")]
+pub(crate) struct Get {
+    /// The checkpoint.
+    pub(crate) uri: String,
+
+    /// The name of the tensor or object, as `dcp inspect` shows it.
+    pub(crate) fqn: String,
+
+    /// Write it to this file: a tensor to .npy, .safetensors or .pt, an object to .pt. torch.load
+    /// returns what a .pt file holds.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// Cast a floating-point tensor to this dtype, as `dcp convert --dtype` does.
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
+    pub(crate) dtype: Option<DType>,
+
+    #[command(flatten)]
+    pub(crate) callables: AllowCallable,
+
+    /// Take only this part of the tensor.
+    #[arg(short, long, allow_hyphen_values = true)]
+    pub(crate) slice: Option<String>,
+
+    /// Replace the output file if there is one.
+    #[arg(long, requires = "output")]
+    pub(crate) overwrite: bool,
+
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+pub(crate) fn get(args: &Get, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     session.run(args.output.is_some(), async {
         let opened = session.open(&args.uri, Need::Readable).await?;
@@ -48,12 +102,7 @@ pub(crate) fn get(args: &args::Get, session: &Session) -> Result<(), Failure> {
 }
 
 /// Writes the tensor or object to a file, and says what it is.
-async fn save(
-    args: &args::Get,
-    item: &Item<'_>,
-    path: &str,
-    session: &Session,
-) -> Result<(), Failure> {
+async fn save(args: &Get, item: &Item<'_>, path: &str, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     let options =
         TargetOptions::default().with_overwrite(args.overwrite).with_rollback(&session.rollback);

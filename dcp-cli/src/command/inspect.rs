@@ -1,12 +1,69 @@
 //! `dcp inspect`.
 
+use clap::Args;
 use dcp::checkpoint::Need;
 use dcp::convert::{ConvertError, KeySummary, Source, unmatched_patterns};
 
-use crate::cli as args;
 use crate::failure::{Exit, Failure};
 use crate::output::render::{megatron, shards, tree};
 use crate::session::Session;
+
+/// Show what a checkpoint holds.
+///
+/// Prints the tree of its tensors and objects with dtype, shape, bytes and number of shards, and
+/// its files. No tensor data is read, so it is quick however large the checkpoint is.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp inspect runs/step_1000
+  dcp inspect runs/step_1000 --filter 'model.*'
+  dcp inspect runs/step_1000 --shards model.embed.weight
+  dcp inspect runs/step_1000 --json | jq '.keys | length'
+  dcp inspect run/iter_0001000 --args                 what a run of Megatron-LM was started with
+  dcp inspect run --json | jq .megatron.parallel
+
+JSON:
+  {\"format\": …, \"keys\": {FQN: KEY, …}, \"files\": {NAME: BYTES, …}, \"callables\": [CALLABLE, …],
+   \"unfinished\": [TEXT, …]}
+  KEY is {\"kind\": \"tensor\", \"dtype\", \"shape\", \"bytes\",
+          \"chunks\": [{\"offsets\", \"sizes\", \"file\", \"byte_offset\", \"byte_len\"}, …],
+          \"device\": where torch.load puts it, if not on the CPU}
+      or {\"kind\": \"object\", \"value\"}; a value that JSON lacks is tagged {\"type\": …, …}.
+  CALLABLE is {\"key\", \"path\", \"name\", \"dangerous\"}: what Python runs when it loads that object,
+  and is not known to be harmless; `dangerous` ones are known to run commands or code. The last two
+  are left out where there are none; \"unfinished\" says what is missing of a Hugging Face model.
+  dtypes have PyTorch's names without `torch.`; the bytes of a missing file are null.
+  Of Megatron-Core's checkpoints there is \"megatron\", too: \"format\", \"written_by\", \"read_by\",
+  \"iteration\", \"parallel\", \"layers\", \"optimizer\", \"objects\", …; --common and --args print
+  the common state and the arguments instead.")]
+pub(crate) struct Inspect {
+    /// The checkpoint.
+    pub(crate) uri: String,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Draw how the chunks of this tensor lie in it, and list which file holds each.
+    #[arg(long, value_name = "FQN", conflicts_with = "json")]
+    pub(crate) shards: Option<String>,
+
+    /// Show only names that match: `*` stands for any text, `?` for one character.
+    #[arg(long, value_name = "GLOB")]
+    pub(crate) filter: Option<String>,
+
+    /// Print the common state of a checkpoint of Megatron-Core, all but the arguments in it.
+    #[arg(long, conflicts_with_all = ["shards", "filter", "all"])]
+    pub(crate) common: bool,
+
+    /// Print the arguments that the run of a checkpoint of Megatron-Core was started with.
+    #[arg(long, conflicts_with_all = ["shards", "filter", "all", "common"])]
+    pub(crate) args: bool,
+
+    /// Show every layer, also those that are alike, and every sharded object.
+    #[arg(long)]
+    pub(crate) all: bool,
+}
 
 /// The error of a filter that shows nothing.
 async fn no_match(glob: &str, source: &Source) -> Result<Failure, Failure> {
@@ -20,7 +77,7 @@ async fn no_match(glob: &str, source: &Source) -> Result<Failure, Failure> {
     Ok(Failure::new(Exit::Usage, format!("no name matches {glob:?}")).hint(hint))
 }
 
-pub(crate) fn inspect(args: &args::Inspect, session: &Session) -> Result<(), Failure> {
+pub(crate) fn inspect(args: &Inspect, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     if args.common || args.args {
         return common_state(args, session);
@@ -79,7 +136,7 @@ pub(crate) fn inspect(args: &args::Inspect, session: &Session) -> Result<(), Fai
 }
 
 /// Prints the common state, or only the arguments in it.
-fn common_state(args: &args::Inspect, session: &Session) -> Result<(), Failure> {
+fn common_state(args: &Inspect, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     let state = session.run(false, async {
         let opened = session.open(&args.uri, Need::Readable).await?;

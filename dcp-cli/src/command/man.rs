@@ -2,14 +2,13 @@
 
 use std::fmt::Write as _;
 
-use clap::{Args, Command, CommandFactory};
+use clap::{Args, Command};
 use clap_mangen::Man;
 use dcp::Access;
 use dcp::checkpoint::text::count;
 use dcp::core::{Key, Payload, PutMode, StorageError};
 use serde_json::json;
 
-use crate::cli::Cli;
 use crate::failure::{Exit, Failure};
 use crate::session::Session;
 
@@ -31,9 +30,10 @@ pub(crate) struct ManPages {
     pub(crate) json: bool,
 }
 
-pub(crate) fn man(args: &ManPages, session: &Session) -> Result<(), Failure> {
+/// Writes the pages of `program`.
+pub(crate) fn man(args: &ManPages, program: Command, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
-    let pages = pages()?;
+    let pages = pages(program)?;
     let Some(directory) = &args.directory else {
         let (_, page) = pages.first().ok_or_else(|| Failure::new(Exit::Io, "there is no page"))?;
         return out.write_own(page);
@@ -59,8 +59,7 @@ pub(crate) fn man(args: &ManPages, session: &Session) -> Result<(), Failure> {
 }
 
 /// The name and the text of every page, that of `dcp` first.
-fn pages() -> Result<Vec<(String, String)>, Failure> {
-    let mut root = Cli::command();
+fn pages(mut root: Command) -> Result<Vec<(String, String)>, Failure> {
     root.build();
     let commands: Vec<&Command> = root.get_subcommands().filter(|c| !c.is_hide_set()).collect();
     let names: Vec<String> = commands.iter().map(|command| page_name(command)).collect();
@@ -196,11 +195,14 @@ fn ascii(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory as _;
+
     use super::*;
+    use crate::cli::Cli;
 
     #[test]
     fn every_command_has_a_page_with_examples_and_exit_status() {
-        let pages = pages().unwrap();
+        let pages = pages(Cli::command()).unwrap();
         let commands = Cli::command().get_subcommands().count();
         assert_eq!(pages.len(), commands + 1);
         for (name, page) in &pages {

@@ -5,9 +5,9 @@ use dcp::checkpoint::{self, Need};
 use dcp::convert::view::Duplicates;
 
 use crate::failure::Failure;
-use crate::options::destination::Destination;
-use crate::options::keys::KeyOptions;
-use crate::options::optimizer::CorruptOptimizer;
+use crate::options::CorruptOptimizer;
+use crate::options::Destination;
+use crate::options::KeyOptions;
 use crate::output::progress::Bar;
 use crate::output::summary::tell;
 use crate::session::Session;
@@ -50,7 +50,7 @@ pub(crate) struct Merge {
 
 pub(crate) fn merge(args: &Merge, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
-    let destination = args.destination.at(&args.out, session);
+    let destination = args.destination.at(&args.out, &session.rollback);
     // A format that is not known is an error before anything is read.
     destination.format()?;
     let keys = args.choosing.keys()?;

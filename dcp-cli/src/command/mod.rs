@@ -2,6 +2,7 @@
 
 mod arch;
 mod average;
+mod completions;
 mod convert;
 mod diff;
 mod get;
@@ -18,10 +19,11 @@ mod verify;
 
 pub(crate) use arch::{Arch, arch};
 pub(crate) use average::{Average, average};
+pub(crate) use completions::{Completions, completions};
 pub(crate) use convert::{Convert, convert};
 pub(crate) use diff::{Diff, diff};
-pub(crate) use get::get;
-pub(crate) use inspect::inspect;
+pub(crate) use get::{Get, get};
+pub(crate) use inspect::{Inspect, inspect};
 pub(crate) use ls::{Ls, ls};
 pub(crate) use man::{ManPages, man};
 pub(crate) use merge::{Merge, merge};
@@ -30,4 +32,4 @@ pub(crate) use reshard::{Reshard, reshard};
 pub(crate) use rewrite_metadata::{RewriteMetadata, rewrite_metadata};
 pub(crate) use stats::{Stats, stats};
 pub(crate) use unshard::{Unshard, unshard};
-pub(crate) use verify::verify;
+pub(crate) use verify::{Verify, verify};

@@ -4,10 +4,10 @@ use clap::Args;
 use dcp::checkpoint::Need;
 
 use crate::failure::Failure;
-use crate::options::destination::Writing;
-use crate::options::keys::{KeyOptions, OptimizerKeys};
-use crate::options::optimizer::MegatronOptimizer;
-use crate::options::torch_dist::TorchDist;
+use crate::options::MegatronOptimizer;
+use crate::options::TorchDist;
+use crate::options::Writing;
+use crate::options::{KeyOptions, OptimizerKeys};
 use crate::output::progress::Bar;
 use crate::output::summary::tell;
 use crate::session::Session;

@@ -6,7 +6,7 @@ use dcp::convert::{NumberStats, Selection, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};
-use crate::options::destination::parse_bytes;
+use crate::options::parse_bytes;
 use crate::output::progress::Bar;
 use crate::output::render::stats;
 use crate::output::summary::unmatched_notes;

@@ -8,7 +8,7 @@ use dcp::checkpoint::text::{count, list};
 use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy};
 
 use crate::failure::{Exit, Failure};
-use crate::options::destination::{Writing, parse_bytes};
+use crate::options::{Writing, parse_bytes};
 use crate::output::progress::Bar;
 use crate::output::style::size;
 use crate::session::Session;

@@ -1,14 +1,39 @@
 //! `dcp verify`.
 
+use clap::Args;
 use dcp::checkpoint::Need;
 
-use crate::cli as args;
 use crate::failure::{Exit, Failure};
 use crate::output::progress::Bar;
 use crate::output::render::problems;
 use crate::session::Session;
 
-pub(crate) fn verify(args: &args::Verify, session: &Session) -> Result<(), Failure> {
+/// Check that a checkpoint is whole.
+///
+/// Looks at the structure: every file there and long enough, every chunk inside its tensor, no
+/// two overlapping, no element missing. With --deep, reads all of it: the CRC of every record,
+/// every blob's own dtype and shape against the index, every object decoded. All problems are
+/// listed, each with its key, file and offset; the exit code is 1 if there is one.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp verify runs/step_1000
+  dcp verify runs/step_1000 --deep
+  dcp verify runs/step_1000 --json | jq '.problems[]'")]
+pub(crate) struct Verify {
+    /// The checkpoint.
+    pub(crate) uri: String,
+
+    /// Read every byte and compare it with its checksum.
+    #[arg(long)]
+    pub(crate) deep: bool,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+pub(crate) fn verify(args: &Verify, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
     let (place, report) = session.run(args.deep, async {
         // The report has what there is to note.

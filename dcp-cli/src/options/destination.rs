@@ -7,12 +7,11 @@ use clap::builder::{EnumValueParser, PossibleValue, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
 use dcp::DType;
-use dcp::checkpoint;
-use dcp::convert::JobOptions;
-use dcp::planner::KeyFilter;
+use dcp::checkpoint::{self, Rollback};
 
-use crate::options::torch_dist::TorchDist;
-use crate::session::Session;
+use super::parse::{parse_bytes, parse_dtype};
+use super::torch_dist::TorchDist;
+use super::writing::Writing;
 
 /// A format to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -119,101 +118,9 @@ pub(crate) struct Destination {
     pub(crate) writing: Writing,
 }
 
-/// Options of everything that writes.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct Writing {
-    /// Replace the target if it exists; until the new one is complete, the old one stays.
-    #[arg(long)]
-    pub(crate) overwrite: bool,
-
-    /// Only say what would be written.
-    #[arg(long)]
-    pub(crate) dry_run: bool,
-
-    /// Print a JSON report.
-    #[arg(long)]
-    pub(crate) json: bool,
-
-    #[command(flatten)]
-    callables: AllowCallable,
-
-    /// Tensor data to hold in memory at once, such as 64MiB.
-    #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = parse_bytes)]
-    max_memory: u64,
-
-    /// Reads in flight.
-    #[arg(short, long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    jobs: u16,
-}
-
-impl Writing {
-    /// `options` with what was asked for.
-    pub(crate) fn options(&self, options: JobOptions) -> JobOptions {
-        options
-            .with_max_memory(self.max_memory)
-            .with_parallelism(usize::from(self.jobs))
-            .as_dry_run(self.dry_run)
-            .with_callables(self.callables.filter())
-    }
-}
-
-/// What Python may run when it loads what is written.
-#[derive(Args, Clone, Debug, Default)]
-pub(crate) struct AllowCallable {
-    /// Write objects with this class or function of Python too, although Python runs it when it
-    /// loads them and it is not known to be harmless. A GLOB of whole names (`mypackage.*`), or the
-    /// beginning of names up to a dot (`mypackage`); may be given again.
-    #[arg(long, value_name = "GLOB")]
-    allow_callable: Vec<String>,
-}
-
-impl AllowCallable {
-    /// The names that are admitted.
-    pub(crate) fn filter(&self) -> KeyFilter {
-        KeyFilter::any_of(&self.allow_callable)
-    }
-}
-
-/// Reads a dtype by PyTorch's name or the usual short one.
-pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {
-    let name = match text.strip_prefix("torch.").unwrap_or(text) {
-        "bf16" => "bfloat16",
-        "fp16" | "f16" | "half" => "float16",
-        "fp32" | "f32" | "float" => "float32",
-        "fp64" | "f64" | "double" => "float64",
-        "fp8" | "f8" | "fp8_e4m3" | "e4m3" => "float8_e4m3fn",
-        "fp8_e5m2" | "e5m2" => "float8_e5m2",
-        name => name,
-    };
-    let dtype: DType = name.parse().map_err(|_| format!("{text:?} is no dtype"))?;
-    if dcp::convert::is_float(dtype) { Ok(dtype) } else { Err(format!("{dtype} is no float")) }
-}
-
-/// Reads a number of bytes: `300`, `64MiB`, `5GB`, `1.5g` (a letter alone is binary).
-pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
-    let end = text.find(|c: char| c != '.' && !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(end);
-    let number: f64 = number.parse().map_err(|_| format!("{text:?} is no number of bytes"))?;
-    let unit = unit.trim().to_ascii_lowercase();
-    let power = |base: f64, letter: &str| {
-        let place = ["", "k", "m", "g", "t", "p"].iter().position(|known| *known == letter)?;
-        Some(base.powi(i32::try_from(place).ok()?))
-    };
-    let factor = if let Some(letter) = unit.strip_suffix("ib") {
-        power(1024.0, letter).filter(|_| !letter.is_empty())
-    } else if let Some(letter) = unit.strip_suffix('b') {
-        power(1000.0, letter)
-    } else {
-        power(1024.0, &unit)
-    };
-    let bytes = number * factor.ok_or_else(|| format!("{unit:?} is no unit; write KiB or MB"))?;
-    // Above 2^53 there is no difference that anybody meant.
-    if bytes < 9e15 { Ok(bytes as u64) } else { Err(format!("{text:?} is too many bytes")) }
-}
-
 impl Destination {
     /// The library's destination, of these options.
-    pub(crate) fn at(&self, uri: &str, session: &Session) -> checkpoint::Destination {
+    pub(crate) fn at(&self, uri: &str, rollback: &Rollback) -> checkpoint::Destination {
         let mut destination = checkpoint::Destination::new(uri)
             .to(self.to.map(Into::into))
             .ranks(self.ranks)
@@ -223,36 +130,13 @@ impl Destination {
             .device(self.device.clone())
             .megatron(self.torch_dist.target())
             .overwrite(self.writing.overwrite)
-            .rollback(&session.rollback);
+            .rollback(rollback);
         for pattern in &self.keep_dtype {
             destination = destination.keep_dtype(pattern);
         }
         match &self.config {
             Some(folder) => destination.config(folder),
             None => destination,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::parse_bytes;
-
-    #[test]
-    fn bytes_are_written_in_many_ways() {
-        for (text, bytes) in [
-            ("300", 300),
-            ("64MiB", 64 << 20),
-            ("5GB", 5_000_000_000),
-            ("1.5g", 3 << 29),
-            ("2 KB", 2000),
-            ("7b", 7),
-            ("0", 0),
-        ] {
-            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
-        }
-        for text in ["", "MiB", "-1", "1x", "1.2.3", "9999999PiB", "1ib", "inf", "nan"] {
-            assert!(parse_bytes(text).is_err(), "{text}");
         }
     }
 }

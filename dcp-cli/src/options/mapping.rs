@@ -1,12 +1,10 @@
 //! Options of the mapping between names of Megatron-Core and of Hugging Face, and its report.
 
 use clap::{Args, ValueEnum};
-use dcp::checkpoint::text::{count, list};
 use dcp::checkpoint::{Architecture, MappingOptions};
-use dcp::mapping::{LayerSpec, MappingReport};
+use dcp::mapping::LayerSpec;
 
 use crate::failure::Failure;
-use crate::output::Output;
 
 /// Which mapping is applied, and how.
 #[derive(Args, Clone, Debug, Default)]
@@ -72,37 +70,5 @@ impl Arch {
             .allow_left_over(self.allow_left_over)
             .ignore_args(self.ignore_args)
             .untie(self.untie))
-    }
-}
-
-/// Says what a mapping did.
-pub(crate) fn tell(report: &MappingReport, out: &Output) {
-    let what = match report.direction {
-        dcp::mapping::Direction::ToMegatron => "Megatron-Core's",
-        _ => "Hugging Face's",
-    };
-    out.note(&format!(
-        "mapped as {}: {} made of {} of the checkpoint, under {what} names",
-        report.family,
-        count(report.created.len(), "tensor"),
-        report.used.len()
-    ));
-    if !report.dropped.is_empty() {
-        let dropped = count(report.dropped.len(), "key");
-        let belong = if report.dropped.len() == 1 { "belongs" } else { "belong" };
-        out.note(&format!("{dropped} {belong} to no model: {}", list(&report.dropped)));
-    }
-    if !report.left_over.is_empty() {
-        let left = count(report.left_over.len(), "tensor");
-        out.note(&format!("left out {left} without a rule: {}", list(&report.left_over)));
-    }
-    for (what, rows) in [("added", &report.padded), ("left out", &report.trimmed)] {
-        for (name, rows) in rows {
-            let rows = count(usize::try_from(*rows).unwrap_or(usize::MAX), "row");
-            out.note(&format!("{what} {rows} of padding: {name}"));
-        }
-    }
-    for note in &report.notes {
-        out.note(note);
     }
 }

@@ -1,7 +1,19 @@
 //! Options that several commands have.
 
-pub(crate) mod destination;
-pub(crate) mod keys;
-pub(crate) mod mapping;
-pub(crate) mod optimizer;
-pub(crate) mod torch_dist;
+mod destination;
+mod global;
+mod keys;
+mod mapping;
+mod optimizer;
+mod parse;
+mod torch_dist;
+mod writing;
+
+pub(crate) use destination::Destination;
+pub(crate) use global::Global;
+pub(crate) use keys::{KeyOptions, OptimizerKeys, parse_rename};
+pub(crate) use mapping::Arch;
+pub(crate) use optimizer::{CorruptOptimizer, MegatronOptimizer};
+pub(crate) use parse::{parse_bytes, parse_dtype};
+pub(crate) use torch_dist::TorchDist;
+pub(crate) use writing::{AllowCallable, Writing};

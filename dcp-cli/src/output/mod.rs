@@ -1,5 +1,7 @@
 //! Where output goes: data to stdout, everything said about it to stderr.
 
+pub(crate) mod error_report;
+pub(crate) mod mapping_notes;
 pub(crate) mod progress;
 pub(crate) mod render;
 pub(crate) mod style;
@@ -9,9 +11,8 @@ use std::io::{self, Write};
 
 use dcp::core::{Message, is_unsafe};
 
-use crate::cli::Global;
 use crate::failure::Failure;
-use crate::output::style::{Style, guarded, terminal_width};
+use crate::output::style::{ColorChoice, Style, guarded, terminal_width};
 
 /// The two streams and how to write to them.
 #[derive(Clone, Copy, Debug)]
@@ -26,12 +27,12 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    pub(crate) fn new(global: &Global) -> Self {
+    pub(crate) fn new(color: ColorChoice, quiet: bool) -> Self {
         Self {
-            style: Style::for_stream(global.color, &io::stdout()),
-            notes: Style::for_stream(global.color, &io::stderr()),
+            style: Style::for_stream(color, &io::stdout()),
+            notes: Style::for_stream(color, &io::stderr()),
             width: terminal_width(),
-            quiet: global.quiet,
+            quiet,
         }
     }
 

@@ -3,14 +3,24 @@
 use std::borrow::Cow;
 use std::io::IsTerminal;
 
+use clap::ValueEnum;
 pub(crate) use dcp::checkpoint::text::{count, thousands};
 use dcp::core::{escaped, is_unsafe};
 use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
 
-use crate::cli::ColorChoice;
-
 /// Colors that neighbors are told apart by.
 const HUES: [&str; 6] = ["34", "35", "32", "33", "36", "31"];
+
+/// When to color.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ColorChoice {
+    /// On a terminal, unless NO_COLOR is set.
+    Auto,
+    /// Always.
+    Always,
+    /// Never.
+    Never,
+}
 
 /// How to color, or not.
 #[derive(Clone, Copy, Debug)]

@@ -6,7 +6,6 @@ use dcp::convert::{Described, DiffReport, Difference, DifferenceKind, Spot, Valu
 use dcp::core::{Message, Quoted};
 use serde_json::Value;
 
-use crate::command::Diff;
 use crate::output::Output;
 use crate::output::render::number::{float, share};
 use crate::output::render::value::python;
@@ -19,11 +18,24 @@ const GAP: usize = 2;
 /// Bytes of a value that are shown.
 const VALUE_MAX: usize = 60;
 
-pub(crate) fn render(args: &Diff, report: &DiffReport, out: &Output) -> String {
+/// What a comparison shows besides its report.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DiffView<'a> {
+    /// The first checkpoint.
+    pub(crate) a: &'a str,
+    /// The second one.
+    pub(crate) b: &'a str,
+    /// The most differences that are shown; 0 shows all.
+    pub(crate) limit: usize,
+    /// Whether values were not compared.
+    pub(crate) keys_only: bool,
+}
+
+pub(crate) fn render(view: DiffView<'_>, report: &DiffReport, out: &Output) -> String {
     let style = out.style;
     let mut text = String::new();
     if !report.equal {
-        for (name, uri) in [("A", &args.a), ("B", &args.b)] {
+        for (name, uri) in [("A", view.a), ("B", view.b)] {
             let _ = writeln!(text, "{}  {}", style.bold(name), printable(uri));
         }
         text.push('\n');
@@ -32,13 +44,13 @@ pub(crate) fn render(args: &Diff, report: &DiffReport, out: &Output) -> String {
         .differences
         .chunk_by(|a, b| std::mem::discriminant(&a.what) == std::mem::discriminant(&b.what))
         .collect();
-    let limit = if args.limit == 0 { usize::MAX } else { args.limit };
+    let limit = if view.limit == 0 { usize::MAX } else { view.limit };
     let lengths: Vec<usize> = groups.iter().map(|group| group.len()).collect();
     let shown = shares(&lengths, limit);
     let key = longest_key(&groups, &shown, out);
     for (group, shown) in groups.iter().zip(&shown) {
         for difference in group.iter().take(*shown) {
-            line(difference, args.keys_only, key, out, &mut text);
+            line(difference, view.keys_only, key, out, &mut text);
         }
         if group.len() > *shown {
             let more = thousands((group.len() - shown) as u64);

@@ -1,0 +1,62 @@
+//! Options of commands that write.
+
+use clap::Args;
+use dcp::convert::JobOptions;
+use dcp::planner::KeyFilter;
+
+use super::parse::parse_bytes;
+
+/// Options of everything that writes.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Writing {
+    /// Replace the target if it exists; until the new one is complete, the old one stays.
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+
+    /// Only say what would be written.
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+
+    /// Print a JSON report.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    callables: AllowCallable,
+
+    /// Tensor data to hold in memory at once, such as 64MiB.
+    #[arg(long, value_name = "BYTES", default_value = "256MiB", value_parser = parse_bytes)]
+    max_memory: u64,
+
+    /// Reads in flight.
+    #[arg(short, long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    jobs: u16,
+}
+
+impl Writing {
+    /// `options` with what was asked for.
+    pub(crate) fn options(&self, options: JobOptions) -> JobOptions {
+        options
+            .with_max_memory(self.max_memory)
+            .with_parallelism(usize::from(self.jobs))
+            .as_dry_run(self.dry_run)
+            .with_callables(self.callables.filter())
+    }
+}
+
+/// What Python may run when it loads what is written.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct AllowCallable {
+    /// Write objects with this class or function of Python too, although Python runs it when it
+    /// loads them and it is not known to be harmless. A GLOB of whole names (`mypackage.*`), or the
+    /// beginning of names up to a dot (`mypackage`); may be given again.
+    #[arg(long, value_name = "GLOB")]
+    allow_callable: Vec<String>,
+}
+
+impl AllowCallable {
+    /// The names that are admitted.
+    pub(crate) fn filter(&self) -> KeyFilter {
+        KeyFilter::any_of(&self.allow_callable)
+    }
+}

@@ -29,28 +29,15 @@
 //! # }
 //! ```
 
-mod common;
-mod compile;
 mod config;
 mod declaration;
 mod error;
-mod extra_state;
 mod facts;
-mod families;
-mod family_check;
-mod incompatibilities;
 mod layout;
 mod map;
 mod mapping;
-mod original_config;
 mod recognize;
-mod resolve;
-mod rope;
-mod run_config;
-mod shapes;
 mod template;
-mod tensor_lookup;
-mod yaml;
 
 pub use error::MappingError;
 pub use facts::{Facts, Padding};

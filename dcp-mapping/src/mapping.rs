@@ -4,10 +4,11 @@ use dcp_core::DType;
 use indexmap::IndexMap;
 use serde_json::{Map, Value};
 
+use crate::declaration::families;
 use crate::error::MappingError;
 use crate::layout::Op;
 use crate::template::Template;
-use crate::{config, declaration, families};
+use crate::{config, declaration};
 
 /// How the weights of one family of models are called and laid out in Megatron-Core and in
 /// Hugging Face's transformers. One mapping serves both directions.

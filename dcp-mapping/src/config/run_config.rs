@@ -3,9 +3,9 @@
 
 use serde_json::{Map, Value};
 
+use crate::config::yaml;
 use crate::error::MappingError;
 use crate::facts::Facts;
-use crate::yaml;
 
 /// Names that differ: the configuration's, and the argument's.
 const RENAMED: &[(&str, &str)] = &[

@@ -1,5 +1,11 @@
 //! A checkpoint under the names and in the layout of the other side.
 
+mod common_state;
+mod compile;
+mod extra_state;
+mod resolve;
+mod tensor_lookup;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -8,14 +14,14 @@ use dcp_convert::{CastOptions, JobOptions, Source};
 use dcp_core::{CheckpointMetadata, DType, Dict, Value};
 use serde::Serialize;
 
-use crate::compile::Compiler;
+use crate::config::incompatibilities::{same, settle};
 use crate::error::MappingError;
-use crate::extra_state::extra_states;
 use crate::facts::{Facts, bad};
-use crate::incompatibilities::{same, settle};
+use crate::map::compile::Compiler;
+use crate::map::extra_state::extra_states;
+use crate::map::resolve::{Resolved, Resolver};
 use crate::mapping::Mapping;
-use crate::resolve::{Resolved, Resolver};
-use crate::shapes::Shapes;
+use crate::recognize::shapes::Shapes;
 
 /// Which way a checkpoint goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -181,7 +187,7 @@ async fn map(
         refuse_other_layouts(mapping, &shapes, facts)?;
         settle(mapping.beyond_hf(facts)?, options.ignore_arguments, &mut notes)?;
         shapes.complete(&mut known)?;
-        unlike = crate::family_check::fit(mapping, &shapes, &mut known)?;
+        unlike = crate::recognize::family_check::fit(mapping, &shapes, &mut known)?;
     }
     let mut facts = known.clone();
     let resolved = Resolver::new(mapping, &metadata, &known, options, direction).resolve()?;
@@ -240,7 +246,7 @@ async fn map(
         facts.set("params_dtype", format!("torch.{dtype}"));
     }
     if direction == Direction::ToMegatron {
-        let mut common = crate::common::common_state(&facts);
+        let mut common = common_state::common_state(&facts);
         for (key, value) in options.common.clone().into_iter().flatten() {
             common.insert(key, value);
         }

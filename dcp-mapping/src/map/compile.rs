@@ -9,11 +9,11 @@ use indexmap::IndexMap;
 use crate::error::MappingError;
 use crate::facts::Facts;
 use crate::layout::{Known, Layout};
+use crate::map::resolve::{Instance, Resolved};
+use crate::map::tensor_lookup::SourceRef;
 use crate::map::{Direction, LayerForm, LayerSpec, MapOptions};
 use crate::mapping::{Mapping, Rule};
-use crate::resolve::{Instance, Resolved};
 use crate::template::{Hole, Naming, Numbers, Template};
-use crate::tensor_lookup::SourceRef;
 
 /// A tensor to be made.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use crate::error::MappingError;
 use crate::facts::Facts;
 use crate::mapping::Mapping;
 use crate::recognize::contradictions;
-use crate::shapes::Shapes;
+use crate::recognize::shapes::Shapes;
 
 /// Refuses weights that transformers has no way to load in the family, sets the facts that the
 /// tensors decide, and says what else is not as it is in models of the family.

@@ -5,7 +5,7 @@ macro_rules! families {
         pub(crate) const NAMES: &[&str] = &[$($name),*];
         pub(crate) const FILES: &[(&str, &str)] = &[$((
             concat!("families/", $name, ".toml"),
-            include_str!(concat!("../families/", $name, ".toml")),
+            include_str!(concat!("../../families/", $name, ".toml")),
         )),*];
     };
 }

@@ -1,13 +1,19 @@
 //! Transformers' `config.json` and Megatron's arguments, each from the other.
 
+pub(crate) mod incompatibilities;
+mod original_config;
+mod rope;
+mod run_config;
+mod yaml;
+
 use dcp_core::{Dict, Value as Py};
 use serde_json::{Map, Value, json};
 
+use crate::config::incompatibilities::{differs, settle};
+use crate::config::original_config::{OWN_CONFIG, with_dtype};
 use crate::error::MappingError;
 use crate::facts::{Facts, bad};
-use crate::incompatibilities::{differs, settle};
 use crate::mapping::Mapping;
-use crate::original_config::{OWN_CONFIG, with_dtype};
 
 /// How positions are scaled in a family.
 pub(crate) const ROPES: &[&str] = &["plain", "llama3", "yarn", "unscaled"];

@@ -3,8 +3,8 @@
 
 use serde_json::{Map, Value};
 
+use crate::config::incompatibilities::same;
 use crate::facts::Facts;
-use crate::incompatibilities::same;
 use crate::mapping::Mapping;
 
 /// The fact, and the argument, that holds it.

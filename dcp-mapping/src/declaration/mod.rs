@@ -12,6 +12,7 @@ use crate::layout::{Op, Size};
 use crate::mapping::{ConfigRules, Drop, Family, Layers, Mapping, Recognize, Rule};
 use crate::template::{Hole, Template};
 
+pub(crate) mod families;
 mod repeat_rules;
 
 use repeat_rules::{CopyTable, RepeatTable};

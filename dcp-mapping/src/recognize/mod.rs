@@ -1,5 +1,8 @@
 //! Telling the family of a model.
 
+pub(crate) mod family_check;
+pub(crate) mod shapes;
+
 use dcp_core::CheckpointMetadata;
 use serde::Serialize;
 use serde_json::Value;
@@ -7,7 +10,7 @@ use serde_json::Value;
 use crate::error::MappingError;
 use crate::facts::Facts;
 use crate::mapping::Mapping;
-use crate::shapes::Shapes;
+use crate::recognize::shapes::Shapes;
 use crate::template::Template;
 
 /// What was made of a checkpoint.

@@ -8,10 +8,10 @@ use dcp_core::{CheckpointMetadata, counted};
 
 use crate::error::MappingError;
 use crate::facts::Facts;
+use crate::map::tensor_lookup::{Found, SourceRef, TensorLookup};
 use crate::map::{Direction, MapOptions, Tying};
 use crate::mapping::{Layers, Mapping, Rule};
 use crate::template::{Hole, NUMBER_MAX, Naming, Numbers, Template, glob};
-use crate::tensor_lookup::{Found, SourceRef, TensorLookup};
 
 /// What of every Megatron checkpoint belongs to no model.
 const MEGATRON_DROPS: &[&str] = &[

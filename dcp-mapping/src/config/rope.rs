@@ -2,9 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::config::incompatibilities::{differs, same};
 use crate::error::MappingError;
 use crate::facts::Facts;
-use crate::incompatibilities::{differs, same};
 use crate::mapping::Mapping;
 
 impl Mapping {

@@ -41,9 +41,7 @@ mod template;
 
 pub use error::MappingError;
 pub use facts::{Facts, Padding};
-pub use map::{
-    Direction, LayerForm, LayerSpec, MapOptions, Mapped, MappingReport, Tying, map_to_hf,
-    map_to_megatron,
-};
+pub use map::options::{Direction, LayerForm, LayerSpec, MapOptions, Tying};
+pub use map::{Mapped, MappingReport, map_to_hf, map_to_megatron};
 pub use mapping::Mapping;
 pub use recognize::{Recognition, recognize, recognize_among, recognize_config};

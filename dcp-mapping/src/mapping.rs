@@ -4,11 +4,9 @@ use dcp_core::DType;
 use indexmap::IndexMap;
 use serde_json::{Map, Value};
 
-use crate::declaration::families;
 use crate::error::MappingError;
 use crate::layout::Op;
 use crate::template::Template;
-use crate::{config, declaration};
 
 /// How the weights of one family of models are called and laid out in Megatron-Core and in
 /// Hugging Face's transformers. One mapping serves both directions.
@@ -112,61 +110,6 @@ pub(crate) enum Layers {
 }
 
 impl Mapping {
-    /// The mapping of a family that comes with this crate, by the name of the family or by a
-    /// `model_type` of transformers.
-    ///
-    /// # Errors
-    ///
-    /// [`MappingError::UnknownFamily`] when there is none.
-    pub fn builtin(name: &str) -> Result<Self, MappingError> {
-        let mut by_type = None;
-        for (file, text) in families::FILES {
-            let mapping = declaration::parse(text, file)?;
-            if mapping.family.name == name {
-                return Ok(mapping);
-            }
-            if by_type.is_none() && mapping.family.model_types.iter().any(|kind| kind == name) {
-                by_type = Some(mapping);
-            }
-        }
-        let unknown = || MappingError::UnknownFamily {
-            name: name.to_owned(),
-            known: families::NAMES.to_vec(),
-        };
-        by_type.ok_or_else(unknown)
-    }
-
-    /// All mappings that come with this crate.
-    ///
-    /// # Errors
-    ///
-    /// None in a released crate: a test reads them all.
-    pub fn builtins() -> Result<Vec<Self>, MappingError> {
-        families::FILES.iter().map(|(file, text)| declaration::parse(text, file)).collect()
-    }
-
-    /// The TOML of a family that comes with this crate, to begin one's own with.
-    #[must_use]
-    pub fn declaration(family: &str) -> Option<&'static str> {
-        let mut files = families::NAMES.iter().zip(families::FILES);
-        files.find_map(|(name, (_, text))| (*name == family).then_some(*text))
-    }
-
-    /// The names of the families that come with this crate.
-    #[must_use]
-    pub fn families() -> &'static [&'static str] {
-        families::NAMES
-    }
-
-    /// A mapping of one's own. `file_name` is what errors call it.
-    ///
-    /// # Errors
-    ///
-    /// [`MappingError::Declaration`] with the line.
-    pub fn parse(toml: &str, file_name: &str) -> Result<Self, MappingError> {
-        declaration::parse(toml, file_name)
-    }
-
     /// The family's name, such as `llama`.
     #[must_use]
     pub fn name(&self) -> &str {
@@ -199,16 +142,5 @@ impl ConfigRules {
     /// Whether positions may be interpolated linearly.
     pub(crate) fn linear_rope(&self) -> bool {
         matches!(self.rope.as_deref(), Some("plain" | "llama3"))
-    }
-
-    pub(crate) fn check(&self) -> Result<(), String> {
-        let known = |what: &str, value: &Option<String>, names: &[&str]| match value {
-            Some(value) if !names.contains(&value.as_str()) => {
-                Err(format!("there is no {what} {value:?}; there are {}", names.join(", ")))
-            }
-            _ => Ok(()),
-        };
-        known("rope", &self.rope, config::ROPES)?;
-        known("moe_layers", &self.moe_layers, config::MOE_LAYERS)
     }
 }

@@ -25,8 +25,24 @@ pub struct Builder {
     clean: bool,
 }
 
+impl FsStorage {
+    /// Opens an existing root folder, with the default options.
+    ///
+    /// # Errors
+    ///
+    /// When the root is not there, is no folder, or may not be read.
+    pub fn open(root: impl Into<PathBuf>) -> Result<Self, StorageError> {
+        Self::builder(root).open()
+    }
+
+    /// Options to open a root folder with.
+    pub fn builder(root: impl Into<PathBuf>) -> Builder {
+        Builder::new(root.into())
+    }
+}
+
 impl Builder {
-    pub(crate) fn new(root: PathBuf) -> Self {
+    fn new(root: PathBuf) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let parallelism = u16::try_from(cores.clamp(4, 32)).unwrap_or(32);
         Self { root, sync: true, parallelism, create: false, links: Links::Below, clean: false }

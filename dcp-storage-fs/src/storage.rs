@@ -1,6 +1,6 @@
 //! [`Storage`] on a folder.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +12,6 @@ use dcp_core::{
 use futures_util::{TryStreamExt, stream};
 
 use crate::blocking::blocking;
-use crate::builder::Builder;
 use crate::error::{classify, on_key};
 use crate::leftovers;
 use crate::lock::FsClaim;
@@ -28,20 +27,6 @@ pub struct FsStorage(Arc<Shared>);
 impl FsStorage {
     pub(crate) fn new(shared: Shared) -> Self {
         Self(Arc::new(shared))
-    }
-
-    /// Opens an existing root folder, with the default options.
-    ///
-    /// # Errors
-    ///
-    /// When the root is not there, is no folder, or may not be read.
-    pub fn open(root: impl Into<PathBuf>) -> Result<Self, StorageError> {
-        Self::builder(root).open()
-    }
-
-    /// Options to open a root folder with.
-    pub fn builder(root: impl Into<PathBuf>) -> Builder {
-        Builder::new(root.into())
     }
 
     /// The root folder as it was given.

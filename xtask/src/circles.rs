@@ -9,30 +9,7 @@ use crate::tidy::{lines_before_tests, rust_sources};
 type Uses = BTreeMap<String, BTreeSet<String>>;
 
 /// Circles that there are. A change may break one, and shortens this list by it; none is added.
-const KNOWN: &[(&str, &[&str])] = &[
-    (
-        "dcp-cli",
-        &[
-            "arch",
-            "args",
-            "command",
-            "destination",
-            "failure",
-            "interrupt",
-            "key_options",
-            "output",
-            "progress",
-            "render",
-            "session",
-            "style",
-            "summary",
-        ],
-    ),
-    ("dcp-formats", &["dcp", "hf", "torch_save"]),
-    ("dcp-mapping", &["compile", "extra_state", "map", "resolve", "tensor_lookup"]),
-    ("dcp-mapping", &["config", "declaration", "incompatibilities", "mapping", "original_config"]),
-    ("dcp-storage-fs", &["builder", "storage"]),
-];
+const KNOWN: &[(&str, &[&str])] = &[("dcp-formats", &["dcp", "hf", "torch_save"])];
 
 /// What is named behind `crate::`, `{…}` lists included.
 fn named(source: &str) -> BTreeSet<String> {

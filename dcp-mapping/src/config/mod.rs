@@ -13,12 +13,26 @@ use crate::config::incompatibilities::{differs, settle};
 use crate::config::original_config::{OWN_CONFIG, with_dtype};
 use crate::error::MappingError;
 use crate::facts::{Facts, bad};
-use crate::mapping::Mapping;
+use crate::mapping::{ConfigRules, Mapping};
 
 /// How positions are scaled in a family.
-pub(crate) const ROPES: &[&str] = &["plain", "llama3", "yarn", "unscaled"];
+const ROPES: &[&str] = &["plain", "llama3", "yarn", "unscaled"];
 /// How a family says which layers have experts, and how large shared experts are.
-pub(crate) const MOE_LAYERS: &[&str] = &["deepseek", "qwen"];
+const MOE_LAYERS: &[&str] = &["deepseek", "qwen"];
+
+impl ConfigRules {
+    /// Refuses names of rules that there are not.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let known = |what: &str, value: &Option<String>, names: &[&str]| match value {
+            Some(value) if !names.contains(&value.as_str()) => {
+                Err(format!("there is no {what} {value:?}; there are {}", names.join(", ")))
+            }
+            _ => Ok(()),
+        };
+        known("rope", &self.rope, ROPES)?;
+        known("moe_layers", &self.moe_layers, MOE_LAYERS)
+    }
+}
 
 impl Facts {
     /// The arguments of a Megatron run as its checkpoint holds them: the entries of `args`.

@@ -9,9 +9,9 @@ use indexmap::IndexMap;
 use crate::error::MappingError;
 use crate::facts::Facts;
 use crate::layout::{Known, Layout};
+use crate::map::options::{Direction, LayerForm, LayerSpec, MapOptions};
 use crate::map::resolve::{Instance, Resolved};
 use crate::map::tensor_lookup::SourceRef;
-use crate::map::{Direction, LayerForm, LayerSpec, MapOptions};
 use crate::mapping::{Mapping, Rule};
 use crate::template::{Hole, Naming, Numbers, Template};
 

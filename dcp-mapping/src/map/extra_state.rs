@@ -2,7 +2,7 @@
 //! precision is mixed by Transformer Engine. A model asks for them all the same, and is not loaded
 //! where they are missing.
 
-use crate::map::LayerSpec;
+use crate::map::options::LayerSpec;
 
 /// The keys of the extra states that belong to the module of which `tensor` is the weight, one for
 /// each cell of its `grid` of layers and experts; none where `tensor` is no such weight.

@@ -3,6 +3,7 @@
 mod common_state;
 mod compile;
 mod extra_state;
+pub(crate) mod options;
 mod resolve;
 mod tensor_lookup;
 
@@ -11,7 +12,7 @@ use std::sync::Arc;
 
 use dcp_convert::view::{Assembled, Cast};
 use dcp_convert::{CastOptions, JobOptions, Source};
-use dcp_core::{CheckpointMetadata, DType, Dict, Value};
+use dcp_core::{CheckpointMetadata, DType, Value};
 use serde::Serialize;
 
 use crate::config::incompatibilities::{same, settle};
@@ -19,84 +20,10 @@ use crate::error::MappingError;
 use crate::facts::{Facts, bad};
 use crate::map::compile::Compiler;
 use crate::map::extra_state::extra_states;
+use crate::map::options::{Direction, MapOptions};
 use crate::map::resolve::{Resolved, Resolver};
 use crate::mapping::Mapping;
 use crate::recognize::shapes::Shapes;
-
-/// Which way a checkpoint goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Direction {
-    /// From Megatron-Core to Hugging Face.
-    ToHf,
-    /// From Hugging Face to Megatron-Core.
-    ToMegatron,
-}
-
-/// How a mapping is applied.
-#[derive(Clone, Debug, Default)]
-#[non_exhaustive]
-pub struct MapOptions {
-    /// How layers are written to Megatron.
-    pub layers: LayerForm,
-    /// Which of Megatron's names for layer norms are written.
-    pub spec: LayerSpec,
-    /// What happens to an output embedding.
-    pub tying: Tying,
-    /// More source tensors to leave out, as globs.
-    pub drop: Vec<String>,
-    /// Whether source tensors that no rule knows are left out instead of refused.
-    pub allow_left_over: bool,
-    /// Whether arguments that transformers cannot express are only noted: for a model that will be
-    /// opened with a `config.json` of its own, or because whoever asks knows better.
-    pub ignore_arguments: bool,
-    /// What the weights will be cast to behind the mapping, for the arguments and `config.json`; by
-    /// default they say what the weights are.
-    pub params_dtype: Option<DType>,
-    /// More for the common state of a Megatron checkpoint; entries here replace those made from
-    /// the facts.
-    pub common: Option<Dict>,
-}
-
-/// How layers are written to Megatron.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum LayerForm {
-    /// As Megatron itself does it: one tensor with a leading axis when all layers have the same
-    /// tensors, else layer by layer.
-    #[default]
-    Auto,
-    /// One tensor with a leading axis.
-    Stacked,
-    /// `decoder.layers.3.…`, a tensor for each layer.
-    PerLayer,
-}
-
-/// Which of Megatron's names for layer norms are written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum LayerSpec {
-    /// Those of models with Transformer Engine.
-    #[default]
-    TransformerEngine,
-    /// Those of the local layer specification.
-    Local,
-}
-
-/// What happens to an output embedding.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Tying {
-    /// It is there when it is in the source (and no configuration says that it counts for
-    /// nothing).
-    #[default]
-    AsItIs,
-    /// It is left out.
-    Tie,
-    /// Where it is missing, it is a copy of the input embedding.
-    Untie,
-}
 
 /// A mapped checkpoint.
 #[derive(Clone, Debug)]

@@ -8,8 +8,8 @@ use dcp_core::{CheckpointMetadata, counted};
 
 use crate::error::MappingError;
 use crate::facts::Facts;
+use crate::map::options::{Direction, MapOptions, Tying};
 use crate::map::tensor_lookup::{Found, SourceRef, TensorLookup};
-use crate::map::{Direction, MapOptions, Tying};
 use crate::mapping::{Layers, Mapping, Rule};
 use crate::template::{Hole, NUMBER_MAX, Naming, Numbers, Template, glob};
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use dcp_core::{CheckpointMetadata, TensorEntry};
 
 use crate::error::MappingError;
-use crate::map::Direction;
+use crate::map::options::Direction;
 use crate::mapping::{Mapping, Rule};
 use crate::template::{Hole, INSTANCES_MAX, NUMBER_MAX, Naming, Numbers, Template};
 

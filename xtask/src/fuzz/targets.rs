@@ -28,7 +28,7 @@ pub(super) const TARGETS: &[Target] = &[
         name: "mapping",
         seeds: &["dcp-mapping/families"],
         parsers: &[
-            "dcp-mapping/declaration.rs",
+            "dcp-mapping/parser.rs",
             "dcp-mapping/layout.rs",
             "dcp-mapping/template.rs",
             "dcp-mapping/yaml.rs",

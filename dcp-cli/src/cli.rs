@@ -1,4 +1,4 @@
-//! The command line: what can be asked for, and the help that teaches it.
+//! The command line and its help.
 
 use clap::{Parser, Subcommand};
 
@@ -45,7 +45,7 @@ Examples:
 
 URIs:
   A plain path or file://PATH: the directory of a checkpoint, or a file of torch.save or
-  safetensors. What it is, is told by what is in it.
+  safetensors. The format is recognized by the content.
 
 Errors:
   `error:`, the causes and a hint, on stderr. With --json the last line on stderr is one JSON

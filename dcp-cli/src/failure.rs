@@ -1,4 +1,4 @@
-//! What went wrong, for people and for scripts: `error:`, `caused by:`, `hint:`, an exit code.
+//! Errors of the command, and their exit codes.
 
 use std::error::Error;
 use std::io;
@@ -53,7 +53,7 @@ impl Failure {
         Self { exit, message: message.into(), causes: Vec::new(), hint: None, silent: false }
     }
 
-    /// Nothing more to say: what is wrong was printed already.
+    /// A failure whose report was printed already.
     pub(crate) fn reported(exit: Exit) -> Self {
         Self { silent: true, ..Self::new(exit, "") }
     }
@@ -63,7 +63,7 @@ impl Failure {
         self
     }
 
-    /// With reasons, each of which is told as a cause.
+    /// Adds causes.
     pub(crate) fn because(mut self, reasons: Vec<String>) -> Self {
         self.causes.extend(reasons);
         self
@@ -79,7 +79,7 @@ impl Failure {
         failure
     }
 
-    /// The same with the exit code `other`, if it has `exit`.
+    /// Replaces the exit code `exit` by `other`.
     pub(crate) fn instead_of(mut self, exit: Exit, other: Exit) -> Self {
         if self.exit == exit {
             self.exit = other;
@@ -87,7 +87,7 @@ impl Failure {
         self
     }
 
-    /// Arguments that cannot be understood.
+    /// An error of the arguments.
     pub(crate) fn of_arguments(error: &clap::Error) -> Self {
         let text = error.render().to_string();
         let text = text.strip_prefix("error: ").unwrap_or(&text);

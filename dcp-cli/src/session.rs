@@ -1,4 +1,4 @@
-//! What all commands of one run of the program share: input options, output, what to take back.
+//! The state that all commands of one run share: input options, output, rollback.
 
 use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
@@ -12,7 +12,7 @@ use crate::output::Output;
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) out: Output,
-    /// What the command has created so far.
+    /// Removes what the command has created so far.
     pub(crate) rollback: Rollback,
     opener: Opener,
 }

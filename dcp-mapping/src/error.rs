@@ -1,4 +1,4 @@
-//! What can be wrong with a mapping, or between a mapping and a checkpoint.
+//! Errors of mappings, and of checkpoints that do not match one.
 
 use dcp_convert::ConvertError;
 use dcp_core::{CheckpointError, Message, Quoted};
@@ -71,7 +71,7 @@ pub enum MappingError {
         /// What needs it.
         needed_for: String,
     },
-    /// An argument or a field of the configuration that makes no sense.
+    /// An invalid argument or configuration field.
     #[error("{fact} is {value}: {problem}", fact = Message(.fact), value = Message(.value), problem = Message(.problem))]
     BadFact {
         /// Its name.

@@ -1,4 +1,4 @@
-//! The numbers that a mapping needs, by the names that Megatron's arguments have for them.
+//! Model facts: the numbers that a mapping needs, named like Megatron's arguments.
 
 use serde_json::{Map, Value};
 

@@ -1,4 +1,5 @@
-//! Which elements of a Megatron tensor are which of its Hugging Face tensors, for each operation.
+//! The geometry of each operation: which elements of a Megatron tensor are which of its Hugging
+//! Face tensors.
 //!
 //! A layout holds pairs of boxes of equal size, so it reads in both directions. What of a Megatron
 //! tensor is in no pair is padding.

@@ -1,4 +1,4 @@
-//! Names of tensors with numbers left open: `decoder.layers.{layer}.mlp.linear_fc2.weight`.
+//! Name templates with holes for numbers: `decoder.layers.{layer}.mlp.linear_fc2.weight`.
 
 use std::fmt::Write;
 

@@ -1,5 +1,5 @@
-//! The arguments of the training run, as `args` of the common state holds them: an
-//! `argparse.Namespace`, shown as plain data.
+//! The arguments of the training run: `args` of the common state, an `argparse.Namespace` as plain
+//! data.
 
 use std::sync::Arc;
 

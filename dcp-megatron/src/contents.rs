@@ -1,4 +1,4 @@
-//! What is in a checkpoint, under the names that Megatron-Core gives to asking for it.
+//! Reads what a checkpoint contains, by the functions of Megatron-Core's API.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! How many ranks there are in each direction, and which rank is which.
+//! Parallel layouts: how many ranks a job has in each dimension.
 
 use std::fmt;
 

@@ -13,7 +13,7 @@
 //! | `latest_checkpointed_iteration.txt` | [`MegatronRun`], [`write_tracker`] |
 //! | `DistributedOptimizer` | [`optimizer`] |
 //!
-//! # Any checkpoint, offline
+//! # Offline jobs
 //!
 //! [`MegatronCheckpoint`] opens what any version wrote, the folder of a run included: `torch_dist`,
 //! zarr, and the `mp_rank_*` folders of `--ckpt-format torch`. What it shows is whole tensors
@@ -109,7 +109,7 @@
 //! # }
 //! ```
 //!
-//! # Beside training
+//! # Asynchronous saves
 //!
 //! [`async_save`] returns when the state is copied. An [`AsyncCallsQueue`] finalizes saves in their
 //! order, on all ranks, so that the tracker never names a checkpoint that is not there:
@@ -143,7 +143,7 @@
 //! # }
 //! ```
 //!
-//! # A strategy of one's own
+//! # Custom strategies
 //!
 //! What writes and reads a backend of some version is looked up in [`Strategies`](strategy::Strategies). A plug-in adds
 //! to them, or replaces what is there:

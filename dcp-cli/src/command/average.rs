@@ -11,7 +11,7 @@ use crate::options::CorruptOptimizer;
 use crate::options::Destination;
 use crate::options::KeyOptions;
 use crate::output::progress::Bar;
-use crate::output::summary::tell;
+use crate::output::summary::write_summary;
 use crate::session::Session;
 
 /// Write the average of several checkpoints.
@@ -125,7 +125,7 @@ pub(crate) fn average(args: &Average, session: &Session) -> Result<(), Failure> 
         Ok(average.run().await?)
     })?;
     let report = &averaged.written.report;
-    tell(report, &args.out, args.destination.writing.json, out)?;
+    write_summary(report, &args.out, args.destination.writing.json, out)?;
     if !report.overflowed.is_empty() {
         let numbers: u64 = report.overflowed.values().sum();
         let names: Vec<_> = report.overflowed.keys().cloned().collect();

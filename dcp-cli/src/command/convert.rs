@@ -12,7 +12,7 @@ use crate::options::{Destination, parse_dtype};
 use crate::options::{KeyOptions, OptimizerKeys};
 use crate::output::mapping_notes::mapping_notes;
 use crate::output::progress::Bar;
-use crate::output::summary::tell;
+use crate::output::summary::write_summary;
 use crate::session::Session;
 
 /// Write a checkpoint in another format.
@@ -121,7 +121,7 @@ pub(crate) fn convert(args: &Convert, session: &Session) -> Result<(), Failure> 
     if args.destination.writing.json {
         return out.json(&written);
     }
-    tell(&written.report, &args.target, false, out)?;
+    write_summary(&written.report, &args.target, false, out)?;
     if let Some(report) = &written.mapping {
         mapping_notes(report, out);
     }

@@ -10,8 +10,8 @@ use crate::session::Session;
 ///
 /// Knows the steps of OLMo-core, Megatron-LM and Megatron-Core, folders of PyTorch's DCP
 /// (torchtitan, Lightning, Hugging Face's trainer with FSDP), Hugging Face folders and files of
-/// torch.save. Whether a checkpoint is whole is told by names and lengths, for the last ones by
-/// small indexes, too, so that the listing is quick; `dcp verify` looks closer.
+/// torch.save. Names and lengths show whether a checkpoint is whole; for the last two formats, small
+/// indexes are read as well. `dcp verify` checks more.
 #[derive(Args, Debug)]
 #[command(after_long_help = "\
 Examples:
@@ -52,7 +52,7 @@ pub(crate) fn ls(args: &Ls, session: &Session) -> Result<(), Failure> {
         out.note(problem);
     }
     if listing.truncated {
-        out.note("there are more files than are looked at: sizes and marks are of those seen");
+        out.note("listing truncated; sizes and marks are partial");
     }
     Ok(())
 }

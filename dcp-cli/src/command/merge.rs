@@ -9,7 +9,7 @@ use crate::options::CorruptOptimizer;
 use crate::options::Destination;
 use crate::options::KeyOptions;
 use crate::output::progress::Bar;
-use crate::output::summary::tell;
+use crate::output::summary::write_summary;
 use crate::session::Session;
 
 /// Write several checkpoints with different keys as one.
@@ -65,5 +65,5 @@ pub(crate) fn merge(args: &Merge, session: &Session) -> Result<(), Failure> {
             .job(args.destination.writing.options(bar.options()));
         Ok(merge.run().await?)
     })?;
-    tell(&written.report, &args.out, args.destination.writing.json, out)
+    write_summary(&written.report, &args.out, args.destination.writing.json, out)
 }

@@ -9,7 +9,7 @@ use crate::options::TorchDist;
 use crate::options::Writing;
 use crate::options::{KeyOptions, OptimizerKeys};
 use crate::output::progress::Bar;
-use crate::output::summary::tell;
+use crate::output::summary::write_summary;
 use crate::session::Session;
 
 /// Options that are Megatron-Core's, by the names of their fields.
@@ -99,5 +99,5 @@ pub(crate) fn reshard(args: &Reshard, session: &Session) -> Result<(), Failure> 
             .job(args.writing.options(bar.options()));
         Ok(reshard.run().await?)
     })?;
-    tell(&written.report, &args.target, args.writing.json, out)
+    write_summary(&written.report, &args.target, args.writing.json, out)
 }

@@ -1,4 +1,4 @@
-//! Options that say which keys are taken, and under which names.
+//! Options that select and rename keys.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use dcp::olmo::OptimizerLayout;
 
 use crate::failure::{Exit, Failure};
 
-/// Which keys are taken, and under which names.
+/// Selects and renames keys.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Keys")]
 pub(crate) struct KeyOptions {

@@ -1,4 +1,4 @@
-//! Options of the mapping between names of Megatron-Core and of Hugging Face, and its report.
+//! Options of the mapping between Megatron-Core and Hugging Face.
 
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::{Architecture, MappingOptions};

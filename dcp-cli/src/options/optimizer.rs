@@ -1,4 +1,4 @@
-//! Options about the optimizer's state in checkpoints of Megatron-Core.
+//! Options for the optimizer state of Megatron-Core checkpoints.
 
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::{OptimizerForm, OptimizerOptions};
@@ -8,7 +8,7 @@ use dcp::checkpoint::{OptimizerForm, OptimizerOptions};
 #[command(next_help_heading = "Megatron-Core")]
 pub(crate) struct MegatronOptimizer {
     /// Show the optimizer's state in another form: a tensor for each parameter and state, which
-    /// any layout of ranks can have. Flat buffers are told apart by the values in them.
+    /// any layout of ranks can have. Parameters in flat buffers are identified by their values.
     #[arg(long, value_name = "FORM")]
     optimizer: Option<Form>,
 

@@ -1,4 +1,4 @@
-//! Options of checkpoints of Megatron-Core that are written.
+//! Options for writing Megatron-Core checkpoints.
 
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::MegatronTarget;

@@ -1,4 +1,4 @@
-//! Where output goes: data to stdout, everything said about it to stderr.
+//! Output: data to stdout, notes and errors to stderr.
 
 pub(crate) mod error_report;
 pub(crate) mod mapping_notes;

@@ -1,4 +1,4 @@
-//! How far long work is, on stderr: a bar on a terminal, a line now and then in a log.
+//! Progress of long jobs on stderr: a bar on a terminal, occasional lines in a log.
 
 use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError};

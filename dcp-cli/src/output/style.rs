@@ -8,7 +8,7 @@ pub(crate) use dcp::checkpoint::text::{count, thousands};
 use dcp::core::{escaped, is_unsafe};
 use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
 
-/// Colors that neighbors are told apart by.
+/// Colors that distinguish neighbors.
 const HUES: [&str; 6] = ["34", "35", "32", "33", "36", "31"];
 
 /// When to color.

@@ -1,4 +1,4 @@
-//! What a command that writes says of what it wrote.
+//! The summary and notes of a command that writes.
 
 use std::sync::Arc;
 
@@ -9,8 +9,8 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::output::style::{columns, left, printable, right, shorten, size};
 
-/// Says what was written, or would be.
-pub(crate) fn tell(
+/// Prints what was written, or would be.
+pub(crate) fn write_summary(
     report: &WriteReport,
     target: &str,
     json: bool,
@@ -42,7 +42,7 @@ pub(crate) fn tell(
     Ok(())
 }
 
-/// What a cast did, and what it lost beyond precision.
+/// Prints what a cast did, and the values that it lost.
 pub(crate) fn cast_notes(report: &CastReport, out: &Output) {
     let tensors = count(report.tensors.len(), "tensor");
     let Some(first) = report.tensors.values().next() else {
@@ -115,7 +115,7 @@ fn notes(report: &WriteReport, out: &Output) {
     }
 }
 
-/// What matches no key.
+/// Prints the patterns that match no key.
 pub(crate) fn unmatched_notes(unmatched: &[UnmatchedPattern], out: &Output) {
     for one in unmatched {
         out.note(&one.message());

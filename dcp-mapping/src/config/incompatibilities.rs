@@ -1,4 +1,4 @@
-//! What one side says of a model's function that the other has no words for.
+//! Settings that the other side cannot express.
 
 use serde_json::{Map, Value};
 

@@ -1,4 +1,4 @@
-//! Transformers' `config.json` and Megatron's arguments, each from the other.
+//! Translates transformers' `config.json` to Megatron's arguments and back.
 
 pub(crate) mod incompatibilities;
 mod original_config;
@@ -77,7 +77,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`MappingError::BadFact`] when it is no object, or a field of it makes no sense,
+    /// [`MappingError::BadFact`] when it is no object, or a field of it is invalid,
     /// [`MappingError::Differs`] when Megatron does not do what a field says.
     pub fn facts_of_config(&self, config: &Value) -> Result<Facts, MappingError> {
         Ok(self.read_config(config, false)?.0)

@@ -1,5 +1,5 @@
-//! The `config.json` that a model came with: it goes along among the arguments, for what they have
-//! no words for.
+//! The `config.json` that a model came with. It is kept among the arguments, for fields that
+//! Megatron has no argument for.
 
 use serde_json::{Map, Value};
 

@@ -1,4 +1,4 @@
-//! How positions turn channels, in transformers' words and in Megatron's.
+//! Rotary position embeddings: transformers' `rope_scaling` and Megatron's arguments.
 
 use serde_json::{Map, Value, json};
 

@@ -1,5 +1,5 @@
-//! The configuration of a model as Megatron-Bridge and NeMo write it beside a checkpoint, under the
-//! names that Megatron's arguments have for it.
+//! Reads the model configuration that Megatron-Bridge and NeMo write with a checkpoint, as
+//! Megatron's arguments.
 
 use serde_json::{Map, Value};
 

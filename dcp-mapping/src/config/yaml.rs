@@ -1,4 +1,4 @@
-//! YAML as plain data: what PyYAML's `safe_dump` writes, with nothing made of its tags.
+//! Parses the YAML that PyYAML's `safe_dump` writes as plain data; tags are ignored.
 
 use std::collections::HashMap;
 

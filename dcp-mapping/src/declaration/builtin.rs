@@ -52,7 +52,7 @@ impl Mapping {
         families::NAMES
     }
 
-    /// A mapping of one's own. `file_name` is what errors call it.
+    /// Parses a mapping declared in TOML. Errors name it `file_name`.
     ///
     /// # Errors
     ///

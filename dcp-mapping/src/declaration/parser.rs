@@ -1,4 +1,4 @@
-//! A mapping as TOML declares it.
+//! Parses a mapping declared in TOML.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -16,7 +16,7 @@ mod repeat_rules;
 
 use repeat_rules::{CopyTable, RepeatTable};
 
-/// The longest file that is taken for a mapping, in bytes.
+/// The longest declaration, in bytes.
 const LEN_MAX: usize = 256 << 10;
 /// Rules of a mapping at most, repeated ones included; those that come with dcp have some 50.
 const RULES_MAX: usize = 1 << 12;

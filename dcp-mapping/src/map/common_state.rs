@@ -1,4 +1,4 @@
-//! The common state of a Megatron checkpoint that no Megatron wrote.
+//! The common state of a Megatron checkpoint that dcp makes.
 
 use dcp_core::{Dict, Global, Object, Value};
 use serde_json::Value as Json;

@@ -1,4 +1,4 @@
-//! From the tensors found for each rule to the tensors of the other side, in pieces.
+//! Compiles resolved rules to pieces of target tensors.
 
 use std::collections::HashMap;
 

@@ -1,6 +1,5 @@
-//! What Megatron's modules keep beside their weights, as objects of a checkpoint: nothing, where no
-//! precision is mixed by Transformer Engine. A model asks for them all the same, and is not loaded
-//! where they are missing.
+//! The `_extra_state` objects of Megatron's modules. They are empty without Transformer Engine's
+//! mixed precision, but a model does not load where they are missing.
 
 use crate::map::options::LayerSpec;
 

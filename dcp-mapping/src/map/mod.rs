@@ -1,4 +1,4 @@
-//! A checkpoint under the names and in the layout of the other side.
+//! Maps a checkpoint to the names and layout of the other side.
 
 mod common_state;
 mod compile;

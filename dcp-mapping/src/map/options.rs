@@ -1,4 +1,4 @@
-//! Which way a mapping goes, and how it is applied.
+//! The direction and options of a mapping.
 
 use dcp_core::{DType, Dict};
 use serde::Serialize;

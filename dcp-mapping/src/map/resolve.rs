@@ -1,4 +1,4 @@
-//! What the rules of a mapping are about in a checkpoint, and what is missing or left over.
+//! Resolves the rules of a mapping against the tensors of a checkpoint.
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashSet};

@@ -1,4 +1,4 @@
-//! Finding the tensors that have a name of a mapping.
+//! Looks up tensors by the names of a mapping.
 
 use std::borrow::Cow;
 use std::cell::Cell;

@@ -1,4 +1,4 @@
-//! Whether a Megatron checkpoint can be of the family that it is taken for.
+//! Checks that a Megatron checkpoint matches the family of a mapping.
 
 use crate::error::MappingError;
 use crate::facts::Facts;

@@ -1,4 +1,4 @@
-//! Telling the family of a model.
+//! Recognizes the family of a model.
 
 pub(crate) mod family_check;
 pub(crate) mod shapes;
@@ -41,12 +41,12 @@ pub enum Recognition {
     },
 }
 
-/// The family of a Megatron checkpoint, told by its keys, its shapes and its arguments, among
+/// The family of a Megatron checkpoint, recognized by its keys, its shapes and its arguments, among
 /// those that come with this crate.
 ///
 /// # Errors
 ///
-/// [`MappingError::BadFact`] when an argument makes no sense.
+/// [`MappingError::BadFact`] when an argument is invalid.
 pub fn recognize(
     metadata: &CheckpointMetadata,
     facts: &Facts,
@@ -54,7 +54,7 @@ pub fn recognize(
     Ok(recognize_among(&Mapping::builtins()?, metadata, facts))
 }
 
-/// The same among given mappings, those of one's own say. The one that most speaks for is found.
+/// Like [`recognize`], among these mappings. Returns the one with the most evidence.
 #[must_use]
 pub fn recognize_among(
     mappings: &[Mapping],
@@ -104,7 +104,7 @@ pub fn recognize_among(
     }
 }
 
-/// The family of a transformers model, told by `model_type` in its `config.json`.
+/// The family of a transformers model, by `model_type` in its `config.json`.
 ///
 /// # Errors
 ///

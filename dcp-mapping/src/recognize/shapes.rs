@@ -1,4 +1,4 @@
-//! What the shapes of a Megatron checkpoint tell of its model.
+//! Reads model facts from the shapes of a Megatron checkpoint.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! Whether all ranks have the same common state, and where not.
+//! Compares the common states of ranks.
 
 use dcp_core::{Dict, Object, PlanError, Value};
 use sha2::{Digest as _, Sha256};

@@ -1,4 +1,4 @@
-//! Ranks that succeed or fail together, with errors that keep their type.
+//! Collective outcomes: all ranks succeed, or all fail with the same typed error.
 
 pub(crate) mod common_check;
 
@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::MegatronError;
 
-/// The error as it travels: of this rank, in words.
+/// The error as other ranks get it: of this rank, as text.
 pub(crate) fn told(group: &Group, phase: Phase, error: MegatronError) -> CheckpointError {
     match error {
         MegatronError::Checkpoint(error) => error,

@@ -1,5 +1,4 @@
-//! `metadata.json`: the file that makes a folder a checkpoint of Megatron-Core, and says which
-//! backends wrote it.
+//! `metadata.json`: it marks a folder as a checkpoint of Megatron-Core and names its backends.
 
 use std::sync::Arc;
 

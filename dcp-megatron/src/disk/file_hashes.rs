@@ -1,4 +1,4 @@
-//! `integrity.json`: the SHA-256 of every file of a checkpoint (Megatron-Core 0.17.1 and later).
+//! SHA-256 hashes of the files of a checkpoint, for `integrity.json`.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;

@@ -1,4 +1,4 @@
-//! `integrity.json` against the files of a checkpoint (Megatron-Core 0.17.1 and later).
+//! The `integrity.json` manifest: parsed, verified and written (Megatron-Core 0.17.1 and later).
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The small files of a checkpoint and of a run, and what they say.
+//! The small files of a checkpoint and of a run: their names and formats.
 
 pub(crate) mod common_state;
 pub(crate) mod config;

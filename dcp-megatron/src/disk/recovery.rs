@@ -1,5 +1,5 @@
-//! What an overwrite replaces, kept in one file until it is over, so that a checkpoint of which the
-//! process that overwrote it died can be read.
+//! The commit record of an overwrite: with it, a checkpoint whose overwriting process died is
+//! readable.
 //!
 //! `metadata.json`, `common.pt` and `integrity.json` have one name each, and `.metadata` another:
 //! no storage replaces four files at once. The record holds the first three as they belong to the

@@ -1,4 +1,4 @@
-//! The tracker of a training run: which of its checkpoints is the latest.
+//! The tracker file of a training run, which names its latest checkpoint.
 
 use std::fmt;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dcp_core::Quoted;
 
-/// Keys on one side only, told apart by side.
+/// Keys that only the request or only the checkpoint has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KeyMismatch {

@@ -1,4 +1,4 @@
-//! What goes wrong with checkpoints of Megatron-Core.
+//! Errors of Megatron-Core checkpoints.
 
 mod common_differs;
 mod key_mismatch;
@@ -20,7 +20,7 @@ pub use key_mismatch::{KeyMismatch, UnknownStrictHandling};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MegatronError {
-    /// The checkpoint beneath, or the place it lies in.
+    /// An error of the checkpoint format or the storage.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// A leaf of a sharded state dict contradicts itself.
@@ -29,10 +29,10 @@ pub enum MegatronError {
     /// The shards of all ranks do not make whole tensors.
     #[error(transparent)]
     Integrity(#[from] crate::sharded::IntegrityError),
-    /// Keys are on one side only, and the strict handling does not allow that.
+    /// Request and checkpoint have different keys, and the strict handling refuses that.
     #[error(transparent)]
     Keys(#[from] KeyMismatch),
-    /// The common state is not the same on all ranks.
+    /// The common states of the ranks differ.
     #[error(transparent)]
     CommonDiffers(#[from] CommonDiffers),
     /// Lists that hold sharded, plain and local elements side by side, which Megatron-Core saves
@@ -55,14 +55,13 @@ pub enum MegatronError {
         /// Those that are registered.
         registered: Vec<String>,
     },
-    /// There is no checkpoint of Megatron-Core, or not yet.
+    /// There is no complete Megatron-Core checkpoint.
     #[error("{message}", message = Message(.message))]
     NotACheckpoint {
         /// What there is instead, and what to do.
         message: String,
     },
-    /// It was written by a backend, or in a version of one, that is not known here. What a plug-in
-    /// reads is opened where its strategy is given
+    /// The backend, or its version, is unknown. Register the strategy of a plug-in to open it
     /// ([`OpenOptions::with_strategies`](crate::OpenOptions::with_strategies)).
     #[error(
         "the {backend} in metadata.json cannot be read here: the sharded backend has to be \
@@ -72,13 +71,13 @@ pub enum MegatronError {
         /// Which backend, its name and version.
         backend: String,
     },
-    /// The state that all ranks have in common is not there, or is none.
+    /// The common state is missing or no dict.
     #[error("the common state {problem}", problem = Message(.problem))]
     CommonState {
         /// What is wrong with it, and what to do.
         problem: String,
     },
-    /// The file that says which checkpoint of a run is the latest says something else.
+    /// The tracker of a run cannot be parsed.
     #[error(
         "which checkpoint of the run is the latest is not known; write its iteration into the \
          file, or open the folder of a checkpoint itself"
@@ -95,8 +94,7 @@ pub enum MegatronError {
         /// The folder that it means.
         folder: String,
     },
-    /// What changes a checkpoint was given the folder of a run, of which it might take another
-    /// checkpoint than was meant.
+    /// A job that changes a checkpoint got the folder of a run instead of a checkpoint.
     #[error(
         "this is the folder of a run, and of which of its checkpoints is not said; name the folder \
          of the checkpoint itself, such as {folder}", folder = Message(.folder))]
@@ -104,7 +102,7 @@ pub enum MegatronError {
         /// The folder of the checkpoint that the tracker names, or else of the last complete one.
         folder: String,
     },
-    /// Files are not what `integrity.json` says, or there is none though one was asked for.
+    /// Files differ from `integrity.json`, or a requested verification finds no manifest.
     #[error("the checkpoint is not what was saved: {}", some(.problems))]
     Damaged {
         /// What is wrong, by file.
@@ -120,7 +118,7 @@ pub enum MegatronError {
         /// In what they differ.
         differs: String,
     },
-    /// A save in the background whose saver is of other ranks than the save.
+    /// The background saver has other ranks than the save.
     #[error(
         "this is rank {rank} of {world_size} in the group of the save, but rank {background_rank} \
          of {background_world_size} in that of the background saver; make the saver with a second \
@@ -136,18 +134,18 @@ pub enum MegatronError {
         /// The ranks of that group.
         background_world_size: u32,
     },
-    /// A [`SaveDistribution`](crate::parallel::SaveDistribution) that does not tell who writes which shard.
+    /// A [`SaveDistribution`](crate::parallel::SaveDistribution) that does not cover every shard.
     #[error(
         "the distribution says of {told} shards whether this rank writes them, but the rank has a \
          state of {shards} shards; it has to say so of each of them, in their order"
     )]
     Distribution {
-        /// Of how many it tells.
+        /// How many shards it covers.
         told: usize,
         /// How many there are.
         shards: usize,
     },
-    /// A tensor of Megatron-Core 0.8 to 0.15 was stored flattened in a form that makes no sense.
+    /// The stored shape of a flattened tensor (Megatron-Core 0.8 to 0.15) contradicts its own.
     #[error(
         "{fqn} was saved flattened, as {stored} for a tensor of shape {original}, which does not \
          go together: {problem}", fqn = Quoted(.fqn), stored = Message(.stored), original = Message(.original), problem = Message(.problem))]
@@ -161,15 +159,15 @@ pub enum MegatronError {
         /// Why the one is no form of the other.
         problem: String,
     },
-    /// Optimizer state is stored in a form in which its parameters cannot be looked for.
+    /// The parameters of optimizer state in this form cannot be searched.
     #[error("{what} {problem}", what = Quoted(.what), problem = Message(.problem))]
     Optimizer {
         /// The entry of the checkpoint.
         what: String,
-        /// What stands in the way.
+        /// What prevents it.
         problem: String,
     },
-    /// A layout of ranks that makes no sense.
+    /// An invalid parallel layout.
     #[error("there is no job of {layout}: {problem}", problem = Message(.problem))]
     Layout {
         /// The layout.
@@ -177,7 +175,7 @@ pub enum MegatronError {
         /// What is wrong with it.
         problem: String,
     },
-    /// Something that has to be shared out equally, and cannot be.
+    /// A dimension that the ranks cannot divide equally.
     #[error(
         "{key} cannot be divided into {parts} equal parts: it has {len} {what}{}",
         .axis.map(|axis| format!(" along axis {axis}")).unwrap_or_default(), key = Quoted(.key))]
@@ -206,7 +204,7 @@ pub enum MegatronError {
         /// The layout that was asked for.
         layout: ParallelLayout,
     },
-    /// A save in the background, or what was to be done after it, failed.
+    /// An asynchronous save or one of its finalizers failed.
     #[error(
         "asynchronous save {call} failed and is not marked complete: {}",
         .failures.iter().map(|f| format!("rank {}: {}", f.rank, Message(&f.message))).collect::<Vec<_>>().join("; ")
@@ -242,7 +240,7 @@ pub enum MegatronError {
         /// What is wrong with it, and what to do.
         problem: String,
     },
-    /// An offline job on it.
+    /// An error of an offline job.
     #[error(transparent)]
     Convert(#[from] ConvertError),
 }

@@ -1,4 +1,4 @@
-//! A checkpoint of Megatron-Core at a glance: which age, which parallel layout, which objects.
+//! Summarizes a Megatron-Core checkpoint: format, parallel layout, layers, objects.
 
 use dcp_convert::{JsonLimits, value_json};
 use dcp_core::{CheckpointMetadata, Entry, Value};

@@ -1,5 +1,4 @@
-//! Removing tensors from a checkpoint, such as the optimizer's state of one that is kept for its
-//! weights.
+//! Removes tensors from a checkpoint, such as the optimizer state.
 
 use std::collections::HashSet;
 use std::sync::Arc;

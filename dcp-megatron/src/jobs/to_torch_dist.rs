@@ -1,5 +1,4 @@
-//! Any checkpoint as one of Megatron-Core's `torch_dist`, as the ranks of a job would have saved
-//! it.
+//! Writes any checkpoint as `torch_dist`, as the ranks of a job would save it.
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Whether a checkpoint of Megatron-Core is whole: what lies beneath, and what Megatron adds.
+//! Verifies a Megatron-Core checkpoint: PyTorch's files, the common state, the optimizer.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! A checkpoint as a request wants it: other element types, and shapes that do not quite fit.
+//! Readers that convert stored tensors to the dtypes and shapes of a request.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -14,7 +14,7 @@ use dcp_core::{
 use dcp_planner::DefaultLoadPlanner;
 use tokio::sync::OnceCell;
 
-/// A reader whose tensors have the types that are asked for. It is made when the index is, so that
+/// A reader whose tensors have the requested dtypes. It is made when the index is, so that
 /// a cast that cannot be made ends the load on all ranks.
 pub(crate) struct Fitted {
     inner: Arc<dyn StorageReader>,

@@ -1,4 +1,4 @@
-//! What of a request is asked of a checkpoint, and where in that the factories are.
+//! Splits a request into stored leaves and factories.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -115,7 +115,7 @@ impl Walk<'_> {
             return Ok(None);
         }
         self.wanted.factories.push(Placed { path: self.path.clone(), factory: factory.clone() });
-        // One that stands for nothing merges nothing.
+        // A factory without stored parts merges nothing.
         Ok(Some(without_plain(built).unwrap_or_else(|| Vec::new().into())))
     }
 

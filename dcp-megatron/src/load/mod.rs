@@ -1,4 +1,4 @@
-//! `load`: what each rank asks of a checkpoint, into whatever layout it has now.
+//! `load`: each rank loads its part of a checkpoint in its current layout.
 
 mod fitting;
 mod load_request;
@@ -180,7 +180,7 @@ pub struct Loaded {
 
 /// Loads what each rank asks for from the checkpoint in `storage`, in the ranks' present layout.
 ///
-/// `request` says what is wanted: tensors with memory are filled in place, without get new memory;
+/// `request` is the state dict to load: tensors with memory are filled in place, without get new memory;
 /// objects come by their unique key; factories merge; local objects are put back; plain values are
 /// ignored. The result has all of the checkpoint's common state. In the folder of a run, rank 0
 /// looks which checkpoint the tracker names, and all ranks load that one.

@@ -1,5 +1,5 @@
-//! What one rank reads to open a checkpoint, for all ranks of its group: a storage that notes what
-//! is asked of it, and one that answers from such notes.
+//! One rank's reads on opening, replayed on all others: a storage that records reads, and one that
+//! replays the recording.
 //!
 //! Whatever opens a checkpoint asks for the same on every rank, so this serves every format, and
 //! the strategies of plug-ins. What others were told is only believed where a rank's own look at

@@ -1,4 +1,4 @@
-//! What a rank asks of a checkpoint, as the engine loads it, and the way back.
+//! A rank's load request as the engine's state dict, and the loaded values back in the tree.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -87,7 +87,7 @@ impl Request {
         casts.collect()
     }
 
-    /// The types that tensors are asked for as.
+    /// The requested dtypes of tensors.
     pub(crate) fn dtypes(&self) -> impl Iterator<Item = (&Arc<str>, DType)> {
         self.tensors.iter().map(|wanted| (&wanted.key, wanted.dtype))
     }
@@ -228,7 +228,7 @@ fn elements(key: &str, value: Value, count: usize) -> Result<Vec<Value>, Megatro
         items = vec![only.clone(); count];
     }
     if items.len() != count {
-        let problem = format!("{} are stored, {count} are asked for", items.len());
+        let problem = format!("{} are stored, {count} are requested", items.len());
         return Err(ShardError::Object { key: key.to_owned(), problem }.into());
     }
     Ok(items)

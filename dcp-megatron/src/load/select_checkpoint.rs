@@ -1,5 +1,5 @@
-//! Which checkpoint a load reads. The coordinator decides it, since a tracker may move between two
-//! ranks' looks at it.
+//! Selects the checkpoint to load. The coordinator decides, because a tracker may move between
+//! the reads of two ranks.
 
 use std::sync::Arc;
 

@@ -1,13 +1,12 @@
-//! What to do when a checkpoint holds other keys than are asked for.
+//! Strict handling: how a load treats keys that only the request or only the checkpoint has.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::UnknownStrictHandling;
 
-/// What a load does about keys that are asked for and not stored (*unexpected*, of this rank), and
-/// about keys that are stored and that no rank asks for (*missing*), as Megatron-Core has it since
-/// 0.8. Keys of objects count without their place.
+/// How a load treats requested keys that are not stored (*unexpected*, of this rank) and stored
+/// keys that no rank requests (*missing*), as in Megatron-Core since 0.8. Keys of objects count without their place.
 ///
 /// But for the first, what is unexpected is left out of the request and of the result, with all of
 /// the factory that it is a part of; lists close up over it. An object whose key is stored but whose place is not, because
@@ -62,14 +61,14 @@ impl StrictHandling {
         }
     }
 
-    /// Whether what is asked for is compared with what is stored before it is read.
+    /// Whether requested and stored keys are compared before anything is read.
     #[must_use]
     #[doc(alias = "requires_explicit_ckpt_mismatch_check")]
     pub fn compares(self) -> bool {
         self != Self::AssumeOkUnexpected
     }
 
-    /// Whether it matters what other ranks ask for.
+    /// Whether the requests of other ranks matter.
     #[must_use]
     #[doc(alias = "requires_global_app_metadata")]
     pub fn asks_all_ranks(self) -> bool {

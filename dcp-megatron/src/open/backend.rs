@@ -1,4 +1,4 @@
-//! Which backends are read without a plug-in.
+//! The backends that are read without a plug-in.
 
 use crate::disk::config::CheckpointingConfig;
 use crate::error::MegatronError;

@@ -1,5 +1,5 @@
-//! The common state: all of a state dict that is not sharded, in `common.pt` up to Megatron-Core
-//! 0.18 and among the sharded objects since 0.19.
+//! Reads the common state, all of a state dict that is not sharded: from `common.pt` up to
+//! Megatron-Core 0.18, from an object since 0.19.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Tensors of which Megatron-Core (0.8 to 0.15) saved ranges of flattened shards, in their logical
-//! shape again. Megatron-Core since 0.16 cannot read them any more.
+//! Restores the shapes of tensors that Megatron-Core 0.8 to 0.15 stored as flattened shards.
+//! Megatron-Core since 0.16 cannot read them.
 
 use dcp_convert::view::{Piece, PieceFrom};
 use dcp_core::{Dims, Region, TensorEntry};

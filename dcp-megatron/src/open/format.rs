@@ -1,4 +1,4 @@
-//! Checkpoints of Megatron-Core as a format that plugs in.
+//! The plug-in format of Megatron-Core checkpoints.
 
 use std::sync::Arc;
 

@@ -1,5 +1,4 @@
-//! What a checkpoint of `torch_dist` means: its tensors in the shapes they have for Megatron-Core,
-//! its common state as one object.
+//! Presents a checkpoint's tensors in their logical shapes, and its common state as one object.
 
 use std::sync::Arc;
 

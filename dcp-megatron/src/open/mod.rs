@@ -1,4 +1,4 @@
-//! Opening a checkpoint, or the latest one of a run.
+//! Opens a checkpoint, or the latest checkpoint of a run.
 
 mod backend;
 pub(crate) mod checkpoint;
@@ -33,7 +33,7 @@ impl MegatronCheckpoint {
     /// alone tells its checkpoints, or not what it promises;
     /// [`MegatronError::UnknownBackend`] for formats that are not known here and that no strategy
     /// in `options` is registered for; those of that strategy;
-    /// [`MegatronError::Tracker`] when a run's tracker makes no sense; when the index or the
+    /// [`MegatronError::Tracker`] when a run's tracker cannot be parsed; when the index or the
     /// common state cannot be read, unless `options` are tolerant.
     pub async fn open(
         storage: &Arc<dyn Storage>,

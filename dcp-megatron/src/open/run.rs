@@ -1,5 +1,4 @@
-//! The folder of a training run: `iter_0000010/`, `release/`, and the file that says which of them
-//! is the latest.
+//! The folder of a training run: `iter_0000010/`, `release/`, and the tracker.
 
 use std::sync::Arc;
 
@@ -50,8 +49,7 @@ impl MegatronRun {
     ///
     /// # Errors
     ///
-    /// [`MegatronError::Tracker`] when it says nothing that makes sense, and when the storage
-    /// fails.
+    /// [`MegatronError::Tracker`] when it cannot be parsed, and when the storage fails.
     pub async fn tracked(&self) -> Result<Option<Tracked>, MegatronError> {
         let key = Key::new(TRACKER).map_err(StorageError::from)?;
         let len = match self.storage.stat(&key).await {

@@ -1,4 +1,5 @@
-//! What reads and writes which backend of which version: a registry that a plug-in can extend.
+//! Strategies: the readers and writers of each backend and version, in a registry that plug-ins
+//! extend.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,5 +1,5 @@
-//! Checkpoints of Megatron-Core's zarr backend (up to 0.15): an array for every tensor, a file of
-//! `torch.save` for every object.
+//! Reads checkpoints of the zarr backend (up to 0.15): an array per tensor, a `torch.save` file per
+//! object.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -1,5 +1,4 @@
-//! Which of several parameters with the same elements is which, by the order in which modules
-//! register them.
+//! Assigns parameters with equal elements by the order in which modules register them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

@@ -1,4 +1,4 @@
-//! The flat buffers of a checkpoint, and reading them.
+//! Reads the flat buffers of a checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

@@ -48,7 +48,7 @@ pub struct PerParameter {
 /// Formats that name parameters are renamed. Flat buffers do not: their parameters are found by
 /// their elements, for a master parameter, cast to the weight's dtype, is the weight. Weights and
 /// master parameters are read once for that, a bounded part at a time. Parameters of a rank with
-/// the same elements are told apart by the order in which Megatron's modules register them, if
+/// the same elements are distinguished by the order in which Megatron's modules register them, if
 /// exactly one way of it goes with everything else in the buffers; the
 /// [report](LayoutReport::by_order) names them. Nothing is guessed beyond that.
 ///

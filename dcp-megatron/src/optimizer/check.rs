@@ -1,4 +1,4 @@
-//! Whether the optimizer's master parameters are those of the model beside them.
+//! Compares the optimizer's master parameters with the model.
 //!
 //! Right after a step of the optimizer, a weight is its master parameter, cast. Megatron 0.15 to
 //! 0.19 broke that in `fully_reshardable` checkpoints of runs with several gradient buckets: it

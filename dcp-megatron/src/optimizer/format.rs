@@ -1,5 +1,4 @@
-//! The form that the optimizer's state has in a checkpoint, told by what the checkpoint says of
-//! itself and by the names in it.
+//! Detects the format of the optimizer state, from the content metadata and the names of tensors.
 
 use std::fmt;
 

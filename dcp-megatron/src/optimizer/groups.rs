@@ -1,5 +1,4 @@
-//! The part of an optimizer's state that is no tensor: parameter groups and steps, in the form
-//! that goes with `fully_reshardable`.
+//! Parameter groups and steps, in the form that `fully_reshardable` has.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;

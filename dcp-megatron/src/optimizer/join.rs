@@ -1,4 +1,4 @@
-//! The settings that the optimizers of several groups of data-parallel ranks have, as one.
+//! Joins the optimizer settings of several data-parallel groups.
 //!
 //! A flat format keeps an object with the parameter groups for each rank of the model; the formats
 //! by parameter have one for all. Megatron matches parameter groups by what tells them apart, not
@@ -27,7 +27,7 @@ const IDENTIFIERS: [&str; 9] = [
 /// Numbers of parameters, which are another rank's own.
 const PARAMS: &str = "params";
 
-/// The most parameter groups that are told apart: far more than any optimizer has.
+/// The most parameter groups that are distinguished: far more than any optimizer has.
 const GROUPS_MAX: usize = 1 << 10;
 
 /// Places that are listed of one group.

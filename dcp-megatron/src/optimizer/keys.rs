@@ -1,4 +1,4 @@
-//! Names of optimizer state in Megatron's checkpoints, taken apart and put together.
+//! Parses and builds the names of optimizer state.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Optimizer state in Megatron's checkpoints: its formats, the parameters in them by name, and
-//! the damage that some versions did to it.
+//! Optimizer state in Megatron checkpoints: its formats, its parameters by name, and damage that
+//! some versions did to it.
 
 mod assign;
 mod buffers;

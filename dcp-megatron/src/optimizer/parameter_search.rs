@@ -1,4 +1,4 @@
-//! Finding parameters in a flat buffer by their elements.
+//! Finds parameters in a flat buffer by their elements.
 //!
 //! The master parameter of a weight, cast to the weight's dtype, is the weight. So the elements
 //! at a place of the buffer tell which parameters can begin there, and the hash of as many
@@ -310,7 +310,7 @@ impl Walker<'_> {
         if choices.is_empty() && unknown {
             let sizes: BTreeSet<u64> = self.known.prints.iter().map(|p| p.elements).collect();
             for (start, base) in starts {
-                // The smallest first, so that nothing that is known is taken for a part of it.
+                // The smallest first, so that a known parameter is never matched as a part of a larger one.
                 let sizes = sizes.iter().take(SIZES_MAX).rev();
                 let ends = sizes.filter_map(|size| start.checked_add(*size));
                 let ends = ends.filter(|end| *end <= shape.elements);

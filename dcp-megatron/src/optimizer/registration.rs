@@ -1,4 +1,4 @@
-//! The order in which Megatron's modules register their parameters, as far as it is known.
+//! The order in which Megatron's modules register their parameters, where it is known.
 //!
 //! A flat buffer holds parameters in the reverse of this order. It decides between parameters of
 //! equal size and equal elements, such as layer norms that training has not changed yet.

@@ -1,4 +1,4 @@
-//! A checkpoint whose optimizer begins anew from the weights, for one whose state is damaged.
+//! Restarts an optimizer from the weights, for checkpoints whose optimizer state is damaged.
 
 use std::collections::HashMap;
 use std::sync::Arc;

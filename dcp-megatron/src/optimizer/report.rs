@@ -1,4 +1,4 @@
-//! What is said of an optimizer's state whose parameters had to be found.
+//! Reports how the parameters of flat buffers were found.
 
 use dcp_core::counted;
 use std::fmt;
@@ -11,10 +11,10 @@ use super::join::SettingsDifference;
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct LayoutReport {
-    /// Parameters, as ranks have them, that were told by their elements: no other of the rank's
+    /// Parameters, as ranks have them, that were identified by their elements: no other of the rank's
     /// has the same.
     pub by_value: usize,
-    /// Parameters with the same elements as others, told by the order in which modules register
+    /// Parameters with the same elements as others, identified by the order in which modules register
     /// them, which everything else in the buffers agrees with.
     pub by_order: Vec<PlacedParam>,
     /// The ways of putting a model together whose order agrees with the buffers.

@@ -1,5 +1,4 @@
-//! The parameters that model-parallel ranks have, by what the model's tensors in a checkpoint
-//! are cut into.
+//! The parameters of model-parallel ranks, from the chunks of the model.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};

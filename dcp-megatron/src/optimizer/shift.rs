@@ -1,4 +1,4 @@
-//! Where the elements of wrong master parameters come from.
+//! Traces the elements of wrong master parameters to their source.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ const PROBE_KINDS: usize = 4;
 /// The longest shift that is looked for, in elements: several times the padding of thousands of
 /// buckets.
 const SHIFT_MAX: u64 = 4 << 20;
-/// Places to look at in full before a probe is taken for a pattern that repeats.
+/// Places that are searched in full before a probe counts as a repeating pattern.
 const TRIES: usize = 64;
 /// Parameters whose elements are looked for in others.
 const PROBES_MAX: usize = 4096;

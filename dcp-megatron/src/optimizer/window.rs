@@ -1,4 +1,4 @@
-//! A part of a file as a file: an object of a checkpoint is an archive of its own.
+//! A range of a file as a storage object: each stored object is an archive of its own.
 
 use std::sync::Arc;
 

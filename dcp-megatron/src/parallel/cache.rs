@@ -1,4 +1,4 @@
-//! Distributions on disk, so that a job that starts again need not exchange what its ranks hold.
+//! Distributions cached on disk: a restarted job needs no exchange of inventories.
 
 use std::sync::Arc;
 

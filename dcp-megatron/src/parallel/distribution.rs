@@ -1,4 +1,4 @@
-//! Who of a group writes, or reads, which shard.
+//! Distributes shards over the ranks of a group, for writing or reading.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub struct Distribution {
 
 /// Gives every shard of a group to one of the ranks that hold it.
 ///
-/// `group` is what each rank holds, in the order of ranks in the group. A shard is told by its key
+/// `group` is what each rank holds, in the order of ranks in the group. A shard is identified by its key
 /// and offset, as in Megatron-Core. With [`ShareRule::Megatron`] the result is what Megatron-Core
 /// 0.7 and later arrive at. Nothing depends on the order in which a rank lists its shards. A shard
 /// that a rank lists twice counts once.

@@ -1,4 +1,4 @@
-//! What one rank holds, without the data.
+//! The inventory of a rank: its shards, without data.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Replica ids of a parallelization group, set so that the work of a save is shared.
+//! Distributes the shards of a replica group for a save.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -296,7 +296,7 @@ impl ParallelSave {
         (decision, lead)
     }
 
-    /// On the coordinator: what each rank owns, as it is told to it.
+    /// On the coordinator: the shards of each rank, as sent to it.
     async fn make(
         &self,
         mut lead: Lead,

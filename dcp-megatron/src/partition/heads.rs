@@ -1,4 +1,4 @@
-//! Which numbers of tensor-parallel ranks can divide the attention heads of a model.
+//! Checks tensor-parallel sizes against the attention heads of a model.
 
 use crate::args::MegatronArgs;
 use crate::error::MegatronError;

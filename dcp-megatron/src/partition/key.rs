@@ -1,4 +1,4 @@
-//! What the name of a tensor or object says of its place in a model.
+//! Parses the place of a tensor or object in the model from its name.
 
 use crate::optimizer::ParamStateKey;
 

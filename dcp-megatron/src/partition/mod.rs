@@ -1,5 +1,4 @@
-//! Who holds which part of a Megatron-Core checkpoint: how tensor, pipeline and expert
-//! parallelism cut each parameter, as a table of rules.
+//! Partition rules: how tensor, pipeline and expert parallelism cut each parameter.
 
 mod division;
 mod heads;

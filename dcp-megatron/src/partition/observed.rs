@@ -1,5 +1,4 @@
-//! How a checkpoint is cut, as far as its parts and the names of its files tell: whatever run its
-//! arguments are of.
+//! Infers the parallel layout of a checkpoint from its chunks and file names.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

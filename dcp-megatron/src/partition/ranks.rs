@@ -1,4 +1,4 @@
-//! Which rank is which in a layout.
+//! Rank numbers in a parallel layout.
 
 use crate::error::MegatronError;
 use crate::layout::{ParallelLayout, PipelineSplit};

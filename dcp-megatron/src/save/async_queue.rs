@@ -1,4 +1,4 @@
-//! Saves that go on beside training, and what is done when they are complete.
+//! A queue of asynchronous saves, with finalizers for those that are complete.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -69,7 +69,7 @@ pub struct AsyncCallsQueue {
     group: Option<Group>,
     calls: VecDeque<Call>,
     next: u64,
-    /// Calls that were finalized when an error kept it from being told.
+    /// Finalized calls that an error kept from being reported.
     untold: Vec<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! `save`: a sharded state dict of all ranks becomes a checkpoint.
+//! `save`: writes the sharded state dict of all ranks as a checkpoint.
 
 pub(crate) mod async_queue;
 mod options;

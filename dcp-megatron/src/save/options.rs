@@ -1,4 +1,4 @@
-//! How a checkpoint is saved.
+//! Options of a save.
 
 use std::fmt;
 use std::num::NonZeroUsize;

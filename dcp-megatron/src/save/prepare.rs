@@ -1,4 +1,4 @@
-//! From the tree that a rank hands in to what is stored of it.
+//! Splits a sharded state dict into tensors, objects and common state.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! From positions on a grid, or numbers as they are, to a shard that is checked.
+//! Builds checked shards from grid positions or explicit offsets.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What is wrong with a sharded leaf by itself, before other ranks are looked at.
+//! Errors of a single sharded leaf.
 
 use dcp_core::{DType, Dims, Message, Quoted};
 

@@ -1,5 +1,4 @@
-//! The factories that Megatron-Core's models need: gated units, named parts of one tensor, and
-//! experts in one tensor.
+//! Factories of Megatron-Core's models: gated units, named parts of a tensor, grouped experts.
 
 use std::sync::Arc;
 

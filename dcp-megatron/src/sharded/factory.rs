@@ -1,4 +1,4 @@
-//! Tensors that are stored as others: cut on a save, put together on a load.
+//! Sharded tensor factories: tensors that are split on a save and merged on a load.
 
 use std::fmt;
 use std::sync::Arc;
@@ -89,7 +89,7 @@ impl ShardedTensorFactory {
         &self.parts
     }
 
-    /// What stands for the tensor.
+    /// The parts that are stored for the tensor.
     ///
     /// # Errors
     ///

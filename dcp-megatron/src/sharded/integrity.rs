@@ -1,4 +1,4 @@
-//! Whether all ranks' main replicas make every tensor and every grid of objects exactly once.
+//! Checks that the main replicas of all ranks make every tensor and object grid exactly once.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! What a rank has of a tensor.
+//! A rank's local part of a tensor.
 
 use dcp_core::{DType, Dims, PlanError, Region, Tensor, TensorView};
 

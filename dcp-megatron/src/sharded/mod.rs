@@ -1,5 +1,4 @@
-//! Megatron-Core's sharded state dicts: what each rank says about its part of the global tensors
-//! and objects.
+//! Megatron-Core's sharded state dicts: each rank's parts of the global tensors and objects.
 //!
 //! A [`ShardedStateDict`] is a nested tree of dicts and lists. Its leaves are [`ShardedTensor`]s
 //! and [`ShardedObject`]s, which are stored under global keys independent of where they sit in the

@@ -1,4 +1,4 @@
-//! Objects that ranks hold different ones of, such as the states of their random generators.
+//! Sharded objects, such as the random states of ranks.
 
 use std::fmt;
 use std::sync::Arc;

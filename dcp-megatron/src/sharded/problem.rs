@@ -1,4 +1,4 @@
-//! What is wrong with all ranks' shards together.
+//! Problems of all ranks' shards together.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! What a rank says about its sharded leaves, in columns: no data, a few bytes per shard.
+//! The shards of a rank as a message, in columns: no data, a few bytes per shard.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Which copy of a shard this is.
+//! Replica ids of shards.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Going through sharded state dicts by Megatron-Core's rules of what belongs where.
+//! Traverses and merges sharded state dicts by Megatron-Core's rules.
 
 use dcp_core::{Dict, Value};
 
@@ -256,7 +256,7 @@ fn expand(
     })
 }
 
-/// What a factory stands for, which must be no other.
+/// The parts of a factory, none of which may be a factory.
 pub(crate) fn build(factory: &ShardedTensorFactory) -> Result<ShardedValue, ShardError> {
     let built = factory.build()?;
     if holds_factory(&built) {

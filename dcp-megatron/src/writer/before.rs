@@ -1,4 +1,4 @@
-//! What a folder held before a commit, so that a commit which fails can put it back.
+//! The state of a folder before a commit, so that a failed commit can restore it.
 
 use bytes::Bytes;
 use dcp_core::{CheckpointError, Claim, Key, PutMode, Storage, StorageError, StorageErrorKind};
@@ -21,8 +21,8 @@ pub(super) struct Before {
     metadata: Option<Bytes>,
 }
 
-/// The files that `metadata.json` vouches for: of two checkpoints, they would be a third one.
-const VOUCHED_FOR: [&str; 2] = [METADATA, COMMON_FILE];
+/// Files that must belong to one `metadata.json`: a mix of two saves would be a third checkpoint.
+const COMMITTED_FILES: [&str; 2] = [METADATA, COMMON_FILE];
 
 impl Before {
     pub(super) async fn look(storage: &dyn Storage) -> Result<Self, StorageError> {
@@ -120,10 +120,10 @@ impl Before {
         if !known {
             return Ok(());
         }
-        // What vouches for a mixture goes; what vouches for what it did before stays.
-        if !self.is_as_it_was(storage, &VOUCHED_FOR).await? {
+        // Of a mix, metadata.json is removed first; of an unchanged checkpoint it stays.
+        if !self.is_as_it_was(storage, &COMMITTED_FILES).await? {
             delete(storage, METADATA_JSON).await?;
-            for name in &VOUCHED_FOR {
+            for name in &COMMITTED_FILES {
                 self.put_back(storage, (claim, staged), name).await?;
             }
         }

@@ -80,7 +80,7 @@ impl MegatronWriterBuilder {
         self
     }
 
-    /// Is told how many bytes were written, part by part.
+    /// Reports the bytes written.
     pub fn progress(mut self, progress: Progress) -> Self {
         self.dcp = self.dcp.progress(progress);
         self

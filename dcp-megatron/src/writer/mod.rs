@@ -1,5 +1,4 @@
-//! Saving as Megatron-Core's `torch_dist` strategy does: PyTorch's layout, the common state, and
-//! the file that makes a folder a checkpoint.
+//! Writes `torch_dist` checkpoints: PyTorch's files, the common state, `metadata.json`.
 
 mod before;
 mod builder;
@@ -58,7 +57,7 @@ use form::{COMMON_FILE, COMMON_OBJECT, METADATA_JSON};
 /// `.metadata` is replaced, and the new one from then on. Where the common state is inside both, or
 /// its file is the same, the replacement of `.metadata` alone is the commit for Megatron-Core, too.
 /// When the commit fails rather than dies, what was there before is put back: it is sent to the
-/// storage before anything is removed, so that no full disk is in the way.
+/// storage before anything is removed, so that a full disk does not prevent it.
 ///
 /// The [`Sidecar`](dcp_formats::dcp::Sidecar) is written too; Megatron-Core ignores it. It says that
 /// the checkpoint is complete with `metadata.json` only: what a save that died before left is in the
@@ -401,7 +400,7 @@ fn overtaken() -> Result<StorageError, StorageError> {
     Ok(error.with_message("another save replaced it since this one began to commit"))
 }
 
-/// Puts a small object; a lost reply is not taken for a failure.
+/// Puts a small object. After a lost reply, the stored object decides whether it failed.
 async fn put(
     storage: &dyn Storage,
     key: &Key,

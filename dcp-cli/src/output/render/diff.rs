@@ -1,4 +1,4 @@
-//! What `dcp diff` found.
+//! Renders the report of `dcp diff`.
 
 use std::fmt::Write as _;
 

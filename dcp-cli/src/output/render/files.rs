@@ -1,4 +1,4 @@
-//! The files of a checkpoint and their sizes, drawn so that an imbalance is seen.
+//! Renders the files of a checkpoint with bars of their sizes.
 
 use std::fmt::Write as _;
 

@@ -1,4 +1,4 @@
-//! What a checkpoint of Megatron-Core is, in a few lines, and its arguments as a table.
+//! Renders a summary of a Megatron-Core checkpoint, and its arguments as a table.
 
 use std::fmt::Write as _;
 
@@ -105,7 +105,7 @@ pub(crate) fn grouped(mut summary: Summary, objects: &IndexMap<String, ObjectGro
                 if values.is_empty() {
                     keys.insert(name.into(), KeySummary::Object { value: Value::Null });
                 }
-                // All that is told of them is whether they are the same.
+                // Only whether they are equal is known.
                 if values.len() < 2 && !values.contains(&value) {
                     values.push(value);
                 }

@@ -1,4 +1,4 @@
-//! Pictures of checkpoints in text. Pure: values in, text out.
+//! Renders reports as text, without I/O.
 
 mod canvas;
 pub(crate) mod diff;

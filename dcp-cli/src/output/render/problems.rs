@@ -1,4 +1,4 @@
-//! What `dcp verify` found.
+//! Renders the report of `dcp verify`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -1,4 +1,4 @@
-//! What `dcp stats` found: a line for every tensor, or one tensor with its histogram.
+//! Renders the report of `dcp stats`: a line per tensor, or one tensor with its histogram.
 
 use std::fmt::Write as _;
 

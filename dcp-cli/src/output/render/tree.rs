@@ -73,7 +73,7 @@ struct Row {
     /// The branches that lead to it.
     branches: String,
     name: String,
-    /// How many alike it stands for, when more than one.
+    /// How many equal entries it shows, when more than one.
     times: usize,
     cells: Cells,
 }

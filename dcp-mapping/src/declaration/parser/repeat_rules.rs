@@ -1,5 +1,4 @@
-//! What a mapping declares once and means several times: rules for layers under other names, and
-//! copies of a tensor.
+//! Declarations that expand to several rules: layers under other names, copies of a tensor.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! The parts that ranks have, put together to whole tensors.
+//! Assembles the parts of ranks to whole tensors.
 
 use std::collections::{BTreeMap, BTreeSet};
 

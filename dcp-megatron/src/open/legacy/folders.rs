@@ -1,4 +1,4 @@
-//! The folders `mp_rank_TT[_PPP][_EEE]` and which rank each of them is of.
+//! Finds the folders `mp_rank_TT[_PPP][_EEE]` and the rank of each.
 
 use std::collections::{BTreeMap, BTreeSet};
 

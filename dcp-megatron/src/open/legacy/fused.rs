@@ -1,5 +1,5 @@
-//! What modules hold in one tensor and distributed checkpoints in several: all experts of a rank,
-//! the projections and convolutions of Mamba and of gated delta networks.
+//! Splits fused tensors as distributed checkpoints do: the experts of a rank, projections and
+//! convolutions of Mamba and of gated delta networks.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! What ranks hold, under the numbers that layers and experts have in the whole model.
+//! Renumbers layers and experts of a rank as in the whole model.
 
 use std::collections::BTreeMap;
 

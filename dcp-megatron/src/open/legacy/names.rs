@@ -1,4 +1,4 @@
-//! What modules call their parameters, and what distributed checkpoints call them.
+//! Translates parameter names of modules to those of distributed checkpoints.
 
 /// A module's name for a parameter or an extra state, taken apart.
 #[derive(Clone, Debug, PartialEq, Eq)]

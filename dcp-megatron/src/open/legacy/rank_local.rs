@@ -1,4 +1,4 @@
-//! What each rank's file has of its own, besides the model and the random state.
+//! The entries of a rank's file besides the model and the random state.
 
 use std::collections::BTreeSet;
 

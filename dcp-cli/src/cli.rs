@@ -7,10 +7,10 @@ use crate::options::Global;
 
 /// Look into, check, compare, convert and reshard model checkpoints.
 ///
-/// dcp reads what PyTorch's torch.distributed.checkpoint and its FSDP, HSDP and tensor-parallel
-/// users write, whatever the number of ranks, checkpoints of Megatron-Core and OLMo-core and the
-/// runs they lie in, files of torch.save, safetensors files and Hugging Face folders. It needs no Python, no GPU and no trust in the file: nothing in
-/// a checkpoint is ever executed.
+/// dcp reads checkpoints of PyTorch's torch.distributed.checkpoint, of Megatron-Core and OLMo-core
+/// and the folders of their runs, torch.save files, safetensors files and Hugging Face folders,
+/// saved by any number of ranks. It needs no Python and no GPU, and never executes anything in a
+/// checkpoint.
 #[derive(Debug, Parser)]
 #[command(
     name = "dcp",

@@ -16,10 +16,10 @@ use crate::values::read_values;
 ///
 /// - the name of a tensor or object;
 /// - a part of names that ends before a dot: `optim.state.tiny`, `model.blocks.0`, `model`. Its
-/// value is everything below, nested as it was saved;
+///   value is everything below, nested as it was saved;
 /// - an element of an object: `optim.param_groups.0.params.2`;
 /// - a glob over whole names, with `*` for any text and `?` for a character: `model.*.weight`. Its
-/// value is a dict by name.
+///   value is a dict by name.
 ///
 /// Keys may repeat and contain each other. OLMo-core (3.0) supports the first form, and the second
 /// only at the steps of paths; it fails on lists, repetitions, and parents before their children.

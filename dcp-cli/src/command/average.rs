@@ -52,7 +52,7 @@ pub(crate) struct Average {
     #[arg(long, value_name = "DTYPE")]
     accumulate: Option<Accumulate>,
 
-    /// Where to take what has no average from.
+    /// The checkpoint that keys without an average come from.
     #[arg(long, value_name = "WHICH", default_value = "error")]
     non_float: Other,
 

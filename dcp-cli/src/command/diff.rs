@@ -71,11 +71,11 @@ pub(crate) struct Diff {
     #[arg(long, conflicts_with_all = ["rtol", "atol"])]
     pub(crate) keys_only: bool,
 
-    /// Compare only keys that match, or lie below this name; may be given again for more.
+    /// Compare only keys that match or are below this name; may be given again for more.
     #[arg(long, value_name = "GLOB")]
     pub(crate) include: Vec<String>,
 
-    /// Do not compare keys that match, or lie below this name; may be given again.
+    /// Leave out keys that match or are below this name; may be given again.
     #[arg(long, value_name = "GLOB")]
     pub(crate) exclude: Vec<String>,
 

@@ -54,7 +54,7 @@ pub(crate) struct Get {
     #[command(flatten)]
     pub(crate) callables: AllowCallable,
 
-    /// Take only this part of the tensor.
+    /// Read only this slice of the tensor.
     #[arg(short, long, allow_hyphen_values = true)]
     pub(crate) slice: Option<String>,
 

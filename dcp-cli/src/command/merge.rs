@@ -34,7 +34,7 @@ pub(crate) struct Merge {
     #[arg(short, long, value_name = "TARGET")]
     out: String,
 
-    /// Take a key that several checkpoints have once, if it holds the same in all of them.
+    /// Allow keys that several checkpoints have, if their values are equal in all of them.
     #[arg(long)]
     identical: bool,
 

@@ -10,9 +10,9 @@ use crate::output::progress::Bar;
 use crate::output::style::{printable, size};
 use crate::session::Session;
 
-/// Make a page to look around in a checkpoint.
+/// Write an HTML page about a checkpoint.
 ///
-/// Writes one HTML file that any browser opens, from a disk too: a summary, the bytes by rank,
+/// The file opens in any browser, also from a disk: a summary, the bytes by rank,
 /// file and layer, the tree of all keys with a search, and for every tensor how it is cut and
 /// where its chunks lie. The page loads nothing and shows names and values of the checkpoint as
 /// text only, so it can be passed on.

@@ -88,7 +88,7 @@ pub(crate) struct Destination {
     #[arg(long, value_name = "DTYPE", value_parser = parse_dtype)]
     dtype: Option<DType>,
 
-    /// Leave the dtype of keys that match, or lie below this (new) name; may be given again.
+    /// Keep the dtype of keys that match or are below this (new) name; may be given again.
     #[arg(long, value_name = "GLOB", requires = "dtype")]
     keep_dtype: Vec<String>,
 
@@ -106,8 +106,8 @@ pub(crate) struct Destination {
     #[arg(long)]
     legacy: bool,
 
-    /// Let Python put all tensors on this device; by default those of a torch.save file stay where
-    /// they were, such as cuda:0. For torch-save.
+    /// The device that torch.load puts all tensors on; by default those of a torch.save file keep
+    /// theirs, such as cuda:0. For torch-save.
     #[arg(long, value_name = "DEVICE", value_parser = ["cpu"])]
     device: Option<String>,
 

@@ -21,7 +21,7 @@ pub(crate) struct Global {
     #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Output")]
     pub(crate) quiet: bool,
 
-    /// Say what is being done, on stderr; twice for more.
+    /// Log what the command does to stderr; twice for more.
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Output")]
     pub(crate) verbose: u8,
 

@@ -13,15 +13,15 @@ use crate::failure::{Exit, Failure};
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Keys")]
 pub(crate) struct KeyOptions {
-    /// Take only keys that match, or lie below this name; may be given again for more.
+    /// Select only keys that match or are below this name; may be given again for more.
     #[arg(long, value_name = "GLOB")]
     pub(crate) include: Vec<String>,
 
-    /// Leave out keys that match, or lie below this name; may be given again.
+    /// Leave out keys that match or are below this name; may be given again.
     #[arg(long, value_name = "GLOB")]
     pub(crate) exclude: Vec<String>,
 
-    /// Take only the model, without the name of the dict that it lies in.
+    /// Select only the model, and drop the name of its dict.
     #[arg(long)]
     pub(crate) model_only: bool,
 
@@ -29,7 +29,7 @@ pub(crate) struct KeyOptions {
     #[arg(long, conflicts_with = "model_only")]
     pub(crate) no_optimizer: bool,
 
-    /// Take everything, also where the format usually gets the model alone.
+    /// Select everything, also for formats that get only the model by default.
     #[arg(long, conflicts_with_all = ["model_only", "no_optimizer"])]
     pub(crate) everything: bool,
 

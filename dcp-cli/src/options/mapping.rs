@@ -26,17 +26,17 @@ pub(crate) struct Arch {
     )]
     make_vocab_divisible_by: Option<u64>,
 
-    /// The layers that are to load what is written, which have other names for norms:
-    /// transformer_engine by default, as Megatron-LM has it.
+    /// The layer implementation that loads the new checkpoint; names of norms differ between the
+    /// two. transformer_engine by default, as in Megatron-LM.
     #[arg(long, value_name = "IMPL")]
     transformer_impl: Option<TransformerImpl>,
 
-    /// Leave out tensors that the mapping has no rule for instead of refusing them.
+    /// Leave out tensors for which the mapping has no rule, instead of failing.
     #[arg(long)]
     allow_left_over: bool,
 
-    /// Go on where the arguments or config.json say what the other side cannot do, and say so: the
-    /// model made computes something else. To hf, --config DIR has it so too.
+    /// Convert also where the other side cannot express the arguments or config.json, with a note:
+    /// the new model computes something else. To hf, --config DIR implies it.
     #[arg(long)]
     ignore_args: bool,
 

@@ -15,16 +15,16 @@ pub(crate) struct MegatronOptimizer {
     #[command(flatten)]
     corrupt: CorruptOptimizer,
 
-    /// Let the optimizer begin anew: master parameters from the weights, moments and steps zero.
+    /// Restart the optimizer: master parameters from the weights, moments and steps zero.
     #[arg(long, conflicts_with = "allow_corrupt_optimizer")]
     repair_optimizer: bool,
 }
 
-/// Whether damaged state of an optimizer of Megatron-Core is taken along.
+/// Whether damaged optimizer state of Megatron-Core is copied.
 #[derive(Args, Clone, Copy, Debug, Default)]
 #[command(next_help_heading = "Megatron-Core")]
 pub(crate) struct CorruptOptimizer {
-    /// Take optimizer state that Megatron-Core 0.15 to 0.19 shifted as it is.
+    /// Copy optimizer state that Megatron-Core 0.15 to 0.19 shifted, unchanged.
     #[arg(long)]
     pub(crate) allow_corrupt_optimizer: bool,
 }

@@ -29,7 +29,7 @@ pub(crate) struct TorchDist {
     #[command(flatten)]
     split: Split,
 
-    /// Which versions of Megatron-Core are to read it.
+    /// The versions of Megatron-Core that can read it.
     #[arg(long, value_name = "FORM")]
     form: Option<Form>,
 

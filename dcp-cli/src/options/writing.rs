@@ -13,7 +13,7 @@ pub(crate) struct Writing {
     #[arg(long)]
     pub(crate) overwrite: bool,
 
-    /// Only say what would be written.
+    /// Print what would be written, and write nothing.
     #[arg(long)]
     pub(crate) dry_run: bool,
 
@@ -47,8 +47,8 @@ impl Writing {
 /// What Python may run when it loads what is written.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct AllowCallable {
-    /// Write objects with this class or function of Python too, although Python runs it when it
-    /// loads them and it is not known to be harmless. A GLOB of whole names (`mypackage.*`), or the
+    /// Write objects with this Python class or function too, although loading them runs it and it
+    /// is not known to be harmless. A GLOB of whole names (`mypackage.*`), or the
     /// beginning of names up to a dot (`mypackage`); may be given again.
     #[arg(long, value_name = "GLOB")]
     allow_callable: Vec<String>,

@@ -23,75 +23,42 @@ const SIDE: u64 = 1024;
 struct View {
     name: &'static str,
     offset: u64,
-    sizes: [u64; 2],
-    strides: [u64; 2],
+    sizes: &'static [u64],
+    strides: &'static [u64],
 }
 
-const WHOLE: View = View { name: "whole", offset: 0, sizes: [SIDE, SIDE], strides: [SIDE, 1] };
-const TURNED: View = View { name: "turned", offset: 0, sizes: [SIDE, SIDE], strides: [1, SIDE] };
+const WHOLE: View = View { name: "whole", offset: 0, sizes: &[SIDE, SIDE], strides: &[SIDE, 1] };
+const TURNED: View = View { name: "turned", offset: 0, sizes: &[SIDE, SIDE], strides: &[1, SIDE] };
 const ROWS: View =
-    View { name: "rows", offset: 512 * SIDE, sizes: [500, SIDE], strides: [SIDE, 1] };
-const COLUMNS: View = View { name: "columns", offset: 7, sizes: [SIDE, 9], strides: [SIDE, 1] };
+    View { name: "rows", offset: 512 * SIDE, sizes: &[500, SIDE], strides: &[SIDE, 1] };
+const COLUMNS: View = View { name: "columns", offset: 7, sizes: &[SIDE, 9], strides: &[SIDE, 1] };
 
-fn source(views: &[View], damaged: bool) -> Source {
-    let mut writer = Writer::new();
-    writer
-        .dict(views.iter(), |writer, view| {
-            writer.constant(view.name);
-            writer.global("torch._utils", "_rebuild_tensor_v2");
-            writer.tuple(6, |writer| {
-                writer.storage(("torch", "FloatStorage"), "0", "cpu", SIDE * SIDE);
-                writer.uint(view.offset);
-                writer.uint_tuple(&view.sizes);
-                writer.uint_tuple(&view.strides);
-                writer.bool(false);
-                writer.none();
-                Ok::<(), ()>(())
-            })?;
-            writer.call();
-            Ok::<(), ()>(())
-        })
-        .unwrap();
-    let bytes: Vec<u8> = (0..SIDE * SIDE).flat_map(|n| (n as f32).to_le_bytes()).collect();
-    let pickle = writer.finish().unwrap();
-    let file = ArchiveEncoder::encode(RecordSet::default(), pickle, &[&bytes]).unwrap();
-    let mut file = file.to_vec();
-    if damaged {
-        // In a row and a column that every view has.
-        let start = file.windows(16).position(|window| window == &bytes[64..80]).unwrap() - 64;
-        file[start + 4 * (700 * SIDE as usize + 10)] ^= 1;
-    }
-    let storage = MemoryStorage::new();
-    block_on(storage.put(&key("model.pt"), file.into(), PutMode::Create)).unwrap();
-    Source::torch_save(Arc::new(storage), key("model.pt"))
+/// A tensor as torch.save writes it.
+#[derive(Clone, Copy)]
+struct Rebuilt<'a> {
+    /// Its class, name and number of elements.
+    storage: (&'a str, &'a str, u64),
+    offset: u64,
+    sizes: &'a [u64],
+    strides: &'a [u64],
+    /// Of a tensor that is quantized as a whole.
+    scale: Option<f64>,
 }
 
-/// The file `model.pt` of this pickle and these storages.
-fn file(pickle: Writer, storages: &[&[u8]]) -> Source {
-    let pickle = pickle.finish().unwrap();
-    let file = ArchiveEncoder::encode(RecordSet::default(), pickle, storages).unwrap();
-    let storage = MemoryStorage::new();
-    block_on(storage.put(&key("model.pt"), file.into(), PutMode::Create)).unwrap();
-    Source::torch_save(Arc::new(storage), key("model.pt"))
-}
-
-/// `{"q": a tensor of qint8 with this scale, "w": a plain one}`.
-fn quantized(scale: f64) -> Source {
-    let mut writer = Writer::new();
-    let built = writer.dict(["q", "w"].into_iter(), |writer, name| {
-        writer.constant(name);
-        let is_q = name == "q";
-        let (function, class) = match is_q {
-            true => ("_rebuild_qtensor", "QInt8Storage"),
-            false => ("_rebuild_tensor_v2", "CharStorage"),
+impl Rebuilt<'_> {
+    fn write(&self, writer: &mut Writer) -> Result<(), ()> {
+        let function = match self.scale {
+            Some(_) => "_rebuild_qtensor",
+            None => "_rebuild_tensor_v2",
         };
         writer.global("torch._utils", function);
-        writer.tuple(6 + usize::from(is_q), |writer| {
-            writer.storage(("torch", class), if is_q { "0" } else { "1" }, "cpu", 4);
-            writer.uint(0);
-            writer.uint_tuple(&[4]);
-            writer.uint_tuple(&[1]);
-            if is_q {
+        writer.tuple(6 + usize::from(self.scale.is_some()), |writer| {
+            let (class, storage, len) = self.storage;
+            writer.storage(("torch", class), storage, "cpu", len);
+            writer.uint(self.offset);
+            writer.uint_tuple(self.sizes);
+            writer.uint_tuple(self.strides);
+            if let Some(scale) = self.scale {
                 writer.tuple(3, |writer| {
                     writer.global("torch", "per_tensor_affine");
                     writer.float(scale);
@@ -104,10 +71,62 @@ fn quantized(scale: f64) -> Source {
             Ok::<(), ()>(())
         })?;
         writer.call();
-        Ok::<(), ()>(())
+        Ok(())
+    }
+}
+
+/// The pickle of a dict of these tensors.
+fn pickle(tensors: &[(&str, Rebuilt<'_>)]) -> Writer {
+    let mut writer = Writer::new();
+    let built = writer.dict(tensors.iter(), |writer, (name, tensor)| {
+        writer.constant(name);
+        tensor.write(writer)
     });
     built.unwrap();
-    file(writer, &[&[1, 2, 3, 4], &[5, 6, 7, 8]])
+    writer
+}
+
+/// The file `model.pt` of this pickle and these storages, after `damage`.
+fn file(pickle: Writer, storages: &[&[u8]], damage: impl FnOnce(&mut [u8])) -> Source {
+    let pickle = pickle.finish().unwrap();
+    let file = ArchiveEncoder::encode(RecordSet::default(), pickle, storages).unwrap();
+    let mut file = file.to_vec();
+    damage(&mut file);
+    let storage = MemoryStorage::new();
+    block_on(storage.put(&key("model.pt"), file.into(), PutMode::Create)).unwrap();
+    Source::torch_save(Arc::new(storage), key("model.pt"))
+}
+
+fn source(views: &[View], damaged: bool) -> Source {
+    let rebuilt = |view: &View| Rebuilt {
+        storage: ("FloatStorage", "0", SIDE * SIDE),
+        offset: view.offset,
+        sizes: view.sizes,
+        strides: view.strides,
+        scale: None,
+    };
+    let tensors: Vec<_> = views.iter().map(|view| (view.name, rebuilt(view))).collect();
+    let bytes: Vec<u8> = (0..SIDE * SIDE).flat_map(|n| (n as f32).to_le_bytes()).collect();
+    file(pickle(&tensors), &[&bytes], |file| {
+        if damaged {
+            // In a row and a column that every view has.
+            let found = file.windows(16).position(|window| window == &bytes[64..80]);
+            file[found.unwrap() - 64 + 4 * (700 * SIDE as usize + 10)] ^= 1;
+        }
+    })
+}
+
+/// `{"q": a tensor of qint8 with this scale, "w": a plain one}`.
+fn quantized(scale: f64) -> Source {
+    let plain = Rebuilt {
+        storage: ("CharStorage", "1", 4),
+        offset: 0,
+        sizes: &[4],
+        strides: &[1],
+        scale: None,
+    };
+    let q = Rebuilt { storage: ("QInt8Storage", "0", 4), scale: Some(scale), ..plain };
+    file(pickle(&[("q", q), ("w", plain)]), &[&[1, 2, 3, 4], &[5, 6, 7, 8]], |_| {})
 }
 
 #[test]
@@ -139,18 +158,9 @@ fn a_scale_is_never_dropped() {
 fn optimizer(damaged: bool) -> (Source, Vec<u8>) {
     type Made = Result<(), ()>;
     let tensor = |writer: &mut Writer, storage: &str, len: u64, size: u64| -> Made {
-        writer.global("torch._utils", "_rebuild_tensor_v2");
-        writer.tuple(6, |writer| {
-            writer.storage(("torch", "FloatStorage"), storage, "cpu", len);
-            writer.uint(len - size);
-            writer.uint_tuple(&[size]);
-            writer.uint_tuple(&[1]);
-            writer.bool(false);
-            writer.none();
-            Ok::<(), ()>(())
-        })?;
-        writer.call();
-        Ok(())
+        let storage = ("FloatStorage", storage, len);
+        let (offset, sizes, strides) = (len - size, &[size], &[1]);
+        Rebuilt { storage, offset, sizes, strides, scale: None }.write(writer)
     };
     let mut writer = Writer::new();
     let built = writer.dict(["state", "empty", "views"].into_iter(), |writer, name| -> Made {
@@ -172,7 +182,7 @@ fn optimizer(damaged: bool) -> (Source, Vec<u8>) {
     built.unwrap();
     let large: Vec<u8> = (0..600_000_u32).flat_map(|n| (n as f32).to_le_bytes()).collect();
     let steps = [1.0_f32.to_le_bytes(), 2.0_f32.to_le_bytes()];
-    let source = file(writer, &[&steps[0], &steps[1], &large]);
+    let source = file(writer, &[&steps[0], &steps[1], &large], |_| {});
     if damaged {
         let model = key("model.pt");
         let len = block_on(source.storage.stat(&model)).unwrap().byte_len;
@@ -369,49 +379,23 @@ fn damage_in_any_view_is_never_carried_over() {
 /// As many quantized tensors, and plain views, of one storage of 1 MiB.
 fn sharing(objects: usize, damaged: bool) -> Source {
     const LEN: u64 = 1 << 20;
-    let mut writer = Writer::new();
-    let names = (0..objects).map(|n| format!("o{n}")).chain(["v".into(), "w".into()]);
-    let names: Vec<String> = names.collect();
-    let built = writer.dict(names.iter(), |writer, name| {
-        writer.constant(name);
-        let is_object = name.starts_with('o');
-        let (function, class) = match is_object {
-            true => ("_rebuild_qtensor", "QInt8Storage"),
-            false => ("_rebuild_tensor_v2", "CharStorage"),
-        };
-        writer.global("torch._utils", function);
-        writer.tuple(6 + usize::from(is_object), |writer| {
-            writer.storage(("torch", class), "0", "cpu", LEN);
-            writer.uint(if name == "w" { 8 } else { 0 });
-            writer.uint_tuple(&[LEN - 8]);
-            writer.uint_tuple(&[1]);
-            if is_object {
-                writer.tuple(3, |writer| {
-                    writer.global("torch", "per_tensor_affine");
-                    writer.float(0.5);
-                    writer.int(0);
-                    Ok::<(), ()>(())
-                })?;
-            }
-            writer.bool(false);
-            writer.none();
-            Ok::<(), ()>(())
-        })?;
-        writer.call();
-        Ok::<(), ()>(())
-    });
-    built.unwrap();
+    let names: Vec<String> = (0..objects).map(|n| format!("o{n}")).collect();
+    let plain = Rebuilt {
+        storage: ("CharStorage", "0", LEN),
+        offset: 0,
+        sizes: &[LEN - 8],
+        strides: &[1],
+        scale: None,
+    };
+    let object = Rebuilt { storage: ("QInt8Storage", "0", LEN), scale: Some(0.5), ..plain };
+    let mut tensors: Vec<_> = names.iter().map(|name| (name.as_str(), object)).collect();
+    tensors.extend([("v", plain), ("w", Rebuilt { offset: 8, ..plain })]);
     let bytes: Vec<u8> = (0..LEN).map(|n| (n % 251) as u8).collect();
-    let pickle = writer.finish().unwrap();
-    let file = ArchiveEncoder::encode(RecordSet::default(), pickle, &[&bytes]).unwrap();
-    let mut file = file.to_vec();
-    if damaged {
-        let middle = file.len() / 2;
-        file[middle] ^= 1;
-    }
-    let storage = MemoryStorage::new();
-    block_on(storage.put(&key("model.pt"), file.into(), PutMode::Create)).unwrap();
-    Source::torch_save(Arc::new(storage), key("model.pt"))
+    file(pickle(&tensors), &[&bytes], |file| {
+        if damaged {
+            file[file.len() / 2] ^= 1;
+        }
+    })
 }
 
 /// More of them than may be held one by one are written with their storage once, in both forms.

@@ -69,8 +69,9 @@ fn build() -> Result<PathBuf> {
     let host = workspace::host()?;
     let target = workspace::root().join("fuzz/target");
     let mut build = workspace::cargo();
+    // The lock file follows the crates of the workspace: it is not held to be current here.
     // With a target named, build scripts and macros are not instrumented.
-    build.args(["build", "--quiet", "--bins", "--locked", "--profile", PROFILE, "--target", &host]);
+    build.args(["build", "--quiet", "--bins", "--profile", PROFILE, "--target", &host]);
     build.args(["--manifest-path", "fuzz/Cargo.toml", "--target-dir"]).arg(&target);
     process::run(build.env("RUSTFLAGS", FLAGS))?;
     Ok(target.join(host).join(PROFILE))

@@ -1,4 +1,4 @@
-//! Casts elements of one dtype to another.
+#![doc = include_str!("../README.md")]
 //!
 //! A number becomes the nearest number of the new dtype, ties to even, subnormal numbers included.
 //! Everything is rounded once; PyTorch casts from `float64` and large integers to 16 and 8 bits by

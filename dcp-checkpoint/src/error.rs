@@ -4,6 +4,7 @@ use std::error::Error as StdError;
 use std::fmt;
 
 use dcp_convert::{ConvertError, ForeignCallable};
+use dcp_core::error::FailureKind;
 use dcp_core::{CheckpointError, Message, Quoted, StorageError, StorageErrorKind, StorageOp};
 use dcp_mapping::{Mapping, MappingError};
 use dcp_megatron::MegatronError;
@@ -224,6 +225,18 @@ fn kind_of_storage(error: &StorageError) -> ErrorKind {
     }
 }
 
+/// Of another rank's failure the kind alone is known, so every failure of its storage is one of
+/// input or output.
+fn kind_of_ranks(kind: FailureKind) -> ErrorKind {
+    match kind {
+        FailureKind::NotACheckpoint => ErrorKind::NotACheckpoint,
+        FailureKind::Damaged | FailureKind::InvalidPlan | FailureKind::Mismatch => {
+            ErrorKind::Damaged
+        }
+        _ => ErrorKind::Io,
+    }
+}
+
 impl From<StorageError> for Error {
     fn from(error: StorageError) -> Self {
         Self::of(kind_of_storage(&error), error)
@@ -249,6 +262,7 @@ impl From<CheckpointError> for Error {
             | CheckpointError::Plan(_)
             | CheckpointError::Mismatch { .. }
             | CheckpointError::Plugin(_) => ErrorKind::Damaged,
+            CheckpointError::Ranks { .. } => kind_of_ranks(error.kind()),
             _ => ErrorKind::Io,
         };
         let is_listed = matches!(error, CheckpointError::Format(_) | CheckpointError::Plan(_));

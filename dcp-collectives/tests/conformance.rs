@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use dcp_collectives::{LocalCollective, TcpConfig};
+use dcp_collectives::{LocalGroup, TcpConfig};
 use dcp_conformance::collective::trials;
 use dcp_core::Collective;
 
 fn local(world_size: u32, deadline: Duration) -> Vec<Box<dyn Collective>> {
-    let group = LocalCollective::builder(world_size).deadline(deadline).build();
+    let group = LocalGroup::new(world_size).deadline(deadline).build();
     group.into_iter().map(|member| Box::new(member) as _).collect()
 }
 

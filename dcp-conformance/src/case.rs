@@ -22,6 +22,13 @@ pub fn run(trials: Vec<Trial>) -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
+/// Runs trials without the arguments of the process, as in an example or in a test of one's own;
+/// whether all of them pass. What fails is printed.
+#[must_use]
+pub fn passes(trials: Vec<Trial>) -> bool {
+    !libtest_mimic::run(&Arguments::default(), trials).has_failed()
+}
+
 /// The reason why a clause fails.
 ///
 /// Can be created from any error, with its causes.

@@ -1,31 +1,13 @@
-//! Conformance suites and fault-injecting decorators for dcp plug-ins.
+#![doc = include_str!("../README.md")]
 //!
 //! The author of a [`Storage`](dcp_core::Storage), a [`Collective`](dcp_core::Collective), a
 //! planner or a [`CheckpointFormat`](dcp_core::format::CheckpointFormat) tests it here: every
 //! clause of the trait's documentation is a named test.
 //!
-//! ```toml
-//! [[test]]
-//! name = "conformance"
-//! harness = false
-//! ```
-//!
-//! ```no_run
-//! // tests/conformance.rs
-//! use std::process::ExitCode;
-//! use std::sync::Arc;
-//!
-//! use dcp_conformance::{MemoryStorage, storage};
-//!
-//! fn main() -> ExitCode {
-//!     storage::main("memory", || async { Arc::new(MemoryStorage::new()) as _ })
-//! }
-//! ```
-//!
 //! The binary accepts the arguments of `cargo test`, filters included. [`run`] combines several
-//! suites in one binary. A clause that the plug-in's capabilities exclude appears as ignored, with
-//! the missing capability; a clause that takes longer than [`CASE_TIMEOUT`] fails. New clauses come
-//! with minor versions of this crate.
+//! suites in one binary; [`passes`] runs one within a test. A clause that the plug-in's capabilities
+//! exclude appears as ignored, with the missing capability; a clause that takes longer than
+//! [`CASE_TIMEOUT`] fails. New clauses come with minor versions of this crate.
 //!
 //! For tests of code that *uses* a plug-in: [`MemoryStorage`], and decorators that count, slow
 //! down, stop and fail: [`CountingStorage`], [`SlowStorage`], [`StallStorage`], [`FaultStorage`],
@@ -46,7 +28,7 @@ mod slow_storage;
 mod stall_storage;
 pub mod storage;
 
-pub use case::{CASE_TIMEOUT, run};
+pub use case::{CASE_TIMEOUT, passes, run};
 pub use counting_storage::{CountingStorage, Counts};
 pub use fault_collective::{CollectiveFault, FaultCollective};
 pub use fault_storage::{Effect, Fault, FaultStorage};

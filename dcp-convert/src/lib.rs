@@ -1,5 +1,4 @@
-//! Offline jobs on whole checkpoints, in bounded memory: inspect, verify, extract, compare,
-//! convert, reshard.
+#![doc = include_str!("../README.md")]
 //!
 //! A [`Source`] is a checkpoint of any format. A [view] is a source that changes others:
 //! chosen keys ([`Selection`]), other dtypes, averages, other shapes. Every job reads a source:
@@ -12,25 +11,6 @@
 //!
 //! A job reads every byte once and compares it with its checksum. A target becomes visible when it
 //! is complete. [`JobOptions`] bound memory, report progress, and turn a job into a dry run.
-//!
-//! ```
-//! # use std::sync::Arc;
-//! use dcp_convert::{JobOptions, Selection, Source, StatePart, Target, to_safetensors};
-//! use dcp_core::{Key, Storage};
-//!
-//! # async fn example(from: Arc<dyn Storage>, to: Arc<dyn Storage>) ->
-//! #     Result<(), Box<dyn std::error::Error>> {
-//! // Whatever is in the folder: PyTorch DCP, a file of torch.save, Hugging Face, …
-//! let source = Source::open(&from, false).await?;
-//! let job = JobOptions::default().with_max_memory(256 << 20);
-//!
-//! let model = Selection::all().of_part(StatePart::Model).apply(&source, &job).await?;
-//! let target = Target::new(to, Key::new("model.safetensors")?);
-//! let report = to_safetensors(&model, &target, &job).await?;
-//! println!("{} tensors", report.tensors);
-//! # Ok(())
-//! # }
-//! ```
 
 mod cast;
 mod element;

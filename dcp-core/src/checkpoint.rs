@@ -28,8 +28,38 @@ pub type StateDict = Dict;
 
 /// An object whose state can be saved and restored, such as an optimizer.
 ///
-/// PyTorch (2.15) expands such objects at the top level of a state dict only, and so does the
-/// engine.
+/// PyTorch (2.15) expands such objects at the top level of a state dict only, and so does
+/// `dcp::AppState`. `dcp::save` and `dcp::load` take any of them.
+///
+/// ```
+/// use dcp_core::{CheckpointError, DType, StateDict, Stateful, Tensor, Value};
+///
+/// struct Sgd {
+///     momentum: Tensor,
+///     lr: f64,
+/// }
+///
+/// impl Stateful for Sgd {
+///     fn state_dict(&self) -> Result<StateDict, CheckpointError> {
+///         // The clone of a tensor shares its memory, so a load fills it in place.
+///         let momentum = Value::from(self.momentum.clone());
+///         Ok(StateDict::from([("momentum", momentum), ("lr", Value::from(self.lr))]))
+///     }
+///
+///     fn load_state_dict(&mut self, state: StateDict) -> Result<(), CheckpointError> {
+///         let lr = state.get("lr").and_then(Value::as_float);
+///         let summary = "\"lr\" is not a float".to_owned();
+///         self.lr = lr.ok_or(CheckpointError::Mismatch { summary })?;
+///         Ok(())
+///     }
+/// }
+///
+/// let saved = Sgd { momentum: Tensor::zeros(DType::Float32, [4])?, lr: 0.1 }.state_dict()?;
+/// let mut restored = Sgd { momentum: Tensor::zeros(DType::Float32, [4])?, lr: 0.0 };
+/// restored.load_state_dict(saved)?;
+/// assert_eq!(restored.lr, 0.1);
+/// # Ok::<(), CheckpointError>(())
+/// ```
 pub trait Stateful {
     /// The current state. Tensors share the object's memory.
     ///
@@ -44,6 +74,18 @@ pub trait Stateful {
     ///
     /// When the state does not fit.
     fn load_state_dict(&mut self, state: StateDict) -> Result<(), CheckpointError>;
+}
+
+/// A state dict is its own state: loading replaces its values, in place where they are tensors.
+impl Stateful for StateDict {
+    fn state_dict(&self) -> Result<StateDict, CheckpointError> {
+        Ok(self.clone())
+    }
+
+    fn load_state_dict(&mut self, state: StateDict) -> Result<(), CheckpointError> {
+        *self = state;
+        Ok(())
+    }
 }
 
 /// Provides the bytes of items to write.

@@ -1,4 +1,4 @@
-//! Vocabulary and contracts of distributed checkpoints.
+#![doc = include_str!("../README.md")]
 //!
 //! This crate has no files, no runtime and no formats. It defines tensors, state dicts, plans and
 //! the index of a checkpoint, and the contracts of a storage, a collective, a planner and a format:
@@ -17,30 +17,12 @@
 //!
 //! A *shard* is what a rank holds in memory, a *chunk* what a file stores, a *region* a box of
 //! elements. Offsets and sizes are in elements per axis; `byte_offset` and `byte_len` are in bytes.
-//!
-//! A rank's state is a [`StateDict`]: nested dicts and lists of tensors and plain values. A sharded
-//! tensor declares the regions that the rank holds:
-//!
-//! ```
-//! use dcp_core::{DType, HostMemory, Region, Shard, StateDict, Tensor};
-//!
-//! // Rows 2 and 3 of a 4 x 2 tensor, in memory that a save reads and a load fills in place.
-//! let memory = HostMemory::zeroed(2 * 2 * 4);
-//! let shard = Shard::new(DType::Float32, Region::new([2, 0], [2, 2])?, memory.clone())?;
-//!
-//! let mut model = StateDict::new();
-//! model.insert("weight", Tensor::sharded(DType::Float32, [4, 2], vec![shard])?);
-//! let mut state = StateDict::new();
-//! state.insert("model", model);
-//! state.insert("step", 1000);
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
 
 mod checkpoint;
 mod collective;
 mod dims;
 mod dtype;
-mod error;
+pub mod error;
 pub mod format;
 mod key;
 mod memory;
@@ -50,6 +32,7 @@ mod path;
 mod payload;
 mod plan;
 mod plan_check;
+mod planner;
 mod python_str;
 mod region;
 mod registry;
@@ -82,10 +65,10 @@ pub use overlap::{TooIrregular, find_overlap};
 pub use path::{PathItem, StatePath};
 pub use payload::Payload;
 pub use plan::{
-    GlobalPlan, LeafKind, LoadPlan, LoadPlanner, LoadReport, PlanContext, PlanKey, ReadItem,
-    ReadKind, SavePlan, SavePlanner, SelectedItem, StateIndex, StateLeaf, TensorSpec, Unoffered,
-    WriteItem, WriteOrder, WritePlan,
+    GlobalPlan, LeafKind, LoadPlan, LoadReport, PlanContext, PlanKey, ReadItem, ReadKind, SavePlan,
+    SelectedItem, StateIndex, StateLeaf, TensorSpec, Unoffered, WriteItem, WriteOrder, WritePlan,
 };
+pub use planner::{LoadPlanner, SavePlanner};
 pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};
 pub use registry::{Access, StorageRegistry};

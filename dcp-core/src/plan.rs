@@ -1,6 +1,7 @@
 //! Plans: who writes which bytes where, and who reads which.
 //!
-//! A rank describes its state as a [`StateIndex`]; a [`SavePlanner`] turns that into a [`SavePlan`]
+//! A rank describes its state as a [`StateIndex`]; a
+//! [`SavePlanner`](crate::SavePlanner) turns that into a [`SavePlan`]
 //! with one row per item. The coordinator merges all ranks' plans and selects the rank that writes
 //! each item ([`GlobalPlan`]). A [`StorageWriter`](crate::StorageWriter) assigns a placement to
 //! every selected item and a [`WritePlan`] to each rank. Plans contain no data, files or clocks.
@@ -183,7 +184,7 @@ impl SavePlan {
     ///
     /// When the key is not a tensor, the region has another number of axes, or a table is full.
     pub fn push_chunk(&mut self, key_index: usize, region: &Region) -> Result<(), PlanError> {
-        let fqn = || self.keys.get(key_index).map_or_else(String::new, |key| key.fqn.to_string());
+        let fqn = || self.name_of(key_index);
         let spec = self.keys.get(key_index).and_then(|key| key.tensor.as_ref());
         if spec.is_none_or(|spec| spec.shape.ndim() != region.ndim()) {
             return Err(PlanError::Unsupported {
@@ -192,7 +193,7 @@ impl SavePlan {
             });
         }
         let key = u32::try_from(key_index)
-            .map_err(|_| PlanError::Unsupported { fqn: fqn(), problem: "too many keys".into() })?;
+            .map_err(|_| PlanError::TooLarge { problem: "more than 2^32 keys".into() })?;
         self.item_keys.push(key);
         self.item_data.push(self.geometry.len() as u64);
         self.geometry.extend_from_slice(region.offsets());
@@ -214,10 +215,15 @@ impl SavePlan {
                 Ok(())
             }
             _ => Err(PlanError::Unsupported {
-                fqn: self.keys.get(key_index).map_or_else(String::new, |k| k.fqn.to_string()),
+                fqn: self.name_of(key_index),
                 problem: "an object item needs an object key".into(),
             }),
         }
+    }
+
+    fn name_of(&self, key_index: usize) -> String {
+        let key = self.keys.get(key_index);
+        key.map_or_else(|| format!("key {key_index}"), |key| key.fqn.to_string())
     }
 
     /// The keys.
@@ -431,41 +437,4 @@ impl fmt::Display for LoadReport {
         )?;
         part(f, "unexpected", quoted(&self.unexpected))
     }
-}
-
-/// Plans saves. Pure: the same input gives the same plan, in any order of ranks.
-pub trait SavePlanner: fmt::Debug + Send + Sync {
-    /// The items that this rank offers to write.
-    ///
-    /// # Errors
-    ///
-    /// When the state cannot be saved.
-    #[doc(alias = "create_local_plan")]
-    fn local_plan(&self, state: &StateIndex, context: &PlanContext) -> Result<SavePlan, PlanError>;
-
-    /// On the coordinator: selects the rank that writes each item, from every rank's offer in rank
-    /// order.
-    ///
-    /// # Errors
-    ///
-    /// When ranks contradict each other, or the chunks do not cover whole tensors.
-    #[doc(alias = "create_global_plan")]
-    fn global_plan(&self, locals: &[SavePlan]) -> Result<GlobalPlan, PlanError>;
-}
-
-/// Plans loads. Pure, like [`SavePlanner`].
-pub trait LoadPlanner: fmt::Debug + Send + Sync {
-    /// The items that this rank reads, and how the checkpoint differs from the request. The plan
-    /// omits what differs; the caller decides whether that is an error.
-    ///
-    /// # Errors
-    ///
-    /// When the request itself is invalid.
-    #[doc(alias = "create_local_plan")]
-    fn local_plan(
-        &self,
-        wanted: &StateIndex,
-        stored: &CheckpointMetadata,
-        context: &PlanContext,
-    ) -> Result<(LoadPlan, LoadReport), PlanError>;
 }

@@ -28,6 +28,122 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 /// Methods are called concurrently, from any thread. Dropping a future stops waiting. Work already
 /// passed to a thread or the network may still finish, but never leaves a partly written object
 /// visible under its key.
+///
+/// A storage over a map, which passes the suite of `dcp-conformance`:
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use std::sync::{Arc, Mutex};
+///
+/// use async_trait::async_trait;
+/// use bytes::Bytes;
+/// use dcp_core::{
+///     Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
+///     Storage, StorageError, StorageErrorKind as Kind, StorageOp as Op, Upload,
+/// };
+/// use futures_util::stream;
+///
+/// #[derive(Clone, Debug, Default)]
+/// struct MapStorage(Arc<Mutex<BTreeMap<Key, Bytes>>>);
+///
+/// fn error(kind: Kind, op: Op, key: &Key) -> StorageError {
+///     StorageError::new(kind, op, Some(key.clone()))
+/// }
+///
+/// #[async_trait]
+/// impl Storage for MapStorage {
+///     fn capabilities(&self) -> Capabilities {
+///         let mut capabilities = Capabilities::none();
+///         capabilities.atomic_create = true;
+///         capabilities.complete_listing = true;
+///         capabilities.ranged_reads = true;
+///         capabilities
+///     }
+///
+///     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+///         let objects = self.0.lock().unwrap();
+///         let bytes = objects.get(key).ok_or_else(|| error(Kind::NotFound, Op::Stat, key))?;
+///         Ok(ObjectMeta::new(key.clone(), bytes.len() as u64))
+///     }
+///
+///     async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+///         let objects = self.0.lock().unwrap();
+///         let bytes = objects.get(key).ok_or_else(|| error(Kind::NotFound, Op::Read, key))?;
+///         let fill = |ReadInto { byte_offset, mut buffer }: ReadInto| {
+///             let start = usize::try_from(byte_offset).unwrap_or(usize::MAX);
+///             let range = start..start.saturating_add(buffer.len());
+///             match bytes.get(range) {
+///                 Some(found) => buffer.copy_from_slice(found),
+///                 None if buffer.is_empty() => {}
+///                 None => return Err(error(Kind::Truncated, Op::Read, key)),
+///             }
+///             Ok(buffer)
+///         };
+///         reads.into_iter().map(fill).collect()
+///     }
+///
+///     async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+///         let mut objects = self.0.lock().unwrap();
+///         if mode == PutMode::Create && objects.contains_key(key) {
+///             return Err(error(Kind::AlreadyExists, Op::Put, key));
+///         }
+///         // A copy: the pieces may be loans of a tensor's memory.
+///         objects.insert(key.clone(), payload.pieces().concat().into());
+///         Ok(())
+///     }
+///
+///     async fn start_upload(&self, key: &Key, mode: PutMode) -> Result<Box<dyn Upload>, StorageError> {
+///         Ok(Box::new(MapUpload { to: self.clone(), key: key.clone(), mode, bytes: Vec::new() }))
+///     }
+///
+///     fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+///         let objects = self.0.lock().unwrap();
+///         let found = objects.iter().filter(|(key, _)| {
+///             prefix.is_none_or(|prefix| *key != prefix && key.is_under(prefix))
+///         });
+///         let found = found.map(|(key, bytes)| Ok(ObjectMeta::new(key.clone(), bytes.len() as u64)));
+///         Box::pin(stream::iter(found.collect::<Vec<_>>()))
+///     }
+///
+///     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+///         self.0.lock().unwrap().remove(key);
+///         Ok(())
+///     }
+///
+///     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+///         Err(error(Kind::Unsupported, Op::Claim, key))
+///     }
+/// }
+///
+/// #[derive(Debug)]
+/// struct MapUpload {
+///     to: MapStorage,
+///     key: Key,
+///     mode: PutMode,
+///     bytes: Vec<u8>,
+/// }
+///
+/// #[async_trait]
+/// impl Upload for MapUpload {
+///     async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+///         part.pieces().iter().for_each(|piece| self.bytes.extend_from_slice(piece));
+///         Ok(())
+///     }
+///
+///     async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+///         self.to.put(&self.key, self.bytes.into(), self.mode).await
+///     }
+///
+///     async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+///         Ok(())
+///     }
+/// }
+///
+/// let open = || async { Arc::new(MapStorage::default()) as _ };
+/// assert!(dcp_conformance::passes(dcp_conformance::storage::trials("map", open)));
+/// ```
+///
+/// Registered in a [`StorageRegistry`](crate::StorageRegistry), it serves URLs of its scheme.
 #[async_trait]
 pub trait Storage: fmt::Debug + Send + Sync + 'static {
     /// The abilities and preferences of this storage. Does no I/O.

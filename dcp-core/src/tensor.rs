@@ -67,16 +67,11 @@ impl Tensor {
         let whole = full(&shape)?;
         for shard in &shards {
             if !whole.contains(&shard.region) {
-                return Err(PlanError::OutOfBounds {
-                    fqn: String::new(),
-                    shape: shape.to_string(),
-                    chunk: shard.region.to_string(),
-                    rank: None,
-                });
+                let problem = format!("shard {} lies outside of shape {shape}", shard.region);
+                return Err(PlanError::InvalidTensor { problem });
             }
             if shard.view.dtype() != dtype {
-                return Err(PlanError::Unsupported {
-                    fqn: String::new(),
+                return Err(PlanError::InvalidTensor {
                     problem: format!("a {} shard in a {dtype} tensor", shard.view.dtype()),
                 });
             }
@@ -180,12 +175,10 @@ impl Shard {
         let memory = memory.into();
         let expected = byte_len(dtype, region.sizes())?;
         if memory.len() != expected {
-            return Err(PlanError::ShardMemory {
-                fqn: String::new(),
-                region: region.to_string(),
-                expected: expected as u64,
-                found: memory.len() as u64,
-            });
+            let found = memory.len();
+            let problem =
+                format!("{dtype} {region} needs {expected} bytes, its memory has {found}");
+            return Err(PlanError::InvalidTensor { problem });
         }
         let view = TensorView::contiguous(memory, dtype, region.sizes().clone(), 0)?;
         Ok(Self { region, view })
@@ -199,8 +192,7 @@ impl Shard {
     /// When the view's shape differs from the region's.
     pub fn with_view(region: Region, view: TensorView) -> Result<Self, PlanError> {
         if region.sizes() != view.shape() {
-            return Err(PlanError::Unsupported {
-                fqn: String::new(),
+            return Err(PlanError::InvalidTensor {
                 problem: format!("region {region} over a view of shape {}", view.shape()),
             });
         }
@@ -233,8 +225,7 @@ fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, PlanError> {
         .and_then(|volume| volume.checked_mul(dtype.size() as u64))
         .and_then(|bytes| usize::try_from(bytes).ok())
         .filter(|bytes| isize::try_from(*bytes).is_ok())
-        .ok_or_else(|| PlanError::Unsupported {
-            fqn: String::new(),
+        .ok_or_else(|| PlanError::InvalidTensor {
             problem: format!("{dtype} of shape {sizes} does not fit in memory"),
         })
 }

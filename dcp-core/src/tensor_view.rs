@@ -50,19 +50,15 @@ impl TensorView {
     ) -> Result<Self, PlanError> {
         let shape = shape.into();
         if strides.len() != shape.ndim() {
-            return Err(PlanError::Unsupported {
-                fqn: String::new(),
+            return Err(PlanError::InvalidTensor {
                 problem: format!("{} strides for a view of shape {shape}", strides.len()),
             });
         }
         let end = view_end(dtype, &shape, &strides, byte_offset);
         if end.is_none_or(|end| end > memory.len() as u64) {
-            return Err(PlanError::ShardMemory {
-                fqn: String::new(),
-                region: shape.to_string(),
-                expected: end.unwrap_or(u64::MAX),
-                found: memory.len() as u64,
-            });
+            let (end, len) = (end.unwrap_or(u64::MAX), memory.len());
+            let problem = format!("a view of shape {shape} ends at byte {end} of {len}");
+            return Err(PlanError::InvalidTensor { problem });
         }
         Ok(Self { memory, dtype, shape, strides, byte_offset })
     }
@@ -99,12 +95,8 @@ impl TensorView {
     pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
         let whole = full(&self.shape)?;
         if !whole.contains(region) {
-            return Err(PlanError::OutOfBounds {
-                fqn: String::new(),
-                shape: self.shape.to_string(),
-                chunk: region.to_string(),
-                rank: None,
-            });
+            let problem = format!("region {region} lies outside of shape {}", self.shape);
+            return Err(PlanError::InvalidTensor { problem });
         }
         let byte_offset = if region.is_empty() {
             self.byte_offset
@@ -130,7 +122,7 @@ impl TensorView {
     /// When an axis is named twice or does not exist, or an axis with a size other than 1 is not
     /// named.
     pub fn with_axes(&self, axes: &[Option<usize>]) -> Result<Self, PlanError> {
-        let refuse = |problem: String| PlanError::Unsupported { fqn: String::new(), problem };
+        let refuse = |problem: String| PlanError::InvalidTensor { problem };
         let mut named = vec![false; self.shape.ndim()];
         let (mut shape, mut strides) = (Vec::new(), Vec::new());
         for axis in axes {
@@ -165,8 +157,7 @@ impl TensorView {
         let shape = shape.into();
         let elements = |shape: &Dims| shape.checked_volume();
         if !self.is_contiguous() || elements(&shape) != elements(&self.shape) {
-            return Err(PlanError::Unsupported {
-                fqn: String::new(),
+            return Err(PlanError::InvalidTensor {
                 problem: format!("a view of shape {} cannot be seen as {shape}", self.shape),
             });
         }
@@ -305,8 +296,7 @@ fn view_end(dtype: DType, shape: &Dims, strides: &[u64], byte_offset: usize) -> 
 
 /// The region of a whole tensor.
 pub(crate) fn full(shape: &Dims) -> Result<Region, PlanError> {
-    Region::full(shape.clone())
-        .map_err(|error| PlanError::Unsupported { fqn: String::new(), problem: error.to_string() })
+    Ok(Region::full(shape.clone())?)
 }
 
 #[cfg(test)]

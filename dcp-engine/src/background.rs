@@ -4,11 +4,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::{io, thread};
 
 use dcp_core::{
-    CheckpointError, Dict, HostMemory, Object, PlanError, Shard, StateDict, StorageWriter, Tensor,
-    Value,
+    CheckpointError, Dict, HostMemory, Object, Phase, PlanError, RankFailure, Shard, StateDict,
+    StorageWriter, Tensor, Value,
 };
 use tokio::runtime::{self, Handle};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tokio::task::{AbortHandle, JoinHandle};
 
 use crate::save::{SaveSummary, Saver};
@@ -42,7 +42,7 @@ pub struct StagedState(StateDict);
 pub struct PendingSave {
     slot: Arc<Slot>,
     /// Ends when the outcome is there.
-    ended: Option<oneshot::Receiver<()>>,
+    ended: Option<watch::Receiver<()>>,
     shared: Arc<Shared>,
 }
 
@@ -51,19 +51,22 @@ pub struct PendingSave {
 struct Shared {
     worker: Mutex<Option<Worker>>,
     /// Ends with the save that was started last.
-    last: Mutex<Option<oneshot::Receiver<()>>>,
+    last: Mutex<Option<watch::Receiver<()>>>,
     unread: Unread,
 }
 
-/// What a save failed with for which nobody waited.
-type Unread = Arc<Mutex<Option<String>>>;
+/// The error of a save that nobody waited for.
+type Unread = Arc<Mutex<Option<CheckpointError>>>;
+
+/// What a save saves, and where to; or an error in place of it.
+type Job = Result<(StagedState, Arc<dyn StorageWriter>), CheckpointError>;
 
 /// The thread on which saves run.
 #[derive(Debug)]
 struct Worker {
     runtime: Handle,
     /// Lets the thread end, with the save that has to be waited for.
-    stop: oneshot::Sender<Option<oneshot::Receiver<()>>>,
+    stop: oneshot::Sender<Option<watch::Receiver<()>>>,
     thread: thread::JoinHandle<()>,
 }
 
@@ -96,48 +99,63 @@ impl BackgroundSaver {
         Self { saver, shared: Arc::default() }
     }
 
-    /// Copies `state` and begins to save the copy.
+    /// Copies `state` and starts to save the copy.
     ///
     /// # Errors
     ///
     /// When the state cannot be copied because some of its memory is lent for writing, or an
-    /// earlier save failed and nobody waited for it; then this one is not begun, and the one after
-    /// it can be. What fails later is reported by [`PendingSave::wait`].
+    /// earlier save failed and nobody waited for it; then this one is not started, on any rank, and
+    /// the one after it can be. What fails later is reported by [`PendingSave::wait`].
     pub fn start(
         &self,
         state: &StateDict,
         writer: Arc<dyn StorageWriter>,
     ) -> Result<PendingSave, CheckpointError> {
-        if let Some(error) = self.unread() {
-            // The other ranks hear of it in place of a save, rather than wait for this one.
-            let told = CheckpointError::Background { problem: error.to_string() };
-            self.run(Err(told), writer).silence();
-            return Err(error);
+        match self.unread().map_or_else(|| StagedState::of(state), Err) {
+            Ok(staged) => Ok(self.run(Ok((staged, writer)))),
+            Err(error) => {
+                // In place of a save, so that the other ranks do not wait for it.
+                let failures = vec![RankFailure::of(self.saver.rank(), &error)];
+                self.run(Err(CheckpointError::Ranks { phase: Phase::Plan, failures })).silence();
+                Err(error)
+            }
         }
-        Ok(self.start_staged(StagedState::of(state)?, writer))
     }
 
-    /// Begins to save a copy that was made before, as after all ranks have agreed that theirs were.
+    /// Starts to save a copy that was made before, as after all ranks have agreed that theirs were.
     /// Where [`start`](Self::start) returns the error of an earlier save, this save fails with it.
     #[must_use = "an error is only noticed by waiting"]
     pub fn start_staged(&self, staged: StagedState, writer: Arc<dyn StorageWriter>) -> PendingSave {
-        let staged = self.unread().map_or(Ok(staged), Err);
-        self.run(staged, writer)
+        self.run(self.unread().map_or(Ok((staged, writer)), Err))
     }
 
-    /// Why the next save is not begun, where an earlier one failed and nobody waited for it.
+    /// Takes part in a save with an error in place of a state, as [`Saver::fail`] does.
+    #[must_use = "an error is only noticed by waiting"]
+    pub fn fail(&self, error: CheckpointError) -> PendingSave {
+        self.run(Err(error))
+    }
+
+    /// Waits until the saves that were started so far are over, well or not. Another operation in
+    /// the same group begins after that.
+    pub async fn settled(&self) {
+        let last = lock(&self.shared.last).clone();
+        if let Some(last) = last {
+            over(last).await;
+        }
+    }
+
+    /// Why the next save is not started, where an earlier one failed and nobody waited for it.
     fn unread(&self) -> Option<CheckpointError> {
         let earlier = lock(&self.shared.unread).take()?;
-        Some(background(format!(
-            "an earlier save failed and nobody waited for it, so this one was not begun: {earlier}"
-        )))
+        let problem =
+            "an earlier save failed and nobody waited for it, so this one was not started";
+        Some(CheckpointError::Background {
+            problem: problem.into(),
+            source: Some(Box::new(earlier)),
+        })
     }
 
-    fn run(
-        &self,
-        staged: Result<StagedState, CheckpointError>,
-        writer: Arc<dyn StorageWriter>,
-    ) -> PendingSave {
+    fn run(&self, job: Job) -> PendingSave {
         let shared = Arc::clone(&self.shared);
         let slot = Arc::new(Slot::default());
         let runtime = match shared.runtime() {
@@ -149,35 +167,33 @@ impl BackgroundSaver {
             }
         };
         // The turn is taken here and not in the task, because tasks may run in any order.
-        let (done, turn) = oneshot::channel::<()>();
-        let before = lock(&shared.last).replace(turn);
-        let (tell, ended) = oneshot::channel::<()>();
+        let (done, turn) = watch::channel(());
+        let before = lock(&shared.last).replace(turn.clone());
         // Not `shared`, whose last owner waits for this.
         let (saver, unread) = (self.saver.clone(), Arc::clone(&shared.unread));
         let of_task = Arc::clone(&slot);
         runtime.spawn(async move {
             if let Some(before) = before {
-                // It ends with an error when its sender is dropped, which is all it ever does.
-                let _ = before.await;
+                over(before).await;
             }
-            let result = match of_task.begin(&saver, staged, writer) {
+            let result = match of_task.begin(&saver, job) {
                 None => {
-                    saver.leave("a save was aborted before it began");
-                    Err(background("it was aborted before it began".into()))
+                    saver.leave("a save was canceled before it started");
+                    Err(CheckpointError::Canceled)
                 }
                 Some(save) => save.await.unwrap_or_else(|error| {
-                    let aborted = error.is_cancelled();
-                    let problem = if aborted { "it was aborted".into() } else { error.to_string() };
-                    Err(background(problem))
+                    let canceled = error.is_cancelled();
+                    let panicked = || background(error.to_string());
+                    Err(if canceled { CheckpointError::Canceled } else { panicked() })
                 }),
             };
             if let Err(error) = &result {
                 tracing::error!(error = dcp_core::error_chain(error), "background save failed");
             }
             of_task.finish(result, &unread);
-            drop((tell, done));
+            drop(done);
         });
-        PendingSave { slot, ended: Some(ended), shared }
+        PendingSave { slot, ended: Some(turn), shared }
     }
 }
 
@@ -188,7 +204,7 @@ impl Shared {
         if let Some(worker) = &*worker {
             return Ok(worker.runtime.clone());
         }
-        let (stop, stopped) = oneshot::channel::<Option<oneshot::Receiver<()>>>();
+        let (stop, stopped) = oneshot::channel::<Option<watch::Receiver<()>>>();
         let (built, runtime) = mpsc::channel();
         let thread = thread::Builder::new().name("dcp-save".into()).spawn(move || {
             // Here, because a runtime must not be dropped within another one.
@@ -199,7 +215,7 @@ impl Shared {
             let _ = built.send(Ok(runtime.handle().clone()));
             runtime.block_on(async {
                 if let Ok(Some(last)) = stopped.await {
-                    let _ = last.await;
+                    over(last).await;
                 }
             });
         })?;
@@ -228,8 +244,7 @@ impl Slot {
     fn begin(
         &self,
         saver: &Saver,
-        staged: Result<StagedState, CheckpointError>,
-        writer: Arc<dyn StorageWriter>,
+        job: Job,
     ) -> Option<JoinHandle<Result<SaveSummary, CheckpointError>>> {
         let mut state = lock(&self.state);
         if state.aborted {
@@ -237,9 +252,9 @@ impl Slot {
         }
         let saver = saver.clone();
         let save = tokio::spawn(async move {
-            match staged {
-                Ok(StagedState(state)) => saver.save(&state, &*writer).await,
-                Err(error) => saver.refuse(error, &*writer).await,
+            match job {
+                Ok((StagedState(state), writer)) => saver.save(&state, &*writer).await,
+                Err(error) => Err(saver.fail(error).await),
             }
         });
         state.abort = Some(save.abort_handle());
@@ -265,7 +280,7 @@ impl SlotState {
             && !self.aborted
             && !self.told
         {
-            *lock(unread) = Some(dcp_core::error_chain(&error));
+            *lock(unread) = Some(error);
         }
     }
 }
@@ -282,38 +297,37 @@ impl StagedState {
 }
 
 impl PendingSave {
-    /// Waits for the end and tells how it went. It needs no runtime of tokio's.
+    /// Waits for the end and returns the outcome. It needs no runtime of tokio's.
     ///
     /// # Errors
     ///
-    /// As [`Saver::save`], and [`CheckpointError::Background`] when the save panicked or was
-    /// aborted.
+    /// As [`Saver::save`], [`CheckpointError::Canceled`] after [`abort`](Self::abort), and
+    /// [`CheckpointError::Background`] when the save panicked.
     pub async fn wait(mut self) -> Result<SaveSummary, CheckpointError> {
         self.ended().await
     }
 
-    /// As [`wait`](Self::wait), for who has only borrowed it; the outcome is told once.
+    /// Like [`wait`](Self::wait), by `&mut self`. Only the first call returns the outcome.
     ///
     /// # Errors
     ///
-    /// As [`wait`](Self::wait), and when the outcome was told before.
+    /// As [`wait`](Self::wait), and when an earlier call returned the outcome.
     pub async fn ended(&mut self) -> Result<SaveSummary, CheckpointError> {
-        if let Some(ended) = &mut self.ended {
-            // It ends with an error when its sender is dropped, which is all it ever does.
-            let _ = ended.await;
+        if let Some(ended) = self.ended.clone() {
+            over(ended).await;
             self.ended = None;
         }
         let mut state = lock(&self.slot.state);
         if state.told {
-            return Err(background("its outcome was told before".into()));
+            return Err(background("an earlier call returned the outcome".into()));
         }
         state.told = true;
         let gone = || Err(background("the thread of the saves is gone".into()));
         state.outcome.take().unwrap_or_else(gone)
     }
 
-    /// Gives up, on all ranks: the group of the save is aborted, and unless it has got as far as
-    /// the commit, what is written counts for nothing.
+    /// Cancels the save on all ranks by aborting its group. Unless the commit has begun, the place
+    /// keeps the checkpoint that it had.
     pub fn abort(&self) {
         let mut state = lock(&self.slot.state);
         state.aborted = true;
@@ -343,7 +357,13 @@ impl Drop for PendingSave {
 }
 
 fn background(problem: String) -> CheckpointError {
-    CheckpointError::Background { problem }
+    CheckpointError::Background { problem, source: None }
+}
+
+/// Waits for the end of a save.
+async fn over(mut save: watch::Receiver<()>) {
+    // Nothing is ever sent; the wait ends when the sender is dropped.
+    while save.changed().await.is_ok() {}
 }
 
 fn copy_dict(dict: &Dict, path: &str) -> Result<Dict, CheckpointError> {

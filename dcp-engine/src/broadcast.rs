@@ -14,7 +14,7 @@ use dcp_core::{
 use crate::disjoint::{cut, disjoint};
 use crate::exchange_message::{Parcel, Piece, Wanted};
 use crate::group::Group;
-use crate::planned::{tensor_dtype, unsupported};
+use crate::planned::{bad, tensor_dtype};
 use crate::receiver::Receiver;
 
 /// Bytes of tensor data in one message.
@@ -60,7 +60,7 @@ impl BroadcastReader {
     }
 
     fn reader(&self) -> Result<&Arc<dyn StorageReader>, CheckpointError> {
-        self.inner.as_ref().ok_or_else(|| unsupported("", "the reading rank was given no reader"))
+        self.inner.as_ref().ok_or_else(|| bad("the reading rank has no reader"))
     }
 
     fn group(&self) -> Result<Group, CheckpointError> {
@@ -96,11 +96,11 @@ impl BroadcastReader {
             let sent = self.send_all(group, metadata, &plans, &mut taker, &mut report).await;
             if let Err(error) = sent {
                 // The others wait for the next message: this is it.
-                if !matches!(error, CheckpointError::Lost { .. }) {
-                    group.broadcast(Phase::Read, self.reading_rank, Some(Err(error))).await?;
-                    return Err(CheckpointError::Canceled);
+                if matches!(error, CheckpointError::Lost { .. }) {
+                    return Err(error);
                 }
-                return Err(error);
+                let sent = group.broadcast(Phase::Read, self.reading_rank, Some(Err(error))).await;
+                return Err(sent.err().unwrap_or_else(|| group.unanswered()));
             }
             group.broadcast(Phase::Read, self.reading_rank, Some(Ok(Parcel::end()))).await?;
         } else {
@@ -214,12 +214,7 @@ pub(crate) async fn spread_metadata(
         Some(metadata) => Ok(metadata),
         None => CheckpointMetadata::from_wire(&bytes).map(Arc::new).map_err(Into::into),
     };
-    let (outcome, metadata) = match metadata {
-        Ok(metadata) => (Ok(()), Some(metadata)),
-        Err(error) => (Err(error), None),
-    };
-    group.all_gather_results(Phase::Open, outcome).await?;
-    metadata.ok_or(CheckpointError::Canceled)
+    group.all_succeed(Phase::Open, metadata).await
 }
 
 /// What any rank needs.
@@ -242,7 +237,7 @@ impl Needs {
                             entry.as_tensor()?.chunks.get(chunk as usize)?.region().ok()
                         });
                         if !known.is_some_and(|known| known.contains(&region)) {
-                            return Err(unsupported("", "a plan reads what no chunk holds"));
+                            return Err(bad("a plan reads what no chunk holds"));
                         }
                         needs.chunks.entry((item.entry, chunk)).or_default().push(region);
                     }

@@ -75,6 +75,12 @@ impl Casts {
     }
 }
 
+impl From<DType> for Casts {
+    fn from(dtype: DType) -> Self {
+        Self::to(dtype)
+    }
+}
+
 /// The cast of one tensor, and what it has lost so far.
 #[derive(Clone, Debug)]
 pub(crate) struct Cast {

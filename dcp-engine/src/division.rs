@@ -10,7 +10,7 @@ use dcp_core::{
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use crate::disjoint::{cut, overlay};
-use crate::planned::{tensor_dtype, unsupported};
+use crate::planned::{bad, tensor_dtype};
 
 /// Objects in one message.
 const OBJECTS_MAX: u32 = 64;
@@ -74,7 +74,7 @@ impl Division {
                 let shared = ranks.len() > 1;
                 holdings.holders(ranks).map(|holders| (holders, shared))
             });
-            let (holders, shared) = holders.ok_or_else(|| unsupported("", "a plan of no rank"))?;
+            let (holders, shared) = holders.ok_or_else(|| bad("a plan of no rank"))?;
             // What one rank alone needs it reads as it is.
             let most = if shared { self.message_bytes * MESSAGES_OF_A_BOX } else { u64::MAX };
             for part in part.cut(most, metadata)? {
@@ -114,7 +114,7 @@ impl Division {
                             entry.as_tensor()?.chunks.get(*chunk as usize)?.region().ok()
                         });
                         if !known.is_some_and(|known| known.contains(region)) {
-                            return Err(unsupported("", "a plan reads what no chunk holds"));
+                            return Err(bad("a plan reads what no chunk holds"));
                         }
                         let regions = chunks.entry((item.entry, *chunk)).or_default();
                         regions.push((region.clone(), who));
@@ -136,7 +136,7 @@ impl Division {
             who.dedup();
             let byte_len = match metadata.at(entry as usize) {
                 Some((_, Entry::Object(object))) => object.placement.map_or(0, |at| at.byte_len),
-                _ => return Err(unsupported("", "a plan reads an object that is none")),
+                _ => return Err(bad("a plan reads an object that is a tensor")),
             };
             parts.push((Part { entry, place: None, byte_len }, who));
         }

@@ -9,7 +9,7 @@ use dcp_core::{
     ReadItem, ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
 };
 
-use crate::planned::{tensor_dtype, unsupported};
+use crate::planned::{bad, tensor_dtype};
 
 /// A message: the length of a [`LoadPlan`] in four bytes, the plan, whose items say what the
 /// pieces are, and their bytes one after the other. An object's bytes begin with their number, in
@@ -96,10 +96,6 @@ impl Parcel {
     }
 }
 
-fn bad(problem: &str) -> CheckpointError {
-    PlanError::Wire { problem: problem.to_owned() }.into()
-}
-
 /// Pieces of tensors that are read, and sent, together.
 #[derive(Debug, Default)]
 pub(crate) struct Wanted {
@@ -168,7 +164,7 @@ impl Wanted {
         let mut values = sink.take_objects();
         values.sort_by_key(|(leaf, _)| *leaf);
         if values.len() != pieces.len() {
-            return Err(unsupported("", "the reader did not give all objects"));
+            return Err(bad("the reader did not give all objects"));
         }
         let mut message = Parcel::header(&pieces)?;
         for (_, value) in values {
@@ -250,7 +246,7 @@ impl Collector {
 impl DataSink for Collector {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
         let view = self.views.get(item.leaf as usize).cloned();
-        view.ok_or_else(|| unsupported("", "an item that was not asked for"))
+        view.ok_or_else(|| bad("an item that was not asked for"))
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {

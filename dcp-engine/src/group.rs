@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use bytes::{Bytes, BytesMut};
 use dcp_core::{
     CheckpointError, Collective, CollectiveError, Phase, PlanContext, PlanError, Rank, RankFailure,
-    Standing, error_chain,
+    Standing,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -43,7 +43,8 @@ const FAILURE: u8 = 1;
 #[derive(Debug, Serialize, Deserialize)]
 enum Verdict<T> {
     Done(T),
-    Failed(Vec<(Rank, String)>),
+    /// [`RankFailure::into_parts`] of each failure.
+    Failed(Vec<(Rank, String, String)>),
 }
 
 impl Group {
@@ -183,6 +184,50 @@ impl Group {
         judge(phase, &all)?
     }
 
+    /// As [`all_gather_results`](Self::all_gather_results); this rank also keeps the second half
+    /// of its own value.
+    ///
+    /// # Errors
+    ///
+    /// On every rank what any rank failed with, or when a rank is lost.
+    pub async fn all_gather_with<T, K>(
+        &self,
+        phase: Phase,
+        mine: Result<(T, K), CheckpointError>,
+    ) -> Result<(Vec<T>, K), CheckpointError>
+    where
+        T: Serialize + DeserializeOwned,
+    {
+        let (sent, kept) = match mine {
+            Ok((sent, kept)) => (Ok(sent), Some(kept)),
+            Err(error) => (Err(error), None),
+        };
+        let all = self.all_gather_results(phase, sent).await?;
+        Ok((all, kept.ok_or_else(|| self.unanswered())?))
+    }
+
+    /// Returns this rank's value when every rank has succeeded, or on every rank one error that
+    /// lists all who failed.
+    ///
+    /// # Errors
+    ///
+    /// On every rank what any rank failed with, or when a rank is lost.
+    pub async fn all_succeed<T>(
+        &self,
+        phase: Phase,
+        mine: Result<T, CheckpointError>,
+    ) -> Result<T, CheckpointError> {
+        Ok(self.all_gather_with(phase, mine.map(|value| ((), value))).await?.1)
+    }
+
+    /// The error of a rank that failed where the group answers that none did, as with a
+    /// [`Collective`] that mixes up messages.
+    #[must_use]
+    pub fn unanswered(&self) -> CheckpointError {
+        let message = "the group lost the error of this rank".to_owned();
+        CollectiveError::Mismatch { rank: self.called, op: "all_gather", message }.into()
+    }
+
     /// Every rank's message in rank order, on the coordinator.
     ///
     /// # Errors
@@ -314,10 +359,8 @@ impl Group {
         let verdict = match mine {
             Ok(value) => Verdict::Done(value),
             // An error that already lists ranks is not wrapped again.
-            Err(CheckpointError::Ranks { failures, .. }) => {
-                Verdict::Failed(failures.into_iter().map(|f| (f.rank, f.message)).collect())
-            }
-            Err(error) => Verdict::Failed(vec![(self.called, error_chain(&error))]),
+            Err(CheckpointError::Ranks { failures, .. }) => failed(failures),
+            Err(error) => failed(vec![RankFailure::of(self.called, &error)]),
         };
         let mut bytes = Vec::new();
         ciborium::into_writer(&verdict, &mut bytes).map_err(|error| wire(&error))?;
@@ -378,6 +421,10 @@ fn start_thread(collective: Arc<dyn Collective>) -> Result<mpsc::Sender<Job>, Ch
     Ok(sender)
 }
 
+fn failed<T>(failures: Vec<RankFailure>) -> Verdict<T> {
+    Verdict::Failed(failures.into_iter().map(RankFailure::into_parts).collect())
+}
+
 /// Folds the verdicts of ranks: the outer error is a message that cannot be read.
 fn judge<T: DeserializeOwned>(
     phase: Phase,
@@ -388,7 +435,7 @@ fn judge<T: DeserializeOwned>(
         match ciborium::from_reader(&**bytes).map_err(|error| wire(&error))? {
             Verdict::Done(value) => values.push(value),
             Verdict::Failed(some) => {
-                failures.extend(some.into_iter().map(|(rank, text)| RankFailure::new(rank, text)));
+                failures.extend(some.into_iter().map(RankFailure::from_parts));
             }
         }
     }

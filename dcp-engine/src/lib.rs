@@ -1,4 +1,4 @@
-//! The save and load protocols, over the traits of `dcp-core`.
+#![doc = include_str!("../README.md")]
 //!
 //! The engine brings a planner, a format and a group of ranks together and knows none of them by
 //! name. A save goes: every rank plans, the coordinator merges the plans and gives every byte its
@@ -9,32 +9,6 @@
 //! [`Saver`] and [`Loader`] are the whole protocol; [`AppState`] expands things with a state of
 //! their own; [`BackgroundSaver`] saves a copy while training goes on; [`BroadcastReader`] lets one
 //! rank read for all, [`ParallelReader`] lets each read a share for all.
-//!
-//! ```
-//! # use std::sync::Arc;
-//! # use dcp_conformance::MemoryStorage;
-//! # use dcp_core::Storage;
-//! use dcp_core::{DType, StateDict, Tensor};
-//! use dcp_engine::{Loader, Saver};
-//! use dcp_formats::dcp::{DcpReader, DcpWriter};
-//!
-//! # #[tokio::main(flavor = "current_thread")]
-//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
-//! let state = |weight: Vec<u8>| {
-//!     let weight = Tensor::replicated(DType::Int8, [2, 2], weight)?;
-//!     Ok::<_, dcp_core::PlanError>(StateDict::from([("weight", weight)]))
-//! };
-//! // In a group of ranks, every rank does the same with `Saver::new().group(collective)`.
-//! let saved = state(vec![1, 2, 3, 4])?;
-//! Saver::new().save(&saved, &DcpWriter::new(Arc::clone(&storage))).await?;
-//!
-//! let mut loaded = state(vec![0; 4])?;
-//! Loader::new().load(&mut loaded, &DcpReader::new(storage)).await?;
-//! assert!(loaded.get("weight").zip(saved.get("weight")).is_some_and(|(a, b)| a.same(b)));
-//! # Ok(())
-//! # }
-//! ```
 
 mod background;
 mod broadcast;

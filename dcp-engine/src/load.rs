@@ -1,10 +1,12 @@
 //! The load protocol: look, plan, agree, read, agree.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
+use dcp_core::error::FailureKind;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, Entry, LoadPlan, LoadPlanner, LoadReport,
-    Phase, Rank, ReadReport, StateDict, StatePath, StorageReader, Tensor,
+    Phase, Rank, ReadReport, StateDict, StatePath, StorageErrorKind, StorageReader, Tensor,
 };
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_of, set_at_path};
 use serde::{Deserialize, Serialize};
@@ -151,6 +153,23 @@ impl Loader {
         group.run(async |group| self.run(group, state, reader).await).await
     }
 
+    /// Takes part in a load with an error that occurred before [`load`](Self::load) could be
+    /// called, such as a storage that does not open. Every rank of the group returns it.
+    ///
+    /// Returns what `load` would: without a group, `error` itself.
+    pub async fn fail(&self, error: CheckpointError) -> CheckpointError {
+        let failed = async |group: &Group| -> Result<Infallible, CheckpointError> {
+            group.all_gather_results::<Sight>(Phase::Plan, Err(error)).await?;
+            Err(group.unanswered())
+        };
+        let result = match Group::new(self.group.clone(), self.coordinator) {
+            Ok(group) => group.run(failed).await,
+            Err(error) => Err(error),
+        };
+        let Err(error) = result;
+        error
+    }
+
     async fn run(
         &self,
         group: &Group,
@@ -161,26 +180,16 @@ impl Loader {
             Ok(metadata) => self.prepare(state, metadata, group),
             Err(error) => Err(error),
         };
-        let (sight, prepared) = match prepared {
-            Ok(mine) => (Ok(sight(&mine.metadata)), Some(mine)),
-            Err(error) => (Err(error), None),
-        };
-        let sights = group.all_gather_results(Phase::Plan, sight).await?;
-        let Some(Prepared { metadata, plan, report, sink, places }) = prepared else {
-            return Err(CheckpointError::Canceled);
-        };
+        let seen = prepared.map(|mine| (sight(&mine.metadata), mine));
+        let (sights, prepared) = group.all_gather_with(Phase::Plan, seen).await?;
+        let Prepared { metadata, plan, report, sink, places } = prepared;
         same_sight(&sights)?;
         tracing::debug!(items = plan.items.len(), "planned");
 
         let read = reader.read(&metadata, &plan, Arc::clone(&sink) as _).await;
         // Objects go into a copy first, so that no rank takes any before all have everything.
         let done = read.and_then(|read| Ok((read, with_objects(state, &places, &sink)?)));
-        let (outcome, done) = match done {
-            Ok(done) => (Ok(()), Some(done)),
-            Err(error) => (Err(error), None),
-        };
-        group.all_gather_results(Phase::Read, outcome).await?;
-        let Some((read, loaded)) = done else { return Err(CheckpointError::Canceled) };
+        let (read, loaded) = group.all_succeed(Phase::Read, done).await?;
         *state = loaded;
         Ok(LoadSummary { report, read, metadata })
     }
@@ -307,6 +316,7 @@ fn same_sight(sights: &[Sight]) -> Result<(), CheckpointError> {
         phase: Phase::Open,
         failures: vec![dcp_core::RankFailure::new(
             u32::try_from(rank).unwrap_or(u32::MAX),
+            FailureKind::Storage(StorageErrorKind::Transient),
             "it sees another checkpoint than rank 0; the storage may not have settled, try again",
         )],
     })

@@ -19,7 +19,7 @@ use crate::disjoint::cut;
 use crate::division::{Assignment, Division};
 use crate::exchange_message::{Collector, Message, Piece, Wanted};
 use crate::group::Group;
-use crate::planned::{tensor_dtype, unsupported};
+use crate::planned::{bad, tensor_dtype};
 use crate::receiver::Receiver;
 
 /// Bytes on their way within one rank, unless asked for otherwise.
@@ -355,7 +355,7 @@ impl Ahead {
         if let Some(problem) = self.problem.take() {
             return Err(problem);
         }
-        let unread = |why: &str| unsupported("", &format!("a message was not read: {why}"));
+        let unread = |why: &str| bad(&format!("a message was not read: {why}"));
         let reading = self.reading.as_mut().ok_or_else(|| unread("there are no more"))?;
         let (bytes, cost) = reading.await.map_err(|error| unread(&error.to_string()))??;
         *report += ReadReport::new(0, cost.bytes_read);

@@ -3,8 +3,8 @@
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, PlanError};
 
 /// A plan or a message that does not fit the metadata.
-pub(crate) fn unsupported(fqn: &str, problem: &str) -> CheckpointError {
-    PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.to_owned() }.into()
+pub(crate) fn bad(problem: &str) -> CheckpointError {
+    PlanError::Wire { problem: problem.to_owned() }.into()
 }
 
 /// The dtype of the tensor that a plan reads.
@@ -13,5 +13,5 @@ pub(crate) fn tensor_dtype(
     entry: u32,
 ) -> Result<DType, CheckpointError> {
     let tensor = metadata.at(entry as usize).and_then(|(_, entry)| entry.as_tensor());
-    Ok(tensor.ok_or_else(|| unsupported("", "a plan reads a tensor that is none"))?.dtype)
+    Ok(tensor.ok_or_else(|| bad("a plan reads a tensor that is an object"))?.dtype)
 }

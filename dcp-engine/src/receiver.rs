@@ -10,7 +10,7 @@ use dcp_core::{
 };
 
 use crate::exchange_message::Parcel;
-use crate::planned::{tensor_dtype, unsupported};
+use crate::planned::{bad, tensor_dtype};
 
 /// Takes what this rank's plan asks for out of what is sent to all.
 #[derive(Debug)]
@@ -91,7 +91,7 @@ impl<'a> Receiver<'a> {
         let Some(opens) = self.tensors.get_mut(&(entry, chunk)) else { return Ok(()) };
         let dtype = tensor_dtype(self.metadata, entry)?;
         let size = dtype.size();
-        let outside = || unsupported("", "a message has elements outside of its region");
+        let outside = || bad("a message has elements outside of its region");
         for open in opens {
             let Some(part) = open.region.intersect(sent) else { continue };
             let there = part.relative_to(sent.offsets()).ok_or_else(outside)?;
@@ -211,7 +211,7 @@ impl Open<'_> {
         };
         let inner = part
             .relative_to(self.region.offsets())
-            .ok_or_else(|| unsupported("", "elements outside of their item"))?;
+            .ok_or_else(|| bad("elements outside of their item"))?;
         Ok(view.narrow(&inner)?)
     }
 
@@ -234,7 +234,7 @@ mod tests {
 
     impl DataSink for Nowhere {
         fn destination(&self, _: &ReadItem) -> Result<TensorView, CheckpointError> {
-            Err(unsupported("", "no memory"))
+            Err(bad("no memory"))
         }
 
         fn commit(&self, _: &ReadItem) -> Result<(), CheckpointError> {

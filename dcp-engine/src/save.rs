@@ -1,6 +1,7 @@
 //! The save protocol: plan, merge, write, commit.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -145,10 +146,11 @@ impl Saver {
     }
 
     /// Saves tensors in another dtype than they have in memory, in segments on the way to the file;
-    /// the state is not changed. [`SaveSummary::cast`] tells what was lost.
+    /// the state is not changed. A dtype casts all wide floats; [`Casts`] chooses among them.
+    /// [`SaveSummary::cast`] counts what was lost.
     #[must_use]
-    pub fn cast(mut self, casts: Casts) -> Self {
-        self.casts = Some(casts);
+    pub fn cast(mut self, casts: impl Into<Casts>) -> Self {
+        self.casts = Some(casts.into());
         self.afresh()
     }
 
@@ -193,14 +195,31 @@ impl Saver {
         saved.await
     }
 
-    /// Takes part in a save with an error in place of a state, so that all ranks hear of it.
-    pub(crate) async fn refuse(
-        &self,
-        error: CheckpointError,
-        writer: &dyn StorageWriter,
-    ) -> Result<SaveSummary, CheckpointError> {
-        let group = Group::new(self.group.clone(), self.coordinator)?;
-        group.run(async |group| self.run(group, Err(error), writer).await).await
+    /// Takes part in a save with an error in place of a state: one that occurred before
+    /// [`save`](Self::save) could be called, such as a storage that does not open. Every rank of
+    /// the group returns it.
+    ///
+    /// Returns what `save` would: without a group, `error` itself.
+    pub async fn fail(&self, error: CheckpointError) -> CheckpointError {
+        let failed = async |group: &Group| -> Result<Infallible, CheckpointError> {
+            // This rank was at this save, too.
+            self.begun.fetch_add(1, Ordering::Relaxed);
+            let offers = group.gather_results::<Offer>(Phase::Plan, Err(error)).await?;
+            let refused = offers.map(|offers| offers.and(Err(no_plan())));
+            group.broadcast_result::<Decision, ()>(Phase::Plan, refused).await?;
+            Err(group.unanswered())
+        };
+        let result = match Group::new(self.group.clone(), self.coordinator) {
+            Ok(group) => group.run(failed).await,
+            Err(error) => Err(error),
+        };
+        let Err(error) = result;
+        error
+    }
+
+    /// This process in the group.
+    pub(crate) fn rank(&self) -> Rank {
+        self.group.as_ref().map_or(0, |group| group.rank())
     }
 
     /// Takes no part in a save that the other ranks are in.

@@ -1,4 +1,4 @@
-//! On-disk formats of checkpoints, for reading and writing.
+#![doc = include_str!("../README.md")]
 //!
 //! Codecs take bytes and return results; they open no files and execute nothing. Readers and
 //! writers of whole checkpoints implement [`StorageReader`](dcp_core::StorageReader) and
@@ -17,22 +17,6 @@
 //! | [`pickle`] | Python's pickle, as data |
 //! | [`torch_zip`] | the archives of `torch.save` |
 //! | [`torch_tensor`], [`torch_object`] | one tensor or object in such an archive |
-//!
-//! ```
-//! # use std::sync::Arc;
-//! use dcp_core::format::OpenOptions;
-//! use dcp_core::{CheckpointError, Storage};
-//!
-//! # async fn example(storage: Arc<dyn Storage>) -> Result<(), CheckpointError> {
-//! let opened = dcp_formats::formats().open(&storage, &OpenOptions::default()).await?;
-//! for (fqn, entry) in opened.reader.metadata().await?.iter() {
-//!     if let Some(tensor) = entry.as_tensor() {
-//!         println!("{fqn}: {} {} in {} chunks", tensor.dtype, tensor.shape, tensor.chunks.len());
-//!     }
-//! }
-//! # Ok(())
-//! # }
-//! ```
 
 mod crc_parts;
 pub mod dcp;

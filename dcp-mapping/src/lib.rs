@@ -1,33 +1,10 @@
-//! Declarative mappings of model weights between Megatron-Core's naming scheme and Hugging Face's,
-//! as streaming views of a checkpoint.
+#![doc = include_str!("../README.md")]
 //!
-//! A [`Mapping`] is read from TOML: rules that say which Megatron tensor is which tensors of
-//! transformers, and what is done between them (see the README beside this crate, and its
-//! `families/`). One mapping serves both directions. [`map_to_hf`] and [`map_to_megatron`] make a
-//! [`Source`](dcp_convert::Source) that any job of [`dcp_convert`] reads; nothing is copied before
-//! that, and nothing is held but what is being read.
+//! # Views
 //!
-//! ```no_run
-//! use dcp_convert::{JobOptions, Source};
-//! use dcp_mapping::{Facts, MapOptions, Mapping, map_to_hf, map_to_megatron, recognize_config};
-//!
-//! # async fn example(megatron: Source, args: dcp_core::Dict, hf: Source) ->
-//! #     Result<(), Box<dyn std::error::Error>> {
-//! # let config_json = "";
-//! // From Megatron, by the arguments in the checkpoint.
-//! let (job, options) = (JobOptions::default(), MapOptions::default());
-//! let mapping = Mapping::builtin("llama")?;
-//! let mapped = map_to_hf(&megatron, &mapping, &Facts::from_dict(&args), &options, &job).await?;
-//! let config = mapping.config_json(&mapped.facts)?;
-//!
-//! // And to it, by `config.json`.
-//! let config = serde_json::from_str(config_json)?;
-//! let mapping = recognize_config(&config)?;
-//! let facts = mapping.facts_of_config(&config)?;
-//! let mapped = map_to_megatron(&hf, &mapping, &facts, &options, &job).await?;
-//! # Ok(())
-//! # }
-//! ```
+//! [`map_to_hf`] and [`map_to_megatron`] make a [`Source`](dcp_convert::Source) that any job of
+//! [`dcp_convert`] reads. Nothing is copied before that, and only what is being read is held in
+//! memory. A [`Mapping`] serves both directions.
 
 mod config;
 mod declaration;

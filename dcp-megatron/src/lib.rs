@@ -1,5 +1,4 @@
-//! Checkpoints of [Megatron-Core](https://github.com/NVIDIA/Megatron-LM): its sharded state
-//! dicts, its save and load, and every age of its on-disk formats, without Megatron.
+#![doc = include_str!("../README.md")]
 //!
 //! | Megatron-Core | here |
 //! |---|---|
@@ -18,26 +17,6 @@
 //! [`MegatronCheckpoint`] opens what any version wrote, the folder of a run included: `torch_dist`,
 //! zarr, and the `mp_rank_*` folders of `--ckpt-format torch`. What it shows is whole tensors
 //! under the keys of today, and every job of [`dcp_convert`] takes it.
-//!
-//! ```no_run
-//! # use std::sync::Arc;
-//! use dcp_convert::{JobOptions, inspect};
-//! use dcp_core::Storage;
-//! use dcp_megatron::{MegatronCheckpoint, OpenOptions};
-//! use dcp_storage_fs::FsStorage;
-//!
-//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-//! let run: Arc<dyn Storage> = Arc::new(FsStorage::open("/checkpoints/llama")?);
-//! let checkpoint = MegatronCheckpoint::open(&run, &OpenOptions::default()).await?;
-//! println!("{}, {:?}", checkpoint.format().name(), checkpoint.which());
-//! if let Some(layers) = checkpoint.args().and_then(|args| args.count("num_layers")) {
-//!     println!("{layers} layers");
-//! }
-//! let summary = inspect(checkpoint.source(), &JobOptions::default(), |_| true).await?;
-//! println!("{} tensors of {} bytes", summary.tensor_count(), summary.tensor_bytes());
-//! # Ok(())
-//! # }
-//! ```
 //!
 //! # Saving and loading
 //!

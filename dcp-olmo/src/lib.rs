@@ -1,5 +1,4 @@
-//! Checkpoints of [OLMo-core](https://github.com/allenai/OLMo-core): the folders of a training
-//! run, the two layouts of its optimizer, and its API to save, load and unshard.
+#![doc = include_str!("../README.md")]
 //!
 //! | OLMo-core | here |
 //! |---|---|
@@ -8,25 +7,6 @@
 //! | `load_keys`, `unshard_checkpoint`, `get_checkpoint_metadata` | functions of the same names |
 //! | `flatten_optimizer_state` | [`OptimizerLayout`]: either is read as the other |
 //! | `step{N}/` folders of a `Checkpointer` | [`RunDir`], [`StepDir`] |
-//!
-//! ```
-//! # use std::sync::Arc;
-//! use dcp_core::{StateDict, Storage};
-//! use dcp_engine::Loader;
-//! use dcp_olmo::{LoadOptions, RunDir, load_model_and_optim_state};
-//!
-//! # async fn example(run: Arc<dyn Storage>, mut model: StateDict, mut optim: StateDict) ->
-//! #     Result<(), Box<dyn std::error::Error>> {
-//! if let Some(step) = RunDir::new(run).latest_checkpoint().await? {
-//!     let reader = Arc::new(step.reader().await?);
-//!     // In place; with a group of ranks, `Loader::new().group(…)`.
-//!     let (loader, options) = (Loader::new(), LoadOptions::default());
-//!     let optim = Some(&mut optim);
-//!     load_model_and_optim_state(&loader, reader, &mut model, optim, &options).await?;
-//! }
-//! # Ok(())
-//! # }
-//! ```
 
 mod format;
 mod groups;

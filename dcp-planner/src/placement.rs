@@ -2,8 +2,6 @@
 
 use dcp_core::{Dims, PlanError, Rank, Region};
 
-use crate::validate::unsupported;
-
 /// Pieces into which a `_StridedShard` may cut what one rank holds.
 const MAX_PIECES: u64 = 1 << 20;
 
@@ -41,7 +39,7 @@ impl Mesh {
         let ranks = shape.checked_volume().filter(|ranks| *ranks > 0);
         match ranks.and_then(|ranks| Rank::try_from(ranks).ok()) {
             Some(_) => Ok(Self(shape)),
-            None => Err(unsupported("", &format!("a mesh of {shape} ranks"))),
+            None => Err(invalid(&format!("a mesh of {shape} ranks"))),
         }
     }
 
@@ -95,7 +93,7 @@ impl Mesh {
 ///
 /// # Errors
 ///
-/// [`PlanError::Unsupported`] when mesh, coordinate, placements and shape do not fit together.
+/// [`PlanError::InvalidPlacement`] when mesh, coordinate, placements and shape do not fit together.
 pub fn local_regions(
     shape: &[u64],
     mesh: &Mesh,
@@ -118,7 +116,7 @@ pub fn local_regions(
     let mut regions = vec![(Vec::new(), Vec::new())];
     for pieces in per_axis {
         if regions.len().saturating_mul(pieces.len()) as u64 > MAX_PIECES {
-            return Err(unsupported("", "a rank holds too many pieces of one tensor"));
+            return Err(invalid("a rank holds too many pieces of one tensor"));
         }
         let longer = |(offsets, sizes): &(Vec<u64>, Vec<u64>)| {
             let (offsets, sizes) = (offsets.clone(), sizes.clone());
@@ -180,6 +178,10 @@ pub fn longest_axis(shape: &[u64]) -> Option<usize> {
     shape.iter().position(|len| len == longest)
 }
 
+fn invalid(problem: &str) -> PlanError {
+    PlanError::InvalidPlacement { problem: problem.to_owned() }
+}
+
 fn check(
     shape: &[u64],
     mesh: &Mesh,
@@ -188,11 +190,11 @@ fn check(
 ) -> Result<(), PlanError> {
     if mesh.rank(coordinate).is_none() {
         let problem = format!("coordinate {coordinate:?} of a mesh of {}", mesh.shape());
-        return Err(unsupported("", &problem));
+        return Err(invalid(&problem));
     }
     if placements.len() != mesh.shape().ndim() {
         let (given, axes) = (placements.len(), mesh.shape().ndim());
-        return Err(unsupported("", &format!("{given} placements on a mesh of {axes} axes")));
+        return Err(invalid(&format!("{given} placements on a mesh of {axes} axes")));
     }
     for placement in placements {
         let (axis, factor) = match placement {
@@ -202,7 +204,7 @@ fn check(
         };
         if axis >= shape.len() || factor == 0 {
             let problem = format!("{placement:?} of a tensor of {} axes", shape.len());
-            return Err(unsupported("", &problem));
+            return Err(invalid(&problem));
         }
     }
     Ok(())
@@ -272,7 +274,7 @@ impl Pieces {
         let len = self.len();
         let each = len.div_ceil(step.split_factor.unwrap_or(1)).max(1);
         if len.div_ceil(each).saturating_mul(self.0.len() as u64) > MAX_PIECES {
-            return Err(unsupported("", "a strided shard of too many pieces"));
+            return Err(invalid("a strided shard of too many pieces"));
         }
         let mut kept = Self(Vec::new());
         let mut from = 0;
@@ -310,5 +312,5 @@ fn bounding(shape: &[u64], per_axis: &[Vec<(u64, u64)>]) -> Result<Region, PlanE
 }
 
 fn region(offsets: Vec<u64>, sizes: Vec<u64>) -> Result<Region, PlanError> {
-    Region::new(offsets, sizes).map_err(|error| unsupported("", &error.to_string()))
+    Region::new(offsets, sizes).map_err(|error| invalid(&error.to_string()))
 }

@@ -26,12 +26,12 @@ pub fn validate_metadata(metadata: &CheckpointMetadata) -> Vec<PlanError> {
                 check_placements(metadata, fqn, tensor, &mut errors);
             }
             Entry::Object(object) => match object.placement {
-                None => errors.push(unsupported(fqn, "the object has no stored bytes")),
+                None => errors.push(invalid_index(fqn, "the object has no stored bytes")),
                 Some(placement) => {
                     if metadata.file(placement.file).is_none()
                         || metadata.encoding(&placement).is_none()
                     {
-                        errors.push(unsupported(fqn, "the object lies in an unknown file"));
+                        errors.push(invalid_index(fqn, "the object lies in an unknown file"));
                     }
                 }
             },
@@ -56,11 +56,11 @@ fn check_placements(
             continue;
         };
         let Some(encoding) = metadata.encoding(&placement) else {
-            errors.push(unsupported(fqn, &format!("{} has an unknown encoding", shown(chunk))));
+            errors.push(invalid_index(fqn, &format!("{} has an unknown encoding", shown(chunk))));
             continue;
         };
         if metadata.file(placement.file).is_none() {
-            errors.push(unsupported(fqn, &format!("{} lies in an unknown file", shown(chunk))));
+            errors.push(invalid_index(fqn, &format!("{} lies in an unknown file", shown(chunk))));
         }
         let exact = encoding.layout == Layout::Raw && encoding.transforms.is_empty();
         let bytes = checked_volume(chunk.sizes)
@@ -68,12 +68,12 @@ fn check_placements(
         if exact && bytes != Some(placement.byte_len) {
             let stored = placement.byte_len;
             let problem = format!("{} is stored in {stored} bytes", shown(chunk));
-            errors.push(unsupported(fqn, &problem));
+            errors.push(invalid_index(fqn, &problem));
         }
     }
     if let Some(chunk) = first_lost {
         let problem = format!("{lost} of its {} chunks have no stored bytes", tensor.chunks.len());
-        errors.push(unsupported(fqn, &format!("{problem}, the first is {}", shown(chunk))));
+        errors.push(invalid_index(fqn, &format!("{problem}, the first is {}", shown(chunk))));
     }
 }
 
@@ -149,6 +149,11 @@ pub(crate) fn shown(chunk: ChunkRef<'_>) -> String {
     }
 }
 
+pub(crate) fn invalid_index(fqn: &str, problem: &str) -> PlanError {
+    PlanError::InvalidIndex { fqn: fqn.to_owned(), problem: problem.to_owned() }
+}
+
+/// A leaf of the state that this planner cannot plan.
 pub(crate) fn unsupported(fqn: &str, problem: &str) -> PlanError {
     PlanError::Unsupported { fqn: fqn.to_owned(), problem: problem.to_owned() }
 }

@@ -1,4 +1,4 @@
-//! Checkpoint bytes on a file system: durable, atomic, concurrent.
+#![doc = include_str!("../README.md")]
 //!
 //! [`FsStorage`] keeps each object in a file of its own, at the object's key below a root folder.
 //! It promises more than a file system by itself:
@@ -23,22 +23,6 @@
 //!
 //! A writer that is killed leaves its temporary file behind. It is never listed, and
 //! [`FsStorage::clean_leftovers`] removes it.
-//!
-//! ```
-//! use dcp_core::{Key, PutMode, Storage, StorageExt};
-//! use dcp_storage_fs::FsStorage;
-//!
-//! # let folder = tempfile::tempdir().unwrap();
-//! # let root = folder.path().join("checkpoints");
-//! # let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-//! # runtime.block_on(async {
-//! let storage = FsStorage::builder(&root).create(true).open()?;
-//! let key = Key::new("step_10/note")?;
-//! storage.put(&key, "hello".into(), PutMode::Create).await?;
-//! assert_eq!(storage.read_all(&key).await?, "hello");
-//! # Ok::<(), dcp_core::StorageError>(())
-//! # }).unwrap();
-//! ```
 
 #![cfg(unix)]
 

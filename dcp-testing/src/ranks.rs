@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use dcp_collectives::LocalCollective;
+use dcp_collectives::LocalGroup;
 use dcp_core::Collective;
 
 /// Far more than any test takes.
@@ -42,6 +42,6 @@ pub fn on_boxed_ranks<T: Send>(
     n: u32,
     main: impl Fn(u32, Box<dyn Collective>) -> T + Sync,
 ) -> Vec<T> {
-    let group = LocalCollective::builder(n).deadline(PATIENT).build();
+    let group = LocalGroup::new(n).deadline(PATIENT).build();
     on_each(group, |collective| main(collective.rank(), Box::new(collective)))
 }

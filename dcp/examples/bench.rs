@@ -28,14 +28,14 @@ fn main() -> Result {
             let state = model(tensors(gib)?)?;
             warm_up(dir)?;
             let start = Instant::now();
-            dcp::blocking::save(&state, dir)?;
+            dcp::save(&state, dir).blocking()?;
             (start.elapsed(), None)
         }
         ["load", dir, gib] => {
             let mut state = model(tensors(gib)?)?;
             warm_up(dir)?;
             let start = Instant::now();
-            let summary = dcp::blocking::load(&mut state, dir)?;
+            let summary = dcp::load(&mut state, dir).blocking()?;
             (start.elapsed(), Some(summary.read))
         }
         ["write", file, gib] => (write(file, tensors(gib)?)?, None),
@@ -50,7 +50,7 @@ fn main() -> Result {
             state.insert("large", Tensor::zeros_sharded(DType::Float32, LARGE, [region])?);
             let before = bytes_read()?;
             let start = Instant::now();
-            let summary = dcp::blocking::load(&mut state, dir)?;
+            let summary = dcp::load(&mut state, dir).blocking()?;
             let (time, bytes) = (start.elapsed(), bytes_read()? - before);
             let needed = summary.read.bytes_needed;
             (time, Some(ReadReport::new(needed, bytes)))
@@ -83,8 +83,8 @@ fn warm_up(dir: &str) -> Result {
     let url = format!("{dir}.warm-up");
     let mut state = StateDict::new();
     state.insert("small", Tensor::zeros(DType::Float32, [4])?);
-    dcp::blocking::save(&state, &url)?;
-    dcp::blocking::load(&mut state, &url)?;
+    dcp::save(&state, &url).blocking()?;
+    dcp::load(&mut state, &url).blocking()?;
     Ok(std::fs::remove_dir_all(url)?)
 }
 

@@ -12,14 +12,16 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use dcp::Storage;
 use dcp::convert::{self, JobOptions, KeySummary, Source, Target, VerifyReport};
+use dcp::core::{Access, Key};
+use dcp::formats::dcp::{DcpReader, DcpWriter};
 use dcp::formats::safetensors::{Header, PREFIX_LEN, header_len};
-use dcp::{Access, DcpReader, DcpWriter, Key, Storage};
 
 const RANKS: u32 = 3;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    dcp::blocking::run(tour())?
+    dcp::block_on(tour())?
 }
 
 async fn tour() -> Result<(), Box<dyn Error>> {

@@ -1,22 +1,4 @@
-//! Distributed model checkpoints, in PyTorch's own on-disk format, from Rust.
-//!
-//! ```
-//! use dcp::{DType, StateDict, Tensor};
-//!
-//! # let dir = tempfile::tempdir()?;
-//! # let url = dir.path().join("step_1").display().to_string();
-//! let mut state = StateDict::new();
-//! state.insert("weight", Tensor::replicated(DType::Float32, [2, 2], vec![1; 16])?);
-//! state.insert("step", 1);
-//! dcp::blocking::save(&state, &url)?;
-//!
-//! let mut restored = StateDict::new();
-//! restored.insert("weight", Tensor::zeros(DType::Float32, [2, 2])?);
-//! restored.insert("step", 0);
-//! dcp::blocking::load(&mut restored, &url)?;
-//! assert!(restored.get("weight").unwrap().same(state.get("weight").unwrap()));
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
+#![doc = include_str!("../README.md")]
 //!
 //! A checkpoint of any format, by its URL:
 //!
@@ -32,8 +14,27 @@
 //! # }
 //! ```
 //!
-//! In a group of ranks, [`Saver`] and [`Loader`] take a [`Collective`]; other formats are other
-//! [`StorageWriter`]s and [`StorageReader`]s.
+//! A trainer keeps a [`Checkpointer`], with its group of ranks, storages, planners and casts. It
+//! saves and loads any [`Stateful`] value, also in the background:
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use dcp::{Checkpointer, Collective, DType, StateDict};
+//!
+//! # fn example(
+//! #     group: Arc<dyn Collective>,
+//! #     mut state: StateDict,
+//! # ) -> Result<(), Box<dyn std::error::Error>> {
+//! // Of processes: `Arc::new(dcp::collectives::TcpConfig::from_env()?.connect()?)`.
+//! let checkpointer = Checkpointer::new().group(group).cast(DType::BFloat16);
+//! checkpointer.load(&mut state, "runs/step_1000").blocking()?;
+//! let saving = checkpointer.save(&state, "runs/step_2000").background()?;
+//! // ... training goes on ...
+//! dcp::block_on(saving.wait())??;
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! The crates behind it can be used on their own: [`core`] for the vocabulary and the traits that
 //! plug-ins implement, [`planner`] for geometry and policy, [`formats`] for the bytes,
@@ -56,7 +57,8 @@
 //! | `zstd` | yes | reading checkpoints saved through PyTorch's zstd extension |
 
 #[cfg(feature = "blocking")]
-pub mod blocking;
+mod block_on;
+pub mod checkpointer;
 mod default_formats;
 mod storages;
 
@@ -79,19 +81,16 @@ pub use dcp_planner as planner;
 #[cfg(feature = "fs")]
 pub use dcp_storage_fs as fs;
 
+#[cfg(feature = "blocking")]
+pub use block_on::block_on;
+pub use checkpointer::Checkpointer;
 #[cfg(feature = "checkpoint")]
 pub use dcp_checkpoint::{Checkpoint, Format, Opener};
-#[cfg(feature = "collectives")]
-pub use dcp_collectives::{LocalCollective, TcpCollective};
 pub use dcp_core::{
-    Access, CheckpointError, Collective, DType, HostMemory, Key, Region, Shard, StateDict,
-    Stateful, Storage, StorageReader, StorageRegistry, StorageWriter, Tensor, Value,
+    CheckpointError, Collective, DType, HostMemory, Region, Shard, StateDict, Stateful, Storage,
+    StorageRegistry, Tensor, Value,
 };
-pub use dcp_engine::{
-    AppState, BackgroundSaver, BroadcastReader, LoadMode, LoadSummary, Loader, ParallelReader,
-    SaveSummary, Saver,
-};
-pub use dcp_formats::dcp::{DcpReader, DcpWriter};
+pub use dcp_engine::{AppState, LoadMode};
 pub use default_formats::default_formats;
 pub use storages::default_storages;
 #[cfg(feature = "fs")]
@@ -104,23 +103,37 @@ struct Readme;
 
 /// Saves `state` to `url` from this process alone, in PyTorch's format.
 ///
-/// # Errors
+/// Await it, or call [`blocking`](checkpointer::Save::blocking) or
+/// [`background`](checkpointer::Save::background). A [`Checkpointer`] saves in a group of ranks,
+/// and has other storages, planners and formats.
 ///
-/// When the place cannot be written or the state cannot be saved; the place then holds what it
-/// held before.
-pub async fn save(state: &StateDict, url: &str) -> Result<SaveSummary, CheckpointError> {
-    let storage = default_storages().open(url, Access::Write)?;
-    Saver::new().save(state, &DcpWriter::new(storage)).await
+/// ```
+/// # async fn example(state: dcp::StateDict) -> Result<(), dcp::CheckpointError> {
+/// dcp::save(&state, "runs/step_1000").await?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn save<S: Stateful + ?Sized>(state: &S, url: impl Into<String>) -> checkpointer::Save {
+    Checkpointer::new().save(state, url)
 }
 
 /// Loads `url` into `state`, in this process alone: tensors in place, objects by replacing them.
 ///
-/// # Errors
+/// Await it, or call [`blocking`](checkpointer::Load::blocking). [`Checkpointer`] has options.
 ///
-/// When there is no checkpoint, it is damaged, or it does not hold all that `state` asks for.
-pub async fn load(state: &mut StateDict, url: &str) -> Result<LoadSummary, CheckpointError> {
-    let storage = default_storages().open(url, Access::Read)?;
-    Loader::new().load(state, &DcpReader::new(storage)).await
+/// ```
+/// use dcp::LoadMode;
+///
+/// # async fn example(mut state: dcp::StateDict) -> Result<(), dcp::CheckpointError> {
+/// dcp::load(&mut state, "runs/step_1000").mode(LoadMode::Partial).await?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn load<S: Stateful + Send + ?Sized>(
+    state: &mut S,
+    url: impl Into<String>,
+) -> checkpointer::Load<'_, S> {
+    Checkpointer::new().load(state, url)
 }
 
 /// Opens the checkpoint at a URL, of any format: a directory, a run of them, or a file.

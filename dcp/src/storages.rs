@@ -13,7 +13,7 @@ use dcp_core::{Access, StorageError};
 /// Face hub, its repository. [`storages_following_links`] has no such bound.
 ///
 /// ```
-/// use dcp::Access;
+/// use dcp::core::Access;
 ///
 /// let storages = dcp::default_storages();
 /// assert!(storages.open("tape://7/run", Access::Read).is_err());

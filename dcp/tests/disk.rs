@@ -76,22 +76,22 @@ fn kind(error: &CheckpointError) -> Option<StorageErrorKind> {
 fn a_full_disk_keeps_the_old_checkpoint() {
     let mount = Mount::new("size=800k").unwrap();
     let place = mount.path().join("run").display().to_string();
-    dcp::blocking::save(&state(1, 0, 1), &place).unwrap();
-    let error = dcp::blocking::save(&state(2, 0, 1), &place).unwrap_err();
+    dcp::save(&state(1, 0, 1), &place).blocking().unwrap();
+    let error = dcp::save(&state(2, 0, 1), &place).blocking().unwrap_err();
     // A checkpoint has 460 KB, so a second one does not fit beside it.
     assert_eq!(kind(&error), Some(StorageErrorKind::Full), "{error}");
     assert_eq!(load(&place).unwrap(), 1);
     mount.remount("size=8m");
-    dcp::blocking::save(&state(3, 0, 1), &place).unwrap();
+    dcp::save(&state(3, 0, 1), &place).blocking().unwrap();
     assert_eq!(load(&place).unwrap(), 3);
 }
 
 fn a_read_only_place_is_denied_and_still_readable() {
     let mount = Mount::new("size=4m").unwrap();
     let place = mount.path().join("run").display().to_string();
-    dcp::blocking::save(&state(1, 0, 1), &place).unwrap();
+    dcp::save(&state(1, 0, 1), &place).blocking().unwrap();
     mount.remount("ro");
-    let error = dcp::blocking::save(&state(2, 0, 1), &place).unwrap_err();
+    let error = dcp::save(&state(2, 0, 1), &place).blocking().unwrap_err();
     assert_eq!(kind(&error), Some(StorageErrorKind::Denied), "{error}");
     // PyTorch 2.15 wants a writable parent folder even to read.
     assert_eq!(load(&place).unwrap(), 1);

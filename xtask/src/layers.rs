@@ -30,7 +30,7 @@ const LAYERS: &[Layer] = &[
     Layer {
         package: "dcp-core",
         uses: &[],
-        tests_use: &["dcp-conformance"],
+        tests_use: &["dcp-conformance", "dcp-planner"],
         never: &["tokio", "object_store", "reqwest", "zip", "serde_json", "half", "url", "tracing"],
         never_named: NO_IO,
     },

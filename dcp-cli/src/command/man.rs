@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use clap::{Args, Command};
 use clap_mangen::Man;
-use dcp::Access;
 use dcp::checkpoint::text::count;
+use dcp::core::Access;
 use dcp::core::{Key, Payload, PutMode, StorageError};
 use serde_json::json;
 

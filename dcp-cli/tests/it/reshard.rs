@@ -5,8 +5,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
+use dcp::core::Access;
 use dcp::core::{Entry, Placement, StorageExt, StorageReader};
-use dcp::{Access, DcpReader};
+use dcp::formats::dcp::DcpReader;
 use serde_json::Value;
 
 use crate::support::{assert_same_tensors, dcp, fixtures, path, tensors};

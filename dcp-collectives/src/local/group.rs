@@ -20,7 +20,9 @@ pub struct LocalGroup {
 }
 
 impl LocalGroup {
-    pub(super) fn new(world_size: u32) -> Self {
+    /// A group of `world_size` ranks.
+    #[must_use]
+    pub fn new(world_size: u32) -> Self {
         Self { world_size, deadline: DEFAULT_DEADLINE }
     }
 

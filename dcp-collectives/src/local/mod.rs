@@ -43,12 +43,6 @@ impl LocalCollective {
         LocalGroup::new(world_size).build()
     }
 
-    /// Settings of a new group of `world_size` ranks.
-    #[must_use]
-    pub fn builder(world_size: u32) -> LocalGroup {
-        LocalGroup::new(world_size)
-    }
-
     /// Runs `rank_main` on `world_size` threads, one a rank; see [`LocalGroup::run`].
     pub fn run<T, E, F>(world_size: u32, rank_main: F) -> Vec<Result<T, E>>
     where

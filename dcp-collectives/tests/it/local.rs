@@ -3,7 +3,7 @@
 use std::thread;
 
 use bytes::Bytes;
-use dcp_collectives::LocalCollective;
+use dcp_collectives::{LocalCollective, LocalGroup};
 use dcp_core::{Collective, CollectiveError};
 
 use crate::groups::{PATIENT, with_growing_deadline};
@@ -14,7 +14,7 @@ fn run<T: Send>(
     world_size: u32,
     rank_main: impl Fn(LocalCollective) -> Outcome<T> + Sync,
 ) -> Vec<Outcome<T>> {
-    LocalCollective::builder(world_size).deadline(PATIENT).run(rank_main)
+    LocalGroup::new(world_size).deadline(PATIENT).run(rank_main)
 }
 
 fn text(text: &str) -> Bytes {
@@ -54,7 +54,7 @@ fn a_panic_aborts_the_group_with_its_message() {
 
 #[test]
 fn a_panic_on_a_thread_of_the_callers_own_is_a_lost_peer() {
-    let mut group = LocalCollective::builder(2).deadline(PATIENT).build().into_iter();
+    let mut group = LocalGroup::new(2).deadline(PATIENT).build().into_iter();
     let (zero, one) = (group.next().unwrap(), group.next().unwrap());
     let thread = thread::spawn(move || {
         let _one = one;
@@ -72,7 +72,7 @@ fn a_panic_on_a_thread_of_the_callers_own_is_a_lost_peer() {
 #[test]
 fn a_silent_rank_is_named_after_the_deadline() {
     with_growing_deadline(|deadline| {
-        let group = LocalCollective::builder(3).deadline(deadline).build();
+        let group = LocalGroup::new(3).deadline(deadline).build();
         let late = CollectiveError::Timeout { rank: 1, op: "all_gather", deadline };
         thread::scope(|scope| {
             for rank in [0, 2] {

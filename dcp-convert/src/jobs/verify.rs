@@ -148,7 +148,7 @@ fn index_problems(error: PlanError, problems: &mut Vec<Problem>) {
         PlanError::OutOfBounds { fqn, .. } => (ProblemKind::OutOfBounds, fqn),
         PlanError::Overlap { fqn, .. } => (ProblemKind::Overlap, fqn),
         PlanError::Uncovered { fqn, .. } => (ProblemKind::Uncovered, fqn),
-        PlanError::Unsupported { fqn, .. } | PlanError::ShardMemory { fqn, .. } => {
+        PlanError::InvalidIndex { fqn, .. } | PlanError::Unsupported { fqn, .. } => {
             (ProblemKind::Index, fqn)
         }
         _ => (ProblemKind::Index, String::new()),

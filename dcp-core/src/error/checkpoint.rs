@@ -2,8 +2,12 @@
 
 use std::fmt;
 
-use super::{CollectiveError, FormatError, PlanError, Rank, StorageError};
+use super::kind::{kind_of_group, kind_of_plan};
+use super::{
+    CollectiveError, FailureKind, FormatError, PlanError, Rank, StorageError, error_chain,
+};
 use crate::memory::LoanError;
+use crate::region::RegionError;
 use crate::shown::{Message, Quoted};
 
 /// The step of a save or load in which something failed.
@@ -61,11 +65,14 @@ pub enum CheckpointError {
         #[source]
         source: CollectiveError,
     },
-    /// A background save did not come to its end, or was not begun.
+    /// A background save did not finish, or was not started.
     #[error("background save: {problem}")]
     Background {
         /// What happened.
         problem: String,
+        /// The error of the save, where there is one.
+        #[source]
+        source: Option<Box<CheckpointError>>,
     },
     /// What was asked for and what is stored do not agree.
     #[error("the checkpoint does not fit the state dict: {summary}", summary = Message(.summary))]
@@ -99,9 +106,48 @@ pub enum CheckpointError {
     /// The error of a plug-in, such as a format; [`downcast_ref`](std::error::Error) tells its type.
     #[error(transparent)]
     Plugin(Box<dyn std::error::Error + Send + Sync>),
-    /// The caller asked to stop.
+    /// The caller canceled the operation.
     #[error("canceled")]
     Canceled,
+}
+
+impl CheckpointError {
+    /// What kind of failure it is, for a program to act on. Of several ranks, it is the first kind
+    /// that is not [retryable](FailureKind::is_retryable), or the first.
+    #[must_use]
+    pub fn kind(&self) -> FailureKind {
+        match self {
+            Self::Storage(error) => FailureKind::Storage(error.kind()),
+            Self::Format(_) => FailureKind::Damaged,
+            Self::Plan(error) => kind_of_plan(error),
+            Self::Collective(source) | Self::Lost { source, .. } => kind_of_group(source),
+            Self::Background { source, .. } => {
+                source.as_ref().map_or(FailureKind::Other, |source| source.kind())
+            }
+            Self::Mismatch { .. } => FailureKind::Mismatch,
+            Self::Memory { .. } => FailureKind::MemoryInUse,
+            Self::NotACheckpoint { .. } => FailureKind::NotACheckpoint,
+            Self::Ranks { failures, .. } => {
+                let stops = failures.iter().find(|failure| !failure.kind.is_retryable());
+                stops.or(failures.first()).map_or(FailureKind::Other, |failure| failure.kind)
+            }
+            Self::Plugin(error) => FailureKind::of(&**error),
+            Self::Canceled => FailureKind::Canceled,
+        }
+    }
+
+    /// Whether the same call may succeed when it is repeated: as its [`kind`](Self::kind) says, so
+    /// of several ranks only when all of them failed retryably.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        self.kind().is_retryable()
+    }
+}
+
+impl From<RegionError> for CheckpointError {
+    fn from(error: RegionError) -> Self {
+        Self::Plan(error.into())
+    }
 }
 
 /// What a rank that lost its group knows of the checkpoint that was being saved.
@@ -147,6 +193,8 @@ fn in_step(phase: &Phase) -> &'static str {
 pub struct RankFailure {
     /// The rank, as the group counts.
     pub rank: Rank,
+    /// What kind of failure it was on that rank.
+    pub kind: FailureKind,
     /// Its error, with the chain of causes.
     pub message: String,
 }
@@ -154,8 +202,26 @@ pub struct RankFailure {
 impl RankFailure {
     /// `rank` failed with `message`.
     #[must_use]
-    pub fn new(rank: Rank, message: impl Into<String>) -> Self {
-        Self { rank, message: message.into() }
+    pub fn new(rank: Rank, kind: FailureKind, message: impl Into<String>) -> Self {
+        Self { rank, kind, message: message.into() }
+    }
+
+    /// `rank` failed with `error`, whose kind and message go to the other ranks.
+    #[must_use]
+    pub fn of(rank: Rank, error: &(dyn std::error::Error + 'static)) -> Self {
+        Self::new(rank, FailureKind::of(error), error_chain(error))
+    }
+
+    /// Rank, [`FailureKind::name`] and message, as they are sent to other ranks.
+    #[must_use]
+    pub fn into_parts(self) -> (Rank, String, String) {
+        (self.rank, self.kind.name().to_owned(), self.message)
+    }
+
+    /// The failure of which [`into_parts`](Self::into_parts) gave these.
+    #[must_use]
+    pub fn from_parts((rank, kind, message): (Rank, String, String)) -> Self {
+        Self { rank, kind: FailureKind::from_name(&kind), message }
     }
 }
 

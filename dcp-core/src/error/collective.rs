@@ -51,3 +51,13 @@ pub enum CollectiveError {
         message: String,
     },
 }
+
+impl CollectiveError {
+    /// Whether the operation may succeed in a new group: a rank died or was late. This group
+    /// refuses every later call. A rank that aborted, that is out of step or that did not join has
+    /// a cause of its own, which a retry does not remove.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        matches!(self, Self::PeerLost { .. } | Self::Timeout { .. })
+    }
+}

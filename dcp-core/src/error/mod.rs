@@ -3,12 +3,14 @@
 mod checkpoint;
 mod collective;
 mod format;
+mod kind;
 mod plan;
 mod storage;
 
 pub use checkpoint::{CheckpointError, Phase, RankFailure, Standing};
 pub use collective::CollectiveError;
 pub use format::FormatError;
+pub use kind::FailureKind;
 pub use plan::PlanError;
 pub use storage::{StorageError, StorageErrorKind, StorageOp};
 
@@ -44,7 +46,7 @@ mod tests {
     #[test]
     fn t19_errors_are_ordinary_errors() {
         fn through_any_handler() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-            let failure = RankFailure::new(3, "disk full");
+            let failure = RankFailure::new(3, FailureKind::Other, "disk full");
             Err(CheckpointError::Ranks { phase: Phase::Write, failures: vec![failure] })?
         }
         let error = through_any_handler().unwrap_err();

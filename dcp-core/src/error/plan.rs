@@ -1,6 +1,7 @@
 //! What a planner says of a state that cannot be saved or loaded.
 
 use super::Rank;
+use crate::region::RegionError;
 use crate::shown::{Message, Quoted};
 
 /// A plan cannot be made, or makes no sense.
@@ -117,6 +118,32 @@ pub enum PlanError {
         /// Bytes there are.
         found: u64,
     },
+    /// Dtype, shape, region and memory of a tensor do not fit together.
+    #[error("invalid tensor: {problem}", problem = Message(.problem))]
+    InvalidTensor {
+        /// What does not fit.
+        problem: String,
+    },
+    /// Mesh, coordinate, placements and shape do not fit together.
+    #[error("invalid placement: {problem}", problem = Message(.problem))]
+    InvalidPlacement {
+        /// What does not fit.
+        problem: String,
+    },
+    /// What a checkpoint's index says of an entry contradicts itself.
+    #[error("the index of the checkpoint is invalid for {fqn}: {problem}", fqn = Quoted(.fqn), problem = Message(.problem))]
+    InvalidIndex {
+        /// The tensor or object.
+        fqn: String,
+        /// The contradiction.
+        problem: String,
+    },
+    /// A plan has more than its tables can count.
+    #[error("the plan is too large: {problem}", problem = Message(.problem))]
+    TooLarge {
+        /// What is more than fits.
+        problem: String,
+    },
     /// There is not enough memory.
     #[error("cannot allocate {byte_len} bytes for {what}")]
     OutOfMemory {
@@ -139,8 +166,8 @@ pub enum PlanError {
         /// The names.
         fqns: Vec<String>,
     },
-    /// Bytes that are no plan of this version.
-    #[error("bad plan on the wire: {problem}", problem = Message(.problem))]
+    /// A plan or message that contradicts itself or the index, as of a rank of another version.
+    #[error("bad plan or message: {problem}", problem = Message(.problem))]
     Wire {
         /// What is wrong with it.
         problem: String,
@@ -148,6 +175,12 @@ pub enum PlanError {
     /// Several problems at once.
     #[error("{}", list(.0))]
     Many(Vec<PlanError>),
+}
+
+impl From<RegionError> for PlanError {
+    fn from(error: RegionError) -> Self {
+        Self::InvalidTensor { problem: error.to_string() }
+    }
 }
 
 fn quoted(names: &[String]) -> String {

@@ -130,7 +130,7 @@ impl StorageError {
         self.key.as_ref()
     }
 
-    /// Whether the same call may succeed later.
+    /// Whether the same call may succeed when it is repeated: [`StorageErrorKind::Transient`] only.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         self.kind == StorageErrorKind::Transient

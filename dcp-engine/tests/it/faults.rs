@@ -9,6 +9,7 @@ use bytes::Bytes;
 use dcp_conformance::{
     CollectiveFault, Fault, FaultCollective, FaultStorage, FaultWriter, SlowStorage,
 };
+use dcp_core::error::FailureKind;
 use dcp_core::{
     CheckpointError, Collective, CollectiveError, Phase, Standing, StateDict, Storage,
     StorageErrorKind, Value,
@@ -18,7 +19,8 @@ use dcp_formats::dcp::DcpWriter;
 use futures_util::FutureExt as _;
 
 use crate::harness::{
-    block_on, holds_sample, memory, on_boxed_ranks, on_ranks, sample, save, save_sample,
+    block_on, holds_sample, memory, on_boxed_ranks, on_ranks, on_tcp_ranks, sample, save,
+    save_sample,
 };
 
 /// T1: PyTorch 2.15 loses errors of writer threads and commits a checkpoint with holes.
@@ -44,9 +46,34 @@ fn t01_one_failing_rank_fails_the_save_on_all() {
             let error = result.unwrap_err();
             let CheckpointError::Ranks { failures, .. } = &error else { panic!("{error}") };
             assert_eq!(failures.iter().map(|f| f.rank).collect::<Vec<_>>(), [failing], "{error}");
-            assert!(error.to_string().contains("full"), "{error}");
+            assert_eq!(error.kind(), FailureKind::Storage(StorageErrorKind::Full), "{error}");
+            assert!(!error.is_retryable() && error.to_string().contains("full"), "{error}");
         }
         assert!(holds_sample(&storage, 1), "the old checkpoint is untouched");
+    }
+}
+
+/// A supervisor sees the same on every rank of real sockets, and knows whether to try again.
+#[test]
+fn the_kind_of_a_failure_travels_over_tcp() {
+    for (kind, retryable) in [(StorageErrorKind::Full, false), (StorageErrorKind::Transient, true)]
+    {
+        let storage = memory();
+        let results = on_tcp_ranks(4, |rank, group| {
+            let mut mine = Arc::clone(&storage);
+            if rank == 3 {
+                let faulty = FaultStorage::new(mine);
+                mine = Arc::new((0..20).fold(faulty, |s, n| s.with_fault(n, Fault::Fail(kind))));
+            }
+            save(group, &sample(rank, 4, 2), &mine).map(drop)
+        });
+        for result in results {
+            let error = result.unwrap_err();
+            let CheckpointError::Ranks { failures, .. } = &error else { panic!("{error}") };
+            assert_eq!((failures.len(), failures[0].rank), (1, 3), "{error}");
+            assert_eq!(failures[0].kind, FailureKind::Storage(kind), "{error}");
+            assert_eq!(error.is_retryable(), retryable, "{error}");
+        }
     }
 }
 

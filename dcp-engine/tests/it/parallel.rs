@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dcp_collectives::LocalCollective;
+use dcp_collectives::{LocalCollective, LocalGroup};
 use dcp_conformance::{CollectiveFault, CountingStorage, FaultCollective};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, DType, DataSink, LoadPlan, ReadKind, Region,
@@ -50,7 +50,7 @@ fn on_mesh<T: Send>(
 ) -> Vec<T> {
     let patient = Duration::from_secs(120);
     let replicas: Vec<Mutex<Vec<Option<LocalCollective>>>> = (0..tp)
-        .map(|_| LocalCollective::builder(dp).deadline(patient).build())
+        .map(|_| LocalGroup::new(dp).deadline(patient).build())
         .map(|group| Mutex::new(group.into_iter().map(Some).collect()))
         .collect();
     on_ranks(tp * dp, |rank, world| {

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dcp_collectives::LocalCollective;
+use dcp_collectives::LocalGroup;
+use dcp_core::error::FailureKind;
 use dcp_core::{
     CheckpointError, Collective, Dict, Global, HostMemory, Object, Region, Shard, StateDict,
     Stateful, Tensor, TensorView, Value,
@@ -42,7 +43,7 @@ fn any_rank_can_coordinate() {
 #[test]
 fn a_subset_of_the_ranks_can_save() {
     let storage = memory();
-    let group = LocalCollective::builder(5).deadline(Duration::from_secs(120)).build();
+    let group = LocalGroup::new(5).deadline(Duration::from_secs(120)).build();
     std::thread::scope(|scope| {
         for collective in group {
             let storage = &storage;
@@ -105,17 +106,13 @@ impl Stateful for Model {
 fn stateful_parts_are_expanded_and_restored() {
     let storage = memory();
     let mut model = Model { weight: counting_whole(&[3], 4), epoch: 12 };
-    block_on(
-        AppState::new()
-            .with("model", &mut model)
-            .save(&Saver::new(), &DcpWriter::new(Arc::clone(&storage))),
-    )
-    .unwrap();
+    let saved = AppState::new().with("model", &mut model).state_dict().unwrap();
+    block_on(Saver::new().save(&saved, &DcpWriter::new(Arc::clone(&storage)))).unwrap();
     let mut other = Model { weight: counting_whole(&[3], 0), epoch: 0 };
-    block_on(
-        AppState::new().with("model", &mut other).load(&Loader::new(), &DcpReader::new(storage)),
-    )
-    .unwrap();
+    let mut app = AppState::new().with("model", &mut other);
+    let mut state = app.state_dict().unwrap();
+    block_on(Loader::new().load(&mut state, &DcpReader::new(storage))).unwrap();
+    app.load_state_dict(state).unwrap();
     assert_eq!(other.epoch, 12);
     assert!(other.weight.same(&model.weight), "filled in place");
 }
@@ -242,6 +239,21 @@ fn t14_failed_staging_is_an_error_of_the_call() {
         let error = BackgroundSaver::new(Saver::new()).start(&state, writer).unwrap_err();
         assert!(error.to_string().contains("model.t"), "{error}");
     });
+}
+
+#[test]
+fn failed_staging_on_one_rank_fails_the_background_save_on_all_ranks() {
+    let storage = memory();
+    let kinds = on_ranks(2, |rank, group| {
+        let saver = BackgroundSaver::new(Saver::new().group(group));
+        let tensor = counting_whole(&[4], 0);
+        let _writer_at_work = (rank == 1).then(|| tensor.shards()[0].view().lend().unwrap());
+        let state = StateDict::from([("t", tensor.clone())]);
+        let writer = Arc::new(DcpWriter::new(Arc::clone(&storage)));
+        let saved = saver.start(&state, writer).and_then(|pending| block_on(pending.wait()));
+        saved.unwrap_err().kind()
+    });
+    assert_eq!(kinds, [FailureKind::MemoryInUse; 2]);
 }
 
 #[test]

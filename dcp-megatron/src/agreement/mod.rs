@@ -3,7 +3,7 @@
 pub(crate) mod common_check;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, Phase, RankFailure, error_chain};
+use dcp_core::{CheckpointError, Phase, RankFailure};
 use dcp_engine::Group;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -15,7 +15,7 @@ pub(crate) fn told(group: &Group, phase: Phase, error: MegatronError) -> Checkpo
     match error {
         MegatronError::Checkpoint(error) => error,
         error => {
-            let failure = RankFailure::new(group.context().rank, error_chain(&error));
+            let failure = RankFailure::of(group.context().rank, &error);
             CheckpointError::Ranks { phase, failures: vec![failure] }
         }
     }
@@ -30,23 +30,19 @@ pub(crate) async fn all<T>(
     if group.context().world_size == 1 {
         return mine;
     }
-    let (outcome, value) = match mine {
-        Ok(value) => (Ok(()), Some(value)),
-        Err(error) => (Err(told(group, phase, error)), None),
-    };
-    group.all_gather_results(phase, outcome).await?;
-    Ok(value.ok_or(CheckpointError::Canceled)?)
+    let mine = mine.map_err(|error| told(group, phase, error));
+    Ok(group.all_succeed(phase, mine).await?)
 }
 
 /// Brings what every rank has to say to the coordinator, which alone gets `Some`, and fails on all
-/// ranks when one of them fails.
-pub(crate) async fn offers(
+/// ranks when one of them fails. Each rank keeps the second half of its own.
+pub(crate) async fn offers<K>(
     group: &Group,
     phase: Phase,
-    mine: Result<Bytes, MegatronError>,
-) -> Result<Option<Vec<Bytes>>, MegatronError> {
-    let mine = all(group, phase, mine).await?;
-    Ok(group.gather(phase, mine).await?)
+    mine: Result<(Bytes, K), MegatronError>,
+) -> Result<(Option<Vec<Bytes>>, K), MegatronError> {
+    let (mine, kept) = all(group, phase, mine).await?;
+    Ok((group.gather(phase, mine).await?, kept))
 }
 
 /// Tells all ranks what the coordinator found, which alone passes `Some`.
@@ -55,13 +51,12 @@ pub(crate) async fn verdict<T: Serialize + DeserializeOwned>(
     phase: Phase,
     found: Option<Result<T, MegatronError>>,
 ) -> Result<T, MegatronError> {
-    if group.context().world_size == 1 {
-        return found.unwrap_or_else(|| Err(CheckpointError::Canceled.into()));
-    }
-    let found = found.map(|found| match found {
-        Ok(found) => Ok((found, ())),
-        Err(error) => Err(told(group, phase, error)),
-    });
+    let found = match found {
+        Some(found) if group.context().world_size == 1 => return found,
+        Some(Err(error)) => Some(Err(told(group, phase, error))),
+        Some(Ok(found)) => Some(Ok((found, ()))),
+        None => None,
+    };
     Ok(group.broadcast_result(phase, found).await?.0)
 }
 

@@ -100,7 +100,10 @@ async fn update(mut hasher: Sha256, bytes: Bytes) -> Result<Sha256, CheckpointEr
     };
     match Handle::try_current() {
         // It is lost only when the runtime shuts down.
-        Ok(runtime) => runtime.spawn_blocking(work).await.map_err(|_| CheckpointError::Canceled),
+        Ok(runtime) => runtime
+            .spawn_blocking(work)
+            .await
+            .map_err(|error| CheckpointError::Plugin(Box::new(error))),
         Err(_) => Ok(work()),
     }
 }

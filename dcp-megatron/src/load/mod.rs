@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DType, Dict, Dims, LoadReport, Phase,
-    PlanError, ReadReport, Storage, StorageReader,
+    CheckpointMetadata, Collective, DType, Dict, Dims, LoadReport, Phase, PlanError, ReadReport,
+    Storage, StorageReader,
 };
 use dcp_engine::{Group, LoadMode, Loader};
 use dcp_planner::FlattenRule;
@@ -294,12 +294,8 @@ async fn agree(
     let choice = Choice::agree(storage, rule, group).await?;
     let strategies = options.strategies.as_ref().unwrap_or(&open.strategies);
     let opened = record_replay::open(strategies, &choice.place(storage)?, open, group).await?;
-    let (offer, own) = match own(request, opened, choice, options) {
-        Ok((offer, own)) => (Ok(offer), Some(own)),
-        Err(error) => (Err(error), None),
-    };
-    let offers = agreement::offers(group, Phase::Plan, offer).await?;
-    let own = own.ok_or(CheckpointError::Canceled)?;
+    let mine = own(request, opened, choice, options);
+    let (offers, own) = agreement::offers(group, Phase::Plan, mine).await?;
     let found = offers.map(|offers| judge(&offers, &own.stored, options));
     let verdict = agreement::verdict(group, Phase::Plan, found).await?;
     own.opened.report(group.context().rank == 0);

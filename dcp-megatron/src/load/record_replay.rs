@@ -13,9 +13,8 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::{
-    Buffer, Capabilities, CheckpointError, CheckpointMetadata, Claim, Key, ObjectMeta,
-    ObjectStream, Payload, Phase, PlanError, PutMode, ReadInto, Storage, StorageError,
-    StorageErrorKind, StorageOp, Upload,
+    Buffer, Capabilities, CheckpointMetadata, Claim, Key, ObjectMeta, ObjectStream, Payload, Phase,
+    PlanError, PutMode, ReadInto, Storage, StorageError, StorageErrorKind, StorageOp, Upload,
 };
 use dcp_engine::Group;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
@@ -74,7 +73,7 @@ pub(crate) async fn open(
         Err(error) => (Err(agreement::told(group, Phase::Open, error)), None),
     };
     group.broadcast(Phase::Open, 0, Some(notes)).await?;
-    Ok(opened.ok_or_else(|| CheckpointError::Canceled.into()))
+    Ok(opened.ok_or_else(|| group.unanswered().into()))
 }
 
 /// What a storage was asked, and what it answered.

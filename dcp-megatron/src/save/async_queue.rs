@@ -4,9 +4,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, Collective, Phase, Rank, RankFailure, StateDict, StorageWriter, error_chain,
-};
+use dcp_core::{CheckpointError, Collective, Phase, Rank, RankFailure, StateDict, StorageWriter};
 use dcp_engine::{BackgroundSaver, Group, PendingSave, StagedState};
 use futures_util::future::BoxFuture;
 use serde::{Deserialize, Serialize};
@@ -112,8 +110,8 @@ enum Step {
     Finalize(u64, u32),
 }
 
-/// What failed, and on which ranks.
-type Failures = Vec<(Rank, String)>;
+/// What failed, and on which ranks: [`RankFailure::into_parts`] of each failure.
+type Failures = Vec<(Rank, String, String)>;
 
 type Outcome = Result<(), Failures>;
 
@@ -370,7 +368,7 @@ impl AsyncCallsQueue {
             Answer::Done(functions) => Ok(Some(functions)),
             Answer::NotYet => Ok(None),
             Answer::Failed(failed) => {
-                let failures = failed.into_iter().map(|(rank, text)| RankFailure::new(rank, text));
+                let failures = failed.into_iter().map(RankFailure::from_parts);
                 let (failures, finalized) = (failures.collect(), Vec::new());
                 Err(MegatronError::AsyncCall { call, failures, finalized })
             }
@@ -428,11 +426,11 @@ impl Work {
             Self::Save(save) => save.ended().await.map(|_| ()),
             Self::Task(task) => match task.await {
                 Ok(result) => result,
-                Err(error) => Err(dcp_core::PlanError::Unsupported {
-                    fqn: String::new(),
+                Err(error) if error.is_cancelled() => Err(CheckpointError::Canceled),
+                Err(error) => Err(CheckpointError::Background {
                     problem: format!("the task did not finish: {error}"),
-                }
-                .into()),
+                    source: None,
+                }),
             },
         }
     }
@@ -449,9 +447,9 @@ impl Work {
 fn failures(rank: Rank, error: MegatronError) -> Failures {
     match error {
         MegatronError::Checkpoint(CheckpointError::Ranks { failures, .. }) => {
-            failures.into_iter().map(|failure| (failure.rank, failure.message)).collect()
+            failures.into_iter().map(RankFailure::into_parts).collect()
         }
-        other => vec![(rank, error_chain(&other))],
+        other => vec![RankFailure::of(rank, &other).into_parts()],
     }
 }
 

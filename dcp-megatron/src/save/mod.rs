@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::error::FailureKind;
 use dcp_core::{
     CheckpointError, Collective, Dict, Phase, PlanError, Rank, RankFailure, StateDict, Storage,
     StorageWriter, Value, error_chain,
@@ -97,8 +98,8 @@ pub async fn async_save(
     options: &SaveOptions,
     background: &MegatronBackgroundSaver,
 ) -> Result<PendingSave, MegatronError> {
-    let Ready { staged, writer, .. } = ready(state, storage, options, Some(background)).await?;
-    let staged = staged.ok_or(CheckpointError::Canceled)?;
+    let Ready { flat, staged, writer } = ready(state, storage, options, Some(background)).await?;
+    let staged = staged.map_or_else(|| StagedState::of(&flat), Ok)?;
     Ok(background.saver.start_staged(staged, writer))
 }
 
@@ -190,23 +191,21 @@ async fn agreed(
         }
     };
     let own = prepared.and_then(|prepared| options.own(prepared, storage, background.is_some()));
-    let (offer, own) = match own {
-        Ok(own) => (Ok(own.offer.clone()), Some(own)),
-        Err(error) => (Err(error), None),
-    };
-    let offers = agreement::offers(group, Phase::Plan, offer).await?;
+    let offer = own.map(|own| (own.offer.clone(), own));
+    let (offers, own) = agreement::offers(group, Phase::Plan, offer).await?;
     let found = offers.map(|offers| judge(&offers, options.validate));
     let verdict = agreement::verdict(group, Phase::Plan, found).await?;
     if let Some(error) = verdict.integrity {
         return Err(error.into());
     }
-    let own = own.ok_or(CheckpointError::Canceled)?;
     if !verdict.failures.is_empty() {
         return Err(match own.flat {
             Err(error) if group.context().world_size == 1 => error,
             _ => {
                 let failures = verdict.failures.into_iter();
-                let failures = failures.map(|(rank, text)| RankFailure::new(rank, text)).collect();
+                let failures = failures
+                    .map(|(rank, text)| RankFailure::new(rank, FailureKind::InvalidPlan, text));
+                let failures = failures.collect();
                 CheckpointError::Ranks { phase: Phase::Plan, failures }.into()
             }
         });
@@ -227,15 +226,12 @@ async fn claims_checked(
     prepared: Result<ToSave, MegatronError>,
     group: &Group,
 ) -> Result<ToSave, MegatronError> {
-    let (offer, prepared) = match prepared {
-        Ok(prepared) => (Ok(described(&prepared.sharded)), Some(prepared)),
-        Err(error) => (Err(error), None),
-    };
-    let offers = agreement::offers(group, Phase::Plan, offer).await?;
+    let offer = prepared.map(|prepared| (described(&prepared.sharded), prepared));
+    let (offers, prepared) = agreement::offers(group, Phase::Plan, offer).await?;
     let found = offers.map(|offers| Ok(problems(offers.iter().map(|offer| &**offer))?));
     match agreement::verdict(group, Phase::Plan, found).await? {
         Some(error) => Err(MegatronError::Integrity(error)),
-        None => Ok(prepared.ok_or(CheckpointError::Canceled)?),
+        None => Ok(prepared),
     }
 }
 

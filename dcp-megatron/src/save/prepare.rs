@@ -115,12 +115,8 @@ pub(crate) fn one_name(key: &str) -> PlanError {
 pub(crate) fn of(key: &str, error: PlanError) -> PlanError {
     let named = key.to_owned();
     match error {
-        PlanError::Unsupported { problem, .. } => PlanError::Unsupported { fqn: named, problem },
-        PlanError::OutOfBounds { shape, chunk, rank, .. } => {
-            PlanError::OutOfBounds { fqn: named, shape, chunk, rank }
-        }
-        PlanError::ShardMemory { region, expected, found, .. } => {
-            PlanError::ShardMemory { fqn: named, region, expected, found }
+        PlanError::Unsupported { problem, .. } | PlanError::InvalidTensor { problem } => {
+            PlanError::Unsupported { fqn: named, problem }
         }
         other => other,
     }

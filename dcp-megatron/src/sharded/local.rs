@@ -43,12 +43,8 @@ impl LocalTensor {
     pub fn narrow(&self, region: &Region) -> Result<Self, PlanError> {
         let whole = Region::full(self.shape.clone()).ok();
         if !whole.is_some_and(|whole| whole.contains(region)) {
-            return Err(PlanError::OutOfBounds {
-                fqn: String::new(),
-                shape: self.shape.to_string(),
-                chunk: region.to_string(),
-                rank: None,
-            });
+            let problem = format!("region {region} lies outside of shape {}", self.shape);
+            return Err(PlanError::InvalidTensor { problem });
         }
         let data = self.data.as_ref().map(|data| data.narrow(region)).transpose()?;
         Ok(Self { dtype: self.dtype, shape: region.sizes().clone(), data })
@@ -63,8 +59,7 @@ impl LocalTensor {
         let mut seen: Vec<usize> = axes.to_vec();
         seen.sort_unstable();
         if !seen.into_iter().eq(0..self.shape.ndim()) {
-            return Err(PlanError::Unsupported {
-                fqn: String::new(),
+            return Err(PlanError::InvalidTensor {
                 problem: format!("axes {axes:?} are no order of those of {}", self.shape),
             });
         }

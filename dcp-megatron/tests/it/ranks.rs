@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dcp_collectives::LocalCollective;
+use dcp_collectives::{LocalCollective, LocalGroup};
 use dcp_core::Collective;
 pub(crate) use dcp_testing::on_boxed_ranks;
 
@@ -25,7 +25,7 @@ pub(crate) struct Mesh {
 /// Runs `main` on `tp * dp` threads.
 pub(crate) fn on_mesh<T: Send>(tp: u32, dp: u32, main: impl Fn(Mesh) -> T + Sync) -> Vec<T> {
     let replicas: Vec<Mutex<Vec<Option<LocalCollective>>>> = (0..tp)
-        .map(|_| LocalCollective::builder(dp).deadline(PATIENT).build())
+        .map(|_| LocalGroup::new(dp).deadline(PATIENT).build())
         .map(|group| Mutex::new(group.into_iter().map(Some).collect()))
         .collect();
     on_boxed_ranks(tp * dp, |rank, world| {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dcp_collectives::LocalCollective;
+use dcp_collectives::LocalGroup;
 use dcp_conformance::CountingStorage;
 use dcp_core::{
     CheckpointError, Collective, DType, HostMemory, Key, Phase, Storage, TensorView, Value,
@@ -17,7 +17,7 @@ use crate::support::{block_on, put};
 
 /// A group of replicas, whose members do not wait long.
 fn replicas(n: u32) -> Vec<Arc<dyn Collective>> {
-    let group = LocalCollective::builder(n).deadline(Duration::from_secs(120)).build();
+    let group = LocalGroup::new(n).deadline(Duration::from_secs(120)).build();
     group.into_iter().map(|collective| Arc::new(collective) as _).collect()
 }
 

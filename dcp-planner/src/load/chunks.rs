@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use dcp_core::{PlanError, Region, TensorEntry, find_overlap};
 
-use crate::validate::unsupported;
+use crate::validate::invalid_index;
 
 /// Wanted regions from which on sorting the chunks pays.
 const WORTH_SORTING: usize = 3;
@@ -30,11 +30,11 @@ pub(super) struct Hit {
 impl Chunks {
     pub(super) fn new(fqn: &str, tensor: &TensorEntry, wanted: usize) -> Result<Self, PlanError> {
         if tensor.chunks.ndim() != tensor.shape.ndim() {
-            return Err(unsupported(fqn, "its chunks and its shape differ in axes"));
+            return Err(invalid_index(fqn, "its chunks and its shape differ in axes"));
         }
         let mut chunks = Vec::with_capacity(tensor.chunks.len());
         for (index, chunk) in tensor.chunks.iter().enumerate() {
-            let region = chunk.region().map_err(|error| unsupported(fqn, &error.to_string()))?;
+            let region = chunk.region().map_err(|error| invalid_index(fqn, &error.to_string()))?;
             if chunk.placement.is_some() && !region.is_empty() {
                 chunks.push((index, region));
             }
@@ -100,7 +100,7 @@ impl Chunks {
                     second: format!("{} (number {b})", self.shown(b)),
                 });
             }
-            Err(_) => return Err(unsupported(fqn, "its chunks are too irregular to be checked")),
+            Err(_) => return Err(invalid_index(fqn, "its chunks are too irregular to be checked")),
         }
         hits.sort_by_key(|hit| (hit.end, hit.chunk));
         Ok(hits)

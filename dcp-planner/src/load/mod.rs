@@ -10,7 +10,7 @@ use dcp_core::{
     PlanContext, PlanError, ReadItem, ReadKind, Region, StateIndex, TensorEntry,
 };
 
-use crate::validate::unsupported;
+use crate::validate::{invalid_index, unsupported};
 use chunks::Chunks;
 
 /// Plans loads: every element that is wanted here is read once, from whichever chunk holds it,
@@ -119,8 +119,8 @@ fn read_tensor(
     shards: &[Region],
     items: &mut Vec<ReadItem>,
 ) -> Result<u64, PlanError> {
-    let whole =
-        Region::full(tensor.shape.clone()).map_err(|error| unsupported(fqn, &error.to_string()))?;
+    let whole = Region::full(tensor.shape.clone())
+        .map_err(|error| invalid_index(fqn, &error.to_string()))?;
     if let Some(outside) = shards.iter().find(|shard| !whole.contains(shard)) {
         let problem = format!("shard {outside} lies outside of shape {}", tensor.shape);
         return Err(unsupported(fqn, &problem));
@@ -148,5 +148,6 @@ fn read_tensor(
 }
 
 fn index(fqn: &str, position: usize) -> Result<u32, PlanError> {
-    u32::try_from(position).map_err(|_| unsupported(fqn, "more than 2^32 entries or chunks"))
+    let problem = || format!("{fqn:?}: more than 2^32 entries or chunks");
+    u32::try_from(position).map_err(|_| PlanError::TooLarge { problem: problem() })
 }

@@ -11,7 +11,7 @@ use dcp_core::{
     ChunkRef, PlanError, PlanKey, Rank, SavePlan, StatePath, TensorSpec, WriteItem, checked_volume,
 };
 
-use crate::validate::{shown, unsupported};
+use crate::validate::shown;
 
 /// An item of a rank's offer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -57,11 +57,15 @@ pub(super) struct Chunk {
     pub(super) byte_len: u64,
 }
 
+fn too_large(problem: &str) -> PlanError {
+    PlanError::TooLarge { problem: problem.to_owned() }
+}
+
 /// Merges offers, given in rank order.
 pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
     let total = locals.iter().try_fold(0_usize, |sum, local| sum.checked_add(local.len()));
     let Some(total) = total.filter(|total| u32::try_from(*total).is_ok()) else {
-        return Err(unsupported("", "more than 2^32 items in one save"));
+        return Err(too_large("more than 2^32 items in one save"));
     };
     let mut merged = Merged {
         lens: locals.iter().map(SavePlan::len).collect(),
@@ -72,13 +76,13 @@ pub(super) fn merge(locals: &[SavePlan]) -> Result<Merged<'_>, PlanError> {
     let mut numbers = HashMap::new();
     let mut ids = Vec::new();
     for (rank, local) in locals.iter().enumerate() {
-        let rank = Rank::try_from(rank).map_err(|_| unsupported("", "too many ranks"))?;
+        let rank = Rank::try_from(rank).map_err(|_| too_large("more than 2^32 ranks"))?;
         merged.intern(rank, local, &mut ids, &mut numbers, &mut errors)?;
         for item in 0..local.len() {
             let found = local.item(item);
             let found = found.and_then(|found| Some((*ids.get(found.key_index)?, found)));
             let Some((id, found)) = found else {
-                return Err(unsupported("", "an item has more than 2^64 bytes"));
+                return Err(too_large("an item has more than 2^64 bytes"));
             };
             merged.item_keys.push(id);
             // Fewer than the total, which fits.
@@ -124,7 +128,7 @@ impl<'a> Merged<'a> {
                 Some(id) => id,
                 None => {
                     let id = u32::try_from(self.keys.len())
-                        .map_err(|_| unsupported(&key.fqn, "more than 2^32 names"))?;
+                        .map_err(|_| too_large("more than 2^32 names"))?;
                     numbers.insert(&key.fqn, id);
                     self.keys.push(MergedKey::new(key, rank));
                     id

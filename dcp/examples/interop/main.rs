@@ -28,13 +28,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
-use dcp::core::Entry;
-use dcp::formats::dcp::FileLayout;
+use dcp::core::{Access, Entry, StorageReader};
+use dcp::formats::dcp::{DcpReader, DcpWriter, FileLayout};
 use dcp::planner::set_at_path;
-use dcp::{
-    Access, Collective, DType, DcpReader, DcpWriter, LoadMode, Loader, Saver, StateDict, Storage,
-    StorageReader, Tensor, Value,
-};
+use dcp::{Checkpointer, Collective, DType, LoadMode, StateDict, Storage, Tensor, Value};
 use expected::Contents;
 use serde_json::Value as Json;
 
@@ -76,7 +73,7 @@ fn main() -> Result {
                 .into()),
         }
     };
-    dcp::blocking::run(work)?
+    dcp::block_on(work)?
 }
 
 fn storage(path: &str, access: Access) -> Result<Arc<dyn Storage>> {
@@ -104,8 +101,8 @@ async fn load(checkpoint: &str, group: &Arc<dyn Collective>) -> Result {
         state.insert(Arc::clone(fqn), target);
     }
 
-    let loader = Loader::new().group(Arc::clone(group)).mode(LoadMode::Exact);
-    loader.load(&mut state, &reader).await?;
+    let checkpointer = Checkpointer::new().group(Arc::clone(group));
+    checkpointer.load(&mut state, checkpoint).mode(LoadMode::Exact).await?;
     expected.compare(&state)
 }
 
@@ -127,15 +124,16 @@ async fn save(
         let value = expected::value_of(object.get("value").unwrap_or(&Json::Null))?;
         set_at_path(&mut state, &expected::path(&object)?, value)?;
     }
-    let writer = DcpWriter::builder(storage(checkpoint, Access::Write)?);
-    let writer = match files {
-        "plain" => writer.build(),
-        "by-size" => {
-            writer.files(FileLayout::SplitBySize(NonZeroUsize::MIN.saturating_add(2))).build()
-        }
+    let layout = match files {
+        "plain" => FileLayout::default(),
+        "by-size" => FileLayout::SplitBySize(NonZeroUsize::MIN.saturating_add(2)),
         other => return Err(format!("unknown way to save: {other}").into()),
     };
-    Saver::new().group(Arc::clone(group)).save(&state, &writer).await?;
+    Checkpointer::new()
+        .group(Arc::clone(group))
+        .writer(move |storage| DcpWriter::builder(storage).files(layout).build())
+        .save(&state, checkpoint)
+        .await?;
     Ok(())
 }
 
@@ -183,8 +181,8 @@ async fn rewrite(from: &str, to: &str, group: &Arc<dyn Collective>) -> Result {
         };
         state.insert(Arc::clone(fqn), target);
     }
-    Loader::new().group(Arc::clone(group)).load(&mut state, &reader).await?;
-    let writer = DcpWriter::new(storage(to, Access::Write)?);
-    Saver::new().group(Arc::clone(group)).save(&state, &writer).await?;
+    let checkpointer = Checkpointer::new().group(Arc::clone(group));
+    checkpointer.load(&mut state, from).await?;
+    checkpointer.save(&state, to).await?;
     Ok(())
 }

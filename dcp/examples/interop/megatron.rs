@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use compare::{compare, compare_common};
 use dcp::convert::{TensorReader, read_object};
+use dcp::core::Access;
 use dcp::megatron::disk::COMMON_STATE;
 use dcp::megatron::parallel::{ParallelReader, ParallelSave};
 use dcp::megatron::sharded::ObjectKey;
@@ -17,7 +18,7 @@ use dcp::megatron::{
     LoadOptions, MegatronCheckpoint, MegatronForm, OpenOptions, SaveOptions, StrictHandling, load,
     save,
 };
-use dcp::{Access, Collective, Region, Value};
+use dcp::{Collective, Region, Value};
 use description::{Description, Spec};
 use part::Place;
 

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 
 use dcp::core::StateDict;
+use dcp::core::{Access, StorageReader};
+use dcp::engine::{Loader, Saver};
+use dcp::formats::dcp::DcpReader;
 use dcp::formats::metadata::Profile;
 use dcp::olmo::{
     LoadOptions, OptimizerLayout, SaveOptions, load_keys, load_model_and_optim_state,
     save_model_and_optim_state, with_layout,
 };
-use dcp::{Access, Collective, DcpReader, Loader, Saver, StorageReader, Value};
+use dcp::{Collective, Value};
 use futures_util::TryStreamExt;
 
 use crate::{Result, storage};

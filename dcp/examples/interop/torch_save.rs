@@ -5,14 +5,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp::core::{Access, StorageReader};
 use dcp::core::{
     CheckpointError, DataSource, Encoding, Entry, Key, Layout, Payload, Placement, PlanError,
 };
+use dcp::engine::Loader;
 use dcp::formats::torch_save::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSaveReader, write,
 };
 use dcp::formats::torch_zip::RecordSet;
-use dcp::{Access, Collective, DType, Loader, StateDict, StorageReader, Tensor, Value};
+use dcp::{Collective, DType, StateDict, Tensor, Value};
 
 use crate::Result;
 

@@ -5,13 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use dcp::collectives::LocalGroup;
+use dcp::core::{Key, StorageReader};
 use dcp::engine::BroadcastReader;
 use dcp::formats::safetensors::{Header, PREFIX_LEN, TensorInfo, header_len};
 use dcp::formats::torch_save::TorchSaveReader;
-use dcp::{
-    Access, Collective, DType, Key, Loader, LocalCollective, Region, StateDict, StorageReader,
-    Tensor, Value,
-};
+use dcp::{Checkpointer, Collective, DType, Region, StateDict, Tensor, Value};
 
 const RANKS: u64 = 4;
 
@@ -49,7 +48,7 @@ fn a_torch_save_file_is_loaded_straight_into_a_sharded_state_dict() {
     let (head, data) = expected.split_at(usize::try_from(PREFIX_LEN + len).unwrap());
     let header = Header::parse(&head[8..], data.len() as u64).unwrap();
     for file in ["zip.pt", "legacy.pt"] {
-        let group = LocalCollective::builder(4).deadline(Duration::from_secs(120)).build();
+        let group = LocalGroup::new(4).deadline(Duration::from_secs(120)).build();
         let ranks = group.into_iter().map(|member| {
             let group: Arc<dyn Collective> = Arc::new(member);
             let header = &header;
@@ -63,15 +62,16 @@ fn a_torch_save_file_is_loaded_straight_into_a_sharded_state_dict() {
                 }
                 state.insert("epoch", Value::None);
                 state.insert("optim.param_groups.0.betas", Value::None);
-                let inner = (rank == 1).then(|| {
-                    let folder = fixture().display().to_string();
-                    let storage = dcp::default_storages().open(&folder, Access::Read);
-                    let key = Key::new(file).unwrap();
-                    Arc::new(TorchSaveReader::new(storage.unwrap(), key)) as Arc<dyn StorageReader>
+                let members = Arc::clone(&group);
+                let checkpointer = Checkpointer::new().group(group).reader(move |storage| {
+                    let inner = (rank == 1).then(|| {
+                        let key = Key::new(file).unwrap();
+                        Arc::new(TorchSaveReader::new(storage, key)) as Arc<dyn StorageReader>
+                    });
+                    BroadcastReader::new(inner, Arc::clone(&members), 1)
                 });
-                let reader = BroadcastReader::new(inner, Arc::clone(&group), 1);
-                let loader = Loader::new().group(group);
-                dcp::blocking::run(loader.load(&mut state, &reader)).unwrap().unwrap();
+                let folder = fixture().display().to_string();
+                checkpointer.load(&mut state, folder).blocking().unwrap();
                 for (fqn, info) in header.tensors() {
                     let tensor = state.get(fqn).unwrap().as_tensor().unwrap();
                     let shard = &tensor.shards()[0];

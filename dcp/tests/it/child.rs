@@ -3,10 +3,11 @@
 use std::io::Write as _;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
-use dcp::{Access, DcpWriter, Saver, Storage, StorageWriter};
+use dcp::{Checkpointer, Storage};
 use dcp_conformance::StallStorage;
 
 use crate::state::state;
@@ -64,14 +65,10 @@ pub(crate) fn stopping(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
     Arc::new(stalled)
 }
 
-fn writer(place: &str, stops: bool) -> Arc<dyn StorageWriter> {
-    let storage = dcp::default_storages().open(place, Access::Write).unwrap();
-    Arc::new(DcpWriter::new(if stops { stopping(storage) } else { storage }))
-}
-
 fn save_once(place: &str) {
-    let saver = Saver::new();
-    dcp::blocking::save_with(&saver, &state(STEP, 0, 1), &writer(place, true)).unwrap();
+    let storages = dcp::default_storages().with_layer(|storage, _| stopping(storage));
+    let checkpointer = Checkpointer::new().storages(storages);
+    checkpointer.save(&state(STEP, 0, 1), place).blocking().unwrap();
     say("saved");
 }
 
@@ -79,10 +76,14 @@ fn save_as_a_rank(place: &str) {
     let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(120));
     let group = Arc::new(config.connect().unwrap());
     let (rank, world) = (dcp::Collective::rank(&*group), dcp::Collective::world_size(&*group));
-    let saver = Saver::new().group(group);
+    let opened = AtomicU8::new(0);
+    let storages = dcp::default_storages().with_layer(move |storage, _| {
+        let step = opened.fetch_add(1, Ordering::Relaxed) + 1;
+        if step == STEP { stopping(storage) } else { storage }
+    });
+    let checkpointer = Checkpointer::new().group(group).storages(storages);
     for step in 1.. {
-        let writer = writer(place, step == STEP);
-        match dcp::blocking::save_with(&saver, &state(step, rank, world), &writer) {
+        match checkpointer.save(&state(step, rank, world), place).blocking() {
             Ok(_) => say(&format!("saved {step}")),
             Err(error) => return say(&format!("error {}", dcp::core::error_chain(&error))),
         }

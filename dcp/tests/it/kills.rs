@@ -19,7 +19,7 @@ fn killed_before(operation: u64, place: &str) -> bool {
 }
 
 fn saves_again(place: &str) {
-    dcp::blocking::save(&state(7, 0, 1), place).unwrap();
+    dcp::save(&state(7, 0, 1), place).blocking().unwrap();
     assert_eq!(load(place).unwrap(), 7);
     let names = std::fs::read_dir(place).unwrap().map(|file| file.unwrap().file_name());
     let names: Vec<_> = names.collect();
@@ -58,7 +58,7 @@ fn an_overwrite_that_is_killed_at_any_operation_leaves_the_old_or_the_new_checkp
     for operation in 1.. {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("run").display().to_string();
-        dcp::blocking::save(&state(1, 0, 1), &place).unwrap();
+        dcp::save(&state(1, 0, 1), &place).blocking().unwrap();
         let killed = killed_before(operation, &place);
         let step = load(&place).unwrap();
         assert!(step == loaded || step == STEP, "{step} at operation {operation}");

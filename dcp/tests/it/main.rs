@@ -11,5 +11,7 @@ mod mapping;
 #[cfg(feature = "megatron")]
 mod megatron;
 mod ranks;
+mod sockets;
 #[path = "../support/state.rs"]
 mod state;
+mod urls;

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
 use dcp::convert::JobOptions;
+use dcp::core::Access;
 use dcp::megatron::disk::METADATA_JSON;
 use dcp::megatron::sharded::{LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor};
 use dcp::megatron::{
     LoadOptions, MegatronRun, SaveOptions, Tracked, load, save, verify, write_tracker,
 };
-use dcp::{Access, DType, Storage, Tensor, Value};
+use dcp::{DType, Storage, Tensor, Value};
 
 use crate::child::{STEP, STOP, say, stopping};
 use crate::ranks::killed_before;

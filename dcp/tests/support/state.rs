@@ -47,6 +47,6 @@ pub(crate) fn step_of(state: &StateDict) -> u8 {
 /// Loads on this process alone.
 pub(crate) fn load(url: &str) -> Result<u8, dcp::CheckpointError> {
     let mut state = blank(0, 1);
-    dcp::blocking::load(&mut state, url)?;
+    dcp::load(&mut state, url).blocking()?;
     Ok(step_of(&state))
 }

@@ -1,0 +1,82 @@
+//! Futures for callers without a runtime.
+
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+use dcp_core::{CheckpointError, StorageError, StorageOp};
+use tokio::runtime::{Builder, Handle, Runtime};
+
+/// Threads of the runtime that all blocking calls share. They drive sockets and timers; a future
+/// itself runs on the thread of its caller.
+const THREADS: usize = 2;
+
+static SHARED: Mutex<Option<Runtime>> = Mutex::new(None);
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Runs a future to its end, on this thread.
+///
+/// All calls share one tokio runtime with I/O and timers, on threads of its own, which lasts until
+/// the process ends. A connection that a storage or a collective opens in one call is therefore
+/// alive in the next one. On Unix, call it after a `fork`, not before.
+///
+/// It works on threads of another tokio runtime, too. There it holds up the thread, so prefer
+/// `.await`, or call it within `tokio::task::spawn_blocking`.
+///
+/// ```
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let folder = tempfile::tempdir()?;
+/// # let url = folder.path().join("step_1").display().to_string();
+/// # dcp::save(&dcp::StateDict::new(), &url).blocking()?;
+/// let storage = dcp::default_storages().open(&url, dcp::core::Access::Read)?;
+/// let metadata = dcp::core::Key::new(".metadata")?;
+/// assert!(dcp::block_on(storage.stat(&metadata))??.byte_len > 0);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+///
+/// When the threads of the runtime cannot be started.
+pub fn block_on<F: Future>(future: F) -> Result<F::Output, CheckpointError> {
+    let handle = handle()?;
+    let _entered = handle.enter();
+    // Within a task of another runtime, the task's budget would run out and never be renewed.
+    let mut future = pin!(tokio::task::unconstrained(future));
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut context = Context::from_waker(&waker);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(output) => return Ok(output),
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+fn handle() -> Result<Handle, CheckpointError> {
+    let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(runtime) = &*shared {
+        return Ok(runtime.handle().clone());
+    }
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .thread_name("dcp-blocking")
+        .enable_all()
+        .build()
+        .map_err(|error| StorageError::from_io(StorageOp::Open, None, error))?;
+    let handle = runtime.handle().clone();
+    *shared = Some(runtime);
+    Ok(handle)
+}

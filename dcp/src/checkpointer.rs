@@ -1,0 +1,345 @@
+//! Saves and loads in a group, from URLs.
+
+use std::fmt;
+use std::future::IntoFuture;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use dcp_core::{
+    Access, CheckpointError, Collective, LoadPlanner, Rank, SavePlanner, StateDict, Stateful,
+    Storage, StorageReader, StorageRegistry, StorageWriter,
+};
+use dcp_engine::{
+    BackgroundSaver, Casts, LoadMode, LoadSummary, Loader, PendingSave, SaveSummary, Saver,
+};
+use dcp_formats::dcp::{DcpReader, DcpWriter};
+use dcp_planner::FlattenRule;
+
+type MakeWriter = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageWriter> + Send + Sync;
+type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sync;
+
+/// How a trainer saves and loads: its group of ranks, storages, planners and casts.
+///
+/// Every rank makes one with the same settings and keeps it for the whole run. It remembers the
+/// plan of the last save: while no rank's structure changes, a save exchanges a few bytes per rank
+/// instead of plans. Clones share what is remembered.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use dcp::collectives::LocalGroup;
+/// use dcp::{Checkpointer, Collective, DType, Region, StateDict, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let folder = tempfile::tempdir()?;
+/// # let run = folder.path().join("run").display().to_string();
+/// // Two ranks as threads; processes use `TcpConfig::from_env()?.connect()?`.
+/// let results = LocalGroup::new(2).run(|group| {
+///     let rows = Region::new([u64::from(group.rank()) * 2, 0], [2, 8])?;
+///     let mut state = StateDict::new();
+///     state.insert("weight", Tensor::zeros_sharded(DType::Float32, [4, 8], [rows])?);
+///
+///     let checkpointer = Checkpointer::new().group(Arc::new(group)).cast(DType::BFloat16);
+///     for step in 1..=3 {
+///         let saved = checkpointer.save(&state, format!("{run}/step_{step}")).blocking()?;
+///         assert_eq!(saved.reused_plan, step > 1);
+///     }
+///     Ok::<_, dcp::CheckpointError>(())
+/// });
+/// # results.into_iter().collect::<Result<Vec<_>, _>>()?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// One operation at a time uses the group. An operation that begins while background saves are
+/// under way waits for them. Give it a group that training does not use meanwhile.
+#[derive(Clone)]
+pub struct Checkpointer {
+    storages: StorageRegistry,
+    saver: Saver,
+    loader: Loader,
+    background: BackgroundSaver,
+    writer: Arc<MakeWriter>,
+    reader: Arc<MakeReader>,
+}
+
+impl Default for Checkpointer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Checkpointer {
+    /// Saves and loads in this process alone, in PyTorch's format, at the URLs of
+    /// [`default_storages`](crate::default_storages).
+    #[must_use]
+    pub fn new() -> Self {
+        let saver = Saver::new();
+        Self {
+            storages: crate::default_storages(),
+            background: BackgroundSaver::new(saver.clone()),
+            saver,
+            loader: Loader::new(),
+            writer: Arc::new(|storage| Arc::new(DcpWriter::new(storage))),
+            reader: Arc::new(|storage| Arc::new(DcpReader::new(storage))),
+        }
+    }
+
+    /// Saves and loads together with the other ranks of `group`.
+    #[must_use]
+    #[doc(alias = "process_group")]
+    pub fn group(self, group: Arc<dyn Collective>) -> Self {
+        let loader = self.loader.clone().group(Arc::clone(&group));
+        let saver = self.saver.clone().group(group);
+        Self { loader, ..self.with_saver(saver) }
+    }
+
+    /// The rank that merges plans and commits; 0 by default.
+    #[must_use]
+    #[doc(alias = "coordinator_rank")]
+    pub fn coordinator(self, rank: Rank) -> Self {
+        let loader = self.loader.clone().coordinator(rank);
+        let saver = self.saver.clone().coordinator(rank);
+        Self { loader, ..self.with_saver(saver) }
+    }
+
+    /// The storages that serve URLs; those of [`default_storages`](crate::default_storages) by
+    /// default.
+    #[must_use]
+    pub fn storages(self, storages: StorageRegistry) -> Self {
+        Self { storages, ..self }
+    }
+
+    /// Plans saves with another policy.
+    #[must_use]
+    pub fn save_planner(self, planner: Arc<dyn SavePlanner>) -> Self {
+        let saver = self.saver.clone().planner(planner);
+        self.with_saver(saver)
+    }
+
+    /// Plans loads with another policy.
+    #[must_use]
+    pub fn load_planner(self, planner: Arc<dyn LoadPlanner>) -> Self {
+        Self { loader: self.loader.planner(planner), ..self }
+    }
+
+    /// Saves tensors in another dtype than they have in memory: a dtype for all wide floats, or
+    /// [`Casts`] with filters. [`SaveSummary::cast`] counts what was lost.
+    #[must_use]
+    pub fn cast(self, casts: impl Into<Casts>) -> Self {
+        let saver = self.saver.clone().cast(casts);
+        self.with_saver(saver)
+    }
+
+    /// Flattens nested state by this rule. By default saves use PyTorch's since 2.4, and loads the
+    /// one by which the checkpoint was saved.
+    #[must_use]
+    pub fn flatten_rule(self, rule: FlattenRule) -> Self {
+        let loader = self.loader.clone().flatten_rule(rule);
+        let saver = self.saver.clone().flatten_rule(rule);
+        Self { loader, ..self.with_saver(saver) }
+    }
+
+    /// Whether plans are remembered between saves; they are by default.
+    #[must_use]
+    pub fn remember_plans(self, remember: bool) -> Self {
+        let saver = self.saver.clone().remember_plans(remember);
+        self.with_saver(saver)
+    }
+
+    /// Writes through another [`StorageWriter`], such as a `DcpWriter` with options or one of
+    /// another format.
+    ///
+    /// ```
+    /// use std::num::NonZeroUsize;
+    ///
+    /// use dcp::Checkpointer;
+    /// use dcp::formats::dcp::{DcpWriter, FileLayout};
+    ///
+    /// let four = FileLayout::SplitBySize(NonZeroUsize::new(4).unwrap());
+    /// let checkpointer =
+    ///     Checkpointer::new().writer(move |storage| DcpWriter::builder(storage).files(four).build());
+    /// # drop(checkpointer);
+    /// ```
+    #[must_use]
+    #[doc(alias = "storage_writer")]
+    pub fn writer<W, F>(mut self, make: F) -> Self
+    where
+        W: StorageWriter + 'static,
+        F: Fn(Arc<dyn Storage>) -> W + Send + Sync + 'static,
+    {
+        self.writer = Arc::new(move |storage| Arc::new(make(storage)));
+        self
+    }
+
+    /// Reads through another [`StorageReader`], such as a
+    /// [`ParallelReader`](dcp_engine::ParallelReader) that shares reads among replicas.
+    #[must_use]
+    #[doc(alias = "storage_reader")]
+    pub fn reader<R, F>(mut self, make: F) -> Self
+    where
+        R: StorageReader + 'static,
+        F: Fn(Arc<dyn Storage>) -> R + Send + Sync + 'static,
+    {
+        self.reader = Arc::new(move |storage| Arc::new(make(storage)));
+        self
+    }
+
+    /// A save of `state` to `url`, which every rank calls with its own state.
+    ///
+    /// The state is taken now, and its tensors share their memory: they are read while the save
+    /// runs, unless it is a [background](Save::background) save.
+    pub fn save<S: Stateful + ?Sized>(&self, state: &S, url: impl Into<String>) -> Save {
+        Save { with: self.clone(), state: state.state_dict(), url: url.into() }
+    }
+
+    /// A load of `url` into `state`, which every rank calls with its own state, in whatever
+    /// layout: tensors in place, objects by replacing them.
+    pub fn load<'a, S: Stateful + Send + ?Sized>(
+        &self,
+        state: &'a mut S,
+        url: impl Into<String>,
+    ) -> Load<'a, S> {
+        Load { with: self.clone(), state, url: url.into(), mode: LoadMode::default() }
+    }
+
+    /// What was remembered under other settings is of no use under these.
+    fn with_saver(self, saver: Saver) -> Self {
+        Self { background: BackgroundSaver::new(saver.clone()), saver, ..self }
+    }
+}
+
+impl fmt::Debug for Checkpointer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Checkpointer")
+            .field("storages", &self.storages)
+            .field("saver", &self.saver)
+            .field("loader", &self.loader)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A save that runs when it is awaited, with [`blocking`](Self::blocking), or with
+/// [`background`](Self::background); from [`save`](crate::save) or [`Checkpointer::save`].
+///
+/// After an error the place holds what it held before; see [`Saver::save`]. In a group, every rank
+/// returns the same error, also when one rank has no state or cannot open the storage.
+#[derive(Debug)]
+#[must_use = "a save does nothing until it is awaited"]
+pub struct Save {
+    with: Checkpointer,
+    state: Result<StateDict, CheckpointError>,
+    url: String,
+}
+
+impl Save {
+    /// Saves on this thread, without a runtime; see [`block_on`](crate::block_on).
+    ///
+    /// # Errors
+    ///
+    /// As [`Saver::save`], and when the storage of the URL cannot be opened.
+    #[cfg(feature = "blocking")]
+    pub fn blocking(self) -> Result<SaveSummary, CheckpointError> {
+        crate::block_on(self.into_future())?
+    }
+
+    /// Copies the state, then saves the copy on another thread while training goes on.
+    ///
+    /// Saves of one [`Checkpointer`] happen one after the other, in the order of the calls. None is
+    /// lost silently: dropping the last owner waits for them, and an error that nobody waited for
+    /// is returned by the next call.
+    ///
+    /// # Errors
+    ///
+    /// When the state cannot be copied, or an earlier background save failed and nobody waited for
+    /// it. What fails later is returned by [`PendingSave::wait`].
+    #[doc(alias = "async_save")]
+    pub fn background(self) -> Result<PendingSave, CheckpointError> {
+        let Self { with, state, url } = self;
+        match state.and_then(|state| Ok((state, with.open_writer(&url)?))) {
+            Ok((state, writer)) => with.background.start(&state, writer),
+            Err(error) => Ok(with.background.fail(error)),
+        }
+    }
+}
+
+impl IntoFuture for Save {
+    type Output = Result<SaveSummary, CheckpointError>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        let Self { with, state, url } = self;
+        Box::pin(async move {
+            with.background.settled().await;
+            match state.and_then(|state| Ok((state, with.open_writer(&url)?))) {
+                Ok((state, writer)) => with.saver.save(&state, &*writer).await,
+                Err(error) => Err(with.saver.fail(error).await),
+            }
+        })
+    }
+}
+
+/// A load that runs when it is awaited, or with [`blocking`](Self::blocking); from
+/// [`load`](crate::load) or [`Checkpointer::load`].
+///
+/// Nothing is changed before every rank has found that the checkpoint fits; see [`Loader::load`].
+/// In a group, every rank returns the same error, but for one of
+/// [`load_state_dict`](Stateful::load_state_dict), which comes last.
+#[derive(Debug)]
+#[must_use = "a load does nothing until it is awaited"]
+pub struct Load<'a, S: ?Sized> {
+    with: Checkpointer,
+    state: &'a mut S,
+    url: String,
+    mode: LoadMode,
+}
+
+impl<S: Stateful + Send + ?Sized> Load<'_, S> {
+    /// How closely the checkpoint must fit the state; by default [`LoadMode::Strict`].
+    pub fn mode(mut self, mode: LoadMode) -> Self {
+        self.mode = mode;
+        self
+    }
+
+    /// Loads on this thread, without a runtime; see [`block_on`](crate::block_on).
+    ///
+    /// # Errors
+    ///
+    /// As [`Loader::load`], and when the storage of the URL cannot be opened.
+    #[cfg(feature = "blocking")]
+    pub fn blocking(self) -> Result<LoadSummary, CheckpointError> {
+        crate::block_on(self.into_future())?
+    }
+}
+
+impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
+    type Output = Result<LoadSummary, CheckpointError>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send + 'a>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        let Self { with, state, url, mode } = self;
+        let dict = state.state_dict();
+        Box::pin(async move {
+            with.background.settled().await;
+            let loader = with.loader.clone().mode(mode);
+            match dict.and_then(|dict| Ok((dict, with.open_reader(&url)?))) {
+                Ok((mut dict, reader)) => {
+                    let summary = loader.load(&mut dict, &*reader).await?;
+                    state.load_state_dict(dict)?;
+                    Ok(summary)
+                }
+                Err(error) => Err(loader.fail(error).await),
+            }
+        })
+    }
+}
+
+impl Checkpointer {
+    fn open_writer(&self, url: &str) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
+        Ok((self.writer)(self.storages.open(url, Access::Write)?))
+    }
+
+    fn open_reader(&self, url: &str) -> Result<Arc<dyn StorageReader>, CheckpointError> {
+        Ok((self.reader)(self.storages.open(url, Access::Read)?))
+    }
+}

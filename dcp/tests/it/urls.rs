@@ -1,0 +1,147 @@
+//! One chain from a URL, with schemes and settings of the caller's own, in a group.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dcp::collectives::LocalGroup;
+use dcp::core::error::FailureKind;
+use dcp::core::{StorageErrorKind, StorageOp};
+use dcp::{AppState, CheckpointError, Checkpointer, Collective, DType, StateDict, Stateful};
+use dcp_conformance::{FaultStorage, MemoryStorage};
+
+use crate::state::{blank, state, step_of};
+
+/// A checkpointer with the scheme `mem`, whose storage is gone for `broken` ranks.
+fn checkpointer(storage: &MemoryStorage, broken: bool) -> Checkpointer {
+    let mut storages = dcp::default_storages();
+    let storage = storage.clone();
+    storages.register("mem", move |url, _| {
+        if broken {
+            let full = dcp::core::StorageError::new(StorageErrorKind::Full, StorageOp::Open, None);
+            return Err(full.with_message(url));
+        }
+        Ok(Arc::new(storage.clone()))
+    });
+    Checkpointer::new().storages(storages)
+}
+
+fn on_ranks<T: Send>(n: u32, main: impl Fn(Arc<dyn Collective>) -> T + Sync) -> Vec<T> {
+    let group = LocalGroup::new(n).deadline(Duration::from_secs(120)).build();
+    std::thread::scope(|scope| {
+        let start = |member| scope.spawn(|| main(Arc::new(member)));
+        let threads: Vec<_> = group.into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_scheme_of_the_caller_serves_saves_loads_and_background_saves() {
+    let storage = MemoryStorage::new();
+    on_ranks(3, |group| {
+        let (rank, world) = (group.rank(), group.world_size());
+        let checkpointer = checkpointer(&storage, false).group(group);
+        let plain = checkpointer.save(&state(1, rank, world), "mem://run").blocking().unwrap();
+        assert!(!plain.reused_plan);
+        let saving = checkpointer.save(&state(2, rank, world), "mem://run").background().unwrap();
+        // It waits for the save, with which it shares the group.
+        let mut loaded = blank(rank, world);
+        checkpointer.load(&mut loaded, "mem://run").blocking().unwrap();
+        assert_eq!(step_of(&loaded), 2);
+        assert!(dcp::block_on(saving.wait()).unwrap().unwrap().reused_plan);
+    });
+    #[cfg(feature = "checkpoint")]
+    {
+        let opener = dcp::Opener::new(checkpointer_storages(&storage));
+        dcp::block_on(opener.open("mem://run")).unwrap().unwrap();
+    }
+}
+
+/// The rank that cannot open its storage must not leave the others waiting.
+#[test]
+fn a_storage_that_does_not_open_on_one_rank_fails_every_entry_point_on_all_ranks() {
+    let storage = MemoryStorage::new();
+    let healthy = checkpointer(&storage, false);
+    healthy.save(&state(1, 0, 1), "mem://run").blocking().unwrap();
+    let results = on_ranks(3, |group| {
+        let (rank, world) = (group.rank(), group.world_size());
+        let checkpointer = checkpointer(&storage, rank == 2).group(group);
+        let save = || checkpointer.save(&state(2, rank, world), "mem://run");
+        let mut loaded = blank(rank, world);
+        [
+            save().blocking().unwrap_err(),
+            checkpointer.load(&mut loaded, "mem://run").blocking().unwrap_err(),
+            save().background().and_then(|save| dcp::block_on(save.wait())?).unwrap_err(),
+        ]
+    });
+    for error in results.into_iter().flatten() {
+        let CheckpointError::Ranks { failures, .. } = &error else { panic!("{error}") };
+        let kind = FailureKind::Storage(StorageErrorKind::Full);
+        assert_eq!((failures.len(), failures[0].rank, failures[0].kind), (1, 2, kind));
+        assert_eq!((error.kind(), error.is_retryable()), (kind, false));
+    }
+}
+
+#[test]
+fn a_disk_that_fills_up_on_one_rank_is_a_full_disk_on_every_rank() {
+    let storage = MemoryStorage::new();
+    let kinds = on_ranks(3, |group| {
+        let (rank, world) = (group.rank(), group.world_size());
+        let mut storages = checkpointer_storages(&storage);
+        if rank == 1 {
+            storages =
+                storages.with_layer(|inner, _| Arc::new(FaultStorage::new(inner).full_after(0)));
+        }
+        let checkpointer = Checkpointer::new().group(group).storages(storages);
+        checkpointer.save(&state(2, rank, world), "mem://run").blocking().unwrap_err().kind()
+    });
+    assert_eq!(kinds, [FailureKind::Storage(StorageErrorKind::Full); 3]);
+}
+
+fn checkpointer_storages(storage: &MemoryStorage) -> dcp::StorageRegistry {
+    let mut storages = dcp::StorageRegistry::empty();
+    let storage = storage.clone();
+    storages.register("mem", move |_, _| Ok(Arc::new(storage.clone())));
+    storages
+}
+
+struct Optimizer(i64);
+
+impl Stateful for Optimizer {
+    fn state_dict(&self) -> Result<StateDict, CheckpointError> {
+        if self.0 < 0 {
+            return Err(CheckpointError::Plugin("the optimizer has no state yet".into()));
+        }
+        Ok(StateDict::from([("lr", dcp::Value::Int(self.0))]))
+    }
+
+    fn load_state_dict(&mut self, state: StateDict) -> Result<(), CheckpointError> {
+        self.0 = state.get("lr").and_then(dcp::Value::as_int).unwrap_or(-1);
+        Ok(())
+    }
+}
+
+#[test]
+fn parts_of_an_application_are_saved_and_loaded_by_name() {
+    let storage = MemoryStorage::new();
+    let checkpointer = checkpointer(&storage, false).cast(DType::BFloat16);
+    let (mut model, mut optimizer) = (state(3, 0, 1), Optimizer(7));
+    let app = AppState::new().with("model", &mut model).with("optimizer", &mut optimizer);
+    checkpointer.save(&app, "mem://app").blocking().unwrap();
+    let (mut model, mut optimizer) = (blank(0, 1), Optimizer(0));
+    let mut app = AppState::new().with("model", &mut model).with("optimizer", &mut optimizer);
+    checkpointer.load(&mut app, "mem://app").blocking().unwrap();
+    assert_eq!((step_of(&model), optimizer.0), (3, 7));
+}
+
+#[test]
+fn a_part_without_a_state_fails_the_save_on_all_ranks() {
+    let storage = MemoryStorage::new();
+    let errors = on_ranks(2, |group| {
+        let optimizer = Optimizer(i64::from(group.rank()) - 1);
+        let checkpointer = checkpointer(&storage, false).group(group);
+        checkpointer.save(&optimizer, "mem://run").blocking().unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("rank 0: the optimizer has no state yet"), "{error}");
+    }
+}

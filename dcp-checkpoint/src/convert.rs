@@ -1,7 +1,7 @@
 //! Writing a checkpoint in another format.
 
 use dcp_convert::view::{DequantizeOptions, Dequantized};
-use dcp_convert::{JobOptions, Source, WriteReport};
+use dcp_convert::{ConversionReport, JobOptions, Source};
 use dcp_mapping::MappingReport;
 use dcp_olmo::{OptimizerLayout, source_with_layout};
 use serde::Serialize;
@@ -72,7 +72,7 @@ pub struct Conversion<'a> {
 pub struct Written {
     /// What was written, or would be.
     #[serde(flatten)]
-    pub report: WriteReport,
+    pub report: ConversionReport,
     /// What the mapping between names did, if one was applied.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mapping: Option<MappingReport>,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use dcp_convert::{
-    CastOptions, JobOptions, Source, WriteReport, is_exact, unmatched_patterns, view,
+    CastOptions, ConversionReport, JobOptions, Source, is_exact, unmatched_patterns, view,
 };
 use dcp_core::{DType, Value};
 use dcp_formats::dcp::DcpWriter;
@@ -239,7 +239,7 @@ impl Destination {
         checkpoint: &Checkpoint,
         how: SourceFacts,
         job: &JobOptions,
-    ) -> Result<WriteReport, Error> {
+    ) -> Result<ConversionReport, Error> {
         let (source, cast, unmatched) = self.cast(source, job).await?;
         let source = &source;
         let options = self.target_options(job);

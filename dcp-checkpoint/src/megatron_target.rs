@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{JobOptions, Selection, Source, StatePart, WriteReport, read_object};
+use dcp_convert::{ConversionReport, JobOptions, Selection, Source, StatePart, read_object};
 use dcp_core::{Storage, Value};
 use dcp_megatron::disk::COMMON_STATE;
 use dcp_megatron::jobs::to_torch_dist;
@@ -149,7 +149,7 @@ impl MegatronTarget {
         (layout, common): (ParallelLayout, Option<Value>),
         overwrite: bool,
         job: &JobOptions,
-    ) -> Result<WriteReport, Error> {
+    ) -> Result<ConversionReport, Error> {
         let mut writer = MegatronWriter::builder(storage)
             .form(self.form.unwrap_or(MegatronForm::CommonFile))
             .integrity(self.integrity)

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp_convert::{ConvertError, JobOptions, Source, WriteReport};
+use dcp_convert::{ConversionReport, ConvertError, JobOptions, Source};
 use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
 use dcp_formats::hf::{HfLayout, config_without_quantization, names_scales};
 
@@ -117,7 +117,7 @@ pub(crate) async fn write(
     max_shard_bytes: u64,
     overwrite: bool,
     job: &JobOptions,
-) -> Result<WriteReport, Error> {
+) -> Result<ConversionReport, Error> {
     if !source.metadata().await?.iter().any(|(fqn, _)| names_scales(fqn)) {
         say_plain(&mut files)?;
     }

@@ -16,7 +16,7 @@ pub struct JobOptions {
     /// Reads in flight.
     pub parallelism: usize,
     /// Receives the job's progress.
-    pub progress: Option<Arc<dyn Progress>>,
+    pub progress: Option<Arc<dyn JobProgress>>,
     /// Whether a writing job stops before the first byte of data. It still reads the index and
     /// refuses what a real run refuses.
     pub dry_run: bool,
@@ -59,7 +59,7 @@ impl JobOptions {
 
     /// Sets the receiver of progress.
     #[must_use]
-    pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
+    pub fn with_progress(mut self, progress: Arc<dyn JobProgress>) -> Self {
         self.progress = Some(progress);
         self
     }
@@ -117,7 +117,7 @@ impl fmt::Debug for JobOptions {
 }
 
 /// Receives a job's progress. Calls come from any thread and must not block.
-pub trait Progress: Send + Sync {
+pub trait JobProgress: Send + Sync {
     /// The job starts and will process `total_bytes`.
     fn start(&self, total_bytes: u64);
 

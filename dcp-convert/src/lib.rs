@@ -40,7 +40,7 @@ pub use foreign_callable::ForeignCallable;
 pub use integrity::callables::{admit_callables, foreign_callables};
 pub use integrity::checked_source::{CheckedSource, Verified};
 pub use integrity::problem::{Problem, ProblemKind};
-pub use job::{JobOptions, MIN_MEMORY, Progress};
+pub use job::{JobOptions, JobProgress, MIN_MEMORY};
 pub use jobs::diff::{
     Described, DiffCounts, DiffOptions, DiffReport, DiffScope, Difference, DifferenceKind, Spot,
     ValueDifference, diff,
@@ -70,4 +70,4 @@ pub use write::target::Target;
 pub use write::to_hf::{to_hf, to_hf_with};
 pub use write::to_safetensors::to_safetensors;
 pub use write::to_torch_save::to_torch_save;
-pub use write::written::{PlannedTensor, ReplacedClass, WriteReport};
+pub use write::written::{ConversionReport, PlannedTensor, ReplacedClass};

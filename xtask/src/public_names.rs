@@ -8,16 +8,7 @@ use crate::workspace;
 
 /// Names that several public types have. A change may rename one, and shortens this list by it;
 /// none is added.
-const SHARED: &[&str] = &[
-    "Cut",
-    "Entry",
-    "LoadOptions",
-    "OpenOptions",
-    "Placement",
-    "Progress",
-    "SaveOptions",
-    "WriteReport",
-];
+const SHARED: &[&str] = &["Entry", "LoadOptions", "OpenOptions", "Placement", "SaveOptions"];
 
 /// At most so many names besides modules at the root of a crate: more are not read at a glance.
 const AT_THE_ROOT: usize = 25;

@@ -4,7 +4,7 @@ use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dcp::convert::{JobOptions, Progress};
+use dcp::convert::{JobOptions, JobProgress};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::output::Output;
@@ -52,7 +52,7 @@ impl Bar {
         let options = JobOptions::default();
         match &self.0 {
             Shown::Bar(bar) => options.with_progress(Arc::new(OnTerminal(bar.clone()))),
-            Shown::Lines(lines) => options.with_progress(Arc::clone(lines) as Arc<dyn Progress>),
+            Shown::Lines(lines) => options.with_progress(Arc::clone(lines) as Arc<dyn JobProgress>),
             Shown::Nothing => options,
         }
     }
@@ -68,7 +68,7 @@ impl Drop for Bar {
 
 struct OnTerminal(ProgressBar);
 
-impl Progress for OnTerminal {
+impl JobProgress for OnTerminal {
     fn start(&self, total_bytes: u64) {
         self.0.set_length(total_bytes);
         self.0.enable_steady_tick(Duration::from_millis(100));
@@ -94,7 +94,7 @@ struct Count {
     next: Duration,
 }
 
-impl Progress for Lines {
+impl JobProgress for Lines {
     fn start(&self, total_bytes: u64) {
         let mut count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
         count.begun = Instant::now();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dcp::checkpoint::text::{count, list, thousands};
-use dcp::convert::{CastCounts, CastReport, UnmatchedPattern, WriteReport};
+use dcp::convert::{CastCounts, CastReport, ConversionReport, UnmatchedPattern};
 
 use crate::failure::Failure;
 use crate::output::Output;
@@ -11,7 +11,7 @@ use crate::output::style::{columns, left, printable, right, shorten, size};
 
 /// Prints what was written, or would be.
 pub(crate) fn write_summary(
-    report: &WriteReport,
+    report: &ConversionReport,
     target: &str,
     json: bool,
     out: &Output,
@@ -77,7 +77,7 @@ pub(crate) fn cast_notes(report: &CastReport, out: &Output) {
     }
 }
 
-fn notes(report: &WriteReport, out: &Output) {
+fn notes(report: &ConversionReport, out: &Output) {
     unmatched_notes(&report.unmatched, out);
     if let Some(cast) = report.cast.as_ref().filter(|_| !report.dry_run) {
         cast_notes(cast, out);
@@ -122,7 +122,7 @@ pub(crate) fn unmatched_notes(unmatched: &[UnmatchedPattern], out: &Output) {
     }
 }
 
-fn replaced_notes(report: &WriteReport, out: &Output) {
+fn replaced_notes(report: &ConversionReport, out: &Output) {
     for (left_out, how) in [(false, "wrote as plain values"), (true, "left out")] {
         let classes = report.replaced.iter().filter(|object| object.left_out == left_out);
         let names: Vec<Arc<str>> = classes
@@ -139,7 +139,7 @@ fn replaced_notes(report: &WriteReport, out: &Output) {
 }
 
 /// The keys and files of a dry run.
-fn planned(report: &WriteReport, out: &Output) -> String {
+fn planned(report: &ConversionReport, out: &Output) -> String {
     let width = out.width.unwrap_or(100);
     let rows: Vec<_> = report
         .keys

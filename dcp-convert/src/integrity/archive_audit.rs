@@ -11,7 +11,7 @@ use dcp_core::{
 };
 use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
 use dcp_formats::torch_zip::{
-    ArchiveIndex, Inflater, Method, PartialBlob, Progress, Record, Sparse,
+    ArchiveIndex, Inflater, Method, ParseStep, PartialBlob, Record, Sparse,
 };
 use futures_util::{StreamExt, stream};
 use tokio::sync::OnceCell;
@@ -341,7 +341,7 @@ impl Blob<'_> {
     async fn parse<T>(
         &self,
         archive: &mut PartialBlob,
-        parse: impl Fn(&Sparse<'_>) -> Result<Progress<T>, FormatError>,
+        parse: impl Fn(&Sparse<'_>) -> Result<ParseStep<T>, FormatError>,
     ) -> Result<T, CheckpointError> {
         archive.parse(parse, |range| self.read(range), CheckpointError::from).await
     }

@@ -25,7 +25,7 @@ use crate::source::Source;
 use crate::view::with_quantizers;
 use crate::write::division::{Division, FirstAxis, Owner};
 use crate::write::stored_data_source::{CheckpointData, FirstRead, Part};
-use crate::write::written::WriteReport;
+use crate::write::written::ConversionReport;
 
 /// Bytes of memory per rank besides its segments: the upload part that the format fills, and the
 /// one in flight.
@@ -56,7 +56,7 @@ pub async fn reshard(
     writer: &dyn StorageWriter,
     ranks: u32,
     options: &JobOptions,
-) -> Result<WriteReport, ConvertError> {
+) -> Result<ConversionReport, ConvertError> {
     divide(source, writer, &FirstAxis { ranks }, options).await
 }
 
@@ -72,7 +72,7 @@ pub async fn divide(
     writer: &dyn StorageWriter,
     division: &dyn Division,
     options: &JobOptions,
-) -> Result<WriteReport, ConvertError> {
+) -> Result<ConversionReport, ConvertError> {
     let ranks = division.ranks();
     if !(1..=MAX_RANKS).contains(&ranks) {
         let problem = format!("is not a number of ranks between 1 and {MAX_RANKS}");
@@ -139,9 +139,9 @@ fn list_as_tensors(
     Ok(())
 }
 
-fn report(global: &GlobalPlan, callables: Vec<ForeignCallable>) -> WriteReport {
+fn report(global: &GlobalPlan, callables: Vec<ForeignCallable>) -> ConversionReport {
     let count = |is: fn(&Entry) -> bool| global.metadata.iter().filter(|(_, e)| is(e)).count();
-    WriteReport {
+    ConversionReport {
         tensors: count(|entry| matches!(entry, Entry::Tensor(_))),
         objects: count(|entry| matches!(entry, Entry::Object(_))),
         chunks: global
@@ -151,7 +151,7 @@ fn report(global: &GlobalPlan, callables: Vec<ForeignCallable>) -> WriteReport {
             .map(|tensor| tensor.chunks.len())
             .sum(),
         callables,
-        ..WriteReport::default()
+        ..ConversionReport::default()
     }
 }
 

@@ -13,7 +13,7 @@ use crate::integrity::checked_source::CheckedSource;
 use crate::keys::select::list;
 use crate::read::ties::ties;
 use crate::write::stored_data_source::Part;
-use crate::write::written::WriteReport;
+use crate::write::written::ConversionReport;
 
 /// The key of the header's `__metadata__` that lists omitted objects, as a JSON list of FQNs.
 pub const LEFT_OUT: &str = "dcp.left_out";
@@ -26,7 +26,7 @@ pub(crate) struct Outgoing {
     /// Their total size in bytes.
     pub(crate) byte_len: u64,
     /// Omitted objects and raw tensors so far.
-    pub(crate) report: WriteReport,
+    pub(crate) report: ConversionReport,
 }
 
 /// A tensor as the format stores it.
@@ -45,7 +45,7 @@ impl Outgoing {
             tensors: Vec::new(),
             parts: Vec::new(),
             byte_len: 0,
-            report: WriteReport::default(),
+            report: ConversionReport::default(),
         };
         let ties = ties(&metadata);
         for (index, (fqn, entry)) in metadata.iter().enumerate() {

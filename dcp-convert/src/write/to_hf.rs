@@ -13,7 +13,7 @@ use crate::source::Source;
 use crate::write::safetensors_items::Outgoing;
 use crate::write::stored_data_source::CheckpointData;
 use crate::write::target::HfTarget;
-use crate::write::written::WriteReport;
+use crate::write::written::ConversionReport;
 
 /// Memory for one file that is being written, in bytes.
 const FILE_MEMORY: u64 = 96 << 20;
@@ -32,7 +32,7 @@ pub async fn to_hf(
     layout: &HfLayout,
     overwrite: bool,
     options: &JobOptions,
-) -> Result<WriteReport, ConvertError> {
+) -> Result<ConversionReport, ConvertError> {
     to_hf_with(source, folder, layout, Vec::new(), overwrite, options).await
 }
 
@@ -49,7 +49,7 @@ pub async fn to_hf_with(
     beside: Vec<(Key, Bytes)>,
     overwrite: bool,
     options: &JobOptions,
-) -> Result<WriteReport, ConvertError> {
+) -> Result<ConversionReport, ConvertError> {
     let source = CheckedSource::new(source, options);
     let outgoing = Outgoing::gather(&source).await?;
     let parts = outgoing.tensors.iter();

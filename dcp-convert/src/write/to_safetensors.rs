@@ -12,7 +12,7 @@ use crate::source::Source;
 use crate::write::safetensors_items::Outgoing;
 use crate::write::stored_data_source::CheckpointData;
 use crate::write::target::Target;
-use crate::write::written::WriteReport;
+use crate::write::written::ConversionReport;
 
 /// Writes every tensor of a checkpoint, under its FQN, to one safetensors file, in segments. The
 /// file gets its name when it is complete and every stored chunk matches its checksum.
@@ -25,7 +25,7 @@ pub async fn to_safetensors(
     source: &Source,
     target: &Target,
     options: &JobOptions,
-) -> Result<WriteReport, ConvertError> {
+) -> Result<ConversionReport, ConvertError> {
     target.check().await?;
     let source = CheckedSource::new(source, options);
     let outgoing = Outgoing::gather(&source).await?;

@@ -21,7 +21,7 @@ use crate::source::{KeptObjects, Source};
 use crate::view::with_quantizers;
 use crate::write::stored_data_source::{CheckpointData, Part};
 use crate::write::target::Target;
-use crate::write::written::WriteReport;
+use crate::write::written::ConversionReport;
 
 /// Writes all tensors and objects of a checkpoint to one `torch.save` file, in segments: as nested
 /// dicts and lists if the checkpoint records how its keys nest, as PyTorch's `dcp_to_torch_save`
@@ -43,7 +43,7 @@ pub async fn to_torch_save(
     target: &Target,
     how: TorchSaveOptions,
     options: &JobOptions,
-) -> Result<WriteReport, ConvertError> {
+) -> Result<ConversionReport, ConvertError> {
     target.check().await?;
     let source = CheckedSource::new(source, options);
     if let Some(reader) = source.save_reader()
@@ -51,7 +51,7 @@ pub async fn to_torch_save(
             reader.again(target.key(), &how).await.map_err(ConvertError::unwritable)?
     {
         let callables = callables::admit(callables::in_index(&source).await?, options)?;
-        let report = WriteReport { callables, ..WriteReport::default() };
+        let report = ConversionReport { callables, ..ConversionReport::default() };
         let from = reader.key().clone();
         return write_again(source, &from, target, again, report, options).await;
     }
@@ -84,9 +84,9 @@ async fn write_again(
     from: &Key,
     target: &Target,
     again: TorchSaveRewrite,
-    mut report: WriteReport,
+    mut report: ConversionReport,
     options: &JobOptions,
-) -> Result<WriteReport, ConvertError> {
+) -> Result<ConversionReport, ConvertError> {
     let metadata = source.metadata().await?;
     refuse_unsound(&metadata)?;
     let tied = ties(&metadata);
@@ -153,7 +153,7 @@ struct Outgoing {
     parts: Vec<Part>,
     /// Bytes that the writer requests.
     byte_len: u64,
-    report: WriteReport,
+    report: ConversionReport,
 }
 
 impl Outgoing {
@@ -169,7 +169,7 @@ impl Outgoing {
         let mut positions: HashMap<&str, usize> = HashMap::new();
         let mut foreign = Vec::new();
         let (items, parts) = (Vec::new(), Vec::new());
-        let mut outgoing = Self { items, parts, byte_len: 0, report: WriteReport::default() };
+        let mut outgoing = Self { items, parts, byte_len: 0, report: ConversionReport::default() };
         for (index, (fqn, entry)) in metadata.iter().enumerate() {
             let nothing = Part::Encoded(bytes::Bytes::new());
             let (content, part) = match entry {

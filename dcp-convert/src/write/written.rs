@@ -14,7 +14,7 @@ use crate::keys::unmatched::UnmatchedPattern;
 /// The result of a writing job. Serialized, it is the output of `dcp convert --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
-pub struct WriteReport {
+pub struct ConversionReport {
     /// Whether this was a dry run, which writes nothing.
     pub dry_run: bool,
     /// Tensors written.
@@ -97,7 +97,7 @@ pub struct PlannedTensor {
     pub bytes: u64,
 }
 
-impl WriteReport {
+impl ConversionReport {
     /// Adds the tensors that a dry run would write.
     pub(crate) fn planned(mut self, metadata: &CheckpointMetadata) -> Self {
         self.dry_run = true;

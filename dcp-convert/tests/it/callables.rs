@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_convert::{
-    ConvertError, JobOptions, ProblemKind, Source, Target, VerifyReport, WriteReport, inspect,
+    ConversionReport, ConvertError, JobOptions, ProblemKind, Source, Target, VerifyReport, inspect,
     reshard, to_safetensors, to_torch_save, verify,
 };
 use dcp_core::{DType, StorageExt as _};
@@ -41,7 +41,10 @@ fn admitting(name: &str) -> JobOptions {
     JobOptions::default().with_callables(KeyFilter::any_of([name]))
 }
 
-fn to_dcp(source: &Source, options: &JobOptions) -> Result<(Source, WriteReport), ConvertError> {
+fn to_dcp(
+    source: &Source,
+    options: &JobOptions,
+) -> Result<(Source, ConversionReport), ConvertError> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     let writer = DcpWriter::new(Arc::clone(&storage));
     let done = block_on(reshard(source, &writer, 2, options));
@@ -54,7 +57,10 @@ fn to_dcp(source: &Source, options: &JobOptions) -> Result<(Source, WriteReport)
     }
 }
 
-fn to_pt(source: &Source, options: &JobOptions) -> Result<(Source, WriteReport), ConvertError> {
+fn to_pt(
+    source: &Source,
+    options: &JobOptions,
+) -> Result<(Source, ConversionReport), ConvertError> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     let target = Target::new(Arc::clone(&storage), key("out.pt"));
     let done = block_on(to_torch_save(source, &target, TorchSaveOptions::default(), options));

@@ -8,7 +8,7 @@ use dcp_core::{
     StorageErrorKind, StorageExt as _,
 };
 
-use crate::torch_zip::{ArchiveIndex, Progress, Sparse};
+use crate::torch_zip::{ArchiveIndex, ParseStep, Sparse};
 
 /// Bytes to read first at the end of an archive; the directory of one tensor is smaller.
 const TAIL: u64 = 2 << 10;
@@ -75,13 +75,13 @@ impl Item<'_> {
         for _ in 0..NEEDS_MAX {
             let tail = self.range(start, len).await?;
             match ArchiveIndex::parse(&Sparse::tail(len, &tail)) {
-                Ok(Progress::Ready(index)) => return Ok(records(&index)),
-                Ok(Progress::Need(range))
+                Ok(ParseStep::Ready(index)) => return Ok(records(&index)),
+                Ok(ParseStep::Need(range))
                     if range.start < start && len - range.start <= SEGMENT =>
                 {
                     start = range.start;
                 }
-                Ok(Progress::Need(_)) | Err(_) => return Ok(None),
+                Ok(ParseStep::Need(_)) | Err(_) => return Ok(None),
             }
         }
         Ok(None)

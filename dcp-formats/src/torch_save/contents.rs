@@ -10,7 +10,7 @@ use super::file::File;
 use super::legacy;
 use crate::pickle::Limits;
 use crate::torch_tensor::{ByteOrder, StorageRef, byte_order, small_record};
-use crate::torch_zip::{ArchiveIndex, Entry, Method, Progress, Record, Sparse};
+use crate::torch_zip::{ArchiveIndex, Entry, Method, ParseStep, Record, Sparse};
 
 /// The maximum size of a pickle in bytes; a tensor takes about 300.
 pub(super) const PICKLE_MAX: u64 = 256 << 20;
@@ -126,11 +126,11 @@ async fn read_archive(file: &mut File<'_>) -> Result<Contents, CheckpointError> 
             }
         };
         let whole = |blob: &Sparse<'_>, entry: &Entry, limit: u64| {
-            Progress::from_halting(small_record(blob, entry, limit))
+            ParseStep::from_halting(small_record(blob, entry, limit))
         };
         let pickle = file.parse(PICKLE_MAX, |blob| whole(blob, entry, limit)).await?;
         let byte_order =
-            file.parse(1 << 20, |blob| Progress::from_halting(byte_order(blob, &index))).await?;
+            file.parse(1 << 20, |blob| ParseStep::from_halting(byte_order(blob, &index))).await?;
         let version = match index.entry("version") {
             Some(entry) => Some(file.parse(1 << 20, |blob| whole(blob, entry, 64)).await?),
             None => None,

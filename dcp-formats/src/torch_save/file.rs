@@ -7,7 +7,7 @@ use dcp_core::{
     Buffer, CheckpointError, FormatError, Key, ReadInto, Storage, StorageError, StorageExt as _,
 };
 
-use crate::torch_zip::{PartialBlob, Progress, Sparse};
+use crate::torch_zip::{ParseStep, PartialBlob, Sparse};
 
 /// The maximum number of small ranges per request.
 const RANGES_MAX: usize = 1024;
@@ -47,7 +47,7 @@ impl<'s> File<'s> {
     pub(super) async fn parse<T>(
         &mut self,
         limit: u64,
-        parse: impl Fn(&Sparse<'_>) -> Result<Progress<T>, FormatError>,
+        parse: impl Fn(&Sparse<'_>) -> Result<ParseStep<T>, FormatError>,
     ) -> Result<T, CheckpointError> {
         let (storage, key) = (self.storage, self.key);
         let located = |error: FormatError| CheckpointError::from(error.in_file(key.as_str(), 0));

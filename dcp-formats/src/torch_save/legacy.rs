@@ -12,7 +12,7 @@ use super::contents::{Contents, LIMITS};
 use super::file::File;
 use crate::pickle::{Node, NodeId, Pickle, Writer};
 use crate::torch_tensor::{ByteOrder, stored};
-use crate::torch_zip::{Method, Progress, Record, Sparse};
+use crate::torch_zip::{Method, ParseStep, Record, Sparse};
 
 /// The magic number at the start of the stream, pickled with each protocol. PyTorch writes the
 /// first one unless `pickle_protocol` is given, and refuses protocol 0.
@@ -89,7 +89,7 @@ pub(super) async fn read(file: &mut File<'_>) -> Result<Contents, CheckpointErro
 }
 
 /// Parses the pickles, from the first bytes of the file. Their length is not known in advance.
-fn parse(blob: &Sparse<'_>, file_len: u64) -> Result<Progress<Stream>, FormatError> {
+fn parse(blob: &Sparse<'_>, file_len: u64) -> Result<ParseStep<Stream>, FormatError> {
     let most = file_len.min(PICKLES_MAX);
     let mut len = FIRST.min(most);
     // The longest part in memory is the last one that was requested.
@@ -98,11 +98,11 @@ fn parse(blob: &Sparse<'_>, file_len: u64) -> Result<Progress<Stream>, FormatErr
     {
         len = longer;
     }
-    let Some(head) = blob.get(0..len) else { return Ok(Progress::Need(0..len)) };
+    let Some(head) = blob.get(0..len) else { return Ok(ParseStep::Need(0..len)) };
     match pickles(head) {
-        Ok(stream) => Ok(Progress::Ready(stream)),
+        Ok(stream) => Ok(ParseStep::Ready(stream)),
         // The part may be cut off, which no error distinguishes from damage.
-        Err(_) if len < most => Ok(Progress::Need(0..len.saturating_mul(4).min(most))),
+        Err(_) if len < most => Ok(ParseStep::Need(0..len.saturating_mul(4).min(most))),
         Err(error) => Err(error),
     }
 }

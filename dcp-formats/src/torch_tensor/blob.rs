@@ -8,7 +8,7 @@ use dcp_core::FormatError;
 use super::layout::{StorageRef, TensorLayout};
 use crate::pickle::{Limits, Pickle};
 use crate::torch_zip::{
-    ArchiveEncoder, ArchiveIndex, Entry, Halt, Method, Progress, Record, RecordSet, Sparse,
+    ArchiveEncoder, ArchiveIndex, Entry, Halt, Method, ParseStep, Record, RecordSet, Sparse,
 };
 
 /// The maximum size of a tensor's pickle, which has a few hundred bytes.
@@ -44,8 +44,8 @@ impl TensorBlob {
     ///
     /// When the blob is not an archive of one tensor, or the length of the storage differs from the
     /// tensor's pickle.
-    pub fn parse(blob: &Sparse<'_>) -> Result<Progress<Self>, FormatError> {
-        Progress::from_halting(Self::read(blob))
+    pub fn parse(blob: &Sparse<'_>) -> Result<ParseStep<Self>, FormatError> {
+        ParseStep::from_halting(Self::read(blob))
     }
 
     fn read(blob: &Sparse<'_>) -> Result<Self, Halt> {

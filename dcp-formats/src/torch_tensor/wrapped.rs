@@ -7,7 +7,7 @@ use dcp_core::{Dims, FormatError, WrappedTensor};
 use super::blob::{PICKLE_LEN_MAX, small_record};
 use super::read::uints;
 use crate::pickle::{Limits, NodeId, Pickle};
-use crate::torch_zip::{ArchiveIndex, Halt, Progress, Sparse};
+use crate::torch_zip::{ArchiveIndex, Halt, ParseStep, Sparse};
 
 /// The minimum size of an archive of one plain tensor, without its elements.
 const OVERHEAD_MIN: u64 = 512;
@@ -46,12 +46,12 @@ pub(crate) fn is_too_short(byte_len: u64, elements: u64) -> bool {
 /// The tensor in an archive, if it is of a subclass.
 pub(crate) fn wrapped_in(
     blob: &Sparse<'_>,
-) -> Result<Progress<Option<WrappedTensor>>, FormatError> {
+) -> Result<ParseStep<Option<WrappedTensor>>, FormatError> {
     let read = || -> Result<_, Halt> {
         let index = ArchiveIndex::read(blob)?;
         let pickle = small_record(blob, index.require("data.pkl")?, PICKLE_LEN_MAX)?;
         let pickle = Pickle::parse(&pickle, &Limits::DEFAULT)?;
         Ok(wrapped(&pickle, pickle.root()))
     };
-    Progress::from_halting(read())
+    ParseStep::from_halting(read())
 }

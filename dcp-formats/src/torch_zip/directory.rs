@@ -10,7 +10,7 @@ use super::le::{u16_at, u32_at, u64_at};
 use super::structure::{central_len, extra_fields};
 use super::{
     CENTRAL_ENTRY, CENTRAL_ENTRY_LEN, END, END_LEN, Halt, Inflater, LOCAL_HEADER, LOCAL_HEADER_LEN,
-    Method, Progress, Record, Sparse, ZIP64_END, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR,
+    Method, ParseStep, Record, Sparse, ZIP64_END, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR,
     ZIP64_LOCATOR_LEN,
 };
 
@@ -82,8 +82,8 @@ impl ArchiveIndex {
     ///
     /// When there is none or it is invalid: records that overlap, are outside the archive, have
     /// equal names, are encrypted, or claim to inflate to more than is possible.
-    pub fn parse(blob: &Sparse<'_>) -> Result<Progress<Self>, FormatError> {
-        Progress::from_halting(Self::read(blob))
+    pub fn parse(blob: &Sparse<'_>) -> Result<ParseStep<Self>, FormatError> {
+        ParseStep::from_halting(Self::read(blob))
     }
 
     /// Reads the directory of an archive of `byte_len` bytes from its last bytes.
@@ -91,7 +91,7 @@ impl ArchiveIndex {
     /// # Errors
     ///
     /// As [`ArchiveIndex::parse`].
-    pub fn from_tail(tail: &[u8], byte_len: u64) -> Result<Progress<Self>, FormatError> {
+    pub fn from_tail(tail: &[u8], byte_len: u64) -> Result<ParseStep<Self>, FormatError> {
         Self::parse(&Sparse::tail(byte_len, tail))
     }
 
@@ -191,8 +191,8 @@ impl Entry {
     /// # Errors
     ///
     /// When header and directory disagree, or the data reaches into another record.
-    pub fn locate(&self, blob: &Sparse<'_>) -> Result<Progress<Record>, FormatError> {
-        Progress::from_halting(self.find(blob))
+    pub fn locate(&self, blob: &Sparse<'_>) -> Result<ParseStep<Record>, FormatError> {
+        ParseStep::from_halting(self.find(blob))
     }
 
     /// [`locate`](Self::locate) from the bytes of [`header_range`](Self::header_range).

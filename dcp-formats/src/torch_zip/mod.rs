@@ -4,7 +4,7 @@
 //! [`ArchiveEncoder`] lays one out byte for byte as PyTorch does, in one pass, with its length
 //! known before the first byte. [`ArchiveIndex`] finds records from the end of an archive, without
 //! reading their data. Neither does I/O: the caller provides the bytes it has as a [`Sparse`], and
-//! [`Progress`] returns the range to provide next.
+//! [`ParseStep`] returns the range to provide next.
 
 mod directory;
 mod encode;
@@ -20,7 +20,7 @@ pub use encode::{ArchiveEncoder, RecordSet, StorageSlot};
 pub use inflate::{INFLATED_MAX, Inflater};
 pub use partial::PartialBlob;
 pub use record::{Method, Record};
-pub use sparse::{Progress, Sparse};
+pub use sparse::{ParseStep, Sparse};
 
 pub(crate) use sparse::Halt;
 

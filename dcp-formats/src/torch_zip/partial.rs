@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use dcp_core::FormatError;
 
-use super::sparse::{Progress, Sparse};
+use super::sparse::{ParseStep, Sparse};
 
 /// The maximum number of reads per parse; directory, pickle and headers need a few.
 const ROUNDS_MAX: usize = 64;
@@ -65,7 +65,7 @@ impl PartialBlob {
     /// When `parse` or `read` fails, or `parse` requests too much.
     pub async fn parse<T, E, F>(
         &mut self,
-        parse: impl Fn(&Sparse<'_>) -> Result<Progress<T>, FormatError>,
+        parse: impl Fn(&Sparse<'_>) -> Result<ParseStep<T>, FormatError>,
         read: impl Fn(Range<u64>) -> F,
         located: impl Fn(FormatError) -> E,
     ) -> Result<T, E>
@@ -74,8 +74,8 @@ impl PartialBlob {
     {
         for _ in 0..ROUNDS_MAX {
             let range = match parse(&self.sparse()).map_err(&located)? {
-                Progress::Ready(done) => return Ok(done),
-                Progress::Need(range) => range,
+                ParseStep::Ready(done) => return Ok(done),
+                ParseStep::Need(range) => range,
             };
             let len = range.end.saturating_sub(range.start);
             if len > self.need_max {

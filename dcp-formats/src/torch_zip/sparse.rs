@@ -15,7 +15,7 @@ pub struct Sparse<'a> {
 
 /// The result of parsing, or the bytes that it still needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Progress<T> {
+pub enum ParseStep<T> {
     /// The result.
     Ready(T),
     /// Parse again with this range of the blob as one part, in addition to the current ones.
@@ -98,7 +98,7 @@ impl From<Halt> for FormatError {
     }
 }
 
-impl<T> Progress<T> {
+impl<T> ParseStep<T> {
     pub(crate) fn from_halting(result: Result<T, Halt>) -> Result<Self, FormatError> {
         match result {
             Ok(done) => Ok(Self::Ready(done)),

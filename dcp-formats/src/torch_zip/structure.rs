@@ -12,8 +12,8 @@ use dcp_core::FormatError;
 use super::directory::{Directory, Entry, find_end};
 use super::le::{u16_at, u32_at, u64_at};
 use super::{
-    ArchiveIndex, CENTRAL_ENTRY_LEN, DESCRIPTOR, END_LEN, Halt, LOCAL_HEADER_LEN, Progress, Record,
-    Sparse, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR_LEN,
+    ArchiveIndex, CENTRAL_ENTRY_LEN, DESCRIPTOR, END_LEN, Halt, LOCAL_HEADER_LEN, ParseStep,
+    Record, Sparse, ZIP64_END_LEN, ZIP64_FROM, ZIP64_LOCATOR_LEN,
 };
 
 /// A flag: sizes and checksum follow the data.
@@ -38,8 +38,8 @@ impl ArchiveIndex {
     /// # Errors
     ///
     /// When something does not match.
-    pub fn check_ends(&self, blob: &Sparse<'_>) -> Result<Progress<()>, FormatError> {
-        Progress::from_halting(self.ends(blob))
+    pub fn check_ends(&self, blob: &Sparse<'_>) -> Result<ParseStep<()>, FormatError> {
+        ParseStep::from_halting(self.ends(blob))
     }
 
     fn ends(&self, blob: &Sparse<'_>) -> Result<(), Halt> {
@@ -85,7 +85,7 @@ impl ArchiveIndex {
     /// # Errors
     ///
     /// When there is no end record.
-    pub fn trailing(blob: &Sparse<'_>) -> Result<Progress<u64>, FormatError> {
+    pub fn trailing(blob: &Sparse<'_>) -> Result<ParseStep<u64>, FormatError> {
         let trailing = || {
             let at = find_end(blob)?;
             let end = blob.need("the end record", at..at + END_LEN)?;
@@ -94,7 +94,7 @@ impl ArchiveIndex {
             let comment = u64::from(u16_at(end, 20).unwrap_or(0));
             Ok(if comment <= behind { behind - comment } else { behind })
         };
-        Progress::from_halting(trailing())
+        ParseStep::from_halting(trailing())
     }
 }
 
@@ -109,8 +109,8 @@ impl Entry {
         &self,
         record: &Record,
         blob: &Sparse<'_>,
-    ) -> Result<Progress<()>, FormatError> {
-        Progress::from_halting(self.around(record, blob))
+    ) -> Result<ParseStep<()>, FormatError> {
+        ParseStep::from_halting(self.around(record, blob))
     }
 
     /// The two ranges that [`check_around`](Self::check_around) needs: before the data, and after

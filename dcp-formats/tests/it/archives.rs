@@ -6,7 +6,7 @@ use bytes::Bytes;
 use dcp_core::DType;
 use dcp_formats::torch_tensor::{TensorBlob, TensorLayout};
 use dcp_formats::torch_zip::{
-    ALIGNMENT, ArchiveEncoder, ArchiveIndex, Method, Progress, RecordSet, Sparse,
+    ALIGNMENT, ArchiveEncoder, ArchiveIndex, Method, ParseStep, RecordSet, Sparse,
 };
 use flate2::{Compression, write::DeflateEncoder};
 use proptest::prelude::*;
@@ -17,7 +17,7 @@ fn small(storage: &[u8]) -> Vec<u8> {
 
 fn parse(archive: &[u8]) -> Result<ArchiveIndex, String> {
     ArchiveIndex::parse(&Sparse::whole(archive))
-        .and_then(Progress::ready)
+        .and_then(ParseStep::ready)
         .map_err(|error| error.to_string())
 }
 
@@ -36,7 +36,7 @@ fn patched(archive: &[u8], at: usize, bytes: &[u8]) -> Vec<u8> {
 fn content(archive: &[u8], name: &str) -> Result<Vec<u8>, String> {
     let index = parse(archive)?;
     let entry = index.require(name).map_err(|error| error.to_string())?;
-    let record = entry.locate(&Sparse::whole(archive)).and_then(Progress::ready);
+    let record = entry.locate(&Sparse::whole(archive)).and_then(ParseStep::ready);
     let record = record.map_err(|error| error.to_string())?;
     let kept = &archive[record.data.start as usize..record.data.end as usize];
     record.decode(kept, 1 << 20).map(Into::into).map_err(|error| error.to_string())
@@ -140,8 +140,8 @@ fn a_tail_that_is_too_short_says_what_it_needs() {
     let mut from = len;
     let index = loop {
         match ArchiveIndex::from_tail(&archive[from as usize..], len).unwrap() {
-            Progress::Ready(index) => break index,
-            Progress::Need(range) => {
+            ParseStep::Ready(index) => break index,
+            ParseStep::Need(range) => {
                 assert!(range.start < from);
                 from = range.start;
             }

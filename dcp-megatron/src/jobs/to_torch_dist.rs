@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dcp_convert::view::Assembled;
 use dcp_convert::{
-    ForeignCallable, Found, JobOptions, Source, WriteReport, admit_callables, divide, find,
+    ConversionReport, ForeignCallable, Found, JobOptions, Source, admit_callables, divide, find,
     read_object,
 };
 use dcp_core::{CheckpointMetadata, Dict, Entry, FormatError, PathItem, Tensor, Value};
@@ -36,7 +36,7 @@ const OBJECTS_BYTES_MAX: u64 = 1 << 30;
 /// over where the two layouts differ. With the sizes of `layout` in the arguments it would ask for
 /// random states and rerun states of ranks that never were. With [`MegatronForm::CommonFile`]
 /// arguments of classes that some version since 0.6 does not load are written as plain values, and
-/// [`WriteReport::replaced`] names them. An object that has no place in a grid becomes one of a grid of
+/// [`ConversionReport::replaced`] names them. An object that has no place in a grid becomes one of a grid of
 /// one, `name/shard_0_1`, a list of one, which is how Megatron-Core knows objects. Objects that a
 /// file of `torch.save` keeps in parts are put together.
 ///
@@ -54,7 +54,7 @@ pub async fn to_torch_dist(
     writer: MegatronWriterBuilder,
     layout: ParallelLayout,
     options: &JobOptions,
-) -> Result<WriteReport, MegatronError> {
+) -> Result<ConversionReport, MegatronError> {
     let metadata = source.metadata().await?;
     let nested = nested(source, &metadata).await?;
     let mut writer = writer;

@@ -8,8 +8,8 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use dcp_convert::{
-    CheckedSource, ConvertError, JobOptions, JsonLimits, Progress, Source, Target, ValueEncoder,
-    WriteReport, to_safetensors, to_torch_save,
+    CheckedSource, ConversionReport, ConvertError, JobOptions, JobProgress, JsonLimits, Source,
+    Target, ValueEncoder, to_safetensors, to_torch_save,
 };
 use dcp_core::{CheckpointMetadata, Entry, Key, Storage, StorageError, StorageExt};
 use dcp_formats::hf::IndexFile;
@@ -74,7 +74,7 @@ impl UnshardFormat {
         source: &Source,
         target: &Target,
         options: &JobOptions,
-    ) -> Result<WriteReport, ConvertError> {
+    ) -> Result<ConversionReport, ConvertError> {
         match self {
             Self::Safetensors => to_safetensors(source, target, options).await,
             Self::TorchSave => {
@@ -398,7 +398,7 @@ impl Writing<'_> {
         }
     }
 
-    async fn file(&mut self, file: UnshardedFile) -> Result<WriteReport, ConvertError> {
+    async fn file(&mut self, file: UnshardedFile) -> Result<ConversionReport, ConvertError> {
         let inner = Arc::clone(&self.source.reader);
         let view = Rekeyed::new(inner, Arc::clone(&self.metadata), file.shown)?;
         let view = Source::derived(Arc::new(view), std::slice::from_ref(&self.source));
@@ -406,7 +406,7 @@ impl Writing<'_> {
         let target = Target::new(Arc::clone(self.target), file.key);
         let target = target.overwriting(self.options.save_overwrite);
         let mut job = self.job.clone();
-        job.progress = job.progress.map(|all| Arc::new(OfMany(all)) as Arc<dyn Progress>);
+        job.progress = job.progress.map(|all| Arc::new(OfMany(all)) as Arc<dyn JobProgress>);
         let written = self.options.format.write(&view, &target, &job).await?;
         self.report.tensors += written.tensors;
         self.report.objects += written.objects;
@@ -447,9 +447,9 @@ impl Writing<'_> {
 }
 
 /// The progress of one file of many: the whole was announced.
-struct OfMany(Arc<dyn Progress>);
+struct OfMany(Arc<dyn JobProgress>);
 
-impl Progress for OfMany {
+impl JobProgress for OfMany {
     fn start(&self, _total_bytes: u64) {}
 
     fn advance(&self, bytes: u64) {

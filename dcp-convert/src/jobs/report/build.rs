@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::kind::{layer, part, rank};
 use super::{
-    Chunks, Cut, DtypeShare, FileShare, KeyReport, LayerShare, Part, PartShare, RankShare, Report,
-    ReportLimits, Stack, Totals,
+    Chunks, DtypeShare, FileShare, KeyReport, LayerShare, Part, PartShare, RankShare, Report,
+    ReportLimits, Stack, Totals, Truncation,
 };
 use crate::jobs::inspect::{KeySummary, Summary, TensorSummary};
 
@@ -26,7 +26,7 @@ pub(super) fn build(name: &str, summary: &Summary, limits: &ReportLimits) -> Rep
     dtypes.sort_by_key(|share| std::cmp::Reverse(share.bytes));
     let stacks = stacks(layers, limits);
     let ranks = ranks(&files);
-    let mut cut = Cut::default();
+    let mut cut = Truncation::default();
     let keys = keys(summary, limits, &mut cut);
     let file_imbalance = imbalance(files.iter().filter_map(|file| file.bytes));
     let rank_imbalance = imbalance(ranks.iter().map(|rank| rank.bytes));
@@ -198,7 +198,7 @@ fn imbalance(all: impl Iterator<Item = u64>) -> Option<f64> {
     (count > 1 && sum > 0.0).then(|| largest as f64 * f64::from(count) / sum)
 }
 
-fn keys(summary: &Summary, limits: &ReportLimits, cut: &mut Cut) -> Vec<KeyReport> {
+fn keys(summary: &Summary, limits: &ReportLimits, cut: &mut Truncation) -> Vec<KeyReport> {
     let lens = summary.keys.iter().map(|(fqn, key)| {
         let axes = key.as_tensor().map_or(0, |tensor| tensor.shape.len().min(AXES));
         json_len(&shortened(fqn, limits.name_len)) + axes * NUMBER_LEN
@@ -385,7 +385,7 @@ mod tests {
         assert_eq!(stack.name, "model.layers");
         assert_eq!((stack.layers[0].model_bytes, stack.layers[0].optimizer_bytes), (64, 32));
         assert_eq!((stack.layers[1].model_bytes, stack.layers[1].optimizer_bytes), (128, 128));
-        assert_eq!(found.cut, Cut::default());
+        assert_eq!(found.cut, Truncation::default());
         let KeyReport::Tensor { chunks, .. } = &found.keys[1] else { panic!() };
         assert_eq!(chunks.offsets, [0, 0, 8, 0]);
         assert_eq!(chunks.files, [Some(0), Some(1)]);
@@ -437,7 +437,10 @@ mod tests {
             })
             .collect();
         assert_eq!(listed, [20, 2, 20]);
-        assert_eq!(found.cut, Cut { keys: 1, chunks: 110, values: 1, files: 1, histograms: 0 });
+        assert_eq!(
+            found.cut,
+            Truncation { keys: 1, chunks: 110, values: 1, files: 1, histograms: 0 }
+        );
         assert_eq!(found.totals.chunks, 152);
         assert_eq!((found.name.as_str(), found.files[0].name.as_str()), ("ch…nt", "__…cp"));
     }

@@ -54,7 +54,7 @@ pub struct Report {
     /// The entries, in the order of the checkpoint.
     pub keys: Vec<KeyReport>,
     /// The number of items that the lists omit.
-    pub cut: Cut,
+    pub cut: Truncation,
 }
 
 /// Totals of a whole checkpoint.
@@ -229,7 +229,7 @@ pub struct Chunks {
 /// The number of items that the lists of a report omit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
-pub struct Cut {
+pub struct Truncation {
     /// Keys.
     pub keys: u64,
     /// Chunks of listed keys.

@@ -14,7 +14,7 @@ use dcp_formats::pickle::{Converter, Limits, NodeId, PersistentSink, Pickle, Wri
 use dcp_formats::safetensors::{Header, PREFIX_LEN, ShardingInfo, header_len};
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_tensor::TensorBlob;
-use dcp_formats::torch_zip::{ArchiveIndex, Progress, Sparse};
+use dcp_formats::torch_zip::{ArchiveIndex, ParseStep, Sparse};
 use dcp_formats::zarr::ArrayHeader;
 
 pub fn pickle(bytes: &[u8]) {
@@ -58,9 +58,9 @@ impl PersistentSink for NoStorages {
 
 pub fn torch_zip(bytes: &[u8]) {
     let blob = Sparse::whole(bytes);
-    let Ok(index) = ArchiveIndex::parse(&blob).and_then(Progress::ready) else { return };
+    let Ok(index) = ArchiveIndex::parse(&blob).and_then(ParseStep::ready) else { return };
     for entry in index.entries() {
-        if let Ok(record) = entry.locate(&blob).and_then(Progress::ready) {
+        if let Ok(record) = entry.locate(&blob).and_then(ParseStep::ready) {
             let kept = blob.get(record.data.clone()).unwrap();
             let _ = record.decode(kept, 1 << 21);
         }
@@ -119,7 +119,7 @@ pub fn tensor_blob(bytes: &[u8]) {
     if let Some(located) = TensorBlob::locate_from_head(bytes, bytes.len() as u64) {
         assert!(located.storage().data.end <= bytes.len() as u64);
     }
-    let Ok(tensor) = TensorBlob::parse(&blob).and_then(Progress::ready) else { return };
+    let Ok(tensor) = TensorBlob::parse(&blob).and_then(ParseStep::ready) else { return };
     let kept = blob.get(tensor.storage().data.clone()).unwrap();
     if let Ok(elements) = tensor.decode(kept, 1 << 21)
         && let Some(range) = tensor.element_range()

@@ -3,7 +3,7 @@
 use dcp_core::{FormatError, Value};
 use dcp_formats::pickle::{Limits, Node, NodeId, PersistentSink, Pickle, Writer};
 use dcp_formats::torch_object::{decode_object, encode_object};
-use dcp_formats::torch_zip::{ArchiveIndex, Progress, Sparse};
+use dcp_formats::torch_zip::{ArchiveIndex, ParseStep, Sparse};
 
 use crate::torch_save::reading::{fixture, load, root};
 
@@ -29,7 +29,7 @@ impl PersistentSink for Same {
 fn pickle_of(name: &str, file: &str) -> Vec<u8> {
     let bytes = std::fs::read(root().join(name).join(file)).unwrap();
     let blob = Sparse::whole(&bytes);
-    let index = ArchiveIndex::parse(&blob).and_then(Progress::ready).unwrap();
+    let index = ArchiveIndex::parse(&blob).and_then(ParseStep::ready).unwrap();
     let record = index.require("data.pkl").unwrap().locate(&blob).unwrap().ready().unwrap();
     bytes[record.data.start as usize..record.data.end as usize].to_vec()
 }

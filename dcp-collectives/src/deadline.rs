@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-/// How long a call waits for its peers unless told otherwise: 30 minutes, the default of
+/// How long a call waits for its peers by default: 30 minutes, the default of
 /// PyTorch's `init_process_group` for gloo.
 pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(30 * 60);
 
-/// The moment at which one call gives up.
+/// The moment at which one call times out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Deadline {
     until: Option<Instant>,

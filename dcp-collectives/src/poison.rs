@@ -1,4 +1,4 @@
-//! Why a group is of no more use, and how each of its ranks is told.
+//! A group's terminal error, and the form in which each rank returns it.
 
 use std::time::Duration;
 
@@ -38,7 +38,7 @@ pub(crate) enum Poison {
 }
 
 impl Poison {
-    /// Checks what `rank` of `world_size` passes to a call, before anybody else is involved.
+    /// Checks what `rank` of `world_size` passes to a call, before the other ranks are involved.
     ///
     /// # Errors
     ///
@@ -53,7 +53,7 @@ impl Poison {
         call.check(rank, world_size, passed).map_err(wrong)
     }
 
-    /// The error as `me` sees it: where two ranks disagree, each is told of the other.
+    /// The error as `me` sees it: where two ranks disagree, each one names the other.
     pub(crate) fn seen_by(&self, me: Rank) -> CollectiveError {
         match self {
             Self::Lost { rank, op, message } => {

@@ -21,7 +21,7 @@ use crate::save::{SaveSummary, Saver};
 /// Saves happen one after the other, in the order of the calls, which is the same on all ranks.
 /// Give it a group of its own, not the one that training uses.
 ///
-/// No save is lost silently. When the last of a saver, its clones and its [`PendingSave`]s is
+/// No failure is lost. When the last of a saver, its clones and its [`PendingSave`]s is
 /// dropped, that waits for the saves under way (not in a thread that panics). What a save failed
 /// with that nobody waited for, the next `start` returns.
 #[derive(Clone, Debug)]
@@ -80,9 +80,10 @@ struct Slot {
 struct SlotState {
     finished: bool,
     outcome: Option<Result<SaveSummary, CheckpointError>>,
-    told: bool,
+    /// The outcome was returned.
+    returned: bool,
     aborted: bool,
-    /// Nobody will ask.
+    /// The handle was dropped.
     dropped: bool,
     /// While the save runs.
     abort: Option<AbortHandle>,
@@ -261,7 +262,7 @@ impl Slot {
         Some(save)
     }
 
-    /// Leaves the outcome where it is asked for: with the handle, or with the next save.
+    /// Stores the outcome for the handle, or without one for the next save.
     fn finish(&self, result: Result<SaveSummary, CheckpointError>, unread: &Unread) {
         let mut state = lock(&self.state);
         state.abort = None;
@@ -274,11 +275,11 @@ impl Slot {
 }
 
 impl SlotState {
-    /// A failure that nobody will ask for.
+    /// Stores a failure that no handle can return for the next save.
     fn pass_on(&mut self, unread: &Unread) {
         if let Some(Err(error)) = self.outcome.take()
             && !self.aborted
-            && !self.told
+            && !self.returned
         {
             *lock(unread) = Some(error);
         }
@@ -318,10 +319,10 @@ impl PendingSave {
             self.ended = None;
         }
         let mut state = lock(&self.slot.state);
-        if state.told {
+        if state.returned {
             return Err(background("an earlier call returned the outcome".into()));
         }
-        state.told = true;
+        state.returned = true;
         let gone = || Err(background("the thread of the saves is gone".into()));
         state.outcome.take().unwrap_or_else(gone)
     }
@@ -342,9 +343,9 @@ impl PendingSave {
         lock(&self.slot.state).finished
     }
 
-    /// Nobody is to hear of its outcome.
+    /// Discards the outcome.
     fn silence(self) {
-        lock(&self.slot.state).told = true;
+        lock(&self.slot.state).returned = true;
     }
 }
 

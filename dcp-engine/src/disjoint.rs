@@ -34,12 +34,12 @@ pub(crate) fn disjoint(regions: Vec<Region>) -> Vec<Region> {
     if volume == hull.volume() { vec![hull] } else { found }
 }
 
-/// So many boxes of one chunk are told apart by who needs them.
+/// The most boxes of one chunk that are distinguished by the ranks that need them.
 const PARTS_MAX: usize = 4096;
 
 /// Boxes without a common element that hold everything `regions` hold, each with all whose regions
 /// it lies in, ascending. Of more than 512 different regions, or where they cut each other into
-/// too many parts, it is the box around all of them, for everybody.
+/// too many parts, it is the box around all of them, for every rank.
 pub(crate) fn overlay(regions: Vec<(Region, u32)>) -> Vec<(Region, Vec<u32>)> {
     const DIFFERENT_MAX: usize = 512;
     let mut different: BTreeMap<(Dims, Dims), BTreeSet<u32>> = BTreeMap::new();

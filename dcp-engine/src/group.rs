@@ -17,7 +17,7 @@ type Job = Box<dyn FnOnce(&dyn Collective) + Send>;
 /// The ranks of one save or load; without a collective, this process alone.
 ///
 /// Collectives block, so each operation gets a thread for them; the async side awaits the
-/// results. An operation that ends in any way the others do not know of (a panic, a canceled
+/// results. An operation that ends without the knowledge of the other ranks (a panic, a canceled
 /// future, an error outside the protocol) aborts the group, so that no rank waits in vain.
 ///
 /// [`Saver`](crate::Saver) and [`Loader`](crate::Loader) are made of it; a crate with a protocol of
@@ -30,16 +30,16 @@ pub struct Group {
     collective: Option<Arc<dyn Collective>>,
     jobs: Option<mpsc::Sender<Job>>,
     coordinator: Rank,
-    /// What failures call this rank.
+    /// The number of this rank in failures.
     called: Rank,
     concluded: bool,
 }
 
-/// What the byte says that messages without an encoding of their own begin or end with.
+/// The byte at the end or start of messages without an encoding of their own.
 const MESSAGE: u8 = 0;
 const FAILURE: u8 = 1;
 
-/// What one rank made of a step, on the wire.
+/// The outcome of a step on one rank, on the wire.
 #[derive(Debug, Serialize, Deserialize)]
 enum Verdict<T> {
     Done(T),
@@ -133,8 +133,8 @@ impl Group {
         all.map(|all| judge(phase, &all)).transpose()
     }
 
-    /// Tells all ranks what the coordinator decided, which alone passes `Some`. It keeps the
-    /// second half of its value to itself.
+    /// Sends the decision of the coordinator, which alone passes `Some`, to all ranks. The
+    /// coordinator keeps the second half of its value.
     ///
     /// # Errors
     ///
@@ -148,18 +148,18 @@ impl Group {
         T: Serialize + DeserializeOwned,
     {
         if self.collective.is_none() {
-            let (told, kept) = decision.ok_or_else(no_decision)??;
-            return Ok((told, Some(kept)));
+            let (decided, kept) = decision.ok_or_else(no_decision)??;
+            return Ok((decided, Some(kept)));
         }
         let root = self.coordinator;
         let (bytes, kept) = match decision {
             None => (None, None),
-            Some(Ok((told, kept))) => (Some(self.verdict(Ok(told))?), Some(kept)),
+            Some(Ok((decided, kept))) => (Some(self.verdict(Ok(decided))?), Some(kept)),
             Some(Err(error)) => (Some(self.verdict::<T>(Err(error))?), None),
         };
         let bytes = self.call(phase, move |c| c.broadcast(root, bytes)).await?;
-        let told = judge(phase, &[bytes])??.pop().ok_or_else(no_decision)?;
-        Ok((told, kept))
+        let decided = judge(phase, &[bytes])??.pop().ok_or_else(no_decision)?;
+        Ok((decided, kept))
     }
 
     /// Brings each rank's outcome to every rank: all values in rank order, or on every rank the
@@ -299,8 +299,8 @@ impl Group {
             return from_root.ok_or_else(no_decision)?;
         }
         let message = from_root.map(|mine| self.tagged(mine)).transpose()?;
-        let told = self.call(phase, move |c| c.broadcast(root, message)).await?;
-        Self::untagged(phase, vec![told])?.pop().ok_or_else(no_decision)
+        let received = self.call(phase, move |c| c.broadcast(root, message)).await?;
+        Self::untagged(phase, vec![received])?.pop().ok_or_else(no_decision)
     }
 
     /// Brings each rank's bytes to every rank, in rank order, or on every rank the same error that
@@ -322,7 +322,7 @@ impl Group {
         Self::untagged(phase, all)
     }
 
-    /// A message with a byte behind it that tells data from failures.
+    /// A message whose last byte distinguishes data from failures.
     fn tagged(&self, mine: Result<Bytes, CheckpointError>) -> Result<Bytes, CheckpointError> {
         let (message, tag) = match mine {
             Ok(message) => (message, MESSAGE),
@@ -439,7 +439,7 @@ fn judge<T: DeserializeOwned>(
             }
         }
     }
-    // Ranks that already had the same error tell it again.
+    // Ranks that already had the same error send it again.
     failures.sort_by(|a, b| (a.rank, &a.message).cmp(&(b.rank, &b.message)));
     failures.dedup();
     Ok(if failures.is_empty() {
@@ -454,5 +454,5 @@ fn wire(error: &dyn std::error::Error) -> CheckpointError {
 }
 
 fn no_decision() -> CheckpointError {
-    PlanError::Wire { problem: "the coordinator did not say what to do".into() }.into()
+    PlanError::Wire { problem: "the message of the coordinator has no decision".into() }.into()
 }

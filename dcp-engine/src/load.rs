@@ -137,7 +137,7 @@ impl Loader {
     ///
     /// Nothing is changed before every rank has seen the same checkpoint and found that it fits.
     /// An error after that leaves tensors partly filled, and objects as they were. Every rank
-    /// gets the same outcome. Dropping the future gives up and aborts the group.
+    /// gets the same outcome. Dropping the future aborts the group.
     ///
     /// # Errors
     ///
@@ -210,12 +210,12 @@ impl Loader {
             LoadMode::Partial => true,
         };
         if !fits {
-            let mut told = report;
+            let mut shown = report;
             if self.mode == LoadMode::Strict {
-                // What is merely not asked for is no reason to fail, so it is not given as one.
-                told.unexpected.clear();
+                // Unexpected entries are no error in this mode.
+                shown.unexpected.clear();
             }
-            return Err(CheckpointError::Mismatch { summary: told.to_string() });
+            return Err(CheckpointError::Mismatch { summary: shown.to_string() });
         }
         let leaves = flat
             .iter()

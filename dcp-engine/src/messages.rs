@@ -1,4 +1,4 @@
-//! What ranks tell each other in a save.
+//! Messages between the ranks of a save.
 
 use std::collections::BTreeMap;
 
@@ -6,8 +6,7 @@ use dcp_cast::CastCounts;
 use dcp_core::{Key, PlanError, Rank, StorageError, WriteReport};
 use serde::{Deserialize, Serialize};
 
-/// What a rank tells the coordinator first: its structure, and the plan of which it remembers its
-/// part.
+/// The first message of a rank to the coordinator: its structure, and the plan that it remembers.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Offer {
     /// Which save of its saver this is.
@@ -16,12 +15,12 @@ pub(crate) struct Offer {
     pub(crate) remembers: Option<u64>,
 }
 
-/// What the coordinator answers.
+/// The answer of the coordinator.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Decision {
-    /// Everybody writes what it wrote last time, under the names of this generation.
+    /// Every rank repeats its last write plan, under the names of this generation.
     Repeat { generation: u64 },
-    /// Everybody sends its plan, to be made part of this one.
+    /// Every rank sends its plan, which becomes a part of this one.
     Plan { plan_id: u64 },
 }
 
@@ -34,7 +33,7 @@ pub(crate) struct Totals {
     pub(crate) cast: CastCounts,
 }
 
-/// A number for all that a plan depends on.
+/// A hash of everything that a plan depends on.
 pub(crate) fn plan_id(key: &[u128]) -> u64 {
     key.iter().flat_map(|part| part.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)

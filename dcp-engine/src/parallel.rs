@@ -22,12 +22,12 @@ use crate::group::Group;
 use crate::planned::{bad, tensor_dtype};
 use crate::receiver::Receiver;
 
-/// Bytes on their way within one rank, unless asked for otherwise.
+/// Default of [`ParallelReader::in_flight`].
 const IN_FLIGHT: u64 = 32 << 20;
 /// No message is cut into smaller ones.
 const MESSAGE_MIN: u64 = 64 << 10;
 
-/// How ranks hand each other what they have read.
+/// How ranks exchange the data that they have read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Exchange {
@@ -35,7 +35,7 @@ pub enum Exchange {
     /// which lets a rank send all it has before the next one begins).
     #[default]
     Broadcast,
-    /// Everybody sends one message to everybody, in rounds (Megatron-Core's `gather_rounds`, where a
+    /// Every rank sends one message to every rank, in rounds (Megatron-Core's `gather_rounds`, where a
     /// round has one tensor of each rank, however large; here it has so many bytes).
     GatherRounds,
 }
@@ -98,14 +98,14 @@ impl ParallelReader {
         self
     }
 
-    /// By which rule it is decided who reads what; the same on all ranks.
+    /// The rule that divides reads among ranks; the same on all ranks.
     #[must_use]
     pub fn rule(mut self, rule: ShareRule) -> Self {
         self.rule = rule;
         self
     }
 
-    /// How what was read gets to the others; the same on all ranks.
+    /// How ranks exchange data; the same on all ranks.
     #[must_use]
     pub fn exchange(mut self, exchange: Exchange) -> Self {
         self.exchange = exchange;
@@ -178,7 +178,7 @@ impl ParallelReader {
             }
         }
         let kept = self.keep(metadata, &assignment.keep, &mut taker, &mut report).await;
-        // A rank that could not take something went on listening, so that nobody waits in vain.
+        // A rank that failed to store a message receives the others, so that no rank waits in vain.
         let outcome = kept.and_then(|()| taker.finish(&mut report));
         group.all_gather_results(Phase::Read, outcome).await?;
         Ok(report)
@@ -217,7 +217,7 @@ impl ParallelReader {
         Ok(Assignment::from_wire(&mine, world_size)?)
     }
 
-    /// Reads what nobody else needs.
+    /// Reads what only this rank needs.
     async fn keep(
         &self,
         metadata: &Arc<CheckpointMetadata>,

@@ -134,7 +134,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// The memory for elements that come in no message; `None` unless exactly one item takes all
-    /// of them. When they are there, tell it by [`arrived`](Self::arrived).
+    /// of them. The caller then calls [`arrived`](Self::arrived).
     pub(crate) fn place(
         &mut self,
         entry: u32,

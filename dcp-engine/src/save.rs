@@ -41,7 +41,7 @@ pub struct Saver {
     begun: Arc<AtomicU64>,
 }
 
-/// What a save did; the same on every rank, but for the metadata and what was cast.
+/// The outcome of a save: the same on every rank, except the metadata and what was cast.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SaveSummary {
@@ -51,7 +51,7 @@ pub struct SaveSummary {
     pub bytes_written: u64,
     /// Data files of all ranks.
     pub files: u64,
-    /// Whether the plan of an earlier save served again.
+    /// Whether the save reused the plan of an earlier one.
     pub reused_plan: bool,
     /// What [`Saver::cast`] did to the tensors of which this rank wrote anything.
     pub cast: CastReport,
@@ -174,14 +174,14 @@ impl Saver {
     /// place holds what it held before, and at most files that nothing refers to, which the next
     /// save removes; only when the commit itself failed ([`Phase::Commit`]), or the group was lost
     /// during it, may the new checkpoint be there all the same, whole. Failures that ranks report
-    /// reach all ranks alike. Dropping the future gives up: the group is aborted, so that the
-    /// other ranks return too.
+    /// reach all ranks alike. Dropping the future aborts the group, so that the other
+    /// ranks return too.
     ///
     /// # Errors
     ///
     /// Without a group, the first error as it is. In a group, [`CheckpointError::Ranks`] on every
-    /// rank, listing all that failed, or [`CheckpointError::Lost`] when a rank was lost, which tells the step and whether the
-    /// checkpoint may have been committed.
+    /// rank, listing all that failed, or [`CheckpointError::Lost`] when a rank was lost, with the
+    /// step and whether the checkpoint may have been committed.
     pub async fn save(
         &self,
         state: &StateDict,
@@ -222,7 +222,7 @@ impl Saver {
         self.group.as_ref().map_or(0, |group| group.rank())
     }
 
-    /// Takes no part in a save that the other ranks are in.
+    /// Aborts the group of a save that this rank does not take part in.
     pub(crate) fn leave(&self, why: &str) {
         if let Some(group) = &self.group {
             group.abort(why);
@@ -279,8 +279,8 @@ impl Saver {
             Some(Ok(_)) => Standing::Committed,
             Some(Err(_)) | None => Standing::MayBeCommitted,
         };
-        let told = group.broadcast_result(Phase::Commit, committed).await;
-        let (totals, _): (Totals, _) = told.map_err(|error| standing_at(error, standing))?;
+        let sent = group.broadcast_result(Phase::Commit, committed).await;
+        let (totals, _): (Totals, _) = sent.map_err(|error| standing_at(error, standing))?;
         Ok(SaveSummary {
             entries: totals.entries,
             bytes_written: totals.bytes_written,
@@ -448,10 +448,13 @@ fn standing_at(mut error: CheckpointError, what: Standing) -> CheckpointError {
 }
 
 fn no_plan() -> CheckpointError {
-    PlanError::Wire { problem: "the coordinator asked for a plan that is not there".into() }.into()
+    PlanError::Wire {
+        problem: "the coordinator refers to a plan that this rank does not have".into(),
+    }
+    .into()
 }
 
-/// The session, and with it the claim on the place, is over before any rank hears of the outcome.
+/// The session and its claim end before any rank receives the outcome.
 async fn commit(
     lead: &mut Lead<'_>,
     mine: RankWrite<'_>,

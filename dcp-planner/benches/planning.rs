@@ -12,7 +12,8 @@ use dcp_core::{
     CheckpointMetadata, DType, Encoding, Entry, FileId, Key, Layout, LeafKind, LoadPlanner,
     Placement, PlanContext, Region, SavePlan, SavePlanner, StateIndex, StateLeaf, TensorEntry,
 };
-use dcp_planner::{DefaultLoadPlanner, DefaultSavePlanner, Holdings, ShareRule, chunk_along};
+use dcp_planner::mesh::chunk_along;
+use dcp_planner::{DefaultLoadPlanner, DefaultSavePlanner, Holdings, ShareRule};
 
 /// How every tensor of the model is spread over the ranks.
 #[derive(Clone, Copy)]

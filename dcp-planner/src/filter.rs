@@ -8,7 +8,7 @@ use dcp_core::{PathItem, StatePath};
 ///   `model.layers.0.weight`);
 /// - is a prefix of its path, joined by dots, which is the rule of the `keys` of PyTorch's
 ///   `_EmptyStateDictLoadPlanner` (2.15) and differs where names of their own contain dots;
-/// - matches its whole FQN as a glob: `*` stands for any text, dots included, and `?` for one
+/// - matches its whole FQN as a glob: `*` matches any text, dots included, and `?` one
 ///   character.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyFilter {

@@ -201,7 +201,7 @@ impl Holdings {
 }
 
 impl ShareRule {
-    /// What a piece costs beside its bytes, in bytes: the headers of one `torch.save` archive.
+    /// The cost of a piece in addition to its bytes, in bytes: the headers of one `torch.save` archive.
     pub const PIECE_COST: u64 = 1536;
 }
 
@@ -325,7 +325,7 @@ mod tests {
             prop_assert!(ours <= all.megatron(ShareRule::PIECE_COST).busiest());
         }
 
-        /// Graham's bound for what everybody can do.
+        /// Graham's bound for items that every rank can take.
         #[test]
         fn what_all_hold_is_spread_evenly(
             world in 1_u32..9,

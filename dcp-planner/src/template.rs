@@ -9,11 +9,11 @@ use dcp_core::{
 
 use crate::filter::KeyFilter;
 use crate::flatten::tensor_kind;
-use crate::placement::{chunk_along, longest_axis};
+use crate::mesh::{chunk_along, longest_axis};
 use crate::unflatten::unflatten;
 use crate::validate::unsupported;
 
-/// How many bytes a compressed byte may stand for; Zstandard stays below.
+/// The largest expansion of a compressed byte; that of Zstandard is less.
 const MAX_EXPANSION: u64 = 1 << 16;
 
 /// Flat state with zeroed memory for what a checkpoint holds, as PyTorch's
@@ -37,10 +37,10 @@ pub struct TemplateLeaf {
     pub value: Value,
 }
 
-/// How whole tensors are cut for the ranks of a group.
+/// The axis along which whole tensors are divided among the ranks of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Cut {
+pub enum ShardAxis {
     /// Along axis 0, as FSDP does.
     #[default]
     Rows,
@@ -71,12 +71,12 @@ impl Template {
         filter: &KeyFilter,
         rank: Rank,
         world_size: u32,
-        cut: Cut,
+        cut: ShardAxis,
     ) -> Result<Self, PlanError> {
         Self::of(metadata, filter, |tensor| {
             let axis = match cut {
-                Cut::Rows => (tensor.shape.ndim() > 0).then_some(0),
-                Cut::LongestAxis => longest_axis(&tensor.shape),
+                ShardAxis::Rows => (tensor.shape.ndim() > 0).then_some(0),
+                ShardAxis::LongestAxis => longest_axis(&tensor.shape),
             };
             let Some(axis) = axis else {
                 return Tensor::zeros(tensor.dtype, tensor.shape.clone());

@@ -31,7 +31,7 @@ pub fn validate_metadata(metadata: &CheckpointMetadata) -> Vec<PlanError> {
                     if metadata.file(placement.file).is_none()
                         || metadata.encoding(&placement).is_none()
                     {
-                        errors.push(invalid_index(fqn, "the object lies in an unknown file"));
+                        errors.push(invalid_index(fqn, "the object is in an unknown file"));
                     }
                 }
             },
@@ -60,7 +60,7 @@ fn check_placements(
             continue;
         };
         if metadata.file(placement.file).is_none() {
-            errors.push(invalid_index(fqn, &format!("{} lies in an unknown file", shown(chunk))));
+            errors.push(invalid_index(fqn, &format!("{} is in an unknown file", shown(chunk))));
         }
         let exact = encoding.layout == Layout::Raw && encoding.transforms.is_empty();
         let bytes = checked_volume(chunk.sizes)

@@ -5,10 +5,8 @@
 mod support;
 
 use dcp_core::{Dims, LoadPlanner, PlanContext, Region, SavePlan, SavePlanner};
-use dcp_planner::{
-    DedupPolicy, DefaultLoadPlanner, DefaultSavePlanner, Mesh, Placement, chunk_along,
-    local_regions, longest_axis, validate_metadata,
-};
+use dcp_planner::mesh::{DeviceMesh, TensorPlacement, chunk_along, local_regions, longest_axis};
+use dcp_planner::{DedupPolicy, DefaultLoadPlanner, DefaultSavePlanner, validate_metadata};
 use proptest::prelude::*;
 use support::{elements, index, load, object, save, tensor, whole};
 
@@ -16,16 +14,16 @@ use support::{elements, index, load, object, save, tensor, whole};
 #[derive(Clone, Debug)]
 struct Layout {
     mesh: Vec<u64>,
-    placements: Vec<Placement>,
+    placements: Vec<TensorPlacement>,
 }
 
 impl Layout {
     fn world(&self) -> u32 {
-        Mesh::new(self.mesh.clone()).unwrap().world_size()
+        DeviceMesh::new(self.mesh.clone()).unwrap().world_size()
     }
 
     fn regions(&self, shape: &[u64], rank: u32) -> Vec<Region> {
-        let mesh = Mesh::new(self.mesh.clone()).unwrap();
+        let mesh = DeviceMesh::new(self.mesh.clone()).unwrap();
         let coordinate = mesh.coordinate(rank).unwrap();
         assert_eq!(mesh.rank(&coordinate), Some(rank));
         local_regions(shape, &mesh, &coordinate, &self.placements).unwrap()
@@ -34,9 +32,9 @@ impl Layout {
 
 fn layouts(ndim: usize) -> impl Strategy<Value = Layout> {
     let placement = prop_oneof![
-        1 => Just(Placement::Replicate),
-        3 => (0..ndim).prop_map(Placement::Shard),
-        1 => (0..ndim, 1_u64..4).prop_map(|(axis, split_factor)| Placement::StridedShard {
+        1 => Just(TensorPlacement::Replicate),
+        3 => (0..ndim).prop_map(TensorPlacement::Shard),
+        1 => (0..ndim, 1_u64..4).prop_map(|(axis, split_factor)| TensorPlacement::StridedShard {
             axis,
             split_factor
         }),
@@ -79,7 +77,7 @@ proptest! {
         }
         let copies = layout.mesh.iter().zip(&layout.placements);
         let copies: u64 =
-            copies.filter(|(_, p)| **p == Placement::Replicate).map(|(n, _)| n).product();
+            copies.filter(|(_, p)| **p == TensorPlacement::Replicate).map(|(n, _)| n).product();
         prop_assert!(held.iter().all(|n| *n == copies), "{held:?} instead of {copies}");
     }
 

@@ -11,10 +11,10 @@ use dcp_core::{
     PathItem, PlanContext, PlanError, PlanKey, Region, SavePlan, SavePlanner, StateDict, StatePath,
     Tensor, TensorEntry, TensorSpec, Value,
 };
+use dcp_planner::mesh::{DeviceMesh, TensorPlacement, local_regions, recorded_box};
 use dcp_planner::{
-    Cut, DefaultLoadPlanner, DefaultSavePlanner, FlattenRule, KeyFilter, Mesh, Placement,
-    PlanCache, Template, choose_rule, flatten, index_of, local_regions, recorded_box, set_at_path,
-    unflatten, validate_metadata,
+    DefaultLoadPlanner, DefaultSavePlanner, FlattenRule, KeyFilter, PlanCache, ShardAxis, Template,
+    choose_rule, flatten, index_of, set_at_path, unflatten, validate_metadata,
 };
 use support::{index, object, place_all, save, tensor, whole};
 
@@ -48,8 +48,9 @@ fn stored(shape: &[u64], chunks: &[Region]) -> CheckpointMetadata {
 
 #[test]
 fn t07_uneven_fsdp2_with_tp_describes_the_data() {
-    let mesh = Mesh::new([3, 2]).unwrap();
-    let placements = [Placement::StridedShard { axis: 0, split_factor: 2 }, Placement::Shard(0)];
+    let mesh = DeviceMesh::new([3, 2]).unwrap();
+    let placements =
+        [TensorPlacement::StridedShard { axis: 0, split_factor: 2 }, TensorPlacement::Shard(0)];
     let held = |dp, tp| local_regions(&[7, 4], &mesh, &[dp, tp], &placements).unwrap();
     let recorded = |dp, tp| recorded_box(&[7, 4], &mesh, &[dp, tp], &placements).unwrap();
     assert_eq!(recorded(2, 0), region(&[6, 0], &[1, 4]));
@@ -67,8 +68,8 @@ fn t07_uneven_fsdp2_with_tp_describes_the_data() {
 
 #[test]
 fn t07_a_strided_shard_alone_is_several_boxes() {
-    let mesh = Mesh::new([2]).unwrap();
-    let placements = [Placement::StridedShard { axis: 0, split_factor: 2 }];
+    let mesh = DeviceMesh::new([2]).unwrap();
+    let placements = [TensorPlacement::StridedShard { axis: 0, split_factor: 2 }];
     let regions = local_regions(&[8], &mesh, &[1], &placements).unwrap();
     assert_eq!(regions, [region(&[2], &[2]), region(&[6], &[2])]);
 }
@@ -290,9 +291,9 @@ fn templates_are_cut_for_the_ranks_of_a_group() {
         let shards = template.leaves()[0].value.as_tensor().unwrap().shards();
         shards.iter().map(|shard| shard.region().clone()).collect::<Vec<_>>()
     };
-    assert_eq!(regions(2, Cut::Rows), [region(&[4, 0], &[1, 40])]);
-    assert_eq!(regions(3, Cut::Rows), []);
-    assert_eq!(regions(3, Cut::LongestAxis), [region(&[0, 30], &[5, 10])]);
+    assert_eq!(regions(2, ShardAxis::Rows), [region(&[4, 0], &[1, 40])]);
+    assert_eq!(regions(3, ShardAxis::Rows), []);
+    assert_eq!(regions(3, ShardAxis::LongestAxis), [region(&[0, 30], &[5, 10])]);
 }
 
 #[test]
@@ -307,9 +308,14 @@ fn f06_shapes_are_those_of_the_whole_tensor() {
 
 #[test]
 fn f08_empty_shards_are_one_chunk_and_chunks_are_in_rank_order() {
-    let mesh = Mesh::new([4]).unwrap();
+    let mesh = DeviceMesh::new([4]).unwrap();
     let leaves = [3, 2, 1, 0].map(|at| {
-        tensor("w", &[2], true, local_regions(&[2], &mesh, &[at], &[Placement::Shard(0)]).unwrap())
+        tensor(
+            "w",
+            &[2],
+            true,
+            local_regions(&[2], &mesh, &[at], &[TensorPlacement::Shard(0)]).unwrap(),
+        )
     });
     let global = merge(leaves).unwrap();
     let entry = global.metadata.get("w").unwrap().as_tensor().unwrap();

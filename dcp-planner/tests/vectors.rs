@@ -11,10 +11,8 @@ use dcp_core::{
     PlanContext, PlanKey, ReadKind, Region, SavePlan, SavePlanner, StateIndex, StateLeaf, Tensor,
     TensorEntry, TensorSpec, Value,
 };
-use dcp_planner::{
-    DedupPolicy, DefaultLoadPlanner, DefaultSavePlanner, FlattenRule, Mesh, Placement, flatten,
-    local_regions, recorded_box,
-};
+use dcp_planner::mesh::{DeviceMesh, TensorPlacement, local_regions, recorded_box};
+use dcp_planner::{DedupPolicy, DefaultLoadPlanner, DefaultSavePlanner, FlattenRule, flatten};
 use serde_json::Value as Json;
 
 fn vectors(name: &str) -> Vec<Json> {
@@ -78,14 +76,15 @@ fn flatten_agrees() {
     }
 }
 
-fn placements(case: &Json) -> Vec<Placement> {
+fn placements(case: &Json) -> Vec<TensorPlacement> {
     let axis = |json: &Json| usize::try_from(json.as_u64().unwrap()).unwrap();
     let one = |json: &Json| match json.as_object().unwrap().iter().next().unwrap() {
-        (kind, of) if kind == "S" => Placement::Shard(axis(of)),
-        (kind, of) if kind == "SS" => {
-            Placement::StridedShard { axis: axis(&of[0]), split_factor: of[1].as_u64().unwrap() }
-        }
-        _ => Placement::Replicate,
+        (kind, of) if kind == "S" => TensorPlacement::Shard(axis(of)),
+        (kind, of) if kind == "SS" => TensorPlacement::StridedShard {
+            axis: axis(&of[0]),
+            split_factor: of[1].as_u64().unwrap(),
+        },
+        _ => TensorPlacement::Replicate,
     };
     list(&case["placements"]).iter().map(one).collect()
 }
@@ -95,7 +94,7 @@ fn dtensor_boxes_agree() {
     let (mut ranks, mut strided, mut moved) = (0, 0, 0);
     for case in vectors("dtensor_local_shape_offset") {
         let shape = numbers(&case["shape"]);
-        let mesh = Mesh::new(numbers(&case["mesh"])).unwrap();
+        let mesh = DeviceMesh::new(numbers(&case["mesh"])).unwrap();
         let placements = placements(&case);
         for rank in list(&case["ranks"]) {
             let coordinate = numbers(&rank[0]);
@@ -104,7 +103,7 @@ fn dtensor_boxes_agree() {
             assert_eq!(recorded, expected, "{case} {coordinate}");
             ranks += 1;
             let held = local_regions(&shape, &mesh, &coordinate, &placements).unwrap();
-            if placements.iter().any(|p| matches!(p, Placement::StridedShard { .. })) {
+            if placements.iter().any(|p| matches!(p, TensorPlacement::StridedShard { .. })) {
                 strided += 1;
                 moved += usize::from(held != [expected]);
             } else {

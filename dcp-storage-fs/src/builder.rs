@@ -55,8 +55,8 @@ impl Builder {
         self
     }
 
-    /// How many threads a large read may use, and how many requests callers are told are worth
-    /// having in flight. By default the number of cores, at least 4 and at most 32.
+    /// The number of threads of a large read, and of concurrent requests that callers should make.
+    /// By default the number of cores, at least 4 and at most 32.
     pub fn parallelism(mut self, threads: u16) -> Self {
         self.parallelism = threads.max(1);
         self

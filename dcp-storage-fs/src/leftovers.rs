@@ -11,12 +11,12 @@ use crate::owner::Owner;
 use crate::root::Root;
 use crate::walk::look_into;
 
-/// How long a temporary file of another machine, whose processes cannot be asked after, must have
-/// been left alone before it counts as dead.
+/// The age at which a temporary file of another machine counts as dead, because the processes of
+/// that machine are unknown.
 const DISTANT_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Removes temporary files that nobody has written to for `min_age` and whose writer is not known
-/// to run, in all folders, and returns how many.
+/// Removes temporary files that are older than `min_age` and whose writer is not known to run, in
+/// all folders, and returns their number.
 pub(crate) fn clean(root: &Root, min_age: Duration, sync: bool) -> io::Result<u64> {
     let is_dead = |owner: Owner, age: Option<Duration>| age >= Some(min_age) && !owner.is_alive();
     let mut removed = 0;

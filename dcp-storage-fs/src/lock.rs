@@ -73,8 +73,8 @@ impl Lock {
                 }
                 Err(Errno::NOSYS | Errno::NOTSUP | Errno::INVAL | Errno::NOLCK) => {
                     tracing::warn!(
-                        "this file system has no locks: savers that meet in one folder are only \
-                         told apart by what they find in it"
+                        "this file system has no locks: two savers in one folder notice each other only \
+                         by the files that they find in it"
                     );
                     remove(&folder, &name)?;
                     return Ok(Self { folder, name, file: None });
@@ -83,7 +83,7 @@ impl Lock {
             }
             // The holder before may have removed the file between the two calls.
             if is_at(&folder, &name, &file) {
-                // Without a record the next one who comes is told less.
+                // Without a record the next saver cannot name the holder.
                 let _ = write_record(&mut file);
                 return Ok(Self { folder, name, file: Some(file) });
             }
@@ -217,7 +217,7 @@ impl Claim for FsClaim {
         let op = StorageOp::Put;
         let (shared, lock, key) =
             (Arc::clone(&self.shared), Arc::clone(&self.lock), self.key.clone());
-        // The thread has a share of the lock: nobody else gets it before the file has its name.
+        // The thread has a share of the lock: no other process gets it before the file has its name.
         blocking(op, Some(&self.key), move || {
             let temp = shared.create_temp(op, &key)?;
             write_payload(&mut temp.file(), &payload).map_err(on_key(op, &key))?;

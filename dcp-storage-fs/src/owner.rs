@@ -1,4 +1,4 @@
-//! The names of temporary files, which tell who is writing them.
+//! Names of temporary files, which identify their writer.
 
 use std::fmt;
 use std::fs;
@@ -13,7 +13,7 @@ const PREFIX: &str = ".dcp-tmp.";
 /// Lock files begin with this, and go on with the name of what is locked.
 const LOCK_PREFIX: &str = ".dcp-lock.";
 
-/// A process that writes, as it can be told from others on the same file system.
+/// The identity of a writing process among all that use the file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
     /// Where its process id counts: a machine, since it was booted, and a container on it.
@@ -74,7 +74,7 @@ impl Owner {
         Self { pid, ..self }
     }
 
-    /// Whether it runs, or ran, where this process does, so that its end can be told.
+    /// Whether it runs, or ran, where this process does, so that its end can be noticed.
     pub(crate) fn is_here(self) -> bool {
         self.place == place()
     }
@@ -136,7 +136,7 @@ fn place() -> u64 {
 }
 
 /// When a process began, in ticks since boot; `None` if it does not run, or the system does not
-/// tell.
+/// say.
 fn started(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the program's name in parentheses and may hold anything; the start is

@@ -86,7 +86,7 @@ fn open(root: &Root, key: &Key, reads: &[ReadInto]) -> Result<File, StorageError
         let len = read.buffer.len() as u64;
         if read.byte_offset.checked_add(len).is_none_or(|end| end > meta.len()) {
             return Err(failed(StorageErrorKind::Truncated).with_message(format!(
-                "{len} bytes at {} were asked for, the object has {}",
+                "{len} bytes at {} were requested, the object has {}",
                 read.byte_offset,
                 meta.len()
             )));

@@ -24,7 +24,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Fails for a key whose file would not be taken for an object.
+    /// Fails for a key whose file would not count as an object.
     pub(crate) fn refuse_reserved(&self, op: StorageOp, key: &Key) -> Result<(), StorageError> {
         if is_reserved(key) {
             return Err(StorageError::new(StorageErrorKind::Invalid, op, Some(key.clone()))
@@ -117,7 +117,7 @@ pub(crate) fn parts(key: &Key) -> (&str, &str) {
     split(key.as_str()).unwrap_or(("", key.as_str()))
 }
 
-/// Whether the key would be taken for one of the storage's own files.
+/// Whether the key names one of the storage's own files.
 pub(crate) fn is_reserved(key: &Key) -> bool {
     owner::is_reserved(key.file_name())
 }

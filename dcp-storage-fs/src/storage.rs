@@ -37,7 +37,7 @@ impl FsStorage {
 
     /// Removes temporary files of writers that were killed, in all folders, and returns how many.
     ///
-    /// A file goes when nobody has written to it for `min_age` and its writer does not run any
+    /// A file is removed when its last write is older than `min_age` and its writer does not run any
     /// more. Of writers on other machines the latter is not known, so on a shared file system
     /// `min_age` should be longer than any write takes.
     ///

@@ -8,15 +8,14 @@ use crate::workspace;
 
 /// Names that several public types have. A change may rename one, and shortens this list by it;
 /// none is added.
-const SHARED: &[&str] = &["Entry", "LoadOptions", "OpenOptions", "Placement", "SaveOptions"];
+const SHARED: &[&str] = &["Entry", "LoadOptions", "OpenOptions", "SaveOptions"];
 
 /// At most so many names besides modules at the root of a crate: more are not read at a glance.
 const AT_THE_ROOT: usize = 25;
 
 /// Crates with more, and how many at most. A change may move some into modules, and lowers the
 /// number; none is added.
-const MORE: &[(&str, usize)] =
-    &[("dcp-checkpoint", 38), ("dcp-convert", 100), ("dcp-core", 104), ("dcp-planner", 26)];
+const MORE: &[(&str, usize)] = &[("dcp-checkpoint", 38), ("dcp-convert", 100), ("dcp-core", 104)];
 
 /// The public types of each published crate: name to the files that define it.
 fn types() -> BTreeMap<String, Vec<PathBuf>> {

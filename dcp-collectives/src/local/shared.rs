@@ -66,7 +66,7 @@ impl Leaving {
 pub(super) struct Shared {
     world_size: u32,
     deadline: Duration,
-    /// Whether somebody watches the threads and reports a panic with its message.
+    /// Whether a supervisor reports panics of the threads with their messages.
     supervised: bool,
     state: Mutex<State>,
     changed: Condvar,
@@ -77,7 +77,7 @@ pub(super) struct Shared {
 #[derive(Debug)]
 struct State {
     poison: Option<Poison>,
-    /// The call and the rank that made it first, once somebody did.
+    /// The call, and the rank that made it first.
     call: Option<(Rank, Call)>,
     deposits: Vec<Option<Deposit>>,
     entered: u32,

@@ -10,10 +10,10 @@ use dcp_core::{CollectiveError, Rank};
 use super::TcpCollective;
 use crate::deadline::DEFAULT_DEADLINE;
 
-/// How long the ranks of a group wait for each other to start, unless told otherwise.
+/// Default of [`TcpConfig::connect_timeout`]: how long ranks wait for each other to start.
 pub const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(5 * 60);
 
-/// The longest message that a rank accepts, in bytes, unless told otherwise.
+/// Default of [`TcpConfig::max_message`]: the longest message that a rank accepts, in bytes.
 pub const DEFAULT_MAX_MESSAGE: u64 = 64 << 30;
 
 /// A variable of the environment is missing or wrong.

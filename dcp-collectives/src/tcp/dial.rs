@@ -11,7 +11,7 @@ use super::wire::{self, Hello, MAX_ITEM, Patience, Reply};
 /// The longest that one attempt waits for the other host.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
-/// How soon a silent host is asked for a sign of life, and how often.
+/// When keep-alive probes of a silent connection start, and their interval.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
 /// Why there is no connection.
@@ -36,7 +36,7 @@ pub(super) fn dial(
     let left = patience.deadline.left().ok_or(io::Error::from(io::ErrorKind::TimedOut))?;
     let stream = TcpStream::connect_timeout(&address, left.min(ATTEMPT))?;
     if stream.local_addr()? == stream.peer_addr()? {
-        // On one host, a port that nobody listens at may be given to the caller itself.
+        // On one host, a port without a listener may be given to the caller itself.
         return Err(io::Error::from(io::ErrorKind::ConnectionRefused).into());
     }
     configure(&stream)?;

@@ -40,8 +40,7 @@ impl Edge {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends what a neighbor that still listens will hear. That it does not is found out by who
-    /// listens to it.
+    /// Sends a control message. The thread that reads from the neighbor notices a lost one.
     pub(super) fn tell(&self, news: &Control) {
         let mut writer = self.lock();
         let Some(mut stream) = writer.as_deref() else { return };

@@ -1,8 +1,8 @@
-//! What a rank knows of its group: whether it still stands, and what the others are doing.
+//! The state of a group on one rank: whether it is usable, and what the other ranks are doing.
 //!
 //! The ranks form a control tree (that of root 0). News travel along its edges, each of which is
 //! a connection with a thread on either end: a rank that died is noticed by its neighbors there,
-//! who tell everybody.
+//! which tell all other ranks.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, Read};
@@ -172,7 +172,7 @@ impl Group {
         self.lock().current = None;
     }
 
-    /// Breaks the group, and tells everybody why. Returns the first reason there was.
+    /// Poisons the group and sends the reason to all ranks. Returns the first reason.
     pub(super) fn fail(&self, poison: Poison) -> Poison {
         self.fail_from(poison, None)
     }
@@ -257,7 +257,7 @@ impl Group {
         peer
     }
 
-    /// Hears a neighbor out; runs on a thread of its own until the connection ends.
+    /// Reads from a neighbor, on a thread of its own, until the connection ends.
     pub(super) fn listen(&self, peer: Rank, stream: &TcpStream) {
         let outcome = self.hear(peer, stream);
         let said_bye = {
@@ -271,9 +271,7 @@ impl Group {
         }
         let is_deaf = |edge: &Edge| edge.peer == peer && edge.is_deaf();
         let message = match outcome {
-            Ok(()) if self.edges.iter().any(is_deaf) => {
-                "it does not read what it is told".to_owned()
-            }
+            Ok(()) if self.edges.iter().any(is_deaf) => "it does not read its messages".to_owned(),
             Ok(()) => "its process ended".to_owned(),
             Err(error) => format!("its connection broke: {error}"),
         };
@@ -420,7 +418,7 @@ mod tests {
             end.expect("the neighbor would wait for news that never come");
             poison
         });
-        let expected = "it does not read what it is told".to_owned();
+        let expected = "it does not read its messages".to_owned();
         assert_eq!(poison, Some(Poison::Lost { rank: 1, op: Op::Idle, message: expected }));
     }
 }

@@ -66,7 +66,7 @@ pub(super) enum Reply {
     },
 }
 
-/// What neighbors in the control tree tell each other.
+/// A message between neighbors in the control tree.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Control {
     /// The sender, a child, makes its next call.

@@ -190,9 +190,9 @@ pub struct Loaded {
 /// The same on all ranks, before any memory is touched: [`MegatronError::TrackedAbsent`],
 /// [`MegatronError::Damaged`] and [`MegatronError::OtherCheckpoint`], in a group in words;
 /// [`MegatronError::Keys`] when the strict handling says so; then [`MegatronError::Integrity`]
-/// when all requests together do not make whole tensors; [`CheckpointError::Mismatch`] when
-/// something is not stored or has another shape; when the checkpoint cannot be opened. Then those
-/// of [`Loader::load`], of [`merge`], and of factories.
+/// when all requests together do not make whole tensors;
+/// [`CheckpointError::Mismatch`](dcp_core::CheckpointError::Mismatch) when something is not stored or
+/// has another shape; when the checkpoint cannot be opened. Then those of [`Loader::load`], of [`merge`], and of factories.
 pub async fn load(
     request: &ShardedStateDict,
     storage: &Arc<dyn Storage>,

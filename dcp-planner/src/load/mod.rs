@@ -122,7 +122,7 @@ fn read_tensor(
     let whole = Region::full(tensor.shape.clone())
         .map_err(|error| invalid_index(fqn, &error.to_string()))?;
     if let Some(outside) = shards.iter().find(|shard| !whole.contains(shard)) {
-        let problem = format!("shard {outside} lies outside of shape {}", tensor.shape);
+        let problem = format!("shard {outside} is outside of shape {}", tensor.shape);
         return Err(unsupported(fqn, &problem));
     }
     let chunks = Chunks::new(fqn, tensor, shards.len())?;

@@ -20,7 +20,7 @@ pub(super) fn assemble(
     // Rows are numbered in the order of ranks and items, which is the order of chunks.
     writers.iter_mut().for_each(|rows| rows.sort_unstable());
     let mut order: Vec<usize> = (0..merged.keys.len()).collect();
-    // What nobody writes comes last.
+    // Entries without a writer come last.
     order.sort_by_key(|at| match writers[*at].first() {
         Some(row) => (false, Some(merged.keys[*at].origin(*row))),
         None => (true, None),
@@ -46,12 +46,12 @@ pub(super) fn assemble(
     Ok(GlobalPlan { metadata, selections, ..GlobalPlan::default() })
 }
 
-/// A tensor without elements stays in the checkpoint although nobody holds a chunk of it.
+/// A tensor without elements stays in the checkpoint although no rank holds a chunk of it.
 fn has_no_elements(key: &MergedKey<'_>) -> bool {
     key.spec.is_some_and(|spec| spec.shape.contains(&0))
 }
 
-/// The entry of a name; `None` for an object that nobody has.
+/// The entry of a name; `None` for an object that no rank has.
 fn entry(key: &MergedKey<'_>, rows: &[u32]) -> Result<Option<Entry>, PlanError> {
     let Some(spec) = key.spec else {
         let mut object = ObjectEntry::new(None);

@@ -1,14 +1,15 @@
-//! Which part of a tensor a rank holds, by PyTorch's placements.
+//! The regions of a tensor that each rank of a device mesh holds, by PyTorch's placements.
 
 use dcp_core::{Dims, PlanError, Rank, Region};
 
 /// Pieces into which a `_StridedShard` may cut what one rank holds.
 const MAX_PIECES: u64 = 1 << 20;
 
-/// How a tensor is spread along one axis of a mesh.
+/// How one axis of a mesh divides a tensor: a `Placement` of PyTorch's DTensor.
+#[doc(alias = "Placement")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Placement {
+pub enum TensorPlacement {
     /// Every rank along the mesh axis holds the same.
     Replicate,
     /// A tensor axis is cut into one piece per rank: each as long as the quotient rounded up, the
@@ -26,9 +27,9 @@ pub enum Placement {
 
 /// A grid of ranks, numbered in row-major order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Mesh(Dims);
+pub struct DeviceMesh(Dims);
 
-impl Mesh {
+impl DeviceMesh {
     /// A grid of `shape` ranks per axis.
     ///
     /// # Errors
@@ -80,8 +81,8 @@ impl Mesh {
 /// The boxes of a tensor of `shape` that the rank at `coordinate` of `mesh` holds, in row-major
 /// order; together the ranks hold every element, and equally often.
 ///
-/// It is one box, unless a `_StridedShard` stands without the shards that its split factor tells
-/// of; then it is one per piece. An empty part is one box without elements, which begins at the
+/// It is one box, unless a `_StridedShard` stands without the shards that its split factor
+/// means; then it is one per piece. An empty part is one box without elements, which begins at the
 /// end of the axis that left nothing (PyTorch's convention, so that all empty shards of a tensor
 /// are one chunk).
 ///
@@ -96,9 +97,9 @@ impl Mesh {
 /// [`PlanError::InvalidPlacement`] when mesh, coordinate, placements and shape do not fit together.
 pub fn local_regions(
     shape: &[u64],
-    mesh: &Mesh,
+    mesh: &DeviceMesh,
     coordinate: &[u64],
-    placements: &[Placement],
+    placements: &[TensorPlacement],
 ) -> Result<Vec<Region>, PlanError> {
     check(shape, mesh, coordinate, placements)?;
     let mut per_axis = Vec::with_capacity(shape.len());
@@ -139,9 +140,9 @@ pub fn local_regions(
 /// As [`local_regions`].
 pub fn recorded_box(
     shape: &[u64],
-    mesh: &Mesh,
+    mesh: &DeviceMesh,
     coordinate: &[u64],
-    placements: &[Placement],
+    placements: &[TensorPlacement],
 ) -> Result<Region, PlanError> {
     check(shape, mesh, coordinate, placements)?;
     let mut per_axis = Vec::with_capacity(shape.len());
@@ -156,7 +157,7 @@ pub fn recorded_box(
 }
 
 /// What `part` of `parts` ranks holds of a tensor cut along `axis`, by the rule of
-/// [`Placement::Shard`]; `None` for ranks behind the end, who hold no shard at all.
+/// [`TensorPlacement::Shard`]; `None` for ranks behind the end, who hold no shard at all.
 ///
 /// Along axis 0 these are the shards of FSDP1 and of PyTorch's `ChunkShardingSpec`.
 #[must_use]
@@ -184,9 +185,9 @@ fn invalid(problem: &str) -> PlanError {
 
 fn check(
     shape: &[u64],
-    mesh: &Mesh,
+    mesh: &DeviceMesh,
     coordinate: &[u64],
-    placements: &[Placement],
+    placements: &[TensorPlacement],
 ) -> Result<(), PlanError> {
     if mesh.rank(coordinate).is_none() {
         let problem = format!("coordinate {coordinate:?} of a mesh of {}", mesh.shape());
@@ -198,9 +199,9 @@ fn check(
     }
     for placement in placements {
         let (axis, factor) = match placement {
-            Placement::Replicate => continue,
-            Placement::Shard(axis) => (*axis, 1),
-            Placement::StridedShard { axis, split_factor } => (*axis, *split_factor),
+            TensorPlacement::Replicate => continue,
+            TensorPlacement::Shard(axis) => (*axis, 1),
+            TensorPlacement::StridedShard { axis, split_factor } => (*axis, *split_factor),
         };
         if axis >= shape.len() || factor == 0 {
             let problem = format!("{placement:?} of a tensor of {} axes", shape.len());
@@ -228,12 +229,17 @@ impl Step {
 }
 
 /// The cuts of one axis, in the order of the mesh.
-fn steps(mesh: &Mesh, coordinate: &[u64], placements: &[Placement], axis: usize) -> Vec<Step> {
+fn steps(
+    mesh: &DeviceMesh,
+    coordinate: &[u64],
+    placements: &[TensorPlacement],
+    axis: usize,
+) -> Vec<Step> {
     let places = mesh.shape().iter().zip(coordinate).zip(placements);
     let cuts = places.filter_map(|((parts, part), placement)| {
         let split_factor = match placement {
-            Placement::Shard(of) if *of == axis => None,
-            Placement::StridedShard { axis: of, split_factor } if *of == axis => {
+            TensorPlacement::Shard(of) if *of == axis => None,
+            TensorPlacement::StridedShard { axis: of, split_factor } if *of == axis => {
                 Some(*split_factor)
             }
             _ => return None,

@@ -4,10 +4,13 @@ use std::sync::Arc;
 
 use dcp_convert::Source;
 use dcp_core::Storage;
+use dcp_core::format::UnfinishedSave;
 use dcp_megatron::MegatronCheckpoint;
 
 use crate::opener::Opener;
-use crate::recognize::IncompleteSave;
+
+/// A tracker, and what is wrong with it.
+pub(crate) type TrackerProblem = (&'static str, String);
 
 /// A checkpoint that an [`Opener`] opened to read.
 #[derive(Debug)]
@@ -19,8 +22,8 @@ pub struct Checkpoint {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) is_folder: bool,
     pub(crate) megatron: Option<Arc<MegatronCheckpoint>>,
-    pub(crate) unfinished: Option<IncompleteSave>,
-    pub(crate) tracker_problem: Option<String>,
+    pub(crate) unfinished: Option<UnfinishedSave>,
+    pub(crate) tracker_problem: Option<TrackerProblem>,
     pub(crate) notes: Vec<String>,
 }
 
@@ -64,14 +67,14 @@ impl Checkpoint {
 
     /// What shows that the save did not finish, although all of it can be read.
     #[must_use]
-    pub fn unfinished(&self) -> Option<&IncompleteSave> {
+    pub fn unfinished(&self) -> Option<&UnfinishedSave> {
         self.unfinished.as_ref()
     }
 
     /// What is wrong with the tracker of the run whose latest checkpoint this is.
     #[must_use]
     pub fn tracker_problem(&self) -> Option<&str> {
-        self.tracker_problem.as_deref()
+        self.tracker_problem.as_ref().map(|(_, problem)| &**problem)
     }
 
     /// What there was to say when it was opened.

@@ -102,7 +102,7 @@ impl Statistics<'_> {
         self
     }
 
-    /// Reads every byte of the keys once. A note says if the optimizer's state is damaged.
+    /// Reads every byte of the keys once. A [note](StatsReport::notes) says if the optimizer's state is damaged.
     ///
     /// # Errors
     ///
@@ -121,9 +121,10 @@ impl Statistics<'_> {
                 Selection::all().mapping(others)
             }
         };
-        let report = dcp_convert::stats(source, &selection, &self.job).await?;
+        let mut report = dcp_convert::stats(source, &selection, &self.job).await?;
         let taken = taken_of(&selection, source).await?;
         checkpoint.note_optimizer(|fqn| taken.contains(fqn), &self.job, &mut notes).await;
+        report.notes = notes.into_said();
         Ok(report)
     }
 }
@@ -147,7 +148,7 @@ impl Comparison<'_> {
         self
     }
 
-    /// Compares the two. Notes say if the optimizer's state of one is damaged.
+    /// Compares the two. [Notes](DiffReport::notes) say if the optimizer's state of one is damaged.
     ///
     /// # Errors
     ///
@@ -156,7 +157,7 @@ impl Comparison<'_> {
         let mut notes = self.a.opener.notes();
         let (a, b) = (Whole::of(self.a).await?, Whole::of(self.b).await?);
         let (options, job) = (&self.options, &self.job);
-        let report = dcp_convert::diff(&a.source, &b.source, options, job).await?;
+        let mut report = dcp_convert::diff(&a.source, &b.source, options, job).await?;
         if options.keys_only {
             return Ok(report);
         }
@@ -170,6 +171,7 @@ impl Comparison<'_> {
                 .collect();
             checkpoint.note_optimizer(|fqn| compared.contains(fqn), job, &mut notes).await;
         }
+        report.notes = notes.into_said();
         Ok(report)
     }
 }

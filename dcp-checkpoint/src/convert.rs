@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::checkpoint::Checkpoint;
 use crate::destination::{Destination, SourceFacts};
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::format::Format;
 use crate::keys::{Keys, unmatched_in};
 use crate::mapping::Towards;
@@ -163,7 +163,10 @@ impl Conversion<'_> {
 /// Refuses to make something that looks whole of a checkpoint whose save did not finish.
 pub(crate) fn refuse_unfinished(checkpoint: &Checkpoint) -> Result<(), Error> {
     match &checkpoint.unfinished {
-        Some(unfinished) => Err(unfinished.refusal(&checkpoint.uri)),
+        Some(unfinished) => {
+            let message = format!("{:?} {}", checkpoint.uri, unfinished.description);
+            Err(Error::new(ErrorKind::Unfinished, message).with_hint(unfinished.remedy.clone()))
+        }
         None => Ok(()),
     }
 }

@@ -214,11 +214,10 @@ fn kind_of_storage(error: &StorageError) -> ErrorKind {
     match error.kind() {
         StorageErrorKind::Truncated => ErrorKind::Damaged,
         StorageErrorKind::NotFound if reads => ErrorKind::Damaged,
-        // A name that cannot be is the checkpoint's, too; a link is one to be allowed.
-        StorageErrorKind::Invalid if reads && !error.to_string().contains("--follow-links") => {
-            ErrorKind::Damaged
-        }
-        StorageErrorKind::Invalid => ErrorKind::InvalidOption,
+        // A name that cannot be is the checkpoint's, too.
+        StorageErrorKind::Invalid if reads => ErrorKind::Damaged,
+        // An option follows links.
+        StorageErrorKind::Invalid | StorageErrorKind::Link => ErrorKind::InvalidOption,
         StorageErrorKind::AlreadyExists => ErrorKind::TargetExists,
         StorageErrorKind::Unsupported => ErrorKind::Unsupported,
         _ => ErrorKind::Io,

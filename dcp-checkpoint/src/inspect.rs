@@ -3,11 +3,11 @@
 use std::fmt;
 
 use dcp_convert::{JobOptions, KeySummary, Summary};
+use dcp_core::format::Listing;
 use dcp_core::{Key, Quoted, StorageExt};
 use dcp_megatron::MegatronFormat;
 use dcp_megatron::disk::{COMMON_STATE, METADATA_JSON};
 use dcp_megatron::jobs::Description;
-use futures_util::StreamExt;
 use indexmap::IndexMap;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -96,11 +96,12 @@ impl Checkpoint {
         if !matches!(format, Some(MegatronFormat::Legacy { .. })) {
             return Ok(files);
         }
-        let mut objects = self.storage.list(None);
-        while let Some(meta) = objects.next().await {
-            let meta = meta?;
+        let listing = Listing::read(&*self.storage, &[]).await?;
+        let root = listing.root();
+        for meta in listing.objects() {
             let name = meta.key.as_str();
-            if name.starts_with("mp_rank_") && name.ends_with(".pt") {
+            let folder = name.split('/').next().unwrap_or_default();
+            if name.ends_with(".pt") && self.opener.formats.owns(&root, folder) {
                 files.insert(name.to_owned(), Some(meta.byte_len));
             }
         }

@@ -48,7 +48,6 @@ pub use mapping_options::{Architecture, MappingOptions};
 pub use megatron_target::MegatronTarget;
 pub use opener::{Need, Opener, default_formats};
 pub use optimizer::{OptimizerForm, OptimizerOptions};
-pub use recognize::IncompleteSave;
 pub use reshard::Resharding;
 pub use rollback::{Quiet, Rollback, Undone};
 pub use target::{TargetFile, TargetOptions};

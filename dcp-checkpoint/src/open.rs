@@ -4,18 +4,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::{MetadataRewrite, ProfileChoice, RunListing, Source};
-use dcp_core::format::{Evidence, OpenOptions, Place};
+use dcp_core::format::{Evidence, OpenOptions, Place, RunSelection, UnfinishedSave};
 use dcp_core::{Access, CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use dcp_megatron::MegatronCheckpoint;
 use dcp_megatron::disk::{HALF_REPLACED, recovered};
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, TrackerProblem};
 use crate::error::{Error, ErrorKind};
 use crate::notes::Notes;
 use crate::opener::{Need, Opener};
-use crate::recognize::{
-    IncompleteSave, is_dcp, model_file, tracked_iteration, untracked_iteration,
-};
+use crate::recognize::{is_dcp, model_file};
 use crate::text::list;
 use crate::uri::{below, split};
 
@@ -26,7 +24,7 @@ const MEGATRON: &str = "megatron";
 struct Found {
     uri: String,
     place: Place,
-    tracker_problem: Option<String>,
+    tracker_problem: Option<TrackerProblem>,
 }
 
 impl Opener {
@@ -97,11 +95,11 @@ impl Opener {
                 if is_plain {
                     self.settle_ranks(uri, &opened.source, notes).await?;
                     note_variants(&opened.source.variants().await?, notes);
-                    if opened.source.dcp_reader().is_some() {
-                        opened.unfinished = IncompleteSave::find(&*storage, &opened.source).await?;
-                    }
-                    if let Some(unfinished) = &opened.unfinished {
-                        notes.say(unfinished.note());
+                    let metadata = opened.source.metadata().await?;
+                    let unfinished = self.formats.unfinished(&folder, &metadata);
+                    if let Some((_, unfinished)) = unfinished {
+                        notes.say(read_all_the_same(&unfinished));
+                        opened.unfinished = Some(unfinished);
                     }
                 }
                 Ok(opened)
@@ -158,12 +156,19 @@ impl Opener {
             let folder = match best {
                 Some(best) => best.found.inner.clone(),
                 None => {
-                    let iteration = tracked_iteration(&found.uri, found.place.storage()).await?;
-                    iteration.map(|iteration| {
-                        notes.say(iteration.note);
-                        found.tracker_problem = iteration.tracker_problem;
-                        iteration.folder
-                    })
+                    let is_checkpoint =
+                        matches.first().is_some_and(|best| best.found.is_checkpoint());
+                    let selection = self.formats.select(&found.place).await?;
+                    let is_followed = |one: &RunSelection| one.tracker.is_some() || !is_checkpoint;
+                    match selection.filter(is_followed) {
+                        Some(selection) => {
+                            let folder = selected(&found.uri, &selection, notes)?;
+                            let problem = selection.tracker.zip(selection.tracker_problem);
+                            found.tracker_problem = problem;
+                            Some(folder)
+                        }
+                        None => None,
+                    }
                 }
             };
             let Some(folder) = folder else { break };
@@ -186,9 +191,10 @@ impl Opener {
         place: &Place,
         notes: &mut Notes,
     ) -> Result<Checkpoint, Error> {
-        if let Ok(Some(last)) = untracked_iteration(uri, place.storage()).await {
-            notes.say(last.note);
-            let place = below(at, &last.folder);
+        if let Ok(Some(last)) = self.formats.select(place).await
+            && let Ok(folder) = selected(uri, &last, notes)
+        {
+            let place = below(at, &folder);
             let opened = Box::pin(self.open_noting(&place, notes)).await?;
             return Ok(Checkpoint { uri: uri.to_owned(), ..opened });
         }
@@ -410,6 +416,27 @@ impl Opener {
             error => cannot_read(uri, error),
         })
     }
+}
+
+/// The folder of a run that is opened; a note says which one it is.
+fn selected(uri: &str, selection: &RunSelection, notes: &mut Notes) -> Result<String, Error> {
+    match &selection.folder {
+        Ok(folder) => {
+            let (description, reason) = (selection.description, &selection.reason);
+            notes.say(format!("{uri:?} {description}; opening {folder}, {reason}"));
+            Ok(folder.clone())
+        }
+        Err(problem) => {
+            let message = format!("no checkpoint of the run {uri:?} is complete: {problem}");
+            Err(Error::new(ErrorKind::Unfinished, message)
+                .with_hint("`dcp ls` says of every checkpoint what is missing"))
+        }
+    }
+}
+
+/// What to say where the remains of a save are read.
+pub(crate) fn read_all_the_same(unfinished: &UnfinishedSave) -> String {
+    format!("the folder {}; this is read as a checkpoint of PyTorch", unfinished.description)
 }
 
 /// Notes which files of a model are not read because they hold it in another form.

@@ -3,10 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use dcp_convert::ConvertError;
-use dcp_formats::hf::INDEX_ENDING;
+use dcp_core::format::FolderEntry;
+use dcp_core::{Location, StorageRegistry};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};
+use crate::uri::below;
 
 /// What is written at a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,40 +29,32 @@ pub(crate) async fn keep_apart(
     shape: Shape,
 ) -> Result<(), Error> {
     let same = || Error::from(ConvertError::SameTarget { target: target.to_owned() });
-    let uri = &*source.uri;
-    if uri == target {
-        return Err(same());
-    }
-    let (Some(typed), Some(place), Some(to)) = (local(uri), local(&source.place), local(target))
-    else {
-        return Ok(());
-    };
-    let targets = names(&to);
-    if [&typed, &place].iter().any(|place| names(place).iter().any(|at| targets.contains(at))) {
+    let (uri, place) = (&*source.uri, &*source.place);
+    let storages = source.opener.storages();
+    let targets = locations(storages, target);
+    let is_same = |url: &str| locations(storages, url).iter().any(|at| targets.contains(at));
+    if uri == target || is_same(uri) || is_same(place) {
         return Err(same());
     }
     // Whatever takes the folder of the source for a checkpoint, copies or removes it as a whole.
-    let inside = |place: &Path| {
-        names(place).iter().any(|at| targets.iter().any(|target| target.starts_with(at)))
+    let holds_target = |url: &str| {
+        locations(storages, url).iter().any(|at| targets.iter().any(|target| target.is_in(at)))
     };
-    if shape == Shape::Folder && place.is_dir() && inside(&place) {
+    if shape == Shape::Folder && source.is_folder && holds_target(place) {
         let message = format!("{target:?} lies in the source {uri:?}");
         return Err(Error::new(ErrorKind::Overlap, message)
             .with_hint("write to another folder; files inside a checkpoint are deleted with it"));
     }
-    for file in files(&place, source).await? {
-        // A folder that belongs to the source as a whole has no room for anything else.
-        let whole = file.is_dir();
-        let at = names(&file);
-        let touched = at.iter().any(|file| {
+    for (file, is_folder) in parts(source).await? {
+        let touched = locations(storages, &file).iter().any(|file| {
             targets.iter().any(|target| match shape {
-                _ if whole && target.starts_with(file) => true,
+                // A folder that belongs to the source as a whole has no room for anything else.
+                _ if is_folder && target.is_in(file) => true,
                 Shape::File => target == file,
-                Shape::Folder => file.starts_with(target),
+                Shape::Folder => file.is_in(target),
             })
         });
         if touched {
-            let file = file.display().to_string();
             let message = match shape {
                 Shape::File => format!("{target:?} is a file of the source {uri:?}"),
                 Shape::Folder => format!("{target:?} has files of the source in it: {file:?}"),
@@ -72,25 +66,62 @@ pub(crate) async fn keep_apart(
     Ok(())
 }
 
-/// The path that a URI names, if it names one of this machine.
-fn local(uri: &str) -> Option<PathBuf> {
-    match uri.split_once("://") {
-        Some(("file", path)) => Some(path.into()),
-        Some(_) => None,
-        None => Some(uri.into()),
+/// The URLs of all that belongs to a checkpoint: what its index names, and what its formats own in
+/// its folder; with whether it is a folder.
+async fn parts(source: &Checkpoint) -> Result<Vec<(String, bool)>, Error> {
+    let place = &*source.place;
+    let metadata = source.source.metadata().await?;
+    let folder = match crate::uri::split(place) {
+        Some((parent, _)) if !source.is_folder => parent,
+        _ => place.to_owned(),
+    };
+    let files = metadata.files().iter().map(|key| (below(&folder, key.as_str()), false));
+    let mut parts: Vec<_> = files.collect();
+    if !source.is_folder {
+        parts.push((place.to_owned(), false));
+        return Ok(parts);
+    }
+    let opener = &source.opener;
+    let listed = opener.look(place, &source.storage).await?;
+    let root = listed.listing().root();
+    parts.extend(root.entries().filter_map(|entry| {
+        let (name, is_folder) = match entry {
+            FolderEntry::File(name, _) => (name, false),
+            FolderEntry::Folder(folder) => (folder.name(), true),
+        };
+        opener.formats.owns(&root, name).then(|| (below(place, name), is_folder))
+    }));
+    Ok(parts)
+}
+
+/// The places that a URL names: those that its storage says, else those of a local path, else the
+/// URL's own segments.
+fn locations(storages: &StorageRegistry, url: &str) -> Vec<Location> {
+    if let Some(found) = storages.locate(url) {
+        return found;
+    }
+    match url.split_once("://") {
+        Some((scheme, _)) if scheme != "file" => Location::of_url(url).into_iter().collect(),
+        Some((_, path)) => local(Path::new(path)),
+        None => local(Path::new(url)),
     }
 }
 
-/// The names of a place that do not depend on how it was written: with every link followed, and
-/// with all but the last. What is not there yet has the name that it will have.
-fn names(path: &Path) -> Vec<PathBuf> {
+/// The places of a local path that do not depend on how it was written: with every link followed,
+/// and with all but the last. What is not there yet has the name that it will have.
+fn local(path: &Path) -> Vec<Location> {
     let Ok(path) = std::path::absolute(path) else { return Vec::new() };
     let followed = followed(&path);
     let itself = match (path.parent(), path.file_name()) {
         (Some(parent), Some(name)) => Some(self::followed(parent).join(name)),
         _ => None,
     };
-    itself.into_iter().filter(|name| *name != followed).chain([followed.clone()]).collect()
+    let paths = itself.into_iter().filter(|name| *name != followed).chain([followed.clone()]);
+    let location = |path: PathBuf| {
+        let names = path.components().map(|name| name.as_os_str().to_string_lossy().into_owned());
+        Location::new("file", names.collect::<Vec<_>>())
+    };
+    paths.map(location).collect()
 }
 
 fn followed(path: &Path) -> PathBuf {
@@ -102,43 +133,6 @@ fn followed(path: &Path) -> PathBuf {
     }
 }
 
-/// All that belongs to a checkpoint: what its index names, the index, and what lies beside it
-/// under names that the formats use. Of Megatron-Core's, folders too.
-async fn files(place: &Path, source: &Checkpoint) -> Result<Vec<PathBuf>, Error> {
-    let is_folder = place.is_dir();
-    let folder = if is_folder { place } else { place.parent().unwrap_or(place) };
-    let metadata = source.source.metadata().await?;
-    let mut files: Vec<_> = metadata.files().iter().map(|key| folder.join(key.as_str())).collect();
-    if !is_folder {
-        files.push(place.to_owned());
-        return Ok(files);
-    }
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    files.extend(entries.map(|entry| entry.path()).filter(|path| {
-        path.file_name().and_then(|name| name.to_str()).is_some_and(|name| {
-            name.ends_with(".distcp")
-                || name.ends_with(".metadata")
-                || name.ends_with(INDEX_ENDING)
-                || name == "config.json"
-                || source.megatron.is_some() && is_megatrons(path, name)
-        })
-    }));
-    Ok(files)
-}
-
-/// Whether an entry in the folder of a checkpoint of Megatron-Core is one of its parts: a file of
-/// a fixed name, the folder of a rank, or that of an array or of objects of zarr.
-fn is_megatrons(path: &Path, name: &str) -> bool {
-    if !path.is_dir() {
-        return ["metadata.json", "common.pt", "integrity.json"].contains(&name);
-    }
-    let has_objects = || {
-        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-        entries.take(1).any(|entry| entry.file_name().to_string_lossy().starts_with("shard_"))
-    };
-    name.starts_with("mp_rank_") || path.join(".zarray").exists() || has_objects()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -146,17 +140,18 @@ mod tests {
     #[test]
     fn one_place_has_many_names() {
         let place = tempfile::tempdir().unwrap();
-        let at = |name: &str| place.path().join(name);
-        std::fs::create_dir(at("src")).unwrap();
-        std::fs::write(at("src/file"), "").unwrap();
-        let same = |a: &str, b: &str| names(&at(a)).iter().any(|name| names(&at(b)).contains(name));
+        let at = |name: &str| local(&place.path().join(name));
+        let path = |name: &str| place.path().join(name);
+        std::fs::create_dir(path("src")).unwrap();
+        std::fs::write(path("src/file"), "").unwrap();
+        let same = |a: &str, b: &str| at(a).iter().any(|name| at(b).contains(name));
         assert!(same("src", "./src/") && same("src", "src/../src"));
         assert!(same("new/x", "src/../new/x"));
         assert!(!same("src", "src2") && !same("src", "src/file"));
         #[cfg(unix)]
         {
-            std::os::unix::fs::symlink(at("src"), at("link")).unwrap();
-            std::os::unix::fs::symlink(at("src/file"), at("other")).unwrap();
+            std::os::unix::fs::symlink(path("src"), path("link")).unwrap();
+            std::os::unix::fs::symlink(path("src/file"), path("other")).unwrap();
             assert!(
                 same("link", "src") && same("link/file", "src/file") && same("link/n", "src/n")
             );

@@ -20,6 +20,7 @@ use crate::uri::{below, split};
 /// The names of formats that are written.
 const DCP: &str = "dcp";
 const MEGATRON: &str = "megatron";
+const OLMO: &str = "olmo";
 
 /// How a target is written.
 #[derive(Clone, Debug, Default)]
@@ -233,10 +234,10 @@ impl<'a> Place<'a> {
 
     /// Refuses a folder with the checkpoint of a step of OLMo-core.
     fn refuse_step(&self, folder: &Folder<'_>) -> Result<(), Error> {
-        const MODEL: &str = "model_and_optim";
-        match folder.folder(MODEL).is_some_and(|model| is_dcp(&model)) {
-            true => Err(self.would_stay(&format!("it has a checkpoint in {MODEL}"))),
-            false => Ok(()),
+        let step = checkpoint_of(&self.opener.formats, folder, OLMO);
+        match step.and_then(|step| step.found.inner) {
+            Some(inner) => Err(self.would_stay(&format!("it has a checkpoint in {inner}"))),
+            None => Ok(()),
         }
     }
 
@@ -253,7 +254,7 @@ impl<'a> Place<'a> {
         let found = unfinished(&self.opener.formats, place).await?;
         let Some((format, problem)) = found else { return Ok(()) };
         // What writes each of the other formats tells its own files from what may stay.
-        let is_replaced = [MEGATRON, "olmo"].iter().all(|name| *name != format.name)
+        let is_replaced = [MEGATRON, OLMO].iter().all(|name| *name != format.name)
             || replaced.contains(&format.name);
         if is_replaced {
             return Ok(());

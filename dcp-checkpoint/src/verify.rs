@@ -1,11 +1,11 @@
 //! Checking that a checkpoint is whole.
 
 use dcp_convert::{JobOptions, Problem, ProblemKind, VerifyReport};
-use dcp_megatron::disk::{METADATA_JSON, TRACKER};
 use dcp_megatron::jobs::verify_opened;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
+use crate::open::read_all_the_same;
 use crate::setters::job_options;
 
 impl Checkpoint {
@@ -65,8 +65,7 @@ impl Verification<'_> {
             }
             None => dcp_convert::verify(&checkpoint.source, self.deep, &self.job).await?,
         };
-        let mut add = |kind, file: &str, message: Option<String>| {
-            let Some(message) = message else { return };
+        let mut add = |kind, file: &str, message: String| {
             let mut problem = Problem::default();
             problem.kind = kind;
             problem.file = Some(file.to_owned());
@@ -74,9 +73,13 @@ impl Verification<'_> {
             report.problems.push(problem);
             report.ok = false;
         };
-        let unfinished = checkpoint.unfinished.as_ref().map(|unfinished| unfinished.note());
-        add(ProblemKind::MissingFile, METADATA_JSON, unfinished);
-        add(ProblemKind::Index, TRACKER, checkpoint.tracker_problem.clone());
+        if let Some(unfinished) = &checkpoint.unfinished {
+            let note = read_all_the_same(unfinished);
+            add(ProblemKind::MissingFile, unfinished.file, note);
+        }
+        if let Some((tracker, problem)) = &checkpoint.tracker_problem {
+            add(ProblemKind::Index, tracker, problem.clone());
+        }
         Ok(report)
     }
 }

@@ -9,9 +9,13 @@ use std::sync::{Arc, Mutex};
 use dcp_checkpoint::{
     Checkpoint, Destination, ErrorKind, Format, Keys, Need, Opener, Rollback, TargetOptions, Undone,
 };
-use dcp_conformance::StallStorage;
+use dcp_conformance::{MemoryStorage, StallStorage};
 use dcp_convert::{JobOptions, StatePart};
-use dcp_core::{Access, DType, Entry, Key, Payload, PutMode, Storage, StorageRegistry};
+use dcp_core::format::Subfolder;
+use dcp_core::{
+    Access, DType, Entry, Key, Location, Payload, PutMode, Storage, StorageError, StorageErrorKind,
+    StorageExt as _, StorageOp, StorageRegistry,
+};
 use dcp_storage_fs::FsStorage;
 use futures_util::StreamExt;
 
@@ -65,6 +69,11 @@ async fn targets_that_touch_something_are_refused_by_kind() {
     assert_eq!(refused("source/inside", Format::Dcp).await, ErrorKind::Overlap);
     assert_eq!(refused("source/.metadata", Format::Safetensors).await, ErrorKind::Overlap);
     assert_eq!(refused("", Format::Dcp).await, ErrorKind::Overlap);
+
+    // What formats own in the folder, named by an index or not.
+    fs::write(source.join("config.json"), "{}").unwrap();
+    assert_eq!(refused("source/config.json", Format::Safetensors).await, ErrorKind::Overlap);
+    fs::remove_file(source.join("config.json")).unwrap();
 
     let nameless = checkpoint.convert(at("no-format")).run().await.unwrap_err();
     assert_eq!(nameless.kind(), ErrorKind::InvalidOption);
@@ -272,4 +281,80 @@ async fn a_cancelled_conversion_leaves_nothing() {
 
 fn storages_of(target: &str) -> Result<Arc<dyn Storage>, dcp_core::StorageError> {
     storages().open(target, Access::Read)
+}
+
+/// Folders of one storage in memory as `mem://bucket/…`, and, by another name, as `alias://…`.
+fn buckets(memory: &Arc<dyn Storage>) -> StorageRegistry {
+    let mut storages = storages();
+    for (scheme, start) in [("mem", "mem://bucket/"), ("alias", "alias://")] {
+        let memory = Arc::clone(memory);
+        storages.register(scheme, move |url, _| {
+            let folder = url.strip_prefix(start).unwrap_or_default();
+            let folder = folder.split('/').filter(|name| !name.is_empty() && *name != ".");
+            Ok(match folder.collect::<Vec<_>>().join("/") {
+                // A file is no folder to open.
+                file if file.ends_with(".safetensors") => {
+                    let kind = StorageErrorKind::NotFound;
+                    return Err(StorageError::new(kind, StorageOp::Open, None));
+                }
+                folder if folder.is_empty() => Arc::clone(&memory),
+                folder => Arc::new(Subfolder::new(Arc::clone(&memory), Key::new(folder)?)),
+            })
+        });
+    }
+    storages.register_locator("alias", |url| {
+        let url = url.replacen("alias://", "mem://bucket/", 1);
+        Location::of_url(&url).into_iter().collect()
+    });
+    storages
+}
+
+#[tokio::test]
+async fn targets_in_any_storage_are_kept_apart_from_their_source() {
+    let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    for entry in fs::read_dir(fixture("pytorch/t21_plain")).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        let bytes = fs::read(entry.path()).unwrap();
+        let key = Key::new(format!("run/step1/{name}")).unwrap();
+        memory.put(&key, bytes.into(), PutMode::Create).await.unwrap();
+    }
+    let opener = Opener::new(buckets(&memory));
+    let checkpoint = opener.open("mem://bucket/run/step1").await.unwrap();
+    let before = checkpoint.source().metadata().await.unwrap();
+    for (target, format, kind) in [
+        ("mem://bucket/run/step1/", Format::Dcp, ErrorKind::SameTarget),
+        ("mem://bucket/run/./step1", Format::HuggingFace, ErrorKind::SameTarget),
+        ("alias://run/step1", Format::Dcp, ErrorKind::SameTarget),
+        ("mem://bucket/run/step1/new", Format::Dcp, ErrorKind::Overlap),
+        ("alias://run/step1/new", Format::HuggingFace, ErrorKind::Overlap),
+        ("mem://bucket/run", Format::Dcp, ErrorKind::Overlap),
+        ("mem://bucket/run/step1/.metadata", Format::Safetensors, ErrorKind::Overlap),
+        ("alias://run/step1/.metadata", Format::Safetensors, ErrorKind::Overlap),
+    ] {
+        let conversion = checkpoint.convert(Destination::new(target).overwrite(true));
+        let error = conversion.to(format).run().await.unwrap_err();
+        assert_eq!(error.kind(), kind, "{target}: {error}");
+    }
+    let after = opener.open("alias://run/step1").await.unwrap().source().metadata().await.unwrap();
+    assert_eq!(after.to_wire(), before.to_wire());
+    for (target, format) in [
+        ("mem://bucket/run/step10", Format::Dcp),
+        ("mem://bucket/run/step1/free.safetensors", Format::Safetensors),
+    ] {
+        checkpoint.convert(target).to(format).run().await.unwrap();
+    }
+    assert!(memory.contains(&Key::new("run/step10/.metadata").unwrap()).await.unwrap());
+}
+
+#[tokio::test]
+async fn reports_have_the_notes_of_their_jobs() {
+    let corrupt = fixture("megatron/gpt_fully_reshardable_multibucket_CORRUPT/ckpt");
+    let checkpoint = open(&corrupt).await;
+    let stats = checkpoint.stats().run().await.unwrap();
+    let diff = checkpoint.diff(&checkpoint).run().await.unwrap();
+    for (notes, count) in [(stats.notes, 1), (diff.notes, 2)] {
+        assert_eq!(notes.len(), count, "{notes:?}");
+        assert!(notes.iter().all(|note| note.contains("`dcp verify` says what")), "{notes:?}");
+    }
 }

@@ -17,8 +17,38 @@ pub enum Access {
     Write,
 }
 
+type Locate = dyn Fn(&str) -> Vec<Location> + Send + Sync;
 type Open = dyn Fn(&str, Access) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync;
 type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
+
+/// A place in a storage, by which jobs tell whether two URLs name the same files.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Location {
+    storage: String,
+    names: Vec<String>,
+}
+
+impl Location {
+    /// The file or folder that these names lead to, in the storage of this identity.
+    #[must_use]
+    pub fn new(storage: impl Into<String>, names: impl Into<Vec<String>>) -> Self {
+        Self { storage: storage.into(), names: names.into() }
+    }
+
+    /// The segments of a URL, of which empty ones and `.` do not count; `None` without a scheme.
+    #[must_use]
+    pub fn of_url(url: &str) -> Option<Self> {
+        let (scheme, path) = url.split_once("://")?;
+        let names = path.split('/').filter(|name| !name.is_empty() && *name != ".");
+        Some(Self::new(scheme.to_ascii_lowercase(), names.map(str::to_owned).collect::<Vec<_>>()))
+    }
+
+    /// Whether it is `other`, or lies in it.
+    #[must_use]
+    pub fn is_in(&self, other: &Self) -> bool {
+        self.storage == other.storage && self.names.starts_with(&other.names)
+    }
+}
 
 /// The storage of each URL scheme.
 ///
@@ -36,6 +66,7 @@ type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
 #[derive(Clone)]
 pub struct StorageRegistry {
     openers: BTreeMap<String, Arc<Open>>,
+    locators: BTreeMap<String, Arc<Locate>>,
     /// Layers, innermost first.
     layers: Vec<Arc<Layer>>,
 }
@@ -44,7 +75,7 @@ impl StorageRegistry {
     /// A registry without schemes.
     #[must_use]
     pub fn empty() -> Self {
-        Self { openers: BTreeMap::new(), layers: Vec::new() }
+        Self { openers: BTreeMap::new(), locators: BTreeMap::new(), layers: Vec::new() }
     }
 
     /// Registers `opener` for URLs of `scheme`, replacing an earlier one. An opener does no I/O
@@ -54,6 +85,37 @@ impl StorageRegistry {
         F: Fn(&str, Access) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync + 'static,
     {
         self.openers.insert(scheme.into(), Arc::new(opener));
+    }
+
+    /// Lets `locator` say which places a URL of `scheme` names, so that a job refuses to write into
+    /// what it reads. Without one, URLs of the scheme are places of their own: equal where their
+    /// segments are. A scheme whose URLs name a place in several ways, such as by an endpoint or a
+    /// link, needs one.
+    ///
+    /// ```
+    /// # use dcp_core::{Location, StorageRegistry};
+    /// let mut storages = StorageRegistry::empty();
+    /// // `backup://x` is the bucket that `s3://backup/x` names.
+    /// storages.register_locator("backup", |url| {
+    ///     let path = url.trim_start_matches("backup://");
+    ///     Location::of_url(&format!("s3://backup/{path}")).into_iter().collect()
+    /// });
+    /// let found = storages.locate("backup://run/step1").unwrap();
+    /// assert!(found[0].is_in(&Location::of_url("s3://backup/run/").unwrap()));
+    /// ```
+    pub fn register_locator<F>(&mut self, scheme: impl Into<String>, locator: F)
+    where
+        F: Fn(&str) -> Vec<Location> + Send + Sync + 'static,
+    {
+        self.locators.insert(scheme.into(), Arc::new(locator));
+    }
+
+    /// The places that a URL names, where a locator is registered for its scheme; several where the
+    /// storage has links.
+    #[must_use]
+    pub fn locate(&self, url: &str) -> Option<Vec<Location>> {
+        let scheme = url.split_once("://").map_or("file", |(scheme, _)| scheme);
+        self.locators.get(scheme).map(|locate| locate(url))
     }
 
     /// Wraps every storage that the registry opens with `layer`: a cache, a counter, or the faults

@@ -1,11 +1,12 @@
 //! Checkpoints of OLMo-core as a format that plugs in.
 
 use async_trait::async_trait;
+use dcp_convert::list_run;
 use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
-    OpenedCheckpoint, Peek, Place, Recognized, RunTracker,
+    OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{CheckpointError, FormatError, StorageError, StorageExt as _};
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageError, StorageExt as _};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
 use serde::Deserialize;
 
@@ -50,9 +51,7 @@ fn problem(folder: &Folder<'_>, model: Option<&DcpFiles>) -> Option<String> {
 #[async_trait]
 impl CheckpointFormat for OlmoFormat {
     fn info(&self) -> FormatInfo {
-        FormatInfo::new("olmo", "OLMo step")
-            .with_landmarks(&["model_and_optim/.metadata", COMMIT])
-            .with_part_folders(&[MODEL_FOLDER, "train"])
+        FormatInfo::new("olmo", "OLMo step").with_landmarks(&["model_and_optim/.metadata", COMMIT])
     }
 
     fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
@@ -101,6 +100,41 @@ impl CheckpointFormat for OlmoFormat {
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
         Ok(None)
+    }
+
+    async fn select(&self, run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        const RUN: &str = "is a run of OLMo-core";
+        let folder = run.listing().root();
+        if !folder.folders().any(|below| olmo_step(below.name()).is_some()) {
+            return Ok(None);
+        }
+        let entries = list_run(run.storage(), &formats()).await?.entries;
+        let steps = entries.iter().filter(|entry| entry.kind.format() == self.info().name);
+        let steps = steps.filter_map(|entry| Some((olmo_step(&entry.name)?, entry)));
+        let steps: Vec<_> = steps.collect();
+        let complete = steps.iter().filter(|(_, entry)| entry.complete == Some(true));
+        let last = complete.max_by_key(|(step, _)| *step);
+        if let Some((_, entry)) = last {
+            let folder = Ok(entry.name.clone());
+            return Ok(Some(RunSelection::new(RUN, folder, "the last complete one")));
+        }
+        Ok(steps.iter().max_by_key(|(step, _)| *step).map(|(_, entry)| {
+            let problem = entry.problem.as_deref().unwrap_or("it is not whole");
+            RunSelection::new(RUN, Err(format!("{}: {problem}", entry.name)), "")
+        }))
+    }
+
+    fn unfinished(
+        &self,
+        _folder: &Folder<'_>,
+        _metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave> {
+        None
+    }
+
+    fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
+        let train = TRAIN.split('/').next();
+        name == MODEL_FOLDER || name == COMMIT || Some(name) == train
     }
 
     async fn open(

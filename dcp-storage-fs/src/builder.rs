@@ -72,7 +72,7 @@ impl Builder {
 
     /// Whether a symbolic link below the root may lead out of it, as in the cache of the Hugging
     /// Face hub. By default it may not, and a key that needs it is refused as
-    /// [`Invalid`](dcp_core::StorageErrorKind::Invalid). Only allow it in folders that you trust.
+    /// [`Link`](dcp_core::StorageErrorKind::Link). Only allow it in folders that you trust.
     ///
     /// Then a link to a folder, too, is looked through by listings: one on the way to each object,
     /// so that links that lead in a circle come to an end.

@@ -11,21 +11,21 @@ pub(crate) fn on_key(op: StorageOp, key: &Key) -> impl Fn(io::Error) -> StorageE
 }
 
 pub(crate) fn classify(op: StorageOp, key: Option<&Key>, error: io::Error) -> StorageError {
-    let invalid = |why: &str| {
-        StorageError::new(StorageErrorKind::Invalid, op, key.cloned()).with_message(why)
-    };
+    let of = |kind, why: &str| StorageError::new(kind, op, key.cloned()).with_message(why);
     match Errno::from_io_error(&error) {
         Some(Errno::XDEV) => {
-            invalid("a symbolic link leads out of the folder; `follow_links`, of the command --follow-links, \
-                     allows that")
-                .with_source(error)
+            let why = "a symbolic link leads out of the folder; `follow_links`, of the command \
+                       --follow-links, allows that";
+            of(StorageErrorKind::Link, why).with_source(error)
         }
         Some(Errno::LOOP) => {
-            invalid("a symbolic link is in the way; `follow_links`, of the command --follow-links, allows that")
-                .with_source(error)
+            let why = "a symbolic link is in the way; `follow_links`, of the command --follow-links, \
+                       allows that";
+            of(StorageErrorKind::Link, why).with_source(error)
         }
         Some(Errno::NOTDIR) => {
-            invalid("something that is no folder is in the way").with_source(error)
+            let why = "something that is no folder is in the way";
+            of(StorageErrorKind::Invalid, why).with_source(error)
         }
         Some(Errno::ISDIR | Errno::NOTEMPTY) => is_folder(op, key).with_source(error),
         _ => StorageError::from_io(op, key.cloned(), error),

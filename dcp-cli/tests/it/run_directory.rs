@@ -69,13 +69,20 @@ fn a_step_is_the_checkpoint_in_it() {
 }
 
 #[test]
-fn a_run_is_no_checkpoint_and_names_its_latest_one() {
+fn a_run_is_its_latest_complete_step() {
     let run = run_of_olmo();
-    let uri = path(&run, "").trim_end_matches('/').to_owned();
-    let hint = format!("the latest complete checkpoint below it is {uri}/step10; `dcp ls`");
-    dcp(["inspect", &uri]).fails(1, &["is a directory of OLMo-core", &hint]);
+    let uri = path(&run, "");
+    let opened = dcp(["inspect", &uri, "--json"]);
+    let said = "is a run of OLMo-core; opening step10, the last complete one";
+    assert!(opened.stderr.contains(said), "{}", opened.stderr);
+    assert_eq!(opened.json(), dcp(["inspect", &path(&run, "step10"), "--json"]).json());
     let failed = path(&run, "step11");
     dcp(["verify", &failed]).fails(1, &["is no checkpoint"]);
+    for step in ["step3", "step10"] {
+        fs::remove_file(run.path().join(step).join("train/rank0.pt")).unwrap();
+    }
+    let none = ["no checkpoint of the run", "step11: there is no", "hint: `dcp ls`"];
+    dcp(["inspect", &uri]).fails(1, &none);
 }
 
 #[test]

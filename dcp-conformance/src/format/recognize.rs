@@ -16,6 +16,7 @@ super::clauses! {
     landmarks_are_among_the_files if Folder,
     opening_costs_one_listing_and_few_reads if Folder,
     files_of_other_programs_change_nothing if Folder,
+    the_index_is_owned if Folder,
     a_whole_checkpoint_has_no_problem,
     a_missing_file_is_noticed_before_data_is_read,
     a_truncated_file_is_noticed_before_data_is_read,
@@ -145,6 +146,30 @@ async fn files_of_other_programs_change_nothing(subject: Subject) -> Outcome {
     let complaint = subject.complaint(&storage).await?;
     ensure!(complaint.is_none(), "with files of other programs: {complaint:?}");
     subject.holds(&storage, &sample).await
+}
+
+/// A job that writes into the folder of a checkpoint keeps off what belongs to it.
+async fn the_index_is_owned(subject: Subject) -> Outcome {
+    let (storage, sample) = subject.checkpoint().await?;
+    let whole = files(&*storage).await?;
+    let listing = Listing::read(&*storage, &[]).await?;
+    let opened = subject.open(&(storage as _)).await?;
+    let metadata = opened.reader.metadata().await?;
+    for file in whole.keys().filter(|file| !metadata.files().contains(file)) {
+        let mut rest = whole.clone();
+        rest.remove(file);
+        let without = storage_of(&rest).await?;
+        let is_needed = subject.holds(&without, &sample).await.is_err();
+        let name = file.as_str().split('/').next().unwrap_or_default();
+        ensure!(
+            !is_needed || subject.format().owns(&listing.root(), name),
+            "without {file} the checkpoint is not read, but {name} is not owned"
+        );
+    }
+    for (foreign, _) in FOREIGN {
+        ensure!(!subject.format().owns(&listing.root(), foreign), "{foreign} is owned");
+    }
+    Ok(())
 }
 
 async fn a_whole_checkpoint_has_no_problem(subject: Subject) -> Outcome {

@@ -32,6 +32,7 @@ const FLAWS: &[(Flaw, &str)] = &[
     (Flaw::KeepsALoan, "any_box_has_the_right_bytes"),
     (Flaw::ComparesNoChecksums, "flipped_bits_of_data_are_found"),
     (Flaw::PanicsOnDamage, "flipped_bits_never_panic"),
+    (Flaw::OwnsNothing, "the_index_is_owned"),
     (Flaw::AuditsProblems, "an_audit_of_a_whole_checkpoint_finds_nothing"),
     (Flaw::ForgesChecksums, "a_checksum_is_that_of_the_elements"),
     (Flaw::ComparesNoReads, "every_read_compares_where_the_audit_says_so"),

@@ -6,9 +6,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointFormat, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions, OpenedCheckpoint,
-    Peek, Place, Recognized, RunTracker,
+    Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{CheckpointError, FormatError, Key, Storage, StorageError, StorageExt};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageExt,
+};
 use dcp_formats::dcp::DcpFormat;
 use dcp_formats::hf::HuggingFaceFormat;
 use dcp_formats::torch_save::TorchSaveFormat;
@@ -114,6 +116,22 @@ impl CheckpointFormat for TorchSaveFolders {
 
     async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {
         self.0.tracker(run).await
+    }
+
+    async fn select(&self, run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        self.0.select(run).await
+    }
+
+    fn unfinished(
+        &self,
+        folder: &Folder<'_>,
+        metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave> {
+        self.0.unfinished(folder, metadata)
+    }
+
+    fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {
+        self.0.owns(folder, name)
     }
 
     async fn open(

@@ -188,7 +188,7 @@ pub async fn list_run(
     let mut listed = Vec::new();
     let own = formats.classify(&root);
     let own = own.filter(|own| own.found.is_checkpoint());
-    let is_part = |name: &str| own.as_ref().is_some_and(|own| is_part(own, name));
+    let is_part = |name: &str| own.as_ref().is_some_and(|own| own.format.owns(&root, name));
     let mut files = Vec::new();
     for (seen, inside) in root.entries().enumerate() {
         if seen >= ENTRIES_MAX {
@@ -263,12 +263,6 @@ fn mark_unfinished(tracker: &RunTracker, listed: &mut [Listed]) {
             entry.problem = Some((*reason).to_owned());
         }
     }
-}
-
-/// Whether a folder is a part of the checkpoint that the directory itself is: without it, the
-/// directory would be another one, or not be whole.
-fn is_part(own: &FolderMatch, name: &str) -> bool {
-    own.format.info().part_folders.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// Adds the files that are checkpoints on their own, and returns how many others there are.

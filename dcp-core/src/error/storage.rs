@@ -24,6 +24,8 @@ pub enum StorageErrorKind {
     Unsupported,
     /// The request makes no sense, such as a bad key or URL.
     Invalid,
+    /// A link leads to where the storage may not follow it.
+    Link,
     /// Another writer holds the object or has replaced it meanwhile.
     Conflict,
     /// Trying again may help.
@@ -151,6 +153,7 @@ impl fmt::Display for StorageError {
             StorageErrorKind::Truncated => "it ends too early",
             StorageErrorKind::Unsupported => "this storage cannot do that",
             StorageErrorKind::Invalid => "the request is invalid",
+            StorageErrorKind::Link => "a link is not followed",
             StorageErrorKind::Conflict => "another writer is at work on it",
             StorageErrorKind::Transient => "the storage did not answer",
             StorageErrorKind::Other => "the storage failed",

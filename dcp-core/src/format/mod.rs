@@ -19,6 +19,7 @@ use std::fmt;
 use async_trait::async_trait;
 
 use crate::error::{CheckpointError, StorageError};
+use crate::metadata::CheckpointMetadata;
 
 pub use audit::{
     CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
@@ -26,7 +27,9 @@ pub use audit::{
 pub use listed::ListedStorage;
 pub use listing::{Folder, FolderEntry, Listing, Peek};
 pub use opened::{OpenOptions, OpenedCheckpoint, Place};
-pub use recognized::{Evidence, Examined, FormatInfo, Recognized, RunTracker};
+pub use recognized::{
+    Evidence, Examined, FormatInfo, Recognized, RunSelection, RunTracker, UnfinishedSave,
+};
 pub use registry::{FolderMatch, FormatRegistry, natural};
 pub use subfolder::Subfolder;
 
@@ -38,9 +41,9 @@ pub use subfolder::Subfolder;
 /// use async_trait::async_trait;
 /// use dcp_core::format::{
 ///     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
-///     OpenedCheckpoint, Peek, Place, Recognized, RunTracker,
+///     OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 /// };
-/// use dcp_core::{CheckpointError, Storage, StorageError};
+/// use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageError};
 ///
 /// /// Folders with one `weights.toy`.
 /// #[derive(Debug)]
@@ -71,6 +74,22 @@ pub use subfolder::Subfolder;
 ///
 ///     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
 ///         Ok(None)
+///     }
+///
+///     async fn select(&self, _run: &Place) -> Result<Option<RunSelection>, StorageError> {
+///         Ok(None)
+///     }
+///
+///     fn unfinished(
+///         &self,
+///         _folder: &Folder<'_>,
+///         _metadata: &CheckpointMetadata,
+///     ) -> Option<UnfinishedSave> {
+///         None
+///     }
+///
+///     fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
+///         name == "weights.toy"
 ///     }
 ///
 ///     async fn open(
@@ -124,6 +143,26 @@ pub trait CheckpointFormat: fmt::Debug + Send + Sync + 'static {
     ///
     /// When the storage fails.
     async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError>;
+
+    /// The checkpoint that is opened where the folder of a run is named; `None` where this format
+    /// has no runs, or the folder is not one of them.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails.
+    async fn select(&self, run: &Place) -> Result<Option<RunSelection>, StorageError>;
+
+    /// What shows that the save of a folder did not finish, although another format, which this one
+    /// builds on, opens it with this `metadata`.
+    fn unfinished(
+        &self,
+        folder: &Folder<'_>,
+        metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave>;
+
+    /// Whether the file or folder `name` in `folder` is a part of a checkpoint of this format there,
+    /// besides the files that an index names: a job never writes over it, or into it.
+    fn owns(&self, folder: &Folder<'_>, name: &str) -> bool;
 
     /// Opens the checkpoint in a folder or file that this format recognizes.
     ///

@@ -15,15 +15,13 @@ pub struct FormatInfo {
     pub landmarks: &'static [&'static str],
     /// Endings of the names of files that may be checkpoints on their own, such as `.pt`.
     pub file_endings: &'static [&'static str],
-    /// What the names of folders begin with that are parts of a checkpoint of this format.
-    pub part_folders: &'static [&'static str],
 }
 
 impl FormatInfo {
     /// A format without landmarks.
     #[must_use]
     pub fn new(name: &'static str, title: &'static str) -> Self {
-        Self { name, title, landmarks: &[], file_endings: &[], part_folders: &[] }
+        Self { name, title, landmarks: &[], file_endings: &[] }
     }
 
     /// The same, with landmarks.
@@ -37,13 +35,6 @@ impl FormatInfo {
     #[must_use]
     pub fn with_file_endings(mut self, endings: &'static [&'static str]) -> Self {
         self.file_endings = endings;
-        self
-    }
-
-    /// The same, with parts in folders whose names begin so.
-    #[must_use]
-    pub fn with_part_folders(mut self, prefixes: &'static [&'static str]) -> Self {
-        self.part_folders = prefixes;
         self
     }
 }
@@ -167,5 +158,67 @@ impl RunTracker {
     pub fn with_unfinished(mut self, unfinished: Vec<(String, String)>) -> Self {
         self.unfinished = unfinished;
         self
+    }
+}
+
+/// Which checkpoint of a run is opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RunSelection {
+    /// The predicate of a sentence about the folder: `is a run of Megatron-LM`.
+    pub description: &'static str,
+    /// The folder of the checkpoint, or why none can be opened.
+    pub folder: Result<String, String>,
+    /// Why it is this one: `the last complete one`.
+    pub reason: String,
+    /// The file in the run that decides which one is opened, even where the folder itself could be
+    /// opened, too.
+    pub tracker: Option<&'static str>,
+    /// What is wrong with that file.
+    pub tracker_problem: Option<String>,
+}
+
+impl RunSelection {
+    /// This folder of a run.
+    #[must_use]
+    pub fn new(
+        description: &'static str,
+        folder: Result<String, String>,
+        reason: impl Into<String>,
+    ) -> Self {
+        let reason = reason.into();
+        Self { description, folder, reason, tracker: None, tracker_problem: None }
+    }
+
+    /// The same, by a file that decides, with what is wrong with it.
+    #[must_use]
+    pub fn with_tracker(mut self, file: &'static str, problem: Option<String>) -> Self {
+        self.tracker = Some(file);
+        self.tracker_problem = problem;
+        self
+    }
+}
+
+/// What shows that a save did not finish, where another format can read the folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UnfinishedSave {
+    /// The file that is missing.
+    pub file: &'static str,
+    /// The predicate of a sentence about the folder.
+    pub description: String,
+    /// What to do where the file alone was lost.
+    pub remedy: String,
+}
+
+impl UnfinishedSave {
+    /// A save without this last file.
+    #[must_use]
+    pub fn new(
+        file: &'static str,
+        description: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self { file, description: description.into(), remedy: remedy.into() }
     }
 }

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use super::CheckpointFormat;
 use super::listing::{Folder, Listing};
 use super::opened::{OpenOptions, OpenedCheckpoint, Place};
-use super::recognized::{Evidence, Recognized};
+use super::recognized::{Evidence, FormatInfo, Recognized, RunSelection, UnfinishedSave};
 use super::subfolder::Subfolder;
 use crate::error::{CheckpointError, StorageError};
 use crate::key::Key;
+use crate::metadata::CheckpointMetadata;
 use crate::storage::{Storage, StorageExt};
 
 /// Bytes of a file that tell its format.
@@ -228,6 +229,42 @@ impl FormatRegistry {
             text.push_str(&format!("; it also {}", more.found));
         }
         text
+    }
+
+    /// Which checkpoint of a run is opened, by the first format that knows.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails.
+    pub async fn select(&self, run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        for format in &self.formats {
+            let selected = format.select(run).await?;
+            if selected.is_some() {
+                return Ok(selected);
+            }
+        }
+        Ok(None)
+    }
+
+    /// What shows that the save of a folder did not finish; see [`CheckpointFormat::unfinished`].
+    #[must_use]
+    pub fn unfinished(
+        &self,
+        folder: &Folder<'_>,
+        metadata: &CheckpointMetadata,
+    ) -> Option<(FormatInfo, UnfinishedSave)> {
+        self.formats
+            .iter()
+            .find_map(|format| Some((format.info(), format.unfinished(folder, metadata)?)))
+    }
+
+    /// Whether the file or folder `name` in `folder` is a part of a checkpoint of a format that
+    /// recognizes the folder.
+    #[must_use]
+    pub fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {
+        self.formats
+            .iter()
+            .any(|format| format.owns(folder, name) && format.recognize(folder).is_some())
     }
 
     /// What a folder without a checkpoint holds, as a message.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunTracker,
+    Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Entry, StorageError, StorageExt as _, StorageReader as _,
@@ -189,6 +189,22 @@ impl CheckpointFormat for DcpFormat {
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
         Ok(None)
+    }
+
+    async fn select(&self, _run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        Ok(None)
+    }
+
+    fn unfinished(
+        &self,
+        _folder: &Folder<'_>,
+        _metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave> {
+        None
+    }
+
+    fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
+        name.ends_with(".distcp") || name.ends_with(METADATA) || Named::parse(name).is_some()
     }
 
     async fn open(

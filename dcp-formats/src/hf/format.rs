@@ -6,9 +6,12 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunTracker,
+    Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{CheckpointError, Key, StorageError, StorageExt as _, StorageReader as _, counted};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Key, StorageError, StorageExt as _, StorageReader as _,
+    counted,
+};
 
 use super::complete::UNFINISHED_NAME;
 use super::index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
@@ -165,6 +168,22 @@ impl CheckpointFormat for HuggingFaceFormat {
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
         Ok(None)
+    }
+
+    async fn select(&self, _run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        Ok(None)
+    }
+
+    fn unfinished(
+        &self,
+        _folder: &Folder<'_>,
+        _metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave> {
+        None
+    }
+
+    fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
+        name.ends_with(INDEX_ENDING) || name == CONFIG_NAME
     }
 
     async fn open(

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunTracker,
+    Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{CheckpointError, Key, StorageError, StorageExt as _, StorageReader as _};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Key, StorageError, StorageExt as _, StorageReader as _,
+};
 
 use super::contents::{MAGIC_LEN, is_torch_save};
 use super::reader::TorchSaveReader;
@@ -110,6 +112,22 @@ impl CheckpointFormat for TorchSaveFormat {
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
         Ok(None)
+    }
+
+    async fn select(&self, _run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        Ok(None)
+    }
+
+    fn unfinished(
+        &self,
+        _folder: &Folder<'_>,
+        _metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave> {
+        None
+    }
+
+    fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
+        name == Self::model_file(None) || name == Self::index_file(None)
     }
 
     async fn open(

@@ -5,19 +5,20 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
-    OpenedCheckpoint, Peek, Place, Recognized, RunTracker,
+    OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{CheckpointError, Quoted, StorageError, StorageExt as _};
+use dcp_core::{CheckpointError, CheckpointMetadata, Quoted, StorageError, StorageExt as _};
 use dcp_formats::dcp::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
 use dcp_formats::metadata::decode;
 use dcp_formats::torch_save::FILE_ENDINGS;
 
 use crate::disk::common_state::{COMMON_FILE, COMMON_OBJECT};
-use crate::disk::config::METADATA_JSON;
+use crate::disk::config::{CheckpointingConfig, METADATA_JSON};
 use crate::disk::file_hashes::INTEGRITY_FILE;
 use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::open::checkpoint::MegatronCheckpoint;
+use crate::open::select::select;
 
 /// The folder of a checkpoint of NeMo that holds Megatron-Core's.
 const NEMO_WEIGHTS: &str = "weights";
@@ -91,9 +92,7 @@ impl CheckpointFormat for MegatronCoreFormat {
     fn info(&self) -> FormatInfo {
         const LANDMARKS: [&str; 5] =
             [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, TRACKER, "weights/.metadata"];
-        FormatInfo::new("megatron", "Megatron")
-            .with_landmarks(&LANDMARKS)
-            .with_part_folders(&["mp_rank_"])
+        FormatInfo::new("megatron", "Megatron").with_landmarks(&LANDMARKS)
     }
 
     fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
@@ -162,6 +161,51 @@ impl CheckpointFormat for MegatronCoreFormat {
         });
         let tracked = tracked.folder()?.to_string();
         Ok(Some(RunTracker::new(TRACKER, Ok(tracked)).with_unfinished(unfinished.collect())))
+    }
+
+    async fn select(&self, run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        select(run).await
+    }
+
+    fn unfinished(
+        &self,
+        folder: &Folder<'_>,
+        metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave> {
+        if folder.has(METADATA_JSON) || !folder.has(".metadata") {
+            return None;
+        }
+        let inside = CheckpointingConfig::torch_dist_with_common_inside();
+        let (evidence, config) = if folder.has(COMMON_FILE) {
+            ("a common.pt", CheckpointingConfig::torch_dist())
+        } else if metadata.get(COMMON_OBJECT).is_some() {
+            ("a common_state", inside)
+        } else if folder.has(INTEGRITY_FILE) {
+            ("an integrity.json", inside)
+        } else {
+            return None;
+        };
+        let description = format!(
+            "has {evidence} but no {METADATA_JSON}, which Megatron-Core writes last: the save did \
+             not finish, or the file was not copied"
+        );
+        let remedy = format!(
+            "take another iteration; if only the file was lost, put it back: {}; its tensors alone \
+             can be had with --to safetensors",
+            config.to_json()
+        );
+        Some(UnfinishedSave::new(METADATA_JSON, description, remedy))
+    }
+
+    fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {
+        if [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, RECORD, NEMO_WEIGHTS].contains(&name) {
+            return true;
+        }
+        let Some(below) = folder.folder(name) else { return false };
+        // Arrays of zarr, and objects of sharded state dicts.
+        let is_objects =
+            || below.files().next().is_some_and(|(file, _)| file.starts_with("shard_"));
+        name.starts_with("mp_rank_") || below.has(".zarray") || is_objects()
     }
 
     async fn open(

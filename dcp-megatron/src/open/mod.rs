@@ -8,6 +8,7 @@ pub(crate) mod format;
 pub(crate) mod legacy;
 pub(crate) mod logical_view;
 pub(crate) mod run;
+mod select;
 pub mod strategy;
 mod zarr;
 

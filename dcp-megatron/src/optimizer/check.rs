@@ -206,7 +206,7 @@ pub async fn check_optimizer(
     depth: CheckDepth,
     job: &JobOptions,
 ) -> Result<OptimizerReport, MegatronError> {
-    let source = CheckedSource::new(source, job).into_source();
+    let source = CheckedSource::new(source, job);
     let metadata = source.metadata().await?;
     let format = OptimizerFormat::of(&metadata, common);
     let (pairs, not_compared) = pairs(&source, &metadata)?;
@@ -229,14 +229,9 @@ pub async fn check_optimizer(
         true => OptimizerVerdict::NotComparable,
         false => judge(format, &mismatches),
     };
-    Ok(OptimizerReport {
-        format,
-        verdict,
-        compared: pairs.len(),
-        sampled,
-        mismatches,
-        not_compared,
-    })
+    // Damage of what was read is no difference.
+    let (compared, _) = (pairs.len(), source.finish().await.map_err(MegatronError::Checkpoint)?);
+    Ok(OptimizerReport { format, verdict, compared, sampled, mismatches, not_compared })
 }
 
 /// A weight and its master parameter.
@@ -391,7 +386,10 @@ fn differing(dtype: DType, a: &[u8], b: &[u8]) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::Storage;
+    use dcp_conformance::MemoryStorage;
+    use dcp_core::{HostMemory, PutMode, Shard, StateDict, Storage, StorageExt as _, Tensor};
+    use dcp_engine::Saver;
+    use dcp_formats::dcp::DcpWriter;
     use dcp_storage_fs::FsStorage;
 
     use super::*;
@@ -406,6 +404,59 @@ mod tests {
     async fn check(fixture: &str, depth: CheckDepth) -> OptimizerReport {
         let job = JobOptions::default();
         check_optimizer(&open(fixture), &Dict::new(), depth, &job).await.unwrap()
+    }
+
+    /// A weight in one file whose master parameter has two chunks, each with half of every row: of
+    /// the weight no read takes a run that its checksum could be made of. `damaged` changes a
+    /// stored byte of it.
+    async fn divided_otherwise(damaged: bool) -> Source {
+        const ROWS: u64 = 256;
+        const COLUMNS: u64 = 128;
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        let elements = |columns: std::ops::Range<u64>| {
+            let numbers = (0..ROWS).flat_map(|row| columns.clone().map(move |at| (row, at)));
+            numbers.flat_map(|(row, at)| ((row * COLUMNS + at) as f32).to_le_bytes()).collect()
+        };
+        let shard = |columns: std::ops::Range<u64>| {
+            let region =
+                Region::new([0, columns.start], [ROWS, columns.end - columns.start]).unwrap();
+            let bytes: Vec<u8> = elements(columns);
+            Shard::new(DType::Float32, region, HostMemory::from_vec(bytes)).unwrap()
+        };
+        let mut state = StateDict::new();
+        for (name, cuts) in [
+            ("decoder.final_layernorm.weight", &[0, COLUMNS][..]),
+            ("optimizer.state.param.decoder.final_layernorm.weight", &[0, COLUMNS / 2, COLUMNS]),
+        ] {
+            let shards = cuts.windows(2).map(|cut| shard(cut[0]..cut[1])).collect();
+            let tensor = Tensor::sharded(DType::Float32, [ROWS, COLUMNS], shards).unwrap();
+            state.insert(name, tensor);
+        }
+        Saver::new().save(&state, &DcpWriter::new(Arc::clone(&storage))).await.unwrap();
+        let source = Source::dcp(Arc::clone(&storage), false);
+        if damaged {
+            let metadata = source.metadata().await.unwrap();
+            let weight = metadata.get("decoder.final_layernorm.weight").unwrap();
+            let weight = weight.as_tensor().unwrap().chunks.get(0).unwrap().placement.unwrap();
+            let file = metadata.file(weight.file).unwrap();
+            let mut bytes = storage.read_all(file).await.unwrap().to_vec();
+            bytes[(weight.byte_offset + weight.byte_len / 2) as usize] ^= 1;
+            storage.put(file, bytes.into(), PutMode::Overwrite).await.unwrap();
+        }
+        source
+    }
+
+    #[tokio::test]
+    async fn damaged_weights_are_an_error_and_no_verdict() {
+        let job = JobOptions::default();
+        let depth = CheckDepth::Full;
+        let sound = divided_otherwise(false).await;
+        let report = check_optimizer(&sound, &Dict::new(), depth, &job).await.unwrap();
+        assert_eq!((report.compared, report.mismatches.len()), (1, 0), "{report:?}");
+        let damaged = divided_otherwise(true).await;
+        let found = check_optimizer(&damaged, &Dict::new(), depth, &job).await;
+        let error = found.map(|report| report.verdict).unwrap_err();
+        assert!(error.to_string().contains("damaged"), "{error}");
     }
 
     #[tokio::test]

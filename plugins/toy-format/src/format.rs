@@ -5,9 +5,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunTracker,
+    Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{CheckpointError, Key, StorageError, StorageReader as _};
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageReader as _};
 
 use crate::names::{INDEX, parse};
 use crate::reader::ToyReader;
@@ -52,6 +52,22 @@ impl CheckpointFormat for ToyFormat {
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {
         Ok(None)
+    }
+
+    async fn select(&self, _run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        Ok(None)
+    }
+
+    fn unfinished(
+        &self,
+        _folder: &Folder<'_>,
+        _metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave> {
+        None
+    }
+
+    fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
+        name == INDEX || Key::new(name).is_ok_and(|key| parse(&key).is_some())
     }
 
     async fn open(

@@ -36,6 +36,7 @@ pub(super) enum Flaw {
     KeepsALoan,
     ComparesNoChecksums,
     PanicsOnDamage,
+    OwnsNothing,
     AuditsProblems,
     ForgesChecksums,
     ComparesNoReads,
@@ -98,6 +99,22 @@ impl CheckpointFormat for FlawedFormat {
 
     async fn tracker(&self, run: &Place) -> Result<Option<RunTracker>, StorageError> {
         DcpFormat.tracker(run).await
+    }
+
+    async fn select(&self, run: &Place) -> Result<Option<RunSelection>, StorageError> {
+        DcpFormat.select(run).await
+    }
+
+    fn unfinished(
+        &self,
+        folder: &Folder<'_>,
+        metadata: &CheckpointMetadata,
+    ) -> Option<UnfinishedSave> {
+        DcpFormat.unfinished(folder, metadata)
+    }
+
+    fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {
+        self.0 != Flaw::OwnsNothing && DcpFormat.owns(folder, name)
     }
 
     async fn open(

@@ -23,6 +23,9 @@ pub struct DiffReport {
     /// Key patterns that match no key of either checkpoint.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unmatched: Vec<UnmatchedPattern>,
+    /// Doubts about the values, such as a damaged optimizer, for people.
+    #[serde(skip)]
+    pub notes: Vec<String>,
 }
 
 /// The scope of a comparison.

@@ -82,6 +82,7 @@ pub async fn stats(
         objects,
         total: NumberStats::default(),
         unmatched: selection.unmatched(&metadata)?,
+        notes: Vec::new(),
     };
     let mut all = Moments::default();
     let (mut subnormal, mut near_overflow) = (0, 0);

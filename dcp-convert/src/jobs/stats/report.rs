@@ -25,6 +25,9 @@ pub struct StatsReport {
     /// Key patterns that match no key.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unmatched: Vec<UnmatchedPattern>,
+    /// Doubts about the values, such as a damaged optimizer, for people.
+    #[serde(skip)]
+    pub notes: Vec<String>,
 }
 
 /// Statistics of one tensor.

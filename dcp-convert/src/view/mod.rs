@@ -23,5 +23,5 @@ pub use averaged::{AverageOptions, Averaged, NonFloat};
 pub use cast::Cast;
 pub use dequantized::{DequantizeOptions, Dequantized};
 pub use merged::{Duplicates, Merged};
-pub(crate) use quantized::with_quantizers;
+pub(crate) use quantized::{archive, archived_value, with_quantizers};
 pub(crate) use stepped::Stepped;

@@ -78,7 +78,7 @@ pub(crate) async fn with_quantizers(
 }
 
 /// The placement of a tensor that one archive stores unchanged.
-fn archive(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placement> {
+pub(crate) fn archive(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placement> {
     let chunk = tensor.chunks.get(0).filter(|_| tensor.chunks.len() == 1)?;
     let whole = chunk.sizes == &*tensor.shape && chunk.offsets.iter().all(|offset| *offset == 0);
     let placement = chunk.placement.filter(|at| whole && at.byte_len <= ARCHIVE_MAX)?;
@@ -87,26 +87,36 @@ fn archive(metadata: &CheckpointMetadata, tensor: &TensorEntry) -> Option<Placem
     plain.then_some(placement)
 }
 
+/// Reads the value of the tensor or object `fqn` from its archive, and compares all bytes of that
+/// with their checksums.
+pub(crate) async fn archived_value(
+    source: &Source,
+    metadata: &CheckpointMetadata,
+    fqn: &str,
+    placement: Placement,
+) -> Result<dcp_core::Value, CheckpointError> {
+    let Some(key) = metadata.file(placement.file) else {
+        return Err(FormatError::new("index", format!("{fqn:?} is in no file")).into());
+    };
+    let end = placement.byte_offset.saturating_add(placement.byte_len);
+    let storage: &dyn Storage = &*source.storage;
+    let encoded = storage.read_range(key, placement.byte_offset..end).await?;
+    let value = check_archive(&encoded).and_then(|()| decode_object(&encoded));
+    Ok(value.map_err(|error| {
+        FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
+            .at(error.byte_offset().unwrap_or(0))
+            .in_file(key.as_str(), placement.byte_offset)
+    })?)
+}
+
 impl Quantized {
-    /// Reads an archive's value and compares all of its bytes with their checksums.
     async fn read_archive(
         &self,
         entry: u32,
         placement: Placement,
     ) -> Result<dcp_core::Value, CheckpointError> {
         let fqn = self.metadata.at(entry as usize).map_or("", |(fqn, _)| fqn);
-        let Some(key) = self.metadata.file(placement.file) else {
-            return Err(FormatError::new("index", format!("{fqn:?} is in no file")).into());
-        };
-        let end = placement.byte_offset.saturating_add(placement.byte_len);
-        let storage: &dyn Storage = &*self.inner.storage;
-        let encoded = storage.read_range(key, placement.byte_offset..end).await?;
-        let value = check_archive(&encoded).and_then(|()| decode_object(&encoded));
-        Ok(value.map_err(|error| {
-            FormatError::new(error.what(), format!("{fqn:?}: {}", error.problem()))
-                .at(error.byte_offset().unwrap_or(0))
-                .in_file(key.as_str(), placement.byte_offset)
-        })?)
+        archived_value(&self.inner, &self.metadata, fqn, placement).await
     }
 }
 

@@ -61,6 +61,7 @@ pub async fn to_hf_with(
     how.metadata = outgoing.header();
     let at_once = usize::try_from(options.max_memory / FILE_MEMORY).unwrap_or(usize::MAX);
     how.parallelism = at_once.clamp(1, options.parallelism.max(1));
+    how.segments = options.parallelism.max(1);
     let report = outgoing.report;
     if options.dry_run {
         refuse_existing(folder, &plan, &how).await.map_err(existing)?;

@@ -293,3 +293,42 @@ fn objects_are_compared_too() {
     let report = compare(&dcp("t21_plain"), &dcp("t24_plain"), &DiffOptions::default());
     assert!(report.compared.objects > 0, "{report:?}");
 }
+
+/// The files of a quantized fixture, with another scale of its first tensor.
+fn with_scale(scale: f64) -> Arc<dyn Storage> {
+    let storage = fixture("quantized");
+    let file = key("__0_0.distcp");
+    let mut bytes = block_on(storage.read_all(&file)).unwrap().to_vec();
+    let find = |bytes: &[u8], what: &[u8]| bytes.windows(what.len()).position(|at| at == what);
+    let number = |scale: f64| [&b"G"[..], &scale.to_be_bytes()].concat();
+    let at = find(&bytes, &number(0.1)).unwrap();
+    // The record with the pickle: from behind its header to the next one's.
+    let header = bytes[..at].windows(4).rposition(|mark| mark == b"PK\x03\x04").unwrap();
+    let len = |at: usize| usize::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+    let start = header + 30 + len(header + 26) + len(header + 28);
+    let end = at + find(&bytes[at..], b"PK").unwrap();
+    let before = crc32fast::hash(&bytes[start..end]).to_le_bytes();
+    bytes[at..at + 9].copy_from_slice(&number(scale));
+    let after = crc32fast::hash(&bytes[start..end]).to_le_bytes();
+    while let Some(at) = find(&bytes, &before).filter(|_| before != after) {
+        bytes[at..at + 4].copy_from_slice(&after);
+    }
+    block_on(storage.put(&file, bytes.into(), PutMode::Overwrite)).unwrap();
+    storage
+}
+
+#[test]
+fn a_scale_is_compared() {
+    let source = |scale| Source::dcp(with_scale(scale), false);
+    let options = JobOptions::default();
+    let compare = |scale| {
+        let what = DiffOptions::default();
+        block_on(diff(&source(0.1), &source(scale), &what, &options)).unwrap()
+    };
+    assert!(compare(0.1).equal);
+    let report = compare(0.2);
+    assert!(!report.equal);
+    let [difference] = &*report.differences else { panic!("{report:?}") };
+    let DifferenceKind::Object { a, b, .. } = &difference.what else { panic!("{report:?}") };
+    assert_eq!((a, b), (&json!(0.1), &json!(0.2)));
+}

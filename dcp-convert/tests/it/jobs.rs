@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use dcp_conformance::{CountingStorage, Fault, FaultStorage, FaultWriter, MemoryStorage};
 use dcp_convert::{
     ConvertError, DiffOptions, Found, JobOptions, ProblemKind, Selection, Source, Target, diff,
-    find, reshard, stats, to_safetensors, to_torch_save, verify,
+    find, reshard, stats, to_hf, to_safetensors, to_torch_save, verify,
 };
 use dcp_core::{
     CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Layout,
@@ -16,6 +16,7 @@ use dcp_core::{
     StorageExt, StorageReader, TensorEntry,
 };
 use dcp_formats::dcp::DcpWriter;
+use dcp_formats::hf::HfLayout;
 use dcp_formats::safetensors::{Header, SafetensorsItem, encode_header, header_len};
 use dcp_formats::torch_save::TorchSaveOptions;
 use dcp_testing::key;
@@ -218,6 +219,35 @@ fn a_target_of_one_file_reads_as_many_segments_at_once_as_there_are_jobs() {
             assert_eq!(reader.most.swap(0, Ordering::Relaxed), at_once);
             assert_eq!(tensors_of(&*place, "out.safetensors").await, tensors);
             assert!(at_once <= options.max_memory);
+        }
+    });
+}
+
+#[test]
+fn a_folder_of_files_reads_as_many_segments_at_once_as_there_are_jobs() {
+    let part = |seed| tensor(DType::UInt8, &[1 << 20], seed);
+    let tensors = Tensors::from([("x".to_owned(), part(1)), ("y".to_owned(), part(2))]);
+    run(async {
+        let storage = file(&tensors).await;
+        // With memory for one file at a time, and for two.
+        for (memory, parallelism) in [(1 << 20, 4), (1 << 20, 16), (200 << 20, 8)] {
+            let inner = Source::safetensors(Arc::clone(&storage), key("in.safetensors")).reader;
+            let (now, most) = (AtomicU64::new(0), AtomicU64::new(0));
+            let reader = Arc::new(InFlight { inner, now, most });
+            let source = Source::new(Arc::clone(&storage), Arc::clone(&reader) as _);
+            let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+            let options = JobOptions::default().with_max_memory(memory);
+            let options = options.with_parallelism(parallelism);
+            let layout = HfLayout::MaxFileBytes(1 << 20);
+            to_hf(&source, &place, &layout, false, &options).await.unwrap();
+            let segment = ((memory / (4 * parallelism as u64).max(8)) & !0xffff).max(1 << 16);
+            let at_once = (parallelism as u64 * segment).min(2 << 20);
+            assert_eq!(reader.most.swap(0, Ordering::Relaxed), at_once);
+            for (name, at) in [("x", 1), ("y", 2)] {
+                let file = format!("model-0000{at}-of-00002.safetensors");
+                let written = tensors_of(&*place, &file).await;
+                assert_eq!(written.get(name), tensors.get(name));
+            }
         }
     });
 }

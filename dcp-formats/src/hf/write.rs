@@ -22,7 +22,7 @@ use super::sidecar_files::SidecarFiles;
 use super::single::{Named, SingleFile};
 use crate::safetensors::{
     RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
-    ShardingInfo, encode_header, write,
+    ShardingInfo, encode_header, prepare,
 };
 use crate::upload::{FileOptions, Progress};
 
@@ -32,9 +32,10 @@ use crate::upload::{FileOptions, Progress};
 pub struct HfWriteOptions {
     /// Whether an existing model is replaced or an error.
     pub overwrite: bool,
-    /// Files to write concurrently; for a single-file model, segments to read concurrently. Each
-    /// file needs about 48 MiB of memory besides its data.
+    /// Files to write concurrently. Each needs about 48 MiB of memory besides its data.
     pub parallelism: usize,
+    /// Data segments in flight, of all these files together; each file has at least one.
+    pub segments: usize,
     /// Further entries of every file's `__metadata__`. `format` is always `pt`, which transformers
     /// requires.
     pub metadata: IndexMap<String, String>,
@@ -44,9 +45,10 @@ pub struct HfWriteOptions {
 }
 
 impl Default for HfWriteOptions {
-    /// No replacing, one file at a time, no further entries or files.
+    /// No replacing, one file and one segment at a time, no further entries or files.
     fn default() -> Self {
-        Self { overwrite: false, parallelism: 1, metadata: IndexMap::new(), beside: Vec::new() }
+        let (metadata, beside) = (IndexMap::new(), Vec::new());
+        Self { overwrite: false, parallelism: 1, segments: 1, metadata, beside }
     }
 }
 
@@ -365,7 +367,7 @@ impl Job<'_> {
     ) -> Result<SingleFile, CheckpointError> {
         let (items, metadata) = contents(self.plan, file, self.options);
         let mode = if self.options.overwrite { PutMode::Overwrite } else { PutMode::Create };
-        let how = FileOptions::new(mode).with_in_flight(self.options.parallelism);
+        let how = FileOptions::new(mode).with_in_flight(self.options.segments);
         let (storage, data) = (&**self.storage, self.data_of(file));
         SingleFile::send(storage, (&file.name, how), &items, &metadata, data, progress).await
     }
@@ -385,9 +387,18 @@ impl Job<'_> {
         }
         let (items, metadata) = contents(self.plan, file, self.options);
         let data = self.data_of(file);
-        let written = write(&**self.storage, &file.name, &items, &metadata, data, progress).await;
-        let written = written.inspect_err(|_| self.stop.store(true, Ordering::Relaxed))?;
-        Ok((file.name.clone(), written.byte_len))
+        let files = self.options.parallelism.min(self.plan.files.len()).max(1);
+        let how = FileOptions::new(PutMode::Create).with_in_flight(self.options.segments / files);
+        let written = async {
+            let name = (&file.name, how);
+            let pending = prepare(&**self.storage, name, &items, &metadata, data, progress).await?;
+            let byte_len = pending.byte_len();
+            pending.publish().await?;
+            Ok(byte_len)
+        };
+        let written: Result<u64, CheckpointError> = written.await;
+        let byte_len = written.inspect_err(|_| self.stop.store(true, Ordering::Relaxed))?;
+        Ok((file.name.clone(), byte_len))
     }
 }
 

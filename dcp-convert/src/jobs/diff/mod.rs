@@ -12,7 +12,7 @@ use dcp_planner::KeyFilter;
 use futures_util::{StreamExt, future, stream};
 
 use crate::element::compare::{Compared, Comparer, Pair, Tolerance};
-use crate::element::value_difference::first_difference;
+use crate::element::value_difference::{Differing, first_difference};
 use crate::element::value_json::element_json;
 use crate::error::ConvertError;
 use crate::integrity::check::refuse_unsound;
@@ -26,6 +26,7 @@ use crate::read::objects::{ObjectBatches, read_objects};
 use crate::read::runs::boxes;
 use crate::read::tensor_read::TensorReader;
 use crate::source::Source;
+use crate::view::{archive, archived_value};
 
 pub use report::{
     Described, DiffCounts, DiffReport, DiffScope, Difference, DifferenceKind, Spot, ValueDifference,
@@ -321,11 +322,13 @@ impl<'a> Job<'a> {
         }
         drop(results);
         self.report.compared.bytes = bytes;
+        let mut equal = Vec::new();
         for (both, found) in pairs.iter().zip(found) {
             let Some(tensor) = self.a.tensor(both.a) else { continue };
             let Some(other) = self.b.tensor(both.b) else { continue };
             if found.different == 0 {
                 self.dtype(*both);
+                equal.push(*both);
                 continue;
             }
             let what = DifferenceKind::Values(Box::new(ValueDifference {
@@ -341,6 +344,32 @@ impl<'a> Job<'a> {
                 largest: found.largest.map(|pair| spot(pair, tensor)),
             }));
             self.add((Some(both.a), Some(both.b)), what);
+        }
+        self.quantizers(equal).await
+    }
+
+    /// Compares the scales and zero points of quantized tensors whose elements are equal. Only their
+    /// archives have them.
+    async fn quantizers(&mut self, equal: Vec<Both<'_>>) -> Result<(), ConvertError> {
+        for both in equal {
+            let (Some(a), Some(b)) = (self.a.tensor(both.a), self.b.tensor(both.b)) else {
+                continue;
+            };
+            if !a.dtype.is_quantized() || a.dtype != b.dtype {
+                continue;
+            }
+            let places = archive(&self.a.metadata, a).zip(archive(&self.b.metadata, b));
+            let Some((at_a, at_b)) = places else {
+                let problem = "its scales are not compared: it is not stored in one archive";
+                self.report.notes.push(format!("{:?}: {problem}", both.a.fqn));
+                continue;
+            };
+            let (fqn, of_a, of_b) = (&*both.a.fqn, self.a, self.b);
+            let a = archived_value(&of_a.source, &of_a.metadata, fqn, at_a).await?;
+            let b = archived_value(&of_b.source, &of_b.metadata, fqn, at_b).await?;
+            if let Some(found) = first_difference(&a, &b, self.what.tolerance) {
+                self.add((Some(both.a), Some(both.b)), object_difference(found));
+            }
         }
         Ok(())
     }
@@ -381,14 +410,7 @@ impl<'a> Job<'a> {
                 let (a, b) = (a?, in_b.remove(&both.b.entry).transpose()?);
                 let Some(b) = b else { continue };
                 if let Some(found) = first_difference(&a, &b, self.what.tolerance) {
-                    let missing = match (&found.a, &found.b) {
-                        (None, _) => Some("a"),
-                        (_, None) => Some("b"),
-                        _ => None,
-                    };
-                    let (a, b) = (found.a.unwrap_or_default(), found.b.unwrap_or_default());
-                    let what = DifferenceKind::Object { path: found.path, a, b, missing };
-                    self.add((Some(both.a), Some(both.b)), what);
+                    self.add((Some(both.a), Some(both.b)), object_difference(found));
                 }
             }
         }
@@ -431,6 +453,16 @@ async fn compare_segment(
     let compared = Comparer::new(a.dtype, b.dtype, tolerance)
         .map_or_else(Compared::default, |mut comparer| comparer.compare(&x, &y));
     Ok((segment.pair, segment.elements.start, compared, read))
+}
+
+fn object_difference(found: Differing) -> DifferenceKind {
+    let missing = match (&found.a, &found.b) {
+        (None, _) => Some("a"),
+        (_, None) => Some("b"),
+        _ => None,
+    };
+    let (a, b) = (found.a.unwrap_or_default(), found.b.unwrap_or_default());
+    DifferenceKind::Object { path: found.path, a, b, missing }
 }
 
 fn spot(pair: Pair, tensor: &TensorEntry) -> Spot {

@@ -279,7 +279,7 @@ async fn a_cancelled_conversion_leaves_nothing() {
     }
 }
 
-fn storages_of(target: &str) -> Result<Arc<dyn Storage>, dcp_core::StorageError> {
+fn storages_of(target: &str) -> Result<Arc<dyn Storage>, StorageError> {
     storages().open(target, Access::Read)
 }
 

@@ -12,8 +12,9 @@ use dcp_checkpoint::{
 use dcp_conformance::{MemoryStorage, StallStorage};
 use dcp_convert::{JobOptions, StatePart};
 use dcp_core::format::Subfolder;
+use dcp_core::location::Location;
 use dcp_core::{
-    Access, DType, Entry, Key, Location, Payload, PutMode, Storage, StorageError, StorageErrorKind,
+    Access, DType, Entry, Key, Payload, PutMode, Storage, StorageError, StorageErrorKind,
     StorageExt as _, StorageOp, StorageRegistry,
 };
 use dcp_storage_fs::FsStorage;

@@ -25,6 +25,7 @@ mod dtype;
 pub mod error;
 pub mod format;
 mod key;
+pub mod location;
 mod memory;
 mod metadata;
 mod overlap;
@@ -71,7 +72,7 @@ pub use plan::{
 pub use planner::{LoadPlanner, SavePlanner};
 pub use python_str::python_str;
 pub use region::{Region, RegionError, Runs};
-pub use registry::{Access, Location, StorageRegistry};
+pub use registry::{Access, StorageRegistry};
 pub use save_run::{RankWrite, SaveRun};
 pub use shown::{Message, Quoted, beginning, counted, escaped, is_unsafe, message};
 pub use storage::{

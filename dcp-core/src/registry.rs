@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{StorageError, StorageErrorKind, StorageOp};
+use crate::location::Location;
 use crate::storage::Storage;
 
 /// The purpose of opening a storage.
@@ -20,35 +21,6 @@ pub enum Access {
 type Locate = dyn Fn(&str) -> Vec<Location> + Send + Sync;
 type Open = dyn Fn(&str, Access) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync;
 type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
-
-/// A place in a storage, by which jobs tell whether two URLs name the same files.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Location {
-    storage: String,
-    names: Vec<String>,
-}
-
-impl Location {
-    /// The file or folder that these names lead to, in the storage of this identity.
-    #[must_use]
-    pub fn new(storage: impl Into<String>, names: impl Into<Vec<String>>) -> Self {
-        Self { storage: storage.into(), names: names.into() }
-    }
-
-    /// The segments of a URL, of which empty ones and `.` do not count; `None` without a scheme.
-    #[must_use]
-    pub fn of_url(url: &str) -> Option<Self> {
-        let (scheme, path) = url.split_once("://")?;
-        let names = path.split('/').filter(|name| !name.is_empty() && *name != ".");
-        Some(Self::new(scheme.to_ascii_lowercase(), names.map(str::to_owned).collect::<Vec<_>>()))
-    }
-
-    /// Whether it is `other`, or lies in it.
-    #[must_use]
-    pub fn is_in(&self, other: &Self) -> bool {
-        self.storage == other.storage && self.names.starts_with(&other.names)
-    }
-}
 
 /// The storage of each URL scheme.
 ///
@@ -93,7 +65,8 @@ impl StorageRegistry {
     /// link, needs one.
     ///
     /// ```
-    /// # use dcp_core::{Location, StorageRegistry};
+    /// # use dcp_core::StorageRegistry;
+    /// # use dcp_core::location::Location;
     /// let mut storages = StorageRegistry::empty();
     /// // `backup://x` is the bucket that `s3://backup/x` names.
     /// storages.register_locator("backup", |url| {

@@ -236,8 +236,7 @@ fn a_folder_of_files_reads_as_many_segments_at_once_as_there_are_jobs() {
             let reader = Arc::new(InFlight { inner, now, most });
             let source = Source::new(Arc::clone(&storage), Arc::clone(&reader) as _);
             let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
-            let options = JobOptions::default().with_max_memory(memory);
-            let options = options.with_parallelism(parallelism);
+            let options = small().with_max_memory(memory).with_parallelism(parallelism);
             let layout = HfLayout::MaxFileBytes(1 << 20);
             to_hf(&source, &place, &layout, false, &options).await.unwrap();
             let segment = ((memory / (4 * parallelism as u64).max(8)) & !0xffff).max(1 << 16);

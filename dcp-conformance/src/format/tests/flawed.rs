@@ -9,7 +9,7 @@ use bytes::Bytes;
 use dcp_core::format::{
     CheckpointAudit, CheckpointFormat, ChunkChecksum, Evidence, Examined, Findings, Folder,
     FormatInfo, FoundKind, FoundProblem, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
-    RecordLimits, RunTracker, StoredRecord,
+    RecordLimits, RunSelection, RunTracker, StoredRecord, UnfinishedSave,
 };
 use dcp_core::{
     Buffer, CheckpointError, CheckpointMetadata, DataSink, DataSource, FormatError, GlobalPlan,

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 
 /// Has nothing in it, and takes nothing.
 #[derive(Debug)]

@@ -2,8 +2,9 @@
 
 use std::collections::HashSet;
 
+use dcp_convert::keys::StatePart;
 use dcp_convert::view::{AverageOptions, Averaged, Duplicates, Merged};
-use dcp_convert::{ConvertError, JobOptions, StatePart};
+use dcp_convert::{ConvertError, JobOptions};
 
 use crate::checkpoint::Checkpoint;
 use crate::convert::Written;

@@ -2,8 +2,10 @@
 
 use std::collections::HashSet;
 
+use dcp_convert::jobs::diff::{DiffOptions, DiffReport};
+use dcp_convert::jobs::stats::StatsReport;
 use dcp_convert::report::{Report, ReportLimits};
-use dcp_convert::{DiffOptions, DiffReport, JobOptions, Selection, StatsReport};
+use dcp_convert::{JobOptions, Selection};
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;

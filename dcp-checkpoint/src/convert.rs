@@ -24,7 +24,7 @@ impl Checkpoint {
     ///
     /// ```
     /// # use dcp_checkpoint::Opener;
-    /// # use dcp_core::StorageRegistry;
+    /// # use dcp_core::registry::StorageRegistry;
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let mut storages = StorageRegistry::empty();

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use dcp_convert::{
-    CastOptions, ConversionReport, JobOptions, Source, is_exact, unmatched_patterns, view,
-};
+use dcp_convert::cast::{CastOptions, is_exact};
+use dcp_convert::keys::unmatched_patterns;
+use dcp_convert::{ConversionReport, JobOptions, Source, view};
 use dcp_core::{DType, Value};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveOptions};
@@ -295,7 +295,7 @@ impl Destination {
         source: &Source,
         job: &JobOptions,
     ) -> Result<
-        (Source, Option<std::sync::Arc<view::Cast>>, Vec<dcp_convert::UnmatchedPattern>),
+        (Source, Option<std::sync::Arc<view::Cast>>, Vec<dcp_convert::keys::UnmatchedPattern>),
         Error,
     > {
         let metadata = source.metadata().await?;

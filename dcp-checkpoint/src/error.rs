@@ -3,9 +3,12 @@
 use std::error::Error as StdError;
 use std::fmt;
 
-use dcp_convert::{ConvertError, ForeignCallable};
+use dcp_convert::ConvertError;
+use dcp_convert::integrity::ForeignCallable;
 use dcp_core::error::FailureKind;
-use dcp_core::{CheckpointError, Message, Quoted, StorageError, StorageErrorKind, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::text::{Message, Quoted};
+use dcp_core::{CheckpointError, StorageError, StorageErrorKind};
 use dcp_mapping::{Mapping, MappingError};
 use dcp_megatron::MegatronError;
 
@@ -57,7 +60,7 @@ pub enum ErrorKind {
 ///
 /// ```
 /// use dcp_checkpoint::{ErrorKind, Opener};
-/// use dcp_core::StorageRegistry;
+/// use dcp_core::registry::StorageRegistry;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use dcp_convert::StatePart;
+use dcp_convert::keys::StatePart;
 
 use crate::error::{Error, ErrorKind};
 use crate::overlap_guard::Shape;

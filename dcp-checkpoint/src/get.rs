@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{
-    CastOptions, CastReport, ConvertError, Found, JobOptions, Source, object_to_torch_save, view,
-};
+use dcp_convert::cast::{CastOptions, CastReport};
+use dcp_convert::jobs::get::{Found, object_to_torch_save};
+use dcp_convert::{ConvertError, JobOptions, Source, view};
 use dcp_core::DType;
 
 use crate::checkpoint::Checkpoint;

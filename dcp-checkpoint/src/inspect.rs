@@ -2,9 +2,12 @@
 
 use std::fmt;
 
-use dcp_convert::{JobOptions, KeySummary, Summary};
+use dcp_convert::JobOptions;
+use dcp_convert::jobs::inspect::{KeySummary, Summary};
+use dcp_core::Key;
 use dcp_core::format::Listing;
-use dcp_core::{Key, Quoted, StorageExt};
+use dcp_core::storage::StorageExt;
+use dcp_core::text::Quoted;
 use dcp_megatron::MegatronFormat;
 use dcp_megatron::disk::{COMMON_STATE, METADATA_JSON};
 use dcp_megatron::jobs::Description;
@@ -31,7 +34,7 @@ impl Checkpoint {
     }
 
     /// The common state of a checkpoint of Megatron-Core, as
-    /// [`value_json`](dcp_convert::value_json) writes it.
+    /// [`value_json`](dcp_convert::element::value_json) writes it.
     ///
     /// # Errors
     ///

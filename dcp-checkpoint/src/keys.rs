@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_convert::{JobOptions, Rename, Selection, Source, StatePart, UnmatchedPattern};
+use dcp_convert::keys::{Rename, StatePart, UnmatchedPattern};
+use dcp_convert::{JobOptions, Selection, Source};
 use dcp_planner::KeyFilter;
 use indexmap::IndexMap;
 
@@ -18,7 +19,7 @@ use crate::notes::Notes;
 ///
 /// ```
 /// use dcp_checkpoint::Keys;
-/// use dcp_convert::Rename;
+/// use dcp_convert::keys::Rename;
 ///
 /// let keys = Keys::all().include("ema.*").rename(Rename::parse(r"s/^ema\.//")?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -3,8 +3,11 @@
 use std::io;
 use std::path::Path;
 
-use dcp_convert::{JobOptions, Source, read_object};
-use dcp_core::{DType, Entry, Key, StorageError, StorageExt};
+use dcp_convert::read::read_object;
+use dcp_convert::{JobOptions, Source};
+use dcp_core::metadata::Entry;
+use dcp_core::storage::StorageExt;
+use dcp_core::{DType, Key, StorageError};
 use dcp_mapping::{
     Facts, LayerSpec, MapOptions, Mapped, Mapping, MappingReport, Padding, Recognition, Tying,
     map_to_hf, map_to_megatron, recognize, recognize_config,

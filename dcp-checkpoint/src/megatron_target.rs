@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{ConversionReport, JobOptions, Selection, Source, StatePart, read_object};
+use dcp_convert::keys::StatePart;
+use dcp_convert::read::read_object;
+use dcp_convert::{ConversionReport, JobOptions, Selection, Source};
 use dcp_core::{Storage, Value};
 use dcp_megatron::disk::COMMON_STATE;
 use dcp_megatron::jobs::to_torch_dist;

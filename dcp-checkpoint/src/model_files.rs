@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::{ConversionReport, ConvertError, JobOptions, Source};
-use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
+use dcp_core::storage::StorageExt;
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::hf::{HfLayout, config_without_quantization, names_scales};
 
 use crate::checkpoint::Checkpoint;

@@ -3,9 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp_convert::{MetadataRewrite, ProfileChoice, RunListing, Source};
+use dcp_convert::Source;
+use dcp_convert::open::RunListing;
+use dcp_convert::write::{MetadataRewrite, ProfileChoice};
 use dcp_core::format::{Evidence, OpenOptions, Place, RunSelection, UnfinishedSave};
-use dcp_core::{Access, CheckpointError, Key, Storage, StorageError, StorageErrorKind};
+use dcp_core::registry::Access;
+use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use dcp_megatron::MegatronCheckpoint;
 use dcp_megatron::disk::{HALF_REPLACED, recovered};
 
@@ -246,7 +249,7 @@ impl Opener {
     ///
     /// ```no_run
     /// # async fn example(opener: dcp_checkpoint::Opener) -> Result<(), dcp_checkpoint::Error> {
-    /// let torch = dcp_convert::ProfileChoice::Torch;
+    /// let torch = dcp_convert::write::ProfileChoice::Torch;
     /// let rewritten = opener.rewrite_metadata("run/step1000", torch, false).await?;
     /// println!("changed: {}", rewritten.changed);
     /// # Ok(())

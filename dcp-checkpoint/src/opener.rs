@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::StorageRegistry;
 use dcp_core::format::FormatRegistry;
+use dcp_core::registry::StorageRegistry;
 
 use crate::notes::Notes;
 
@@ -37,7 +37,7 @@ impl Need {
 ///
 /// ```
 /// use dcp_checkpoint::{Need, Opener};
-/// # use dcp_core::{Access, StorageRegistry};
+/// # use dcp_core::registry::{Access, StorageRegistry};
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let mut storages = StorageRegistry::empty();
@@ -99,7 +99,8 @@ impl Opener {
     }
 
     /// Calls `listener` with every note of this opener and of jobs on what it opens, as soon as it
-    /// is known. [`Checkpoint::notes`](crate::Checkpoint::notes) and the reports of jobs have them, too.
+    /// is known. [`Checkpoint::notes`](crate::Checkpoint::notes) and the reports of jobs have them,
+    /// too.
     #[must_use]
     pub fn on_note(mut self, listener: impl Fn(&str) + Send + Sync + 'static) -> Self {
         self.notes = Notes::listened(Arc::new(listener));

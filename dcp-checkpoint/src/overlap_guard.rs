@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use dcp_convert::ConvertError;
-use dcp_core::StorageRegistry;
 use dcp_core::format::FolderEntry;
 use dcp_core::location::Location;
+use dcp_core::registry::StorageRegistry;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, ErrorKind};

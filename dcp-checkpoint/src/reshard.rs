@@ -1,6 +1,7 @@
 //! Writing a checkpoint for other ranks.
 
-use dcp_convert::{JobOptions, StatePart};
+use dcp_convert::JobOptions;
+use dcp_convert::keys::StatePart;
 use dcp_olmo::OptimizerLayout;
 
 use crate::checkpoint::Checkpoint;

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, StorageExt, Upload,
+use dcp_core::storage::{
+    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, StorageExt, Upload,
 };
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError};
 use tokio::sync::{OwnedRwLockWriteGuard, RwLock};
 
 /// Records what jobs create, so that it can be removed when one is cancelled.
@@ -111,7 +111,7 @@ impl Rollback {
         // The last is what makes the others count, so it goes first.
         for (storage, key) in created.into_iter().rev() {
             if let Err(error) = storage.delete(&key).await {
-                left.push(dcp_core::error_chain(&error));
+                left.push(dcp_core::error::error_chain(&error));
             }
         }
         for folder in folders {

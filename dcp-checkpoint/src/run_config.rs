@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Access, Key, Storage, StorageError, StorageExt};
+use dcp_core::registry::Access;
+use dcp_core::storage::StorageExt;
+use dcp_core::{Key, Storage, StorageError};
 use dcp_mapping::Facts;
 
 use crate::checkpoint::Checkpoint;

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use dcp_convert::{ConvertError, Target};
 use dcp_core::format::{Evidence, Folder, Place as FolderPlace};
-use dcp_core::{Access, Key, Storage, StorageErrorKind, StorageExt};
+use dcp_core::registry::Access;
+use dcp_core::storage::StorageExt;
+use dcp_core::{Key, Storage, StorageErrorKind};
 
 use crate::absent_storage::AbsentStorage;
 use crate::checkpoint::Checkpoint;

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_convert::is_float;
-use dcp_core::{DType, Message};
+use dcp_convert::cast::is_float;
+use dcp_core::DType;
+use dcp_core::text::Message;
 
 use crate::error::{Error, ErrorKind};
 

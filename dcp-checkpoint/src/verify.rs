@@ -1,6 +1,8 @@
 //! Checking that a checkpoint is whole.
 
-use dcp_convert::{JobOptions, Problem, ProblemKind, VerifyReport};
+use dcp_convert::JobOptions;
+use dcp_convert::integrity::{Problem, ProblemKind};
+use dcp_convert::jobs::verify::VerifyReport;
 use dcp_megatron::jobs::verify_opened;
 
 use crate::checkpoint::Checkpoint;
@@ -14,7 +16,7 @@ impl Checkpoint {
     ///
     /// ```
     /// # use dcp_checkpoint::Opener;
-    /// # use dcp_core::StorageRegistry;
+    /// # use dcp_core::registry::StorageRegistry;
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let mut storages = StorageRegistry::empty();

@@ -10,13 +10,15 @@ use dcp_checkpoint::{
     Checkpoint, Destination, ErrorKind, Format, Keys, Need, Opener, Rollback, TargetOptions, Undone,
 };
 use dcp_conformance::{MemoryStorage, StallStorage};
-use dcp_convert::{JobOptions, StatePart};
+use dcp_convert::JobOptions;
+use dcp_convert::keys::StatePart;
+use dcp_core::error::StorageOp;
 use dcp_core::format::Subfolder;
 use dcp_core::location::Location;
-use dcp_core::{
-    Access, DType, Entry, Key, Payload, PutMode, Storage, StorageError, StorageErrorKind,
-    StorageExt as _, StorageOp, StorageRegistry,
-};
+use dcp_core::metadata::Entry;
+use dcp_core::registry::{Access, StorageRegistry};
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::{DType, Key, Payload, Storage, StorageError, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
 use futures_util::StreamExt;
 

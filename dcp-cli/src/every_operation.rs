@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Parser;
-use dcp::core::Access;
+use dcp::core::registry::Access;
 use dcp::core::{Storage, StorageErrorKind};
 use dcp_conformance::{Effect, Fault, FaultStorage};
 

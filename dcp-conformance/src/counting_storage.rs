@@ -4,10 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, Upload,
-};
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError};
 
 /// Counts the requests to another storage; clones share the counts.
 ///
@@ -214,7 +212,7 @@ impl Upload for CountingUpload {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::StorageExt;
+    use dcp_core::storage::StorageExt;
 
     use super::*;
     use crate::MemoryStorage;

@@ -5,10 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
 
 /// The fault of a [`FaultStorage`]'s operation.
@@ -43,7 +42,8 @@ pub enum Fault {
 /// use std::sync::Arc;
 ///
 /// use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
-/// use dcp_core::{Key, PutMode, Storage, StorageErrorKind};
+/// use dcp_core::{Key, Storage, StorageErrorKind};
+/// use dcp_core::storage::PutMode;
 /// use futures_util::FutureExt;
 ///
 /// let memory = Arc::new(MemoryStorage::new());

@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
+use dcp_core::error::StorageOp;
+use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, GlobalPlan, Key, SavePlan, SaveSession,
-    Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter, Value, WritePlan,
-    WriteReport,
+    CheckpointError, CheckpointMetadata, Key, Storage, StorageError, StorageErrorKind,
+    StorageWriter, Value,
 };
 
 /// A [`StorageWriter`] whose commit publishes the checkpoint and then fails, like one whose reply

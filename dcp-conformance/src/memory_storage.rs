@@ -7,10 +7,9 @@ use std::time::SystemTime;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, StorageErrorKind, StorageOp, Upload,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
 
 /// Objects in this process's memory; clones share them.
@@ -19,7 +18,8 @@ use futures_util::stream;
 ///
 /// ```
 /// use dcp_conformance::MemoryStorage;
-/// use dcp_core::{Key, PutMode, Storage, StorageExt};
+/// use dcp_core::{Key, Storage};
+/// use dcp_core::storage::{PutMode, StorageExt};
 /// use futures_util::FutureExt;
 ///
 /// let storage = MemoryStorage::new();

@@ -4,10 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, Upload,
-};
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError};
 use futures_util::{StreamExt, stream};
 use tokio::time::sleep;
 

@@ -5,10 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
 use async_trait::async_trait;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, Upload,
-};
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError};
 use futures_util::{StreamExt, stream};
 
 /// Passes operations to another storage; one of them waits for [`resume`](Self::resume).
@@ -197,7 +195,7 @@ mod tests {
     use std::pin::pin;
     use std::task::Context;
 
-    use dcp_core::StorageExt;
+    use dcp_core::storage::StorageExt;
 
     use super::*;
     use crate::MemoryStorage;

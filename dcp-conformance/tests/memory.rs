@@ -7,7 +7,8 @@ use std::time::Duration;
 use dcp_conformance::{
     CountingStorage, FaultStorage, MemoryStorage, SlowStorage, StallStorage, run, storage,
 };
-use dcp_core::{Capabilities, Storage};
+use dcp_core::Storage;
+use dcp_core::storage::Capabilities;
 
 fn main() -> ExitCode {
     let memory = || Arc::new(MemoryStorage::new());

@@ -16,6 +16,11 @@ use dcp_core::DType;
 
 use dcp_cast::{E2M1, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, F16, small_float};
 
+pub use compare::Tolerance;
+pub use npy::{NpyType, npy_header, npy_type};
+pub use slice::TensorSlice;
+pub use value_json::{JsonLimits, ValueEncoder, value_json};
+
 /// An element, in the widest type of its kind.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]

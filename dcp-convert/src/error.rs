@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, FormatError, Message, PlanError, Quoted, StorageError};
+use dcp_core::text::{Message, Quoted};
+use dcp_core::{CheckpointError, FormatError, PlanError, StorageError};
 
 use crate::foreign_callable::ForeignCallable;
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::{Message, Quoted};
+use dcp_core::text::{Message, Quoted};
 use dcp_formats::pickle::{ForeignName, Trust};
 use serde::Serialize;
 

@@ -142,7 +142,8 @@ pub trait DataSink: fmt::Debug + Send + Sync {
 ///
 /// Order of calls in a save: `encode_object` on every rank; `begin` and `place` on the coordinator;
 /// `write` on every rank; then `commit` on the coordinator, or `abandon` on every rank if any
-/// failed. [`SaveRun`](crate::SaveRun) makes the calls in this order. State from `begin` to
+/// failed. [`SaveRun`](crate::save_run::SaveRun) makes the calls in this order. State from `begin`
+/// to
 /// `commit` travels in the [`SaveSession`].
 #[async_trait]
 pub trait StorageWriter: fmt::Debug + Send + Sync {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::shown::Quoted;
+use crate::text::Quoted;
 
 macro_rules! dtypes {
     ($($variant:ident, $name:literal, $size:literal, $doc:literal;)*) => {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::shown::Quoted;
+use crate::text::Quoted;
 
 /// The name of an object in a [`Storage`](crate::Storage): segments joined by `/`, relative to the
 /// storage's root, which it cannot leave.

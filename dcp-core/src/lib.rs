@@ -5,80 +5,72 @@
 //!
 //! | you have | you implement |
 //! |---|---|
-//! | a place to keep bytes | [`Storage`], [`Upload`] |
+//! | a place to keep bytes | [`Storage`], [`Upload`](storage::Upload) |
 //! | a way for ranks to talk | [`Collective`] |
 //! | a checkpoint format | [`format::CheckpointFormat`], [`StorageReader`], [`StorageWriter`] |
-//! | a policy for who writes what | [`SavePlanner`], [`LoadPlanner`] |
-//! | tensors of your own | [`DataSource`], [`DataSink`] |
+//! | a policy for who writes what | [`SavePlanner`](planner::SavePlanner), [`LoadPlanner`](planner::LoadPlanner) |
+//! | tensors of your own | [`DataSource`](checkpoint::DataSource), [`DataSink`](checkpoint::DataSink) |
 //! | something with state | [`Stateful`] |
 //!
 //! Traits here have no default methods, so an implementation or decorator cannot forget a new one.
-//! Conveniences for callers are in extension traits such as [`StorageExt`].
+//! Conveniences for callers are in extension traits such as [`StorageExt`](storage::StorageExt).
+//!
+//! The most used names are at the root, the others in modules:
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`checkpoint`], [`save_run`] | the contracts of formats, and the order of their calls |
+//! | [`storage`], [`registry`], [`location`] | the contract of storages, and their URLs |
+//! | [`planner`], [`plan`] | the contract of planners, and plans |
+//! | [`metadata`] | the index of a checkpoint |
+//! | [`value`], [`path`] | plain data of a state dict, and its nesting |
+//! | [`tensor`], [`memory`], [`region`], [`dims`], [`dtype`] | tensors, their memory and their geometry |
+//! | [`error`], [`text`] | errors, and untrusted text in messages |
+//! | [`mod@format`] | formats as plug-ins |
+//! | [`wire`] | messages between ranks |
 //!
 //! A *shard* is what a rank holds in memory, a *chunk* what a file stores, a *region* a box of
 //! elements. Offsets and sizes are in elements per axis; `byte_offset` and `byte_len` are in bytes.
 
-mod checkpoint;
+pub mod checkpoint;
 mod collective;
-mod dims;
-mod dtype;
+pub mod dims;
+pub mod dtype;
 pub mod error;
 pub mod format;
-mod key;
+pub mod key;
 pub mod location;
-mod memory;
-mod metadata;
-mod overlap;
-mod path;
+pub mod memory;
+pub mod metadata;
+pub mod overlap;
+pub mod path;
 mod payload;
-mod plan;
+pub mod plan;
 mod plan_check;
-mod planner;
-mod python_str;
-mod region;
-mod registry;
-mod save_run;
-mod shown;
-mod storage;
-mod tensor;
+pub mod planner;
+pub mod region;
+pub mod registry;
+pub mod save_run;
+pub mod storage;
+pub mod tensor;
 mod tensor_view;
-mod value;
-mod wire;
+pub mod text;
+pub mod value;
+pub mod wire;
 
-pub use checkpoint::{
-    DataSink, DataSource, ReadReport, SaveSession, StateDict, Stateful, StorageReader,
-    StorageWriter, WriteReport,
-};
+pub use checkpoint::{StateDict, Stateful, StorageReader, StorageWriter};
 pub use collective::Collective;
-pub use dims::{Dims, checked_volume};
-pub use dtype::{DType, UnknownDType};
+pub use dims::Dims;
+pub use dtype::DType;
 pub use error::{
-    CheckpointError, CollectiveError, FormatError, Phase, PlanError, Rank, RankFailure, Standing,
-    StorageError, StorageErrorKind, StorageOp, error_chain,
+    CheckpointError, CollectiveError, FormatError, PlanError, Rank, StorageError, StorageErrorKind,
 };
-pub use key::{InvalidKey, Key};
-pub use memory::{Buffer, HostMemory, LoanError};
-pub use metadata::{
-    CheckpointMetadata, ChunkRef, ChunkTable, Encoding, Entry, FileId, Layout, ObjectEntry,
-    Placement, Provenance, TensorEntry, TensorProperties, WrappedTensor,
-};
-pub use overlap::{TooIrregular, find_overlap};
-pub use path::{PathItem, StatePath};
+pub use key::Key;
+pub use memory::{Buffer, HostMemory};
+pub use metadata::CheckpointMetadata;
 pub use payload::Payload;
-pub use plan::{
-    GlobalPlan, LeafKind, LoadPlan, LoadReport, PlanContext, PlanKey, ReadItem, ReadKind, SavePlan,
-    SelectedItem, StateIndex, StateLeaf, TensorSpec, Unoffered, WriteItem, WriteOrder, WritePlan,
-};
-pub use planner::{LoadPlanner, SavePlanner};
-pub use python_str::python_str;
-pub use region::{Region, RegionError, Runs};
-pub use registry::{Access, StorageRegistry};
-pub use save_run::{RankWrite, SaveRun};
-pub use shown::{Message, Quoted, beginning, counted, escaped, is_unsafe, message};
-pub use storage::{
-    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, StorageExt, Upload,
-};
+pub use region::Region;
+pub use storage::Storage;
 pub use tensor::{Shard, Tensor};
 pub use tensor_view::TensorView;
-pub use value::{BigInt, Dict, Global, MadeBy, Object, Opaque, Value};
-pub use wire::{MessageReader, MessageWriter};
+pub use value::Value;

@@ -42,7 +42,7 @@ use bytes::Bytes;
 /// assert!(memory.read().is_err(), "a writer is still at work");
 /// drop(tail);
 /// assert_eq!(memory.read()?, [0, 0, 0, 0, 1, 2, 3, 4][..]);
-/// # Ok::<(), dcp_core::LoanError>(())
+/// # Ok::<(), dcp_core::memory::LoanError>(())
 /// ```
 #[derive(Clone)]
 pub struct HostMemory(Arc<Allocation>);

@@ -19,7 +19,7 @@ impl PathItem {
     /// The flattened name of a path: its steps, joined by dots.
     ///
     /// ```
-    /// use dcp_core::PathItem;
+    /// use dcp_core::path::PathItem;
     ///
     /// let path = [PathItem::Key("groups".into()), PathItem::Index(0), PathItem::Key("lr".into())];
     /// assert_eq!(PathItem::flat_name(&path), "groups.0.lr");

@@ -1,7 +1,7 @@
 //! Plans: who writes which bytes where, and who reads which.
 //!
 //! A rank describes its state as a [`StateIndex`]; a
-//! [`SavePlanner`](crate::SavePlanner) turns that into a [`SavePlan`]
+//! [`SavePlanner`](crate::planner::SavePlanner) turns that into a [`SavePlan`]
 //! with one row per item. The coordinator merges all ranks' plans and selects the rank that writes
 //! each item ([`GlobalPlan`]). A [`StorageWriter`](crate::StorageWriter) assigns a placement to
 //! every selected item and a [`WritePlan`] to each rank. Plans contain no data, files or clocks.
@@ -293,14 +293,15 @@ pub struct SelectedItem {
     pub item: u32,
     /// The position of its entry in the metadata.
     pub entry: u32,
-    /// The position in the entry's [`ChunkTable`](crate::ChunkTable); 0 for an object.
+    /// The position in the entry's [`ChunkTable`](crate::metadata::ChunkTable); 0 for an object.
     pub chunk: u32,
 }
 
 /// The items that one rank writes, with their placements.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WritePlan {
-    /// The files of the placements, by [`FileId::index`](crate::FileId::index). Files without items
+    /// The files of the placements, by [`FileId::index`](crate::metadata::FileId::index). Files
+    /// without items
     /// are created empty.
     pub files: Vec<Key>,
     /// The encodings of the placements.

@@ -14,7 +14,9 @@ use crate::plan::{GlobalPlan, LoadPlan, LoadReport, PlanContext, SavePlan, State
 /// ```
 /// use std::sync::Arc;
 ///
-/// use dcp_core::{GlobalPlan, PlanContext, PlanError, SavePlan, SavePlanner, StateIndex};
+/// use dcp_core::PlanError;
+/// use dcp_core::plan::{GlobalPlan, PlanContext, SavePlan, StateIndex};
+/// use dcp_core::planner::SavePlanner;
 ///
 /// /// Plans as `inner` does, without the names that begin with `prefix`.
 /// #[derive(Debug)]

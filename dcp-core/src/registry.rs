@@ -27,7 +27,9 @@ type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
 /// A plug-in registers its scheme; its URLs then work wherever the registry is used:
 ///
 /// ```
-/// # use dcp_core::{Access, StorageError, StorageErrorKind, StorageOp, StorageRegistry};
+/// # use dcp_core::{StorageError, StorageErrorKind};
+/// # use dcp_core::error::StorageOp;
+/// # use dcp_core::registry::{Access, StorageRegistry};
 /// let mut storages = StorageRegistry::empty();
 /// storages.register("tape", |url, _access| {
 ///     Err(StorageError::new(StorageErrorKind::Unsupported, StorageOp::Open, None)
@@ -65,7 +67,7 @@ impl StorageRegistry {
     /// link, needs one.
     ///
     /// ```
-    /// # use dcp_core::StorageRegistry;
+    /// # use dcp_core::registry::StorageRegistry;
     /// # use dcp_core::location::Location;
     /// let mut storages = StorageRegistry::empty();
     /// // `backup://x` is the bucket that `s3://backup/x` names.

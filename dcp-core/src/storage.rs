@@ -37,10 +37,9 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 ///
 /// use async_trait::async_trait;
 /// use bytes::Bytes;
-/// use dcp_core::{
-///     Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-///     Storage, StorageError, StorageErrorKind as Kind, StorageOp as Op, Upload,
-/// };
+/// use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind as Kind};
+/// use dcp_core::error::StorageOp as Op;
+/// use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
 /// use futures_util::stream;
 ///
 /// #[derive(Clone, Debug, Default)]
@@ -143,7 +142,8 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 /// assert!(dcp_conformance::passes(dcp_conformance::storage::trials("map", open)));
 /// ```
 ///
-/// Registered in a [`StorageRegistry`](crate::StorageRegistry), it serves URLs of its scheme.
+/// Registered in a [`StorageRegistry`](crate::registry::StorageRegistry), it serves URLs of its
+/// scheme.
 #[async_trait]
 pub trait Storage: fmt::Debug + Send + Sync + 'static {
     /// The abilities and preferences of this storage. Does no I/O.

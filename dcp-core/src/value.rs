@@ -1,5 +1,6 @@
 //! Values in a state dict besides tensors: Python's plain data.
 
+mod python_str;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use indexmap::{Equivalent, IndexMap};
 
+pub use self::python_str::python_str;
 use crate::tensor::Tensor;
 
 /// A value of a state dict.

@@ -3,9 +3,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::{io, thread};
 
+use dcp_core::error::{Phase, RankFailure};
+use dcp_core::value::{Dict, Object};
 use dcp_core::{
-    CheckpointError, Dict, HostMemory, Object, Phase, PlanError, RankFailure, Shard, StateDict,
-    StorageWriter, Tensor, Value,
+    CheckpointError, HostMemory, PlanError, Shard, StateDict, StorageWriter, Tensor, Value,
 };
 use tokio::runtime::{self, Handle};
 use tokio::sync::{oneshot, watch};
@@ -189,7 +190,10 @@ impl BackgroundSaver {
                 }),
             };
             if let Err(error) = &result {
-                tracing::error!(error = dcp_core::error_chain(error), "background save failed");
+                tracing::error!(
+                    error = dcp_core::error::error_chain(error),
+                    "background save failed"
+                );
             }
             of_task.finish(result, &unread);
             drop(done);

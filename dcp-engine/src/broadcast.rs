@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DataSink, LoadPlan, Phase, Rank, ReadKind,
-    ReadReport, Region, StorageReader,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::Phase;
+use dcp_core::plan::{LoadPlan, ReadKind};
+use dcp_core::{CheckpointError, CheckpointMetadata, Collective, Rank, Region, StorageReader};
 
 use crate::disjoint::{cut, disjoint};
 use crate::exchange_message::{Parcel, Piece, Wanted};

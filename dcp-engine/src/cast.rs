@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use dcp_cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_exact};
-use dcp_core::{DType, LeafKind, Payload, PlanError, StateIndex, TensorView};
+use dcp_core::plan::{LeafKind, StateIndex};
+use dcp_core::{DType, Payload, PlanError, TensorView};
 use dcp_planner::KeyFilter;
 
 /// Bytes of a tensor in its new dtype to make at a time.
@@ -126,7 +127,8 @@ pub(crate) fn report<'a>(casts: impl Iterator<Item = &'a Cast>) -> CastReport {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{StateLeaf, Tensor};
+    use dcp_core::Tensor;
+    use dcp_core::plan::StateLeaf;
 
     use super::*;
 

@@ -3,10 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, LoadPlan, PlanError, Rank, ReadItem, ReadKind,
-    Region,
-};
+use dcp_core::metadata::Entry;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Rank, Region};
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use crate::disjoint::{cut, overlay};
@@ -243,7 +242,8 @@ impl Assignment {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, ObjectEntry, TensorEntry};
+    use dcp_core::DType;
+    use dcp_core::metadata::{ObjectEntry, TensorEntry};
 
     use super::*;
 

@@ -4,9 +4,11 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError,
-    ReadItem, ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DType, HostMemory, PlanError, Region, StorageReader,
+    TensorView, Value,
 };
 
 use crate::planned::{bad, tensor_dtype};

@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::sync::mpsc;
 
 use bytes::{Bytes, BytesMut};
-use dcp_core::{
-    CheckpointError, Collective, CollectiveError, Phase, PlanContext, PlanError, Rank, RankFailure,
-    Standing,
-};
+use dcp_core::error::{Phase, RankFailure, Standing};
+use dcp_core::plan::PlanContext;
+use dcp_core::{CheckpointError, Collective, CollectiveError, PlanError, Rank};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;

@@ -3,10 +3,16 @@
 use std::convert::Infallible;
 use std::sync::Arc;
 
+use dcp_core::checkpoint::ReadReport;
 use dcp_core::error::FailureKind;
+use dcp_core::error::Phase;
+use dcp_core::metadata::Entry;
+use dcp_core::path::StatePath;
+use dcp_core::plan::{LoadPlan, LoadReport};
+use dcp_core::planner::LoadPlanner;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, Entry, LoadPlan, LoadPlanner, LoadReport,
-    Phase, Rank, ReadReport, StateDict, StatePath, StorageErrorKind, StorageReader, Tensor,
+    CheckpointError, CheckpointMetadata, Collective, Rank, StateDict, StorageErrorKind,
+    StorageReader, Tensor,
 };
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_of, set_at_path};
 use serde::{Deserialize, Serialize};
@@ -297,7 +303,7 @@ impl Digest {
     fn placement(
         &mut self,
         metadata: &CheckpointMetadata,
-        placement: Option<&dcp_core::Placement>,
+        placement: Option<&dcp_core::metadata::Placement>,
     ) {
         let Some(placement) = placement else { return self.number(u64::MAX) };
         if let Some(file) = metadata.file(placement.file) {
@@ -314,7 +320,7 @@ fn same_sight(sights: &[Sight]) -> Result<(), CheckpointError> {
     // Every rank sees the same list, so every rank returns this.
     Err(CheckpointError::Ranks {
         phase: Phase::Open,
-        failures: vec![dcp_core::RankFailure::new(
+        failures: vec![dcp_core::error::RankFailure::new(
             u32::try_from(rank).unwrap_or(u32::MAX),
             FailureKind::Storage(StorageErrorKind::Transient),
             "it sees another checkpoint than rank 0; the storage may not have settled, try again",

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dcp_core::WritePlan;
+use dcp_core::plan::WritePlan;
 use dcp_planner::PlanCache;
 
 /// Plans to remember: a trainer has one or two kinds of save.

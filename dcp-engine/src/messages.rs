@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use dcp_cast::CastCounts;
-use dcp_core::{Key, PlanError, Rank, StorageError, WriteReport};
+use dcp_core::checkpoint::WriteReport;
+use dcp_core::{Key, PlanError, Rank, StorageError};
 use serde::{Deserialize, Serialize};
 
 /// The first message of a rank to the coordinator: its structure, and the plan that it remembers.

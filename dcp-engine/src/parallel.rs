@@ -6,9 +6,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::error::Phase;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, CollectiveError, DataSink, LoadPlan, Phase,
-    Rank, ReadItem, ReadKind, ReadReport, StorageReader,
+    CheckpointError, CheckpointMetadata, Collective, CollectiveError, Rank, StorageReader,
 };
 use dcp_planner::ShareRule;
 use tokio::sync::OnceCell;

@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, LoadPlan, PlanError, ReadItem, ReadKind,
-    ReadReport, Region, TensorView, Value,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Region, TensorView, Value};
 
 use crate::exchange_message::Parcel;
 use crate::planned::{bad, tensor_dtype};
@@ -224,7 +223,8 @@ impl Open<'_> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, Entry, ObjectEntry, TensorEntry};
+    use dcp_core::DType;
+    use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
 
     use super::*;
 

@@ -7,10 +7,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use dcp_cast::{CastCounts, CastReport};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::error::{Phase, Standing};
+use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
+use dcp_core::planner::SavePlanner;
+use dcp_core::save_run::{RankWrite, SaveRun};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DataSource, GlobalPlan, Phase, PlanError,
-    Rank, RankWrite, SavePlan, SavePlanner, SaveRun, Standing, StateDict, StorageWriter, Value,
-    WritePlan,
+    CheckpointError, CheckpointMetadata, Collective, PlanError, Rank, StateDict, StorageWriter,
+    Value,
 };
 use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
 

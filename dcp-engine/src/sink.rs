@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dcp_core::{
-    CheckpointError, DataSink, PlanError, ReadItem, ReadKind, Tensor, TensorView, Value,
-};
+use dcp_core::checkpoint::DataSink;
+use dcp_core::plan::{ReadItem, ReadKind};
+use dcp_core::{CheckpointError, PlanError, Tensor, TensorView, Value};
 
 /// A [`DataSink`] over host tensors, filled in place; objects are collected.
 #[derive(Debug)]

@@ -6,9 +6,9 @@ use std::ops::Range;
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_cast::CastReport;
-use dcp_core::{
-    CheckpointError, DataSource, Payload, PlanError, Region, SavePlan, Tensor, TensorView,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::plan::SavePlan;
+use dcp_core::{CheckpointError, Payload, PlanError, Region, Tensor, TensorView};
 
 use crate::cast::{Cast, SEGMENT, report};
 

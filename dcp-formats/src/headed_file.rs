@@ -1,7 +1,8 @@
 //! Writes a file of a header and the elements of one tensor.
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, DataSource, FormatError, Key, Storage};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::{CheckpointError, FormatError, Key, Storage};
 
 use crate::upload::{FileItem, FileOptions, FileSpec, Framing, PendingFile, prepare_file};
 

@@ -2,7 +2,9 @@
 
 use std::future::poll_fn;
 
-use dcp_core::{CheckpointMetadata, ObjectMeta, Storage, counted};
+use dcp_core::storage::ObjectMeta;
+use dcp_core::text::counted;
+use dcp_core::{CheckpointMetadata, Storage};
 
 /// Files that are looked at.
 const LISTED: usize = 100_000;

@@ -1,10 +1,9 @@
 //! Uploads small objects before anything they replace changes.
 
 use bytes::Bytes;
-use dcp_core::{
-    Key, Payload, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _, StorageOp,
-    Upload,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{PutMode, StorageExt as _, Upload};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
 /// Objects that are uploaded but have no names yet; naming them takes no more space. A commit that
 /// replaces several objects stages them first, so that a full disk fails it while nothing has

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
-use dcp_core::{CheckpointError, DataSource, Payload};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::{CheckpointError, Payload};
 use futures_util::{StreamExt as _, stream};
 
 /// Stops concurrent writes by giving them no more data. Dropping a write is not enough: its thread

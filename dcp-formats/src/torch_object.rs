@@ -6,7 +6,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Global, MadeBy, Object, Opaque, PathItem, Tensor, Value, beginning};
+use dcp_core::path::PathItem;
+use dcp_core::text::beginning;
+use dcp_core::value::{Global, MadeBy, Object, Opaque};
+use dcp_core::{FormatError, Tensor, Value};
 
 use crate::pickle::{
     Converted, Converter, ForeignName, Hook, Limits, NodeId, Pickle, TensorSink, Trust, Writer,

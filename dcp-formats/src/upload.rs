@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use self::parts::Parts;
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, DataSource, FormatError, Key, Payload, PutMode, Storage, StorageError, Upload,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::storage::{PutMode, Upload};
+use dcp_core::{CheckpointError, FormatError, Key, Payload, Storage, StorageError};
 use futures_util::future::{Either, select};
 use futures_util::stream::{self, StreamExt};
 
@@ -412,7 +412,7 @@ mod tests {
         let data = Counting { given: AtomicU64::new(0), good: 20 };
         let mut upload = Slow::default();
         let error = block_on(sent(&mut upload, &data)).unwrap_err();
-        assert!(dcp_core::error_chain(&error).contains("is damaged"), "{error}");
+        assert!(dcp_core::error::error_chain(&error).contains("is damaged"), "{error}");
         assert_eq!(upload.taken.lock().unwrap().len(), 20);
     }
 

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_conformance::format::{BoxError, Sample, SampleTensor, Subject, trials};
 use dcp_conformance::run;
-use dcp_core::{
-    CheckpointError, DType, DataSource, HostMemory, Payload, PutMode, Storage, Tensor, Value,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::storage::PutMode;
+use dcp_core::{CheckpointError, DType, HostMemory, Payload, Storage, Tensor, Value};
 use dcp_formats::dcp::{DcpFormat, DcpWriter};
 use dcp_formats::hf::HuggingFaceFormat;
 use dcp_formats::torch_save::{

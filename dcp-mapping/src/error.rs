@@ -1,7 +1,8 @@
 //! Errors of mappings, and of checkpoints that do not match one.
 
 use dcp_convert::ConvertError;
-use dcp_core::{CheckpointError, Message, Quoted};
+use dcp_core::CheckpointError;
+use dcp_core::text::{Message, Quoted};
 
 /// A mapping could not be read, or does not fit the checkpoint.
 #[derive(Debug, thiserror::Error)]

@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use criterion::{Criterion, SamplingMode, Throughput};
-use dcp_core::{
-    DType, LeafKind, PlanContext, Region, SavePlan, SavePlanner, StateIndex, StateLeaf, Value,
-};
+use dcp_core::plan::{LeafKind, PlanContext, SavePlan, StateIndex, StateLeaf};
+use dcp_core::planner::SavePlanner;
+use dcp_core::{DType, Region, Value};
 use dcp_megatron::sharded::{
     LocalTensor, RankShards, ShardedLeaf, ShardedObject, ShardedTensor, ShardedValue,
     sharded_leaves, swiglu, validate_sharding_integrity,

@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{DType, Dict, Value};
+use dcp_core::value::Dict;
+use dcp_core::{DType, Value};
 
 /// The arguments that a run of Megatron-LM was started with, by name.
 ///
@@ -180,7 +181,7 @@ impl MegatronArgs {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{Global, Object};
+    use dcp_core::value::{Global, Object};
 
     use super::*;
 

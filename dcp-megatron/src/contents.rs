@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{Found, find};
-use dcp_core::{CheckpointError, Dict, Entry, FormatError, StateDict, Storage, Tensor, Value};
+use dcp_convert::find;
+use dcp_convert::jobs::get::Found;
+use dcp_core::metadata::Entry;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointError, FormatError, StateDict, Storage, Tensor, Value};
 use indexmap::IndexMap;
 
 use crate::disk::common_state::{COMMON_OBJECT, CommonPlace};

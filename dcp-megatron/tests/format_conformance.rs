@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use dcp_conformance::format::{Subject, trials};
 use dcp_conformance::run;
-use dcp_core::{Dict, Value};
+use dcp_core::Value;
+use dcp_core::value::Dict;
 use dcp_megatron::{MegatronCoreFormat, MegatronForm, MegatronWriter};
 
 /// A format whose writer puts the common state where `form` says.

@@ -6,7 +6,8 @@ use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
     OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageError, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageError};
 use dcp_formats::dcp::{DcpFiles, DcpFormat};
 use serde::Deserialize;
 
@@ -182,8 +183,9 @@ impl OlmoNote {
 
 #[cfg(test)]
 mod tests {
+    use dcp_core::Key;
     use dcp_core::format::{FolderMatch, Listing};
-    use dcp_core::{Key, ObjectMeta};
+    use dcp_core::storage::ObjectMeta;
 
     use super::*;
 

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use dcp_core::{PathItem, PlanError, Value};
+use dcp_core::path::PathItem;
+use dcp_core::{PlanError, Value};
 use indexmap::IndexMap;
 
 use crate::roots::{GROUPS, OPTIM};

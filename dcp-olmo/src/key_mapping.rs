@@ -3,9 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, PathItem, PlanError, StatePath, StorageReader, Value,
-};
+use dcp_core::path::{PathItem, StatePath};
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
 use indexmap::IndexMap;
 
 use crate::layout::{OptimKey, group_members, model_params, params_entries, split_param};

@@ -11,10 +11,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use dcp_convert::{CheckedSource, ConvertError, JobOptions, Source};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, PathItem, PlanError, StatePath, StorageReader,
-    Value,
-};
+use dcp_core::metadata::Entry;
+use dcp_core::path::{PathItem, StatePath};
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
 use indexmap::IndexMap;
 
 use crate::groups::{Setting, equal_groups, given_groups};

@@ -4,11 +4,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_convert::ConvertError;
+use dcp_convert::cast::CastOptions;
 use dcp_convert::view::Cast;
-use dcp_convert::{CastOptions, ConvertError};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::{LoadPlan, LoadReport, PlanContext, StateIndex};
+use dcp_core::planner::LoadPlanner;
+use dcp_core::storage::StorageExt;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Key, LoadPlan, LoadPlanner, LoadReport,
-    PlanContext, PlanError, ReadReport, StateDict, StateIndex, Storage, StorageError, StorageExt,
+    CheckpointError, CheckpointMetadata, DType, Key, PlanError, StateDict, Storage, StorageError,
     StorageReader, Value,
 };
 use dcp_engine::{LoadMode, Loader};
@@ -183,7 +187,8 @@ impl Adapted {
             .collect();
         let rule = |fqn: &str, stored: DType| {
             let wanted = wanted.get(fqn).copied()?;
-            (dcp_convert::is_float(stored) && dcp_convert::is_float(wanted)).then_some(wanted)
+            (dcp_convert::cast::is_float(stored) && dcp_convert::cast::is_float(wanted))
+                .then_some(wanted)
         };
         let cast = Cast::new(reader, rule, CastOptions::default()).await;
         cast.map(|cast| Arc::new(cast) as Arc<dyn StorageReader>).map_err(|error| match error {

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{ConvertError, unknown_fqn};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dict, PathItem, PlanError, StorageReader, Value,
-};
+use dcp_convert::ConvertError;
+use dcp_convert::keys::unknown_fqn;
+use dcp_core::path::PathItem;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
 use dcp_planner::{KeyFilter, unflatten};
 use futures_core::Stream;
 use futures_util::{StreamExt, stream};

@@ -5,10 +5,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement};
+use dcp_core::path::StatePath;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Encoding, Entry, FormatError, Layout, LoadPlan,
-    ObjectEntry, Placement, PlanError, ReadItem, ReadKind, ReadReport, StatePath, StorageReader,
-    TensorView, Value,
+    CheckpointError, CheckpointMetadata, FormatError, PlanError, StorageReader, TensorView, Value,
 };
 
 /// The origin of an entry: an entry of the inner reader by its position.

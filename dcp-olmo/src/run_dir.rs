@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{RunEntry, list_run};
+use dcp_convert::list_run;
+use dcp_convert::open::RunEntry;
 use dcp_core::format::Subfolder;
-use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt};
+use dcp_core::storage::StorageExt;
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::torch_save::TorchSaveReader;
 use futures_util::StreamExt;
@@ -210,7 +212,7 @@ impl StepDir {
         if meta.byte_len > most {
             let message = format!("it has {} bytes, more than it can have", meta.byte_len);
             let kind = StorageErrorKind::Invalid;
-            let error = StorageError::new(kind, dcp_core::StorageOp::Read, Some(key));
+            let error = StorageError::new(kind, dcp_core::error::StorageOp::Read, Some(key));
             return Err(error.with_message(message));
         }
         Ok(Some(self.storage.read_range(&key, 0..meta.byte_len).await?.to_vec()))

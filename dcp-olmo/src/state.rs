@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Dict, PlanError, StateDict, Value};
+use dcp_core::value::Dict;
+use dcp_core::{PlanError, StateDict, Value};
 
 use crate::layout::{OptimizerLayout, names};
 use crate::roots::{GROUPS, MODEL, OPTIM, PARAMS, STATE};

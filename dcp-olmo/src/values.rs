@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Dict, PlanError, StorageReader, Value};
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageReader, Value};
 use dcp_engine::Loader;
 use dcp_planner::{FlattenRule, KeyFilter, Template};
 

@@ -8,10 +8,10 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput};
-use dcp_core::{
-    CheckpointMetadata, DType, Encoding, Entry, FileId, Key, Layout, LeafKind, LoadPlanner,
-    Placement, PlanContext, Region, SavePlan, SavePlanner, StateIndex, StateLeaf, TensorEntry,
-};
+use dcp_core::metadata::{Encoding, Entry, FileId, Layout, Placement, TensorEntry};
+use dcp_core::plan::{LeafKind, PlanContext, SavePlan, StateIndex, StateLeaf};
+use dcp_core::planner::{LoadPlanner, SavePlanner};
+use dcp_core::{CheckpointMetadata, DType, Key, Region};
 use dcp_planner::mesh::chunk_along;
 use dcp_planner::{DefaultLoadPlanner, DefaultSavePlanner, Holdings, ShareRule};
 

@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dashmap::DashMap;
-use dcp_core::GlobalPlan;
+use dcp_core::plan::GlobalPlan;
 
 /// Keeps the plans of the last few saves.
 ///
 /// In a steady state every rank sends the coordinator only
-/// [`SavePlan::fingerprint`](dcp_core::SavePlan::fingerprint), and the coordinator looks here. The
+/// [`SavePlan::fingerprint`](dcp_core::plan::SavePlan::fingerprint), and the coordinator looks
+/// here. The
 /// key is the fingerprint of every rank, in rank order, followed by whatever else the plan depends
 /// on, such as the generation of file names. So a plan is found only when everything is as it was:
 /// names, paths, element types, shapes, places and object lengths, on every rank. (PyTorch 2.15

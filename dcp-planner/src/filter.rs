@@ -1,6 +1,6 @@
 //! Which entries of a checkpoint are meant.
 
-use dcp_core::{PathItem, StatePath};
+use dcp_core::path::{PathItem, StatePath};
 
 /// Patterns that select entries by name. An entry is selected when any of them
 ///

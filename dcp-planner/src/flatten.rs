@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, LeafKind, PathItem, PlanError, StateDict, StateIndex, StateLeaf, StatePath,
-    Tensor, Value, python_str,
-};
+use dcp_core::path::{PathItem, StatePath};
+use dcp_core::plan::{LeafKind, StateIndex, StateLeaf};
+use dcp_core::value::python_str;
+use dcp_core::{CheckpointMetadata, PlanError, StateDict, Tensor, Value};
 
 /// Containers within containers that are still descended; CPython's own limit on recursion stops
 /// PyTorch at about as many.

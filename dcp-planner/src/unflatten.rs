@@ -1,6 +1,8 @@
 //! Flat leaves back into a nested state dict: PyTorch's `set_element` (unchanged since 2.0).
 
-use dcp_core::{Dict, PathItem, PlanError, StateDict, Value, python_str};
+use dcp_core::path::PathItem;
+use dcp_core::value::{Dict, python_str};
+use dcp_core::{PlanError, StateDict, Value};
 
 use crate::flatten::MAX_DEPTH;
 

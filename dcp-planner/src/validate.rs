@@ -3,10 +3,10 @@
 //! The rules are PyTorch 2.15's `_validate_global_plan`; unlike there, every problem of every key
 //! is reported, no layout takes quadratic time, and empty chunks never overlap anything.
 
-use dcp_core::{
-    CheckpointMetadata, ChunkRef, ChunkTable, Dims, Entry, Layout, PlanError, Rank, TensorEntry,
-    checked_volume, find_overlap,
-};
+use dcp_core::dims::checked_volume;
+use dcp_core::metadata::{ChunkRef, ChunkTable, Entry, Layout, TensorEntry};
+use dcp_core::overlap::find_overlap;
+use dcp_core::{CheckpointMetadata, Dims, PlanError, Rank};
 
 /// Chunks outside their tensor that are reported for one tensor.
 const MAX_OUTSIDE: usize = 8;

@@ -4,7 +4,9 @@
 
 mod support;
 
-use dcp_core::{Dims, LoadPlanner, PlanContext, Region, SavePlan, SavePlanner};
+use dcp_core::plan::{PlanContext, SavePlan};
+use dcp_core::planner::{LoadPlanner, SavePlanner};
+use dcp_core::{Dims, Region};
 use dcp_planner::mesh::{DeviceMesh, TensorPlacement, chunk_along, local_regions, longest_axis};
 use dcp_planner::{DedupPolicy, DefaultLoadPlanner, DefaultSavePlanner, validate_metadata};
 use proptest::prelude::*;

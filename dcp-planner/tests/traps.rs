@@ -6,11 +6,12 @@ mod support;
 
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, DType, Dict, Entry, GlobalPlan, LeafKind, LoadPlanner, ObjectEntry,
-    PathItem, PlanContext, PlanError, PlanKey, Region, SavePlan, SavePlanner, StateDict, StatePath,
-    Tensor, TensorEntry, TensorSpec, Value,
-};
+use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
+use dcp_core::path::{PathItem, StatePath};
+use dcp_core::plan::{GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, TensorSpec};
+use dcp_core::planner::{LoadPlanner, SavePlanner};
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointMetadata, DType, PlanError, Region, StateDict, Tensor, Value};
 use dcp_planner::mesh::{DeviceMesh, TensorPlacement, local_regions, recorded_box};
 use dcp_planner::{
     DefaultLoadPlanner, DefaultSavePlanner, FlattenRule, KeyFilter, PlanCache, ShardAxis, Template,
@@ -22,7 +23,7 @@ fn region(offsets: &[u64], sizes: &[u64]) -> Region {
     Region::new(offsets, sizes).unwrap()
 }
 
-fn offers(leaves: impl IntoIterator<Item = dcp_core::StateLeaf>) -> Vec<SavePlan> {
+fn offers(leaves: impl IntoIterator<Item = dcp_core::plan::StateLeaf>) -> Vec<SavePlan> {
     leaves
         .into_iter()
         .map(|leaf| {
@@ -31,7 +32,9 @@ fn offers(leaves: impl IntoIterator<Item = dcp_core::StateLeaf>) -> Vec<SavePlan
         .collect()
 }
 
-fn merge(leaves: impl IntoIterator<Item = dcp_core::StateLeaf>) -> Result<GlobalPlan, PlanError> {
+fn merge(
+    leaves: impl IntoIterator<Item = dcp_core::plan::StateLeaf>,
+) -> Result<GlobalPlan, PlanError> {
     DefaultSavePlanner::new().global_plan(&offers(leaves))
 }
 
@@ -90,7 +93,8 @@ fn t08_ranks_that_contradict_each_other_are_named() {
         LeafKind::Object { byte_len: 3 },
     ] {
         let kinds = [first.clone(), first.clone(), other];
-        let leaves = kinds.map(|kind| dcp_core::StateLeaf { fqn: "w".into(), path: None, kind });
+        let leaves =
+            kinds.map(|kind| dcp_core::plan::StateLeaf { fqn: "w".into(), path: None, kind });
         match merge(leaves) {
             Err(PlanError::Disagreement { fqn, left_rank: 0, right_rank: 2, .. }) => {
                 assert_eq!(fqn, "w");
@@ -271,7 +275,7 @@ fn templates_claim_no_memory_for_what_is_not_stored() {
     let mut metadata = stored(&huge, &[region(&[0], &huge)]);
     let Some(Entry::Tensor(tensor)) = metadata.get_mut("w") else { panic!() };
     let placement = tensor.chunks.get(0).unwrap().placement.unwrap();
-    tensor.chunks.place(0, dcp_core::Placement { byte_len: 4096, ..placement });
+    tensor.chunks.place(0, dcp_core::metadata::Placement { byte_len: 4096, ..placement });
     assert!(Template::whole(&metadata, &KeyFilter::all()).is_err());
     let overflow = stored(&[u64::MAX, 2], &[]);
     assert!(Template::whole(&overflow, &KeyFilter::all()).is_err());
@@ -303,7 +307,7 @@ fn f06_shapes_are_those_of_the_whole_tensor() {
     let global = merge(leaves).unwrap();
     let entry = global.metadata.get("w").unwrap().as_tensor().unwrap();
     assert_eq!(*entry.shape, [4, 2]);
-    assert_eq!(entry.properties, dcp_core::TensorProperties::default());
+    assert_eq!(entry.properties, dcp_core::metadata::TensorProperties::default());
 }
 
 #[test]
@@ -353,7 +357,7 @@ fn f15_raw_bytes_that_do_not_fit_their_chunk_are_found() {
     assert!(validate_metadata(&metadata).is_empty());
     let Some(Entry::Tensor(tensor)) = metadata.get_mut("w") else { panic!() };
     let placement = tensor.chunks.get(0).unwrap().placement.unwrap();
-    tensor.chunks.place(0, dcp_core::Placement { byte_len: 15, ..placement });
+    tensor.chunks.place(0, dcp_core::metadata::Placement { byte_len: 15, ..placement });
     assert_eq!(validate_metadata(&metadata).len(), 1);
 }
 

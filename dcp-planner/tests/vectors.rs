@@ -6,11 +6,14 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, DType, Dict, Dims, Entry, FileId, LeafKind, LoadPlanner, PathItem,
-    PlanContext, PlanKey, ReadKind, Region, SavePlan, SavePlanner, StateIndex, StateLeaf, Tensor,
-    TensorEntry, TensorSpec, Value,
+use dcp_core::metadata::{Entry, FileId, TensorEntry};
+use dcp_core::path::PathItem;
+use dcp_core::plan::{
+    LeafKind, PlanContext, PlanKey, ReadKind, SavePlan, StateIndex, StateLeaf, TensorSpec,
 };
+use dcp_core::planner::{LoadPlanner, SavePlanner};
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointMetadata, DType, Dims, Region, Tensor, Value};
 use dcp_planner::mesh::{DeviceMesh, TensorPlacement, local_regions, recorded_box};
 use dcp_planner::{DedupPolicy, DefaultLoadPlanner, DefaultSavePlanner, FlattenRule, flatten};
 use serde_json::Value as Json;
@@ -233,11 +236,11 @@ fn validation_agrees() {
     assert!(refused > 30);
 }
 
-fn placed(metadata: &mut CheckpointMetadata) -> dcp_core::Placement {
+fn placed(metadata: &mut CheckpointMetadata) -> dcp_core::metadata::Placement {
     metadata.intern_file(&dcp_core::Key::new("f").unwrap());
-    metadata.intern_encoding(&dcp_core::Encoding::default());
+    metadata.intern_encoding(&dcp_core::metadata::Encoding::default());
     let file = FileId::from_index(0).unwrap();
-    dcp_core::Placement { file, encoding: 0, byte_offset: 0, byte_len: 0 }
+    dcp_core::metadata::Placement { file, encoding: 0, byte_offset: 0, byte_len: 0 }
 }
 
 #[test]

@@ -11,7 +11,8 @@ use std::io::Read;
 
 use bytes::Bytes;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use dcp_core::{Buffer, HostMemory, Key, Payload, PutMode, ReadInto, Storage};
+use dcp_core::storage::{PutMode, ReadInto};
+use dcp_core::{Buffer, HostMemory, Key, Payload, Storage};
 use dcp_storage_fs::FsStorage;
 
 const LEN: usize = 256 << 20;

@@ -1,6 +1,7 @@
 //! Handing file work to the runtime's blocking threads.
 
-use dcp_core::{Key, StorageError, StorageErrorKind, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::{Key, StorageError, StorageErrorKind};
 use tokio::runtime::Handle;
 use tokio::task::JoinError;
 

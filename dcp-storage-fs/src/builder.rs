@@ -5,7 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dcp_core::{StorageError, StorageOp};
+use dcp_core::StorageError;
+use dcp_core::error::StorageOp;
 
 use crate::folder;
 use crate::leftovers;

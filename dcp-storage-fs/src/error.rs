@@ -2,7 +2,8 @@
 
 use std::io;
 
-use dcp_core::{Key, StorageError, StorageErrorKind, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::{Key, StorageError, StorageErrorKind};
 use rustix::io::Errno;
 
 /// Classifies an error of an operation on `key`.

@@ -80,7 +80,8 @@ pub(crate) mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::path::Path;
 
-    use dcp_core::{Key, PutMode, Storage};
+    use dcp_core::storage::PutMode;
+    use dcp_core::{Key, Storage};
     use futures_util::FutureExt;
     use rustix::fs::fstat;
 

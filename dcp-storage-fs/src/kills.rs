@@ -9,7 +9,8 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use dcp_core::{Key, Payload, PutMode, Storage, StorageExt};
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{Key, Payload, Storage};
 use futures_util::{FutureExt, TryStreamExt};
 use rustix::process::{Signal, getpid, kill_process};
 

@@ -11,7 +11,9 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{Claim, Key, Payload, PutMode, StorageError, StorageErrorKind, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Claim, PutMode};
+use dcp_core::{Key, Payload, StorageError, StorageErrorKind};
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
 

@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::sync::Arc;
 
-use dcp_core::{Buffer, Key, ReadInto, StorageError, StorageErrorKind, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::ReadInto;
+use dcp_core::{Buffer, Key, StorageError, StorageErrorKind};
 use futures_util::future::join_all;
 use rustix::io::{Errno, preadv};
 

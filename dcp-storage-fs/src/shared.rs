@@ -5,7 +5,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use dcp_core::{Key, ObjectMeta, PutMode, StorageError, StorageErrorKind, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{ObjectMeta, PutMode};
+use dcp_core::{Key, StorageError, StorageErrorKind};
 use rustix::fs::{AtFlags, FileType, statat, unlinkat};
 use rustix::io::Errno;
 

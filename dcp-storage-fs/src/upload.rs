@@ -4,7 +4,9 @@ use std::mem;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{Key, Payload, PutMode, StorageError, StorageErrorKind, StorageOp, Upload};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{PutMode, Upload};
+use dcp_core::{Key, Payload, StorageError, StorageErrorKind};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 

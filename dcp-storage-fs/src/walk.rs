@@ -5,7 +5,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dcp_core::{Key, ObjectMeta};
+use dcp_core::Key;
+use dcp_core::storage::ObjectMeta;
 use rustix::fs::{AtFlags, Dir, FileType, Stat, statat};
 use rustix::io::Errno;
 

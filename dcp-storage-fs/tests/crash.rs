@@ -12,7 +12,8 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use dcp_conformance::{Trial, run};
-use dcp_core::{Key, Payload, PutMode, Storage, StorageErrorKind};
+use dcp_core::storage::PutMode;
+use dcp_core::{Key, Payload, Storage, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
 use futures_util::TryStreamExt;
 use tokio::runtime::{Builder, Runtime};

@@ -9,7 +9,9 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use dcp_core::{Payload, PutMode, Storage, StorageError, StorageErrorKind, StorageExt, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{Payload, Storage, StorageError, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
 use dcp_testing::{block_on, key};
 use futures_util::TryStreamExt;
@@ -222,7 +224,7 @@ fn only_regular_files_are_replaced() {
             for error in [put, upload] {
                 let kinds = [StorageErrorKind::Invalid, StorageErrorKind::Link];
                 assert!(kinds.contains(&error.kind()), "{name}: {error}");
-                let text = dcp_core::error_chain(&error);
+                let text = dcp_core::error::error_chain(&error);
                 let special = text.contains(said) && text.contains("only regular files");
                 assert!(special || text.contains("leads out of the folder"), "{text}");
             }

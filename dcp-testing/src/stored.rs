@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
-use dcp_core::{Key, PutMode, Storage, StorageExt as _};
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::{Key, Storage};
 use futures_util::StreamExt as _;
 
 use crate::block_on;

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use dcp::core::ReadReport;
+use dcp::core::checkpoint::ReadReport;
 use dcp::{DType, Region, StateDict, Tensor};
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;

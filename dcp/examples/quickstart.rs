@@ -13,8 +13,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dcp::Storage;
-use dcp::convert::{self, JobOptions, KeySummary, Source, Target, VerifyReport};
-use dcp::core::{Access, Key};
+use dcp::convert::jobs::inspect::KeySummary;
+use dcp::convert::jobs::verify::VerifyReport;
+use dcp::convert::{self, JobOptions, Source, Target};
+use dcp::core::Key;
+use dcp::core::registry::Access;
 use dcp::formats::dcp::{DcpReader, DcpWriter};
 use dcp::formats::safetensors::{Header, PREFIX_LEN, header_len};
 

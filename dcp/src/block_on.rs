@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-use dcp_core::{CheckpointError, StorageError, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::{CheckpointError, StorageError};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 /// Threads of the runtime that all blocking calls share. They drive sockets and timers; a future
@@ -40,7 +41,7 @@ impl Wake for Unpark {
 /// # let folder = tempfile::tempdir()?;
 /// # let url = folder.path().join("step_1").display().to_string();
 /// # dcp::save(&dcp::StateDict::new(), &url).blocking()?;
-/// let storage = dcp::default_storages().open(&url, dcp::core::Access::Read)?;
+/// let storage = dcp::default_storages().open(&url, dcp::core::registry::Access::Read)?;
 /// let metadata = dcp::core::Key::new(".metadata")?;
 /// assert!(dcp::block_on(storage.stat(&metadata))??.byte_len > 0);
 /// # Ok(())

@@ -5,9 +5,10 @@ use std::future::IntoFuture;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use dcp_core::planner::{LoadPlanner, SavePlanner};
+use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::{
-    Access, CheckpointError, Collective, LoadPlanner, Rank, SavePlanner, StateDict, Stateful,
-    Storage, StorageReader, StorageRegistry, StorageWriter,
+    CheckpointError, Collective, Rank, StateDict, Stateful, Storage, StorageReader, StorageWriter,
 };
 use dcp_engine::{
     BackgroundSaver, Casts, LoadMode, LoadSummary, Loader, PendingSave, SaveSummary, Saver,

@@ -86,9 +86,10 @@ pub use block_on::block_on;
 pub use checkpointer::Checkpointer;
 #[cfg(feature = "checkpoint")]
 pub use dcp_checkpoint::{Checkpoint, Format, Opener};
+pub use dcp_core::registry::StorageRegistry;
 pub use dcp_core::{
     CheckpointError, Collective, DType, HostMemory, Region, Shard, StateDict, Stateful, Storage,
-    StorageRegistry, Tensor, Value,
+    Tensor, Value,
 };
 pub use dcp_engine::{AppState, LoadMode};
 pub use default_formats::default_formats;

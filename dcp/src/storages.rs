@@ -3,9 +3,11 @@
 #[cfg(feature = "fs")]
 use std::path::{Path, PathBuf};
 
-use dcp_core::StorageRegistry;
 #[cfg(feature = "fs")]
-use dcp_core::{Access, StorageError};
+use dcp_core::StorageError;
+#[cfg(feature = "fs")]
+use dcp_core::registry::Access;
+use dcp_core::registry::StorageRegistry;
 
 /// The storages of this build's features by URL scheme; with `fs`, `file://` and plain paths.
 ///
@@ -13,7 +15,7 @@ use dcp_core::{Access, StorageError};
 /// Face hub, its repository. [`storages_following_links`] has no such bound.
 ///
 /// ```
-/// use dcp::core::Access;
+/// use dcp::core::registry::Access;
 ///
 /// let storages = dcp::default_storages();
 /// assert!(storages.open("tape://7/run", Access::Read).is_err());

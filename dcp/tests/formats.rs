@@ -6,7 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp::core::format::{FormatRegistry, Listing, OpenOptions, OpenedCheckpoint};
-use dcp::core::{CheckpointError, Key, ObjectMeta, PutMode, Storage};
+use dcp::core::storage::{ObjectMeta, PutMode};
+use dcp::core::{CheckpointError, Key, Storage};
 use dcp::default_formats;
 use dcp_conformance::{CountingStorage, Counts, MemoryStorage};
 use dcp_testing::block_on;

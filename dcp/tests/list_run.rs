@@ -4,9 +4,10 @@
 
 use std::sync::Arc;
 
-use dcp::convert::{RunEntry, RunListing};
+use dcp::convert::open::{RunEntry, RunListing};
 use dcp::core::format::Listing;
-use dcp::core::{Key, ObjectMeta, PutMode, Storage};
+use dcp::core::storage::{ObjectMeta, PutMode};
+use dcp::core::{Key, Storage};
 use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
 use dcp_testing::block_on;
 

@@ -2,7 +2,10 @@
 
 use clap::Args;
 use dcp::checkpoint::Need;
-use dcp::convert::{DiffOptions, JobOptions, Rename, Selection, StatePart, Tolerance};
+use dcp::convert::element::Tolerance;
+use dcp::convert::jobs::diff::DiffOptions;
+use dcp::convert::keys::{Rename, StatePart};
+use dcp::convert::{JobOptions, Selection};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::Args;
 use dcp::DType;
 use dcp::checkpoint::{Item, Need, TargetOptions};
-use dcp::convert::{Found, JobOptions};
-use dcp::core::escaped;
+use dcp::convert::JobOptions;
+use dcp::convert::jobs::get::Found;
+use dcp::core::text::escaped;
 use serde_json::json;
 
 use crate::failure::{Exit, Failure};

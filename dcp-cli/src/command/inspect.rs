@@ -2,7 +2,9 @@
 
 use clap::Args;
 use dcp::checkpoint::Need;
-use dcp::convert::{ConvertError, KeySummary, Source, unmatched_patterns};
+use dcp::convert::jobs::inspect::KeySummary;
+use dcp::convert::keys::unmatched_patterns;
+use dcp::convert::{ConvertError, Source};
 
 use crate::failure::{Exit, Failure};
 use crate::output::render::{megatron, shards, tree};

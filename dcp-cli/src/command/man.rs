@@ -5,8 +5,9 @@ use std::fmt::Write as _;
 use clap::{Args, Command};
 use clap_mangen::Man;
 use dcp::checkpoint::text::count;
-use dcp::core::Access;
-use dcp::core::{Key, Payload, PutMode, StorageError};
+use dcp::core::registry::Access;
+use dcp::core::storage::PutMode;
+use dcp::core::{Key, Payload, StorageError};
 use serde_json::json;
 
 use crate::failure::{Exit, Failure};

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::text::count;
-use dcp::convert::ProfileChoice;
+use dcp::convert::write::ProfileChoice;
 use dcp::formats::metadata::Profile;
 
 use crate::failure::Failure;

@@ -2,7 +2,8 @@
 
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::Need;
-use dcp::convert::{NumberStats, Selection, StatsReport, TensorStats};
+use dcp::convert::Selection;
+use dcp::convert::jobs::stats::{NumberStats, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::Keys;
-use dcp::convert::{Rename, StatePart, parse_mapping};
+use dcp::convert::keys::{Rename, StatePart, parse_mapping};
 use dcp::olmo::OptimizerLayout;
 
 use crate::failure::{Exit, Failure};

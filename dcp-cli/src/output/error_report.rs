@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use dcp::core::Message;
+use dcp::core::text::Message;
 use serde_json::json;
 
 use super::JsonText;

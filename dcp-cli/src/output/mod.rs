@@ -9,7 +9,7 @@ pub(crate) mod summary;
 
 use std::io::{self, Write};
 
-use dcp::core::{Message, is_unsafe};
+use dcp::core::text::{Message, is_unsafe};
 
 use crate::failure::Failure;
 use crate::output::style::{ColorChoice, Style, guarded, terminal_width};

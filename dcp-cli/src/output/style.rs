@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 
 use clap::ValueEnum;
 pub(crate) use dcp::checkpoint::text::{count, thousands};
-use dcp::core::{escaped, is_unsafe};
+use dcp::core::text::{escaped, is_unsafe};
 use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
 
 /// Colors that distinguish neighbors.

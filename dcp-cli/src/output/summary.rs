@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use dcp::checkpoint::text::{count, list, thousands};
-use dcp::convert::{CastCounts, CastReport, ConversionReport, UnmatchedPattern};
+use dcp::convert::ConversionReport;
+use dcp::convert::cast::{CastCounts, CastReport};
+use dcp::convert::keys::UnmatchedPattern;
 
 use crate::failure::Failure;
 use crate::output::Output;

@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use dcp::core::{Dict, Global, Object, Value};
+use dcp::core::Value;
+use dcp::core::value::{Dict, Global, Object};
 use dcp::formats::torch_save::encode_value;
 use tempfile::TempDir;
 

@@ -5,8 +5,10 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::core::Access;
-use dcp::core::{Entry, Placement, StorageExt, StorageReader};
+use dcp::core::StorageReader;
+use dcp::core::metadata::{Entry, Placement};
+use dcp::core::registry::Access;
+use dcp::core::storage::StorageExt;
 use dcp::formats::dcp::DcpReader;
 use serde_json::Value;
 

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use dcp::DType;
-use dcp::core::is_unsafe;
+use dcp::core::text::is_unsafe;
 use dcp::formats::pickle::Writer;
 use dcp::formats::safetensors::{SafetensorsItem, encode_header};
 use dcp::formats::torch_zip::{ArchiveEncoder, RecordSet};

@@ -1,6 +1,6 @@
 //! Faults strike where they are set, and only there.
 
-use dcp_core::{PutMode, StorageExt};
+use dcp_core::storage::{PutMode, StorageExt};
 use futures_util::TryStreamExt;
 
 use super::*;

@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use dcp_core::format::{CheckpointAudit, ChunkChecksum, RecordLimits, StoredRecord};
-use dcp_core::{CheckpointMetadata, Key, Placement, Region, Storage, StorageReader};
+use dcp_core::metadata::Placement;
+use dcp_core::{CheckpointMetadata, Key, Region, Storage, StorageReader};
 
 use super::load::Load;
 use super::read::flipped;

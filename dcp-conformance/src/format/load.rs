@@ -2,9 +2,12 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use dcp_core::checkpoint::DataSink;
+use dcp_core::metadata::Entry;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Entry, FormatError, HostMemory, LoadPlan,
-    ReadItem, ReadKind, Region, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DType, FormatError, HostMemory, Region, StorageReader,
+    TensorView, Value,
 };
 
 use super::sample::{Sample, SampleTensor};

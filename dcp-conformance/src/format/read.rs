@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use dcp_core::{Entry, Placement, Region, Storage, StorageErrorKind};
+use dcp_core::metadata::{Entry, Placement};
+use dcp_core::{Region, Storage, StorageErrorKind};
 
 use super::load::{Broken, Load};
 use super::sample::Sample;

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use dcp_core::format::{Evidence, FormatRegistry, Listing, OpenOptions};
-use dcp_core::{CheckpointError, Key, ObjectMeta, PutMode, Storage, StorageExt as _};
+use dcp_core::storage::{ObjectMeta, PutMode, StorageExt as _};
+use dcp_core::{CheckpointError, Key, Storage};
 
 use super::subject::{Subject, files, storage_of};
 use crate::case::{Failure, Outcome, ensure};

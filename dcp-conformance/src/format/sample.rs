@@ -5,10 +5,13 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::DataSource;
+use dcp_core::dims::checked_volume;
+use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
+use dcp_core::plan::{GlobalPlan, PlanKey, SavePlan, SelectedItem, TensorSpec};
+use dcp_core::value::Dict;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSource, Dict, Dims, Entry, GlobalPlan,
-    ObjectEntry, Payload, PlanKey, Region, SavePlan, SelectedItem, StorageWriter, TensorEntry,
-    TensorSpec, Value, checked_volume,
+    CheckpointError, CheckpointMetadata, DType, Dims, Payload, Region, StorageWriter, Value,
 };
 
 use super::subject::Features;

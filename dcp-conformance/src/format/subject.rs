@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::format::{CheckpointFormat, FormatRegistry, OpenOptions, OpenedCheckpoint, Place};
-use dcp_core::{
-    CheckpointError, Key, PutMode, RankWrite, SaveRun, Storage, StorageExt as _, StorageWriter,
-};
+use dcp_core::save_run::{RankWrite, SaveRun};
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::{CheckpointError, Key, Storage, StorageWriter};
 use futures_util::TryStreamExt as _;
 
 use super::load::read_whole;
@@ -272,7 +272,7 @@ pub(super) async fn save_from(
 pub(super) struct Written<'a> {
     run: SaveRun<'a>,
     own: Vec<RankWrite<'a>>,
-    reports: Vec<dcp_core::WriteReport>,
+    reports: Vec<dcp_core::checkpoint::WriteReport>,
     metadata: dcp_core::CheckpointMetadata,
     pub(super) files: Vec<Key>,
     pub(super) generation: u64,

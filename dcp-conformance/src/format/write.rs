@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use dcp_core::{Key, PutMode, Storage, StorageErrorKind};
+use dcp_core::storage::PutMode;
+use dcp_core::{Key, Storage, StorageErrorKind};
 
 use super::sample::Sample;
 use super::subject::{Files, Subject, Written, files, same_files, save, save_from, storage_of};

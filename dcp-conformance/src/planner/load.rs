@@ -3,7 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use dcp_core::*;
+use dcp_core::metadata::{Encoding, Entry, FileId, Layout, ObjectEntry, Placement, TensorEntry};
+use dcp_core::plan::{
+    LeafKind, LoadPlan, LoadReport, PlanContext, ReadKind, StateIndex, StateLeaf,
+};
+use dcp_core::planner::LoadPlanner;
+use dcp_core::{CheckpointMetadata, DType, Key, Region};
 
 use super::states::*;
 use super::{Laws, STATES, laws};

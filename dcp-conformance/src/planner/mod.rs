@@ -11,7 +11,7 @@ mod states;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use dcp_core::{LoadPlanner, SavePlanner};
+use dcp_core::planner::{LoadPlanner, SavePlanner};
 use libtest_mimic::Trial;
 
 use self::load::LOAD_LAWS;

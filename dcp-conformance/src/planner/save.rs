@@ -3,7 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use dcp_core::*;
+use dcp_core::metadata::Entry;
+use dcp_core::plan::{GlobalPlan, LeafKind, PlanContext, SavePlan, StateIndex, StateLeaf};
+use dcp_core::planner::SavePlanner;
+use dcp_core::{DType, Region};
 
 use super::states::*;
 use super::{Laws, STATES, laws};

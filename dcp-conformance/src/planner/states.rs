@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use dcp_core::{DType, Dims, LeafKind, Region, StateIndex, StateLeaf};
+use dcp_core::plan::{LeafKind, StateIndex, StateLeaf};
+use dcp_core::{DType, Dims, Region};
 
 use crate::case::{Failure, Outcome, ensure};
 use crate::numbers::Numbers;

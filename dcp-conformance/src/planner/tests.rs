@@ -2,11 +2,11 @@
 
 use std::collections::HashMap;
 
-use dcp_core::{
-    CheckpointMetadata, ChunkTable, DType, Dims, Entry, GlobalPlan, LeafKind, ObjectEntry,
-    PlanContext, PlanError, PlanKey, Region, SavePlan, SelectedItem, StateIndex, TensorEntry,
-    TensorSpec,
+use dcp_core::metadata::{ChunkTable, Entry, ObjectEntry, TensorEntry};
+use dcp_core::plan::{
+    GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, SelectedItem, StateIndex, TensorSpec,
 };
+use dcp_core::{CheckpointMetadata, DType, Dims, PlanError, Region};
 
 use super::*;
 
@@ -99,8 +99,9 @@ impl SavePlanner for Flawed {
                     order.len() - 1
                 });
                 let (_, _, chunks, there) = &mut order[place];
-                let equal =
-                    |c: dcp_core::ChunkRef<'_>| (c.offsets, c.sizes) == (item.offsets, item.sizes);
+                let equal = |c: dcp_core::metadata::ChunkRef<'_>| {
+                    (c.offsets, c.sizes) == (item.offsets, item.sizes)
+                };
                 let taken = if item.is_tensor() { chunks.iter().any(equal) } else { *there };
                 *there = true;
                 if taken && self.0 != Flaw::WritesTwice {

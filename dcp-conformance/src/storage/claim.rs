@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{PutMode, StorageErrorKind, StorageExt};
+use dcp_core::StorageErrorKind;
+use dcp_core::storage::{PutMode, StorageExt};
 use futures_util::future::join_all;
 
 use super::subject::{Subject, expect_kind, pattern};
@@ -47,7 +48,7 @@ async fn a_claim_is_no_object(subject: Subject) -> Outcome {
 async fn second(
     subject: &Subject,
     key: &dcp_core::Key,
-) -> Result<Result<Arc<dyn dcp_core::Claim>, ()>, Failure> {
+) -> Result<Result<Arc<dyn dcp_core::storage::Claim>, ()>, Failure> {
     match subject.storage.claim(key).await {
         Err(error) if error.kind() == StorageErrorKind::Conflict => Ok(Err(())),
         claim => Ok(Ok(claim?)),

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use dcp_core::{Key, PutMode};
+use dcp_core::Key;
+use dcp_core::storage::PutMode;
 use futures_util::TryStreamExt;
 use futures_util::future::try_join_all;
 

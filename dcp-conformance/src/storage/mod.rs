@@ -1,4 +1,4 @@
-//! The suite for [`Storage`] and [`Upload`](dcp_core::Upload).
+//! The suite for [`Storage`] and [`Upload`](dcp_core::storage::Upload).
 
 mod claim;
 mod list;
@@ -12,7 +12,8 @@ use std::pin::Pin;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use dcp_core::{Capabilities, Storage};
+use dcp_core::Storage;
+use dcp_core::storage::Capabilities;
 use libtest_mimic::{Completion, Trial};
 
 use crate::case::{CASE_TIMEOUT, Outcome, report, run_future, runtime};
@@ -27,7 +28,8 @@ where
     crate::run(trials(name, open))
 }
 
-/// One trial per clause in the documentation of [`Storage`] and [`Upload`](dcp_core::Upload), named
+/// One trial per clause in the documentation of [`Storage`] and
+/// [`Upload`](dcp_core::storage::Upload), named
 /// `name::clause`.
 ///
 /// `open` is called once, on a multi-threaded tokio runtime that lives as long as the process, and

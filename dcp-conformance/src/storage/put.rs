@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
-use dcp_core::{Payload, PutMode, StorageErrorKind, StorageExt, StorageOp};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{Payload, StorageErrorKind};
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join_all};
 

@@ -1,7 +1,8 @@
 //! Clauses on reading ranges into lent memory.
 
 use bytes::Bytes;
-use dcp_core::{Buffer, HostMemory, ReadInto, StorageErrorKind};
+use dcp_core::storage::ReadInto;
+use dcp_core::{Buffer, HostMemory, StorageErrorKind};
 use futures_util::future::try_join_all;
 
 use super::subject::{Subject, expect_kind, pattern, same_bytes};

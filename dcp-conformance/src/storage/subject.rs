@@ -5,10 +5,8 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use dcp_core::{
-    Buffer, Key, ObjectMeta, Payload, PutMode, ReadInto, Storage, StorageError, StorageErrorKind,
-    StorageExt,
-};
+use dcp_core::storage::{ObjectMeta, PutMode, ReadInto, StorageExt};
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
 
 use crate::case::{Failure, Outcome, ensure};
@@ -144,7 +142,7 @@ pub(super) fn expect_kind<T: Debug>(
         Err(error) => Err(Failure::new(format!(
             "{doing}: expected {kind:?}, got {:?}: {}",
             error.kind(),
-            dcp_core::error_chain(&error)
+            dcp_core::error::error_chain(&error)
         ))),
         Ok(value) => Err(Failure::new(format!("{doing}: expected {kind:?}, got {value:?}"))),
     }

@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 
 use async_trait::async_trait;
-use dcp_core::{
-    Buffer, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto, StorageError,
-    StorageErrorKind, StorageExt, StorageOp, Upload,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, StorageExt, Upload};
+use dcp_core::{Buffer, Key, Payload, StorageError, StorageErrorKind};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::*;

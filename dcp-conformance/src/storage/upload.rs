@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{Key, Payload, PutMode, StorageErrorKind, StorageExt};
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{Key, Payload, StorageErrorKind};
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 
@@ -34,7 +35,7 @@ async fn begin(
     key: &Key,
     bytes: &Bytes,
     part_len: usize,
-) -> Result<Box<dyn dcp_core::Upload>, Failure> {
+) -> Result<Box<dyn dcp_core::storage::Upload>, Failure> {
     let mut upload = subject.storage.start_upload(key, PutMode::Create).await?;
     for part in in_pieces(bytes, part_len).pieces() {
         upload.put_part(part.clone().into()).await?;

@@ -1,7 +1,8 @@
 //! NumPy scalars and arrays, decoded from their pickled form.
 
 use bytes::Bytes;
-use dcp_core::{DType, Object, Value};
+use dcp_core::value::Object;
+use dcp_core::{DType, Value};
 
 /// A NumPy value in an object.
 #[derive(Debug)]
@@ -41,7 +42,7 @@ impl Numpy {
             }
             ("_reconstruct", _) => {
                 let (Layout { kind, shape, fortran }, bytes) = layout(object)?;
-                let count = dcp_core::checked_volume(&shape)?;
+                let count = dcp_core::dims::checked_volume(&shape)?;
                 let data = bytes.and_then(|bytes| kind.numbers(bytes, count));
                 Some(Self::Array { kind: kind.name(), shape, fortran, data })
             }
@@ -147,7 +148,7 @@ impl Kind {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::Global;
+    use dcp_core::value::Global;
 
     use super::*;
 

@@ -1,6 +1,7 @@
 //! Identifies arrays by address, so that an array with many references is read once.
 
-use dcp_core::{DType, Dims, Object, Tensor, Value};
+use dcp_core::value::Object;
+use dcp_core::{DType, Dims, Tensor, Value};
 
 use crate::element::numpy::layout;
 

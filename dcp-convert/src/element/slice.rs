@@ -1,6 +1,7 @@
 //! Parses slices of a tensor, such as `0:2,:`.
 
-use dcp_core::{Dims, Quoted, Region};
+use dcp_core::text::Quoted;
+use dcp_core::{Dims, Region};
 
 use crate::error::ConvertError;
 

@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 
-use dcp_core::{Dict, Object, Quoted, Tensor, Value};
+use dcp_core::text::Quoted;
+use dcp_core::value::{Dict, Object};
+use dcp_core::{Tensor, Value};
 
 use crate::element::compare::{Comparer, Tolerance};
 use crate::element::numpy::Numpy;
@@ -224,7 +226,7 @@ pub(crate) fn step(key: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::Global;
+    use dcp_core::value::Global;
     use serde_json::json;
 
     use super::*;

@@ -5,7 +5,9 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{BigInt, DType, Dict, Global, Object, Tensor, Value, beginning};
+use dcp_core::text::beginning;
+use dcp_core::value::{BigInt, Dict, Global, Object};
+use dcp_core::{DType, Tensor, Value};
 use serde_json::{Map, Number, json};
 
 use crate::element::numpy;
@@ -373,7 +375,7 @@ pub(crate) fn element_json(element: &Element) -> Json {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{BigInt, Global, Opaque};
+    use dcp_core::value::{BigInt, Global, Opaque};
 
     use super::*;
 

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use dcp_core::format::{ChunkChecksum, RecordLimits, StoredRecord};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, Encoding, FormatError, Key, Layout, StorageExt,
-};
+use dcp_core::metadata::{Encoding, Layout};
+use dcp_core::storage::StorageExt;
+use dcp_core::{CheckpointError, CheckpointMetadata, Dims, FormatError, Key};
 use dcp_formats::torch_tensor::{ByteOrder, TensorBlob};
 use dcp_formats::torch_zip::{
     ArchiveIndex, Inflater, Method, ParseStep, PartialBlob, Record, Sparse,
@@ -199,7 +199,8 @@ impl Job {
         let tensor = TensorReader::new(reader, Arc::clone(&self.metadata), item.entry)?;
         let entry = tensor.tensor()?;
         let Some(chunk) = entry.chunks.get(chunk as usize) else { return Ok(0) };
-        let bad = |error: dcp_core::RegionError| FormatError::new("index", error.to_string());
+        let bad =
+            |error: dcp_core::region::RegionError| FormatError::new("index", error.to_string());
         let region = chunk.region().map_err(bad)?;
         let element = entry.dtype.size() as u64;
         let total = region.volume().saturating_mul(element);

@@ -6,7 +6,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Entry, FormatError, Value};
+use dcp_core::metadata::Entry;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Value};
 use dcp_formats::pickle::ForeignName;
 use dcp_formats::torch_object::foreign_names;
 

@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use crc32fast::Hasher;
+use dcp_core::checkpoint::{DataSink, ReadReport};
 use dcp_core::format::ChunkChecksum;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Layout, LoadPlan, ReadItem, ReadKind,
-    ReadReport, Region, StorageReader, TensorView, Value,
-};
+use dcp_core::metadata::Layout;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::{CheckpointError, CheckpointMetadata, Region, StorageReader, TensorView, Value};
 use dcp_formats::CrcParts;
 
 use crate::integrity::archive_audit::{self, Expected, differs};

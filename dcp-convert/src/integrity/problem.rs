@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use dcp_core::error::error_chain;
 use dcp_core::format::{FoundKind, FoundProblem};
-use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind, error_chain};
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind};
 use serde::Serialize;
 
 use crate::read::stored_items::Placed;

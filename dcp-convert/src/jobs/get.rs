@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{DType, Dims, Entry, PlanError, Region, StorageErrorKind, checked_volume};
+use dcp_core::dims::checked_volume;
+use dcp_core::metadata::Entry;
+use dcp_core::{DType, Dims, PlanError, Region, StorageErrorKind};
 use dcp_formats::safetensors::{RawTypes, SafetensorsItem};
 use dcp_formats::torch_save::encode_value;
 use indexmap::IndexMap;

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, Key, Layout, PathItem, Placement, StorageErrorKind,
-    TensorEntry, WrappedTensor, error_chain,
-};
+use dcp_core::error::error_chain;
+use dcp_core::metadata::{Entry, Layout, Placement, TensorEntry, WrappedTensor};
+use dcp_core::path::PathItem;
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageErrorKind};
 use dcp_formats::hf::FindingKind;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use indexmap::IndexMap;
@@ -53,7 +53,8 @@ pub enum KeySummary {
     Tensor(TensorSummary),
     /// Any other value.
     Object {
-        /// The value, as [`value_json`](crate::value_json()) writes it. A value that cannot be read
+        /// The value, as [`value_json`](crate::element::value_json()) writes it. A value that
+        /// cannot be read
         /// is `{"type": "unreadable", "error": …}`.
         value: serde_json::Value,
     },
@@ -147,7 +148,7 @@ pub async fn inspect(
         if !wanted(fqn) {
             continue;
         }
-        let mut mark = |file: dcp_core::FileId| {
+        let mut mark = |file: dcp_core::metadata::FileId| {
             if let Some(used) = used.get_mut(file.index()) {
                 *used = true;
             }

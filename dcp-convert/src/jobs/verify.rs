@@ -3,7 +3,8 @@
 use std::collections::{HashMap, HashSet};
 
 use dcp_core::format::Findings;
-use dcp_core::{CheckpointError, CheckpointMetadata, Entry, PlanError, StorageErrorKind};
+use dcp_core::metadata::Entry;
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, StorageErrorKind};
 use dcp_planner::validate_metadata;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde::Serialize;

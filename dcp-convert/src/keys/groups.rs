@@ -106,7 +106,7 @@ fn owner(fqn: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::Dict;
+    use dcp_core::value::Dict;
 
     use super::*;
 

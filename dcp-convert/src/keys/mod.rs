@@ -6,3 +6,8 @@ pub(crate) mod rename;
 pub(crate) mod select;
 pub(crate) mod suggest;
 pub(crate) mod unmatched;
+
+pub use rename::Rename;
+pub use select::{Chosen, StatePart, parse_mapping};
+pub use suggest::unknown_fqn;
+pub use unmatched::{UnmatchedPattern, unmatched_patterns};

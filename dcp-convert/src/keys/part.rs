@@ -3,7 +3,9 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
-use dcp_core::{CheckpointMetadata, Entry, PathItem, StatePath};
+use dcp_core::CheckpointMetadata;
+use dcp_core::metadata::Entry;
+use dcp_core::path::{PathItem, StatePath};
 
 /// The names of an optimizer at the root of a state dict, in torchtitan, OLMo-core, Lightning,
 /// Accelerate, PyTorch's tutorials and JAX programs.
@@ -234,7 +236,8 @@ pub(crate) fn below<'a>(root: &str, fqn: &'a str) -> Option<&'a str> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, ObjectEntry, TensorEntry};
+    use dcp_core::DType;
+    use dcp_core::metadata::{ObjectEntry, TensorEntry};
 
     use super::*;
 

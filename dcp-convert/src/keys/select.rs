@@ -3,7 +3,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, PathItem, StatePath};
+use dcp_core::CheckpointMetadata;
+use dcp_core::path::{PathItem, StatePath};
 use dcp_planner::KeyFilter;
 use indexmap::IndexMap;
 
@@ -310,7 +311,8 @@ pub fn parse_mapping(text: &str) -> Result<IndexMap<String, Option<String>>, Con
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, Entry, TensorEntry};
+    use dcp_core::DType;
+    use dcp_core::metadata::{Entry, TensorEntry};
 
     use super::*;
 

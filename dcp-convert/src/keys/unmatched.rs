@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp_core::StatePath;
+use dcp_core::path::StatePath;
 use dcp_planner::KeyFilter;
 use serde::Serialize;
 

@@ -8,9 +8,8 @@ use dcp_core::format::{
     CheckpointFormat, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions, OpenedCheckpoint,
     Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageExt,
-};
+use dcp_core::storage::StorageExt;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError};
 use dcp_formats::dcp::DcpFormat;
 use dcp_formats::hf::HuggingFaceFormat;
 use dcp_formats::torch_save::TorchSaveFormat;

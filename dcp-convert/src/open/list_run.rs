@@ -6,11 +6,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use dcp_core::error::error_chain;
 use dcp_core::format::{
     CheckpointFormat, Folder, FolderEntry, FolderMatch, FormatRegistry, Listing, Place, RunTracker,
     natural,
 };
-use dcp_core::{Key, ObjectMeta, Storage, StorageError, StorageExt, error_chain};
+use dcp_core::storage::{ObjectMeta, StorageExt};
+use dcp_core::{Key, Storage, StorageError};
 use futures_util::{StreamExt, stream};
 use serde::Serialize;
 

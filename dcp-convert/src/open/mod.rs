@@ -12,6 +12,8 @@ use crate::source::Source;
 
 use self::formats::formats;
 
+pub use list_run::{EntryKind, RunEntry, RunListing};
+
 impl Source {
     /// The checkpoint in a folder, of any of the [`formats`](crate::formats()) of this crate. With
     /// `tolerant`, a damaged one is opened as far as it is whole.

@@ -7,3 +7,6 @@ pub(crate) mod runs;
 pub(crate) mod stored_items;
 pub(crate) mod tensor_read;
 pub(crate) mod ties;
+
+pub use objects::{ObjectResult, read_object, read_objects};
+pub use tensor_read::TensorReader;

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Entry, LoadPlan, PlanError, ReadItem, ReadKind,
-    Shard, TensorView, Value,
-};
+use dcp_core::checkpoint::DataSink;
+use dcp_core::metadata::Entry;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::{CheckpointError, CheckpointMetadata, PlanError, Shard, TensorView, Value};
 
 use crate::source::Source;
 

@@ -3,9 +3,12 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::checkpoint::DataSink;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::text::Quoted;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, HostMemory, LoadPlan, PlanError, Quoted,
-    ReadItem, ReadKind, Region, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, HostMemory, PlanError, Region, StorageReader, TensorView,
+    Value,
 };
 
 use crate::error::ConvertError;
@@ -222,7 +225,8 @@ fn unasked(item: &ReadItem) -> CheckpointError {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, Entry, TensorEntry};
+    use dcp_core::DType;
+    use dcp_core::metadata::{Entry, TensorEntry};
 
     use super::*;
 

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, Entry, Placement};
+use dcp_core::CheckpointMetadata;
+use dcp_core::metadata::{Entry, Placement};
 
 /// A chunk or object, and its placement.
 #[derive(Clone, Debug)]

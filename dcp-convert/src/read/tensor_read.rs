@@ -4,9 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::checkpoint::DataSink;
+use dcp_core::metadata::TensorEntry;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, Payload, PlanError,
-    ReadItem, ReadKind, Region, StorageReader, TensorEntry, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DType, HostMemory, Payload, PlanError, Region,
+    StorageReader, TensorView, Value,
 };
 
 use crate::read::chunk_index::ChunkIndex;

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, Dims, FileId, Placement, TensorEntry};
+use dcp_core::metadata::{FileId, Placement, TensorEntry};
+use dcp_core::{CheckpointMetadata, Dims};
 
 /// The placement and encoding of a chunk's bytes, and its offsets and sizes in the tensor.
 pub(crate) type Place = (FileId, u16, u64, u64, Dims, Dims);
@@ -43,7 +44,8 @@ pub(crate) fn ties(metadata: &CheckpointMetadata) -> HashMap<usize, Arc<str>> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, Encoding, Entry, Key, Layout};
+    use dcp_core::metadata::{Encoding, Entry, Layout};
+    use dcp_core::{DType, Key};
 
     use super::*;
 

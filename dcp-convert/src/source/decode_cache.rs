@@ -5,9 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::text::Quoted;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError, Quoted,
-    ReadItem, ReadKind, ReadReport, Region, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DType, HostMemory, PlanError, Region, StorageReader,
+    TensorView, Value,
 };
 use futures_util::lock::Mutex as AsyncMutex;
 
@@ -204,7 +207,8 @@ impl DataSink for WholeChunk {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use dcp_core::{Encoding, Entry, Key, Layout, Placement, TensorEntry};
+    use dcp_core::Key;
+    use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 
     use super::*;
     use crate::read::tensor_read::{TensorReader, read_tensor};

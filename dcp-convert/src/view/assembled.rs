@@ -7,10 +7,14 @@ use std::collections::hash_map::Entry as Slot;
 use std::fmt;
 use std::sync::Arc;
 
+use dcp_core::metadata::{
+    ChunkTable, Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry,
+};
+use dcp_core::overlap::find_overlap;
+use dcp_core::path::StatePath;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, ChunkTable, DType, Dims, Encoding, Entry, FormatError,
-    Key, Layout, ObjectEntry, Placement, PlanError, Region, StatePath, StorageReader, TensorEntry,
-    Value, find_overlap,
+    CheckpointError, CheckpointMetadata, DType, Dims, FormatError, Key, PlanError, Region,
+    StorageReader, Value,
 };
 
 use super::equality::Input;

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{ChunkTable, Encoding, Entry, Layout, Placement, TensorEntry};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, ChunkTable, DType, DataSink, Encoding, Entry, FormatError,
-    Key, Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region, StorageReader,
-    TensorEntry, TensorView,
+    CheckpointError, CheckpointMetadata, DType, FormatError, Key, Region, StorageReader, TensorView,
 };
 use futures_util::{StreamExt, TryStreamExt, stream};
 use indexmap::IndexMap;

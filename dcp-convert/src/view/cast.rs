@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{ChunkTable, Encoding, Entry, Layout, Placement, TensorEntry};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, ChunkTable, DType, DataSink, Encoding, Entry, FormatError,
-    Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region, StorageReader,
-    TensorEntry, TensorView,
+    CheckpointError, CheckpointMetadata, DType, FormatError, Region, StorageReader, TensorView,
 };
 
 use super::scratch::{SCRATCH, Scratch, bad_plan, name, pieces};

@@ -6,10 +6,14 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::region::RegionError;
+use dcp_core::storage::StorageExt;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Key,
-    Layout, LoadPlan, Placement, ReadItem, ReadKind, ReadReport, Region, RegionError, StorageError,
-    StorageErrorKind, StorageExt, StorageReader, TensorEntry, TensorView,
+    CheckpointError, CheckpointMetadata, DType, FormatError, Key, Region, StorageError,
+    StorageErrorKind, StorageReader, TensorView,
 };
 use dcp_formats::hf::{BLOCK, E2M1, QuantScheme, Quantized, configured_block, find_quantized};
 

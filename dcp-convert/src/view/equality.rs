@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Entry, Region, TensorEntry};
+use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::{CheckpointError, CheckpointMetadata, Region};
 
 use super::scratch::{SCRATCH, bad_plan, pieces};
 use crate::element::value_difference::first_difference;

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use dcp_core::{Dims, Region, RegionError};
+use dcp_core::region::RegionError;
+use dcp_core::{Dims, Region};
 
 /// The rows and columns of a region at one index of all other axes.
 pub(super) struct Matrix {

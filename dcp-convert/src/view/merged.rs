@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, ChunkTable, DataSink, Entry, FormatError, LoadPlan,
-    Placement, ReadItem, ReadReport, StorageReader,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{ChunkTable, Entry, Placement};
+use dcp_core::plan::{LoadPlan, ReadItem};
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageReader};
 
 use super::equality::{Input, difference};
 use super::joined::Joined;

@@ -5,11 +5,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Entry, FormatError, Layout, LoadPlan,
-    ObjectEntry, Placement, ReadReport, Storage, StorageExt as _, StorageReader, TensorEntry,
-    WrappedTensor,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Entry, Layout, ObjectEntry, Placement, TensorEntry, WrappedTensor};
+use dcp_core::plan::LoadPlan;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Storage, StorageReader};
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_zip::check_archive;
 

@@ -105,7 +105,7 @@ impl Scales {
         let offsets: Dims =
             outer.iter().copied().chain(inner.clone().map(|(start, _)| *start)).collect();
         let sizes: Dims = outer.iter().map(|_| 1).chain(inner.map(|(a, b)| b - a)).collect();
-        let bad = |error: dcp_core::RegionError| bad_plan(&fqn, error.to_string());
+        let bad = |error: dcp_core::region::RegionError| bad_plan(&fqn, error.to_string());
         let wanted = Region::new(offsets, sizes).map_err(bad)?;
 
         let (mut scratch, mut found) = (Scratch::default(), Vec::new());

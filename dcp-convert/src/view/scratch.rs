@@ -3,9 +3,12 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::region::RegionError;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, HostMemory, LoadPlan, PlanError,
-    ReadItem, ReadKind, ReadReport, Region, RegionError, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DType, HostMemory, PlanError, Region, StorageReader,
+    TensorView, Value,
 };
 
 use crate::read::runs::boxes;

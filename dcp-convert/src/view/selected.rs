@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, Entry, Value};
+use dcp_core::metadata::Entry;
+use dcp_core::{CheckpointMetadata, Value};
 
 use crate::error::ConvertError;
 use crate::job::JobOptions;

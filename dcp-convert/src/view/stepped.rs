@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Dims, Entry, LoadPlan, ReadKind, ReadReport,
-    Region, RegionError, StorageReader, TensorEntry,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::plan::{LoadPlan, ReadKind};
+use dcp_core::region::RegionError;
+use dcp_core::{CheckpointError, CheckpointMetadata, Dims, Region, StorageReader};
 
 use super::scratch::{bad_plan, pieces};
 use crate::element::slice::{Axis, TensorSlice};

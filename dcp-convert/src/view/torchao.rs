@@ -1,6 +1,8 @@
 //! Dequantizes tensors of torchao (0.18).
 
-use dcp_core::{DType, Dict, Dims, Region, Runs, Tensor, Value};
+use dcp_core::region::Runs;
+use dcp_core::value::Dict;
+use dcp_core::{DType, Dims, Region, Tensor, Value};
 
 use super::scales::floats;
 

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, DataSink, ReadItem, TensorView, Value};
+use dcp_core::checkpoint::DataSink;
+use dcp_core::plan::ReadItem;
+use dcp_core::{CheckpointError, TensorView, Value};
 
 /// A sink for an inner reader that passes the caller's items to the caller's sink.
 #[derive(Debug)]

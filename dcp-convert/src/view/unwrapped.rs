@@ -5,10 +5,12 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Layout,
-    LoadPlan, ObjectEntry, Placement, ReadItem, ReadKind, ReadReport, Region, StorageReader,
-    TensorEntry, TensorView, Value,
+    CheckpointError, CheckpointMetadata, DType, FormatError, Region, StorageReader, TensorView,
+    Value,
 };
 
 use super::scratch::{SCRATCH, bad_plan, name, pieces};
@@ -119,7 +121,7 @@ fn plain(
     object: &ObjectEntry,
     dtype: DType,
     encoding: u16,
-) -> Result<Option<TensorEntry>, dcp_core::RegionError> {
+) -> Result<Option<TensorEntry>, dcp_core::region::RegionError> {
     let Some(wrapped) = &object.tensor else { return Ok(None) };
     let placement = object.placement.map(|placement| Placement { encoding, ..placement });
     let mut tensor = TensorEntry::new(dtype, wrapped.shape.clone());

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use dcp_core::{Region, RegionError, TensorEntry};
+use dcp_core::Region;
+use dcp_core::metadata::TensorEntry;
+use dcp_core::region::RegionError;
 
 use crate::error::ConvertError;
 

@@ -10,3 +10,10 @@ pub(crate) mod to_hf;
 pub(crate) mod to_safetensors;
 pub(crate) mod to_torch_save;
 pub(crate) mod written;
+
+pub use dcp_formats::safetensors::RAW;
+pub use division::{Division, Held, Owner};
+pub use reshard::MAX_RANKS;
+pub use rewrite_metadata::{MetadataRewrite, ProfileChoice};
+pub use safetensors_items::LEFT_OUT;
+pub use written::{PlannedTensor, ReplacedClass};

@@ -3,11 +3,14 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, Entry, FormatError, GlobalPlan, Key, Layout,
-    ObjectEntry, Opaque, Placement, PlanKey, RankWrite, SavePlan, SavePlanner, SaveRun, StorageExt,
-    StorageWriter, TensorEntry, TensorSpec, Value,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::metadata::{Entry, Layout, ObjectEntry, Placement, TensorEntry};
+use dcp_core::plan::{GlobalPlan, PlanKey, SavePlan, TensorSpec};
+use dcp_core::planner::SavePlanner;
+use dcp_core::save_run::{RankWrite, SaveRun};
+use dcp_core::storage::StorageExt;
+use dcp_core::value::Opaque;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, StorageWriter, Value};
 use dcp_formats::Stop;
 use dcp_formats::torch_object::{decode_object, encode_object};
 use dcp_formats::torch_zip::check_archive;
@@ -183,7 +186,7 @@ async fn commit(
     save: SaveRun<'_>,
     writes: Vec<RankWrite<'_>>,
     metadata: &CheckpointMetadata,
-    reports: Vec<dcp_core::WriteReport>,
+    reports: Vec<dcp_core::checkpoint::WriteReport>,
     _: Verified,
 ) -> Result<(), CheckpointError> {
     save.commit(writes, metadata, reports).await
@@ -197,7 +200,7 @@ async fn write(
     writes: &[RankWrite<'_>],
     data: Vec<Arc<dyn DataSource>>,
     options: &JobOptions,
-) -> Result<(Vec<dcp_core::WriteReport>, Verified), CheckpointError> {
+) -> Result<(Vec<dcp_core::checkpoint::WriteReport>, Verified), CheckpointError> {
     let at_once = usize::try_from(options.max_memory / RANK_OVERHEAD).unwrap_or(usize::MAX);
     let at_once = at_once.clamp(1, options.parallelism.max(1));
     let stop = Stop::new();

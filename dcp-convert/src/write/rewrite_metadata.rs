@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use dcp_core::metadata::{Entry, Placement};
+use dcp_core::storage::StorageExt;
+use dcp_core::text::counted;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Placement, Storage, StorageError,
-    StorageErrorKind, StorageExt, counted,
+    CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageErrorKind,
 };
 use dcp_formats::dcp::{claim, replace_metadata};
 use dcp_formats::metadata::{Profile, decode, encode};

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, DType, Dims, Entry, TensorEntry};
+use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::{CheckpointMetadata, DType, Dims};
 use dcp_formats::safetensors::{RawTypes, TIED};
 use indexmap::IndexMap;
 use serde_json::json;

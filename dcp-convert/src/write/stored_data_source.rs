@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use crc32fast::Hasher;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, FormatError, Key, Payload, PlanError, Region,
-    StorageExt, TensorEntry,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::metadata::TensorEntry;
+use dcp_core::storage::StorageExt;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PlanError, Region};
 use dcp_formats::torch_object::encode_object;
 
 use crate::error::ConvertError;
@@ -181,7 +181,8 @@ impl CheckpointData {
 #[cfg(test)]
 mod tests {
     use dcp_conformance::MemoryStorage;
-    use dcp_core::{PutMode, Storage};
+    use dcp_core::Storage;
+    use dcp_core::storage::PutMode;
     use dcp_testing::block_on;
 
     use super::*;
@@ -205,7 +206,7 @@ mod tests {
         resolve(b"..as it was").unwrap();
         let error = resolve(b"..As it was").unwrap_err();
         assert!(matches!(error, CheckpointError::Format(_)), "{error:?}");
-        let error = dcp_core::error_chain(&error);
+        let error = dcp_core::error::error_chain(&error);
         assert!(error.contains("extra.big") && error.contains("__0_0.distcp"), "{error}");
     }
 }

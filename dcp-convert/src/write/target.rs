@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, DType, DataSource, Key, Payload, PutMode, Storage, StorageError, StorageExt,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{CheckpointError, DType, Key, Payload, Storage, StorageError};
 use dcp_formats::dcp::prepare_tensor_file;
 use dcp_formats::hf::{HfPlan, HfWriteOptions, HfWritten, PendingFolder, prepare_folder};
 use dcp_formats::safetensors::{self, SafetensorsItem};

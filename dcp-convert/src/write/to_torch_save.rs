@@ -3,7 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use dcp_core::{Entry, Key, PlanError};
+use dcp_core::metadata::Entry;
+use dcp_core::{Key, PlanError};
 use dcp_formats::pickle::ForeignName;
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveGraphs, TorchSaveItem, TorchSaveOptions, TorchSavePlan,

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, Entry};
+use dcp_core::CheckpointMetadata;
+use dcp_core::metadata::Entry;
 use dcp_formats::pickle::ReplacedObject;
 use indexmap::IndexMap;
 use serde::Serialize;
@@ -35,7 +36,7 @@ pub struct ConversionReport {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unmatched: Vec<UnmatchedPattern>,
     /// Tensors of a dtype that the format has no name for. They are stored as bytes and described
-    /// in the header under [`RAW`](crate::RAW).
+    /// in the header under [`RAW`](crate::write::RAW).
     pub raw: Vec<Arc<str>>,
     /// Quantized tensors written as their stored integers, because the format stores no scale and
     /// zero point.

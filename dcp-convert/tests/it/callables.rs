@@ -4,12 +4,17 @@ use std::fs;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
+use dcp_convert::integrity::ProblemKind;
+use dcp_convert::jobs::verify::VerifyReport;
 use dcp_convert::{
-    ConversionReport, ConvertError, JobOptions, ProblemKind, Source, Target, VerifyReport, inspect,
-    reshard, to_safetensors, to_torch_save, verify,
+    ConversionReport, ConvertError, JobOptions, Source, Target, inspect, reshard, to_safetensors,
+    to_torch_save, verify,
 };
-use dcp_core::{DType, StorageExt as _};
-use dcp_core::{Dict, Global, Object, PutMode, Storage, Tensor, Value};
+use dcp_core::DType;
+use dcp_core::storage::PutMode;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::value::{Dict, Global, Object};
+use dcp_core::{Storage, Tensor, Value};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_save::{TorchSaveOptions, encode_value};
 use dcp_planner::KeyFilter;

@@ -5,16 +5,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
 use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
+use dcp_convert::jobs::get::{Found, FoundTensor};
 use dcp_convert::{
-    ConvertError, Found, FoundTensor, JobOptions, Source, Target, find, reshard, to_safetensors,
-    verify,
+    ConvertError, JobOptions, Source, Target, find, reshard, to_safetensors, verify,
 };
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundProblem, RecordLimits, StoredRecord,
 };
+use dcp_core::storage::{
+    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, StorageExt, Upload,
+};
 use dcp_core::{
-    Buffer, Capabilities, CheckpointError, CheckpointMetadata, Claim, DType, Key, ObjectMeta,
-    ObjectStream, Payload, PutMode, ReadInto, Storage, StorageError, StorageExt, Upload,
+    Buffer, CheckpointError, CheckpointMetadata, DType, Key, Payload, Storage, StorageError,
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
@@ -172,7 +174,7 @@ fn damage_anywhere_in_the_archive_of_an_object_is_refused() {
         let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         let writer = DcpWriter::new(Arc::clone(&target));
         let done = block_on(reshard(&source(&storage), &writer, 2, &small()));
-        let error = dcp_core::error_chain(&done.expect_err(what));
+        let error = dcp_core::error::error_chain(&done.expect_err(what));
         assert!(error.contains("__0_0.distcp"), "{what}: {error}");
         assert_eq!(block_on(target.list(None).count()), 0, "{what} left something");
     }
@@ -255,7 +257,7 @@ fn what_other_ranks_were_writing_when_one_failed_is_removed() {
         while under_way.load(Ordering::SeqCst) > 0 {
             tokio::task::yield_now().await;
         }
-        let error = dcp_core::error_chain(&done.unwrap_err());
+        let error = dcp_core::error::error_chain(&done.unwrap_err());
         assert!(error.contains("__1_0.distcp"), "{error}");
         assert_eq!(place.list(None).count().await, 0, "a file was left");
     });

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{
-    Described, DiffOptions, DiffReport, DifferenceKind, JobOptions, Rename, Selection, Source,
-    StatePart, Tolerance, diff, reshard,
-};
-use dcp_core::{DType, PutMode, Storage, StorageExt};
+use dcp_convert::element::Tolerance;
+use dcp_convert::jobs::diff::{Described, DiffOptions, DiffReport, DifferenceKind};
+use dcp_convert::keys::{Rename, StatePart};
+use dcp_convert::{JobOptions, Selection, Source, diff, reshard};
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{DType, Storage};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use dcp_planner::KeyFilter;

@@ -4,8 +4,10 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{JobOptions, Source, VerifyReport, verify};
-use dcp_core::{PutMode, Storage, StorageExt as _};
+use dcp_convert::jobs::verify::VerifyReport;
+use dcp_convert::{JobOptions, Source, verify};
+use dcp_core::Storage;
+use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_testing::key;
 
 use crate::support::{block_on, fixture};

@@ -1,32 +1,32 @@
 //! Whole jobs over a storage in memory: contents, memory, failures at every step.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, atomic::AtomicU64, atomic::Ordering};
 
 use async_trait::async_trait;
 use dcp_conformance::{CountingStorage, Fault, FaultStorage, FaultWriter, MemoryStorage};
+use dcp_convert::integrity::ProblemKind;
+use dcp_convert::jobs::{diff::DiffOptions, get::Found};
 use dcp_convert::{
-    ConvertError, DiffOptions, Found, JobOptions, ProblemKind, Selection, Source, Target, diff,
-    find, reshard, stats, to_hf, to_safetensors, to_torch_save, verify,
+    ConvertError, JobOptions, Selection, Source, Target, diff, find, reshard, stats, to_hf,
+    to_safetensors, to_torch_save, verify,
 };
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry};
+use dcp_core::plan::{LoadPlan, ReadKind};
+use dcp_core::storage::{PutMode, StorageExt};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, FormatError, Layout,
-    LoadPlan, ObjectEntry, Placement, PutMode, ReadKind, ReadReport, Storage, StorageErrorKind,
-    StorageExt, StorageReader, TensorEntry,
+    CheckpointError, CheckpointMetadata, DType, FormatError, Storage, StorageErrorKind,
+    StorageReader,
 };
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::hf::HfLayout;
 use dcp_formats::safetensors::{Header, SafetensorsItem, encode_header, header_len};
 use dcp_formats::torch_save::TorchSaveOptions;
-use dcp_testing::key;
+use dcp_testing::{block_on as run, key};
 use futures_util::StreamExt;
 use indexmap::IndexMap;
 use proptest::prelude::*;
-
-fn run<T>(work: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)
-}
 
 type Tensors = BTreeMap<String, (DType, Vec<u64>, Vec<u8>)>;
 

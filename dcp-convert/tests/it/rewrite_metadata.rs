@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use dcp_conformance::{Fault, FaultStorage};
-use dcp_convert::{JobOptions, ProfileChoice, Source, inspect, rewrite_metadata, verify};
-use dcp_core::{PutMode, Storage, StorageErrorKind, StorageExt};
+use dcp_convert::write::ProfileChoice;
+use dcp_convert::{JobOptions, Source, inspect, rewrite_metadata, verify};
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{Storage, StorageErrorKind};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::metadata::Profile;
 use dcp_testing::key;
@@ -42,7 +44,10 @@ fn contents(storage: &Arc<dyn Storage>) -> serde_json::Value {
     serde_json::json!({ "keys": summary.keys, "files": summary.files, "paths": summary.paths })
 }
 
-fn rewrite(storage: &Arc<dyn Storage>, choice: ProfileChoice) -> dcp_convert::MetadataRewrite {
+fn rewrite(
+    storage: &Arc<dyn Storage>,
+    choice: ProfileChoice,
+) -> dcp_convert::write::MetadataRewrite {
     block_on(rewrite_metadata(storage, choice, false)).unwrap()
 }
 

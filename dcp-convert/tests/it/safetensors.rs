@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_convert::{JobOptions, Source, Target, reshard, to_safetensors};
-use dcp_core::{DType, Key, Storage, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{DType, Key, Storage};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_formats::safetensors::{Header, PREFIX_LEN, header_len};
 

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{
-    JobOptions, Number, Selection, Source, StatsReport, TensorStats, reshard, stats,
-};
-use dcp_core::{DType, PutMode, Storage, StorageExt};
+use dcp_convert::jobs::stats::{Number, StatsReport, TensorStats};
+use dcp_convert::{JobOptions, Selection, Source, reshard, stats};
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{DType, Storage};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use dcp_planner::KeyFilter;

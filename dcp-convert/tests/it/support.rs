@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_core::{Key, Payload, PutMode, Storage};
+use dcp_core::storage::PutMode;
+use dcp_core::{Key, Payload, Storage};
 pub(crate) use dcp_testing::block_on;
 
 /// A fixture's files, without what is expected of them.

@@ -5,12 +5,16 @@ use std::io::Write as _;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
+use dcp_convert::integrity::ProblemKind;
+use dcp_convert::jobs::diff::DiffOptions;
+use dcp_convert::keys::Rename;
 use dcp_convert::view::{AverageOptions, Averaged};
 use dcp_convert::{
-    ConvertError, DiffOptions, JobOptions, ProblemKind, Rename, Selection, Source, Target, diff,
-    to_safetensors, to_torch_save, verify,
+    ConvertError, JobOptions, Selection, Source, Target, diff, to_safetensors, to_torch_save,
+    verify,
 };
-use dcp_core::{PutMode, Storage, StorageExt};
+use dcp_core::Storage;
+use dcp_core::storage::{PutMode, StorageExt};
 use dcp_formats::pickle::{Limits, Node, Pickle, Writer};
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveReader};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};

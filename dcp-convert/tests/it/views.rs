@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
+use dcp_convert::cast::{CastCounts, CastOptions, Caster, is_float};
+use dcp_convert::element::{Element, decode};
 use dcp_convert::view::{AverageOptions, Averaged, Cast, Duplicates, Merged, NonFloat};
-use dcp_convert::{
-    CastCounts, CastOptions, Caster, ConvertError, Element, JobOptions, Source, Target, decode,
-    is_float, reshard, to_safetensors,
-};
-use dcp_core::{DType, PutMode, Storage, StorageExt};
+use dcp_convert::{ConvertError, JobOptions, Source, Target, reshard, to_safetensors};
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{DType, Storage};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, TensorInfo, encode_header, header_len};
 use dcp_testing::{block_on, key};
@@ -433,7 +433,7 @@ fn damage_is_never_averaged_merged_or_cast_away() {
     let refused = |source: &Source| {
         let target = Target::new(Arc::new(MemoryStorage::new()), key("out.safetensors"));
         let error = block_on(to_safetensors(source, &target, &options())).unwrap_err();
-        let error = dcp_core::error_chain(&error);
+        let error = dcp_core::error::error_chain(&error);
         assert!(error.contains("CRC-32"), "{error}");
     };
     let pair = [checkpoint(&tensors("w"), 2), damaged("w")];

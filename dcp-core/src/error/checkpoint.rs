@@ -8,7 +8,7 @@ use super::{
 };
 use crate::memory::LoanError;
 use crate::region::RegionError;
-use crate::shown::{Message, Quoted};
+use crate::text::{Message, Quoted};
 
 /// The step of a save or load in which something failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Source;
-use crate::shown::{Message, Quoted};
+use crate::text::{Message, Quoted};
 
 /// Bytes do not have the form they should have.
 ///

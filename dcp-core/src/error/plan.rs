@@ -2,7 +2,7 @@
 
 use super::Rank;
 use crate::region::RegionError;
-use crate::shown::{Message, Quoted};
+use crate::text::{Message, Quoted};
 
 /// A plan cannot be made, or makes no sense.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

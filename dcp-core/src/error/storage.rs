@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::Source;
 use crate::key::{InvalidKey, Key};
-use crate::shown::Message;
+use crate::text::Message;
 
 /// What kind of trouble a storage had, so that callers can decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

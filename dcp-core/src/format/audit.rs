@@ -76,7 +76,8 @@ pub enum ChunkChecksum {
     EveryRead,
     /// The chunk is in a record, whose checksum is over other bytes, too.
     Record,
-    /// Its encoding has one, as the archives of [`Layout::TorchArchive`](crate::Layout) do.
+    /// Its encoding has one, as the archives of [`Layout::TorchArchive`](crate::metadata::Layout)
+    /// do.
     Encoding,
 }
 

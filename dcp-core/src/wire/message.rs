@@ -12,7 +12,8 @@ use crate::error::PlanError;
 /// Small numbers take one byte. A [`MessageReader`] reads the values in the order of writing.
 ///
 /// ```
-/// use dcp_core::{DType, MessageReader, MessageWriter};
+/// use dcp_core::DType;
+/// use dcp_core::wire::{MessageReader, MessageWriter};
 ///
 /// let mut message = MessageWriter::new(*b"hey1");
 /// message.text("weight");

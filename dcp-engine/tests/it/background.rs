@@ -87,7 +87,7 @@ fn what_a_save_failed_with_unheard_the_next_start_returns_once() {
             saver.start(&sample(0, 1, 3), writer(&storage)).unwrap_err()
         }
     };
-    let text = dcp_core::error_chain(&told);
+    let text = dcp_core::error::error_chain(&told);
     assert!(matches!(told, CheckpointError::Background { .. }), "{text}");
     assert!(text.contains("the process is gone") && text.contains("not started"), "{text}");
     assert!(matches!(told.kind(), FailureKind::Storage(_)), "{:?}", told.kind());

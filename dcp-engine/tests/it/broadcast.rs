@@ -199,7 +199,7 @@ fn nobody_waits_for_a_dead_rank() {
             });
             assert!(results.iter().all(Result::is_err), "rank {dying} at {operation}");
             for error in results.iter().filter_map(|result| result.as_ref().err()) {
-                let text = dcp_core::error_chain(error);
+                let text = dcp_core::error::error_chain(error);
                 assert!(!text.contains("did not answer"), "a rank waited for its deadline: {text}");
             }
         }

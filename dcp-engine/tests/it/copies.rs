@@ -5,10 +5,8 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
-use dcp_core::{
-    Buffer, Capabilities, Claim, DType, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    StateDict, Storage, StorageError, Tensor, Upload,
-};
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::{Buffer, DType, Key, Payload, StateDict, Storage, StorageError, Tensor};
 use dcp_engine::{Loader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 

@@ -10,9 +10,9 @@ use dcp_conformance::{
     CollectiveFault, Fault, FaultCollective, FaultStorage, FaultWriter, SlowStorage,
 };
 use dcp_core::error::FailureKind;
+use dcp_core::error::{Phase, Standing};
 use dcp_core::{
-    CheckpointError, Collective, CollectiveError, Phase, Standing, StateDict, Storage,
-    StorageErrorKind, Value,
+    CheckpointError, Collective, CollectiveError, StateDict, Storage, StorageErrorKind, Value,
 };
 use dcp_engine::Saver;
 use dcp_formats::dcp::DcpWriter;
@@ -186,7 +186,7 @@ fn a_panicking_rank_does_not_leave_the_others_waiting() {
         Some(save(group, &sample(rank, 3, 0), &storage))
     });
     for result in results.into_iter().flatten() {
-        let text = dcp_core::error_chain(&result.unwrap_err());
+        let text = dcp_core::error::error_chain(&result.unwrap_err());
         assert!(text.contains("rank 2"), "{text}");
     }
 }
@@ -206,7 +206,7 @@ fn a_canceled_save_releases_the_other_ranks() {
         given_up.wait();
         Some(save(group, &sample(rank, 2, 0), &storage))
     });
-    let text = dcp_core::error_chain(results[0].as_ref().unwrap().as_ref().unwrap_err());
+    let text = dcp_core::error::error_chain(results[0].as_ref().unwrap().as_ref().unwrap_err());
     assert!(text.contains("rank 1"), "{text}");
 }
 

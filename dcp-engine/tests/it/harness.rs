@@ -134,6 +134,6 @@ pub(crate) fn holds_sample(storage: &Arc<dyn Storage>, first: i32) -> bool {
     let reader = DcpReader::new(Arc::clone(storage));
     match block_on(Loader::new().load(&mut state, &reader)) {
         Ok(_) => same(&state, &sample(0, 1, first)),
-        Err(error) => panic!("{}", dcp_core::error_chain(&error)),
+        Err(error) => panic!("{}", dcp_core::error::error_chain(&error)),
     }
 }

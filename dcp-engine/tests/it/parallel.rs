@@ -6,9 +6,11 @@ use std::time::Duration;
 
 use dcp_collectives::{LocalCollective, LocalGroup};
 use dcp_conformance::{CollectiveFault, CountingStorage, FaultCollective};
+use dcp_core::checkpoint::DataSink;
+use dcp_core::plan::{LoadPlan, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, DType, DataSink, LoadPlan, ReadKind, Region,
-    StateDict, StorageReader, Tensor, TensorView, Value,
+    CheckpointError, CheckpointMetadata, Collective, DType, Region, StateDict, StorageReader,
+    Tensor, TensorView, Value,
 };
 use dcp_engine::{Exchange, Loader, ParallelReader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
@@ -238,7 +240,7 @@ impl Boxes {
                 let chunk = u32::try_from(chunk).unwrap();
                 let kind = ReadKind::Tensor { chunk, shard: 0, region };
                 let leaf = u32::try_from(leaf).unwrap();
-                plan.items.push(dcp_core::ReadItem { entry: 0, leaf, kind });
+                plan.items.push(dcp_core::plan::ReadItem { entry: 0, leaf, kind });
             }
         }
         plan
@@ -254,17 +256,17 @@ impl Boxes {
 }
 
 impl DataSink for Boxes {
-    fn destination(&self, item: &dcp_core::ReadItem) -> Result<TensorView, CheckpointError> {
+    fn destination(&self, item: &dcp_core::plan::ReadItem) -> Result<TensorView, CheckpointError> {
         let ReadKind::Tensor { region, .. } = &item.kind else { panic!("no tensor") };
         let (whole, view) = &self.0[item.leaf as usize];
         Ok(view.narrow(&region.relative_to(whole.offsets()).unwrap())?)
     }
 
-    fn commit(&self, _: &dcp_core::ReadItem) -> Result<(), CheckpointError> {
+    fn commit(&self, _: &dcp_core::plan::ReadItem) -> Result<(), CheckpointError> {
         Ok(())
     }
 
-    fn object(&self, _: &dcp_core::ReadItem, _: Value) -> Result<(), CheckpointError> {
+    fn object(&self, _: &dcp_core::plan::ReadItem, _: Value) -> Result<(), CheckpointError> {
         Ok(())
     }
 }
@@ -352,7 +354,7 @@ fn nobody_waits_for_a_dead_rank() {
                 });
                 assert!(results.iter().all(Result::is_err), "rank {dying} at {operation}");
                 for error in results.iter().filter_map(|result| result.as_ref().err()) {
-                    let text = dcp_core::error_chain(error);
+                    let text = dcp_core::error::error_chain(error);
                     assert!(
                         !text.contains("did not answer"),
                         "a rank waited for its deadline: {text}"

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, ChunkTable, DType, Dims, Entry, GlobalPlan, PlanContext, PlanError, PlanKey,
-    Region, SavePlan, SavePlanner, StateDict, StateIndex, Tensor, TensorEntry, Value,
-};
+use dcp_core::metadata::{ChunkTable, Entry, TensorEntry};
+use dcp_core::plan::{GlobalPlan, PlanContext, PlanKey, SavePlan, StateIndex};
+use dcp_core::planner::SavePlanner;
+use dcp_core::{CheckpointError, DType, Dims, PlanError, Region, StateDict, Tensor, Value};
 use dcp_engine::Saver;
 use dcp_formats::dcp::DcpWriter;
 use dcp_planner::DefaultSavePlanner;

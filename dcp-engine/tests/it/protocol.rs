@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use dcp_collectives::LocalGroup;
 use dcp_core::error::FailureKind;
+use dcp_core::value::{Dict, Global, Object};
 use dcp_core::{
-    CheckpointError, Collective, Dict, Global, HostMemory, Object, Region, Shard, StateDict,
-    Stateful, Tensor, TensorView, Value,
+    CheckpointError, Collective, HostMemory, Region, Shard, StateDict, Stateful, Tensor,
+    TensorView, Value,
 };
 use dcp_engine::{AppState, BackgroundSaver, Loader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
@@ -61,7 +62,7 @@ fn a_subset_of_the_ranks_can_save() {
 #[test]
 fn the_same_state_gives_the_same_bytes() {
     let all = |storage: &Arc<dyn dcp_core::Storage>| {
-        use dcp_core::StorageExt;
+        use dcp_core::storage::StorageExt;
         use futures_util::StreamExt;
         block_on(async {
             let mut files = Vec::new();

@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, LoadPlan, ReadKind, ReadReport, Storage,
-    StorageReader,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::{LoadPlan, ReadKind};
+use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageReader};
 use dcp_formats::dcp::DcpReader;
 
 pub(crate) fn reader(storage: &Arc<dyn Storage>) -> Arc<dyn StorageReader> {

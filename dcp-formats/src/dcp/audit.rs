@@ -6,9 +6,8 @@ use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
 };
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, ObjectMeta, StorageErrorKind, StorageReader as _,
-};
+use dcp_core::storage::ObjectMeta;
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind, StorageReader as _};
 
 use super::reader::DcpReader;
 use crate::hf::INDEX_ENDING;

@@ -3,9 +3,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use dcp_core::metadata::{Encoding, Entry, Placement};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Dims, Encoding, Entry, FormatError, Key, LoadPlan,
-    Placement, PlanError, ReadItem, ReadKind, Region, StorageError, StorageErrorKind, TensorView,
+    CheckpointError, CheckpointMetadata, DType, Dims, FormatError, Key, PlanError, Region,
+    StorageError, StorageErrorKind, TensorView,
 };
 
 use super::names::METADATA;

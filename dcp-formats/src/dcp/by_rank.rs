@@ -4,10 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use dcp_core::format::{FormatRegistry, Listing};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, FormatError, Key, Storage, StorageErrorKind,
-    StorageExt as _,
-};
+use dcp_core::metadata::Entry;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageErrorKind};
 use futures_util::stream;
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
 

@@ -4,9 +4,13 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::checkpoint::{SaveSession, WriteReport};
+use dcp_core::error::StorageOp;
+use dcp_core::metadata::Entry;
+use dcp_core::storage::{Claim, PutMode, StorageExt as _};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Claim, Entry, FormatError, Key, Payload, PutMode,
-    SaveSession, Storage, StorageError, StorageErrorKind, StorageExt as _, StorageOp, WriteReport,
+    CheckpointError, CheckpointMetadata, FormatError, Key, Payload, Storage, StorageError,
+    StorageErrorKind,
 };
 use futures_util::StreamExt as _;
 use futures_util::stream;

@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
-use dcp_core::{
-    Buffer, CheckpointError, FormatError, Key, Layout, LoanError, PlanError, Quoted, ReadInto,
-    TensorView,
-};
+use dcp_core::memory::LoanError;
+use dcp_core::metadata::Layout;
+use dcp_core::storage::ReadInto;
+use dcp_core::text::Quoted;
+use dcp_core::{Buffer, CheckpointError, FormatError, Key, PlanError, TensorView};
 
 use super::blobs::{Blob, Content, Target};
 use super::pieces::{Fetch, Fetches, Piece, Span, scatter};

@@ -8,10 +8,10 @@ use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
     Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, StorageError, StorageExt as _, StorageReader as _,
-    counted,
-};
+use dcp_core::metadata::Entry;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::text::counted;
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageError, StorageReader as _};
 
 use super::names::{METADATA, Named};
 use super::reader::DcpReader;

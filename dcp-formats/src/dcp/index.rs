@@ -5,9 +5,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use dcp_core::metadata::{Entry, Placement};
+use dcp_core::storage::StorageExt as _;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, Entry, FormatError, Key, Placement, Storage,
-    StorageError, StorageErrorKind, StorageExt as _,
+    CheckpointError, CheckpointMetadata, Dims, FormatError, Key, Storage, StorageError,
+    StorageErrorKind,
 };
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};

@@ -3,10 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, ChunkRef, Dims, Entry, FileId, FormatError, ObjectEntry, Placement,
-    TensorEntry,
-};
+use dcp_core::metadata::{ChunkRef, Entry, FileId, ObjectEntry, Placement, TensorEntry};
+use dcp_core::{CheckpointMetadata, Dims, FormatError};
 use indexmap::IndexMap;
 
 use crate::metadata::check_chunks;

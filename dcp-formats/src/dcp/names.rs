@@ -1,6 +1,7 @@
 //! The names of the files in a DCP directory.
 
-use dcp_core::{InvalidKey, Key};
+use dcp_core::Key;
+use dcp_core::key::InvalidKey;
 
 /// The index; its presence makes a directory a checkpoint.
 pub(crate) const METADATA: &str = ".metadata";

@@ -4,7 +4,9 @@
 use std::iter::Peekable;
 use std::ops::Range;
 
-use dcp_core::{FormatError, LoanError, Region, Runs, TensorView};
+use dcp_core::memory::LoanError;
+use dcp_core::region::Runs;
+use dcp_core::{FormatError, Region, TensorView};
 
 /// The minimum length of a piece that is read straight into its destination, in bytes.
 const DIRECT_MIN: u64 = 4096;

@@ -2,10 +2,9 @@
 
 use std::collections::HashMap;
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Dims, Encoding, Entry, FileId, GlobalPlan, Key,
-    Placement, PlanError, SavePlan, SelectedItem, StorageError, WriteItem, WriteOrder, WritePlan,
-};
+use dcp_core::metadata::{Encoding, Entry, FileId, Placement};
+use dcp_core::plan::{GlobalPlan, SavePlan, SelectedItem, WriteItem, WriteOrder, WritePlan};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, Key, PlanError, StorageError};
 
 use super::names::data_file;
 use super::split::{FileLayout, ItemSize};

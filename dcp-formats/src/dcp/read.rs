@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
-use dcp_core::{
-    Buffer, CheckpointError, CheckpointMetadata, DataSink, Key, LoadPlan, Placement, ReadInto,
-    ReadReport, Storage, StorageError, StorageExt as _,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::Placement;
+use dcp_core::plan::LoadPlan;
+use dcp_core::storage::{ReadInto, StorageExt as _};
+use dcp_core::{Buffer, CheckpointError, CheckpointMetadata, Key, Storage, StorageError};
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
@@ -30,7 +31,8 @@ const SCRATCH_PER_REQUEST: Range<u64> = SMALL_BLOB..4 << 20;
 type Checksums = Arc<HashMap<(u64, u64), u32>>;
 
 /// Reads items at the placements in the metadata, with few requests and little memory. Serves every
-/// format that stores chunks unencoded ([`Layout::Raw`](dcp_core::Layout::Raw)) or in archives of
+/// format that stores chunks unencoded ([`Layout::Raw`](dcp_core::metadata::Layout::Raw)) or in
+/// archives of
 /// their own.
 pub(crate) struct PlacedReads {
     storage: Arc<dyn Storage>,

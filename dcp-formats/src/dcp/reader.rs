@@ -5,9 +5,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::LoadPlan;
+use dcp_core::storage::StorageExt as _;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Dims, LoadPlan, ReadReport, Storage,
-    StorageError, StorageErrorKind, StorageExt as _, StorageReader,
+    CheckpointError, CheckpointMetadata, Dims, Storage, StorageError, StorageErrorKind,
+    StorageReader,
 };
 use futures_util::lock::Mutex;
 

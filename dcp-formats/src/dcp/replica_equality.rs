@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Encoding, Key, Layout, Placement, Storage, StorageError,
-    StorageErrorKind, StorageExt as _,
-};
+use dcp_core::metadata::{Encoding, Layout, Placement};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageError, StorageErrorKind};
 
 use crate::torch_zip::{ArchiveIndex, ParseStep, Sparse};
 

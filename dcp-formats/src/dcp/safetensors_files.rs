@@ -7,10 +7,8 @@
 
 use std::collections::BTreeMap;
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, Encoding, Entry, FileId, FormatError, Key, Layout,
-    Placement, Storage,
-};
+use dcp_core::metadata::{Encoding, Entry, FileId, Layout, Placement};
+use dcp_core::{CheckpointError, CheckpointMetadata, Dims, FormatError, Key, Storage};
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 

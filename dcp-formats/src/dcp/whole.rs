@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, FormatError, Layout};
+use dcp_core::metadata::Layout;
+use dcp_core::{CheckpointError, FormatError};
 
 use super::blobs::{Blob, Content};
 use super::pieces::{Pieces, ScatterError, fill, scatter};

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Entry, Layout, ObjectEntry, Placement, Storage,
-    StorageExt, TensorEntry, WrappedTensor,
-};
+use dcp_core::metadata::{Entry, Layout, ObjectEntry, Placement, TensorEntry, WrappedTensor};
+use dcp_core::storage::StorageExt;
+use dcp_core::{CheckpointError, CheckpointMetadata, Storage};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use crate::torch_tensor::{is_too_short, wrapped_in};

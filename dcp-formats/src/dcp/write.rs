@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, DType, DataSource, Encoding, FormatError, Key, PlanError, SavePlan, Storage,
-    WritePlan,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::metadata::Encoding;
+use dcp_core::plan::{SavePlan, WritePlan};
+use dcp_core::{CheckpointError, DType, FormatError, Key, PlanError, Storage};
 
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{ArchiveEncoder, RecordSet};

@@ -6,10 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
+use dcp_core::error::StorageOp;
+use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, FormatError, GlobalPlan, Key, PlanError,
-    SavePlan, SaveSession, Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter,
-    Value, WritePlan, WriteReport,
+    CheckpointError, CheckpointMetadata, FormatError, Key, PlanError, Storage, StorageError,
+    StorageErrorKind, StorageWriter, Value,
 };
 use futures_util::StreamExt as _;
 
@@ -34,7 +36,8 @@ use crate::upload::Progress;
 /// session holds the claim until the clean-up ends: a second saver gets an error that names the
 /// first. The commit creates files exclusively and, right before the replacement, checks that
 /// `.metadata` is unchanged. That detects savers that claim nothing, such as PyTorch, and serves
-/// storages without [claims](dcp_core::Capabilities::claims), where two commits at the same moment
+/// storages without [claims](dcp_core::storage::Capabilities::claims), where two commits at the
+/// same moment
 /// can both pass the check.
 pub struct DcpWriter {
     pub(super) storage: Arc<dyn Storage>,

@@ -6,7 +6,8 @@ use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
 };
-use dcp_core::{CheckpointError, CheckpointMetadata, ObjectMeta, StorageReader as _};
+use dcp_core::storage::ObjectMeta;
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader as _};
 
 use super::finding::{Finding, FindingKind};
 use super::reader::HfReader;

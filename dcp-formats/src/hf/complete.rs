@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageExt as _, counted};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::text::counted;
+use dcp_core::{CheckpointError, Key, Storage, StorageError};
 
 use super::ENDING;
 use super::finding::{Finding, FindingKind};

@@ -8,10 +8,9 @@ use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
     Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Key, StorageError, StorageExt as _, StorageReader as _,
-    counted,
-};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::text::counted;
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageReader as _};
 
 use super::complete::UNFINISHED_NAME;
 use super::index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use dcp_core::format::{FormatRegistry, Listing};
+use dcp_core::storage::StorageExt as _;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageErrorKind,
-    StorageExt as _,
 };
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 

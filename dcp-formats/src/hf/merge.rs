@@ -3,10 +3,9 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Dims, Encoding, Entry, FormatError, Key, Layout,
-    Placement, TensorEntry, counted,
-};
+use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
+use dcp_core::text::counted;
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, FormatError, Key};
 use indexmap::IndexMap;
 
 use super::finding::{Finding, FindingKind};

@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, DType, Dims, FormatError, Region, TensorEntry};
+use dcp_core::metadata::TensorEntry;
+use dcp_core::{CheckpointMetadata, DType, Dims, FormatError, Region};
 use serde::Deserialize;
 
 /// The default block of a scale, in rows and columns, as in DeepSeek's models and PyTorch's reader
@@ -239,7 +240,7 @@ pub const E2M1: [f32; 16] =
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::Entry;
+    use dcp_core::metadata::Entry;
 
     use super::*;
 

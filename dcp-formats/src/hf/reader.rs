@@ -4,10 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Key, LoadPlan, ReadReport, Storage,
-    StorageReader,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::LoadPlan;
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
 use futures_util::lock::Mutex;
 
 use super::finding::Finding;

@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use dcp_core::{
-    CheckpointError, Key, PlanError, Storage, StorageError, StorageErrorKind, StorageExt as _,
-    StorageOp,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, Key, PlanError, Storage, StorageError, StorageErrorKind};
 use futures_util::StreamExt as _;
 
 use super::ENDING;

@@ -1,9 +1,9 @@
 //! Writes files next to a model's weights, such as its configuration, at the right time.
 
 use bytes::Bytes;
-use dcp_core::{
-    Key, Payload, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _, StorageOp,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
 use crate::staged::Staged;
 

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, DataSource, Key, Storage, StorageError, StorageErrorKind, StorageExt as _,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use indexmap::IndexMap;
 
 use crate::safetensors::{SafetensorsItem, send};

@@ -8,10 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointError, DataSource, Key, Payload, PlanError, PutMode, Storage, StorageError,
-    StorageErrorKind, StorageExt as _,
-};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::{CheckpointError, Key, Payload, PlanError, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, stream};
 use indexmap::IndexMap;
 

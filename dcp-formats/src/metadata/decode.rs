@@ -3,17 +3,16 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, DType, Dims, Entry, FormatError, ObjectEntry, PathItem, StatePath,
-    TensorEntry, TensorProperties,
-};
+use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry, TensorProperties};
+use dcp_core::path::{PathItem, StatePath};
+use dcp_core::{CheckpointMetadata, DType, Dims, FormatError};
 
 use super::attributes::{Graph, bad};
 use super::class::{Class, describe};
 use super::places::Places;
 use crate::pickle::{ForeignName, Limits, Node, NodeId, Pickle};
 
-/// The value of [`dcp_core::Provenance::format`] for these checkpoints.
+/// The value of [`dcp_core::metadata::Provenance::format`] for these checkpoints.
 const FORMAT: &str = "torch_dcp";
 
 /// Decodes the index of a `.metadata`, or of the `__R.metadata` of one rank.

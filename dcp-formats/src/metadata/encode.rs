@@ -1,9 +1,9 @@
 //! Encodes an index as a `.metadata` pickle.
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointMetadata, DType, Entry, FormatError, Layout, PathItem, Placement, TensorEntry,
-};
+use dcp_core::metadata::{Entry, Layout, Placement, TensorEntry};
+use dcp_core::path::PathItem;
+use dcp_core::{CheckpointMetadata, DType, FormatError};
 
 use super::attributes::bad;
 use super::class::{FILESYSTEM, METADATA, OLMO_FILESYSTEM, SHARDED_METADATA};

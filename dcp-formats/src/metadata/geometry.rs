@@ -1,6 +1,8 @@
 //! Checks the chunks of a stored tensor.
 
-use dcp_core::{Region, TensorEntry, find_overlap};
+use dcp_core::Region;
+use dcp_core::metadata::TensorEntry;
+use dcp_core::overlap::find_overlap;
 
 /// Checks that the chunks of a tensor are inside it and do not overlap. Returns observations that
 /// are not errors.

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, Encoding, Entry, FileId, FormatError, Key, Placement};
+use dcp_core::metadata::{Encoding, Entry, FileId, Placement};
+use dcp_core::{CheckpointMetadata, FormatError, Key};
 
 use super::attributes::{Graph, bad};
 use super::class::Class;

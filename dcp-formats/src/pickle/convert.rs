@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use bytes::Bytes;
-use dcp_core::{BigInt, Dict, FormatError, Global, MadeBy, Object, Value};
+use dcp_core::value::{BigInt, Dict, Global, MadeBy, Object};
+use dcp_core::{FormatError, Value};
 
 use super::arena::{Construction, Node, NodeId, ObjectNode, Pickle, Span};
 use super::limits::Limits;

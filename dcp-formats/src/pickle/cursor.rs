@@ -119,7 +119,7 @@ pub(super) fn long(bytes: &[u8]) -> Integer {
             Integer::Small(i64::from_le_bytes(all))
         }
         None => {
-            let big = dcp_core::BigInt::from_le_bytes(bytes.to_vec());
+            let big = dcp_core::value::BigInt::from_le_bytes(bytes.to_vec());
             match big.to_i64() {
                 Some(small) => Integer::Small(small),
                 None => Integer::Big(Box::from(&**big.to_le_bytes())),
@@ -258,7 +258,7 @@ mod tests {
     fn decimals_of_any_size() {
         let big = |n: &str| match decimal(n) {
             Some(Integer::Big(bytes)) => {
-                dcp_core::BigInt::from_le_bytes(bytes.to_vec()).to_string()
+                dcp_core::value::BigInt::from_le_bytes(bytes.to_vec()).to_string()
             }
             Some(Integer::Small(n)) => n.to_string(),
             None => "?".into(),

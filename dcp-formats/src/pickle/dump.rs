@@ -1,7 +1,8 @@
 //! Writes values as pickles.
 
 use bytes::Bytes;
-use dcp_core::{Dict, FormatError, Global, MadeBy, Object, Opaque, Tensor, Value};
+use dcp_core::value::{Dict, Global, MadeBy, Object, Opaque};
+use dcp_core::{FormatError, Tensor, Value};
 
 use super::limits::Limits;
 use super::opcode as op;

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use dcp_core::{BigInt, FormatError};
+use dcp_core::FormatError;
+use dcp_core::value::BigInt;
 
 use super::arena::{Construction, Node, NodeId, ObjectNode, Pickle};
 use super::opcode as op;

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{BigInt, FormatError};
+use dcp_core::FormatError;
+use dcp_core::value::BigInt;
 
 use super::names::to_python2;
 use super::opcode as op;

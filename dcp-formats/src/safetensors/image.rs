@@ -1,6 +1,7 @@
 //! Reads the header of an image in a storage.
 
-use dcp_core::{CheckpointError, FormatError, Key, Storage, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, FormatError, Key, Storage};
 
 use super::header::{Header, PREFIX_LEN, RangeProblem, header_len};
 use super::sharding::{SHARDING, ShardingInfo};

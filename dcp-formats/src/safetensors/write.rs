@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, DataSource, FormatError, Key, Storage};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::{CheckpointError, FormatError, Key, Storage};
 use indexmap::IndexMap;
 
 use super::encode::{EncodedHeader, SafetensorsItem, encode_header};

@@ -6,7 +6,8 @@ use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
 };
-use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError};
 
 use super::reader::TorchSaveReader;
 use crate::torch_zip::{Inflater, Method, Record};

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Key, Opaque, PlanError, Tensor};
+use dcp_core::value::Opaque;
+use dcp_core::{FormatError, Key, PlanError, Tensor};
 
 use super::graphs::TorchSaveGraphs;
 use super::persistent::{Numbers, PersistentStorages};

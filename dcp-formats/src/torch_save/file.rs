@@ -3,9 +3,8 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use dcp_core::{
-    Buffer, CheckpointError, FormatError, Key, ReadInto, Storage, StorageError, StorageExt as _,
-};
+use dcp_core::storage::{ReadInto, StorageExt as _};
+use dcp_core::{Buffer, CheckpointError, FormatError, Key, Storage, StorageError};
 
 use crate::torch_zip::{ParseStep, PartialBlob, Sparse};
 

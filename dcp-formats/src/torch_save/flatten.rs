@@ -3,7 +3,9 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_core::{FormatError, PathItem, StatePath, python_str};
+use dcp_core::FormatError;
+use dcp_core::path::{PathItem, StatePath};
+use dcp_core::value::python_str;
 use indexmap::IndexMap;
 
 use crate::pickle::{Converter, Limits, Node, NodeId, Pickle};

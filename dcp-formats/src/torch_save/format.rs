@@ -7,9 +7,8 @@ use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
     Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Key, StorageError, StorageExt as _, StorageReader as _,
-};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageReader as _};
 
 use super::contents::{MAGIC_LEN, is_torch_save};
 use super::reader::TorchSaveReader;

@@ -3,10 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, Dims, Encoding, Entry, FormatError, Key, Layout, ObjectEntry, Placement,
-    TensorEntry, Value,
-};
+use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry};
+use dcp_core::{CheckpointMetadata, Dims, FormatError, Key, Value};
 
 use super::contents::{Contents, LIMITS};
 use super::flatten::{Leaves, flatten};

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, Key, Storage, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, Key, Storage};
 use futures_util::lock::Mutex;
 
 use crate::torch_zip::{INFLATED_MAX, Inflater, Record};

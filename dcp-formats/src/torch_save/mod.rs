@@ -7,7 +7,8 @@
 //! `dcp_to_torch_save` builds them, and for plain data and plain tensors the bytes that PyTorch
 //! 2.15 writes, except for the serialization id. It streams: a [`TorchSavePlan`] knows the length
 //! of the file before the first byte, and reads each tensor from a
-//! [`DataSource`](dcp_core::DataSource) once, front to back. [`TorchSaveReader::again`] lays out a
+//! [`DataSource`](dcp_core::checkpoint::DataSource) once, front to back. [`TorchSaveReader::again`]
+//! lays out a
 //! whole file in another form, with every object unchanged.
 //! with every object as it is.
 

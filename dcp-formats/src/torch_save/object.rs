@@ -5,7 +5,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, FormatError, Key, Opaque, Storage, StorageExt as _, Value};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::value::Opaque;
+use dcp_core::{CheckpointError, FormatError, Key, Storage, Value};
 use indexmap::IndexMap;
 
 use super::contents::{Contents, LIMITS};

@@ -4,9 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Layout, Placement};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::value::Dict;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Dict, FormatError, Key, Layout, LoadPlan,
-    Placement, PlanError, ReadItem, ReadKind, ReadReport, Region, Storage, StorageReader,
+    CheckpointError, CheckpointMetadata, FormatError, Key, PlanError, Region, Storage,
+    StorageReader,
 };
 use futures_util::lock::Mutex;
 

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use dcp_core::{Buffer, CheckpointError, FormatError, Key, ReadInto, Region, Storage, TensorView};
+use dcp_core::storage::ReadInto;
+use dcp_core::{Buffer, CheckpointError, FormatError, Key, Region, Storage, TensorView};
 
 use crate::torch_tensor::{ByteOrder, TensorLayout};
 

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{PathItem, PlanError};
+use dcp_core::PlanError;
+use dcp_core::path::PathItem;
 use indexmap::IndexMap;
 
 use super::write::TorchSaveItem;

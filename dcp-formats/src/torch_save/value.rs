@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{FormatError, Opaque, Value};
+use dcp_core::value::Opaque;
+use dcp_core::{FormatError, Value};
 
 use super::compose::{StorageContent, Storages};
 use crate::pickle::{Node, NodeId, Pickle, ReplacedObject, Writer};
@@ -171,7 +172,8 @@ fn archive(
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, Dict, Tensor};
+    use dcp_core::value::Dict;
+    use dcp_core::{DType, Tensor};
 
     use super::*;
 

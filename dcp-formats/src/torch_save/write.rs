@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::DataSource;
+use dcp_core::path::StatePath;
+use dcp_core::storage::PutMode;
 use dcp_core::{
-    CheckpointError, DType, DataSource, Dims, FormatError, Key, Payload, PlanError, PutMode,
-    StatePath, Storage, Value,
+    CheckpointError, DType, Dims, FormatError, Key, Payload, PlanError, Storage, Value,
 };
 
 use super::compose::{Composed, NewStorage, StorageContent, compose};

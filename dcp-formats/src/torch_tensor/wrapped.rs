@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Dims, FormatError, WrappedTensor};
+use dcp_core::metadata::WrappedTensor;
+use dcp_core::{Dims, FormatError};
 
 use super::blob::{PICKLE_LEN_MAX, small_record};
 use super::read::uints;

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
-use dcp_core::{CheckpointError, DataSource, Payload, PlanError};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::{CheckpointError, Payload, PlanError};
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesOrdered, StreamExt};
 

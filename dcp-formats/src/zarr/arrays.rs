@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dcp_core::{Key, ObjectMeta};
+use dcp_core::Key;
+use dcp_core::storage::ObjectMeta;
 
 use super::header::HEADER_FILE;
 

@@ -1,6 +1,7 @@
 //! `.zarray`: the description of an array, and its division into files.
 
-use dcp_core::{DType, Dims, FormatError, checked_volume};
+use dcp_core::dims::checked_volume;
+use dcp_core::{DType, Dims, FormatError};
 use serde_json::Value as Json;
 
 /// The name of an array's description.

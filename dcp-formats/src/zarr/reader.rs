@@ -4,10 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Dims, Encoding, Entry, FormatError, Key, Layout,
-    LoadPlan, ObjectMeta, Placement, PlanError, ReadItem, ReadKind, ReadReport, Storage,
-    StorageError, StorageExt as _, StorageReader, TensorEntry,
+    CheckpointError, CheckpointMetadata, Dims, FormatError, Key, PlanError, Storage, StorageError,
+    StorageReader,
 };
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 

@@ -7,11 +7,15 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
+use dcp_core::checkpoint::{DataSink, DataSource, ReadReport};
+use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
+use dcp_core::plan::{
+    GlobalPlan, LoadPlan, PlanKey, ReadItem, ReadKind, SavePlan, SelectedItem, TensorSpec,
+    WritePlan,
+};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, DataSource, Entry, GlobalPlan, LoadPlan,
-    ObjectEntry, Payload, PlanKey, ReadItem, ReadKind, ReadReport, Region, SavePlan, SelectedItem,
-    Storage, StorageReader as _, StorageWriter as _, Tensor, TensorEntry, TensorSpec, TensorView,
-    Value, WritePlan,
+    CheckpointError, CheckpointMetadata, DType, Payload, Region, Storage, StorageReader as _,
+    StorageWriter as _, Tensor, TensorView, Value,
 };
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 pub(crate) use dcp_testing::{block_on, get, key, names, put};
@@ -314,7 +318,7 @@ pub(crate) async fn write_all(
     plans: &[WritePlan],
     data: Vec<Vec<Bytes>>,
     segment: u64,
-) -> Result<Vec<dcp_core::WriteReport>, CheckpointError> {
+) -> Result<Vec<dcp_core::checkpoint::WriteReport>, CheckpointError> {
     let mut reports = Vec::new();
     for ((local, plan), items) in locals.iter().zip(plans).zip(data) {
         reports.push(writer.write(local, plan, Arc::new(Source { items, segment })).await?);

@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use dcp_core::{
-    CheckpointMetadata, DType, Encoding, Entry, FormatError, Key, Layout, ObjectEntry, PathItem,
-    Placement, TensorEntry,
-};
+use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement, TensorEntry};
+use dcp_core::path::PathItem;
+use dcp_core::{CheckpointMetadata, DType, FormatError, Key};
 use dcp_formats::metadata::{Profile, decode, encode};
 use dcp_formats::pickle::{Limits, Node, Pickle, Writer};
 use serde_json::{Value as Json, json};

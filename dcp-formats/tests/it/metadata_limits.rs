@@ -1,6 +1,7 @@
 //! What a `.metadata` may be: as large as a large run needs, and no larger in memory.
 
-use dcp_core::{CheckpointMetadata, DType, Encoding, Entry, Key, Placement, TensorEntry};
+use dcp_core::metadata::{Encoding, Entry, Placement, TensorEntry};
+use dcp_core::{CheckpointMetadata, DType, Key};
 use dcp_formats::metadata::{Profile, decode, encode};
 use dcp_formats::pickle::{Limits, Pickle};
 

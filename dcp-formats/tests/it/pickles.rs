@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::support::tagged::tagged;
-use dcp_core::{BigInt, Dict, Global, MadeBy, Object, Value};
+use dcp_core::Value;
+use dcp_core::value::{BigInt, Dict, Global, MadeBy, Object};
 use dcp_formats::pickle::{Converted, Converter, Limits, Node, Pickle, dump};
 use proptest::prelude::*;
 

@@ -6,7 +6,8 @@ mod rope;
 mod run_config;
 mod yaml;
 
-use dcp_core::{Dict, Value as Py};
+use dcp_core::Value as Py;
+use dcp_core::value::Dict;
 use serde_json::{Map, Value, json};
 
 use crate::config::incompatibilities::{differs, settle};

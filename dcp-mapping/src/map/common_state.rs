@@ -1,6 +1,7 @@
 //! The common state of a Megatron checkpoint that dcp makes.
 
-use dcp_core::{Dict, Global, Object, Value};
+use dcp_core::Value;
+use dcp_core::value::{Dict, Global, Object};
 use serde_json::Value as Json;
 
 use crate::facts::Facts;

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use dcp_convert::view::{Piece, PieceFrom};
-use dcp_core::{CheckpointMetadata, DType, Dims, Region, checked_volume};
+use dcp_core::dims::checked_volume;
+use dcp_core::{CheckpointMetadata, DType, Dims, Region};
 use indexmap::IndexMap;
 
 use crate::error::MappingError;
@@ -226,7 +227,8 @@ impl Compiler<'_> {
             let source = instance.sources.get(part);
             source.ok_or_else(|| self.mapping.error(rule, "it has too few tensors"))
         };
-        let refuse = |error: dcp_core::RegionError| self.mapping.error(rule, error.to_string());
+        let refuse =
+            |error: dcp_core::region::RegionError| self.mapping.error(rule, error.to_string());
         let mut all = Vec::new();
         if self.direction == Direction::ToHf {
             let from = source(0)?;
@@ -338,7 +340,8 @@ impl Compiler<'_> {
             );
             return Err(self.mapping.error(rule, problem));
         }
-        let refuse = |error: dcp_core::RegionError| self.mapping.error(rule, error.to_string());
+        let refuse =
+            |error: dcp_core::region::RegionError| self.mapping.error(rule, error.to_string());
         for (region, from) in made.pieces {
             if region.is_empty() {
                 continue;
@@ -424,7 +427,7 @@ fn in_two(pieces: Vec<(Region, PieceFrom)>, first: Option<u64>) -> Vec<(Region, 
 }
 
 /// A box at a position on axes in front.
-fn below(lead: &[u64], region: &Region) -> Result<Region, dcp_core::RegionError> {
+fn below(lead: &[u64], region: &Region) -> Result<Region, dcp_core::region::RegionError> {
     let offsets: Dims = lead.iter().chain(&**region.offsets()).copied().collect();
     let sizes: Dims =
         std::iter::repeat_n(1, lead.len()).chain(region.sizes().iter().copied()).collect();

@@ -10,8 +10,9 @@ mod tensor_lookup;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use dcp_convert::cast::CastOptions;
 use dcp_convert::view::{Assembled, Cast};
-use dcp_convert::{CastOptions, JobOptions, Source};
+use dcp_convert::{JobOptions, Source};
 use dcp_core::{CheckpointMetadata, DType, Value};
 use serde::Serialize;
 

@@ -1,6 +1,7 @@
 //! The direction and options of a mapping.
 
-use dcp_core::{DType, Dict};
+use dcp_core::DType;
+use dcp_core::value::Dict;
 use serde::Serialize;
 
 /// Which way a checkpoint goes.

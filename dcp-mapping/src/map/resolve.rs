@@ -4,7 +4,8 @@ use std::cell::Cell;
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, counted};
+use dcp_core::CheckpointMetadata;
+use dcp_core::text::counted;
 
 use crate::error::MappingError;
 use crate::facts::Facts;

@@ -5,7 +5,8 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, TensorEntry};
+use dcp_core::CheckpointMetadata;
+use dcp_core::metadata::TensorEntry;
 
 use crate::error::MappingError;
 use crate::map::options::Direction;
@@ -134,7 +135,7 @@ impl<'a> TensorLookup<'a> {
                 );
                 return Err(self.mapping.error(rule, problem));
             };
-            let count = dcp_core::checked_volume(extents).filter(|count| {
+            let count = dcp_core::dims::checked_volume(extents).filter(|count| {
                 let total = (all.len() as u64).saturating_add(*count);
                 let total = total.saturating_add(self.instances.get());
                 total <= INSTANCES_MAX && extents.iter().all(|extent| *extent <= NUMBER_MAX)

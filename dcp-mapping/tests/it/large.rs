@@ -5,10 +5,10 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
 use dcp_convert::Source;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Encoding, Entry, Key, Layout, LoadPlan,
-    Placement, ReadReport, StorageReader, TensorEntry,
-};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
+use dcp_core::plan::LoadPlan;
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Key, StorageReader};
 use dcp_mapping::{MapOptions, Mapping};
 use serde_json::json;
 

@@ -1,6 +1,7 @@
 //! Families are told by what is there, and configurations by arguments.
 
-use dcp_core::{CheckpointMetadata, DType, Entry, TensorEntry};
+use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::{CheckpointMetadata, DType};
 use dcp_mapping::{
     Facts, MapOptions, Mapping, Recognition, recognize, recognize_among, recognize_config,
 };

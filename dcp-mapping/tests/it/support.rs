@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_convert::{JobOptions, Source, Target, reshard, to_safetensors};
-use dcp_core::{DType, Payload, PutMode, Storage, StorageExt};
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{DType, Payload, Storage};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{Header, SafetensorsItem, TensorInfo, encode_header, header_len};
 use dcp_mapping::{Facts, MapOptions, Mapped, Mapping, MappingError, map_to_hf, map_to_megatron};

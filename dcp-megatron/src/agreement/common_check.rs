@@ -1,6 +1,7 @@
 //! Compares the common states of ranks.
 
-use dcp_core::{Dict, Object, PlanError, Value};
+use dcp_core::value::{Dict, Object};
+use dcp_core::{PlanError, Value};
 use sha2::{Digest as _, Sha256};
 
 use crate::error::CommonDifference;

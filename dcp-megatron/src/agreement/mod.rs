@@ -3,7 +3,8 @@
 pub(crate) mod common_check;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, Phase, RankFailure};
+use dcp_core::CheckpointError;
+use dcp_core::error::{Phase, RankFailure};
 use dcp_engine::Group;
 use serde::Serialize;
 use serde::de::DeserializeOwned;

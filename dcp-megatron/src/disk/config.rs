@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointError, FormatError, Key, Storage, StorageError, StorageErrorKind, StorageExt as _,
-};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, FormatError, Key, Storage, StorageError, StorageErrorKind};
 use serde_json::Value as Json;
 
 /// The file's name. It is written last, so its presence commits the checkpoint.

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, FormatError, Key, Storage, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, FormatError, Key, Storage};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use indexmap::IndexMap;
 use serde::Serialize;

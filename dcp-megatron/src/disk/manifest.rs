@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use dcp_convert::{JobOptions, Problem, ProblemKind};
-use dcp_core::{
-    CheckpointError, FormatError, Key, PutMode, Rank, Storage, StorageError, StorageErrorKind,
-    StorageExt as _, error_chain,
-};
+use dcp_convert::JobOptions;
+use dcp_convert::integrity::{Problem, ProblemKind};
+use dcp_core::error::error_chain;
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::{CheckpointError, FormatError, Key, Rank, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value as Json;
 

@@ -10,11 +10,10 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, MessageReader, MessageWriter, ObjectMeta, ObjectStream,
-    Payload, PlanError, PutMode, ReadInto, Storage, StorageError, StorageErrorKind, StorageOp,
-    Upload,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::wire::{MessageReader, MessageWriter};
+use dcp_core::{Buffer, Key, Payload, PlanError, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, stream};
 use sha2::{Digest as _, Sha256};
 

@@ -1,7 +1,8 @@
 //! Small files that are read whole.
 
 use bytes::Bytes;
-use dcp_core::{Key, Storage, StorageError, StorageErrorKind, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 
 /// A longer file than any of these should be is not kept, and so cannot be put back.
 const KEPT_MAX: u64 = 1 << 30;
@@ -22,7 +23,7 @@ pub(crate) async fn read_small(
             format!("it has {byte_len} bytes, more than can be kept while it is replaced");
         return Err(StorageError::new(
             StorageErrorKind::Unsupported,
-            dcp_core::StorageOp::Read,
+            dcp_core::error::StorageOp::Read,
             Some(key),
         )
         .with_message(message));

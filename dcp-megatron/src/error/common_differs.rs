@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use dcp_core::{Message, Rank};
+use dcp_core::Rank;
+use dcp_core::text::Message;
 use serde::{Deserialize, Serialize};
 
 /// Differences that are listed of one rank; the rest is counted.

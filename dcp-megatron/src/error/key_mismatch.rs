@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::Quoted;
+use dcp_core::text::Quoted;
 
 /// Keys that only the request or only the checkpoint has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

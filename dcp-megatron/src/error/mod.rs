@@ -4,9 +4,9 @@ mod common_differs;
 mod key_mismatch;
 
 use dcp_convert::ConvertError;
-use dcp_core::{
-    CheckpointError, FormatError, Message, PlanError, Quoted, Rank, RankFailure, StorageError,
-};
+use dcp_core::error::RankFailure;
+use dcp_core::text::{Message, Quoted};
+use dcp_core::{CheckpointError, FormatError, PlanError, Rank, StorageError};
 
 use crate::disk::tracker::Tracked;
 use crate::layout::ParallelLayout;

@@ -1,7 +1,8 @@
 //! Summarizes a Megatron-Core checkpoint: format, parallel layout, layers, objects.
 
-use dcp_convert::{JsonLimits, value_json};
-use dcp_core::{CheckpointMetadata, Entry, Value};
+use dcp_convert::element::{JsonLimits, value_json};
+use dcp_core::metadata::Entry;
+use dcp_core::{CheckpointMetadata, Value};
 use indexmap::IndexMap;
 use serde::Serialize;
 
@@ -321,7 +322,8 @@ fn layers(metadata: &CheckpointMetadata) -> IndexMap<String, Layers> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, Dims, TensorEntry};
+    use dcp_core::metadata::TensorEntry;
+    use dcp_core::{DType, Dims};
 
     use super::*;
 

@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, Entry, FormatError, Key, Placement, PutMode, Storage, StorageError,
-    StorageErrorKind, StorageExt as _, error_chain,
-};
+use dcp_core::error::error_chain;
+use dcp_core::metadata::{Entry, Placement};
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::{CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::dcp::{claim, remove_unreferenced, replace_metadata};
 use dcp_formats::metadata::{Profile, decode_all, encode};
 

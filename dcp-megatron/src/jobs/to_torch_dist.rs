@@ -3,12 +3,15 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use dcp_convert::integrity::{ForeignCallable, admit_callables};
+use dcp_convert::jobs::get::Found;
+use dcp_convert::read::read_object;
 use dcp_convert::view::Assembled;
-use dcp_convert::{
-    ConversionReport, ForeignCallable, Found, JobOptions, Source, admit_callables, divide, find,
-    read_object,
-};
-use dcp_core::{CheckpointMetadata, Dict, Entry, FormatError, PathItem, Tensor, Value};
+use dcp_convert::{ConversionReport, JobOptions, Source, divide, find};
+use dcp_core::metadata::Entry;
+use dcp_core::path::PathItem;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointMetadata, FormatError, Tensor, Value};
 use dcp_planner::unflatten;
 
 use crate::args::MegatronArgs;

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp_convert::{
-    ConvertError, JobOptions, Problem, ProblemKind, Source, VerifyReport, foreign_callables,
-};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Dims, Entry, Message, Region, Storage, counted,
-};
+use dcp_convert::integrity::{Problem, ProblemKind, foreign_callables};
+use dcp_convert::jobs::verify::VerifyReport;
+use dcp_convert::{ConvertError, JobOptions, Source};
+use dcp_core::metadata::Entry;
+use dcp_core::text::{Message, counted};
+use dcp_core::{CheckpointError, CheckpointMetadata, Dims, Region, Storage};
 use futures_util::StreamExt as _;
 
 use crate::disk::common_state::COMMON_STATE;
@@ -272,7 +272,7 @@ fn first_missing(grid: &[u64], offsets: &[Dims]) -> Option<Dims> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::ObjectEntry;
+    use dcp_core::metadata::ObjectEntry;
 
     use super::*;
 

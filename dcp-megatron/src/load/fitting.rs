@@ -5,11 +5,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_convert::ConvertError;
+use dcp_convert::cast::CastOptions;
 use dcp_convert::view::Cast;
-use dcp_convert::{CastOptions, ConvertError};
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::{LeafKind, LoadPlan, LoadReport, PlanContext, StateIndex};
+use dcp_core::planner::LoadPlanner;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, DataSink, Dims, LeafKind, LoadPlan, LoadPlanner,
-    LoadReport, PlanContext, PlanError, ReadReport, Region, StateIndex, StorageReader, TensorView,
+    CheckpointError, CheckpointMetadata, DType, Dims, PlanError, Region, StorageReader, TensorView,
 };
 use dcp_planner::DefaultLoadPlanner;
 use tokio::sync::OnceCell;

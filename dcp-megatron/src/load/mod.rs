@@ -12,10 +12,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{
-    CheckpointMetadata, Collective, DType, Dict, Dims, LoadReport, Phase, PlanError, ReadReport,
-    Storage, StorageReader,
-};
+use dcp_core::checkpoint::ReadReport;
+use dcp_core::error::Phase;
+use dcp_core::plan::LoadReport;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointMetadata, Collective, DType, Dims, PlanError, Storage, StorageReader};
 use dcp_engine::{Group, LoadMode, Loader};
 use dcp_planner::FlattenRule;
 use serde::{Deserialize, Serialize};
@@ -191,7 +192,8 @@ pub struct Loaded {
 /// [`MegatronError::Damaged`] and [`MegatronError::OtherCheckpoint`], in a group in words;
 /// [`MegatronError::Keys`] when the strict handling says so; then [`MegatronError::Integrity`]
 /// when all requests together do not make whole tensors;
-/// [`CheckpointError::Mismatch`](dcp_core::CheckpointError::Mismatch) when something is not stored or
+/// [`CheckpointError::Mismatch`](dcp_core::CheckpointError::Mismatch) when something is not stored
+/// or
 /// has another shape; when the checkpoint cannot be opened. Then those of [`Loader::load`], of [`merge`], and of factories.
 pub async fn load(
     request: &ShardedStateDict,

@@ -12,9 +12,10 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::error::{Phase, StorageOp};
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
 use dcp_core::{
-    Buffer, Capabilities, CheckpointMetadata, Claim, Key, ObjectMeta, ObjectStream, Payload, Phase,
-    PlanError, PutMode, ReadInto, Storage, StorageError, StorageErrorKind, StorageOp, Upload,
+    Buffer, CheckpointMetadata, Key, Payload, PlanError, Storage, StorageError, StorageErrorKind,
 };
 use dcp_engine::Group;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};

@@ -3,8 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use dcp_core::value::Dict;
 use dcp_core::{
-    CheckpointMetadata, DType, Dict, Dims, HostMemory, PlanError, Region, Shard, StateDict, Tensor,
+    CheckpointMetadata, DType, Dims, HostMemory, PlanError, Region, Shard, StateDict, Tensor,
     TensorView, Value,
 };
 use dcp_formats::torch_save::decode_only_item;

@@ -3,8 +3,10 @@
 
 use std::sync::Arc;
 
-use dcp_convert::Problem;
-use dcp_core::{Phase, PlanContext, Storage, StorageError};
+use dcp_convert::integrity::Problem;
+use dcp_core::error::Phase;
+use dcp_core::plan::PlanContext;
+use dcp_core::{Storage, StorageError};
 use dcp_engine::Group;
 use serde::{Deserialize, Serialize};
 

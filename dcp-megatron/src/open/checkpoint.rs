@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use dcp_convert::{JobOptions, Source};
+use dcp_core::error::error_chain;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::value::Dict;
 use dcp_core::{
-    CheckpointError, Dict, Key, Storage, StorageError, StorageErrorKind, StorageExt as _,
-    StorageReader as _, Value, error_chain,
+    CheckpointError, Key, Storage, StorageError, StorageErrorKind, StorageReader as _, Value,
 };
 use futures_util::StreamExt as _;
 

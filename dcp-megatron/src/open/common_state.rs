@@ -3,10 +3,11 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{Source, read_object};
-use dcp_core::{
-    Dict, FormatError, Key, Storage, StorageError, StorageErrorKind, StorageExt as _, Value,
-};
+use dcp_convert::Source;
+use dcp_convert::read::read_object;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::value::Dict;
+use dcp_core::{FormatError, Key, Storage, StorageError, StorageErrorKind, Value};
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_save::decode_only_item;
 

@@ -2,7 +2,8 @@
 //! Megatron-Core since 0.16 cannot read them.
 
 use dcp_convert::view::{Piece, PieceFrom};
-use dcp_core::{Dims, Region, TensorEntry};
+use dcp_core::metadata::TensorEntry;
+use dcp_core::{Dims, Region};
 
 use crate::error::MegatronError;
 

@@ -7,7 +7,9 @@ use dcp_core::format::{
     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
     OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
-use dcp_core::{CheckpointError, CheckpointMetadata, Quoted, StorageError, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::text::Quoted;
+use dcp_core::{CheckpointError, CheckpointMetadata, StorageError};
 use dcp_formats::dcp::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
 use dcp_formats::metadata::decode;
 use dcp_formats::torch_save::FILE_ENDINGS;
@@ -263,8 +265,9 @@ async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
 
 #[cfg(test)]
 mod tests {
+    use dcp_core::Key;
     use dcp_core::format::Listing;
-    use dcp_core::{Key, ObjectMeta};
+    use dcp_core::storage::ObjectMeta;
 
     use super::*;
 

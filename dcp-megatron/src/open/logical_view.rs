@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use dcp_convert::Source;
 use dcp_convert::view::Assembled;
-use dcp_core::{Entry, Value, error_chain};
+use dcp_core::Value;
+use dcp_core::error::error_chain;
+use dcp_core::metadata::Entry;
 
 use crate::disk::common_state::{COMMON_OBJECT, COMMON_STATE};
 use crate::error::MegatronError;

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_convert::{RunEntry, list_run};
+use dcp_convert::list_run;
+use dcp_convert::open::RunEntry;
 use dcp_core::format::Subfolder;
-use dcp_core::{Key, Payload, PutMode, Storage, StorageError, StorageErrorKind, StorageExt as _};
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::error::MegatronError;
@@ -123,7 +125,7 @@ mod tests {
         let write = write_tracker(&storage, Tracked::Iteration(10));
         futures_util::FutureExt::now_or_never(write).unwrap().unwrap();
         let key = Key::new(TRACKER).unwrap();
-        let read = dcp_core::StorageExt::read_all(&storage, &key);
+        let read = dcp_core::storage::StorageExt::read_all(&storage, &key);
         let bytes = futures_util::FutureExt::now_or_never(read).unwrap().unwrap();
         let fixture = "../fixtures/megatron/run_torch_dist_dp2/latest_checkpointed_iteration.txt";
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(fixture);

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use dcp_core::error::error_chain;
 use dcp_core::format::{Place, RunSelection};
-use dcp_core::{Key, StorageError, StorageExt as _, error_chain};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{Key, StorageError};
 
 use crate::disk::config::METADATA_JSON;
 use crate::disk::tracker::{TRACKER, Tracked};

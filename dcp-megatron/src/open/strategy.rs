@@ -6,7 +6,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{Dict, Storage, StorageReader, StorageWriter};
+use dcp_core::value::Dict;
+use dcp_core::{Storage, StorageReader, StorageWriter};
 use dcp_formats::dcp::FileLayout;
 use dcp_formats::metadata::Profile;
 

@@ -6,10 +6,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Encoding, Entry, Layout, ObjectEntry, Placement};
+use dcp_core::plan::{LoadPlan, ReadItem};
+use dcp_core::storage::ObjectMeta;
+use dcp_core::value::Opaque;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Dims, Encoding, Entry, FormatError, Layout,
-    LoadPlan, ObjectEntry, ObjectMeta, Opaque, Placement, ReadItem, ReadReport, Storage,
-    StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, Dims, FormatError, Storage, StorageReader, TensorView,
+    Value,
 };
 use dcp_formats::torch_save::encode_value;
 use dcp_formats::zarr::ZarrReader;

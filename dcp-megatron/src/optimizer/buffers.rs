@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_convert::{CastOptions, Caster, ConvertError, Source, TensorReader, read_object};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Entry, Key, Layout, Region, TensorEntry, Value,
-};
+use dcp_convert::cast::{CastOptions, Caster};
+use dcp_convert::read::{TensorReader, read_object};
+use dcp_convert::{ConvertError, Source};
+use dcp_core::metadata::{Entry, Layout, TensorEntry};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Key, Region, Value};
 use sha2::{Digest, Sha256};
 
 use super::check::cast;
@@ -210,7 +211,9 @@ async fn bucket_lengths(
     let buffer = buffers.get(usize::try_from(key.buffer).ok()?)?.view().as_dict()?;
     let of_dtypes = |(name, lengths): (&Value, &Value)| {
         let Value::List(lengths) = lengths else { return None };
-        dcp_core::python_str(name).is_some_and(|name| name == *key.dtypes).then(|| lengths.clone())
+        dcp_core::value::python_str(name)
+            .is_some_and(|name| name == *key.dtypes)
+            .then(|| lengths.clone())
     };
     let lengths = buffer.iter().find_map(of_dtypes)?;
     lengths.iter().map(|length| u64::try_from(length.as_int()?).ok()).collect()

@@ -5,9 +5,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
+use dcp_convert::read::read_object;
 use dcp_convert::view::{Assembled, AssembledBuilder, Piece, PieceFrom};
-use dcp_convert::{CheckedSource, JobOptions, Source, read_object};
-use dcp_core::{CheckpointMetadata, DType, Dict, Entry, Region, Value};
+use dcp_convert::{CheckedSource, JobOptions, Source};
+use dcp_core::metadata::Entry;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointMetadata, DType, Region, Value};
 use indexmap::IndexMap;
 
 use super::assign::{Assigned, Sequence, assign};

@@ -9,13 +9,13 @@
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_convert::{
-    CastCounts, CastOptions, Caster, CheckedSource, Element, JobOptions, Source, TensorReader,
-    decode, is_float,
-};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Dict, FormatError, Region, TensorEntry,
-};
+use dcp_convert::cast::{CastCounts, CastOptions, Caster, is_float};
+use dcp_convert::element::{Element, decode};
+use dcp_convert::read::TensorReader;
+use dcp_convert::{CheckedSource, JobOptions, Source};
+use dcp_core::metadata::TensorEntry;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, FormatError, Region};
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::format::OptimizerFormat;
@@ -355,7 +355,7 @@ impl Pair {
 
 /// The chunks of a tensor, or all of it as one where their number of elements is not its own.
 pub(super) fn tiles(tensor: &TensorEntry) -> Result<Vec<Region>, CheckpointError> {
-    let bad = |error: dcp_core::RegionError| FormatError::new("index", error.to_string());
+    let bad = |error: dcp_core::region::RegionError| FormatError::new("index", error.to_string());
     let whole = Region::full(tensor.shape.clone()).map_err(bad)?;
     let regions = tensor.chunks.iter().map(|chunk| chunk.region()).collect::<Result<Vec<_>, _>>();
     let mut regions = regions.map_err(bad)?;
@@ -387,7 +387,8 @@ fn differing(dtype: DType, a: &[u8], b: &[u8]) -> u64 {
 #[cfg(test)]
 mod tests {
     use dcp_conformance::MemoryStorage;
-    use dcp_core::{HostMemory, PutMode, Shard, StateDict, Storage, StorageExt as _, Tensor};
+    use dcp_core::storage::{PutMode, StorageExt as _};
+    use dcp_core::{HostMemory, Shard, StateDict, Storage, Tensor};
     use dcp_engine::Saver;
     use dcp_formats::dcp::DcpWriter;
     use dcp_storage_fs::FsStorage;

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use dcp_core::{CheckpointMetadata, Dict, Entry, Value};
+use dcp_core::metadata::Entry;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointMetadata, Value};
 
 use super::keys::{BucketKey, GroupObjectKey, ParamStateKey};
 
@@ -209,7 +211,8 @@ fn is_layer_wise(optimizer: &Dict) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{DType, ObjectEntry, TensorEntry};
+    use dcp_core::DType;
+    use dcp_core::metadata::{ObjectEntry, TensorEntry};
 
     use super::*;
 

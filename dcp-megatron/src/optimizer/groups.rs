@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-use dcp_core::{Dict, Tensor, Value};
+use dcp_core::value::Dict;
+use dcp_core::{Tensor, Value};
 
 use super::format::OptimizerFormat;
 use super::join::{SettingsDifference, join};
@@ -140,12 +141,14 @@ fn number(value: &Value) -> Option<f64> {
         Value::Float(number) => Some(*number),
         #[allow(clippy::cast_precision_loss, reason = "no run has 2^53 steps")]
         Value::Int(number) => Some(*number as f64),
-        Value::Tensor(tensor) => match dcp_convert::decode(tensor.dtype(), &tensor.to_vec()?)? {
-            dcp_convert::Element::Float(number) => Some(number),
-            #[allow(clippy::cast_precision_loss, reason = "no run has 2^53 steps")]
-            dcp_convert::Element::Int(number) => Some(number as f64),
-            _ => None,
-        },
+        Value::Tensor(tensor) => {
+            match dcp_convert::element::decode(tensor.dtype(), &tensor.to_vec()?)? {
+                dcp_convert::element::Element::Float(number) => Some(number),
+                #[allow(clippy::cast_precision_loss, reason = "no run has 2^53 steps")]
+                dcp_convert::element::Element::Int(number) => Some(number as f64),
+                _ => None,
+            }
+        }
         _ => None,
     }
 }

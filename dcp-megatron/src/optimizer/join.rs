@@ -6,7 +6,8 @@
 
 use std::fmt;
 
-use dcp_core::{Dict, Value, python_str};
+use dcp_core::Value;
+use dcp_core::value::{Dict, python_str};
 
 use super::keys::GroupKey;
 

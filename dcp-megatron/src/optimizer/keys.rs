@@ -178,7 +178,7 @@ pub fn is_optimizer_key(fqn: &str) -> bool {
 /// The names of tensors that belong to the model rather than to the optimizer.
 pub(crate) fn model_tensors(
     metadata: &CheckpointMetadata,
-) -> impl Iterator<Item = (usize, &Arc<str>, &dcp_core::TensorEntry)> {
+) -> impl Iterator<Item = (usize, &Arc<str>, &dcp_core::metadata::TensorEntry)> {
     let tensors = metadata.iter().enumerate();
     let tensors =
         tensors.filter_map(|(at, (fqn, entry))| entry.as_tensor().map(|tensor| (at, fqn, tensor)));

@@ -3,9 +3,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use dcp_convert::cast::CastOptions;
 use dcp_convert::view::{Assembled, Cast, Piece};
-use dcp_convert::{CastOptions, JobOptions, Source};
-use dcp_core::{DType, Dict, TensorEntry, Value};
+use dcp_convert::{JobOptions, Source};
+use dcp_core::metadata::TensorEntry;
+use dcp_core::value::Dict;
+use dcp_core::{DType, Value};
 
 use super::check::tiles;
 use super::format::OptimizerFormat;

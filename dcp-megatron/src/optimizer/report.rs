@@ -1,6 +1,6 @@
 //! Reports how the parameters of flat buffers were found.
 
-use dcp_core::counted;
+use dcp_core::text::counted;
 use std::fmt;
 use std::sync::Arc;
 

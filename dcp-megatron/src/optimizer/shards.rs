@@ -5,8 +5,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_convert::{Source, TensorReader};
-use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, Region, TensorEntry};
+use dcp_convert::Source;
+use dcp_convert::read::TensorReader;
+use dcp_core::metadata::TensorEntry;
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Dims, Region};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use sha2::{Digest, Sha256};
 
@@ -110,7 +112,7 @@ fn cells(fqn: &str, tensor: &TensorEntry, most: usize) -> Option<Vec<Cell>> {
             continue;
         }
         let (outer, inner) = region.sizes().split_at_checked(prepended)?;
-        let indices = dcp_core::checked_volume(outer)?;
+        let indices = dcp_core::dims::checked_volume(outer)?;
         count = count.checked_add(usize::try_from(indices).ok()?)?;
         if count > most {
             return None;
@@ -263,7 +265,7 @@ impl Known {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::Entry;
+    use dcp_core::metadata::Entry;
 
     use super::*;
 

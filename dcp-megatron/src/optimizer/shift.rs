@@ -3,7 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use dcp_convert::{Source, TensorReader};
+use dcp_convert::Source;
+use dcp_convert::read::TensorReader;
 use dcp_core::{CheckpointError, CheckpointMetadata, DType, Region};
 
 use super::check::{MismatchCause, ParamMismatch, SEGMENT, Wrong};

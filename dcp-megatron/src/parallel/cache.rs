@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{
-    FormatError, Key, Payload, PutMode, Rank, Storage, StorageError, StorageErrorKind, StorageExt,
-    error_chain,
-};
+use dcp_core::error::error_chain;
+use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::{FormatError, Key, Payload, Rank, Storage, StorageError, StorageErrorKind};
 use sha2::{Digest, Sha256};
 
 use super::inventory::{Fingerprint, pack, unpack};

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{Dims, PlanError, Rank, SavePlan};
+use dcp_core::plan::SavePlan;
+use dcp_core::{Dims, PlanError, Rank};
 use dcp_planner::{Holdings, RankSet, ShareRule};
 
 use super::inventory::Inventory;
@@ -217,7 +218,8 @@ fn merge(
 mod tests {
     use std::collections::BTreeMap;
 
-    use dcp_core::{DType, PlanKey, Region, TensorSpec};
+    use dcp_core::plan::{PlanKey, TensorSpec};
+    use dcp_core::{DType, Region};
     use proptest::prelude::*;
 
     use super::*;

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{DType, Dims, PlanError, PlanKey, Region, SavePlan, TensorSpec};
+use dcp_core::plan::{PlanKey, SavePlan, TensorSpec};
+use dcp_core::{DType, Dims, PlanError, Region};
 use sha2::{Digest, Sha256};
 
 use crate::error::MegatronError;

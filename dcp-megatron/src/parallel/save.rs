@@ -4,7 +4,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use dcp_core::{CheckpointError, Collective, Phase, PlanError, Rank, SavePlan, Storage};
+use dcp_core::error::Phase;
+use dcp_core::plan::SavePlan;
+use dcp_core::{CheckpointError, Collective, PlanError, Rank, Storage};
 use dcp_engine::Group;
 use dcp_planner::ShareRule;
 use serde::{Deserialize, Serialize};
@@ -32,7 +34,8 @@ use crate::sharded::ShardedTensor;
 ///
 /// A shard that is there twice as the main replica is refused. What else there may be wrong with
 /// the sharding of all ranks is told by their own replica ids, so validate it before this;
-/// [`save`](crate::save) does, and once more by the ids that this leaves, from which it follows what
+/// [`save`](crate::save) does, and once more by the ids that this leaves, from which it follows
+/// what
 /// is written.
 #[doc(alias = "FullyParallelSaveStrategyWrapper")]
 #[derive(Debug)]

@@ -3,8 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_convert::{ConvertError, Division, Held, Owner};
-use dcp_core::{CheckpointMetadata, Dims, Entry, Region, TensorEntry};
+use dcp_convert::ConvertError;
+use dcp_convert::write::{Division, Held, Owner};
+use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::{CheckpointMetadata, Dims, Region};
 
 use super::heads::check_heads;
 use super::key::{Counted, ModelKey, ObjectKey};

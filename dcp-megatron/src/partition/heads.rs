@@ -49,7 +49,8 @@ fn heads_and_groups(args: &MegatronArgs) -> Option<(u64, u64)> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{Dict, Value};
+    use dcp_core::Value;
+    use dcp_core::value::Dict;
 
     use super::*;
 

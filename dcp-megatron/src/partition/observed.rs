@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use dcp_core::{CheckpointMetadata, ChunkRef, Entry, TensorEntry};
+use dcp_core::CheckpointMetadata;
+use dcp_core::metadata::{ChunkRef, Entry, TensorEntry};
 
 use super::division::rank_of_file;
 use super::key::{Counted, ModelKey};

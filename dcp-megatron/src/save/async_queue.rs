@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, Collective, Phase, Rank, RankFailure, StateDict, StorageWriter};
+use dcp_core::error::{Phase, RankFailure};
+use dcp_core::{CheckpointError, Collective, Rank, StateDict, StorageWriter};
 use dcp_engine::{BackgroundSaver, Group, PendingSave, StagedState};
 use futures_util::future::BoxFuture;
 use serde::{Deserialize, Serialize};

@@ -10,9 +10,10 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::FailureKind;
+use dcp_core::error::{Phase, RankFailure, error_chain};
+use dcp_core::value::Dict;
 use dcp_core::{
-    CheckpointError, Collective, Dict, Phase, PlanError, Rank, RankFailure, StateDict, Storage,
-    StorageWriter, Value, error_chain,
+    CheckpointError, Collective, PlanError, Rank, StateDict, Storage, StorageWriter, Value,
 };
 use dcp_engine::{BackgroundSaver, Group, PendingSave, SaveSummary, StagedState};
 use serde::{Deserialize, Serialize};

@@ -4,7 +4,8 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use dcp_core::{Collective, Dict};
+use dcp_core::Collective;
+use dcp_core::value::Dict;
 use dcp_engine::Saver;
 use dcp_formats::dcp::FileLayout;
 use dcp_formats::metadata::Profile;

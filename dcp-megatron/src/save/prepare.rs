@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Dict, PlanError, Region, Shard, StateDict, Tensor, Value};
+use dcp_core::value::Dict;
+use dcp_core::{PlanError, Region, Shard, StateDict, Tensor, Value};
 
 use crate::error::MegatronError;
 use crate::sharded::{

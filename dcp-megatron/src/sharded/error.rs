@@ -1,6 +1,7 @@
 //! Errors of a single sharded leaf.
 
-use dcp_core::{DType, Dims, Message, Quoted};
+use dcp_core::text::{Message, Quoted};
+use dcp_core::{DType, Dims};
 
 /// A shard or sharded object contradicts itself.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

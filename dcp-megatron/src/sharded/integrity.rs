@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
-use dcp_core::{Dims, Rank, Region, checked_volume, find_overlap};
+use dcp_core::dims::checked_volume;
+use dcp_core::overlap::find_overlap;
+use dcp_core::{Dims, Rank, Region};
 
 use super::problem::{IntegrityError, ShardingProblem};
 use super::rank_shards::{Kind, RankShards, Spec};

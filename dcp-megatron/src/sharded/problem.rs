@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use dcp_core::Quoted;
+use dcp_core::text::Quoted;
 use serde::{Deserialize, Serialize};
 
 /// The shards and objects of all ranks do not make the tensors and grids that they claim to be

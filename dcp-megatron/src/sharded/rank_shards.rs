@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{DType, Dims, MessageReader, MessageWriter, PlanError};
+use dcp_core::wire::{MessageReader, MessageWriter};
+use dcp_core::{DType, Dims, PlanError};
 
 use super::traversal::ShardedLeaf;
 

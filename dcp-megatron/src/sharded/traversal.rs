@@ -1,6 +1,7 @@
 //! Traverses and merges sharded state dicts by Megatron-Core's rules.
 
-use dcp_core::{Dict, Value};
+use dcp_core::Value;
+use dcp_core::value::Dict;
 
 use super::error::ShardError;
 use super::factory::ShardedTensorFactory;

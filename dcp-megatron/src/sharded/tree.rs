@@ -2,7 +2,8 @@
 
 use std::hash::{Hash, Hasher};
 
-use dcp_core::{Dict, Value};
+use dcp_core::Value;
+use dcp_core::value::Dict;
 use indexmap::IndexMap;
 
 use super::factory::ShardedTensorFactory;

@@ -4,7 +4,7 @@ use dcp_core::Value;
 
 /// A key as a step of a path that people read.
 pub(crate) fn step(key: &Value) -> String {
-    dcp_core::python_str(key).unwrap_or_else(|| format!("<{}>", key.kind()))
+    dcp_core::value::python_str(key).unwrap_or_else(|| format!("<{}>", key.kind()))
 }
 
 /// The path of the innermost part that `is_bad`, its steps joined by dots: keys, positions, and

@@ -1,7 +1,8 @@
 //! The state of a folder before a commit, so that a failed commit can restore it.
 
 use bytes::Bytes;
-use dcp_core::{CheckpointError, Claim, Key, PutMode, Storage, StorageError, StorageErrorKind};
+use dcp_core::storage::{Claim, PutMode};
+use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::Staged;
 use futures_util::StreamExt as _;
 

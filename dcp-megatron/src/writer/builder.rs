@@ -3,7 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use dcp_core::{Dict, Key, Storage, Value};
+use dcp_core::value::Dict;
+use dcp_core::{Key, Storage, Value};
 use dcp_formats::Progress;
 use dcp_formats::dcp::{DcpWriterBuilder, FileLayout};
 use dcp_formats::metadata::Profile;

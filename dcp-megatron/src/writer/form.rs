@@ -10,7 +10,8 @@ pub(crate) use crate::disk::config::METADATA_JSON;
 pub enum MegatronForm {
     /// In `common.pt`, with four members in `metadata.json`: what Megatron-Core 0.6 to 0.18
     /// writes, and what every version since 0.6 reads.
-    /// [`to_torch_dist`](crate::jobs::to_torch_dist) writes arguments of newer classes as plain values.
+    /// [`to_torch_dist`](crate::jobs::to_torch_dist) writes arguments of newer classes as plain
+    /// values.
     #[default]
     CommonFile,
     /// Among the objects, as `common_state/shard_0_1`, with two members in `metadata.json`: what

@@ -10,11 +10,15 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
+use dcp_core::error::StorageOp;
+use dcp_core::metadata::{Encoding, Entry, ObjectEntry, Placement};
+use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
+use dcp_core::storage::PutMode;
+use dcp_core::value::Dict;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, Dict, Encoding, Entry, FormatError,
-    GlobalPlan, Key, ObjectEntry, Payload, Placement, PlanError, PutMode, SavePlan, SaveSession,
-    Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter, Value, WritePlan,
-    WriteReport,
+    CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PlanError, Storage,
+    StorageError, StorageErrorKind, StorageWriter, Value,
 };
 use dcp_formats::dcp::{DcpWriter, data_file, remove_unreferenced, sidecar_of};
 use dcp_formats::metadata::Profile;

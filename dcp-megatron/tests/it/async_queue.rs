@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use dcp_conformance::{CollectiveFault, FaultCollective, FaultStorage, MemoryStorage, SlowStorage};
+use dcp_core::storage::StorageExt as _;
 use dcp_core::{
     CheckpointError, Collective, CollectiveError, DType, Key, Region, Shard, StateDict, Storage,
-    StorageExt as _, Tensor, Value,
+    Tensor, Value,
 };
 use dcp_engine::{BackgroundSaver, Loader, Saver};
 use dcp_megatron::disk::TRACKER;
@@ -485,7 +486,7 @@ fn nobody_waits_for_a_dead_rank() {
         });
         assert!(results.iter().all(Result::is_err), "at {operation}: {results:?}");
         for error in results.iter().filter_map(|result| result.as_ref().err()) {
-            let text = dcp_core::error_chain(error);
+            let text = dcp_core::error::error_chain(error);
             assert!(!text.contains("did not answer"), "a rank waited for its deadline: {text}");
         }
     }

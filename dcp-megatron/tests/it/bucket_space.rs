@@ -5,7 +5,8 @@
 
 use dcp_convert::JobOptions;
 use dcp_convert::view::{Assembled, Piece, PieceFrom};
-use dcp_core::{Entry, Region};
+use dcp_core::Region;
+use dcp_core::metadata::Entry;
 use dcp_megatron::optimizer::{OptimizerFormat, per_parameter};
 
 use crate::optimizer::{open, shown, tensors};

@@ -3,7 +3,8 @@
 
 use std::path::Path;
 
-use dcp_core::{Dict, Global, Object, Value};
+use dcp_core::Value;
+use dcp_core::value::{Dict, Global, Object};
 use dcp_formats::pickle::dump;
 use dcp_megatron::parallel::CachedDistribution;
 

@@ -1,6 +1,7 @@
 //! Values against the JSON that the fixtures' generator made of them.
 
-use dcp_core::{DType, Dict, Object, Tensor, Value};
+use dcp_core::value::{Dict, Object};
+use dcp_core::{DType, Tensor, Value};
 use serde_json::Value as Json;
 
 /// Fails with the place of the first difference.

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use dcp_convert::{Found, JobOptions, Source, find, read_objects};
-use dcp_core::Entry;
+use dcp_convert::jobs::get::Found;
+use dcp_convert::read::read_objects;
+use dcp_convert::{JobOptions, Source, find};
+use dcp_core::metadata::Entry;
 use dcp_megatron::disk::{COMMON_OBJECT, COMMON_STATE, CommonPlace};
 use dcp_megatron::{MegatronCheckpoint, MegatronFormat, OpenOptions};
 

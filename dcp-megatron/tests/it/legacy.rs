@@ -6,10 +6,14 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
-use dcp_convert::{Found, JobOptions, Source, find, read_object};
-use dcp_core::{
-    CheckpointError, DType, DataSource, Dict, Key, PathItem, Payload, Storage, Value, error_chain,
-};
+use dcp_convert::jobs::get::Found;
+use dcp_convert::read::read_object;
+use dcp_convert::{JobOptions, Source, find};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::error::error_chain;
+use dcp_core::path::PathItem;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointError, DType, Key, Payload, Storage, Value};
 use dcp_formats::torch_save::{TorchSaveContent, TorchSaveItem, TorchSaveOptions, write};
 use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::optimizer::per_parameter_of_legacy;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use dcp_conformance::{CountingStorage, MemoryStorage};
 use dcp_convert::JobOptions;
-use dcp_core::{DType, Dict, Storage, Tensor, Value};
+use dcp_core::value::Dict;
+use dcp_core::{DType, Storage, Tensor, Value};
 
 use crate::legacy::{RUN, RankFile, arguments, open, synthetic};
 use crate::support::{block_on, stored};

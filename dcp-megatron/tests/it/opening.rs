@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_core::{Dict, Storage, Value, error_chain};
+use dcp_core::error::error_chain;
+use dcp_core::value::Dict;
+use dcp_core::{Storage, Value};
 use dcp_formats::torch_save::encode_value;
 use dcp_megatron::disk::{COMMON_FILE, COMMON_OBJECT, COMMON_STATE, TRACKER};
 use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronRun, OpenOptions, Tracked};

@@ -3,17 +3,18 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
+use dcp_convert::jobs::get::Found;
 use dcp_convert::view::{Assembled, Piece, PieceFrom};
-use dcp_convert::{Found, JobOptions, Source, find};
-use dcp_core::{Entry, Region, Storage, Value};
-use dcp_megatron::disk::COMMON_STATE;
-use dcp_megatron::jobs::to_torch_dist;
+use dcp_convert::{JobOptions, Source, find};
+use dcp_core::metadata::Entry;
+use dcp_core::{Region, Storage, Value};
 use dcp_megatron::optimizer::{
     CheckDepth, OptimizerFormat, OptimizerVerdict, PerParameter, check_optimizer, is_optimizer_key,
     per_parameter, per_parameter_of_legacy, restart_optimizer,
 };
 use dcp_megatron::partition::ParallelLayout;
 use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronWriter, OpenOptions};
+use dcp_megatron::{disk::COMMON_STATE, jobs::to_torch_dist};
 
 use crate::support::{Tensors, block_on, expected_json, expected_tensors, stored};
 
@@ -44,7 +45,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
 }
 
-fn verdict(source: &Source, common: &dcp_core::Dict, depth: CheckDepth) -> OptimizerVerdict {
+fn verdict(source: &Source, common: &dcp_core::value::Dict, depth: CheckDepth) -> OptimizerVerdict {
     let job = JobOptions::default();
     block_on(check_optimizer(source, common, depth, &job)).unwrap().verdict
 }

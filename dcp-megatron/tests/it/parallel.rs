@@ -268,7 +268,7 @@ fn nobody_waits_for_a_dead_rank() {
             let all = results.iter().all(Result::is_err);
             assert!(all || operation == 4, "rank {dying} at {operation}: {results:?}");
             for error in results.iter().filter_map(|result| result.as_ref().err()) {
-                let text = dcp_core::error_chain(error);
+                let text = dcp_core::error::error_chain(error);
                 assert!(!text.contains("did not answer"), "a rank waited for its deadline: {text}");
             }
         }

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_convert::JobOptions;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, Dict, GlobalPlan, Key, PutMode, SavePlan,
-    SaveSession, Storage, StorageExt as _, StorageWriter, Value, WritePlan, WriteReport,
-};
+use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
+use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
+use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageWriter, Value};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_megatron::contents::{
     load_common_state_dict, load_common_state_dict_with, load_content_metadata_with,

@@ -25,7 +25,7 @@ fn the_optimizer_of_a_hinted_checkpoint_takes_its_files_with_it() {
         assert_eq!(metadata.get(&key).is_none(), key.starts_with("optimizer."), "{key}");
         if !key.starts_with("optimizer.") {
             let found = block_on(dcp_convert::find(left.source(), &key, None)).unwrap();
-            let dcp_convert::Found::Tensor(found) = found else { panic!() };
+            let dcp_convert::jobs::get::Found::Tensor(found) = found else { panic!() };
             assert_eq!(block_on(found.read()).unwrap(), bytes, "{key}");
         }
     }

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Collective, DType, Dict, Region, Storage, Value};
+use dcp_core::value::Dict;
+use dcp_core::{Collective, DType, Region, Storage, Value};
 use dcp_megatron::disk::Backend;
 use dcp_megatron::sharded::{
     ExpertGrid, LocalNonpersistentObject, LocalTensor, ObjectKey, ShardedObject, ShardedStateDict,

@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dcp_collectives::LocalCollective;
-use dcp_convert::read_object;
-use dcp_core::{Collective, Dict, MadeBy, Storage, Value, error_chain};
+use dcp_convert::read::read_object;
+use dcp_core::error::error_chain;
+use dcp_core::value::{Dict, MadeBy};
+use dcp_core::{Collective, Storage, Value};
 use dcp_megatron::disk::COMMON_STATE;
 use dcp_megatron::sharded::{ObjectKey, ShardedObject, ShardedStateDict};
 use dcp_megatron::{
@@ -152,7 +154,8 @@ fn an_object_that_differs_between_ranks_is_noticed() {
 fn what_cannot_be_written_is_named_by_its_path() {
     let (common, _) = contents(&stored("run_torch_dist_dp2"));
     let state = changed(&common, |args| {
-        let mut shown = dcp_core::Object::new(dcp_core::Global::new("m", "C"), Vec::new());
+        let mut shown =
+            dcp_core::value::Object::new(dcp_core::value::Global::new("m", "C"), Vec::new());
         shown.made_by = MadeBy::Unknown;
         args.insert("odd", Value::List(vec![1.into(), shown.into()]));
     });

@@ -5,7 +5,7 @@ use std::task::{Context, Waker};
 
 use dcp_conformance::{MemoryStorage, StallStorage};
 use dcp_convert::{JobOptions, reshard};
-use dcp_core::error_chain;
+use dcp_core::error::error_chain;
 
 use crate::support::block_on;
 use crate::writer::{FORMS, load, other_source, save, source, writer};

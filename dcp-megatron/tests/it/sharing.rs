@@ -5,9 +5,8 @@ use std::time::Duration;
 
 use dcp_collectives::LocalGroup;
 use dcp_conformance::CountingStorage;
-use dcp_core::{
-    CheckpointError, Collective, DType, HostMemory, Key, Phase, Storage, TensorView, Value,
-};
+use dcp_core::error::Phase;
+use dcp_core::{CheckpointError, Collective, DType, HostMemory, Key, Storage, TensorView, Value};
 use dcp_megatron::parallel::ParallelReader;
 use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor};
 use dcp_megatron::{LoadOptions, MegatronError, MegatronForm, SaveOptions, load, save};

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{Collective, DType, Dict, HostMemory, Region, TensorView, Value};
+use dcp_core::value::Dict;
+use dcp_core::{Collective, DType, HostMemory, Region, TensorView, Value};
 use dcp_megatron::sharded::{
     LocalNonpersistentObject, LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor,
     ShardedValue, swiglu,

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_core::{Key, Storage, StorageExt as _};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{Key, Storage};
 pub(crate) use dcp_testing::{block_on, in_memory, names, put};
 use serde_json::Value as Json;
 

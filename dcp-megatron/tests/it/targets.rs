@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
-use dcp_core::{Key, MessageWriter, PutMode, Storage};
+use dcp_core::storage::PutMode;
+use dcp_core::wire::MessageWriter;
+use dcp_core::{Key, Storage};
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 use dcp_megatron::disk::{CheckpointingConfig, Manifest};
 use dcp_megatron::parallel::CachedDistribution;

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_convert::{JobOptions, Source};
-use dcp_core::{DType, Entry, Key, Storage, Value, error_chain};
+use dcp_core::error::error_chain;
+use dcp_core::metadata::Entry;
+use dcp_core::{DType, Key, Storage, Value};
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveItem, TorchSaveOptions, TorchSaveReader, write,
 };
@@ -113,8 +115,11 @@ fn arguments_in_a_common_file_have_no_class_that_an_older_version_lacks() {
     assert_eq!(args.count("exit_signal"), Some(15));
     assert_eq!(args.count("attention_backend"), Some(5));
     assert_eq!(args.dict().len(), source.args().unwrap().dict().len());
-    let file = block_on(dcp_core::StorageExt::read_all(&*storage, &Key::new("common.pt").unwrap()))
-        .unwrap();
+    let file = block_on(dcp_core::storage::StorageExt::read_all(
+        &*storage,
+        &Key::new("common.pt").unwrap(),
+    ))
+    .unwrap();
     let text = String::from_utf8_lossy(&file);
     for class in ["AttnBackend", "InferenceCudaGraphScope", "Signals"] {
         assert!(!text.contains(class), "{class}");
@@ -125,13 +130,13 @@ fn arguments_in_a_common_file_have_no_class_that_an_older_version_lacks() {
         convert(open(&storage).source(), MegatronForm::CommonFile, ParallelLayout::new(1, 1));
     let again = again.unwrap();
     let key = Key::new("common.pt").unwrap();
-    assert_eq!(block_on(dcp_core::StorageExt::read_all(&*again, &key)).unwrap(), file);
+    assert_eq!(block_on(dcp_core::storage::StorageExt::read_all(&*again, &key)).unwrap(), file);
 }
 
 /// The boxes of all tensors with the rank that wrote them, and the ranks of all objects.
 fn grid(source: &Source, only: impl Fn(&str) -> bool, with_ranks: bool) -> BTreeSet<String> {
     let metadata = block_on(source.metadata()).unwrap();
-    let rank = |placement: Option<dcp_core::Placement>| {
+    let rank = |placement: Option<dcp_core::metadata::Placement>| {
         let name = metadata.file(placement.unwrap().file).unwrap().to_string();
         let name = name.split_once("__").unwrap().1.split('_').next().unwrap().to_owned();
         if with_ranks { name } else { String::new() }
@@ -338,7 +343,7 @@ fn a_checkpoint_of_anything_becomes_one_of_megatron() {
         keys,
         ["common_state", "decoder.final_layernorm.weight", "epoch/shard_0_1", "some.thing"]
     );
-    let epoch = dcp_convert::read_object(checkpoint.source(), "epoch/shard_0_1");
+    let epoch = dcp_convert::read::read_object(checkpoint.source(), "epoch/shard_0_1");
     let epoch = block_on(epoch).unwrap();
     assert!(epoch.same(&Value::List(vec![Value::Int(3)])), "{epoch:?}");
 }
@@ -348,7 +353,7 @@ fn a_checkpoint_of_anything_becomes_one_of_megatron() {
 struct Nothing;
 
 #[async_trait::async_trait]
-impl dcp_core::DataSource for Nothing {
+impl dcp_core::checkpoint::DataSource for Nothing {
     async fn resolve(
         &self,
         _: usize,
@@ -404,7 +409,7 @@ fn trap_07_rows_of_padding_are_kept_and_never_made_up() {
         let layout = ParallelLayout::new(tp, 1);
         let again = open(&convert(source.source(), MegatronForm::CommonFile, layout).unwrap());
         let found = block_on(dcp_convert::find(again.source(), key, None)).unwrap();
-        let dcp_convert::Found::Tensor(found) = found else { panic!() };
+        let dcp_convert::jobs::get::Found::Tensor(found) = found else { panic!() };
         assert!(*block_on(found.read()).unwrap() == *expected.1);
     }
     let error = convert(source.source(), MegatronForm::CommonFile, ParallelLayout::new(5, 1));

@@ -7,10 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
 use dcp_convert::{JobOptions, reshard, verify};
-use dcp_core::{
-    Collective, CollectiveError, DType, Entry, FormatError, Key, Rank, Storage, StorageExt as _,
-    Value,
-};
+use dcp_core::metadata::Entry;
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{Collective, CollectiveError, DType, FormatError, Key, Rank, Storage, Value};
 use dcp_formats::metadata::Profile;
 use dcp_formats::pickle::Writer;
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};

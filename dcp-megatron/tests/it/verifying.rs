@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{JobOptions, VerifyReport};
+use dcp_convert::JobOptions;
+use dcp_convert::jobs::verify::VerifyReport;
 use dcp_core::Storage;
 use dcp_megatron::{MegatronCheckpoint, OpenOptions, verify};
 

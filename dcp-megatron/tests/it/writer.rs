@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
 use dcp_convert::{ConvertError, JobOptions, Source, reshard};
-use dcp_core::{CheckpointError, Dict, Entry, Storage, StorageErrorKind, Value, error_chain};
+use dcp_core::error::error_chain;
+use dcp_core::metadata::Entry;
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointError, Storage, StorageErrorKind, Value};
 use dcp_formats::metadata::Profile;
 use dcp_formats::torch_object::decode_object;
 use dcp_megatron::{MegatronForm, MegatronWriter};
@@ -49,7 +52,7 @@ pub(crate) fn load(storage: &Arc<MemoryStorage>) -> Option<Found> {
     let mut found = Vec::new();
     let mut inside = None;
     for (fqn, entry) in metadata.iter() {
-        let mut add = |placement: dcp_core::Placement| {
+        let mut add = |placement: dcp_core::metadata::Placement| {
             let file = get(&**storage, metadata.file(placement.file).unwrap().as_str()).unwrap();
             let start = placement.byte_offset as usize;
             let bytes = file[start..start + placement.byte_len as usize].to_vec();
@@ -382,9 +385,10 @@ fn the_integrity_manifest_lists_every_file_with_its_hash() {
 
 #[test]
 fn what_cannot_be_common_state_is_refused_before_anything_is_written() {
-    let mut shown = dcp_core::Object::new(dcp_core::Global::new("m", "C"), vec![]);
-    shown.made_by = dcp_core::MadeBy::Unknown;
-    let mut args = dcp_core::Object::new(dcp_core::Global::new("argparse", "Namespace"), vec![]);
+    let mut shown = dcp_core::value::Object::new(dcp_core::value::Global::new("m", "C"), vec![]);
+    shown.made_by = dcp_core::value::MadeBy::Unknown;
+    let mut args =
+        dcp_core::value::Object::new(dcp_core::value::Global::new("argparse", "Namespace"), vec![]);
     let attributes = Dict::from([("lr", Value::Int(1)), ("odd", Value::from(shown))]);
     args.state = Some(attributes.into());
     let of_a_class = Value::Dict(Dict::from([("list", Value::List(vec![args.into()]))]));

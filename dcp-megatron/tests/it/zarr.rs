@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_convert::{Found, Source, find};
+use dcp_convert::jobs::get::Found;
+use dcp_convert::{Source, find};
 use dcp_core::Storage;
 use dcp_formats::zarr::ZarrReader;
 use dcp_megatron::{MegatronCheckpoint, OpenOptions};
@@ -108,7 +109,7 @@ fn objects_are_written_again_as_they_are() {
     let folder = crate::support::fixture("v06_zarr").join("ckpt");
     let storage: Arc<dyn Storage> = in_memory(&folder);
     let checkpoint = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
-    let value = dcp_convert::read_object(checkpoint.source(), "rng_state/shard_0.1_1.2");
+    let value = dcp_convert::read::read_object(checkpoint.source(), "rng_state/shard_0.1_1.2");
     let value = block_on(value).unwrap();
     let blob = dcp_formats::torch_object::encode_object(&value).unwrap();
     let item = dcp_formats::torch_save::decode_only_item(&blob).unwrap();

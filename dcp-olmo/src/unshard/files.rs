@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dcp_convert::ConvertError;
-use dcp_core::{CheckpointMetadata, Entry, Key, PathItem, StorageError};
+use dcp_core::metadata::Entry;
+use dcp_core::path::PathItem;
+use dcp_core::{CheckpointMetadata, Key, StorageError};
 
 use super::{UnshardFormat, UnshardStrategy};
 use crate::rekeyed::{Origin, Shown};

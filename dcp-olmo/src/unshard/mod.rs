@@ -7,11 +7,14 @@ mod unfinished;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
+use dcp_convert::element::{JsonLimits, ValueEncoder};
 use dcp_convert::{
-    CheckedSource, ConversionReport, ConvertError, JobOptions, JobProgress, JsonLimits, Source,
-    Target, ValueEncoder, to_safetensors, to_torch_save,
+    CheckedSource, ConversionReport, ConvertError, JobOptions, JobProgress, Source, Target,
+    to_safetensors, to_torch_save,
 };
-use dcp_core::{CheckpointMetadata, Entry, Key, Storage, StorageError, StorageExt};
+use dcp_core::metadata::Entry;
+use dcp_core::storage::StorageExt;
+use dcp_core::{CheckpointMetadata, Key, Storage, StorageError};
 use dcp_formats::hf::IndexFile;
 use dcp_formats::torch_save::TorchSaveOptions;
 use indexmap::IndexMap;

@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, StorageErrorKind, StorageExt, StorageOp, Upload,
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{
+    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, StorageExt, Upload,
 };
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 use dcp_formats::hf::IndexFile;
 use futures_util::{StreamExt, stream};
 

@@ -1,7 +1,8 @@
 //! What tells of an export that was not written to its end.
 
 use dcp_convert::ConvertError;
-use dcp_core::{Key, PutMode, Storage, StorageError};
+use dcp_core::storage::PutMode;
+use dcp_core::{Key, Storage, StorageError};
 use dcp_formats::hf::UNFINISHED_NAME;
 
 use super::Part;

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_conformance::CountingStorage;
-use dcp_core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    Storage, StorageError, StorageErrorKind, StorageOp, Upload, Value,
-};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind, Value};
 use dcp_olmo::load_keys;
 use futures_util::{StreamExt, TryStreamExt, stream};
 

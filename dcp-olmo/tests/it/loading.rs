@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use dcp_collectives::LocalCollective;
-use dcp_core::{CheckpointError, DType, Dict, StateDict, Storage, Tensor, Value};
+use dcp_core::value::Dict;
+use dcp_core::{CheckpointError, DType, StateDict, Storage, Tensor, Value};
 use dcp_engine::{BackgroundSaver, Loader, Saver};
 use dcp_formats::metadata::Profile;
 use dcp_olmo::{

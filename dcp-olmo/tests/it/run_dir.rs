@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use dcp_core::{PutMode, Storage, StorageReader, Value};
+use dcp_core::storage::PutMode;
+use dcp_core::{Storage, StorageReader, Value};
 use dcp_olmo::{OptimizerLayout, RunDir, StepDir};
 
 use crate::support::{FLAT, block_on, everything, fixture, fixtures, key, memory, put_folder};

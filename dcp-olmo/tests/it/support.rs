@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use dcp_core::{Dict, PathItem, StateDict, StatePath, Storage, StorageReader, Value};
+use dcp_core::path::{PathItem, StatePath};
+use dcp_core::value::Dict;
+use dcp_core::{StateDict, Storage, StorageReader, Value};
 use dcp_engine::{LoadMode, Loader};
 use dcp_formats::dcp::DcpReader;
 use dcp_planner::{FlattenRule, KeyFilter, Template};

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use dcp_conformance::{Fault, FaultStorage};
 use dcp_convert::{ConvertError, JobOptions, Source};
-use dcp_core::{Storage, StorageErrorKind, StorageExt, Value};
+use dcp_core::storage::StorageExt;
+use dcp_core::{Storage, StorageErrorKind, Value};
 use dcp_olmo::{UnshardFormat, UnshardOptions, UnshardReport, UnshardStrategy, unshard_checkpoint};
 use futures_util::StreamExt;
 use serde_json::Value as Json;
@@ -55,8 +56,8 @@ pub(crate) fn contents(storage: &Arc<dyn Storage>, name: &str) -> BTreeMap<Strin
     for (fqn, entry) in metadata.iter() {
         let path = entry.path().map(|path| {
             let steps = path.iter().map(|step| match step {
-                dcp_core::PathItem::Key(key) => key.to_string(),
-                dcp_core::PathItem::Index(n) => n.to_string(),
+                dcp_core::path::PathItem::Key(key) => key.to_string(),
+                dcp_core::path::PathItem::Index(n) => n.to_string(),
             });
             steps.collect::<Vec<_>>().join("\x1f")
         });
@@ -242,7 +243,7 @@ fn files_that_are_there_are_refused_before_anything_is_written() {
     ] {
         let target = memory();
         let there = key(there);
-        block_on(target.put(&there, "old".into(), dcp_core::PutMode::Create)).unwrap();
+        block_on(target.put(&there, "old".into(), dcp_core::storage::PutMode::Create)).unwrap();
         let options = UnshardOptions::default().optim(true).strategy(strategy);
         let error = unshard(NESTED, &target, options).unwrap_err();
         assert!(

@@ -2,7 +2,9 @@
 
 use std::borrow::Cow;
 
-use dcp_core::{PlanError, Region, TensorEntry, find_overlap};
+use dcp_core::metadata::TensorEntry;
+use dcp_core::overlap::find_overlap;
+use dcp_core::{PlanError, Region};
 
 use crate::validate::invalid_index;
 

@@ -5,10 +5,10 @@ mod chunks;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, DType, Dims, Entry, LeafKind, LoadPlan, LoadPlanner, LoadReport,
-    PlanContext, PlanError, ReadItem, ReadKind, Region, StateIndex, TensorEntry,
-};
+use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::plan::{LeafKind, LoadPlan, LoadReport, PlanContext, ReadItem, ReadKind, StateIndex};
+use dcp_core::planner::LoadPlanner;
+use dcp_core::{CheckpointMetadata, DType, Dims, PlanError, Region};
 
 use crate::validate::{invalid_index, unsupported};
 use chunks::Chunks;

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, Entry, GlobalPlan, ObjectEntry, PlanError, SelectedItem, TensorEntry,
-};
+use dcp_core::metadata::{Entry, ObjectEntry, TensorEntry};
+use dcp_core::plan::{GlobalPlan, SelectedItem};
+use dcp_core::{CheckpointMetadata, PlanError};
 
 use super::merge::{Merged, MergedKey, none_of};
 use crate::validate::{check_chunks, unsupported};

@@ -7,9 +7,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use dcp_core::{
-    ChunkRef, PlanError, PlanKey, Rank, SavePlan, StatePath, TensorSpec, WriteItem, checked_volume,
-};
+use dcp_core::dims::checked_volume;
+use dcp_core::metadata::ChunkRef;
+use dcp_core::path::StatePath;
+use dcp_core::plan::{PlanKey, SavePlan, TensorSpec, WriteItem};
+use dcp_core::{PlanError, Rank};
 
 use crate::validate::shown;
 

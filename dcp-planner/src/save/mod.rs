@@ -7,10 +7,11 @@ mod merge;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_core::{
-    GlobalPlan, LeafKind, PlanContext, PlanError, PlanKey, Region, SavePlan, SavePlanner,
-    StateIndex, TensorSpec,
+use dcp_core::plan::{
+    GlobalPlan, LeafKind, PlanContext, PlanKey, SavePlan, StateIndex, TensorSpec,
 };
+use dcp_core::planner::SavePlanner;
+use dcp_core::{PlanError, Region};
 
 use crate::validate::unsupported;
 
@@ -32,11 +33,13 @@ pub enum DedupPolicy {
 /// Plans saves: every rank offers what it holds, replicas are written once.
 ///
 /// ```
-/// use dcp_core::{DType, PlanContext, SavePlanner, StateIndex, Tensor, Value};
+/// use dcp_core::{DType, Tensor, Value};
+/// use dcp_core::plan::{PlanContext, StateIndex};
+/// use dcp_core::planner::SavePlanner;
 /// use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
 ///
 /// let weight = Tensor::zeros(DType::Float32, [4, 2])?;
-/// let state = [("model", dcp_core::Dict::from([("weight", weight)]))].into();
+/// let state = [("model", dcp_core::value::Dict::from([("weight", weight)]))].into();
 /// let flat = flatten(&state, FlattenRule::default())?;
 /// let index = index_of(&flat, |_, _| Ok::<_, dcp_core::PlanError>(0))?;
 ///

@@ -7,10 +7,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use dcp_core::{
-    CheckpointMetadata, DType, Encoding, Entry, FileId, GlobalPlan, Key, Layout, LeafKind,
-    LoadPlan, Placement, ReadKind, Region, SavePlan, StateIndex, StateLeaf,
-};
+use dcp_core::metadata::{Encoding, Entry, FileId, Layout, Placement};
+use dcp_core::plan::{GlobalPlan, LeafKind, LoadPlan, ReadKind, SavePlan, StateIndex, StateLeaf};
+use dcp_core::{CheckpointMetadata, DType, Key, Region};
 
 /// The element numbers of a region of a tensor.
 pub fn elements(region: &Region, shape: &[u64]) -> Vec<u32> {
@@ -113,7 +112,7 @@ pub fn load(
         let memory = memory.get_mut(&(Arc::clone(&leaf.fqn), *shard as usize)).unwrap();
         let from = region.relative_to(source.offsets()).unwrap();
         let to = region.relative_to(target.offsets()).unwrap();
-        let positions = |runs: dcp_core::Runs| runs.flat_map(|(at, n)| at..at + n);
+        let positions = |runs: dcp_core::region::Runs| runs.flat_map(|(at, n)| at..at + n);
         for (from, to) in
             positions(from.runs_in(source.sizes())).zip(positions(to.runs_in(target.sizes())))
         {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use dcp::core::{BigInt, Dict, Global, Object};
+use dcp::core::value::{BigInt, Dict, Global, Object};
 use dcp::{StateDict, Tensor, Value};
 use serde_json::Value as Json;
 
@@ -248,8 +248,8 @@ pub(crate) fn numbers(json: Option<&Json>, field: &str) -> Result<Vec<u64>> {
 }
 
 /// A path of a state dict: names and numbers of list elements.
-pub(crate) fn path(json: &Json) -> Result<dcp::core::StatePath> {
-    use dcp::core::PathItem;
+pub(crate) fn path(json: &Json) -> Result<dcp::core::path::StatePath> {
+    use dcp::core::path::PathItem;
     let items = json.get("path").and_then(Json::as_array).ok_or("no path")?;
     let items = items.iter().map(|item| match item {
         Json::String(key) => Ok(PathItem::Key(Arc::from(key.as_str()))),

@@ -28,7 +28,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
-use dcp::core::{Access, Entry, StorageReader};
+use dcp::core::StorageReader;
+use dcp::core::metadata::Entry;
+use dcp::core::registry::Access;
 use dcp::formats::dcp::{DcpReader, DcpWriter, FileLayout};
 use dcp::planner::set_at_path;
 use dcp::{Checkpointer, Collective, DType, LoadMode, StateDict, Storage, Tensor, Value};

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use dcp::core::StateDict;
-use dcp::core::{Access, StorageReader};
+use dcp::core::StorageReader;
+use dcp::core::registry::Access;
 use dcp::engine::{Loader, Saver};
 use dcp::formats::dcp::DcpReader;
 use dcp::formats::metadata::Profile;

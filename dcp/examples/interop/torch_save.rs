@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp::core::{Access, StorageReader};
-use dcp::core::{
-    CheckpointError, DataSource, Encoding, Entry, Key, Layout, Payload, Placement, PlanError,
-};
+use dcp::core::StorageReader;
+use dcp::core::checkpoint::DataSource;
+use dcp::core::metadata::{Encoding, Entry, Layout, Placement};
+use dcp::core::registry::Access;
+use dcp::core::{CheckpointError, Key, Payload, PlanError};
 use dcp::engine::Loader;
 use dcp::formats::torch_save::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSaveReader, write,

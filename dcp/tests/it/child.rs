@@ -85,7 +85,7 @@ fn save_as_a_rank(place: &str) {
     for step in 1.. {
         match checkpointer.save(&state(step, rank, world), place).blocking() {
             Ok(_) => say(&format!("saved {step}")),
-            Err(error) => return say(&format!("error {}", dcp::core::error_chain(&error))),
+            Err(error) => return say(&format!("error {}", dcp::core::error::error_chain(&error))),
         }
     }
 }

@@ -39,7 +39,7 @@ fn a_first_save_that_is_killed_at_any_operation_is_none_or_whole() {
                 loaded = true;
             }
             Err(error) => {
-                let text = dcp::core::error_chain(&error);
+                let text = dcp::core::error::error_chain(&error);
                 assert!(!loaded, "lost at operation {operation}: {text}");
                 assert!(!text.contains("bad "), "plainly incomplete, not damaged: {text}");
             }

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use dcp::convert::{JobOptions, Source, Target, to_safetensors};
-use dcp::core::{DType, PutMode, Storage, StorageExt};
+use dcp::core::storage::{PutMode, StorageExt};
+use dcp::core::{DType, Storage};
 use dcp::formats::safetensors::{Header, SafetensorsItem, encode_header, header_len};
 use dcp::fs::FsStorage;
 use dcp::mapping::{

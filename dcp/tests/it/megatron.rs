@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dcp::collectives::TcpConfig;
 use dcp::convert::JobOptions;
-use dcp::core::Access;
+use dcp::core::registry::Access;
 use dcp::megatron::disk::METADATA_JSON;
 use dcp::megatron::sharded::{LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor};
 use dcp::megatron::{
@@ -62,7 +62,7 @@ pub(crate) fn save_as_a_rank(place: &str) {
         let storage = open(&format!("{place}/iter_{step:07}"), Access::Write);
         let storage = opened(storage, step, "checkpoint");
         if let Err(error) = block_on(save(&state(step, rank, world), &storage, &options)) {
-            return say(&format!("error {}", dcp::core::error_chain(&error)));
+            return say(&format!("error {}", dcp::core::error::error_chain(&error)));
         }
         if rank == 0 {
             let run = opened(Arc::clone(&run), step, "tracker");

@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use dcp::core::{
-    Buffer, Capabilities, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode, ReadInto,
-    StorageError, StorageOp, Upload,
+use dcp::core::error::StorageOp;
+use dcp::core::storage::{
+    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload,
 };
+use dcp::core::{Buffer, Key, Payload, StorageError};
 use dcp::{Checkpointer, Storage};
 use dcp_conformance::MemoryStorage;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp::collectives::LocalGroup;
+use dcp::core::StorageErrorKind;
 use dcp::core::error::FailureKind;
-use dcp::core::{StorageErrorKind, StorageOp};
+use dcp::core::error::StorageOp;
 use dcp::{AppState, CheckpointError, Checkpointer, Collective, DType, StateDict, Stateful};
 use dcp_conformance::{FaultStorage, MemoryStorage};
 

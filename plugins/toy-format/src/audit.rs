@@ -6,7 +6,8 @@ use async_trait::async_trait;
 use dcp_core::format::{
     CheckpointAudit, ChunkChecksum, Findings, FoundProblem, RecordLimits, StoredRecord,
 };
-use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageExt as _, StorageReader};
+use dcp_core::storage::StorageExt as _;
+use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageReader};
 use futures_util::TryStreamExt as _;
 
 use crate::names::{CRC_BYTES, index, parse};

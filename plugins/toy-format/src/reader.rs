@@ -4,10 +4,14 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::metadata::{Entry, Placement, TensorEntry};
+use dcp_core::overlap::find_overlap;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::storage::StorageExt as _;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Entry, FormatError, LoadPlan, Placement,
-    ReadItem, ReadKind, ReadReport, Region, Storage, StorageErrorKind, StorageExt as _,
-    StorageReader, TensorEntry, Value, find_overlap,
+    CheckpointError, CheckpointMetadata, FormatError, Region, Storage, StorageErrorKind,
+    StorageReader, Value,
 };
 
 use crate::names::{CRC_BYTES, INDEX, index};

@@ -5,11 +5,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
+use dcp_core::error::StorageOp;
+use dcp_core::metadata::{Encoding, Entry, FileId, Layout, Placement};
+use dcp_core::plan::{GlobalPlan, SavePlan, WriteOrder, WritePlan};
+use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSource, Encoding, Entry, FileId, FormatError,
-    GlobalPlan, Key, Layout, Payload, Placement, PlanError, PutMode, SavePlan, SaveSession,
-    Storage, StorageError, StorageErrorKind, StorageExt as _, StorageOp, StorageReader as _,
-    StorageWriter, Value, WriteOrder, WritePlan, WriteReport,
+    CheckpointError, CheckpointMetadata, FormatError, Key, Payload, PlanError, Storage,
+    StorageError, StorageErrorKind, StorageReader as _, StorageWriter, Value,
 };
 use futures_util::TryStreamExt as _;
 

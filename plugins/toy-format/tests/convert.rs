@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_checkpoint::{Format, Opener, default_formats};
-use dcp_core::{
-    Access, CheckpointMetadata, DType, Encoding, Entry, Key, Layout, Placement, PutMode, Storage,
-    StorageRegistry, TensorEntry,
-};
+use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
+use dcp_core::registry::{Access, StorageRegistry};
+use dcp_core::storage::PutMode;
+use dcp_core::{CheckpointMetadata, DType, Key, Storage};
 use dcp_storage_fs::FsStorage;
 use toy_format::ToyFormat;
 

@@ -2,8 +2,10 @@
 
 use std::fmt::Write as _;
 
-use dcp::convert::{Described, DiffReport, Difference, DifferenceKind, Spot, ValueDifference};
-use dcp::core::{Message, Quoted};
+use dcp::convert::jobs::diff::{
+    Described, DiffReport, Difference, DifferenceKind, Spot, ValueDifference,
+};
+use dcp::core::text::{Message, Quoted};
 use serde_json::Value;
 
 use crate::output::Output;

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use dcp::convert::{Problem, VerifyReport};
-use dcp::core::Message;
+use dcp::convert::integrity::Problem;
+use dcp::convert::jobs::verify::VerifyReport;
+use dcp::core::text::Message;
 
 use crate::output::Output;
 use crate::output::style::{count, printable, size, thousands};

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use dcp::convert::{ChunkSummary, TensorSummary};
+use dcp::convert::jobs::inspect::{ChunkSummary, TensorSummary};
 
 use crate::output::Output;
 use crate::output::render::grid::{self, Axis, Plane};

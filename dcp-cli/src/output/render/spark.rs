@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use dcp::convert::Histogram;
+use dcp::convert::jobs::stats::Histogram;
 
 /// The powers of two that the columns stand for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,16 +6,17 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use dcp_core::checkpoint::{DataSink, DataSource, ReadReport, SaveSession, WriteReport};
 use dcp_core::format::{
     CheckpointAudit, CheckpointFormat, ChunkChecksum, Evidence, Examined, Findings, Folder,
     FormatInfo, FoundKind, FoundProblem, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
     RecordLimits, RunSelection, RunTracker, StoredRecord, UnfinishedSave,
 };
+use dcp_core::plan::{GlobalPlan, LoadPlan, ReadItem, ReadKind, SavePlan, WritePlan};
+use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::{
-    Buffer, CheckpointError, CheckpointMetadata, DataSink, DataSource, FormatError, GlobalPlan,
-    Key, LoadPlan, PutMode, ReadItem, ReadKind, ReadReport, SavePlan, SaveSession, Storage,
-    StorageError, StorageExt as _, StorageReader, StorageWriter, TensorView, Value, WritePlan,
-    WriteReport,
+    Buffer, CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError,
+    StorageReader, StorageWriter, TensorView, Value,
 };
 use dcp_formats::dcp::{DcpFormat, DcpReader, DcpWriter};
 use futures_util::TryStreamExt as _;

@@ -7,7 +7,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointError, CheckpointMetadata, Entry, TensorEntry};
+use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::{CheckpointError, CheckpointMetadata};
 use dcp_planner::KeyFilter;
 use futures_util::{StreamExt, future, stream};
 

@@ -119,7 +119,8 @@ pub enum DifferenceKind {
         /// The path of the first difference, such as `["history"][3]`; empty when the whole objects
         /// differ.
         path: String,
-        /// The value in A, as [`value_json`](crate::value_json()) writes it; `null` for `None` and
+        /// The value in A, as [`value_json`](crate::element::value_json()) writes it; `null` for
+        /// `None` and
         /// when A has no value there.
         a: Json,
         /// The value in B, likewise.

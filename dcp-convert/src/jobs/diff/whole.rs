@@ -6,7 +6,9 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use dcp_core::{CheckpointMetadata, Entry, PathItem, Value};
+use dcp_core::metadata::Entry;
+use dcp_core::path::PathItem;
+use dcp_core::{CheckpointMetadata, Value};
 
 use crate::error::ConvertError;
 use crate::job::JobOptions;

@@ -201,7 +201,8 @@ pub enum KeyReport {
     Object {
         /// Its FQN; `…` replaces the middle of a very long one.
         name: String,
-        /// The value, as [`value_json`](crate::value_json()) writes it; `None` if it is too long.
+        /// The value, as [`value_json`](crate::element::value_json()) writes it; `None` if it is
+        /// too long.
         #[serde(skip_serializing_if = "Option::is_none")]
         value: Option<Json>,
         /// Characters of its JSON.

@@ -9,7 +9,7 @@ use crate::jobs::stats::{Number, StatsReport, TensorStats};
 /// The number of object values that are listed.
 const VALUES: usize = 64;
 
-/// Statistics of one tensor, as [`NumberStats`](crate::NumberStats) defines them.
+/// Statistics of one tensor, as [`NumberStats`](crate::jobs::stats::NumberStats) defines them.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Numbers {

@@ -36,7 +36,7 @@ pub fn render_html(report: &Report) -> String {
         "default-src 'none'; style-src 'sha256-{STYLE_SHA256}'; \
          script-src 'sha256-{SCRIPT_SHA256}'; base-uri 'none'; form-action 'none'"
     );
-    let title = escaped(&dcp_core::escaped(&report.name));
+    let title = escaped(&dcp_core::text::escaped(&report.name));
     let mut page = String::with_capacity(TEMPLATE.len() + STYLE.len() + SCRIPT.len() + data.len());
     // One pass over the template, so that inserted text is never expanded again.
     let mut rest = TEMPLATE;
@@ -60,7 +60,7 @@ pub fn render_html(report: &Report) -> String {
 
 /// Escapes invisible characters and those that change the writing direction in JSON strings.
 fn visible(json: &str) -> Cow<'_, str> {
-    let hidden = |c: char| !c.is_ascii_control() && dcp_core::is_unsafe(c) || c == '\x7f';
+    let hidden = |c: char| !c.is_ascii_control() && dcp_core::text::is_unsafe(c) || c == '\x7f';
     if !json.contains(hidden) {
         return Cow::Borrowed(json);
     }

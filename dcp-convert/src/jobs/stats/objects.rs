@@ -184,7 +184,8 @@ impl Walk<'_> {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{Dict, Tensor};
+    use dcp_core::Tensor;
+    use dcp_core::value::Dict;
 
     use super::*;
 

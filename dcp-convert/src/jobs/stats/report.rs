@@ -46,7 +46,7 @@ pub struct TensorStats {
     /// The first element in row-major order that is NaN or infinite, per axis.
     pub first_non_finite: Option<Vec<u64>>,
     /// Chunks with NaNs or infinities, in stored order; at most
-    /// [`BAD_CHUNKS_MAX`](crate::BAD_CHUNKS_MAX) of them.
+    /// [`BAD_CHUNKS_MAX`](crate::jobs::stats::BAD_CHUNKS_MAX) of them.
     pub non_finite_chunks: Vec<BadChunk>,
     /// The number of chunks with NaNs or infinities.
     pub non_finite_chunk_count: u64,
@@ -250,7 +250,8 @@ pub struct ObjectStats {
     pub nan: u64,
     /// Infinities of both signs.
     pub inf: u64,
-    /// Their places: the first of each array, at most [`BAD_VALUES_MAX`](crate::BAD_VALUES_MAX) in
+    /// Their places: the first of each array, at most
+    /// [`BAD_VALUES_MAX`](crate::jobs::stats::BAD_VALUES_MAX) in
     /// all.
     pub non_finite: Vec<BadValue>,
 }

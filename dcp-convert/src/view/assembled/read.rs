@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DataSink, Dims, LoadPlan, PlanError, ReadItem, ReadKind,
-    ReadReport, Region, StorageReader, TensorView, Value,
+    CheckpointError, CheckpointMetadata, Dims, PlanError, Region, StorageReader, TensorView, Value,
 };
 
 use super::{Assembled, Origin, PartReader, Piece, PieceFrom};
@@ -223,7 +224,7 @@ fn in_source(
     inside: &Region,
     region: &Region,
     axes: &[Option<usize>],
-) -> Result<(Region, Vec<Option<usize>>), dcp_core::RegionError> {
+) -> Result<(Region, Vec<Option<usize>>), dcp_core::region::RegionError> {
     let (mut offsets, mut sizes) = (region.offsets().clone(), region.sizes().clone());
     let mut back = vec![None; region.ndim()];
     for (here, axis) in axes.iter().enumerate() {

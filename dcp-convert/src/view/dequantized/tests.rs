@@ -1,7 +1,8 @@
 //! Fixtures of PyTorch bit for bit, and any part of any weight against a plain computation.
 
 use dcp_conformance::MemoryStorage;
-use dcp_core::{Payload, PutMode, Storage};
+use dcp_core::storage::PutMode;
+use dcp_core::{Payload, Storage};
 use dcp_formats::hf::{HfLayout, HfPart, HfWriteOptions, write_folder};
 use dcp_testing::block_on;
 use proptest::prelude::*;

@@ -4,10 +4,8 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, ChunkTable, DType, Encoding, Entry, Storage,
-    StorageReader as _, TensorEntry,
-};
+use dcp_core::metadata::{ChunkTable, Encoding, Entry, TensorEntry};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Storage, StorageReader as _};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_formats::metadata::{Profile, decode, encode};
 use proptest::prelude::*;
@@ -233,7 +231,7 @@ fn f12_paths_that_leave_the_directory_are_refused() {
         let error = format_error(storage.clone());
         assert_eq!(error.file(), Some(".metadata"));
         let evil = str::from_utf8(evil).unwrap();
-        assert!(dcp_core::error_chain(&error).contains(evil), "{error}");
+        assert!(dcp_core::error::error_chain(&error).contains(evil), "{error}");
     }
 }
 
@@ -258,7 +256,7 @@ fn chunks_must_lie_inside_and_apart() {
         let Ok(bytes) = encode(&metadata, Profile::default()) else { continue };
         put(&*storage, ".metadata", bytes.to_vec());
         let error = format_error(storage);
-        assert!(dcp_core::error_chain(&error).contains(problem), "{error}");
+        assert!(dcp_core::error::error_chain(&error).contains(problem), "{error}");
     }
 }
 

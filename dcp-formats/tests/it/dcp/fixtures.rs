@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_core::{Entry, Placement, Region, StorageReader as _};
+use dcp_core::metadata::{Entry, Placement};
+use dcp_core::{Region, StorageReader as _};
 use dcp_formats::dcp::{DcpReader, DcpWriter, FileLayout};
 use dcp_formats::torch_zip::ArchiveIndex;
 use serde_json::{Map, Value as Json, json};

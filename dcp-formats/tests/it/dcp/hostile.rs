@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
+use dcp_core::metadata::{Encoding, Entry, ObjectEntry, Placement, TensorEntry};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, DType, Encoding, Entry, FormatError, LoadPlan,
-    ObjectEntry, Placement, ReadItem, ReadKind, Region, StorageReader as _, Tensor, TensorEntry,
+    CheckpointError, CheckpointMetadata, DType, FormatError, Region, StorageReader as _, Tensor,
 };
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::metadata::{Profile, encode};

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use dcp_core::{PathItem, StorageReader as _, Value};
+use dcp_core::path::PathItem;
+use dcp_core::{StorageReader as _, Value};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::metadata::Profile;
 use serde_json::{Value as Json, json};

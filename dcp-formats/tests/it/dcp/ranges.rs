@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use dcp_conformance::{CountingStorage, MemoryStorage};
-use dcp_core::{
-    Capabilities, DType, HostMemory, LoadPlan, ReadItem, ReadKind, ReadReport, Region, Shard,
-    Storage, StorageReader as _, Tensor, TensorView,
-};
+use dcp_core::checkpoint::ReadReport;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::storage::Capabilities;
+use dcp_core::{DType, HostMemory, Region, Shard, Storage, StorageReader as _, Tensor, TensorView};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use proptest::prelude::*;
 

@@ -6,10 +6,11 @@ use std::task::{Context, Poll, Waker};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_conformance::{MemoryStorage, StallStorage};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
 use dcp_core::{
-    Buffer, Capabilities, CheckpointError, Claim, DType, Key, ObjectMeta, ObjectStream, Payload,
-    PutMode, ReadInto, Storage, StorageError, StorageErrorKind, StorageOp, StorageWriter as _,
-    Upload,
+    Buffer, CheckpointError, DType, Key, Payload, Storage, StorageError, StorageErrorKind,
+    StorageWriter as _,
 };
 use dcp_formats::dcp::DcpWriter;
 

@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
 use dcp_core::{
-    Buffer, Capabilities, CheckpointError, Claim, Key, ObjectMeta, ObjectStream, Payload, PutMode,
-    ReadInto, Storage, StorageError, StorageErrorKind, StorageOp, StorageReader as _, Upload,
+    Buffer, CheckpointError, Key, Payload, Storage, StorageError, StorageErrorKind,
+    StorageReader as _,
 };
 use dcp_formats::hf::HfReader;
 use futures_util::stream;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_conformance::{Fault, FaultStorage, MemoryStorage};
-use dcp_core::{CheckpointError, DType, DataSource, Payload, PlanError, Storage, StorageErrorKind};
+use dcp_core::checkpoint::DataSource;
+use dcp_core::{CheckpointError, DType, Payload, PlanError, Storage, StorageErrorKind};
 use dcp_formats::hf::{
     CONFIG_ASIDE, HfLayout, HfPart, HfPlan, HfReader, HfWriteOptions, HfWritten, IndexFile,
     write_folder,

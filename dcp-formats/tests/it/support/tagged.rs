@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use dcp_core::{Object, Value};
+use dcp_core::Value;
+use dcp_core::value::Object;
 use serde_json::{Value as Json, json};
 
 /// The JSON that the fixtures' generator makes of the Python object.

@@ -4,9 +4,10 @@
 
 use bytes::Bytes;
 use dcp_core::format::Listing;
-use dcp_core::{
-    CheckpointMetadata, Entry, FormatError, Key, LoadPlan, ObjectMeta, SavePlan, Value, WritePlan,
-};
+use dcp_core::metadata::Entry;
+use dcp_core::plan::{LoadPlan, SavePlan, WritePlan};
+use dcp_core::storage::ObjectMeta;
+use dcp_core::{CheckpointMetadata, FormatError, Key, Value};
 use dcp_formats::dcp::Sidecar;
 use dcp_formats::hf::IndexFile;
 use dcp_formats::metadata::{Profile, check_chunks, decode, encode};

@@ -10,9 +10,12 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
+use dcp_core::checkpoint::{DataSink, DataSource};
+use dcp_core::metadata::Entry;
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::storage::PutMode;
 use dcp_core::{
-    CheckpointError, DataSink, DataSource, Entry, Key, LoadPlan, Payload, PutMode, ReadItem,
-    ReadKind, Region, Storage, StorageReader, Tensor, TensorView, Value,
+    CheckpointError, Key, Payload, Region, Storage, StorageReader, Tensor, TensorView, Value,
 };
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveItem, TorchSaveOptions, TorchSavePlan, TorchSaveReader,

@@ -1,6 +1,8 @@
 //! Files that real PyTorch wrote, with all that training code leaves in them.
 
-use dcp_core::{DType, Entry, Layout, PathItem, Value};
+use dcp_core::metadata::{Entry, Layout};
+use dcp_core::path::PathItem;
+use dcp_core::{DType, Value};
 use serde_json::{Map, Value as Json, json};
 
 use crate::harness::Loaded;

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use dcp_core::{
-    Dict, Encoding, Layout, LoadPlan, ReadItem, ReadKind, Region, StorageReader as _, Tensor, Value,
-};
+use dcp_core::metadata::{Encoding, Layout};
+use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
+use dcp_core::value::Dict;
+use dcp_core::{Region, StorageReader as _, Tensor, Value};
 use dcp_formats::pickle::Writer;
 use dcp_formats::torch_object::encode_object;
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};

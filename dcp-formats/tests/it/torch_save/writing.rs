@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_conformance::MemoryStorage;
-use dcp_core::{
-    CheckpointError, DType, Entry, PathItem, PlanError, Storage, StorageReader as _, Value,
-};
+use dcp_core::metadata::Entry;
+use dcp_core::path::PathItem;
+use dcp_core::{CheckpointError, DType, PlanError, Storage, StorageReader as _, Value};
 use dcp_formats::torch_object::decode_object;
 use dcp_formats::torch_save::{
     TorchSaveContent, TorchSaveForm, TorchSaveItem, TorchSaveOptions, TorchSavePlan, write,
@@ -185,8 +185,9 @@ fn what_cannot_be_written_is_refused_by_name() {
         ..item("l.1099511627776", none())
     }]);
     assert_eq!(fqn, "l.1099511627776");
-    let mut class = dcp_core::Object::new(dcp_core::Global::new("m", "C"), Vec::new());
-    class.made_by = dcp_core::MadeBy::Unknown;
+    let mut class =
+        dcp_core::value::Object::new(dcp_core::value::Global::new("m", "C"), Vec::new());
+    class.made_by = dcp_core::value::MadeBy::Unknown;
     let (fqn, problem) =
         refused(&[item("o", TorchSaveContent::Object(Value::Object(Box::new(class))))]);
     assert!(fqn == "o" && problem.contains("m.C"), "{problem}");

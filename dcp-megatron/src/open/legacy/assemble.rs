@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use dcp_convert::jobs::get::Found;
+use dcp_convert::read::read_object;
 use dcp_convert::view::{AssembledBuilder, Piece, PieceFrom};
-use dcp_convert::{Found, Source, find, read_object};
+use dcp_convert::{Source, find};
 use dcp_core::{DType, Dims, Region, Tensor, Value};
 use indexmap::IndexMap;
 
@@ -180,7 +182,7 @@ impl<'l> Model<'l> {
             })
             .collect();
         let same = named.cells.keys().all(|cell| cell.len() == axes);
-        if same && dcp_core::checked_volume(&extents) == Some(named.cells.len() as u64) {
+        if same && dcp_core::dims::checked_volume(&extents) == Some(named.cells.len() as u64) {
             return Ok(extents);
         }
         Err(MegatronError::Legacy {
@@ -280,8 +282,9 @@ impl<'l> Model<'l> {
             Some(TensorCut::Column | TensorCut::Gated) => Some(0),
             Some(TensorCut::Row) => Some(1),
         };
-        let bad =
-            |error: dcp_core::RegionError| self.error(by_rank, 0, format!("{fqn:?}: {error}"));
+        let bad = |error: dcp_core::region::RegionError| {
+            self.error(by_rank, 0, format!("{fqn:?}: {error}"))
+        };
         let full = Region::full(local.clone()).map_err(bad)?;
         let Some(axis) = axis else {
             let leaf = leaves.first().copied();

@@ -321,7 +321,8 @@ fn missing_ranks(direction: &str, found: u32, said: u64) -> MegatronError {
 
 #[cfg(test)]
 mod tests {
-    use dcp_core::{Dict, Value};
+    use dcp_core::Value;
+    use dcp_core::value::Dict;
 
     use super::*;
 

@@ -5,7 +5,9 @@ use std::collections::HashMap;
 
 use dcp_convert::view::{Assembled, Piece, PieceFrom};
 use dcp_convert::{JobOptions, Source};
-use dcp_core::{Dims, Entry, PathItem, Region, TensorEntry};
+use dcp_core::metadata::{Entry, TensorEntry};
+use dcp_core::path::PathItem;
+use dcp_core::{Dims, Region};
 
 use super::leaves::{Found, Leaf};
 use super::model_chunk;
@@ -79,7 +81,7 @@ fn reshaped(
     tensor: &TensorEntry,
     entry: usize,
     shape: &Dims,
-) -> Result<Piece, dcp_core::RegionError> {
+) -> Result<Piece, dcp_core::region::RegionError> {
     let from = Region::full(tensor.shape.clone())?;
     let from = PieceFrom::Reshaped { part: 0, entry, region: from };
     Ok(Piece { region: Region::full(shape.clone())?, from })

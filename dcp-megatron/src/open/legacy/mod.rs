@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use dcp_convert::view::Assembled;
 use dcp_convert::{JobOptions, Source};
-use dcp_core::{Dict, Key, Storage, Value};
+use dcp_core::value::Dict;
+use dcp_core::{Key, Storage, Value};
 use dcp_formats::torch_save::TorchSaveReader;
 
 use folders::Grid;

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use dcp_core::{Dict, PathItem, Value};
+use dcp_core::Value;
+use dcp_core::path::PathItem;
+use dcp_core::value::Dict;
 
 use super::{File, RNG, is_model};
 use crate::error::MegatronError;
@@ -43,7 +45,8 @@ pub(super) fn strip(value: &mut Value) -> bool {
 /// Whether nothing of a value stays.
 fn goes(item: &mut Value, found: &mut bool) -> bool {
     if let Value::Tensor(tensor) = item {
-        let is_large = dcp_core::checked_volume(tensor.shape()).is_none_or(|volume| volume > 1);
+        let is_large =
+            dcp_core::dims::checked_volume(tensor.shape()).is_none_or(|volume| volume > 1);
         *found |= is_large;
         return is_large;
     }

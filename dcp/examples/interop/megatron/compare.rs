@@ -1,7 +1,7 @@
 //! Whether what was loaded is what was saved.
 
 use dcp::Value;
-use dcp::core::Dict;
+use dcp::core::value::Dict;
 use serde_json::Value as Json;
 
 use super::part::Wanted;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dcp::core::{Dict, Global, Object};
+use dcp::core::value::{Dict, Global, Object};
 use dcp::megatron::sharded::ObjectKey;
 use dcp::{DType, Value};
 use serde_json::Value as Json;

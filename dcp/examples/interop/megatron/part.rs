@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use dcp::core::Dict;
+use dcp::core::value::Dict;
 use dcp::megatron::sharded::{
     LocalNonpersistentObject, LocalTensor, ObjectKey, ShardedObject, ShardedStateDict,
     ShardedTensor, ShardedValue, swiglu,

@@ -1,6 +1,6 @@
 //! Python's `str()` of dict keys, from which PyTorch builds the steps of a path.
 
-use crate::value::Value;
+use super::Value;
 
 /// The maximum nesting depth of tuples.
 const MAX_DEPTH: usize = 8;

@@ -12,7 +12,7 @@ const MESSAGE_MAX: usize = 16 << 10;
 /// or are invisible are escaped as in Rust; the middle of a long name is omitted.
 ///
 /// ```
-/// assert_eq!(dcp_core::Quoted("a\x1b[31m").to_string(), r#""a\u{1b}[31m""#);
+/// assert_eq!(dcp_core::text::Quoted("a\x1b[31m").to_string(), r#""a\u{1b}[31m""#);
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Quoted<'a>(pub &'a str);

@@ -200,7 +200,8 @@ impl CheckpointFormat for MegatronCoreFormat {
     }
 
     fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {
-        if [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, RECORD, NEMO_WEIGHTS].contains(&name) {
+        let own = [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, RECORD, NEMO_WEIGHTS];
+        if own.contains(&name) || DcpFormat.owns(folder, name) {
             return true;
         }
         let Some(below) = folder.folder(name) else { return false };

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -143,16 +144,25 @@ fn a_master_that_never_comes_or_is_something_else_is_named() {
     let message = refusal(config(1, 2, port).connect_timeout(timeout).connect());
     assert!(message.contains(&format!("127.0.0.1:{port}")), "{message}");
 
-    let other = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = other.local_addr().unwrap().port();
-    let server = thread::spawn(move || {
-        let (mut stream, _) = other.accept().unwrap();
-        let _ = stream.read(&mut [0; 1000]);
-        let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+    // Answers until the end: a port that is free again may become that of another group.
+    let (other, port) = listener();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while let Ok((mut stream, _)) = other.accept() {
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+                let _ = stream.read(&mut [0; 1000]);
+                let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+            }
+        });
+        let outcome = config(1, 2, port).connect_timeout(timeout).connect();
+        is_over.store(true, Ordering::Relaxed);
+        TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let message = refusal(outcome);
+        assert!(message.contains("cannot join rank 0"), "{message}");
     });
-    let message = refusal(config(1, 2, port).connect_timeout(timeout).connect());
-    assert!(message.contains("cannot join rank 0"), "{message}");
-    server.join().unwrap();
 }
 
 #[test]

@@ -297,7 +297,7 @@ impl WriteReport {
         Self { files, sha256: BTreeMap::new() }
     }
 
-    /// Adds the SHA-256 hashes of files.
+    /// Sets the SHA-256 hashes of files.
     #[must_use]
     pub fn with_sha256(mut self, sha256: BTreeMap<Key, [u8; 32]>) -> Self {
         self.sha256 = sha256;

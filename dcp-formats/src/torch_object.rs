@@ -22,7 +22,7 @@ use crate::torch_zip::{ArchiveEncoder, ArchiveIndex, Halt, RecordSet, Sparse};
 
 /// The maximum size of an inflated record; PyTorch stores records without compression.
 const INFLATED_MAX: u64 = 1 << 30;
-/// The number of bytes by which tensors with strides of 0 may exceed the archive, in all.
+/// The number of bytes by which tensors with strides of 0 may exceed twice the archive, in all.
 const EXPANDED_MAX: u64 = 16 << 20;
 
 /// Decodes the object of a `torch.save` archive.

@@ -17,8 +17,8 @@ type Json = serde_json::Value;
 
 /// Limits on encoded values. What exceeds them becomes `{"type": "truncated", …}`.
 ///
-/// Repeated strings and byte strings are written again until their total reaches the larger of
-/// [`SHARED_MIN`](ValueEncoder::SHARED_MIN) and the total of distinct ones.
+/// Repeated strings and byte strings are written again until their total reaches
+/// [`SHARED_MIN`](ValueEncoder::SHARED_MIN) plus the total of distinct ones.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct JsonLimits {
@@ -85,7 +85,7 @@ impl Held {
 }
 
 impl<'a> ValueEncoder<'a> {
-    /// Bytes of repetitions that may be written regardless of the total of distinct strings.
+    /// Bytes of repetitions that may be written in addition to the total of distinct strings.
     pub const SHARED_MIN: usize = 16 << 20;
     /// A string up to this length costs no more than a reference to it.
     const SHORT: usize = 16;

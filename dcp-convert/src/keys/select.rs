@@ -54,14 +54,14 @@ impl Selection {
         Self::default()
     }
 
-    /// Adds a filter of the keys to include.
+    /// Sets the filter of the keys to include.
     #[must_use]
     pub fn including(mut self, filter: KeyFilter) -> Self {
         self.include = filter;
         self
     }
 
-    /// Adds a filter of the keys to exclude.
+    /// Sets the filter of the keys to exclude.
     #[must_use]
     pub fn excluding(mut self, filter: KeyFilter) -> Self {
         self.exclude = Some(filter);

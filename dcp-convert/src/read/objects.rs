@@ -51,7 +51,7 @@ pub async fn read_objects(
 /// Bytes that objects may occupy together, whatever the size of their files.
 const HELD_MIN: u64 = 256 << 20;
 
-/// Bytes that objects may occupy in proportion to the files. No limit when the sizes of files are
+/// [`HELD_MIN`] plus an amount in proportion to the files. No limit when the sizes of files are
 /// unknown, as for a view of several checkpoints.
 async fn held_max(source: &Source, metadata: &CheckpointMetadata) -> u64 {
     const PER_BYTE: u64 = 16;

@@ -71,7 +71,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Bytes of keys to hash per byte of the pickle, and at least.
+    /// Bytes of keys to hash: per byte of the pickle, plus a fixed number.
     const KEYS_PER_BYTE: usize = 16;
     const KEYS_MIN: usize = 1 << 20;
 

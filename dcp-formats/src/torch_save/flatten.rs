@@ -15,16 +15,16 @@ use crate::torch_tensor::makes_tensor;
 pub(super) const ROOT_KEY: &str = "value";
 /// The maximum nesting depth, as in the planner's flattening.
 const DEPTH_MAX: usize = 512;
-/// The maximum number of path steps and containers per node or reference of the pickle, and the
-/// number that is always allowed.
+/// The maximum number of path steps and containers: per node or reference of the pickle, plus a
+/// fixed number.
 const STEPS_PER_NODE: usize = 16;
 const STEPS_MIN: usize = 1 << 16;
-/// Bytes of names per byte of the pickle, and the number that is always allowed.
+/// The maximum total length of names in bytes: per byte of the pickle, plus a fixed number.
 const NAMES_PER_BYTE: usize = 16;
 const NAMES_MIN: usize = 1 << 20;
 /// The maximum number of name clashes that are reported.
 const NOTES_MAX: usize = 8;
-/// The maximum total length of names in bytes.
+/// The maximum total length of names in bytes for a pickle of any length.
 const NAMES_MAX: usize = 256 << 20;
 /// The maximum number of items in all flattened containers: ten times that of large checkpoints. An
 /// item takes about half a KiB.

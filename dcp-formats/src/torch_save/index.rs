@@ -13,7 +13,7 @@ use crate::torch_tensor::{ByteOrder, TensorLayout, wrapped};
 use crate::torch_zip::{Method, Record};
 
 /// The size by which tensors may exceed their storages because they repeat elements
-/// (`torch.Tensor.expand`): per byte of the storages, and at least.
+/// (`torch.Tensor.expand`): per byte of the storages, plus a fixed size.
 const EXPANDED_RATIO: u64 = 16;
 const EXPANDED_MIN: u64 = 1 << 30;
 

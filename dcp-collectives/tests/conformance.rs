@@ -5,7 +5,6 @@
     reason = "panicking is how the suite is told of a group that cannot be"
 )]
 
-use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread;
@@ -21,9 +20,9 @@ fn local(world_size: u32, deadline: Duration) -> Vec<Box<dyn Collective>> {
 }
 
 fn tcp(world_size: u32, deadline: Duration) -> Vec<Box<dyn Collective>> {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let config = |rank| TcpConfig::new(rank, world_size, "127.0.0.1", port).deadline(deadline);
+    let (listener, port) = dcp_testing::listener();
+    let master = dcp_testing::loopback().to_string();
+    let config = |rank| TcpConfig::new(rank, world_size, &*master, port).deadline(deadline);
     let mut master = Some(listener);
     let ranks = (0..world_size)
         .map(|rank| match master.take() {

@@ -6,10 +6,12 @@
 #![allow(clippy::unwrap_used, reason = "tests fail loudly")]
 
 mod folders;
+mod loopback;
 mod ranks;
 mod stored;
 
 pub use folders::{copy_folder, fixture, fixtures};
+pub use loopback::{listener, loopback};
 pub use ranks::{on_boxed_ranks, on_each, on_ranks};
 pub use stored::{get, in_memory, key, memory, names, put, put_folder};
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -112,19 +112,21 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Begins to accept connections.
+    /// Begins to accept connections; `joiners` receives the ranks that join, until
+    /// [`close_desk`](Self::close_desk).
     pub(super) fn start(
         listener: TcpListener,
         job: &str,
         rank: Rank,
         world_size: u32,
+        joiners: Option<Sender<Joiner>>,
     ) -> io::Result<Self> {
         let desk = Arc::new(Desk {
             job: job.to_owned(),
             rank,
             world_size,
             stop: AtomicBool::new(false),
-            joiners: Mutex::new(None),
+            joiners: Mutex::new(joiners),
             inboxes: Mutex::new(HashMap::new()),
             handshakes: Mutex::new(0),
             finished: Condvar::new(),
@@ -152,13 +154,6 @@ impl Node {
 
     pub(super) fn job(&self) -> &str {
         &self.desk.job
-    }
-
-    /// Where ranks that want to join are announced from now on.
-    pub(super) fn open_desk(&self) -> Receiver<Joiner> {
-        let (sender, receiver) = mpsc::channel();
-        *self.desk.joiners() = Some(sender);
-        receiver
     }
 
     /// Turns away who wants to join from now on.

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::sync::mpsc::RecvTimeoutError;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
@@ -41,9 +41,10 @@ fn host(config: &mut TcpConfig, deadline: Deadline) -> Result<Node, CollectiveEr
         Some(listener) => listener,
         None => listen_as_master(config).map_err(cannot_listen)?,
     };
-    let mut node =
-        Node::start(listener, &config.job, 0, config.world_size).map_err(cannot_listen)?;
-    let joined = collect(&node, config, deadline)?;
+    let (joiners, arrivals) = mpsc::channel();
+    let mut node = Node::start(listener, &config.job, 0, config.world_size, Some(joiners))
+        .map_err(cannot_listen)?;
+    let joined = collect(&arrivals, config, deadline)?;
     node.close_desk();
     let own = config.advertise.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
     let mut addresses = vec![SocketAddr::new(own, node.local().port())];
@@ -76,11 +77,10 @@ fn listen_as_master(config: &TcpConfig) -> io::Result<TcpListener> {
 
 /// Waits until every other rank has come and is still there.
 fn collect(
-    node: &Node,
+    arrivals: &Receiver<Joiner>,
     config: &TcpConfig,
     deadline: Deadline,
 ) -> Result<HashMap<Rank, Joiner>, CollectiveError> {
-    let desk = node.open_desk();
     let mut joined = HashMap::<Rank, Joiner>::new();
     loop {
         if joined.len() as u64 == u64::from(config.world_size) - 1 {
@@ -92,7 +92,7 @@ fn collect(
         let Some(left) = deadline.left() else {
             return Err(give_up(config, &joined));
         };
-        let joiner = match desk.recv_timeout(left.min(Duration::from_secs(60))) {
+        let joiner = match arrivals.recv_timeout(left.min(Duration::from_secs(60))) {
             Ok(joiner) => joiner,
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => return Err(give_up(config, &joined)),
@@ -179,11 +179,16 @@ fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result
         IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
     };
     let listener = TcpListener::bind((listen_at, 0))?;
+    // Rank 0 sees every rank of its host at 127.0.0.1, at whatever loopback address it listens.
+    let own = config.is_on_one_host().then_some(listen_at);
     let hello = Hello {
         job: config.job.clone(),
         world_size: config.world_size,
         rank: config.rank,
-        purpose: Purpose::Join { port: listener.local_addr()?.port(), ip: config.advertise },
+        purpose: Purpose::Join {
+            port: listener.local_addr()?.port(),
+            ip: config.advertise.or(own),
+        },
     };
     let patience = Patience::until(deadline);
     let stream = dial(master, &hello, patience)?;
@@ -194,7 +199,7 @@ fn join_at(config: &TcpConfig, master: SocketAddr, deadline: Deadline) -> Result
         Reply::Refused { reason, retry } => return Err(DialError::Refused { reason, retry }),
         _ => return Err(wire::invalid("rank 0 sent no address table").into()),
     };
-    let mut node = Node::start(listener, &config.job, config.rank, config.world_size)?;
+    let mut node = Node::start(listener, &config.job, config.rank, config.world_size, None)?;
     node.set_addresses(addresses.into_iter().map(|at| seen_from_here(at, master)).collect());
     Ok(node)
 }

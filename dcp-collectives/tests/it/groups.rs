@@ -1,11 +1,12 @@
 //! Groups over loopback sockets, with threads as ranks.
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 use std::time::Duration;
 
 use dcp_collectives::{TcpCollective, TcpConfig};
+pub(crate) use dcp_testing::{listener, loopback};
 use socket2::{Domain, Socket, Type};
 
 /// Long enough for a busy machine.
@@ -23,25 +24,19 @@ pub(crate) fn with_growing_deadline(test: impl Fn(Duration)) {
     }
 }
 
-/// A bound listener for rank 0, and its port.
-pub(crate) fn listener() -> (TcpListener, u16) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    (listener, port)
-}
-
 /// A port at which nobody listens, and what keeps others from taking it. Who asks for it by number
 /// can listen there all the same.
 pub(crate) fn reserved_port() -> (Socket, u16) {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     socket.set_reuse_address(true).unwrap();
-    socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    socket.bind(&SocketAddr::from((loopback(), 0)).into()).unwrap();
     let port = socket.local_addr().unwrap().as_socket().unwrap().port();
     (socket, port)
 }
 
 pub(crate) fn config(rank: u32, world_size: u32, port: u16) -> TcpConfig {
-    TcpConfig::new(rank, world_size, "127.0.0.1", port).deadline(PATIENT).connect_timeout(PATIENT)
+    let config = TcpConfig::new(rank, world_size, loopback().to_string(), port);
+    config.deadline(PATIENT).connect_timeout(PATIENT)
 }
 
 /// Forms a group whose ranks are configured alike.

@@ -17,7 +17,7 @@ use dcp_collectives::TcpConfig;
 use dcp_core::{Collective, CollectiveError};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
-use crate::groups::{PATIENT, reserved_port, with_growing_deadline};
+use crate::groups::{PATIENT, loopback, reserved_port, with_growing_deadline};
 
 /// What a copy does after its first barrier; unset in the test itself.
 const ROLE: &str = "DCP_TEST_ROLE";
@@ -46,7 +46,7 @@ impl RankProcess {
             .args(["processes::rank_process", "--exact", "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
             .env(DEADLINE, deadline.as_millis().to_string())
-            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_ADDR", loopback().to_string())
             .env("MASTER_PORT", port.to_string())
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", world_size.to_string())

@@ -9,7 +9,7 @@ use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use crate::groups::{config, listener, reserved_port, tcp_group, with_growing_deadline};
+use crate::groups::{config, listener, loopback, reserved_port, tcp_group, with_growing_deadline};
 use dcp_collectives::TcpCollective;
 use dcp_core::{Collective, CollectiveError};
 use dcp_testing::on_each;
@@ -36,7 +36,7 @@ fn one_that_joins(port: u16) -> TcpStream {
     let body = b"\xa4\x63job\x60\x6aworld_size\x03\x64rank\x01\
         \x67purpose\xa1\x64Join\xa2\x64port\x01\x62ip\xf6";
     let len = u32::try_from(body.len()).unwrap();
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let mut stream = TcpStream::connect((loopback(), port)).unwrap();
     let head = [&b"dcp-coll\x01\0\0\0"[..], &len.to_le_bytes()].concat();
     stream.write_all(&[&head, &body[..]].concat()).unwrap();
     let reply = item(&mut stream);
@@ -55,7 +55,7 @@ fn refusal(connected: Connected) -> String {
 fn a_late_master_is_waited_for() {
     let (_reserved, port) = reserved_port();
     // It hangs up on everybody, and so shows that both ranks have come.
-    let door = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let door = TcpListener::bind((loopback(), port)).unwrap();
     let group = thread::scope(|scope| {
         let early = [1, 2].map(|rank| scope.spawn(move || config(rank, 3, port).connect()));
         let mut seen = BTreeSet::new();
@@ -84,7 +84,7 @@ fn strangers_disturb_nobody() {
         &[0xff; 5000],
     ]
     .map(|bytes| {
-        let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let mut stranger = TcpStream::connect((loopback(), port)).unwrap();
         stranger.write_all(bytes).unwrap();
         stranger
     });
@@ -142,7 +142,7 @@ fn a_master_that_never_comes_or_is_something_else_is_named() {
     let timeout = Duration::from_millis(300);
     let (_reserved, port) = reserved_port();
     let message = refusal(config(1, 2, port).connect_timeout(timeout).connect());
-    assert!(message.contains(&format!("127.0.0.1:{port}")), "{message}");
+    assert!(message.contains(&format!("{}:{port}", loopback())), "{message}");
 
     // Answers until the end: a port that is free again may become that of another group.
     let (other, port) = listener();
@@ -159,7 +159,7 @@ fn a_master_that_never_comes_or_is_something_else_is_named() {
         });
         let outcome = config(1, 2, port).connect_timeout(timeout).connect();
         is_over.store(true, Ordering::Relaxed);
-        TcpStream::connect(("127.0.0.1", port)).unwrap();
+        TcpStream::connect((loopback(), port)).unwrap();
         let message = refusal(outcome);
         assert!(message.contains("cannot join rank 0"), "{message}");
     });

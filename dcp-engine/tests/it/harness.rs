@@ -16,14 +16,13 @@ pub(crate) fn on_tcp_ranks<T: Send>(
     n: u32,
     main: impl Fn(u32, Arc<dyn Collective>) -> T + Sync,
 ) -> Vec<T> {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
+    let (listener, port) = dcp_testing::listener();
     let mut listener = Some(listener);
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..n)
             .map(|rank| {
                 let patient = Duration::from_secs(120);
-                let mut config = TcpConfig::new(rank, n, "127.0.0.1", port)
+                let mut config = TcpConfig::new(rank, n, dcp_testing::loopback().to_string(), port)
                     .deadline(patient)
                     .connect_timeout(patient);
                 if let Some(listener) = listener.take() {

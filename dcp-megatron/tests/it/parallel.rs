@@ -277,14 +277,13 @@ fn nobody_waits_for_a_dead_rank() {
 
 #[test]
 fn ranks_may_be_processes_apart() {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
+    let (listener, port) = dcp_testing::listener();
     let mut listener = Some(listener);
     let owned: Vec<Vec<bool>> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..3)
             .map(|rank| {
                 let patient = Duration::from_secs(120);
-                let mut config = TcpConfig::new(rank, 3, "127.0.0.1", port)
+                let mut config = TcpConfig::new(rank, 3, dcp_testing::loopback().to_string(), port)
                     .deadline(patient)
                     .connect_timeout(patient);
                 if let Some(listener) = listener.take() {

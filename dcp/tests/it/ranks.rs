@@ -59,13 +59,13 @@ pub(crate) fn ranks_doing<'a>(
     // Nobody listens there, and nobody else gets it until rank 0 asks for it by number.
     let reserved = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     reserved.set_reuse_address(true).unwrap();
-    reserved.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    reserved.bind(&SocketAddr::from((dcp_testing::loopback(), 0)).into()).unwrap();
     let port = reserved.local_addr().unwrap().as_socket().unwrap().port();
     let reserved = Arc::new(reserved);
     (0..world)
         .map(|rank| {
             let variables = [
-                ("MASTER_ADDR", "127.0.0.1".to_owned()),
+                ("MASTER_ADDR", dcp_testing::loopback().to_string()),
                 ("MASTER_PORT", port.to_string()),
                 ("RANK", rank.to_string()),
                 ("WORLD_SIZE", world.to_string()),

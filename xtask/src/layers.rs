@@ -186,7 +186,7 @@ const LAYERS: &[Layer] = &[
         uses: &["dcp-core", "dcp-conformance", "dcp-collectives"],
         tests_use: &[],
         never: &["object_store", "reqwest", "hyper", "zip"],
-        never_named: &["std::net", "std::process::Command"],
+        never_named: &["std::process::Command"],
     },
     Layer { package: "xtask", uses: &[], tests_use: &[], never: RUNTIMES, never_named: &[] },
 ];

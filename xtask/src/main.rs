@@ -8,6 +8,7 @@ mod api;
 mod bench;
 mod bench_convert;
 mod browser;
+mod emulators;
 mod features;
 mod fuzz;
 mod interop;
@@ -46,6 +47,8 @@ cargo xtask <command>
                                       transformers; --megatron-version VERSION for another one
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
   bench convert [...]                 the same for converting, with peak memory
+  emulators up | down | env           S3, Azure, GCS and HTTP on this machine, for tests
+  emulators run -- COMMAND            the same for one command
   browser [--keep]                    pages of `dcp report` in headless Chromium
   shells                              completions in fish and zsh, manual pages in groff
   features                            each package and each feature alone, and the plug-in
@@ -64,6 +67,7 @@ fn main() -> ExitCode {
         ["interop", ref rest @ ..] => interop::main(rest),
         ["bench", ref rest @ ..] => bench::main(rest),
         ["api", ref rest @ ..] => api::main(rest),
+        ["emulators", ref rest @ ..] => emulators::main(rest),
         ["features"] => features::main(),
         ["browser", ref rest @ ..] => browser::main(rest),
         ["shells"] => shells::main(),

@@ -124,7 +124,7 @@ fn before(version: &str, (major, minor): (u32, u32)) -> bool {
 }
 
 /// `$DCP_INTEROP_CACHE`, else `dcp-interop` in the user's cache folder.
-fn cache() -> Result<PathBuf> {
+pub(crate) fn cache() -> Result<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).filter(|f| !f.is_empty()).map(PathBuf::from);
     folder("DCP_INTEROP_CACHE")
         .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("dcp-interop")))

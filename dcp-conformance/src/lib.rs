@@ -11,7 +11,8 @@
 //!
 //! For tests of code that *uses* a plug-in: [`MemoryStorage`], and decorators that count, slow
 //! down, stop and fail: [`CountingStorage`], [`SlowStorage`], [`StallStorage`], [`FaultStorage`],
-//! [`FaultWriter`], [`SlowCollective`] and [`FaultCollective`].
+//! [`FaultWriter`], [`SlowCollective`] and [`FaultCollective`]. The feature `http` adds the module
+//! `http`: a proxy that injects faults into HTTP connections, and a double of Google Cloud Storage.
 
 mod case;
 pub mod collective;
@@ -20,6 +21,8 @@ mod fault_collective;
 mod fault_storage;
 mod fault_writer;
 pub mod format;
+#[cfg(feature = "http")]
+pub mod http;
 mod memory_storage;
 mod numbers;
 pub mod planner;

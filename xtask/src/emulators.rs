@@ -198,6 +198,7 @@ impl Emulators {
         if let (Some(python), Some(azurite)) = (&python, installed("Azure", install::azurite())) {
             started.azure(python, &azurite)?;
         }
+        started.gcs()?;
         Ok(started)
     }
 
@@ -238,6 +239,26 @@ impl Emulators {
         self.set("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY);
         // `object_store` reads the endpoint of an emulator from here and from nowhere else.
         self.set("AZURITE_BLOB_STORAGE_URL", &endpoint);
+        self.servers.push(server);
+        Ok(())
+    }
+
+    fn gcs(&mut self) -> Result {
+        let mut cargo = workspace::cargo();
+        cargo.args(["build", "--quiet", "-p", "dcp-conformance", "--features", "http"]);
+        process::run(cargo.args(["--example", "gcs_double"]))?;
+        let double = workspace::target()?.join("debug/examples/gcs_double");
+        let server = Server::start(Command::new(double).arg(BUCKET), "serves ")?;
+        self.set("DCP_TEST_GCS_ENDPOINT", &server.endpoint);
+        self.set("DCP_TEST_GCS_BUCKET", BUCKET);
+        let key = json!({
+            "gcs_base_url": server.endpoint,
+            "disable_oauth": true,
+            "client_email": "",
+            "private_key": "",
+            "private_key_id": "",
+        });
+        self.set("GOOGLE_SERVICE_ACCOUNT_KEY", &key.to_string());
         self.servers.push(server);
         Ok(())
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dcp_convert::Source;
 use dcp_core::Storage;
-use dcp_core::format::UnfinishedSave;
+use dcp_core::format::{FormatInfo, UnfinishedSave};
 use dcp_megatron::MegatronCheckpoint;
 
 use crate::opener::Opener;
@@ -18,6 +18,7 @@ pub struct Checkpoint {
     pub(crate) opener: Opener,
     pub(crate) uri: String,
     pub(crate) place: String,
+    pub(crate) format: FormatInfo,
     pub(crate) source: Source,
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) is_folder: bool,
@@ -41,6 +42,12 @@ impl Checkpoint {
         &self.place
     }
 
+    /// The names of its format.
+    #[must_use]
+    pub fn format(&self) -> FormatInfo {
+        self.format
+    }
+
     /// What jobs of [`dcp_convert`] read.
     #[must_use]
     pub fn source(&self) -> &Source {
@@ -57,6 +64,11 @@ impl Checkpoint {
     #[must_use]
     pub fn is_folder(&self) -> bool {
         self.is_folder
+    }
+
+    /// Whether this is a folder that may have the configuration of a Hugging Face model.
+    pub(crate) fn is_model_folder(&self) -> bool {
+        self.is_folder && self.format.model_folders
     }
 
     /// The checkpoint of Megatron-Core, if it is one.

@@ -123,7 +123,7 @@ impl Conversion<'_> {
         let checkpoint = Whole::of(self.checkpoint).await?;
         let (destination, job) = (&self.destination, &self.job);
         destination.keep_apart(&checkpoint).await?;
-        if matches!(format, Format::TorchDist | Format::Dcp | Format::TorchSave) {
+        if !matches!(format, Format::Safetensors | Format::HuggingFace) {
             refuse_unfinished(&checkpoint)?;
         }
         let source = self.optimizer.apply(&checkpoint, &selection, job, &mut notes).await?;

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use dcp_convert::cast::{CastOptions, is_exact};
 use dcp_convert::keys::unmatched_patterns;
 use dcp_convert::{ConversionReport, JobOptions, Source, view};
+use dcp_core::format::{CheckpointTarget, WriterOptions};
 use dcp_core::{DType, Value};
-use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_save::{TorchSaveForm, TorchSaveOptions};
 use dcp_megatron::partition::ParallelLayout;
 use dcp_planner::KeyFilter;
@@ -17,6 +17,7 @@ use crate::format::Format;
 use crate::megatron_target::MegatronTarget;
 use crate::model_files::{self, Files};
 use crate::new_folders::NewFolders;
+use crate::opener::Opener;
 use crate::overlap_guard::keep_apart;
 use crate::rollback::Rollback;
 use crate::target::{Place, TargetOptions};
@@ -96,7 +97,8 @@ impl Destination {
         self
     }
 
-    /// Writes for this number of ranks, each of which gets a file. For [`Format::Dcp`].
+    /// Writes for this number of ranks, each of which gets a file. For [`Format::Dcp`] and
+    /// [`Format::Registered`].
     #[must_use]
     pub fn ranks(mut self, ranks: impl Into<Option<u32>>) -> Self {
         self.ranks = ranks.into();
@@ -187,8 +189,9 @@ impl Destination {
             None => Format::of_name(&self.uri)?,
         };
         let megatron = self.megatron.given();
+        let has_ranks = matches!(format, Format::Dcp | Format::Registered(_));
         for (given, option, of) in [
-            (self.ranks.is_some(), "--ranks", Format::Dcp),
+            (self.ranks.is_some() && !has_ranks, "--ranks", Format::Dcp),
             (self.max_shard_bytes.is_some(), "--max-shard-size", Format::HuggingFace),
             (self.config.is_some() && format != Format::TorchDist, "--config", Format::HuggingFace),
             (megatron.is_some(), megatron.unwrap_or_default(), Format::TorchDist),
@@ -245,7 +248,8 @@ impl Destination {
         let options = self.target_options(job);
         let folders = NewFolders::before(&self.uri, &self.rollback);
         let place = Place::new(&checkpoint.opener, &self.uri, &options);
-        let mut report = match self.format()? {
+        let format = self.format()?;
+        let mut report = match format {
             Format::Safetensors => {
                 let target = place.file().await?;
                 dcp_convert::to_safetensors(source, &target, job).await?
@@ -264,18 +268,20 @@ impl Destination {
                     None => Vec::new(),
                 };
                 model_files::complete(&mut files, how.files);
-                let folder = place.folder(true).await?;
+                let folder = place.model().await?;
                 let folder = (&folder, &*self.uri);
                 let max_bytes = self.max_shard_bytes.unwrap_or(MAX_SHARD_BYTES);
                 model_files::write(source, folder, files, max_bytes, self.overwrite, job).await?
             }
-            Format::Dcp => {
-                let storage = place.dcp().await?;
-                let writer = DcpWriter::builder(storage).overwrite(self.overwrite).build();
-                dcp_convert::reshard(source, &writer, self.ranks.unwrap_or(1), job).await?
+            Format::Dcp | Format::Registered(_) => {
+                let target = target_of(&checkpoint.opener, format)?;
+                let storage = place.checkpoint(target).await?;
+                let options = WriterOptions::default().with_overwrite(self.overwrite);
+                let writer = target.writer(storage, &options)?;
+                dcp_convert::reshard(source, &*writer, self.ranks.unwrap_or(1), job).await?
             }
             Format::TorchDist => {
-                let storage = place.megatron().await?;
+                let storage = place.checkpoint(target_of(&checkpoint.opener, format)?).await?;
                 let layout = how.layout.unwrap_or_else(|| ParallelLayout::new(1, 1));
                 let what = (layout, how.common);
                 self.megatron.write(source, storage, what, self.overwrite, job).await?
@@ -306,6 +312,18 @@ impl Destination {
         let (source, cast) = view::Cast::apply(source, rule, CastOptions::default(), job).await?;
         Ok((source, Some(cast), unmatched))
     }
+}
+
+/// How a format is written, by the opener's formats.
+fn target_of(opener: &Opener, format: Format) -> Result<&dyn CheckpointTarget, Error> {
+    let registered = format.registered().and_then(|name| opener.formats.by_name(name));
+    registered.and_then(|format| format.target()).ok_or_else(|| {
+        let problem = match registered {
+            Some(_) => "can only be read",
+            None => "is not one of the opener's formats",
+        };
+        Error::new(ErrorKind::InvalidOption, format!("the format {format} {problem}"))
+    })
 }
 
 /// What the source says of how it is to be written.

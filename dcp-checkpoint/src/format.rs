@@ -1,6 +1,7 @@
 //! The formats that a checkpoint can be written in.
 
 use std::fmt;
+use std::str::FromStr;
 
 use dcp_convert::keys::StatePart;
 
@@ -22,22 +23,94 @@ pub enum Format {
     Dcp,
     /// A directory of Megatron-Core's `torch_dist`.
     TorchDist,
+    /// A directory of another format that the [`Opener`](crate::Opener) has, by its
+    /// [name](dcp_core::format::FormatInfo::name). It must be a
+    /// [target](dcp_core::format::CheckpointFormat::target).
+    Registered(&'static str),
 }
 
 impl fmt::Display for Format {
     /// As `dcp convert --to` names it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    /// The format of that name, as [`Display`](fmt::Display) writes it.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidOption`](ErrorKind::InvalidOption) for a name of no format,
+    /// [`Undecided`](ErrorKind::Undecided) for a name of several. Names of
+    /// [`Registered`](Self::Registered) formats are not known here.
+    ///
+    /// ```
+    /// use dcp_checkpoint::Format;
+    /// assert_eq!("torch-dist".parse::<Format>().unwrap(), Format::TorchDist);
+    /// assert!("torch".parse::<Format>().is_err());
+    /// ```
+    fn from_str(name: &str) -> Result<Self, Error> {
+        if name == "megatron" {
+            return Ok(Self::TorchDist);
+        }
+        if let Some(format) = Self::ALL.into_iter().find(|format| format.name() == name) {
+            return Ok(format);
+        }
+        if name == "torch" || name == "pytorch" {
+            let message = format!("{name:?} names several formats");
+            return Err(Error::new(ErrorKind::Undecided, message).with_hint(
+                "torch-save is one file of torch.save, dcp a directory of \
+                 torch.distributed.checkpoint, torch-dist one of Megatron-Core",
+            ));
+        }
+        let message = format!("{name:?} names no format");
+        Err(Error::new(ErrorKind::InvalidOption, message).with_hint(format!("say {}", names())))
+    }
+}
+
+/// The names of all formats, as an enumeration for people.
+fn names() -> String {
+    let [rest @ .., last] = Format::ALL.map(Format::name);
+    format!("{} or {last}", rest.join(", "))
+}
+
+impl Format {
+    /// The formats that dcp writes.
+    pub const ALL: [Self; 5] =
+        [Self::Safetensors, Self::HuggingFace, Self::TorchSave, Self::Dcp, Self::TorchDist];
+
+    /// Its name, as `dcp convert --to` takes it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
             Self::Safetensors => "safetensors",
             Self::HuggingFace => "hf",
             Self::TorchSave => "torch-save",
             Self::Dcp => "dcp",
             Self::TorchDist => "torch-dist",
-        })
+            Self::Registered(name) => name,
+        }
     }
-}
 
-impl Format {
+    /// What is written, in a line.
+    #[must_use]
+    pub fn description(self) -> &'static str {
+        match self {
+            Self::Safetensors => "One safetensors file",
+            Self::HuggingFace => {
+                "A directory as Hugging Face models have it: model.safetensors, or several files \
+                 and an index"
+            }
+            Self::TorchSave => "One file of torch.save, objects included",
+            Self::Dcp => "A directory of PyTorch's torch.distributed.checkpoint",
+            Self::TorchDist => "A directory of Megatron-Core's torch_dist",
+            Self::Registered(_) => "A directory of a format that is registered",
+        }
+    }
+
     /// The format that the ending of a name says.
     ///
     /// # Errors
@@ -58,24 +131,42 @@ impl Format {
         }
         let message = format!("cannot tell in which format to write {target:?}");
         Err(Error::new(ErrorKind::InvalidOption, message)
-            .with_hint("say --to safetensors, hf, torch-save, dcp or torch-dist"))
+            .with_hint(format!("say --to {}", names())))
     }
 
     /// The part of a training state that is written when no other is chosen.
     #[must_use]
     pub fn usual_part(self) -> StatePart {
         match self {
-            Self::Safetensors | Self::TorchSave | Self::Dcp | Self::TorchDist => {
-                StatePart::Everything
-            }
+            Self::Safetensors
+            | Self::TorchSave
+            | Self::Dcp
+            | Self::TorchDist
+            | Self::Registered(_) => StatePart::Everything,
             Self::HuggingFace => StatePart::Model,
         }
+    }
+
+    /// The name under which the format is registered, if any number of ranks can write it.
+    pub(crate) fn registered(self) -> Option<&'static str> {
+        match self {
+            Self::Dcp => Some("dcp"),
+            Self::TorchDist => Some("megatron"),
+            Self::Registered(name) => Some(name),
+            Self::Safetensors | Self::HuggingFace | Self::TorchSave => None,
+        }
+    }
+
+    /// The format that is registered under this name.
+    pub(crate) fn of_registered(name: &'static str) -> Self {
+        let known = Self::ALL.into_iter().find(|format| format.registered() == Some(name));
+        known.unwrap_or(Self::Registered(name))
     }
 
     pub(crate) fn shape(self) -> Shape {
         match self {
             Self::Safetensors | Self::TorchSave => Shape::File,
-            Self::HuggingFace | Self::Dcp | Self::TorchDist => Shape::Folder,
+            Self::HuggingFace | Self::Dcp | Self::TorchDist | Self::Registered(_) => Shape::Folder,
         }
     }
 }

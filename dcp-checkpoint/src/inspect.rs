@@ -75,7 +75,7 @@ impl Checkpoint {
     }
 
     async fn no_common_state(&self, option: &str) -> Error {
-        if self.source.dcp_reader().is_some()
+        if self.is_folder
             && let Ok(config) = Key::new(METADATA_JSON)
             && self.storage.contains(&config).await.unwrap_or(false)
         {

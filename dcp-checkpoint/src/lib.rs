@@ -21,7 +21,6 @@ mod open;
 mod opener;
 mod optimizer;
 mod overlap_guard;
-mod recognize;
 mod reshard;
 mod rollback;
 mod run_config;

@@ -73,9 +73,8 @@ impl Origin {
             return Ok(Self::Megatron);
         }
         let storage = &*opened.storage;
-        let is_folder = opened.is_folder && opened.source.dcp_reader().is_none();
         let config = Key::new(CONFIG).map_err(StorageError::from)?;
-        Ok(match is_folder && storage.contains(&config).await? {
+        Ok(match opened.is_model_folder() && storage.contains(&config).await? {
             true => Self::HuggingFace,
             false => Self::Other,
         })

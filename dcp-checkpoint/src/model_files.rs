@@ -64,8 +64,7 @@ pub(crate) fn files_in(folder: &Path) -> Result<Files, Error> {
 /// `config.json` or where the checkpoint is of another format.
 pub(crate) async fn files_of(checkpoint: &Checkpoint) -> Result<Files, Error> {
     let mut files = Vec::new();
-    let is_other = checkpoint.megatron.is_some() || checkpoint.source.dcp_reader().is_some();
-    if is_other || !checkpoint.is_folder {
+    if !checkpoint.is_model_folder() {
         return Ok(files);
     }
     let storage = &checkpoint.storage;

@@ -1,12 +1,16 @@
 //! From a URL to a checkpoint to read.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::Source;
 use dcp_convert::open::RunListing;
 use dcp_convert::write::{MetadataRewrite, ProfileChoice};
-use dcp_core::format::{Evidence, OpenOptions, Place, RunSelection, UnfinishedSave};
+use dcp_core::format::{
+    CheckpointTarget, Evidence, FormatInfo, Occupant, OpenOptions, OpenedCheckpoint, Place,
+    RankDifference, RunSelection, UnfinishedSave,
+};
 use dcp_core::registry::Access;
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use dcp_megatron::MegatronCheckpoint;
@@ -16,7 +20,6 @@ use crate::checkpoint::{Checkpoint, TrackerProblem};
 use crate::error::{Error, ErrorKind};
 use crate::notes::Notes;
 use crate::opener::{Need, Opener};
-use crate::recognize::{is_dcp, model_file};
 use crate::text::list;
 use crate::uri::{below, split};
 
@@ -47,14 +50,15 @@ impl Opener {
     }
 
     async fn open_noting(&self, uri: &str, notes: &mut Notes) -> Result<Checkpoint, Error> {
-        let opened = |place: String, storage: &Arc<dyn Storage>, source, megatron| Checkpoint {
+        let opened = |place: String, format: FormatInfo, found: OpenedCheckpoint| Checkpoint {
             opener: self.clone(),
             uri: uri.to_owned(),
             place,
-            source,
-            storage: Arc::clone(storage),
+            format,
+            storage: Arc::clone(&found.storage),
             is_folder: true,
-            megatron,
+            megatron: found.extension::<MegatronCheckpoint>(),
+            source: Source::from(found),
             unfinished: None,
             tracker_problem: None,
             notes: Vec::new(),
@@ -65,12 +69,10 @@ impl Opener {
                 let Some((storage, key)) = self.file(uri).await else {
                     return Err(cannot_open(uri, error));
                 };
-                let source = self.open_file(uri, Arc::clone(&storage), key).await?;
-                if let Some(save) = source.save_reader() {
-                    save.notes().await?.iter().for_each(|note| notes.say(note.to_string()));
-                }
-                let opened = opened(uri.to_owned(), &storage, source, None);
-                return Ok(Checkpoint { is_folder: false, ..opened });
+                let (format, found) = self.open_file(uri, &storage, key).await?;
+                found.notes.iter().for_each(|note| notes.say(note));
+                let opened = opened(uri.to_owned(), format, found);
+                return Ok(Checkpoint { is_folder: false, storage, ..opened });
             }
         };
         let found = self.find(uri, &storage, notes).await?;
@@ -83,21 +85,22 @@ impl Opener {
         if let Some(variant) = &self.variant
             && !is_megatron
         {
-            let (storage, source) = self.open_variant(&at, &place, variant).await?;
-            return Ok(opened(at, &storage, source, None));
+            let (format, found) = self.open_variant(&at, &place, variant).await?;
+            return Ok(opened(at, format, found));
         }
         match best.format.open(&place, &self.options()).await {
             Ok(found) => {
+                if !is_megatron {
+                    self.settle_ranks(uri, &found.differing)?;
+                }
                 found.notes.iter().for_each(|note| notes.say(note));
-                let megatron = found.extension::<MegatronCheckpoint>();
-                let storage = Arc::clone(&found.storage);
-                let source = Source::from(found);
-                let is_plain = megatron.is_none();
-                let mut opened = opened(at, &storage, source, megatron);
+                if self.rank.is_none() && !found.differing.is_empty() {
+                    notes.say("--rank N shows what another rank has");
+                }
+                note_variants(&found.variants, notes);
+                let mut opened = opened(at, best.format.info(), found);
                 opened.tracker_problem = tracker_problem;
-                if is_plain {
-                    self.settle_ranks(uri, &opened.source, notes).await?;
-                    note_variants(&opened.source.variants().await?, notes);
+                if !is_megatron {
                     let metadata = opened.source.metadata().await?;
                     let unfinished = self.formats.unfinished(&folder, &metadata);
                     if let Some((_, unfinished)) = unfinished {
@@ -118,9 +121,9 @@ impl Opener {
                     (self.need, self.rank, &error)
                 {
                     // Tensors of ranks that differ in dtype or shape need a choice, too.
-                    let tolerant = Source::dcp(Arc::clone(place.storage()), true);
-                    if tolerant.metadata().await.is_ok() {
-                        self.settle_ranks(uri, &tolerant, &mut Notes::unheard()).await?;
+                    let tolerant = self.options().with_tolerant(true);
+                    if let Ok(found) = best.format.open(&place, &tolerant).await {
+                        self.settle_ranks(uri, &found.differing)?;
                     }
                 }
                 Err(cannot_read(if is_megatron { &at } else { uri }, error))
@@ -234,15 +237,22 @@ impl Opener {
         };
         let place = self.look(uri, &storage).await?;
         let folder = place.listing().root();
-        if is_dcp(&folder)
-            && let Some(name) = model_file(&folder)
-        {
-            return Ok(Some(format!(
-                "{uri:?} has two checkpoints; opening the one of PyTorch's format, not the one of \
-                 {name:?}"
-            )));
-        }
-        Ok(None)
+        let matches = self.formats.recognize(&folder);
+        let Some(best) = matches.first().filter(|best| best.found.is_checkpoint()) else {
+            return Ok(None);
+        };
+        let info = best.format.info();
+        let parts = best.format.target().map_or(&[][..], CheckpointTarget::parts);
+        let other = self.formats.occupants(&folder).into_iter().find_map(|(format, occupant)| {
+            let is_other = format.name != info.name && !parts.contains(&format.name);
+            match occupant {
+                Occupant::Checkpoint(what) if is_other => Some(what),
+                _ => None,
+            }
+        });
+        Ok(other.map(|what| {
+            format!("{uri:?} has two checkpoints; opening the one of {}: {what}", info.title)
+        }))
     }
 
     /// Rewrites the index of the checkpoint at a URL for another program or version, not its data.
@@ -280,32 +290,24 @@ impl Opener {
         rewritten.map_err(|error| Error::from(error).context(format!("cannot rewrite {uri:?}")))
     }
 
-    /// Notes what is odd about ranks that saved without collectives. Where they differ, all of it
-    /// cannot be had without the choice of a rank.
-    async fn settle_ranks(
-        &self,
-        uri: &str,
-        source: &Source,
-        notes: &mut Notes,
-    ) -> Result<(), Error> {
-        let Some(reader) = source.dcp_reader() else { return Ok(()) };
-        let differing = reader.differing().await?;
+    /// Refuses a rank that stores nothing of its own, and, where all of the checkpoint is needed,
+    /// ranks that differ without the choice of one.
+    fn settle_ranks(&self, uri: &str, differing: &[RankDifference]) -> Result<(), Error> {
         match self.rank {
             Some(_) if differing.is_empty() => {
                 let message =
                     format!("--rank is for ranks that differ, and those of {uri:?} do not");
-                return Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"));
+                Err(Error::new(ErrorKind::InvalidOption, message).with_hint("leave it out"))
             }
-            Some(rank) if !differing.iter().any(|one| one.ranks().contains(&rank)) => {
+            Some(rank) if !differing.iter().any(|one| one.ranks.contains(&rank)) => {
                 let message =
                     format!("rank {rank} has nothing in {uri:?} that differs among ranks");
-                let mut ranks: Vec<_> = differing.iter().flat_map(|one| one.ranks()).collect();
-                ranks.sort_unstable();
-                ranks.dedup();
+                let ranks: BTreeSet<_> =
+                    differing.iter().flat_map(|one| one.ranks.iter().copied()).collect();
                 let names: Vec<Arc<str>> =
                     ranks.iter().map(|rank| rank.to_string().into()).collect();
-                return Err(Error::new(ErrorKind::InvalidOption, message)
-                    .with_hint(format!("ranks that have: {}", list(&names))));
+                Err(Error::new(ErrorKind::InvalidOption, message)
+                    .with_hint(format!("ranks that have: {}", list(&names))))
             }
             None if !differing.is_empty() && self.need == Need::Whole => {
                 let names: Vec<_> = differing.iter().map(|one| Arc::clone(&one.fqn)).collect();
@@ -313,18 +315,11 @@ impl Opener {
                     "{uri:?}: the ranks saved without collectives and differ in {}",
                     list(&names)
                 );
-                return Err(Error::new(ErrorKind::Undecided, message)
-                    .with_hint("--rank N takes what rank N has"));
+                Err(Error::new(ErrorKind::Undecided, message)
+                    .with_hint("--rank N takes what rank N has"))
             }
-            _ => {}
+            _ => Ok(()),
         }
-        for warning in &*reader.rank_warnings().await? {
-            notes.say(warning.to_string());
-        }
-        if self.rank.is_none() && !differing.is_empty() {
-            notes.say("--rank N shows what another rank has");
-        }
-        Ok(())
     }
 
     /// Opens a variant of the model in a folder: of the first format that has it.
@@ -333,13 +328,12 @@ impl Opener {
         uri: &str,
         place: &Place,
         variant: &str,
-    ) -> Result<(Arc<dyn Storage>, Source), Error> {
+    ) -> Result<(FormatInfo, OpenedCheckpoint), Error> {
         let options = self.options().with_variant(Some(variant.to_owned()));
         let mut missing = None;
-        for format in ["huggingface", "torch_save"] {
-            let Some(format) = self.formats.by_name(format) else { continue };
+        for format in self.formats.formats().iter().filter(|one| one.info().model_folders) {
             match format.open(place, &options).await {
-                Ok(opened) => return Ok((Arc::clone(&opened.storage), Source::from(opened))),
+                Ok(opened) => return Ok((format.info(), opened)),
                 Err(error) if is_missing(&error) => missing = missing.or(Some(error)),
                 Err(error) => return Err(cannot_read(uri, error)),
             }
@@ -397,9 +391,9 @@ impl Opener {
     async fn open_file(
         &self,
         uri: &str,
-        storage: Arc<dyn Storage>,
+        storage: &Arc<dyn Storage>,
         key: Key,
-    ) -> Result<Source, Error> {
+    ) -> Result<(FormatInfo, OpenedCheckpoint), Error> {
         let name = key.file_name();
         if name.ends_with(".distcp") || name.ends_with(".metadata") {
             let (parent, _) = split(uri).unwrap_or_default();
@@ -407,8 +401,12 @@ impl Opener {
             return Err(Error::new(ErrorKind::NotACheckpoint, message)
                 .with_hint(format!("pass the directory: {parent}")));
         }
-        let opened = self.formats.open_file(&storage, key, &self.options()).await;
-        opened.map(Source::from).map_err(|error| match error {
+        let opened = async {
+            let format = self.formats.recognize_file(storage, &key).await?;
+            let found = format.open(&Place::file_of(storage, key), &self.options()).await?;
+            Ok((format.info(), found))
+        };
+        opened.await.map_err(|error| match error {
             CheckpointError::NotACheckpoint { .. } => {
                 let message = format!("{uri:?} is a file, but no checkpoint");
                 Error::new(ErrorKind::NotACheckpoint, message).with_hint(

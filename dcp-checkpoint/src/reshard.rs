@@ -17,7 +17,8 @@ use crate::setters::{destination_options, job_options};
 use crate::whole::Whole;
 
 impl Checkpoint {
-    /// Rewrites this checkpoint in the directory `target` as if other ranks had saved it.
+    /// Rewrites this checkpoint in the directory `target` as if other ranks had saved it. One of a
+    /// format that equal ranks cannot write becomes a checkpoint of PyTorch's.
     ///
     /// ```no_run
     /// # use dcp_checkpoint::{Checkpoint, Error, MegatronTarget};
@@ -105,7 +106,13 @@ impl Resharding<'_> {
                      --to dcp --ranks N` makes it a checkpoint of PyTorch",
                 ))
             }
-            (Some(ranks), None) => Ok(destination.to(Format::Dcp).ranks(ranks)),
+            (Some(ranks), None) => {
+                let info = self.checkpoint.format;
+                let registered = self.checkpoint.opener.formats.by_name(info.name);
+                let is_target = registered.is_some_and(|format| format.target().is_some());
+                let format = if is_target { Format::of_registered(info.name) } else { Format::Dcp };
+                Ok(destination.to(format).ranks(ranks))
+            }
         }
     }
 

@@ -4,10 +4,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dcp_convert::{ConvertError, Target};
-use dcp_core::format::{Evidence, Folder, Place as FolderPlace};
+use dcp_core::format::{
+    CheckpointTarget, Evidence, Existing, FolderMatch, FormatInfo, FormatRegistry, Occupant,
+    OccupantRun, OpenOptions, Place as FolderPlace,
+};
 use dcp_core::registry::Access;
 use dcp_core::storage::StorageExt;
-use dcp_core::{Key, Storage, StorageErrorKind};
+use dcp_core::{CheckpointMetadata, Key, Storage, StorageErrorKind};
 
 use crate::absent_storage::AbsentStorage;
 use crate::checkpoint::Checkpoint;
@@ -15,14 +18,11 @@ use crate::error::{Error, ErrorKind};
 use crate::new_folders::NewFolders;
 use crate::opener::Opener;
 use crate::overlap_guard::{Shape, keep_apart};
-use crate::recognize::{checkpoint_of, is_dcp, model_file, run_file, unfinished};
 use crate::rollback::Rollback;
 use crate::uri::{below, split};
 
-/// The names of formats that are written.
-const DCP: &str = "dcp";
-const MEGATRON: &str = "megatron";
-const OLMO: &str = "olmo";
+/// The name of the format of Hugging Face models, which jobs of their own write.
+const MODELS: &str = "huggingface";
 
 /// How a target is written.
 #[derive(Clone, Debug, Default)]
@@ -133,10 +133,6 @@ impl<'a> Place<'a> {
         }
     }
 
-    fn exists(&self) -> Error {
-        ConvertError::TargetExists { target: self.uri.to_owned() }.into()
-    }
-
     /// A file to write. One that is there is an error, unless it may be replaced.
     pub(crate) async fn file(&self) -> Result<Target, Error> {
         let uri = self.uri;
@@ -157,136 +153,125 @@ impl<'a> Place<'a> {
         let key = Key::new(name).map_err(|_| no_name())?;
         let storage = self.storage(&parent)?;
         if !self.options.overwrite && storage.contains(&key).await? {
-            return Err(self.exists());
+            return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
         }
         Ok(Target::new(storage, key).overwriting(self.options.overwrite))
     }
 
-    /// A folder to write plain files into, where there may be others, but no checkpoint of
-    /// PyTorch's format: readers would open that one. For `model` files, which make the folder
-    /// itself a checkpoint, there must be none in a step of OLMo-core either.
-    pub(crate) async fn folder(&self, model: bool) -> Result<Arc<dyn Storage>, Error> {
+    /// A folder to write plain files into, beside others. No format that readers open as a whole
+    /// may have a checkpoint there.
+    pub(crate) async fn plain_files(&self) -> Result<Arc<dyn Storage>, Error> {
         let storage = self.storage(self.uri)?;
         let place = self.opener.look(self.uri, &storage).await?;
-        let folder = place.listing().root();
-        self.refuse_megatron(&folder)?;
-        if model {
-            self.refuse_run(&folder)?;
-        }
-        self.refuse_unfinished(&place, &[]).await?;
-        match checkpoint_of(&self.opener.formats, &folder, DCP) {
-            Some(one) => Err(self.would_stay(&format!("the directory {}", one.found))),
-            None if model => self.refuse_step(&folder).map(|()| storage),
-            None => Ok(storage),
-        }
-    }
-
-    /// A folder to write a checkpoint of PyTorch's format into. One that is there is an error,
-    /// unless it may be replaced; one of another format always is.
-    pub(crate) async fn dcp(&self) -> Result<Arc<dyn Storage>, Error> {
-        let storage = self.storage(self.uri)?;
-        let place = self.opener.look(self.uri, &storage).await?;
-        let folder = place.listing().root();
-        self.refuse_megatron(&folder)?;
-        self.refuse_run(&folder)?;
-        self.refuse_unfinished(&place, &[DCP]).await?;
-        if !self.options.overwrite && is_dcp(&folder) {
-            return Err(self.exists());
-        }
-        self.refuse_step(&folder)?;
-        self.refuse_model(&folder)?;
+        self.refuse_others(&place, &[MODELS], false).await?;
         Ok(storage)
     }
 
-    /// A folder to write a checkpoint of Megatron-Core into. One of its format that is there is an
-    /// error, unless it may be replaced; one of another format always is.
-    pub(crate) async fn megatron(&self) -> Result<Arc<dyn Storage>, Error> {
+    /// A folder to write a Hugging Face model into. What is there of one, its writer replaces or
+    /// refuses.
+    pub(crate) async fn model(&self) -> Result<Arc<dyn Storage>, Error> {
         let storage = self.storage(self.uri)?;
         let place = self.opener.look(self.uri, &storage).await?;
-        let folder = place.listing().root();
-        self.refuse_run(&folder)?;
-        self.refuse_unfinished(&place, &[DCP, MEGATRON]).await?;
-        match (self.is_megatron(&folder), is_dcp(&folder)) {
-            (true, true) if !self.options.overwrite => return Err(self.exists()),
-            (true, false) => return Err(self.would_stay("it is one of an older Megatron-Core")),
-            // What an unfinished save of this format left is replaced by one that finishes.
-            (false, true) if unfinished(&self.opener.formats, &place).await?.is_none() => {
-                return Err(self.would_stay("it is one of PyTorch's format"));
+        self.refuse_others(&place, &[MODELS], true).await?;
+        Ok(storage)
+    }
+
+    /// A folder to write a checkpoint of a format into. One of the format is an error unless it may
+    /// be replaced; one of another format always is.
+    pub(crate) async fn checkpoint(
+        &self,
+        target: &dyn CheckpointTarget,
+    ) -> Result<Arc<dyn Storage>, Error> {
+        let storage = self.storage(self.uri)?;
+        let place = self.opener.look(self.uri, &storage).await?;
+        let metadata = self.refuse_others(&place, target.parts(), true).await?;
+        match target.existing(&place.listing().root(), metadata.as_deref()) {
+            Existing::Checkpoint if !self.options.overwrite => {
+                Err(ConvertError::TargetExists { target: self.uri.to_owned() }.into())
             }
-            _ => {}
+            Existing::Other(what) => Err(self.other_checkpoint(&what)),
+            _ => Ok(storage),
         }
-        self.refuse_step(&folder)?;
-        self.refuse_model(&folder)?;
-        Ok(storage)
     }
 
-    /// Whether a folder itself is a checkpoint of Megatron-Core.
-    fn is_megatron(&self, folder: &Folder<'_>) -> bool {
-        let found = checkpoint_of(&self.opener.formats, folder, MEGATRON);
-        found.is_some_and(|one| one.found.evidence == Evidence::Index && one.found.inner.is_none())
+    /// Refuses a folder with a checkpoint, or with the files of an unfinished save, of a format
+    /// that is not one of `parts`; with `runs`, also the folder of a run. Returns the index of the
+    /// checkpoint that is there.
+    async fn refuse_others(
+        &self,
+        place: &FolderPlace,
+        parts: &[&str],
+        runs: bool,
+    ) -> Result<Option<Arc<CheckpointMetadata>>, Error> {
+        let folder = place.listing().root();
+        let formats = &self.opener.formats;
+        let metadata = index_of(formats, place).await;
+        let occupants = formats.occupants(&folder);
+        let mut checkpoint = None;
+        for (format, occupant) in occupants {
+            let is_other = !parts.contains(&format.name);
+            match occupant {
+                Occupant::Run(run) if runs => return Err(self.run_folder(&run)),
+                Occupant::Unfinished(problem) if is_other => {
+                    return Err(self.unfinished(format, &problem));
+                }
+                Occupant::Checkpoint(what) if is_other => {
+                    checkpoint = checkpoint.or(Some(what));
+                }
+                _ => {}
+            }
+        }
+        let found = metadata.as_ref().and_then(|metadata| formats.unfinished(&folder, metadata));
+        if let Some((format, save)) = found
+            && !parts.contains(&format.name)
+        {
+            return Err(self.unfinished(format, &format!("the folder {}", save.description)));
+        }
+        checkpoint.map_or(Ok(metadata), |what| Err(self.other_checkpoint(&what)))
     }
 
     /// The refusal to make a folder two checkpoints at once.
-    fn would_stay(&self, what: &str) -> Error {
+    fn other_checkpoint(&self, what: &str) -> Error {
         let message = format!("there is another checkpoint at {:?}: {what}", self.uri);
         Error::new(ErrorKind::OtherCheckpoint, message).with_hint(
             "choose another directory; --overwrite replaces only what has the same format",
         )
     }
 
-    /// Refuses a folder with the checkpoint of a step of OLMo-core.
-    fn refuse_step(&self, folder: &Folder<'_>) -> Result<(), Error> {
-        let step = checkpoint_of(&self.opener.formats, folder, OLMO);
-        match step.and_then(|step| step.found.inner) {
-            Some(inner) => Err(self.would_stay(&format!("it has a checkpoint in {inner}"))),
-            None => Ok(()),
-        }
-    }
-
-    fn refuse_model(&self, folder: &Folder<'_>) -> Result<(), Error> {
-        match model_file(folder) {
-            Some(name) => Err(self.would_stay(&format!("{name:?} is of a Hugging Face model"))),
-            None => Ok(()),
-        }
-    }
-
-    /// Refuses a folder with what an unfinished save left, unless it is one of these formats, of
-    /// which a save that finishes replaces it.
-    async fn refuse_unfinished(&self, place: &FolderPlace, replaced: &[&str]) -> Result<(), Error> {
-        let found = unfinished(&self.opener.formats, place).await?;
-        let Some((format, problem)) = found else { return Ok(()) };
-        // What writes each of the other formats tells its own files from what may stay.
-        let is_replaced = [MEGATRON, OLMO].iter().all(|name| *name != format.name)
-            || replaced.contains(&format.name);
-        if is_replaced {
-            return Ok(());
-        }
+    fn unfinished(&self, format: FormatInfo, problem: &str) -> Error {
         let (uri, title) = (self.uri, format.title);
-        let message = format!("{uri:?} has what an unfinished save left ({title}): {problem}");
-        Err(Error::new(ErrorKind::OtherCheckpoint, message).with_hint(
+        let message = format!("{uri:?} has files of an unfinished save ({title}): {problem}");
+        Error::new(ErrorKind::OtherCheckpoint, message).with_hint(
             "choose another directory, remove this one, or finish the save: run it again with \
              --overwrite",
-        ))
+        )
     }
 
-    fn refuse_megatron(&self, folder: &Folder<'_>) -> Result<(), Error> {
-        match self.is_megatron(folder) {
-            true => Err(self.would_stay("it is one of Megatron-Core")),
-            false => Ok(()),
-        }
-    }
-
-    /// Refuses the folder of a run of Megatron-LM: readers would open an iteration instead.
-    fn refuse_run(&self, folder: &Folder<'_>) -> Result<(), Error> {
-        let Some(name) = run_file(folder) else { return Ok(()) };
-        let message =
-            format!("{:?} is the folder of a run of Megatron-LM: there is {name}", self.uri);
+    fn run_folder(&self, run: &OccupantRun) -> Error {
+        let message = format!("{:?} is {}: there is {}", self.uri, run.description, run.file);
         let base = self.uri.trim_end_matches('/');
-        Err(Error::new(ErrorKind::OtherCheckpoint, message).with_hint(format!(
-            "name a folder in it, such as {base}/release or {base}/iter_0000001, or another \
-             directory"
-        )))
+        let names: Vec<_> = run.folders.iter().map(|name| format!("{base}/{name}")).collect();
+        let hint = match &*names {
+            [] => "name another directory".to_owned(),
+            names => {
+                format!("name a folder in it, such as {}, or another directory", names.join(" or "))
+            }
+        };
+        Error::new(ErrorKind::OtherCheckpoint, message).with_hint(hint)
     }
+}
+
+/// The index of the checkpoint in a folder, as the format reads it that the others build on.
+async fn index_of(
+    formats: &FormatRegistry,
+    place: &FolderPlace,
+) -> Option<Arc<CheckpointMetadata>> {
+    let matches = formats.recognize(&place.listing().root());
+    let is_index =
+        |one: &&FolderMatch| one.found.evidence == Evidence::Index && one.found.inner.is_none();
+    let base = matches.iter().rev().find(is_index)?;
+    let opened = base.format.open(place, &OpenOptions::default().with_tolerant(true)).await.ok()?;
+    opened.reader.metadata().await.ok()
 }
 
 /// Whether there is something that is neither a file nor a directory.

@@ -74,7 +74,7 @@ impl Unsharding<'_> {
         let options =
             TargetOptions::default().as_dry_run(self.job.dry_run).with_rollback(&self.rollback);
         let place = Place::new(&checkpoint.opener, &self.target, &options);
-        let storage = place.folder(false).await?;
+        let storage = place.plain_files().await?;
         let report =
             unshard_checkpoint(&checkpoint.source, &storage, &self.options, &self.job).await?;
         if !self.job.dry_run {

@@ -137,18 +137,6 @@ impl Source {
         Self::of(storage, reader)
     }
 
-    /// Files in a model folder that store the model in another form. The reader ignores them.
-    ///
-    /// # Errors
-    ///
-    /// As [`metadata`](Self::metadata).
-    pub async fn variants(&self) -> Result<Arc<[Key]>, CheckpointError> {
-        match self.hf_reader() {
-            Some(reader) => reader.variants().await,
-            None => Ok(Arc::default()),
-        }
-    }
-
     /// One file of `torch.save`.
     #[must_use]
     pub fn torch_save(storage: Arc<dyn Storage>, key: Key) -> Self {

@@ -3,8 +3,9 @@
 use async_trait::async_trait;
 use dcp_convert::list_run;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
-    OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
+    CheckpointFormat, CheckpointTarget, Evidence, Examined, Folder, FormatInfo, FormatRegistry,
+    Occupant, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
+    UnfinishedSave,
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageError};
@@ -136,6 +137,20 @@ impl CheckpointFormat for OlmoFormat {
     fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
         let train = TRAIN.split('/').next();
         name == MODEL_FOLDER || name == COMMIT || Some(name) == train
+    }
+
+    fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
+        let found = self.recognize(folder).filter(Recognized::is_checkpoint)?;
+        match found.inner {
+            Some(inner) => Some(Occupant::Checkpoint(format!("it has a checkpoint in {inner}"))),
+            None => found.problem.map(Occupant::Unfinished),
+        }
+    }
+
+    /// A step consists of a checkpoint of PyTorch's format and of files that only the trainer
+    /// writes.
+    fn target(&self) -> Option<&dyn CheckpointTarget> {
+        None
     }
 
     async fn open(

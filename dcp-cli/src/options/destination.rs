@@ -3,45 +3,17 @@
 use std::ffi::OsStr;
 use std::path::PathBuf;
 
-use clap::builder::{EnumValueParser, PossibleValue, TypedValueParser};
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
-use clap::{Args, ValueEnum};
 use dcp::DType;
-use dcp::checkpoint::{self, Rollback};
+use dcp::checkpoint::{self, Format, Rollback};
 
 use super::parse::{parse_bytes, parse_dtype};
 use super::torch_dist::TorchDist;
 use super::writing::Writing;
 
-/// A format to write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Format {
-    /// One safetensors file.
-    Safetensors,
-    /// A directory as Hugging Face models have it: model.safetensors, or several files and an index.
-    Hf,
-    /// One file of torch.save, objects included.
-    TorchSave,
-    /// A directory of PyTorch's torch.distributed.checkpoint.
-    Dcp,
-    /// A directory of Megatron-Core's torch_dist.
-    #[value(alias = "megatron")]
-    TorchDist,
-}
-
-impl From<Format> for checkpoint::Format {
-    fn from(format: Format) -> Self {
-        match format {
-            Format::Safetensors => Self::Safetensors,
-            Format::Hf => Self::HuggingFace,
-            Format::TorchSave => Self::TorchSave,
-            Format::Dcp => Self::Dcp,
-            Format::TorchDist => Self::TorchDist,
-        }
-    }
-}
-
-/// Reads the name of a format; of an ambiguous one it names all that may be meant.
+/// Reads the name of a format, as the library does.
 #[derive(Clone)]
 struct FormatParser;
 
@@ -54,21 +26,29 @@ impl TypedValueParser for FormatParser {
         arg: Option<&clap::Arg>,
         value: &OsStr,
     ) -> Result<Format, clap::Error> {
-        if value == "torch" || value == "pytorch" {
-            let message = format!(
-                "{:?} names several formats: torch-save is one file of torch.save, dcp a directory \
-                 of torch.distributed.checkpoint, torch-dist one of Megatron-Core\n",
-                value.to_string_lossy()
-            );
-            return Err(clap::Error::raw(ErrorKind::InvalidValue, message).with_cmd(cmd));
-        }
-        EnumValueParser::<Format>::new().parse_ref(cmd, arg, value)
+        let name = value.to_string_lossy();
+        name.parse().map_err(|error: checkpoint::Error| {
+            if error.kind() == checkpoint::ErrorKind::Undecided {
+                let message = format!("{error}: {}\n", error.hint().unwrap_or_default());
+                return clap::Error::raw(ErrorKind::InvalidValue, message).with_cmd(cmd);
+            }
+            let names = PossibleValuesParser::new(possible_values());
+            match names.parse_ref(cmd, arg, value) {
+                Err(error) => error,
+                Ok(_) => clap::Error::raw(ErrorKind::InvalidValue, format!("{error}\n")),
+            }
+        })
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        let all = Format::value_variants().iter();
-        Some(Box::new(all.filter_map(ValueEnum::to_possible_value)))
+        Some(Box::new(possible_values()))
     }
+}
+
+fn possible_values() -> impl Iterator<Item = PossibleValue> {
+    Format::ALL
+        .into_iter()
+        .map(|format| PossibleValue::new(format.name()).help(format.description()))
 }
 
 /// How a checkpoint is written.
@@ -122,7 +102,7 @@ impl Destination {
     /// The library's destination, of these options.
     pub(crate) fn at(&self, uri: &str, rollback: &Rollback) -> checkpoint::Destination {
         let mut destination = checkpoint::Destination::new(uri)
-            .to(self.to.map(Into::into))
+            .to(self.to)
             .ranks(self.ranks)
             .dtype(self.dtype)
             .max_shard_bytes(self.max_shard_size)

@@ -105,7 +105,7 @@ fn an_unfinished_save_of_megatron_is_finished_and_in_the_way_of_other_formats() 
             }
             for to in ["dcp", "hf"] {
                 let args = ["-q", "convert", SOURCE, target, "--to", to, "--overwrite"];
-                dcp(args).fails(2, &["an unfinished save left (Megatron)"]);
+                dcp(args).fails(2, &["files of an unfinished save (Megatron)"]);
             }
         }
         let args = ["convert", &megatron(MEGATRON), target, "--to", "torch-dist", "--overwrite"];
@@ -139,6 +139,6 @@ fn an_unfinished_step_of_olmo_core_is_in_the_way() {
     fs::remove_file(Path::new(&inner).join(".metadata")).unwrap();
     for to in ["dcp", "hf", "torch-dist"] {
         let args = ["-q", "convert", SOURCE, &step, "--to", to, "--overwrite"];
-        dcp(args).fails(2, &["an unfinished save left (OLMo step)", "model_and_optim/.metadata"]);
+        dcp(args).fails(2, &["files of an unfinished save (OLMo step)", "model_and_optim/.metadata"]);
     }
 }

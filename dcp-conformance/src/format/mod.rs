@@ -1,6 +1,7 @@
 //! The suite for checkpoint formats: [`CheckpointFormat`](dcp_core::format::CheckpointFormat) with
 //! its [`StorageReader`](dcp_core::StorageReader) and, if it has them, its
-//! [`CheckpointAudit`](dcp_core::format::CheckpointAudit) and
+//! [`CheckpointAudit`](dcp_core::format::CheckpointAudit),
+//! [`CheckpointTarget`](dcp_core::format::CheckpointTarget) and
 //! [`StorageWriter`](dcp_core::StorageWriter).
 //!
 //! If the format has a writer, the suite saves a state of two ranks with it: sharded and replicated
@@ -13,6 +14,7 @@ mod read;
 mod recognize;
 mod sample;
 mod subject;
+mod target;
 mod write;
 
 use std::pin::Pin;
@@ -60,7 +62,8 @@ pub fn trials(name: &str, subject: Subject) -> Vec<Trial> {
     CASES.iter().flat_map(|cases| cases.iter()).map(trial).collect()
 }
 
-const CASES: &[&[Case]] = &[recognize::CASES, read::CASES, audit::CASES, write::CASES];
+const CASES: &[&[Case]] =
+    &[recognize::CASES, read::CASES, audit::CASES, write::CASES, target::CASES];
 
 type Checking = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
@@ -79,6 +82,7 @@ enum Needs {
     Objects,
     Checksums,
     Writer,
+    Target,
 }
 
 impl Needs {
@@ -90,6 +94,7 @@ impl Needs {
             Self::Objects => (subject.features.objects, "it stores no objects"),
             Self::Checksums => (subject.features.checksums, "it has no checksums"),
             Self::Writer => (subject.has_writer(), "it has no writer"),
+            Self::Target => (subject.format().target().is_some(), "it is no target"),
         };
         (!is_there).then_some(missing)
     }

@@ -35,6 +35,15 @@ const FOREIGN: [(&str, usize); 6] = [
     ("~backup", 1),
 ];
 
+/// A storage with files of other programs.
+pub(super) async fn foreign_files() -> Result<Arc<dyn Storage>, Failure> {
+    let storage = MemoryStorage::new();
+    for (name, len) in FOREIGN {
+        storage.put(&Key::new(name)?, vec![b'x'; len].into(), PutMode::Create).await?;
+    }
+    Ok(Arc::new(storage))
+}
+
 async fn an_empty_folder_is_not_recognized(subject: Subject) -> Outcome {
     let mut listing = Listing::default();
     for foreign in [false, true] {

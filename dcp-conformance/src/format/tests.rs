@@ -52,6 +52,9 @@ const FLAWS: &[(Flaw, &str)] = &[
     (Flaw::LeavesAMarker, "a_save_that_fails_removes_what_it_wrote"),
     (Flaw::AbandonsAfterTheCommit, "a_commit_that_took_effect_is_kept"),
     (Flaw::ClaimsNothing, "of_overlapping_savers_one_wins"),
+    (Flaw::LetsOthersWrite, "a_checkpoint_keeps_others_out"),
+    (Flaw::ForgetsCheckpoints, "a_target_knows_its_own_checkpoints"),
+    (Flaw::ReplacesWithoutPermission, "a_target_writes_what_the_format_opens"),
 ];
 
 #[test]

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointFormat, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions, OpenedCheckpoint,
-    Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
+    CheckpointFormat, CheckpointTarget, Examined, Folder, FormatInfo, FormatRegistry, Occupant,
+    OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
+    UnfinishedSave,
 };
 use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError};
@@ -131,6 +132,14 @@ impl CheckpointFormat for TorchSaveFolders {
 
     fn owns(&self, folder: &Folder<'_>, name: &str) -> bool {
         self.0.owns(folder, name)
+    }
+
+    fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
+        self.0.occupant(folder)
+    }
+
+    fn target(&self) -> Option<&dyn CheckpointTarget> {
+        self.0.target()
     }
 
     async fn open(

@@ -13,6 +13,7 @@ mod recognized;
 mod registry;
 mod streams;
 mod subfolder;
+mod target;
 
 use std::fmt;
 
@@ -26,12 +27,13 @@ pub use audit::{
 };
 pub use listed::ListedStorage;
 pub use listing::{Folder, FolderEntry, Listing, Peek};
-pub use opened::{OpenOptions, OpenedCheckpoint, Place};
+pub use opened::{OpenOptions, OpenedCheckpoint, Place, RankDifference};
 pub use recognized::{
     Evidence, Examined, FormatInfo, Recognized, RunSelection, RunTracker, UnfinishedSave,
 };
 pub use registry::{FolderMatch, FormatRegistry, natural};
 pub use subfolder::Subfolder;
+pub use target::{CheckpointTarget, Existing, Occupant, OccupantRun, WriterOptions};
 
 /// A checkpoint format, as a plug-in of everything that opens checkpoints.
 ///
@@ -40,8 +42,9 @@ pub use subfolder::Subfolder;
 ///
 /// use async_trait::async_trait;
 /// use dcp_core::format::{
-///     CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
-///     OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
+///     CheckpointFormat, CheckpointTarget, Evidence, Examined, Folder, FormatInfo, FormatRegistry,
+///     Occupant, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
+///     UnfinishedSave,
 /// };
 /// use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageError};
 ///
@@ -90,6 +93,15 @@ pub use subfolder::Subfolder;
 ///
 ///     fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
 ///         name == "weights.toy"
+///     }
+///
+///     fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
+///         let found = Occupant::Checkpoint("it is a toy checkpoint".to_owned());
+///         folder.has("weights.toy").then_some(found)
+///     }
+///
+///     fn target(&self) -> Option<&dyn CheckpointTarget> {
+///         None
 ///     }
 ///
 ///     async fn open(
@@ -163,6 +175,12 @@ pub trait CheckpointFormat: fmt::Debug + Send + Sync + 'static {
     /// Whether the file or folder `name` in `folder` is a part of a checkpoint of this format there,
     /// besides the files that an index names: a job never writes over it, or into it.
     fn owns(&self, folder: &Folder<'_>, name: &str) -> bool;
+
+    /// What of this format in `folder` refuses a checkpoint of another format there.
+    fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant>;
+
+    /// How the format is written; `None` for one that is only read, or written by jobs of its own.
+    fn target(&self) -> Option<&dyn CheckpointTarget>;
 
     /// Opens the checkpoint in a folder or file that this format recognizes.
     ///

@@ -114,6 +114,25 @@ impl Place {
     }
 }
 
+/// A tensor or object of which ranks that saved without collectives stored different values.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RankDifference {
+    /// Its name.
+    pub fqn: Arc<str>,
+    /// The ranks that store it, ascending.
+    pub ranks: Vec<u32>,
+}
+
+impl RankDifference {
+    /// This name, which these ranks store.
+    #[must_use]
+    pub fn new(fqn: Arc<str>, mut ranks: Vec<u32>) -> Self {
+        ranks.sort_unstable();
+        Self { fqn, ranks }
+    }
+}
+
 /// A checkpoint that a format has opened.
 #[derive(Clone)]
 #[non_exhaustive]
@@ -126,6 +145,10 @@ pub struct OpenedCheckpoint {
     pub notes: Vec<String>,
     /// The checks of the format that the reader does not make.
     pub audit: Option<Arc<dyn CheckpointAudit>>,
+    /// What differs among ranks that saved without collectives: [`OpenOptions::rank`] chooses one.
+    pub differing: Vec<RankDifference>,
+    /// Files that store the same in another form, which [`OpenOptions::variant`] chooses.
+    pub variants: Vec<Key>,
     extensions: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -133,7 +156,15 @@ impl OpenedCheckpoint {
     /// A checkpoint in `storage`, which `reader` reads.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, notes: Vec::new(), audit: None, extensions: Vec::new() }
+        Self {
+            storage,
+            reader,
+            notes: Vec::new(),
+            audit: None,
+            differing: Vec::new(),
+            variants: Vec::new(),
+            extensions: Vec::new(),
+        }
     }
 
     /// The same, with notes.
@@ -147,6 +178,20 @@ impl OpenedCheckpoint {
     #[must_use]
     pub fn with_audit(mut self, audit: Arc<dyn CheckpointAudit>) -> Self {
         self.audit = Some(audit);
+        self
+    }
+
+    /// The same, with what differs among ranks.
+    #[must_use]
+    pub fn with_differing(mut self, differing: Vec<RankDifference>) -> Self {
+        self.differing = differing;
+        self
+    }
+
+    /// The same, with files of other variants.
+    #[must_use]
+    pub fn with_variants(mut self, variants: Vec<Key>) -> Self {
+        self.variants = variants;
         self
     }
 

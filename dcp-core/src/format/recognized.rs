@@ -15,13 +15,16 @@ pub struct FormatInfo {
     pub landmarks: &'static [&'static str],
     /// Endings of the names of files that may be checkpoints on their own, such as `.pt`.
     pub file_endings: &'static [&'static str],
+    /// Whether its folders are Hugging Face models: a configuration and a tokenizer belong to the
+    /// weights, and the weights may have variants.
+    pub model_folders: bool,
 }
 
 impl FormatInfo {
     /// A format without landmarks.
     #[must_use]
     pub fn new(name: &'static str, title: &'static str) -> Self {
-        Self { name, title, landmarks: &[], file_endings: &[] }
+        Self { name, title, landmarks: &[], file_endings: &[], model_folders: false }
     }
 
     /// The same, with landmarks.
@@ -35,6 +38,13 @@ impl FormatInfo {
     #[must_use]
     pub fn with_file_endings(mut self, endings: &'static [&'static str]) -> Self {
         self.file_endings = endings;
+        self
+    }
+
+    /// The same, whose folders are Hugging Face models.
+    #[must_use]
+    pub fn with_model_folders(mut self) -> Self {
+        self.model_folders = true;
         self
     }
 }

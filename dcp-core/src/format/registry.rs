@@ -7,6 +7,7 @@ use super::listing::{Folder, Listing};
 use super::opened::{OpenOptions, OpenedCheckpoint, Place};
 use super::recognized::{Evidence, FormatInfo, Recognized, RunSelection, UnfinishedSave};
 use super::subfolder::Subfolder;
+use super::target::Occupant;
 use crate::error::{CheckpointError, StorageError};
 use crate::key::Key;
 use crate::metadata::CheckpointMetadata;
@@ -188,26 +189,39 @@ impl FormatRegistry {
         Err(CheckpointError::NotACheckpoint { message })
     }
 
-    /// Opens a checkpoint that is one file, by its name and its first bytes.
+    /// The format of a checkpoint that is one file, by its name and its first bytes.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::NotACheckpoint`] when no format recognizes it, and when its index is bad.
+    /// [`CheckpointError::NotACheckpoint`] when no format recognizes it, and when the storage fails.
+    pub async fn recognize_file(
+        &self,
+        storage: &Arc<dyn Storage>,
+        file: &Key,
+    ) -> Result<&Arc<dyn CheckpointFormat>, CheckpointError> {
+        let len = storage.stat(file).await?.byte_len;
+        let head = storage.read_range(file, 0..len.min(HEAD_BYTES)).await?;
+        let recognizes =
+            |format: &&Arc<dyn CheckpointFormat>| format.recognize_file(file.file_name(), &head);
+        self.formats.iter().find(recognizes).ok_or_else(|| {
+            let known: Vec<_> = self.formats.iter().map(|format| format.info().title).collect();
+            let message = format!("{file} is no file of {}", known.join(", "));
+            CheckpointError::NotACheckpoint { message }
+        })
+    }
+
+    /// Opens a checkpoint that is one file.
+    ///
+    /// # Errors
+    ///
+    /// As [`recognize_file`](Self::recognize_file), and when its index is bad.
     pub async fn open_file(
         &self,
         storage: &Arc<dyn Storage>,
         file: Key,
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
-        let len = storage.stat(&file).await?.byte_len;
-        let head = storage.read_range(&file, 0..len.min(HEAD_BYTES)).await?;
-        let recognizes =
-            |format: &&Arc<dyn CheckpointFormat>| format.recognize_file(file.file_name(), &head);
-        let Some(format) = self.formats.iter().find(recognizes) else {
-            let known: Vec<_> = self.formats.iter().map(|format| format.info().title).collect();
-            let message = format!("{file} is no file of {}", known.join(", "));
-            return Err(CheckpointError::NotACheckpoint { message });
-        };
+        let format = self.recognize_file(storage, &file).await?;
         format.open(&Place::file_of(storage, file), options).await
     }
 
@@ -265,6 +279,15 @@ impl FormatRegistry {
         self.formats
             .iter()
             .any(|format| format.owns(folder, name) && format.recognize(folder).is_some())
+    }
+
+    /// What refuses a checkpoint in `folder`, by the format that it is of; see
+    /// [`CheckpointFormat::occupant`].
+    #[must_use]
+    pub fn occupants(&self, folder: &Folder<'_>) -> Vec<(FormatInfo, Occupant)> {
+        let found =
+            |format: &Arc<dyn CheckpointFormat>| Some((format.info(), format.occupant(folder)?));
+        self.formats.iter().filter_map(found).collect()
     }
 
     /// What a folder without a checkpoint holds, as a message.

@@ -5,16 +5,20 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
+    CheckpointFormat, CheckpointTarget, Evidence, Examined, Existing, Folder, FormatInfo, Occupant,
+    OpenOptions, OpenedCheckpoint, Peek, Place, RankDifference, Recognized, RunSelection,
+    RunTracker, UnfinishedSave, WriterOptions,
 };
 use dcp_core::metadata::Entry;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::text::counted;
-use dcp_core::{CheckpointError, CheckpointMetadata, StorageError, StorageReader as _};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Storage, StorageError, StorageReader as _, StorageWriter,
+};
 
 use super::names::{METADATA, Named};
 use super::reader::DcpReader;
+use super::writer::DcpWriter;
 use crate::metadata::decode;
 use crate::missing_files::MissingFiles;
 
@@ -26,6 +30,8 @@ const NESTED_MAX: usize = 64;
 const DEPTH_MAX: usize = 3;
 /// Larger indexes are not read for a closer look, in bytes.
 pub const EXAMINED_INDEX_MAX: u64 = 1 << 20;
+/// The name of the format.
+const NAME: &str = "dcp";
 const NO_DATA: &str = "there are no data files";
 
 /// Checkpoints of PyTorch's DCP: a folder with a `.metadata`.
@@ -154,7 +160,7 @@ fn collect<'a>(folder: &Folder<'a>, depth: usize, found: &mut Vec<(&'a str, DcpF
 #[async_trait]
 impl CheckpointFormat for DcpFormat {
     fn info(&self) -> FormatInfo {
-        FormatInfo::new("dcp", "DCP").with_landmarks(&[METADATA, "__0.metadata"])
+        FormatInfo::new(NAME, "DCP").with_landmarks(&[METADATA, "__0.metadata"])
     }
 
     fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
@@ -207,6 +213,15 @@ impl CheckpointFormat for DcpFormat {
         name.ends_with(".distcp") || name.ends_with(METADATA) || Named::parse(name).is_some()
     }
 
+    fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
+        let found = self.recognize(folder).filter(Recognized::is_checkpoint)?;
+        Some(Occupant::Checkpoint(format!("the directory {found}")))
+    }
+
+    fn target(&self) -> Option<&dyn CheckpointTarget> {
+        Some(self)
+    }
+
     async fn open(
         &self,
         place: &Place,
@@ -219,7 +234,36 @@ impl CheckpointFormat for DcpFormat {
         let reader = Arc::new(reader.build());
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(place.storage()), Arc::clone(&reader) as _);
+        let differing = reader.differing().await?;
+        let differing =
+            differing.iter().map(|one| RankDifference::new(Arc::clone(&one.fqn), one.ranks()));
+        let opened = opened
+            .with_notes(reader.rank_warnings().await?.iter().cloned())
+            .with_differing(differing.collect());
         Ok(opened.with_audit(Arc::clone(&reader) as _).with_extension(reader))
+    }
+}
+
+impl CheckpointTarget for DcpFormat {
+    fn parts(&self) -> &'static [&'static str] {
+        &[NAME]
+    }
+
+    fn existing(&self, folder: &Folder<'_>, _metadata: Option<&CheckpointMetadata>) -> Existing {
+        let files = DcpFiles::of(folder);
+        match (files.is_committed(), files.is_any()) {
+            (true, _) => Existing::Checkpoint,
+            (false, true) => Existing::Remains,
+            (false, false) => Existing::Nothing,
+        }
+    }
+
+    fn writer(
+        &self,
+        storage: Arc<dyn Storage>,
+        options: &WriterOptions,
+    ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
+        Ok(Arc::new(DcpWriter::builder(storage).overwrite(options.overwrite).build()))
     }
 }
 

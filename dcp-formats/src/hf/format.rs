@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
+    CheckpointFormat, CheckpointTarget, Evidence, Examined, Folder, FormatInfo, Occupant,
+    OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
+    UnfinishedSave,
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::text::counted;
@@ -103,7 +104,9 @@ impl Files {
 #[async_trait]
 impl CheckpointFormat for HuggingFaceFormat {
     fn info(&self) -> FormatInfo {
-        FormatInfo::new("huggingface", "Hugging Face").with_landmarks(&[INDEX_NAME, SINGLE_NAME])
+        FormatInfo::new("huggingface", "Hugging Face")
+            .with_landmarks(&[INDEX_NAME, SINGLE_NAME])
+            .with_model_folders()
     }
 
     fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
@@ -185,6 +188,22 @@ impl CheckpointFormat for HuggingFaceFormat {
         name.ends_with(INDEX_ENDING) || name == CONFIG_NAME
     }
 
+    /// An index, or weights under a name that loaders look for, make a folder a model, whatever
+    /// else it holds. Other safetensors files may be in any folder.
+    fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
+        let is_model = |name: &str| {
+            let is_weights = name.starts_with("model") && name.ends_with(super::ENDING);
+            is_weights || name.ends_with(INDEX_ENDING)
+        };
+        let (name, _) = folder.files().find(|(name, _)| is_model(name))?;
+        Some(Occupant::Checkpoint(format!("{name:?} is of a Hugging Face model")))
+    }
+
+    /// `dcp_convert::to_hf` writes models: configuration and weights are replaced together.
+    fn target(&self) -> Option<&dyn CheckpointTarget> {
+        None
+    }
+
     async fn open(
         &self,
         place: &Place,
@@ -205,6 +224,7 @@ impl CheckpointFormat for HuggingFaceFormat {
         let reader = Arc::new(reader.build());
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
+        let opened = opened.with_variants(reader.variants().await?.to_vec());
         Ok(opened.with_audit(Arc::clone(&reader) as _).with_extension(reader))
     }
 }

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
+    CheckpointFormat, CheckpointTarget, Evidence, Examined, Folder, FormatInfo, Occupant,
+    OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
+    UnfinishedSave,
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageReader as _};
@@ -64,6 +65,7 @@ impl CheckpointFormat for TorchSaveFormat {
         FormatInfo::new("torch_save", "torch.save")
             .with_landmarks(&["pytorch_model.bin", "pytorch_model.bin.index.json"])
             .with_file_endings(&FILE_ENDINGS)
+            .with_model_folders()
     }
 
     fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
@@ -129,6 +131,16 @@ impl CheckpointFormat for TorchSaveFormat {
         name == Self::model_file(None) || name == Self::index_file(None)
     }
 
+    /// Such files may be in any folder: readers open them by their own names.
+    fn occupant(&self, _folder: &Folder<'_>) -> Option<Occupant> {
+        None
+    }
+
+    /// `dcp_convert::to_torch_save` writes single files.
+    fn target(&self) -> Option<&dyn CheckpointTarget> {
+        None
+    }
+
     async fn open(
         &self,
         place: &Place,
@@ -150,6 +162,7 @@ impl CheckpointFormat for TorchSaveFormat {
         let reader = Arc::new(TorchSaveReader::new(Arc::clone(storage), file));
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
+        let opened = opened.with_notes(reader.notes().await?);
         Ok(opened.with_audit(Arc::clone(&reader) as _).with_extension(reader))
     }
 }

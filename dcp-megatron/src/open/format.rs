@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, FormatRegistry, OpenOptions,
-    OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
+    CheckpointFormat, CheckpointTarget, Evidence, Examined, Existing, Folder, FormatInfo,
+    FormatRegistry, Occupant, OccupantRun, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
+    RunSelection, RunTracker, UnfinishedSave, WriterOptions,
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::text::Quoted;
-use dcp_core::{CheckpointError, CheckpointMetadata, StorageError};
+use dcp_core::{CheckpointError, CheckpointMetadata, Storage, StorageError, StorageWriter};
 use dcp_formats::dcp::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
 use dcp_formats::metadata::decode;
 use dcp_formats::torch_save::FILE_ENDINGS;
@@ -21,7 +22,10 @@ use crate::disk::recovery::{HALF_REPLACED, RECORD, recovered};
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::open::checkpoint::MegatronCheckpoint;
 use crate::open::select::select;
+use crate::writer::MegatronWriter;
 
+/// The name of the format.
+const NAME: &str = "megatron";
 /// The folder of a checkpoint of NeMo that holds Megatron-Core's.
 const NEMO_WEIGHTS: &str = "weights";
 /// Bytes of a tracker that are read.
@@ -94,7 +98,7 @@ impl CheckpointFormat for MegatronCoreFormat {
     fn info(&self) -> FormatInfo {
         const LANDMARKS: [&str; 5] =
             [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE, TRACKER, "weights/.metadata"];
-        FormatInfo::new("megatron", "Megatron").with_landmarks(&LANDMARKS)
+        FormatInfo::new(NAME, "Megatron").with_landmarks(&LANDMARKS)
     }
 
     fn peeks(&self, folder: &Folder<'_>) -> Vec<Peek> {
@@ -211,6 +215,24 @@ impl CheckpointFormat for MegatronCoreFormat {
         name.starts_with("mp_rank_") || below.has(".zarray") || is_objects()
     }
 
+    fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
+        if let Some(file) = run_file(folder) {
+            const FOLDERS: &[&str] = &["release", "iter_0000001"];
+            const RUN: &str = "the folder of a run of Megatron-LM";
+            return Some(Occupant::Run(OccupantRun::new(RUN, file, FOLDERS)));
+        }
+        let found = self.recognize(folder).filter(Recognized::is_checkpoint)?;
+        Some(match (found.inner, found.evidence, found.problem) {
+            (Some(inner), ..) => Occupant::Checkpoint(format!("it has a checkpoint in {inner}")),
+            (None, Evidence::Remains, Some(problem)) => Occupant::Unfinished(problem),
+            (None, ..) => Occupant::Checkpoint("it is one of Megatron-Core".to_owned()),
+        })
+    }
+
+    fn target(&self) -> Option<&dyn CheckpointTarget> {
+        Some(self)
+    }
+
     async fn open(
         &self,
         place: &Place,
@@ -227,6 +249,54 @@ impl CheckpointFormat for MegatronCoreFormat {
             .with_notes(notes)
             .with_extension(source)
             .with_extension(Arc::new(opened)))
+    }
+}
+
+/// The tracker of a run, or the folder of an iteration: readers open an iteration instead of a
+/// checkpoint in the folder itself.
+fn run_file(folder: &Folder<'_>) -> Option<String> {
+    if folder.has(TRACKER) {
+        return Some(TRACKER.to_owned());
+    }
+    let iteration = |name: &str| Tracked::of_folder(name)?.iteration();
+    let found = folder.folders().find(|below| iteration(below.name()).is_some())?;
+    Some(found.path().to_owned())
+}
+
+impl CheckpointTarget for MegatronCoreFormat {
+    fn parts(&self) -> &'static [&'static str] {
+        const PARTS: &[&str] = &[NAME, "dcp"];
+        PARTS
+    }
+
+    fn existing(&self, folder: &Folder<'_>, metadata: Option<&CheckpointMetadata>) -> Existing {
+        let files = DcpFiles::of(folder);
+        let found = checkpoint(folder);
+        let is_ours = found.as_ref().is_some_and(|found| found.evidence == Evidence::Index);
+        let is_unfinished = || {
+            let by_index = metadata.and_then(|metadata| self.unfinished(folder, metadata));
+            by_index.is_some() || files.problem().is_some()
+        };
+        match (is_ours, files.is_committed()) {
+            (true, true) => Existing::Checkpoint,
+            (true, false) => Existing::Other("it is one of an older Megatron-Core".to_owned()),
+            (false, true) if !is_unfinished() => {
+                Existing::Other("it is one of PyTorch's format".to_owned())
+            }
+            (false, _) if found.is_some() || files.is_any() => Existing::Remains,
+            (false, _) => Existing::Nothing,
+        }
+    }
+
+    /// The writer of a checkpoint with an empty common state; [`to_torch_dist`] fills it.
+    ///
+    /// [`to_torch_dist`]: crate::jobs::to_torch_dist
+    fn writer(
+        &self,
+        storage: Arc<dyn Storage>,
+        options: &WriterOptions,
+    ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
+        Ok(Arc::new(MegatronWriter::builder(storage).overwrite(options.overwrite).build()))
     }
 }
 

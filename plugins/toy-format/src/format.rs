@@ -4,13 +4,21 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointFormat, Evidence, Examined, Folder, FormatInfo, OpenOptions, OpenedCheckpoint, Peek,
-    Place, Recognized, RunSelection, RunTracker, UnfinishedSave,
+    CheckpointFormat, CheckpointTarget, Evidence, Examined, Existing, Folder, FormatInfo, Occupant,
+    OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RunSelection, RunTracker,
+    UnfinishedSave, WriterOptions,
 };
-use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageReader as _};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, Key, Storage, StorageError, StorageReader as _,
+    StorageWriter,
+};
 
 use crate::names::{INDEX, parse};
 use crate::reader::ToyReader;
+use crate::writer::ToyWriter;
+
+/// The name of the format.
+const NAME: &str = "toy";
 
 /// Folders with an `index.toy`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -19,7 +27,7 @@ pub struct ToyFormat;
 #[async_trait]
 impl CheckpointFormat for ToyFormat {
     fn info(&self) -> FormatInfo {
-        FormatInfo::new("toy", "Toy").with_landmarks(&[INDEX])
+        FormatInfo::new(NAME, "Toy").with_landmarks(&[INDEX])
     }
 
     fn peeks(&self, _folder: &Folder<'_>) -> Vec<Peek> {
@@ -30,7 +38,6 @@ impl CheckpointFormat for ToyFormat {
         if folder.has(INDEX) {
             return Some(Recognized::new(Evidence::Index, "is a toy checkpoint"));
         }
-        let is_data = |name: &str| Key::new(name).is_ok_and(|key| parse(&key).is_some());
         folder.files().any(|(name, _)| is_data(name)).then(|| {
             let problem = format!("there is no {INDEX}: the save did not finish");
             Recognized::new(Evidence::Remains, "has data files of a toy checkpoint and no index")
@@ -67,7 +74,16 @@ impl CheckpointFormat for ToyFormat {
     }
 
     fn owns(&self, _folder: &Folder<'_>, name: &str) -> bool {
-        name == INDEX || Key::new(name).is_ok_and(|key| parse(&key).is_some())
+        name == INDEX || is_data(name)
+    }
+
+    fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
+        let found = Occupant::Checkpoint("it is a toy checkpoint".to_owned());
+        folder.has(INDEX).then_some(found)
+    }
+
+    fn target(&self) -> Option<&dyn CheckpointTarget> {
+        Some(self)
     }
 
     async fn open(
@@ -80,4 +96,31 @@ impl CheckpointFormat for ToyFormat {
         let opened = OpenedCheckpoint::new(Arc::clone(place.storage()), Arc::clone(&reader) as _);
         Ok(opened.with_audit(reader))
     }
+}
+
+impl CheckpointTarget for ToyFormat {
+    fn parts(&self) -> &'static [&'static str] {
+        &[NAME]
+    }
+
+    fn existing(&self, folder: &Folder<'_>, _metadata: Option<&CheckpointMetadata>) -> Existing {
+        match folder.has(INDEX) {
+            true => Existing::Checkpoint,
+            false if folder.files().any(|(name, _)| is_data(name)) => Existing::Remains,
+            false => Existing::Nothing,
+        }
+    }
+
+    fn writer(
+        &self,
+        storage: Arc<dyn Storage>,
+        options: &WriterOptions,
+    ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
+        Ok(Arc::new(ToyWriter::new(storage, options.overwrite)))
+    }
+}
+
+/// Whether a file has the name of a data file.
+fn is_data(name: &str) -> bool {
+    Key::new(name).is_ok_and(|key| parse(&key).is_some())
 }

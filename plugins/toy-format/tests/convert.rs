@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use dcp_checkpoint::{Format, Opener, default_formats};
+use dcp_checkpoint::{Destination, ErrorKind, Format, Opener, default_formats};
 use dcp_core::metadata::{Encoding, Entry, Layout, Placement, TensorEntry};
 use dcp_core::registry::{Access, StorageRegistry};
 use dcp_core::storage::PutMode;
@@ -57,6 +57,59 @@ async fn a_registered_format_is_converted_like_any_other() {
 
     let unknown = Opener::new(storages()).open(&at("toy")).await;
     assert!(unknown.is_err(), "it was opened without the format");
+}
+
+#[tokio::test]
+async fn a_registered_format_is_written_like_any_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let toy = Format::Registered("toy");
+    let opener = Opener::new(storages()).formats(default_formats().with(Arc::new(ToyFormat)));
+    let storage = FsStorage::builder(at("toy")).create(true).open().unwrap();
+    put_checkpoint(&storage).await;
+
+    // From another format, for several ranks.
+    let checkpoint = opener.open(&at("toy")).await.unwrap();
+    checkpoint.convert(at("dcp")).to(Format::Dcp).run().await.unwrap();
+    let dcp = opener.open(&at("dcp")).await.unwrap();
+    dcp.convert(Destination::new(at("copy")).to(toy).ranks(2)).run().await.unwrap();
+    let copy = opener.open(&at("copy")).await.unwrap();
+    assert!(copy.verify().deep(true).run().await.unwrap().ok);
+    assert_eq!(std::fs::read(folder.path().join("copy/rank_0.g0.toy")).unwrap()[..3], [1, 2, 3]);
+    assert_eq!(std::fs::read(folder.path().join("copy/rank_1.g0.toy")).unwrap()[..3], [4, 5, 6]);
+
+    // Its checkpoint is replaced where that is allowed, and not by another format.
+    let again = |overwrite| dcp.convert(at("copy")).to(toy).overwrite(overwrite).run();
+    let error = again(false).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TargetExists, "{error}");
+    again(true).await.unwrap();
+    for format in [Format::Dcp, Format::HuggingFace] {
+        let written = checkpoint.convert(at("copy")).to(format).overwrite(true).run().await;
+        let error = written.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OtherCheckpoint, "{error}");
+        assert!(error.to_string().ends_with("it is a toy checkpoint"), "{error}");
+    }
+    // And it replaces none of theirs.
+    let written = checkpoint.convert(at("dcp")).to(toy).overwrite(true).run().await;
+    assert_eq!(written.unwrap_err().kind(), ErrorKind::OtherCheckpoint);
+
+    let plain = Opener::new(storages()).open(&at("dcp")).await.unwrap();
+    let error = plain.convert(at("new")).to(toy).run().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidOption, "{error}");
+    assert!(!folder.path().join("new").exists());
+}
+
+#[tokio::test]
+async fn a_registered_format_is_resharded_in_its_own_format() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let opener = Opener::new(storages()).formats(default_formats().with(Arc::new(ToyFormat)));
+    let storage = FsStorage::builder(at("toy")).create(true).open().unwrap();
+    put_checkpoint(&storage).await;
+    let checkpoint = opener.open(&at("toy")).await.unwrap();
+    checkpoint.reshard(at("two")).ranks(2).run().await.unwrap();
+    assert!(folder.path().join("two/rank_1.g0.toy").exists());
+    assert!(opener.open(&at("two")).await.unwrap().verify().deep(true).run().await.unwrap().ok);
 }
 
 #[tokio::test]

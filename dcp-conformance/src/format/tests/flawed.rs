@@ -8,9 +8,10 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, DataSource, ReadReport, SaveSession, WriteReport};
 use dcp_core::format::{
-    CheckpointAudit, CheckpointFormat, ChunkChecksum, Evidence, Examined, Findings, Folder,
-    FormatInfo, FoundKind, FoundProblem, OpenOptions, OpenedCheckpoint, Peek, Place, Recognized,
-    RecordLimits, RunSelection, RunTracker, StoredRecord, UnfinishedSave,
+    CheckpointAudit, CheckpointFormat, CheckpointTarget, ChunkChecksum, Evidence, Examined,
+    Existing, Findings, Folder, FormatInfo, FoundKind, FoundProblem, Occupant, OpenOptions,
+    OpenedCheckpoint, Peek, Place, Recognized, RecordLimits, RunSelection, RunTracker,
+    StoredRecord, UnfinishedSave, WriterOptions,
 };
 use dcp_core::plan::{GlobalPlan, LoadPlan, ReadItem, ReadKind, SavePlan, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
@@ -53,6 +54,9 @@ pub(super) enum Flaw {
     LeavesAMarker,
     AbandonsAfterTheCommit,
     ClaimsNothing,
+    LetsOthersWrite,
+    ForgetsCheckpoints,
+    ReplacesWithoutPermission,
 }
 
 fn index() -> Key {
@@ -118,6 +122,14 @@ impl CheckpointFormat for FlawedFormat {
         self.0 != Flaw::OwnsNothing && DcpFormat.owns(folder, name)
     }
 
+    fn occupant(&self, folder: &Folder<'_>) -> Option<Occupant> {
+        DcpFormat.occupant(folder).filter(|_| self.0 != Flaw::LetsOthersWrite)
+    }
+
+    fn target(&self) -> Option<&dyn CheckpointTarget> {
+        Some(self)
+    }
+
     async fn open(
         &self,
         place: &Place,
@@ -136,6 +148,28 @@ impl CheckpointFormat for FlawedFormat {
         let audit = FlawedAudit { storage: Arc::clone(storage), flaw: self.0 };
         let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::new(reader));
         Ok(opened.with_audit(Arc::new(audit)))
+    }
+}
+
+impl CheckpointTarget for FlawedFormat {
+    fn parts(&self) -> &'static [&'static str] {
+        CheckpointTarget::parts(&DcpFormat)
+    }
+
+    fn existing(&self, folder: &Folder<'_>, metadata: Option<&CheckpointMetadata>) -> Existing {
+        match self.0 {
+            Flaw::ForgetsCheckpoints => Existing::Nothing,
+            _ => DcpFormat.existing(folder, metadata),
+        }
+    }
+
+    fn writer(
+        &self,
+        storage: Arc<dyn Storage>,
+        options: &WriterOptions,
+    ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
+        let replaces = options.overwrite || self.0 == Flaw::ReplacesWithoutPermission;
+        DcpFormat.writer(storage, &options.clone().with_overwrite(replaces))
     }
 }
 

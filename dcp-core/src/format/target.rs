@@ -1,0 +1,107 @@
+//! What a format needs to be written.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::listing::Folder;
+use crate::checkpoint::StorageWriter;
+use crate::error::CheckpointError;
+use crate::metadata::CheckpointMetadata;
+use crate::storage::Storage;
+
+/// A format whose checkpoints can be written: folders, of which any number of ranks write files.
+///
+/// A [`CheckpointFormat`](super::CheckpointFormat) returns it from
+/// [`target`](super::CheckpointFormat::target). Before a job writes, it compares the folder with
+/// every registered format: an [`Occupant`] of a format that is not in [`parts`](Self::parts)
+/// refuses the write. [`existing`](Self::existing) decides about the others.
+pub trait CheckpointTarget: fmt::Debug + Send + Sync {
+    /// The formats that make up a checkpoint of this format: its own name, and the names of the
+    /// formats that it builds on.
+    fn parts(&self) -> &'static [&'static str];
+
+    /// What of these formats `folder` holds. `metadata` is the index, where one of the formats can
+    /// read it.
+    fn existing(&self, folder: &Folder<'_>, metadata: Option<&CheckpointMetadata>) -> Existing;
+
+    /// The writer of a checkpoint in `storage`, for a job that has a place for everything that the
+    /// format needs.
+    ///
+    /// # Errors
+    ///
+    /// When the format cannot be written with these options.
+    fn writer(
+        &self,
+        storage: Arc<dyn Storage>,
+        options: &WriterOptions,
+    ) -> Result<Arc<dyn StorageWriter>, CheckpointError>;
+}
+
+/// How a checkpoint is written.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WriterOptions {
+    /// Whether a checkpoint that is there is replaced. Otherwise it is an error.
+    pub overwrite: bool,
+}
+
+impl WriterOptions {
+    /// The same, which replaces a checkpoint or refuses to.
+    #[must_use]
+    pub fn with_overwrite(mut self, overwrite: bool) -> Self {
+        self.overwrite = overwrite;
+        self
+    }
+}
+
+/// What a folder holds of the format that is written there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Existing {
+    /// No file of the format.
+    Nothing,
+    /// A checkpoint. It is replaced only if the caller allows it.
+    Checkpoint,
+    /// Files of a save that did not finish. The next save replaces them.
+    Remains,
+    /// A checkpoint that the writer does not replace, such as one of an older version: the end of
+    /// the sentence `there is another checkpoint at "run": `.
+    Other(String),
+}
+
+/// What of a format is in a folder that a checkpoint of another format is written into. A write
+/// would damage it, or readers would open it instead of what was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Occupant {
+    /// A checkpoint: the end of the sentence `there is another checkpoint at "run": `.
+    Checkpoint(String),
+    /// Files of a save that did not finish, with what shows it.
+    Unfinished(String),
+    /// The folder of a run, whose checkpoints are in folders below it.
+    Run(OccupantRun),
+}
+
+/// The folder of a run, which holds no checkpoint itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OccupantRun {
+    /// What it is: `the folder of a run of Megatron-LM`.
+    pub description: &'static str,
+    /// The file or folder that shows it.
+    pub file: String,
+    /// Names of folders in the run that checkpoints may be written into.
+    pub folders: &'static [&'static str],
+}
+
+impl OccupantRun {
+    /// A run, the file or folder that shows it, and names for checkpoints in it.
+    #[must_use]
+    pub fn new(
+        description: &'static str,
+        file: impl Into<String>,
+        folders: &'static [&'static str],
+    ) -> Self {
+        Self { description, file: file.into(), folders }
+    }
+}

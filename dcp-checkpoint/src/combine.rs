@@ -93,7 +93,7 @@ impl Merge<'_> {
     /// # Errors
     ///
     /// [`Disagreement`](ErrorKind::Disagreement) for keys that several have, and those of
-    /// [`Conversion::run`](crate::Conversion::run).
+    /// [`Conversion::run`](crate::jobs::Conversion::run).
     pub async fn run(self) -> Result<Written, Error> {
         self.destination.format()?;
         let selection = self.keys.selection(StatePart::Everything);
@@ -172,7 +172,7 @@ impl Average<'_> {
     /// # Errors
     ///
     /// [`Disagreement`](ErrorKind::Disagreement) for other keys, shapes or values that have no
-    /// average, and those of [`Conversion::run`](crate::Conversion::run).
+    /// average, and those of [`Conversion::run`](crate::jobs::Conversion::run).
     pub async fn run(self) -> Result<AverageWritten, Error> {
         let format = self.destination.format()?;
         let selection = self.keys.selection(format.usual_part());

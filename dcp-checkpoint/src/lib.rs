@@ -22,7 +22,7 @@ mod opener;
 mod optimizer;
 mod overlap_guard;
 mod reshard;
-mod rollback;
+pub mod rollback;
 mod run_config;
 mod setters;
 mod small_file;
@@ -34,21 +34,26 @@ mod verify;
 mod whole;
 
 pub use checkpoint::Checkpoint;
-pub use combine::{Average, AverageWritten, Merge, average, merge};
-pub use compare::{Comparison, Statistics};
-pub use convert::{Conversion, Written};
+pub use combine::{average, merge};
 pub use destination::{Destination, cast_to};
 pub use error::{Error, ErrorKind};
 pub use format::Format;
-pub use get::{Item, Lookup, SavedItem};
-pub use inspect::{Inspected, Inspection};
 pub use keys::Keys;
 pub use mapping_options::{Architecture, MappingOptions};
 pub use megatron_target::MegatronTarget;
 pub use opener::{Need, Opener, default_formats};
 pub use optimizer::{OptimizerForm, OptimizerOptions};
-pub use reshard::Resharding;
-pub use rollback::{Quiet, Rollback, Undone};
+pub use rollback::Rollback;
 pub use target::{TargetFile, TargetOptions};
-pub use unshard::Unsharding;
-pub use verify::Verification;
+
+/// The jobs that [`Checkpoint`] starts, and their results.
+pub mod jobs {
+    pub use crate::combine::{Average, AverageWritten, Merge};
+    pub use crate::compare::{Comparison, Statistics};
+    pub use crate::convert::{Conversion, Written};
+    pub use crate::get::{Item, Lookup, SavedItem};
+    pub use crate::inspect::{Inspected, Inspection};
+    pub use crate::reshard::Resharding;
+    pub use crate::unshard::Unsharding;
+    pub use crate::verify::Verification;
+}

@@ -66,7 +66,7 @@ impl Unsharding<'_> {
     ///
     /// # Errors
     ///
-    /// When there is no `model`, and those of [`Conversion::run`](crate::Conversion::run).
+    /// When there is no `model`, and those of [`Conversion::run`](crate::jobs::Conversion::run).
     pub async fn run(self) -> Result<UnshardReport, Error> {
         let checkpoint = Whole::of(self.checkpoint).await?;
         keep_apart(&checkpoint, &self.target, Shape::Folder).await?;

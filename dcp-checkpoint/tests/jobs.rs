@@ -6,8 +6,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+use dcp_checkpoint::rollback::Undone;
 use dcp_checkpoint::{
-    Checkpoint, Destination, ErrorKind, Format, Keys, Need, Opener, Rollback, TargetOptions, Undone,
+    Checkpoint, Destination, ErrorKind, Format, Keys, Need, Opener, Rollback, TargetOptions,
 };
 use dcp_conformance::{MemoryStorage, StallStorage};
 use dcp_convert::JobOptions;

@@ -7,7 +7,7 @@ use std::io::{IsTerminal, Write};
 use std::thread;
 use std::time::Duration;
 
-use dcp::checkpoint::{Quiet, Rollback, Undone};
+use dcp::checkpoint::rollback::{Quiet, Rollback, Undone};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tokio::sync::oneshot;

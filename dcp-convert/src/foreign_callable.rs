@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use dcp_core::format::IndexCallable;
 use dcp_core::text::{Message, Quoted};
 use dcp_formats::pickle::{ForeignName, Trust};
 use serde::Serialize;
@@ -43,6 +44,13 @@ impl ForeignCallable {
             (None, Some(path)) => path,
             (None, None) => "the whole".to_owned(),
         }
+    }
+}
+
+impl From<IndexCallable> for ForeignCallable {
+    fn from(found: IndexCallable) -> Self {
+        let IndexCallable { index, name, path, dangerous, .. } = found;
+        Self { key: index.map(Arc::from), path, name, dangerous }
     }
 }
 

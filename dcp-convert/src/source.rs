@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dcp_core::format::{CheckpointAudit, OpenedCheckpoint};
+use dcp_core::format::{CheckpointAudit, IndexFacts, OpenedCheckpoint};
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
 use dcp_formats::dcp::DcpReader;
 use dcp_formats::hf::{HfReader, HfReaderBuilder};
@@ -28,6 +28,8 @@ pub struct Source {
     pub reader: Arc<dyn StorageReader>,
     /// The reader again under its concrete type (an `Arc<R>`), for operations beyond the trait.
     concrete: Option<Arc<dyn Any + Send + Sync>>,
+    /// The file in which one pickle holds all objects.
+    single_pickle: Option<Key>,
     /// The checks of the format that the reader does not make.
     audit: Option<Arc<dyn CheckpointAudit>>,
     /// Objects and tensors of a view that a `torch.save` file stores unchanged.
@@ -62,7 +64,15 @@ impl From<OpenedCheckpoint> for Source {
         if let Some(source) = opened.extension::<Self>() {
             return (*source).clone();
         }
-        let storage = Arc::clone(&opened.storage);
+        let (storage, single_pickle) = (Arc::clone(&opened.storage), opened.single_pickle.clone());
+        let mut source = Self::of_opened(opened, storage);
+        source.single_pickle = single_pickle;
+        source
+    }
+}
+
+impl Source {
+    fn of_opened(opened: OpenedCheckpoint, storage: Arc<dyn Storage>) -> Self {
         if let Some(reader) = opened.extension::<DcpReader>() {
             return Self::of(storage, reader);
         }
@@ -74,13 +84,19 @@ impl From<OpenedCheckpoint> for Source {
         }
         Self { audit: opened.audit, ..Self::new(storage, opened.reader) }
     }
-}
 
-impl Source {
     /// A checkpoint with its files in `storage`, read by `reader`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, reader: Arc<dyn StorageReader>) -> Self {
-        Self { storage, reader, concrete: None, audit: None, kept: None, comparisons: Vec::new() }
+        Self {
+            storage,
+            reader,
+            concrete: None,
+            single_pickle: None,
+            audit: None,
+            kept: None,
+            comparisons: Vec::new(),
+        }
     }
 
     /// Like [`new`](Self::new), for a reader whose concrete type jobs use.
@@ -140,8 +156,8 @@ impl Source {
     /// One file of `torch.save`.
     #[must_use]
     pub fn torch_save(storage: Arc<dyn Storage>, key: Key) -> Self {
-        let reader = Arc::new(TorchSaveReader::new(Arc::clone(&storage), key));
-        Self::of(storage, reader)
+        let reader = Arc::new(TorchSaveReader::new(Arc::clone(&storage), key.clone()));
+        Self { single_pickle: Some(key), ..Self::of(storage, reader) }
     }
 
     /// This source, read through `reader`, which makes `comparisons`.
@@ -171,23 +187,33 @@ impl Source {
         self
     }
 
+    /// The file in which one pickle holds all objects; see [`OpenedCheckpoint::single_pickle`].
+    pub(crate) fn single_pickle(&self) -> Option<&Key> {
+        self.single_pickle.as_ref()
+    }
+
+    /// What its index says besides tensors and objects; a view has none of it.
+    pub(crate) async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
+        match &self.audit {
+            Some(audit) => audit.index_facts().await,
+            None => Ok(IndexFacts::default()),
+        }
+    }
+
     /// The checks of its format that the reader does not make; a view has none.
     pub(crate) fn audit(&self) -> Option<&Arc<dyn CheckpointAudit>> {
         self.audit.as_ref()
     }
 
-    /// The reader, when it is one of PyTorch's format.
+    /// The reader, when it is one of PyTorch's format. Formats that build on PyTorch's read more of
+    /// its index.
     #[must_use]
     pub fn dcp_reader(&self) -> Option<&Arc<DcpReader>> {
         self.reader_as()
     }
 
-    /// The reader, when it reads safetensors files.
-    pub(crate) fn hf_reader(&self) -> Option<&Arc<HfReader>> {
-        self.reader_as()
-    }
-
-    /// The reader, when it reads a `torch.save` file.
+    /// The reader, when it reads a `torch.save` file. A job that writes such a file copies objects and
+    /// storages of the old one unchanged.
     #[must_use]
     pub fn save_reader(&self) -> Option<&Arc<TorchSaveReader>> {
         self.reader_as()

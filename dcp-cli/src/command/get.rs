@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use dcp::DType;
-use dcp::checkpoint::{Item, Need, TargetOptions};
+use dcp::checkpoint::jobs::Item;
+use dcp::checkpoint::{Need, TargetOptions};
 use dcp::convert::JobOptions;
 use dcp::convert::jobs::get::Found;
 use dcp::core::text::escaped;

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::text::count;
-use dcp::convert::write::ProfileChoice;
+use dcp::convert::write::{IndexReader, ProfileChoice};
 use dcp::formats::metadata::Profile;
 
 use crate::failure::Failure;
@@ -67,21 +67,28 @@ enum Form {
     Torch2_15,
 }
 
-fn choice(to: Program, form: Option<Form>) -> ProfileChoice {
-    ProfileChoice::Exactly(match (to, form) {
-        (Program::Torch, None) => return ProfileChoice::Torch,
-        (Program::Olmo, None) => return ProfileChoice::Olmo,
-        (Program::Torch, Some(Form::Compat)) => Profile::Compat,
-        (Program::Torch, Some(Form::Torch2_3)) => Profile::Torch2_3,
-        (Program::Torch, Some(Form::Torch2_15)) => Profile::Torch2_15,
-        (Program::Olmo, Some(Form::Compat | Form::Torch2_3)) => Profile::Olmo,
-        (Program::Olmo, Some(Form::Torch2_15)) => Profile::OlmoTorch2_15,
-    })
+impl From<Program> for IndexReader {
+    fn from(program: Program) -> Self {
+        match program {
+            Program::Torch => Self::Torch,
+            Program::Olmo => Self::Olmo,
+        }
+    }
+}
+
+impl From<Form> for Profile {
+    fn from(form: Form) -> Self {
+        match form {
+            Form::Compat => Self::Compat,
+            Form::Torch2_3 => Self::Torch2_3,
+            Form::Torch2_15 => Self::Torch2_15,
+        }
+    }
 }
 
 pub(crate) fn rewrite_metadata(args: &RewriteMetadata, session: &Session) -> Result<(), Failure> {
     let out = &session.out;
-    let choice = choice(args.to, args.profile);
+    let choice = ProfileChoice::of(args.to.into(), args.profile.map(Profile::from));
     let report = session.run(false, async {
         Ok(session.opener().rewrite_metadata(&args.uri, choice, args.dry_run).await?)
     })?;

@@ -3,7 +3,7 @@
 use clap::{Args, ValueEnum};
 use dcp::checkpoint::Need;
 use dcp::convert::Selection;
-use dcp::convert::jobs::stats::{NumberStats, StatsReport, TensorStats};
+use dcp::convert::jobs::stats::{Anomaly, StatsReport, TensorStats};
 use dcp::planner::KeyFilter;
 
 use crate::failure::{Exit, Failure};
@@ -105,14 +105,13 @@ pub(crate) enum FailOn {
     Zeros,
 }
 
-impl FailOn {
-    fn is_in(self, report: &StatsReport) -> bool {
-        let any = |is: fn(&NumberStats) -> bool| report.tensors.values().any(|t| is(&t.numbers));
-        match self {
-            Self::Nan => report.objects.nan > 0 || any(|n| n.nan > 0),
-            Self::Inf => report.objects.inf > 0 || any(|n| n.inf() > 0),
-            Self::Overflow => any(|n| n.near_overflow > 0),
-            Self::Zeros => any(|n| n.count > 0 && n.zero == n.count),
+impl From<FailOn> for Anomaly {
+    fn from(what: FailOn) -> Self {
+        match what {
+            FailOn::Nan => Self::Nan,
+            FailOn::Inf => Self::Infinity,
+            FailOn::Overflow => Self::NearOverflow,
+            FailOn::Zeros => Self::AllZeros,
         }
     }
 }
@@ -142,7 +141,7 @@ pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
                 None => "`dcp inspect` lists the names there are".to_owned(),
             }));
     }
-    let failed = args.fail_on.iter().any(|what| what.is_in(&report));
+    let failed = args.fail_on.iter().any(|what| report.has((*what).into()));
     arrange(args, &mut report);
     if args.json {
         out.json(&report)?;

@@ -139,6 +139,7 @@ fn an_unfinished_step_of_olmo_core_is_in_the_way() {
     fs::remove_file(Path::new(&inner).join(".metadata")).unwrap();
     for to in ["dcp", "hf", "torch-dist"] {
         let args = ["-q", "convert", SOURCE, &step, "--to", to, "--overwrite"];
-        dcp(args).fails(2, &["files of an unfinished save (OLMo step)", "model_and_optim/.metadata"]);
+        dcp(args)
+            .fails(2, &["files of an unfinished save (OLMo step)", "model_and_optim/.metadata"]);
     }
 }

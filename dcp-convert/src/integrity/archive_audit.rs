@@ -153,7 +153,8 @@ impl Job {
 
     /// Compares the record that holds `item` with its checksum, unless that was done.
     async fn record_of(&self, item: &Placed) -> Result<(), CheckpointError> {
-        let Some(audit) = self.source.audit() else { return Ok(()) };
+        let audit = self.source.audit().and_then(|audit| audit.records());
+        let Some(audit) = audit else { return Ok(()) };
         let known = self.records.get_or_try_init(async || {
             let records = audit.records().await?;
             let map = RecordMap::new(&records);

@@ -39,15 +39,11 @@ pub(crate) fn of_names(key: &Arc<str>, names: &[ForeignName]) -> Vec<ForeignCall
     names.iter().map(|name| ForeignCallable::new(Some(key), name.clone())).collect()
 }
 
-/// Finds those in what the format stores besides objects: the pickle of a `torch.save` file, or the
-/// `.metadata` of PyTorch's format.
+/// Finds those in what the format stores besides objects, such as the `.metadata` of PyTorch's
+/// format.
 pub(crate) async fn in_index(source: &Source) -> Result<Vec<ForeignCallable>, CheckpointError> {
-    let (key, names) = match (source.save_reader(), source.dcp_reader()) {
-        (Some(save), _) => (None, save.foreign_names().await?),
-        (None, Some(dcp)) => (Some(Arc::from(".metadata")), dcp.foreign_names().await?.to_vec()),
-        (None, None) => return Ok(Vec::new()),
-    };
-    Ok(names.into_iter().map(|name| ForeignCallable::new(key.as_ref(), name)).collect())
+    let callables = source.index_facts().await?.callables;
+    Ok(callables.into_iter().map(ForeignCallable::from).collect())
 }
 
 /// Finds those of a whole checkpoint. Skips objects that cannot be read or are not in `readable`.
@@ -57,7 +53,7 @@ pub(crate) async fn in_checkpoint(
     readable: impl Fn(usize) -> bool,
 ) -> Result<Vec<ForeignCallable>, CheckpointError> {
     let mut found = in_index(source).await?;
-    if source.save_reader().is_some() {
+    if source.single_pickle().is_some() {
         return Ok(found);
     }
     let mut entries = object_entries(metadata);

@@ -7,7 +7,6 @@ use dcp_core::error::error_chain;
 use dcp_core::metadata::{Entry, Layout, Placement, TensorEntry, WrappedTensor};
 use dcp_core::path::PathItem;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageErrorKind};
-use dcp_formats::hf::FindingKind;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use indexmap::IndexMap;
 use serde::Serialize;
@@ -135,15 +134,17 @@ pub async fn inspect(
     entries.retain(|entry| metadata.at(*entry).is_some_and(|(fqn, _)| wanted(fqn)));
     let mut objects = objects(source, &metadata, &entries).await;
     let mut used = vec![false; metadata.files().len()];
+    let facts = source.index_facts().await?;
     let mut summary = Summary {
         format,
         keys: IndexMap::new(),
         files: IndexMap::new(),
-        unfinished: Vec::new(),
-        callables: callables::in_index(source).await?,
+        unfinished: facts.unfinished,
+        callables: Vec::new(),
         version: provenance.version.clone(),
         paths: IndexMap::new(),
     };
+    summary.callables = facts.callables.into_iter().map(ForeignCallable::from).collect();
     for (at, (fqn, entry)) in metadata.iter().enumerate() {
         if !wanted(fqn) {
             continue;
@@ -159,9 +160,7 @@ pub async fn inspect(
                     tensor.chunks.iter().filter_map(|chunk| stored(chunk.placement?, &metadata));
                 stored.for_each(|placement| mark(placement.file));
                 let mut summary = tensor_summary(tensor, &metadata);
-                if let Some(save) = source.save_reader() {
-                    summary.device = save.device(at).await?;
-                }
+                summary.device = facts.devices.get(&at).cloned();
                 KeySummary::Tensor(summary)
             }
             Entry::Object(object) => {
@@ -181,21 +180,10 @@ pub async fn inspect(
     }
     let used = metadata.files().iter().zip(used).filter(|(_, used)| *used);
     let mut files: Vec<Key> = used.map(|(key, _)| key.clone()).collect();
-    if let Some(hf) = source.hf_reader() {
-        // The keys in a file without a readable header are unknown, so any selection may concern
-        // it.
-        let findings = hf.findings().await?;
-        let closed = findings.iter().filter(|finding| {
-            matches!(finding.kind, FindingKind::MissingFile | FindingKind::Header)
-        });
-        files.extend(closed.filter_map(|finding| finding.file.clone()));
-        let unfinished = findings.iter().filter(|finding| {
-            matches!(finding.kind, FindingKind::MissingIndex | FindingKind::Unfinished)
-        });
-        summary.unfinished.extend(unfinished.map(|finding| finding.message.clone()));
-        files.sort_unstable();
-        files.dedup();
-    }
+    // The keys in such a file are unknown, so any selection may concern it.
+    files.extend(facts.unread_files);
+    files.sort_unstable();
+    files.dedup();
     let sizes = stream::iter(files.iter().map(|key| async move {
         match source.storage.stat(key).await {
             Ok(meta) => Ok((key.to_string(), Some(meta.byte_len))),
@@ -222,8 +210,8 @@ async fn objects(
         for (at, value) in batch {
             let entry = match &value {
                 Ok(value) => {
-                    // The pickle of a `torch.save` file is examined as a whole.
-                    let fqn = metadata.at(at).filter(|_| source.save_reader().is_none());
+                    // A pickle that holds all objects is examined as a whole.
+                    let fqn = metadata.at(at).filter(|_| source.single_pickle().is_none());
                     let found = fqn.map(|(fqn, _)| callables::foreign_callables(fqn, value));
                     let mut json = encoder.json(value);
                     let object = metadata.at(at).and_then(|(_, entry)| entry.as_object());

@@ -90,13 +90,10 @@ pub async fn verify(
     let objects: HashSet<usize> =
         readable.iter().filter(|item| item.chunk.is_none()).map(|item| item.entry).collect();
     let foreign = callables::in_checkpoint(source, &metadata, |at| objects.contains(&at)).await?;
-    let file = source.save_reader().map(|save| save.key().to_string());
+    let file = source.single_pickle().map(ToString::to_string);
     report.judge_callables(foreign, file.as_deref());
     if deep {
-        let records = match audit {
-            Some(audit) => audit.records().await?,
-            None => Vec::new(),
-        };
+        let records = record_audit::records(audit).await?;
         let (inside, alone) =
             record_audit::divide(&metadata, readable, &records, findings.shares_bytes);
         let record_bytes = records.iter().map(|one| one.bytes.end.saturating_sub(one.bytes.start));

@@ -88,8 +88,8 @@ impl<'a> ObjectBatches<'a> {
         metadata: &'a Arc<CheckpointMetadata>,
         entries: &[usize],
     ) -> Self {
-        // Every read of a `torch.save` file parses its pickle.
-        let at_once = if source.save_reader().is_some() { usize::MAX } else { BATCH };
+        // Every read of a pickle that holds all objects parses the whole.
+        let at_once = if source.single_pickle().is_some() { usize::MAX } else { BATCH };
         let open = entries.chunks(at_once).rev().map(<[usize]>::to_vec).collect();
         Self { source, metadata, open }
     }

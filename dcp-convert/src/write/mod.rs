@@ -14,6 +14,6 @@ pub(crate) mod written;
 pub use dcp_formats::safetensors::RAW;
 pub use division::{Division, Held, Owner};
 pub use reshard::MAX_RANKS;
-pub use rewrite_metadata::{MetadataRewrite, ProfileChoice};
+pub use rewrite_metadata::{IndexReader, MetadataRewrite, ProfileChoice};
 pub use safetensors_items::LEFT_OUT;
 pub use written::{PlannedTensor, ReplacedClass};

@@ -385,8 +385,8 @@ async fn with_stored(
 /// which they may share memory, it is proportional to the size of the file.
 async fn written_max(source: &Source) -> Result<u64, CheckpointError> {
     const PER_BYTE: u64 = 16;
-    let Some(save) = source.save_reader() else { return Ok(u64::MAX) };
-    let len = source.storage.stat(save.key()).await?.byte_len;
+    let Some(file) = source.single_pickle() else { return Ok(u64::MAX) };
+    let len = source.storage.stat(file).await?.byte_len;
     Ok(len.saturating_mul(PER_BYTE).saturating_add(256 << 20))
 }
 

@@ -56,7 +56,40 @@ pub enum ProfileChoice {
     Olmo,
 }
 
+/// The program that an index is rewritten for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum IndexReader {
+    /// PyTorch. OLMo-core reads it too.
+    Torch,
+    /// OLMo-core alone.
+    Olmo,
+}
+
 impl ProfileChoice {
+    /// The form that `reader` reads, of PyTorch's `version` if one is given. OLMo-core has one form
+    /// for all versions before 2.15.
+    ///
+    /// ```
+    /// use dcp_convert::write::{IndexReader, ProfileChoice};
+    /// use dcp_formats::metadata::Profile;
+    ///
+    /// let choice = ProfileChoice::of(IndexReader::Olmo, Some(Profile::Torch2_3));
+    /// assert_eq!(choice, ProfileChoice::Exactly(Profile::Olmo));
+    /// ```
+    #[must_use]
+    pub fn of(reader: IndexReader, version: Option<Profile>) -> Self {
+        match (reader, version) {
+            (IndexReader::Torch, None) => Self::Torch,
+            (IndexReader::Olmo, None) => Self::Olmo,
+            (IndexReader::Torch, Some(profile)) => Self::Exactly(profile),
+            (IndexReader::Olmo, Some(Profile::Torch2_15 | Profile::OlmoTorch2_15)) => {
+                Self::Exactly(Profile::OlmoTorch2_15)
+            }
+            (IndexReader::Olmo, Some(_)) => Self::Exactly(Profile::Olmo),
+        }
+    }
+
     fn from(self, now: Profile) -> Profile {
         match self {
             Self::Exactly(profile) => profile,

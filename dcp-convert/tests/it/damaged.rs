@@ -9,9 +9,7 @@ use dcp_convert::jobs::get::{Found, FoundTensor};
 use dcp_convert::{
     ConvertError, JobOptions, Source, Target, find, reshard, to_safetensors, verify,
 };
-use dcp_core::format::{
-    CheckpointAudit, ChunkChecksum, Findings, FoundProblem, RecordLimits, StoredRecord,
-};
+use dcp_core::format::{CheckpointAudit, ChunkChecksum, Findings, IndexFacts, RecordAudit};
 use dcp_core::storage::{
     Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, StorageExt, Upload,
 };
@@ -312,20 +310,16 @@ impl CheckpointAudit for Checksums {
         Ok(ChunkChecksum::Crc32(self.0))
     }
 
-    async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
+    async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
+        Ok(IndexFacts::default())
+    }
+
+    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
         Ok(Vec::new())
     }
 
-    async fn check_record(
-        &self,
-        _: &StoredRecord,
-        _: RecordLimits<'_>,
-    ) -> Result<(), CheckpointError> {
-        Ok(())
-    }
-
-    async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError> {
-        Ok(Vec::new())
+    fn records(&self) -> Option<&dyn RecordAudit> {
+        None
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a format knows of an opened checkpoint beyond its tensors and objects.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -36,12 +37,35 @@ pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
         chunk: usize,
     ) -> Result<ChunkChecksum, CheckpointError>;
 
-    /// The ranges of files that a deep check compares as a whole, besides chunks whose
-    /// [`checksum`](Self::checksum) is their own: an index, storages that several tensors share.
+    /// What the index says besides tensors and objects. No file but the index is read.
     ///
     /// # Errors
     ///
-    /// As [`findings`](Self::findings), and when the index cannot be read.
+    /// When the index cannot be read.
+    async fn index_facts(&self) -> Result<IndexFacts, CheckpointError>;
+
+    /// Who wrote the checkpoint, and how, as far as the format records it: labels and texts for
+    /// people.
+    ///
+    /// # Errors
+    ///
+    /// When the storage fails. What cannot be read is left out.
+    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError>;
+
+    /// The checks of stored records, for a format that has records.
+    fn records(&self) -> Option<&dyn RecordAudit>;
+}
+
+/// The checks of a format whose checksums are of records: ranges of files that a deep check compares
+/// as a whole, besides chunks whose [`checksum`](CheckpointAudit::checksum) is their own. An index is
+/// one, or a storage that several tensors share.
+#[async_trait]
+pub trait RecordAudit: Send + Sync {
+    /// All records.
+    ///
+    /// # Errors
+    ///
+    /// When the index cannot be read, or the storage fails.
     async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError>;
 
     /// Reads `record`, one of [`records`](Self::records), and compares it with its checksum. Reads at
@@ -62,6 +86,51 @@ pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
     ///
     /// When the storage fails. What is wrong is returned.
     async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError>;
+}
+
+/// What an index says besides tensors and objects.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct IndexFacts {
+    /// The functions and classes that Python imports when it loads the index, and that are not known
+    /// to be harmless.
+    pub callables: Vec<IndexCallable>,
+    /// Devices other than the CPU that tensors were on, by the number of the entry.
+    pub devices: BTreeMap<usize, String>,
+    /// Files of the checkpoint that no entry names, because they cannot be read.
+    pub unread_files: Vec<Key>,
+    /// What shows that the save did not finish, for people.
+    pub unfinished: Vec<String>,
+}
+
+/// A function or class that Python imports when it loads an index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct IndexCallable {
+    /// The index, where it is not the whole checkpoint.
+    pub index: Option<&'static str>,
+    /// The qualified name, such as `os.system`.
+    pub name: String,
+    /// Where in the index: keys and positions, joined by dots. `None` where Python discards the
+    /// value.
+    pub path: Option<String>,
+    /// Whether it is known to run commands or code. `false` means unknown, not safe.
+    pub dangerous: bool,
+}
+
+impl IndexCallable {
+    /// A callable of this qualified name, at this path.
+    #[must_use]
+    pub fn new(name: impl Into<String>, path: Option<String>, dangerous: bool) -> Self {
+        Self { index: None, name: name.into(), path, dangerous }
+    }
+
+    /// The same, in the index of that name.
+    #[must_use]
+    pub fn in_index(mut self, index: &'static str) -> Self {
+        self.index = Some(index);
+        self
+    }
 }
 
 /// How a chunk is compared with what was saved.

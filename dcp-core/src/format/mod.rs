@@ -23,7 +23,8 @@ use crate::error::{CheckpointError, StorageError};
 use crate::metadata::CheckpointMetadata;
 
 pub use audit::{
-    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
+    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, IndexCallable, IndexFacts,
+    RecordAudit, RecordLimits, StoredRecord,
 };
 pub use listed::ListedStorage;
 pub use listing::{Folder, FolderEntry, Listing, Peek};

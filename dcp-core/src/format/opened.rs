@@ -149,6 +149,9 @@ pub struct OpenedCheckpoint {
     pub differing: Vec<RankDifference>,
     /// Files that store the same in another form, which [`OpenOptions::variant`] chooses.
     pub variants: Vec<Key>,
+    /// The file in which one pickle holds all objects: a read of one decodes all of them, and they
+    /// may share memory.
+    pub single_pickle: Option<Key>,
     extensions: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -163,6 +166,7 @@ impl OpenedCheckpoint {
             audit: None,
             differing: Vec::new(),
             variants: Vec::new(),
+            single_pickle: None,
             extensions: Vec::new(),
         }
     }
@@ -192,6 +196,13 @@ impl OpenedCheckpoint {
     #[must_use]
     pub fn with_variants(mut self, variants: Vec<Key>) -> Self {
         self.variants = variants;
+        self
+    }
+
+    /// The same, with all objects in the pickle of one file.
+    #[must_use]
+    pub fn with_single_pickle(mut self, file: Key) -> Self {
+        self.single_pickle = Some(file);
         self
     }
 

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
+    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, IndexFacts, RecordAudit,
 };
 use dcp_core::storage::ObjectMeta;
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind, StorageReader as _};
 
+use super::names::METADATA;
 use super::reader::DcpReader;
 use crate::hf::INDEX_ENDING;
 use crate::leftovers::Leftovers;
@@ -79,19 +80,24 @@ impl CheckpointAudit for DcpReader {
         Ok(ChunkChecksum::Encoding)
     }
 
-    async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
-        Ok(Vec::new())
+    async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
+        let mut facts = IndexFacts::default();
+        let names = self.foreign_names().await?;
+        facts.callables = names.iter().map(|name| name.callable().in_index(METADATA)).collect();
+        Ok(facts)
     }
 
-    async fn check_record(
-        &self,
-        _record: &StoredRecord,
-        _limits: RecordLimits<'_>,
-    ) -> Result<(), CheckpointError> {
-        Ok(())
+    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
+        let sidecar = match self.sidecar().await {
+            Err(CheckpointError::Format(_)) => None,
+            sidecar => sidecar?,
+        };
+        Ok(sidecar.map_or_else(Vec::new, |sidecar| {
+            vec![("Written by", sidecar.tool), ("World size", sidecar.world_size.to_string())]
+        }))
     }
 
-    async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError> {
-        Ok(Vec::new())
+    fn records(&self) -> Option<&dyn RecordAudit> {
+        None
     }
 }

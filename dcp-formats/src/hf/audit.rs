@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
+    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, IndexFacts, RecordAudit,
 };
 use dcp_core::storage::ObjectMeta;
 use dcp_core::{CheckpointError, CheckpointMetadata, StorageReader as _};
@@ -57,19 +57,25 @@ impl CheckpointAudit for HfReader {
         Ok(ChunkChecksum::Absent)
     }
 
-    async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
+    async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
+        let findings = HfReader::findings(self).await?;
+        let of = |kinds: [FindingKind; 2]| {
+            findings.iter().filter(move |finding| kinds.contains(&finding.kind))
+        };
+        let mut facts = IndexFacts::default();
+        // The keys in a file without a readable header are unknown.
+        let closed = of([FindingKind::MissingFile, FindingKind::Header]);
+        facts.unread_files = closed.filter_map(|finding| finding.file.clone()).collect();
+        let unfinished = of([FindingKind::MissingIndex, FindingKind::Unfinished]);
+        facts.unfinished = unfinished.map(|finding| finding.message.clone()).collect();
+        Ok(facts)
+    }
+
+    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
         Ok(Vec::new())
     }
 
-    async fn check_record(
-        &self,
-        _record: &StoredRecord,
-        _limits: RecordLimits<'_>,
-    ) -> Result<(), CheckpointError> {
-        Ok(())
-    }
-
-    async fn check_structure(&self) -> Result<Vec<FoundProblem>, CheckpointError> {
-        Ok(Vec::new())
+    fn records(&self) -> Option<&dyn RecordAudit> {
+        None
     }
 }

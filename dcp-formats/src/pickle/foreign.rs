@@ -4,6 +4,7 @@
 //! names to the next Python. So names are classified: those in checkpoints of PyTorch, OLMo-core
 //! and Megatron-Core, those that can take over a machine, and unknown ones.
 
+use dcp_core::format::IndexCallable;
 use std::fmt;
 
 use super::arena::{Construction, GlobalName, Node, NodeId, Pickle};
@@ -66,6 +67,13 @@ impl ForeignName {
     fn with(trust: Trust, module: &str, name: &str, path: Option<String>) -> Option<Self> {
         let (module, name) = (module.to_owned(), name.to_owned());
         (trust != Trust::Harmless).then_some(Self { module, name, path, trust })
+    }
+}
+
+impl ForeignName {
+    /// The same as a callable of an index.
+    pub(crate) fn callable(&self) -> IndexCallable {
+        IndexCallable::new(self.to_string(), self.path.clone(), self.trust == Trust::Dangerous)
     }
 }
 

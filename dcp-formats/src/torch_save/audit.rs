@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, RecordLimits, StoredRecord,
+    CheckpointAudit, ChunkChecksum, Findings, FoundKind, FoundProblem, IndexFacts, RecordAudit,
+    RecordLimits, StoredRecord,
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError};
 
 use super::reader::TorchSaveReader;
+use crate::pickle::ForeignName;
 use crate::torch_zip::{Inflater, Method, Record};
 
 impl TorchSaveReader {
@@ -78,6 +80,24 @@ impl CheckpointAudit for TorchSaveReader {
         })
     }
 
+    async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
+        let mut facts = IndexFacts::default();
+        facts.callables = self.foreign_names().await?.iter().map(ForeignName::callable).collect();
+        facts.devices = self.devices().await?;
+        Ok(facts)
+    }
+
+    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
+        Ok(Vec::new())
+    }
+
+    fn records(&self) -> Option<&dyn RecordAudit> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl RecordAudit for TorchSaveReader {
     async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
         let records = TorchSaveReader::records(self).await?.into_iter();
         let stored = records.map(|one| {

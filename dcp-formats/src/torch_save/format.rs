@@ -162,7 +162,8 @@ impl CheckpointFormat for TorchSaveFormat {
         let reader = Arc::new(TorchSaveReader::new(Arc::clone(storage), file));
         reader.metadata().await?;
         let opened = OpenedCheckpoint::new(Arc::clone(storage), Arc::clone(&reader) as _);
-        let opened = opened.with_notes(reader.notes().await?);
+        let opened =
+            opened.with_notes(reader.notes().await?).with_single_pickle(reader.key().clone());
         Ok(opened.with_audit(Arc::clone(&reader) as _).with_extension(reader))
     }
 }

@@ -1,5 +1,6 @@
 //! Reads a `torch.save` file as a checkpoint.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -59,6 +60,13 @@ pub struct FileRecord {
     pub record: Record,
     /// The tensors that use the storage.
     pub tensors: Vec<Arc<str>>,
+}
+
+/// The device of a tensor, unless it is the CPU.
+fn device(leaf: &Leaf) -> Option<&str> {
+    let Leaf::Tensor(layout, _) = leaf else { return None };
+    let device = &*layout.storage().location;
+    (device != "cpu").then_some(device)
 }
 
 impl TorchSaveReader {
@@ -151,10 +159,14 @@ impl TorchSaveReader {
     ///
     /// As [`StorageReader::metadata`].
     pub async fn device(&self, entry: usize) -> Result<Option<String>, CheckpointError> {
+        Ok(self.index().await?.leaves.get(entry).and_then(device).map(ToOwned::to_owned))
+    }
+
+    /// The devices of all tensors that are not on the CPU, by entry.
+    pub(super) async fn devices(&self) -> Result<BTreeMap<usize, String>, CheckpointError> {
         let index = self.index().await?;
-        let Some(Leaf::Tensor(layout, _)) = index.leaves.get(entry) else { return Ok(None) };
-        let device = &*layout.storage().location;
-        Ok((device != "cpu").then(|| device.to_owned()))
+        let named = |(entry, leaf)| Some((entry, device(leaf)?.to_owned()));
+        Ok(index.leaves.iter().enumerate().filter_map(named).collect())
     }
 
     /// Observations about the names of tensors and objects: keys that become equal when joined by

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::format::{
-    CheckpointAudit, ChunkChecksum, Findings, FoundProblem, RecordLimits, StoredRecord,
+    CheckpointAudit, ChunkChecksum, Findings, FoundProblem, IndexFacts, RecordAudit, RecordLimits,
+    StoredRecord,
 };
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{CheckpointError, CheckpointMetadata, FormatError, StorageReader};
@@ -34,6 +35,21 @@ impl CheckpointAudit for ToyReader {
         Ok(ChunkChecksum::EveryRead)
     }
 
+    async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
+        Ok(IndexFacts::default())
+    }
+
+    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
+        Ok(Vec::new())
+    }
+
+    fn records(&self) -> Option<&dyn RecordAudit> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl RecordAudit for ToyReader {
     async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
         let byte_len = self.storage().stat(&index()?).await?.byte_len;
         Ok(vec![StoredRecord::new("the index", index()?, 0..byte_len)])

@@ -9,9 +9,9 @@ use bytes::Bytes;
 use dcp_core::checkpoint::{DataSink, DataSource, ReadReport, SaveSession, WriteReport};
 use dcp_core::format::{
     CheckpointAudit, CheckpointFormat, CheckpointTarget, ChunkChecksum, Evidence, Examined,
-    Existing, Findings, Folder, FormatInfo, FoundKind, FoundProblem, Occupant, OpenOptions,
-    OpenedCheckpoint, Peek, Place, Recognized, RecordLimits, RunSelection, RunTracker,
-    StoredRecord, UnfinishedSave, WriterOptions,
+    Existing, Findings, Folder, FormatInfo, FoundKind, FoundProblem, IndexFacts, Occupant,
+    OpenOptions, OpenedCheckpoint, Peek, Place, Recognized, RecordAudit, RecordLimits,
+    RunSelection, RunTracker, StoredRecord, UnfinishedSave, WriterOptions,
 };
 use dcp_core::plan::{GlobalPlan, LoadPlan, ReadItem, ReadKind, SavePlan, WritePlan};
 use dcp_core::storage::{PutMode, StorageExt as _};
@@ -201,6 +201,21 @@ impl CheckpointAudit for FlawedAudit {
         })
     }
 
+    async fn index_facts(&self) -> Result<IndexFacts, CheckpointError> {
+        Ok(IndexFacts::default())
+    }
+
+    async fn provenance(&self) -> Result<Vec<(&'static str, String)>, CheckpointError> {
+        Ok(Vec::new())
+    }
+
+    fn records(&self) -> Option<&dyn RecordAudit> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl RecordAudit for FlawedAudit {
     async fn records(&self) -> Result<Vec<StoredRecord>, CheckpointError> {
         let file = Key::new("__0_0.distcp").unwrap();
         Ok(vec![StoredRecord::new("the mark", file, 0..4)])

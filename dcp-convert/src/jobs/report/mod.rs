@@ -308,11 +308,10 @@ pub async fn report(
     known("Version", text(&metadata.provenance().version));
     known("First saved to", text(&metadata.provenance().checkpoint_id));
     known("Save id", text(&metadata.provenance().save_id));
-    if let Some(dcp) = source.dcp_reader()
-        && let Ok(Some(sidecar)) = dcp.sidecar().await
-    {
-        known("Written by", Some(sidecar.tool));
-        known("World size", Some(sidecar.world_size.to_string()));
+    if let Some(audit) = source.audit() {
+        for (label, text) in audit.provenance().await? {
+            known(label, Some(text));
+        }
     }
     Ok(report)
 }

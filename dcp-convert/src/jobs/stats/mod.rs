@@ -27,7 +27,8 @@ use crate::source::Source;
 pub use histogram::Histogram;
 pub use objects::BAD_VALUES_MAX;
 pub use report::{
-    BadChunk, BadValue, FloatRange, Number, NumberStats, ObjectStats, StatsReport, TensorStats,
+    Anomaly, BadChunk, BadValue, FloatRange, Number, NumberStats, ObjectStats, StatsReport,
+    TensorStats,
 };
 
 /// The maximum number of chunks with NaNs or infinities that are listed per tensor.

@@ -30,6 +30,34 @@ pub struct StatsReport {
     pub notes: Vec<String>,
 }
 
+/// What may be wrong with numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Anomaly {
+    /// A NaN, in a tensor or an object.
+    Nan,
+    /// An infinity, in a tensor or an object.
+    Infinity,
+    /// A number in the topmost power of two before infinity.
+    NearOverflow,
+    /// A tensor with elements, all of which are zero.
+    AllZeros,
+}
+
+impl StatsReport {
+    /// Whether the checkpoint has this anomaly anywhere.
+    #[must_use]
+    pub fn has(&self, anomaly: Anomaly) -> bool {
+        let any = |is: fn(&NumberStats) -> bool| self.tensors.values().any(|t| is(&t.numbers));
+        match anomaly {
+            Anomaly::Nan => self.objects.nan > 0 || any(|n| n.nan > 0),
+            Anomaly::Infinity => self.objects.inf > 0 || any(|n| n.inf() > 0),
+            Anomaly::NearOverflow => any(|n| n.near_overflow > 0),
+            Anomaly::AllZeros => any(|n| n.count > 0 && n.zero == n.count),
+        }
+    }
+}
+
 /// Statistics of one tensor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]

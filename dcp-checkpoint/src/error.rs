@@ -104,6 +104,21 @@ impl Error {
         Self(Box::new(Inner { kind, message, hint: None, cause: Cause::Same(error) }))
     }
 
+    /// Whether the same job may succeed when it is repeated and nothing else is changed: a storage
+    /// failed for the moment, or a rank of the group was lost.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        let cause: Option<&(dyn StdError + 'static)> = match &self.0.cause {
+            Cause::None => None,
+            Cause::Same(error) | Cause::Below(error) => Some(&**error),
+        };
+        // The source of an error that was given a context is that of its own cause.
+        cause.is_some_and(|cause| match cause.downcast_ref::<Self>() {
+            Some(error) => error.is_retryable(),
+            None => FailureKind::of(cause).is_retryable(),
+        })
+    }
+
     /// What went wrong, for a program.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
@@ -428,4 +443,24 @@ impl From<MappingError> for Error {
 fn builtin(file: &str) -> Option<&str> {
     let family = file.strip_prefix("families/")?.strip_suffix(".toml")?;
     Mapping::families().contains(&family).then_some(family)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_of_the_moment_is_retryable_however_it_is_wrapped() {
+        let error = |kind| StorageError::new(kind, StorageOp::Read, None);
+        let transient = || error(StorageErrorKind::Transient);
+        let plain = Error::from(transient());
+        let wrapped = Error::from(ConvertError::from(CheckpointError::from(transient())));
+        let named = Error::new(ErrorKind::Io, "cannot open").because(transient());
+        let context = Error::from(transient()).context("cannot read \"run\"");
+        for found in [plain, wrapped, named, context] {
+            assert!(found.is_retryable(), "{found:?}");
+        }
+        assert!(!Error::from(error(StorageErrorKind::Full)).is_retryable());
+        assert!(!Error::new(ErrorKind::InvalidOption, "no").is_retryable());
+    }
 }

@@ -22,9 +22,9 @@ use crate::save::{SaveSummary, Saver};
 /// Saves happen one after the other, in the order of the calls, which is the same on all ranks.
 /// Give it a group of its own, not the one that training uses.
 ///
-/// No failure is lost. When the last of a saver, its clones and its [`PendingSave`]s is
-/// dropped, that waits for the saves under way (not in a thread that panics). What a save failed
-/// with that nobody waited for, the next `start` returns.
+/// Dropping the last of a saver, its clones and its [`PendingSave`]s waits for the saves under way
+/// (not in a thread that panics). The next `start` returns the error of a save whose [`PendingSave`]
+/// was dropped.
 #[derive(Clone, Debug)]
 pub struct BackgroundSaver {
     saver: Saver,
@@ -56,7 +56,7 @@ struct Shared {
     unread: Unread,
 }
 
-/// The error of a save that nobody waited for.
+/// The error of a save whose [`PendingSave`] was dropped.
 type Unread = Arc<Mutex<Option<CheckpointError>>>;
 
 /// What a save saves, and where to; or an error in place of it.
@@ -106,14 +106,14 @@ impl BackgroundSaver {
     /// # Errors
     ///
     /// When the state cannot be copied because some of its memory is lent for writing, or an
-    /// earlier save failed and nobody waited for it; then this one is not started, on any rank, and
-    /// the one after it can be. What fails later is reported by [`PendingSave::wait`].
+    /// earlier save failed and its [`PendingSave`] was dropped; then this save is not started, on any
+    /// rank, and the one after it can be. What fails later is reported by [`PendingSave::wait`].
     pub fn start(
         &self,
         state: &StateDict,
         writer: Arc<dyn StorageWriter>,
     ) -> Result<PendingSave, CheckpointError> {
-        match self.unread().map_or_else(|| StagedState::of(state), Err) {
+        match self.earlier_failure().map_or_else(|| StagedState::of(state), Err) {
             Ok(staged) => Ok(self.run(Ok((staged, writer)))),
             Err(error) => {
                 // In place of a save, so that the other ranks do not wait for it.
@@ -128,7 +128,7 @@ impl BackgroundSaver {
     /// Where [`start`](Self::start) returns the error of an earlier save, this save fails with it.
     #[must_use = "an error is only noticed by waiting"]
     pub fn start_staged(&self, staged: StagedState, writer: Arc<dyn StorageWriter>) -> PendingSave {
-        self.run(self.unread().map_or(Ok((staged, writer)), Err))
+        self.run(self.earlier_failure().map_or(Ok((staged, writer)), Err))
     }
 
     /// Takes part in a save with an error in place of a state, as [`Saver::fail`] does.
@@ -146,11 +146,12 @@ impl BackgroundSaver {
         }
     }
 
-    /// Why the next save is not started, where an earlier one failed and nobody waited for it.
-    fn unread(&self) -> Option<CheckpointError> {
+    /// The error of an earlier save whose [`PendingSave`] was dropped; once. The next save, of
+    /// whatever kind, fails with it.
+    #[must_use]
+    pub fn earlier_failure(&self) -> Option<CheckpointError> {
         let earlier = lock(&self.shared.unread).take()?;
-        let problem =
-            "an earlier save failed and nobody waited for it, so this one was not started";
+        let problem = "an earlier background save failed, so this save was not started";
         Some(CheckpointError::Background {
             problem: problem.into(),
             source: Some(Box::new(earlier)),

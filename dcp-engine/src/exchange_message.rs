@@ -129,7 +129,10 @@ impl Wanted {
     ) -> Result<(Bytes, ReadReport), CheckpointError> {
         let pieces: Vec<Piece> = self.pieces.iter().map(|(piece, _)| piece.clone()).collect();
         let header = Parcel::header(&pieces)?;
-        let failed = |source| CheckpointError::Memory { fqn: String::new(), source };
+        let failed = |source| {
+            let fqn = "the message to another rank".to_owned();
+            CheckpointError::Memory { fqn, source }
+        };
         let data = usize::try_from(self.byte_len).unwrap_or(usize::MAX);
         let memory = HostMemory::try_zeroed(header.len().saturating_add(data));
         let memory = memory.ok_or_else(|| PlanError::OutOfMemory {

@@ -11,7 +11,7 @@ use dcp_core::path::StatePath;
 use dcp_core::plan::{LoadPlan, LoadReport};
 use dcp_core::planner::LoadPlanner;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, Rank, StateDict, StorageErrorKind,
+    CheckpointError, CheckpointMetadata, Collective, Rank, StateDict, Stateful, StorageErrorKind,
     StorageReader, Tensor,
 };
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_of, set_at_path};
@@ -157,6 +157,31 @@ impl Loader {
     ) -> Result<LoadSummary, CheckpointError> {
         let group = Group::new(self.group.clone(), self.coordinator)?;
         group.run(async |group| self.run(group, state, reader).await).await
+    }
+
+    /// Like [`load`](Self::load), into a value with a state dict. When
+    /// [`load_state_dict`](Stateful::load_state_dict) of one rank fails, the load fails on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`load`](Self::load), and when the value has no state or refuses the one that was read.
+    pub async fn load_stateful<S: Stateful + Send + ?Sized>(
+        &self,
+        target: &mut S,
+        reader: &dyn StorageReader,
+    ) -> Result<LoadSummary, CheckpointError> {
+        let mut state = match target.state_dict() {
+            Ok(state) => state,
+            Err(error) => return Err(self.fail(error).await),
+        };
+        let group = Group::new(self.group.clone(), self.coordinator)?;
+        group
+            .run(async |group| {
+                let summary = self.run(group, &mut state, reader).await?;
+                group.all_succeed(Phase::Read, target.load_state_dict(state)).await?;
+                Ok(summary)
+            })
+            .await
     }
 
     /// Takes part in a load with an error that occurred before [`load`](Self::load) could be

@@ -223,7 +223,8 @@ impl fmt::Debug for Checkpointer {
 /// A save that runs when it is awaited, with [`blocking`](Self::blocking), or with
 /// [`background`](Self::background); from [`save`](crate::save) or [`Checkpointer::save`].
 ///
-/// After an error the place holds what it held before; see [`Saver::save`]. In a group, every rank
+/// After an error the place holds what it held before; see [`Saver::save`]. It returns the error of an
+/// earlier background save whose [`PendingSave`] was dropped, and saves nothing then. In a group, every rank
 /// returns the same error, also when one rank has no state or cannot open the storage.
 #[derive(Debug)]
 #[must_use = "a save does nothing until it is awaited"]
@@ -246,14 +247,14 @@ impl Save {
 
     /// Copies the state, then saves the copy on another thread while training goes on.
     ///
-    /// Saves of one [`Checkpointer`] happen one after the other, in the order of the calls. None is
-    /// lost silently: dropping the last owner waits for them, and an error that nobody waited for
-    /// is returned by the next call.
+    /// Saves of one [`Checkpointer`] happen one after the other, in the order of the calls. Dropping
+    /// the last owner waits for them. The next save of any kind returns an error whose
+    /// [`PendingSave`] was dropped.
     ///
     /// # Errors
     ///
-    /// When the state cannot be copied, or an earlier background save failed and nobody waited for
-    /// it. What fails later is returned by [`PendingSave::wait`].
+    /// When the state cannot be copied, or an earlier background save failed and its [`PendingSave`]
+    /// was dropped. What fails later is returned by [`PendingSave::wait`].
     #[doc(alias = "async_save")]
     pub fn background(self) -> Result<PendingSave, CheckpointError> {
         let Self { with, state, url } = self;
@@ -272,6 +273,8 @@ impl IntoFuture for Save {
         let Self { with, state, url } = self;
         Box::pin(async move {
             with.background.settled().await;
+            let earlier = with.background.earlier_failure();
+            let state = earlier.map_or(state, Err);
             match state.and_then(|state| Ok((state, with.open_writer(&url)?))) {
                 Ok((state, writer)) => with.saver.save(&state, &*writer).await,
                 Err(error) => Err(with.saver.fail(error).await),
@@ -284,7 +287,7 @@ impl IntoFuture for Save {
 /// [`load`](crate::load) or [`Checkpointer::load`].
 ///
 /// Nothing is changed before every rank has found that the checkpoint fits; see [`Loader::load`].
-/// In a group, every rank returns the same error, but for one of
+/// In a group, every rank returns the same error, also that of one rank's
 /// [`load_state_dict`](Stateful::load_state_dict), which comes last.
 #[derive(Debug)]
 #[must_use = "a load does nothing until it is awaited"]
@@ -319,16 +322,11 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
 
     fn into_future(self) -> Self::IntoFuture {
         let Self { with, state, url, mode } = self;
-        let dict = state.state_dict();
         Box::pin(async move {
             with.background.settled().await;
             let loader = with.loader.clone().mode(mode);
-            match dict.and_then(|dict| Ok((dict, with.open_reader(&url)?))) {
-                Ok((mut dict, reader)) => {
-                    let summary = loader.load(&mut dict, &*reader).await?;
-                    state.load_state_dict(dict)?;
-                    Ok(summary)
-                }
+            match with.open_reader(&url) {
+                Ok(reader) => loader.load_stateful(state, &*reader).await,
                 Err(error) => Err(loader.fail(error).await),
             }
         })

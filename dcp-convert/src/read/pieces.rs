@@ -7,8 +7,8 @@ use dcp_core::checkpoint::DataSink;
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::text::Quoted;
 use dcp_core::{
-    CheckpointError, CheckpointMetadata, HostMemory, PlanError, Region, StorageReader, TensorView,
-    Value,
+    CheckpointError, CheckpointMetadata, FormatError, HostMemory, PlanError, Region, StorageReader,
+    TensorView, Value,
 };
 
 use crate::error::ConvertError;
@@ -219,8 +219,8 @@ impl DataSink for PieceSink {
 }
 
 fn unasked(item: &ReadItem) -> CheckpointError {
-    let problem = format!("item {} was not asked for", item.leaf);
-    PlanError::Unsupported { fqn: String::new(), problem }.into()
+    let problem = format!("the reader returns item {}, which was not requested", item.leaf);
+    FormatError::new("read plan", problem).into()
 }
 
 #[cfg(test)]

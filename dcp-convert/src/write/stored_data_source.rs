@@ -145,11 +145,11 @@ impl DataSource for CheckpointData {
             }
             Some(Part::Encoded(bytes)) => Payload::from(bytes.clone()).slice(byte_range),
             None => {
-                return Err(PlanError::Unsupported {
-                    fqn: String::new(),
-                    problem: format!("item {item} was asked for, there are {}", self.parts.len()),
-                }
-                .into());
+                let problem = format!(
+                    "the writer requests item {item} of a plan of {} items",
+                    self.parts.len()
+                );
+                return Err(PlanError::Wire { problem }.into());
             }
         };
         self.options.advance(len);

@@ -119,8 +119,11 @@ fn ranks_that_heard_of_a_failure_do_not_wait_for_those_that_did_not() {
     });
     let [heard, unheard] = <[_; 2]>::try_from(results).unwrap();
     let text = heard.unwrap_err().to_string();
-    assert!(text.contains("rank 1") && text.contains("an earlier save failed"), "{text}");
-    assert!(unheard.unwrap_err().to_string().contains("an earlier save failed"));
+    assert!(
+        text.contains("rank 1") && text.contains("an earlier background save failed"),
+        "{text}"
+    );
+    assert!(unheard.unwrap_err().to_string().contains("an earlier background save failed"));
     assert!(holds_sample(&storage, 3));
 }
 

@@ -191,7 +191,7 @@ impl ParallelSave {
                     Group::new(Some(Arc::clone(&self.collective)), 0)?.called(self.world_rank);
                 let inventory = inventory.map_err(|error| match error {
                     MegatronError::Checkpoint(error) => error,
-                    other => unsupported(&other.to_string()),
+                    other => CheckpointError::Plugin(Box::new(other)),
                 });
                 group.run(async |group| self.agree(group, inventory).await).await?
             }
@@ -377,10 +377,6 @@ impl Lead {
             ranks.iter().map(|(list, main)| (*list, &main[..])).collect();
         Ok(distribute_different(&lists, &ranks, rule, Purpose::Save)?)
     }
-}
-
-fn unsupported(problem: &str) -> CheckpointError {
-    PlanError::Unsupported { fqn: String::new(), problem: problem.to_owned() }.into()
 }
 
 fn out_of_step() -> CheckpointError {

@@ -146,3 +146,57 @@ fn a_part_without_a_state_fails_the_save_on_all_ranks() {
         assert!(error.contains("rank 0: the optimizer has no state yet"), "{error}");
     }
 }
+
+/// A part that refuses what it loads on rank 1.
+struct Picky(u32);
+
+impl Stateful for Picky {
+    fn state_dict(&self) -> Result<StateDict, CheckpointError> {
+        Ok(StateDict::from([("lr", dcp::Value::Int(0))]))
+    }
+
+    fn load_state_dict(&mut self, _: StateDict) -> Result<(), CheckpointError> {
+        match self.0 {
+            1 => Err(CheckpointError::Plugin("the schedule is of another model".into())),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn a_part_that_refuses_its_state_fails_the_load_on_all_ranks() {
+    let storage = MemoryStorage::new();
+    checkpointer(&storage, false).save(&Picky(0), "mem://run").blocking().unwrap();
+    let errors = on_ranks(2, |group| {
+        let mut part = Picky(group.rank());
+        let checkpointer = checkpointer(&storage, false).group(group);
+        checkpointer.load(&mut part, "mem://run").blocking().unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("rank 1: the schedule is of another model"), "{error}");
+    }
+}
+
+#[test]
+fn the_next_save_of_any_kind_returns_the_error_of_a_background_save() {
+    let storage = MemoryStorage::new();
+    let results = on_ranks(2, |group| {
+        let (rank, world) = (group.rank(), group.world_size());
+        let mut storages = checkpointer_storages(&storage);
+        storages.register("full", |_, _| {
+            Ok(Arc::new(FaultStorage::new(Arc::new(MemoryStorage::new())).full_after(0)))
+        });
+        let checkpointer = Checkpointer::new().group(group).storages(storages);
+        let state = state(1, rank, world);
+        drop(checkpointer.save(&state, "full://run").background().unwrap());
+        let next = || checkpointer.save(&state, "mem://run").blocking();
+        (next().unwrap_err(), next().is_ok())
+    });
+    for (error, is_saved) in results {
+        let CheckpointError::Ranks { failures, .. } = &error else { panic!("{error}") };
+        assert_eq!(failures.len(), 2, "{error}");
+        assert!(error.to_string().contains("an earlier background save failed"), "{error}");
+        assert_eq!(error.kind(), FailureKind::Storage(StorageErrorKind::Full));
+        assert!(is_saved, "the save after it");
+    }
+}

@@ -3,7 +3,7 @@
 use std::future::{self, Future};
 use std::io;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -54,7 +54,12 @@ impl FaultProxy {
             io::Error::new(io::ErrorKind::InvalidInput, message)
         })?;
         let upstream = address.to_owned();
-        let proxy = Arc::new(Proxy { upstream, faults: Mutex::default(), log: Log::default() });
+        let proxy = Arc::new(Proxy {
+            upstream,
+            faults: Mutex::default(),
+            stalled: Condvar::new(),
+            log: Log::default(),
+        });
         Ok(Self { server: Server::start(proxy.clone())?, proxy })
     }
 
@@ -79,6 +84,13 @@ impl FaultProxy {
         *self.proxy.faults() = Faults::default();
     }
 
+    /// Waits until a request is stalled, which the server has answered.
+    pub fn wait_for_stall(&self) {
+        let faults = self.proxy.faults();
+        let is_free = |faults: &mut Faults| !faults.is_stalled;
+        drop(self.proxy.stalled.wait_while(faults, is_free));
+    }
+
     /// Every request since the start or since [`clear`](Self::clear), in order of arrival.
     #[must_use]
     pub fn exchanges(&self) -> Vec<HttpExchange> {
@@ -101,6 +113,8 @@ impl FaultProxy {
 struct Faults {
     rules: Vec<FaultRule>,
     seeded: Option<SeededFaults>,
+    /// Whether a request was stalled since the last [`FaultProxy::calm`].
+    is_stalled: bool,
 }
 
 impl Faults {
@@ -114,6 +128,8 @@ impl Faults {
 struct Proxy {
     upstream: String,
     faults: Mutex<Faults>,
+    /// Notified when a request is stalled.
+    stalled: Condvar,
     log: Log,
 }
 
@@ -179,7 +195,14 @@ impl Handler for Proxy {
                 return reset(&connection);
             }
             Some(HttpFault::Stall) => {
-                self.forward(request).await?;
+                self.forward(request)
+                    .await?
+                    .into_body()
+                    .collect()
+                    .await
+                    .map_err(io::Error::other)?;
+                self.faults().is_stalled = true;
+                self.stalled.notify_all();
                 // Ends when the client closes the connection.
                 return future::pending().await;
             }

@@ -14,7 +14,7 @@ use crate::notes::Notes;
 /// Which keys are written, and under which names; all of them by default.
 ///
 /// Keys are chosen by the names they have; then the map and the renames apply. A pattern is a whole
-/// name in which `*` stands for any text and `?` for one character, or the beginning of names up
+/// name in which `*` matches any text and `?` one character, or the beginning of names up
 /// to a dot.
 ///
 /// ```

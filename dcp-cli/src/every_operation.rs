@@ -1,5 +1,5 @@
 //! Commands that write, stopped at every one of their operations in every way: what was there
-//! before is intact or the new checkpoint is whole, what is neither is told to be unfinished, and
+//! before is intact or the new checkpoint is whole, anything else is reported as unfinished, and
 //! the same command with `--overwrite` gets through and leaves nothing else.
 //!
 //! Commands run in this process, over a storage of which the n-th operation fails, dies or fills the
@@ -294,7 +294,7 @@ impl Bench {
                     || said.contains("when its writer died")
             };
             for said in [&verified.said, &inspected.said] {
-                assert!(told(said), "{when}: {:?} is told to be: {said}", found.keys());
+                assert!(told(said), "{when}: {:?} is reported as: {said}", found.keys());
             }
             return Is::Unfinished;
         }
@@ -305,7 +305,7 @@ impl Bench {
         }
     }
 
-    /// Whether two targets hold the same: weights, and what lies beside them.
+    /// Whether two targets hold the same: weights, and the files with them.
     fn same(&self, one: &Path, other: &Path) -> bool {
         let beside = |at: &Path| {
             let mut files = files(at);

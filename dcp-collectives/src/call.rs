@@ -105,7 +105,7 @@ impl fmt::Display for Call {
 /// What a caller passes along with a call, as far as it can be wrong.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Passed<'a> {
-    /// A message (or nothing) whoever the root is.
+    /// A message, or nothing, for any root.
     Mine,
     /// Whether there is a message; only the root has one.
     Maybe(bool),

@@ -2,7 +2,7 @@
 
 #![expect(
     clippy::unwrap_used,
-    reason = "panicking is how the suite is told of a group that cannot be"
+    reason = "the suite reports a group that cannot be formed as a panic"
 )]
 
 use std::process::ExitCode;

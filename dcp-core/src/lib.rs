@@ -8,7 +8,7 @@
 //! | a place to keep bytes | [`Storage`], [`Upload`](storage::Upload) |
 //! | a way for ranks to talk | [`Collective`] |
 //! | a checkpoint format | [`format::CheckpointFormat`], [`StorageReader`], [`StorageWriter`] |
-//! | a policy for who writes what | [`SavePlanner`](planner::SavePlanner), [`LoadPlanner`](planner::LoadPlanner) |
+//! | a policy that assigns writes to ranks | [`SavePlanner`](planner::SavePlanner), [`LoadPlanner`](planner::LoadPlanner) |
 //! | tensors of your own | [`DataSource`](checkpoint::DataSource), [`DataSink`](checkpoint::DataSink) |
 //! | something with state | [`Stateful`] |
 //!

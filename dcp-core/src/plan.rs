@@ -1,4 +1,4 @@
-//! Plans: who writes which bytes where, and who reads which.
+//! Plans: the items that each rank writes, with their places, and those that it reads.
 //!
 //! A rank describes its state as a [`StateIndex`]; a
 //! [`SavePlanner`](crate::planner::SavePlanner) turns that into a [`SavePlan`]

@@ -94,7 +94,7 @@ impl Cast {
     /// The bytes `range` of the elements of `view` in their new dtype.
     pub(crate) fn bytes(&self, elements: &Payload, range: std::ops::Range<u64>) -> Payload {
         let (from, to) = (self.caster.from().size() as u64, self.caster.to().size() as u64);
-        // Whoever asks for a part of an element gets it out of the whole one.
+        // A part of an element is cut from the whole one.
         let (first, last) = (range.start / to, range.end.div_ceil(to));
         let source = elements.slice(first * from..last * from).to_bytes();
         let mut target =

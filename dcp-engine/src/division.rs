@@ -1,4 +1,4 @@
-//! Who of a group reads what, when all read and send.
+//! Assigns reads to the ranks of a group in which all read and send.
 
 use std::collections::{BTreeMap, HashMap};
 

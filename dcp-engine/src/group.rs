@@ -111,7 +111,7 @@ impl Group {
     }
 
     /// Brings each rank's outcome to the coordinator, which alone gets `Some`: every rank's value
-    /// in rank order, or one error that lists all who failed.
+    /// in rank order, or one error that lists all failures.
     ///
     /// # Errors
     ///
@@ -162,7 +162,7 @@ impl Group {
     }
 
     /// Brings each rank's outcome to every rank: all values in rank order, or on every rank the
-    /// same error that lists all who failed.
+    /// same error that lists all failures.
     ///
     /// # Errors
     ///
@@ -206,7 +206,7 @@ impl Group {
     }
 
     /// Returns this rank's value when every rank has succeeded, or on every rank one error that
-    /// lists all who failed.
+    /// lists all failures.
     ///
     /// # Errors
     ///
@@ -303,7 +303,7 @@ impl Group {
     }
 
     /// Brings each rank's bytes to every rank, in rank order, or on every rank the same error that
-    /// lists all who failed. As [`all_gather_results`](Self::all_gather_results), for bytes that need no encoding.
+    /// lists all failures. As [`all_gather_results`](Self::all_gather_results), for bytes that need no encoding.
     ///
     /// # Errors
     ///
@@ -327,7 +327,7 @@ impl Group {
             Ok(message) => (message, MESSAGE),
             Err(error) => (self.verdict::<()>(Err(error))?, FAILURE),
         };
-        // Whoever made room for it is spared a copy of the whole message.
+        // With room for it, the whole message is not copied.
         let mut message = message.try_into_mut().unwrap_or_else(|shared| {
             let mut own = BytesMut::with_capacity(shared.len() + 1);
             own.extend_from_slice(&shared);

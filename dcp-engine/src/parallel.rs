@@ -43,7 +43,7 @@ pub enum Exchange {
 }
 
 /// A reader for ranks that need much the same, as the replicas of a model do: what any of them
-/// needs is read once in the group, by one of those who need it, and sent to the others.
+/// needs is read once in the group, by one of the ranks that need it, and sent to the others.
 ///
 /// This is Megatron-Core's fully parallel load, beneath the planner: a [`Loader`](crate::Loader)
 /// in any group, also one of more ranks, takes it as its reader and knows nothing of it. What is
@@ -186,7 +186,7 @@ impl ParallelReader {
         Ok(report)
     }
 
-    /// Agrees on who reads what.
+    /// Agrees on the reads of each rank.
     async fn divide(
         &self,
         group: &Group,
@@ -197,7 +197,7 @@ impl ParallelReader {
         let fingerprint = plan.fingerprint();
         let halves = ((fingerprint >> 64) as u64, fingerprint as u64);
         let all = group.all_gather_results(Phase::Plan, Ok(halves)).await?;
-        // Of those who want the same, the first one says what.
+        // Of ranks that need the same, the first one names it.
         let plan_of: Vec<usize> =
             all.iter().map(|one| all.iter().position(|other| other == one).unwrap_or(0)).collect();
         let rank = self.collective.rank() as usize;

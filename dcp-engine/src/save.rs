@@ -243,7 +243,7 @@ impl Saver {
             .plan(group, prepared, writer)
             .await
             .map_err(|error| standing_at(error, Standing::NotCommitted))?;
-        // Who decides has not begun to commit while it waits for the others to write.
+        // The coordinator has not begun to commit while it waits for the others to write.
         let written_at = match group.context().is_coordinator() {
             true => Standing::NotCommitted,
             false => Standing::MayBeCommitted,
@@ -328,7 +328,7 @@ impl Saver {
         Ok(Prepared { fingerprint: plan.fingerprint(), plan, source })
     }
 
-    /// Agrees on who writes what, and where.
+    /// Agrees on the items that each rank writes, and their places.
     async fn plan<'a>(
         &self,
         group: &Group,

@@ -224,7 +224,7 @@ impl Template {
     }
 }
 
-/// Whether `name` is of a form in which `*` stands for any text.
+/// Whether `name` is of a form in which `*` matches any text.
 pub(crate) fn glob(pattern: &str, name: &str) -> bool {
     let mut pieces = pattern.split('*');
     let first = pieces.next().unwrap_or_default();

@@ -137,7 +137,7 @@
 //! use dcp_megatron::disk::Backend;
 //! use dcp_megatron::strategy::{SaveStrategy, Strategies, WriterSettings};
 //!
-//! /// Two files of each rank, whatever was asked for.
+//! /// Two files of each rank, whatever the options say.
 //! #[derive(Debug)]
 //! struct TwoFiles;
 //!

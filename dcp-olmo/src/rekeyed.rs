@@ -146,7 +146,7 @@ impl Forwarded {
         self.asked.get(item.leaf as usize).map_or(&[], Vec::as_slice)
     }
 
-    /// What was asked for, in the region that the reader names: it may read in parts.
+    /// The requested elements, in the region that the reader names: it may read in parts.
     fn tensor_item(&self, item: &ReadItem) -> Result<ReadItem, CheckpointError> {
         let asked = self.items(item).first();
         let asked = asked.ok_or_else(|| unknown(&item.entry.to_string()))?;

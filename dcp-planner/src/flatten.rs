@@ -96,7 +96,7 @@ pub(crate) fn tensor_kind(tensor: &Tensor) -> LeafKind {
 
 /// The rule by which a state dict has to be flattened to meet the names of a checkpoint.
 ///
-/// PyTorch 2.5 and later do the same on every load: the old rule is taken for the whole load as
+/// PyTorch 2.5 and later do the same on every load: the old rule is used for the whole load as
 /// soon as it produces a name that the checkpoint has and the present rule does not produce.
 ///
 /// # Errors

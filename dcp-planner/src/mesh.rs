@@ -157,7 +157,7 @@ pub fn recorded_box(
 }
 
 /// What `part` of `parts` ranks holds of a tensor cut along `axis`, by the rule of
-/// [`TensorPlacement::Shard`]; `None` for ranks behind the end, who hold no shard at all.
+/// [`TensorPlacement::Shard`]; `None` for ranks behind the end, which hold no shard.
 ///
 /// Along axis 0 these are the shards of FSDP1 and of PyTorch's `ChunkShardingSpec`.
 #[must_use]

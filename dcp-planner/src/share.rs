@@ -1,5 +1,5 @@
-//! Work that several ranks of a group could do, each piece given to one of them: who writes a
-//! replica, who reads for all.
+//! Work that several ranks of a group could do, each piece given to one of them: the write
+//! of a replica, a read for all.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
@@ -42,7 +42,7 @@ pub enum ShareRule {
     Balanced,
 }
 
-/// Who does what.
+/// The rank that does each piece of work.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shares {
     owners: Vec<Rank>,

@@ -77,7 +77,7 @@ fn check_placements(
     }
 }
 
-/// Checks one tensor. Whether its chunks cover it is asked only with `whole`, because a rank
+/// Checks one tensor. Checks whether its chunks cover it only with `whole`, because a rank
 /// that saves on its own holds a part. `rank` says whose a chunk is.
 pub(crate) fn check_chunks(
     fqn: &str,

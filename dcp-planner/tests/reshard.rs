@@ -129,7 +129,7 @@ proptest! {
         }
     }
 
-    /// Random boxes are stored; whatever is asked for, what comes is right and the rest counted.
+    /// Random boxes are stored; any request returns the right elements, and the rest is counted.
     #[test]
     fn gaps_are_counted_exactly(
         shape in prop::array::uniform2(1_u64..12),

@@ -136,7 +136,7 @@ fn serve() -> Result {
     loop {
         let (stream, _) = listener.accept()?;
         let mut line = String::new();
-        // Whoever connects and says something else, or breaks off, is not `down`.
+        // A client that sends something else, or closes the connection, is not `down`.
         if BufReader::new(&stream).read_line(&mut line).is_ok() && line.trim_end() == STOP {
             fs::remove_file(&file)?;
             drop(emulators);

@@ -31,6 +31,16 @@ fn plugin() -> Result {
     let manifest = workspace::root().join("plugins/toy-format/Cargo.toml");
     let mut format = workspace::cargo();
     process::run(format.args(["fmt", "--check", "--manifest-path"]).arg(&manifest))?;
+    // A crate that got a dependency changes the plug-in's lock file, too.
+    let mut locked = workspace::cargo();
+    locked
+        .args(["metadata", "--format-version", "1", "--locked", "--manifest-path"])
+        .arg(&manifest);
+    if !process::succeeds(&mut locked) {
+        return Err("plugins/toy-format/Cargo.lock is not that of its dependencies; run `cargo \
+                    metadata --manifest-path plugins/toy-format/Cargo.toml` and commit the file"
+            .into());
+    }
     let mut test = workspace::cargo();
     test.args(["test", "--quiet", "--locked"]).arg("--manifest-path").arg(manifest);
     process::run(test.arg("--target-dir").arg(workspace::target()?))

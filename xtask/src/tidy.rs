@@ -117,7 +117,7 @@ fn crate_maps_are_complete() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// A name without a folder lies beside the one before it in the row.
+/// A name without a folder is in the folder of the one before it in the row.
 #[test]
 fn every_place_of_the_way_is_there() {
     let text = std::fs::read_to_string(workspace::root().join("ARCHITECTURE.md")).unwrap();

@@ -8,7 +8,7 @@ use crate::{Result, process};
 /// The PyTorch that CI proves interoperability with.
 pub(crate) const NEWEST: &str = "2.15.0";
 
-/// Written last, so that half an environment is not taken for one.
+/// Written last, so that half an environment is not used.
 const COMPLETE: &str = ".complete";
 
 /// The Python of an environment with this torch; makes the environment if there is none yet.

@@ -47,7 +47,7 @@ Examples:
   dcp convert run/iter_0001000 repaired --to torch-dist --repair-optimizer
 
 Keys:
-  A GLOB is a whole name in which * stands for any text and ? for one character, or the beginning
+  A GLOB is a whole name in which * matches any text and ? one character, or the beginning
   of names up to a dot. Keys are chosen by the names they have; then --map and --rename apply.
   With a mapping (--arch), the names are those that it gives.
   Two keys that would get one name are an error, and nothing is written.")]

@@ -34,7 +34,7 @@ Examples:
 
 Slices:
   As in NumPy: per axis START:STOP:STEP, each of which may be left out or negative, or one index,
-  which drops the axis; `...` stands for all axes that are not mentioned.
+  which drops the axis; `...` covers all axes that are not mentioned.
   Checksums are compared for the stored chunks that a slice holds whole; `dcp verify --deep`
   compares all.")]
 pub(crate) struct Get {

@@ -50,7 +50,7 @@ pub(crate) struct Inspect {
     #[arg(long, value_name = "FQN", conflicts_with = "json")]
     pub(crate) shards: Option<String>,
 
-    /// Show only names that match: `*` stands for any text, `?` for one character.
+    /// Show only names that match: `*` matches any text, `?` one character.
     #[arg(long, value_name = "GLOB")]
     pub(crate) filter: Option<String>,
 
@@ -158,7 +158,7 @@ fn common_state(args: &Inspect, session: &Session) -> Result<(), Failure> {
     }
 }
 
-/// Whether `name` is like `glob`, in which `*` stands for any text and `?` for one character.
+/// Whether `name` is like `glob`, in which `*` matches any text and `?` one character.
 fn matches(glob: &str, name: &str) -> bool {
     let (glob, name): (Vec<char>, Vec<char>) = (glob.chars().collect(), name.chars().collect());
     let (mut at, mut here) = (0, 0);

@@ -121,7 +121,7 @@ fn sections(command: &Command) -> Vec<(String, Vec<String>)> {
             Some(heading) => sections.push((heading.to_owned(), Vec::new())),
             None => {
                 if !line.starts_with(' ') && !line.is_empty() {
-                    // Text after the last heading's lines stands for itself.
+                    // Text after the last heading's lines is copied.
                     if sections.last().is_none_or(|(name, _)| name != "Notes") {
                         sections.push(("Notes".to_owned(), Vec::new()));
                     }

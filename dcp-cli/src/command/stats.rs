@@ -47,7 +47,7 @@ pub(crate) struct Stats {
     #[arg(conflicts_with_all = ["filter", "sort", "nan"])]
     pub(crate) fqn: Option<String>,
 
-    /// Only names that match: `*` stands for any text, `?` for one character, and a part that
+    /// Only names that match: `*` matches any text, `?` one character, and a part that
     /// ends before a dot for all below it. May be given more than once.
     #[arg(long, value_name = "GLOB")]
     pub(crate) filter: Vec<String>,

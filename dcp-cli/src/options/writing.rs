@@ -34,7 +34,7 @@ pub(crate) struct Writing {
 }
 
 impl Writing {
-    /// `options` with what was asked for.
+    /// `options` with these settings.
     pub(crate) fn options(&self, options: JobOptions) -> JobOptions {
         options
             .with_max_memory(self.max_memory)

@@ -59,7 +59,7 @@ fn a_common_state_that_runs_commands_is_named_and_not_written() {
 }
 
 /// Puts another name in the place of one in a file of `torch.save`, and leaves its checksum out,
-/// as PyTorch can be told to.
+/// as PyTorch does with an option.
 fn renamed(file: &Path, from: &str, to: &str) {
     assert_eq!(from.len(), to.len());
     let mut bytes = fs::read(file).unwrap();

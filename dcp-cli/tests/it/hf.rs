@@ -170,7 +170,7 @@ fn quantized_weights_become_plain_numbers() {
     assert_eq!(written, "{\n  \"a\": 1\n}\n");
     dcp(to_hf.iter().chain(&["--overwrite"])).ok();
     assert_eq!(fs::read_to_string(format!("{model}/config.json")).unwrap(), text);
-    // A model gives its own, with what lies beside it, where no other is asked for.
+    // The files of the source model are copied unless --config names others.
     fs::write(format!("{model}/tokenizer.json"), "{}").unwrap();
     fs::write(format!("{model}/modeling.py"), "import os").unwrap();
     let plain = path(&out, "plain");
@@ -191,7 +191,7 @@ fn quantized_weights_become_plain_numbers() {
     assert_eq!((&*found["m.w"].0, &found["m.w"].1), ("bfloat16", &vec![2, 16, 3]));
 }
 
-/// As transformers has it: the main file, and others only where they are asked for.
+/// As transformers has it: the main file, and others only by name.
 #[test]
 fn every_command_reads_the_main_file_of_a_model_unless_told() {
     let folder = tempfile::tempdir().unwrap();

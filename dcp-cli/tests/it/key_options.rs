@@ -138,7 +138,7 @@ fn optimizers_are_left_out_wherever_they_are() {
             let expected = weights.map(|name| format!("{prefix}{name}"));
             assert_eq!(found, expected, "{state} {made}");
         }
-        // All of it is there where it is asked for.
+        // With the option, all of it is written.
         dcp(["convert", &source, &at("all"), "--to=hf", "--everything"]).ok();
         assert!(keys(&at("all")).len() > weights.len(), "{state}");
     }

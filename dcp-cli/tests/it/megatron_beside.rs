@@ -1,4 +1,4 @@
-//! What lies beside checkpoints of Megatron-Core and tells of their models.
+//! Files in the folders of Megatron-Core's checkpoints that describe the model.
 
 use std::fs;
 

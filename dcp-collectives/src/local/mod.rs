@@ -16,7 +16,7 @@ use crate::call::{Call, Op, Passed};
 /// One rank of a group whose ranks are threads of this process.
 ///
 /// A call returns when every rank of the group has made it. A rank that drops its handle, also
-/// while it panics, is gone: who waits for it then gets [`CollectiveError::PeerLost`].
+/// while it panics, is gone: a rank that waits for it gets [`CollectiveError::PeerLost`].
 ///
 /// ```
 /// use dcp_collectives::LocalCollective;

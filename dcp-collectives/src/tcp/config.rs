@@ -136,7 +136,7 @@ impl TcpConfig {
         Ok(Self::new(rank, world_size, host, port).job(get("DCP_JOB_ID")?.unwrap_or_default()))
     }
 
-    /// A name that all ranks of the job share; who comes with another one is refused.
+    /// A name that all ranks of the job share; a connection with another name is refused.
     ///
     /// It guards against mistakes, not against attackers: the network must be trusted.
     #[must_use]

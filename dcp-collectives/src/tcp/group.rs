@@ -212,7 +212,7 @@ impl Group {
         self.fail(Poison::Lost { rank: peer, op, message: message.to_owned() })
     }
 
-    /// Says whether to wait on for `peer`; called every now and then by who waits.
+    /// Says whether to wait on for `peer`; called every now and then while waiting.
     pub(super) fn keep_waiting(
         &self,
         peer: Rank,

@@ -156,7 +156,7 @@ impl Node {
         &self.desk.job
     }
 
-    /// Turns away who wants to join from now on.
+    /// Refuses new connections from now on.
     pub(super) fn close_desk(&self) {
         *self.desk.joiners() = None;
     }

@@ -33,7 +33,7 @@ pub(super) const TICK: Duration = Duration::from_millis(50);
 
 const MAX_CBOR_DEPTH: usize = 16;
 
-/// What who dials says first.
+/// The first message of the dialing side.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub(super) job: String,
@@ -54,7 +54,7 @@ pub(super) enum Purpose {
     Data { group: u64 },
 }
 
-/// What who accepts answers.
+/// The answer of the accepting side.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     Welcome,

@@ -1,4 +1,4 @@
-//! Forming a group over TCP when not everybody is who should come, or in time.
+//! Forming a group over TCP when ranks are missing, late or foreign.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::collections::BTreeSet;

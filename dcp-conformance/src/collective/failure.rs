@@ -29,7 +29,7 @@ super::clauses![
 
 const WORLD_SIZE: u32 = 4;
 
-/// Ranks whose trouble is told differently where ranks are arranged in a star, a tree or a ring.
+/// Ranks whose failure is reported differently in a star, a tree or a ring.
 const CULPRITS: [u32; 3] = [0, 1, WORLD_SIZE - 1];
 
 /// Where all ranks of a clause meet, whatever the group under test does.

@@ -46,7 +46,7 @@ struct State {
     turns: BTreeMap<u64, BTreeMap<Rank, Call>>,
     gone: BTreeMap<Rank, u64>,
     broken: Option<CollectiveError>,
-    /// Who has seen that it is broken.
+    /// The ranks that have seen that it is broken.
     seen_by: BTreeSet<Rank>,
 }
 

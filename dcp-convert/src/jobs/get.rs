@@ -227,7 +227,8 @@ impl FoundTensor {
     /// Writes a `.npy` file. A type that NumPy lacks is written as unsigned integers of its size;
     /// the returned note says so.
     ///
-    /// Every chunk that lies in what was asked for is compared with its checksum; one that is needed in part is not, because that takes all of its bytes.
+    /// Compares every chunk that is read whole with its checksum. A chunk that is read in part is not
+    /// compared, because a checksum needs all of its bytes.
     ///
     /// # Errors
     ///
@@ -288,7 +289,7 @@ impl FoundTensor {
     ///
     /// # Errors
     ///
-    /// When a part of a quantized tensor is asked for, whose scale belongs to the whole; when the
+    /// When a part of a quantized tensor is requested, whose scale belongs to the whole; when the
     /// target exists, or reading or writing fails; then there is no new file.
     pub async fn to_torch_save(
         &self,

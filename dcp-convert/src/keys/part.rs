@@ -134,7 +134,7 @@ impl Parts {
         last || object && (first.contains("optim") || first.starts_with("opt_"))
     }
 
-    /// Whether the state has several parts that cannot be told apart by name.
+    /// Whether the state has several parts that names do not distinguish.
     pub(crate) fn are_unknown(&self) -> bool {
         self.model.is_none() && self.optimizers.is_empty() && (self.nested || !self.has_tensors)
     }

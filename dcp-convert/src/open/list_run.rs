@@ -16,7 +16,7 @@ use dcp_core::{Key, Storage, StorageError};
 use futures_util::{StreamExt, stream};
 use serde::Serialize;
 
-/// Entries of the directory that are told apart.
+/// Entries of the directory that are listed one by one.
 const ENTRIES_MAX: usize = 100_000;
 /// Files of the directory that are opened to see whether they are checkpoints.
 const OPENED_MAX: usize = 256;

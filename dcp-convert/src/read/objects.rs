@@ -220,7 +220,7 @@ impl DataSink for ObjectSink {
         let known = self.metadata.at(item.entry as usize);
         Err(PlanError::Unsupported {
             fqn: known.map_or_else(String::new, |(fqn, _)| fqn.to_string()),
-            problem: "a tensor where an object was asked for".to_owned(),
+            problem: "a tensor where an object was requested".to_owned(),
         }
         .into())
     }

@@ -194,7 +194,7 @@ impl DataSink for BoxSink {
     }
 
     fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
-        Err(bad_plan(&self.fqn, "an object where a tensor was asked for".to_owned()))
+        Err(bad_plan(&self.fqn, "an object where a tensor was requested".to_owned()))
     }
 }
 

@@ -198,7 +198,7 @@ impl DataSink for WholeChunk {
     }
 
     fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
-        let problem = "an object where a tensor was asked for".to_owned();
+        let problem = "an object where a tensor was requested".to_owned();
         Err(PlanError::Unsupported { fqn: self.fqn.clone(), problem }.into())
     }
 }

@@ -106,6 +106,6 @@ impl DataSink for Views {
     }
 
     fn object(&self, _item: &ReadItem, _value: Value) -> Result<(), CheckpointError> {
-        Err(bad_plan("", "an object where a tensor was asked for"))
+        Err(bad_plan("", "an object where a tensor was requested"))
     }
 }

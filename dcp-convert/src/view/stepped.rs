@@ -137,7 +137,7 @@ impl StorageReader for Stepped {
         let mut report = ReadReport::default();
         for item in &plan.items {
             let ReadKind::Tensor { region, .. } = &item.kind else {
-                return Err(bad_plan(fqn, "an object was asked for, it is a tensor"));
+                return Err(bad_plan(fqn, "an object was requested, it is a tensor"));
             };
             let view = sink.destination(item)?;
             for piece in pieces(region, size, AT_ONCE * size as u64) {

@@ -182,7 +182,7 @@ struct One(Mutex<Option<Value>>);
 
 impl DataSink for One {
     fn destination(&self, _item: &ReadItem) -> Result<TensorView, CheckpointError> {
-        Err(bad_plan("", "a tensor where an object was asked for"))
+        Err(bad_plan("", "a tensor where an object was requested"))
     }
 
     fn commit(&self, _item: &ReadItem) -> Result<(), CheckpointError> {

@@ -178,7 +178,7 @@ fn damage_anywhere_in_the_archive_of_an_object_is_refused() {
     }
 }
 
-/// Writes on tasks of its own, as a file system does on threads: whoever stops waiting does not stop
+/// Writes on tasks of its own, as a file system does on threads: a caller that stops waiting does not stop
 /// the write. Each takes many turns, and more than those that began before it.
 #[derive(Debug)]
 struct Detached {

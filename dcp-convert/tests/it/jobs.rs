@@ -111,7 +111,7 @@ proptest! {
     }
 }
 
-/// Records the most bytes that one read was asked for.
+/// Records the most bytes that one read requested.
 #[derive(Debug)]
 struct Spy {
     inner: Arc<dyn StorageReader>,

@@ -74,7 +74,7 @@ pub enum CheckpointError {
         #[source]
         source: Option<Box<CheckpointError>>,
     },
-    /// What was asked for and what is stored do not agree.
+    /// The state dict and the checkpoint do not fit together.
     #[error("the checkpoint does not fit the state dict: {summary}", summary = Message(.summary))]
     Mismatch {
         /// The first few differences in words.

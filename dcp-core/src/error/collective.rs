@@ -29,7 +29,7 @@ pub enum CollectiveError {
     /// Some rank gave up and told the others.
     #[error("rank {rank} aborted the group: {reason}")]
     Aborted {
-        /// Who gave up.
+        /// The rank that gave up.
         rank: Rank,
         /// Why.
         reason: String,

@@ -56,7 +56,7 @@ pub enum PlanError {
         fqn: String,
         /// A part of the tensor, or all of what it is.
         part: String,
-        /// Who holds it.
+        /// The rank that holds it.
         holder: String,
     },
     /// A planner stores elements twice.
@@ -149,7 +149,7 @@ pub enum PlanError {
     OutOfMemory {
         /// What the memory is for.
         what: String,
-        /// How much was asked for.
+        /// How much was requested.
         byte_len: u64,
     },
     /// Something that cannot be saved or loaded.

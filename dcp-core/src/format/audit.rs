@@ -44,7 +44,7 @@ pub trait CheckpointAudit: fmt::Debug + Send + Sync + 'static {
     /// When the index cannot be read.
     async fn index_facts(&self) -> Result<IndexFacts, CheckpointError>;
 
-    /// Who wrote the checkpoint, and how, as far as the format records it: labels and texts for
+    /// The program that wrote the checkpoint, as far as the format records it: labels and texts for
     /// people.
     ///
     /// # Errors

@@ -206,7 +206,7 @@ impl OpenedCheckpoint {
         self
     }
 
-    /// The same, with something that callers who know the format look for, such as the reader
+    /// The same, with something for callers that know the format, such as the reader
     /// under its own type.
     #[must_use]
     pub fn with_extension<T: Any + Send + Sync>(mut self, extension: Arc<T>) -> Self {

@@ -76,7 +76,7 @@ fn ranks_may_want_different_things_or_nothing() {
     let part = Region::new([2, 1], [3, 2]).unwrap();
     assert!(weight(&states[2]).same(&counting(&[7, 3], &[part], 1)));
     assert_eq!(states[2].get("note").unwrap().as_str(), Some("same everywhere"));
-    assert_eq!(probe.bytes(), 4 * 21, "each element is read once, whoever wants it");
+    assert_eq!(probe.bytes(), 4 * 21, "each element is read once for all ranks");
 }
 
 /// More than a message holds, in one tensor.
@@ -159,7 +159,7 @@ fn when_reading_fails_every_rank_has_the_same_error() {
     }
 }
 
-/// Memory that is lent elsewhere can take nothing in; the other ranks are told, and wait for
+/// Memory that is lent elsewhere cannot be filled; the other ranks get the error, and wait for
 /// nothing.
 #[test]
 fn a_rank_that_cannot_take_its_part_fails_all() {

@@ -312,7 +312,7 @@ fn errors_name_ranks_as_the_whole_job_does() {
     }
 }
 
-/// Memory that is lent elsewhere can take nothing in; the other ranks are told, and wait for
+/// Memory that is lent elsewhere cannot be filled; the other ranks get the error, and wait for
 /// nothing.
 #[test]
 fn a_rank_that_cannot_take_its_part_fails_all() {

@@ -12,7 +12,7 @@ use crate::harness::{
     block_on, counting, counting_whole, elements, load, memory, on_ranks, rows, save,
 };
 
-/// Who holds which boxes of a tensor: cuts per axis make a grid, every box goes to some ranks.
+/// The boxes of a tensor that each rank holds: cuts per axis make a grid, every box goes to some ranks.
 #[derive(Clone, Debug)]
 struct Grid {
     world: u32,

@@ -22,7 +22,7 @@ use crate::dcp::EXAMINED_INDEX_MAX;
 use crate::missing_files::MissingFiles;
 use crate::torch_save::is_torch_save;
 
-/// Series of shards (`model-00001-of-00004.safetensors`) that are told apart in one folder.
+/// Series of shards (`model-00001-of-00004.safetensors`) that are distinguished in one folder.
 const SERIES_MAX: usize = 64;
 /// Shards of one series that are counted.
 const SHARDS_MAX: u32 = 1 << 16;

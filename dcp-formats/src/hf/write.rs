@@ -420,7 +420,7 @@ impl DataSource for OneFile {
             return Err(CheckpointError::Canceled);
         }
         let part = self.parts.get(item).copied().ok_or_else(|| PlanError::Wire {
-            problem: format!("item {item} was asked for, the file has {}", self.parts.len()),
+            problem: format!("item {item} was requested, the file has {}", self.parts.len()),
         })?;
         self.data.resolve(part, byte_range).await
     }

@@ -147,7 +147,8 @@ impl Writer {
     fn name(&mut self, global: &Global) -> Result<(), FormatError> {
         if global.module.is_empty() {
             let name = &global.name;
-            let problem = format!("{name} stands for what was not understood, and is not it");
+            let problem =
+                format!("{name} marks a value that was not decoded, which cannot be written");
             return Err(FormatError::new("pickle", problem));
         }
         if global.module.contains('\n') || global.name.contains('\n') {

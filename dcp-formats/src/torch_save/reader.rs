@@ -311,11 +311,11 @@ impl TorchSaveReader {
         sink: &dyn DataSink,
     ) -> Result<ReadReport, CheckpointError> {
         let ReadKind::Tensor { region, .. } = &item.kind else {
-            return Err(unplanned("an object was asked for, it is a tensor"));
+            return Err(unplanned("an object was requested, it is a tensor"));
         };
         let whole = Region::full(layout.sizes().clone());
         if !whole.is_ok_and(|whole| whole.contains(region)) {
-            return Err(unplanned("a region outside of the tensor was asked for"));
+            return Err(unplanned("a region outside of the tensor was requested"));
         }
         let view = sink.destination(item)?;
         let bytes_needed = region.volume().saturating_mul(layout.dtype().size() as u64);

@@ -49,7 +49,7 @@ fn t04_crc_is_checked() {
     let at = archive.windows(8).position(|window| window == [7; 8]).unwrap();
     let error = content(&patched(&archive, at + 500, &[6]), "data/0").unwrap_err();
     assert!(error.contains("CRC-32") && error.contains(&format!("byte {at}")), "{error}");
-    // Zero stands for a CRC that was not computed.
+    // Zero marks a CRC that was not computed.
     let without = patched(&patched(&archive, at, &[6]), central(&archive, "data/0") + 16, &[0; 4]);
     assert_eq!(content(&without, "data/0").unwrap()[0], 6);
 }

@@ -398,7 +398,7 @@ impl Compiler<'_> {
 }
 
 /// The same pieces, each in two, behind `first` rows or in the middle: tensors of the same pieces
-/// are written once, but a copy that was asked for is meant to be one.
+/// are written once, but a copy that an option requests stays a copy.
 fn in_two(pieces: Vec<(Region, PieceFrom)>, first: Option<u64>) -> Vec<(Region, PieceFrom)> {
     let part = |region: &Region, axis: usize, from: u64, len: u64| {
         let (mut offsets, mut sizes) = (region.offsets().clone(), region.sizes().clone());

@@ -255,7 +255,7 @@ fn note_arguments(mapping: &Mapping, facts: &Facts, notes: &mut Vec<String>) {
     }
 }
 
-/// Says so when padding cannot be told from the vocabulary.
+/// Notes that padding looks like the vocabulary.
 fn note_vocabulary(
     facts: &Facts,
     trimmed: &[(String, u64)],

@@ -30,7 +30,7 @@ pub struct MapOptions {
     /// Whether source tensors that no rule knows are left out instead of refused.
     pub allow_left_over: bool,
     /// Whether arguments that transformers cannot express are only noted: for a model that will be
-    /// opened with a `config.json` of its own, or because whoever asks knows better.
+    /// opened with a `config.json` of its own, or because the caller knows it.
     pub ignore_arguments: bool,
     /// What the weights will be cast to behind the mapping, for the arguments and `config.json`; by
     /// default they say what the weights are.

@@ -1,4 +1,4 @@
-//! The configuration that a model came with goes along.
+//! The configuration of the original model is stored and restored.
 
 use dcp_mapping::{
     Facts, MapOptions, Mapped, Mapping, MappingError, Recognition, Tying, recognize,

@@ -1,4 +1,4 @@
-//! Families are told by what is there, and configurations by arguments.
+//! Tensors decide the family, arguments the configuration.
 
 use dcp_core::metadata::{Entry, TensorEntry};
 use dcp_core::{CheckpointMetadata, DType};

@@ -201,7 +201,7 @@ pub enum MegatronError {
     FlatOptimizer {
         /// How many ranks have buffers of their own.
         groups: u64,
-        /// The layout that was asked for.
+        /// The requested layout.
         layout: ParallelLayout,
     },
     /// An asynchronous save or one of its finalizers failed.
@@ -215,7 +215,7 @@ pub enum MegatronError {
         /// Each failing rank and what it said.
         failures: Vec<RankFailure>,
         /// The calls that were finalized before this one was found to have failed, and that nobody
-        /// was told of yet; of a queue that was closed, also those after it.
+        /// reported yet; of a queue that was closed, also those after it.
         finalized: Vec<u64>,
     },
     /// Ranks schedule or finalize different asynchronous saves.

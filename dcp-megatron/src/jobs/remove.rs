@@ -140,7 +140,7 @@ pub async fn remove_sharded_tensors(
     Ok(removed)
 }
 
-/// What whoever means the latest checkpoint of a run would mean; `None` where there is no run.
+/// The latest checkpoint of a run; `None` where there is no run.
 async fn latest(storage: &Arc<dyn Storage>) -> Result<Option<Tracked>, MegatronError> {
     let run = MegatronRun::new(Arc::clone(storage));
     match run.tracked().await? {

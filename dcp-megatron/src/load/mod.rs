@@ -59,14 +59,14 @@ pub struct LoadOptions {
 
 impl LoadOptions {
     /// This process alone, with Megatron-Core's defaults: unexpected keys fail when they are read,
-    /// the request is validated, and tensors are cast to what is asked for.
+    /// the request is validated, and tensors are cast to the requested dtype.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Loads together with the other ranks of `group`; rank 0 coordinates. It alone reads what
-    /// opens the checkpoint, such as its index, and tells the others, who only look whether they
+    /// opens the checkpoint, such as its index, and sends the result to the others, which only check whether they
     /// see the same files: of the same length and, where the storage knows it, age. A rank that
     /// does not reads for itself.
     #[must_use]
@@ -90,7 +90,7 @@ impl LoadOptions {
         self
     }
 
-    /// Whether tensors are cast to the element type that is asked for (the default, as
+    /// Whether tensors are cast to the requested element type (the default, as
     /// Megatron-Core), or another one is an error. Floats never become integers.
     #[must_use]
     pub fn cast(mut self, cast: bool) -> Self {
@@ -150,7 +150,7 @@ impl LoadOptions {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Loaded {
-    /// The common state of the checkpoint, all of it, with what was asked for: local tensors,
+    /// The common state of the checkpoint, all of it, with what was requested: local tensors,
     /// objects, what factories made, and local objects.
     pub state: Dict,
     /// Which checkpoint was loaded of the run whose folder was given.

@@ -77,7 +77,7 @@ pub(crate) async fn open(
     Ok(opened.ok_or_else(|| group.unanswered().into()))
 }
 
-/// What a storage was asked, and what it answered.
+/// A request to a storage, and its result.
 #[derive(Debug, Default)]
 struct Notes {
     /// `None` where there is no such object.

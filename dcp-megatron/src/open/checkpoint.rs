@@ -378,7 +378,7 @@ impl MegatronCheckpoint {
     }
 }
 
-/// What to tell someone who expected a checkpoint of Megatron-Core where there is no
+/// The message for a place that was opened as a checkpoint of Megatron-Core and has no
 /// `metadata.json`.
 async fn no_config(storage: &Arc<dyn Storage>) -> Result<String, MegatronError> {
     let formats = dcp_convert::formats();

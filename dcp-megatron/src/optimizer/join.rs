@@ -35,7 +35,7 @@ const GROUPS_MAX: usize = 1 << 10;
 const LISTED: usize = 64;
 
 /// What the optimizer of one group of data-parallel ranks has otherwise than that of the first,
-/// which stands for all where the state is one by parameter.
+/// which is used for all where the state is stored by parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SettingsDifference {

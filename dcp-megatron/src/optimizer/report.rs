@@ -125,7 +125,7 @@ pub struct PerParameterReport {
     pub params: usize,
     /// How they were found, where the format does not name them.
     pub layout: Option<LayoutReport>,
-    /// Where ranks of the model have other settings than the first, which stands for all:
+    /// Where ranks of the model have other settings than the first, which is used for all:
     /// learning rates, steps, the scale of gradients. Parameter groups that only some of them have
     /// are all kept.
     pub differing: Vec<SettingsDifference>,

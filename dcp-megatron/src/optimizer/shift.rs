@@ -130,7 +130,7 @@ async fn is_shifted(wrong: &Wrong<'_>, region: &Region, by: u64) -> Result<bool,
 }
 
 /// The first elements of a wrong master parameter, unless they are those of its weight, which were
-/// not moved, or too few or too much alike to be told.
+/// not moved, or too few, or too much alike to decide.
 async fn probe(wrong: &Wrong<'_>) -> Result<Option<Vec<u8>>, CheckpointError> {
     let size = wrong.pair.dtype().size();
     for region in &wrong.chunks {

@@ -23,7 +23,7 @@ pub enum Purpose {
     Load,
 }
 
-/// Who of a group writes, or reads, which shard: for each rank, by the positions in its
+/// The shards that each rank of a group writes or reads: for each rank, by the positions in its
 /// [`Inventory`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Distribution {
@@ -262,7 +262,7 @@ mod tests {
 
     type Owners = BTreeMap<(String, u64), Vec<usize>>;
 
-    /// Who owns what.
+    /// The owner of each shard.
     fn owners(
         ranks: &[Vec<(String, u64, u64, bool)>],
         rule: ShareRule,

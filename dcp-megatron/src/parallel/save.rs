@@ -33,7 +33,7 @@ use crate::sharded::ShardedTensor;
 /// the process, under the same condition.
 ///
 /// A shard that is there twice as the main replica is refused. What else there may be wrong with
-/// the sharding of all ranks is told by their own replica ids, so validate it before this;
+/// replica ids of all ranks describe the sharding, so validate it before this;
 /// [`save`](crate::save) does, and once more by the ids that this leaves, from which it follows
 /// what
 /// is written.

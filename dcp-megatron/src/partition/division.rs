@@ -26,8 +26,8 @@ const PARTS_OF_ALL_MAX: u64 = 1 << 23;
 /// The layers that are divided among stages as asked for.
 const DECODER: &str = "decoder.layers";
 
-/// Who holds what of a checkpoint in a layout: what cannot be divided is refused when this is
-/// made, and the parts of a tensor are made when they are asked for.
+/// The parts of a checkpoint that each rank of a layout holds: what cannot be divided is refused when this is
+/// made, and the parts of a tensor are made on request.
 #[derive(Debug)]
 pub(crate) struct MegatronDivision {
     survey: Survey,

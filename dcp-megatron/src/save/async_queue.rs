@@ -234,7 +234,7 @@ impl AsyncCallsQueue {
     /// finalizers after that do not run, and the save is not in the queue any more; those after it
     /// are. The error has the numbers of those before it that were finalized.
     /// [`MegatronError::UnmatchedCalls`] on every rank when ranks are at different calls; what was
-    /// finalized until then is told by the next call that gets on.
+    /// finalized until then is returned by the next call that succeeds.
     pub async fn maybe_finalize(&mut self, blocking: bool) -> Result<Vec<u64>, MegatronError> {
         match self.finalize(blocking).await {
             Ok(()) => Ok(std::mem::take(&mut self.untold)),

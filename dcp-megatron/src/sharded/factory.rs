@@ -10,7 +10,7 @@ use super::local::LocalTensor;
 use super::replica::ReplicaId;
 use super::tree::ShardedValue;
 
-/// Makes the shards that stand for a tensor.
+/// Makes the shards of a tensor.
 type Build = dyn Fn(&FactoryParts) -> Result<ShardedValue, ShardError> + Send + Sync;
 /// Makes the tensor of what was loaded in the place of the shards.
 type Merge = dyn Fn(&FactoryParts, Value) -> Result<Value, ShardError> + Send + Sync;

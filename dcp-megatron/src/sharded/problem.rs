@@ -52,7 +52,7 @@ pub enum ShardingProblem {
     Grid {
         /// The tensor.
         key: String,
-        /// Who says so.
+        /// The rank that says so.
         rank: u32,
         /// What does not divide.
         problem: String,

@@ -14,7 +14,7 @@ use super::value_path::step;
 ///
 /// A container goes where it still holds something; one that was empty stays with the rest. Lists
 /// are closed up, so positions shift where elements went to the other side. An empty container in
-/// a list is asked for as a leaf is. `wanted` is never called for containers that hold something,
+/// a list is requested as a leaf is. `wanted` is never called for containers that hold something,
 /// but for plain ones, which are taken as one value.
 #[must_use]
 #[doc(alias = "extract_matching_values")]
@@ -317,7 +317,7 @@ pub enum ShardedLeaf<'a> {
     Object(&'a ShardedObject),
 }
 
-/// The sharded tensors and objects of a state dict in its order; what factories stand for is not
+/// The sharded tensors and objects of a state dict in its order; what factories make is not
 /// among them.
 #[must_use]
 pub fn sharded_leaves(state: &ShardedStateDict) -> Vec<ShardedLeaf<'_>> {

@@ -30,7 +30,7 @@ pub enum ShardedValue {
     Factory(ShardedTensorFactory),
     /// Something that is not stored.
     Local(LocalNonpersistentObject),
-    /// A part of the common state, the same on all ranks; ignored in what is asked for by a load.
+    /// A part of the common state, the same on all ranks; ignored in the request of a load.
     Plain(Value),
 }
 

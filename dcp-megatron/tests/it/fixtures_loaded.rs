@@ -81,7 +81,7 @@ fn every_fixture_is_loaded_strictly_in_three_uneven_parts() {
         let storage = stored(name);
         on_ranks(u32::try_from(RANKS).unwrap(), |rank, group| {
             let request = request(&storage, rank);
-            // Objects are asked for by one rank as the main replica, by others as copies.
+            // One rank requests objects as the main replica, others request copies.
             let options = LoadOptions::new().group(group).strict(StrictHandling::RaiseAll);
             let loaded = block_on(load(&request, &storage, &options));
             check(name, &loaded.unwrap_or_else(|error| panic!("{name}: {error}")), rank);

@@ -147,7 +147,7 @@ fn saved(storage: &Arc<dyn Storage>) {
 
 fn loads(storage: &Arc<dyn Storage>, options: &LoadOptions) {
     on_ranks(2, |rank, group| {
-        // The halves are asked for by the other rank.
+        // The other rank requests the halves.
         let other = 1 - rank;
         let wanted = LocalTensor::described(dcp_core::DType::Int32, [2]);
         let rng = ObjectKey::new("rng", [2], [other]).unwrap();

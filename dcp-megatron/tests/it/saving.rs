@@ -86,7 +86,7 @@ fn main_replicas_that_are_there_twice_are_not_hidden_by_sharing_out() {
     assert!(names(&*storage).is_empty(), "{:?}", names(&*storage));
 }
 
-/// Says what it was told to say.
+/// Returns what the test gave it.
 #[derive(Debug)]
 struct Fixed(Vec<bool>);
 

@@ -377,7 +377,7 @@ fn local_objects_in_lists_go_back_to_their_places_or_are_refused_before_the_save
     let group = groups[1].as_dict().unwrap();
     assert_eq!(group.get("params").unwrap().as_int(), Some(3));
     assert_eq!(group.get("lr").unwrap().as_int(), Some(2));
-    // What lies beside a tensor comes back beside it.
+    // The other entries of a tensor's dict come back with it.
     let beside = ShardedStateDict::from([("m", ShardedValue::from(vec![local(), tensor()]))]);
     let loaded = block_on(load(&beside, &storage, &LoadOptions::new())).unwrap();
     let Some(Value::List(list)) = loaded.state.get("m") else { panic!() };

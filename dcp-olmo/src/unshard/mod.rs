@@ -149,7 +149,7 @@ pub struct UnshardReport {
     /// Files of the replaced export that the new one does not have, and that are gone.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub removed: Vec<String>,
-    /// Keys that are neither of the model nor of an optimizer that was asked for.
+    /// Keys that are neither of the model nor of an optimizer that is written.
     pub dropped: Vec<Arc<str>>,
     /// Objects that the format cannot hold. Those of the optimizer are in a JSON file beside it.
     pub left_out: Vec<Arc<str>>,
@@ -157,7 +157,7 @@ pub struct UnshardReport {
     pub raw: Vec<Arc<str>>,
 }
 
-/// Writes the model of a checkpoint, and its optimizer if that is asked for, as plain files under
+/// Writes the model of a checkpoint, and its optimizer on request, as plain files under
 /// the names that OLMo-core gives them, with keys that do not begin with `model.` or `optim.`.
 /// Where there are several files, an index names the file of each key.
 ///
@@ -355,7 +355,7 @@ struct Writing<'a> {
 }
 
 impl Writing<'_> {
-    /// All parts; what was written is told of a failure, too.
+    /// All parts. A failure also says what was written.
     async fn all(mut self, parts: Vec<Part>) -> (UnshardReport, Result<(), ConvertError>) {
         for part in parts {
             if let Err(error) = self.part(part).await {

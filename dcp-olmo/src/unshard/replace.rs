@@ -1,4 +1,4 @@
-//! Replacing files that are there, so that old and new ones are never taken for one model.
+//! Replacing files that are there, so that old and new ones never look like one model.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

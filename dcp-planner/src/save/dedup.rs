@@ -1,4 +1,4 @@
-//! Who writes a chunk that several ranks have.
+//! Chooses the rank that writes a chunk that several ranks have.
 
 use std::cmp::Reverse;
 

@@ -1,4 +1,4 @@
-//! All ranks' offers as one table of distinct chunks and who has them.
+//! All ranks' offers as one table of distinct chunks and the ranks that have them.
 //!
 //! With thousands of ranks the offers are far larger than any cache, so they are gone through
 //! once, rank by rank, and copied apart by name; everything else works on one name at a time.
@@ -226,7 +226,7 @@ impl<'a> MergedKey<'a> {
         }
     }
 
-    /// The rows of those who have a chunk, lowest rank first; at least one.
+    /// The rows of the ranks that have a chunk, lowest rank first; at least one.
     pub(super) fn owners_of(&self, chunk: &Chunk) -> &[u32] {
         &self.owners[chunk.first_owner as usize..chunk.end_owner as usize]
     }

@@ -64,7 +64,7 @@ impl DefaultSavePlanner {
         Self { dedup: DedupPolicy::default(), validate: true }
     }
 
-    /// The same with another policy of who writes replicas.
+    /// The same with another policy for replicas.
     #[must_use]
     pub fn with_dedup(mut self, dedup: DedupPolicy) -> Self {
         self.dedup = dedup;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use dcp::convert::jobs::stats::Histogram;
 
-/// The powers of two that the columns stand for.
+/// The powers of two of the columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scale {
     /// The exponents of the first column begin here; what is smaller is in it, too.
@@ -36,7 +36,7 @@ impl Scale {
         Self { from: high + 1 - step * columns_i32, step, columns }
     }
 
-    /// What the ends of the scale stand for.
+    /// The values at the ends of the scale.
     pub(crate) fn title(&self) -> String {
         let last = self.from + self.step * i32::try_from(self.columns).unwrap_or(0) - 1;
         let (from, to) = (format!("2^{}", self.from), format!("2^{last}"));

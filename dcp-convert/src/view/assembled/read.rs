@@ -276,7 +276,7 @@ impl DataSink for Slots {
                 let inside = inside.ok_or_else(|| bad_plan("", "it begins before its memory"))?;
                 Ok(view.narrow(&inside)?)
             }
-            _ => Err(bad_plan("", "a tensor where an object was asked for")),
+            _ => Err(bad_plan("", "a tensor where an object was requested")),
         }
     }
 
@@ -290,7 +290,7 @@ impl DataSink for Slots {
     fn object(&self, item: &ReadItem, value: Value) -> Result<(), CheckpointError> {
         match self.slot(item)? {
             Slot::Passed(passed) => self.sink.object(passed, value),
-            Slot::Piece(..) => Err(bad_plan("", "an object where a tensor was asked for")),
+            Slot::Piece(..) => Err(bad_plan("", "an object where a tensor was requested")),
         }
     }
 }

@@ -145,7 +145,7 @@ fn of_two_savers_stopped_at_every_step_one_wins_and_its_checkpoint_is_whole() {
                 let winner = (1..=2).find(|seed| loaded.same(&small(*seed).loaded()));
                 let winner = winner.unwrap_or_else(|| panic!("neither is there; {at}"));
                 assert!(outcomes[usize::from(winner) - 1].is_ok(), "{at}");
-                // Whoever comes next is held up by nobody, and cleans up.
+                // The next saver waits for nobody, and cleans up.
                 save(&DcpWriter::new(memory.clone()), &small(3)).unwrap();
                 assert!(load(memory.clone()).unwrap().same(&small(3).loaded()), "{at}");
                 assert_eq!(names(&*memory).len(), 4, "{:?}; {at}", names(&*memory));

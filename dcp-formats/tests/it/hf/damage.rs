@@ -162,7 +162,7 @@ fn a_tensor_in_two_files_is_one_too_many() {
     let notes = block_on(reader.notes()).unwrap();
     assert!(notes[0].contains("stored more than once"), "{notes:?}");
 
-    // Parts that overlap are seen in the metadata by whoever looks at it.
+    // Parts that overlap are visible in the metadata.
     file(&*storage, "z.safetensors", &tensor(2, Some(&[1])));
     let (strict, findings) = judge(&storage);
     assert!(strict.contains("overlap"), "{strict}");

@@ -24,7 +24,7 @@ const GROUPED: [(&str, &str); 2] = [
 ];
 
 /// `source` with the matrices of `GroupedMLP` in the shape that they mean, `[experts, in, out]`,
-/// where how many experts a rank has can be told: by the rows of the layer's router, or by the
+/// where the number of a rank's experts is known: by the rows of the layer's router, or by the
 /// arguments. Every entry keeps its position.
 ///
 /// `GroupedMLP` declares them as `[in, experts · out]` and `[experts · in, out]`, but uses the

@@ -13,7 +13,7 @@ pub(super) struct Sequence {
     pub(super) classes: Vec<usize>,
 }
 
-/// Which parameter lies at one place.
+/// The parameter at one place of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Assigned {
     /// The only one with these elements.
@@ -149,7 +149,7 @@ fn bounds(known: &Known, options: &[Vec<usize>], way: Registration) -> Option<Ve
     Some(both.map(|((a, b), complete)| a.filter(|_| a == b && complete)).collect())
 }
 
-/// A rank has every parameter once: what was found twice in a buffer was not found.
+/// A rank has every parameter once: a parameter found twice in a buffer counts as not found.
 fn refuse_repeated(assigned: &mut [Assigned]) {
     let mut count: HashMap<usize, usize> = HashMap::new();
     for one in assigned.iter() {

@@ -18,7 +18,7 @@ use super::parameter_search::{BucketShape, Elements};
 use super::window::Window;
 use crate::error::MegatronError;
 
-/// One buffer of gradients of a group of ranks, and what the optimizer keeps for it.
+/// One gradient buffer of a group of ranks, and the optimizer's state for it.
 #[derive(Clone, Debug)]
 pub(super) struct FlatBuffer {
     pub(super) key: BufferKey,
@@ -195,7 +195,7 @@ fn param_dtype(dtypes: &str) -> Option<DType> {
     }
 }
 
-/// The lengths of a buffer's buckets, as an object of the checkpoint says.
+/// The lengths of a buffer's buckets, from an object of the checkpoint.
 async fn bucket_lengths(
     source: &Source,
     metadata: &CheckpointMetadata,

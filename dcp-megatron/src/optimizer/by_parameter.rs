@@ -41,7 +41,7 @@ pub struct PerParameter {
     pub source: Source,
     /// The common state in it.
     pub common: Dict,
-    /// What was found, and what was not.
+    /// The parameters that were found, and those that were not.
     pub report: PerParameterReport,
 }
 
@@ -52,7 +52,7 @@ pub struct PerParameter {
 /// their elements, for a master parameter, cast to the weight's dtype, is the weight. Weights and
 /// master parameters are read once for that, a bounded part at a time. Parameters of a rank with
 /// the same elements are distinguished by the order in which Megatron's modules register them, if
-/// exactly one way of it goes with everything else in the buffers; the
+/// exactly one assignment agrees with everything else in the buffers; the
 /// [report](LayoutReport::by_order) names them. Nothing is guessed beyond that.
 ///
 /// What [Megatron-FSDP](OptimizerFormat::FsdpDtensor) writes is left as it is.
@@ -203,7 +203,7 @@ fn add(
     Ok(())
 }
 
-/// Where the state of a box of a model's tensor lies.
+/// The place of the state of a box of a model's tensor.
 #[derive(Clone, Debug)]
 struct Place {
     buffer: usize,

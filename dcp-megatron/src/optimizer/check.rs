@@ -44,13 +44,13 @@ pub const SAMPLED_CHUNKS: usize = 32;
 /// Elements that it looks at in each.
 pub const SAMPLED_ELEMENTS: u64 = 256;
 
-/// What the comparison of an optimizer's master parameters with the weights has found.
+/// The result of comparing an optimizer's master parameters with the weights.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct OptimizerReport {
     /// The form of the optimizer's state.
     pub format: OptimizerFormat,
-    /// What it comes down to.
+    /// The verdict.
     pub verdict: OptimizerVerdict,
     /// Parameters that were compared.
     pub compared: usize,
@@ -62,7 +62,7 @@ pub struct OptimizerReport {
     pub not_compared: Vec<(Arc<str>, &'static str)>,
 }
 
-/// What a comparison comes down to.
+/// The verdict of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OptimizerVerdict {
@@ -110,11 +110,11 @@ pub struct ParamMismatch {
     pub differing: u64,
     /// Elements that there are.
     pub elements: u64,
-    /// Where the elements found come from.
+    /// The origin of the elements that were found.
     pub cause: MismatchCause,
 }
 
-/// Where the elements of a wrong master parameter come from.
+/// The origin of the elements of a wrong master parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MismatchCause {
@@ -168,7 +168,7 @@ impl OptimizerReport {
     }
 }
 
-/// What the causes of mismatches come down to.
+/// The verdict on the causes of mismatches.
 fn judge(format: OptimizerFormat, mismatches: &[ParamMismatch]) -> OptimizerVerdict {
     // A weight that is its own, from a few elements further on to its end, is the defect. Parameters
     // that are shorter than the padding are nowhere their own: they begin in the middle of others,
@@ -372,7 +372,7 @@ pub(super) fn cast(caster: &Caster, elements: &[u8]) -> Vec<u8> {
     made
 }
 
-/// How many elements differ. NaN is NaN, whatever its bits.
+/// The number of elements that differ. Every NaN equals every other NaN.
 fn differing(dtype: DType, a: &[u8], b: &[u8]) -> u64 {
     if a == b {
         return 0;

@@ -74,7 +74,7 @@ impl OptimizerFormat {
         )
     }
 
-    /// Whether the state lies in flat buffers that do not name the parameters in them.
+    /// Whether the state is in flat buffers, which do not name their parameters.
     #[must_use]
     pub fn is_flat(self) -> bool {
         matches!(
@@ -122,7 +122,7 @@ impl fmt::Display for OptimizerFormat {
     }
 }
 
-/// What the names in a checkpoint tell.
+/// The format that the names in a checkpoint show.
 #[derive(Debug, Default)]
 struct Found {
     master: bool,
@@ -178,7 +178,7 @@ impl Found {
     }
 }
 
-/// What the common state says of the format.
+/// The format that the common state records.
 fn stated(common: &Dict) -> Option<OptimizerFormat> {
     let text = |dict: &Dict, key: &str| dict.get(key).and_then(Value::as_str).map(str::to_owned);
     let content = common.get("content_metadata").and_then(Value::as_dict);

@@ -41,7 +41,7 @@ const LISTED: usize = 64;
 pub struct SettingsDifference {
     /// The group, as its objects are named.
     pub group: String,
-    /// The group whose values are taken.
+    /// The group whose values are used.
     pub taken: String,
     /// Where they differ: steps joined by dots.
     pub paths: Vec<String>,

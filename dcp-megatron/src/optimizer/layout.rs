@@ -46,7 +46,7 @@ impl FlatLayoutOptions {
         self
     }
 
-    /// What the length of every bucket is a multiple of, in elements; `None` past 64 bits.
+    /// The length of every bucket is a multiple of this, in elements; `None` past 64 bits.
     #[must_use]
     pub fn bucket_multiple(&self) -> Option<u64> {
         let multiple = lcm(self.data_parallel.max(1), 128)?;
@@ -83,9 +83,9 @@ impl FlatParam {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FlatBucket {
-    /// Where it lies in the buffer, in elements, padding included.
+    /// Its range in the buffer, in elements, padding included.
     pub range: Range<u64>,
-    /// Its elements without the padding at its end: what a checkpoint stores of it. Before a
+    /// Its elements without the padding at its end, as a checkpoint stores them. Before a
     /// parameter with a bucket of its own, they end at a multiple of [`ALIGNMENT`].
     pub unpadded: u64,
     /// Where its parameters lie, counted from its beginning, in the order of the buffer.

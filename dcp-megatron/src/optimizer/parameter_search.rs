@@ -14,7 +14,7 @@ use dcp_core::CheckpointError;
 use super::layout::ALIGNMENT;
 use super::shards::{Fingerprint, Known};
 
-/// What is looked at to place parameters: master parameters in the model's dtype.
+/// Master parameters in the model's dtype, among which parameters are searched.
 #[async_trait]
 pub(super) trait Elements: Sync {
     /// The bytes of the elements `range` of a bucket.
@@ -24,7 +24,7 @@ pub(super) trait Elements: Sync {
     async fn digest(&self, bucket: usize, range: Range<u64>) -> Result<[u8; 32], CheckpointError>;
 }
 
-/// What is known of a bucket without looking at its elements.
+/// A bucket, without its elements.
 #[derive(Clone, Debug, Default)]
 pub(super) struct BucketShape {
     pub(super) elements: u64,
@@ -63,7 +63,7 @@ impl BucketShape {
     }
 }
 
-/// Where a parameter lies.
+/// The place of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Slot {
     pub(super) bucket: usize,
@@ -71,7 +71,7 @@ pub(super) struct Slot {
     pub(super) class: usize,
 }
 
-/// What was found in the buckets of a buffer.
+/// The parameters found in the buckets of a buffer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Walked {
     pub(super) slots: Vec<Slot>,

@@ -119,7 +119,7 @@ pub(super) struct Place {
     part: u64,
 }
 
-/// What is known of a parameter that a rank has.
+/// A parameter of a rank, as far as its registration is known.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ParamPlace<'a> {
     /// The key of the model's tensor.

@@ -17,14 +17,14 @@ pub struct LayoutReport {
     /// Parameters with the same elements as others, identified by the order in which modules register
     /// them, which everything else in the buffers agrees with.
     pub by_order: Vec<PlacedParam>,
-    /// The ways of putting a model together whose order agrees with the buffers.
+    /// The ways to assemble a model whose order agrees with the buffers.
     pub registrations: Vec<&'static str>,
     /// Places at which there are several parameters with the same elements, which no known order
     /// tells apart.
     pub ambiguous: Vec<AmbiguousPlace>,
     /// Places at which something begins that is no parameter of the model.
     pub unknown: Vec<UnknownPlace>,
-    /// The model's tensors whose state could not be put together, and why.
+    /// The model's tensors whose state could not be assembled, with the reason.
     pub unresolved: Vec<(Arc<str>, String)>,
     /// The model's tensors that the buffers do not hold: they are not trained.
     pub without_state: Vec<Arc<str>>,
@@ -46,7 +46,7 @@ pub struct PlacedParam {
     pub element: u64,
 }
 
-/// A place in a buffer at which one of several parameters lies.
+/// A place in a buffer that belongs to one of several parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AmbiguousPlace {

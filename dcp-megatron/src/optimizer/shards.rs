@@ -22,7 +22,7 @@ const SEGMENT: u64 = 1 << 20;
 /// The most parameters of all ranks together: far more than the largest models have.
 const PARAMS_MAX: usize = 1 << 20;
 
-/// What is at the beginning of so many elements, and a hash of all of them.
+/// The first elements of a shard, and a hash of all of them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Fingerprint {
     pub(super) elements: u64,
@@ -52,7 +52,7 @@ impl LocalParam {
     }
 }
 
-/// Parameters with what their elements are.
+/// Parameters with their elements.
 #[derive(Debug, Default)]
 pub(super) struct Known {
     pub(super) params: Vec<LocalParam>,
@@ -63,7 +63,7 @@ pub(super) struct Known {
     pub(super) prints: Vec<Fingerprint>,
     /// Classes by their first elements, of each length that there is.
     pub(super) heads: HashMap<Bytes, Vec<usize>>,
-    /// The lengths in elements of what is in `heads`, longest first.
+    /// The lengths of the keys of `heads` in elements, longest first.
     pub(super) head_lengths: Vec<u64>,
 }
 

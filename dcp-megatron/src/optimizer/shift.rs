@@ -10,7 +10,7 @@ use dcp_core::{CheckpointError, CheckpointMetadata, DType, Region};
 use super::check::{MismatchCause, ParamMismatch, SEGMENT, Wrong};
 use super::keys::model_tensors;
 
-/// Elements that have to be the same, one after the other, to tell where something comes from.
+/// Consecutive equal elements that identify the origin of a parameter.
 const PROBE: u64 = 16;
 /// The fewest, for parameters that have no more.
 const PROBE_MIN: u64 = 4;
@@ -21,10 +21,10 @@ const PROBE_KINDS: usize = 4;
 const SHIFT_MAX: u64 = 4 << 20;
 /// Places that are searched in full before a probe counts as a repeating pattern.
 const TRIES: usize = 64;
-/// Parameters whose elements are looked for in others.
+/// Parameters whose elements are searched for in others.
 const PROBES_MAX: usize = 4096;
 
-/// Says of every wrong parameter where its elements come from.
+/// Finds the origin of the elements of every wrong parameter.
 pub(super) async fn explain(
     source: &Source,
     metadata: &Arc<CheckpointMetadata>,

@@ -143,7 +143,7 @@ fn refuse_flat_optimizer(
     Ok(())
 }
 
-/// What has to be known of all names before one of them is divided.
+/// Facts about all names, which the division of one depends on.
 #[derive(Debug)]
 struct Survey {
     metadata: Arc<CheckpointMetadata>,
@@ -214,7 +214,7 @@ impl Survey {
         Self { metadata: Arc::clone(metadata), ranks, layers, stages, experts, gated }
     }
 
-    /// The pipeline stage of layer `n` of a stack, or of what is in none.
+    /// The pipeline stage of layer `n` of a stack, or of a parameter outside of all stacks.
     fn stage(&self, key: &ModelKey<'_>, n: Option<u64>) -> Result<u32, MegatronError> {
         if key.is_last() {
             return Ok(self.ranks.pp - 1);
@@ -371,7 +371,7 @@ impl Survey {
         Ok((stage, group))
     }
 
-    /// Whether a first matrix is two: what it puts out is twice what the second one takes in.
+    /// Whether a first matrix is gated: it has twice as many outputs as the second one has inputs.
     fn is_gated(&self, key: &ModelKey<'_>, tensor: &TensorEntry, front: usize) -> bool {
         let out = tensor.shape.get(front).copied();
         let names = key.second_matrix().into_iter().flatten();
@@ -383,7 +383,7 @@ impl Survey {
         }
     }
 
-    /// The grid that a tensor is stored in, each part with the rank whose file it lies in.
+    /// The grid that a tensor is stored in, each part with the rank that writes its file.
     fn as_stored(&self, tensor: &TensorEntry) -> Result<Held, MegatronError> {
         if tensor.chunks.len() <= 1 || tensor.chunks.len() as u64 > PARTS_MAX {
             return Ok(Held::whole(0, tensor)?);

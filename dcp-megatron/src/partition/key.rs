@@ -5,7 +5,7 @@ use crate::optimizer::ParamStateKey;
 /// A name taken apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ModelKey<'a> {
-    /// What the optimizer puts in front, such as `optimizer.state.exp_avg.`; empty for the model's
+    /// The prefix that the optimizer adds, such as `optimizer.state.exp_avg.`; empty for the model's
     /// own.
     pub(super) prefix: &'a str,
     /// The parameter's name.

@@ -18,10 +18,10 @@ pub(crate) use observed::Observed;
 pub enum TensorCut {
     /// Every rank has all of it; the first one writes it.
     Replicated,
-    /// Into `t` parts along the first axis: what a column-parallel layer puts out, or the
+    /// Into `t` parts along the first axis: the outputs of a column-parallel layer, or the
     /// vocabulary.
     Column,
-    /// Into `t` parts along the second axis: what a row-parallel layer takes in.
+    /// Into `t` parts along the second axis: the inputs of a row-parallel layer.
     Row,
     /// Of a gated layer, two matrices one behind the other along the first axis, each cut into
     /// `t` parts: rank `r` has parts `r` and `t + r` of `2t`. Of a layer that is not gated, as
@@ -29,7 +29,7 @@ pub enum TensorCut {
     Gated,
 }
 
-/// A rule of [`RULES`]: parameters whose name ends so are cut so.
+/// A rule of [`RULES`]: the cut of parameters whose names have this ending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PartitionRule {

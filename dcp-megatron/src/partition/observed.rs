@@ -89,7 +89,7 @@ impl<'m> Parameter<'m> {
         (!starts.is_empty()).then_some(starts.len() as u64)
     }
 
-    /// What a chunk of it belongs to; `None` when that is several layers.
+    /// The layer or expert of a chunk of it; `None` for a chunk of several layers.
     fn unit(&self, chunk: &ChunkRef<'_>) -> Option<Unit<'m>> {
         let Some((stack, layer)) = self.key.layers else {
             return Some(Unit::Alone(self.key.param));

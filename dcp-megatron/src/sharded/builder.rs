@@ -22,7 +22,7 @@ pub struct ShardedTensorBuilder {
     prepend_axis_num: usize,
     allow_shape_mismatch: bool,
     flattened: Option<(Range<u64>, Option<Dims>)>,
-    /// What was called that the place has no room for.
+    /// The setters that do not apply to the place.
     misplaced: Option<&'static str>,
 }
 

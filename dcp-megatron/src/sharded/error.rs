@@ -32,7 +32,7 @@ pub enum ShardError {
     Axes {
         /// The tensor.
         key: String,
-        /// What there are too many or too few of.
+        /// The items whose number is wrong.
         what: &'static str,
         /// How many there are.
         found: usize,
@@ -63,7 +63,7 @@ pub enum ShardError {
         position: u64,
         /// How many fragments there are.
         fragments: u64,
-        /// What is wrong with that.
+        /// The problem.
         problem: &'static str,
     },
     /// A place that is described in two ways.
@@ -91,7 +91,7 @@ pub enum ShardError {
         start: u64,
         /// End of the elements.
         end: u64,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// A part of a shard that cannot be taken as a shard of its own.
@@ -129,7 +129,7 @@ pub enum ShardError {
     Merge {
         /// The place, its steps joined by dots.
         path: String,
-        /// What is there.
+        /// The value that was found.
         problem: String,
     },
 }

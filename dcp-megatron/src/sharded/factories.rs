@@ -186,7 +186,7 @@ impl ExpertGrid {
     }
 }
 
-/// A place on an even grid, apart from the shape of what is there.
+/// A place on an even grid, without the shape of its cell.
 #[derive(Clone, Debug)]
 struct Grid {
     prepended: usize,
@@ -280,7 +280,7 @@ fn rows(
     local.narrow(&region).map_err(|error| planned(key, &error))
 }
 
-/// A factory of a shard whose parts are loaded one behind the other along the first axis.
+/// A factory of a shard whose parts are concatenated along the first axis.
 fn factory_of(
     shard: &ShardedTensor,
     build: impl Fn(&FactoryParts) -> Result<ShardedValue, ShardError> + Send + Sync + 'static,
@@ -293,7 +293,7 @@ fn factory_of(
         .with_replica_id(shard.replica_id().clone())
 }
 
-/// Puts tensors one behind the other along the first axis. What was loaded into the factory's own
+/// Concatenates tensors along the first axis. What was loaded into the factory's own
 /// memory is there already.
 fn merge_rows(parts: &FactoryParts, loaded: Value) -> Result<Value, ShardError> {
     let views = views(parts, &loaded)?;

@@ -12,7 +12,7 @@ use super::tree::ShardedValue;
 
 /// Makes the shards of a tensor.
 type Build = dyn Fn(&FactoryParts) -> Result<ShardedValue, ShardError> + Send + Sync;
-/// Makes the tensor of what was loaded in the place of the shards.
+/// Makes the tensor of its loaded shards.
 type Merge = dyn Fn(&FactoryParts, Value) -> Result<Value, ShardError> + Send + Sync;
 
 /// A tensor that is stored as others: on a save it is replaced by what `build` makes of it, on a
@@ -32,7 +32,7 @@ pub struct ShardedTensorFactory {
     merge: Arc<Merge>,
 }
 
-/// What a factory works on.
+/// The input of a factory.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FactoryParts {
@@ -83,7 +83,7 @@ impl ShardedTensorFactory {
         self
     }
 
-    /// What it works on.
+    /// Its input.
     #[must_use]
     pub fn parts(&self) -> &FactoryParts {
         &self.parts
@@ -98,7 +98,7 @@ impl ShardedTensorFactory {
         (self.build)(&self.parts)
     }
 
-    /// The tensor of what was `loaded` in its place.
+    /// The tensor of the shards in `loaded`.
     ///
     /// # Errors
     ///

@@ -102,7 +102,7 @@ impl<'a> MergedKey<'a> {
         self.spec.key.to_string()
     }
 
-    /// Whether the grid that the first rank tells of makes up its tensor.
+    /// Whether the grid of the first rank covers its tensor.
     fn check_grid(&mut self, problems: &mut Vec<ShardingProblem>) {
         let Kind::Regular { shape, fragments, sizes, .. } = &self.spec.kind else { return };
         let axes = shape.iter().zip(&**fragments).zip(&**sizes);
@@ -161,7 +161,7 @@ impl<'a> MergedKey<'a> {
         }
     }
 
-    /// Takes in a shard; false when it lies outside.
+    /// Adds a shard; false when it is outside of the tensor.
     fn row(&mut self, row: &'a [u64], main: bool, rank: Rank) -> bool {
         match &self.spec.kind {
             // The last axis of objects with older names is not known.
@@ -286,7 +286,7 @@ fn count_cells(
     }
 }
 
-/// The ranges of every cell must make up its elements.
+/// The ranges of every cell must cover its elements.
 fn check_ranges(
     key: &MergedKey<'_>,
     fragments: &Dims,

@@ -2,7 +2,7 @@
 
 use dcp_core::{DType, Dims, PlanError, Region, Tensor, TensorView};
 
-/// What a rank has of a tensor: memory, or a description of what there is to be.
+/// A rank's part of a tensor: its memory, or a description of it.
 #[derive(Clone, Debug)]
 pub struct LocalTensor {
     pub(super) dtype: DType,

@@ -202,7 +202,7 @@ impl ShardedObject {
         &self.replica_id
     }
 
-    /// What is saved.
+    /// The value.
     #[must_use]
     pub fn data(&self) -> Option<&Value> {
         self.data.as_ref()

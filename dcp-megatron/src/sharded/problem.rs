@@ -41,18 +41,18 @@ pub enum ShardingProblem {
     Outside {
         /// The tensor or object.
         key: String,
-        /// Whose shard it is.
+        /// The rank of the shard.
         rank: u32,
         /// The shard.
         shard: String,
         /// The whole tensor's shape, or the grid.
         shape: String,
     },
-    /// A regular grid that does not make up the whole tensor.
+    /// A regular grid that does not cover the whole tensor.
     Grid {
         /// The tensor.
         key: String,
-        /// The rank that says so.
+        /// The rank that declares it.
         rank: u32,
         /// What does not divide.
         problem: String,
@@ -61,11 +61,11 @@ pub enum ShardingProblem {
     Disagreement {
         /// The tensor or object.
         key: String,
-        /// What one rank says.
+        /// The declaration of one rank.
         left: String,
         /// That rank.
         left_rank: u32,
-        /// What another says.
+        /// The declaration of another rank.
         right: String,
         /// That other rank.
         right_rank: u32,
@@ -94,7 +94,7 @@ pub enum ShardingProblem {
         key: String,
         /// The shard.
         shard: String,
-        /// What is wrong with the ranges.
+        /// The problem of the ranges.
         problem: String,
     },
     /// The shards are too many and too irregular to be compared in time.

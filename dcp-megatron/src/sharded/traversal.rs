@@ -208,7 +208,7 @@ pub(crate) struct Placed {
     pub(crate) factory: ShardedTensorFactory,
 }
 
-/// Puts what each factory builds in its place, and says which they were.
+/// Replaces each factory by the shards that it builds, and returns the factories.
 pub(crate) fn apply_factories(
     state: &ShardedStateDict,
 ) -> Result<(ShardedStateDict, Vec<Placed>), ShardError> {
@@ -278,7 +278,7 @@ fn holds_factory(value: &ShardedValue) -> bool {
     }
 }
 
-/// Puts the tensors that factories make of what was loaded in their places.
+/// Replaces loaded shards by the tensors that their factories make.
 pub(crate) fn apply_factory_merges(loaded: &mut Dict, placed: &[Placed]) -> Result<(), ShardError> {
     for Placed { path, factory } in placed {
         let slot = at(loaded, path).ok_or_else(|| ShardError::Factory {

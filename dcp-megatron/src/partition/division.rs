@@ -26,8 +26,8 @@ const PARTS_OF_ALL_MAX: u64 = 1 << 23;
 /// The layers that are divided among stages as asked for.
 const DECODER: &str = "decoder.layers";
 
-/// The parts of a checkpoint that each rank of a layout holds: what cannot be divided is refused when this is
-/// made, and the parts of a tensor are made on request.
+/// The parts of a checkpoint that each rank of a layout holds. Making it refuses tensors that cannot be
+/// divided; the parts of a tensor are computed on request.
 #[derive(Debug)]
 pub(crate) struct MegatronDivision {
     survey: Survey,

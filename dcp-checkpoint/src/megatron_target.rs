@@ -153,6 +153,7 @@ impl MegatronTarget {
         job: &JobOptions,
     ) -> Result<ConversionReport, Error> {
         let mut writer = MegatronWriter::builder(storage)
+            .upload_bytes(0)
             .form(self.form.unwrap_or(MegatronForm::CommonFile))
             .integrity(self.integrity)
             .overwrite(overwrite);

@@ -63,19 +63,21 @@ impl Opener {
             tracker_problem: None,
             notes: Vec::new(),
         };
-        let storage = match self.storages.open(uri, Access::Read) {
+        let storage = match self.storages.open(uri, Access::Read).await {
             Ok(storage) => storage,
             Err(error) => {
-                let Some((storage, key)) = self.file(uri).await else {
-                    return Err(cannot_open(uri, error));
-                };
-                let (format, found) = self.open_file(uri, &storage, key).await?;
-                found.notes.iter().for_each(|note| notes.say(note));
-                let opened = opened(uri.to_owned(), format, found);
-                return Ok(Checkpoint { is_folder: false, storage, ..opened });
+                let Some(file) = self.file(uri).await else { return Err(cannot_open(uri, error)) };
+                return self.open_one(uri, file, notes, opened).await;
             }
         };
         let found = self.find(uri, &storage, notes).await?;
+        // An object store has no folders that could be missing.
+        if found.uri == uri
+            && found.place.listing().root().is_empty()
+            && let Some(file) = self.file(uri).await
+        {
+            return self.open_one(uri, file, notes, opened).await;
+        }
         let Found { uri: at, place, tracker_problem } = found;
         let folder = place.listing().root();
         let matches = self.formats.recognize(&folder);
@@ -131,6 +133,20 @@ impl Opener {
         }
     }
 
+    /// Opens a checkpoint that is one file.
+    async fn open_one(
+        &self,
+        uri: &str,
+        (storage, key): (Arc<dyn Storage>, Key),
+        notes: &mut Notes,
+        opened: impl FnOnce(String, FormatInfo, OpenedCheckpoint) -> Checkpoint,
+    ) -> Result<Checkpoint, Error> {
+        let (format, found) = self.open_file(uri, &storage, key).await?;
+        found.notes.iter().for_each(|note| notes.say(note));
+        let opened = opened(uri.to_owned(), format, found);
+        Ok(Checkpoint { is_folder: false, storage, ..opened })
+    }
+
     fn options(&self) -> OpenOptions {
         OpenOptions::default().with_tolerant(self.need.tolerant()).with_rank(self.rank)
     }
@@ -182,7 +198,7 @@ impl Opener {
             found.place = self.formats.look_below(&found.place, &folder).await?;
             if found.place.listing().root().is_empty() {
                 // A link to another place, or a storage that cannot list.
-                let storage = self.storages.open(&found.uri, Access::Read)?;
+                let storage = self.storages.open(&found.uri, Access::Read).await?;
                 found.place = self.look(&found.uri, &storage).await?;
             }
         }
@@ -221,7 +237,7 @@ impl Opener {
     ///
     /// When the folder cannot be opened or listed.
     pub async fn list(&self, uri: &str) -> Result<RunListing, Error> {
-        let storage = self.storages.open(uri, Access::Read);
+        let storage = self.storages.open(uri, Access::Read).await;
         let storage = storage.map_err(|error| cannot_open(uri, error))?;
         Ok(dcp_convert::list_run(&storage, &self.formats).await?)
     }
@@ -232,7 +248,7 @@ impl Opener {
     ///
     /// When the storage fails.
     pub async fn ambiguity(&self, uri: &str) -> Result<Option<String>, Error> {
-        let Ok(storage) = self.storages.open(uri, Access::Read) else {
+        let Ok(storage) = self.storages.open(uri, Access::Read).await else {
             return Ok(None);
         };
         let place = self.look(uri, &storage).await?;
@@ -276,12 +292,12 @@ impl Opener {
         dry_run: bool,
     ) -> Result<MetadataRewrite, Error> {
         // Opened for writing, a directory that is not there would be made.
-        let open = |uri: &str, access| {
-            self.storages.open(uri, access).map_err(|error| cannot_open(uri, error))
+        let open = async |uri: &str, access| {
+            self.storages.open(uri, access).await.map_err(|error| cannot_open(uri, error))
         };
-        let storage = open(uri, Access::Read)?;
+        let storage = open(uri, Access::Read).await?;
         let place = self.find(uri, &storage, &mut Notes::unheard()).await?.uri;
-        let storage = open(&place, if dry_run { Access::Read } else { Access::Write })?;
+        let storage = open(&place, if dry_run { Access::Read } else { Access::Write }).await?;
         if !Arc::ptr_eq(&recovered(&storage).await?, &storage) {
             let message = format!("{place:?}: {HALF_REPLACED}");
             return Err(Error::new(ErrorKind::Unfinished, message));
@@ -382,7 +398,7 @@ impl Opener {
     /// The storage and key of a URI that names a file.
     async fn file(&self, uri: &str) -> Option<(Arc<dyn Storage>, Key)> {
         let (parent, name) = split(uri)?;
-        let storage = self.storages.open(&parent, Access::Read).ok()?;
+        let storage = self.storages.open(&parent, Access::Read).await.ok()?;
         let key = Key::new(name).ok()?;
         storage.stat(&key).await.ok()?;
         Some((storage, key))
@@ -469,7 +485,9 @@ fn cannot_open(uri: &str, error: StorageError) -> Error {
         StorageErrorKind::NotFound => {
             Error::new(ErrorKind::NotFound, format!("there is nothing at {uri:?}"))
         }
-        StorageErrorKind::Unsupported => Error::new(ErrorKind::Unsupported, error.to_string()),
+        StorageErrorKind::Unsupported => {
+            Error::new(ErrorKind::Unsupported, format!("cannot open {uri:?}")).because(error)
+        }
         _ if Path::new(uri).is_file() => {
             let message = format!("{uri:?} is a file, and a directory is needed");
             Error::new(ErrorKind::InvalidPlace, message)

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use dcp_convert::ConvertError;
-use dcp_core::format::FolderEntry;
+use dcp_core::format::ListingEntry;
 use dcp_core::location::Location;
 use dcp_core::registry::StorageRegistry;
 
@@ -87,8 +87,8 @@ async fn parts(source: &Checkpoint) -> Result<Vec<(String, bool)>, Error> {
     let root = listed.listing().root();
     parts.extend(root.entries().filter_map(|entry| {
         let (name, is_folder) = match entry {
-            FolderEntry::File(name, _) => (name, false),
-            FolderEntry::Folder(folder) => (folder.name(), true),
+            ListingEntry::File(name, _) => (name, false),
+            ListingEntry::Folder(folder) => (folder.name(), true),
         };
         opener.formats.owns(&root, name).then(|| (below(place, name), is_folder))
     }));

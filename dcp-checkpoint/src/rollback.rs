@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::storage::{
-    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, StorageExt, Upload,
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, StorageExt, Upload, UploadOptions, WholeObject,
 };
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError};
+use dcp_core::{Key, Payload, Storage, StorageError};
 use tokio::sync::{OwnedRwLockWriteGuard, RwLock};
 
 /// Records what jobs create, so that it can be removed when one is cancelled.
@@ -110,7 +112,7 @@ impl Rollback {
         let mut left = Vec::new();
         // The last is what makes the others count, so it goes first.
         for (storage, key) in created.into_iter().rev() {
-            if let Err(error) = storage.delete(&key).await {
+            if let Err(error) = storage.delete(&[key]).await {
                 left.push(dcp_core::error::error_chain(&error));
             }
         }
@@ -157,19 +159,19 @@ struct Naming {
 impl Naming {
     async fn run(
         self,
-        work: impl Future<Output = Result<(), StorageError>> + Send,
-    ) -> Result<(), StorageError> {
+        work: impl Future<Output = Result<ObjectMeta, StorageError>> + Send,
+    ) -> Result<ObjectMeta, StorageError> {
         let Self { storage, rollback, key, mode } = self;
         let _guard = rollback.naming.read().await;
-        let replaces = mode == PutMode::Overwrite && storage.contains(&key).await?;
-        work.await?;
+        let replaces = mode != PutMode::Create && storage.contains(&key).await?;
+        let meta = work.await?;
         let mut made = rollback.made();
         if !replaces {
             made.created.push((storage, key));
         } else if made.replaced.is_none() {
             made.replaced = Some(key);
         }
-        Ok(())
+        Ok(meta)
     }
 }
 
@@ -190,63 +192,92 @@ impl Storage for Watched {
         self.storage.stat(key).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.storage.read(key, reads).await
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        self.storage.read(key, request).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
-        self.naming(key, mode).run(self.storage.put(key, payload, mode)).await
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.storage.read_whole(key, max_bytes).await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
+        self.naming(key, mode.clone()).run(self.storage.put(key, payload, mode)).await
     }
 
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        let upload = self.storage.start_upload(key, mode).await?;
-        Ok(Box::new(WatchedUpload { upload, naming: self.naming(key, mode) }))
+        let naming = self.naming(key, options.mode.clone());
+        let upload = self.storage.start_upload(key, options).await?;
+        Ok(Box::new(WatchedUpload { upload, naming }))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        self.storage.list(prefix)
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        self.storage.list(folder)
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        self.storage.list_folder(folder)
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
         let _guard = self.rollback.naming.read().await;
-        self.storage.delete(key).await?;
+        let deleted = self.storage.delete(keys).await;
         let mut made = self.rollback.made();
-        let is_it = |(storage, made): &(Arc<dyn Storage>, Key)| {
-            made == key && Arc::ptr_eq(storage, &self.storage)
-        };
-        if let Some(at) = made.created.iter().position(is_it) {
-            made.created.remove(at);
-        } else if made.replaced.is_none() {
-            // What is gone cannot come back, and what was made may be all that is left.
-            made.replaced = Some(key.clone());
+        for key in keys {
+            let is_it = |(storage, made): &(Arc<dyn Storage>, Key)| {
+                made == key && Arc::ptr_eq(storage, &self.storage)
+            };
+            match made.created.iter().position(is_it) {
+                // After an error it may still be there.
+                Some(_) if deleted.is_err() => {}
+                Some(at) => drop(made.created.remove(at)),
+                // What is gone cannot come back, and what was made may be all that is left. After
+                // an error, one of several may be gone.
+                None if made.replaced.is_none() && (deleted.is_ok() || keys.len() > 1) => {
+                    made.replaced = Some(key.clone());
+                }
+                None => {}
+            }
         }
-        Ok(())
+        deleted
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         let claim = self.storage.claim(key).await?;
         Ok(Arc::new(WatchedClaim { claim, naming: self.naming(key, PutMode::Overwrite) }))
     }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.storage.remove_leftovers(folder, min_age).await
+    }
 }
 
 #[async_trait]
 impl Claim for WatchedClaim {
-    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
         self.naming.clone().run(self.claim.replace(payload)).await
     }
 }
 
 #[async_trait]
 impl Upload for WatchedUpload {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
-        self.upload.put_part(part).await
+    fn put_part(&mut self, part: Payload) -> PartFuture {
+        self.upload.put_part(part)
     }
 
-    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
         let Self { upload, naming } = *self;
         naming.run(upload.complete()).await
     }

@@ -30,7 +30,7 @@ pub(crate) async fn facts(checkpoint: &Checkpoint) -> Result<Option<(Facts, Stri
     else {
         return Ok(None);
     };
-    let storage = checkpoint.opener.storages().open(&parent, Access::Read)?;
+    let storage = checkpoint.opener.storages().open(&parent, Access::Read).await?;
     read(&storage, &parent, NEMO).await
 }
 

@@ -11,6 +11,7 @@ use dcp_core::format::{
 use dcp_core::registry::Access;
 use dcp_core::storage::StorageExt;
 use dcp_core::{CheckpointMetadata, Key, Storage, StorageErrorKind};
+use futures_util::StreamExt as _;
 
 use crate::absent_storage::AbsentStorage;
 use crate::checkpoint::Checkpoint;
@@ -114,10 +115,10 @@ impl<'a> Place<'a> {
     }
 
     /// The storage of a folder to write to, or of a dry run to look at: that one makes nothing.
-    fn storage(&self, uri: &str) -> Result<Arc<dyn Storage>, Error> {
+    async fn storage(&self, uri: &str) -> Result<Arc<dyn Storage>, Error> {
         let dry_run = self.options.dry_run;
         let access = if dry_run { Access::Read } else { Access::Write };
-        match self.opener.storages().open(uri, access) {
+        match self.opener.storages().open(uri, access).await {
             Ok(storage) if dry_run => Ok(storage),
             Ok(storage) => Ok(self.options.rollback.watch(storage)),
             Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
@@ -133,10 +134,19 @@ impl<'a> Place<'a> {
         }
     }
 
+    /// Whether there is a folder: on a file system one without files as well.
+    async fn is_folder(&self) -> bool {
+        let Ok(storage) = self.opener.storages().open(self.uri, Access::Read).await else {
+            return false;
+        };
+        let mut entries = storage.list_folder(None);
+        Path::new(self.uri).is_dir() || matches!(entries.next().await, Some(Ok(_)))
+    }
+
     /// A file to write. One that is there is an error, unless it may be replaced.
     pub(crate) async fn file(&self) -> Result<Target, Error> {
         let uri = self.uri;
-        if self.opener.storages().open(uri, Access::Read).is_ok() {
+        if self.is_folder().await {
             let message = format!("{uri:?} is a directory");
             return Err(Error::new(ErrorKind::InvalidPlace, message)
                 .with_hint(format!("name a file, such as {}", below(uri, "model.safetensors"))));
@@ -151,7 +161,7 @@ impl<'a> Place<'a> {
             || Error::new(ErrorKind::InvalidPlace, format!("{uri:?} is no name for a file"));
         let (parent, name) = split(uri).ok_or_else(no_name)?;
         let key = Key::new(name).map_err(|_| no_name())?;
-        let storage = self.storage(&parent)?;
+        let storage = self.storage(&parent).await?;
         if !self.options.overwrite && storage.contains(&key).await? {
             return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
         }
@@ -161,7 +171,7 @@ impl<'a> Place<'a> {
     /// A folder to write plain files into, beside others. No format that readers open as a whole
     /// may have a checkpoint there.
     pub(crate) async fn plain_files(&self) -> Result<Arc<dyn Storage>, Error> {
-        let storage = self.storage(self.uri)?;
+        let storage = self.storage(self.uri).await?;
         let place = self.opener.look(self.uri, &storage).await?;
         self.refuse_others(&place, &[MODELS], false).await?;
         Ok(storage)
@@ -170,7 +180,7 @@ impl<'a> Place<'a> {
     /// A folder to write a Hugging Face model into. What is there of one, its writer replaces or
     /// refuses.
     pub(crate) async fn model(&self) -> Result<Arc<dyn Storage>, Error> {
-        let storage = self.storage(self.uri)?;
+        let storage = self.storage(self.uri).await?;
         let place = self.opener.look(self.uri, &storage).await?;
         self.refuse_others(&place, &[MODELS], true).await?;
         Ok(storage)
@@ -182,7 +192,7 @@ impl<'a> Place<'a> {
         &self,
         target: &dyn CheckpointTarget,
     ) -> Result<Arc<dyn Storage>, Error> {
-        let storage = self.storage(self.uri)?;
+        let storage = self.storage(self.uri).await?;
         let place = self.opener.look(self.uri, &storage).await?;
         let metadata = self.refuse_others(&place, target.parts(), true).await?;
         match target.existing(&place.listing().root(), metadata.as_deref()) {

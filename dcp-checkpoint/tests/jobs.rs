@@ -25,9 +25,9 @@ use futures_util::StreamExt;
 
 fn storages() -> StorageRegistry {
     let mut storages = StorageRegistry::empty();
-    storages.register("file", |path, access| {
-        let write = access == Access::Write;
-        Ok(Arc::new(FsStorage::builder(path).create(write).clean(write).open()?))
+    storages.register("file", |request| {
+        let write = request.access == Access::Write;
+        Ok(Arc::new(FsStorage::builder(&request.url).create(write).clean(write).open()?))
     });
     storages
 }
@@ -170,19 +170,20 @@ async fn what_a_cancelled_job_created_is_taken_back() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("old"), "old").unwrap();
     let key = |name: &str| Key::new(name).unwrap();
-    let open = || storages().open(&folder.path().display().to_string(), Access::Write).unwrap();
+    let url = folder.path().display().to_string();
+    let open = async || storages().open(&url, Access::Write).await.unwrap();
 
     let unused = Rollback::new();
     assert_eq!(unused.undo(unused.quiesce().await).await, Undone::Nothing);
 
     let rollback = Rollback::new();
-    let storage = rollback.watch(open());
+    let storage = rollback.watch(open().await);
     storage.put(&key("new"), Payload::from("new"), PutMode::Create).await.unwrap();
     assert_eq!(rollback.undo(rollback.quiesce().await).await, Undone::All);
     assert!(!folder.path().join("new").exists() && folder.path().join("old").exists());
 
     let rollback = Rollback::new();
-    let storage = rollback.watch(open());
+    let storage = rollback.watch(open().await);
     storage.put(&key("new"), Payload::from("new"), PutMode::Create).await.unwrap();
     storage.put(&key("old"), Payload::from("other"), PutMode::Overwrite).await.unwrap();
     let undone = rollback.undo(rollback.quiesce().await).await;
@@ -277,14 +278,14 @@ async fn a_cancelled_conversion_leaves_nothing() {
             }
         };
         assert_eq!(rollback.undo(quiet).await, Undone::All, "operation {operation}");
-        let Ok(left) = storages_of(&target) else { continue };
+        let Ok(left) = storages_of(&target).await else { continue };
         let left: Vec<_> = left.list(None).map(|object| object.unwrap().key).collect().await;
         assert!(left.is_empty(), "operation {operation}: {left:?}");
     }
 }
 
-fn storages_of(target: &str) -> Result<Arc<dyn Storage>, StorageError> {
-    storages().open(target, Access::Read)
+async fn storages_of(target: &str) -> Result<Arc<dyn Storage>, StorageError> {
+    storages().open(target, Access::Read).await
 }
 
 /// Folders of one storage in memory as `mem://bucket/…`, and, by another name, as `alias://…`.
@@ -292,8 +293,8 @@ fn buckets(memory: &Arc<dyn Storage>) -> StorageRegistry {
     let mut storages = storages();
     for (scheme, start) in [("mem", "mem://bucket/"), ("alias", "alias://")] {
         let memory = Arc::clone(memory);
-        storages.register(scheme, move |url, _| {
-            let folder = url.strip_prefix(start).unwrap_or_default();
+        storages.register(scheme, move |request| {
+            let folder = request.url.strip_prefix(start).unwrap_or_default();
             let folder = folder.split('/').filter(|name| !name.is_empty() && *name != ".");
             Ok(match folder.collect::<Vec<_>>().join("/") {
                 // A file is no folder to open.

@@ -2,10 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError};
 
 /// Counts the requests to another storage; clones share the counts.
 ///
@@ -32,6 +36,8 @@ pub struct Counts {
     pub reads: u64,
     /// Ranges in all reads.
     pub ranges: u64,
+    /// Calls of [`Storage::read_whole`].
+    pub whole_reads: u64,
     /// Calls of [`Storage::put`] and [`Claim::replace`].
     pub puts: u64,
     /// Calls of [`Storage::start_upload`].
@@ -44,10 +50,16 @@ pub struct Counts {
     pub aborts: u64,
     /// Calls of [`Storage::list`].
     pub lists: u64,
+    /// Calls of [`Storage::list_folder`].
+    pub folder_lists: u64,
     /// Calls of [`Storage::delete`].
     pub deletes: u64,
+    /// Keys in all deletes.
+    pub deleted_keys: u64,
     /// Calls of [`Storage::claim`].
     pub claims: u64,
+    /// Calls of [`Storage::remove_leftovers`].
+    pub leftover_removals: u64,
     /// Bytes read.
     pub bytes_read: u64,
     /// Bytes written by puts and parts.
@@ -58,8 +70,9 @@ impl Counts {
     /// The total number of calls.
     #[must_use]
     pub fn operations(&self) -> u64 {
-        let of_objects = self.stats + self.reads + self.puts + self.lists + self.deletes;
-        let of_objects = of_objects + self.claims;
+        let of_objects = self.stats + self.reads + self.whole_reads + self.puts;
+        let of_objects = of_objects + self.lists + self.folder_lists + self.deletes;
+        let of_objects = of_objects + self.claims + self.leftover_removals;
         of_objects + self.uploads + self.parts + self.completes + self.aborts
     }
 }
@@ -77,8 +90,8 @@ impl CountingStorage {
         self.tally().counts
     }
 
-    /// The number of requests for a key: calls of `stat`, `read`, `put`, `start_upload` and
-    /// `delete`, and calls on its uploads.
+    /// The number of requests for a key: calls of `stat`, `read`, `read_whole`, `put`,
+    /// `start_upload`, `claim` and `delete`, and calls on its uploads.
     #[must_use]
     pub fn requests(&self, key: &Key) -> u64 {
         self.tally().by_key.get(key).copied().unwrap_or(0)
@@ -117,50 +130,83 @@ impl Storage for CountingStorage {
         self.inner.stat(key).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        let ranges = reads.len() as u64;
-        let bytes = reads.iter().map(|read| read.buffer.len() as u64).sum::<u64>();
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        let ranges = request.ranges.len() as u64;
+        let bytes = request.ranges.iter().map(|read| read.buffer.len() as u64).sum::<u64>();
         self.count(key, |counts| {
             counts.reads += 1;
             counts.ranges += ranges;
         });
-        let buffers = self.inner.read(key, reads).await?;
+        let outcome = self.inner.read(key, request).await?;
         self.tally().counts.bytes_read += bytes;
-        Ok(buffers)
+        Ok(outcome)
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.count(key, |counts| counts.whole_reads += 1);
+        let whole = self.inner.read_whole(key, max_bytes).await?;
+        self.tally().counts.bytes_read += whole.bytes.len() as u64;
+        Ok(whole)
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         let bytes = payload.len();
         self.count(key, |counts| counts.puts += 1);
-        self.inner.put(key, payload, mode).await?;
+        let meta = self.inner.put(key, payload, mode).await?;
         self.tally().counts.bytes_written += bytes;
-        Ok(())
+        Ok(meta)
     }
 
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
         self.count(key, |counts| counts.uploads += 1);
-        let inner = self.inner.start_upload(key, mode).await?;
+        let inner = self.inner.start_upload(key, options).await?;
         Ok(Box::new(CountingUpload { inner, storage: self.clone(), key: key.clone() }))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
         self.tally().counts.lists += 1;
-        self.inner.list(prefix)
+        self.inner.list(folder)
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.count(key, |counts| counts.deletes += 1);
-        self.inner.delete(key).await
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        self.tally().counts.folder_lists += 1;
+        self.inner.list_folder(folder)
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        {
+            let mut tally = self.tally();
+            tally.counts.deletes += 1;
+            tally.counts.deleted_keys += keys.len() as u64;
+            for key in keys {
+                *tally.by_key.entry(key.clone()).or_default() += 1;
+            }
+        }
+        self.inner.delete(keys).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         self.count(key, |counts| counts.claims += 1);
         let inner = self.inner.claim(key).await?;
         Ok(Arc::new(CountingClaim { inner, storage: self.clone(), key: key.clone() }))
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.tally().counts.leftover_removals += 1;
+        self.inner.remove_leftovers(folder, min_age).await
     }
 }
 
@@ -173,12 +219,12 @@ struct CountingClaim {
 
 #[async_trait]
 impl Claim for CountingClaim {
-    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
         let bytes = payload.len();
         self.storage.count(&self.key, |counts| counts.puts += 1);
-        self.inner.replace(payload).await?;
+        let meta = self.inner.replace(payload).await?;
         self.storage.tally().counts.bytes_written += bytes;
-        Ok(())
+        Ok(meta)
     }
 }
 
@@ -191,15 +237,18 @@ struct CountingUpload {
 
 #[async_trait]
 impl Upload for CountingUpload {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+    fn put_part(&mut self, part: Payload) -> PartFuture {
         let bytes = part.len();
         self.storage.count(&self.key, |counts| counts.parts += 1);
-        self.inner.put_part(part).await?;
-        self.storage.tally().counts.bytes_written += bytes;
-        Ok(())
+        let (part, storage) = (self.inner.put_part(part), self.storage.clone());
+        Box::pin(async move {
+            part.await?;
+            storage.tally().counts.bytes_written += bytes;
+            Ok(())
+        })
     }
 
-    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
         self.storage.count(&self.key, |counts| counts.completes += 1);
         self.inner.complete().await
     }
@@ -225,40 +274,48 @@ mod tests {
         runtime().block_on(async {
             storage.put(&a, "hello".into(), PutMode::Create).await.unwrap();
             storage.put(&a, "again".into(), PutMode::Create).await.unwrap_err();
-            let mut upload = storage.start_upload(&b, PutMode::Create).await.unwrap();
+            let options = UploadOptions::new(PutMode::Create, 3);
+            let mut upload = storage.start_upload(&b, options.clone()).await.unwrap();
             upload.put_part("abc".into()).await.unwrap();
             upload.complete().await.unwrap();
             storage
-                .start_upload(&Key::new("c").unwrap(), PutMode::Create)
+                .start_upload(&Key::new("c").unwrap(), options)
                 .await
                 .unwrap()
                 .abort()
                 .await
                 .unwrap();
-            assert_eq!(storage.read_all(&a).await.unwrap(), "hello");
+            assert_eq!(storage.read_whole(&a, 5).await.unwrap().bytes, "hello");
+            storage.stat(&a).await.unwrap();
+            storage.read_range(&a, 3..5).await.unwrap();
             storage.read_range(&a, 3..9).await.unwrap_err();
-            storage.delete(&b).await.unwrap();
-            drop(storage.list(None));
+            storage.delete(&[b.clone(), a.clone()]).await.unwrap();
+            drop((storage.list(None), storage.list_folder(None)));
+            storage.remove_leftovers(None, Duration::ZERO).await.unwrap();
         });
         let counts = storage.counts();
         let expected = Counts {
             stats: 1,
             reads: 2,
             ranges: 2,
+            whole_reads: 1,
             puts: 2,
             uploads: 2,
             parts: 1,
             completes: 1,
             aborts: 1,
             lists: 1,
+            folder_lists: 1,
             deletes: 1,
+            deleted_keys: 2,
             claims: 0,
-            bytes_read: 5,
+            leftover_removals: 1,
+            bytes_read: 7,
             bytes_written: 8,
         };
         assert_eq!(counts, expected);
-        assert_eq!(counts.operations(), 12);
-        assert_eq!((storage.requests(&a), storage.requests(&b)), (5, 4));
+        assert_eq!(counts.operations(), 15);
+        assert_eq!((storage.requests(&a), storage.requests(&b)), (7, 4));
         assert_eq!(storage.requests_by_key().len(), 3);
         assert_eq!(storage.reset(), expected);
         assert_eq!((storage.counts(), storage.requests(&a)), (Counts::default(), 0));

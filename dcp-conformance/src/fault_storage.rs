@@ -2,12 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
 
 /// The fault of a [`FaultStorage`]'s operation.
@@ -34,7 +38,8 @@ pub enum Fault {
 /// Passes operations to another storage, counts them, and makes chosen ones fail.
 ///
 /// Every call of a method of [`Storage`] but `capabilities`, of [`Upload`] and of [`Claim`] is an
-/// operation. Operations count from 1 when they begin, over all clones. A test with sequential
+/// operation. Operations count from 1 when they begin, parts when [`Upload::put_part`] is called, over
+/// all clones. A test with sequential
 /// operations fails at the same place each time and can try every place: until
 /// [`operations`](Self::operations) stays below the number of the fault.
 ///
@@ -169,17 +174,18 @@ impl FaultStorage {
     async fn run<T>(
         &self,
         (op, effect): (StorageOp, Effect),
-        key: &Key,
+        key: impl Into<Option<&Key>>,
         operation: impl Future<Output = Result<T, StorageError>>,
     ) -> Result<T, StorageError> {
+        let key = key.into();
         let verdict = self.begin(effect);
         match verdict {
             Verdict::Pass => operation.await,
             Verdict::LoseReply { .. } | Verdict::FailAfterwards { .. } => {
                 operation.await?;
-                Err(verdict.error(op, Some(key)))
+                Err(verdict.error(op, key))
             }
-            Verdict::Fail { .. } | Verdict::Die { .. } => Err(verdict.error(op, Some(key))),
+            Verdict::Fail { .. } | Verdict::Die { .. } => Err(verdict.error(op, key)),
         }
     }
 }
@@ -238,11 +244,20 @@ impl Storage for FaultStorage {
         self.run((StorageOp::Stat, Effect::None), key, self.inner.stat(key)).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.run((StorageOp::Read, Effect::None), key, self.inner.read(key, reads)).await
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        self.run((StorageOp::Read, Effect::None), key, self.inner.read(key, request)).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.run((StorageOp::Read, Effect::None), key, self.inner.read_whole(key, max_bytes)).await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         let op = (StorageOp::Put, Effect::TakesSpace);
         self.run(op, key, self.inner.put(key, payload, mode)).await
     }
@@ -250,33 +265,52 @@ impl Storage for FaultStorage {
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
         let op = (StorageOp::Upload, Effect::TakesSpace);
-        let inner = self.run(op, key, self.inner.start_upload(key, mode)).await?;
+        let inner = self.run(op, key, self.inner.start_upload(key, options)).await?;
         let upload = FaultUpload { inner: Some(inner), storage: self.clone(), key: key.clone() };
         Ok(Box::new(upload))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
         match self.begin(Effect::None) {
-            Verdict::Pass => self.inner.list(prefix),
+            Verdict::Pass => self.inner.list(folder),
             verdict => {
-                let error = verdict.error(StorageOp::List, prefix);
+                let error = verdict.error(StorageOp::List, folder);
                 Box::pin(stream::once(async { Err(error) }))
             }
         }
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        match self.begin(Effect::None) {
+            Verdict::Pass => self.inner.list_folder(folder),
+            verdict => {
+                let error = verdict.error(StorageOp::List, folder);
+                Box::pin(stream::once(async { Err(error) }))
+            }
+        }
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
         let op = (StorageOp::Delete, Effect::TakesNoSpace);
-        self.run(op, key, self.inner.delete(key)).await
+        self.run(op, keys.first(), self.inner.delete(keys)).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         let op = (StorageOp::Claim, Effect::TakesNoSpace);
         let inner = self.run(op, key, self.inner.claim(key)).await?;
         Ok(Arc::new(FaultClaim { inner, storage: self.clone(), key: key.clone() }))
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        let op = (StorageOp::RemoveLeftovers, Effect::TakesNoSpace);
+        self.run(op, folder, self.inner.remove_leftovers(folder, min_age)).await
     }
 }
 
@@ -290,7 +324,7 @@ struct FaultClaim {
 
 #[async_trait]
 impl Claim for FaultClaim {
-    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
         let op = (StorageOp::Put, Effect::TakesSpace);
         self.storage.run(op, &self.key, self.inner.replace(payload)).await
     }
@@ -313,25 +347,37 @@ impl FaultUpload {
 
 #[async_trait]
 impl Upload for FaultUpload {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+    fn put_part(&mut self, part: Payload) -> PartFuture {
         let gone = self.gone();
-        let inner = self.inner.as_mut().ok_or(gone)?;
+        let Some(inner) = self.inner.as_mut() else {
+            return Box::pin(async { Err(gone) });
+        };
         let verdict = self.storage.begin(Effect::TakesSpace);
         let sent = match verdict {
-            Verdict::Pass | Verdict::LoseReply { .. } | Verdict::FailAfterwards { .. } => part,
-            Verdict::Die { torn: true, .. } => first_half(&part),
+            Verdict::Pass | Verdict::LoseReply { .. } | Verdict::FailAfterwards { .. } => {
+                Some(inner.put_part(part))
+            }
+            Verdict::Die { torn: true, .. } => Some(inner.put_part(first_half(&part))),
             Verdict::Fail { .. } | Verdict::Die { .. } => {
-                return Err(verdict.error(StorageOp::Upload, Some(&self.key)));
+                // The upload knows of the part that it lacks.
+                drop(inner.put_part(part));
+                None
             }
         };
-        inner.put_part(sent).await?;
-        match verdict {
-            Verdict::Pass => Ok(()),
-            _ => Err(verdict.error(StorageOp::Upload, Some(&self.key))),
-        }
+        let key = self.key.clone();
+        Box::pin(async move {
+            match sent {
+                Some(sent) => sent.await?,
+                None => return Err(verdict.error(StorageOp::Upload, Some(&key))),
+            }
+            match verdict {
+                Verdict::Pass => Ok(()),
+                _ => Err(verdict.error(StorageOp::Upload, Some(&key))),
+            }
+        })
     }
 
-    async fn complete(mut self: Box<Self>) -> Result<(), StorageError> {
+    async fn complete(mut self: Box<Self>) -> Result<ObjectMeta, StorageError> {
         let storage = self.storage.clone();
         let key = self.key.clone();
         let completion = async {

@@ -83,7 +83,7 @@ impl<W: StorageWriter> StorageWriter for FaultWriter<W> {
 
     async fn abandon(&self, plan: &WritePlan) {
         for file in &plan.files {
-            let _ = self.storage.delete(file).await;
+            let _ = self.storage.delete(std::slice::from_ref(file)).await;
         }
     }
 }

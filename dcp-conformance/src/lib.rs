@@ -11,8 +11,9 @@
 //!
 //! For tests of code that *uses* a plug-in: [`MemoryStorage`], and decorators that count, slow
 //! down, stop and fail: [`CountingStorage`], [`SlowStorage`], [`StallStorage`], [`FaultStorage`],
-//! [`FaultWriter`], [`SlowCollective`] and [`FaultCollective`]. The feature `http` adds the module
-//! `http`: a proxy that injects faults into HTTP connections, and a double of Google Cloud Storage.
+//! [`WebStorage`], [`FaultWriter`], [`SlowCollective`] and [`FaultCollective`]. The feature `http`
+//! adds the module `http`: a proxy that injects faults into HTTP connections, and a double of Google
+//! Cloud Storage.
 
 mod case;
 pub mod collective;
@@ -30,6 +31,7 @@ mod slow_collective;
 mod slow_storage;
 mod stall_storage;
 pub mod storage;
+mod web_storage;
 
 pub use case::{CASE_TIMEOUT, passes, run};
 pub use counting_storage::{CountingStorage, Counts};
@@ -41,3 +43,4 @@ pub use memory_storage::MemoryStorage;
 pub use slow_collective::SlowCollective;
 pub use slow_storage::SlowStorage;
 pub use stall_storage::StallStorage;
+pub use web_storage::WebStorage;

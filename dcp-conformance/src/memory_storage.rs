@@ -1,31 +1,40 @@
 //! A storage in memory, for tests and short-lived programs.
 
+mod upload;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_core::storage::{
+    Capabilities, Claim, ConditionalClaim, FolderEntry, FolderStream, ObjectMeta, ObjectStream,
+    PutMode, ReadInto, ReadOutcome, ReadRequest, Upload, UploadOptions, Version, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::stream;
+
+use upload::MemoryUpload;
 
 /// Objects in this process's memory; clones share them.
 ///
-/// Keeps every clause of the contract but durability. Needs no runtime: no call waits.
+/// Keeps every clause of the contract but durability, versions and conditional puts included. Needs
+/// no runtime: no call waits.
 ///
 /// ```
 /// use dcp_conformance::MemoryStorage;
 /// use dcp_core::{Key, Storage};
-/// use dcp_core::storage::{PutMode, StorageExt};
+/// use dcp_core::storage::PutMode;
 /// use futures_util::FutureExt;
 ///
 /// let storage = MemoryStorage::new();
 /// let key = Key::new("step_1/a")?;
 /// storage.put(&key, "hello".into(), PutMode::Create).now_or_never().unwrap()?;
-/// assert_eq!(storage.read_all(&key).now_or_never().unwrap()?, "hello");
+/// let whole = storage.read_whole(&key, 100).now_or_never().unwrap()?;
+/// assert_eq!(whole.bytes, "hello");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
@@ -44,23 +53,53 @@ struct Objects {
     claimed: BTreeSet<Key>,
 }
 
+#[derive(Clone)]
 struct Object {
     bytes: Bytes,
     modified: SystemTime,
+    /// A number that is unique among all objects of the storage.
     version: u64,
 }
 
-impl Objects {
-    /// A number that is unique among all objects that the key ever had; `None` without an object.
-    fn version(&self, key: &Key) -> Option<u64> {
-        self.by_key.get(key).map(|object| object.version)
+impl Object {
+    fn version(&self) -> Version {
+        Version::new(self.version.to_string())
     }
 
-    fn write(&mut self, key: &Key, bytes: Bytes) -> u64 {
+    fn meta(&self, key: &Key) -> ObjectMeta {
+        ObjectMeta::new(key.clone(), self.bytes.len() as u64)
+            .with_modified(Some(self.modified))
+            .with_version(Some(self.version()))
+    }
+}
+
+impl Objects {
+    fn write(&mut self, key: &Key, bytes: Bytes) -> ObjectMeta {
         self.written += 1;
-        let version = self.written;
-        self.by_key.insert(key.clone(), Object { bytes, modified: SystemTime::now(), version });
-        version
+        let object = Object { bytes, modified: SystemTime::now(), version: self.written };
+        let meta = object.meta(key);
+        self.by_key.insert(key.clone(), object);
+        meta
+    }
+
+    /// Whether an object of that key may be written.
+    fn check(&self, op: StorageOp, key: &Key, mode: &PutMode) -> Result<(), StorageError> {
+        let found = self.by_key.get(key);
+        let (kind, message) = match (mode, found) {
+            (PutMode::Overwrite, _) | (PutMode::Create, None) => return Ok(()),
+            (PutMode::Update(expected), Some(object)) if object.version() == *expected => {
+                return Ok(());
+            }
+            (PutMode::Create, Some(_)) => (StorageErrorKind::AlreadyExists, None),
+            (PutMode::Update(expected), found) => {
+                let found = found.map_or("none".to_owned(), |object| object.version.to_string());
+                let message = format!("version {expected:?} is to be replaced, it has {found}");
+                (StorageErrorKind::Conflict, Some(message))
+            }
+            _ => (StorageErrorKind::Unsupported, None),
+        };
+        let error = StorageError::new(kind, op, Some(key.clone()));
+        Err(message.into_iter().fold(error, StorageError::with_message))
     }
 }
 
@@ -69,8 +108,12 @@ impl MemoryStorage {
     #[must_use]
     pub fn new() -> Self {
         let mut capabilities = Capabilities::none();
+        capabilities.writable = true;
+        capabilities.listable = true;
         capabilities.atomic_create = true;
+        capabilities.conditional_put = true;
         capabilities.claims = true;
+        capabilities.versions = true;
         capabilities.complete_listing = true;
         capabilities.ranged_reads = true;
         capabilities.parallelism = 4;
@@ -78,15 +121,16 @@ impl MemoryStorage {
     }
 
     /// Declares other capabilities for the same objects, to test callers with a lesser storage. The
-    /// behavior does not change.
+    /// write limits and the absence of conditional writes hold; otherwise the behavior does not
+    /// change.
     #[must_use]
     pub fn with_capabilities(mut self, capabilities: Capabilities) -> Self {
         self.capabilities = capabilities;
         self
     }
 
-    /// Makes claims overlap, like those of an object store: the first one that replaces the object
-    /// wins, and the others fail when they try.
+    /// Makes claims overlap, like those of an object store: they are
+    /// [`ConditionalClaim`](dcp_core::storage::ConditionalClaim)s.
     #[must_use]
     pub fn with_conditional_claims(mut self) -> Self {
         self.locks = false;
@@ -97,9 +141,9 @@ impl MemoryStorage {
         self.objects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn get(&self, op: StorageOp, key: &Key) -> Result<(Bytes, SystemTime), StorageError> {
+    fn get(&self, op: StorageOp, key: &Key) -> Result<Object, StorageError> {
         match self.objects().by_key.get(key) {
-            Some(object) => Ok((object.bytes.clone(), object.modified)),
+            Some(object) => Ok(object.clone()),
             None => Err(StorageError::new(StorageErrorKind::NotFound, op, Some(key.clone()))),
         }
     }
@@ -109,14 +153,36 @@ impl MemoryStorage {
         op: StorageOp,
         key: &Key,
         bytes: Bytes,
-        mode: PutMode,
-    ) -> Result<(), StorageError> {
-        let mut objects = self.objects();
-        if mode == PutMode::Create && objects.by_key.contains_key(key) {
-            return Err(StorageError::new(StorageErrorKind::AlreadyExists, op, Some(key.clone())));
+        mode: &PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
+        let limits = self.capabilities.write_limits;
+        let len_max = match op {
+            StorageOp::Put => limits.object_bytes_max.min(limits.put_bytes_max),
+            _ => limits.object_bytes_max,
+        };
+        if bytes.len() as u64 > len_max {
+            return Err(StorageError::new(StorageErrorKind::TooLarge, op, Some(key.clone()))
+                .with_message(format!("{} bytes, at most {len_max} are allowed", bytes.len())));
         }
-        objects.write(key, bytes);
+        self.refuse_update(op, key, mode)?;
+        let mut objects = self.objects();
+        objects.check(op, key, mode)?;
+        Ok(objects.write(key, bytes))
+    }
+
+    fn refuse_update(&self, op: StorageOp, key: &Key, mode: &PutMode) -> Result<(), StorageError> {
+        if matches!(mode, PutMode::Update(_)) && !self.capabilities.conditional_put {
+            let kind = StorageErrorKind::Unsupported;
+            return Err(StorageError::new(kind, op, Some(key.clone())));
+        }
         Ok(())
+    }
+
+    fn found(&self, folder: Option<&Key>) -> Vec<ObjectMeta> {
+        let objects = self.objects();
+        let is_found = |key: &Key| folder.is_none_or(|f| key != f && key.is_under(f));
+        let found = objects.by_key.iter().filter(|(key, _)| is_found(key));
+        found.map(|(key, object)| object.meta(key)).collect()
     }
 }
 
@@ -145,81 +211,111 @@ impl Storage for MemoryStorage {
     }
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        let (bytes, modified) = self.get(StorageOp::Stat, key)?;
-        Ok(ObjectMeta::new(key.clone(), bytes.len() as u64).with_modified(Some(modified)))
+        Ok(self.get(StorageOp::Stat, key)?.meta(key))
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        let (bytes, _) = self.get(StorageOp::Read, key)?;
-        reads
-            .into_iter()
-            .map(|ReadInto { byte_offset, mut buffer }| {
-                if buffer.is_empty() {
-                    return Ok(buffer);
-                }
-                let source = usize::try_from(byte_offset)
-                    .ok()
-                    .and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
-                let Some(source) = source else {
-                    let kind = StorageErrorKind::Truncated;
-                    return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone()))
-                        .with_message(format!(
-                            "{} bytes at {byte_offset} were asked for, the object has {}",
-                            buffer.len(),
-                            bytes.len()
-                        )));
-                };
-                buffer.copy_from_slice(source);
-                Ok(buffer)
-            })
-            .collect()
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        let object = self.get(StorageOp::Read, key)?;
+        if request.if_version.is_some_and(|required| required != object.version()) {
+            let kind = StorageErrorKind::Changed;
+            return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone())));
+        }
+        let bytes = &object.bytes;
+        let fill = |ReadInto { byte_offset, mut buffer }| {
+            if buffer.is_empty() {
+                return Ok(buffer);
+            }
+            let source = usize::try_from(byte_offset)
+                .ok()
+                .and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
+            let Some(source) = source else {
+                let kind = StorageErrorKind::Truncated;
+                return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone()))
+                    .with_message(format!(
+                        "{} bytes at {byte_offset} were asked for, the object has {}",
+                        buffer.len(),
+                        bytes.len()
+                    )));
+            };
+            buffer.copy_from_slice(source);
+            Ok(buffer)
+        };
+        let buffers = request.ranges.into_iter().map(fill).collect::<Result<_, _>>()?;
+        Ok(ReadOutcome::new(buffers).with_version(Some(object.version())))
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
-        self.insert(StorageOp::Put, key, copied(&payload), mode)
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        let object = self.get(StorageOp::Read, key)?;
+        let meta = object.meta(key);
+        if meta.byte_len > max_bytes {
+            let kind = StorageErrorKind::TooLarge;
+            return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone())).with_message(
+                format!("it has {} bytes, at most {max_bytes} are read", meta.byte_len),
+            ));
+        }
+        Ok(WholeObject::new(meta, object.bytes))
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
+        self.insert(StorageOp::Put, key, copied(&payload), &mode)
     }
 
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        if mode == PutMode::Create && self.objects().by_key.contains_key(key) {
-            let kind = StorageErrorKind::AlreadyExists;
-            return Err(StorageError::new(kind, StorageOp::Upload, Some(key.clone())));
+        self.refuse_update(StorageOp::Upload, key, &options.mode)?;
+        self.objects().check(StorageOp::Upload, key, &options.mode)?;
+        Ok(Box::new(MemoryUpload::new(self.clone(), key.clone(), options)?))
+    }
+
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        Box::pin(stream::iter(self.found(folder).into_iter().map(Ok)))
+    }
+
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        let skipped = folder.map_or(0, |folder| folder.as_str().len() + 1);
+        let (mut folders, mut entries) = (BTreeSet::new(), Vec::new());
+        for object in self.found(folder) {
+            match object.key.as_str()[skipped..].split_once('/') {
+                None => entries.push(Ok(FolderEntry::Object(object))),
+                Some((name, _)) => {
+                    folders.extend(Key::new(&object.key.as_str()[..skipped + name.len()]));
+                }
+            }
         }
-        let (storage, key) = (self.clone(), key.clone());
-        Ok(Box::new(MemoryUpload { storage, key, mode, bytes: Vec::new() }))
+        entries.extend(folders.into_iter().map(|folder| Ok(FolderEntry::Folder(folder))));
+        Box::pin(stream::iter(entries))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        let found = self
-            .objects()
-            .by_key
-            .iter()
-            .filter(|(key, _)| prefix.is_none_or(|prefix| *key != prefix && key.is_under(prefix)))
-            .map(|(key, object)| {
-                Ok(ObjectMeta::new(key.clone(), object.bytes.len() as u64)
-                    .with_modified(Some(object.modified)))
-            })
-            .collect::<Vec<_>>();
-        Box::pin(stream::iter(found))
-    }
-
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.objects().by_key.remove(key);
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        let mut objects = self.objects();
+        for key in keys {
+            objects.by_key.remove(key);
+        }
         Ok(())
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        let mut objects = self.objects();
-        if self.locks && !objects.claimed.insert(key.clone()) {
+        if !self.locks {
+            return Ok(Arc::new(ConditionalClaim::take(Arc::new(self.clone()), key).await?));
+        }
+        if !self.objects().claimed.insert(key.clone()) {
             let kind = StorageErrorKind::Conflict;
             return Err(StorageError::new(kind, StorageOp::Claim, Some(key.clone()))
                 .with_message("another claim of this process holds it"));
         }
-        let seen = Mutex::new(objects.version(key));
-        Ok(Arc::new(MemoryClaim { storage: self.clone(), key: key.clone(), seen }))
+        Ok(Arc::new(MemoryClaim { storage: self.clone(), key: key.clone() }))
+    }
+
+    async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
+        Ok(0)
     }
 }
 
@@ -227,56 +323,18 @@ impl Storage for MemoryStorage {
 struct MemoryClaim {
     storage: MemoryStorage,
     key: Key,
-    seen: Mutex<Option<u64>>,
 }
 
 #[async_trait]
 impl Claim for MemoryClaim {
-    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut objects = self.storage.objects();
-        if !self.storage.locks && objects.version(&self.key) != *seen {
-            let kind = StorageErrorKind::Conflict;
-            return Err(StorageError::new(kind, StorageOp::Put, Some(self.key.clone()))
-                .with_message("it was replaced since it was claimed"));
-        }
-        *seen = Some(objects.write(&self.key, copied(&payload)));
-        Ok(())
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
+        self.storage.insert(StorageOp::Put, &self.key, copied(&payload), &PutMode::Overwrite)
     }
 }
 
 impl Drop for MemoryClaim {
     fn drop(&mut self) {
-        if self.storage.locks {
-            self.storage.objects().claimed.remove(&self.key);
-        }
-    }
-}
-
-#[derive(Debug)]
-struct MemoryUpload {
-    storage: MemoryStorage,
-    key: Key,
-    mode: PutMode,
-    bytes: Vec<u8>,
-}
-
-#[async_trait]
-impl Upload for MemoryUpload {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
-        for piece in part.pieces() {
-            self.bytes.extend_from_slice(piece);
-        }
-        Ok(())
-    }
-
-    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
-        let Self { storage, key, mode, bytes } = *self;
-        storage.insert(StorageOp::Upload, &key, bytes.into(), mode)
-    }
-
-    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
-        Ok(())
+        self.storage.objects().claimed.remove(&self.key);
     }
 }
 

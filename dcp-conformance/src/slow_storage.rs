@@ -4,8 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError};
 use futures_util::{StreamExt, stream};
 use tokio::time::sleep;
 
@@ -61,12 +64,23 @@ impl Storage for SlowStorage {
         self.inner.stat(key).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.pace.wait(reads.iter().map(|read| read.buffer.len() as u64).sum()).await;
-        self.inner.read(key, reads).await
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        self.pace.wait(request.ranges.iter().map(|read| read.buffer.len() as u64).sum()).await;
+        self.inner.read(key, request).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        let whole = self.inner.read_whole(key, max_bytes).await;
+        self.pace.wait(whole.as_ref().map_or(0, |whole| whole.bytes.len() as u64)).await;
+        whole
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         self.pace.wait(payload.len()).await;
         self.inner.put(key, payload, mode).await
     }
@@ -74,32 +88,51 @@ impl Storage for SlowStorage {
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
         self.pace.wait(0).await;
-        let inner = self.inner.start_upload(key, mode).await?;
+        let inner = self.inner.start_upload(key, options).await?;
         Ok(Box::new(SlowUpload { inner, pace: self.pace }))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
         let (inner, pace) = (Arc::clone(&self.inner), self.pace);
-        let prefix = prefix.cloned();
+        let folder = folder.cloned();
         let listing = async move {
             pace.wait(0).await;
-            inner.list(prefix.as_ref())
+            inner.list(folder.as_ref())
         };
         Box::pin(stream::once(listing).flatten())
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        let (inner, pace) = (Arc::clone(&self.inner), self.pace);
+        let folder = folder.cloned();
+        let listing = async move {
+            pace.wait(0).await;
+            inner.list_folder(folder.as_ref())
+        };
+        Box::pin(stream::once(listing).flatten())
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
         self.pace.wait(0).await;
-        self.inner.delete(key).await
+        self.inner.delete(keys).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         self.pace.wait(0).await;
         let inner = self.inner.claim(key).await?;
         Ok(Arc::new(SlowClaim { inner, pace: self.pace }))
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.pace.wait(0).await;
+        self.inner.remove_leftovers(folder, min_age).await
     }
 }
 
@@ -111,7 +144,7 @@ struct SlowClaim {
 
 #[async_trait]
 impl Claim for SlowClaim {
-    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
         self.pace.wait(payload.len()).await;
         self.inner.replace(payload).await
     }
@@ -125,12 +158,16 @@ struct SlowUpload {
 
 #[async_trait]
 impl Upload for SlowUpload {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
-        self.pace.wait(part.len()).await;
-        self.inner.put_part(part).await
+    fn put_part(&mut self, part: Payload) -> PartFuture {
+        let (len, pace) = (part.len(), self.pace);
+        let part = self.inner.put_part(part);
+        Box::pin(async move {
+            pace.wait(len).await;
+            part.await
+        })
     }
 
-    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
         self.pace.wait(0).await;
         self.inner.complete().await
     }

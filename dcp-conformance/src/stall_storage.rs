@@ -3,10 +3,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
+use std::time::Duration;
 
 use async_trait::async_trait;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError};
 use futures_util::{StreamExt, stream};
 
 /// Passes operations to another storage; one of them waits for [`resume`](Self::resume).
@@ -111,12 +115,22 @@ impl Storage for StallStorage {
         self.inner.stat(key).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
         self.pass().await;
-        self.inner.read(key, reads).await
+        self.inner.read(key, request).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.pass().await;
+        self.inner.read_whole(key, max_bytes).await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         self.pass().await;
         self.inner.put(key, payload, mode).await
     }
@@ -124,31 +138,49 @@ impl Storage for StallStorage {
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
         self.pass().await;
-        let inner = self.inner.start_upload(key, mode).await?;
+        let inner = self.inner.start_upload(key, options).await?;
         Ok(Box::new(StallUpload { inner, storage: self.clone() }))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        let (storage, prefix) = (self.clone(), prefix.cloned());
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        let (storage, folder) = (self.clone(), folder.cloned());
         let listing = async move {
             storage.pass().await;
-            storage.inner.list(prefix.as_ref())
+            storage.inner.list(folder.as_ref())
         };
         Box::pin(stream::once(listing).flatten())
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        let (storage, folder) = (self.clone(), folder.cloned());
+        let listing = async move {
+            storage.pass().await;
+            storage.inner.list_folder(folder.as_ref())
+        };
+        Box::pin(stream::once(listing).flatten())
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
         self.pass().await;
-        self.inner.delete(key).await
+        self.inner.delete(keys).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         self.pass().await;
         let inner = self.inner.claim(key).await?;
         Ok(Arc::new(StallClaim { inner, storage: self.clone() }))
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.pass().await;
+        self.inner.remove_leftovers(folder, min_age).await
     }
 }
 
@@ -160,7 +192,7 @@ struct StallClaim {
 
 #[async_trait]
 impl Claim for StallClaim {
-    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
         self.storage.pass().await;
         self.inner.replace(payload).await
     }
@@ -174,12 +206,15 @@ struct StallUpload {
 
 #[async_trait]
 impl Upload for StallUpload {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
-        self.storage.pass().await;
-        self.inner.put_part(part).await
+    fn put_part(&mut self, part: Payload) -> PartFuture {
+        let (part, storage) = (self.inner.put_part(part), self.storage.clone());
+        Box::pin(async move {
+            storage.pass().await;
+            part.await
+        })
     }
 
-    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
         self.storage.pass().await;
         self.inner.complete().await
     }
@@ -195,8 +230,6 @@ mod tests {
     use std::pin::pin;
     use std::task::Context;
 
-    use dcp_core::storage::StorageExt;
-
     use super::*;
     use crate::MemoryStorage;
 
@@ -210,8 +243,8 @@ mod tests {
             storage.put(&key, "2".into(), PutMode::Overwrite).await.unwrap();
         });
         let held = || {
-            let read = memory.read_all(&key);
-            futures_util::FutureExt::now_or_never(read).unwrap().unwrap()
+            let read = memory.read_whole(&key, 1);
+            futures_util::FutureExt::now_or_never(read).unwrap().unwrap().bytes
         };
         let mut context = Context::from_waker(Waker::noop());
         let mut stopped = pin!(storage.stopped());

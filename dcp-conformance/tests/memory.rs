@@ -5,17 +5,28 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dcp_conformance::{
-    CountingStorage, FaultStorage, MemoryStorage, SlowStorage, StallStorage, run, storage,
+    CountingStorage, FaultStorage, MemoryStorage, SlowStorage, StallStorage, WebStorage, run,
+    storage,
 };
 use dcp_core::Storage;
 use dcp_core::storage::Capabilities;
 
 fn main() -> ExitCode {
     let memory = || Arc::new(MemoryStorage::new());
-    let subjects: [(&str, Arc<dyn Storage>); 7] = [
+    let mut least = Capabilities::none();
+    least.writable = true;
+    least.listable = true;
+    let mut limited = MemoryStorage::new().capabilities();
+    limited.write_limits.put_bytes_max = 24 << 20;
+    limited.write_limits.part_bytes_min = 300;
+    limited.write_limits.part_bytes_max = 8 << 20;
+    let with = |capabilities| Arc::new(MemoryStorage::new().with_capabilities(capabilities));
+    let subjects: [(&str, Arc<dyn Storage>); 9] = [
         ("memory", memory()),
         ("conditional", Arc::new(MemoryStorage::new().with_conditional_claims())),
-        ("least", Arc::new(MemoryStorage::new().with_capabilities(Capabilities::none()))),
+        ("least", with(least)),
+        ("limited", with(limited)),
+        ("web", Arc::new(WebStorage::new(memory()))),
         ("counting", Arc::new(CountingStorage::new(memory()))),
         ("fault", Arc::new(FaultStorage::new(memory()))),
         ("stall", Arc::new(StallStorage::new(memory(), u64::MAX))),

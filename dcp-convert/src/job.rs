@@ -80,11 +80,16 @@ impl JobOptions {
 
     /// Bytes of one segment of a file that is written from front to back.
     /// [`parallelism`](Self::parallelism) segments are in flight and share a quarter of the memory;
-    /// the rest is for data on its way to the storage, 16 MiB at a time. Larger segments are no
-    /// faster.
+    /// another quarter is for data on its way to the storage, or two parts as long as the storage
+    /// prefers them. Larger segments are no faster.
     pub(crate) fn write_segment_bytes(&self) -> u64 {
         const WORTH: u64 = 8 << 20;
         self.segment_bytes(self.parallelism.saturating_mul(4).max(8)).min(WORTH)
+    }
+
+    /// Bytes of a file on their way to the storage.
+    pub(crate) fn upload_bytes(&self) -> u64 {
+        self.max_memory.max(MIN_MEMORY) / 4
     }
 
     /// Bytes of one segment when `in_flight` segments are in memory at once: a multiple of every

@@ -52,6 +52,7 @@ pub mod region;
 pub mod registry;
 pub mod save_run;
 pub mod storage;
+mod streams;
 pub mod tensor;
 mod tensor_view;
 pub mod text;

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use async_trait::async_trait;
+
 use crate::error::{StorageError, StorageErrorKind, StorageOp};
 use crate::location::Location;
 use crate::storage::Storage;
@@ -19,8 +21,105 @@ pub enum Access {
 }
 
 type Locate = dyn Fn(&str) -> Vec<Location> + Send + Sync;
-type Open = dyn Fn(&str, Access) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync;
 type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
+
+/// Settings of storages, such as credentials and endpoints, by name.
+///
+/// The names are those of the storage, for example `aws_region`. Values may be secrets: they are
+/// not shown by `Debug`.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct StorageOptions(BTreeMap<String, String>);
+
+impl StorageOptions {
+    /// No settings.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a setting, replacing an earlier one of that name.
+    #[must_use]
+    pub fn with(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.0.insert(name.into(), value.into());
+        self
+    }
+
+    /// The value of a setting.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
+    /// All settings, by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+}
+
+impl fmt::Debug for StorageOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
+}
+
+impl<N: Into<String>, V: Into<String>> FromIterator<(N, V)> for StorageOptions {
+    fn from_iter<I: IntoIterator<Item = (N, V)>>(options: I) -> Self {
+        Self(options.into_iter().map(|(name, value)| (name.into(), value.into())).collect())
+    }
+}
+
+/// A storage to open.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct OpenRequest {
+    /// The URL, or a plain path.
+    pub url: String,
+    /// The purpose.
+    pub access: Access,
+    /// Settings, of which an opener uses those that it knows.
+    pub options: StorageOptions,
+}
+
+impl OpenRequest {
+    /// A storage with the settings of its environment.
+    #[must_use]
+    pub fn new(url: impl Into<String>, access: Access) -> Self {
+        Self { url: url.into(), access, options: StorageOptions::new() }
+    }
+
+    /// Adds settings.
+    #[must_use]
+    pub fn options(mut self, options: StorageOptions) -> Self {
+        self.options = options;
+        self
+    }
+}
+
+/// Opens the storages of a URL scheme. It lives as long as the registry, and may keep connections.
+#[async_trait]
+pub trait StorageOpener: Send + Sync + 'static {
+    /// Opens a storage whose root is the location of the URL. Does no I/O beyond checking that the
+    /// location is usable.
+    ///
+    /// # Errors
+    ///
+    /// [`Invalid`](StorageErrorKind::Invalid) for a URL that names no location, or a setting with
+    /// an impossible value; those of the check.
+    async fn open(&self, request: &OpenRequest) -> Result<Arc<dyn Storage>, StorageError>;
+}
+
+/// An opener that needs no I/O.
+struct Immediate<F>(F);
+
+#[async_trait]
+impl<F> StorageOpener for Immediate<F>
+where
+    F: Fn(&OpenRequest) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync + 'static,
+{
+    async fn open(&self, request: &OpenRequest) -> Result<Arc<dyn Storage>, StorageError> {
+        (self.0)(request)
+    }
+}
 
 /// The storage of each URL scheme.
 ///
@@ -30,17 +129,20 @@ type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
 /// # use dcp_core::{StorageError, StorageErrorKind};
 /// # use dcp_core::error::StorageOp;
 /// # use dcp_core::registry::{Access, StorageRegistry};
+/// # async fn example() {
 /// let mut storages = StorageRegistry::empty();
-/// storages.register("tape", |url, _access| {
+/// storages.register("tape", |request| {
 ///     Err(StorageError::new(StorageErrorKind::Unsupported, StorageOp::Open, None)
-///         .with_message(format!("no tape drive for {url}")))
+///         .with_message(format!("no tape drive for {}", request.url)))
 /// });
-/// assert!(storages.open("tape://7/run", Access::Read).is_err());
+/// assert!(storages.open("tape://7/run", Access::Read).await.is_err());
+/// # }
 /// ```
 #[derive(Clone)]
 pub struct StorageRegistry {
-    openers: BTreeMap<String, Arc<Open>>,
+    openers: BTreeMap<String, Arc<dyn StorageOpener>>,
     locators: BTreeMap<String, Arc<Locate>>,
+    options: StorageOptions,
     /// Layers, innermost first.
     layers: Vec<Arc<Layer>>,
 }
@@ -49,16 +151,33 @@ impl StorageRegistry {
     /// A registry without schemes.
     #[must_use]
     pub fn empty() -> Self {
-        Self { openers: BTreeMap::new(), locators: BTreeMap::new(), layers: Vec::new() }
+        Self {
+            openers: BTreeMap::new(),
+            locators: BTreeMap::new(),
+            options: StorageOptions::new(),
+            layers: Vec::new(),
+        }
     }
 
-    /// Registers `opener` for URLs of `scheme`, replacing an earlier one. An opener does no I/O
-    /// beyond checking that the location is usable.
+    /// Registers a function that opens URLs of `scheme` without I/O, replacing an earlier opener.
     pub fn register<F>(&mut self, scheme: impl Into<String>, opener: F)
     where
-        F: Fn(&str, Access) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync + 'static,
+        F: Fn(&OpenRequest) -> Result<Arc<dyn Storage>, StorageError> + Send + Sync + 'static,
     {
-        self.openers.insert(scheme.into(), Arc::new(opener));
+        self.register_opener(scheme, Arc::new(Immediate(opener)));
+    }
+
+    /// Registers the opener of URLs of `scheme`, replacing an earlier one. One opener may serve
+    /// several schemes.
+    pub fn register_opener(&mut self, scheme: impl Into<String>, opener: Arc<dyn StorageOpener>) {
+        self.openers.insert(scheme.into(), opener);
+    }
+
+    /// Sets the options that every opener receives.
+    #[must_use]
+    pub fn with_options(mut self, options: StorageOptions) -> Self {
+        self.options = options;
+        self
     }
 
     /// Lets `locator` say which places a URL of `scheme` names, so that a job refuses to write into
@@ -110,14 +229,16 @@ impl StorageRegistry {
     ///
     /// [`Unsupported`](StorageErrorKind::Unsupported) for an unregistered scheme; errors of the
     /// opener.
-    pub fn open(&self, url: &str, access: Access) -> Result<Arc<dyn Storage>, StorageError> {
+    pub async fn open(&self, url: &str, access: Access) -> Result<Arc<dyn Storage>, StorageError> {
         let scheme = url.split_once("://").map_or("file", |(scheme, _)| scheme);
         let opener = self.openers.get(scheme).ok_or_else(|| {
             let known = self.openers.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-            StorageError::new(StorageErrorKind::Unsupported, StorageOp::Open, None)
-                .with_message(format!("{url:?}: this build serves {known} only"))
+            StorageError::new(StorageErrorKind::Unsupported, StorageOp::Open, None).with_message(
+                format!("{scheme:?} is not one of the schemes of this build: {known}"),
+            )
         })?;
-        let storage = opener(url, access)?;
+        let request = OpenRequest::new(url, access).options(self.options.clone());
+        let storage = opener.open(&request).await?;
         Ok(self.layers.iter().fold(storage, |storage, layer| layer(storage, access)))
     }
 }

@@ -4,24 +4,42 @@
 //! `dcp-conformance`; every checkpoint format then works on it. Conveniences for callers are in
 //! [`StorageExt`], which backends do not implement.
 
+mod capabilities;
+mod conditional_claim;
+mod ext;
+mod object;
+
 use std::fmt;
 use std::future::Future;
-use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 use futures_core::Stream;
 
-use crate::error::{StorageError, StorageErrorKind, StorageOp};
+use crate::error::StorageError;
+#[cfg(doc)]
+use crate::error::StorageErrorKind;
 use crate::key::Key;
-use crate::memory::Buffer;
 use crate::payload::Payload;
+
+pub use capabilities::{Capabilities, WriteLimits};
+pub use conditional_claim::ConditionalClaim;
+pub use ext::{READ_ALL_BYTES_MAX, StorageExt};
+pub use object::{
+    FolderEntry, ObjectMeta, PutMode, ReadInto, ReadOutcome, ReadRequest, UploadOptions, Version,
+    WholeObject,
+};
 
 /// A stream of listed objects.
 pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageError>> + Send>>;
+
+/// A stream of the entries of one folder.
+pub type FolderStream = Pin<Box<dyn Stream<Item = Result<FolderEntry, StorageError>> + Send>>;
+
+/// The writing of one part of an upload.
+pub type PartFuture = Pin<Box<dyn Future<Output = Result<(), StorageError>> + Send>>;
 
 /// Bytes at rest under [`Key`]s: a file system, a bucket, memory.
 ///
@@ -29,17 +47,26 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 /// passed to a thread or the network may still finish, but never leaves a partly written object
 /// visible under its key.
 ///
+/// The pieces of a [`Payload`] may be loans of a tensor's memory, which its owner wants back. A
+/// storage keeps them until the write ends, and no longer than the request or the thread that it
+/// passed them to needs once the future is dropped. A storage that stores the bytes in memory
+/// copies them.
+///
 /// A storage over a map, which passes the suite of `dcp-conformance`:
 ///
 /// ```
-/// use std::collections::BTreeMap;
+/// use std::collections::{BTreeMap, BTreeSet};
 /// use std::sync::{Arc, Mutex};
+/// use std::time::Duration;
 ///
 /// use async_trait::async_trait;
 /// use bytes::Bytes;
 /// use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind as Kind};
 /// use dcp_core::error::StorageOp as Op;
-/// use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+/// use dcp_core::storage::{
+///     Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PartFuture,
+///     PutMode, ReadInto, ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
+/// };
 /// use futures_util::stream;
 ///
 /// #[derive(Clone, Debug, Default)]
@@ -49,10 +76,40 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 ///     StorageError::new(kind, op, Some(key.clone()))
 /// }
 ///
+/// impl MapStorage {
+///     fn get(&self, op: Op, key: &Key) -> Result<Bytes, StorageError> {
+///         self.0.lock().unwrap().get(key).cloned().ok_or_else(|| error(Kind::NotFound, op, key))
+///     }
+///
+///     fn insert(&self, key: &Key, bytes: Bytes, mode: PutMode) -> Result<ObjectMeta, StorageError> {
+///         let mut objects = self.0.lock().unwrap();
+///         match mode {
+///             PutMode::Overwrite => {}
+///             PutMode::Create if !objects.contains_key(key) => {}
+///             PutMode::Create => return Err(error(Kind::AlreadyExists, Op::Put, key)),
+///             _ => return Err(error(Kind::Unsupported, Op::Put, key)),
+///         }
+///         let meta = ObjectMeta::new(key.clone(), bytes.len() as u64);
+///         objects.insert(key.clone(), bytes);
+///         Ok(meta)
+///     }
+///
+///     /// The objects in a folder, at any depth.
+///     fn found(&self, folder: Option<&Key>) -> Vec<ObjectMeta> {
+///         let objects = self.0.lock().unwrap();
+///         let found = objects.iter().filter(|(key, _)| {
+///             folder.is_none_or(|folder| *key != folder && key.is_under(folder))
+///         });
+///         found.map(|(key, bytes)| ObjectMeta::new(key.clone(), bytes.len() as u64)).collect()
+///     }
+/// }
+///
 /// #[async_trait]
 /// impl Storage for MapStorage {
 ///     fn capabilities(&self) -> Capabilities {
 ///         let mut capabilities = Capabilities::none();
+///         capabilities.writable = true;
+///         capabilities.listable = true;
 ///         capabilities.atomic_create = true;
 ///         capabilities.complete_listing = true;
 ///         capabilities.ranged_reads = true;
@@ -60,14 +117,11 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 ///     }
 ///
 ///     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-///         let objects = self.0.lock().unwrap();
-///         let bytes = objects.get(key).ok_or_else(|| error(Kind::NotFound, Op::Stat, key))?;
-///         Ok(ObjectMeta::new(key.clone(), bytes.len() as u64))
+///         Ok(ObjectMeta::new(key.clone(), self.get(Op::Stat, key)?.len() as u64))
 ///     }
 ///
-///     async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-///         let objects = self.0.lock().unwrap();
-///         let bytes = objects.get(key).ok_or_else(|| error(Kind::NotFound, Op::Read, key))?;
+///     async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+///         let bytes = self.get(Op::Read, key)?;
 ///         let fill = |ReadInto { byte_offset, mut buffer }: ReadInto| {
 ///             let start = usize::try_from(byte_offset).unwrap_or(usize::MAX);
 ///             let range = start..start.saturating_add(buffer.len());
@@ -78,39 +132,68 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 ///             }
 ///             Ok(buffer)
 ///         };
-///         reads.into_iter().map(fill).collect()
+///         let buffers = request.ranges.into_iter().map(fill).collect::<Result<_, _>>()?;
+///         Ok(ReadOutcome::new(buffers))
 ///     }
 ///
-///     async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
-///         let mut objects = self.0.lock().unwrap();
-///         if mode == PutMode::Create && objects.contains_key(key) {
-///             return Err(error(Kind::AlreadyExists, Op::Put, key));
+///     async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+///         let bytes = self.get(Op::Read, key)?;
+///         if bytes.len() as u64 > max_bytes {
+///             return Err(error(Kind::TooLarge, Op::Read, key));
 ///         }
-///         // A copy: the pieces may be loans of a tensor's memory.
-///         objects.insert(key.clone(), payload.pieces().concat().into());
-///         Ok(())
+///         Ok(WholeObject::new(ObjectMeta::new(key.clone(), bytes.len() as u64), bytes))
 ///     }
 ///
-///     async fn start_upload(&self, key: &Key, mode: PutMode) -> Result<Box<dyn Upload>, StorageError> {
-///         Ok(Box::new(MapUpload { to: self.clone(), key: key.clone(), mode, bytes: Vec::new() }))
+///     async fn put(
+///         &self,
+///         key: &Key,
+///         payload: Payload,
+///         mode: PutMode,
+///     ) -> Result<ObjectMeta, StorageError> {
+///         self.insert(key, payload.pieces().concat().into(), mode)
 ///     }
 ///
-///     fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-///         let objects = self.0.lock().unwrap();
-///         let found = objects.iter().filter(|(key, _)| {
-///             prefix.is_none_or(|prefix| *key != prefix && key.is_under(prefix))
-///         });
-///         let found = found.map(|(key, bytes)| Ok(ObjectMeta::new(key.clone(), bytes.len() as u64)));
-///         Box::pin(stream::iter(found.collect::<Vec<_>>()))
+///     async fn start_upload(
+///         &self,
+///         key: &Key,
+///         options: UploadOptions,
+///     ) -> Result<Box<dyn Upload>, StorageError> {
+///         let (to, key, mode) = (self.clone(), key.clone(), options.mode);
+///         Ok(Box::new(MapUpload { to, key, mode, bytes: Vec::new() }))
 ///     }
 ///
-///     async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-///         self.0.lock().unwrap().remove(key);
+///     fn list(&self, folder: Option<&Key>) -> ObjectStream {
+///         Box::pin(stream::iter(self.found(folder).into_iter().map(Ok)))
+///     }
+///
+///     fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+///         let skipped = folder.map_or(0, |folder| folder.as_str().len() + 1);
+///         let (mut folders, mut entries) = (BTreeSet::new(), Vec::new());
+///         for object in self.found(folder) {
+///             match object.key.as_str()[skipped..].split_once('/') {
+///                 None => entries.push(Ok(FolderEntry::Object(object))),
+///                 Some((name, _)) => {
+///                     let len = skipped + name.len();
+///                     folders.insert(Key::new(&object.key.as_str()[..len]).unwrap());
+///                 }
+///             }
+///         }
+///         entries.extend(folders.into_iter().map(|folder| Ok(FolderEntry::Folder(folder))));
+///         Box::pin(stream::iter(entries))
+///     }
+///
+///     async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+///         let mut objects = self.0.lock().unwrap();
+///         keys.iter().for_each(|key| drop(objects.remove(key)));
 ///         Ok(())
 ///     }
 ///
 ///     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
 ///         Err(error(Kind::Unsupported, Op::Claim, key))
+///     }
+///
+///     async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
+///         Ok(0)
 ///     }
 /// }
 ///
@@ -124,13 +207,13 @@ pub type ObjectStream = Pin<Box<dyn Stream<Item = Result<ObjectMeta, StorageErro
 ///
 /// #[async_trait]
 /// impl Upload for MapUpload {
-///     async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+///     fn put_part(&mut self, part: Payload) -> PartFuture {
 ///         part.pieces().iter().for_each(|piece| self.bytes.extend_from_slice(piece));
-///         Ok(())
+///         Box::pin(async { Ok(()) })
 ///     }
 ///
-///     async fn complete(self: Box<Self>) -> Result<(), StorageError> {
-///         self.to.put(&self.key, self.bytes.into(), self.mode).await
+///     async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
+///         self.to.insert(&self.key, self.bytes.into(), self.mode)
 ///     }
 ///
 ///     async fn abort(self: Box<Self>) -> Result<(), StorageError> {
@@ -149,7 +232,7 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
     /// The abilities and preferences of this storage. Does no I/O.
     fn capabilities(&self) -> Capabilities;
 
-    /// The size and age of an object.
+    /// The size, age and version of an object.
     ///
     /// # Errors
     ///
@@ -157,52 +240,100 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
     /// not an object.
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError>;
 
-    /// Fills every buffer with the bytes of the object from its offset, and returns the buffers in
-    /// the given order.
+    /// Fills every buffer of the request with the bytes of the object from its offset.
     ///
-    /// A read of no bytes succeeds if the object exists. On an error, the buffers are dropped with
-    /// unspecified contents.
+    /// The storage merges ranges whose gap is at most [`Capabilities::coalesce_gap`] and divides
+    /// long ones, so that a caller passes what it needs and no more. It keeps at most
+    /// [`Capabilities::parallelism`] requests of one call in flight. A read of no bytes succeeds if
+    /// the object exists. Where [`Capabilities::versions`] is true, all bytes have one version.
+    ///
+    /// On an error, the buffers are dropped with unspecified contents.
     ///
     /// # Errors
     ///
     /// [`NotFound`](StorageErrorKind::NotFound) when the object does not exist;
-    /// [`Truncated`](StorageErrorKind::Truncated) when it ends before a requested byte.
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError>;
+    /// [`Truncated`](StorageErrorKind::Truncated) when it ends before a requested byte;
+    /// [`Changed`](StorageErrorKind::Changed) when it is replaced meanwhile or does not have the
+    /// requested version.
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError>;
+
+    /// Reads a whole object of unknown length, with one request where the storage can.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFound`](StorageErrorKind::NotFound) when the object does not exist;
+    /// [`TooLarge`](StorageErrorKind::TooLarge) when it has more than `max_bytes` bytes, before
+    /// memory is allocated for them.
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError>;
 
     /// Writes a whole object, all or nothing: its key never shows a part of it. When this returns,
-    /// the object is as durable as [`Capabilities::durable`] states.
+    /// the object is as durable as [`Capabilities::durable`] states. Returns the length of what was
+    /// written, and its version where the storage has versions.
     ///
     /// # Errors
     ///
     /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) with [`PutMode::Create`] when an object
-    /// of that key exists; of several concurrent creators exactly one succeeds.
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError>;
+    /// of that key exists; of several concurrent creators exactly one succeeds, also if a request
+    /// is repeated because its answer was lost. [`Conflict`](StorageErrorKind::Conflict) with
+    /// [`PutMode::Update`] when the object does not have that version, and
+    /// [`Unsupported`](StorageErrorKind::Unsupported) when [`Capabilities::conditional_put`] is
+    /// false. [`TooLarge`](StorageErrorKind::TooLarge) for more than
+    /// [`WriteLimits::put_bytes_max`] bytes.
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError>;
 
     /// Begins an object that is written in parts. It appears under its key only on
-    /// [`Upload::complete`], whole: with [`PutMode::Create`] if the key is then free, with
-    /// [`PutMode::Overwrite`] in place of an existing object.
+    /// [`Upload::complete`], whole, in the mode of the options.
     ///
     /// # Errors
     ///
-    /// [`AlreadyExists`](StorageErrorKind::AlreadyExists) here or on completion, with
-    /// [`PutMode::Create`], when an object of that key exists.
-    async fn start_upload(&self, key: &Key, mode: PutMode)
-    -> Result<Box<dyn Upload>, StorageError>;
+    /// Those of [`put`](Self::put) for the mode, here or on completion;
+    /// [`Invalid`](StorageErrorKind::Invalid) for a length of parts outside of the
+    /// [`WriteLimits`].
+    async fn start_upload(
+        &self,
+        key: &Key,
+        options: UploadOptions,
+    ) -> Result<Box<dyn Upload>, StorageError>;
 
-    /// All objects, or those in the folder `prefix`, in no particular order, without unfinished
+    /// All objects, or those in `folder` at any depth, in no particular order, without unfinished
     /// uploads. A folder that does not exist has no objects.
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream;
+    ///
+    /// # Errors
+    ///
+    /// The stream fails with [`Unsupported`](StorageErrorKind::Unsupported) when
+    /// [`Capabilities::listable`] is false.
+    fn list(&self, folder: Option<&Key>) -> ObjectStream;
 
-    /// Removes an object. A missing object is not an error.
-    async fn delete(&self, key: &Key) -> Result<(), StorageError>;
+    /// The objects and folders directly in `folder`, or in the root, in no particular order. Each
+    /// folder is listed once. The cost depends on the number of entries and not on what is below
+    /// them.
+    ///
+    /// # Errors
+    ///
+    /// As [`list`](Self::list).
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream;
+
+    /// Removes objects, with few requests where the storage can. A missing object is not an error.
+    ///
+    /// # Errors
+    ///
+    /// That of the first object that could not be removed; the others may be removed or not, and a
+    /// second call continues.
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError>;
 
     /// Claims an object, existing or not, that the caller reads, works on and then replaces.
     ///
     /// Of overlapping claims of one object, at most one replaces it. A storage guarantees that in
     /// one of two ways: a second claim fails while the first is held, as with a file lock; or
     /// [`Claim::replace`] fails if the object changed since the claim, as with the conditional
-    /// writes of an object store. A claim ends when it is dropped, and with its process. It neither
-    /// prevents nor detects other writes of the object.
+    /// writes of an object store, for which [`ConditionalClaim`] is an implementation. A claim ends
+    /// when it is dropped, and with its process. The second way also detects other writes of the
+    /// object; the first does not.
     ///
     /// # Errors
     ///
@@ -210,6 +341,19 @@ pub trait Storage: fmt::Debug + Send + Sync + 'static {
     /// that names the holder; [`Unsupported`](StorageErrorKind::Unsupported) when
     /// [`Capabilities::claims`] is false.
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError>;
+
+    /// Removes what uploads that never ended left behind, everywhere or in `folder`: temporary files
+    /// and parts of uploads that began at least `min_age` ago and whose process, as far as it is
+    /// known, no longer runs. Returns how many.
+    ///
+    /// # Errors
+    ///
+    /// [`Unsupported`](StorageErrorKind::Unsupported) when the storage cannot tell what is left.
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError>;
 }
 
 /// The right to replace an object, from [`Storage::claim`].
@@ -222,171 +366,32 @@ pub trait Claim: fmt::Debug + Send + Sync {
     ///
     /// [`Conflict`](StorageErrorKind::Conflict) when the claim is lost: another holder has replaced
     /// the object or may do so.
-    async fn replace(&self, payload: Payload) -> Result<(), StorageError>;
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError>;
 }
 
 /// An unfinished object, from [`Storage::start_upload`].
 ///
 /// Dropping it without [`complete`](Upload::complete) leaves no object under the key, but uploaded
-/// parts may occupy space until [`abort`](Upload::abort) or the storage's own clean-up.
+/// parts may occupy space until [`abort`](Upload::abort), [`Storage::remove_leftovers`] or the
+/// storage's own clean-up.
 #[async_trait]
 pub trait Upload: fmt::Debug + Send {
-    /// Appends bytes, in the order of calls.
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError>;
+    /// Appends bytes: the order of calls is the order of parts. Every part but the last has
+    /// [`UploadOptions::part_bytes`] bytes.
+    ///
+    /// The returned futures write their parts, and may run concurrently and end in any order. A
+    /// part is written as a whole or not at all. If one fails, or is dropped before it ends,
+    /// [`complete`](Upload::complete) fails or writes the part itself; an object never lacks a
+    /// part.
+    fn put_part(&mut self, part: Payload) -> PartFuture;
 
-    /// Makes the object durable and visible.
-    async fn complete(self: Box<Self>) -> Result<(), StorageError>;
+    /// Makes the object durable and visible. All parts have been written.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Storage::put`] for the mode; that of a part which was not written.
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError>;
 
-    /// Discards the upload.
+    /// Discards the upload, and the parts that are still being written.
     async fn abort(self: Box<Self>) -> Result<(), StorageError>;
 }
-
-/// One range to read: its offset in the object, and the memory to fill.
-#[derive(Debug)]
-pub struct ReadInto {
-    /// The offset of the range in the object.
-    pub byte_offset: u64,
-    /// The memory, which is filled completely.
-    pub buffer: Buffer,
-}
-
-/// The treatment of an existing object by a write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum PutMode {
-    /// Fail; exactly one of several concurrent creators wins.
-    Create,
-    /// Replace it atomically: a reader sees the old bytes or the new ones.
-    Overwrite,
-}
-
-/// Facts about an object.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ObjectMeta {
-    /// Its name.
-    pub key: Key,
-    /// Its length in bytes.
-    pub byte_len: u64,
-    /// The time of its last write, if the storage knows it.
-    pub modified: Option<SystemTime>,
-}
-
-impl ObjectMeta {
-    /// An object of `byte_len` bytes and unknown age.
-    #[must_use]
-    pub fn new(key: Key, byte_len: u64) -> Self {
-        Self { key, byte_len, modified: None }
-    }
-
-    /// Sets the time of the last write.
-    #[must_use]
-    pub fn with_modified(mut self, modified: Option<SystemTime>) -> Self {
-        self.modified = modified;
-        self
-    }
-}
-
-/// The abilities and preferences of a storage.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Capabilities {
-    /// [`PutMode::Create`] and uploads are atomic among concurrent creators.
-    pub atomic_create: bool,
-    /// [`Storage::claim`] is supported.
-    pub claims: bool,
-    /// What a successful call wrote survives a crash of the machine.
-    pub durable: bool,
-    /// [`Storage::list`] lists every object that [`Storage::stat`] finds, so an unlisted object
-    /// does not exist. On a file system, a link may lead to an unlisted file.
-    pub complete_listing: bool,
-    /// The cost of reading a range depends on its length, not on the object's.
-    pub ranged_reads: bool,
-    /// Ranges with a gap below this many bytes are cheaper to read as one.
-    pub coalesce_gap: u64,
-    /// The number of requests to keep in flight.
-    pub parallelism: u16,
-}
-
-impl Capabilities {
-    /// The minimum that a storage must support.
-    #[must_use]
-    pub const fn none() -> Self {
-        Self {
-            atomic_create: false,
-            claims: false,
-            durable: false,
-            complete_listing: false,
-            ranged_reads: false,
-            coalesce_gap: 0,
-            parallelism: 1,
-        }
-    }
-}
-
-impl Default for Capabilities {
-    fn default() -> Self {
-        Self::none()
-    }
-}
-
-/// Conveniences for every [`Storage`].
-pub trait StorageExt: Storage {
-    /// Reads one range into new memory.
-    ///
-    /// Allocates only after checking that the object contains the range, so a range from an
-    /// untrusted file cannot allocate more than the object's size.
-    fn read_range(
-        &self,
-        key: &Key,
-        range: Range<u64>,
-    ) -> impl Future<Output = Result<Bytes, StorageError>> + Send {
-        async move {
-            let len = range.end.saturating_sub(range.start);
-            // A small allocation is harmless and saves a round trip.
-            if len > 1 << 20 {
-                let meta = self.stat(key).await?;
-                if meta.byte_len < range.end {
-                    return Err(StorageError::new(
-                        StorageErrorKind::Truncated,
-                        StorageOp::Read,
-                        Some(key.clone()),
-                    )
-                    .with_message(format!(
-                        "bytes {}..{} were asked for, the object has {}",
-                        range.start, range.end, meta.byte_len
-                    )));
-                }
-            }
-            let buffer = usize::try_from(len).ok().and_then(Buffer::try_zeroed);
-            let buffer = buffer.ok_or_else(|| {
-                StorageError::new(StorageErrorKind::Other, StorageOp::Read, Some(key.clone()))
-                    .with_message(format!("there is no memory for {len} bytes"))
-            })?;
-            let read = ReadInto { byte_offset: range.start, buffer };
-            let mut buffers = self.read(key, vec![read]).await?;
-            Ok(buffers.pop().map(Buffer::freeze).unwrap_or_default())
-        }
-    }
-
-    /// Reads a whole object.
-    fn read_all(&self, key: &Key) -> impl Future<Output = Result<Bytes, StorageError>> + Send {
-        async move {
-            let meta = self.stat(key).await?;
-            self.read_range(key, 0..meta.byte_len).await
-        }
-    }
-
-    /// Whether an object of that key exists.
-    fn contains(&self, key: &Key) -> impl Future<Output = Result<bool, StorageError>> + Send {
-        async move {
-            match self.stat(key).await {
-                Ok(_) => Ok(true),
-                Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(false),
-                Err(error) => Err(error),
-            }
-        }
-    }
-}
-
-impl<S: Storage + ?Sized> StorageExt for S {}

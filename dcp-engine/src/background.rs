@@ -1,5 +1,6 @@
 //! Saving while training goes on.
 
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::{io, thread};
 
@@ -59,8 +60,12 @@ struct Shared {
 /// The error of a save whose [`PendingSave`] was dropped.
 type Unread = Arc<Mutex<Option<CheckpointError>>>;
 
+/// Opens what a save writes to.
+type Opening =
+    Pin<Box<dyn Future<Output = Result<Arc<dyn StorageWriter>, CheckpointError>> + Send>>;
+
 /// What a save saves, and where to; or an error in place of it.
-type Job = Result<(StagedState, Arc<dyn StorageWriter>), CheckpointError>;
+type Job = Result<(StagedState, Opening), CheckpointError>;
 
 /// The thread on which saves run.
 #[derive(Debug)]
@@ -113,8 +118,25 @@ impl BackgroundSaver {
         state: &StateDict,
         writer: Arc<dyn StorageWriter>,
     ) -> Result<PendingSave, CheckpointError> {
+        self.start_opening(state, async { Ok(writer) })
+    }
+
+    /// As [`start`](Self::start), with a writer that `open` returns on the thread of the saves. An
+    /// error of it is one of the save, on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`start`](Self::start).
+    pub fn start_opening<F>(
+        &self,
+        state: &StateDict,
+        open: F,
+    ) -> Result<PendingSave, CheckpointError>
+    where
+        F: Future<Output = Result<Arc<dyn StorageWriter>, CheckpointError>> + Send + 'static,
+    {
         match self.earlier_failure().map_or_else(|| StagedState::of(state), Err) {
-            Ok(staged) => Ok(self.run(Ok((staged, writer)))),
+            Ok(staged) => Ok(self.run(Ok((staged, Box::pin(open))))),
             Err(error) => {
                 // In place of a save, so that the other ranks do not wait for it.
                 let failures = vec![RankFailure::of(self.saver.rank(), &error)];
@@ -128,7 +150,8 @@ impl BackgroundSaver {
     /// Where [`start`](Self::start) returns the error of an earlier save, this save fails with it.
     #[must_use = "an error is only noticed by waiting"]
     pub fn start_staged(&self, staged: StagedState, writer: Arc<dyn StorageWriter>) -> PendingSave {
-        self.run(self.earlier_failure().map_or(Ok((staged, writer)), Err))
+        let open: Opening = Box::pin(async { Ok(writer) });
+        self.run(self.earlier_failure().map_or(Ok((staged, open)), Err))
     }
 
     /// Takes part in a save with an error in place of a state, as [`Saver::fail`] does.
@@ -259,7 +282,10 @@ impl Slot {
         let saver = saver.clone();
         let save = tokio::spawn(async move {
             match job {
-                Ok((StagedState(state), writer)) => saver.save(&state, &*writer).await,
+                Ok((StagedState(state), open)) => match open.await {
+                    Ok(writer) => saver.save(&state, &*writer).await,
+                    Err(error) => Err(saver.fail(error).await),
+                },
                 Err(error) => Err(saver.fail(error).await),
             }
         });

@@ -2,7 +2,7 @@
 
 use std::future::poll_fn;
 
-use dcp_core::storage::ObjectMeta;
+use dcp_core::storage::{ObjectMeta, StorageExt as _};
 use dcp_core::text::counted;
 use dcp_core::{CheckpointMetadata, Storage};
 
@@ -30,15 +30,12 @@ impl Leftovers {
         is_foreign: impl Fn(&str) -> bool,
     ) -> Self {
         let mut found = Self::default();
-        let mut objects = storage.list(None);
+        let mut objects = storage.list_files(None);
         for _ in 0..LISTED {
             let next = poll_fn(|context| objects.as_mut().poll_next(context)).await;
             let Some(meta) = next else { break };
             let Ok(meta) = meta else { return Self::default() };
             let name = meta.key.as_str();
-            if name.contains('/') {
-                continue;
-            }
             if is_data(&meta) && !metadata.files().contains(&meta.key) {
                 found.stale.push(meta);
             } else if is_foreign(name) {

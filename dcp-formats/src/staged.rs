@@ -5,6 +5,8 @@ use dcp_core::error::StorageOp;
 use dcp_core::storage::{PutMode, StorageExt as _, Upload};
 use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
+use crate::upload::upload_options;
+
 /// Objects that are uploaded but have no names yet; naming them takes no more space. A commit that
 /// replaces several objects stages them first, so that a full disk fails it while nothing has
 /// changed. It also stages what a rollback restores.
@@ -39,8 +41,10 @@ impl Staged {
         bytes: Bytes,
         mode: PutMode,
     ) -> Result<(), StorageError> {
-        let mut upload = storage.start_upload(key, mode).await?;
-        match upload.put_part(Payload::from(bytes.clone())).await {
+        let options = upload_options(storage, key, mode, bytes.len() as u64)?;
+        let part_bytes = options.part_bytes;
+        let mut upload = storage.start_upload(key, options).await?;
+        match send(&mut *upload, &bytes, part_bytes).await {
             Ok(()) => {
                 self.uploads.push(One { key: key.clone(), bytes, upload });
                 Ok(())
@@ -69,7 +73,10 @@ impl Staged {
                 .with_message("nothing was staged under this name"));
         };
         let One { key, bytes, upload } = self.uploads.remove(at);
-        let Err(error) = upload.complete().await else { return Ok(()) };
+        let error = match upload.complete().await {
+            Ok(_) => return Ok(()),
+            Err(error) => error,
+        };
         let found = if error.is_retryable() { storage.read_all(&key).await.ok() } else { None };
         if found.as_ref() == Some(&bytes) { Ok(()) } else { Err(error) }
     }
@@ -80,6 +87,15 @@ impl Staged {
             abort(&key, upload).await;
         }
     }
+}
+
+async fn send(upload: &mut dyn Upload, bytes: &Bytes, part_bytes: u64) -> Result<(), StorageError> {
+    let part_len = usize::try_from(part_bytes).unwrap_or(usize::MAX).max(1);
+    for begin in (0..bytes.len()).step_by(part_len) {
+        let end = bytes.len().min(begin.saturating_add(part_len));
+        upload.put_part(Payload::from(bytes.slice(begin..end))).await?;
+    }
+    Ok(())
 }
 
 async fn abort(key: &Key, upload: Box<dyn Upload>) {

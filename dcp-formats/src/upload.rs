@@ -2,32 +2,28 @@
 //! the way.
 
 mod parts;
+mod send;
 
-use std::collections::VecDeque;
 use std::fmt;
-use std::pin::pin;
 use std::sync::Arc;
 
 use self::parts::Parts;
+use self::send::{PartLens, send};
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
-use dcp_core::storage::{PutMode, Upload};
-use dcp_core::{CheckpointError, FormatError, Key, Payload, Storage, StorageError};
-use futures_util::future::{Either, select};
-use futures_util::stream::{self, StreamExt};
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{ObjectMeta, PutMode, Upload, UploadOptions};
+use dcp_core::{
+    CheckpointError, FormatError, Key, Payload, Storage, StorageError, StorageErrorKind,
+};
 
 /// Receives the number of bytes after each read or write.
 pub type Progress = Arc<dyn Fn(u64) + Send + Sync>;
 
-/// The minimum size of a part.
-const PART_BYTES: u64 = 16 << 20;
-/// Parts ready to upload while another is uploading and another is being filled; either side may be
-/// the slower one.
-const READY_MAX: usize = 1;
-/// The maximum number of parts of a file; S3 allows 10 000.
-const PARTS_MAX: u64 = 8192;
-/// Files up to this size are uploaded with one request.
-const SINGLE_PUT_BYTES: u64 = 8 << 20;
+/// The default of [`FileOptions::upload_bytes`]: four parts of the default length.
+const UPLOAD_BYTES: u64 = 64 << 20;
+/// More bytes of a save are not in flight.
+const UPLOAD_BYTES_MAX: u64 = 256 << 20;
 
 /// The bytes of a file around each item.
 pub(crate) trait Framing: fmt::Debug + Send + Sync {
@@ -65,28 +61,37 @@ pub(crate) async fn write_file(
     storage: &dyn Storage,
     file: FileSpec<'_>,
     data: &dyn DataSource,
+    options: FileOptions,
     progress: Option<&Progress>,
-) -> Result<(), CheckpointError> {
-    let options = FileOptions::new(PutMode::Create);
+) -> Result<ObjectMeta, CheckpointError> {
     let pending = prepare_file(storage, file, options, data, progress).await?;
     Ok(pending.publish().await?)
 }
 
 /// Options of writing a file.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FileOptions {
     /// Whether an existing file is replaced.
     pub mode: PutMode,
     /// Data segments in flight, of [`DataSource::segment_bytes`] each, in file order.
     pub in_flight: usize,
+    /// Bytes of parts that are being written, and of the next one. Two parts are the minimum.
+    pub upload_bytes: u64,
 }
 
 impl FileOptions {
-    /// One segment at a time.
+    /// One segment at a time, and 64 MiB of parts.
     #[must_use]
     pub fn new(mode: PutMode) -> Self {
-        Self { mode, in_flight: 1 }
+        Self { mode, in_flight: 1, upload_bytes: UPLOAD_BYTES }
+    }
+
+    /// Sets the number of bytes in flight to the storage.
+    #[must_use]
+    pub fn with_upload_bytes(mut self, bytes: u64) -> Self {
+        self.upload_bytes = bytes;
+        self
     }
 
     /// Sets the number of segments in flight.
@@ -126,11 +131,13 @@ impl PendingFile<'_> {
     /// # Errors
     ///
     /// When the storage fails, or the name is taken and the file may not be replaced.
-    pub async fn publish(self) -> Result<(), StorageError> {
-        match self.bytes {
+    pub async fn publish(self) -> Result<ObjectMeta, StorageError> {
+        let meta = match self.bytes {
             PendingBytes::InMemory(whole) => self.storage.put(&self.key, whole, self.mode).await,
             PendingBytes::Sent(upload) => upload.complete().await,
-        }
+        }?;
+        check_stored(&self.key, self.byte_len, &meta)?;
+        Ok(meta)
     }
 
     /// Discards the file.
@@ -139,6 +146,49 @@ impl PendingFile<'_> {
             abort(&self.key, upload).await;
         }
     }
+}
+
+/// The bytes of parts that a save keeps in flight to a storage: as many parts as the storage handles
+/// concurrently, in 64 to 256 MiB.
+pub(crate) fn upload_bytes(storage: &dyn Storage) -> u64 {
+    let capabilities = storage.capabilities();
+    let part_bytes = capabilities.write_limits.part_bytes;
+    part_bytes
+        .saturating_mul(u64::from(capabilities.parallelism))
+        .clamp(UPLOAD_BYTES, UPLOAD_BYTES_MAX)
+}
+
+/// Fails unless the storage has as many bytes as were written.
+fn check_stored(key: &Key, byte_len: u64, meta: &ObjectMeta) -> Result<(), StorageError> {
+    if meta.byte_len == byte_len {
+        return Ok(());
+    }
+    Err(StorageError::new(StorageErrorKind::Truncated, StorageOp::Upload, Some(key.clone()))
+        .with_message(format!("the storage has {} bytes, {byte_len} were written", meta.byte_len)))
+}
+
+/// The options of uploading an object of `byte_len` bytes.
+///
+/// # Errors
+///
+/// [`TooLarge`](StorageErrorKind::TooLarge) when the storage takes no object of that length.
+pub(crate) fn upload_options(
+    storage: &dyn Storage,
+    key: &Key,
+    mode: PutMode,
+    byte_len: u64,
+) -> Result<UploadOptions, StorageError> {
+    let limits = storage.capabilities().write_limits;
+    let part_bytes = limits.part_bytes_for(byte_len).ok_or_else(|| {
+        let longest = limits.object_bytes_max;
+        StorageError::new(StorageErrorKind::TooLarge, StorageOp::Upload, Some(key.clone()))
+            .with_message(format!(
+                "it has {byte_len} bytes; an object of this storage has at most {longest}, in at \
+                 most {} parts of at most {} bytes. Write more files, or smaller ones",
+                limits.parts_max, limits.part_bytes_max
+            ))
+    })?;
+    Ok(UploadOptions::new(mode, part_bytes).byte_len(byte_len))
 }
 
 async fn abort(key: &Key, upload: Box<dyn Upload>) {
@@ -155,14 +205,16 @@ pub(crate) async fn prepare_file<'a>(
     data: &dyn DataSource,
     progress: Option<&Progress>,
 ) -> Result<PendingFile<'a>, CheckpointError> {
-    let mode = options.mode;
+    let mode = options.mode.clone();
     let (key, byte_len) = (file.key.clone(), file.byte_len);
     let report = |written: u64| {
         if let Some(progress) = progress {
             progress(written);
         }
     };
-    if file.byte_len <= SINGLE_PUT_BYTES {
+    upload_options(storage, &key, mode.clone(), byte_len)?;
+    let limits = storage.capabilities().write_limits;
+    if byte_len <= limits.part_bytes.min(limits.put_bytes_max) {
         let mut parts = Parts::new(&file, data, options.in_flight);
         let whole = parts.next(u64::MAX).await?.unwrap_or_default();
         check_len(&file, whole.len())?;
@@ -187,7 +239,7 @@ pub(crate) struct SentFile {
 }
 
 /// Options of an upload.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Sending {
     pub(crate) options: FileOptions,
     /// Whether to compute the file's CRC-32.
@@ -195,6 +247,13 @@ pub(crate) struct Sending {
 }
 
 impl SentFile {
+    /// Gives the file its name.
+    pub(crate) async fn publish(self) -> Result<ObjectMeta, StorageError> {
+        let meta = self.upload.complete().await?;
+        check_stored(&self.key, self.byte_len, &meta)?;
+        Ok(meta)
+    }
+
     /// Discards the file.
     pub(crate) async fn abort(self) {
         abort(&self.key, self.upload).await;
@@ -215,66 +274,24 @@ pub(crate) async fn send_file(
         }
     };
     let mut parts = Parts::new(&file, data, how.options.in_flight);
-    let upload = storage.start_upload(file.key, how.options.mode).await?;
     let (key, byte_len) = (file.key.clone(), file.byte_len);
+    let options = upload_options(storage, &key, how.options.mode, byte_len)?;
+    let lens = PartLens { part_bytes: options.part_bytes, in_flight: how.options.upload_bytes };
+    let upload = storage.start_upload(&key, options).await?;
     let mut sent = SentFile { key, byte_len, crc32: 0, upload };
-    let part_bytes = PART_BYTES.max(file.byte_len.div_ceil(PARTS_MAX));
     let mut hasher = how.hashed.then(crc32fast::Hasher::new);
     let mut hashed = |part: &Payload| {
         if let Some(hasher) = &mut hasher {
             part.pieces().iter().for_each(|piece| hasher.update(piece));
         }
     };
-    let done = send(&mut *sent.upload, &mut parts, part_bytes, &mut hashed, &report).await;
+    let done = send(&mut *sent.upload, &mut parts, lens, &mut hashed, &report).await;
     match done.and_then(|len| check_len(&file, len)) {
         Ok(()) => Ok(SentFile { crc32: hasher.map_or(0, crc32fast::Hasher::finalize), ..sent }),
         Err(error) => {
             sent.abort().await;
             Err(error)
         }
-    }
-}
-
-/// Uploads all parts, and fills the next ones meanwhile.
-async fn send(
-    upload: &mut dyn Upload,
-    parts: &mut Parts<'_>,
-    part_bytes: u64,
-    sending_part: &mut (dyn FnMut(&Payload) + Send),
-    report: &(dyn Fn(u64) + Send + Sync),
-) -> Result<u64, CheckpointError> {
-    let making = stream::try_unfold(parts, |parts| async move {
-        let part = parts.next(part_bytes).await?;
-        Ok::<_, CheckpointError>(part.map(|part| (part, parts)))
-    });
-    let mut making = pin!(making.fuse());
-    let mut ready = VecDeque::new();
-    let mut total = 0;
-    loop {
-        let part = match ready.pop_front() {
-            Some(part) => part,
-            None => making.next().await,
-        };
-        let Some(part) = part.transpose()? else { return Ok(total) };
-        sending_part(&part);
-        let len = part.len();
-        let mut sending = upload.put_part(part);
-        // Not dropped when a later part fails: the storage may be writing it.
-        let sent = loop {
-            if ready.len() >= READY_MAX || making.is_done() {
-                break sending.await;
-            }
-            match select(sending, making.next()).await {
-                Either::Left((sent, _)) => break sent,
-                Either::Right((made, still)) => {
-                    ready.push_back(made);
-                    sending = still;
-                }
-            }
-        };
-        sent?;
-        report(len);
-        total += len;
     }
 }
 
@@ -294,6 +311,7 @@ mod tests {
 
     use async_trait::async_trait;
     use dcp_core::StorageError;
+    use dcp_core::storage::PartFuture;
     use dcp_testing::block_on;
     use tokio::sync::Notify;
 
@@ -349,23 +367,33 @@ mod tests {
     #[derive(Debug, Default)]
     struct Slow {
         taken: Arc<Mutex<Vec<u8>>>,
+        /// Bytes of parts so far.
+        begun: usize,
         go_on: Option<Arc<Notify>>,
     }
 
     #[async_trait]
     impl Upload for Slow {
-        async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
-            if let Some(go_on) = &self.go_on {
-                go_on.notified().await;
-            }
-            tokio::task::yield_now().await;
-            let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-            part.pieces().iter().for_each(|piece| taken.extend_from_slice(piece));
-            Ok(())
+        fn put_part(&mut self, part: Payload) -> PartFuture {
+            let (go_on, taken) = (self.go_on.clone(), Arc::clone(&self.taken));
+            let begun = self.begun;
+            self.begun += part.len() as usize;
+            Box::pin(async move {
+                if let Some(go_on) = &go_on {
+                    go_on.notified().await;
+                }
+                tokio::task::yield_now().await;
+                let mut taken = taken.lock().unwrap_or_else(PoisonError::into_inner);
+                let end = begun + part.len() as usize;
+                let len = taken.len().max(end);
+                taken.resize(len, 0);
+                taken[begun..end].copy_from_slice(&part.to_bytes());
+                Ok(())
+            })
         }
 
-        async fn complete(self: Box<Self>) -> Result<(), StorageError> {
-            Ok(())
+        async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
+            Ok(ObjectMeta::new(Key::new("file").unwrap(), self.begun as u64))
         }
 
         async fn abort(self: Box<Self>) -> Result<(), StorageError> {
@@ -373,15 +401,26 @@ mod tests {
         }
     }
 
-    async fn sent(upload: &mut Slow, data: &Counting) -> Result<u64, CheckpointError> {
+    async fn sent(
+        upload: &mut Slow,
+        data: &Counting,
+        in_flight: u64,
+    ) -> Result<u64, CheckpointError> {
         let key = Key::new("file").unwrap();
         let items = [FileItem { item: 0, byte_len: LEN }];
         let file = FileSpec { key: &key, byte_len: LEN, items: &items, framing: &NoFraming };
-        send(upload, &mut Parts::new(&file, data, 1), 10, &mut |_| (), &|_| ()).await
+        let lens = PartLens { part_bytes: 10, in_flight };
+        send(upload, &mut Parts::new(&file, data, 1), lens, &mut |_| (), &|_| ()).await
     }
 
     #[test]
-    fn while_a_part_is_on_its_way_the_next_ones_are_made_and_no_more() {
+    fn as_many_bytes_as_allowed_are_on_their_way_and_the_next_part_is_ready() {
+        for (in_flight, expected) in [(0, 20), (10, 20), (20, 20), (30, 30), (35, 30), (99, 40)] {
+            check_in_flight(in_flight, expected);
+        }
+    }
+
+    fn check_in_flight(in_flight: u64, expected: u64) {
         let data = Arc::new(Counting { given: AtomicU64::new(0), good: LEN });
         let go_on = Arc::new(Notify::new());
         let mut upload = Slow { go_on: Some(Arc::clone(&go_on)), ..Slow::default() };
@@ -392,7 +431,7 @@ mod tests {
                     tokio::task::yield_now().await;
                 }
                 let ahead = data.given.load(Ordering::Relaxed);
-                assert_eq!(ahead, 20, "one is on its way, one is ready");
+                assert_eq!(ahead, expected, "{in_flight} bytes may be in flight");
                 for _ in 0..LEN / 10 {
                     go_on.notify_one();
                     for _ in 0..100 {
@@ -400,7 +439,8 @@ mod tests {
                     }
                 }
             };
-            let (sent, ()) = futures_util::future::join(sent(&mut upload, &data), watch).await;
+            let (sent, ()) =
+                futures_util::future::join(sent(&mut upload, &data, in_flight), watch).await;
             assert_eq!(sent.unwrap(), LEN);
         });
         let expected: Vec<u8> = (0..LEN as u8).collect();
@@ -411,7 +451,7 @@ mod tests {
     fn a_part_that_cannot_be_made_does_not_cut_off_the_one_on_its_way() {
         let data = Counting { given: AtomicU64::new(0), good: 20 };
         let mut upload = Slow::default();
-        let error = block_on(sent(&mut upload, &data)).unwrap_err();
+        let error = block_on(sent(&mut upload, &data, 0)).unwrap_err();
         assert!(dcp_core::error::error_chain(&error).contains("is damaged"), "{error}");
         assert_eq!(upload.taken.lock().unwrap().len(), 20);
     }

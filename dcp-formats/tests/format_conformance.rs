@@ -37,7 +37,8 @@ fn main() -> ExitCode {
 }
 
 async fn put(storage: &dyn Storage, name: &str, bytes: Vec<u8>) -> Result<(), BoxError> {
-    Ok(storage.put(&key(name), bytes.into(), PutMode::Create).await?)
+    storage.put(&key(name), bytes.into(), PutMode::Create).await?;
+    Ok(())
 }
 
 /// A file of safetensors.

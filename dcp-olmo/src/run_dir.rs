@@ -169,7 +169,7 @@ impl StepDir {
     /// When the storage fails.
     pub async fn train_ranks(&self) -> Result<Vec<u32>, StorageError> {
         let mut ranks = Vec::new();
-        let mut files = self.storage.list(Some(&Key::new("train")?));
+        let mut files = self.storage.list_files(Some(&Key::new("train")?));
         while let Some(meta) = files.next().await {
             let key = meta?.key;
             let digits =

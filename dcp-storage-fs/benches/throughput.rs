@@ -11,8 +11,8 @@ use std::io::Read;
 
 use bytes::Bytes;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use dcp_core::storage::{PutMode, ReadInto};
-use dcp_core::{Buffer, HostMemory, Key, Payload, Storage};
+use dcp_core::storage::{PutMode, ReadInto, ReadOutcome, ReadRequest};
+use dcp_core::{HostMemory, Key, Payload, Storage};
 use dcp_storage_fs::FsStorage;
 
 const LEN: usize = 256 << 20;
@@ -62,8 +62,8 @@ fn throughput(criterion: &mut Criterion) {
                     byte_offset: start as u64,
                     buffer: lent.lend(start..start + LEN / pieces).unwrap(),
                 });
-                let read = storage.read(&key, reads.collect());
-                black_box::<Vec<Buffer>>(runtime.block_on(read).unwrap());
+                let read = storage.read(&key, ReadRequest::new(reads.collect()));
+                black_box::<ReadOutcome>(runtime.block_on(read).unwrap());
             });
         });
     }

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::storage::{PutMode, StorageExt, UploadOptions};
 use dcp_core::{Key, Payload, Storage};
 use futures_util::{FutureExt, TryStreamExt};
 use rustix::process::{Signal, getpid, kill_process};
@@ -55,13 +55,14 @@ fn write(folder: &Path) {
     now(storage.put(&key("many"), object(999, 1500), PutMode::Create)).unwrap();
     now(storage.put(&key("old"), object(2, 2), PutMode::Overwrite)).unwrap();
     for (name, mode) in [("deep/uploaded", PutMode::Create), ("older", PutMode::Overwrite)] {
-        let mut upload = now(storage.start_upload(&key(name), mode)).unwrap();
+        let mut upload =
+            now(storage.start_upload(&key(name), UploadOptions::new(mode, 1 << 20))).unwrap();
         for piece in object(300, 3).pieces() {
             now(upload.put_part(piece.clone().into())).unwrap();
         }
         now(upload.complete()).unwrap();
     }
-    now(storage.delete(&key("old"))).unwrap();
+    now(storage.delete(&[key("old")])).unwrap();
 }
 
 /// Every file below `folder`, temporary ones included.

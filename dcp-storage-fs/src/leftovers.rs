@@ -16,11 +16,12 @@ use crate::walk::look_into;
 const DISTANT_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Removes temporary files that are older than `min_age` and whose writer is not known to run, in
-/// all folders, and returns their number.
-pub(crate) fn clean(root: &Root, min_age: Duration, sync: bool) -> io::Result<u64> {
+/// the folder at `path` and those below it, and returns their number. Of a writer on another machine
+/// it is not known whether it runs.
+pub(crate) fn clean(root: &Root, path: &str, min_age: Duration, sync: bool) -> io::Result<u64> {
     let is_dead = |owner: Owner, age: Option<Duration>| age >= Some(min_age) && !owner.is_alive();
     let mut removed = 0;
-    let mut folders = vec![String::new()];
+    let mut folders = vec![path.to_owned()];
     while let Some(path) = folders.pop() {
         let (some, below) = clean_folder(root, &path, is_dead, sync)?;
         removed += some;

@@ -17,12 +17,17 @@
 //! - **Inside the root.** No key leads out of the root, whatever symbolic links there are; see
 //!   [`Builder::follow_links`].
 //!
-//! Reads go from the file straight into the lent memory by `pread`, writes from the gather list by
-//! `writev`, on the blocking threads of the current tokio runtime. Without a runtime they block the
-//! caller.
+//! - **One version.** The version of an object is the inode, length and time of the last write of its
+//!   file, the same on all machines that mount it. A read compares it before and after on the open file. It detects a file that was
+//!   replaced, and one that was written in place when the file system's clock advanced meanwhile,
+//!   by 4 ms on most systems.
+//!
+//! Reads go from the file straight into the lent memory by `preadv`, writes from the gather list by
+//! `writev`, and the parts of an upload concurrently by `pwritev`, on the blocking threads of the
+//! current tokio runtime. Without a runtime they block the caller.
 //!
 //! A writer that is killed leaves its temporary file behind. It is never listed, and
-//! [`FsStorage::clean_leftovers`] removes it.
+//! [`remove_leftovers`](dcp_core::Storage::remove_leftovers) removes it.
 
 #![cfg(unix)]
 
@@ -41,6 +46,7 @@ mod shared;
 mod storage;
 mod temp;
 mod upload;
+mod version;
 mod walk;
 mod write;
 

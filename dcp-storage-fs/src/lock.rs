@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{Claim, PutMode};
+use dcp_core::storage::{Claim, ObjectMeta, PutMode};
 use dcp_core::{Key, Payload, StorageError, StorageErrorKind};
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
@@ -215,19 +215,19 @@ impl FsClaim {
 
 #[async_trait]
 impl Claim for FsClaim {
-    async fn replace(&self, payload: Payload) -> Result<(), StorageError> {
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
         let op = StorageOp::Put;
         let (shared, lock, key) =
             (Arc::clone(&self.shared), Arc::clone(&self.lock), self.key.clone());
         // The thread has a share of the lock: no other process gets it before the file has its name.
         blocking(op, Some(&self.key), move || {
             let temp = shared.create_temp(op, &key)?;
-            write_payload(&mut temp.file(), &payload).map_err(on_key(op, &key))?;
+            write_payload(&mut &**temp.file(), &payload).map_err(on_key(op, &key))?;
             if !lock.is_held() {
                 return Err(StorageError::new(StorageErrorKind::Conflict, op, Some(key))
                     .with_message(format!("the lock file {:?} was removed meanwhile", lock.name)));
             }
-            let published = shared.publish(op, &key, temp, PutMode::Overwrite);
+            let published = shared.publish(op, &key, temp, &PutMode::Overwrite);
             drop(lock);
             published
         })

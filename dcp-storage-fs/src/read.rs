@@ -1,11 +1,11 @@
 //! Reading ranges of a file straight into lent memory.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, IoSliceMut};
 use std::sync::Arc;
 
 use dcp_core::error::StorageOp;
-use dcp_core::storage::ReadInto;
+use dcp_core::storage::{ReadInto, ReadOutcome, ReadRequest, Version, WholeObject};
 use dcp_core::{Buffer, Key, StorageError, StorageErrorKind};
 use futures_util::future::join_all;
 use rustix::io::{Errno, preadv};
@@ -13,42 +13,113 @@ use rustix::io::{Errno, preadv};
 use crate::blocking::blocking;
 use crate::error::{is_absence, on_key};
 use crate::root::{READ, Root};
+use crate::version::{is_unchanged, object, version_of};
 
 /// Fewer bytes than this are not worth another thread.
 const PER_THREAD: u64 = 8 << 20;
 /// The most vectors that Linux takes in one call (`IOV_MAX`).
 const VECTORS_MAX: usize = 1024;
 
+/// Times that a whole file is read which is written in place meanwhile.
+const TRIES: u32 = 3;
+
+/// A file that is open, and the version that it had then.
+#[derive(Debug)]
+struct Opened {
+    file: File,
+    meta: Metadata,
+    version: Version,
+}
+
+impl Opened {
+    /// Fails if the file was written in place since it was opened.
+    fn check(&self, key: &Key) -> Result<(), StorageError> {
+        if is_unchanged(&self.file, &self.version).map_err(on_key(StorageOp::Read, key))? {
+            return Ok(());
+        }
+        Err(changed(key, "it was written while it was read"))
+    }
+}
+
+fn changed(key: &Key, why: &str) -> StorageError {
+    StorageError::new(StorageErrorKind::Changed, StorageOp::Read, Some(key.clone()))
+        .with_message(why)
+}
+
 /// Fills the buffers, on up to `parallelism` threads.
 pub(crate) async fn read(
     root: Arc<Root>,
     key: &Key,
-    reads: Vec<ReadInto>,
+    request: ReadRequest,
     parallelism: u16,
-) -> Result<Vec<Buffer>, StorageError> {
+) -> Result<ReadOutcome, StorageError> {
+    let ReadRequest { ranges: reads, if_version, .. } = request;
     let total = reads.iter().map(|read| read.buffer.len() as u64).sum::<u64>();
     let target = PER_THREAD.max(total.div_ceil(u64::from(parallelism.max(1))));
     if total < 2 * PER_THREAD || reads.len() == 1 {
         let for_thread = key.clone();
         return blocking(StorageOp::Read, Some(key), move || {
-            let file = open(&root, &for_thread, &reads)?;
-            fill(&file, &for_thread, reads)
+            let opened = open(&root, &for_thread, &reads, if_version.as_ref())?;
+            let buffers = fill(&opened.file, &for_thread, reads)?;
+            opened.check(&for_thread)?;
+            Ok(ReadOutcome::new(buffers).with_version(Some(opened.version)))
         })
         .await;
     }
     let for_thread = key.clone();
-    let (file, reads) = blocking(StorageOp::Read, Some(key), move || {
-        let file = open(&root, &for_thread, &reads)?;
-        Ok((Arc::new(file), reads))
+    let (opened, reads) = blocking(StorageOp::Read, Some(key), move || {
+        let opened = open(&root, &for_thread, &reads, if_version.as_ref())?;
+        Ok((Arc::new(opened), reads))
     })
     .await?;
     let filling = groups(reads, target).into_iter().map(|reads| {
-        let (file, for_thread) = (Arc::clone(&file), key.clone());
-        blocking(StorageOp::Read, Some(key), move || fill(&file, &for_thread, reads))
+        let (opened, for_thread) = (Arc::clone(&opened), key.clone());
+        blocking(StorageOp::Read, Some(key), move || {
+            let buffers = fill(&opened.file, &for_thread, reads)?;
+            opened.check(&for_thread)?;
+            Ok(buffers)
+        })
     });
     // All of them, even when one fails: when this returns, no thread may still hold the memory.
     let filled = join_all(filling).await.into_iter().collect::<Result<Vec<_>, _>>()?;
-    Ok(filled.into_iter().flatten().collect())
+    let buffers = filled.into_iter().flatten().collect();
+    Ok(ReadOutcome::new(buffers).with_version(Some(opened.version.clone())))
+}
+
+/// Reads a whole file, anew if it is written in place meanwhile, as Megatron-LM writes its tracker.
+pub(crate) fn read_whole(
+    root: &Root,
+    key: &Key,
+    max_bytes: u64,
+) -> Result<WholeObject, StorageError> {
+    let mut tries = TRIES;
+    loop {
+        tries -= 1;
+        let opened = open(root, key, &[], None)?;
+        let byte_len = opened.meta.len();
+        if byte_len > max_bytes {
+            let kind = StorageErrorKind::TooLarge;
+            return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone()))
+                .with_message(format!("it has {byte_len} bytes, at most {max_bytes} are read")));
+        }
+        let buffer = usize::try_from(byte_len).ok().and_then(Buffer::try_zeroed);
+        let buffer = buffer.ok_or_else(|| {
+            StorageError::new(StorageErrorKind::Other, StorageOp::Read, Some(key.clone()))
+                .with_message(format!("there is no memory for {byte_len} bytes"))
+        })?;
+        let filled = fill(&opened.file, key, vec![ReadInto { byte_offset: 0, buffer }]);
+        let read = filled.and_then(|filled| opened.check(key).map(|()| filled));
+        match read {
+            Ok(mut buffers) => {
+                let bytes = buffers.pop().map(Buffer::freeze).unwrap_or_default();
+                return Ok(WholeObject::new(object(key, &opened.meta), bytes));
+            }
+            Err(error) => match error.kind() {
+                StorageErrorKind::Changed | StorageErrorKind::Truncated if tries > 0 => {}
+                _ => return Err(error),
+            },
+        }
+    }
 }
 
 /// Divides the reads, in order, into groups of about `target` bytes.
@@ -71,7 +142,12 @@ fn groups(reads: Vec<ReadInto>, target: u64) -> Vec<Vec<ReadInto>> {
 }
 
 /// Opens the object, and sees that it holds all ranges.
-fn open(root: &Root, key: &Key, reads: &[ReadInto]) -> Result<File, StorageError> {
+fn open(
+    root: &Root,
+    key: &Key,
+    reads: &[ReadInto],
+    if_version: Option<&Version>,
+) -> Result<Opened, StorageError> {
     let failed = |kind| StorageError::new(kind, StorageOp::Read, Some(key.clone()));
     let file = match root.open_below(key.as_str(), READ) {
         Ok(fd) => File::from(fd),
@@ -84,6 +160,10 @@ fn open(root: &Root, key: &Key, reads: &[ReadInto]) -> Result<File, StorageError
     if !meta.is_file() {
         return Err(failed(StorageErrorKind::NotFound).with_message("it is no regular file"));
     }
+    let version = version_of(&meta);
+    if if_version.is_some_and(|required| *required != version) {
+        return Err(changed(key, "it is not the file of the requested version"));
+    }
     for read in reads.iter().filter(|read| !read.buffer.is_empty()) {
         let len = read.buffer.len() as u64;
         if read.byte_offset.checked_add(len).is_none_or(|end| end > meta.len()) {
@@ -94,7 +174,7 @@ fn open(root: &Root, key: &Key, reads: &[ReadInto]) -> Result<File, StorageError
             )));
         }
     }
-    Ok(file)
+    Ok(Opened { file, meta, version })
 }
 
 /// Fills the buffers. Those whose ranges follow each other in the file share a call to the system:

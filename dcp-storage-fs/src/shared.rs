@@ -1,5 +1,6 @@
 //! Operations on one file, which the storage, its uploads and its claims share.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,6 +17,7 @@ use crate::folder::{self, holds_folder, open_or_create, refuse_special, settle};
 use crate::owner;
 use crate::root::{FOLDER, LOOK, Root, split};
 use crate::temp::Temp;
+use crate::version::object;
 
 /// The root folder and the options of a storage.
 #[derive(Debug)]
@@ -56,10 +58,11 @@ impl Shared {
         op: StorageOp,
         key: &Key,
         temp: Temp,
-        mode: PutMode,
-    ) -> Result<(), StorageError> {
+        mode: &PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         let (path, name) = parts(key);
-        temp.publish(name, mode, self.sync).map_err(|error| {
+        let published = temp.publish(name, mode, self.sync);
+        published.map(|meta| object(key, &meta)).map_err(|error| {
             let taken = error.kind() == io::ErrorKind::AlreadyExists;
             let open = || self.root.open_below(path, FOLDER);
             if taken && open().is_ok_and(|folder| holds_folder(&folder, name)) {
@@ -77,40 +80,72 @@ impl Shared {
         }
         let look = || File::from(self.root.open_below(key.as_str(), LOOK)?).metadata();
         match look() {
-            Ok(meta) if meta.is_file() => {
-                Ok(ObjectMeta::new(key.clone(), meta.len()).with_modified(meta.modified().ok()))
-            }
+            Ok(meta) if meta.is_file() => Ok(object(key, &meta)),
             Ok(_) => Err(absent().with_message("it is no regular file")),
             Err(error) if is_absence(&error) => Err(absent().with_source(error)),
             Err(error) => Err(on_key(op, key)(error)),
         }
     }
 
-    pub(crate) fn delete(&self, key: &Key) -> io::Result<()> {
-        let (path, name) = parts(key);
+    /// Removes objects, and makes that durable once in each folder. Goes on after an error, and
+    /// returns the first.
+    pub(crate) fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        let mut folders: BTreeMap<&str, Vec<(&Key, &str)>> = BTreeMap::new();
+        for key in keys {
+            let (path, name) = parts(key);
+            folders.entry(path).or_default().push((key, name));
+        }
+        let mut first = Ok(());
+        for (path, objects) in folders {
+            first = first.and(self.delete_in(path, &objects));
+        }
+        first
+    }
+
+    fn delete_in(&self, path: &str, objects: &[(&Key, &str)]) -> Result<(), StorageError> {
+        let on = |key| on_key(StorageOp::Delete, key);
+        let Some((some, _)) = objects.first() else { return Ok(()) };
         let folder: OwnedFd = match self.root.open_below(path, FOLDER) {
             Err(error) if is_absence(&error) => return Ok(()),
-            outcome => outcome?,
+            outcome => outcome.map_err(on(some))?,
         };
-        match statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => {
-                let kind = FileType::from_raw_mode(stat.st_mode);
-                if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
-                    return Ok(());
-                }
+        let (mut removed, mut first) = (None, Ok(()));
+        for (key, name) in objects {
+            match remove_file(&folder, name) {
+                Ok(true) => removed = Some(*key),
+                Ok(false) => {}
+                Err(error) => first = first.and(Err(on(key)(error))),
             }
-            Err(Errno::NOENT) => return Ok(()),
-            Err(error) => return Err(error.into()),
         }
         #[cfg(test)]
         crate::kills::step();
-        match unlinkat(&folder, name, AtFlags::empty()) {
-            Err(Errno::NOENT) => return Ok(()),
-            outcome => outcome?,
+        if let (true, Some(key)) = (self.sync, removed) {
+            first = first.and(folder::sync(&folder).map_err(on(key)));
         }
-        #[cfg(test)]
-        crate::kills::step();
-        if self.sync { folder::sync(&folder) } else { Ok(()) }
+        first
+    }
+}
+
+/// Removes a file or a link, and nothing else; whether there was one.
+fn remove_file(folder: &OwnedFd, name: &str) -> io::Result<bool> {
+    match statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(stat) => {
+            let kind = FileType::from_raw_mode(stat.st_mode);
+            if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
+                return Ok(false);
+            }
+        }
+        Err(Errno::NOENT) => return Ok(false),
+        Err(error) => return Err(error.into()),
+    }
+    #[cfg(test)]
+    crate::kills::step();
+    match unlinkat(folder, name, AtFlags::empty()) {
+        Err(Errno::NOENT) => Ok(false),
+        outcome => {
+            outcome?;
+            Ok(true)
+        }
     }
 }
 

@@ -1,22 +1,27 @@
 //! [`Storage`] on a folder.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome,
+    ReadRequest, Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::{TryStreamExt, stream};
 
 use crate::blocking::blocking;
 use crate::error::{classify, on_key};
 use crate::leftovers;
 use crate::lock::FsClaim;
+use crate::root::Root;
 use crate::shared::{Shared, is_reserved};
 use crate::upload::FsUpload;
-use crate::walk::look_into;
+use crate::walk::{is_linked, look_into};
 use crate::write::write_payload;
 
 /// Objects as files below a root folder; clones share it. See the [crate](crate) documentation.
@@ -33,33 +38,17 @@ impl FsStorage {
     pub fn root(&self) -> &Path {
         self.0.root.path()
     }
-
-    /// Removes temporary files of writers that were killed, in all folders, and returns how many.
-    ///
-    /// A file is removed when its last write is older than `min_age` and its writer does not run any
-    /// more. Of writers on other machines the latter is not known, so on a shared file system
-    /// `min_age` should be longer than any write takes.
-    ///
-    /// # Errors
-    ///
-    /// When a folder cannot be read, or a file not be removed.
-    pub async fn clean_leftovers(&self, min_age: Duration) -> Result<u64, StorageError> {
-        let Shared { root, sync, .. } = &*self.0;
-        let (root, sync) = (Arc::clone(root), *sync);
-        blocking(StorageOp::Delete, None, move || {
-            leftovers::clean(&root, min_age, sync)
-                .map_err(|error| classify(StorageOp::Delete, None, error))
-        })
-        .await
-    }
 }
 
 #[async_trait]
 impl Storage for FsStorage {
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = Capabilities::none();
+        capabilities.writable = true;
+        capabilities.listable = true;
         capabilities.atomic_create = true;
         capabilities.claims = true;
+        capabilities.versions = true;
         capabilities.durable = self.0.sync;
         capabilities.ranged_reads = true;
         // A page: what the system reads anyway. More would be read faster from a disk that spins,
@@ -75,21 +64,33 @@ impl Storage for FsStorage {
             .await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        if is_reserved(key) {
-            let kind = StorageErrorKind::NotFound;
-            return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone())));
-        }
-        crate::read::read(Arc::clone(&self.0.root), key, reads, self.0.parallelism).await
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        refuse_own_files(key)?;
+        crate::read::read(Arc::clone(&self.0.root), key, request, self.0.parallelism).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        refuse_own_files(key)?;
+        let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
+        blocking(StorageOp::Read, Some(key), move || {
+            crate::read::read_whole(&shared.root, &for_thread, max_bytes)
+        })
+        .await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
+        refuse_update(StorageOp::Put, key, &mode)?;
         let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
         blocking(StorageOp::Put, Some(key), move || {
             let (op, key) = (StorageOp::Put, &for_thread);
             let temp = shared.create_temp(op, key)?;
-            write_payload(&mut temp.file(), &payload).map_err(on_key(op, key))?;
-            shared.publish(op, key, temp, mode)
+            write_payload(&mut &**temp.file(), &payload).map_err(on_key(op, key))?;
+            shared.publish(op, key, temp, &mode)
         })
         .await
     }
@@ -97,13 +98,16 @@ impl Storage for FsStorage {
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
+        let mode = options.mode;
+        refuse_update(StorageOp::Upload, key, &mode)?;
         let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
+        let is_new = mode == PutMode::Create;
         let temp = blocking(StorageOp::Upload, Some(key), move || {
             let (op, key) = (StorageOp::Upload, &for_thread);
             match shared.stat(op, key) {
-                Ok(_) if mode == PutMode::Create => {
+                Ok(_) if is_new => {
                     let kind = StorageErrorKind::AlreadyExists;
                     Err(StorageError::new(kind, op, Some(key.clone())))
                 }
@@ -115,22 +119,22 @@ impl Storage for FsStorage {
         Ok(Box::new(FsUpload::new(Arc::clone(&self.0), key.clone(), mode, temp)))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
         let root = Arc::clone(&self.0.root);
-        let first = prefix.map(|prefix| prefix.as_str().to_owned()).unwrap_or_default();
+        let first = folder.map(|folder| folder.as_str().to_owned()).unwrap_or_default();
         // Each with whether a link was followed on the way.
         let folders = vec![(first, false)];
-        let prefix = prefix.cloned();
+        let folder = folder.cloned();
         Box::pin(
             stream::try_unfold(folders, move |mut folders| {
-                let (root, prefix) = (Arc::clone(&root), prefix.clone());
+                let (root, folder) = (Arc::clone(&root), folder.clone());
                 async move {
                     let Some((path, by_link)) = folders.pop() else {
                         return Ok::<_, StorageError>(None);
                     };
                     let op = StorageOp::List;
-                    let for_thread = prefix.clone();
-                    let found = blocking(op, prefix.as_ref(), move || {
+                    let for_thread = folder.clone();
+                    let found = blocking(op, folder.as_ref(), move || {
                         look_into(&root, &path)
                             .map_err(|error| classify(op, for_thread.as_ref(), error))
                     })
@@ -148,15 +152,28 @@ impl Storage for FsStorage {
         )
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        if is_reserved(key) {
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        let (shared, folder) = (Arc::clone(&self.0), folder.cloned());
+        let listing = async move {
+            let op = StorageOp::List;
+            let for_thread = folder.clone();
+            let entries = blocking(op, folder.as_ref(), move || {
+                let path = for_thread.as_ref().map_or("", Key::as_str);
+                list_entries(&shared.root, path)
+                    .map_err(|error| classify(op, for_thread.as_ref(), error))
+            });
+            Ok::<_, StorageError>(stream::iter(entries.await?.into_iter().map(Ok)))
+        };
+        Box::pin(stream::once(listing).try_flatten())
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        let keys = keys.iter().filter(|key| !is_reserved(key)).cloned().collect::<Vec<_>>();
+        if keys.is_empty() {
             return Ok(());
         }
-        let (shared, for_thread) = (Arc::clone(&self.0), key.clone());
-        blocking(StorageOp::Delete, Some(key), move || {
-            shared.delete(&for_thread).map_err(on_key(StorageOp::Delete, &for_thread))
-        })
-        .await
+        let (shared, first) = (Arc::clone(&self.0), keys.first().cloned());
+        blocking(StorageOp::Delete, first.as_ref(), move || shared.delete(&keys)).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
@@ -165,4 +182,49 @@ impl Storage for FsStorage {
             blocking(StorageOp::Claim, Some(key), move || FsClaim::take(shared, for_thread));
         Ok(Arc::new(claim.await?))
     }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        let Shared { root, sync, .. } = &*self.0;
+        let (root, sync, folder) = (Arc::clone(root), *sync, folder.cloned());
+        let op = StorageOp::RemoveLeftovers;
+        let for_thread = folder.clone();
+        blocking(op, folder.as_ref(), move || {
+            let path = for_thread.as_ref().map_or("", Key::as_str);
+            leftovers::clean(&root, path, min_age, sync)
+                .map_err(|error| classify(op, for_thread.as_ref(), error))
+        })
+        .await
+    }
+}
+
+/// Fails for the storage's own files, which are no objects.
+fn refuse_own_files(key: &Key) -> Result<(), StorageError> {
+    if is_reserved(key) {
+        let kind = StorageErrorKind::NotFound;
+        return Err(StorageError::new(kind, StorageOp::Read, Some(key.clone())));
+    }
+    Ok(())
+}
+
+/// A file system cannot compare a version and rename in one step.
+fn refuse_update(op: StorageOp, key: &Key, mode: &PutMode) -> Result<(), StorageError> {
+    match mode {
+        PutMode::Create | PutMode::Overwrite => Ok(()),
+        _ => Err(StorageError::new(StorageErrorKind::Unsupported, op, Some(key.clone()))
+            .with_message("a file system has no conditional writes; claim the object instead")),
+    }
+}
+
+/// The entries of one folder. A link to a folder is one where [`Storage::list`] follows it.
+fn list_entries(root: &Root, path: &str) -> io::Result<Vec<FolderEntry>> {
+    let Some((_, found)) = look_into(root, path)? else { return Ok(Vec::new()) };
+    let objects = found.objects.into_iter().map(FolderEntry::Object);
+    let linked = if is_linked(root, path)? { Vec::new() } else { found.linked_folders };
+    let folders = found.folders.into_iter().chain(linked);
+    let folders = folders.filter_map(|folder| Key::new(folder).ok()).map(FolderEntry::Folder);
+    Ok(objects.chain(folders).collect())
 }

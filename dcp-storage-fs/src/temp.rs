@@ -1,9 +1,10 @@
 //! A file in the making, and the one step that makes it an object.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 
 use dcp_core::storage::PutMode;
 use rustix::fs::{AtFlags, Mode, OFlags, linkat, openat, renameat, unlinkat};
@@ -17,7 +18,7 @@ use crate::owner::Owner;
 pub(crate) struct Temp {
     folder: OwnedFd,
     name: String,
-    file: File,
+    file: Arc<File>,
     /// Whether the file still has its temporary name.
     named: bool,
 }
@@ -32,25 +33,34 @@ impl Temp {
         loop {
             let name = owner.temp_name();
             match openat(&folder, &name, flags, Mode::from_raw_mode(0o666)) {
-                Ok(file) => return Ok(Self { folder, name, file: file.into(), named: true }),
+                Ok(file) => {
+                    let file = Arc::new(File::from(file));
+                    return Ok(Self { folder, name, file, named: true });
+                }
                 Err(Errno::EXIST) => {}
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    pub(crate) fn file(&self) -> &File {
+    pub(crate) fn file(&self) -> &Arc<File> {
         &self.file
     }
 
     /// Gives the file its name in the same folder, in one step; with `sync`, its bytes are durable
-    /// before and its name after.
-    pub(crate) fn publish(mut self, name: &str, mode: PutMode, sync: bool) -> io::Result<()> {
+    /// before and its name after. Returns what the file then is.
+    pub(crate) fn publish(
+        mut self,
+        name: &str,
+        mode: &PutMode,
+        sync: bool,
+    ) -> io::Result<Metadata> {
         #[cfg(test)]
         crate::kills::step();
         if sync {
             self.file.sync_data()?;
         }
+        let meta = self.file.metadata()?;
         #[cfg(test)]
         crate::kills::step();
         match mode {
@@ -65,14 +75,14 @@ impl Temp {
         crate::kills::step();
         if sync && let Err(error) = folder::sync(&self.folder) {
             // What a failed creation made goes again. What was replaced cannot come back.
-            if mode == PutMode::Create
+            if *mode == PutMode::Create
                 && let Err(left) = unlinkat(&self.folder, name, AtFlags::empty())
             {
                 tracing::warn!(%name, error = %left, "cannot remove a file that is not durable");
             }
             return Err(error);
         }
-        Ok(())
+        Ok(meta)
     }
 
     /// Renames, and fails with `EEXIST` if the name is taken.
@@ -127,7 +137,7 @@ mod tests {
     fn temp(root: &std::path::Path, bytes: &[u8]) -> Temp {
         let root = Root::open(root.to_owned(), &Links::Below).unwrap();
         let temp = Temp::create(root.open_below("", FOLDER).unwrap()).unwrap();
-        temp.file().write_all(bytes).unwrap();
+        (&**temp.file()).write_all(bytes).unwrap();
         temp
     }
 

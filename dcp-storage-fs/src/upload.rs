@@ -1,20 +1,19 @@
 //! [`Upload`] to a temporary file.
 
-use std::mem;
-use std::sync::Arc;
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
 
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{PutMode, Upload};
+use dcp_core::storage::{ObjectMeta, PartFuture, PutMode, Upload};
 use dcp_core::{Key, Payload, StorageError, StorageErrorKind};
-use tokio::runtime::Handle;
-use tokio::task::JoinHandle;
 
-use crate::blocking::{blocking, lost};
+use crate::blocking::blocking;
 use crate::error::on_key;
 use crate::shared::Shared;
 use crate::temp::Temp;
-use crate::write::write_payload;
+use crate::write::write_payload_at;
 
 const OP: StorageOp = StorageOp::Upload;
 
@@ -24,77 +23,150 @@ pub(crate) struct FsUpload {
     shared: Arc<Shared>,
     key: Key,
     mode: PutMode,
-    state: State,
+    temp: Temp,
+    /// The place of the next part.
+    byte_len: u64,
+    parts: Arc<Parts>,
 }
 
-#[derive(Debug)]
-enum State {
-    Ready(Temp),
-    /// A thread appends a part. It stays so when the caller drops the future, and the next call
-    /// waits for that thread, so that parts keep their order.
-    Writing(JoinHandle<Result<Temp, StorageError>>),
-    /// A part failed, and the file is gone.
-    Failed,
+/// What became of the parts so far.
+#[derive(Debug, Default)]
+struct Parts(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Parts that no thread writes yet.
+    waiting: usize,
+    /// Parts that a thread writes.
+    running: usize,
+    /// Why the file cannot be completed.
+    failed: Option<StorageErrorKind>,
+    wakers: Vec<Waker>,
+}
+
+impl Parts {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until no thread writes.
+    async fn settled(&self) {
+        poll_fn(|context| {
+            let mut state = self.state();
+            if state.running == 0 {
+                return Poll::Ready(());
+            }
+            state.wakers.push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+/// A part that is to be written; it counts as failed if it is dropped before.
+struct Part {
+    parts: Arc<Parts>,
+    begun: bool,
+    written: bool,
+}
+
+impl Part {
+    fn new(parts: &Arc<Parts>) -> Self {
+        parts.state().waiting += 1;
+        Self { parts: Arc::clone(parts), begun: false, written: false }
+    }
+
+    /// A thread will write it.
+    fn begin(&mut self) {
+        let mut state = self.parts.state();
+        state.waiting -= 1;
+        state.running += 1;
+        self.begun = true;
+    }
+
+    fn fail(&self, kind: StorageErrorKind) {
+        self.parts.state().failed.get_or_insert(kind);
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let mut state = self.parts.state();
+        if self.begun {
+            state.running -= 1;
+        } else {
+            state.waiting -= 1;
+        }
+        if !self.written {
+            state.failed.get_or_insert(StorageErrorKind::Other);
+        }
+        state.wakers.drain(..).for_each(Waker::wake);
+    }
 }
 
 impl FsUpload {
     pub(crate) fn new(shared: Arc<Shared>, key: Key, mode: PutMode, temp: Temp) -> Self {
-        Self { shared, key, mode, state: State::Ready(temp) }
+        Self { shared, key, mode, temp, byte_len: 0, parts: Arc::default() }
     }
-
-    /// Waits until no part is being written, and takes the file.
-    async fn take(&mut self) -> Result<Temp, StorageError> {
-        if let State::Writing(thread) = &mut self.state {
-            let outcome = thread.await;
-            self.state = State::Failed;
-            return outcome.unwrap_or_else(|error| Err(lost(OP, Some(&self.key), error)));
-        }
-        match mem::replace(&mut self.state, State::Failed) {
-            State::Ready(temp) => Ok(temp),
-            State::Writing(_) | State::Failed => {
-                let kind = StorageErrorKind::Other;
-                Err(StorageError::new(kind, OP, Some(self.key.clone()))
-                    .with_message("an earlier part failed"))
-            }
-        }
-    }
-}
-
-fn append(temp: Temp, key: &Key, part: &Payload) -> Result<Temp, StorageError> {
-    write_payload(&mut temp.file(), part).map_err(on_key(OP, key))?;
-    Ok(temp)
 }
 
 #[async_trait]
 impl Upload for FsUpload {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
-        let temp = self.take().await?;
-        let Ok(runtime) = Handle::try_current() else {
-            self.state = State::Ready(append(temp, &self.key, &part)?);
-            return Ok(());
-        };
-        let key = self.key.clone();
-        self.state = State::Writing(runtime.spawn_blocking(move || append(temp, &key, &part)));
-        self.state = State::Ready(self.take().await?);
-        Ok(())
-    }
-
-    async fn complete(mut self: Box<Self>) -> Result<(), StorageError> {
-        let temp = self.take().await?;
-        let Self { shared, key, mode, .. } = *self;
-        let for_thread = key.clone();
-        blocking(OP, Some(&key), move || shared.publish(OP, &for_thread, temp, mode)).await
-    }
-
-    async fn abort(mut self: Box<Self>) -> Result<(), StorageError> {
-        // Of an upload that failed nothing is left.
-        if let Ok(temp) = self.take().await {
-            blocking(OP, Some(&self.key), move || {
-                drop(temp);
-                Ok(())
+    fn put_part(&mut self, payload: Payload) -> PartFuture {
+        let (file, key) = (Arc::clone(self.temp.file()), self.key.clone());
+        let byte_offset = self.byte_len;
+        self.byte_len = byte_offset.saturating_add(payload.len());
+        let mut part = Part::new(&self.parts);
+        Box::pin(async move {
+            part.begin();
+            let for_thread = key.clone();
+            blocking(OP, Some(&key), move || {
+                // As a whole: a closure takes fields alone where it can.
+                let mut part = part;
+                let written = write_payload_at(&file, byte_offset, &payload);
+                // The caller gets its memory back before it hears of the end.
+                drop(payload);
+                let written = written.map_err(on_key(OP, &for_thread));
+                match &written {
+                    Ok(()) => part.written = true,
+                    Err(error) => part.fail(error.kind()),
+                }
+                written
             })
-            .await?;
-        }
-        Ok(())
+            .await
+        })
+    }
+
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
+        self.parts.settled().await;
+        let Self { shared, key, mode, temp, parts, .. } = *self;
+        let (waiting, failed) = {
+            let state = parts.state();
+            (state.waiting, state.failed)
+        };
+        let lacks = |kind, message: &str| {
+            Err(StorageError::new(kind, OP, Some(key.clone())).with_message(message))
+        };
+        let lacking = match (waiting, failed) {
+            (0, None) => Ok(()),
+            (_, None) => lacks(StorageErrorKind::Invalid, "a part was not written"),
+            (_, Some(kind)) => lacks(kind, "an earlier part was not written"),
+        };
+        let for_thread = key.clone();
+        blocking(OP, Some(&key), move || {
+            // Removing the file is work for that thread as well.
+            lacking.and_then(|()| shared.publish(OP, &for_thread, temp, &mode))
+        })
+        .await
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        let Self { key, temp, parts, .. } = *self;
+        parts.settled().await;
+        blocking(OP, Some(&key), move || {
+            drop(temp);
+            Ok(())
+        })
+        .await
     }
 }

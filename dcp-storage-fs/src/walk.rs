@@ -12,7 +12,8 @@ use rustix::io::Errno;
 
 use crate::error::is_absence;
 use crate::owner::{is_reserved, is_temp};
-use crate::root::{FOLDER, LOOK, Root};
+use crate::root::{FOLDER, LOOK, Root, split};
+use crate::version::{object, version_of_stat};
 
 /// What there is in one folder.
 #[derive(Debug, Default)]
@@ -65,7 +66,9 @@ pub(crate) fn look_into(root: &Root, path: &str) -> io::Result<Option<(OwnedFd, 
             FileType::RegularFile => {
                 if let Ok(key) = Key::new(&below) {
                     let byte_len = u64::try_from(stat.st_size).unwrap_or(0);
-                    let meta = ObjectMeta::new(key, byte_len).with_modified(modified(&stat));
+                    let meta = ObjectMeta::new(key, byte_len)
+                        .with_modified(modified(&stat))
+                        .with_version(Some(version_of_stat(&stat)));
                     found.objects.push(meta);
                 }
             }
@@ -94,8 +97,24 @@ fn linked(root: &Root, path: &str) -> Option<Linked> {
     if meta.is_dir() {
         return Some(Linked::Folder);
     }
-    let object = || ObjectMeta::new(key, meta.len()).with_modified(meta.modified().ok());
-    meta.is_file().then(|| Linked::File(object()))
+    meta.is_file().then(|| Linked::File(object(&key, &meta)))
+}
+
+/// Whether the path of a folder goes through a link, where links to folders are followed.
+pub(crate) fn is_linked(root: &Root, path: &str) -> io::Result<bool> {
+    if !root.follows_links() {
+        return Ok(false);
+    }
+    let mut path = path;
+    while let Some((above, name)) = split(path) {
+        let folder = root.open_below(above, FOLDER)?;
+        let stat = statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        if FileType::from_raw_mode(stat.st_mode) == FileType::Symlink {
+            return Ok(true);
+        }
+        path = above;
+    }
+    Ok(false)
 }
 
 fn modified(stat: &Stat) -> Option<SystemTime> {

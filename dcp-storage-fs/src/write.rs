@@ -1,8 +1,10 @@
 //! Writing a gather list to a file.
 
+use std::fs::File;
 use std::io::{self, BufWriter, IoSlice, Write};
 
 use dcp_core::Payload;
+use rustix::io::pwritev;
 
 /// How many pieces go into one call; Linux and macOS take up to 1024.
 const PIECES: usize = 1024;
@@ -34,6 +36,33 @@ pub(crate) fn write_payload(file: &mut impl Write, payload: &Payload) -> io::Res
         write_slices(file, &mut slices)?;
     }
     Ok(())
+}
+
+/// Writes all bytes of `payload` to a place in the file. Others may write to other places meanwhile.
+pub(crate) fn write_payload_at(file: &File, byte_offset: u64, payload: &Payload) -> io::Result<()> {
+    write_payload(&mut At { file, byte_offset }, payload)
+}
+
+/// A place in a file.
+struct At<'a> {
+    file: &'a File,
+    byte_offset: u64,
+}
+
+impl Write for At<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(bytes)])
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        let written = pwritev(self.file, slices, self.byte_offset)?;
+        self.byte_offset += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 fn write_slices(file: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
@@ -109,6 +138,18 @@ mod tests {
                 prop_assert_eq!(error.kind(), io::ErrorKind::StorageFull);
             }
         }
+    }
+
+    #[test]
+    fn parts_are_written_to_their_places_in_any_order() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let parts = [(7_u64, vec![2_u8; 5000]), (5007, vec![3; 9]), (0, vec![1; 7])];
+        for (byte_offset, bytes) in &parts {
+            let payload = bytes.chunks(4).map(Bytes::copy_from_slice).collect::<Payload>();
+            write_payload_at(file.as_file(), *byte_offset, &payload).unwrap();
+        }
+        let expected = [vec![1; 7], vec![2; 5000], vec![3; 9]].concat();
+        assert!(std::fs::read(file.path()).unwrap() == expected);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use dcp_conformance::{Trial, run};
-use dcp_core::storage::PutMode;
+use dcp_core::storage::{PutMode, UploadOptions};
 use dcp_core::{Key, Payload, Storage, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
 use futures_util::TryStreamExt;
@@ -50,7 +50,9 @@ fn write_and_wait(folder: &Path) -> ! {
     let storage = FsStorage::open(folder).unwrap();
     let runtime = runtime();
     let key = Key::new("put/theirs").unwrap();
-    let mut upload = runtime.block_on(storage.start_upload(&key, PutMode::Create)).unwrap();
+    let mut upload = runtime
+        .block_on(storage.start_upload(&key, UploadOptions::new(PutMode::Create, 1 << 20)))
+        .unwrap();
     runtime.block_on(upload.put_part("abc".into())).unwrap();
     let mut out = std::io::stdout();
     out.write_all(b"begun").unwrap();
@@ -78,7 +80,9 @@ fn write_too_much(folder: &Path) {
     let large = || Payload::from(vec![1; 300_000]);
     let error = runtime.block_on(storage.put(&key, large(), PutMode::Create)).unwrap_err();
     assert_eq!(error.kind(), StorageErrorKind::Full, "{error}");
-    let mut upload = runtime.block_on(storage.start_upload(&key, PutMode::Create)).unwrap();
+    let mut upload = runtime
+        .block_on(storage.start_upload(&key, UploadOptions::new(PutMode::Create, 1 << 20)))
+        .unwrap();
     let error = runtime.block_on(upload.put_part(large())).unwrap_err();
     assert_eq!(error.kind(), StorageErrorKind::Full, "{error}");
     runtime.block_on(upload.complete()).unwrap_err();
@@ -103,7 +107,7 @@ fn limit_writer() {
 fn clean_up() {
     let folder = tempfile::tempdir().unwrap();
     let storage = FsStorage::open(folder.path()).unwrap();
-    let clean = |age| runtime().block_on(storage.clean_leftovers(age)).unwrap();
+    let clean = |age| runtime().block_on(storage.remove_leftovers(None, age)).unwrap();
     let old = Duration::ZERO;
     let key = |name: &str| Key::new(name).unwrap();
 
@@ -121,8 +125,11 @@ fn clean_up() {
     let name = leftover.file_name().unwrap();
     assert!(name.as_encoded_bytes().starts_with(b".dcp-tmp."), "{name:?}");
     let living = runtime();
-    let mut upload =
-        living.block_on(storage.start_upload(&key("put/mine"), PutMode::Create)).unwrap();
+    let mut upload = living
+        .block_on(
+            storage.start_upload(&key("put/mine"), UploadOptions::new(PutMode::Create, 1 << 20)),
+        )
+        .unwrap();
     living.block_on(upload.put_part("abc".into())).unwrap();
     let objects = runtime().block_on(storage.list(None).try_collect::<Vec<_>>()).unwrap();
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::storage::{PutMode, StorageExt, UploadOptions};
 use dcp_core::{Payload, Storage, StorageError, StorageErrorKind};
 use dcp_storage_fs::FsStorage;
 use dcp_testing::{block_on, key};
@@ -67,9 +67,10 @@ fn names(storage: &FsStorage) -> Vec<String> {
 }
 
 async fn upload(storage: &FsStorage, name: &str, part: Payload) -> Result<(), StorageError> {
-    let mut upload = storage.start_upload(&key(name), PutMode::Create).await?;
+    let mut upload =
+        storage.start_upload(&key(name), UploadOptions::new(PutMode::Create, 1 << 20)).await?;
     upload.put_part(part).await?;
-    upload.complete().await
+    upload.complete().await.map(drop)
 }
 
 /// A file system in memory, unmounted on drop; `None` where this user may not mount.
@@ -103,8 +104,8 @@ fn a_full_disk_is_full_and_keeps_nothing() {
     let large = || Payload::from(vec![2; 400_000]);
     block_on(storage.put(&key("old"), old.clone(), PutMode::Create)).unwrap();
     for (op, outcome) in [
-        (StorageOp::Put, block_on(storage.put(&key("new"), large(), PutMode::Create))),
-        (StorageOp::Put, block_on(storage.put(&key("old"), large(), PutMode::Overwrite))),
+        (StorageOp::Put, block_on(storage.put(&key("new"), large(), PutMode::Create)).map(drop)),
+        (StorageOp::Put, block_on(storage.put(&key("old"), large(), PutMode::Overwrite)).map(drop)),
         (StorageOp::Upload, block_on(upload(&storage, "new", large()))),
     ] {
         let error = outcome.unwrap_err();
@@ -169,11 +170,11 @@ fn no_key_leads_out_of_the_root() {
             assert_eq!(error.kind(), StorageErrorKind::Link, "{name}: {error}");
         }
         block_on(upload(&storage, name, "x".into())).unwrap_err();
-        block_on(storage.delete(&key(name))).unwrap_err();
+        block_on(storage.delete(&[key(name)])).unwrap_err();
     }
     // A link in the object's place is replaced or removed, not followed.
     block_on(storage.put(&key("link"), "new".into(), PutMode::Overwrite)).unwrap();
-    block_on(storage.delete(&key("inner"))).unwrap();
+    block_on(storage.delete(&[key("inner")])).unwrap();
     assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
     assert_eq!(fs::read(outside.join("secret")).unwrap(), b"s");
     assert_eq!(names(&storage), ["file", "link"]);
@@ -219,8 +220,9 @@ fn only_regular_files_are_replaced() {
     ] {
         let key = key(name);
         for mode in [PutMode::Create, PutMode::Overwrite] {
-            let put = block_on(storage.put(&key, "x".into(), mode)).unwrap_err();
-            let upload = block_on(storage.start_upload(&key, mode)).unwrap_err();
+            let put = block_on(storage.put(&key, "x".into(), mode.clone())).unwrap_err();
+            let upload = block_on(storage.start_upload(&key, UploadOptions::new(mode, 1 << 20)))
+                .unwrap_err();
             for error in [put, upload] {
                 let kinds = [StorageErrorKind::Invalid, StorageErrorKind::Link];
                 assert!(kinds.contains(&error.kind()), "{name}: {error}");
@@ -231,7 +233,10 @@ fn only_regular_files_are_replaced() {
         }
         // What appears while the bytes are written is not replaced either.
         let free = folder.path().join("free");
-        let upload = block_on(storage.start_upload(&self::key("free"), PutMode::Overwrite));
+        let upload = block_on(
+            storage
+                .start_upload(&self::key("free"), UploadOptions::new(PutMode::Overwrite, 1 << 20)),
+        );
         fs::rename(folder.path().join(name), &free).unwrap();
         block_on(upload.unwrap().complete()).unwrap_err();
         fs::rename(&free, folder.path().join(name)).unwrap();
@@ -284,8 +289,11 @@ fn a_storage_works_without_a_runtime() {
 
     let folder = tempfile::tempdir().unwrap();
     let storage = FsStorage::open(folder.path()).unwrap();
-    let mut writing =
-        storage.start_upload(&key("a"), PutMode::Create).now_or_never().unwrap().unwrap();
+    let mut writing = storage
+        .start_upload(&key("a"), UploadOptions::new(PutMode::Create, 1 << 20))
+        .now_or_never()
+        .unwrap()
+        .unwrap();
     writing.put_part("abc".into()).now_or_never().unwrap().unwrap();
     writing.put_part("def".into()).now_or_never().unwrap().unwrap();
     writing.complete().now_or_never().unwrap().unwrap();

@@ -33,7 +33,7 @@ async fn tour() -> Result<(), Box<dyn Error>> {
     let jobs = JobOptions::default();
 
     println!("1. Inspect what PyTorch 2.15 saved with FSDP2 on two ranks\n");
-    let saved = open(&bundled, Access::Read)?;
+    let saved = open(&bundled, Access::Read).await?;
     let source = source(&saved);
     let summary = convert::inspect(&source, &jobs, |_| true).await?;
     for (fqn, key) in &summary.keys {
@@ -53,7 +53,7 @@ async fn tour() -> Result<(), Box<dyn Error>> {
     }
 
     println!("\n2. Reshard it to {RANKS} ranks, and verify every byte of the result\n");
-    let resharded = open(&scratch.0.join("resharded"), Access::Write)?;
+    let resharded = open(&scratch.0.join("resharded"), Access::Write).await?;
     let writer = DcpWriter::new(Arc::clone(&resharded));
     let report = convert::reshard(&source, &writer, RANKS, &jobs).await?;
     for (file, bytes) in &report.files {
@@ -64,7 +64,7 @@ async fn tour() -> Result<(), Box<dyn Error>> {
     println!("   verify --deep: {} problems", verdict.problems.len());
 
     println!("\n3. Convert the result to one safetensors file\n");
-    let output = open(&scratch.0, Access::Write)?;
+    let output = open(&scratch.0, Access::Write).await?;
     let target = Target::new(output, Key::new("model.safetensors")?);
     let report = convert::to_safetensors(&resharded, &target, &jobs).await?;
     println!("   model.safetensors: {} tensors, {} bytes", report.tensors, report.bytes);
@@ -87,9 +87,9 @@ async fn tour() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn open(path: &Path, access: Access) -> Result<Arc<dyn Storage>, Box<dyn Error>> {
+async fn open(path: &Path, access: Access) -> Result<Arc<dyn Storage>, Box<dyn Error>> {
     let url = path.to_str().ok_or("a path that is not UTF-8")?;
-    Ok(dcp::default_storages().open(url, access)?)
+    Ok(dcp::default_storages().open(url, access).await?)
 }
 
 fn source(storage: &Arc<dyn Storage>) -> Source {

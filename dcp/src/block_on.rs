@@ -41,7 +41,9 @@ impl Wake for Unpark {
 /// # let folder = tempfile::tempdir()?;
 /// # let url = folder.path().join("step_1").display().to_string();
 /// # dcp::save(&dcp::StateDict::new(), &url).blocking()?;
-/// let storage = dcp::default_storages().open(&url, dcp::core::registry::Access::Read)?;
+/// use dcp::core::registry::Access;
+///
+/// let storage = dcp::block_on(dcp::default_storages().open(&url, Access::Read))??;
 /// let metadata = dcp::core::Key::new(".metadata")?;
 /// assert!(dcp::block_on(storage.stat(&metadata))??.byte_len > 0);
 /// # Ok(())

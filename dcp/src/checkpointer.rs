@@ -258,10 +258,13 @@ impl Save {
     #[doc(alias = "async_save")]
     pub fn background(self) -> Result<PendingSave, CheckpointError> {
         let Self { with, state, url } = self;
-        match state.and_then(|state| Ok((state, with.open_writer(&url)?))) {
-            Ok((state, writer)) => with.background.start(&state, writer),
-            Err(error) => Ok(with.background.fail(error)),
-        }
+        let state = match state {
+            Ok(state) => state,
+            Err(error) => return Ok(with.background.fail(error)),
+        };
+        let (storages, writer) = (with.storages.clone(), Arc::clone(&with.writer));
+        let open = async move { Ok(writer(storages.open(&url, Access::Write).await?)) };
+        with.background.start_opening(&state, open)
     }
 }
 
@@ -275,7 +278,8 @@ impl IntoFuture for Save {
             with.background.settled().await;
             let earlier = with.background.earlier_failure();
             let state = earlier.map_or(state, Err);
-            match state.and_then(|state| Ok((state, with.open_writer(&url)?))) {
+            let opened = async { Ok((state?, with.open_writer(&url).await?)) };
+            match opened.await {
                 Ok((state, writer)) => with.saver.save(&state, &*writer).await,
                 Err(error) => Err(with.saver.fail(error).await),
             }
@@ -325,7 +329,7 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
         Box::pin(async move {
             with.background.settled().await;
             let loader = with.loader.clone().mode(mode);
-            match with.open_reader(&url) {
+            match with.open_reader(&url).await {
                 Ok(reader) => loader.load_stateful(state, &*reader).await,
                 Err(error) => Err(loader.fail(error).await),
             }
@@ -334,11 +338,11 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
 }
 
 impl Checkpointer {
-    fn open_writer(&self, url: &str) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
-        Ok((self.writer)(self.storages.open(url, Access::Write)?))
+    async fn open_writer(&self, url: &str) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
+        Ok((self.writer)(self.storages.open(url, Access::Write).await?))
     }
 
-    fn open_reader(&self, url: &str) -> Result<Arc<dyn StorageReader>, CheckpointError> {
-        Ok((self.reader)(self.storages.open(url, Access::Read)?))
+    async fn open_reader(&self, url: &str) -> Result<Arc<dyn StorageReader>, CheckpointError> {
+        Ok((self.reader)(self.storages.open(url, Access::Read).await?))
     }
 }

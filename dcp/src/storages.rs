@@ -18,15 +18,17 @@ use dcp_core::registry::StorageRegistry;
 /// use dcp::core::registry::Access;
 ///
 /// let storages = dcp::default_storages();
-/// assert!(storages.open("tape://7/run", Access::Read).is_err());
+/// let opened = dcp::block_on(storages.open("tape://7/run", Access::Read))?;
+/// assert!(opened.is_err());
+/// # Ok::<(), dcp::CheckpointError>(())
 /// ```
 #[must_use]
 pub fn default_storages() -> StorageRegistry {
     #[allow(unused_mut, reason = "nothing is registered without features")]
     let mut registry = StorageRegistry::empty();
     #[cfg(feature = "fs")]
-    registry.register("file", |url, access| {
-        let path = path_of(url);
+    registry.register("file", |request| {
+        let (path, access) = (path_of(&request.url), request.access);
         let builder = dcp_storage_fs::FsStorage::builder(path);
         let builder = match hub_repository(Path::new(path)) {
             Some(repository) if access == Access::Read => builder.links_within(repository),
@@ -44,9 +46,9 @@ pub fn default_storages() -> StorageRegistry {
 #[must_use]
 pub fn storages_following_links() -> StorageRegistry {
     let mut registry = default_storages();
-    registry.register("file", |url, access| {
-        let write = access == Access::Write;
-        let builder = dcp_storage_fs::FsStorage::builder(path_of(url));
+    registry.register("file", |request| {
+        let write = request.access == Access::Write;
+        let builder = dcp_storage_fs::FsStorage::builder(path_of(&request.url));
         let storage = builder.follow_links(!write).create(write).clean(write).open();
         Ok::<_, StorageError>(std::sync::Arc::new(storage?))
     });

@@ -40,7 +40,7 @@ pub(crate) fn man(args: &ManPages, program: Command, session: &Session) -> Resul
         return out.write_own(page);
     };
     session.run(true, async {
-        let storage = session.opener().storages().open(directory, Access::Write)?;
+        let storage = session.opener().storages().open(directory, Access::Write).await?;
         let storage = session.rollback.watch(storage);
         for (name, page) in &pages {
             let key = Key::new(name.clone()).map_err(StorageError::from)?;

@@ -28,10 +28,10 @@ const FIXTURES: [&str; 8] = [
 /// The stored bytes of every object.
 fn objects(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let uri = folder.display().to_string();
-    let storage = dcp::default_storages().open(&uri, Access::Read).unwrap();
-    let reader = DcpReader::new(Arc::clone(&storage));
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     runtime.block_on(async {
+        let storage = dcp::default_storages().open(&uri, Access::Read).await.unwrap();
+        let reader = DcpReader::new(Arc::clone(&storage));
         let metadata = reader.metadata().await.unwrap();
         let mut all = BTreeMap::new();
         for (fqn, entry) in metadata.iter() {

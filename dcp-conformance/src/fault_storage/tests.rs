@@ -1,6 +1,6 @@
 //! Faults strike where they are set, and only there.
 
-use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::storage::{PutMode, StorageExt, UploadOptions};
 use futures_util::TryStreamExt;
 
 use super::*;
@@ -16,28 +16,32 @@ fn memory() -> (Arc<MemoryStorage>, FaultStorage) {
     (Arc::clone(&memory), FaultStorage::new(memory))
 }
 
+fn upload_options() -> UploadOptions {
+    UploadOptions::new(PutMode::Create, 4)
+}
+
 /// Every method once: ten operations.
 async fn everything(storage: &FaultStorage) -> Vec<Option<StorageErrorKind>> {
     let mut outcomes = Vec::new();
     let mut note =
         |outcome: Result<(), StorageError>| outcomes.push(outcome.err().map(|e| e.kind()));
-    note(storage.put(&key("a"), "abcd".into(), PutMode::Create).await);
+    note(storage.put(&key("a"), "abcd".into(), PutMode::Create).await.map(drop));
     note(storage.stat(&key("a")).await.map(drop));
     note(storage.read_range(&key("a"), 0..4).await.map(drop));
     note(storage.list(None).try_collect::<Vec<_>>().await.map(drop));
-    note(match storage.start_upload(&key("b"), PutMode::Create).await {
+    note(match storage.start_upload(&key("b"), upload_options()).await {
         Ok(mut upload) => {
             let part = upload.put_part("efgh".into()).await;
             let completion = upload.complete().await;
-            part.and(completion)
+            part.and(completion.map(drop))
         }
         Err(error) => Err(error),
     });
-    note(match storage.start_upload(&key("c"), PutMode::Create).await {
+    note(match storage.start_upload(&key("c"), upload_options()).await {
         Ok(upload) => upload.abort().await,
         Err(error) => Err(error),
     });
-    note(storage.delete(&key("a")).await);
+    note(storage.delete(&[key("a")]).await);
     outcomes
 }
 
@@ -101,13 +105,16 @@ struct Sent(Arc<Mutex<(Vec<u8>, bool)>>);
 
 #[async_trait]
 impl Upload for Sent {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
-        self.0.lock().unwrap().0.extend_from_slice(&part.to_bytes());
-        Ok(())
+    fn put_part(&mut self, part: Payload) -> PartFuture {
+        let sent = Arc::clone(&self.0);
+        Box::pin(async move {
+            sent.lock().unwrap().0.extend_from_slice(&part.to_bytes());
+            Ok(())
+        })
     }
 
-    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
-        Ok(())
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
+        Ok(ObjectMeta::new(key("a"), 0))
     }
 
     async fn abort(self: Box<Self>) -> Result<(), StorageError> {
@@ -161,7 +168,7 @@ fn an_upload_whose_bytes_have_their_space_completes_on_a_full_storage() {
     let (memory, storage) = memory();
     let storage = storage.full_after(2);
     runtime().block_on(async {
-        let mut upload = storage.start_upload(&key("a"), PutMode::Create).await.unwrap();
+        let mut upload = storage.start_upload(&key("a"), upload_options()).await.unwrap();
         upload.put_part("abcd".into()).await.unwrap();
         upload.complete().await.unwrap();
         assert_eq!(&memory.read_all(&key("a")).await.unwrap()[..], b"abcd");

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use dcp_core::format::{CheckpointFormat, FormatRegistry, OpenOptions, OpenedCheckpoint, Place};
 use dcp_core::save_run::{RankWrite, SaveRun};
-use dcp_core::storage::{PutMode, StorageExt as _};
+use dcp_core::storage::PutMode;
 use dcp_core::{CheckpointError, Key, Storage, StorageWriter};
 use futures_util::TryStreamExt as _;
 
@@ -326,7 +326,7 @@ pub(super) type Files = std::collections::BTreeMap<Key, Bytes>;
 pub(super) async fn files(storage: &dyn Storage) -> Result<Files, Failure> {
     let mut files = Files::new();
     for meta in storage.list(None).try_collect::<Vec<_>>().await? {
-        files.insert(meta.key.clone(), storage.read_all(&meta.key).await?);
+        files.insert(meta.key.clone(), storage.read_whole(&meta.key, u64::MAX).await?.bytes);
     }
     Ok(files)
 }

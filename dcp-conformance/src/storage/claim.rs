@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::StorageErrorKind;
-use dcp_core::storage::{PutMode, StorageExt};
+use dcp_core::storage::PutMode;
 use futures_util::future::join_all;
 
 use super::subject::{Subject, expect_kind, pattern};
@@ -116,11 +116,11 @@ async fn no_replacement_of_concurrent_holders_is_lost(subject: Subject) -> Outco
         let (subject, key) = (subject.clone(), key.clone());
         runtime().spawn(async move {
             let Ok(claim) = second(&subject, &key).await? else { return Ok(0) };
-            let read = subject.storage.read_all(&key).await?;
+            let read = subject.whole(&key).await?;
             let count: usize = std::str::from_utf8(&read)?.parse()?;
             tokio::task::yield_now().await;
             match claim.replace((count + 1).to_string().into_bytes().into()).await {
-                Ok(()) => Ok::<_, Failure>(1),
+                Ok(_) => Ok::<_, Failure>(1),
                 late => expect_kind(late, StorageErrorKind::Conflict, "a lost race").map(|()| 0),
             }
         })

@@ -7,7 +7,7 @@ use dcp_core::storage::PutMode;
 use futures_util::TryStreamExt;
 use futures_util::future::try_join_all;
 
-use super::subject::{Subject, pattern};
+use super::subject::{Random, Subject, pattern};
 use crate::case::{Failure, Outcome, ensure};
 
 super::clauses![
@@ -18,6 +18,10 @@ super::clauses![
     list_finds_each_of_many_objects_once,
     list_leaves_out_objects_that_are_being_written,
     list_forgets_deleted_objects,
+    list_folder_finds_objects_and_folders,
+    list_folder_takes_a_folder_by_whole_segments,
+    list_folder_agrees_with_list,
+    list_folder_leaves_out_objects_that_are_being_written,
 ];
 
 /// Fails unless exactly these objects are listed under the folder.
@@ -95,19 +99,103 @@ async fn list_finds_each_of_many_objects_once(subject: Subject) -> Outcome {
 
 async fn list_leaves_out_objects_that_are_being_written(subject: Subject) -> Outcome {
     fill(&subject, &[("folder/old", 5)]).await?;
-    let mut upload =
-        subject.storage.start_upload(&subject.key("folder/new")?, PutMode::Create).await?;
+    let len = subject.part_len(100_000);
+    let mut upload = subject.start(&subject.key("folder/new")?, PutMode::Create, len).await?;
     lists(&subject, None, &[("folder/old", 5)]).await?;
-    upload.put_part(pattern(2, 100_000).into()).await?;
+    upload.put_part(pattern(2, len).into()).await?;
     lists(&subject, Some("folder"), &[("folder/old", 5)]).await?;
     upload.complete().await?;
-    lists(&subject, None, &[("folder/old", 5), ("folder/new", 100_000)]).await
+    lists(&subject, None, &[("folder/old", 5), ("folder/new", len as u64)]).await
 }
 
 async fn list_forgets_deleted_objects(subject: Subject) -> Outcome {
     fill(&subject, &[("a/b", 1), ("a/c", 2), ("d", 3)]).await?;
-    subject.storage.delete(&subject.key("a/b")?).await?;
+    subject.storage.delete(&[subject.key("a/b")?]).await?;
     lists(&subject, None, &[("a/c", 2), ("d", 3)]).await?;
-    subject.storage.delete(&subject.key("a/c")?).await?;
+    subject.storage.delete(&[subject.key("a/c")?]).await?;
     lists(&subject, Some("a"), &[]).await
+}
+
+/// Fails unless the folder has exactly these entries; those without a length are folders.
+async fn has_entries(
+    subject: &Subject,
+    folder: Option<&str>,
+    expected: &[(&str, Option<u64>)],
+) -> Outcome {
+    let got = subject.entries(folder).await?;
+    let mut expected = expected
+        .iter()
+        .map(|&(name, len)| Ok((subject.key(name)?, len)))
+        .collect::<Result<Vec<(Key, Option<u64>)>, Failure>>()?;
+    expected.sort();
+    ensure!(got == expected, "{folder:?} has the entries {got:?}, not {expected:?}");
+    Ok(())
+}
+
+async fn list_folder_finds_objects_and_folders(subject: Subject) -> Outcome {
+    let objects = [("a", 0), ("b/c", 10), ("b/d/e", 2000), ("b/d/f", 1), (".hidden/g", 7)];
+    fill(&subject, &objects).await?;
+    let all = [("a", Some(0)), ("b", None), (".hidden", None)];
+    has_entries(&subject, None, &all).await?;
+    has_entries(&subject, Some("b"), &[("b/c", Some(10)), ("b/d", None)]).await?;
+    has_entries(&subject, Some("b/d"), &[("b/d/e", Some(2000)), ("b/d/f", Some(1))]).await?;
+    has_entries(&subject, Some("absent"), &[]).await?;
+    has_entries(&subject, Some("no/such/folder"), &[]).await
+}
+
+async fn list_folder_takes_a_folder_by_whole_segments(subject: Subject) -> Outcome {
+    fill(&subject, &[("step_1/a", 1), ("step_10/a", 2), ("step_1.tmp/b/c", 3)]).await?;
+    has_entries(&subject, Some("step_1"), &[("step_1/a", Some(1))]).await?;
+    has_entries(&subject, Some("step"), &[]).await?;
+    has_entries(&subject, Some("step_1.tmp"), &[("step_1.tmp/b", None)]).await
+}
+
+/// Of any objects, the entries of each folder are what `list` finds below it.
+async fn list_folder_agrees_with_list(subject: Subject) -> Outcome {
+    let mut random = Random::new(7);
+    let names = ["a", "a.b", "a-b", "a b", "A", "é", "0", "..."];
+    for tree in 0..6 {
+        let mut objects: BTreeMap<String, u64> = BTreeMap::new();
+        for _ in 0..random.below(25) {
+            let depth = 1 + random.below(4);
+            let name = (0..depth).map(|_| names[random.below(names.len() as u64) as usize]);
+            let name = name.collect::<Vec<_>>().join("/");
+            // A file system has no object and folder of one name.
+            let clashes = |other: &String| {
+                let (short, long) =
+                    if other.len() < name.len() { (other, &name) } else { (&name, other) };
+                long.strip_prefix(short.as_str())
+                    .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+            };
+            if !objects.keys().any(clashes) {
+                objects.insert(name, random.below(50));
+            }
+        }
+        let mut folders = BTreeMap::from([(format!("{tree}"), BTreeMap::new())]);
+        for (name, len) in &objects {
+            let path = format!("{tree}/{name}");
+            subject.create(&path, &pattern(*len, *len as usize)).await?;
+            let (mut below, mut entry) = (path.as_str(), Some(*len));
+            while let Some((above, _)) = below.rsplit_once('/') {
+                folders.entry(above.to_owned()).or_default().insert(below.to_owned(), entry);
+                (below, entry) = (above, None);
+            }
+        }
+        for (folder, entries) in folders {
+            let entries = entries.iter().map(|(name, len)| (name.as_str(), *len));
+            has_entries(&subject, Some(&folder), &entries.collect::<Vec<_>>()).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn list_folder_leaves_out_objects_that_are_being_written(subject: Subject) -> Outcome {
+    fill(&subject, &[("folder/old", 5)]).await?;
+    let len = subject.part_len(10_000);
+    let mut upload = subject.start(&subject.key("folder/new")?, PutMode::Create, len).await?;
+    upload.put_part(pattern(2, len).into()).await?;
+    has_entries(&subject, Some("folder"), &[("folder/old", Some(5))]).await?;
+    upload.complete().await?;
+    let both = [("folder/old", Some(5)), ("folder/new", Some(len as u64))];
+    has_entries(&subject, Some("folder"), &both).await
 }

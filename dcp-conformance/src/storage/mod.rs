@@ -1,11 +1,13 @@
 //! The suite for [`Storage`] and [`Upload`](dcp_core::storage::Upload).
 
 mod claim;
+mod leftovers;
 mod list;
 mod put;
 mod read;
 mod subject;
 mod upload;
+mod version;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -37,7 +39,8 @@ where
 /// other run uses, and deletes what it wrote if it holds. So the suite can run on a storage that is
 /// in use.
 ///
-/// A clause that the storage's [`Capabilities`] exclude appears as ignored.
+/// A clause that the storage's [`Capabilities`] exclude appears as ignored. All clauses write and
+/// list.
 ///
 /// # Panics
 ///
@@ -71,7 +74,15 @@ where
         .collect()
 }
 
-const CASES: &[&[Case]] = &[put::CASES, read::CASES, upload::CASES, list::CASES, claim::CASES];
+const CASES: &[&[Case]] = &[
+    put::CASES,
+    read::CASES,
+    version::CASES,
+    upload::CASES,
+    list::CASES,
+    claim::CASES,
+    leftovers::CASES,
+];
 
 type Checking = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
@@ -86,13 +97,19 @@ struct Case {
 enum Needs {
     Nothing,
     AtomicCreate,
+    ConditionalPut,
     Claims,
+    Versions,
 }
 
 impl Needs {
     fn missing(self, capabilities: Capabilities) -> Option<&'static str> {
         match self {
+            _ if !capabilities.writable => Some("writable"),
+            _ if !capabilities.listable => Some("listable"),
             Self::AtomicCreate if !capabilities.atomic_create => Some("atomic_create"),
+            Self::ConditionalPut if !capabilities.conditional_put => Some("conditional_put"),
+            Self::Versions if !capabilities.versions => Some("versions"),
             Self::Claims if !capabilities.claims => Some("claims"),
             _ => None,
         }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use bytes::Bytes;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{PutMode, StorageExt};
-use dcp_core::{Payload, StorageErrorKind};
+use dcp_core::{HostMemory, Payload, StorageErrorKind};
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join_all};
 
@@ -33,6 +33,10 @@ super::clauses![
     delete_removes_an_object,
     delete_of_a_missing_object_is_no_error,
     delete_of_a_folder_spares_what_is_in_it,
+    delete_of_many_objects_removes_each,
+    delete_of_no_objects_is_no_error,
+    put_of_more_than_the_limit_is_too_large,
+    the_memory_of_a_payload_is_released_when_the_write_ends,
     a_deleted_key_is_free_again,
     errors_name_the_key_and_what_was_done,
 ];
@@ -120,7 +124,7 @@ async fn of_several_concurrent_creators_exactly_one_succeeds(subject: Subject) -
         let mut winners = Vec::new();
         for (creator, outcome) in (0..).zip(join_all(creators.collect::<Vec<_>>()).await) {
             match outcome? {
-                Ok(()) => winners.push(creator),
+                Ok(_) => winners.push(creator),
                 lost => expect_kind(lost, StorageErrorKind::AlreadyExists, "a lost race")?,
             }
         }
@@ -185,7 +189,8 @@ async fn a_reader_sees_the_old_bytes_or_the_new_ones(subject: Subject) -> Outcom
     let mut written = Ok(());
     for bytes in versions.iter() {
         let payload = in_pieces(bytes, 30_001);
-        written = written.and(subject.storage.put(&key, payload, PutMode::Overwrite).await);
+        let put = subject.storage.put(&key, payload, PutMode::Overwrite).await;
+        written = written.and(put.map(drop));
     }
     done.store(true, Ordering::SeqCst);
     let seen = try_join_all(readers).await?;
@@ -271,7 +276,7 @@ async fn keys_may_hold_spaces_signs_and_letters(subject: Subject) -> Outcome {
     ensure!(listed.len() == names.len(), "more is listed than there is: {listed:?}");
     for name in names {
         let key = subject.key(name)?;
-        subject.storage.delete(&key).await?;
+        subject.storage.delete(std::slice::from_ref(&key)).await?;
         subject.is_absent(&key).await?;
     }
     Ok(())
@@ -304,24 +309,85 @@ async fn keys_may_have_long_segments(subject: Subject) -> Outcome {
 async fn delete_removes_an_object(subject: Subject) -> Outcome {
     let kept = subject.create("folder/kept", &pattern(14, 10)).await?;
     let key = subject.create("folder/deleted", &pattern(14, 20)).await?;
-    subject.storage.delete(&key).await?;
+    subject.storage.delete(std::slice::from_ref(&key)).await?;
     subject.is_absent(&key).await?;
     subject.holds(&kept, &pattern(14, 10)).await
 }
 
 async fn delete_of_a_missing_object_is_no_error(subject: Subject) -> Outcome {
     let key = subject.create("object", &pattern(15, 10)).await?;
-    subject.storage.delete(&key).await?;
-    subject.storage.delete(&key).await?;
-    subject.storage.delete(&subject.key("no/such/folder")?).await?;
+    subject.storage.delete(std::slice::from_ref(&key)).await?;
+    subject.storage.delete(std::slice::from_ref(&key)).await?;
+    subject.storage.delete(&[subject.key("no/such/folder")?]).await?;
     Ok(())
 }
 
 async fn delete_of_a_folder_spares_what_is_in_it(subject: Subject) -> Outcome {
     let bytes = pattern(16, 10);
     let key = subject.create("folder/object", &bytes).await?;
-    subject.storage.delete(&subject.key("folder")?).await?;
+    subject.storage.delete(&[subject.key("folder")?]).await?;
     subject.holds(&key, &bytes).await
+}
+
+async fn delete_of_many_objects_removes_each(subject: Subject) -> Outcome {
+    const KEYS: usize = 2500;
+    let kept = subject.create("0/kept", &pattern(18, 10)).await?;
+    let mut keys = Vec::new();
+    for number in 0..KEYS {
+        let name = format!("{}/object {number}", number % 3);
+        // Most of them do not exist: more keys than a storage removes with one request.
+        if number % 100 == 37 {
+            subject.create(&name, &pattern(18, number % 7)).await?;
+        }
+        keys.push(subject.key(&name)?);
+    }
+    subject.storage.delete(&keys).await?;
+    let listed = subject.list(None).await?;
+    ensure!(listed.len() == 1, "these are left: {listed:?}");
+    subject.holds(&kept, &pattern(18, 10)).await?;
+    subject.storage.delete(&keys).await?;
+    subject.holds(&kept, &pattern(18, 10)).await
+}
+
+async fn delete_of_no_objects_is_no_error(subject: Subject) -> Outcome {
+    let key = subject.create("object", &pattern(19, 10)).await?;
+    subject.storage.delete(&[]).await?;
+    subject.holds(&key, &pattern(19, 10)).await
+}
+
+async fn put_of_more_than_the_limit_is_too_large(subject: Subject) -> Outcome {
+    let limits = subject.storage.capabilities().write_limits;
+    let longest = limits.put_bytes_max.min(limits.object_bytes_max);
+    // More memory than this is not worth the test.
+    let Some(len) = usize::try_from(longest).ok().filter(|len| *len <= 64 * MIB) else {
+        return Ok(());
+    };
+    let key = subject.key("object")?;
+    let outcome = subject.storage.put(&key, pattern(20, len + 1).into(), PutMode::Create).await;
+    expect_kind(outcome, StorageErrorKind::TooLarge, "put of more than the limit")?;
+    subject.is_absent(&key).await?;
+    let bytes = pattern(20, len);
+    subject.storage.put(&key, bytes.clone().into(), PutMode::Create).await?;
+    subject.holds(&key, &bytes).await
+}
+
+async fn the_memory_of_a_payload_is_released_when_the_write_ends(subject: Subject) -> Outcome {
+    let memory = HostMemory::zeroed(100_000);
+    for (name, mode) in [("created", PutMode::Create), ("overwritten", PutMode::Overwrite)] {
+        let key = subject.key(name)?;
+        let payload = Payload::from(memory.read()?);
+        subject.storage.put(&key, payload, mode.clone()).await?;
+        ensure!(memory.lend(0..1).is_ok(), "a storage keeps the memory of a written payload");
+        let payload = Payload::from(memory.read()?);
+        if mode == PutMode::Create {
+            let again = subject.storage.put(&key, payload, mode).await;
+            expect_kind(again, StorageErrorKind::AlreadyExists, "create of a taken key")?;
+        } else {
+            drop(subject.storage.put(&key, payload, mode));
+        }
+        ensure!(memory.lend(0..1).is_ok(), "a storage keeps the memory of a failed write");
+    }
+    Ok(())
 }
 
 async fn a_deleted_key_is_free_again(subject: Subject) -> Outcome {
@@ -329,7 +395,7 @@ async fn a_deleted_key_is_free_again(subject: Subject) -> Outcome {
         let bytes = pattern(seed, 10 * seed as usize);
         let key = subject.create("object", &bytes).await?;
         subject.holds(&key, &bytes).await?;
-        subject.storage.delete(&key).await?;
+        subject.storage.delete(std::slice::from_ref(&key)).await?;
     }
     Ok(())
 }
@@ -350,5 +416,5 @@ async fn errors_name_the_key_and_what_was_done(subject: Subject) -> Outcome {
         ensure!(error.key() == Some(key), "an error on {key:?} names {:?}", error.key());
         ensure!(error.op() == op, "an error of {op:?} names {:?}", error.op());
     }
-    same_bytes(&storage.read_all(&taken).await?, &pattern(17, 10))
+    same_bytes(&subject.whole(&taken).await?, &pattern(17, 10))
 }

@@ -1,7 +1,7 @@
 //! Clauses on reading ranges into lent memory.
 
 use bytes::Bytes;
-use dcp_core::storage::ReadInto;
+use dcp_core::storage::{ReadInto, ReadRequest};
 use dcp_core::{Buffer, HostMemory, StorageErrorKind};
 use futures_util::future::try_join_all;
 
@@ -20,6 +20,9 @@ super::clauses![
     a_failed_read_returns_the_memory_it_was_lent,
     read_of_more_than_8_mib_is_whole,
     an_object_is_read_concurrently,
+    read_whole_returns_all_bytes,
+    read_whole_of_more_than_the_limit_is_too_large,
+    read_whole_of_a_folder_is_not_found,
 ];
 
 const MIB: usize = 1 << 20;
@@ -68,7 +71,7 @@ async fn read_fills_lent_memory_in_place(subject: Subject) -> Outcome {
         ReadInto { byte_offset: 600, buffer: memory.lend(600..1000)? },
         ReadInto { byte_offset: 0, buffer: memory.lend(0..600)? },
     ];
-    let buffers = subject.storage.read(&key, reads).await?;
+    let buffers = subject.storage.read(&key, ReadRequest::new(reads)).await?;
     ensure!(memory.read().is_err(), "the loan ended before the buffers were dropped");
     drop(buffers);
     same_bytes(&memory.read()?, &bytes)
@@ -132,7 +135,9 @@ async fn a_failed_read_returns_the_memory_it_was_lent(subject: Subject) -> Outco
             ReadInto { byte_offset: 0, buffer: memory.lend(0..900)? },
             ReadInto { byte_offset: 900, buffer: memory.lend(900..2000)? },
         ];
-        ensure!(subject.storage.read(&key, reads).await.is_err(), "a bad read succeeded");
+        let outcome = subject.storage.read(&key, reads.into()).await;
+        ensure!(outcome.is_err(), "a bad read succeeded");
+        drop(outcome);
         memory.read()?;
     }
     Ok(())
@@ -159,6 +164,39 @@ async fn an_object_is_read_concurrently(subject: Subject) -> Outcome {
     });
     for reader in try_join_all(readers.collect::<Vec<_>>()).await? {
         reader?;
+    }
+    Ok(())
+}
+
+async fn read_whole_returns_all_bytes(subject: Subject) -> Outcome {
+    for len in [0, 1, 70_000, 9 * MIB + 1] {
+        let bytes = pattern(10, len);
+        let key = subject.create(&len.to_string(), &bytes).await?;
+        for max_bytes in [len as u64, u64::MAX] {
+            let whole = subject.storage.read_whole(&key, max_bytes).await?;
+            same_bytes(&whole.bytes, &bytes)?;
+            ensure!(whole.meta.key == key, "{key:?} is told as {:?}", whole.meta.key);
+            let told = whole.meta.byte_len;
+            ensure!(told == len as u64, "{len} bytes are told as {told}");
+        }
+    }
+    Ok(())
+}
+
+async fn read_whole_of_more_than_the_limit_is_too_large(subject: Subject) -> Outcome {
+    let key = subject.create("object", &pattern(11, 70_000)).await?;
+    for max_bytes in [69_999, 1000, 0] {
+        let outcome = subject.storage.read_whole(&key, max_bytes).await;
+        expect_kind(outcome, StorageErrorKind::TooLarge, "70000 bytes")?;
+    }
+    Ok(())
+}
+
+async fn read_whole_of_a_folder_is_not_found(subject: Subject) -> Outcome {
+    subject.create("folder/object", &pattern(12, 10)).await?;
+    for name in ["folder", "absent", "absent/object"] {
+        let outcome = subject.storage.read_whole(&subject.key(name)?, 100).await;
+        expect_kind(outcome, StorageErrorKind::NotFound, name)?;
     }
     Ok(())
 }

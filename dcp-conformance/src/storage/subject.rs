@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use dcp_core::storage::{ObjectMeta, PutMode, ReadInto, StorageExt};
+use dcp_core::storage::{FolderEntry, ObjectMeta, PutMode, ReadInto, ReadRequest, UploadOptions};
 use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
 use futures_util::TryStreamExt;
 
@@ -48,7 +48,39 @@ impl Subject {
             .iter()
             .map(|&(byte_offset, len)| ReadInto { byte_offset, buffer: Buffer::zeroed(len) })
             .collect();
-        self.storage.read(key, reads).await
+        Ok(self.storage.read(key, ReadRequest::new(reads)).await?.buffers)
+    }
+
+    /// The length of the parts of an upload: `wished`, where the storage allows it.
+    pub(super) fn part_len(&self, wished: usize) -> usize {
+        let limits = self.storage.capabilities().write_limits;
+        let len = (wished as u64).max(limits.part_bytes_min).min(limits.part_bytes_max);
+        usize::try_from(len).unwrap_or(wished)
+    }
+
+    /// Starts an upload in parts of `part_len` bytes.
+    pub(super) async fn start(
+        &self,
+        key: &Key,
+        mode: PutMode,
+        part_len: usize,
+    ) -> Result<Box<dyn dcp_core::storage::Upload>, StorageError> {
+        self.storage.start_upload(key, UploadOptions::new(mode, part_len as u64)).await
+    }
+
+    /// Uploads `bytes` in parts of `part_len` bytes, one after the other, without completing.
+    pub(super) async fn send(
+        &self,
+        key: &Key,
+        mode: PutMode,
+        bytes: &Bytes,
+        part_len: usize,
+    ) -> Result<Box<dyn dcp_core::storage::Upload>, StorageError> {
+        let mut upload = self.start(key, mode, part_len).await?;
+        for part in in_pieces(bytes, part_len).pieces() {
+            upload.put_part(part.clone().into()).await?;
+        }
+        Ok(upload)
     }
 
     /// Fails unless the object is exactly `expected`.
@@ -60,13 +92,20 @@ impl Subject {
             expected.len(),
             meta.byte_len
         );
-        same_bytes(&self.storage.read_all(key).await?, expected)
+        same_bytes(&self.whole(key).await?, expected)
+    }
+
+    /// The bytes of an object.
+    pub(super) async fn whole(&self, key: &Key) -> Result<Bytes, StorageError> {
+        Ok(self.storage.read_whole(key, 1 << 40).await?.bytes)
     }
 
     /// Fails if an object of that key exists in any way.
     pub(super) async fn is_absent(&self, key: &Key) -> Outcome {
         expect_kind(self.storage.stat(key).await, StorageErrorKind::NotFound, "stat")?;
         expect_kind(self.read(key, &[(0, 1)]).await, StorageErrorKind::NotFound, "read")?;
+        let whole = self.storage.read_whole(key, 1).await;
+        expect_kind(whole, StorageErrorKind::NotFound, "read_whole")?;
         let listed = self.list(None).await?;
         ensure!(listed.iter().all(|meta| meta.key != *key), "{key:?} is absent, but listed");
         Ok(())
@@ -83,12 +122,50 @@ impl Subject {
         Ok(listed)
     }
 
+    /// The entries directly in the folder `name` of the clause, or in its own folder: folders, and
+    /// objects with their lengths, in key order.
+    pub(super) async fn entries(
+        &self,
+        name: Option<&str>,
+    ) -> Result<Vec<(Key, Option<u64>)>, Failure> {
+        let folder = match name {
+            Some(name) => self.key(name)?,
+            None => self.folder.clone(),
+        };
+        let entries = self.storage.list_folder(Some(&folder)).try_collect::<Vec<_>>().await?;
+        let mut found = entries
+            .into_iter()
+            .filter_map(|entry| match entry {
+                FolderEntry::Object(meta) => Some((meta.key, Some(meta.byte_len))),
+                FolderEntry::Folder(folder) => Some((folder, None)),
+                _ => None,
+            })
+            .collect::<Vec<_>>();
+        found.sort();
+        Ok(found)
+    }
+
     /// Deletes everything in the clause's folder.
     pub(super) async fn clean(&self) -> Outcome {
-        for meta in self.list(None).await? {
-            self.storage.delete(&meta.key).await?;
-        }
-        Ok(())
+        let keys = self.list(None).await?.into_iter().map(|meta| meta.key).collect::<Vec<_>>();
+        Ok(self.storage.delete(&keys).await?)
+    }
+}
+
+/// Numbers that are the same in every run.
+pub(super) struct Random(u64);
+
+impl Random {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    /// A number below `end`.
+    pub(super) fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) % end.max(1)
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use dcp_core::error::error_chain;
 use dcp_core::format::{
-    CheckpointFormat, Folder, FolderEntry, FolderMatch, FormatRegistry, Listing, Place, RunTracker,
-    natural,
+    CheckpointFormat, Folder, FolderMatch, FormatRegistry, Listing, ListingEntry, Place,
+    RunTracker, natural,
 };
 use dcp_core::storage::{ObjectMeta, StorageExt};
 use dcp_core::{Key, Storage, StorageError};
@@ -198,9 +198,9 @@ pub async fn list_run(
             break;
         }
         match inside {
-            FolderEntry::File(name, meta) => files.push((name, meta)),
-            FolderEntry::Folder(folder) if is_part(folder.name()) => {}
-            FolderEntry::Folder(folder) => match formats.classify(&folder) {
+            ListingEntry::File(name, meta) => files.push((name, meta)),
+            ListingEntry::Folder(folder) if is_part(folder.name()) => {}
+            ListingEntry::Folder(folder) => match formats.classify(&folder) {
                 Some(found) => {
                     listed.push(Listed::folder(folder.name(), &folder, found, run.truncated));
                 }

@@ -2,11 +2,15 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
+    Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
 /// Several storages, each in a folder named after its number. Supports reading only, without
 /// listing.
@@ -43,10 +47,14 @@ impl Storage for Joined {
     fn capabilities(&self) -> Capabilities {
         let mut all = self.storages.iter().map(|storage| storage.capabilities());
         let first = all.next().unwrap_or_default();
-        all.fold(first, |mut all, one| {
-            all.atomic_create &= one.atomic_create;
-            all.durable &= one.durable;
+        let mut joined = Capabilities::none();
+        joined.ranged_reads = true;
+        joined.versions = true;
+        joined.coalesce_gap = first.coalesce_gap;
+        joined.parallelism = first.parallelism;
+        all.chain([first]).fold(joined, |mut all, one| {
             all.ranged_reads &= one.ranged_reads;
+            all.versions &= one.versions;
             all.coalesce_gap = all.coalesce_gap.min(one.coalesce_gap);
             all.parallelism = all.parallelism.min(one.parallelism);
             all
@@ -55,34 +63,56 @@ impl Storage for Joined {
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         let (storage, inner) = self.find(StorageOp::Stat, key)?;
-        let found = storage.stat(&inner).await?;
-        Ok(ObjectMeta::new(key.clone(), found.byte_len).with_modified(found.modified))
+        Ok(storage.stat(&inner).await?.with_key(key.clone()))
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
         let (storage, inner) = self.find(StorageOp::Read, key)?;
-        storage.read(&inner, reads).await
+        storage.read(&inner, request).await
     }
 
-    async fn put(&self, key: &Key, _: Payload, _: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        let (storage, inner) = self.find(StorageOp::Read, key)?;
+        let whole = storage.read_whole(&inner, max_bytes).await?;
+        Ok(WholeObject::new(whole.meta.with_key(key.clone()), whole.bytes))
+    }
+
+    async fn put(&self, key: &Key, _: Payload, _: PutMode) -> Result<ObjectMeta, StorageError> {
         Err(read_only(StorageOp::Put, Some(key)))
     }
 
-    async fn start_upload(&self, key: &Key, _: PutMode) -> Result<Box<dyn Upload>, StorageError> {
+    async fn start_upload(
+        &self,
+        key: &Key,
+        _: UploadOptions,
+    ) -> Result<Box<dyn Upload>, StorageError> {
         Err(read_only(StorageOp::Upload, Some(key)))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        let error = read_only(StorageOp::List, prefix);
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        let error = read_only(StorageOp::List, folder);
         Box::pin(futures_util::stream::iter([Err(error)]))
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        Err(read_only(StorageOp::Delete, Some(key)))
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        let error = read_only(StorageOp::List, folder);
+        Box::pin(futures_util::stream::iter([Err(error)]))
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        Err(read_only(StorageOp::Delete, keys.first()))
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         Err(read_only(StorageOp::Claim, Some(key)))
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        _: Duration,
+    ) -> Result<u64, StorageError> {
+        Err(read_only(StorageOp::RemoveLeftovers, folder))
     }
 }
 

@@ -111,6 +111,11 @@ impl CheckpointData {
     pub(crate) fn in_flight(&self) -> usize {
         self.options.parallelism.max(1)
     }
+
+    /// Bytes on their way to the storage.
+    pub(crate) fn upload_bytes(&self) -> u64 {
+        self.options.upload_bytes()
+    }
 }
 
 #[async_trait]

@@ -52,7 +52,8 @@ impl Target {
     ///
     /// When the storage fails, or the name is taken and the file may not be replaced.
     pub async fn put(&self, bytes: Bytes, _: Verified) -> Result<(), ConvertError> {
-        Ok(self.storage.put(&self.key, Payload::from(bytes), self.mode).await?)
+        self.storage.put(&self.key, Payload::from(bytes), self.mode.clone()).await?;
+        Ok(())
     }
 
     /// Writes a file that contains no checkpoint data, such as a report page.
@@ -61,7 +62,7 @@ impl Target {
     ///
     /// As [`put`](Self::put).
     pub async fn put_report(&self, text: Vec<u8>) -> Result<(), StorageError> {
-        self.storage.put(&self.key, Payload::from(text), self.mode).await
+        self.storage.put(&self.key, Payload::from(text), self.mode.clone()).await.map(drop)
     }
 
     /// Refuses a name that is taken, before any work.
@@ -74,7 +75,9 @@ impl Target {
 
     /// The options of writing this data.
     fn options(&self, data: &CheckpointData) -> FileOptions {
-        FileOptions::new(self.mode).with_in_flight(data.in_flight())
+        FileOptions::new(self.mode.clone())
+            .with_in_flight(data.in_flight())
+            .with_upload_bytes(data.upload_bytes())
     }
 
     /// Writes a safetensors file.

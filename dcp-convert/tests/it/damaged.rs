@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_conformance::{CountingStorage, FaultStorage, MemoryStorage};
@@ -11,11 +12,10 @@ use dcp_convert::{
 };
 use dcp_core::format::{CheckpointAudit, ChunkChecksum, Findings, IndexFacts, RecordAudit};
 use dcp_core::storage::{
-    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, StorageExt, Upload,
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
+    StorageExt, Upload, UploadOptions, WholeObject,
 };
-use dcp_core::{
-    Buffer, CheckpointError, CheckpointMetadata, DType, Key, Payload, Storage, StorageError,
-};
+use dcp_core::{CheckpointError, CheckpointMetadata, DType, Key, Payload, Storage, StorageError};
 use dcp_formats::dcp::DcpWriter;
 use dcp_formats::safetensors::{SafetensorsItem, encode_header};
 use dcp_testing::key;
@@ -196,11 +196,20 @@ impl Storage for Detached {
         self.inner.stat(key).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.inner.read(key, reads).await
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        self.inner.read(key, request).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.inner.read_whole(key, max_bytes).await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         let (inner, under_way) = (Arc::clone(&self.inner), Arc::clone(&self.under_way));
         let key = key.clone();
         let before = under_way.fetch_add(1, Ordering::SeqCst);
@@ -218,17 +227,29 @@ impl Storage for Detached {
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, mode).await
+        self.inner.start_upload(key, options).await
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        self.inner.list(prefix)
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        self.inner.list(folder)
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.inner.delete(key).await
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        self.inner.list_folder(folder)
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        self.inner.delete(keys).await
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.inner.remove_leftovers(folder, min_age).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {

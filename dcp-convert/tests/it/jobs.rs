@@ -313,7 +313,7 @@ fn a_conversion_that_fails_anywhere_leaves_no_file() {
 
 #[test]
 fn a_replacement_that_fails_to_be_made_leaves_the_old_file() {
-    let tensors = Tensors::from([("x".to_owned(), tensor(DType::Float32, &[3000, 1000], 1))]);
+    let tensors = Tensors::from([("x".to_owned(), tensor(DType::Float32, &[6000, 1000], 1))]);
     run(async {
         let storage = file(&tensors).await;
         let broken = FaultStorage::new(Arc::clone(&storage)).dying_after(6);

@@ -16,6 +16,7 @@ use crate::error::StorageErrorKind;
 /// | `RankLost` | form a new group, then repeat the call |
 /// | `Storage(Conflict)` | another writer saves to the same place; stop one of them |
 /// | `Storage(Full)`, `OutOfMemory` | make room |
+/// | `Storage(Changed)` | open the checkpoint again |
 /// | `Storage(_)` | see [`StorageErrorKind`] |
 /// | `Damaged`, `NotACheckpoint` | load another checkpoint |
 /// | `Mismatch` | change the state dict or the load mode |
@@ -56,10 +57,15 @@ const NAMES: &[(FailureKind, &str)] = &[
     (FailureKind::Storage(StorageErrorKind::NotFound), "storage-not-found"),
     (FailureKind::Storage(StorageErrorKind::AlreadyExists), "storage-already-exists"),
     (FailureKind::Storage(StorageErrorKind::Denied), "storage-denied"),
+    (FailureKind::Storage(StorageErrorKind::Credentials), "storage-credentials"),
+    (FailureKind::Storage(StorageErrorKind::NoBucket), "storage-no-bucket"),
     (FailureKind::Storage(StorageErrorKind::Full), "storage-full"),
     (FailureKind::Storage(StorageErrorKind::Truncated), "storage-truncated"),
+    (FailureKind::Storage(StorageErrorKind::TooLarge), "storage-too-large"),
+    (FailureKind::Storage(StorageErrorKind::Changed), "storage-changed"),
     (FailureKind::Storage(StorageErrorKind::Unsupported), "storage-unsupported"),
     (FailureKind::Storage(StorageErrorKind::Invalid), "storage-invalid"),
+    (FailureKind::Storage(StorageErrorKind::Link), "storage-link"),
     (FailureKind::Storage(StorageErrorKind::Conflict), "storage-conflict"),
     (FailureKind::Storage(StorageErrorKind::Transient), "storage-transient"),
     (FailureKind::Storage(StorageErrorKind::Other), "storage-other"),

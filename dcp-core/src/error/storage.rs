@@ -16,10 +16,18 @@ pub enum StorageErrorKind {
     AlreadyExists,
     /// No permission.
     Denied,
+    /// The credentials are missing, wrong or expired.
+    Credentials,
+    /// The bucket or container does not exist.
+    NoBucket,
     /// The storage is full, or a quota is.
     Full,
     /// The object ends before the requested byte.
     Truncated,
+    /// The object is longer than the caller or the storage allows.
+    TooLarge,
+    /// The object was replaced while it was read.
+    Changed,
     /// The storage cannot do this.
     Unsupported,
     /// The request makes no sense, such as a bad key or URL.
@@ -47,6 +55,7 @@ pub enum StorageOp {
     List,
     Delete,
     Claim,
+    RemoveLeftovers,
 }
 
 impl fmt::Display for StorageOp {
@@ -60,6 +69,7 @@ impl fmt::Display for StorageOp {
             Self::List => "list",
             Self::Delete => "delete",
             Self::Claim => "claim",
+            Self::RemoveLeftovers => "remove leftovers of",
         })
     }
 }
@@ -149,8 +159,12 @@ impl fmt::Display for StorageError {
             StorageErrorKind::NotFound => "it does not exist",
             StorageErrorKind::AlreadyExists => "it exists already",
             StorageErrorKind::Denied => "permission denied",
+            StorageErrorKind::Credentials => "the credentials are missing, wrong or expired",
+            StorageErrorKind::NoBucket => "the bucket does not exist",
             StorageErrorKind::Full => "the storage is full",
             StorageErrorKind::Truncated => "it ends too early",
+            StorageErrorKind::TooLarge => "it is too large",
+            StorageErrorKind::Changed => "it changed while it was read",
             StorageErrorKind::Unsupported => "this storage cannot do that",
             StorageErrorKind::Invalid => "the request is invalid",
             StorageErrorKind::Link => "a link is not followed",

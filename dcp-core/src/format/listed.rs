@@ -1,35 +1,76 @@
 //! A storage whose names and lengths are known.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 
 use super::listing::Listing;
-use super::streams::Objects;
 use crate::error::{StorageError, StorageErrorKind, StorageOp};
 use crate::key::Key;
-use crate::memory::Buffer;
 use crate::payload::Payload;
 use crate::storage::{
-    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, Upload,
+    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
+    ReadOutcome, ReadRequest, Storage, Upload, UploadOptions, Version, WholeObject,
 };
+use crate::streams::Known;
 
 /// A storage to read, whose names and lengths are those of a [`Listing`]: asking for one costs no
-/// request, and neither do small files that were read whole to recognize the folder. Where the listing may lack a file ([`Listing::is_complete`]), the storage is asked for
-/// files that are not listed.
+/// request, and neither do small files that were read whole to recognize the folder. Where the
+/// listing may lack a file ([`Listing::is_complete`]), the storage is asked for files that are not
+/// listed.
+///
+/// Every object has one version for as long as this storage exists, where `inner` has versions: the
+/// one that was listed, or that of the first read. Later reads of an object that was replaced fail
+/// with [`Changed`](StorageErrorKind::Changed), unless it was written through this storage.
 ///
 /// What is written goes to the storage, and the listing does not change with it.
 #[derive(Debug)]
 pub struct ListedStorage {
     inner: Arc<dyn Storage>,
     listing: Arc<Listing>,
+    /// Versions of objects that the listing has no version of; `None` for an object that was written
+    /// through this storage.
+    seen: Mutex<BTreeMap<Key, Option<Version>>>,
 }
 
 impl ListedStorage {
     /// `inner`, which was listed.
     #[must_use]
     pub fn new(inner: Arc<dyn Storage>, listing: Arc<Listing>) -> Self {
-        Self { inner, listing }
+        Self { inner, listing, seen: Mutex::default() }
+    }
+
+    /// `inner` without a listing: only the versions of its objects are kept.
+    #[must_use]
+    pub fn unlisted(inner: Arc<dyn Storage>) -> Self {
+        Self::new(inner, Arc::default())
+    }
+
+    fn seen(&self) -> MutexGuard<'_, BTreeMap<Key, Option<Version>>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The version that reads of an object require.
+    fn required(&self, key: &Key) -> Option<Version> {
+        if let Some(version) = self.seen().get(key) {
+            return version.clone();
+        }
+        self.listing.get(key)?.version.clone()
+    }
+
+    /// Remembers the version of the first read.
+    fn remember(&self, key: &Key, version: Option<&Version>) {
+        let is_listed = self.listing.get(key).is_some_and(|meta| meta.version.is_some());
+        if let (false, Some(version)) = (is_listed, version) {
+            self.seen().entry(key.clone()).or_insert_with(|| Some(version.clone()));
+        }
+    }
+
+    /// Requires no version of an object from now on.
+    fn forget(&self, key: &Key) {
+        self.seen().insert(key.clone(), None);
     }
 }
 
@@ -37,6 +78,11 @@ impl ListedStorage {
 fn inside<'a>(read: &ReadInto, bytes: &'a [u8]) -> Option<&'a [u8]> {
     let begin = usize::try_from(read.byte_offset).ok()?;
     bytes.get(begin..begin.checked_add(read.buffer.len())?)
+}
+
+fn changed(key: &Key) -> StorageError {
+    StorageError::new(StorageErrorKind::Changed, StorageOp::Read, Some(key.clone()))
+        .with_message("it was replaced after the checkpoint was opened; open the checkpoint again")
 }
 
 #[async_trait]
@@ -53,52 +99,123 @@ impl Storage for ListedStorage {
                 StorageOp::Stat,
                 Some(key.clone()),
             )),
-            None => self.inner.stat(key).await,
+            None => {
+                let meta = self.inner.stat(key).await?;
+                self.remember(key, meta.version.as_ref());
+                Ok(meta)
+            }
         }
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        let (known, len) = (self.listing.peeked(key), self.listing.get(key).map(|m| m.byte_len));
-        if let Some(bytes) = known.filter(|bytes| len == Some(bytes.len() as u64))
-            && reads.iter().all(|read| inside(read, bytes).is_some())
+    async fn read(&self, key: &Key, mut request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        let meta = self.listing.get(key);
+        let known = self.listing.peeked(key);
+        if let Some(bytes) = known.filter(|b| meta.map(|m| m.byte_len) == Some(b.len() as u64))
+            && request.ranges.iter().all(|read| inside(read, bytes).is_some())
         {
-            let filled = reads.into_iter().map(|mut read| {
+            let filled = request.ranges.into_iter().map(|mut read| {
                 if let Some(range) = inside(&read, bytes) {
                     read.buffer.copy_from_slice(range);
                 }
                 read.buffer
             });
-            return Ok(filled.collect());
+            let version = meta.and_then(|meta| meta.version.clone());
+            return Ok(ReadOutcome::new(filled.collect()).with_version(version));
         }
-        self.inner.read(key, reads).await
+        if request.if_version.is_some() {
+            return self.inner.read(key, request).await;
+        }
+        let required = self.required(key);
+        request.if_version.clone_from(&required);
+        let outcome = self.inner.read(key, request).await.map_err(|error| {
+            let is_changed = error.kind() == StorageErrorKind::Changed;
+            if is_changed { changed(key).with_source(error) } else { error }
+        })?;
+        if required.is_none() {
+            self.remember(key, outcome.version.as_ref());
+        }
+        Ok(outcome)
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        if let (Some(meta), Some(bytes)) = (self.listing.get(key), self.listing.peeked(key))
+            && meta.byte_len == bytes.len() as u64
+            && meta.byte_len <= max_bytes
+        {
+            return Ok(WholeObject::new(meta.clone(), bytes.clone()));
+        }
+        let whole = self.inner.read_whole(key, max_bytes).await?;
+        match (self.required(key), &whole.meta.version) {
+            (Some(required), Some(version)) if required != *version => Err(changed(key)),
+            (Some(_), _) => Ok(whole),
+            (None, version) => {
+                self.remember(key, version.as_ref());
+                Ok(whole)
+            }
+        }
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
+        self.forget(key);
         self.inner.put(key, payload, mode).await
     }
 
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, mode).await
+        self.forget(key);
+        self.inner.start_upload(key, options).await
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
         if self.listing.is_truncated() || !self.listing.is_listed() {
-            return self.inner.list(prefix);
+            return self.inner.list(folder);
         }
-        let below = |meta: &&ObjectMeta| prefix.is_none_or(|prefix| meta.key.is_under(prefix));
+        let below = |meta: &&ObjectMeta| folder.is_none_or(|folder| meta.key.is_under(folder));
         let objects = self.listing.objects().iter().filter(below);
-        Box::pin(Objects::from(objects.cloned().map(Ok).collect::<Vec<_>>()))
+        Box::pin(Known::from(objects.cloned().map(Ok).collect::<Vec<_>>()))
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.inner.delete(key).await
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        if self.listing.is_truncated() || !self.listing.is_listed() {
+            return self.inner.list_folder(folder);
+        }
+        let found = match folder {
+            Some(folder) => self.listing.root().folder(folder.as_str()),
+            None => Some(self.listing.root()),
+        };
+        let entries = found.into_iter().flat_map(|folder| folder.entries());
+        let entries = entries.filter_map(|entry| match entry {
+            super::ListingEntry::File(_, meta) => Some(Ok(FolderEntry::Object(meta.clone()))),
+            super::ListingEntry::Folder(folder) => {
+                Some(Ok(FolderEntry::Folder(Key::new(folder.path()).ok()?)))
+            }
+        });
+        Box::pin(Known::from(entries.collect::<Vec<_>>()))
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        keys.iter().for_each(|key| self.forget(key));
+        self.inner.delete(keys).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.forget(key);
         self.inner.claim(key).await
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.inner.remove_leftovers(folder, min_age).await
     }
 }

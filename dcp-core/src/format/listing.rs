@@ -51,6 +51,9 @@ impl Listing {
     ///
     /// When the storage fails, or cannot list and there are no landmarks.
     pub async fn read(storage: &dyn Storage, landmarks: &[&str]) -> Result<Self, StorageError> {
+        if !storage.capabilities().listable && !landmarks.is_empty() {
+            return Self::probe(storage, landmarks).await;
+        }
         let mut stream = storage.list(None);
         let mut objects = Vec::new();
         let mut truncated = false;
@@ -136,7 +139,7 @@ impl Listing {
         let relative = |key: &Key| Key::new(key.as_str().strip_prefix(below.prefix)?).ok();
         let objects = below.objects.iter().filter_map(|meta| {
             let key = relative(&meta.key)?;
-            Some(ObjectMeta::new(key, meta.byte_len).with_modified(meta.modified))
+            Some(ObjectMeta { key, ..meta.clone() })
         });
         let peeked = self.peeked.iter();
         Self {
@@ -211,7 +214,7 @@ pub struct Folder<'a> {
 
 /// What lies in a folder.
 #[derive(Clone, Copy, Debug)]
-pub enum FolderEntry<'a> {
+pub enum ListingEntry<'a> {
     /// A file, with its name in the folder.
     File(&'a str, &'a ObjectMeta),
     /// A folder, which has at least one file.
@@ -279,7 +282,7 @@ impl<'a> Folder<'a> {
     }
 
     /// What lies in it, in order of the names; what lies in its folders is not gone through.
-    pub fn entries(&self) -> impl Iterator<Item = FolderEntry<'a>> + use<'a> {
+    pub fn entries(&self) -> impl Iterator<Item = ListingEntry<'a>> + use<'a> {
         let folder = *self;
         let mut rest = folder.objects;
         std::iter::from_fn(move || {
@@ -287,30 +290,30 @@ impl<'a> Folder<'a> {
             let name = first.key.as_str().get(folder.prefix.len()..)?;
             let Some((below, _)) = name.split_once('/') else {
                 rest = rest.get(1..)?;
-                return Some(FolderEntry::File(name, first));
+                return Some(ListingEntry::File(name, first));
             };
             let end = folder.prefix.len() + below.len() + 1;
             let prefix = first.key.as_str().get(..end)?;
             let len = rest.partition_point(|meta| meta.key.as_str().starts_with(prefix));
             let objects = rest.get(..len)?;
             rest = rest.get(len..)?;
-            Some(FolderEntry::Folder(Folder { objects, prefix, ..folder }))
+            Some(ListingEntry::Folder(Folder { objects, prefix, ..folder }))
         })
     }
 
     /// The files in it, not those in its folders: name and description.
     pub fn files(&self) -> impl Iterator<Item = (&'a str, &'a ObjectMeta)> + use<'a> {
         self.entries().filter_map(|entry| match entry {
-            FolderEntry::File(name, meta) => Some((name, meta)),
-            FolderEntry::Folder(_) => None,
+            ListingEntry::File(name, meta) => Some((name, meta)),
+            ListingEntry::Folder(_) => None,
         })
     }
 
     /// The folders in it.
     pub fn folders(&self) -> impl Iterator<Item = Self> + use<'a> {
         self.entries().filter_map(|entry| match entry {
-            FolderEntry::Folder(folder) => Some(folder),
-            FolderEntry::File(..) => None,
+            ListingEntry::Folder(folder) => Some(folder),
+            ListingEntry::File(..) => None,
         })
     }
 

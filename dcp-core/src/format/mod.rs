@@ -11,7 +11,6 @@ mod listing;
 mod opened;
 mod recognized;
 mod registry;
-mod streams;
 mod subfolder;
 mod target;
 
@@ -27,7 +26,7 @@ pub use audit::{
     RecordAudit, RecordLimits, StoredRecord,
 };
 pub use listed::ListedStorage;
-pub use listing::{Folder, FolderEntry, Listing, Peek};
+pub use listing::{Folder, Listing, ListingEntry, Peek};
 pub use opened::{OpenOptions, OpenedCheckpoint, Place, RankDifference};
 pub use recognized::{
     Evidence, Examined, FormatInfo, Recognized, RunSelection, RunTracker, UnfinishedSave,

@@ -78,7 +78,8 @@ impl Place {
     /// One file of `storage`.
     #[must_use]
     pub fn file_of(storage: &Arc<dyn Storage>, file: Key) -> Self {
-        Self { storage: Arc::clone(storage), listing: Arc::default(), file: Some(file) }
+        let storage = ListedStorage::unlisted(Arc::clone(storage));
+        Self { storage: Arc::new(storage), listing: Arc::default(), file: Some(file) }
     }
 
     /// The folder `folder` in this one.

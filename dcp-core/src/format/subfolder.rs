@@ -1,17 +1,18 @@
 //! A folder of a storage as a storage.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::streams::{FilterMap, Objects};
 use crate::error::StorageError;
 use crate::key::Key;
-use crate::memory::Buffer;
 use crate::payload::Payload;
 use crate::storage::{
-    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Storage, Upload,
+    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode,
+    ReadOutcome, ReadRequest, Storage, Upload, UploadOptions, WholeObject,
 };
+use crate::streams::{FilterMap, Known};
 
 /// The objects of `inner` below `folder`, under names relative to it.
 #[derive(Debug)]
@@ -30,12 +31,25 @@ impl Subfolder {
     fn key(&self, key: &Key) -> Result<Key, StorageError> {
         Ok(self.folder.join(key.as_str())?)
     }
+
+    fn below(&self, folder: Option<&Key>) -> Result<Key, StorageError> {
+        folder.map_or_else(|| Ok(self.folder.clone()), |folder| self.key(folder))
+    }
 }
 
-/// The same object under its name in the folder; `None` when it lies elsewhere.
-fn relative(folder: &Key, meta: &ObjectMeta) -> Option<ObjectMeta> {
-    let name = meta.key.as_str().strip_prefix(folder.as_str())?.strip_prefix('/')?;
-    Some(ObjectMeta::new(Key::new(name).ok()?, meta.byte_len).with_modified(meta.modified))
+/// The name of a key in the folder; `None` when it is elsewhere.
+fn name_in(folder: &Key, key: &Key) -> Option<Key> {
+    Key::new(key.as_str().strip_prefix(folder.as_str())?.strip_prefix('/')?).ok()
+}
+
+/// The same object under its name in the folder; `None` when it is elsewhere.
+fn relative(folder: &Key, meta: ObjectMeta) -> Option<ObjectMeta> {
+    Some(ObjectMeta { key: name_in(folder, &meta.key)?, ..meta })
+}
+
+/// The same object under another name.
+fn renamed(meta: ObjectMeta, key: &Key) -> ObjectMeta {
+    ObjectMeta { key: key.clone(), ..meta }
 }
 
 #[async_trait]
@@ -45,42 +59,108 @@ impl Storage for Subfolder {
     }
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        let meta = self.inner.stat(&self.key(key)?).await?;
-        Ok(ObjectMeta::new(key.clone(), meta.byte_len).with_modified(meta.modified))
+        Ok(renamed(self.inner.stat(&self.key(key)?).await?, key))
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.inner.read(&self.key(key)?, reads).await
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        self.inner.read(&self.key(key)?, request).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
-        self.inner.put(&self.key(key)?, payload, mode).await
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        let WholeObject { meta, bytes } = self.inner.read_whole(&self.key(key)?, max_bytes).await?;
+        Ok(WholeObject::new(renamed(meta, key), bytes))
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
+        Ok(renamed(self.inner.put(&self.key(key)?, payload, mode).await?, key))
     }
 
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(&self.key(key)?, mode).await
+        let inner = self.inner.start_upload(&self.key(key)?, options).await?;
+        Ok(Box::new(SubfolderUpload { inner, key: key.clone() }))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        let below = match prefix.map(|prefix| self.key(prefix)).transpose() {
-            Ok(below) => below.unwrap_or_else(|| self.folder.clone()),
-            Err(error) => return Box::pin(Objects::from(vec![Err(error)])),
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        let below = match self.below(folder) {
+            Ok(below) => below,
+            Err(error) => return Box::pin(Known::from(vec![Err(error)])),
         };
-        let folder = self.folder.clone();
-        Box::pin(FilterMap::new(self.inner.list(Some(&below)), move |meta| {
-            relative(&folder, &meta)
+        let root = self.folder.clone();
+        Box::pin(FilterMap::new(self.inner.list(Some(&below)), move |meta| relative(&root, meta)))
+    }
+
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        let below = match self.below(folder) {
+            Ok(below) => below,
+            Err(error) => return Box::pin(Known::from(vec![Err(error)])),
+        };
+        let root = self.folder.clone();
+        Box::pin(FilterMap::new(self.inner.list_folder(Some(&below)), move |entry| {
+            Some(match entry {
+                FolderEntry::Object(meta) => FolderEntry::Object(relative(&root, meta)?),
+                FolderEntry::Folder(folder) => FolderEntry::Folder(name_in(&root, &folder)?),
+            })
         }))
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.inner.delete(&self.key(key)?).await
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        let keys = keys.iter().map(|key| self.key(key)).collect::<Result<Vec<_>, _>>()?;
+        self.inner.delete(&keys).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.inner.claim(&self.key(key)?).await
+        let inner = self.inner.claim(&self.key(key)?).await?;
+        Ok(Arc::new(SubfolderClaim { inner, key: key.clone() }))
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.inner.remove_leftovers(Some(&self.below(folder)?), min_age).await
+    }
+}
+
+#[derive(Debug)]
+struct SubfolderClaim {
+    inner: Arc<dyn Claim>,
+    key: Key,
+}
+
+#[async_trait]
+impl Claim for SubfolderClaim {
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
+        Ok(renamed(self.inner.replace(payload).await?, &self.key))
+    }
+}
+
+#[derive(Debug)]
+struct SubfolderUpload {
+    inner: Box<dyn Upload>,
+    key: Key,
+}
+
+#[async_trait]
+impl Upload for SubfolderUpload {
+    fn put_part(&mut self, part: Payload) -> PartFuture {
+        self.inner.put_part(part)
+    }
+
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
+        Ok(renamed(self.inner.complete().await?, &self.key))
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        self.inner.abort().await
     }
 }

@@ -2,11 +2,15 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_conformance::MemoryStorage;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, DType, Key, Payload, StateDict, Storage, StorageError, Tensor};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{DType, Key, Payload, StateDict, Storage, StorageError, Tensor};
 use dcp_engine::{Loader, Saver};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 
@@ -42,13 +46,22 @@ impl Storage for Watching {
         self.inner.stat(key).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        let buffers = reads.iter().map(|read| addresses(&read.buffer));
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        let buffers = request.ranges.iter().map(|read| addresses(&read.buffer));
         self.filled.lock().unwrap().extend(buffers);
-        self.inner.read(key, reads).await
+        self.inner.read(key, request).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.inner.read_whole(key, max_bytes).await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         self.note(&payload);
         self.inner.put(key, payload, mode).await
     }
@@ -56,18 +69,30 @@ impl Storage for Watching {
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        let inner = self.inner.start_upload(key, mode).await?;
+        let inner = self.inner.start_upload(key, options).await?;
         Ok(Box::new(WatchingUpload { inner, storage: self.clone() }))
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        self.inner.list(prefix)
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        self.inner.list(folder)
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.inner.delete(key).await
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        self.inner.list_folder(folder)
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        self.inner.delete(keys).await
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.inner.remove_leftovers(folder, min_age).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
@@ -83,12 +108,12 @@ struct WatchingUpload {
 
 #[async_trait]
 impl Upload for WatchingUpload {
-    async fn put_part(&mut self, part: Payload) -> Result<(), StorageError> {
+    fn put_part(&mut self, part: Payload) -> PartFuture {
         self.storage.note(&part);
-        self.inner.put_part(part).await
+        self.inner.put_part(part)
     }
 
-    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
         self.inner.complete().await
     }
 

@@ -111,8 +111,8 @@ pub(super) async fn load(
 
 /// The ranks' metadata files, ascending by rank.
 async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointError> {
-    let (mut ranks, mut listed) = (Vec::new(), Vec::new());
-    let mut objects = storage.list(None);
+    let mut ranks = Vec::new();
+    let mut objects = storage.list_files(None);
     while let Some(meta) = objects.next().await {
         let meta = match meta {
             Err(error) if error.kind() == StorageErrorKind::Unsupported => {
@@ -123,8 +123,6 @@ async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointE
         };
         if let Some(Named::RankMetadata { rank }) = Named::parse(meta.key.as_str()) {
             ranks.push((rank, meta.key));
-        } else if listed.len() < Listing::OBJECTS_MAX {
-            listed.push(meta);
         }
     }
     if ranks.is_empty() {
@@ -132,7 +130,7 @@ async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointE
             .with(Arc::new(TorchSaveFormat))
             .with(Arc::new(HuggingFaceFormat))
             .with(Arc::new(DcpFormat));
-        let message = formats.explain(&Listing::new(listed).root());
+        let message = formats.explain(&Listing::read(&**storage, &[]).await?.root());
         return Err(CheckpointError::NotACheckpoint { message });
     }
     ranks.sort_unstable();

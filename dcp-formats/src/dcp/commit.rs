@@ -12,12 +12,19 @@ use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, Payload, Storage, StorageError,
     StorageErrorKind,
 };
-use futures_util::StreamExt as _;
 use futures_util::stream;
+use futures_util::{StreamExt as _, TryStreamExt as _};
 
 use super::names::{METADATA, sidecar as sidecar_name};
 use super::sidecar::Sidecar;
 use super::writer::Options;
+
+/// The data files of a save.
+pub(super) struct Files {
+    pub(super) reports: Vec<WriteReport>,
+    /// Those that this writer wrote, whose lengths the storage returned.
+    pub(super) own: HashSet<Key>,
+}
 
 /// `seen` is the CRC-32 of the `.metadata` at the start of the session: the inner `None` when there
 /// was none, the outer when it is unknown.
@@ -30,17 +37,17 @@ pub(super) async fn commit(
     session: SaveSession,
     seen: Option<Option<u32>>,
     metadata: &CheckpointMetadata,
-    reports: Vec<WriteReport>,
+    files: Files,
 ) -> Result<(), CheckpointError> {
     // Held to the end, so that the next saver does not list files that are removed here.
     let claim = match &session.claim {
         Some(claim) => Some(Arc::clone(claim)),
         None => claim(storage).await?,
     };
-    let files = reports.iter().flat_map(|report| &report.files);
-    let written: Vec<Key> = files.map(|(key, _)| key.clone()).collect();
+    let reported = files.reports.iter().flat_map(|report| &report.files);
+    let written: Vec<Key> = reported.map(|(key, _)| key.clone()).collect();
     let claim = claim.as_deref();
-    let committed = try_commit(storage, claim, options, session, seen, metadata, reports).await;
+    let committed = try_commit(storage, claim, options, session, seen, metadata, files).await;
     match &committed {
         Err(CheckpointError::Storage(error)) if error.is_retryable() => {}
         Err(_) => remove_unknown(storage, written, &[]).await,
@@ -56,12 +63,12 @@ async fn try_commit(
     session: SaveSession,
     seen: Option<Option<u32>>,
     metadata: &CheckpointMetadata,
-    reports: Vec<WriteReport>,
+    Files { reports, own }: Files,
 ) -> Result<(), CheckpointError> {
     let world_size = u32::try_from(reports.len()).unwrap_or(u32::MAX);
     let mut files: Vec<_> = reports.into_iter().flat_map(|report| report.files).collect();
     files.sort_unstable();
-    if let Err(error) = check_files(storage, metadata, &files).await {
+    if let Err(error) = check_files(storage, metadata, &files, &own).await {
         // A saver that committed meanwhile has removed these files as stale.
         refuse_overtaken(storage, seen).await?;
         return Err(error);
@@ -227,6 +234,7 @@ async fn check_files(
     storage: &dyn Storage,
     metadata: &CheckpointMetadata,
     files: &[(Key, u64)],
+    own: &HashSet<Key>,
 ) -> Result<(), CheckpointError> {
     if let Some((fqn, _)) = metadata.iter().find(|(_, entry)| !is_placed(entry)) {
         let problem = format!("{fqn:?} was planned, but not all of it is written by any rank");
@@ -237,21 +245,40 @@ async fn check_files(
         let problem = "no rank reported that it wrote this file";
         return Err(FormatError::new("checkpoint", problem).in_file(missing.as_str(), 0).into());
     }
-    let stats = files
-        .iter()
+    let others: Vec<_> = files.iter().filter(|(key, _)| !own.contains(key)).collect();
+    let listed = if others.len() > 1 { lens(storage).await? } else { HashMap::new() };
+    let (listed, is_listed) = (&listed, |key: &Key| listed.contains_key(key));
+    let (found, unlisted): (Vec<_>, Vec<_>) =
+        others.into_iter().partition(|(key, _)| is_listed(key));
+    for (key, len) in found {
+        check_len(key, *len, listed.get(key).copied().unwrap_or(0))?;
+    }
+    let stats = unlisted
+        .into_iter()
         .map(|(key, len)| async move { storage.stat(key).await.map(|meta| (key, *len, meta)) })
         .collect::<Vec<_>>();
     let mut stats = stream::iter(stats).buffer_unordered(parallelism(storage));
     while let Some(stat) = stats.next().await {
         let (key, len, meta) = stat?;
-        if meta.byte_len != len {
-            let problem = format!("it has {} bytes, {len} were written", meta.byte_len);
-            return Err(FormatError::new("data file", problem)
-                .in_file(key.as_str(), meta.byte_len.min(len))
-                .into());
-        }
+        check_len(key, len, meta.byte_len)?;
     }
     Ok(())
+}
+
+fn check_len(key: &Key, len: u64, stored: u64) -> Result<(), FormatError> {
+    if stored == len {
+        return Ok(());
+    }
+    let problem = format!("it has {stored} bytes, {len} were written");
+    Err(FormatError::new("data file", problem).in_file(key.as_str(), stored.min(len)))
+}
+
+/// The lengths of the files in the folder, with one request; none where the storage cannot list.
+async fn lens(storage: &dyn Storage) -> Result<HashMap<Key, u64>, StorageError> {
+    if !storage.capabilities().listable {
+        return Ok(HashMap::new());
+    }
+    storage.list_files(None).map_ok(|meta| (meta.key, meta.byte_len)).try_collect().await
 }
 
 fn is_placed(entry: &Entry) -> bool {
@@ -291,17 +318,13 @@ async fn remove_unknown(storage: &dyn Storage, mut keys: Vec<Key>, known: &[u8])
     remove(storage, keys).await;
 }
 
-/// Removes files. A file that cannot be removed is logged and stays unreferenced.
+/// Removes files. What cannot be removed is logged and stays unreferenced.
 async fn remove(storage: &dyn Storage, keys: Vec<Key>) {
-    let deletions = keys
-        .into_iter()
-        .map(|key| async move { (storage.delete(&key).await, key) })
-        .collect::<Vec<_>>();
-    let mut deletions = stream::iter(deletions).buffer_unordered(parallelism(storage));
-    while let Some((result, key)) = deletions.next().await {
-        if let Err(error) = result {
-            tracing::warn!(file = %key, %error, "cannot remove a file that is no longer needed");
-        }
+    if keys.is_empty() {
+        return;
+    }
+    if let Err(error) = storage.delete(&keys).await {
+        tracing::warn!(%error, "cannot remove all files that are no longer needed");
     }
 }
 

@@ -263,7 +263,9 @@ impl CheckpointTarget for DcpFormat {
         storage: Arc<dyn Storage>,
         options: &WriterOptions,
     ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
-        Ok(Arc::new(DcpWriter::builder(storage).overwrite(options.overwrite).build()))
+        // A conversion has no memory to lend: two parts of each file are in flight.
+        let writer = DcpWriter::builder(storage).overwrite(options.overwrite).upload_bytes(0);
+        Ok(Arc::new(writer.build()))
     }
 }
 

@@ -115,7 +115,7 @@ async fn warn_of_others(
     warnings: &mut Vec<String>,
 ) -> Result<(), CheckpointError> {
     let (mut ranks, mut model) = (false, false);
-    let mut objects = storage.list(None);
+    let mut objects = storage.list_files(None);
     while let Some(meta) = objects.next().await {
         let key = match meta {
             Ok(meta) => meta.key,
@@ -123,7 +123,7 @@ async fn warn_of_others(
             Err(error) => return Err(error.into()),
         };
         ranks |= matches!(Named::parse(key.as_str()), Some(Named::RankMetadata { .. }));
-        model |= key.as_str().ends_with(INDEX_ENDING) && !key.as_str().contains('/');
+        model |= key.as_str().ends_with(INDEX_ENDING);
         if ranks && model {
             break;
         }

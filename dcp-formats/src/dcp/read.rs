@@ -122,7 +122,7 @@ impl Context {
     ) -> Result<Vec<Buffer>, StorageError> {
         let bytes: u64 = reads.iter().map(|read| read.buffer.len() as u64).sum();
         self.bytes_read.fetch_add(bytes, Ordering::Relaxed);
-        self.storage.read(key, reads).await
+        Ok(self.storage.read(key, reads.into()).await?.buffers)
     }
 
     /// Reads a range into new memory, and counts the bytes.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::format::ListedStorage;
 use dcp_core::plan::LoadPlan;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{
@@ -30,6 +31,9 @@ use crate::upload::Progress;
 /// Reads and checks the index once, and the lengths of all files with it, so a missing or short
 /// file fails before any data is read. Reads only the bytes of a tensor that the plan needs, and
 /// contiguous ones straight into their destination.
+///
+/// Every file has one version for all reads: one that is replaced meanwhile is an error, where the
+/// storage has [versions](dcp_core::storage::Capabilities::versions).
 ///
 /// Checks the CRC-32 of a tensor when all of it is read, in one or more pieces. A part alone cannot
 /// be checked.
@@ -60,7 +64,7 @@ impl DcpReader {
     /// A reader with options.
     pub fn builder(storage: Arc<dyn Storage>) -> DcpReaderBuilder {
         let reader = Self {
-            storage,
+            storage: Arc::new(ListedStorage::unlisted(storage)),
             verify_checksums: true,
             tolerant: false,
             scratch_bytes: SCRATCH_BYTES,

@@ -146,9 +146,10 @@ impl FileJob {
         &self,
         storage: &dyn Storage,
         data: &dyn DataSource,
+        options: FileOptions,
         progress: Option<&Progress>,
     ) -> Result<(), CheckpointError> {
-        write_file(storage, self.spec(), data, progress).await
+        write_file(storage, self.spec(), data, options, progress).await.map(drop)
     }
 }
 

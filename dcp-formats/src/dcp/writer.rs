@@ -9,6 +9,7 @@ use bytes::Bytes;
 use dcp_core::checkpoint::{DataSource, SaveSession, WriteReport};
 use dcp_core::error::StorageOp;
 use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
+use dcp_core::storage::{PutMode, StorageExt as _};
 use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, PlanError, Storage, StorageError,
     StorageErrorKind, StorageWriter, Value,
@@ -22,7 +23,7 @@ use super::split::FileLayout;
 use super::write::FileJob;
 use crate::metadata::Profile;
 use crate::stop::Stop;
-use crate::upload::Progress;
+use crate::upload::{FileOptions, Progress, upload_bytes};
 
 /// Writes checkpoints as PyTorch's `FileSystemWriter` does: `__{rank}_{n}.distcp` files of
 /// `torch.save` archives, and a `.metadata` pickle that PyTorch 2.1 and later load.
@@ -58,6 +59,7 @@ pub(super) struct Options {
     pub(super) checksums: bool,
     pub(super) completed_by: Option<Key>,
     pub(super) progress: Option<Progress>,
+    pub(super) upload_bytes: Option<u64>,
 }
 
 /// Options of a [`DcpWriter`].
@@ -84,6 +86,7 @@ impl DcpWriter {
             checksums: true,
             completed_by: None,
             progress: None,
+            upload_bytes: None,
         };
         DcpWriterBuilder { storage, options }
     }
@@ -96,8 +99,9 @@ impl DcpWriter {
         &self,
         job: &FileJob,
         data: &dyn DataSource,
+        options: FileOptions,
     ) -> Result<(Key, u64), CheckpointError> {
-        job.write(&*self.storage, data, self.options.progress.as_ref()).await?;
+        job.write(&*self.storage, data, options, self.options.progress.as_ref()).await?;
         self.created().insert(job.key().clone());
         Ok((job.key().clone(), job.byte_len()))
     }
@@ -144,6 +148,14 @@ impl DcpWriterBuilder {
         self
     }
 
+    /// The bytes of parts in flight to the storage, over all files of a rank; two parts of each file
+    /// are the minimum. By default as many parts as the storage handles concurrently, in 64 to 256
+    /// MiB: a save lends the memory of its tensors. A job that makes its data needs memory for them.
+    pub fn upload_bytes(mut self, bytes: u64) -> Self {
+        self.options.upload_bytes = Some(bytes);
+        self
+    }
+
     /// Receives the number of bytes written, part by part.
     pub fn progress(mut self, progress: Progress) -> Self {
         self.options.progress = Some(progress);
@@ -178,8 +190,8 @@ impl StorageWriter for DcpWriter {
         let mut rank_metadata = None;
         let mut highest = None;
         let mut stale = Vec::new();
-        let mut objects = self.storage.list(None);
-        while let Some(meta) = objects.next().await {
+        let mut files = self.storage.list_files(None);
+        while let Some(meta) = files.next().await {
             let meta = meta?;
             let Some(named) = Named::parse(meta.key.as_str()) else { continue };
             let generation = if let Named::Data { generation } = named { generation } else { 0 };
@@ -252,7 +264,10 @@ impl StorageWriter for DcpWriter {
         let parallelism = usize::from(self.storage.capabilities().parallelism);
         let stop = Stop::new();
         let data = stop.guard(data);
-        let writes = jobs.iter().map(|job| self.write_one(job, &*data));
+        let at_once = jobs.len().min(parallelism).max(1) as u64;
+        let in_flight = self.options.upload_bytes.unwrap_or_else(|| upload_bytes(&*self.storage));
+        let options = FileOptions::new(PutMode::Create).with_upload_bytes(in_flight / at_once);
+        let writes = jobs.iter().map(|job| self.write_one(job, &*data, options.clone()));
         let mut files = stop.run(writes, parallelism).await?;
         files.sort_unstable();
         Ok(WriteReport::new(files))
@@ -265,7 +280,9 @@ impl StorageWriter for DcpWriter {
         reports: Vec<WriteReport>,
     ) -> Result<(), CheckpointError> {
         let seen = session.state::<Replaced>().map(|replaced| replaced.0);
-        commit::commit(&*self.storage, &self.options, session, seen, metadata, reports).await?;
+        let own = self.created().clone();
+        let files = commit::Files { reports, own };
+        commit::commit(&*self.storage, &self.options, session, seen, metadata, files).await?;
         self.created().clear();
         Ok(())
     }

@@ -201,7 +201,7 @@ pub(super) async fn names(
     any_index: bool,
 ) -> Result<Option<Vec<Key>>, CheckpointError> {
     let mut names = Vec::new();
-    let mut objects = storage.list(folder);
+    let mut objects = storage.list_files(folder);
     while let Some(meta) = objects.next().await {
         let key = match meta {
             Ok(meta) => meta.key,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::format::ListedStorage;
 use dcp_core::plan::LoadPlan;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, Storage, StorageReader};
 use futures_util::lock::Mutex;
@@ -62,7 +63,7 @@ impl HfReader {
     /// A reader with options.
     pub fn builder(storage: Arc<dyn Storage>) -> HfReaderBuilder {
         let reader = Self {
-            storage,
+            storage: Arc::new(ListedStorage::unlisted(storage)),
             target: Target::Folder(None),
             tolerant: false,
             scratch_bytes: SCRATCH_BYTES,

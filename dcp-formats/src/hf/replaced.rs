@@ -41,7 +41,7 @@ impl Old {
                 old.files.insert(index);
             }
         }
-        let mut objects = storage.list(None);
+        let mut objects = storage.list_files(None);
         while let Some(meta) = objects.next().await {
             match meta {
                 Ok(meta) if is_tensor_file(&meta.key) => {

@@ -114,16 +114,15 @@ impl<'a> SidecarFiles<'a> {
         self.back.add(self.storage, &config, old.clone(), PutMode::Overwrite).await?;
         self.storage.put(&aside()?, Payload::from(old), PutMode::Overwrite).await?;
         self.aside = true;
-        self.storage.delete(&config).await
+        self.storage.delete(&[config]).await
     }
 
     /// Reverts [`prepare`](Self::prepare) when the index did not change.
     pub(super) async fn undo(&mut self) {
         self.staged.abort().await;
-        for key in std::mem::take(&mut self.made) {
-            if let Err(error) = self.storage.delete(&key).await {
-                tracing::warn!(file = %key, %error, "cannot remove a file");
-            }
+        let made = std::mem::take(&mut self.made);
+        if let Err(error) = self.storage.delete(&made).await {
+            tracing::warn!(%error, "cannot remove all files that were written");
         }
         if self.old_config.is_some()
             && let Err(error) = self.put_config_back().await
@@ -142,7 +141,7 @@ impl<'a> SidecarFiles<'a> {
         if staged && !self.storage.contains(&config).await? {
             self.back.publish(self.storage, &config).await?;
         }
-        self.storage.delete(&aside()?).await
+        self.storage.delete(&[aside()?]).await
     }
 
     /// The steps after the new index is in place and the old weights are removed.
@@ -161,7 +160,7 @@ impl<'a> SidecarFiles<'a> {
         }
         self.back.abort().await;
         if self.aside
-            && let Err(error) = self.storage.delete(&aside()?).await
+            && let Err(error) = self.storage.delete(&[aside()?]).await
         {
             tracing::warn!(%error, "{CONFIG_ASIDE} is no longer needed and cannot be removed");
         }

@@ -51,8 +51,8 @@ impl SingleFile {
 
     /// Gives the file its name.
     pub(super) async fn publish(self, storage: &dyn Storage) -> Named {
-        let SentFile { key, byte_len, crc32, upload } = self.0;
-        let Err(error) = upload.complete().await else { return Named::New };
+        let (key, byte_len, crc32) = (self.0.key.clone(), self.0.byte_len, self.0.crc32);
+        let Err(error) = self.0.publish().await else { return Named::New };
         match is_there(storage, &key, byte_len, crc32).await {
             // A lost reply is not an error if the file exists.
             Ok(true) if error.is_retryable() => Named::New,

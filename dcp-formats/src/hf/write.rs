@@ -212,7 +212,8 @@ impl PendingFolder<'_> {
         let published = self.put_index().await;
         let single = self.old.files.iter().find(|key| key.as_str() == SINGLE_NAME);
         let (Published::Yes(index), Some(single)) = (&published, single) else { return published };
-        let Err(error) = self.storage.delete(single).await else { return published };
+        let removed = self.storage.delete(std::slice::from_ref(single)).await;
+        let Err(error) = removed else { return published };
         match self.storage.contains(single).await {
             Ok(false) => published,
             // Loaders prefer it, so the old model is still in place.
@@ -239,7 +240,7 @@ impl PendingFolder<'_> {
         match self.storage.read_all(&key).await {
             // The index exists; writing it again may make it durable.
             Ok(found) if found == json => match put(PutMode::Overwrite).await {
-                Ok(()) => written,
+                Ok(_) => written,
                 Err(_) => Published::Unsure(error.into()),
             },
             Ok(_) => Published::No(error.into()),
@@ -435,13 +436,17 @@ async fn remove<'a>(
     storage: &dyn Storage,
     keys: impl Iterator<Item = &'a Key>,
 ) -> (Vec<Key>, Vec<Key>) {
+    let keys = keys.cloned().collect::<Vec<_>>();
+    if storage.delete(&keys).await.is_ok() {
+        return (keys, Vec::new());
+    }
     let (mut removed, mut left) = (Vec::new(), Vec::new());
     for key in keys {
-        match storage.delete(key).await {
-            Ok(()) => removed.push(key.clone()),
+        match storage.delete(std::slice::from_ref(&key)).await {
+            Ok(()) => removed.push(key),
             Err(error) => {
                 tracing::warn!(file = %key, %error, "cannot remove a file");
-                left.push(key.clone());
+                left.push(key);
             }
         }
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use dcp_core::checkpoint::DataSource;
+use dcp_core::storage::PutMode;
 use dcp_core::{CheckpointError, FormatError, Key, Storage};
 use indexmap::IndexMap;
 
@@ -30,7 +31,7 @@ pub async fn write(
 ) -> Result<EncodedHeader, CheckpointError> {
     let (encoded, file_items, framing) = frame(items, metadata)?;
     let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
-    write_file(storage, spec, &*data, progress).await?;
+    write_file(storage, spec, &*data, FileOptions::new(PutMode::Create), progress).await?;
     Ok(encoded)
 }
 

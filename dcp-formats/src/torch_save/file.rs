@@ -74,7 +74,7 @@ impl<'s> File<'s> {
             }
             let mut read = match wanted.is_empty() {
                 true => Vec::new(),
-                false => self.storage.read(self.key, wanted).await?,
+                false => self.storage.read(self.key, wanted.into()).await?.buffers,
             }
             .into_iter();
             all.extend(at_hand.into_iter().map(|at_hand| match at_hand {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dcp_core::checkpoint::{DataSink, ReadReport};
+use dcp_core::format::ListedStorage;
 use dcp_core::metadata::{Layout, Placement};
 use dcp_core::plan::{LoadPlan, ReadItem, ReadKind};
 use dcp_core::value::Dict;
@@ -73,6 +74,7 @@ impl TorchSaveReader {
     /// A reader of the file `key`.
     #[must_use]
     pub fn new(storage: Arc<dyn Storage>, key: Key) -> Self {
+        let storage = Arc::new(ListedStorage::unlisted(storage));
         Self { storage, key, index: Mutex::new(None), inflated: Inflated::default() }
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use dcp_core::storage::ReadInto;
+use dcp_core::storage::{ReadInto, ReadRequest};
 use dcp_core::{Buffer, CheckpointError, FormatError, Key, Region, Storage, TensorView};
 
 use crate::torch_tensor::{ByteOrder, TensorLayout};
@@ -130,7 +130,7 @@ async fn pick(
             // At most REQUEST_BYTES in all.
             buffer: Buffer::zeroed((span.range.end - span.range.start) as usize),
         });
-        let buffers = storage.read(key, reads.collect()).await?;
+        let buffers = storage.read(key, ReadRequest::new(reads.collect())).await?.buffers;
         read += total;
         for (span, bytes) in spans.iter().zip(&buffers) {
             for pick in &span.picks {

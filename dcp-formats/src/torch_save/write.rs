@@ -234,7 +234,8 @@ impl TorchSavePlan {
     ) -> Result<(), CheckpointError> {
         let pending =
             self.prepare(storage, FileOptions::new(PutMode::Create), data, progress).await?;
-        Ok(pending.publish().await?)
+        pending.publish().await?;
+        Ok(())
     }
 
     /// Writes the file without its name yet; `options` say whether an existing file is replaced.

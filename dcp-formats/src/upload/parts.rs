@@ -28,6 +28,8 @@ pub(super) struct Parts<'a> {
     resolved: Option<u64>,
     /// Bytes that have arrived but did not fit into the last part.
     rest: Payload,
+    /// Bytes beyond the end of the last part.
+    beyond: Payload,
     crc32: crc32fast::Hasher,
 }
 
@@ -43,13 +45,17 @@ impl<'a> Parts<'a> {
             position: 0,
             resolved: None,
             rest: Payload::default(),
+            beyond: Payload::default(),
             crc32: crc32fast::Hasher::new(),
         }
     }
 
-    /// The next part, of about `limit` bytes; `None` at the end of the file.
+    /// The next part, of `limit` bytes or of what is left; `None` at the end of the file.
     pub(super) async fn next(&mut self, limit: u64) -> Result<Option<Payload>, CheckpointError> {
         let mut part = Gather::default();
+        for piece in std::mem::take(&mut self.beyond).pieces() {
+            part.push(piece.clone());
+        }
         while part.len < limit {
             let Some(&FileItem { byte_len, .. }) = self.items.get(self.position) else { break };
             match self.resolved {
@@ -68,7 +74,12 @@ impl<'a> Parts<'a> {
                 }
             }
         }
-        Ok(part.finish())
+        let Some(part) = part.finish() else { return Ok(None) };
+        if part.len() <= limit {
+            return Ok(Some(part));
+        }
+        self.beyond = part.slice(limit..part.len());
+        Ok(Some(part.slice(0..limit)))
     }
 
     /// The end of a segment that begins at byte `done` of an item.

@@ -36,7 +36,7 @@ pub(crate) fn fixture(name: &str) -> Arc<MemoryStorage> {
 }
 
 pub(crate) fn delete(storage: &dyn Storage, name: &str) {
-    block_on(storage.delete(&key(name))).unwrap();
+    block_on(storage.delete(&[key(name)])).unwrap();
 }
 
 /// What a load brought.

@@ -43,11 +43,11 @@ pub(crate) async fn manifest(
     metadata_json: &str,
 ) -> Result<Bytes, CheckpointError> {
     let mut keys = Vec::new();
-    let mut objects = storage.list(None);
+    let mut objects = storage.list_files(None);
     while let Some(meta) = objects.next().await {
         let meta = meta?;
         let name = meta.key.as_str();
-        let other = name.contains('/') || [INTEGRITY_FILE, METADATA_JSON, RECORD].contains(&name);
+        let other = [INTEGRITY_FILE, METADATA_JSON, RECORD].contains(&name);
         if !other && !stale.contains(&meta.key) {
             keys.push((meta.key, meta.byte_len));
         }

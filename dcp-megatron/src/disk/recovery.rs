@@ -7,13 +7,17 @@
 //! replacement of `.metadata` is the commit.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
+    ReadOutcome, ReadRequest, Upload, UploadOptions, WholeObject,
+};
 use dcp_core::wire::{MessageReader, MessageWriter};
-use dcp_core::{Buffer, Key, Payload, PlanError, Storage, StorageError, StorageErrorKind};
+use dcp_core::{Key, Payload, PlanError, Storage, StorageError, StorageErrorKind};
 use futures_util::{StreamExt as _, stream};
 use sha2::{Digest as _, Sha256};
 
@@ -134,6 +138,26 @@ impl Recovered {
     }
 }
 
+/// The files that the record may hold.
+const NAMES: [&str; 3] = [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE];
+
+impl Recovered {
+    /// The files that are read from the record.
+    fn kept(&self) -> Vec<Result<ObjectMeta, StorageError>> {
+        let kept = NAMES.into_iter().filter_map(|name| match self.find(name) {
+            Found::Kept(bytes) => Some((name, bytes.len() as u64)),
+            _ => None,
+        });
+        kept.map(|(name, len)| Ok(ObjectMeta::new(Key::new(name)?, len))).collect()
+    }
+
+    /// The files that are not read from the folder.
+    fn hidden(&self) -> Vec<&'static str> {
+        let all = NAMES.into_iter().chain([RECORD]);
+        all.filter(|name| !matches!(self.find(name), Found::Inner)).collect()
+    }
+}
+
 fn absent(op: StorageOp, key: &Key) -> StorageError {
     StorageError::new(StorageErrorKind::NotFound, op, Some(key.clone()))
 }
@@ -152,9 +176,9 @@ impl Storage for Recovered {
         }
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
         let bytes = match self.find(key.as_str()) {
-            Found::Inner => return self.inner.read(key, reads).await,
+            Found::Inner => return self.inner.read(key, request).await,
             Found::Kept(bytes) => bytes,
             Found::Absent => return Err(absent(StorageOp::Read, key)),
         };
@@ -170,56 +194,87 @@ impl Storage for Recovered {
             buffer.copy_from_slice(part);
             Ok(buffer)
         };
-        reads.into_iter().map(fill).collect()
+        let buffers = request.ranges.into_iter().map(fill).collect::<Result<_, StorageError>>()?;
+        Ok(ReadOutcome::new(buffers))
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        match self.find(key.as_str()) {
+            Found::Inner => self.inner.read_whole(key, max_bytes).await,
+            Found::Kept(bytes) if bytes.len() as u64 > max_bytes => {
+                let kind = StorageErrorKind::TooLarge;
+                Err(StorageError::new(kind, StorageOp::Read, Some(key.clone())))
+            }
+            Found::Kept(bytes) => {
+                let meta = ObjectMeta::new(key.clone(), bytes.len() as u64);
+                Ok(WholeObject::new(meta, bytes.clone()))
+            }
+            Found::Absent => Err(absent(StorageOp::Read, key)),
+        }
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         self.inner.put(key, payload, mode).await
     }
 
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, mode).await
+        self.inner.start_upload(key, options).await
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        let inner = self.inner.list(prefix);
-        if prefix.is_some() {
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        let inner = self.inner.list(folder);
+        if folder.is_some() {
             // All of them lie directly in the folder.
             return inner;
         }
-        let names = [METADATA_JSON, COMMON_FILE, INTEGRITY_FILE];
-        let kept: Vec<Result<ObjectMeta, StorageError>> = names
-            .iter()
-            .filter_map(|name| match self.find(name) {
-                Found::Kept(bytes) => Some((*name, bytes.len() as u64)),
-                _ => None,
-            })
-            .map(|(name, len)| Ok(ObjectMeta::new(Key::new(name)?, len)))
-            .collect();
-        let hidden: Vec<&str> = names
-            .into_iter()
-            .chain([RECORD])
-            .filter(|name| !matches!(self.find(name), Found::Inner))
-            .collect();
+        let hidden = self.hidden();
         let others = inner.filter(move |meta| {
-            let is_hidden = meta
-                .as_ref()
-                .is_ok_and(|meta| hidden.iter().any(|name| *name == meta.key.as_str()));
+            let is_hidden = meta.as_ref().is_ok_and(|meta| hidden.contains(&meta.key.as_str()));
             async move { !is_hidden }
         });
+        Box::pin(stream::iter(self.kept()).chain(others))
+    }
+
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        let inner = self.inner.list_folder(folder);
+        if folder.is_some() {
+            return inner;
+        }
+        let hidden = self.hidden();
+        let others = inner.filter(move |entry| {
+            let is_hidden = match entry {
+                Ok(FolderEntry::Object(meta)) => hidden.contains(&meta.key.as_str()),
+                _ => false,
+            };
+            async move { !is_hidden }
+        });
+        let kept = self.kept().into_iter().map(|meta| meta.map(FolderEntry::Object));
         Box::pin(stream::iter(kept).chain(others))
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.inner.delete(key).await
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        self.inner.delete(keys).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         self.inner.claim(key).await
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.inner.remove_leftovers(folder, min_age).await
     }
 }
 

@@ -116,7 +116,7 @@ pub async fn remove_sharded_tensors(
         Err(error) => return Err(error.into()),
     };
     if manifest.is_some() {
-        storage.delete(&integrity).await?;
+        storage.delete(std::slice::from_ref(&integrity)).await?;
     }
     if let Err(error) = replace_metadata(&**storage, claim.as_deref(), &seen, &bytes).await {
         // It is that of the old index, which may have been replaced all the same.

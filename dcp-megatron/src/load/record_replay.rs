@@ -7,18 +7,22 @@
 //! that ranks see different checkpoints.
 
 use std::collections::BTreeMap;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::error::{Phase, StorageOp};
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
+    ReadOutcome, ReadRequest, Upload, UploadOptions, Version, WholeObject,
+};
 use dcp_core::{
-    Buffer, CheckpointMetadata, Key, Payload, PlanError, Storage, StorageError, StorageErrorKind,
+    CheckpointMetadata, Key, Payload, PlanError, Storage, StorageError, StorageErrorKind,
 };
 use dcp_engine::Group;
-use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
@@ -85,11 +89,12 @@ struct Notes {
     /// Parts of objects: where each begins, and its bytes.
     ranges: BTreeMap<Key, BTreeMap<u64, Bytes>>,
     lists: BTreeMap<Option<Key>, Vec<ObjectMeta>>,
+    folders: BTreeMap<Option<Key>, Vec<FolderEntry>>,
     byte_len: u64,
 }
 
-/// An object on the wire: its name, length and age.
-type Object = (String, u64, Option<Duration>);
+/// An object on the wire: its name, length, age and version.
+type Object = (String, u64, Option<Duration>, Option<String>);
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Wire {
@@ -98,11 +103,13 @@ struct Wire {
     /// Name, where it begins and how long it is; the bytes follow.
     ranges: Vec<(String, u64, u64)>,
     lists: Vec<(Option<String>, Vec<Object>)>,
+    /// The objects and the folders of a folder.
+    folders: Vec<(Option<String>, Vec<Object>, Vec<String>)>,
 }
 
 impl Notes {
-    /// Whether the files that were read are what this rank sees, too, as far as length and age
-    /// tell.
+    /// Whether the files that were read are what this rank sees, too, as far as length, age and
+    /// version tell.
     async fn hold(&self, storage: &dyn Storage) -> bool {
         let same = |key: &Key| {
             let noted = self.stats.get(key).cloned().flatten();
@@ -156,7 +163,19 @@ impl Notes {
         let lists = self.lists.iter().map(|(prefix, listed)| {
             (prefix.as_ref().map(ToString::to_string), listed.iter().map(object).collect())
         });
-        let wire = Wire { stats, absent, ranges, lists: lists.collect() };
+        let folders = self.folders.iter().map(|(folder, listed)| {
+            let (mut objects, mut folders) = (Vec::new(), Vec::new());
+            for entry in listed {
+                match entry {
+                    FolderEntry::Object(meta) => objects.push(object(meta)),
+                    FolderEntry::Folder(folder) => folders.push(folder.to_string()),
+                    _ => {}
+                }
+            }
+            (folder.as_ref().map(ToString::to_string), objects, folders)
+        });
+        let folders = folders.collect();
+        let wire = Wire { stats, absent, ranges, lists: lists.collect(), folders };
         let head = serde_json::to_vec(&wire).map_err(|error| bad(&error))?;
         let mut message = Vec::new();
         message.extend_from_slice(&(head.len() as u64).to_le_bytes());
@@ -170,7 +189,7 @@ impl Notes {
         let (len, rest) = message.split_first_chunk::<8>().ok_or_else(short)?;
         let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| short())?;
         let (head, data) = rest.split_at_checked(len).ok_or_else(short)?;
-        let Wire { stats, absent, ranges, lists } =
+        let Wire { stats, absent, ranges, lists, folders } =
             serde_json::from_slice(head).map_err(|error| bad(&error))?;
         let mut notes = Self::default();
         for meta in stats {
@@ -190,18 +209,26 @@ impl Notes {
             let listed = listed.into_iter().map(seen).collect::<Result<_, _>>()?;
             notes.lists.insert(prefix.map(key).transpose()?, listed);
         }
+        for (folder, objects, folders) in folders {
+            let objects = objects.into_iter().map(|one| Ok(FolderEntry::Object(seen(one)?)));
+            let folders = folders.into_iter().map(|one| Ok(FolderEntry::Folder(key(one)?)));
+            let listed = objects.chain(folders).collect::<Result<_, PlanError>>()?;
+            notes.folders.insert(folder.map(key).transpose()?, listed);
+        }
         Ok(notes)
     }
 }
 
 fn object(meta: &ObjectMeta) -> Object {
     let age = meta.modified.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
-    (meta.key.to_string(), meta.byte_len, age)
+    let version = meta.version.as_ref().map(|version| version.as_str().to_owned());
+    (meta.key.to_string(), meta.byte_len, age, version)
 }
 
-fn seen((name, byte_len, age): Object) -> Result<ObjectMeta, PlanError> {
+fn seen((name, byte_len, age, version): Object) -> Result<ObjectMeta, PlanError> {
     let modified = age.and_then(|age| SystemTime::UNIX_EPOCH.checked_add(age));
-    Ok(ObjectMeta::new(key(name)?, byte_len).with_modified(modified))
+    let version = version.map(Version::new);
+    Ok(ObjectMeta::new(key(name)?, byte_len).with_modified(modified).with_version(version))
 }
 
 fn key(name: String) -> Result<Key, PlanError> {
@@ -254,6 +281,37 @@ impl Told {
     }
 }
 
+type Listed<T> = Pin<Box<dyn Stream<Item = Result<T, StorageError>> + Send>>;
+
+impl Told {
+    /// The same listing, noted when it was followed to its end.
+    fn noting<T: Clone + Send + 'static>(
+        &self,
+        listing: Listed<T>,
+        note: impl FnOnce(&mut Notes, Vec<T>) + Send + 'static,
+    ) -> Listed<T> {
+        if !matches!(&*lock(&self.mode), Mode::Note(_)) {
+            return listing;
+        }
+        let start = (listing, Some(Vec::new()), note, Arc::clone(&self.mode));
+        Box::pin(stream::try_unfold(start, |(mut listing, mut listed, note, mode)| async move {
+            if let Some(entry) = listing.try_next().await? {
+                listed = listed.filter(|listed: &Vec<_>| listed.len() < LISTED_MAX);
+                listed.iter_mut().for_each(|listed| listed.push(entry.clone()));
+                return Ok(Some((entry, (listing, listed, note, mode))));
+            }
+            if let (Mode::Note(notes), Some(listed)) = (&mut *lock(&mode), listed) {
+                note(notes, listed);
+            }
+            Ok(None)
+        }))
+    }
+}
+
+fn absent(op: StorageOp, key: &Key) -> StorageError {
+    StorageError::new(StorageErrorKind::NotFound, op, Some(key.clone()))
+}
+
 fn lock(mode: &Mutex<Mode>) -> MutexGuard<'_, Mode> {
     mode.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -268,10 +326,7 @@ impl Storage for Told {
         if let Some(notes) = self.told()
             && let Some(noted) = notes.stats.get(key)
         {
-            let absent = || {
-                StorageError::new(StorageErrorKind::NotFound, StorageOp::Stat, Some(key.clone()))
-            };
-            return noted.clone().ok_or_else(absent);
+            return noted.clone().ok_or_else(|| absent(StorageOp::Stat, key));
         }
         let found = self.inner.stat(key).await;
         let noted = match &found {
@@ -287,65 +342,96 @@ impl Storage for Told {
         found
     }
 
-    async fn read(&self, key: &Key, mut reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+    async fn read(&self, key: &Key, mut request: ReadRequest) -> Result<ReadOutcome, StorageError> {
         if let Some(notes) = self.told() {
             let fill = |read: &mut ReadInto| {
                 let bytes = notes.bytes(key, read.byte_offset, read.buffer.len());
                 bytes.map(|bytes| read.buffer.copy_from_slice(bytes)).is_some()
             };
-            if reads.iter_mut().all(fill) {
-                return Ok(reads.into_iter().map(|read| read.buffer).collect());
+            if request.ranges.iter_mut().all(fill) {
+                let buffers = request.ranges.into_iter().map(|read| read.buffer).collect();
+                return Ok(ReadOutcome::new(buffers));
             }
         }
-        let offsets: Vec<u64> = reads.iter().map(|read| read.byte_offset).collect();
-        let buffers = self.inner.read(key, reads).await?;
+        let offsets: Vec<u64> = request.ranges.iter().map(|read| read.byte_offset).collect();
+        let outcome = self.inner.read(key, request).await?;
         self.note(|notes| {
-            offsets.iter().zip(&buffers).for_each(|(at, bytes)| notes.note(key, *at, bytes));
+            let read = offsets.iter().zip(&outcome.buffers);
+            read.for_each(|(at, bytes)| notes.note(key, *at, bytes));
         });
-        Ok(buffers)
+        Ok(outcome)
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        if let Some(notes) = self.told()
+            && let Some(noted) = notes.stats.get(key)
+        {
+            let Some(meta) = noted.clone() else { return Err(absent(StorageOp::Read, key)) };
+            let len = usize::try_from(meta.byte_len).ok().filter(|_| meta.byte_len <= max_bytes);
+            if let Some(bytes) = len.and_then(|len| notes.bytes(key, 0, len)) {
+                let bytes = Bytes::copy_from_slice(bytes);
+                return Ok(WholeObject::new(meta, bytes));
+            }
+        }
+        let found = self.inner.read_whole(key, max_bytes).await;
+        match &found {
+            Ok(whole) => self.note(|notes| {
+                notes.stats.insert(key.clone(), Some(whole.meta.clone()));
+                notes.note(key, 0, &whole.bytes);
+            }),
+            Err(error) if error.kind() == StorageErrorKind::NotFound => self.note(|notes| {
+                notes.stats.insert(key.clone(), None);
+            }),
+            Err(_) => {}
+        }
+        found
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         self.inner.put(key, payload, mode).await
     }
 
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, mode).await
+        self.inner.start_upload(key, options).await
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        let prefix = prefix.cloned();
-        if let Some(listed) = self.told().and_then(|notes| notes.lists.get(&prefix).cloned()) {
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        let folder = folder.cloned();
+        if let Some(listed) = self.told().and_then(|notes| notes.folders.get(&folder).cloned()) {
             return Box::pin(stream::iter(listed.into_iter().map(Ok)));
         }
-        let listing = self.inner.list(prefix.as_ref());
-        if !matches!(&*lock(&self.mode), Mode::Note(_)) {
-            return listing;
-        }
-        let start = (listing, Some(Vec::new()), Arc::clone(&self.mode));
-        Box::pin(stream::try_unfold(start, move |(mut listing, mut listed, mode)| {
-            let prefix = prefix.clone();
-            async move {
-                if let Some(meta) = listing.try_next().await? {
-                    listed = listed.filter(|listed: &Vec<_>| listed.len() < LISTED_MAX);
-                    listed.iter_mut().for_each(|listed| listed.push(meta.clone()));
-                    return Ok(Some((meta, (listing, listed, mode))));
-                }
-                // One that was not followed to its end is not noted.
-                if let (Mode::Note(notes), Some(listed)) = (&mut *lock(&mode), listed) {
-                    notes.lists.insert(prefix, listed);
-                }
-                Ok(None)
-            }
-        }))
+        let listing = self.inner.list_folder(folder.as_ref());
+        self.noting(listing, |notes, listed| drop(notes.folders.insert(folder, listed)))
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.inner.delete(key).await
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        let folder = folder.cloned();
+        if let Some(listed) = self.told().and_then(|notes| notes.lists.get(&folder).cloned()) {
+            return Box::pin(stream::iter(listed.into_iter().map(Ok)));
+        }
+        let listing = self.inner.list(folder.as_ref());
+        self.noting(listing, |notes, listed| drop(notes.lists.insert(folder, listed)))
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        self.inner.delete(keys).await
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.inner.remove_leftovers(folder, min_age).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {

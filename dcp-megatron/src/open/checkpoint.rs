@@ -405,7 +405,7 @@ async fn is_dcp(storage: &Arc<dyn Storage>) -> Result<bool, MegatronError> {
     if storage.contains(&Key::new(".metadata").map_err(StorageError::from)?).await? {
         return Ok(true);
     }
-    let mut objects = storage.list(None);
+    let mut objects = storage.list_files(None);
     while let Some(meta) = objects.next().await {
         if meta?.key.as_str().ends_with(".distcp") {
             return Ok(true);

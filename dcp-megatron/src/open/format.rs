@@ -296,7 +296,9 @@ impl CheckpointTarget for MegatronCoreFormat {
         storage: Arc<dyn Storage>,
         options: &WriterOptions,
     ) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
-        Ok(Arc::new(MegatronWriter::builder(storage).overwrite(options.overwrite).build()))
+        // A conversion has no memory to lend: two parts of each file are in flight.
+        let writer = MegatronWriter::builder(storage).overwrite(options.overwrite).upload_bytes(0);
+        Ok(Arc::new(writer.build()))
     }
 }
 

@@ -434,9 +434,9 @@ mod tests {
             state.insert(name, tensor);
         }
         Saver::new().save(&state, &DcpWriter::new(Arc::clone(&storage))).await.unwrap();
-        let source = Source::dcp(Arc::clone(&storage), false);
+        let open = || Source::dcp(Arc::clone(&storage), false);
         if damaged {
-            let metadata = source.metadata().await.unwrap();
+            let metadata = open().metadata().await.unwrap();
             let weight = metadata.get("decoder.final_layernorm.weight").unwrap();
             let weight = weight.as_tensor().unwrap().chunks.get(0).unwrap().placement.unwrap();
             let file = metadata.file(weight.file).unwrap();
@@ -444,7 +444,7 @@ mod tests {
             bytes[(weight.byte_offset + weight.byte_len / 2) as usize] ^= 1;
             storage.put(file, bytes.into(), PutMode::Overwrite).await.unwrap();
         }
-        source
+        open()
     }
 
     #[tokio::test]

@@ -1,11 +1,15 @@
 //! A range of a file as a storage object: each stored object is an archive of its own.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
+    ReadOutcome, ReadRequest, StorageExt as _, Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 
 /// One object, which is a range of bytes of another one. It can only be read.
 #[derive(Debug)]
@@ -36,7 +40,11 @@ impl Window {
 #[async_trait]
 impl Storage for Window {
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        let mut capabilities = self.inner.capabilities();
+        capabilities.writable = false;
+        capabilities.listable = true;
+        capabilities.claims = false;
+        capabilities
     }
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
@@ -46,40 +54,65 @@ impl Storage for Window {
         Ok(self.object.clone())
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+    async fn read(&self, key: &Key, mut request: ReadRequest) -> Result<ReadOutcome, StorageError> {
         if *key != self.object.key {
             return Err(Self::error(StorageErrorKind::NotFound, StorageOp::Read, key));
         }
-        let mut moved = Vec::with_capacity(reads.len());
-        for read in reads {
-            let end = read.byte_offset.checked_add(read.buffer.len() as u64);
-            let begin = self.byte_offset.checked_add(read.byte_offset);
+        for read in &mut request.ranges {
+            let ReadInto { byte_offset, buffer } = read;
+            let end = byte_offset.checked_add(buffer.len() as u64);
+            let begin = self.byte_offset.checked_add(*byte_offset);
             let fits = end.is_some_and(|end| end <= self.object.byte_len);
-            let Some(byte_offset) = begin.filter(|_| fits) else {
+            let Some(begin) = begin.filter(|_| fits) else {
                 return Err(Self::error(StorageErrorKind::Truncated, StorageOp::Read, key));
             };
-            moved.push(ReadInto { byte_offset, ..read });
+            read.byte_offset = begin;
         }
-        self.inner.read(&self.within, moved).await
+        self.inner.read(&self.within, request).await
     }
 
-    async fn put(&self, key: &Key, _: Payload, _: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        if *key != self.object.key {
+            return Err(Self::error(StorageErrorKind::NotFound, StorageOp::Read, key));
+        }
+        if self.object.byte_len > max_bytes {
+            return Err(Self::error(StorageErrorKind::TooLarge, StorageOp::Read, key));
+        }
+        let end = self.byte_offset.saturating_add(self.object.byte_len);
+        let bytes = self.inner.read_range(&self.within, self.byte_offset..end).await?;
+        Ok(WholeObject::new(self.object.clone(), bytes))
+    }
+
+    async fn put(&self, key: &Key, _: Payload, _: PutMode) -> Result<ObjectMeta, StorageError> {
         Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Put, key))
     }
 
-    async fn start_upload(&self, key: &Key, _: PutMode) -> Result<Box<dyn Upload>, StorageError> {
-        Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Put, key))
+    async fn start_upload(
+        &self,
+        key: &Key,
+        _: UploadOptions,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Upload, key))
     }
 
     fn list(&self, _: Option<&Key>) -> ObjectStream {
         Box::pin(futures_util::stream::iter([Ok(self.object.clone())]))
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Delete, key))
+    fn list_folder(&self, _: Option<&Key>) -> FolderStream {
+        Box::pin(futures_util::stream::iter([Ok(FolderEntry::Object(self.object.clone()))]))
+    }
+
+    async fn delete(&self, _: &[Key]) -> Result<(), StorageError> {
+        Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Delete, &self.object.key))
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
         Err(Self::error(StorageErrorKind::Unsupported, StorageOp::Claim, key))
+    }
+
+    async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
+        let op = StorageOp::RemoveLeftovers;
+        Err(Self::error(StorageErrorKind::Unsupported, op, &self.object.key))
     }
 }

@@ -1,7 +1,7 @@
 //! The state of a folder before a commit, so that a failed commit can restore it.
 
 use bytes::Bytes;
-use dcp_core::storage::{Claim, PutMode};
+use dcp_core::storage::{Claim, PutMode, StorageExt as _};
 use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use dcp_formats::Staged;
 use futures_util::StreamExt as _;
@@ -147,7 +147,7 @@ impl Before {
         }
         if let (Some(claim), METADATA) = (claim, name) {
             match claim.replace(bytes.clone().into()).await {
-                Ok(()) => return Ok(()),
+                Ok(_) => return Ok(()),
                 Err(error) if error.kind() == StorageErrorKind::Conflict => return Err(error),
                 // A full storage has no room for the bytes once more; what is staged needs none.
                 Err(_) => {}
@@ -176,7 +176,7 @@ impl Before {
 }
 
 async fn delete(storage: &dyn Storage, name: &str) -> Result<(), StorageError> {
-    storage.delete(&Key::new(name)?).await
+    storage.delete(&[Key::new(name)?]).await
 }
 
 /// Whether a `metadata.json` names a backend whose files this writer knows nothing of.
@@ -192,11 +192,11 @@ pub(super) async fn hinted_files(storage: &dyn Storage) -> Result<Vec<Key>, Chec
     // A damaged index names nothing; what it named then stays where it is.
     let Ok(metadata) = dcp_formats::metadata::decode(&bytes) else { return Ok(Vec::new()) };
     let mut there = Vec::new();
-    let mut objects = storage.list(None);
+    let mut objects = storage.list_files(None);
     while let Some(meta) = objects.next().await {
         let key = meta?.key;
         let name = key.as_str();
-        let hinted = name.ends_with(".distcp") && !name.starts_with("__") && !name.contains('/');
+        let hinted = name.ends_with(".distcp") && !name.starts_with("__");
         if hinted && metadata.files().contains(&key) {
             there.push(key);
         }

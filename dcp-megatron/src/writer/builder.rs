@@ -48,6 +48,13 @@ impl MegatronWriterBuilder {
         self.common.as_ref()?.view().as_dict()
     }
 
+    /// The bytes of parts in flight to the storage; see
+    /// [`DcpWriterBuilder::upload_bytes`](dcp_formats::dcp::DcpWriterBuilder::upload_bytes).
+    pub fn upload_bytes(mut self, bytes: u64) -> Self {
+        self.dcp = self.dcp.upload_bytes(bytes);
+        self
+    }
+
     /// Where the common state goes, and so which versions of Megatron-Core read the checkpoint.
     pub fn form(mut self, form: MegatronForm) -> Self {
         self.form = form;

@@ -214,7 +214,7 @@ impl MegatronWriter {
     /// Removes the record: the files under their own names are those of one checkpoint.
     async fn forget(&self) {
         let removed = match key(RECORD) {
-            Ok(key) => self.storage.delete(&key).await,
+            Ok(key) => self.storage.delete(&[key]).await,
             Err(error) => Err(error),
         };
         if let Err(error) = removed {

@@ -172,7 +172,7 @@ fn a_missing_folder_or_another_checkpoints_is_named() {
     let without = |name: &str| {
         let storage = copy(&*stored(RUN));
         let key = Key::new(format!("iter_0000010/{name}/model_optim_rng.pt")).unwrap();
-        block_on(storage.delete(&key)).unwrap();
+        block_on(storage.delete(&[key])).unwrap();
         open(&(storage as _)).unwrap_err().to_string()
     };
     let error = without("mp_rank_01");

@@ -115,7 +115,8 @@ impl StorageWriter for MineWriter {
     ) -> Result<(), CheckpointError> {
         self.tensors.commit(session, metadata, reports).await?;
         let put = async |name: &str, bytes: Bytes| {
-            self.storage.put(&Key::new(name).unwrap(), bytes.into(), PutMode::Overwrite).await
+            let key = Key::new(name).unwrap();
+            self.storage.put(&key, bytes.into(), PutMode::Overwrite).await.map(drop)
         };
         put(COMMON, Value::Dict(self.common.clone()).to_wire()?).await?;
         let config = CheckpointingConfig::new(backend()).with_common(Backend::first("mine"));

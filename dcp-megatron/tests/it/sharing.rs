@@ -103,7 +103,7 @@ fn a_rank_that_sees_other_files_reads_them_itself() {
     });
     let index = Key::new(".metadata").unwrap();
     for (_, counted) in places {
-        assert!(counted.requests(&index) >= 2);
+        assert!(counted.requests(&index) >= 1);
     }
 }
 

@@ -20,7 +20,7 @@ pub(crate) fn get(storage: &dyn Storage, name: &str) -> Option<Vec<u8>> {
 }
 
 pub(crate) fn remove(storage: &dyn Storage, name: &str) {
-    block_on(storage.delete(&Key::new(name).unwrap())).unwrap();
+    block_on(storage.delete(&[Key::new(name).unwrap()])).unwrap();
 }
 
 /// All objects, by their names.

@@ -309,7 +309,7 @@ fn an_unfinished_save_is_not_in_the_way_of_the_next() {
     }
     // What may be a whole checkpoint of PyTorch stays: of PyTorch itself, and of our writer for it.
     let of_pytorch = in_memory(&fixture("tp2_basic").join("ckpt"));
-    block_on(of_pytorch.delete(&dcp_core::Key::new("metadata.json").unwrap())).unwrap();
+    block_on(of_pytorch.delete(&[dcp_core::Key::new("metadata.json").unwrap()])).unwrap();
     let of_ours = Arc::new(MemoryStorage::new());
     let plain = dcp_formats::dcp::DcpWriter::new(of_ours.clone());
     block_on(reshard(&source(), &plain, 2, &JobOptions::default())).unwrap();

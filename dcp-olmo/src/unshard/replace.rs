@@ -2,13 +2,15 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp_core::error::StorageOp;
 use dcp_core::storage::{
-    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, StorageExt, Upload,
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, StorageExt, Upload, UploadOptions, WholeObject,
 };
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind};
+use dcp_core::{Key, Payload, Storage, StorageError, StorageErrorKind};
 use dcp_formats::hf::IndexFile;
 use futures_util::{StreamExt, stream};
 
@@ -58,7 +60,7 @@ impl Old {
     /// Removes what would make new files and old ones a whole.
     pub(super) async fn break_up(&self, storage: &dyn Storage) -> Result<(), StorageError> {
         for key in &self.first {
-            storage.delete(key).await?;
+            storage.delete(std::slice::from_ref(key)).await?;
         }
         Ok(())
     }
@@ -81,7 +83,7 @@ impl Old {
         for key in self.named.iter().filter(|key| !is_new(key)) {
             // The new files are whole whether or not an old one stays beside them.
             let was_there = storage.contains(key).await.unwrap_or(false);
-            if was_there && storage.delete(key).await.is_ok() {
+            if was_there && storage.delete(std::slice::from_ref(key)).await.is_ok() {
                 removed.push(key.to_string());
             }
         }
@@ -92,18 +94,21 @@ impl Old {
 /// The files that an index names, of those names that an export has. An index that makes no sense
 /// names none.
 async fn named_files(storage: &dyn Storage, index: &Key) -> Result<Vec<Key>, StorageError> {
-    match storage.stat(index).await {
-        Ok(meta) if meta.byte_len <= INDEX_MAX => {}
-        Ok(_) => return Ok(Vec::new()),
-        Err(error) if error.kind() == StorageErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    }
+    let bytes = match storage.read_whole(index, INDEX_MAX).await {
+        Ok(whole) => whole.bytes,
+        Err(error) => {
+            return match error.kind() {
+                StorageErrorKind::NotFound | StorageErrorKind::TooLarge => Ok(Vec::new()),
+                _ => Err(error),
+            };
+        }
+    };
     let Some((root, _)) = index.as_str().split_once('/') else { return Ok(Vec::new()) };
     let is_own = |name: &str| {
         let ours = name.starts_with("chunk-") || name.starts_with(&format!("{root}-"));
         ours && !name.contains('/') && (name.ends_with(".safetensors") || name.ends_with(".pt"))
     };
-    let index = IndexFile::parse(&storage.read_all(index).await?).unwrap_or_default();
+    let index = IndexFile::parse(&bytes).unwrap_or_default();
     let names = index.files().filter(|name| is_own(name.as_str()));
     Ok(names.filter_map(|name| Key::new(format!("{root}/{name}")).ok()).collect())
 }
@@ -120,57 +125,87 @@ fn nothing(operation: StorageOp, key: &Key) -> StorageError {
 #[async_trait]
 impl Storage for Nowhere {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::none()
+        let mut capabilities = Capabilities::none();
+        capabilities.writable = true;
+        capabilities.listable = true;
+        capabilities
     }
 
     async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
         Err(nothing(StorageOp::Stat, key))
     }
 
-    async fn read(&self, key: &Key, _reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+    async fn read(&self, key: &Key, _: ReadRequest) -> Result<ReadOutcome, StorageError> {
         Err(nothing(StorageOp::Read, key))
     }
 
-    async fn put(&self, _key: &Key, _content: Payload, _mode: PutMode) -> Result<(), StorageError> {
-        Ok(())
+    async fn read_whole(&self, key: &Key, _: u64) -> Result<WholeObject, StorageError> {
+        Err(nothing(StorageOp::Read, key))
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        content: Payload,
+        _mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
+        Ok(ObjectMeta::new(key.clone(), content.len()))
     }
 
     async fn start_upload(
         &self,
-        _key: &Key,
-        _mode: PutMode,
+        key: &Key,
+        _options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        Ok(Box::new(Self))
+        Ok(Box::new(NowhereUpload { key: key.clone(), byte_len: 0 }))
     }
 
-    fn list(&self, _prefix: Option<&Key>) -> ObjectStream {
+    fn list(&self, _folder: Option<&Key>) -> ObjectStream {
         stream::empty().boxed()
     }
 
-    async fn delete(&self, _key: &Key) -> Result<(), StorageError> {
+    fn list_folder(&self, _folder: Option<&Key>) -> FolderStream {
+        stream::empty().boxed()
+    }
+
+    async fn delete(&self, _keys: &[Key]) -> Result<(), StorageError> {
         Ok(())
     }
 
-    async fn claim(&self, _: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        Ok(Arc::new(Self))
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        Ok(Arc::new(NowhereClaim(key.clone())))
+    }
+
+    async fn remove_leftovers(&self, _: Option<&Key>, _: Duration) -> Result<u64, StorageError> {
+        Ok(0)
     }
 }
 
+#[derive(Debug)]
+struct NowhereClaim(Key);
+
 #[async_trait]
-impl Claim for Nowhere {
-    async fn replace(&self, _payload: Payload) -> Result<(), StorageError> {
-        Ok(())
+impl Claim for NowhereClaim {
+    async fn replace(&self, payload: Payload) -> Result<ObjectMeta, StorageError> {
+        Ok(ObjectMeta::new(self.0.clone(), payload.len()))
     }
 }
 
+#[derive(Debug)]
+struct NowhereUpload {
+    key: Key,
+    byte_len: u64,
+}
+
 #[async_trait]
-impl Upload for Nowhere {
-    async fn put_part(&mut self, _part: Payload) -> Result<(), StorageError> {
-        Ok(())
+impl Upload for NowhereUpload {
+    fn put_part(&mut self, part: Payload) -> PartFuture {
+        self.byte_len = self.byte_len.saturating_add(part.len());
+        Box::pin(async { Ok(()) })
     }
 
-    async fn complete(self: Box<Self>) -> Result<(), StorageError> {
-        Ok(())
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
+        Ok(ObjectMeta::new(self.key, self.byte_len))
     }
 
     async fn abort(self: Box<Self>) -> Result<(), StorageError> {

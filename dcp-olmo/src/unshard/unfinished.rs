@@ -41,6 +41,7 @@ pub(super) async fn mark(target: &dyn Storage, marks: &[Key]) -> Result<(), Stor
 pub(super) async fn unmark(target: &dyn Storage, marks: &[Key]) -> Result<(), StorageError> {
     for key in marks {
         // All is written, so it is worth another try.
+        let key = std::slice::from_ref(key);
         if target.delete(key).await.is_err() {
             target.delete(key).await?;
         }
@@ -50,8 +51,6 @@ pub(super) async fn unmark(target: &dyn Storage, marks: &[Key]) -> Result<(), St
 
 /// Removes what is there of these files.
 pub(super) async fn remove_all(target: &dyn Storage, names: &[Key]) {
-    for key in names {
-        // The error that ends the export says more than this one.
-        let _ = target.delete(key).await;
-    }
+    // The error that ends the export says more than this one.
+    let _ = target.delete(names).await;
 }

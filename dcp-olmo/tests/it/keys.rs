@@ -2,13 +2,10 @@
 
 use std::sync::Arc;
 
-use async_trait::async_trait;
-use dcp_conformance::CountingStorage;
-use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{Buffer, Key, Payload, Storage, StorageError, StorageErrorKind, Value};
+use dcp_conformance::{CountingStorage, WebStorage};
+use dcp_core::{Storage, Value};
 use dcp_olmo::load_keys;
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::{StreamExt, TryStreamExt};
 
 use crate::support::{ANY, FLAT, NESTED, block_on, fixture, key, reader, states};
 
@@ -132,53 +129,10 @@ fn a_value_is_read_when_its_turn_comes() {
     });
 }
 
-/// A web server: files by name, no listing, no writing.
-#[derive(Debug)]
-struct Web(Arc<dyn Storage>);
-
-fn unsupported(op: StorageOp) -> StorageError {
-    StorageError::new(StorageErrorKind::Unsupported, op, None)
-}
-
-#[async_trait]
-impl Storage for Web {
-    fn capabilities(&self) -> Capabilities {
-        self.0.capabilities()
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.0.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.0.read(key, reads).await
-    }
-
-    async fn put(&self, _: &Key, _: Payload, _: PutMode) -> Result<(), StorageError> {
-        Err(unsupported(StorageOp::Put))
-    }
-
-    async fn start_upload(&self, _: &Key, _: PutMode) -> Result<Box<dyn Upload>, StorageError> {
-        Err(unsupported(StorageOp::Upload))
-    }
-
-    fn list(&self, _: Option<&Key>) -> ObjectStream {
-        Box::pin(stream::iter([Err(unsupported(StorageOp::List))]))
-    }
-
-    async fn delete(&self, _: &Key) -> Result<(), StorageError> {
-        Err(unsupported(StorageOp::Delete))
-    }
-
-    async fn claim(&self, _: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        Err(unsupported(StorageOp::Claim))
-    }
-}
-
 #[test]
 fn a_server_that_cannot_list_will_do() {
     for file in [NESTED, FLAT, ANY] {
-        let web: Arc<dyn Storage> = Arc::new(Web(fixture(file)));
+        let web: Arc<dyn Storage> = Arc::new(WebStorage::new(fixture(file)));
         assert!(value(&web, "model").same(&value(&fixture(file), "model")), "{file}");
         block_on(dcp_olmo::get_checkpoint_metadata(&web)).unwrap();
     }

@@ -263,7 +263,7 @@ fn the_index_is_found_with_a_hint() {
     put_folder(&*step, &fixtures().join(NESTED).join("ckpt"), "model_and_optim/");
     let error = block_on(get_checkpoint_metadata(&step)).unwrap_err().to_string();
     assert!(error.contains("did you mean") && error.contains("model_and_optim"), "{error}");
-    block_on(step.delete(&key("model_and_optim/.metadata"))).unwrap();
+    block_on(step.delete(&[key("model_and_optim/.metadata")])).unwrap();
     let error = block_on(get_checkpoint_metadata(&step)).unwrap_err().to_string();
     assert_eq!(error, "it is not a distributed checkpoint folder");
 }

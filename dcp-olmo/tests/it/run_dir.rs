@@ -16,7 +16,7 @@ fn run() -> Arc<dyn Storage> {
         let model = fixtures().join(FLAT).join("ckpt");
         put_folder(&*storage, &model, &format!("{step}/model_and_optim/"));
     }
-    block_on(storage.delete(&key("step100/model_and_optim/.metadata"))).unwrap();
+    block_on(storage.delete(&[key("step100/model_and_optim/.metadata")])).unwrap();
     storage
 }
 

@@ -78,13 +78,13 @@ fn main() -> Result {
     dcp::block_on(work)?
 }
 
-fn storage(path: &str, access: Access) -> Result<Arc<dyn Storage>> {
-    Ok(dcp::default_storages().open(path, access)?)
+async fn storage(path: &str, access: Access) -> Result<Arc<dyn Storage>> {
+    Ok(dcp::default_storages().open(path, access).await?)
 }
 
 async fn load(checkpoint: &str, group: &Arc<dyn Collective>) -> Result {
     let expected = Contents::read(Path::new(checkpoint))?;
-    let reader = DcpReader::new(storage(checkpoint, Access::Read)?);
+    let reader = DcpReader::new(storage(checkpoint, Access::Read).await?);
 
     let metadata = reader.metadata().await?;
     let mut state = StateDict::new();
@@ -173,7 +173,7 @@ fn crc32(bytes: &[u8]) -> u32 {
 }
 
 async fn rewrite(from: &str, to: &str, group: &Arc<dyn Collective>) -> Result {
-    let reader = DcpReader::new(storage(from, Access::Read)?);
+    let reader = DcpReader::new(storage(from, Access::Read).await?);
     let metadata = reader.metadata().await?;
     let mut state = StateDict::new();
     for (fqn, entry) in metadata.iter() {

@@ -82,7 +82,7 @@ impl Job {
             options = options
                 .reader(move |inner| Arc::new(ParallelReader::new(inner, Arc::clone(&group))));
         }
-        let storage = storage(from, Access::Read)?;
+        let storage = storage(from, Access::Read).await?;
         let loaded = load(&part.state, &storage, &options).await?;
         let missing: Vec<String> =
             loaded.missing.into_iter().flatten().map(|key| key.to_string()).collect();
@@ -109,7 +109,7 @@ impl Job {
         } else {
             options
         };
-        save(&part.state, &storage(to, Access::Write)?, &options).await?;
+        save(&part.state, &storage(to, Access::Write).await?, &options).await?;
         Ok(())
     }
 }
@@ -125,7 +125,7 @@ fn form(name: &str) -> Result<MegatronForm> {
 /// Opens a checkpoint as offline jobs do, and compares every tensor, every object and the common
 /// state with the description.
 async fn open(description: &Description, checkpoint: &str) -> Result {
-    let storage = storage(checkpoint, Access::Read)?;
+    let storage = storage(checkpoint, Access::Read).await?;
     let opened = MegatronCheckpoint::open(&storage, &OpenOptions::default()).await?;
     let mut common = opened.common().clone();
     let content = common.remove("content_metadata").ok_or("no content metadata")?;

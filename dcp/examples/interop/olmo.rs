@@ -24,7 +24,8 @@ pub(crate) async fn resave(
     layout: &str,
     group: &Arc<dyn Collective>,
 ) -> Result {
-    let reader: Arc<dyn StorageReader> = Arc::new(DcpReader::new(storage(from, Access::Read)?));
+    let reader: Arc<dyn StorageReader> =
+        Arc::new(DcpReader::new(storage(from, Access::Read).await?));
     // The structure of the state, which a trainer has from its model.
     let nested = with_layout(Arc::clone(&reader), OptimizerLayout::Nested).await?;
     let values: Vec<_> = load_keys(nested, ["model", "optim"]).await?.try_collect().await?;
@@ -41,7 +42,7 @@ pub(crate) async fn resave(
     let saver = Saver::new().group(Arc::clone(group));
     let options = SaveOptions::default().profile(Profile::Olmo);
     let options = options.flatten_optimizer_state(layout == "flat");
-    let target = storage(to, Access::Write)?;
+    let target = storage(to, Access::Write).await?;
     save_model_and_optim_state(&saver, &target, &model, Some(&optim), &options).await?;
     Ok(())
 }

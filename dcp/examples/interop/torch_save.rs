@@ -27,7 +27,7 @@ pub(crate) async fn resave(
     form: &str,
     group: &Arc<dyn Collective>,
 ) -> Result {
-    let storage = dcp::default_storages().open(folder, Access::Write)?;
+    let storage = dcp::default_storages().open(folder, Access::Write).await?;
     let reader = TorchSaveReader::new(Arc::clone(&storage), Key::new(name)?);
     let metadata = reader.metadata().await?;
     let mut state = StateDict::new();

@@ -26,7 +26,7 @@ const ROWS: u64 = 8;
 const COLUMNS: u64 = 4096;
 
 fn open(place: &str, access: Access) -> Arc<dyn Storage> {
-    dcp::default_storages().open(place, access).unwrap()
+    dcp::block_on(dcp::default_storages().open(place, access)).unwrap().unwrap()
 }
 
 /// The state of save number `step`, as `rank` of `world` holds it.

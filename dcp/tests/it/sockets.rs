@@ -8,10 +8,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dcp::core::error::StorageOp;
+use dcp::core::registry::{OpenRequest, StorageOpener};
 use dcp::core::storage::{
-    Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload,
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
+    Upload, UploadOptions, WholeObject,
 };
-use dcp::core::{Buffer, Key, Payload, StorageError};
+use dcp::core::{Key, Payload, StorageError};
 use dcp::{Checkpointer, Storage};
 use dcp_conformance::MemoryStorage;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -74,12 +76,22 @@ impl Storage for RemoteStorage {
         self.inner.stat(key).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
         self.request().await?;
-        self.inner.read(key, reads).await
+        self.inner.read(key, request).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.request().await?;
+        self.inner.read_whole(key, max_bytes).await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         self.request().await?;
         self.inner.put(key, payload, mode).await
     }
@@ -87,19 +99,32 @@ impl Storage for RemoteStorage {
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
         self.request().await?;
-        self.inner.start_upload(key, mode).await
+        self.inner.start_upload(key, options).await
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        self.inner.list(prefix)
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        self.inner.list(folder)
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        self.inner.list_folder(folder)
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
         self.request().await?;
-        self.inner.delete(key).await
+        self.inner.delete(keys).await
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.request().await?;
+        self.inner.remove_leftovers(folder, min_age).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
@@ -108,12 +133,23 @@ impl Storage for RemoteStorage {
     }
 }
 
+/// Asks the server whether the location is usable.
+struct RemoteOpener(RemoteStorage);
+
+#[async_trait]
+impl StorageOpener for RemoteOpener {
+    async fn open(&self, _: &OpenRequest) -> Result<Arc<dyn Storage>, StorageError> {
+        self.0.request().await?;
+        Ok(Arc::new(self.0.clone()))
+    }
+}
+
 fn remote() -> (Checkpointer, Arc<AtomicUsize>) {
     let (server, connections) = server();
     let inner = MemoryStorage::new();
     let storage = RemoteStorage { inner, server, connection: Arc::default() };
     let mut storages = dcp::default_storages();
-    storages.register("remote", move |_, _| Ok(Arc::new(storage.clone())));
+    storages.register_opener("remote", Arc::new(RemoteOpener(storage)));
     (Checkpointer::new().storages(storages), connections)
 }
 
@@ -151,4 +187,15 @@ fn a_blocking_call_works_on_the_threads_of_another_runtime() {
     many.block_on(task).unwrap();
     let in_pool = many.spawn_blocking(move || save_and_load(&checkpointer, 40));
     many.block_on(in_pool).unwrap();
+}
+
+/// The storage is opened on the thread of the saves, whose runtime has sockets too.
+#[test]
+fn a_background_save_opens_its_storage() {
+    let (checkpointer, _) = remote();
+    let saving = checkpointer.save(&state(7, 0, 1), "remote://run").background().unwrap();
+    dcp::block_on(saving.wait()).unwrap().unwrap();
+    let mut loaded = blank(0, 1);
+    checkpointer.load(&mut loaded, "remote://run").blocking().unwrap();
+    assert_eq!(step_of(&loaded), 7);
 }

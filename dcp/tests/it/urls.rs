@@ -16,10 +16,10 @@ use crate::state::{blank, state, step_of};
 fn checkpointer(storage: &MemoryStorage, broken: bool) -> Checkpointer {
     let mut storages = dcp::default_storages();
     let storage = storage.clone();
-    storages.register("mem", move |url, _| {
+    storages.register("mem", move |request| {
         if broken {
             let full = dcp::core::StorageError::new(StorageErrorKind::Full, StorageOp::Open, None);
-            return Err(full.with_message(url));
+            return Err(full.with_message(&*request.url));
         }
         Ok(Arc::new(storage.clone()))
     });
@@ -101,7 +101,7 @@ fn a_disk_that_fills_up_on_one_rank_is_a_full_disk_on_every_rank() {
 fn checkpointer_storages(storage: &MemoryStorage) -> dcp::StorageRegistry {
     let mut storages = dcp::StorageRegistry::empty();
     let storage = storage.clone();
-    storages.register("mem", move |_, _| Ok(Arc::new(storage.clone())));
+    storages.register("mem", move |_| Ok(Arc::new(storage.clone())));
     storages
 }
 
@@ -183,7 +183,7 @@ fn the_next_save_of_any_kind_returns_the_error_of_a_background_save() {
     let results = on_ranks(2, |group| {
         let (rank, world) = (group.rank(), group.world_size());
         let mut storages = checkpointer_storages(&storage);
-        storages.register("full", |_, _| {
+        storages.register("full", |_| {
             Ok(Arc::new(FaultStorage::new(Arc::new(MemoryStorage::new())).full_after(0)))
         });
         let checkpointer = Checkpointer::new().group(group).storages(storages);

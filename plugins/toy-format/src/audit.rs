@@ -18,7 +18,7 @@ use crate::reader::ToyReader;
 impl CheckpointAudit for ToyReader {
     async fn findings(&self) -> Result<Findings, CheckpointError> {
         let metadata = self.metadata().await?;
-        let files: Vec<_> = self.storage().list(None).try_collect().await?;
+        let files: Vec<_> = self.storage().list_files(None).try_collect().await?;
         let stale = files.into_iter().map(|meta| meta.key);
         let stale = stale.filter(|key| parse(key).is_some() && !metadata.files().contains(key));
         let notes = stale.map(|key| format!("{key} is left of another save")).collect();

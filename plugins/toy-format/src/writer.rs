@@ -51,10 +51,9 @@ impl ToyWriter {
             Err(CheckpointError::NotACheckpoint { .. }) => Vec::new(),
             Err(_) => return,
         };
-        for file in files.into_iter().filter(|file| !used.contains(file)) {
-            // What cannot be removed is stale in the next save.
-            let _ = self.storage.delete(&file).await;
-        }
+        let files: Vec<_> = files.into_iter().filter(|file| !used.contains(file)).collect();
+        // What cannot be removed is stale in the next save.
+        let _ = self.storage.delete(&files).await;
     }
 
     async fn publish(
@@ -74,7 +73,7 @@ impl ToyWriter {
         match &session.claim {
             Some(claim) => claim.replace(payload).await?,
             None => self.storage.put(&index()?, payload, PutMode::Overwrite).await?,
-        }
+        };
         Ok(())
     }
 }
@@ -98,7 +97,7 @@ impl StorageWriter for ToyWriter {
             let error = StorageError::new(kind, StorageOp::Put, Some(index()?));
             return Err(error.with_message("there is a checkpoint; overwriting is off").into());
         }
-        let all: Vec<_> = self.storage.list(None).try_collect().await?;
+        let all: Vec<_> = self.storage.list_files(None).try_collect().await?;
         let found: BTreeMap<Key, u64> =
             all.into_iter().filter_map(|m| Some((m.key.clone(), parse(&m.key)?.1))).collect();
         let generation = found.values().max().map_or(0, |highest| highest.saturating_add(1));

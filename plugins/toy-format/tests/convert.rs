@@ -13,9 +13,9 @@ use toy_format::ToyFormat;
 
 fn storages() -> StorageRegistry {
     let mut storages = StorageRegistry::empty();
-    storages.register("file", |path, access| {
-        let write = access == Access::Write;
-        Ok(Arc::new(FsStorage::builder(path).create(write).clean(write).open()?))
+    storages.register("file", |request| {
+        let write = request.access == Access::Write;
+        Ok(Arc::new(FsStorage::builder(&request.url).create(write).clean(write).open()?))
     });
     storages
 }

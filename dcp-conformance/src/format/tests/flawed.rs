@@ -137,7 +137,7 @@ impl CheckpointFormat for FlawedFormat {
     ) -> Result<OpenedCheckpoint, CheckpointError> {
         let storage = place.storage();
         for _ in 0..if self.0 == Flaw::ReadsAgain { 8 } else { 0 } {
-            storage.read_all(&index()).await?;
+            storage.read_whole(&index(), u64::MAX).await?;
         }
         let verify = !matches!(self.0, Flaw::ComparesNoChecksums | Flaw::ComparesNoReads);
         let reader = DcpReader::builder(Arc::clone(storage)).verify_checksums(verify);
@@ -326,7 +326,8 @@ impl FlawedWriter {
 
     async fn put(&self, name: &str, text: String) -> Result<(), CheckpointError> {
         let key = Key::new(name).unwrap();
-        Ok(self.storage.put(&key, text.into_bytes().into(), PutMode::Overwrite).await?)
+        self.storage.put(&key, text.into_bytes().into(), PutMode::Overwrite).await?;
+        Ok(())
     }
 }
 
@@ -346,7 +347,7 @@ impl StorageWriter for FlawedWriter {
         let mut session = self.inner.begin().await?;
         match self.flaw {
             Flaw::LeavesAMarker => self.put("saving", String::new()).await?,
-            Flaw::RemovesTheOldIndex => self.storage.delete(&index()).await?,
+            Flaw::RemovesTheOldIndex => self.storage.delete(&[index()]).await?,
             Flaw::KeepsStaleFiles => session.stale.clear(),
             Flaw::ClaimsNothing => {
                 return Ok(SaveSession::new(session.generation, session.stale.clone()));
@@ -401,7 +402,7 @@ impl StorageWriter for FlawedWriter {
         if self.flaw == Flaw::AbandonsAfterTheCommit && committed.is_err() {
             let plans = self.plans.lock().unwrap().clone();
             for file in plans.iter().flat_map(|plan| &plan.files) {
-                let _ = self.storage.delete(file).await;
+                let _ = self.storage.delete(std::slice::from_ref(file)).await;
             }
         }
         committed
@@ -413,7 +414,7 @@ impl StorageWriter for FlawedWriter {
             Flaw::AbandonsAll => {
                 let all = self.storage.list(None).try_collect::<Vec<_>>().await.unwrap();
                 for meta in all {
-                    let _ = self.storage.delete(&meta.key).await;
+                    let _ = self.storage.delete(&[meta.key]).await;
                 }
             }
             _ => self.inner.abandon(plan).await,

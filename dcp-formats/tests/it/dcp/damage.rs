@@ -5,12 +5,14 @@ use std::sync::Arc;
 
 use dcp_conformance::MemoryStorage;
 use dcp_core::metadata::{ChunkTable, Encoding, Entry, TensorEntry};
-use dcp_core::{CheckpointError, CheckpointMetadata, DType, Storage, StorageReader as _};
+use dcp_core::{
+    CheckpointError, CheckpointMetadata, DType, Storage, StorageErrorKind, StorageReader as _,
+};
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_formats::metadata::{Profile, decode, encode};
 use proptest::prelude::*;
 
-use crate::harness::{State, block_on, delete, fixture, get, load, load_with, put, save};
+use crate::harness::{State, block_on, delete, fixture, get, key, load, load_with, put, save};
 use crate::support;
 
 pub(crate) fn format_error(storage: Arc<dyn Storage>) -> dcp_core::FormatError {
@@ -284,8 +286,9 @@ fn a_file_that_shrinks_while_it_is_read_is_an_error() {
     let reader = DcpReader::new(storage.clone());
     block_on(reader.metadata()).unwrap();
     put(&*storage, "__0_0.distcp", vec![0; 100_000]);
-    let Err(CheckpointError::Format(error)) = load_with(&reader) else { panic!("no error") };
-    assert_eq!(error.file(), Some("__0_0.distcp"));
+    let Err(CheckpointError::Storage(error)) = load_with(&reader) else { panic!("no error") };
+    assert_eq!(error.kind(), StorageErrorKind::Changed);
+    assert_eq!(error.key(), Some(&key("__0_0.distcp")));
 }
 
 #[test]

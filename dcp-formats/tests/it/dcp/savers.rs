@@ -2,14 +2,18 @@
 
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_conformance::{MemoryStorage, StallStorage};
 use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
+use dcp_core::storage::{
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadOutcome, ReadRequest,
+    Upload, UploadOptions, WholeObject,
+};
 use dcp_core::{
-    Buffer, CheckpointError, DType, Key, Payload, Storage, StorageError, StorageErrorKind,
+    CheckpointError, DType, Key, Payload, Storage, StorageError, StorageErrorKind,
     StorageWriter as _,
 };
 use dcp_formats::dcp::DcpWriter;
@@ -42,39 +46,60 @@ impl Storage for Shared {
         self.inner.stat(key).await
     }
 
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.inner.read(key, reads).await
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        self.inner.read(key, request).await
     }
 
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.inner.read_whole(key, max_bytes).await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
         let sidecar = key.as_str().ends_with(".cbor");
         let rival = self.rival.lock().unwrap().take_if(|_| sidecar);
         if let Some(rival) = rival {
             save_in_segments(&DcpWriter::new(self.inner.clone()), &rival, 1 << 20).await.unwrap();
         }
-        self.inner.put(key, payload, mode).await?;
+        let meta = self.inner.put(key, payload, mode).await?;
         match &self.successor {
             Some(bytes) if key.as_str() == ".metadata" => {
                 self.inner.put(key, bytes.clone().into(), PutMode::Overwrite).await
             }
-            _ => Ok(()),
+            _ => Ok(meta),
         }
     }
 
     async fn start_upload(
         &self,
         key: &Key,
-        mode: PutMode,
+        options: UploadOptions,
     ) -> Result<Box<dyn Upload>, StorageError> {
-        self.inner.start_upload(key, mode).await
+        self.inner.start_upload(key, options).await
     }
 
-    fn list(&self, prefix: Option<&Key>) -> ObjectStream {
-        self.inner.list(prefix)
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        self.inner.list(folder)
     }
 
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.inner.delete(key).await
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        self.inner.list_folder(folder)
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        self.inner.delete(keys).await
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.inner.remove_leftovers(folder, min_age).await
     }
 
     async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {

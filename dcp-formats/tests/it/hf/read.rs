@@ -2,16 +2,9 @@
 
 use std::sync::Arc;
 
-use async_trait::async_trait;
-use dcp_conformance::MemoryStorage;
-use dcp_core::error::StorageOp;
-use dcp_core::storage::{Capabilities, Claim, ObjectMeta, ObjectStream, PutMode, ReadInto, Upload};
-use dcp_core::{
-    Buffer, CheckpointError, Key, Payload, Storage, StorageError, StorageErrorKind,
-    StorageReader as _,
-};
+use dcp_conformance::{MemoryStorage, WebStorage};
+use dcp_core::{CheckpointError, Storage, StorageReader as _};
 use dcp_formats::hf::HfReader;
-use futures_util::stream;
 
 use crate::harness::{block_on, delete, key, names, put};
 use crate::hf::folder::{counting, expected, file, fixture, same, tensors};
@@ -63,64 +56,21 @@ fn the_ranks_files_are_read_when_asked_for() {
     }
 }
 
-/// A storage that cannot list, as plain HTTP.
-#[derive(Debug)]
-struct Unlisted(Arc<MemoryStorage>);
-
-#[async_trait]
-impl Storage for Unlisted {
-    fn capabilities(&self) -> Capabilities {
-        self.0.capabilities()
-    }
-
-    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
-        self.0.stat(key).await
-    }
-
-    async fn read(&self, key: &Key, reads: Vec<ReadInto>) -> Result<Vec<Buffer>, StorageError> {
-        self.0.read(key, reads).await
-    }
-
-    async fn put(&self, key: &Key, payload: Payload, mode: PutMode) -> Result<(), StorageError> {
-        self.0.put(key, payload, mode).await
-    }
-
-    async fn start_upload(
-        &self,
-        key: &Key,
-        mode: PutMode,
-    ) -> Result<Box<dyn Upload>, StorageError> {
-        self.0.start_upload(key, mode).await
-    }
-
-    fn list(&self, _: Option<&Key>) -> ObjectStream {
-        let error = StorageError::new(StorageErrorKind::Unsupported, StorageOp::List, None);
-        Box::pin(stream::iter([Err(error)]))
-    }
-
-    async fn delete(&self, key: &Key) -> Result<(), StorageError> {
-        self.0.delete(key).await
-    }
-
-    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
-        self.0.claim(key).await
-    }
-}
-
 #[test]
 fn what_cannot_be_listed_is_read_by_its_index() {
     let name = "consolidated_index_4r";
-    let reader = HfReader::new(Arc::new(Unlisted(fixture(name))));
+    let reader = HfReader::new(Arc::new(WebStorage::new(fixture(name))));
     assert!(same(&tensors(&reader).unwrap(), &expected(name)));
 
     let single = Arc::new(MemoryStorage::new());
     let (item, bytes) = counting("a", &[3], 0);
     file(&*single, "model.safetensors", &[(item, bytes, None)]);
-    let found = tensors(&HfReader::new(Arc::new(Unlisted(Arc::clone(&single))))).unwrap();
+    let found =
+        tensors(&HfReader::new(Arc::new(WebStorage::new(Arc::clone(&single) as _)))).unwrap();
     assert_eq!(found["a"].to_vec().unwrap(), [0, 1, 2]);
 
     delete(&*single, "model.safetensors");
-    let error = tensors(&HfReader::new(Arc::new(Unlisted(single)))).unwrap_err();
+    let error = tensors(&HfReader::new(Arc::new(WebStorage::new(single)))).unwrap_err();
     assert!(matches!(&error, CheckpointError::NotACheckpoint { .. }));
     assert!(error.to_string().contains("cannot be listed"), "{error}");
 }

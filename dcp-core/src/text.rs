@@ -1,7 +1,11 @@
 //! Escapes and shortens untrusted text for errors, notes, logs and terminals.
 
+mod secrets;
+
 use std::borrow::Cow;
 use std::fmt::{self, Write as _};
+
+pub use secrets::without_secrets;
 
 /// The maximum number of characters of a displayed name; real ones have a quarter of it.
 const NAME_MAX: usize = 256;
@@ -9,7 +13,8 @@ const NAME_MAX: usize = 256;
 const MESSAGE_MAX: usize = 16 << 10;
 
 /// A name in quotation marks. Characters that a terminal acts on, that change the writing direction
-/// or are invisible are escaped as in Rust; the middle of a long name is omitted.
+/// or are invisible are escaped as in Rust; the middle of a long name is omitted. URLs are shown
+/// [without secrets](without_secrets).
 ///
 /// ```
 /// assert_eq!(dcp_core::text::Quoted("a\x1b[31m").to_string(), r#""a\u{1b}[31m""#);
@@ -29,8 +34,9 @@ impl fmt::Display for Quoted<'_> {
             c => push_escaped(out, c),
         };
         // Escapes no more of a long name than is displayed.
-        let chars = self.0.chars();
-        let long = self.0.len() > NAME_MAX && chars.clone().nth(NAME_MAX).is_some();
+        let shown = without_secrets(self.0);
+        let chars = shown.chars();
+        let long = shown.len() > NAME_MAX && chars.clone().nth(NAME_MAX).is_some();
         let mut text = String::from('"');
         if long {
             let (front, back) = ends(NAME_MAX);
@@ -57,11 +63,12 @@ impl fmt::Display for Message<'_> {
 pub fn message(text: &str) -> Cow<'_, str> {
     let safe = text.len() <= NAME_MAX && !text.chars().any(is_unsafe);
     if safe {
-        return Cow::Borrowed(text);
+        return without_secrets(text);
     }
     // An escape takes up to ten bytes per byte of text.
+    let text = without_secrets(text);
     let cut = text.len() > MESSAGE_MAX;
-    let text = beginning(text, MESSAGE_MAX);
+    let text = beginning(&text, MESSAGE_MAX);
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while !rest.is_empty() {
@@ -214,6 +221,19 @@ mod tests {
         let shown = message(HOSTILE).into_owned();
         assert!(!shown.chars().any(is_unsafe), "{shown:?}");
         assert_eq!(message(&shown), shown);
+    }
+
+    #[test]
+    fn urls_in_names_and_messages_have_no_secrets() {
+        let url = "https://me:pw@host/run?sig=5ec7e7";
+        let long = format!("{url} {}", "n ".repeat(4096));
+        for shown in [
+            Quoted(url).to_string(),
+            message(&format!("cannot open {url:?}")).into_owned(),
+            message(&long).into_owned(),
+        ] {
+            assert!(!shown.contains("5ec7e7") && !shown.contains("pw"), "{shown}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 
 use clap::ValueEnum;
 pub(crate) use dcp::checkpoint::text::{count, thousands};
-use dcp::core::text::{escaped, is_unsafe};
+use dcp::core::text::{escaped, is_unsafe, without_secrets};
 use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
 
 /// Colors that distinguish neighbors.
@@ -137,9 +137,10 @@ fn padding(text: &str, width: usize) -> String {
 const NAME_MAX: usize = 256;
 
 /// A name on one line: what a terminal would act on is escaped, and so is what turns the direction
-/// of writing or takes no room; the middle of a long name is left out.
+/// of writing or takes no room; the middle of a long name is left out, and so are the secrets of a
+/// URL.
 pub(crate) fn printable(name: &str) -> String {
-    escaped(&shorten(name, NAME_MAX)).into_owned()
+    escaped(&shorten(&without_secrets(name), NAME_MAX)).into_owned()
 }
 
 /// Output in which nothing but line breaks, and the colors of [`Style`] where there are some, can

@@ -68,7 +68,8 @@ async fn of_two_claims_the_first_to_replace_wins(subject: Subject) -> Outcome {
                 (Ok(second), true) => (first, Some(second)),
                 (Ok(second), false) => (second, Some(first)),
             };
-            let new = pattern(5, 300);
+            // The same bytes again may be the same version.
+            let new = pattern(if first_replaces { 5 } else { 7 }, 300);
             winner.replace(new.clone().into()).await?;
             if let Some(loser) = loser {
                 let late = loser.replace(pattern(6, 300).into()).await;

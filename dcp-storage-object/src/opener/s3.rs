@@ -1,0 +1,210 @@
+//! Amazon S3 and stores that speak its protocol.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use dcp_core::StorageError;
+use dcp_core::registry::StorageOptions;
+use dcp_core::storage::PutMode;
+use futures_util::TryStreamExt;
+use http::header::{IF_MATCH, IF_NONE_MATCH};
+use http::{HeaderValue, Method};
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey as S3Key};
+use object_store::client::{HttpClient, HttpConnector, HttpRequest, HttpRequestBody};
+use object_store::multipart::MultipartStore;
+use object_store::path::Path;
+use object_store::signer::{SignedUrlOptions, Signer};
+use object_store::{Error, MultipartUpload, PutResult, Result};
+use serde::Deserialize;
+
+use super::{Opened, cannot_connect, options};
+use crate::native::{Completion, OpenUploads};
+use crate::service::{Condition, Connector, with_condition};
+
+/// The longest answer that lists 1000 uploads; a key has at most 1024 bytes.
+const PAGE_BYTES_MAX: usize = 8 << 20;
+
+pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened, StorageError> {
+    let mut builder = AmazonS3Builder::new();
+    let mut client = options::client();
+    options::configure!(builder, client, S3Key, "AWS_", settings);
+    let endpoint = [S3Key::S3Endpoint, S3Key::Endpoint];
+    let endpoint = endpoint.iter().find_map(|key| builder.get_config_value(key));
+    if endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")) {
+        client = client.with_allow_http(true);
+    }
+    let conditional = builder.get_config_value(&S3Key::ConditionalPut);
+    let conditional_writes = conditional.is_none_or(|mode| mode != "disabled");
+    let store = builder
+        .with_bucket_name(bucket)
+        .with_client_options(client.clone())
+        .with_retry(options::retry())
+        .with_http_connector(Connector)
+        .build()
+        .map_err(|error| cannot_connect(&error))?;
+    let http = Connector.connect(&client).map_err(|error| cannot_connect(&error))?;
+    let completion: Option<Arc<dyn Completion>> = match conditional_writes {
+        true => Some(Arc::new(S3Completion)),
+        false => None,
+    };
+    let open_uploads = Arc::new(S3Uploads { store: store.clone(), http });
+    Ok(Opened {
+        store: Arc::new(store),
+        completion,
+        replacement: None,
+        open_uploads: Some(open_uploads),
+        conditional_writes,
+    })
+}
+
+/// The completion of a multipart upload with `If-None-Match` or `If-Match`, which the signature
+/// does not cover.
+#[derive(Debug)]
+struct S3Completion;
+
+#[async_trait]
+impl Completion for S3Completion {
+    async fn complete(
+        &self,
+        upload: &mut dyn MultipartUpload,
+        mode: &PutMode,
+    ) -> Result<PutResult> {
+        let (name, value) = match mode {
+            PutMode::Update(version) => (IF_MATCH, HeaderValue::from_str(version.as_str())),
+            _ => (IF_NONE_MATCH, Ok(HeaderValue::from_static("*"))),
+        };
+        let value = value.map_err(|error| failed(error.to_string()))?;
+        let applies = |request: &HttpRequest| {
+            let query = request.uri().query().unwrap_or_default();
+            request.method() == Method::POST && query.contains("uploadId=")
+        };
+        let condition = Condition { name, value, applies, sign: None };
+        with_condition(condition, upload.complete()).await
+    }
+}
+
+/// The multipart uploads of a bucket, which `object_store` does not list.
+#[derive(Debug)]
+struct S3Uploads {
+    store: AmazonS3,
+    http: HttpClient,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Page {
+    #[serde(default)]
+    is_truncated: bool,
+    #[serde(default)]
+    next_key_marker: String,
+    #[serde(default)]
+    next_upload_id_marker: String,
+    #[serde(default, rename = "Upload")]
+    uploads: Vec<Listed>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Listed {
+    key: String,
+    upload_id: String,
+    initiated: String,
+}
+
+impl S3Uploads {
+    /// One page of the uploads below a prefix, behind a key and an upload.
+    async fn page(&self, prefix: &str, behind: &(String, String)) -> Result<Page> {
+        let mut query = vec![("uploads", ""), ("prefix", prefix)];
+        if !behind.0.is_empty() {
+            query.extend([("key-marker", behind.0.as_str()), ("upload-id-marker", &behind.1)]);
+        }
+        let signed = SignedUrlOptions::new().with_query(query);
+        let expires = Duration::from_secs(300);
+        let url = self.store.signed_url_opts(Method::GET, &Path::ROOT, expires, &signed).await?;
+        let mut request = HttpRequest::new(HttpRequestBody::empty());
+        *request.uri_mut() =
+            String::from(url).parse().map_err(|_| failed("the address of the bucket is no URI"))?;
+        let answer = self
+            .http
+            .execute(request)
+            .await
+            .map_err(|source| Error::Generic { store: "S3", source: Box::new(source) })?;
+        let status = answer.status();
+        let body = answer.into_body().bytes_stream();
+        let body = body.map_err(|source| Error::Generic { store: "S3", source: Box::new(source) });
+        let body = body.try_fold(Vec::new(), |mut all, piece| async move {
+            all.extend_from_slice(&piece);
+            let is_bounded = all.len() <= PAGE_BYTES_MAX;
+            if is_bounded { Ok(all) } else { Err(failed("the list of uploads is too long")) }
+        });
+        let body = String::from_utf8_lossy(&body.await?).into_owned();
+        if !status.is_success() {
+            // In the form of the errors of `object_store`.
+            return Err(failed(format!("status code: {status}: {body}")));
+        }
+        quick_xml::de::from_str(&body)
+            .map_err(|error| failed(format!("the list of uploads is not valid: {error}")))
+    }
+}
+
+#[async_trait]
+impl OpenUploads for S3Uploads {
+    async fn abort_before(&self, folder: &Path, time: SystemTime) -> Result<u64> {
+        let folder = folder.as_ref();
+        let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
+        let mut behind = (String::new(), String::new());
+        let mut aborted = 0;
+        loop {
+            let page = self.page(&prefix, &behind).await?;
+            for upload in &page.uploads {
+                let begun = chrono::DateTime::parse_from_rfc3339(&upload.initiated)
+                    .map_err(|error| failed(format!("the time of an upload: {error}")))?;
+                // Some stores ignore the prefix.
+                if SystemTime::from(begun) > time || !upload.key.starts_with(&prefix) {
+                    continue;
+                }
+                // A key that is no path is not of this crate.
+                let Ok(path) = Path::parse(&upload.key) else { continue };
+                match self.store.abort_multipart(&path, &upload.upload_id).await {
+                    Ok(()) => aborted += 1,
+                    Err(Error::NotFound { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            let next = (page.next_key_marker, page.next_upload_id_marker);
+            if !page.is_truncated || next == behind {
+                return Ok(aborted);
+            }
+            behind = next;
+        }
+    }
+}
+
+fn failed(message: impl Into<String>) -> Error {
+    Error::Generic { store: "S3", source: message.into().into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_uploads_is_read() {
+        let text = "<?xml version=\"1.0\"?><ListMultipartUploadsResult \
+            xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Bucket>b</Bucket>\
+            <NextKeyMarker>k</NextKeyMarker><NextUploadIdMarker>2</NextUploadIdMarker>\
+            <IsTruncated>true</IsTruncated><Upload><Key>a &amp; b</Key><UploadId>1</UploadId>\
+            <Owner><ID>x</ID></Owner><Initiated>2026-01-02T03:04:05.000Z</Initiated></Upload>\
+            <Upload><Key>k</Key><UploadId>2</UploadId><Initiated>2026-01-02T03:04:05Z</Initiated>\
+            </Upload></ListMultipartUploadsResult>";
+        let page: Page = quick_xml::de::from_str(text).unwrap();
+        assert!(page.is_truncated && page.next_key_marker == "k");
+        assert_eq!(page.uploads[0].key, "a & b");
+        assert_eq!(page.uploads[1].upload_id, "2");
+        let empty = "<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>\
+            </ListMultipartUploadsResult>";
+        let page: Page = quick_xml::de::from_str(empty).unwrap();
+        assert!(!page.is_truncated && page.uploads.is_empty());
+    }
+}

@@ -1,0 +1,84 @@
+//! Openers without a network.
+
+use super::*;
+
+fn open(url: &str, options: StorageOptions) -> Result<ObjectStorage, StorageError> {
+    let request = OpenRequest::new(url, Access::Write).options(options);
+    ObjectOpener::new().open_now(&request)
+}
+
+/// Secrets are in no error and in no text of a storage.
+#[test]
+fn urls_with_secrets_are_refused_without_showing_them() {
+    for url in [
+        "s3://user:5ec7e7@bucket/run",
+        "s3://bucket/run?X-Amz-Signature=5ec7e7",
+        "gs://bucket/run?token=5ec7e7",
+        "az://user:5ec7e7@account/run",
+        "az://container/run?sig=5ec7e7",
+        "memory://a?5ec7e7",
+        "unknown://user:5ec7e7@x/",
+    ] {
+        let error = open(url, StorageOptions::new()).unwrap_err();
+        let shown = format!("{error:?} {}", dcp_core::error::error_chain(&error));
+        assert!(!shown.contains("5ec7e7"), "{shown}");
+    }
+}
+
+#[cfg(feature = "memory")]
+#[tokio::test]
+async fn a_url_names_the_same_memory_in_every_registry() {
+    use dcp_core::storage::{PutMode, StorageExt};
+    let mut storages = StorageRegistry::empty();
+    register(&mut storages);
+    let key = dcp_core::Key::new("a").unwrap();
+    let written = storages.open("memory://x/run", Access::Write).await.unwrap();
+    written.put(&key, "1".into(), PutMode::Create).await.unwrap();
+    let mut storages = StorageRegistry::empty();
+    register(&mut storages);
+    let read = storages.open("memory://x/", Access::Read).await.unwrap();
+    let bytes = read.read_range(&dcp_core::Key::new("run/a").unwrap(), 0..1).await.unwrap();
+    assert_eq!(bytes, "1");
+    assert!(!read.capabilities().writable);
+    assert_eq!(read.delete(&[key]).await.unwrap_err().kind(), Kind::Unsupported);
+    let other = storages.open("memory://y/run", Access::Read).await.unwrap();
+    assert!(!other.contains(&dcp_core::Key::new("a").unwrap()).await.unwrap());
+}
+
+#[cfg(feature = "s3")]
+#[test]
+fn settings_are_not_shown() {
+    let options = StorageOptions::new()
+        .with("aws_secret_access_key", "5ec7e7")
+        .with("aws_access_key_id", "name")
+        .with("aws_endpoint", "http://user:5ec7e7@127.0.0.1:1");
+    let opener = ObjectOpener::new();
+    let request = OpenRequest::new("s3://bucket/run", Access::Read).options(options);
+    let storage = opener.open_now(&request).unwrap();
+    let shown = format!("{storage:?} {opener:?} {request:?}");
+    assert!(!shown.contains("5ec7e7"), "{shown}");
+}
+
+#[cfg(feature = "s3")]
+#[test]
+fn one_bucket_and_settings_have_one_client() {
+    let opener = ObjectOpener::new();
+    let open = |url: &str, region: &str| {
+        let options = StorageOptions::new().with("aws_region", region);
+        opener.open_now(&OpenRequest::new(url, Access::Read).options(options)).unwrap()
+    };
+    let one = open("s3://bucket/a", "x");
+    let same = open("s3a://bucket/b", "x");
+    let other = open("s3://bucket/a", "y");
+    assert!(Arc::ptr_eq(&one.0.store, &same.0.store));
+    assert!(!Arc::ptr_eq(&one.0.store, &other.0.store));
+}
+
+#[cfg(feature = "s3")]
+#[test]
+fn urls_of_one_bucket_are_one_place() {
+    let locate = |url| locate(url).unwrap();
+    assert_eq!(locate("s3://bucket/a/b/"), locate("s3a://bucket/a/b"));
+    assert!(locate("s3://bucket/a/b").is_in(&locate("s3://bucket/a")));
+    assert!(!locate("s3://other/a/b").is_in(&locate("s3://bucket/a")));
+}

@@ -45,7 +45,9 @@ Examples:
 
 URIs:
   A plain path or file://PATH: the directory of a checkpoint, or a file of torch.save or
-  safetensors. The format is recognized by the content.
+  safetensors. The format is recognized by the content. s3://BUCKET/PATH, gs://BUCKET/PATH,
+  az://CONTAINER/PATH and abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH are read and written
+  with the credentials in the environment, https://HOST/PATH is read.
 
 Errors:
   `error:`, the causes and a hint, on stderr. With --json the last line on stderr is one JSON

@@ -19,7 +19,7 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn new(global: Global) -> Self {
-        let storages = storages(global.follow_links);
+        let storages = storages(&global);
         let opener = Opener::new(storages).rank(global.rank).variant(global.variant.clone());
         Self { out: Output::new(global.color, global.quiet), rollback: Rollback::new(), opener }
     }
@@ -71,9 +71,11 @@ impl Session {
     }
 }
 
-fn storages(follow_links: bool) -> StorageRegistry {
+fn storages(global: &Global) -> StorageRegistry {
     let storages =
-        if follow_links { dcp::storages_following_links() } else { dcp::default_storages() };
+        if global.follow_links { dcp::storages_following_links() } else { dcp::default_storages() };
+    let options = global.storage_options.iter().map(|option| (&option.name, &option.value));
+    let storages = storages.with_options(options.collect());
     #[cfg(test)]
     let storages = storages.with_layer(crate::every_operation::faulty);
     storages

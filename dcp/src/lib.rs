@@ -47,6 +47,10 @@
 //! | feature | default | what it brings |
 //! |---|---|---|
 //! | `fs` | yes | checkpoints on a file system: `file://` URLs and plain paths |
+//! | `s3`, `gcs`, `azure` | no | checkpoints in Amazon S3 and stores that speak its protocol, Google Cloud Storage, Azure Blob Storage |
+//! | `http` | no | reading checkpoints from web servers |
+//! | `memory` | no | checkpoints in the memory of the process: `memory://` URLs |
+//! | `object-storage` | no | any `ObjectStore` of the `object_store` crate as a storage |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
 //! | `convert` | yes | offline jobs: inspect, verify, get, diff, stats, convert, reshard, average, merge, report |
 //! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions |
@@ -80,6 +84,8 @@ pub use dcp_olmo as olmo;
 pub use dcp_planner as planner;
 #[cfg(feature = "fs")]
 pub use dcp_storage_fs as fs;
+#[cfg(feature = "object-storage")]
+pub use dcp_storage_object as object_storage;
 
 #[cfg(feature = "blocking")]
 pub use block_on::block_on;

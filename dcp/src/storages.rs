@@ -9,7 +9,12 @@ use dcp_core::StorageError;
 use dcp_core::registry::Access;
 use dcp_core::registry::StorageRegistry;
 
-/// The storages of this build's features by URL scheme; with `fs`, `file://` and plain paths.
+/// The storages of this build's features by URL scheme; with `fs`, `file://` and plain paths; with
+/// `s3`, `gcs`, `azure`, `http` and `memory`, those of object stores.
+///
+/// Credentials come from the environment, as each provider's own tools read it, and from
+/// [`StorageRegistry::with_options`]. The registry keeps connections: clone it rather than make
+/// another.
 ///
 /// Symbolic links lead no further than the folder that is opened and, in the cache of the Hugging
 /// Face hub, its repository. [`storages_following_links`] has no such bound.
@@ -36,6 +41,8 @@ pub fn default_storages() -> StorageRegistry {
         };
         Ok(std::sync::Arc::new(builder.open()?))
     });
+    #[cfg(feature = "object-storage")]
+    dcp_storage_object::register(&mut registry);
     registry
 }
 

@@ -1,5 +1,7 @@
 //! Options of every command.
 
+use std::fmt;
+
 use clap::Args;
 
 use crate::output::style::ColorChoice;
@@ -33,6 +35,23 @@ pub(crate) struct Global {
     #[arg(long, global = true, hide_short_help = true, help_heading = "Input")]
     pub(crate) follow_links: bool,
 
+    /// A setting of object stores, such as aws_region=eu-west-1; can be given several times.
+    ///
+    /// The names are those of the environment variables of the provider in lower case, such as
+    /// aws_endpoint, google_service_account or azure_storage_account_name, and coalesce_gap,
+    /// request_bytes, parallelism, bytes_in_flight, part_bytes, deadline, attempts_max and
+    /// stall_timeout, in bytes and seconds. Secrets are better given by environment variables,
+    /// which other users do not see.
+    #[arg(
+        long = "storage-option",
+        global = true,
+        hide_short_help = true,
+        value_name = "NAME=VALUE",
+        value_parser = storage_option,
+        help_heading = "Input"
+    )]
+    pub(crate) storage_options: Vec<StorageOption>,
+
     /// Read what this rank saved, of ranks that saved without collectives and differ.
     #[arg(long, global = true, hide_short_help = true, value_name = "N", help_heading = "Input")]
     pub(crate) rank: Option<u32>,
@@ -47,4 +66,26 @@ pub(crate) struct Global {
         help_heading = "Input"
     )]
     pub(crate) variant: Option<String>,
+}
+
+/// A setting of object stores. Its value may be a secret.
+#[derive(Clone)]
+pub(crate) struct StorageOption {
+    pub(crate) name: String,
+    pub(crate) value: String,
+}
+
+impl fmt::Debug for StorageOption {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}=…", self.name)
+    }
+}
+
+fn storage_option(text: &str) -> Result<StorageOption, String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => {
+            Ok(StorageOption { name: name.to_owned(), value: value.to_owned() })
+        }
+        _ => Err("it has the form NAME=VALUE".to_owned()),
+    }
 }

@@ -175,21 +175,43 @@ fn running() -> Result<Option<Variables>> {
 }
 
 /// The servers that could be installed, and their variables.
-struct Emulators {
+pub(crate) struct Emulators {
     variables: Variables,
     servers: Vec<Server>,
     scratch: Scratch,
 }
 
 impl Emulators {
+    /// Starts the emulator of S3 alone.
+    pub(crate) fn s3_only() -> Result<Self> {
+        let mut started = Self::none()?;
+        started.s3(&install::python()?)?;
+        Ok(started)
+    }
+
+    /// What tests and clients read.
+    pub(crate) fn variables(&self) -> &BTreeMap<String, String> {
+        &self.variables
+    }
+
+    /// One of the variables.
+    pub(crate) fn variable(&self, name: &str) -> Result<&str> {
+        let value = self.variables.get(name).map(String::as_str);
+        value.ok_or_else(|| format!("{name} is not set").into())
+    }
+
+    fn none() -> Result<Self> {
+        let scratch = Scratch::new(&std::env::temp_dir(), "dcp-emulators", false)?;
+        Ok(Self { variables: Variables::new(), servers: Vec::new(), scratch })
+    }
+
     /// Starts every emulator that can be installed.
     ///
     /// # Errors
     ///
     /// What is installed and does not start is an error, and not skipped.
     fn start() -> Result<Self> {
-        let scratch = Scratch::new(&std::env::temp_dir(), "dcp-emulators", false)?;
-        let mut started = Self { variables: Variables::new(), servers: Vec::new(), scratch };
+        let mut started = Self::none()?;
         let python = installed("S3, Azure and HTTP", install::python());
         if let Some(python) = &python {
             started.s3(python)?;

@@ -6,6 +6,7 @@
 //! opens them. The Rust half is `dcp/examples/interop/`, the Python half is in `xtask/python/`.
 
 mod megatron;
+mod object;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -34,13 +35,14 @@ const SAVES: &[(&str, u32, &str, u32)] = &[
 /// Runs everything; the first difference is an error.
 pub(crate) fn main(args: &[&str]) -> Result {
     let (mut torch, mut keep, mut olmo) = (venv::NEWEST, false, false);
-    let mut megatron = None;
+    let (mut megatron, mut object) = (None, false);
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
             "--torch" => torch = args.next().ok_or("--torch needs a version")?,
             "--keep" => keep = true,
             "--olmo" => olmo = true,
+            "--object" => object = true,
             "--megatron" => megatron = megatron.or(Some(venv::MEGATRON)),
             // Also older ones, which have shapes of their own.
             "--megatron-version" => {
@@ -52,6 +54,7 @@ pub(crate) fn main(args: &[&str]) -> Result {
     let python = match megatron {
         Some(version) => venv::megatron(version)?,
         None if olmo => venv::olmo()?,
+        None if object => venv::object()?,
         None => venv::python(torch)?,
     };
     let rust = build()?;
@@ -70,6 +73,11 @@ pub(crate) fn main(args: &[&str]) -> Result {
     if olmo {
         run.olmo()?;
         println!("interop with OLMo-core: both directions agree ({:.0?})", start.elapsed());
+        return Ok(());
+    }
+    if object {
+        run.object()?;
+        println!("interop in S3: both directions agree ({:.0?})", start.elapsed());
         return Ok(());
     }
     run.torch_to_rust()?;

@@ -78,7 +78,7 @@ const OLMO_NEEDS: &[&str] = &[
 
 /// The Python of an environment with OLMo-core on top of that of [`NEWEST`].
 pub(crate) fn olmo() -> Result<PathBuf> {
-    on_top(&format!("olmo-{OLMO}"), &format!("ai2-olmo-core=={OLMO}"), OLMO_NEEDS)
+    on_top(&format!("olmo-{OLMO}"), &[&format!("ai2-olmo-core=={OLMO}")], OLMO_NEEDS)
 }
 
 /// The Megatron-Core that CI proves interoperability with: the newest on PyPI.
@@ -88,12 +88,30 @@ const MEGATRON_NEEDS: &[&str] = &["packaging>=24.2", "psutil"];
 
 /// The Python of an environment with this Megatron-Core on top of that of [`NEWEST`].
 pub(crate) fn megatron(version: &str) -> Result<PathBuf> {
-    on_top(&format!("megatron-{version}"), &format!("megatron-core=={version}"), MEGATRON_NEEDS)
+    on_top(&format!("megatron-{version}"), &[&format!("megatron-core=={version}")], MEGATRON_NEEDS)
 }
 
-/// The Python of an environment in which `package`, which asks for another PyTorch but runs on
-/// this one, and what it `needs` lie on top of the environment of [`NEWEST`].
-fn on_top(name: &str, package: &str, needs: &[&str]) -> Result<PathBuf> {
+/// What PyTorch writes to and reads from S3 with.
+const S3FS: &str = "s3fs==2026.9.0";
+/// A writer of checkpoints to S3 by Amazon.
+const S3_TORCH_CONNECTOR: &str = "s3torchconnector==1.5.0";
+/// What both need beyond PyTorch.
+const OBJECT_NEEDS: &[&str] = &[
+    "fsspec==2026.9.0",
+    "aiobotocore>=2.19",
+    "aiohttp",
+    "s3torchconnectorclient==1.5.0",
+    "tenacity",
+];
+
+/// The Python of an environment with clients of S3 on top of that of [`NEWEST`].
+pub(crate) fn object() -> Result<PathBuf> {
+    on_top("object", &[S3FS, S3_TORCH_CONNECTOR], OBJECT_NEEDS)
+}
+
+/// The Python of an environment in which `packages`, which ask for a PyTorch but run on this one,
+/// and what they `need` are on top of the environment of [`NEWEST`].
+fn on_top(name: &str, packages: &[&str], needs: &[&str]) -> Result<PathBuf> {
     let torch = python(NEWEST)?;
     let folder = cache()?.join(name);
     let python = folder.join("bin").join("python");
@@ -109,7 +127,7 @@ fn on_top(name: &str, package: &str, needs: &[&str]) -> Result<PathBuf> {
             pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
             process::run(pip.args(more))
         };
-        pip(&["--no-deps", package])?;
+        pip(&[&["--no-deps"], packages].concat())?;
         pip(needs)?;
         std::fs::write(folder.join(COMPLETE), "")?;
     }

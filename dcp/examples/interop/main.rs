@@ -6,6 +6,8 @@
 //!
 //! - `load CHECKPOINT...` loads each into a layout of its own and compares it bit for bit with the
 //!   `expected.safetensors` and `expected.json` beside it.
+//! - `load-from URL FOLDER NAME...` does the same with checkpoints below a URL, and with what is
+//!   expected of each in a folder.
 //! - `save STATE.json CHECKPOINT plain|by-size SALT` saves tensors whose bytes follow from their
 //!   name, and the objects of the file.
 //! - `rewrite FROM TO` carries every object over without understanding it.
@@ -48,7 +50,16 @@ fn main() -> Result {
         match *args {
             ["load", ref checkpoints @ ..] => {
                 for checkpoint in checkpoints {
-                    load(checkpoint, &group).await.map_err(|e| format!("{checkpoint}: {e}"))?;
+                    let loaded = load(checkpoint, checkpoint, &group).await;
+                    loaded.map_err(|e| format!("{checkpoint}: {e}"))?;
+                }
+                Ok(())
+            }
+            ["load-from", url, folder, ref names @ ..] => {
+                for name in names {
+                    let (from, expected) = (format!("{url}/{name}"), format!("{folder}/{name}"));
+                    let loaded = load(&from, &expected, &group).await;
+                    loaded.map_err(|e| format!("{from}: {e}"))?;
                 }
                 Ok(())
             }
@@ -70,7 +81,7 @@ fn main() -> Result {
                 }
                 Ok(())
             }
-            _ => Err("usage: load DIR... | save STATE DIR plain|by-size SALT | rewrite DIR DIR | \
+            _ => Err("usage: load DIR... | load-from URL DIR NAME... | save STATE DIR plain|by-size SALT | rewrite DIR DIR | \
                      resave FOLDER NAME..."
                 .into()),
         }
@@ -82,8 +93,8 @@ async fn storage(path: &str, access: Access) -> Result<Arc<dyn Storage>> {
     Ok(dcp::default_storages().open(path, access).await?)
 }
 
-async fn load(checkpoint: &str, group: &Arc<dyn Collective>) -> Result {
-    let expected = Contents::read(Path::new(checkpoint))?;
+async fn load(checkpoint: &str, expected: &str, group: &Arc<dyn Collective>) -> Result {
+    let expected = Contents::read(Path::new(expected))?;
     let reader = DcpReader::new(storage(checkpoint, Access::Read).await?);
 
     let metadata = reader.metadata().await?;

@@ -82,7 +82,13 @@ const LAYERS: &[Layer] = &[
     Layer {
         package: "dcp-storage-object",
         uses: &["dcp-core"],
-        tests_use: &["dcp-conformance"],
+        tests_use: &[
+            "dcp-conformance",
+            "dcp-testing",
+            "dcp-formats",
+            "dcp-engine",
+            "dcp-collectives",
+        ],
         never: &["aws-lc-rs", "aws-lc-sys", "openssl-sys", "native-tls", "zip", "ciborium"],
         never_named: &["Tensor", "SavePlan", "LoadPlan", "std::fs", "std::net"],
     },

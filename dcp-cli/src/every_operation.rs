@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, reason = "these are tests")]
 
 mod cases;
+mod copies;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -16,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Parser;
-use dcp::core::registry::Access;
+use dcp::core::registry::{Access, OpenRequest};
 use dcp::core::{Storage, StorageErrorKind};
 use dcp_conformance::{Effect, Fault, FaultStorage};
 
@@ -35,8 +36,8 @@ thread_local! {
 }
 
 /// What a command writes to, broken as the test that runs it wants it.
-pub(crate) fn faulty(storage: Arc<dyn Storage>, access: Access) -> Arc<dyn Storage> {
-    if access != Access::Write {
+pub(crate) fn faulty(storage: Arc<dyn Storage>, request: &OpenRequest) -> Arc<dyn Storage> {
+    if request.access != Access::Write {
         return storage;
     }
     let how = BREAK.with_borrow(Clone::clone);

@@ -2,6 +2,7 @@
 
 use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
+use dcp::node::{CacheFolder, cache_layer};
 
 use crate::failure::Failure;
 use crate::interrupt;
@@ -18,10 +19,15 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(global: Global) -> Self {
-        let storages = storages(&global);
+    pub(crate) fn new(global: Global) -> Result<Self, Failure> {
+        let mut storages = storages(&global);
+        if let Some(folder) = &global.cache_dir {
+            let folder = CacheFolder::new(folder).max_bytes(global.cache_size).open()?;
+            storages = storages.with_layer(cache_layer(folder));
+        }
         let opener = Opener::new(storages).rank(global.rank).variant(global.variant.clone());
-        Self { out: Output::new(global.color, global.quiet), rollback: Rollback::new(), opener }
+        let out = Output::new(global.color, global.quiet);
+        Ok(Self { out, rollback: Rollback::new(), opener })
     }
 
     /// Opens checkpoints as the input options say; notes go to stderr.

@@ -21,7 +21,7 @@ pub enum Access {
 }
 
 type Locate = dyn Fn(&str) -> Vec<Location> + Send + Sync;
-type Layer = dyn Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync;
+type Layer = dyn Fn(Arc<dyn Storage>, &OpenRequest) -> Arc<dyn Storage> + Send + Sync;
 
 /// Settings of storages, such as credentials and endpoints, by name.
 ///
@@ -85,6 +85,12 @@ impl OpenRequest {
     #[must_use]
     pub fn new(url: impl Into<String>, access: Access) -> Self {
         Self { url: url.into(), access, options: StorageOptions::new() }
+    }
+
+    /// The scheme of the URL; `file` for a plain path.
+    #[must_use]
+    pub fn scheme(&self) -> &str {
+        self.url.split_once("://").map_or("file", |(scheme, _)| scheme)
     }
 
     /// Adds settings.
@@ -217,7 +223,7 @@ impl StorageRegistry {
     #[must_use]
     pub fn with_layer<F>(mut self, layer: F) -> Self
     where
-        F: Fn(Arc<dyn Storage>, Access) -> Arc<dyn Storage> + Send + Sync + 'static,
+        F: Fn(Arc<dyn Storage>, &OpenRequest) -> Arc<dyn Storage> + Send + Sync + 'static,
     {
         self.layers.push(Arc::new(layer));
         self
@@ -239,7 +245,7 @@ impl StorageRegistry {
         })?;
         let request = OpenRequest::new(url, access).options(self.options.clone());
         let storage = opener.open(&request).await?;
-        Ok(self.layers.iter().fold(storage, |storage, layer| layer(storage, access)))
+        Ok(self.layers.iter().fold(storage, |storage, layer| layer(storage, &request)))
     }
 }
 

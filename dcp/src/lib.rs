@@ -51,6 +51,7 @@
 //! | `http` | no | reading checkpoints from web servers |
 //! | `memory` | no | checkpoints in the memory of the process: `memory://` URLs |
 //! | `object-storage` | no | any `ObjectStore` of the `object_store` crate as a storage |
+//! | `node` | yes | a cache of remote storages on local disk, and turns to upload, for the processes of a node |
 //! | `collectives` | yes | groups of ranks: threads of one process, or processes over TCP |
 //! | `convert` | yes | offline jobs: inspect, verify, get, diff, stats, convert, reshard, average, merge, report |
 //! | `olmo` | yes | OLMo-core's runs, optimizer layouts and checkpoint functions |
@@ -84,6 +85,8 @@ pub use dcp_olmo as olmo;
 pub use dcp_planner as planner;
 #[cfg(feature = "fs")]
 pub use dcp_storage_fs as fs;
+#[cfg(feature = "node")]
+pub use dcp_storage_node as node;
 #[cfg(feature = "object-storage")]
 pub use dcp_storage_object as object_storage;
 

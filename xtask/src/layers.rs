@@ -93,6 +93,13 @@ const LAYERS: &[Layer] = &[
         never_named: &["Tensor", "SavePlan", "LoadPlan", "std::fs", "std::net"],
     },
     Layer {
+        package: "dcp-storage-node",
+        uses: &["dcp-core"],
+        tests_use: &["dcp-conformance", "dcp-testing"],
+        never: &["object_store", "reqwest", "hyper", "zip", "serde_json", "ciborium"],
+        never_named: &["Tensor", "SavePlan", "LoadPlan", "std::net"],
+    },
+    Layer {
         package: "dcp-collectives",
         uses: &["dcp-core"],
         tests_use: &["dcp-conformance", "dcp-testing"],
@@ -169,6 +176,7 @@ const LAYERS: &[Layer] = &[
             "dcp-formats",
             "dcp-storage-fs",
             "dcp-storage-object",
+            "dcp-storage-node",
             "dcp-collectives",
             "dcp-engine",
             "dcp-convert",

@@ -1,9 +1,11 @@
 //! Options of every command.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use clap::Args;
 
+use super::parse::parse_bytes;
 use crate::output::style::ColorChoice;
 
 /// Options of every command.
@@ -51,6 +53,32 @@ pub(crate) struct Global {
         help_heading = "Input"
     )]
     pub(crate) storage_options: Vec<StorageOption>,
+    /// Keep what is read from remote storages in this folder on local disk, which commands and jobs
+    /// of a node share.
+    ///
+    /// A byte that was read before is not fetched again, as long as its object has not changed. Only
+    /// for you: others must not be able to write to the folder.
+    #[arg(
+        long,
+        global = true,
+        hide_short_help = true,
+        value_name = "DIR",
+        env = "DCP_CACHE_DIR",
+        help_heading = "Input"
+    )]
+    pub(crate) cache_dir: Option<PathBuf>,
+
+    /// The size of that folder; what was not used for longest is removed.
+    #[arg(
+        long,
+        global = true,
+        hide_short_help = true,
+        value_name = "BYTES",
+        default_value = "64GiB",
+        value_parser = parse_bytes,
+        help_heading = "Input"
+    )]
+    pub(crate) cache_size: u64,
 
     /// Read what this rank saved, of ranks that saved without collectives and differ.
     #[arg(long, global = true, hide_short_help = true, value_name = "N", help_heading = "Input")]

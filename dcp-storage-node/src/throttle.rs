@@ -1,0 +1,226 @@
+//! Turns to upload.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use dcp_core::storage::{
+    Capabilities, Claim, FolderStream, ObjectMeta, ObjectStream, PartFuture, PutMode, ReadOutcome,
+    ReadRequest, Upload, UploadOptions, WholeObject,
+};
+use dcp_core::{Key, Payload, Storage, StorageError};
+use tokio::sync::Mutex as AsyncMutex;
+
+use crate::blocking::blocking;
+use crate::private_folder;
+
+/// Writes below this size need no turn.
+const SMALL: u64 = 1 << 20;
+
+/// The longest wait for a turn. Another process may be stopped, and turns are a courtesy.
+const DEFAULT_PATIENCE: Duration = Duration::from_secs(600);
+
+/// The turns of the processes of a node; clones share them.
+#[derive(Clone, Debug)]
+pub struct UploadSlots(Arc<Slots>);
+
+#[derive(Debug)]
+struct Slots {
+    files: Vec<PathBuf>,
+    patience: Duration,
+    /// One task of this process waits for a slot; the others wait for that task.
+    waiting: AsyncMutex<()>,
+    held: Mutex<Held>,
+}
+
+/// The slot of this process, while it uploads.
+#[derive(Debug, Default)]
+struct Held {
+    uploads: usize,
+    lock: Option<File>,
+}
+
+impl UploadSlots {
+    /// The turns in `folder`, which is created if needed: `count` processes upload at a time. All
+    /// processes of a node name the same folder and count.
+    ///
+    /// # Errors
+    ///
+    /// [`Denied`](dcp_core::StorageErrorKind::Denied) when another user owns the folder or can
+    /// write to it; errors of the file system.
+    pub fn open(folder: impl AsRef<Path>, count: u32) -> Result<Self, StorageError> {
+        let folder = folder.as_ref();
+        private_folder::open(folder)?;
+        let files = (0..count.max(1)).map(|number| folder.join(format!("slot-{number}"))).collect();
+        let slots = Slots {
+            files,
+            patience: DEFAULT_PATIENCE,
+            waiting: AsyncMutex::new(()),
+            held: Mutex::default(),
+        };
+        Ok(Self(Arc::new(slots)))
+    }
+
+    /// Waits until this process may upload.
+    async fn turn(&self) -> Turn {
+        let _waiting = self.0.waiting.lock().await;
+        if self.0.held().uploads == 0 {
+            let slots = Arc::clone(&self.0);
+            let lock = blocking(move || slots.wait()).await.flatten();
+            self.0.held().lock = lock;
+        }
+        self.0.held().uploads += 1;
+        Turn(Arc::clone(&self.0))
+    }
+}
+
+impl Slots {
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks a slot; `None` after the longest wait, or where there are no locks.
+    fn wait(&self) -> Option<File> {
+        let open = |path: &PathBuf| {
+            OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)
+        };
+        let files: Vec<_> = self.files.iter().filter_map(|path| open(path).ok()).collect();
+        if files.is_empty() {
+            tracing::warn!(folder = ?self.files.first(), "uploading without a turn: no slots");
+            return None;
+        }
+        let deadline = Instant::now() + self.patience;
+        let mut pause = Duration::from_millis(1);
+        loop {
+            if let Some(at) = files.iter().position(|file| file.try_lock().is_ok()) {
+                return files.into_iter().nth(at);
+            }
+            if Instant::now() >= deadline {
+                tracing::warn!(waited = ?self.patience, "uploading without a turn");
+                return None;
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(Duration::from_millis(100));
+        }
+    }
+}
+
+/// The right to upload, which all uploads of a process share.
+#[derive(Debug)]
+struct Turn(Arc<Slots>);
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut held = self.0.held();
+        held.uploads -= 1;
+        if held.uploads == 0 {
+            held.lock = None;
+        }
+    }
+}
+
+/// A storage whose uploads take turns with those of the other processes of a node; clones share it.
+/// See the [crate](crate) documentation.
+#[derive(Clone, Debug)]
+pub struct ThrottledStorage {
+    inner: Arc<dyn Storage>,
+    slots: UploadSlots,
+}
+
+impl ThrottledStorage {
+    /// Lets the uploads of `inner` take turns.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Storage>, slots: UploadSlots) -> Self {
+        Self { inner, slots }
+    }
+}
+
+#[async_trait]
+impl Storage for ThrottledStorage {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn stat(&self, key: &Key) -> Result<ObjectMeta, StorageError> {
+        self.inner.stat(key).await
+    }
+
+    async fn read(&self, key: &Key, request: ReadRequest) -> Result<ReadOutcome, StorageError> {
+        self.inner.read(key, request).await
+    }
+
+    async fn read_whole(&self, key: &Key, max_bytes: u64) -> Result<WholeObject, StorageError> {
+        self.inner.read_whole(key, max_bytes).await
+    }
+
+    async fn put(
+        &self,
+        key: &Key,
+        payload: Payload,
+        mode: PutMode,
+    ) -> Result<ObjectMeta, StorageError> {
+        let _turn = if payload.len() < SMALL { None } else { Some(self.slots.turn().await) };
+        self.inner.put(key, payload, mode).await
+    }
+
+    async fn start_upload(
+        &self,
+        key: &Key,
+        options: UploadOptions,
+    ) -> Result<Box<dyn Upload>, StorageError> {
+        let turn = self.slots.turn().await;
+        let inner = self.inner.start_upload(key, options).await?;
+        Ok(Box::new(ThrottledUpload { inner, _turn: turn }))
+    }
+
+    fn list(&self, folder: Option<&Key>) -> ObjectStream {
+        self.inner.list(folder)
+    }
+
+    fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
+        self.inner.list_folder(folder)
+    }
+
+    async fn delete(&self, keys: &[Key]) -> Result<(), StorageError> {
+        self.inner.delete(keys).await
+    }
+
+    async fn claim(&self, key: &Key) -> Result<Arc<dyn Claim>, StorageError> {
+        self.inner.claim(key).await
+    }
+
+    async fn remove_leftovers(
+        &self,
+        folder: Option<&Key>,
+        min_age: Duration,
+    ) -> Result<u64, StorageError> {
+        self.inner.remove_leftovers(folder, min_age).await
+    }
+}
+
+/// An upload that holds a turn until it ends.
+#[derive(Debug)]
+struct ThrottledUpload {
+    inner: Box<dyn Upload>,
+    _turn: Turn,
+}
+
+#[async_trait]
+impl Upload for ThrottledUpload {
+    fn put_part(&mut self, part: Payload) -> PartFuture {
+        self.inner.put_part(part)
+    }
+
+    async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
+        let Self { inner, _turn } = *self;
+        inner.complete().await
+    }
+
+    async fn abort(self: Box<Self>) -> Result<(), StorageError> {
+        let Self { inner, _turn } = *self;
+        inner.abort().await
+    }
+}

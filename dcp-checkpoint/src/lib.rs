@@ -5,6 +5,7 @@ mod checkpoint;
 mod combine;
 mod compare;
 mod convert;
+mod copy;
 mod destination;
 mod error;
 mod format;
@@ -51,6 +52,7 @@ pub mod jobs {
     pub use crate::combine::{Average, AverageWritten, Merge};
     pub use crate::compare::{Comparison, Statistics};
     pub use crate::convert::{Conversion, Written};
+    pub use crate::copy::Copying;
     pub use crate::get::{Item, Lookup, SavedItem};
     pub use crate::inspect::{Inspected, Inspection};
     pub use crate::reshard::Resharding;

@@ -362,12 +362,15 @@ impl Opener {
     /// Explains why a directory is no checkpoint, and names one that is near.
     async fn no_checkpoint(&self, uri: &str, place: &Place) -> Error {
         let folder = place.listing().root();
-        let message = match folder.is_empty() {
-            true => format!("{uri:?} is an empty directory"),
-            false => {
-                let what = self.formats.describe(&folder);
-                format!("{uri:?} is no checkpoint: the directory {what}")
-            }
+        let can = place.storage().capabilities();
+        // Folders of an object store are prefixes of names: there are no empty ones.
+        if folder.is_empty() && (can.complete_listing || !can.listable) {
+            return Error::new(ErrorKind::NotFound, format!("there is nothing at {uri:?}"));
+        }
+        let message = if folder.is_empty() {
+            format!("{uri:?} is an empty directory")
+        } else {
+            format!("{uri:?} is no checkpoint: the directory {}", self.formats.describe(&folder))
         };
         let failure = Error::new(ErrorKind::NotACheckpoint, message);
         let below = |name: &str| match uri.trim_end_matches('/') {
@@ -396,7 +399,7 @@ impl Opener {
     }
 
     /// The storage and key of a URI that names a file.
-    async fn file(&self, uri: &str) -> Option<(Arc<dyn Storage>, Key)> {
+    pub(crate) async fn file(&self, uri: &str) -> Option<(Arc<dyn Storage>, Key)> {
         let (parent, name) = split(uri)?;
         let storage = self.storages.open(&parent, Access::Read).await.ok()?;
         let key = Key::new(name).ok()?;

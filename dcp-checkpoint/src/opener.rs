@@ -41,7 +41,7 @@ impl Need {
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let mut storages = StorageRegistry::empty();
-/// # storages.register("file", |path, _| Ok(std::sync::Arc::new(dcp_storage_fs::FsStorage::open(path)?)));
+/// # storages.register("file", |request| Ok(std::sync::Arc::new(dcp_storage_fs::FsStorage::open(&request.url)?)));
 /// # let url = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/pytorch/t21_plain");
 /// let opener = Opener::new(storages).need(Need::Whole).on_note(|note| eprintln!("note: {note}"));
 /// let checkpoint = opener.open(url).await?;

@@ -67,6 +67,26 @@ pub(crate) async fn keep_apart(
     Ok(())
 }
 
+/// Refuses a target that is the source, lies in it, or has it in it.
+pub(crate) fn keep_urls_apart(
+    storages: &StorageRegistry,
+    source: &str,
+    target: &str,
+) -> Result<(), Error> {
+    let (sources, targets) = (locations(storages, source), locations(storages, target));
+    if source == target || sources.iter().any(|at| targets.contains(at)) {
+        return Err(ConvertError::SameTarget { target: target.to_owned() }.into());
+    }
+    let overlap = |outer: &[Location], inner: &[Location]| {
+        inner.iter().any(|inner| outer.iter().any(|outer| inner.is_in(outer)))
+    };
+    if overlap(&sources, &targets) || overlap(&targets, &sources) {
+        let message = format!("{source:?} and {target:?} lie in each other");
+        return Err(Error::new(ErrorKind::Overlap, message).with_hint("choose another folder"));
+    }
+    Ok(())
+}
+
 /// The URLs of all that belongs to a checkpoint: what its index names, and what its formats own in
 /// its folder; with whether it is a folder.
 async fn parts(source: &Checkpoint) -> Result<Vec<(String, bool)>, Error> {

@@ -119,17 +119,21 @@ impl<'a> Place<'a> {
         let dry_run = self.options.dry_run;
         let access = if dry_run { Access::Read } else { Access::Write };
         match self.opener.storages().open(uri, access).await {
+            // In an object store, a name and a folder of that name go together, and would be read
+            // as two checkpoints.
+            Ok(storage)
+                if uri == self.uri
+                    && storage.capabilities().complete_listing
+                    && self.opener.file(uri).await.is_some() =>
+            {
+                Err(self.is_file())
+            }
             Ok(storage) if dry_run => Ok(storage),
             Ok(storage) => Ok(self.options.rollback.watch(storage)),
             Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
                 Ok(Arc::new(AbsentStorage))
             }
-            Err(_) if Path::new(uri).is_file() => {
-                let message = format!("{uri:?} is a file, and a directory is to be written");
-                Err(Error::new(ErrorKind::InvalidPlace, message).with_hint(
-                    "name another place, or a format of one file: --to safetensors or torch-save",
-                ))
-            }
+            Err(_) if Path::new(uri).is_file() => Err(self.is_file()),
             Err(error) => Err(Error::from(error).context(format!("cannot write to {uri:?}"))),
         }
     }
@@ -141,6 +145,13 @@ impl<'a> Place<'a> {
         };
         let mut entries = storage.list_folder(None);
         Path::new(self.uri).is_dir() || matches!(entries.next().await, Some(Ok(_)))
+    }
+
+    fn is_file(&self) -> Error {
+        let message = format!("{:?} is a file, and a directory is to be written", self.uri);
+        Error::new(ErrorKind::InvalidPlace, message).with_hint(
+            "name another place, or a format of one file: --to safetensors or torch-save",
+        )
     }
 
     /// A file to write. One that is there is an error, unless it may be replaced.

@@ -1,12 +1,15 @@
 //! URIs: their folders and names.
 
-/// The folder that a URI lies in, and its name there.
+/// The folder that a URI lies in, and its name there; none for a root, such as a bucket.
 pub(crate) fn split(uri: &str) -> Option<(String, String)> {
     let (scheme, path) = match uri.split_once("://") {
         Some((scheme, path)) => (format!("{scheme}://"), path),
         None => (String::new(), uri),
     };
     let path = path.trim_end_matches('/');
+    if !path.contains('/') && !matches!(&*scheme, "" | "file://") {
+        return None;
+    }
     let (parent, name) = match path.rsplit_once('/') {
         Some(("", name)) => ("/", name),
         Some((parent, name)) => (parent, name),
@@ -29,6 +32,8 @@ mod tests {
         assert_eq!(split("b.npy"), (".".into(), "b.npy".into()));
         assert_eq!(split("/b"), ("/".into(), "b".into()));
         assert_eq!(split("file:///x/y/"), ("file:///x".into(), "y".into()));
+        assert_eq!(split("s3://bucket/x"), ("s3://bucket".into(), "x".into()));
         assert!(super::split("/").is_none());
+        assert!(super::split("s3://bucket").is_none() && super::split("s3://bucket/").is_none());
     }
 }

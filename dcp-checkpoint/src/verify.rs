@@ -20,7 +20,7 @@ impl Checkpoint {
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let mut storages = StorageRegistry::empty();
-    /// # storages.register("file", |path, _| Ok(std::sync::Arc::new(dcp_storage_fs::FsStorage::open(path)?)));
+    /// # storages.register("file", |request| Ok(std::sync::Arc::new(dcp_storage_fs::FsStorage::open(&request.url)?)));
     /// # let url = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/pytorch/t21_plain");
     /// let checkpoint = Opener::new(storages).open(url).await?;
     /// let report = checkpoint.verify().deep(true).run().await?;

@@ -73,7 +73,7 @@ async fn a_listing_of_what_cannot_be_listed_says_so() {
     let text = error_chain(&error);
     assert!(text.contains("cannot list") && text.contains("web server"), "{text}");
     let error = Opener::new(web()).open("web://olmo").await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotACheckpoint, "{}", error_chain(&error));
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{}", error_chain(&error));
 }
 
 /// A bucket opens any prefix, also one that is the name of an object.

@@ -41,6 +41,7 @@ Examples:
   dcp get runs/step_1000 model.embed.weight --slice 0:2,:
   dcp convert runs/step_1000 model.safetensors --to safetensors
   dcp reshard runs/step_1000 resharded --ranks 8
+  dcp copy runs/step_1000 s3://models/step_1000   to another storage, unchanged
   dcp report runs/step_1000 -o report.html       a page to look around in, for any browser
 
 URIs:
@@ -73,6 +74,7 @@ pub(crate) enum Command {
     Stats(command::Stats),
     Diff(command::Diff),
     Convert(command::Convert),
+    Copy(command::Copy),
     Reshard(command::Reshard),
     Average(command::Average),
     Merge(command::Merge),

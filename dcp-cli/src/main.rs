@@ -50,7 +50,7 @@ fn asks_for_json() -> bool {
 
 fn run(cli: Cli) -> Result<(), Failure> {
     trace(cli.global.verbose);
-    let session = Session::new(cli.global);
+    let session = Session::new(cli.global)?;
     let out = &session.out;
     match cli.command {
         Command::Ls(args) => command::ls(&args, &session),
@@ -60,6 +60,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Stats(args) => command::stats(&args, &session),
         Command::Diff(args) => command::diff(&args, &session),
         Command::Convert(args) => command::convert(&args, &session),
+        Command::Copy(args) => command::copy(&args, &session),
         Command::Reshard(args) => command::reshard(&args, &session),
         Command::Average(args) => command::average(&args, &session),
         Command::Merge(args) => command::merge(&args, &session),

@@ -74,7 +74,7 @@ fn one_module_has_unsafe_code() {
 }
 
 #[test]
-fn one_module_of_convert_publishes() {
+fn one_module_of_convert_publishes_besides_copies() {
     let writes: Vec<_> = rust_sources()
         .into_iter()
         .filter(|(file, _)| file.starts_with("dcp-convert/src") && !file.ends_with("tests.rs"))
@@ -84,7 +84,8 @@ fn one_module_of_convert_publishes() {
         })
         .map(|(file, _)| file.display().to_string())
         .collect();
-    assert_eq!(writes, [PUBLISHES]);
+    // A copy compares what it wrote with what it read, and has no source to check.
+    assert_eq!(writes, ["dcp-convert/src/jobs/copy.rs", PUBLISHES]);
 }
 
 #[test]

@@ -5,6 +5,7 @@
 mod callables;
 mod combine;
 mod convert;
+mod copy;
 mod damaged;
 mod diff;
 mod errors;

@@ -1,5 +1,6 @@
-//! Jobs that read checkpoints without writing one: inspect, verify, compare.
+//! Jobs that copy checkpoints, or read them without writing one: inspect, verify, compare.
 
+pub mod copy;
 pub mod diff;
 pub mod get;
 pub mod inspect;

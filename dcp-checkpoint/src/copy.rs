@@ -1,0 +1,200 @@
+//! Copying checkpoints between storages, file by file.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use dcp_convert::jobs::copy::{Comparing, CopyFiles, CopyReport, Replace};
+use dcp_convert::{JobOptions, Source};
+use dcp_core::registry::Access;
+use dcp_core::storage::ObjectMeta;
+use dcp_core::{Key, Storage, StorageErrorKind};
+use futures_util::TryStreamExt;
+
+use crate::absent_storage::AbsentStorage;
+use crate::error::{Error, ErrorKind};
+use crate::opener::Opener;
+use crate::overlap_guard::keep_urls_apart;
+
+impl Opener {
+    /// Copies the files of a checkpoint or of a whole run, unchanged, to another folder: any format,
+    /// from any storage to any other.
+    ///
+    /// ```no_run
+    /// # async fn example(opener: dcp_checkpoint::Opener) -> Result<(), dcp_checkpoint::Error> {
+    /// let report = opener.copy("runs/llama/step1000", "s3://models/llama/step1000").run().await?;
+    /// println!("{} files copied, {} were there", report.copied_files, report.kept_files);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn copy(&self, source: impl Into<String>, target: impl Into<String>) -> Copying<'_> {
+        Copying {
+            opener: self,
+            source: source.into(),
+            target: target.into(),
+            compare: Comparing::default(),
+            job: JobOptions::default(),
+        }
+    }
+}
+
+/// A copy to [`run`](Self::run), from [`Opener::copy`].
+///
+/// The files that make a checkpoint visible, such as `.metadata`, are copied when all others are
+/// complete, so an interrupted copy is no checkpoint. Another run of it continues: files that are at
+/// the target with the same bytes stay.
+#[derive(Debug)]
+#[must_use = "a copy does nothing before `run`"]
+pub struct Copying<'a> {
+    opener: &'a Opener,
+    source: String,
+    target: String,
+    compare: Comparing,
+    job: JobOptions,
+}
+
+impl Copying<'_> {
+    /// How the copy is compared with its source; by bytes by default.
+    pub fn compare(mut self, compare: Comparing) -> Self {
+        self.compare = compare;
+        self
+    }
+
+    /// How the job uses the machine: memory, files in flight, progress, dry run.
+    pub fn job(mut self, options: JobOptions) -> Self {
+        self.job = options;
+        self
+    }
+
+    /// Copies the files.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFound`](ErrorKind::NotFound) for a source without files;
+    /// [`SameTarget`](ErrorKind::SameTarget) and [`Overlap`](ErrorKind::Overlap);
+    /// [`OtherCheckpoint`](ErrorKind::OtherCheckpoint) when the target has other files, or a
+    /// complete checkpoint of which a file differs; those of the storages.
+    pub async fn run(self) -> Result<CopyReport, Error> {
+        let Self { opener, source, target, compare, job } = self;
+        keep_urls_apart(opener.storages(), &source, &target)?;
+        let from = opener.storages().open(&source, Access::Read).await;
+        let from =
+            from.map_err(|error| Error::from(error).context(format!("cannot read {source:?}")))?;
+        let files = match from.capabilities().listable {
+            true => listed(&*from, &source).await?,
+            false => indexed(opener, &source, &from).await?,
+        };
+        if files.is_empty() {
+            return Err(Error::new(ErrorKind::NotFound, format!("{source:?} has no files"))
+                .with_hint("name the folder of a checkpoint or of a run"));
+        }
+        let to = target_storage(opener, &target, job.dry_run).await?;
+        let existing: BTreeMap<_, _> =
+            listed(&*to, &target).await?.into_iter().map(|file| (file.key.clone(), file)).collect();
+        let names: BTreeSet<_> = files.iter().map(|file| &file.key).collect();
+        if let Some(other) = existing.keys().find(|key| !names.contains(key)) {
+            let message = format!("{target:?} has a file that the source has not: {other:?}");
+            return Err(Error::new(ErrorKind::OtherCheckpoint, message)
+                .with_hint("choose another folder, or remove that one"));
+        }
+        let trackers = trackers(opener, &source, &from).await?;
+        let batches = batches(opener, files);
+        let has_index = batches
+            .iter()
+            .skip(1)
+            .flatten()
+            .any(|file| existing.contains_key(&file.key) && !trackers.contains(&file.key));
+        let replace = if has_index { Replace::Only(trackers) } else { Replace::All };
+        let copy = CopyFiles { source: &*from, target: &*to, batches, existing, compare, replace };
+        copy.run(&job).await.map_err(|error| match Error::from(error) {
+            error if error.kind() == ErrorKind::TargetExists => {
+                Error::new(ErrorKind::OtherCheckpoint, error.to_string())
+                    .with_hint("choose another folder, or remove that one")
+            }
+            error => error.with_hint("run the same command again to continue the copy"),
+        })
+    }
+}
+
+async fn target_storage(
+    opener: &Opener,
+    target: &str,
+    dry_run: bool,
+) -> Result<Arc<dyn Storage>, Error> {
+    let access = if dry_run { Access::Read } else { Access::Write };
+    match opener.storages().open(target, access).await {
+        Ok(storage) => Ok(storage),
+        Err(error) if dry_run && error.kind() == StorageErrorKind::NotFound => {
+            Ok(Arc::new(AbsentStorage))
+        }
+        Err(error) => Err(Error::from(error).context(format!("cannot write to {target:?}"))),
+    }
+}
+
+async fn listed(storage: &dyn Storage, url: &str) -> Result<Vec<ObjectMeta>, Error> {
+    storage
+        .list(None)
+        .try_collect()
+        .await
+        .map_err(|error| Error::from(error).context(format!("cannot list {url:?}")))
+}
+
+/// The files of a checkpoint in a storage that cannot list, such as a web server: those that its
+/// index names, and those that formats look for.
+async fn indexed(
+    opener: &Opener,
+    source: &str,
+    storage: &Arc<dyn Storage>,
+) -> Result<Vec<ObjectMeta>, Error> {
+    let checkpoint = opener.open(source).await?;
+    let place = opener.look(source, storage).await?;
+    let mut files: BTreeMap<_, _> =
+        place.listing().objects().iter().map(|file| (file.key.clone(), file.clone())).collect();
+    // The files themselves are named by the index of PyTorch, on which Megatron-Core builds.
+    let metadata = match Source::dcp(Arc::clone(storage), true).metadata().await {
+        Ok(metadata) => metadata,
+        Err(_) => checkpoint.source().metadata().await?,
+    };
+    for key in metadata.files() {
+        if !files.contains_key(key) {
+            files.insert(key.clone(), storage.stat(key).await?);
+        }
+    }
+    opener.notes().say(format!(
+        "{source:?} cannot be listed; copying the files that the index of the checkpoint names"
+    ));
+    Ok(files.into_values().collect())
+}
+
+/// Files in the order of a copy: all that carry data, then those that make a checkpoint visible, in
+/// the deepest folders first, so that the tracker of a run comes last.
+fn batches(opener: &Opener, files: Vec<ObjectMeta>) -> Vec<Vec<ObjectMeta>> {
+    let infos: Vec<_> = opener.formats.formats().iter().map(|format| format.info()).collect();
+    let is_index = |file: &ObjectMeta| {
+        let name = file.key.file_name();
+        infos.iter().any(|info| info.landmarks.contains(&name))
+    };
+    let (mut indices, data): (Vec<_>, Vec<_>) = files.into_iter().partition(is_index);
+    let depth = |file: &ObjectMeta| file.key.as_str().matches('/').count();
+    // `.metadata` sorts before `metadata.json` of Megatron-Core, which is written after it.
+    indices.sort_by_cached_key(|file| (Reverse(depth(file)), file.key.clone()));
+    let mut batches = vec![data];
+    batches.extend(indices.into_iter().map(|file| vec![file]));
+    batches
+}
+
+/// The files at the root of a run that name its latest checkpoint, and change with each save.
+async fn trackers(
+    opener: &Opener,
+    source: &str,
+    storage: &Arc<dyn Storage>,
+) -> Result<BTreeSet<Key>, Error> {
+    let place = opener.look(source, storage).await?;
+    let mut trackers = BTreeSet::new();
+    for format in opener.formats.formats() {
+        if let Some(tracker) = format.tracker(&place).await? {
+            trackers.extend(Key::new(tracker.file));
+        }
+    }
+    Ok(trackers)
+}

@@ -1,0 +1,313 @@
+//! Copying files from one storage to another, unchanged.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+use dcp_core::error::StorageOp;
+use dcp_core::storage::{
+    ObjectMeta, PutMode, ReadInto, ReadRequest, Upload, UploadOptions, Version, WriteLimits,
+};
+use dcp_core::{Buffer, Key, Storage, StorageError, StorageErrorKind};
+use futures_util::stream::{FuturesUnordered, StreamExt, TryStreamExt};
+use futures_util::{future, stream};
+
+use crate::error::ConvertError;
+use crate::job::JobOptions;
+
+/// Files up to this size are copied with one read and one put.
+const WHOLE_BYTES: u64 = 8 << 20;
+
+/// A copy of files from one storage to another.
+///
+/// Files are copied in batches, and a batch begins when the one before it is complete: the files
+/// that make a checkpoint visible are the last batch. A file that is at the target already with the
+/// same bytes stays, so a copy that was interrupted continues.
+#[derive(Debug)]
+pub struct CopyFiles<'a> {
+    /// The storage to read.
+    pub source: &'a dyn Storage,
+    /// The storage to write.
+    pub target: &'a dyn Storage,
+    /// The files to copy, in batches.
+    pub batches: Vec<Vec<ObjectMeta>>,
+    /// The files that the target has.
+    pub existing: BTreeMap<Key, ObjectMeta>,
+    /// How files are compared.
+    pub compare: Comparing,
+    /// The files that are replaced if they differ; the others may only be created.
+    pub replace: Replace,
+}
+
+/// The files of a target that a copy may replace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Replace {
+    /// Every file: the target is the rest of an interrupted copy.
+    All,
+    /// These files only, such as the tracker of a run.
+    Only(BTreeSet<Key>),
+}
+
+/// How a copy is compared with its source.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Comparing {
+    /// Reads each copied file back and compares its checksum with that of the bytes read from the
+    /// source; compares the bytes of files that are at the target already.
+    #[default]
+    Bytes,
+    /// Compares lengths only, also of files that are at the target already.
+    Lengths,
+}
+
+/// What a copy did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CopyReport {
+    /// Files that were copied.
+    pub copied_files: usize,
+    /// Their bytes.
+    pub copied_bytes: u64,
+    /// Files that were at the target already.
+    pub kept_files: usize,
+    /// Their bytes.
+    pub kept_bytes: u64,
+}
+
+impl CopyFiles<'_> {
+    /// Copies the files.
+    ///
+    /// # Errors
+    ///
+    /// Those of the storages; an error that names the file when a copy has other bytes than its
+    /// source. Files that were copied before stay, and a second call continues.
+    pub async fn run(self, options: &JobOptions) -> Result<CopyReport, ConvertError> {
+        let total = self.batches.iter().flatten().map(|file| file.byte_len).sum();
+        options.start(total);
+        self.check_existing(options).await?;
+        let mut report = CopyReport::default();
+        for batch in &self.batches {
+            let in_flight = options.parallelism.max(1);
+            let copies = stream::iter(batch).map(|file| self.copy(file, options));
+            let mut copies = std::pin::pin!(copies.buffer_unordered(in_flight));
+            while let Some(outcome) = copies.try_next().await? {
+                let (files, bytes) = match outcome {
+                    Outcome::Copied(_) => (&mut report.copied_files, &mut report.copied_bytes),
+                    Outcome::Kept(_) => (&mut report.kept_files, &mut report.kept_bytes),
+                };
+                let (Outcome::Copied(len) | Outcome::Kept(len)) = outcome;
+                *files += 1;
+                *bytes += len;
+            }
+        }
+        Ok(report)
+    }
+
+    /// Whether a file at the target may only stay as it is.
+    fn is_final(&self, key: &Key) -> bool {
+        match &self.replace {
+            Replace::All => false,
+            Replace::Only(keys) => self.existing.contains_key(key) && !keys.contains(key),
+        }
+    }
+
+    /// Refuses a target with other files before anything is written: lengths, and the bytes of the
+    /// files of all batches but the first, which are small.
+    async fn check_existing(&self, options: &JobOptions) -> Result<(), StorageError> {
+        let segment = options.segment_bytes(4).min(16 << 20);
+        for (at, batch) in self.batches.iter().enumerate() {
+            for file in batch.iter().filter(|file| self.is_final(&file.key)) {
+                let there = self.existing.get(&file.key).map(|there| there.byte_len);
+                let is_same = there == Some(file.byte_len)
+                    && (at == 0 || self.is_same(file, segment).await?);
+                if !is_same {
+                    return Err(other_checkpoint(&file.key));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn copy(&self, file: &ObjectMeta, options: &JobOptions) -> Result<Outcome, ConvertError> {
+        let (key, len) = (&file.key, file.byte_len);
+        // Files are copied `parallelism` at a time, and each has two segments in flight.
+        let segment = options.segment_bytes(4 * options.parallelism.max(1)).min(16 << 20);
+        let same_len = self.existing.get(key).is_some_and(|there| there.byte_len == len);
+        if same_len && self.is_same(file, segment).await? {
+            options.advance(len);
+            return Ok(Outcome::Kept(len));
+        }
+        if self.is_final(key) {
+            return Err(other_checkpoint(key).into());
+        }
+        if options.dry_run {
+            options.advance(len);
+            return Ok(Outcome::Copied(len));
+        }
+        let advance = |bytes| options.advance(bytes);
+        let crc32 = match len <= WHOLE_BYTES.min(segment) {
+            true => self.copy_whole(file, &advance).await?,
+            false => self.copy_in_parts(file, segment, &advance).await?,
+        };
+        if self.compare == Comparing::Bytes {
+            let copied = self.target.stat(key).await?;
+            let found = checksum(self.target, key, len, copied.version, segment).await?;
+            if found != crc32 || copied.byte_len != len {
+                return Err(differs(key, "the copy does not have the bytes of the source").into());
+            }
+        }
+        Ok(Outcome::Copied(len))
+    }
+
+    /// Whether the file at the target, which has the same length, needs no copy.
+    async fn is_same(&self, file: &ObjectMeta, segment: u64) -> Result<bool, StorageError> {
+        if self.compare == Comparing::Lengths {
+            return Ok(true);
+        }
+        let (key, len, version) = (&file.key, file.byte_len, file.version.clone());
+        let source = checksum(self.source, key, len, version, segment);
+        let target = checksum(self.target, key, len, None, segment);
+        let (source, target) = future::try_join(source, target).await?;
+        Ok(source == target)
+    }
+
+    /// Copies a small file; returns the CRC-32 of its bytes.
+    async fn copy_whole(
+        &self,
+        file: &ObjectMeta,
+        advance: &(dyn Fn(u64) + Send + Sync),
+    ) -> Result<u32, StorageError> {
+        let bytes = read(self.source, file, 0..file.byte_len).await?;
+        let crc32 = crc32fast::hash(&bytes);
+        self.target.put(&file.key, bytes.into(), PutMode::Overwrite).await?;
+        advance(file.byte_len);
+        Ok(crc32)
+    }
+
+    /// Copies a file in segments, with one being read and one being written; returns the CRC-32 of
+    /// its bytes.
+    async fn copy_in_parts(
+        &self,
+        file: &ObjectMeta,
+        segment: u64,
+        advance: &(dyn Fn(u64) + Send + Sync),
+    ) -> Result<u32, StorageError> {
+        let limits = self.target.capabilities().write_limits;
+        let part_bytes = part_bytes(&limits, file.byte_len, segment).ok_or_else(|| {
+            let kind = StorageErrorKind::TooLarge;
+            StorageError::new(kind, StorageOp::Upload, Some(file.key.clone())).with_message(
+                format!("it has {} bytes, more than the storage allows", file.byte_len),
+            )
+        })?;
+        let how = UploadOptions::new(PutMode::Overwrite, part_bytes).byte_len(file.byte_len);
+        let mut upload = self.target.start_upload(&file.key, how).await?;
+        match send(self.source, file, &mut *upload, part_bytes, advance).await {
+            Ok(crc32) => {
+                upload.complete().await?;
+                Ok(crc32)
+            }
+            Err(error) => {
+                if let Err(error) = upload.abort().await {
+                    tracing::debug!(file = %file.key, %error, "cannot abort an upload");
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+/// The length of the parts of a file: `segment` bytes, within the limits of the storage.
+fn part_bytes(limits: &WriteLimits, byte_len: u64, segment: u64) -> Option<u64> {
+    let preferred = limits.part_bytes_for(byte_len)?;
+    let needed = byte_len.div_ceil(u64::from(limits.parts_max).max(1));
+    Some(preferred.min(segment).max(limits.part_bytes_min).max(needed))
+}
+
+enum Outcome {
+    Copied(u64),
+    Kept(u64),
+}
+
+/// Reads a file and uploads its parts; returns the CRC-32 of its bytes.
+async fn send(
+    source: &dyn Storage,
+    file: &ObjectMeta,
+    upload: &mut dyn Upload,
+    part_bytes: u64,
+    advance: &(dyn Fn(u64) + Send + Sync),
+) -> Result<u32, StorageError> {
+    const SENDING: usize = 2;
+    let mut hasher = crc32fast::Hasher::new();
+    let mut parts = std::pin::pin!(segments(source, file, part_bytes));
+    let mut sending = FuturesUnordered::new();
+    while let Some(part) = parts.try_next().await? {
+        hasher.update(&part);
+        let len = part.len() as u64;
+        let written = upload.put_part(part.into());
+        sending.push(async move { written.await.map(|()| len) });
+        while sending.len() >= SENDING
+            && let Some(len) = sending.try_next().await?
+        {
+            advance(len);
+        }
+    }
+    while let Some(len) = sending.try_next().await? {
+        advance(len);
+    }
+    Ok(hasher.finalize())
+}
+
+/// The bytes of a file, in segments, of which the next is read ahead.
+fn segments<'a>(
+    storage: &'a dyn Storage,
+    file: &'a ObjectMeta,
+    segment: u64,
+) -> impl stream::Stream<Item = Result<Bytes, StorageError>> + Send + 'a {
+    let len = file.byte_len;
+    let ranges = (0..len.div_ceil(segment)).map(move |number| {
+        let start = number * segment;
+        start..(start + segment).min(len)
+    });
+    stream::iter(ranges).map(move |range| read(storage, file, range)).buffered(2)
+}
+
+async fn read(
+    storage: &dyn Storage,
+    file: &ObjectMeta,
+    range: std::ops::Range<u64>,
+) -> Result<Bytes, StorageError> {
+    let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+    let buffer = Buffer::try_zeroed(len).ok_or_else(|| {
+        StorageError::new(StorageErrorKind::Other, StorageOp::Read, Some(file.key.clone()))
+            .with_message(format!("there is no memory for {len} bytes"))
+    })?;
+    let request = ReadRequest::new(vec![ReadInto { byte_offset: range.start, buffer }])
+        .if_version(file.version.clone());
+    let mut outcome = storage.read(&file.key, request).await?;
+    Ok(outcome.buffers.pop().map(Buffer::freeze).unwrap_or_default())
+}
+
+async fn checksum(
+    storage: &dyn Storage,
+    key: &Key,
+    len: u64,
+    version: Option<Version>,
+    segment: u64,
+) -> Result<u32, StorageError> {
+    let file = ObjectMeta::new(key.clone(), len).with_version(version);
+    let mut hasher = crc32fast::Hasher::new();
+    let mut parts = std::pin::pin!(segments(storage, &file, segment));
+    while let Some(part) = parts.try_next().await? {
+        hasher.update(&part);
+    }
+    Ok(hasher.finalize())
+}
+
+fn other_checkpoint(key: &Key) -> StorageError {
+    StorageError::new(StorageErrorKind::AlreadyExists, StorageOp::Put, Some(key.clone()))
+        .with_message("a complete checkpoint at the target has it with other bytes")
+}
+
+fn differs(key: &Key, problem: &str) -> StorageError {
+    StorageError::new(StorageErrorKind::Other, StorageOp::Upload, Some(key.clone()))
+        .with_message(format!("{problem}; copy it again"))
+}

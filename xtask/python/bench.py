@@ -32,7 +32,7 @@ def bytes_read():
 def model(gib):
     import torch
 
-    count = int(gib) * 1024 // 32
+    count = int(float(gib) * 1024) // 32
     return {"layers.%d.weight" % n: torch.full(TENSOR, float(n % 251 + 1)) for n in range(count)}
 
 

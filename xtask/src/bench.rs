@@ -13,14 +13,15 @@ use serde_json::Value;
 
 use crate::machine::{Machine, machine};
 use crate::process::{Scratch, output};
-use crate::{Result, bench_convert, process, venv, workspace};
+use crate::{Result, bench_convert, bench_object, process, venv, workspace};
 
 const ROUNDS: usize = 5;
 const STARTS: usize = 9;
 
-/// Prints the table; with `convert`, the one of conversions.
+/// Prints the table; with `convert`, the one of conversions, and with `object`, that of object stores.
 pub(crate) fn main(args: &[&str]) -> Result {
     let (convert, args) = match args {
+        ["object", rest @ ..] => return bench_object::main(rest),
         ["convert", rest @ ..] => (true, rest),
         _ => (false, args),
     };

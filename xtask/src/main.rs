@@ -7,6 +7,7 @@
 mod api;
 mod bench;
 mod bench_convert;
+mod bench_object;
 mod browser;
 mod emulators;
 mod features;

@@ -42,6 +42,11 @@ pub enum HttpFault {
         /// How long.
         delay: Duration,
     },
+    /// Waits before the answer: a server that is far away.
+    Delay {
+        /// How long.
+        delay: Duration,
+    },
 }
 
 impl HttpFault {

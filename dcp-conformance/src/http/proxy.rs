@@ -210,6 +210,7 @@ impl Handler for Proxy {
             Some(HttpFault::Shorten { by }) if is_get => shorter_by = by,
             Some(HttpFault::Shorten { .. }) => {}
             Some(HttpFault::Slow { delay: by }) => delay = Some(by),
+            Some(HttpFault::Delay { delay }) => tokio::time::sleep(delay).await,
         }
         if let Some(delay) = delay {
             tokio::time::sleep(delay).await;

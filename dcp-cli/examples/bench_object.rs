@@ -1,0 +1,267 @@
+//! The Rust half of `cargo xtask bench object`: one measurement per run, printed as a line of JSON.
+//!
+//! - `count FIXTURES`: requests and bytes of loads and commands, at a server in this process.
+//! - `save URL GIB [NAME=VALUE]...`, `load URL GIB [NAME=VALUE]...`: a state dict of tensors of 32
+//!   MiB, without a group, with options of the storage.
+//! - `raw-save BUCKET GIB [NAME=VALUE]...`, `raw-load BUCKET GIB [NAME=VALUE]...`: the same bytes in
+//!   one object, by `object_store` alone.
+//! - `serve BUCKET [MILLISECONDS]`: a server that delays every answer, until standard input ends.
+#![allow(clippy::print_stdout, reason = "a program that prints")]
+
+use std::error::Error;
+use std::io::Read;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use dcp::core::registry::StorageOptions;
+use dcp::{Checkpointer, DType, Opener, Region, StateDict, StorageRegistry, Tensor};
+use dcp_conformance::http::{FaultProxy, FaultRule, GcsDouble, HttpFault, HttpTraffic};
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::{ClientOptions, MultipartUpload, ObjectStore, ObjectStoreExt};
+use serde_json::{Value, json};
+
+type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
+
+const TENSOR: [u64; 2] = [2048, 4096];
+const TENSOR_BYTES: usize = 32 << 20;
+/// What `object_store` alone sends at a time, and how many of them.
+const RAW_BYTES: usize = 16 << 20;
+const RAW_IN_FLIGHT: usize = 8;
+
+fn main() -> Result {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let report = match *args {
+        ["count", fixtures] => dcp::block_on(count(fixtures))??,
+        ["save", url, gib, ref options @ ..] => {
+            let (state, checkpointer) = (model(tensors(gib)?)?, checkpointer(options)?);
+            warm_up(&checkpointer, url)?;
+            timed(|| checkpointer.save(&state, url).blocking().map(drop))?
+        }
+        ["load", url, gib, ref options @ ..] => {
+            let (mut state, checkpointer) = (model(tensors(gib)?)?, checkpointer(options)?);
+            warm_up(&checkpointer, url)?;
+            timed(|| checkpointer.load(&mut state, url).blocking().map(drop))?
+        }
+        ["raw-save", bucket, gib, ref options @ ..] => {
+            let bytes = tensors(gib)? * TENSOR_BYTES;
+            dcp::block_on(raw_save(store(bucket, options)?, bytes))??
+        }
+        ["raw-load", bucket, gib, ref options @ ..] => {
+            let bytes = tensors(gib)? * TENSOR_BYTES;
+            dcp::block_on(raw_load(store(bucket, options)?, bytes))??
+        }
+        ["serve", bucket] => return serve(bucket, "0"),
+        ["serve", bucket, milliseconds] => return serve(bucket, milliseconds),
+        _ => return Err("see the comment at the top of this example".into()),
+    };
+    println!("{report}");
+    Ok(())
+}
+
+fn timed<E: Error + Send + Sync + 'static>(
+    work: impl FnOnce() -> std::result::Result<(), E>,
+) -> Result<Value> {
+    let before = peak_memory()?;
+    let start = Instant::now();
+    work()?;
+    let seconds = start.elapsed().as_secs_f64();
+    Ok(json!({"seconds": seconds, "memory": peak_memory()?.saturating_sub(before)}))
+}
+
+/// The most memory that this process had so far, in bytes.
+fn peak_memory() -> Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.ok_or("no VmHWM")?.trim().trim_end_matches("kB").trim();
+    Ok(kib.parse::<u64>()? << 10)
+}
+
+fn tensors(gib: &str) -> Result<usize> {
+    Ok((gib.parse::<f64>()? * (1_u64 << 30) as f64) as usize / TENSOR_BYTES)
+}
+
+fn model(tensors: usize) -> Result<StateDict> {
+    let mut state = StateDict::new();
+    for number in 0..tensors {
+        let memory = vec![u8::try_from(number % 251 + 1)?; TENSOR_BYTES];
+        let name = format!("layers.{number}.weight");
+        state.insert(name, Tensor::replicated(DType::Float32, TENSOR, memory)?);
+    }
+    Ok(state)
+}
+
+fn options(options: &[&str]) -> Result<StorageOptions> {
+    let pairs = options.iter().map(|option| option.split_once('=').ok_or("NAME=VALUE"));
+    Ok(pairs.collect::<std::result::Result<Vec<_>, _>>()?.into_iter().collect())
+}
+
+fn storages(given: &[&str]) -> Result<StorageRegistry> {
+    Ok(dcp::default_storages().with_options(options(given)?))
+}
+
+fn checkpointer(options: &[&str]) -> Result<Checkpointer> {
+    Ok(Checkpointer::new().storages(storages(options)?))
+}
+
+/// A small save and load: the connection is then open.
+fn warm_up(checkpointer: &Checkpointer, url: &str) -> Result {
+    let url = format!("{url}-warm-up");
+    let mut state = StateDict::new();
+    state.insert("small", Tensor::zeros(DType::Float32, [4])?);
+    checkpointer.save(&state, &url).blocking()?;
+    checkpointer.load(&mut state, &url).blocking()?;
+    Ok(())
+}
+
+fn store(bucket: &str, given: &[&str]) -> Result<Arc<dyn ObjectStore>> {
+    let client = ClientOptions::new().with_allow_http(true);
+    let mut builder = GoogleCloudStorageBuilder::new().with_bucket_name(bucket);
+    for option in given {
+        let (name, value) = option.split_once('=').ok_or("NAME=VALUE")?;
+        builder = builder.with_config(name.parse::<GoogleConfigKey>()?, value);
+    }
+    Ok(Arc::new(builder.with_client_options(client).build()?))
+}
+
+async fn raw_save(store: Arc<dyn ObjectStore>, bytes: usize) -> Result<Value> {
+    let memory = Bytes::from(vec![7; bytes]);
+    store.put(&"warm-up".into(), "x".into()).await?;
+    let start = Instant::now();
+    let mut upload = store.put_multipart(&"raw".into()).await?;
+    let mut parts = Vec::new();
+    for start in (0..bytes).step_by(RAW_BYTES) {
+        let part = memory.slice(start..(start + RAW_BYTES).min(bytes));
+        parts.push(upload.put_part(part.into()));
+    }
+    stream::iter(parts).buffer_unordered(RAW_IN_FLIGHT).try_collect::<()>().await?;
+    upload.complete().await?;
+    Ok(json!({"seconds": start.elapsed().as_secs_f64()}))
+}
+
+async fn raw_load(store: Arc<dyn ObjectStore>, bytes: usize) -> Result<Value> {
+    // Touched before, as the tensors of a state dict are.
+    let mut memory = vec![7_u8; bytes];
+    let start = Instant::now();
+    let pieces = memory.chunks_mut(RAW_BYTES).enumerate().map(|(number, piece)| {
+        let (store, first) = (Arc::clone(&store), (number * RAW_BYTES) as u64);
+        async move {
+            let range = first..first + piece.len() as u64;
+            let found = store.get_range(&"raw".into(), range).await?;
+            piece.copy_from_slice(&found);
+            Ok::<_, object_store::Error>(())
+        }
+    });
+    stream::iter(pieces).buffer_unordered(RAW_IN_FLIGHT).try_collect::<()>().await?;
+    Ok(json!({"seconds": start.elapsed().as_secs_f64()}))
+}
+
+/// A server in a process of its own, whose memory is not ours.
+fn serve(bucket: &str, milliseconds: &str) -> Result {
+    let double = GcsDouble::start(&[bucket])?;
+    let delay = Duration::from_millis(milliseconds.parse()?);
+    let proxy = match delay.is_zero() {
+        true => None,
+        false => {
+            let proxy = FaultProxy::start(&double.endpoint())?;
+            proxy.add(FaultRule::new(HttpFault::Delay { delay }));
+            Some(proxy)
+        }
+    };
+    let endpoint = proxy.as_ref().map_or_else(|| double.endpoint(), FaultProxy::endpoint);
+    println!("serves {endpoint}");
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
+
+/// Requests and bytes of what people do most.
+async fn count(fixtures: &str) -> Result<Value> {
+    let double = GcsDouble::start(&["bench"])?;
+    let options = StorageOptions::new()
+        .with("google_base_url", double.endpoint())
+        .with("google_skip_signature", "true")
+        .with("allow_http", "true");
+    let storages = dcp::default_storages().with_options(options);
+    let opener = Opener::new(storages.clone());
+    let checkpointer = Checkpointer::new().storages(storages);
+    let fixture = |name: &str| format!("{fixtures}/{name}");
+
+    let olmo = "gs://bench/olmo";
+    opener.copy(fixture("olmo/fsdp2-2rank-nested/ckpt"), olmo).run().await?;
+    let metadata = opener.open(olmo).await?.source().metadata().await?;
+    let mut state = StateDict::new();
+    for (fqn, entry) in metadata.iter() {
+        if let dcp::core::metadata::Entry::Tensor(tensor) = entry
+            && fqn.starts_with("model.")
+        {
+            state.insert(&**fqn, Tensor::zeros(tensor.dtype, tensor.shape.clone())?);
+        }
+    }
+    double.clear();
+    let report = checkpointer.load(&mut state, format!("{olmo}/model_and_optim")).await?;
+    let olmo_load = traffic(double.traffic(), report.read.bytes_needed);
+
+    double.clear();
+    opener.open(olmo).await?.inspect().run().await?;
+    let inspect = traffic(double.traffic(), 0);
+
+    for step in 0..100 {
+        let target = format!("gs://bench/run/step{step}");
+        opener.copy(fixture("pytorch/t21_plain"), target).run().await?;
+    }
+    double.clear();
+    opener.list("gs://bench/run").await?;
+    let list = traffic(double.traffic(), 0);
+
+    Ok(json!({
+        "olmo_load": olmo_load,
+        "olmo_inspect": inspect,
+        "list": list,
+        "reshard": reshard(&double, &checkpointer).await?,
+    }))
+}
+
+/// Eight ranks saved, six load: the bytes that cross the network, and those that are needed.
+async fn reshard(double: &GcsDouble, checkpointer: &Checkpointer) -> Result<Value> {
+    const SHAPE: [u64; 2] = [4800, 256];
+    const TENSORS: usize = 8;
+    let url = "gs://bench/eight";
+    let ranks = dcp::collectives::LocalGroup::new(8).build();
+    let saves = ranks.into_iter().enumerate().map(|(rank, group)| {
+        let checkpointer = checkpointer.clone().group(Arc::new(group));
+        async move {
+            checkpointer.save(&part(rank as u64, 8, TENSORS, SHAPE)?, url).await?;
+            Ok::<_, Box<dyn Error + Send + Sync>>(())
+        }
+    });
+    futures_util::future::try_join_all(saves).await?;
+    double.clear();
+    let mut needed = 0;
+    for rank in 0..6 {
+        let mut state = part(rank, 6, TENSORS, SHAPE)?;
+        needed += checkpointer.load(&mut state, url).await?.read.bytes_needed;
+    }
+    Ok(traffic(double.traffic(), needed))
+}
+
+/// The rows of a rank, of tensors that are divided along their first axis.
+fn part(rank: u64, ranks: u64, tensors: usize, shape: [u64; 2]) -> Result<StateDict> {
+    let rows = shape[0] / ranks;
+    let mut state = StateDict::new();
+    for number in 0..tensors {
+        let region = Region::new([rank * rows, 0], [rows, shape[1]])?;
+        let tensor = Tensor::zeros_sharded(DType::Float32, shape, [region])?;
+        state.insert(format!("layers.{number}"), tensor);
+    }
+    Ok(state)
+}
+
+fn traffic(traffic: HttpTraffic, needed: u64) -> Value {
+    json!({
+        "requests": traffic.requests,
+        "bytes": traffic.received_bytes,
+        "bytes_needed": needed,
+    })
+}

@@ -171,7 +171,9 @@ fn serve(bucket: &str, milliseconds: &str) -> Result {
         }
     };
     let endpoint = proxy.as_ref().map_or_else(|| double.endpoint(), FaultProxy::endpoint);
-    println!("serves {endpoint}");
+    // `object_store` asks Google for a token unless the account says that there is none.
+    let account = double.service_account().replace(&double.endpoint(), &endpoint);
+    println!("google_service_account_key={account}");
     std::io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
 }
@@ -179,10 +181,8 @@ fn serve(bucket: &str, milliseconds: &str) -> Result {
 /// Requests and bytes of what people do most.
 async fn count(fixtures: &str) -> Result<Value> {
     let double = GcsDouble::start(&["bench"])?;
-    let options = StorageOptions::new()
-        .with("google_base_url", double.endpoint())
-        .with("google_skip_signature", "true")
-        .with("allow_http", "true");
+    let options =
+        StorageOptions::new().with("google_service_account_key", double.service_account());
     let storages = dcp::default_storages().with_options(options);
     let opener = Opener::new(storages.clone());
     let checkpointer = Checkpointer::new().storages(storages);
@@ -200,7 +200,7 @@ async fn count(fixtures: &str) -> Result<Value> {
         }
     }
     double.clear();
-    let report = checkpointer.load(&mut state, format!("{olmo}/model_and_optim")).await?;
+    let report = checkpointer.load(&mut state, olmo).await?;
     let olmo_load = traffic(double.traffic(), report.read.bytes_needed);
 
     double.clear();

@@ -42,7 +42,8 @@ impl Provider {
     pub(crate) fn capabilities(self) -> Capabilities {
         let mut all = Capabilities::none();
         all.ranged_reads = true;
-        all.coalesce_gap = MIB;
+        // With 1 MiB, six ranks that load what eight saved read 2.5 bytes for each they need.
+        all.coalesce_gap = 128 << 10;
         all.parallelism = 16;
         all.write_limits = self.write_limits();
         if self == Self::Http {

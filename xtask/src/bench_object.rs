@@ -40,7 +40,8 @@ struct Bench<'a> {
 /// A server in a process of its own. Closing its standard input ends it.
 struct Server {
     child: Child,
-    endpoint: String,
+    /// The option that leads to it.
+    option: String,
 }
 
 impl Drop for Server {
@@ -59,8 +60,7 @@ impl Bench<'_> {
             .spawn()?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().ok_or("no output")?).read_line(&mut line)?;
-        let endpoint = line.trim().strip_prefix("serves ").ok_or("the server did not start")?;
-        Ok(Server { endpoint: endpoint.to_owned(), child })
+        Ok(Server { option: line.trim().to_owned(), child })
     }
 
     fn counts(&self) -> Result {
@@ -98,14 +98,10 @@ impl Bench<'_> {
                 let (mut ours, mut alone, mut memory) = (f64::INFINITY, f64::INFINITY, 0);
                 for round in 0..ROUNDS {
                     let server = self.serve(milliseconds)?;
-                    let options = [
-                        format!("google_base_url={}", server.endpoint),
-                        "google_skip_signature=true".to_owned(),
-                    ];
                     let url = format!("gs://{BUCKET}/{round}");
                     let run = |args: &[&str]| -> Result<Value> {
                         let mut command = Command::new(&self.rust);
-                        command.args(args).args(&options);
+                        command.args(args).arg(&server.option);
                         Ok(serde_json::from_str(&output(&mut command)?)?)
                     };
                     if name == "load" {

@@ -70,8 +70,8 @@ impl ObjectStorageBuilder {
         self
     }
 
-    /// Ranges with a gap of at most this many bytes are read by one request. By default 1 MiB,
-    /// which takes about as long as the beginning of a request.
+    /// Ranges with a gap of at most this many bytes are read by one request. By default 128
+    /// KiB.
     pub fn coalesce_gap(mut self, bytes: u64) -> Self {
         self.coalesce_gap = Some(bytes);
         self

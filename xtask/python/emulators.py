@@ -6,24 +6,61 @@
 """
 
 import asyncio
+import contextlib
+import io
 import logging
 import socket
 import sys
+import threading
 
 AZURITE_ACCOUNT = "devstoreaccount1"
 # The key that Azurite and every client of it know; it protects nothing.
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
+class OneAtATime:
+    """Answers one request after the other, as moto's state has no locks.
+
+    moto looks whether an object exists, and writes it later: of several conditional writes that run
+    in parallel, two succeed. S3 lets one succeed. The body of a request arrives before its turn, so
+    a client that stalls holds up nobody.
+    """
+
+    def __init__(self, application):
+        self.application = application
+        self.turn = threading.Lock()
+
+    def __call__(self, environ, start_response):
+        body = environ["wsgi.input"]
+        ends = environ.get("wsgi.input_terminated")
+        length = -1 if ends else int(environ.get("CONTENT_LENGTH") or 0)
+        environ["wsgi.input"] = io.BytesIO(body.read(length))
+        with self.turn:
+            # An object that is replaced closes the file that holds its bytes.
+            with contextlib.closing(self.application(environ, start_response)) as answer:
+                return list(answer)
+
+
 def s3(bucket):
     import boto3
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import (
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
+    from werkzeug.serving import make_server
 
     # It would print a line for every request.
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    server = make_server(
+        "127.0.0.1",
+        0,
+        OneAtATime(DomainDispatcherApplication(create_backend_app)),
+        threaded=True,
+        request_handler=MotoRequestHandler,
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host, port = server.server_address[:2]
     endpoint = f"http://{host}:{port}"
     client = boto3.client(
         "s3",

@@ -20,6 +20,8 @@
 //!   refused, because its blocks could be forged.
 //! - **Optional.** When the disk is full or a block cannot be written, reads go to the storage.
 //!
+//! A read has as many blocks in memory as the storage takes requests at a time
+//! ([`Capabilities::parallelism`]): 128 MiB with 16 blocks of 8 MiB, besides the caller's buffers.
 //! Writes and listings pass through. Objects of a storage without versions are not cached.
 //!
 //! # Writing
@@ -29,6 +31,7 @@
 //! The turns are locks on the files of a folder ([`UploadSlots`]), which a process that dies gives
 //! up. Writes below 1 MiB, such as the commit of a save, need no turn.
 //!
+//! [`Capabilities::parallelism`]: dcp_core::storage::Capabilities::parallelism
 //! [`Capabilities::versions`]: dcp_core::storage::Capabilities::versions
 
 #![cfg(unix)]

@@ -49,6 +49,7 @@ cargo xtask <command>
                                       transformers; --megatron-version VERSION for another one
   bench [--gib N] [--disk DIR]        a table of speeds, ours beside PyTorch's
   bench convert [...]                 the same for converting, with peak memory
+  bench object [--gib N]              requests, bytes and speeds at object stores
   emulators up | down | env           S3, Azure, GCS and HTTP on this machine, for tests
   emulators run -- COMMAND            the same for one command
   browser [--keep]                    pages of `dcp report` in headless Chromium

@@ -38,8 +38,8 @@ pub(crate) struct Copy {
     /// The folder to write.
     target: String,
 
-    /// Compare lengths only: do not read the copy back, and take a file of the same length at the
-    /// target for complete.
+    /// Compare lengths only: do not read the copy back, and keep a file of the same length that is at
+    /// the target. Indexes are compared by their bytes.
     #[arg(long)]
     lengths: bool,
 

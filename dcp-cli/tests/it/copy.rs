@@ -61,6 +61,28 @@ fn a_checkpoint_at_the_target_is_never_replaced() {
     assert_eq!(fs::read(Path::new(&target).join("__0_0.distcp")).unwrap(), before);
 }
 
+/// The files of two steps of one model have the same lengths.
+#[test]
+fn lengths_alone_do_not_make_another_checkpoint_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = path(&folder, "copy");
+    dcp(["copy", SOURCE, &target]).ok();
+    let other = copy_of(SOURCE);
+    for file in fs::read_dir(&target).unwrap().map(|file| file.unwrap()) {
+        let copy = other.path().join(file.file_name());
+        if !copy.exists() {
+            fs::copy(file.path(), copy).unwrap();
+        }
+    }
+    let index = other.path().join(".metadata");
+    let mut bytes = fs::read(&index).unwrap();
+    let at = bytes.len() / 2;
+    bytes[at] ^= 1;
+    fs::write(&index, bytes).unwrap();
+    let other = other.path().display().to_string();
+    dcp(["copy", &other, &target, "--lengths"]).fails(2, &[".metadata", "complete checkpoint"]);
+}
+
 #[test]
 fn a_run_that_has_grown_is_copied_again() {
     let folder = tempfile::tempdir().unwrap();

@@ -55,7 +55,9 @@ pub enum Comparing {
     /// source; compares the bytes of files that are at the target already.
     #[default]
     Bytes,
-    /// Compares lengths only, also of files that are at the target already.
+    /// Compares lengths only, also of files that are at the target already. The files of all batches
+    /// but the first, which are small, are compared by their bytes there: two steps of one model have
+    /// files of the same lengths.
     Lengths,
 }
 
@@ -85,9 +87,9 @@ impl CopyFiles<'_> {
         options.start(total);
         self.check_existing(options).await?;
         let mut report = CopyReport::default();
-        for batch in &self.batches {
+        for (at, batch) in self.batches.iter().enumerate() {
             let in_flight = options.parallelism.max(1);
-            let copies = stream::iter(batch).map(|file| self.copy(file, options));
+            let copies = stream::iter(batch).map(|file| self.copy(file, at > 0, options));
             let mut copies = std::pin::pin!(copies.buffer_unordered(in_flight));
             while let Some(outcome) = copies.try_next().await? {
                 let (files, bytes) = match outcome {
@@ -118,7 +120,7 @@ impl CopyFiles<'_> {
             for file in batch.iter().filter(|file| self.is_final(&file.key)) {
                 let there = self.existing.get(&file.key).map(|there| there.byte_len);
                 let is_same = there == Some(file.byte_len)
-                    && (at == 0 || self.is_same(file, segment).await?);
+                    && (at == 0 || self.has_same_bytes(file, segment).await?);
                 if !is_same {
                     return Err(other_checkpoint(&file.key));
                 }
@@ -127,12 +129,18 @@ impl CopyFiles<'_> {
         Ok(())
     }
 
-    async fn copy(&self, file: &ObjectMeta, options: &JobOptions) -> Result<Outcome, ConvertError> {
+    async fn copy(
+        &self,
+        file: &ObjectMeta,
+        is_index: bool,
+        options: &JobOptions,
+    ) -> Result<Outcome, ConvertError> {
         let (key, len) = (&file.key, file.byte_len);
         // Files are copied `parallelism` at a time, and each has two segments in flight.
         let segment = options.segment_bytes(4 * options.parallelism.max(1)).min(16 << 20);
         let same_len = self.existing.get(key).is_some_and(|there| there.byte_len == len);
-        if same_len && self.is_same(file, segment).await? {
+        let by_bytes = is_index || self.compare == Comparing::Bytes;
+        if same_len && (!by_bytes || self.has_same_bytes(file, segment).await?) {
             options.advance(len);
             return Ok(Outcome::Kept(len));
         }
@@ -144,12 +152,11 @@ impl CopyFiles<'_> {
             return Ok(Outcome::Copied(len));
         }
         let advance = |bytes| options.advance(bytes);
-        let crc32 = match len <= WHOLE_BYTES.min(segment) {
+        let (crc32, copied) = match len <= WHOLE_BYTES.min(segment) {
             true => self.copy_whole(file, &advance).await?,
             false => self.copy_in_parts(file, segment, &advance).await?,
         };
         if self.compare == Comparing::Bytes {
-            let copied = self.target.stat(key).await?;
             let found = checksum(self.target, key, len, copied.version, segment).await?;
             if found != crc32 || copied.byte_len != len {
                 return Err(differs(key, "the copy does not have the bytes of the source").into());
@@ -158,11 +165,8 @@ impl CopyFiles<'_> {
         Ok(Outcome::Copied(len))
     }
 
-    /// Whether the file at the target, which has the same length, needs no copy.
-    async fn is_same(&self, file: &ObjectMeta, segment: u64) -> Result<bool, StorageError> {
-        if self.compare == Comparing::Lengths {
-            return Ok(true);
-        }
+    /// Whether the file at the target, which has the same length, has the bytes of the source.
+    async fn has_same_bytes(&self, file: &ObjectMeta, segment: u64) -> Result<bool, StorageError> {
         let (key, len, version) = (&file.key, file.byte_len, file.version.clone());
         let source = checksum(self.source, key, len, version, segment);
         let target = checksum(self.target, key, len, None, segment);
@@ -170,27 +174,27 @@ impl CopyFiles<'_> {
         Ok(source == target)
     }
 
-    /// Copies a small file; returns the CRC-32 of its bytes.
+    /// Copies a small file; returns the CRC-32 of its bytes, and the copy.
     async fn copy_whole(
         &self,
         file: &ObjectMeta,
         advance: &(dyn Fn(u64) + Send + Sync),
-    ) -> Result<u32, StorageError> {
+    ) -> Result<(u32, ObjectMeta), StorageError> {
         let bytes = read(self.source, file, 0..file.byte_len).await?;
         let crc32 = crc32fast::hash(&bytes);
-        self.target.put(&file.key, bytes.into(), PutMode::Overwrite).await?;
+        let copied = self.target.put(&file.key, bytes.into(), PutMode::Overwrite).await?;
         advance(file.byte_len);
-        Ok(crc32)
+        Ok((crc32, copied))
     }
 
-    /// Copies a file in segments, with one being read and one being written; returns the CRC-32 of
-    /// its bytes.
+    /// Copies a file in segments, which are read while others are written; returns the CRC-32 of its
+    /// bytes, and the copy.
     async fn copy_in_parts(
         &self,
         file: &ObjectMeta,
         segment: u64,
         advance: &(dyn Fn(u64) + Send + Sync),
-    ) -> Result<u32, StorageError> {
+    ) -> Result<(u32, ObjectMeta), StorageError> {
         let limits = self.target.capabilities().write_limits;
         let part_bytes = part_bytes(&limits, file.byte_len, segment).ok_or_else(|| {
             let kind = StorageErrorKind::TooLarge;
@@ -201,10 +205,7 @@ impl CopyFiles<'_> {
         let how = UploadOptions::new(PutMode::Overwrite, part_bytes).byte_len(file.byte_len);
         let mut upload = self.target.start_upload(&file.key, how).await?;
         match send(self.source, file, &mut *upload, part_bytes, advance).await {
-            Ok(crc32) => {
-                upload.complete().await?;
-                Ok(crc32)
-            }
+            Ok(crc32) => Ok((crc32, upload.complete().await?)),
             Err(error) => {
                 if let Err(error) = upload.abort().await {
                     tracing::debug!(file = %file.key, %error, "cannot abort an upload");

@@ -65,7 +65,7 @@ impl Room {
             if total <= self.max_bytes - self.max_bytes / 8 {
                 break;
             }
-            fs::remove_file(path)?;
+            removed(&path)?;
             total -= len;
         }
         Ok(())
@@ -82,8 +82,16 @@ fn remove_abandoned(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let Some((then, _, path)) = found(&entry?) else { continue };
         if then.elapsed().is_ok_and(|age| age > ABANDONED) {
-            fs::remove_file(path)?;
+            removed(&path)?;
         }
     }
     Ok(())
+}
+
+/// Removes a file, which another process may have removed by now.
+fn removed(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        done => done,
+    }
 }

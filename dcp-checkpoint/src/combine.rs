@@ -202,7 +202,7 @@ impl Average<'_> {
         let rule = self.destination.cast_rule();
         let casts = rule.is_some();
         let options = match rule {
-            Some(rule) => self.options.with_dtypes(rule),
+            Some(rule) => self.options.dtypes(rule),
             None => self.options,
         };
         let averaged = Averaged::apply(&sources, &options, job).await;

@@ -120,7 +120,7 @@ impl Statistics<'_> {
                 let metadata = source.metadata().await?;
                 let others = metadata.iter().map(|(name, _)| name).filter(|name| ***name != *fqn);
                 let others = others.map(|name| (name.to_string(), None)).collect();
-                Selection::all().mapping(others)
+                Selection::all().with_mapping(others)
             }
         };
         let mut report = dcp_convert::stats(source, &selection, &self.job).await?;

@@ -226,7 +226,7 @@ impl Destination {
     fn target_options(&self, job: &JobOptions) -> TargetOptions {
         TargetOptions::default()
             .with_overwrite(self.overwrite)
-            .as_dry_run(job.dry_run)
+            .with_dry_run(job.dry_run)
             .with_rollback(&self.rollback)
     }
 

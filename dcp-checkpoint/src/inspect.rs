@@ -8,7 +8,7 @@ use dcp_core::Key;
 use dcp_core::format::Listing;
 use dcp_core::storage::StorageExt;
 use dcp_core::text::Quoted;
-use dcp_megatron::MegatronFormat;
+use dcp_megatron::StoredFormat;
 use dcp_megatron::disk::{COMMON_STATE, METADATA_JSON};
 use dcp_megatron::jobs::Description;
 use indexmap::IndexMap;
@@ -96,7 +96,7 @@ impl Checkpoint {
     async fn rank_files(&self) -> Result<IndexMap<String, Option<u64>>, Error> {
         let mut files = IndexMap::new();
         let format = self.megatron.as_ref().map(|checkpoint| checkpoint.format());
-        if !matches!(format, Some(MegatronFormat::Legacy { .. })) {
+        if !matches!(format, Some(StoredFormat::Legacy { .. })) {
             return Ok(files);
         }
         let listing = Listing::read(&*self.storage, &[]).await?;

@@ -80,17 +80,17 @@ impl Keys {
     pub(crate) fn selection(&self, usual: StatePart) -> Selection {
         let names_keys = !self.include.is_empty() || !self.renames.is_empty() || self.map.is_some();
         let usual = if names_keys { StatePart::Everything } else { usual };
-        let mut selection = Selection::all().of_part(self.part.unwrap_or(usual));
+        let mut selection = Selection::all().with_part(self.part.unwrap_or(usual));
         if !self.include.is_empty() {
-            selection = selection.including(KeyFilter::any_of(&self.include));
+            selection = selection.with_include(KeyFilter::any_of(&self.include));
         }
         if !self.exclude.is_empty() {
-            selection = selection.excluding(KeyFilter::any_of(&self.exclude));
+            selection = selection.with_exclude(KeyFilter::any_of(&self.exclude));
         }
         if let Some(map) = &self.map {
-            selection = selection.mapping(map.clone());
+            selection = selection.with_mapping(map.clone());
         }
-        self.renames.iter().cloned().fold(selection, Selection::renaming)
+        self.renames.iter().cloned().fold(selection, Selection::with_rename)
     }
 
     /// What `selection` takes of a source, and how many keys it leaves out because only the model

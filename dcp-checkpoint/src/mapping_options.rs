@@ -58,21 +58,20 @@ impl Architecture {
 /// # Ok::<(), dcp_checkpoint::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
-#[non_exhaustive]
 pub struct MappingOptions {
     /// The family; by default recognized where names have to change.
-    pub arch: Option<Architecture>,
+    pub(crate) arch: Option<Architecture>,
     /// The vocabulary is padded to a multiple of this times the tensor-parallel size; 128 by
     /// default.
-    pub vocab_divisor: Option<u64>,
+    pub(crate) vocab_divisor: Option<u64>,
     /// The layers that load what is written; those of Transformer Engine by default.
-    pub layers: Option<LayerSpec>,
+    pub(crate) layers: Option<LayerSpec>,
     /// Whether tensors without a rule are left out instead of refused.
-    pub allow_left_over: bool,
+    pub(crate) allow_left_over: bool,
     /// Whether arguments that the other side cannot express are ignored, with a note.
-    pub ignore_args: bool,
+    pub(crate) ignore_args: bool,
     /// Whether an output embedding is written where the model shares the input embedding.
-    pub untie: bool,
+    pub(crate) untie: bool,
 }
 
 impl MappingOptions {

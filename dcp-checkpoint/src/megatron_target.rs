@@ -22,23 +22,22 @@ use crate::error::Error;
 /// let target = MegatronTarget::new().tp(4).pp(2).integrity(true);
 /// ```
 #[derive(Clone, Debug, Default)]
-#[non_exhaustive]
 pub struct MegatronTarget {
     /// Tensor-parallel ranks.
-    pub tp: Option<u32>,
+    pub(crate) tp: Option<u32>,
     /// Pipeline stages.
-    pub pp: Option<u32>,
+    pub(crate) pp: Option<u32>,
     /// Expert-parallel ranks.
-    pub ep: Option<u32>,
+    pub(crate) ep: Option<u32>,
     /// Ranks that share each expert; by default as many as tensor-parallel ranks, or as the source
     /// has where that is another number there.
-    pub etp: Option<u32>,
+    pub(crate) etp: Option<u32>,
     /// How the layers of the decoder are divided among the stages.
-    pub split: PipelineSplit,
+    pub(crate) split: PipelineSplit,
     /// Which versions of Megatron-Core can read it; all since 0.6 by default.
-    pub form: Option<MegatronForm>,
+    pub(crate) form: Option<MegatronForm>,
     /// Whether to write an `integrity.json`, which Megatron-Core 0.17.1 and later compare.
-    pub integrity: bool,
+    pub(crate) integrity: bool,
 }
 
 impl MegatronTarget {

@@ -35,15 +35,14 @@ pub enum OptimizerForm {
 /// let repaired = OptimizerOptions::new().form(OptimizerForm::PerParameter).repair(true);
 /// ```
 #[derive(Clone, Copy, Debug, Default)]
-#[non_exhaustive]
 pub struct OptimizerOptions {
     /// The form; as stored by default.
-    pub form: Option<OptimizerForm>,
+    pub(crate) form: Option<OptimizerForm>,
     /// Whether shifted state is written as it is.
-    pub allow_corrupt: bool,
+    pub(crate) allow_corrupt: bool,
     /// Whether the optimizer begins anew: master parameters from the weights, moments and steps
     /// zero.
-    pub repair: bool,
+    pub(crate) repair: bool,
 }
 
 impl OptimizerOptions {

@@ -48,7 +48,7 @@ impl TargetOptions {
 
     /// The same, for a job that writes nothing.
     #[must_use]
-    pub fn as_dry_run(mut self, dry_run: bool) -> Self {
+    pub fn with_dry_run(mut self, dry_run: bool) -> Self {
         self.dry_run = dry_run;
         self
     }
@@ -176,7 +176,7 @@ impl<'a> Place<'a> {
         if !self.options.overwrite && storage.contains(&key).await? {
             return Err(ConvertError::TargetExists { target: uri.to_owned() }.into());
         }
-        Ok(Target::new(storage, key).overwriting(self.options.overwrite))
+        Ok(Target::new(storage, key).overwrite(self.options.overwrite))
     }
 
     /// A folder to write plain files into, beside others. No format that readers open as a whole

@@ -72,7 +72,7 @@ impl Unsharding<'_> {
         keep_apart(&checkpoint, &self.target, Shape::Folder).await?;
         let folders = NewFolders::before(&self.target, &self.rollback);
         let options =
-            TargetOptions::default().as_dry_run(self.job.dry_run).with_rollback(&self.rollback);
+            TargetOptions::default().with_dry_run(self.job.dry_run).with_rollback(&self.rollback);
         let place = Place::new(&checkpoint.opener, &self.target, &options);
         let storage = place.plain_files().await?;
         let report =

@@ -23,7 +23,7 @@ use futures_util::stream;
 /// `bucket://PATH` in memory, of which every path opens, whatever is there; `web://PATH` for what is
 /// in it, without a listing.
 fn opener() -> Opener {
-    let bucket: Arc<dyn Storage> = Arc::new(MemoryStorage::default().with_conditional_claims());
+    let bucket: Arc<dyn Storage> = Arc::new(MemoryStorage::default().conditional_claims());
     let mut storages = StorageRegistry::empty();
     storages.register("file", |request| {
         let write = request.access == Access::Write;

@@ -222,7 +222,7 @@ async fn a_tensor_is_saved_under_names_that_say_how() {
 async fn every_storage_that_is_opened_passes_the_layers() {
     let opened = Arc::new(Mutex::new(Vec::new()));
     let seen = Arc::clone(&opened);
-    let storages = storages().with_layer(move |storage, request| {
+    let storages = storages().layer(move |storage, request| {
         let access = request.access;
         seen.lock().unwrap().push(access);
         storage
@@ -248,7 +248,7 @@ async fn a_cancelled_conversion_leaves_nothing() {
         let target = folder.path().join("new/model").display().to_string();
         let (found, stalled) = tokio::sync::oneshot::channel();
         let found = Mutex::new(Some(found));
-        let storages = storages().with_layer(move |storage, request| {
+        let storages = storages().layer(move |storage, request| {
             let access = request.access;
             let opened = access == Access::Write;
             let Some(found) = opened.then(|| found.lock().unwrap().take()).flatten() else {

@@ -99,7 +99,7 @@ fn options(options: &[&str]) -> Result<StorageOptions> {
 }
 
 fn storages(given: &[&str]) -> Result<StorageRegistry> {
-    Ok(dcp::default_storages().with_options(options(given)?))
+    Ok(dcp::default_storages().options(options(given)?))
 }
 
 fn checkpointer(options: &[&str]) -> Result<Checkpointer> {
@@ -183,7 +183,7 @@ async fn count(fixtures: &str) -> Result<Value> {
     let double = GcsDouble::start(&["bench"])?;
     let options =
         StorageOptions::new().with("google_service_account_key", double.service_account());
-    let storages = dcp::default_storages().with_options(options);
+    let storages = dcp::default_storages().options(options);
     let opener = Opener::new(storages.clone());
     let checkpointer = Checkpointer::new().storages(storages);
     let fixture = |name: &str| format!("{fixtures}/{name}");

@@ -23,7 +23,7 @@ impl Session {
         let mut storages = storages(&global);
         if let Some(folder) = &global.cache_dir {
             let folder = CacheFolder::new(folder).max_bytes(global.cache_size).open()?;
-            storages = storages.with_layer(cache_layer(folder));
+            storages = storages.layer(cache_layer(folder));
         }
         let opener = Opener::new(storages).rank(global.rank).variant(global.variant.clone());
         let out = Output::new(global.color, global.quiet);
@@ -81,8 +81,8 @@ fn storages(global: &Global) -> StorageRegistry {
     let storages =
         if global.follow_links { dcp::storages_following_links() } else { dcp::default_storages() };
     let options = global.storage_options.iter().map(|option| (&option.name, &option.value));
-    let storages = storages.with_options(options.collect());
+    let storages = storages.options(options.collect());
     #[cfg(test)]
-    let storages = storages.with_layer(crate::every_operation::faulty);
+    let storages = storages.layer(crate::every_operation::faulty);
     storages
 }

@@ -52,7 +52,7 @@ pub enum Fault {
 /// use futures_util::FutureExt;
 ///
 /// let memory = Arc::new(MemoryStorage::new());
-/// let storage = FaultStorage::new(memory.clone()).with_fault(2, Fault::Fail(StorageErrorKind::Full));
+/// let storage = FaultStorage::new(memory.clone()).fault(2, Fault::Fail(StorageErrorKind::Full));
 /// let put = |name| {
 ///     let key = Key::new(name).unwrap();
 ///     storage.put(&key, "x".into(), PutMode::Create).now_or_never().unwrap()
@@ -88,7 +88,7 @@ impl FaultStorage {
 
     /// Sets the fault of operation number `operation`, counted from 1.
     #[must_use]
-    pub fn with_fault(mut self, operation: u64, fault: Fault) -> Self {
+    pub fn fault(mut self, operation: u64, fault: Fault) -> Self {
         Arc::make_mut(&mut self.faults).insert(operation, fault);
         self
     }

@@ -132,7 +132,7 @@ impl MemoryStorage {
     /// Makes claims overlap, like those of an object store: they are
     /// [`ConditionalClaim`](dcp_core::storage::ConditionalClaim)s.
     #[must_use]
-    pub fn with_conditional_claims(mut self) -> Self {
+    pub fn conditional_claims(mut self) -> Self {
         self.locks = false;
         self
     }

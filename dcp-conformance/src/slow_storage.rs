@@ -47,7 +47,7 @@ impl SlowStorage {
 
     /// Also delays calls in proportion to their bytes.
     #[must_use]
-    pub fn with_bytes_per_second(mut self, bytes_per_second: u64) -> Self {
+    pub fn bytes_per_second(mut self, bytes_per_second: u64) -> Self {
         self.pace.bytes_per_second = Some(bytes_per_second);
         self
     }
@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn calls_wait_for_latency_and_bytes_side_by_side() {
         let storage = SlowStorage::new(Arc::new(MemoryStorage::new()), Duration::from_millis(40))
-            .with_bytes_per_second(1000);
+            .bytes_per_second(1000);
         let keys = ["a", "b", "c"].map(|name| Key::new(name).unwrap());
         // The clock stands still but for waits, whatever the machine does.
         let mut runtime = tokio::runtime::Builder::new_current_thread();

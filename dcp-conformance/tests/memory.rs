@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     let with = |capabilities| Arc::new(MemoryStorage::new().with_capabilities(capabilities));
     let subjects: [(&str, Arc<dyn Storage>); 9] = [
         ("memory", memory()),
-        ("conditional", Arc::new(MemoryStorage::new().with_conditional_claims())),
+        ("conditional", Arc::new(MemoryStorage::new().conditional_claims())),
         ("least", with(least)),
         ("limited", with(limited)),
         ("web", Arc::new(WebStorage::new(memory()))),

@@ -66,7 +66,7 @@ impl JobOptions {
 
     /// Sets [`dry_run`](Self::dry_run).
     #[must_use]
-    pub fn as_dry_run(mut self, dry_run: bool) -> Self {
+    pub fn with_dry_run(mut self, dry_run: bool) -> Self {
         self.dry_run = dry_run;
         self
     }

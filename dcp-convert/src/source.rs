@@ -201,7 +201,8 @@ impl Source {
     }
 
     /// The checks of its format that the reader does not make; a view has none.
-    pub(crate) fn audit(&self) -> Option<&Arc<dyn CheckpointAudit>> {
+    #[must_use]
+    pub fn audit(&self) -> Option<&Arc<dyn CheckpointAudit>> {
         self.audit.as_ref()
     }
 

@@ -95,7 +95,7 @@ impl OpenRequest {
 
     /// Adds settings.
     #[must_use]
-    pub fn options(mut self, options: StorageOptions) -> Self {
+    pub fn with_options(mut self, options: StorageOptions) -> Self {
         self.options = options;
         self
     }
@@ -181,7 +181,7 @@ impl StorageRegistry {
 
     /// Sets the options that every opener receives.
     #[must_use]
-    pub fn with_options(mut self, options: StorageOptions) -> Self {
+    pub fn options(mut self, options: StorageOptions) -> Self {
         self.options = options;
         self
     }
@@ -221,7 +221,7 @@ impl StorageRegistry {
     /// Wraps every storage that the registry opens with `layer`: a cache, a counter, or the faults
     /// of a test.
     #[must_use]
-    pub fn with_layer<F>(mut self, layer: F) -> Self
+    pub fn layer<F>(mut self, layer: F) -> Self
     where
         F: Fn(Arc<dyn Storage>, &OpenRequest) -> Arc<dyn Storage> + Send + Sync + 'static,
     {
@@ -243,7 +243,7 @@ impl StorageRegistry {
                 format!("{scheme:?} is not one of the schemes of this build: {known}"),
             )
         })?;
-        let request = OpenRequest::new(url, access).options(self.options.clone());
+        let request = OpenRequest::new(url, access).with_options(self.options.clone());
         let storage = opener.open(&request).await?;
         Ok(self.layers.iter().fold(storage, |storage, layer| layer(storage, &request)))
     }

@@ -43,4 +43,4 @@ pub use formats::formats;
 pub use headed_file::prepare_headed_file;
 pub use staged::Staged;
 pub use stop::Stop;
-pub use upload::{FileOptions, PendingFile, Progress};
+pub use upload::{ByteProgress, FileOptions, PendingFile};

@@ -18,7 +18,7 @@ use dcp_core::{
 };
 
 /// Receives the number of bytes after each read or write.
-pub type Progress = Arc<dyn Fn(u64) + Send + Sync>;
+pub type ByteProgress = Arc<dyn Fn(u64) + Send + Sync>;
 
 /// The default of [`FileOptions::upload_bytes`]: four parts of the default length.
 const UPLOAD_BYTES: u64 = 64 << 20;
@@ -62,7 +62,7 @@ pub(crate) async fn write_file(
     file: FileSpec<'_>,
     data: &dyn DataSource,
     options: FileOptions,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<ObjectMeta, CheckpointError> {
     let pending = prepare_file(storage, file, options, data, progress).await?;
     Ok(pending.publish().await?)
@@ -188,7 +188,7 @@ pub(crate) fn upload_options(
                 limits.parts_max, limits.part_bytes_max
             ))
     })?;
-    Ok(UploadOptions::new(mode, part_bytes).byte_len(byte_len))
+    Ok(UploadOptions::new(mode, part_bytes).with_byte_len(byte_len))
 }
 
 async fn abort(key: &Key, upload: Box<dyn Upload>) {
@@ -203,7 +203,7 @@ pub(crate) async fn prepare_file<'a>(
     file: FileSpec<'_>,
     options: FileOptions,
     data: &dyn DataSource,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<PendingFile<'a>, CheckpointError> {
     let mode = options.mode.clone();
     let (key, byte_len) = (file.key.clone(), file.byte_len);
@@ -266,7 +266,7 @@ pub(crate) async fn send_file(
     file: FileSpec<'_>,
     data: &dyn DataSource,
     how: Sending,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<SentFile, CheckpointError> {
     let report = |written: u64| {
         if let Some(progress) = progress {

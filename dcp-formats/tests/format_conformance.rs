@@ -28,10 +28,10 @@ fn main() -> ExitCode {
     let shards = Subject::filled(Arc::new(HuggingFaceFormat), two_files).without_objects();
     let torch_save = Subject::filled(Arc::new(TorchSaveFormat), torch_file);
     let subjects = [
-        ("dcp", dcp.with_checksums()),
+        ("dcp", dcp.checksums()),
         ("safetensors", safetensors),
         ("safetensors_shards", shards),
-        ("torch_save", torch_save.in_file(key("model.pt")).with_checksums()),
+        ("torch_save", torch_save.in_file(key("model.pt")).checksums()),
     ];
     run(subjects.into_iter().flat_map(|(name, subject)| trials(name, subject)).collect())
 }

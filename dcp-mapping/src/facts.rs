@@ -88,6 +88,12 @@ impl Facts {
         self
     }
 
+    /// The padding of the vocabulary.
+    #[must_use]
+    pub fn padding(&self) -> &Padding {
+        &self.padding
+    }
+
     /// The same, with another padding of the vocabulary.
     #[must_use]
     pub fn with_padding(mut self, padding: Padding) -> Self {

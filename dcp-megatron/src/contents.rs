@@ -12,7 +12,7 @@ use indexmap::IndexMap;
 use crate::disk::common_state::{COMMON_OBJECT, CommonPlace};
 use crate::disk::config::CheckpointingConfig;
 use crate::error::MegatronError;
-use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions, StoredFormat};
 use crate::sharded::{LocalTensor, ObjectKey, ShardedObject, ShardedTensor};
 
 /// A tensor or object of a checkpoint, without its data.
@@ -45,7 +45,7 @@ pub async fn check_is_distributed_checkpoint(
 ///
 /// As [`MegatronCheckpoint::open`].
 pub async fn load_common_state_dict(storage: &Arc<dyn Storage>) -> Result<Dict, MegatronError> {
-    load_common_state_dict_with(storage, &OpenOptions::default()).await
+    load_common_state_dict_with(storage, &MegatronOpenOptions::default()).await
 }
 
 /// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
@@ -55,7 +55,7 @@ pub async fn load_common_state_dict(storage: &Arc<dyn Storage>) -> Result<Dict, 
 /// As [`load_common_state_dict`].
 pub async fn load_common_state_dict_with(
     storage: &Arc<dyn Storage>,
-    options: &OpenOptions,
+    options: &MegatronOpenOptions,
 ) -> Result<Dict, MegatronError> {
     Ok(MegatronCheckpoint::open(storage, options).await?.common().clone())
 }
@@ -68,7 +68,7 @@ pub async fn load_common_state_dict_with(
 pub async fn load_content_metadata(
     storage: &Arc<dyn Storage>,
 ) -> Result<Option<Dict>, MegatronError> {
-    load_content_metadata_with(storage, &OpenOptions::default()).await
+    load_content_metadata_with(storage, &MegatronOpenOptions::default()).await
 }
 
 /// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
@@ -78,7 +78,7 @@ pub async fn load_content_metadata(
 /// As [`load_content_metadata`].
 pub async fn load_content_metadata_with(
     storage: &Arc<dyn Storage>,
-    options: &OpenOptions,
+    options: &MegatronOpenOptions,
 ) -> Result<Option<Dict>, MegatronError> {
     Ok(MegatronCheckpoint::open(storage, options).await?.content_metadata().cloned())
 }
@@ -93,7 +93,7 @@ pub async fn load_content_metadata_with(
 pub async fn load_tensors_metadata(
     storage: &Arc<dyn Storage>,
 ) -> Result<IndexMap<Arc<str>, ShardedTensor>, MegatronError> {
-    load_tensors_metadata_with(storage, &OpenOptions::default()).await
+    load_tensors_metadata_with(storage, &MegatronOpenOptions::default()).await
 }
 
 /// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
@@ -103,7 +103,7 @@ pub async fn load_tensors_metadata(
 /// As [`load_tensors_metadata`].
 pub async fn load_tensors_metadata_with(
     storage: &Arc<dyn Storage>,
-    options: &OpenOptions,
+    options: &MegatronOpenOptions,
 ) -> Result<IndexMap<Arc<str>, ShardedTensor>, MegatronError> {
     let all = load_sharded_metadata_with(storage, options).await?.into_iter();
     let tensors = all.filter_map(|(key, described)| match described {
@@ -121,7 +121,7 @@ pub async fn load_tensors_metadata_with(
 pub async fn load_sharded_metadata(
     storage: &Arc<dyn Storage>,
 ) -> Result<IndexMap<Arc<str>, ShardedEntry>, MegatronError> {
-    load_sharded_metadata_with(storage, &OpenOptions::default()).await
+    load_sharded_metadata_with(storage, &MegatronOpenOptions::default()).await
 }
 
 /// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
@@ -131,7 +131,7 @@ pub async fn load_sharded_metadata(
 /// As [`load_sharded_metadata`].
 pub async fn load_sharded_metadata_with(
     storage: &Arc<dyn Storage>,
-    options: &OpenOptions,
+    options: &MegatronOpenOptions,
 ) -> Result<IndexMap<Arc<str>, ShardedEntry>, MegatronError> {
     let checkpoint = MegatronCheckpoint::open(storage, options).await?;
     let metadata = checkpoint.source().metadata().await?;
@@ -153,7 +153,7 @@ pub async fn load_sharded_metadata_with(
             }
         }
     }
-    let inside = MegatronFormat::TorchDist { common: CommonPlace::Inside };
+    let inside = StoredFormat::TorchDist { common: CommonPlace::Inside };
     if *checkpoint.format() == inside
         && let Some(at) = ObjectKey::parse(COMMON_OBJECT)
     {
@@ -173,7 +173,7 @@ pub async fn load_sharded_metadata_with(
 /// As [`MegatronCheckpoint::open`], when a tensor cannot be read, and when it has the name of an
 /// entry of the common state.
 pub async fn load_plain_tensors(storage: &Arc<dyn Storage>) -> Result<StateDict, MegatronError> {
-    load_plain_tensors_with(storage, &OpenOptions::default()).await
+    load_plain_tensors_with(storage, &MegatronOpenOptions::default()).await
 }
 
 /// The same of a checkpoint that is opened in this way: by a plug-in's strategy, for one.
@@ -183,7 +183,7 @@ pub async fn load_plain_tensors(storage: &Arc<dyn Storage>) -> Result<StateDict,
 /// As [`load_plain_tensors`].
 pub async fn load_plain_tensors_with(
     storage: &Arc<dyn Storage>,
-    options: &OpenOptions,
+    options: &MegatronOpenOptions,
 ) -> Result<StateDict, MegatronError> {
     let checkpoint = MegatronCheckpoint::open(storage, options).await?;
     let metadata = checkpoint.source().metadata().await?;

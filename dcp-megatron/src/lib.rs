@@ -29,7 +29,7 @@
 //!
 //! use dcp_core::{DType, HostMemory, Storage, TensorView, Value};
 //! use dcp_megatron::sharded::{LocalTensor, ShardedStateDict, ShardedTensor};
-//! use dcp_megatron::{LoadOptions, SaveOptions, load, save};
+//! use dcp_megatron::{MegatronLoadOptions, MegatronSaveOptions, load, save};
 //! use dcp_storage_fs::FsStorage;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
@@ -48,12 +48,12 @@
 //!     state.insert(format!("layer{layer}"), weight);
 //! }
 //! state.insert("iteration", Value::Int(10));
-//! save(&state, &storage, &SaveOptions::new()).await?;
+//! save(&state, &storage, &MegatronSaveOptions::new()).await?;
 //!
 //! let both = LocalTensor::described(DType::Float32, [2, 2, 2]);
 //! let both = ShardedTensor::from_rank_offsets("layers.weight", both).build()?;
 //! let request = ShardedStateDict::from([("layers", both)]);
-//! let loaded = load(&request, &storage, &LoadOptions::new()).await?.state;
+//! let loaded = load(&request, &storage, &MegatronLoadOptions::new()).await?.state;
 //! assert_eq!(loaded.get("iteration").and_then(Value::as_int), Some(10));
 //! let layers = loaded.get("layers").and_then(Value::as_tensor).and_then(|t| t.to_vec());
 //! assert_eq!(layers, Some([[0; 16], [1; 16]].concat()));
@@ -61,8 +61,8 @@
 //! # }
 //! ```
 //!
-//! Ranks talk through a [`Collective`](dcp_core::Collective) of [`SaveOptions::group`] and
-//! [`LoadOptions::group`]. Before the first byte is written, it is checked that all their shards
+//! Ranks talk through a [`Collective`](dcp_core::Collective) of [`MegatronSaveOptions::group`] and
+//! [`MegatronLoadOptions::group`]. Before the first byte is written, it is checked that all their shards
 //! make whole tensors; what fails on one rank is the same error on all.
 //!
 //! # Replicas share the work
@@ -75,14 +75,14 @@
 //! # use std::sync::Arc;
 //! # use dcp_core::Collective;
 //! use dcp_megatron::parallel::{ParallelReader, ParallelSave};
-//! use dcp_megatron::{LoadOptions, SaveOptions};
+//! use dcp_megatron::{MegatronLoadOptions, MegatronSaveOptions};
 //!
 //! # fn example(world: Arc<dyn Collective>, replicas: Arc<dyn Collective>, rank: u32) {
 //! // One for all saves of the process.
 //! let share = ParallelSave::new(Arc::clone(&replicas)).world_rank(rank);
-//! let save = SaveOptions::new().group(Arc::clone(&world)).distribution(Arc::new(share));
+//! let save = MegatronSaveOptions::new().group(Arc::clone(&world)).distribution(Arc::new(share));
 //!
-//! let load = LoadOptions::new().group(world).reader(move |inner| {
+//! let load = MegatronLoadOptions::new().group(world).reader(move |inner| {
 //!     Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
 //! });
 //! # }
@@ -98,7 +98,7 @@
 //! # use dcp_conformance::MemoryStorage;
 //! # use dcp_core::{Storage, Value};
 //! use dcp_megatron::sharded::ShardedStateDict;
-//! use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, SaveOptions, Tracked, async_save, write_tracker};
+//! use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, MegatronSaveOptions, Tracked, async_save, write_tracker};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), dcp_megatron::MegatronError> {
@@ -108,7 +108,7 @@
 //! let background = MegatronBackgroundSaver::new(None);
 //! let mut queue = AsyncCallsQueue::new(None);
 //!
-//! let save = async_save(&state, &folder, &SaveOptions::new(), &background).await?;
+//! let save = async_save(&state, &folder, &MegatronSaveOptions::new(), &background).await?;
 //! let mut request = AsyncRequest::started(save);
 //! let tracker = Arc::clone(&run);
 //! request.add_finalize_fn(async move || write_tracker(&*tracker, Tracked::Iteration(10)).await);
@@ -133,7 +133,7 @@
 //!
 //! use dcp_core::{Storage, StorageWriter};
 //! use dcp_formats::dcp::FileLayout;
-//! use dcp_megatron::{MegatronError, MegatronWriter, SaveOptions};
+//! use dcp_megatron::{MegatronError, MegatronWriter, MegatronSaveOptions};
 //! use dcp_megatron::disk::Backend;
 //! use dcp_megatron::strategy::{SaveStrategy, Strategies, WriterSettings};
 //!
@@ -158,7 +158,7 @@
 //!
 //! let backend = Backend::first("torch_dist");
 //! let strategies = Strategies::default().with_save(backend.clone(), Arc::new(TwoFiles));
-//! let options = SaveOptions::new().strategy(strategies, backend);
+//! let options = MegatronSaveOptions::new().strategy(strategies, backend);
 //! ```
 
 mod agreement;
@@ -182,11 +182,11 @@ pub use disk::tracker::Tracked;
 pub use error::MegatronError;
 pub use jobs::verify::verify;
 pub use load::strict::StrictHandling;
-pub use load::{LoadOptions, Loaded, load};
-pub use open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+pub use load::{Loaded, MegatronLoadOptions, load};
+pub use open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions, StoredFormat};
 pub use open::format::MegatronCoreFormat;
 pub use open::run::{MegatronRun, RunCheckpoint, write_tracker};
 pub use open::strategy;
 pub use save::async_queue::{AsyncCallsQueue, AsyncRequest};
-pub use save::{MegatronBackgroundSaver, SaveOptions, async_save, save};
+pub use save::{MegatronBackgroundSaver, MegatronSaveOptions, async_save, save};
 pub use writer::{MegatronForm, MegatronWriter, MegatronWriterBuilder};

@@ -17,8 +17,8 @@ fn subject(form: MegatronForm) -> Subject {
         let writer = MegatronWriter::builder(storage).common(Value::Dict(common)).form(form);
         Arc::new(writer.overwrite(overwrite).build())
     })
-    .with_checksums()
-    .with_own_entry("common_state")
+    .checksums()
+    .own_entry("common_state")
 }
 
 fn main() -> ExitCode {

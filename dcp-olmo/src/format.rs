@@ -94,7 +94,7 @@ impl CheckpointFormat for OlmoFormat {
         if let Some(commit) = commit.filter(|commit| commit.byte_len <= OlmoNote::BYTES_MAX) {
             let json = place.storage().read_range(&commit.key, 0..commit.byte_len).await?;
             if let Ok(note) = OlmoNote::parse(&json) {
-                found = found.with_note(note.ephemeral, note.version);
+                found = found.with_ephemeral(Some(note.ephemeral)).with_version(note.version);
             }
         }
         Ok(found)

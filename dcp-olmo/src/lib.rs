@@ -26,10 +26,10 @@ mod values;
 pub use format::{OlmoFormat, OlmoNote, olmo_step};
 pub use key_mapping::KeyMapping;
 pub use layout::{OptimizerLayout, source_with_layout, with_layout};
-pub use load::{LoadOptions, LoadedState, get_checkpoint_metadata, load_model_and_optim_state};
+pub use load::{LoadedState, OlmoLoadOptions, get_checkpoint_metadata, load_model_and_optim_state};
 pub use load_keys::load_keys;
 pub use run_dir::{RunDir, StepDir};
-pub use save::{SaveOptions, async_save_model_and_optim_state, save_model_and_optim_state};
+pub use save::{OlmoSaveOptions, async_save_model_and_optim_state, save_model_and_optim_state};
 pub use state::flatten_optim;
 pub use unshard::{
     UnshardFormat, UnshardOptions, UnshardReport, UnshardStrategy, unshard_checkpoint,

@@ -28,26 +28,25 @@ use crate::state::{wanted_groups, whole};
 
 /// Options of a load.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct LoadOptions {
+pub struct OlmoLoadOptions {
     /// Whether everything that the model and optimizer request must exist. OLMo-core (3.0) fails
     /// even with `strict=False`, because PyTorch fails first.
-    pub strict: bool,
+    pub(crate) strict: bool,
     /// Parameters with another name in the checkpoint.
-    pub key_mapping: KeyMapping,
+    pub(crate) key_mapping: KeyMapping,
     /// Whether tensors of another float dtype are cast, as OLMo-core (3.0) does silently. Otherwise
     /// they are an error, or are skipped when `strict` is off.
-    pub cast: bool,
+    pub(crate) cast: bool,
 }
 
-impl Default for LoadOptions {
+impl Default for OlmoLoadOptions {
     /// Strict, without mapping, without casts.
     fn default() -> Self {
         Self { strict: true, key_mapping: KeyMapping::new(), cast: false }
     }
 }
 
-impl LoadOptions {
+impl OlmoLoadOptions {
     /// Sets [`strict`](Self::strict).
     #[must_use]
     pub fn strict(mut self, strict: bool) -> Self {
@@ -104,7 +103,7 @@ pub async fn load_model_and_optim_state(
     reader: Arc<dyn StorageReader>,
     model: &mut StateDict,
     mut optim: Option<&mut StateDict>,
-    options: &LoadOptions,
+    options: &OlmoLoadOptions,
 ) -> Result<LoadedState, CheckpointError> {
     let mut state = whole(model, optim.as_deref());
     let adapted = Adapted {
@@ -138,7 +137,7 @@ pub async fn load_model_and_optim_state(
 /// A checkpoint as the model requests it: names mapped, the optimizer in its layout, floats cast.
 struct Adapted {
     inner: Arc<dyn StorageReader>,
-    options: LoadOptions,
+    options: OlmoLoadOptions,
     optim: Option<StateDict>,
     state: StateDict,
     built: OnceCell<Built>,

@@ -13,20 +13,19 @@ use crate::state::{flatten_optim, whole};
 
 /// How a checkpoint is saved.
 #[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct SaveOptions {
+pub struct OlmoSaveOptions {
     /// Whether a checkpoint that is there is replaced. It stays loadable until the new one is
     /// complete, and is removed then; OLMo-core (3.0) clears the folder first.
-    pub save_overwrite: bool,
+    pub(crate) save_overwrite: bool,
     /// Whether a nested optimizer state is saved by parameter, as OLMo-core's trainer does.
-    pub flatten_optimizer_state: bool,
+    pub(crate) flatten_optimizer_state: bool,
     /// Files of each rank, with about the same number of bytes in each.
-    pub thread_count: NonZeroUsize,
+    pub(crate) thread_count: NonZeroUsize,
     /// Whose `.metadata` is written. PyTorch's is the default, because OLMo-core reads it too.
-    pub profile: Profile,
+    pub(crate) profile: Profile,
 }
 
-impl Default for SaveOptions {
+impl Default for OlmoSaveOptions {
     /// Nothing is replaced, the optimizer is saved as it is, one file for each rank, in
     /// PyTorch's form.
     fn default() -> Self {
@@ -39,7 +38,7 @@ impl Default for SaveOptions {
     }
 }
 
-impl SaveOptions {
+impl OlmoSaveOptions {
     /// The same, replacing a checkpoint that is there or not.
     #[must_use]
     pub fn save_overwrite(mut self, overwrite: bool) -> Self {
@@ -115,7 +114,7 @@ pub async fn save_model_and_optim_state(
     storage: &Arc<dyn Storage>,
     model: &StateDict,
     optim: Option<&StateDict>,
-    options: &SaveOptions,
+    options: &OlmoSaveOptions,
 ) -> Result<SaveSummary, CheckpointError> {
     let state = options.state(model, optim)?;
     saver.save(&state, &options.writer(Arc::clone(storage))).await
@@ -132,7 +131,7 @@ pub fn async_save_model_and_optim_state(
     storage: &Arc<dyn Storage>,
     model: &StateDict,
     optim: Option<&StateDict>,
-    options: &SaveOptions,
+    options: &OlmoSaveOptions,
 ) -> Result<PendingSave, CheckpointError> {
     let state = options.state(model, optim)?;
     saver.start(&state, Arc::new(options.writer(Arc::clone(storage))))

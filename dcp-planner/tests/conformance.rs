@@ -13,7 +13,7 @@ fn main() -> ExitCode {
         ("torch_compatible", DedupPolicy::TorchCompatible),
         ("lowest_rank", DedupPolicy::LowestRank),
     ] {
-        let planner = DefaultSavePlanner::new().with_dedup(policy);
+        let planner = DefaultSavePlanner::new().dedup(policy);
         trials.extend(save_trials(name, Arc::new(planner)));
     }
     dcp_conformance::run(trials)

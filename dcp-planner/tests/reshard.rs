@@ -88,7 +88,7 @@ proptest! {
         (shape, saved, wanted) in cases(),
         policy in policies(),
     ) {
-        let planner = DefaultSavePlanner::new().with_dedup(policy);
+        let planner = DefaultSavePlanner::new().dedup(policy);
         let world = saved.world();
         let locals: Vec<SavePlan> = (0..world)
             .map(|rank| {
@@ -158,7 +158,7 @@ proptest! {
             .filter(|(n, _)| drop >> (n % 32) & 1 == 0)
             .map(|(_, region)| region)
             .collect();
-        let planner = DefaultSavePlanner::new().with_validation(false);
+        let planner = DefaultSavePlanner::new().validate(false);
         let state = index(vec![tensor("w", &shape, true, kept.clone())]);
         let locals = [planner.local_plan(&state, &PlanContext::solo()).unwrap()];
         let mut global = planner.global_plan(&locals).unwrap();

@@ -149,7 +149,7 @@ fn dedup_and_order_agree() {
             true => DedupPolicy::LowestRank,
             false => DedupPolicy::TorchCompatible,
         };
-        let planner = DefaultSavePlanner::new().with_dedup(policy).with_validation(false);
+        let planner = DefaultSavePlanner::new().dedup(policy).validate(false);
         let global = planner.global_plan(&locals).unwrap();
         for (rank, expected) in list(&case["global_plans"]).iter().enumerate() {
             let selected = &global.selections[rank];

@@ -17,7 +17,7 @@ use crate::storage::FsStorage;
 /// Options of a [`FsStorage`]; from [`FsStorage::builder`].
 #[derive(Clone, Debug)]
 #[must_use = "nothing happens before `open`"]
-pub struct Builder {
+pub struct FsStorageBuilder {
     root: PathBuf,
     sync: bool,
     parallelism: u16,
@@ -37,12 +37,12 @@ impl FsStorage {
     }
 
     /// Options to open a root folder with.
-    pub fn builder(root: impl Into<PathBuf>) -> Builder {
-        Builder::new(root.into())
+    pub fn builder(root: impl Into<PathBuf>) -> FsStorageBuilder {
+        FsStorageBuilder::new(root.into())
     }
 }
 
-impl Builder {
+impl FsStorageBuilder {
     fn new(root: PathBuf) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let parallelism = u16::try_from(cores.clamp(4, 32)).unwrap_or(32);
@@ -168,7 +168,7 @@ mod tests {
         fs::create_dir(&root).unwrap();
         symlink("root", folder.path().join("link")).unwrap();
         let open = |name: &str, create| {
-            Builder::new(folder.path().join(name)).create(create).open().unwrap();
+            FsStorageBuilder::new(folder.path().join(name)).create(create).open().unwrap();
         };
         assert!(syncs(folder.path(), || open("root", true)));
         assert!(syncs(folder.path(), || open("link", true)));
@@ -184,7 +184,7 @@ mod tests {
         fs::create_dir_all(above.join("root")).unwrap();
         let allow = |mode| fs::set_permissions(&above, fs::Permissions::from_mode(mode)).unwrap();
         allow(0o311);
-        let outcome = Builder::new(above.join("root")).create(true).open();
+        let outcome = FsStorageBuilder::new(above.join("root")).create(true).open();
         allow(0o700);
         outcome.unwrap();
     }

@@ -9,13 +9,13 @@
 //! - **One creator.** Creating is decided by the file system (`renameat2` with
 //!   `RENAME_NOREPLACE`, or a hard link where that is missing, as on NFS), never by looking first.
 //! - **Durable.** When a write returns, the file, its folder, and the folders above up to the root
-//!   are synced, unless [`Builder::sync`] turned that off.
+//!   are synced, unless [`FsStorageBuilder::sync`] turned that off.
 //! - **One holder.** An object that is claimed is locked (`flock`) until its holder replaces it,
 //!   gives it up or dies. On NFS the server keeps the lock, and gives it to the next one when it
 //!   has not heard of a client for its lease time; some file systems, such as Lustre mounted
 //!   without `flock`, have no locks, which is logged.
 //! - **Inside the root.** No key leads out of the root, whatever symbolic links there are; see
-//!   [`Builder::follow_links`].
+//!   [`FsStorageBuilder::follow_links`].
 //!
 //! - **One version.** The version of an object is the inode, length and time of the last write of its
 //!   file, the same on all machines that mount it. A read compares it before and after on the open file. It detects a file that was
@@ -50,5 +50,5 @@ mod version;
 mod walk;
 mod write;
 
-pub use builder::Builder;
+pub use builder::FsStorageBuilder;
 pub use storage::FsStorage;

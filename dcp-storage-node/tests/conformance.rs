@@ -14,7 +14,7 @@ fn main() -> ExitCode {
     let number = std::sync::atomic::AtomicU64::new(0);
     let open = move || {
         let number = number.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let inner = Arc::new(MemoryStorage::default().with_conditional_claims());
+        let inner = Arc::new(MemoryStorage::default().conditional_claims());
         let storage = CachedStorage::new(inner, format!("memory://{number}"), cache.clone());
         async move { Arc::new(storage) as _ }
     };

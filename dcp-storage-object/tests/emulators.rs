@@ -70,7 +70,7 @@ impl Emulator {
     async fn open_at(&self, url: &str, options: StorageOptions) -> Arc<dyn Storage> {
         let mut storages = StorageRegistry::empty();
         dcp_storage_object::register(&mut storages);
-        storages.with_options(options).open(url, Access::Write).await.unwrap()
+        storages.options(options).open(url, Access::Write).await.unwrap()
     }
 }
 

@@ -299,7 +299,7 @@ async fn an_object_that_changes_between_requests_is_changed() {
     let version = storage.stat(&key()).await.unwrap().version;
     put_directly(&faulty.store, b"new bytes").await;
     let range = ReadInto { byte_offset: 0, buffer: Buffer::zeroed(3) };
-    let request = ReadRequest::new(vec![range]).if_version(version);
+    let request = ReadRequest::new(vec![range]).with_if_version(version);
     let error = storage.read(&key(), request).await.unwrap_err();
     assert_eq!(error.kind(), Kind::Changed, "{error}");
     assert_eq!(storage.read_range(&key(), 0..3).await.unwrap(), "new");

@@ -13,7 +13,7 @@ use dcp_core::registry::StorageRegistry;
 /// `s3`, `gcs`, `azure`, `http` and `memory`, those of object stores.
 ///
 /// Credentials come from the environment, as each provider's own tools read it, and from
-/// [`StorageRegistry::with_options`]. The registry keeps connections: clone it rather than make
+/// [`StorageRegistry::options`]. The registry keeps connections: clone it rather than make
 /// another.
 ///
 /// Symbolic links lead no further than the folder that is opened and, in the cache of the Hugging

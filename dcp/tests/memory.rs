@@ -27,7 +27,7 @@ fn what_is_saved_to_a_memory_url_is_loaded_from_it() -> Result<(), Box<dyn std::
 #[test]
 fn options_that_no_storage_has_are_refused() {
     let storages = dcp::default_storages();
-    let storages = storages.with_options(StorageOptions::new().with("paralelism", "5ec7e7"));
+    let storages = storages.options(StorageOptions::new().with("paralelism", "5ec7e7"));
     let saved = Checkpointer::new().storages(storages);
     let error = saved.save(&state(1).unwrap(), "memory://options/a").blocking().unwrap_err();
     let shown = dcp::core::error::error_chain(&error);

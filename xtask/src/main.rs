@@ -31,6 +31,8 @@ mod public_names;
 #[cfg(test)]
 mod reliability;
 #[cfg(test)]
+mod setters;
+#[cfg(test)]
 mod tidy;
 
 use std::error::Error;

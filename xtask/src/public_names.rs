@@ -6,10 +6,6 @@ use std::path::PathBuf;
 use crate::tidy::{lines_before_tests, rust_sources};
 use crate::workspace;
 
-/// Names that several public types have. A change may rename one, and shortens this list by it;
-/// none is added.
-const SHARED: &[&str] = &["Entry", "LoadOptions", "OpenOptions", "SaveOptions"];
-
 /// At most so many names besides modules at the root of a crate: more are not read at a glance.
 const AT_THE_ROOT: usize = 25;
 
@@ -82,14 +78,50 @@ fn leaves(tree: &str) -> BTreeSet<String> {
 fn no_two_public_types_have_one_name() {
     let types = types();
     assert!(types.len() > 300, "{} public types", types.len());
-    let shared: BTreeMap<&str, &Vec<PathBuf>> = types
-        .iter()
-        .filter(|(_, files)| files.len() > 1)
-        .map(|(name, files)| (name.as_str(), files))
-        .collect();
-    let new: Vec<_> = shared.iter().filter(|(name, _)| !SHARED.contains(name)).collect();
-    let gone: Vec<_> = SHARED.iter().filter(|name| !shared.contains_key(**name)).collect();
-    assert!(new.is_empty() && gone.is_empty(), "new: {new:#?}\nin SHARED and no more: {gone:#?}");
+    let shared: Vec<_> = types.iter().filter(|(_, files)| files.len() > 1).collect();
+    assert!(shared.is_empty(), "public types of one name: {shared:#?}");
+}
+
+/// The text of `api/` has what macros and nested modules make too. A type that one crate exports
+/// from another one is a `pub use` there.
+#[test]
+fn no_two_crates_export_types_of_one_name() {
+    let mut crates: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for entry in std::fs::read_dir(workspace::root().join("api")).unwrap() {
+        let file = entry.unwrap().path();
+        let name = file.file_stem().unwrap().to_string_lossy().into_owned();
+        for type_ in exported_types(&std::fs::read_to_string(&file).unwrap()) {
+            crates.entry(type_.to_owned()).or_default().insert(name.clone());
+        }
+    }
+    assert!(crates.len() > 300, "{} exported types", crates.len());
+    crates.retain(|_, exported| exported.len() > 1);
+    assert!(crates.is_empty(), "types of one name in several crates: {crates:#?}");
+}
+
+/// The types of a text of `api/`, those of modules included. An associated type is none: a type is
+/// before its name.
+fn exported_types(text: &str) -> BTreeSet<&str> {
+    let kinds = ["struct ", "enum ", "trait ", "unsafe trait ", "union ", "type "];
+    let items = text.lines().filter_map(|line| {
+        let item =
+            line.rsplit_once("] pub ").map_or(line.strip_prefix("pub "), |(_, item)| Some(item))?;
+        let path = kinds.iter().find_map(|kind| item.strip_prefix(kind))?;
+        let end = path.find(|c: char| !c.is_alphanumeric() && c != '_' && c != ':');
+        path[..end.unwrap_or(path.len())].trim_end_matches(':').rsplit_once("::")
+    });
+    let in_module = |module: &str| {
+        let last = module.rsplit("::").next().unwrap_or(module);
+        last.starts_with(|c: char| c.is_lowercase())
+    };
+    items.filter(|(module, _)| in_module(module)).map(|(_, name)| name).collect()
+}
+
+#[test]
+fn exported_types_are_understood() {
+    let text = "#[non_exhaustive] pub enum c::m::A\npub struct c::B<T: c::X>\npub type c::B::Err = u8\n\
+        pub use c::Other\npub fn c::m::f() -> c::m::C\npub trait c::D: core::marker::Send\n";
+    assert_eq!(exported_types(text), ["A", "B", "D"].into());
 }
 
 #[test]

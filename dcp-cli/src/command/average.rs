@@ -90,16 +90,16 @@ enum Other {
 
 impl Average {
     fn options(&self) -> AverageOptions {
-        let mut options = AverageOptions::default().with_non_float(match self.non_float {
+        let mut options = AverageOptions::default().non_float(match self.non_float {
             Other::Error => NonFloat::Equal,
             Other::First => NonFloat::First,
             Other::Last => NonFloat::Last,
         });
         if let Some(weights) = &self.weights {
-            options = options.with_weights(weights.clone());
+            options = options.weights(weights.clone());
         }
         if let Some(dtype) = self.accumulate {
-            options = options.with_accumulate(match dtype {
+            options = options.accumulate(match dtype {
                 Accumulate::Float32 => DType::Float32,
                 Accumulate::Float64 => DType::Float64,
             });

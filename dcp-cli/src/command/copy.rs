@@ -69,7 +69,7 @@ pub(crate) fn copy(args: &Copy, session: &Session) -> Result<(), Failure> {
             .options()
             .with_max_memory(args.max_memory)
             .with_parallelism(usize::from(args.jobs))
-            .as_dry_run(args.dry_run);
+            .with_dry_run(args.dry_run);
         let opener = session.opener();
         Ok(opener.copy(&args.source, &args.target).compare(compare).job(options).run().await?)
     })?;

@@ -147,15 +147,15 @@ impl Diff {
     }
 
     fn side(&self, strip: Option<&str>, renames: &[Rename]) -> Result<Selection, Failure> {
-        let mut selection = Selection::all().of_part(match () {
+        let mut selection = Selection::all().with_part(match () {
             () if self.model_only => StatePart::Model,
             () if self.no_optimizer => StatePart::WithoutOptimizer,
             () => StatePart::Everything,
         });
         if let Some(prefix) = strip {
-            selection = selection.renaming(Rename::without_prefix(prefix)?);
+            selection = selection.with_rename(Rename::without_prefix(prefix)?);
         }
-        Ok(renames.iter().cloned().fold(selection, Selection::renaming))
+        Ok(renames.iter().cloned().fold(selection, Selection::with_rename))
     }
 }
 

@@ -122,7 +122,7 @@ pub(crate) fn stats(args: &Stats, session: &Session) -> Result<(), Failure> {
         let opened = session.open(&args.uri, Need::Whole).await?;
         let selection = match &*args.filter {
             [] => Selection::all(),
-            filter => Selection::all().including(KeyFilter::any_of(filter)),
+            filter => Selection::all().with_include(KeyFilter::any_of(filter)),
         };
         let bar = Bar::new(out, "counting");
         let options = bar.options().with_max_memory(args.max_memory);

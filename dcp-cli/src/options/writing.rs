@@ -39,7 +39,7 @@ impl Writing {
         options
             .with_max_memory(self.max_memory)
             .with_parallelism(usize::from(self.jobs))
-            .as_dry_run(self.dry_run)
+            .with_dry_run(self.dry_run)
             .with_callables(self.callables.filter())
     }
 }

@@ -53,7 +53,7 @@ fn the_chosen_operation_fails_with_the_chosen_kind() {
     assert_eq!(healthy.operations(), 10);
     for number in 1..=10 {
         let (_, storage) = memory();
-        let storage = storage.with_fault(number, Fault::Fail(StorageErrorKind::Denied));
+        let storage = storage.fault(number, Fault::Fail(StorageErrorKind::Denied));
         let outcomes = runtime().block_on(everything(&storage));
         assert!(outcomes.contains(&Some(StorageErrorKind::Denied)), "{number}: {outcomes:?}");
         assert!(!storage.is_dead());
@@ -77,7 +77,7 @@ fn after_its_death_every_operation_fails() {
 #[test]
 fn a_lost_reply_is_of_an_operation_that_took_place() {
     let (memory, storage) = memory();
-    let storage = storage.with_fault(1, Fault::LoseReply);
+    let storage = storage.fault(1, Fault::LoseReply);
     runtime().block_on(async {
         let error = storage.put(&key("a"), "x".into(), PutMode::Create).await.unwrap_err();
         assert!(error.is_retryable());
@@ -90,7 +90,7 @@ fn a_lost_reply_is_of_an_operation_that_took_place() {
 #[test]
 fn a_short_read_is_truncated() {
     let (_, storage) = memory();
-    let storage = storage.with_fault(2, Fault::ShortRead);
+    let storage = storage.fault(2, Fault::ShortRead);
     runtime().block_on(async {
         storage.put(&key("a"), "xyz".into(), PutMode::Create).await.unwrap();
         let error = storage.read_range(&key("a"), 0..3).await.unwrap_err();
@@ -133,7 +133,7 @@ fn a_torn_part_is_half_sent_and_nobody_cleans_up() {
     let sent = Sent::default();
     let seen = Arc::clone(&sent.0);
     let (_, storage) = memory();
-    let storage = storage.with_fault(2, Fault::Tear);
+    let storage = storage.fault(2, Fault::Tear);
     let mut upload =
         FaultUpload { inner: Some(Box::new(sent)), storage: storage.clone(), key: key("a") };
     runtime().block_on(async {

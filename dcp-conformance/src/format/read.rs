@@ -149,7 +149,7 @@ async fn a_failing_storage_is_an_error(subject: Subject) -> Outcome {
     ];
     for (operation, fault) in (1..=sound.operations()).flat_map(|n| faults.map(|fault| (n, fault)))
     {
-        let faulty = FaultStorage::new(Arc::clone(&storage) as _).with_fault(operation, fault);
+        let faulty = FaultStorage::new(Arc::clone(&storage) as _).fault(operation, fault);
         let read = read_all(&subject, &(Arc::new(faulty) as _), &sample).await?;
         ensure!(
             read.is_err(),

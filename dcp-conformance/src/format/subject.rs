@@ -105,7 +105,7 @@ impl Subject {
 
     /// Declares that the format has checksums of all stored tensors and objects.
     #[must_use]
-    pub fn with_checksums(mut self) -> Self {
+    pub fn checksums(mut self) -> Self {
         self.features.checksums = true;
         self
     }
@@ -119,7 +119,7 @@ impl Subject {
 
     /// Declares an entry that the format adds to every checkpoint.
     #[must_use]
-    pub fn with_own_entry(mut self, fqn: &str) -> Self {
+    pub fn own_entry(mut self, fqn: &str) -> Self {
         self.own.push(fqn.to_owned());
         self
     }

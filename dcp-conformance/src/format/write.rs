@@ -233,7 +233,7 @@ async fn a_stopped_overwrite_leaves_one_whole_checkpoint(subject: Subject) -> Ou
     for last in 0..operations {
         for fault in [None, Some(Fault::Tear)] {
             let (storage, _, _) = broken_save(&subject, &before, &new, |sound| match fault {
-                Some(fault) => sound.with_fault(last + 1, fault),
+                Some(fault) => sound.fault(last + 1, fault),
                 None => sound.dying_after(last),
             })
             .await?;
@@ -256,8 +256,7 @@ async fn a_save_that_fails_removes_what_it_wrote(subject: Subject) -> Outcome {
         for operation in 1..=operations {
             let fault = Fault::Fail(StorageErrorKind::Denied);
             let (storage, saved, _) =
-                broken_save(&subject, &before, &new, |sound| sound.with_fault(operation, fault))
-                    .await?;
+                broken_save(&subject, &before, &new, |sound| sound.fault(operation, fault)).await?;
             let when = format!("after a save failed at its operation {operation}");
             if saved.is_ok() {
                 subject.holds(&storage, &new).await?;
@@ -297,10 +296,9 @@ async fn a_commit_that_took_effect_is_kept(subject: Subject) -> Outcome {
         saved?;
         for operation in 1..=operations {
             for fault in [Fault::FailAfterwards, Fault::LoseReply] {
-                let (storage, saved, _) = broken_save(&subject, &before, &new, |sound| {
-                    sound.with_fault(operation, fault)
-                })
-                .await?;
+                let (storage, saved, _) =
+                    broken_save(&subject, &before, &new, |sound| sound.fault(operation, fault))
+                        .await?;
                 let when = format!("operation {operation} of a save met {fault:?}");
                 let found = if before.is_empty() && subject.complaint(&storage).await?.is_some() {
                     None
@@ -321,7 +319,7 @@ async fn a_commit_that_took_effect_is_kept(subject: Subject) -> Outcome {
 }
 
 async fn of_overlapping_savers_one_wins(subject: Subject) -> Outcome {
-    let storages = [MemoryStorage::new(), MemoryStorage::new().with_conditional_claims()];
+    let storages = [MemoryStorage::new(), MemoryStorage::new().conditional_claims()];
     for storage in storages {
         let storage: Arc<dyn Storage> = Arc::new(storage);
         put(&subject, &storage, &subject.sample(1), false).await?;

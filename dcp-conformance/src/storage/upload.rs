@@ -85,7 +85,7 @@ async fn an_upload_of_announced_length_is_whole(subject: Subject) -> Outcome {
     let bytes = three_parts(3, part_len);
     let options = UploadOptions::new(PutMode::Create, part_len as u64);
     let key = subject.key("object")?;
-    let options = options.byte_len(bytes.len() as u64);
+    let options = options.with_byte_len(bytes.len() as u64);
     let mut upload = subject.storage.start_upload(&key, options).await?;
     for part in in_pieces(&bytes, part_len).pieces() {
         upload.put_part(part.clone().into()).await?;

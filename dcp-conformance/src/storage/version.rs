@@ -91,7 +91,7 @@ fn request(ranges: &[(u64, usize)], if_version: Option<Version>) -> ReadRequest 
     let ranges = ranges
         .iter()
         .map(|&(byte_offset, len)| ReadInto { byte_offset, buffer: Buffer::zeroed(len) });
-    ReadRequest::new(ranges.collect()).if_version(if_version)
+    ReadRequest::new(ranges.collect()).with_if_version(if_version)
 }
 
 async fn reads_and_listings_return_the_version(subject: Subject) -> Outcome {

@@ -202,7 +202,7 @@ impl CopyFiles<'_> {
                 format!("it has {} bytes, more than the storage allows", file.byte_len),
             )
         })?;
-        let how = UploadOptions::new(PutMode::Overwrite, part_bytes).byte_len(file.byte_len);
+        let how = UploadOptions::new(PutMode::Overwrite, part_bytes).with_byte_len(file.byte_len);
         let mut upload = self.target.start_upload(&file.key, how).await?;
         match send(self.source, file, &mut *upload, part_bytes, advance).await {
             Ok(crc32) => Ok((crc32, upload.complete().await?)),
@@ -282,7 +282,7 @@ async fn read(
             .with_message(format!("there is no memory for {len} bytes"))
     })?;
     let request = ReadRequest::new(vec![ReadInto { byte_offset: range.start, buffer }])
-        .if_version(file.version.clone());
+        .with_if_version(file.version.clone());
     let mut outcome = storage.read(&file.key, request).await?;
     Ok(outcome.buffers.pop().map(Buffer::freeze).unwrap_or_default())
 }

@@ -56,35 +56,35 @@ impl Selection {
 
     /// Sets the filter of the keys to include.
     #[must_use]
-    pub fn including(mut self, filter: KeyFilter) -> Self {
+    pub fn with_include(mut self, filter: KeyFilter) -> Self {
         self.include = filter;
         self
     }
 
     /// Sets the filter of the keys to exclude.
     #[must_use]
-    pub fn excluding(mut self, filter: KeyFilter) -> Self {
+    pub fn with_exclude(mut self, filter: KeyFilter) -> Self {
         self.exclude = Some(filter);
         self
     }
 
     /// Selects one part of a training state.
     #[must_use]
-    pub fn of_part(mut self, part: StatePart) -> Self {
+    pub fn with_part(mut self, part: StatePart) -> Self {
         self.part = part;
         self
     }
 
     /// Sets the mapping of names.
     #[must_use]
-    pub fn mapping(mut self, mapping: IndexMap<String, Option<String>>) -> Self {
+    pub fn with_mapping(mut self, mapping: IndexMap<String, Option<String>>) -> Self {
         self.mapping = mapping;
         self
     }
 
     /// Appends a substitution.
     #[must_use]
-    pub fn renaming(mut self, rename: Rename) -> Self {
+    pub fn with_rename(mut self, rename: Rename) -> Self {
         self.renames.push(rename);
         self
     }
@@ -335,9 +335,9 @@ mod tests {
     #[test]
     fn the_model_is_found_by_nesting_and_not_by_name() {
         let state = metadata(&[&["model", "model.w"], &["optim", "state.w"], &["step"]]);
-        let model = Selection::all().of_part(StatePart::Model);
+        let model = Selection::all().with_part(StatePart::Model);
         assert_eq!(names(&model, &state), ["model.w"]);
-        let without = Selection::all().of_part(StatePart::WithoutOptimizer);
+        let without = Selection::all().with_part(StatePart::WithoutOptimizer);
         assert_eq!(names(&without, &state), ["model.model.w", "step"]);
         // A model whose own names begin with `model.`, such as Llama.
         let llama = metadata(&[&["model.embed.weight"], &["lm_head.weight"]]);
@@ -348,7 +348,7 @@ mod tests {
     fn paths_follow_names() {
         let state = metadata(&[&["model", "a", "b.c"]]);
         let path = |rename: &str| {
-            let selection = Selection::all().renaming(Rename::parse(rename).unwrap());
+            let selection = Selection::all().with_rename(Rename::parse(rename).unwrap());
             let chosen = selection.of(&state).unwrap();
             chosen.first().unwrap().path.clone().unwrap().to_vec()
         };
@@ -361,11 +361,11 @@ mod tests {
     #[test]
     fn clashes_and_unknown_names_are_listed() {
         let state = metadata(&[&["a", "w"], &["b", "w"], &["c"]]);
-        let clash = Selection::all().renaming(Rename::parse("s/^[ab].//").unwrap());
+        let clash = Selection::all().with_rename(Rename::parse("s/^[ab].//").unwrap());
         let error = clash.of(&state).unwrap_err().to_string();
         assert!(error.contains(r#""a.w" and "b.w" as "w""#), "{error}");
         let mapping = parse_mapping("# names\nc d\nx y\n").unwrap();
-        let error = Selection::all().mapping(mapping).of(&state).unwrap_err().to_string();
+        let error = Selection::all().with_mapping(mapping).of(&state).unwrap_err().to_string();
         assert!(error.ends_with("not in the checkpoint: x"), "{error}");
     }
 
@@ -374,7 +374,7 @@ mod tests {
         let json = parse_mapping(r#"{"c": "d", "a.w": null}"#).unwrap();
         assert_eq!(json, parse_mapping("c d\na.w\t-\n").unwrap());
         let state = metadata(&[&["a", "w"], &["b", "w"], &["c"]]);
-        assert_eq!(names(&Selection::all().mapping(json), &state), ["b.w", "d"]);
+        assert_eq!(names(&Selection::all().with_mapping(json), &state), ["b.w", "d"]);
         assert!(parse_mapping("a").is_err() && parse_mapping("a b\na c").is_err());
         assert!(parse_mapping(r#"{"a": 1}"#).is_err());
     }

@@ -35,28 +35,28 @@ type DTypeRule = dyn Fn(&str, DType) -> Option<DType> + Send + Sync;
 pub struct AverageOptions {
     /// One weight per checkpoint, relative to their sum: the mean is the sum of `weight × value`
     /// divided by the sum of the weights. All 1 when `None`. Negative weights extrapolate.
-    pub weights: Option<Vec<f64>>,
+    pub(crate) weights: Option<Vec<f64>>,
     /// The dtype of the sum, `Float32` or `Float64`. By default `Float64` for tensors that any
     /// checkpoint stores in 64 bits, and `Float32` for others.
-    pub accumulate: Option<DType>,
+    pub(crate) accumulate: Option<DType>,
     /// The dtype of the result, to which the sum is rounded once. By default the dtype in the first
     /// checkpoint.
-    pub dtype: Option<Arc<DTypeRule>>,
+    pub(crate) dtype: Option<Arc<DTypeRule>>,
     /// The origin of entries without a mean.
-    pub non_float: NonFloat,
+    pub(crate) non_float: NonFloat,
 }
 
 impl AverageOptions {
     /// Sets one weight per checkpoint.
     #[must_use]
-    pub fn with_weights(mut self, weights: Vec<f64>) -> Self {
+    pub fn weights(mut self, weights: Vec<f64>) -> Self {
         self.weights = Some(weights);
         self
     }
 
     /// Sets the dtype of the sum, `Float32` or `Float64`.
     #[must_use]
-    pub fn with_accumulate(mut self, dtype: DType) -> Self {
+    pub fn accumulate(mut self, dtype: DType) -> Self {
         self.accumulate = Some(dtype);
         self
     }
@@ -64,7 +64,7 @@ impl AverageOptions {
     /// Sets the dtypes of results: `rule` maps the name and dtype of a tensor of the first
     /// checkpoint.
     #[must_use]
-    pub fn with_dtypes(
+    pub fn dtypes(
         mut self,
         rule: impl Fn(&str, DType) -> Option<DType> + Send + Sync + 'static,
     ) -> Self {
@@ -74,7 +74,7 @@ impl AverageOptions {
 
     /// Sets the origin of integers, booleans, quantized tensors and objects.
     #[must_use]
-    pub fn with_non_float(mut self, non_float: NonFloat) -> Self {
+    pub fn non_float(mut self, non_float: NonFloat) -> Self {
         self.non_float = non_float;
         self
     }

@@ -35,7 +35,7 @@ impl Target {
 
     /// Sets whether an existing file of that name is replaced.
     #[must_use]
-    pub fn overwriting(mut self, overwrite: bool) -> Self {
+    pub fn overwrite(mut self, overwrite: bool) -> Self {
         self.mode = if overwrite { PutMode::Overwrite } else { PutMode::Create };
         self
     }

@@ -265,10 +265,10 @@ fn keys_are_compared_under_other_names() {
     assert_eq!(compare(&a, &b, &DiffOptions::default()).differences.len(), 4);
     let mut what = DiffOptions::default();
     what.a = Selection::all()
-        .renaming(Rename::without_prefix("module.").unwrap())
-        .renaming(Rename::parse(r"s/^h\.(\d+)/layers.\1/").unwrap());
+        .with_rename(Rename::without_prefix("module.").unwrap())
+        .with_rename(Rename::parse(r"s/^h\.(\d+)/layers.\1/").unwrap());
     assert!(compare(&a, &b, &what).equal);
-    what.a = Selection::all().renaming(Rename::parse("s/^module.w$/w/").unwrap());
+    what.a = Selection::all().with_rename(Rename::parse("s/^module.w$/w/").unwrap());
     let report = compare(&a, &b, &what);
     assert_eq!((report.counts.only_in_a, report.counts.only_in_b), (1, 1));
     // A dot of a prefix is a dot.
@@ -278,8 +278,8 @@ fn keys_are_compared_under_other_names() {
 #[test]
 fn a_model_is_compared_without_its_training() {
     let mut what = DiffOptions::default();
-    what.a = Selection::all().of_part(StatePart::Model);
-    what.b = Selection::all().of_part(StatePart::Model);
+    what.a = Selection::all().with_part(StatePart::Model);
+    what.b = Selection::all().with_part(StatePart::Model);
     let report = compare(&dcp("fsdp2_adam_2r"), &dcp("tp_fsdp_2x2"), &what);
     assert!(report.counts.values > 0 && report.counts.only_in_a > 0, "{report:?}");
     assert!(report.differences.iter().all(|one| !one.key.starts_with("optimizer")));

@@ -295,7 +295,7 @@ fn a_conversion_that_fails_anywhere_leaves_no_file() {
             for operation in 1.. {
                 let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
                 let fault = Fault::Fail(StorageErrorKind::Full);
-                let faulty = FaultStorage::new(Arc::clone(&place)).with_fault(operation, fault);
+                let faulty = FaultStorage::new(Arc::clone(&place)).fault(operation, fault);
                 let target = Target::new(Arc::new(faulty.clone()), key("out.safetensors"));
                 let done = to_safetensors(&source, &target, &small()).await;
                 if faulty.operations() < operation {
@@ -323,7 +323,7 @@ fn a_replacement_that_fails_to_be_made_leaves_the_old_file() {
         let target = Target::new(Arc::clone(&storage), out.clone());
         let refused = to_safetensors(&source, &target, &small()).await.unwrap_err();
         assert!(matches!(refused, ConvertError::TargetExists { .. }));
-        let target = target.overwriting(true);
+        let target = target.overwrite(true);
         to_safetensors(&source, &target, &small()).await.unwrap_err();
         assert_eq!(storage.read_all(&out).await.unwrap(), "old");
         let source = Source::safetensors(Arc::clone(&storage), key("in.safetensors"));
@@ -340,8 +340,8 @@ fn a_replacement_that_fails_to_be_made_leaves_the_old_file() {
             let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
             place.put(&out, "old".into(), PutMode::Create).await.unwrap();
             let fault = Fault::Fail(StorageErrorKind::Full);
-            let faulty = FaultStorage::new(Arc::clone(&place)).with_fault(operation, fault);
-            let target = Target::new(Arc::new(faulty.clone()), out.clone()).overwriting(true);
+            let faulty = FaultStorage::new(Arc::clone(&place)).fault(operation, fault);
+            let target = Target::new(Arc::new(faulty.clone()), out.clone()).overwrite(true);
             let done = to_safetensors(&source, &target, &small()).await;
             if faulty.operations() < operation {
                 done.unwrap();
@@ -363,7 +363,7 @@ fn a_reshard_that_fails_anywhere_leaves_no_checkpoint() {
         for operation in 1.. {
             let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
             let fault = Fault::Fail(StorageErrorKind::Full);
-            let faulty = FaultStorage::new(Arc::clone(&place)).with_fault(operation, fault);
+            let faulty = FaultStorage::new(Arc::clone(&place)).fault(operation, fault);
             let writer = DcpWriter::new(Arc::new(faulty.clone()));
             let done = reshard(&source, &writer, 2, &small()).await;
             if faulty.operations() < operation {

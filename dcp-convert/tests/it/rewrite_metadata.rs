@@ -176,7 +176,7 @@ fn a_failure_at_any_step_leaves_the_old_one_or_the_new_one() {
         for operation in 1.. {
             let storage = with_sidecar();
             let before = metadata_of(&storage);
-            let faulty = FaultStorage::new(Arc::clone(&storage)).with_fault(operation, fault);
+            let faulty = FaultStorage::new(Arc::clone(&storage)).fault(operation, fault);
             let place: Arc<dyn Storage> = Arc::new(faulty.clone());
             let result = block_on(rewrite_metadata(&place, ProfileChoice::Olmo, false));
             if faulty.operations() < operation {

@@ -150,7 +150,7 @@ fn shards_are_counted_once() {
 #[test]
 fn a_selection_is_all_that_is_read() {
     let source = Source::dcp(fixture("fsdp2_adam_2r"), false);
-    let selection = Selection::all().including(KeyFilter::any_of(["model.norm"]));
+    let selection = Selection::all().with_include(KeyFilter::any_of(["model.norm"]));
     let report = block_on(stats(&source, &selection, &JobOptions::default())).unwrap();
     let names: Vec<_> = report.tensors.keys().map(|name| &**name).collect();
     assert_eq!(names, ["model.norm.weight", "model.norm.bias"]);

@@ -240,7 +240,7 @@ fn a_file_in_another_form_keeps_its_objects() {
         let target = |name| Target::new(Arc::clone(&place), key(name));
         let forms = [("old.pt", TorchSaveForm::Legacy), ("new.pt", TorchSaveForm::default())];
         for (name, form) in forms {
-            let dry = options.clone().as_dry_run(true);
+            let dry = options.clone().with_dry_run(true);
             let planned =
                 block_on(to_torch_save(&source, &target(name), form.into(), &dry)).unwrap();
             let report =
@@ -407,7 +407,7 @@ fn sharing(objects: usize, damaged: bool) -> Source {
 fn what_is_chosen_of_a_file_keeps_its_shared_storages() {
     let options = JobOptions::default();
     let rename = Rename::parse("s/^o/p/").unwrap();
-    let selection = Selection::all().excluding(KeyFilter::any_of(["o1"])).renaming(rename);
+    let selection = Selection::all().with_exclude(KeyFilter::any_of(["o1"])).with_rename(rename);
     let written = |source: &Source, form, name| {
         let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         let target = Target::new(Arc::clone(&place), key(name));
@@ -435,7 +435,7 @@ fn what_is_chosen_of_a_file_keeps_its_shared_storages() {
         assert!(error.contains("CRC"), "{error}");
     }
     // A view of a small part of a storage does not bring all of it along.
-    let only = Selection::all().including(KeyFilter::any_of(["rows"]));
+    let only = Selection::all().with_include(KeyFilter::any_of(["rows"]));
     let view = block_on(only.apply(&source(&[ROWS, WHOLE], false), &options)).unwrap();
     let place: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
     let target = Target::new(Arc::clone(&place), key("z.pt"));

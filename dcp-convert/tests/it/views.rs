@@ -261,10 +261,10 @@ proptest! {
         let mut factors = vec![1.0; sources.len()];
         if let Some(weights) = weights {
             factors = weights[..sources.len()].iter().map(|w| f64::from(*w) / 8.0).collect();
-            average = average.with_weights(factors.clone());
+            average = average.weights(factors.clone());
         }
         if let Some(to) = to {
-            average = average.with_dtypes(move |_, _| Some(to));
+            average = average.dtypes(move |_, _| Some(to));
         }
         let job = options();
         let (averaged, view) = block_on(Averaged::apply(&sources, &average, &job)).unwrap();
@@ -336,7 +336,7 @@ fn what_has_no_mean_is_equal_or_chosen() {
     let job = options();
     let sources = [checkpoint(&integers(1, 0), 1), checkpoint(&integers(3, 1), 2)];
     let with = |non_float| {
-        let average = AverageOptions::default().with_non_float(non_float);
+        let average = AverageOptions::default().non_float(non_float);
         block_on(Averaged::apply(&sources, &average, &job))
     };
     let error = with(NonFloat::Equal).unwrap_err();
@@ -365,7 +365,7 @@ fn weights_of_any_size_are_proportions() {
     };
     let sources = [numbers([1.0, 3e30]), numbers([5.0, 1e30])];
     let average = |weights: [f64; 2]| {
-        let average = AverageOptions::default().with_weights(weights.to_vec());
+        let average = AverageOptions::default().weights(weights.to_vec());
         let averaged = block_on(Averaged::apply(&sources, &average, &options()))?.0;
         let words = contents(&averaged)["w"].2.clone();
         let words = words.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap()));
@@ -400,10 +400,10 @@ fn checkpoints_that_do_not_fit_are_refused_with_every_reason() {
         assert!(error.contains(part), "{error}");
     }
     for weights in [vec![1.0], vec![1.0, -1.0], vec![f64::NAN, 1.0]] {
-        let error = average(AverageOptions::default().with_weights(weights)).unwrap_err();
+        let error = average(AverageOptions::default().weights(weights)).unwrap_err();
         assert!(matches!(error, ConvertError::Unsupported { .. }), "{error}");
     }
-    let error = average(AverageOptions::default().with_accumulate(DType::BFloat16)).unwrap_err();
+    let error = average(AverageOptions::default().accumulate(DType::BFloat16)).unwrap_err();
     assert!(error.to_string().contains("bfloat16"), "{error}");
     let nothing = AverageOptions::default();
     assert!(block_on(Averaged::apply(&[], &nothing, &job)).is_err());
@@ -459,8 +459,8 @@ fn means_are_pytorchs_bit_for_bit() {
             .map(|tensor| checkpoint(&Tensors::from([("w".to_owned(), tensor)]), 2))
             .collect();
         let plain = AverageOptions::default();
-        let weighted = plain.clone().with_weights(vec![0.5, 0.3, 0.2]);
-        let brain = plain.clone().with_dtypes(|_, _| Some(DType::BFloat16));
+        let weighted = plain.clone().weights(vec![0.5, 0.3, 0.2]);
+        let brain = plain.clone().dtypes(|_, _| Some(DType::BFloat16));
         for (name, average) in [("mean", plain), ("weighted", weighted), ("as_bfloat16", brain)] {
             let Some(expected) = vectors.get(&format!("{name}.{dtype}")) else { continue };
             let (averaged, _) = block_on(Averaged::apply(&sources, &average, &job)).unwrap();

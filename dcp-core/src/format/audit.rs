@@ -237,10 +237,10 @@ impl Findings {
         self
     }
 
-    /// The same, for a format whose tensors may share bytes.
+    /// Sets [`shares_bytes`](Self::shares_bytes): for a format whose tensors may share bytes.
     #[must_use]
-    pub fn with_shared_bytes(mut self) -> Self {
-        self.shares_bytes = true;
+    pub fn with_shares_bytes(mut self, shares_bytes: bool) -> Self {
+        self.shares_bytes = shares_bytes;
         self
     }
 }

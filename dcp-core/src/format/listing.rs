@@ -37,6 +37,12 @@ impl Listing {
         Self { objects, name: None, truncated: false, listed: true, complete: true, peeked }
     }
 
+    /// The name of the folder, where it is known.
+    #[must_use]
+    pub fn name(&self) -> Option<&str> {
+        self.name.as_deref()
+    }
+
     /// The same, for a folder of that name.
     #[must_use]
     pub fn with_name(mut self, name: impl Into<Option<String>>) -> Self {

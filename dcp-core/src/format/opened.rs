@@ -68,6 +68,12 @@ impl Place {
         Self { storage: Arc::new(storage), listing, file: None }
     }
 
+    /// The name of the folder, where it is known.
+    #[must_use]
+    pub fn name(&self) -> Option<&str> {
+        self.listing.name()
+    }
+
     /// The same, whose folder has that name.
     #[must_use]
     pub fn with_name(self, name: Option<String>) -> Self {

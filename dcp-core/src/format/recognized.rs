@@ -134,10 +134,16 @@ impl Examined {
         Self { problem, ..Self::default() }
     }
 
-    /// The same, with what the trainer notes about it.
+    /// Sets [`ephemeral`](Self::ephemeral).
     #[must_use]
-    pub fn with_note(mut self, ephemeral: bool, version: Option<String>) -> Self {
-        self.ephemeral = Some(ephemeral);
+    pub fn with_ephemeral(mut self, ephemeral: Option<bool>) -> Self {
+        self.ephemeral = ephemeral;
+        self
+    }
+
+    /// Sets [`version`](Self::version).
+    #[must_use]
+    pub fn with_version(mut self, version: Option<String>) -> Self {
         self.version = version;
         self
     }

@@ -117,7 +117,7 @@ impl ReadRequest {
 
     /// Requires a version.
     #[must_use]
-    pub fn if_version(mut self, version: Option<Version>) -> Self {
+    pub fn with_if_version(mut self, version: Option<Version>) -> Self {
         self.if_version = version;
         self
     }
@@ -206,7 +206,7 @@ impl UploadOptions {
 
     /// Announces the length of the object, for storages that reserve space.
     #[must_use]
-    pub fn byte_len(mut self, byte_len: u64) -> Self {
+    pub fn with_byte_len(mut self, byte_len: u64) -> Self {
         self.byte_len = Some(byte_len);
         self
     }

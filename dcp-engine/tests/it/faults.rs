@@ -36,7 +36,7 @@ fn t01_one_failing_rank_fails_the_save_on_all() {
                 let full = Fault::Fail(StorageErrorKind::Full);
                 let faulty = (0..20).fold(FaultStorage::new(mine), |s, n| match n {
                     0..=3 if rank == 0 => s,
-                    n => s.with_fault(n, full),
+                    n => s.fault(n, full),
                 });
                 mine = Arc::new(faulty);
             }
@@ -63,7 +63,7 @@ fn the_kind_of_a_failure_travels_over_tcp() {
             let mut mine = Arc::clone(&storage);
             if rank == 3 {
                 let faulty = FaultStorage::new(mine);
-                mine = Arc::new((0..20).fold(faulty, |s, n| s.with_fault(n, Fault::Fail(kind))));
+                mine = Arc::new((0..20).fold(faulty, |s, n| s.fault(n, Fault::Fail(kind))));
             }
             save(group, &sample(rank, 4, 2), &mine).map(drop)
         });

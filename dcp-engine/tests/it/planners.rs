@@ -96,7 +96,7 @@ impl SavePlanner for Third {
     }
 
     fn global_plan(&self, locals: &[SavePlan]) -> Result<GlobalPlan, PlanError> {
-        let planner = DefaultSavePlanner::new().with_validation(false);
+        let planner = DefaultSavePlanner::new().validate(false);
         let mut global = planner.global_plan(locals)?;
         if self.lie == Lie::LeavesOut {
             global.left_out.insert("w.note".into());

@@ -99,7 +99,7 @@ fn another_policy_is_another_plan() {
         let state = sample(rank, 2, 1);
         let first = DcpWriter::new(Arc::clone(&place[0]));
         block_on(saver.save(&state, &first)).unwrap();
-        let lowest = DefaultSavePlanner::new().with_dedup(DedupPolicy::LowestRank);
+        let lowest = DefaultSavePlanner::new().dedup(DedupPolicy::LowestRank);
         let saver = saver.clone().planner(Arc::new(lowest));
         let second = DcpWriter::new(Arc::clone(&place[1]));
         block_on(saver.save(&state, &second)).unwrap().reused_plan

@@ -18,7 +18,7 @@ use super::blobs::{Blob, Content, group};
 use super::direct::{KnownArchives, Requests, execute, prepare};
 use super::whole::read_span;
 use crate::torch_zip::{Method, Record};
-use crate::upload::Progress;
+use crate::upload::ByteProgress;
 
 /// The default memory for what cannot be read straight into place, in bytes.
 pub(super) const SCRATCH_BYTES: u64 = 64 << 20;
@@ -69,7 +69,7 @@ pub(crate) struct Context {
     pub(super) verify: bool,
     pub(super) coalesce_gap: u64,
     pub(super) scratch_per_request: u64,
-    progress: Option<Progress>,
+    progress: Option<ByteProgress>,
     checksums: Checksums,
     /// Archives that earlier reads located, if the reader caches them.
     pub(super) archives: Option<Arc<KnownArchives>>,
@@ -86,7 +86,7 @@ impl Context {
         sink: Arc<dyn DataSink>,
         verify: bool,
         scratch: u64,
-        progress: Option<Progress>,
+        progress: Option<ByteProgress>,
     ) -> Self {
         let capabilities = storage.capabilities();
         let parallelism = usize::from(capabilities.parallelism.max(1));

@@ -22,7 +22,7 @@ use super::names::sidecar;
 use super::read::{Context, SCRATCH_BYTES, run};
 use super::sidecar::Sidecar;
 use crate::pickle::ForeignName;
-use crate::upload::Progress;
+use crate::upload::ByteProgress;
 
 /// Reads PyTorch DCP checkpoints: those of `FileSystemWriter` since PyTorch 2.1 in all variants
 /// (files per rank or per item, zstd extension, safetensors serialization, rank-local metadata),
@@ -42,7 +42,7 @@ pub struct DcpReader {
     verify_checksums: bool,
     tolerant: bool,
     scratch_bytes: u64,
-    progress: Option<Progress>,
+    progress: Option<ByteProgress>,
     rank: Option<u32>,
     index: Mutex<Option<Index>>,
     archives: Arc<KnownArchives>,
@@ -191,7 +191,7 @@ impl DcpReaderBuilder {
     }
 
     /// Receives the number of bytes of the plan that each request read.
-    pub fn progress(mut self, progress: Progress) -> Self {
+    pub fn progress(mut self, progress: ByteProgress) -> Self {
         self.reader.progress = Some(progress);
         self
     }

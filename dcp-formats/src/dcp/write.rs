@@ -11,7 +11,7 @@ use dcp_core::{CheckpointError, DType, FormatError, Key, PlanError, Storage};
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{ArchiveEncoder, RecordSet};
 use crate::upload::{
-    FileItem, FileOptions, FileSpec, Framing, PendingFile, Progress, prepare_file, write_file,
+    ByteProgress, FileItem, FileOptions, FileSpec, Framing, PendingFile, prepare_file, write_file,
 };
 
 /// The size of a tensor chunk in a file, in bytes.
@@ -147,7 +147,7 @@ impl FileJob {
         storage: &dyn Storage,
         data: &dyn DataSource,
         options: FileOptions,
-        progress: Option<&Progress>,
+        progress: Option<&ByteProgress>,
     ) -> Result<(), CheckpointError> {
         write_file(storage, self.spec(), data, options, progress).await.map(drop)
     }

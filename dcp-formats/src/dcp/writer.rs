@@ -23,7 +23,7 @@ use super::split::FileLayout;
 use super::write::FileJob;
 use crate::metadata::Profile;
 use crate::stop::Stop;
-use crate::upload::{FileOptions, Progress, upload_bytes};
+use crate::upload::{ByteProgress, FileOptions, upload_bytes};
 
 /// Writes checkpoints as PyTorch's `FileSystemWriter` does: `__{rank}_{n}.distcp` files of
 /// `torch.save` archives, and a `.metadata` pickle that PyTorch 2.1 and later load.
@@ -58,7 +58,7 @@ pub(super) struct Options {
     pub(super) sidecar: bool,
     pub(super) checksums: bool,
     pub(super) completed_by: Option<Key>,
-    pub(super) progress: Option<Progress>,
+    pub(super) progress: Option<ByteProgress>,
     pub(super) upload_bytes: Option<u64>,
 }
 
@@ -157,7 +157,7 @@ impl DcpWriterBuilder {
     }
 
     /// Receives the number of bytes written, part by part.
-    pub fn progress(mut self, progress: Progress) -> Self {
+    pub fn progress(mut self, progress: ByteProgress) -> Self {
         self.options.progress = Some(progress);
         self
     }

@@ -13,7 +13,7 @@ use futures_util::lock::Mutex;
 use super::finding::Finding;
 use super::load::{Loaded, Target, load};
 use crate::dcp::read::{Context, run};
-use crate::upload::Progress;
+use crate::upload::ByteProgress;
 
 const SCRATCH_BYTES: u64 = 64 << 20;
 
@@ -37,7 +37,7 @@ pub struct HfReader {
     target: Target,
     tolerant: bool,
     scratch_bytes: u64,
-    progress: Option<Progress>,
+    progress: Option<ByteProgress>,
     loaded: Mutex<Option<Loaded>>,
 }
 
@@ -156,7 +156,7 @@ impl HfReaderBuilder {
     }
 
     /// Receives the number of bytes of the plan that each request read.
-    pub fn progress(mut self, progress: Progress) -> Self {
+    pub fn progress(mut self, progress: ByteProgress) -> Self {
         self.reader.progress = Some(progress);
         self
     }

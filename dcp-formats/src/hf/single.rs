@@ -8,7 +8,7 @@ use dcp_core::{CheckpointError, Key, Storage, StorageError, StorageErrorKind};
 use indexmap::IndexMap;
 
 use crate::safetensors::{SafetensorsItem, send};
-use crate::upload::{FileOptions, Progress, SentFile};
+use crate::upload::{ByteProgress, FileOptions, SentFile};
 
 /// Bytes to read at a time when comparing the existing file.
 const SEGMENT: u64 = 16 << 20;
@@ -34,7 +34,7 @@ impl SingleFile {
         items: &[SafetensorsItem],
         metadata: &IndexMap<String, String>,
         data: Arc<dyn DataSource>,
-        progress: Option<&Progress>,
+        progress: Option<&ByteProgress>,
     ) -> Result<Self, CheckpointError> {
         send(storage, (key, options), items, metadata, data, progress).await.map(Self)
     }

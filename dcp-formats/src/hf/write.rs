@@ -23,7 +23,7 @@ use crate::safetensors::{
     RAW, RawTypes, SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, SafetensorsItem,
     ShardingInfo, encode_header, prepare,
 };
-use crate::upload::{FileOptions, Progress};
+use crate::upload::{ByteProgress, FileOptions};
 
 /// Options of writing a folder.
 #[derive(Clone, Debug)]
@@ -90,7 +90,7 @@ pub async fn write_folder(
     plan: &HfPlan,
     data: Arc<dyn DataSource>,
     options: &HfWriteOptions,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<HfWritten, CheckpointError> {
     prepare_folder(storage, plan, data, options, progress).await?.publish().await
 }
@@ -106,7 +106,7 @@ pub async fn prepare_folder<'a>(
     plan: &HfPlan,
     data: Arc<dyn DataSource>,
     options: &'a HfWriteOptions,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<PendingFolder<'a>, CheckpointError> {
     let old = Old::look(&**storage, plan).await?;
     old.refuse(plan, options)?;
@@ -341,7 +341,10 @@ enum Published {
 
 impl Job<'_> {
     /// Returns the files that exist, and the first error.
-    async fn run(&self, progress: Option<&Progress>) -> (Vec<Done>, Result<(), CheckpointError>) {
+    async fn run(
+        &self,
+        progress: Option<&ByteProgress>,
+    ) -> (Vec<Done>, Result<(), CheckpointError>) {
         let writes: Vec<_> =
             self.plan.files.iter().map(|file| self.write_file(file, progress)).collect();
         let mut results = stream::iter(writes).buffered(self.options.parallelism.max(1));
@@ -363,7 +366,7 @@ impl Job<'_> {
     async fn single(
         &self,
         file: &HfFile,
-        progress: Option<&Progress>,
+        progress: Option<&ByteProgress>,
     ) -> Result<SingleFile, CheckpointError> {
         let (items, metadata) = contents(self.plan, file, self.options);
         let mode = if self.options.overwrite { PutMode::Overwrite } else { PutMode::Create };
@@ -380,7 +383,7 @@ impl Job<'_> {
     async fn write_file(
         &self,
         file: &HfFile,
-        progress: Option<&Progress>,
+        progress: Option<&ByteProgress>,
     ) -> Result<Done, CheckpointError> {
         if self.stop.load(Ordering::Relaxed) {
             return Err(CheckpointError::Canceled);

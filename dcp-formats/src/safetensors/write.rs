@@ -10,7 +10,7 @@ use indexmap::IndexMap;
 
 use super::encode::{EncodedHeader, SafetensorsItem, encode_header};
 use crate::upload::{
-    FileItem, FileOptions, FileSpec, Framing, PendingFile, Progress, Sending, SentFile,
+    ByteProgress, FileItem, FileOptions, FileSpec, Framing, PendingFile, Sending, SentFile,
     prepare_file, send_file, write_file,
 };
 
@@ -27,7 +27,7 @@ pub async fn write(
     items: &[SafetensorsItem],
     metadata: &IndexMap<String, String>,
     data: Arc<dyn DataSource>,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<EncodedHeader, CheckpointError> {
     let (encoded, file_items, framing) = frame(items, metadata)?;
     let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
@@ -46,7 +46,7 @@ pub async fn prepare<'a>(
     items: &[SafetensorsItem],
     metadata: &IndexMap<String, String>,
     data: Arc<dyn DataSource>,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<PendingFile<'a>, CheckpointError> {
     let (encoded, file_items, framing) = frame(items, metadata)?;
     let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };
@@ -61,7 +61,7 @@ pub(crate) async fn send(
     items: &[SafetensorsItem],
     metadata: &IndexMap<String, String>,
     data: Arc<dyn DataSource>,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<SentFile, CheckpointError> {
     let (encoded, file_items, framing) = frame(items, metadata)?;
     let spec = FileSpec { key, byte_len: encoded.byte_len, items: &file_items, framing: &framing };

@@ -59,7 +59,7 @@ impl CheckpointAudit for TorchSaveReader {
         // That no two storages share bytes, the reader has compared.
         Ok(Findings::new(Vec::new(), notes)
             .with_unchecked(unchecked.map(ToOwned::to_owned))
-            .with_shared_bytes())
+            .with_shares_bytes(true))
     }
 
     async fn checksum(

@@ -10,7 +10,7 @@ use super::file::File;
 use super::legacy;
 use crate::pickle::Limits;
 use crate::torch_tensor::{ByteOrder, StorageRef, byte_order, small_record};
-use crate::torch_zip::{ArchiveIndex, Entry, Method, ParseStep, Record, Sparse};
+use crate::torch_zip::{ArchiveEntry, ArchiveIndex, Method, ParseStep, Record, Sparse};
 
 /// The maximum size of a pickle in bytes; a tensor takes about 300.
 pub(super) const PICKLE_MAX: u64 = 256 << 20;
@@ -125,7 +125,7 @@ async fn read_archive(file: &mut File<'_>) -> Result<Contents, CheckpointError> 
                 most.clamp(INFLATED_PICKLE_MIN, PICKLE_MAX)
             }
         };
-        let whole = |blob: &Sparse<'_>, entry: &Entry, limit: u64| {
+        let whole = |blob: &Sparse<'_>, entry: &ArchiveEntry, limit: u64| {
             ParseStep::from_halting(small_record(blob, entry, limit))
         };
         let pickle = file.parse(PICKLE_MAX, |blob| whole(blob, entry, limit)).await?;
@@ -145,7 +145,7 @@ async fn read_archive(file: &mut File<'_>) -> Result<Contents, CheckpointError> 
             version: version.map(|text| String::from_utf8_lossy(&text).trim().into()),
         }
     };
-    let headers: Vec<_> = index.entries().map(Entry::header_range).collect();
+    let headers: Vec<_> = index.entries().map(ArchiveEntry::header_range).collect();
     let headers = file.scattered(&headers).await?;
     let storages = format!("{}/data/", index.root());
     for (entry, header) in index.entries().zip(headers) {

@@ -4,7 +4,7 @@ use dcp_core::{CheckpointError, FormatError, Key, Storage};
 
 use super::contents::{Contents, TAIL};
 use super::file::File;
-use crate::torch_zip::{ArchiveIndex, Entry, Sparse};
+use crate::torch_zip::{ArchiveEntry, ArchiveIndex, Sparse};
 
 /// The number of records to check together.
 const BATCH: usize = 512;
@@ -28,7 +28,7 @@ pub(super) async fn check(
         Err(CheckpointError::Format(error)) => found(error),
         Err(error) => return Err(error),
     }
-    let entries: Vec<&Entry> = index.entries().collect();
+    let entries: Vec<&ArchiveEntry> = index.entries().collect();
     for batch in entries.chunks(BATCH) {
         let mut around = Vec::with_capacity(batch.len());
         for entry in batch {

@@ -19,7 +19,7 @@ use super::legacy;
 use crate::pickle::Writer;
 use crate::torch_zip::{ArchiveEncoder, Record, RecordSet};
 use crate::upload::{
-    FileItem, FileOptions, FileSpec, Framing, PendingFile, Progress, prepare_file,
+    ByteProgress, FileItem, FileOptions, FileSpec, Framing, PendingFile, prepare_file,
 };
 
 /// The name of an archive without a file name in PyTorch.
@@ -230,7 +230,7 @@ impl TorchSavePlan {
         self,
         storage: &dyn Storage,
         data: Arc<dyn DataSource>,
-        progress: Option<&Progress>,
+        progress: Option<&ByteProgress>,
     ) -> Result<(), CheckpointError> {
         let pending =
             self.prepare(storage, FileOptions::new(PutMode::Create), data, progress).await?;
@@ -248,7 +248,7 @@ impl TorchSavePlan {
         storage: &'a dyn Storage,
         options: FileOptions,
         data: Arc<dyn DataSource>,
-        progress: Option<&Progress>,
+        progress: Option<&ByteProgress>,
     ) -> Result<PendingFile<'a>, CheckpointError> {
         let mut items = vec![FileItem { item: 0, byte_len: 0 }];
         items.extend(
@@ -280,7 +280,7 @@ pub async fn write(
     items: &[TorchSaveItem],
     data: Arc<dyn DataSource>,
     options: &TorchSaveOptions,
-    progress: Option<&Progress>,
+    progress: Option<&ByteProgress>,
 ) -> Result<u64, CheckpointError> {
     let plan = TorchSavePlan::new(key, items, options)?;
     let byte_len = plan.byte_len();

@@ -8,7 +8,7 @@ use dcp_core::FormatError;
 use super::layout::{StorageRef, TensorLayout};
 use crate::pickle::{Limits, Pickle};
 use crate::torch_zip::{
-    ArchiveEncoder, ArchiveIndex, Entry, Halt, Method, ParseStep, Record, RecordSet, Sparse,
+    ArchiveEncoder, ArchiveEntry, ArchiveIndex, Halt, Method, ParseStep, Record, RecordSet, Sparse,
 };
 
 /// The maximum size of a tensor's pickle, which has a few hundred bytes.
@@ -132,7 +132,11 @@ impl TensorBlob {
 }
 
 /// The content of a record that is read whole.
-pub(crate) fn small_record(blob: &Sparse<'_>, entry: &Entry, limit: u64) -> Result<Vec<u8>, Halt> {
+pub(crate) fn small_record(
+    blob: &Sparse<'_>,
+    entry: &ArchiveEntry,
+    limit: u64,
+) -> Result<Vec<u8>, Halt> {
     if entry.byte_len() > limit {
         let problem = format!("{:?} has more than {limit} bytes", entry.name());
         return Err(FormatError::new("torch archive", problem).at(entry.header_offset()).into());

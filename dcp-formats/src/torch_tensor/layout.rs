@@ -96,6 +96,12 @@ impl TensorLayout {
         self
     }
 
+    /// The key of the storage.
+    #[must_use]
+    pub fn storage_key(&self) -> &str {
+        &self.storage.key
+    }
+
     /// Sets the key of the storage.
     #[must_use]
     pub fn with_storage_key(mut self, key: impl Into<Box<str>>) -> Self {

@@ -23,12 +23,12 @@ const DEFLATE_RATIO_MAX: u64 = 1032;
 #[derive(Clone, Debug)]
 pub struct ArchiveIndex {
     root: Box<str>,
-    entries: IndexMap<Box<str>, Entry>,
+    entries: IndexMap<Box<str>, ArchiveEntry>,
 }
 
 /// A record in the central directory.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct ArchiveEntry {
     pub(super) name: Box<str>,
     method: Method,
     pub(super) flags: u16,
@@ -106,7 +106,7 @@ impl ArchiveIndex {
         let mut at = 0;
         for _ in 0..directory.entries {
             let offset = directory.range.start + at as u64;
-            let (entry, len) = Entry::parse(bytes.get(at..).unwrap_or_default())
+            let (entry, len) = ArchiveEntry::parse(bytes.get(at..).unwrap_or_default())
                 .map_err(|problem| bad(offset, problem))?;
             at += len;
             if let Some(twice) = entries.insert(entry.name.clone(), entry) {
@@ -132,13 +132,13 @@ impl ArchiveIndex {
     }
 
     /// All records in the order of the directory.
-    pub fn entries(&self) -> impl ExactSizeIterator<Item = &Entry> {
+    pub fn entries(&self) -> impl ExactSizeIterator<Item = &ArchiveEntry> {
         self.entries.values()
     }
 
     /// The record of this name under the root, such as `data.pkl` or `data/0`.
     #[must_use]
-    pub fn entry(&self, name: &str) -> Option<&Entry> {
+    pub fn entry(&self, name: &str) -> Option<&ArchiveEntry> {
         self.entries.get(format!("{}/{name}", self.root).as_str())
     }
 
@@ -147,13 +147,13 @@ impl ArchiveIndex {
     /// # Errors
     ///
     /// When there is no such record.
-    pub fn require(&self, name: &str) -> Result<&Entry, FormatError> {
+    pub fn require(&self, name: &str) -> Result<&ArchiveEntry, FormatError> {
         self.entry(name)
             .ok_or_else(|| FormatError::new("torch archive", format!("it has no record {name:?}")))
     }
 }
 
-impl Entry {
+impl ArchiveEntry {
     /// The name, including the root.
     #[must_use]
     pub fn name(&self) -> &str {
@@ -340,8 +340,8 @@ fn zip64(mut extra: &[u8], values: [&mut u64; 3]) -> Option<()> {
 }
 
 /// Sets the end of each record, and refuses records that overlap.
-fn limit(entries: &mut IndexMap<Box<str>, Entry>, directory: u64) -> Result<(), Halt> {
-    let mut by_offset: Vec<&mut Entry> = entries.values_mut().collect();
+fn limit(entries: &mut IndexMap<Box<str>, ArchiveEntry>, directory: u64) -> Result<(), Halt> {
+    let mut by_offset: Vec<&mut ArchiveEntry> = entries.values_mut().collect();
     by_offset.sort_by_key(|entry| std::cmp::Reverse(entry.header_offset));
     let mut limit = directory;
     for entry in by_offset {

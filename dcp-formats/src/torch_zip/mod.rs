@@ -15,7 +15,7 @@ mod record;
 mod sparse;
 mod structure;
 
-pub use directory::{ArchiveIndex, Entry, check_archive};
+pub use directory::{ArchiveEntry, ArchiveIndex, check_archive};
 pub use encode::{ArchiveEncoder, RecordSet, StorageSlot};
 pub use inflate::{INFLATED_MAX, Inflater};
 pub use partial::PartialBlob;

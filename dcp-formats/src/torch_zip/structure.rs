@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use dcp_core::FormatError;
 
-use super::directory::{Directory, Entry, find_end};
+use super::directory::{ArchiveEntry, Directory, find_end};
 use super::le::{u16_at, u32_at, u64_at};
 use super::{
     ArchiveIndex, CENTRAL_ENTRY_LEN, DESCRIPTOR, END_LEN, Halt, LOCAL_HEADER_LEN, ParseStep,
@@ -43,7 +43,9 @@ impl ArchiveIndex {
     }
 
     fn ends(&self, blob: &Sparse<'_>) -> Result<(), Halt> {
-        if let Some(first) = self.entries().map(Entry::header_offset).min().filter(|at| *at > 0) {
+        if let Some(first) =
+            self.entries().map(ArchiveEntry::header_offset).min().filter(|at| *at > 0)
+        {
             return Err(bad(0, format!("{first} bytes before its first record are of none")));
         }
         let directory = Directory::find(blob)?;
@@ -98,7 +100,7 @@ impl ArchiveIndex {
     }
 }
 
-impl Entry {
+impl ArchiveEntry {
     /// Checks all bytes of a record but its data: its header, its descriptor, and that nothing else
     /// precedes the next record.
     ///

@@ -62,7 +62,7 @@ pub enum MegatronError {
         message: String,
     },
     /// The backend, or its version, is unknown. Register the strategy of a plug-in to open it
-    /// ([`OpenOptions::with_strategies`](crate::OpenOptions::with_strategies)).
+    /// ([`MegatronOpenOptions::with_strategies`](crate::MegatronOpenOptions::with_strategies)).
     #[error(
         "the {backend} in metadata.json cannot be read here: the sharded backend has to be \
          \"torch_dist\" or \"zarr\", the common backend \"torch\", all of version 1; if the file is \

@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::disk::common_state::COMMON_STATE;
 use crate::disk::common_state::CommonPlace;
 use crate::error::MegatronError;
-use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat};
+use crate::open::checkpoint::{MegatronCheckpoint, StoredFormat};
 use crate::optimizer::OptimizerFormat;
 use crate::partition::Observed;
 
@@ -116,16 +116,16 @@ impl MegatronCheckpoint {
         };
         let content = self.content_metadata();
         let (format, common_place) = match self.format() {
-            MegatronFormat::TorchDist { common: CommonPlace::File } => ("torch_dist", "common.pt"),
-            MegatronFormat::TorchDist { common: CommonPlace::Inside } => {
+            StoredFormat::TorchDist { common: CommonPlace::File } => ("torch_dist", "common.pt"),
+            StoredFormat::TorchDist { common: CommonPlace::Inside } => {
                 ("torch_dist", "common_state/shard_0_1")
             }
-            MegatronFormat::TorchDist { common: CommonPlace::Nowhere } => {
+            StoredFormat::TorchDist { common: CommonPlace::Nowhere } => {
                 ("torch_dist", "neither place")
             }
-            MegatronFormat::Zarr => ("zarr", "common.pt"),
-            MegatronFormat::Legacy { .. } => ("torch", "model_optim_rng.pt"),
-            MegatronFormat::Plugged { .. } => ("plug-in", "where the plug-in has it"),
+            StoredFormat::Zarr => ("zarr", "common.pt"),
+            StoredFormat::Legacy { .. } => ("torch", "model_optim_rng.pt"),
+            StoredFormat::Plugged { .. } => ("plug-in", "where the plug-in has it"),
         };
         let (written_by, read_by) = ages(self.format(), content.is_some(), flattened);
         let common = self.common().iter().map(|(key, value)| {
@@ -169,7 +169,7 @@ impl MegatronCheckpoint {
         objects: &IndexMap<String, ObjectGroup>,
     ) -> (ParallelSizes, Option<ParallelSizes>) {
         let stored = match *self.format() {
-            MegatronFormat::Legacy { tp, pp, ep } => Observed {
+            StoredFormat::Legacy { tp, pp, ep } => Observed {
                 tensor: Some(tp.into()),
                 pipeline: Some(pp.into()),
                 expert: Some(ep.into()),
@@ -233,12 +233,12 @@ impl MegatronCheckpoint {
 }
 
 /// Which versions may have written a checkpoint, and which read it.
-fn ages(format: &MegatronFormat, content: bool, flattened: bool) -> (String, &'static str) {
+fn ages(format: &StoredFormat, content: bool, flattened: bool) -> (String, &'static str) {
     match format {
-        MegatronFormat::TorchDist { common: CommonPlace::Inside } => {
+        StoredFormat::TorchDist { common: CommonPlace::Inside } => {
             ("0.19 or later".to_owned(), "0.19 and later")
         }
-        MegatronFormat::TorchDist { common: CommonPlace::File } => {
+        StoredFormat::TorchDist { common: CommonPlace::File } => {
             // Content metadata came with 0.13; flattened tensors were noted from 0.8 to 0.15.
             let first = if content {
                 "0.13"
@@ -254,14 +254,14 @@ fn ages(format: &MegatronFormat, content: bool, flattened: bool) -> (String, &'s
             };
             (format!("{first} to {last}"), read)
         }
-        MegatronFormat::TorchDist { common: CommonPlace::Nowhere } => {
+        StoredFormat::TorchDist { common: CommonPlace::Nowhere } => {
             ("not known without a common state".to_owned(), "none, as it is damaged")
         }
-        MegatronFormat::Zarr => ("up to 0.15".to_owned(), "up to 0.15"),
-        MegatronFormat::Legacy { .. } => {
+        StoredFormat::Zarr => ("up to 0.15".to_owned(), "up to 0.15"),
+        StoredFormat::Legacy { .. } => {
             ("any version".to_owned(), "every version, by as many ranks as saved it")
         }
-        MegatronFormat::Plugged { backend } => {
+        StoredFormat::Plugged { backend } => {
             (format!("with a plug-in for {backend}"), "those with the plug-in")
         }
     }

@@ -17,7 +17,7 @@ use crate::disk::manifest::write_integrity;
 use crate::disk::recovery::{HALF_REPLACED, recovered};
 use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
-use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions, StoredFormat};
 use crate::open::run::MegatronRun;
 
 const METADATA: &str = ".metadata";
@@ -64,12 +64,13 @@ pub async fn remove_sharded_tensors(
     {
         return Err(MegatronError::FolderOfRun { folder: which.folder()?.to_string() });
     }
-    let checkpoint = MegatronCheckpoint::open_folder(storage, &OpenOptions::default()).await?;
+    let checkpoint =
+        MegatronCheckpoint::open_folder(storage, &MegatronOpenOptions::default()).await?;
     let refuse = |problem: String| MegatronError::from(FormatError::new("checkpoint", problem));
     if !Arc::ptr_eq(&recovered(storage).await?, storage) {
         return Err(refuse(HALF_REPLACED.to_owned()));
     }
-    if !matches!(checkpoint.format(), MegatronFormat::TorchDist { .. }) {
+    if !matches!(checkpoint.format(), StoredFormat::TorchDist { .. }) {
         let problem = "tensors are removed from checkpoints of torch_dist only; convert it first";
         return Err(refuse(problem.to_owned()));
     }

@@ -15,7 +15,7 @@ use crate::disk::common_state::COMMON_STATE;
 use crate::disk::common_state::{COMMON_FILE, CommonPlace};
 use crate::disk::manifest::{problem, verify_manifest};
 use crate::error::MegatronError;
-use crate::open::checkpoint::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions, StoredFormat};
 use crate::optimizer::{CheckDepth, OptimizerReport, OptimizerVerdict, check_optimizer};
 use crate::sharded::ObjectKey;
 
@@ -42,7 +42,7 @@ pub async fn verify(
     deep: bool,
     job: &JobOptions,
 ) -> Result<VerifyReport, MegatronError> {
-    verify_with(storage, deep, &OpenOptions::default().with_job(job.clone())).await
+    verify_with(storage, deep, &MegatronOpenOptions::default().with_job(job.clone())).await
 }
 
 /// The same, opened in this way, though always tolerantly: by a plug-in's strategy, for one.
@@ -53,7 +53,7 @@ pub async fn verify(
 pub async fn verify_with(
     storage: &Arc<dyn Storage>,
     deep: bool,
-    options: &OpenOptions,
+    options: &MegatronOpenOptions,
 ) -> Result<VerifyReport, MegatronError> {
     let checkpoint =
         MegatronCheckpoint::open(storage, &options.clone().with_tolerant(true)).await?;
@@ -71,7 +71,7 @@ pub async fn verify_opened(
     job: &JobOptions,
 ) -> Result<VerifyReport, MegatronError> {
     let mut report = match checkpoint.format() {
-        MegatronFormat::Legacy { .. } => {
+        StoredFormat::Legacy { .. } => {
             let files = verify_files(checkpoint.storage(), deep, job).await?;
             counted_as_merged(files, &*checkpoint.source().metadata().await?)
         }
@@ -93,9 +93,9 @@ pub async fn verify_opened(
         report.problems.extend(problems);
     }
     let in_file = match checkpoint.format() {
-        MegatronFormat::TorchDist { common } => *common == CommonPlace::File,
-        MegatronFormat::Zarr => true,
-        MegatronFormat::Legacy { .. } | MegatronFormat::Plugged { .. } => false,
+        StoredFormat::TorchDist { common } => *common == CommonPlace::File,
+        StoredFormat::Zarr => true,
+        StoredFormat::Legacy { .. } | StoredFormat::Plugged { .. } => false,
     };
     // Elsewhere it was among the objects, in the ranks' files, or wherever a plug-in has it.
     if in_file {

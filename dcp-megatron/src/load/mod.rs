@@ -33,7 +33,7 @@ use crate::load::record_replay::Indexed;
 use crate::load::request::Request;
 use crate::load::select_checkpoint::{Choice, Rule};
 use crate::load::strict::StrictHandling;
-use crate::open::checkpoint::OpenOptions;
+use crate::open::checkpoint::MegatronOpenOptions;
 use crate::open::strategy::{Opened, Strategies};
 use crate::sharded::{
     IntegrityError, ObjectKey, RankShards, ShardedLeaf, ShardedStateDict, apply_factory_merges,
@@ -45,7 +45,7 @@ type Wrap = dyn Fn(Arc<dyn StorageReader>) -> Arc<dyn StorageReader> + Send + Sy
 
 /// How a checkpoint is loaded. Every rank passes the same, but for the group's own rank.
 #[derive(Clone, Default)]
-pub struct LoadOptions {
+pub struct MegatronLoadOptions {
     group: Option<Arc<dyn Collective>>,
     strict: StrictHandling,
     skip_validation: bool,
@@ -53,11 +53,11 @@ pub struct LoadOptions {
     fall_back: bool,
     verify_integrity: bool,
     strategies: Option<Strategies>,
-    open: OpenOptions,
+    open: MegatronOpenOptions,
     wrap: Option<Arc<Wrap>>,
 }
 
-impl LoadOptions {
+impl MegatronLoadOptions {
     /// This process alone, with Megatron-Core's defaults: unexpected keys fail when they are read,
     /// the request is validated, and tensors are cast to the requested dtype.
     #[must_use]
@@ -108,7 +108,7 @@ impl LoadOptions {
     }
 
     /// Whether every file is compared with `integrity.json` first (Megatron-Core 0.17.1 and later
-    /// write it when asked to; [`SaveOptions::integrity`](crate::SaveOptions::integrity)). Rank 0
+    /// write it when asked to; [`MegatronSaveOptions::integrity`](crate::MegatronSaveOptions::integrity)). Rank 0
     /// reads all files for it while the others wait. A checkpoint without a manifest is then
     /// [`MegatronError::Damaged`], as one of other contents is.
     #[must_use]
@@ -127,7 +127,7 @@ impl LoadOptions {
 
     /// How the checkpoint is opened, such as a damaged one.
     #[must_use]
-    pub fn open_options(mut self, open: OpenOptions) -> Self {
+    pub fn open_options(mut self, open: MegatronOpenOptions) -> Self {
         self.open = open;
         self
     }
@@ -198,7 +198,7 @@ pub struct Loaded {
 pub async fn load(
     request: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
-    options: &LoadOptions,
+    options: &MegatronLoadOptions,
 ) -> Result<Loaded, MegatronError> {
     let group = Group::new(options.group.clone(), 0)?;
     let agreed = agree(request, storage, options, &group).await;
@@ -288,10 +288,10 @@ struct Verdict {
 async fn agree(
     request: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
-    options: &LoadOptions,
+    options: &MegatronLoadOptions,
     group: &Group,
 ) -> Result<Agreed, MegatronError> {
-    let LoadOptions { fall_back, verify_integrity, open, .. } = options;
+    let MegatronLoadOptions { fall_back, verify_integrity, open, .. } = options;
     let rule = Rule { fall_back: *fall_back, verify_integrity: *verify_integrity, open };
     let choice = Choice::agree(storage, rule, group).await?;
     let strategies = options.strategies.as_ref().unwrap_or(&open.strategies);
@@ -327,7 +327,7 @@ fn own(
     request: &ShardedStateDict,
     opened: Result<Indexed, MegatronError>,
     choice: Choice,
-    options: &LoadOptions,
+    options: &MegatronLoadOptions,
 ) -> Result<(Bytes, Own), MegatronError> {
     let (mut opened, stored) = opened?;
     let mut wanted = to_load(request, None)?;
@@ -371,7 +371,7 @@ fn own(
 fn judge(
     offers: &[Bytes],
     stored: &CheckpointMetadata,
-    options: &LoadOptions,
+    options: &MegatronLoadOptions,
 ) -> Result<Verdict, MegatronError> {
     let mut verdict = Verdict::default();
     let mut descriptions = Vec::with_capacity(offers.len());
@@ -474,9 +474,9 @@ impl Opened {
     }
 }
 
-impl fmt::Debug for LoadOptions {
+impl fmt::Debug for MegatronLoadOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadOptions")
+        f.debug_struct("MegatronLoadOptions")
             .field("strict", &self.strict)
             .field("skip_validation", &self.skip_validation)
             .field("refuse_casts", &self.refuse_casts)

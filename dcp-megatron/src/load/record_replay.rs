@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::agreement;
 use crate::error::MegatronError;
-use crate::open::checkpoint::OpenOptions;
+use crate::open::checkpoint::MegatronOpenOptions;
 use crate::open::strategy::{Opened, Strategies};
 
 /// Of more bytes than this no notes are taken: other ranks read them themselves.
@@ -45,7 +45,7 @@ pub(crate) type Indexed = (Opened, Arc<CheckpointMetadata>);
 pub(crate) async fn open(
     strategies: &Strategies,
     storage: &Arc<dyn Storage>,
-    options: &OpenOptions,
+    options: &MegatronOpenOptions,
     group: &Group,
 ) -> Result<Result<Indexed, MegatronError>, MegatronError> {
     let indexed = async |storage: &Arc<dyn Storage>| {

@@ -16,7 +16,7 @@ use crate::disk::manifest::verify_share;
 use crate::disk::recovery::recovered;
 use crate::disk::tracker::{TRACKER, Tracked};
 use crate::error::MegatronError;
-use crate::open::checkpoint::OpenOptions;
+use crate::open::checkpoint::MegatronOpenOptions;
 use crate::open::legacy::LegacyFolders;
 use crate::open::run::MegatronRun;
 
@@ -33,7 +33,7 @@ pub(crate) struct Choice {
 pub(crate) struct Rule<'a> {
     pub(crate) fall_back: bool,
     pub(crate) verify_integrity: bool,
-    pub(crate) open: &'a OpenOptions,
+    pub(crate) open: &'a MegatronOpenOptions,
 }
 
 impl Choice {
@@ -58,7 +58,7 @@ impl Choice {
     async fn verify(
         &self,
         storage: &Arc<dyn Storage>,
-        open: &OpenOptions,
+        open: &MegatronOpenOptions,
         group: &Group,
     ) -> Result<(), MegatronError> {
         let mine = async {

@@ -34,7 +34,7 @@ use crate::open::zarr::ZarrCheckpoint;
 pub struct MegatronCheckpoint {
     storage: Arc<dyn Storage>,
     which: Option<Tracked>,
-    format: MegatronFormat,
+    format: StoredFormat,
     source: Source,
     stored: Source,
     common: Common,
@@ -48,7 +48,7 @@ pub struct MegatronCheckpoint {
 /// In which format a checkpoint of Megatron-Core was written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum MegatronFormat {
+pub enum StoredFormat {
     /// On top of PyTorch's distributed checkpoints (Megatron-Core 0.6 and later).
     TorchDist {
         /// Where the common state is.
@@ -73,7 +73,7 @@ pub enum MegatronFormat {
     },
 }
 
-impl MegatronFormat {
+impl StoredFormat {
     /// A short name, such as `torch_dist`.
     #[must_use]
     pub fn name(&self) -> &str {
@@ -89,7 +89,7 @@ impl MegatronFormat {
 /// How to open a checkpoint.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
-pub struct OpenOptions {
+pub struct MegatronOpenOptions {
     /// Whether to look at a damaged one as far as it is whole; what is wrong is then
     /// [`MegatronCheckpoint::damage`], or an error when such a part is read.
     pub tolerant: bool,
@@ -99,7 +99,7 @@ pub struct OpenOptions {
     pub strategies: Strategies,
 }
 
-impl OpenOptions {
+impl MegatronOpenOptions {
     /// The same, for a damaged checkpoint too.
     #[must_use]
     pub fn with_tolerant(mut self, tolerant: bool) -> Self {
@@ -131,7 +131,7 @@ impl MegatronCheckpoint {
     /// Opens the checkpoint in a folder that is not that of a run.
     pub(crate) async fn open_folder(
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Self, MegatronError> {
         let storage = &crate::disk::recovery::recovered(storage).await?;
         let Some(config) = CheckpointingConfig::read(&**storage).await? else {
@@ -160,7 +160,7 @@ impl MegatronCheckpoint {
 
     async fn torch_dist(
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Self, MegatronError> {
         let raw = Source::dcp(Arc::clone(storage), options.tolerant);
         let metadata = match raw.metadata().await {
@@ -190,14 +190,14 @@ impl MegatronCheckpoint {
             CommonPlace::File => common_state::from_file(storage).await,
             _ => common_state::from_inside(&raw).await,
         };
-        let format = MegatronFormat::TorchDist { common: place };
+        let format = StoredFormat::TorchDist { common: place };
         let parts = (format, raw);
         Self::assemble(storage, options, parts, found, Vec::new(), warnings).await
     }
 
     async fn zarr(
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Self, MegatronError> {
         let reader = ZarrCheckpoint::open(Arc::clone(storage), options.tolerant).await?;
         if reader.metadata().await?.is_empty() && is_dcp(storage).await? {
@@ -211,14 +211,14 @@ impl MegatronCheckpoint {
         let (damage, warnings) = (reader.damage().to_vec(), reader.warnings().to_vec());
         let stored = Source::new(Arc::clone(storage), Arc::new(reader));
         let found = common_state::from_file(storage).await;
-        let parts = (MegatronFormat::Zarr, stored);
+        let parts = (StoredFormat::Zarr, stored);
         Self::assemble(storage, options, parts, found, damage, warnings).await
     }
 
     async fn legacy(
         storage: &Arc<dyn Storage>,
         folders: LegacyFolders,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Self, MegatronError> {
         let Legacy { source, common, optimizers, tp, pp, ep, damage, warnings } =
             Legacy::open(storage, folders, &options.job).await?;
@@ -230,7 +230,7 @@ impl MegatronCheckpoint {
             return Err(error);
         }
         let damage = damage.map(|error| error_chain(&error)).collect();
-        let format = MegatronFormat::Legacy { tp, pp, ep };
+        let format = StoredFormat::Legacy { tp, pp, ep };
         let common = Ok(Common { value: Value::Dict(common.clone()), dict: common });
         let parts = (format, source);
         let opened = Self::assemble(storage, options, parts, common, damage, warnings).await?;
@@ -241,20 +241,20 @@ impl MegatronCheckpoint {
         storage: &Arc<dyn Storage>,
         strategy: &Arc<dyn LoadStrategy>,
         backend: Backend,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Self, MegatronError> {
         let opened = strategy.open(storage, &options.for_plug_in()).await?;
         let Opened { reader, common, damage, warnings, .. } = opened;
         let common = Ok(Common { value: Value::Dict(common.clone()), dict: common });
-        let parts = (MegatronFormat::Plugged { backend }, Source::new(Arc::clone(storage), reader));
+        let parts = (StoredFormat::Plugged { backend }, Source::new(Arc::clone(storage), reader));
         Self::assemble(storage, options, parts, common, damage, warnings).await
     }
 
     /// Puts what was found together.
     async fn assemble(
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
-        (format, stored): (MegatronFormat, Source),
+        options: &MegatronOpenOptions,
+        (format, stored): (StoredFormat, Source),
         common: Result<Common, MegatronError>,
         mut damage: Vec<String>,
         warnings: Vec<String>,
@@ -301,7 +301,7 @@ impl MegatronCheckpoint {
 
     /// In which format it was written.
     #[must_use]
-    pub fn format(&self) -> &MegatronFormat {
+    pub fn format(&self) -> &StoredFormat {
         &self.format
     }
 
@@ -314,7 +314,7 @@ impl MegatronCheckpoint {
     /// The checkpoint of PyTorch beneath one of `torch_dist`, as it is stored.
     #[must_use]
     pub fn raw(&self) -> Option<&Source> {
-        matches!(self.format, MegatronFormat::TorchDist { .. }).then_some(&self.stored)
+        matches!(self.format, StoredFormat::TorchDist { .. }).then_some(&self.stored)
     }
 
     /// What is stored, whatever the format, with its places.

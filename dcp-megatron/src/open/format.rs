@@ -238,7 +238,8 @@ impl CheckpointFormat for MegatronCoreFormat {
         place: &Place,
         options: &OpenOptions,
     ) -> Result<OpenedCheckpoint, CheckpointError> {
-        let how = crate::open::checkpoint::OpenOptions::default().with_tolerant(options.tolerant);
+        let how =
+            crate::open::checkpoint::MegatronOpenOptions::default().with_tolerant(options.tolerant);
         let opened = MegatronCheckpoint::open_folder(place.storage(), &how).await?;
         let is_recovered = !Arc::ptr_eq(&recovered(place.storage()).await?, place.storage());
         let notes = is_recovered.then(|| HALF_REPLACED.to_owned()).into_iter();

@@ -10,16 +10,16 @@ use dcp_core::metadata::Entry;
 
 use crate::disk::common_state::{COMMON_OBJECT, COMMON_STATE};
 use crate::error::MegatronError;
-use crate::open::checkpoint::{MegatronFormat, OpenOptions};
+use crate::open::checkpoint::{MegatronOpenOptions, StoredFormat};
 use crate::open::flattened::{self, Cells};
 
 /// The view of `raw`, the checkpoint of PyTorch, with the common state `common`. What is not
 /// stored flattened keeps its place, so its checksums are compared and its chunks copied.
 pub(crate) async fn view(
     raw: &Source,
-    format: &MegatronFormat,
+    format: &StoredFormat,
     common: Value,
-    options: &OpenOptions,
+    options: &MegatronOpenOptions,
     damage: &mut Vec<String>,
 ) -> Result<Source, MegatronError> {
     let metadata = raw.metadata().await?;
@@ -31,7 +31,7 @@ pub(crate) async fn view(
     view.format(format!("megatron_{}", format.name()));
     view.object(COMMON_STATE, None, common)?;
     let mut cells = Cells::default();
-    let plugged = matches!(format, MegatronFormat::Plugged { .. });
+    let plugged = matches!(format, StoredFormat::Plugged { .. });
     for (at, (fqn, entry)) in metadata.iter().enumerate() {
         // A plug-in's reader may be a view of this kind itself.
         if &**fqn == COMMON_OBJECT || plugged && &**fqn == COMMON_STATE {

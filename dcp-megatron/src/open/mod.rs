@@ -19,7 +19,7 @@ use dcp_core::Storage;
 use crate::disk::config::{CheckpointingConfig, METADATA_JSON};
 use crate::disk::tracker::TRACKER;
 use crate::error::MegatronError;
-use crate::open::checkpoint::{MegatronCheckpoint, OpenOptions};
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions};
 use crate::open::format::formats;
 use crate::open::run::MegatronRun;
 
@@ -38,7 +38,7 @@ impl MegatronCheckpoint {
     /// common state cannot be read, unless `options` are tolerant.
     pub async fn open(
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Self, MegatronError> {
         // To look for folders of ranks is to list all iterations of a run, which its tracker saves.
         let run = MegatronRun::new(Arc::clone(storage));
@@ -66,7 +66,7 @@ impl MegatronCheckpoint {
     /// Opens the latest checkpoint of a run; fails with `message` when it is none.
     async fn open_run(
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
         message: String,
     ) -> Result<Self, MegatronError> {
         let run = MegatronRun::new(Arc::clone(storage));

@@ -14,7 +14,7 @@ use dcp_formats::metadata::Profile;
 use crate::disk::config::{Backend, CheckpointingConfig};
 use crate::disk::tracker::Tracked;
 use crate::error::MegatronError;
-use crate::open::checkpoint::{MegatronCheckpoint, OpenOptions};
+use crate::open::checkpoint::{MegatronCheckpoint, MegatronOpenOptions};
 use crate::writer::{MegatronForm, MegatronWriter};
 
 /// Makes the writers of a backend.
@@ -54,7 +54,7 @@ pub struct WriterSettings {
 pub trait LoadStrategy: fmt::Debug + Send + Sync {
     /// The checkpoint in `storage`, which is its folder, never that of a run.
     ///
-    /// Of a plug-in, the [`strategies`](OpenOptions::strategies) in `options` are the default ones:
+    /// Of a plug-in, the [`strategies`](MegatronOpenOptions::strategies) in `options` are the default ones:
     /// it can open with them what it only changes a little.
     ///
     /// # Errors
@@ -63,7 +63,7 @@ pub trait LoadStrategy: fmt::Debug + Send + Sync {
     async fn open(
         &self,
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Opened, MegatronError>;
 }
 
@@ -99,7 +99,7 @@ impl Opened {
 /// was there for the same backend and version.
 ///
 /// [`save`](crate::save()) and [`load`](crate::load()) take them in their options; whatever else
-/// opens a checkpoint takes them in [`OpenOptions::with_strategies`]. The `dcp` command has the
+/// opens a checkpoint takes them in [`MegatronOpenOptions::with_strategies`]. The `dcp` command has the
 /// default ones and no way to register others: a program of one's own has.
 ///
 /// ```
@@ -199,7 +199,7 @@ impl Strategies {
     pub async fn open(
         &self,
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Opened, MegatronError> {
         let own = options.clone().with_strategies(self.clone());
         let shown = crate::disk::recovery::recovered(storage).await?;
@@ -263,7 +263,7 @@ impl LoadStrategy for AsMegatron {
     async fn open(
         &self,
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Opened, MegatronError> {
         let checkpoint = MegatronCheckpoint::open(storage, options).await?;
         let reader = Arc::clone(&checkpoint.source().reader);
@@ -288,7 +288,7 @@ mod tests {
         async fn open(
             &self,
             _: &Arc<dyn Storage>,
-            _: &OpenOptions,
+            _: &MegatronOpenOptions,
         ) -> Result<Opened, MegatronError> {
             Err(MegatronError::NotACheckpoint { message: "plugged in".to_owned() })
         }

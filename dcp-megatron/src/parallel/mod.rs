@@ -15,7 +15,7 @@
 //! # use dcp_core::{Collective, DType, Storage, TensorView, HostMemory};
 //! use dcp_megatron::parallel::{ParallelReader, ParallelSave};
 //! use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor};
-//! use dcp_megatron::{LoadOptions, SaveOptions, load, save};
+//! use dcp_megatron::{MegatronLoadOptions, MegatronSaveOptions, load, save};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), dcp_megatron::MegatronError> {
@@ -30,10 +30,10 @@
 //!
 //! // One for all saves of the process.
 //! let share = Arc::new(ParallelSave::new(Arc::clone(&replicas)).world_rank(rank));
-//! let options = SaveOptions::new().group(Arc::clone(&world)).distribution(share);
+//! let options = MegatronSaveOptions::new().group(Arc::clone(&world)).distribution(share);
 //! save(&state, &storage, &options).await?;
 //!
-//! let options = LoadOptions::new().group(world).reader(move |inner| {
+//! let options = MegatronLoadOptions::new().group(world).reader(move |inner| {
 //!     Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
 //! });
 //! load(&state, &storage, &options).await?;

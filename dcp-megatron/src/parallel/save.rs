@@ -22,7 +22,7 @@ use crate::sharded::ShardedTensor;
 /// `FullyParallelSaveStrategyWrapper`.
 ///
 /// Every rank of the group makes one, keeps it for all its saves, and gives it to
-/// [`SaveOptions::distribution`](crate::SaveOptions::distribution): one rank's copy of every shard
+/// [`MegatronSaveOptions::distribution`](crate::MegatronSaveOptions::distribution): one rank's copy of every shard
 /// becomes the main replica. Objects stay with whom they are. For saves of another kind there is
 /// [`redistribute`](Self::redistribute).
 ///

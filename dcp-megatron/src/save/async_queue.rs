@@ -35,14 +35,14 @@ use crate::error::MegatronError;
 /// # use dcp_conformance::MemoryStorage;
 /// # use dcp_core::{Storage, Value};
 /// use dcp_megatron::sharded::ShardedStateDict;
-/// use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, MegatronRun, SaveOptions, Tracked, async_save, write_tracker};
+/// use dcp_megatron::{AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, MegatronRun, MegatronSaveOptions, Tracked, async_save, write_tracker};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), dcp_megatron::MegatronError> {
 /// # let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
 /// # let state = ShardedStateDict::from([("step", Value::Int(10))]);
 /// // Once: in a job of several ranks, each of the three with a group of its own.
-/// let options = SaveOptions::new();
+/// let options = MegatronSaveOptions::new();
 /// let background = MegatronBackgroundSaver::new(None);
 /// let mut queue = AsyncCallsQueue::new(None);
 ///

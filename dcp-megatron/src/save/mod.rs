@@ -30,7 +30,7 @@ use crate::sharded::{
     ShardedValue, sharded_leaves, validate_sharding_integrity,
 };
 
-pub use options::SaveOptions;
+pub use options::MegatronSaveOptions;
 use options::saver;
 
 /// The member of the common state that says what the content is like.
@@ -46,7 +46,7 @@ const RUNTIME_GROUP: &str = "dp_cp_group";
 pub trait SaveDistribution: fmt::Debug + Send + Sync {
     /// For each of the shards, in their order, whether this rank writes it. What it does not
     /// write, another rank must. The replica ids of the shards are those of the state; when the
-    /// save is [validated](SaveOptions::validate_access_integrity), they are known to be right.
+    /// save is [validated](MegatronSaveOptions::validate_access_integrity), they are known to be right.
     ///
     /// # Errors
     ///
@@ -71,7 +71,7 @@ pub trait SaveDistribution: fmt::Debug + Send + Sync {
 pub async fn save(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
-    options: &SaveOptions,
+    options: &MegatronSaveOptions,
 ) -> Result<SaveSummary, MegatronError> {
     let Ready { flat, writer, .. } = ready(state, storage, options, None).await?;
     Ok(options.saver.save(&flat, &*writer).await?)
@@ -96,7 +96,7 @@ pub async fn save(
 pub async fn async_save(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
-    options: &SaveOptions,
+    options: &MegatronSaveOptions,
     background: &MegatronBackgroundSaver,
 ) -> Result<PendingSave, MegatronError> {
     let Ready { flat, staged, writer } = ready(state, storage, options, Some(background)).await?;
@@ -114,7 +114,7 @@ pub struct MegatronBackgroundSaver {
 
 impl MegatronBackgroundSaver {
     /// For this process alone, or with the ranks of `group`, which nothing else uses: those of the
-    /// group of [`SaveOptions`], in the same order.
+    /// group of [`MegatronSaveOptions`], in the same order.
     #[must_use]
     pub fn new(group: Option<Arc<dyn Collective>>) -> Self {
         let (rank, world_size) = group.as_ref().map_or((0, 1), |g| (g.rank(), g.world_size()));
@@ -162,7 +162,7 @@ struct Own {
 async fn ready(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
-    options: &SaveOptions,
+    options: &MegatronSaveOptions,
     background: Option<&MegatronBackgroundSaver>,
 ) -> Result<Ready, MegatronError> {
     let group = Group::new(options.group.clone(), 0)?;
@@ -174,7 +174,7 @@ async fn ready(
 async fn agreed(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
-    options: &SaveOptions,
+    options: &MegatronSaveOptions,
     background: Option<&MegatronBackgroundSaver>,
     group: &Group,
 ) -> Result<Ready, MegatronError> {
@@ -248,7 +248,7 @@ fn problems<'a>(
     Ok(validate_sharding_integrity(&ranks).err())
 }
 
-impl SaveOptions {
+impl MegatronSaveOptions {
     fn prepare(&self, state: &ShardedStateDict) -> Result<ToSave, MegatronError> {
         let mut prepared = prepare::to_save(state, self.allow_mixed_lists)?;
         if let Some(content) = &self.content_metadata {

@@ -24,7 +24,7 @@ type Preprocess = dyn Fn(&Dict) -> Dict + Send + Sync;
 /// One kept for several saves remembers plans between them, so that unchanged states exchange a
 /// few bytes only.
 #[derive(Clone)]
-pub struct SaveOptions {
+pub struct MegatronSaveOptions {
     pub(super) group: Option<Arc<dyn Collective>>,
     pub(super) saver: Saver,
     pub(super) strategies: Strategies,
@@ -38,7 +38,7 @@ pub struct SaveOptions {
     pub(super) settings: WriterSettings,
 }
 
-impl Default for SaveOptions {
+impl Default for MegatronSaveOptions {
     /// This process alone, to `torch_dist` in the form that most versions read, everything
     /// checked, nothing replaced.
     fn default() -> Self {
@@ -63,7 +63,7 @@ pub(super) fn saver() -> Saver {
     Saver::new().flatten_rule(FlattenRule::TopLevel)
 }
 
-impl SaveOptions {
+impl MegatronSaveOptions {
     /// The default options.
     #[must_use]
     pub fn new() -> Self {
@@ -190,9 +190,9 @@ impl SaveOptions {
     }
 }
 
-impl fmt::Debug for SaveOptions {
+impl fmt::Debug for MegatronSaveOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SaveOptions")
+        f.debug_struct("MegatronSaveOptions")
             .field("backend", &self.backend)
             .field("validate", &self.validate)
             .field("common_must_agree", &self.common_must_agree)

@@ -108,21 +108,21 @@ impl ExpertGrid {
 
     /// The same at a position of a layer axis.
     #[must_use]
-    pub fn layer(mut self, position: u64, layers: u64) -> Self {
+    pub fn with_layer(mut self, position: u64, layers: u64) -> Self {
         self.layer = Some((position, layers));
         self
     }
 
     /// The same with `axis` of each expert's weight `[out, in]` cut.
     #[must_use]
-    pub fn tensor_parallel(mut self, axis: usize, position: u64, ranks: u64) -> Self {
+    pub fn with_tensor_parallel(mut self, axis: usize, position: u64, ranks: u64) -> Self {
         self.tensor_parallel = Some((axis, position, ranks));
         self
     }
 
     /// The same with gate and up halves or not.
     #[must_use]
-    pub fn gated(mut self, gated: bool) -> Self {
+    pub fn with_gated(mut self, gated: bool) -> Self {
         self.gated = gated;
         self
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dcp_core::value::Dict;
 use dcp_core::{Key, Storage, Value};
-use dcp_formats::Progress;
+use dcp_formats::ByteProgress;
 use dcp_formats::dcp::{DcpWriterBuilder, FileLayout};
 use dcp_formats::metadata::Profile;
 
@@ -89,7 +89,7 @@ impl MegatronWriterBuilder {
     }
 
     /// Reports the bytes written.
-    pub fn progress(mut self, progress: Progress) -> Self {
+    pub fn progress(mut self, progress: ByteProgress) -> Self {
         self.dcp = self.dcp.progress(progress);
         self
     }

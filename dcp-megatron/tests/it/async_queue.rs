@@ -14,8 +14,8 @@ use dcp_core::{
 use dcp_engine::{BackgroundSaver, Loader, Saver};
 use dcp_megatron::disk::TRACKER;
 use dcp_megatron::{
-    AsyncCallsQueue, AsyncRequest, MegatronCheckpoint, MegatronError, MegatronRun, MegatronWriter,
-    OpenOptions, Tracked, write_tracker,
+    AsyncCallsQueue, AsyncRequest, MegatronCheckpoint, MegatronError, MegatronOpenOptions,
+    MegatronRun, MegatronWriter, Tracked, write_tracker,
 };
 use tokio::sync::Notify;
 
@@ -133,7 +133,7 @@ fn request(
 
 /// Which checkpoint a run is at, and what is in it.
 fn latest(run: &Arc<dyn Storage>) -> (Tracked, i64) {
-    let opened = block_on(MegatronCheckpoint::open(run, &OpenOptions::default())).unwrap();
+    let opened = block_on(MegatronCheckpoint::open(run, &MegatronOpenOptions::default())).unwrap();
     let iteration = opened.common().get("iteration").and_then(Value::as_int).unwrap();
     (opened.which().unwrap(), iteration)
 }
@@ -159,7 +159,7 @@ fn a_save_is_of_the_state_when_it_was_scheduled_and_the_tracker_comes_last() {
         });
     });
     assert_eq!(latest(&run), (Tracked::Iteration(10), 10));
-    let opened = block_on(MegatronCheckpoint::open(&run, &OpenOptions::default())).unwrap();
+    let opened = block_on(MegatronCheckpoint::open(&run, &MegatronOpenOptions::default())).unwrap();
     let weight = Tensor::zeros(DType::Int64, [6]).unwrap();
     let mut state = StateDict::from_iter([("weight", Value::Tensor(weight.clone()))]);
     block_on(Loader::new().load(&mut state, &*opened.source().reader)).unwrap();

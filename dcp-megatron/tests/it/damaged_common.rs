@@ -10,7 +10,7 @@ use dcp_formats::dcp::DcpWriter;
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::partition::ParallelLayout;
-use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions, verify};
+use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, MegatronWriter, verify};
 
 use crate::support::{block_on, fixture, get, in_memory, put};
 
@@ -26,7 +26,8 @@ fn what_is_made_of_a_damaged_common_state_passes_every_check() {
             bytes[at] ^= 1 << (at % 8);
             put(&*whole, "common.pt", bytes);
             let storage = Arc::clone(&whole) as Arc<dyn Storage>;
-            let opened = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default()));
+            let opened =
+                block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default()));
             let Ok(checkpoint) = opened else { continue };
             let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
             let writer = DcpWriter::new(Arc::clone(&target));
@@ -66,7 +67,7 @@ fn damage_beside_the_values_of_a_common_state_is_not_carried_over() {
     for (common, is_whole) in [(common.to_vec(), true), (damaged, false)] {
         put(&*whole, "common.pt", common);
         let storage = Arc::clone(&whole) as Arc<dyn Storage>;
-        let opened = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default()));
+        let opened = block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default()));
         let options = JobOptions::default();
         let target: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
         let writer = DcpWriter::new(Arc::clone(&target));

@@ -7,13 +7,13 @@ use dcp_convert::JobOptions;
 use dcp_core::Storage;
 use dcp_megatron::jobs::{Description, to_torch_dist};
 use dcp_megatron::partition::ParallelLayout;
-use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions};
+use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, MegatronWriter};
 
 use crate::fixtures::OPENED;
 use crate::support::{block_on, stored};
 
 fn open(storage: &Arc<dyn Storage>) -> MegatronCheckpoint {
-    block_on(MegatronCheckpoint::open(storage, &OpenOptions::default())).unwrap()
+    block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default())).unwrap()
 }
 
 fn described(storage: &Arc<dyn Storage>) -> Description {

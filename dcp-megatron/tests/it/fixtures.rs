@@ -7,16 +7,16 @@ use dcp_convert::read::read_objects;
 use dcp_convert::{JobOptions, Source, find};
 use dcp_core::metadata::Entry;
 use dcp_megatron::disk::{COMMON_OBJECT, COMMON_STATE, CommonPlace};
-use dcp_megatron::{MegatronCheckpoint, MegatronFormat, OpenOptions};
+use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, StoredFormat};
 
 use crate::expected;
 use crate::support::{block_on, expected_json, expected_tensors, fixture, stored};
 
-const IN_FILE: MegatronFormat = MegatronFormat::TorchDist { common: CommonPlace::File };
-const INSIDE: MegatronFormat = MegatronFormat::TorchDist { common: CommonPlace::Inside };
+const IN_FILE: StoredFormat = StoredFormat::TorchDist { common: CommonPlace::File };
+const INSIDE: StoredFormat = StoredFormat::TorchDist { common: CommonPlace::Inside };
 
 /// What opens as a checkpoint of Megatron-Core: the fixture, and its format.
-pub(crate) const OPENED: &[(&str, MegatronFormat)] = &[
+pub(crate) const OPENED: &[(&str, StoredFormat)] = &[
     ("factories", IN_FILE),
     ("gpt_async", IN_FILE),
     ("gpt_dp2_dp_reshardable", IN_FILE),
@@ -42,11 +42,11 @@ pub(crate) const OPENED: &[(&str, MegatronFormat)] = &[
     ("v015_gpt_tp2dp2_swiglu_fs_model_space", IN_FILE),
     ("v015_moe_singleton", IN_FILE),
     ("v06_basic_torch21", IN_FILE),
-    ("v06_zarr", MegatronFormat::Zarr),
+    ("v06_zarr", StoredFormat::Zarr),
     ("v09_basic_torch24", IN_FILE),
     ("v09_flattened_torch24", IN_FILE),
     ("v09_gpt_dp2_fs_bucket_space", IN_FILE),
-    ("v09_zarr", MegatronFormat::Zarr),
+    ("v09_zarr", StoredFormat::Zarr),
 ];
 
 /// Fixtures that are no checkpoints of `dist_checkpointing`, and what tests them instead.
@@ -70,7 +70,8 @@ fn every_fixture_is_looked_at() {
 fn every_fixture_equals_what_is_expected() {
     for (name, format) in OPENED {
         let storage = stored(name);
-        let checkpoint = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default()));
+        let checkpoint =
+            block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default()));
         let checkpoint = checkpoint.unwrap_or_else(|error| panic!("{name}: {error:?}"));
         assert_eq!(checkpoint.format(), format, "{name}");
         assert_eq!(checkpoint.warnings(), [""; 0], "{name}");

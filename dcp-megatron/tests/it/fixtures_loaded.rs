@@ -8,7 +8,8 @@ use dcp_megatron::sharded::{
     LocalTensor, ObjectKey, ShardedObject, ShardedStateDict, ShardedTensor, ShardedValue, extract,
 };
 use dcp_megatron::{
-    LoadOptions, Loaded, MegatronCheckpoint, OpenOptions, SaveOptions, StrictHandling, load, save,
+    Loaded, MegatronCheckpoint, MegatronLoadOptions, MegatronOpenOptions, MegatronSaveOptions,
+    StrictHandling, load, save,
 };
 
 use crate::fixtures::OPENED;
@@ -20,7 +21,8 @@ const RANKS: u64 = 3;
 /// What one of three ranks asks for: uneven slabs along the longest axis of every tensor, and
 /// every third object.
 fn request(storage: &Arc<dyn Storage>, rank: u64) -> ShardedStateDict {
-    let opened = block_on(MegatronCheckpoint::open(storage, &OpenOptions::default())).unwrap();
+    let opened =
+        block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default())).unwrap();
     let metadata = block_on(opened.source().metadata()).unwrap();
     let mut request = ShardedStateDict::new();
     for (number, (fqn, entry)) in (0_u64..).zip(metadata.iter()) {
@@ -82,7 +84,7 @@ fn every_fixture_is_loaded_strictly_in_three_uneven_parts() {
         on_ranks(u32::try_from(RANKS).unwrap(), |rank, group| {
             let request = request(&storage, rank);
             // One rank requests objects as the main replica, others request copies.
-            let options = LoadOptions::new().group(group).strict(StrictHandling::RaiseAll);
+            let options = MegatronLoadOptions::new().group(group).strict(StrictHandling::RaiseAll);
             let loaded = block_on(load(&request, &storage, &options));
             check(name, &loaded.unwrap_or_else(|error| panic!("{name}: {error}")), rank);
         });
@@ -96,7 +98,7 @@ fn every_fixture_is_saved_again_by_three_ranks() {
         let (storage, again) = (stored(name), memory());
         on_ranks(u32::try_from(RANKS).unwrap(), |rank, group| {
             let request = request(&storage, rank);
-            let options = LoadOptions::new().group(Arc::clone(&group));
+            let options = MegatronLoadOptions::new().group(Arc::clone(&group));
             let options = options.validate_access_integrity(false);
             let loaded = block_on(load(&request, &storage, &options)).unwrap();
             let filled: ShardedStateDict = request
@@ -110,10 +112,10 @@ fn every_fixture_is_saved_again_by_three_ranks() {
                     Some((key.clone(), shard.clone().with_data(data).unwrap()))
                 })
                 .collect();
-            let saving = SaveOptions::new().group(Arc::clone(&group));
+            let saving = MegatronSaveOptions::new().group(Arc::clone(&group));
             block_on(save(&filled, &again, &saving)).unwrap_or_else(|e| panic!("{name}: {e}"));
             let (tensors, _) = extract(request, |leaf| matches!(leaf, ShardedValue::Tensor(_)));
-            let loaded = block_on(load(&tensors, &again, &LoadOptions::new().group(group)));
+            let loaded = block_on(load(&tensors, &again, &MegatronLoadOptions::new().group(group)));
             check(name, &loaded.unwrap(), rank);
         });
     }

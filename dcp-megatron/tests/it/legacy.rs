@@ -19,7 +19,7 @@ use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::optimizer::per_parameter_of_legacy;
 use dcp_megatron::partition::ParallelLayout;
 use dcp_megatron::{
-    MegatronCheckpoint, MegatronError, MegatronFormat, MegatronWriter, OpenOptions,
+    MegatronCheckpoint, MegatronError, MegatronOpenOptions, MegatronWriter, StoredFormat,
 };
 
 use crate::expected;
@@ -28,7 +28,7 @@ use crate::support::{block_on, copy, expected_json, expected_tensors, get, put, 
 pub(crate) const RUN: &str = "run_legacy_torch_tp2";
 
 pub(crate) fn open(storage: &Arc<dyn Storage>) -> Result<MegatronCheckpoint, MegatronError> {
-    block_on(MegatronCheckpoint::open(storage, &OpenOptions::default()))
+    block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default()))
 }
 
 pub(crate) fn tensors(source: &Source) -> BTreeMap<String, (Vec<u64>, Vec<u8>)> {
@@ -50,7 +50,7 @@ fn beside(a: &[u8], b: &[u8], rows: usize) -> Vec<u8> {
 #[test]
 fn the_fixture_is_merged_under_the_names_of_distributed_checkpoints() {
     let checkpoint = open(&stored(RUN)).unwrap();
-    assert_eq!(*checkpoint.format(), MegatronFormat::Legacy { tp: 2, pp: 1, ep: 1 });
+    assert_eq!(*checkpoint.format(), StoredFormat::Legacy { tp: 2, pp: 1, ep: 1 });
     assert_eq!(checkpoint.optimizer_files().len(), 2);
     assert!(checkpoint.warnings()[0].contains("2 of distrib_optim.pt"));
     let of_rank = |rank: usize, name: &str| {
@@ -317,7 +317,7 @@ pub(crate) fn synthetic(change: impl Fn(&mut RankFile, u32, u32, u32)) -> Arc<dy
 #[test]
 fn stages_chunks_experts_and_gates_come_together() {
     let checkpoint = open(&synthetic(|_, _, _, _| {})).unwrap();
-    assert_eq!(*checkpoint.format(), MegatronFormat::Legacy { tp: 2, pp: 2, ep: 2 });
+    assert_eq!(*checkpoint.format(), StoredFormat::Legacy { tp: 2, pp: 2, ep: 2 });
     let found = tensors(checkpoint.source());
     let whole = |layer: u64, what: u8, rows: usize| -> Vec<u8> {
         (0..rows).flat_map(|n| [row(layer, what, n); 3]).collect()

@@ -8,16 +8,16 @@ use dcp_core::value::Dict;
 use dcp_core::{Storage, Value};
 use dcp_formats::torch_save::encode_value;
 use dcp_megatron::disk::{COMMON_FILE, COMMON_OBJECT, COMMON_STATE, TRACKER};
-use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronRun, OpenOptions, Tracked};
+use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronOpenOptions, MegatronRun, Tracked};
 
 use crate::support::{block_on, fixture, get, in_memory, names, put, remove, stored};
 
 fn open(storage: &Arc<dyn Storage>) -> Result<MegatronCheckpoint, MegatronError> {
-    block_on(MegatronCheckpoint::open(storage, &OpenOptions::default()))
+    block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default()))
 }
 
 fn tolerantly(storage: &Arc<dyn Storage>) -> Result<MegatronCheckpoint, MegatronError> {
-    block_on(MegatronCheckpoint::open(storage, &OpenOptions::default().with_tolerant(true)))
+    block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default().with_tolerant(true)))
 }
 
 /// Why it does not open, causes and all.

@@ -13,19 +13,19 @@ use dcp_megatron::optimizer::{
     per_parameter, per_parameter_of_legacy, restart_optimizer,
 };
 use dcp_megatron::partition::ParallelLayout;
-use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronWriter, OpenOptions};
+use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronOpenOptions, MegatronWriter};
 use dcp_megatron::{disk::COMMON_STATE, jobs::to_torch_dist};
 
 use crate::support::{Tensors, block_on, expected_json, expected_tensors, stored};
 
 pub(crate) fn open(fixture: &str) -> MegatronCheckpoint {
-    block_on(MegatronCheckpoint::open(&stored(fixture), &OpenOptions::default())).unwrap()
+    block_on(MegatronCheckpoint::open(&stored(fixture), &MegatronOpenOptions::default())).unwrap()
 }
 
 pub(crate) fn shown(fixture: &str) -> PerParameter {
     let checkpoint = open(fixture);
-    let job = JobOptions::default();
-    block_on(per_parameter(checkpoint.source(), checkpoint.common(), &job)).unwrap()
+    let (source, common) = (checkpoint.source(), checkpoint.common());
+    block_on(per_parameter(source, common, &JobOptions::default())).unwrap()
 }
 
 /// The tensors of a checkpoint for whose names `keep` holds: shape and bytes.
@@ -46,8 +46,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 fn verdict(source: &Source, common: &dcp_core::value::Dict, depth: CheckDepth) -> OptimizerVerdict {
-    let job = JobOptions::default();
-    block_on(check_optimizer(source, common, depth, &job)).unwrap().verdict
+    block_on(check_optimizer(source, common, depth, &JobOptions::default())).unwrap().verdict
 }
 
 const FORMATS: &[(&str, OptimizerFormat)] = &[
@@ -488,7 +487,8 @@ fn what_was_flat_is_written_for_ranks_of_another_layout() {
     let writer = MegatronWriter::builder(Arc::clone(&storage));
     let layout = ParallelLayout::new(2, 1);
     block_on(to_torch_dist(&shown.source, writer, layout, &job)).unwrap();
-    let written = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
+    let opened = MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default());
+    let written = block_on(opened).unwrap();
     let found = tensors(written.source(), |_| true);
     assert_eq!(found, expected_tensors("head020_fully_reshardable_multibucket"));
     let verdict = verdict(written.source(), written.common(), CheckDepth::Full);

@@ -8,7 +8,8 @@ use dcp_core::{Storage, Value};
 use dcp_megatron::disk::{recovered, verify_integrity};
 use dcp_megatron::sharded::ShardedStateDict;
 use dcp_megatron::{
-    LoadOptions, MegatronCheckpoint, MegatronForm, MegatronWriter, OpenOptions, load as load_state,
+    MegatronCheckpoint, MegatronForm, MegatronLoadOptions, MegatronOpenOptions, MegatronWriter,
+    load as load_state,
 };
 
 use crate::ranks::on_boxed_ranks;
@@ -41,7 +42,7 @@ fn trap_10_a_save_that_dies_is_the_old_checkpoint_the_new_one_or_none() {
                 let inner = copy(&*place);
                 let storage = FaultStorage::new(inner.clone());
                 let storage = match torn {
-                    true => storage.with_fault(n, Fault::Tear),
+                    true => storage.fault(n, Fault::Tear),
                     false => storage.dying_after(n - 1),
                 };
                 let saved = save(&other_source(), &writer(Arc::new(storage.clone()), to, 2));
@@ -80,7 +81,8 @@ fn trap_10_a_save_that_dies_is_the_old_checkpoint_the_new_one_or_none() {
                 );
                 assert_eq!(load_recovered(&inner), ours, "{when}");
                 let opened = inner.clone() as Arc<dyn Storage>;
-                let opened = block_on(MegatronCheckpoint::open(&opened, &OpenOptions::default()));
+                let opened =
+                    block_on(MegatronCheckpoint::open(&opened, &MegatronOpenOptions::default()));
                 let common = opened.unwrap().common().clone();
                 let seed = common.get("iteration").and_then(Value::as_int);
                 assert_eq!(seed, ours.map(|ours| ours.1), "{when}");
@@ -154,7 +156,7 @@ fn the_ranks_of_a_group_load_what_an_overwrite_that_died_left() {
         left += 1;
         let loaded = on_boxed_ranks(2, |_, group| {
             let inner = inner.clone() as Arc<dyn Storage>;
-            let options = LoadOptions::new().group(group.into());
+            let options = MegatronLoadOptions::new().group(group.into());
             block_on(load_state(&ShardedStateDict::new(), &inner, &options)).unwrap().state
         });
         let seeds: Vec<_> = loaded

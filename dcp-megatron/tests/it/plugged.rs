@@ -22,8 +22,8 @@ use dcp_megatron::sharded::{
 };
 use dcp_megatron::strategy::{LoadStrategy, Opened, SaveStrategy, Strategies, WriterSettings};
 use dcp_megatron::{
-    LoadOptions, MegatronCheckpoint, MegatronError, MegatronFormat, MegatronRun, OpenOptions,
-    SaveOptions, Tracked, load, save, verify,
+    MegatronCheckpoint, MegatronError, MegatronLoadOptions, MegatronOpenOptions, MegatronRun,
+    MegatronSaveOptions, StoredFormat, Tracked, load, save, verify,
 };
 
 use crate::small_model::{memory, on_ranks, tensors, view};
@@ -60,7 +60,7 @@ impl LoadStrategy for Mine {
     async fn open(
         &self,
         storage: &Arc<dyn Storage>,
-        _: &OpenOptions,
+        _: &MegatronOpenOptions,
     ) -> Result<Opened, MegatronError> {
         let bytes = storage.read_all(&Key::new(COMMON).unwrap()).await?;
         let Value::Dict(common) = Value::from_wire(&bytes).unwrap() else { panic!("no dict") };
@@ -141,12 +141,12 @@ fn saved(storage: &Arc<dyn Storage>) {
         state.insert("iteration", Value::Int(3));
         let content = Dict::from([("kind", "mine")]);
         state.insert("content_metadata", Value::Dict(content));
-        let options = SaveOptions::new().group(group).strategy(strategies(), backend());
+        let options = MegatronSaveOptions::new().group(group).strategy(strategies(), backend());
         block_on(save(&state, storage, &options)).unwrap();
     });
 }
 
-fn loads(storage: &Arc<dyn Storage>, options: &LoadOptions) {
+fn loads(storage: &Arc<dyn Storage>, options: &MegatronLoadOptions) {
     on_ranks(2, |rank, group| {
         // The other rank requests the halves.
         let other = 1 - rank;
@@ -173,11 +173,11 @@ fn a_checkpoint_of_another_backend_comes_and_goes() {
     let json = String::from_utf8(get(&*storage, "metadata.json").unwrap()).unwrap();
     assert!(json.contains(r#""sharded_backend": "mine", "sharded_backend_version": 4"#), "{json}");
     assert!(get(&*storage, "common.pt").is_none());
-    loads(&storage, &LoadOptions::new().strategies(strategies()));
-    let open = OpenOptions::default().with_strategies(strategies());
-    loads(&storage, &LoadOptions::new().open_options(open));
+    loads(&storage, &MegatronLoadOptions::new().strategies(strategies()));
+    let open = MegatronOpenOptions::default().with_strategies(strategies());
+    loads(&storage, &MegatronLoadOptions::new().open_options(open));
     let nothing = ShardedStateDict::new();
-    let error = block_on(load(&nothing, &storage, &LoadOptions::new())).unwrap_err();
+    let error = block_on(load(&nothing, &storage, &MegatronLoadOptions::new())).unwrap_err();
     assert!(matches!(error, MegatronError::NoStrategy { .. }), "{error}");
 }
 
@@ -185,9 +185,9 @@ fn a_checkpoint_of_another_backend_comes_and_goes() {
 fn every_way_in_asks_the_strategies_it_is_given() {
     let storage = memory();
     saved(&storage);
-    let options = OpenOptions::default().with_strategies(strategies());
+    let options = MegatronOpenOptions::default().with_strategies(strategies());
     let checkpoint = block_on(MegatronCheckpoint::open(&storage, &options)).unwrap();
-    assert_eq!(*checkpoint.format(), MegatronFormat::Plugged { backend: backend() });
+    assert_eq!(*checkpoint.format(), StoredFormat::Plugged { backend: backend() });
     assert_eq!(checkpoint.format().name(), "mine");
     let metadata = block_on(checkpoint.source().metadata()).unwrap();
     assert!(metadata.get(COMMON_STATE).is_some());
@@ -224,8 +224,8 @@ fn a_run_of_another_backend_is_opened_by_its_tracker() {
     let run = MegatronRun::new(Arc::clone(&storage));
     saved(&run.checkpoint(Tracked::Iteration(3)).unwrap());
     put(&*storage, TRACKER, b"3".to_vec());
-    loads(&storage, &LoadOptions::new().strategies(strategies()));
-    let options = OpenOptions::default().with_strategies(strategies());
+    loads(&storage, &MegatronLoadOptions::new().strategies(strategies()));
+    let options = MegatronOpenOptions::default().with_strategies(strategies());
     let opened = block_on(MegatronCheckpoint::open(&storage, &options)).unwrap();
     assert_eq!(opened.which(), Some(Tracked::Iteration(3)));
 }
@@ -239,7 +239,7 @@ impl LoadStrategy for Renamed {
     async fn open(
         &self,
         storage: &Arc<dyn Storage>,
-        options: &OpenOptions,
+        options: &MegatronOpenOptions,
     ) -> Result<Opened, MegatronError> {
         let checkpoint = MegatronCheckpoint::open(storage, options).await?;
         let mut common = checkpoint.common().clone();
@@ -253,15 +253,16 @@ fn a_strategy_may_stand_on_the_one_that_it_replaces() {
     let storage = memory();
     let weight = ShardedTensor::from_rank_offsets("w", view(&[1], vec![1; 4])).build().unwrap();
     let state = ShardedStateDict::from([("w", weight)]);
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     let torch_dist = Backend::first("torch_dist");
     let strategies = Strategies::default().with_load(torch_dist, Arc::new(Renamed));
-    let options = OpenOptions::default().with_strategies(strategies);
+    let options = MegatronOpenOptions::default().with_strategies(strategies);
     let common = block_on(load_common_state_dict_with(&storage, &options)).unwrap();
     assert!(common.get("renamed").is_some());
-    let loaded = block_on(load(&state, &storage, &LoadOptions::new().open_options(options)));
+    let loaded =
+        block_on(load(&state, &storage, &MegatronLoadOptions::new().open_options(options)));
     assert!(loaded.unwrap().state.get("renamed").is_some());
-    let none = OpenOptions::default().with_strategies(Strategies::empty());
+    let none = MegatronOpenOptions::default().with_strategies(Strategies::empty());
     let error = block_on(MegatronCheckpoint::open(&storage, &none)).unwrap_err();
     assert!(matches!(error, MegatronError::NoStrategy { .. }), "{error}");
 }

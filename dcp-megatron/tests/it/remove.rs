@@ -8,7 +8,7 @@ use dcp_convert::JobOptions;
 use dcp_core::{Storage, StorageErrorKind};
 use dcp_megatron::disk::{TRACKER, verify_integrity, write_integrity};
 use dcp_megatron::jobs::remove_sharded_tensors;
-use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronRun, OpenOptions, Tracked};
+use dcp_megatron::{MegatronCheckpoint, MegatronError, MegatronOpenOptions, MegatronRun, Tracked};
 
 use crate::support::{block_on, expected_tensors, get, names, put, remove, stored};
 
@@ -19,7 +19,8 @@ fn the_optimizer_of_a_hinted_checkpoint_takes_its_files_with_it() {
     let files: Vec<_> = removed.files.iter().map(ToString::to_string).collect();
     assert_eq!(files, ["optimizer.__0_2.distcp", "optimizer.__0_3.distcp"]);
     assert!(!names(&*storage).iter().any(|name| name.starts_with("optimizer.")));
-    let left = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
+    let left =
+        block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default())).unwrap();
     let metadata = block_on(left.source().metadata()).unwrap();
     for (key, (_, bytes)) in expected_tensors("gpt_separation_hint") {
         assert_eq!(metadata.get(&key).is_none(), key.starts_with("optimizer."), "{key}");
@@ -45,7 +46,8 @@ fn files_that_others_need_stay_and_the_manifest_is_written_again() {
     // The common state is no tensor, whatever it is called.
     let removed = block_on(remove_sharded_tensors(&storage, "")).unwrap();
     assert!(!removed.entries.is_empty());
-    let left = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
+    let left =
+        block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default())).unwrap();
     assert!(!left.common().is_empty());
 }
 
@@ -104,7 +106,7 @@ fn a_removal_that_fails_leaves_the_manifest_it_found() {
     for n in 1.. {
         let storage = stored("head020_basic_integrity");
         let fault = Fault::Fail(StorageErrorKind::Full);
-        let failing = Arc::new(FaultStorage::new(Arc::clone(&storage)).with_fault(n, fault));
+        let failing = Arc::new(FaultStorage::new(Arc::clone(&storage)).fault(n, fault));
         let as_storage: Arc<dyn Storage> = Arc::clone(&failing) as _;
         let outcome = block_on(remove_sharded_tensors(&as_storage, "col."));
         let (now, kept) = (get(&*storage, ".metadata"), get(&*storage, "integrity.json"));
@@ -126,7 +128,7 @@ fn a_removal_that_fails_leaves_the_manifest_it_found() {
 #[test]
 fn a_removal_that_dies_leaves_the_old_checkpoint_or_the_new_one() {
     let entries = |storage: &Arc<dyn Storage>| {
-        let opened = block_on(MegatronCheckpoint::open(storage, &OpenOptions::default()));
+        let opened = block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default()));
         let opened = opened.unwrap();
         block_on(dcp_convert::verify(opened.raw().unwrap(), true, &JobOptions::default()))
             .map(|report| assert_eq!(report.problems, []))

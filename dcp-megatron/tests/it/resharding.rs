@@ -7,8 +7,8 @@ use dcp_core::{Collective, DType, Region, Storage, Value};
 use dcp_megatron::parallel::ParallelReader;
 use dcp_megatron::sharded::{LocalTensor, ShardedStateDict, ShardedTensor};
 use dcp_megatron::{
-    LoadOptions, Loaded, MegatronBackgroundSaver, MegatronError, MegatronForm, SaveOptions,
-    async_save, load, save,
+    Loaded, MegatronBackgroundSaver, MegatronError, MegatronForm, MegatronLoadOptions,
+    MegatronSaveOptions, async_save, load, save,
 };
 use proptest::prelude::*;
 
@@ -18,7 +18,13 @@ use crate::small_model::{
 };
 use crate::support::{block_on, names};
 
-fn save_model(storage: &Arc<dyn Storage>, tp: u64, pp: u64, dp: u64, options: &SaveOptions) {
+fn save_model(
+    storage: &Arc<dyn Storage>,
+    tp: u64,
+    pp: u64,
+    dp: u64,
+    options: &MegatronSaveOptions,
+) {
     let ranks = u32::try_from(tp * pp * dp).unwrap();
     on_ranks(ranks, |rank, group| {
         let at = Layout::of(rank, tp, pp);
@@ -34,7 +40,8 @@ fn load_model(storage: &Arc<dyn Storage>, tp: u64, pp: u64, fill: Fill) {
     on_ranks(ranks, |rank, group| {
         let at = Layout::of(rank, tp, pp);
         let request = model(at, fill);
-        let loaded = block_on(load(&request, storage, &LoadOptions::new().group(group))).unwrap();
+        let loaded =
+            block_on(load(&request, storage, &MegatronLoadOptions::new().group(group))).unwrap();
         let expected = held(&model(at, Fill::Model));
         assert_eq!(tensors(&loaded.state), expected, "{at:?}");
         if fill == Fill::Zeros {
@@ -51,7 +58,7 @@ fn load_model(storage: &Arc<dyn Storage>, tp: u64, pp: u64, fill: Fill) {
 fn tp2_pp2_is_loaded_as_tp1_pp4_and_as_tp4() {
     for form in [MegatronForm::CommonFile, MegatronForm::CommonInside] {
         let storage = memory();
-        save_model(&storage, 2, 2, 1, &SaveOptions::new().form(form));
+        save_model(&storage, 2, 2, 1, &MegatronSaveOptions::new().form(form));
         for (tp, pp) in [(1, 4), (4, 1), (2, 2), (1, 1)] {
             for fill in [Fill::Zeros, Fill::Nothing] {
                 load_model(&storage, tp, pp, fill);
@@ -63,13 +70,13 @@ fn tp2_pp2_is_loaded_as_tp1_pp4_and_as_tp4() {
 #[test]
 fn replicas_share_what_they_read() {
     let storage = memory();
-    save_model(&storage, 2, 1, 1, &SaveOptions::new());
+    save_model(&storage, 2, 1, 1, &MegatronSaveOptions::new());
     let bytes_read = |shared: bool| -> u64 {
         let read = on_mesh(2, 3, |mesh| {
             let at = Layout::of(mesh.rank.into(), 2, 1);
             let request = model(at, Fill::Zeros);
             let (replicas, rank) = (Arc::clone(&mesh.replicas), mesh.rank);
-            let mut options = LoadOptions::new().group(Arc::clone(&mesh.world));
+            let mut options = MegatronLoadOptions::new().group(Arc::clone(&mesh.world));
             if shared {
                 options = options.reader(move |inner| {
                     Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
@@ -88,8 +95,8 @@ fn replicas_share_what_they_read() {
 #[test]
 fn replicas_are_written_once() {
     let (once, often) = (memory(), memory());
-    save_model(&once, 2, 1, 1, &SaveOptions::new());
-    save_model(&often, 2, 1, 3, &SaveOptions::new());
+    save_model(&once, 2, 1, 1, &MegatronSaveOptions::new());
+    save_model(&often, 2, 1, 3, &MegatronSaveOptions::new());
     load_model(&often, 2, 1, Fill::Nothing);
     let data = |storage: &Arc<dyn Storage>| {
         names(&**storage).into_iter().filter(|name| name.ends_with(".distcp")).collect::<Vec<_>>()
@@ -100,11 +107,11 @@ fn replicas_are_written_once() {
 #[test]
 fn objects_come_back_where_the_grid_is_the_same() {
     let storage = memory();
-    save_model(&storage, 2, 2, 1, &SaveOptions::new());
+    save_model(&storage, 2, 2, 1, &MegatronSaveOptions::new());
     on_ranks(4, |rank, group| {
         let at = Layout::of(rank, 2, 2);
         let request = ShardedStateDict::from([("rng", rng(at).without_data())]);
-        let options = LoadOptions::new().group(group);
+        let options = MegatronLoadOptions::new().group(group);
         let loaded = block_on(load(&request, &storage, &options)).unwrap();
         let expected = i64::try_from(100 * at.pp.0 + at.tp.0).unwrap();
         assert_eq!(loaded.state.get("rng").unwrap().as_int(), Some(expected));
@@ -123,7 +130,7 @@ fn a_background_save_keeps_what_it_was_given() {
         let state = model(at, Fill::Model);
         block_on(async {
             let background = MegatronBackgroundSaver::new(Some(background));
-            let options = SaveOptions::new().group(group);
+            let options = MegatronSaveOptions::new().group(group);
             let pending = async_save(&state, &storage, &options, &background).await.unwrap();
             overwrite(&state);
             pending.wait().await.unwrap();
@@ -158,7 +165,7 @@ fn flattened_ranges_are_loaded_from_whole_tensors() {
         "w",
         ShardedTensor::from_rank_offsets("w", all).build().unwrap(),
     )]);
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     // Two shards of rows, each in three ranges that begin and end within rows.
     let parts = [(0, 0, 4), (0, 4, 13), (0, 13, 15), (1, 0, 7), (1, 7, 7), (1, 7, 15)];
     on_ranks(6, |rank, group| {
@@ -170,7 +177,8 @@ fn flattened_ranges_are_loaded_from_whole_tensors() {
             .build()
             .unwrap();
         let request = ShardedStateDict::from([("w", flat.clone())]);
-        let loaded = block_on(load(&request, &storage, &LoadOptions::new().group(group))).unwrap();
+        let loaded =
+            block_on(load(&request, &storage, &MegatronLoadOptions::new().group(group))).unwrap();
         let block = elements(&whole, &Region::new([shard * 3, 0], [3, 5]).unwrap(), 0);
         let range = usize::try_from(start * 4).unwrap()..usize::try_from(end * 4).unwrap();
         assert_eq!(tensors(&loaded.state)[0].1, block[range]);
@@ -180,7 +188,7 @@ fn flattened_ranges_are_loaded_from_whole_tensors() {
         .build()
         .unwrap();
     let state = ShardedStateDict::from([("w", flat)]);
-    let options = SaveOptions::new().validate_access_integrity(false);
+    let options = MegatronSaveOptions::new().validate_access_integrity(false);
     let error = block_on(save(&state, &memory(), &options)).unwrap_err();
     assert!(error.to_string().contains("no longer saved"), "{error}");
 }
@@ -237,7 +245,7 @@ proptest! {
         let saved = on_ranks(ranks, |rank, group| {
             let (rank, ranks) = (usize::try_from(rank).unwrap(), usize::try_from(ranks).unwrap());
             let state = grid_state(&shape, &grid, rank, ranks, &owners);
-            block_on(save(&state, &storage, &SaveOptions::new().group(group))).map(drop)
+            block_on(save(&state, &storage, &MegatronSaveOptions::new().group(group))).map(drop)
         });
         for saved in saved {
             saved.unwrap();
@@ -258,7 +266,7 @@ proptest! {
             let local = LocalTensor::described(DType::Int32, sizes.clone());
             let part = ShardedTensor::builder("w", local, shape.clone(), offsets.clone());
             let request = ShardedStateDict::from([("part", part.build().unwrap())]);
-            let loaded = block_on(load(&request, &storage, &LoadOptions::new().group(group)));
+            let loaded = block_on(load(&request, &storage, &MegatronLoadOptions::new().group(group)));
             let region = Region::new(offsets, sizes).unwrap();
             loaded.map(|loaded: Loaded| (tensors(&loaded.state)[0].1.clone(), region))
         });
@@ -273,7 +281,7 @@ proptest! {
 fn a_plan_serves_again_while_nothing_changes() {
     let places = [memory(), memory()];
     on_ranks(2, |rank, group| {
-        let options = SaveOptions::new().group(group);
+        let options = MegatronSaveOptions::new().group(group);
         let state = model(Layout::of(rank, 2, 1), Fill::Model);
         let reused = places
             .each_ref()
@@ -288,11 +296,11 @@ fn every_rank_has_the_same_error_when_the_checkpoint_is_none() {
     let storage = memory();
     let errors = on_ranks(2, |rank, group| {
         let request = model(Layout::of(rank, 2, 1), Fill::Nothing);
-        let options = LoadOptions::new().group(group);
+        let options = MegatronLoadOptions::new().group(group);
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
     assert_eq!(errors[0], errors[1]);
-    let alone = block_on(load(&ShardedStateDict::new(), &storage, &LoadOptions::new()));
+    let alone = block_on(load(&ShardedStateDict::new(), &storage, &MegatronLoadOptions::new()));
     assert!(matches!(alone, Err(MegatronError::NotACheckpoint { .. })));
 }
 
@@ -301,9 +309,10 @@ fn common_state_alone_makes_a_checkpoint() {
     let storage = memory();
     let state = ShardedStateDict::from(Dict::from([("iteration", 3)]));
     let content = Dict::from([("layout", Value::from("flat")), ("dp_cp_group", 5.into())]);
-    let options = SaveOptions::new().content_metadata(content);
+    let options = MegatronSaveOptions::new().content_metadata(content);
     block_on(save(&state, &storage, &options)).unwrap();
-    let loaded = block_on(load(&ShardedStateDict::new(), &storage, &LoadOptions::new())).unwrap();
+    let loaded =
+        block_on(load(&ShardedStateDict::new(), &storage, &MegatronLoadOptions::new())).unwrap();
     assert_eq!(loaded.state.get("iteration").unwrap().as_int(), Some(3));
     let content = loaded.state.get("content_metadata").unwrap().as_dict().unwrap();
     assert_eq!(content.len(), 1, "what only the job means is not stored");

@@ -12,7 +12,8 @@ use dcp_megatron::sharded::{
 };
 use dcp_megatron::strategy::Strategies;
 use dcp_megatron::{
-    LoadOptions, MegatronCheckpoint, MegatronError, OpenOptions, SaveOptions, load, save,
+    MegatronCheckpoint, MegatronError, MegatronLoadOptions, MegatronOpenOptions,
+    MegatronSaveOptions, load, save,
 };
 
 use crate::small_model::{elements, held, memory, on_ranks, tensors, view};
@@ -29,7 +30,7 @@ fn part(key: &str, position: u64, of: u64) -> ShardedTensor {
 fn errors_of(states: &[ShardedStateDict], storage: &Arc<dyn Storage>) -> Vec<MegatronError> {
     on_ranks(u32::try_from(states.len()).unwrap(), |rank, group| {
         let state = &states[usize::try_from(rank).unwrap()];
-        block_on(save(state, storage, &SaveOptions::new().group(group))).unwrap_err()
+        block_on(save(state, storage, &MegatronSaveOptions::new().group(group))).unwrap_err()
     })
 }
 
@@ -115,18 +116,19 @@ fn trap_13_a_common_state_that_differs_is_an_error_that_names_the_path() {
     }
     assert!(names(&*storage).is_empty());
 
-    let saves = |options: &(dyn Fn() -> SaveOptions + Sync)| {
+    let saves = |options: &(dyn Fn() -> MegatronSaveOptions + Sync)| {
         let storage = memory();
         on_ranks(3, |rank, group| {
             let state = &states[usize::try_from(rank).unwrap()];
             block_on(save(state, &storage, &options().group(group))).unwrap();
         });
-        let opened = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
+        let opened =
+            block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default())).unwrap();
         opened.common().get("args").unwrap().as_dict().unwrap().get("seed").unwrap().as_int()
     };
-    assert_eq!(saves(&|| SaveOptions::new().common_must_agree(false)), Some(0));
+    assert_eq!(saves(&|| MegatronSaveOptions::new().common_must_agree(false)), Some(0));
     let preprocessed = || {
-        SaveOptions::new().preprocess_common_before_consistency_check(|common| {
+        MegatronSaveOptions::new().preprocess_common_before_consistency_check(|common| {
             let mut common = common.clone();
             common.get_mut("args").and_then(|args| match args {
                 Value::Dict(args) => args.remove("seed"),
@@ -167,11 +169,12 @@ fn trap_14_lists_of_sharded_and_plain_elements_are_refused() {
     };
     let mixed = list(vec![Value::Int(1).into(), part("w", 0, 1).into(), Value::Int(2).into()]);
     let storage = memory();
-    let error = block_on(save(&mixed, &storage, &SaveOptions::new())).unwrap_err();
+    let error = block_on(save(&mixed, &storage, &MegatronSaveOptions::new())).unwrap_err();
     assert!(error.to_string().contains("outer.0.list"), "{error}");
-    let options = SaveOptions::new().allow_mixed_lists(true);
+    let options = MegatronSaveOptions::new().allow_mixed_lists(true);
     block_on(save(&mixed, &storage, &options)).unwrap();
-    let error = block_on(load(&mixed, &storage, &LoadOptions::new())).unwrap_err().to_string();
+    let error =
+        block_on(load(&mixed, &storage, &MegatronLoadOptions::new())).unwrap_err().to_string();
     assert!(error.contains("outer.0.list") && error.contains("2 and 1 elements"), "{error}");
     // Where every element is a dict with something of both, nothing moves.
     let each = |n: u64| -> ShardedValue {
@@ -181,8 +184,8 @@ fn trap_14_lists_of_sharded_and_plain_elements_are_refused() {
     };
     let storage = memory();
     let fine = list(vec![each(0), each(1)]);
-    block_on(save(&fine, &storage, &SaveOptions::new())).unwrap();
-    let loaded = block_on(load(&fine, &storage, &LoadOptions::new())).unwrap();
+    block_on(save(&fine, &storage, &MegatronSaveOptions::new())).unwrap();
+    let loaded = block_on(load(&fine, &storage, &MegatronLoadOptions::new())).unwrap();
     assert_eq!(tensors(&loaded.state).len(), 2);
 }
 
@@ -203,12 +206,13 @@ fn containers_go_where_they_hold_something() {
         ],
     );
     let storage = memory();
-    let error = block_on(save(&state, &storage, &SaveOptions::new())).unwrap_err();
+    let error = block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap_err();
     let MegatronError::MixedLists { paths } = &error else { panic!("{error}") };
     assert_eq!(*paths, ["nested"], "a local object would not find its place again");
-    let options = SaveOptions::new().allow_mixed_lists(true);
+    let options = MegatronSaveOptions::new().allow_mixed_lists(true);
     block_on(save(&state, &storage, &options)).unwrap();
-    let opened = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
+    let opened =
+        block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default())).unwrap();
     let expected = Dict::from([
         ("empty_dict", Dict::new().into()),
         ("empty_list", Value::List(Vec::new())),
@@ -245,7 +249,7 @@ fn through(
     let storage = memory();
     on_ranks(2, |rank, group: Arc<dyn Collective>| {
         let state = ShardedStateDict::from([("f", make(rank, 2, true))]);
-        block_on(save(&state, &storage, &SaveOptions::new().group(group))).unwrap();
+        block_on(save(&state, &storage, &MegatronSaveOptions::new().group(group))).unwrap();
     });
     for ranks in [1, 2, 4] {
         on_ranks(ranks, |rank, group: Arc<dyn Collective>| {
@@ -259,7 +263,7 @@ fn through(
                     let view = factory.parts().local.data().unwrap();
                     view.fill_from(&vec![0; view.byte_len().try_into().unwrap()]).unwrap();
                 }
-                let options = LoadOptions::new().group(Arc::clone(&group));
+                let options = MegatronLoadOptions::new().group(Arc::clone(&group));
                 let loaded = block_on(load(&request, &storage, &options)).unwrap();
                 assert_eq!(tensors(&loaded.state)[0].1, expected(rank, ranks));
                 if data {
@@ -336,7 +340,7 @@ fn experts_of_one_tensor_are_stored_as_separate_ones() {
         move |rank: u64, ranks: u64, data: bool| {
             let here = total / ranks;
             let local = local(&[here, rows, columns], bytes(rank, ranks), data);
-            let grid = ExpertGrid::new(rank * here, total).layer(0, 1).gated(gated);
+            let grid = ExpertGrid::new(rank * here, total).with_layer(0, 1).with_gated(gated);
             grouped_experts("experts.linear_fc1.weight", local, grid).unwrap()
         }
     };
@@ -345,13 +349,13 @@ fn experts_of_one_tensor_are_stored_as_separate_ones() {
     }
     let storage = memory();
     let state = ShardedStateDict::from([("f", make(true)(0, 1, true))]);
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     let whole = ShardedTensor::from_rank_offsets(
         "experts.linear_fc1.weight",
         LocalTensor::described(DType::Int32, [1, total, columns, rows]),
     );
     let request = ShardedStateDict::from([("all", whole.build().unwrap())]);
-    let loaded = block_on(load(&request, &storage, &LoadOptions::new())).unwrap();
+    let loaded = block_on(load(&request, &storage, &MegatronLoadOptions::new())).unwrap();
     let all = [1, total, columns, rows];
     assert_eq!(tensors(&loaded.state)[0].1, elements(&all, &Region::full(all).unwrap(), 0));
 }
@@ -359,7 +363,8 @@ fn experts_of_one_tensor_are_stored_as_separate_ones() {
 #[test]
 fn unknown_backends_are_named_with_the_known_ones() {
     let state = ShardedStateDict::from([("w", part("w", 0, 1))]);
-    let options = SaveOptions::new().strategy(Strategies::default(), Backend::first("zarr"));
+    let options =
+        MegatronSaveOptions::new().strategy(Strategies::default(), Backend::first("zarr"));
     let error = block_on(save(&state, &memory(), &options)).unwrap_err().to_string();
     assert_eq!(
         error,
@@ -371,7 +376,8 @@ fn unknown_backends_are_named_with_the_known_ones() {
         "metadata.json",
         br#"{"sharded_backend": "torch_dist", "sharded_backend_version": 3}"#.to_vec(),
     );
-    let error = block_on(load(&state, &storage, &LoadOptions::new())).unwrap_err().to_string();
+    let error =
+        block_on(load(&state, &storage, &MegatronLoadOptions::new())).unwrap_err().to_string();
     assert!(error.contains("\"torch_dist\" version 3; there is"), "{error}");
 }
 
@@ -381,8 +387,8 @@ fn keys_with_dots_and_slashes_keep_their_names() {
     let odd = "optimizer (bucket 1.0, 2)/x.y";
     let mut state = ShardedStateDict::from([("w", part(odd, 0, 1))]);
     state.insert("o", ShardedObject::single("a.b c", 4).unwrap());
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
-    let loaded = block_on(load(&state, &storage, &LoadOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
+    let loaded = block_on(load(&state, &storage, &MegatronLoadOptions::new())).unwrap();
     assert_eq!(loaded.state.get("o").unwrap().as_int(), Some(4));
     assert_eq!(tensors(&loaded.state).len(), 1);
 }
@@ -391,7 +397,8 @@ fn keys_with_dots_and_slashes_keep_their_names() {
 fn a_tensor_and_an_object_cannot_share_a_name() {
     let mut state = ShardedStateDict::from([("w", part("rng/shard_0_1", 0, 1))]);
     state.insert("o", ShardedObject::single("rng", 4).unwrap());
-    let error = block_on(save(&state, &memory(), &SaveOptions::new())).unwrap_err().to_string();
+    let error =
+        block_on(save(&state, &memory(), &MegatronSaveOptions::new())).unwrap_err().to_string();
     assert!(error.contains("rename one of them"), "{error}");
 }
 
@@ -408,7 +415,7 @@ fn what_collides_with_the_common_state_is_refused_while_memory_is_as_it_was() {
     state.insert("nested", Value::Dict(inner));
     let object = ShardedObject::single("o", Dict::from([("seed", Value::Int(5))])).unwrap();
     state.insert("object", object.clone());
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     let local = |value: Value| ShardedValue::from(LocalNonpersistentObject(value));
     let of = |key: &str, value: ShardedValue| {
         let inner: ShardedStateDict = [(key, value)].into_iter().collect();
@@ -426,7 +433,7 @@ fn what_collides_with_the_common_state_is_refused_while_memory_is_as_it_was() {
         let mine = weight(9);
         let mut request = ShardedStateDict::from([("first", mine.clone())]);
         request.insert(key, value);
-        let options = LoadOptions::new().validate_access_integrity(false);
+        let options = MegatronLoadOptions::new().validate_access_integrity(false);
         let error = block_on(load(&request, &storage, &options)).unwrap_err();
         let text = error.to_string();
         assert!(matches!(error, MegatronError::Shard(_)) && text.contains(said), "{said}: {text}");
@@ -438,7 +445,7 @@ fn what_collides_with_the_common_state_is_refused_while_memory_is_as_it_was() {
         [("nested", ShardedValue::from(object)), ("other", local(Value::Int(2)))]
             .into_iter()
             .collect();
-    let loaded = block_on(load(&request, &storage, &LoadOptions::new())).unwrap();
+    let loaded = block_on(load(&request, &storage, &MegatronLoadOptions::new())).unwrap();
     let nested = loaded.state.get("nested").and_then(Value::as_dict).unwrap();
     assert_eq!(nested.len(), 3);
 }

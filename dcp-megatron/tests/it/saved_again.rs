@@ -12,8 +12,8 @@ use dcp_core::{Collective, Storage, Value};
 use dcp_megatron::disk::COMMON_STATE;
 use dcp_megatron::sharded::{ObjectKey, ShardedObject, ShardedStateDict};
 use dcp_megatron::{
-    LoadOptions, MegatronBackgroundSaver, MegatronCheckpoint, MegatronError, MegatronForm,
-    OpenOptions, SaveOptions, async_save, load, save,
+    MegatronBackgroundSaver, MegatronCheckpoint, MegatronError, MegatronForm, MegatronLoadOptions,
+    MegatronOpenOptions, MegatronSaveOptions, async_save, load, save,
 };
 
 use crate::fixtures::OPENED;
@@ -24,7 +24,8 @@ const RANKS: u32 = 2;
 
 /// The common state of a checkpoint, and its objects by their unique keys.
 fn contents(storage: &Arc<dyn Storage>) -> (Dict, BTreeMap<Arc<str>, Value>) {
-    let opened = block_on(MegatronCheckpoint::open(storage, &OpenOptions::default())).unwrap();
+    let opened =
+        block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default())).unwrap();
     let metadata = block_on(opened.source().metadata()).unwrap();
     let objects = metadata.iter().filter(|(fqn, entry)| {
         entry.as_tensor().is_none() && &***fqn != COMMON_STATE && ObjectKey::parse(fqn).is_some()
@@ -43,7 +44,8 @@ fn loaded(storage: &Arc<dyn Storage>, rank: u64, group: &Arc<dyn Collective>) ->
             request.insert(Arc::clone(fqn), ShardedObject::request(ObjectKey::parse(fqn).unwrap()));
         }
     }
-    let options = LoadOptions::new().group(Arc::clone(group)).validate_access_integrity(false);
+    let options =
+        MegatronLoadOptions::new().group(Arc::clone(group)).validate_access_integrity(false);
     let mut state = block_on(load(&request, storage, &options)).unwrap().state;
     let mut objects = Vec::new();
     for (key, _) in request.iter() {
@@ -74,8 +76,8 @@ fn is_the_same(name: &str, storage: &Arc<dyn Storage>, again: &Arc<dyn Storage>)
     }
 }
 
-fn options(group: &Arc<dyn Collective>, form: MegatronForm) -> SaveOptions {
-    SaveOptions::new().group(Arc::clone(group)).form(form).validate_access_integrity(false)
+fn options(group: &Arc<dyn Collective>, form: MegatronForm) -> MegatronSaveOptions {
+    MegatronSaveOptions::new().group(Arc::clone(group)).form(form).validate_access_integrity(false)
 }
 
 #[test]
@@ -144,7 +146,8 @@ fn an_object_that_differs_between_ranks_is_noticed() {
             assert!(!other.args[0].same(&backend.args[0]));
             args.insert("attention_backend", *if rank == 1 { other } else { backend });
         });
-        let error = block_on(save(&state, &again, &SaveOptions::new().group(group))).unwrap_err();
+        let error =
+            block_on(save(&state, &again, &MegatronSaveOptions::new().group(group))).unwrap_err();
         let MegatronError::CommonDiffers(differs) = &error else { panic!("{error}") };
         assert_eq!(differs.ranks[0].1.values, ["args.attention_backend"]);
     });
@@ -160,13 +163,14 @@ fn what_cannot_be_written_is_named_by_its_path() {
         args.insert("odd", Value::List(vec![1.into(), shown.into()]));
     });
     let again = memory();
-    let error = block_on(save(&state, &again, &SaveOptions::new())).unwrap_err();
+    let error = block_on(save(&state, &again, &MegatronSaveOptions::new())).unwrap_err();
     let said = error_chain(&error);
     assert!(said.contains("args.odd.1: an object of class m.C"), "{said}");
     let part = dcp_core::Tensor::sharded(dcp_core::DType::Int8, [2], Vec::new()).unwrap();
     let state = changed(&common, |args| {
         args.insert("odd", Value::Tensor(part));
     });
-    let said = error_chain(&block_on(save(&state, &again, &SaveOptions::new())).unwrap_err());
+    let said =
+        error_chain(&block_on(save(&state, &again, &MegatronSaveOptions::new())).unwrap_err());
     assert!(said.contains("args.odd: "), "{said}");
 }

@@ -17,7 +17,8 @@ use dcp_megatron::sharded::{
     ObjectKey, ShardedObject, ShardedStateDict, ShardedTensor, ShardedValue,
 };
 use dcp_megatron::{
-    LoadOptions, MegatronBackgroundSaver, MegatronError, SaveOptions, async_save, load, save,
+    MegatronBackgroundSaver, MegatronError, MegatronLoadOptions, MegatronSaveOptions, async_save,
+    load, save,
 };
 
 use crate::small_model::{memory, on_ranks, view};
@@ -46,7 +47,7 @@ fn shared_out(
     let replicas = group(2);
     on_ranks(2, |rank, world| {
         let share = ParallelSave::new(Arc::clone(&replicas[at(rank)]));
-        let options = SaveOptions::new()
+        let options = MegatronSaveOptions::new()
             .group(world)
             .validate_access_integrity(validate)
             .distribution(Arc::new(share));
@@ -109,7 +110,7 @@ fn a_distribution_that_does_not_tell_of_every_shard_is_refused_on_all_ranks() {
                 };
                 let state: ShardedStateDict = ["a", "b", "c"].map(named).into();
                 let told = if rank == 1 { told.clone() } else { vec![true; 3] };
-                let options = SaveOptions::new()
+                let options = MegatronSaveOptions::new()
                     .group(world)
                     .validate_access_integrity(validate)
                     .distribution(Arc::new(Fixed(told)));
@@ -136,7 +137,7 @@ fn saves_go_on_after_one_rank_could_not_encode_an_object() {
     let background = group(2);
     let places = [memory(), memory(), memory()];
     on_ranks(2, |rank, world| {
-        let options = SaveOptions::new().group(world);
+        let options = MegatronSaveOptions::new().group(world);
         let background = MegatronBackgroundSaver::new(Some(Arc::clone(&background[at(rank)])));
         let state = |bad: bool| -> ShardedStateDict {
             let data = if bad && rank == 1 { unencodable() } else { Value::Int(1) };
@@ -169,11 +170,11 @@ fn objects_are_copied_with_the_tensors_in_them_for_a_background_save() {
     let request = ShardedObject::request(ObjectKey::new("o", [1], [0]).unwrap());
     let loaded = block_on(async {
         let background = MegatronBackgroundSaver::new(None);
-        let options = SaveOptions::new();
+        let options = MegatronSaveOptions::new();
         let pending = async_save(&state, &storage, &options, &background).await.unwrap();
         held.fill_from(&[9; 4]).unwrap();
         pending.wait().await.unwrap();
-        load(&[("o", request)].into(), &storage, &LoadOptions::new()).await.unwrap()
+        load(&[("o", request)].into(), &storage, &MegatronLoadOptions::new()).await.unwrap()
     });
     let Some(Value::Object(object)) = loaded.state.get("o").map(Value::view) else {
         panic!("{:?}", loaded.state)
@@ -192,7 +193,7 @@ fn how_files_are_divided_is_an_option_of_a_save() {
         (FileLayout::OnePerRank, 1),
     ] {
         let storage = memory();
-        block_on(save(&state, &storage, &SaveOptions::new().files(layout))).unwrap();
+        block_on(save(&state, &storage, &MegatronSaveOptions::new().files(layout))).unwrap();
         let names = names(&*storage);
         let data = names.iter().filter(|name| name.ends_with(".distcp")).count();
         assert_eq!(data, files, "{layout:?}: {names:?}");
@@ -209,7 +210,7 @@ fn every_rank_hashes_the_files_that_it_wrote() {
         let bytes = vec![u8::try_from(rank).unwrap(); 400_000];
         let shard = ShardedTensor::from_rank_offsets("w", view(&[100_000], bytes));
         let shard = shard.offset(0, rank, 3).build().unwrap();
-        let options = SaveOptions::new().group(world).integrity(true);
+        let options = MegatronSaveOptions::new().group(world).integrity(true);
         block_on(save(&[("w", shard)].into(), &storage, &options)).unwrap();
         counted.counts().bytes_read
     });
@@ -242,7 +243,7 @@ fn a_background_saver_of_another_group_is_refused_on_all_ranks() {
         let results = on_ranks(2, |rank, world| {
             let state: ShardedStateDict = [("w", filled(3).with_replica_id(rank))].into();
             let background = MegatronBackgroundSaver::new(saver_of(kind, rank));
-            let options = SaveOptions::new().group(world);
+            let options = MegatronSaveOptions::new().group(world);
             block_on(async {
                 async_save(&state, &storage, &options, &background).await.map(|_| ())
             })

@@ -6,7 +6,9 @@ use dcp_conformance::CountingStorage;
 use dcp_core::{Key, Storage, Value};
 use dcp_megatron::disk::TRACKER;
 use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor, ShardedValue};
-use dcp_megatron::{LoadOptions, MegatronError, MegatronRun, SaveOptions, Tracked, load, save};
+use dcp_megatron::{
+    MegatronError, MegatronLoadOptions, MegatronRun, MegatronSaveOptions, Tracked, load, save,
+};
 
 use crate::small_model::{memory, on_ranks, tensors, view};
 use crate::support::{block_on, copy, get, put, remove, stored};
@@ -33,7 +35,7 @@ fn run() -> Arc<dyn Storage> {
     for iteration in [10, 20] {
         let folder = run.checkpoint(Tracked::Iteration(iteration)).unwrap();
         let state = state(iteration.try_into().unwrap());
-        block_on(save(&state, &folder, &SaveOptions::new().integrity(true))).unwrap();
+        block_on(save(&state, &folder, &MegatronSaveOptions::new().integrity(true))).unwrap();
     }
     put(&*storage, TRACKER, b"20".to_vec());
     storage
@@ -46,7 +48,7 @@ fn a_tracker_that_moves_between_ranks_does_not_mix_iterations() {
     put(&*later, TRACKER, b"10".to_vec());
     let seen = on_ranks(2, |rank, group| {
         let storage = if rank == 0 { &first } else { &later };
-        let options = LoadOptions::new().group(group).validate_access_integrity(false);
+        let options = MegatronLoadOptions::new().group(group).validate_access_integrity(false);
         let loaded = block_on(load(&request(), storage, &options)).unwrap();
         assert_eq!(loaded.which, Some(Tracked::Iteration(20)));
         (loaded.state.get("iteration").unwrap().as_int(), tensors(&loaded.state)[0].1.clone())
@@ -58,12 +60,12 @@ fn a_tracker_that_moves_between_ranks_does_not_mix_iterations() {
 fn ranks_that_see_other_contents_in_one_place_are_refused() {
     let places = [10, 20].map(|iteration| {
         let storage = memory();
-        block_on(save(&state(iteration), &storage, &SaveOptions::new())).unwrap();
+        block_on(save(&state(iteration), &storage, &MegatronSaveOptions::new())).unwrap();
         storage
     });
     let errors = on_ranks(2, |rank, group| {
         let storage = &places[usize::try_from(rank).unwrap()];
-        let error = block_on(load(&request(), storage, &LoadOptions::new().group(group)));
+        let error = block_on(load(&request(), storage, &MegatronLoadOptions::new().group(group)));
         error.unwrap_err().to_string()
     });
     for error in errors {
@@ -75,14 +77,14 @@ fn ranks_that_see_other_contents_in_one_place_are_refused() {
 fn another_checkpoint_than_the_tracker_names_is_only_loaded_when_asked_for() {
     let storage = run();
     put(&*storage, TRACKER, b"30".to_vec());
-    let error = block_on(load(&request(), &storage, &LoadOptions::new())).unwrap_err();
+    let error = block_on(load(&request(), &storage, &MegatronLoadOptions::new())).unwrap_err();
     let MegatronError::TrackedAbsent { tracked, folder } = &error else { panic!("{error}") };
     assert_eq!((*tracked, &**folder), (Tracked::Iteration(30), "iter_0000030"));
     // One that was begun is none, either.
     let begun = get(&*storage, "iter_0000020/.metadata").unwrap();
     put(&*storage, "iter_0000030/.metadata", begun);
-    assert!(block_on(load(&request(), &storage, &LoadOptions::new())).is_err());
-    let options = LoadOptions::new().fall_back(true);
+    assert!(block_on(load(&request(), &storage, &MegatronLoadOptions::new())).is_err());
+    let options = MegatronLoadOptions::new().fall_back(true);
     let loaded = block_on(load(&request(), &storage, &options)).unwrap();
     assert_eq!(loaded.which, Some(Tracked::Iteration(20)));
     let [warning] = &*loaded.warnings else { panic!("{:?}", loaded.warnings) };
@@ -93,7 +95,7 @@ fn another_checkpoint_than_the_tracker_names_is_only_loaded_when_asked_for() {
 #[test]
 fn files_are_compared_with_the_manifest_on_all_ranks_when_asked_for() {
     let storage = run();
-    let options = LoadOptions::new().verify_integrity(true);
+    let options = MegatronLoadOptions::new().verify_integrity(true);
     block_on(load(&request(), &storage, &options)).unwrap();
     let name = "iter_0000020/__0_0.distcp";
     let mut bytes = get(&*storage, name).unwrap();
@@ -135,7 +137,7 @@ fn a_run_with_a_tracker_is_not_listed() {
     let lists = |storage: Arc<dyn Storage>| {
         let counted = Arc::new(CountingStorage::new(storage));
         let dynamic: Arc<dyn Storage> = Arc::clone(&counted) as _;
-        block_on(load(&request(), &dynamic, &LoadOptions::new())).unwrap();
+        block_on(load(&request(), &dynamic, &MegatronLoadOptions::new())).unwrap();
         counted.counts().lists
     };
     let folder = MegatronRun::new(Arc::clone(&storage)).checkpoint(Tracked::Iteration(20)).unwrap();
@@ -150,7 +152,8 @@ fn folders_of_ranks_are_a_checkpoint_whatever_a_tracker_beside_them_says() {
     for says in ["30", "nothing"] {
         put(&*folder, TRACKER, says.into());
         let dynamic: Arc<dyn Storage> = Arc::clone(&folder) as _;
-        let loaded = block_on(load(&ShardedStateDict::new(), &dynamic, &LoadOptions::new()));
+        let loaded =
+            block_on(load(&ShardedStateDict::new(), &dynamic, &MegatronLoadOptions::new()));
         assert_eq!(loaded.unwrap().which, None);
     }
 }

@@ -9,7 +9,9 @@ use dcp_core::error::Phase;
 use dcp_core::{CheckpointError, Collective, DType, HostMemory, Key, Storage, TensorView, Value};
 use dcp_megatron::parallel::ParallelReader;
 use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor};
-use dcp_megatron::{LoadOptions, MegatronError, MegatronForm, SaveOptions, load, save};
+use dcp_megatron::{
+    MegatronError, MegatronForm, MegatronLoadOptions, MegatronSaveOptions, load, save,
+};
 
 use crate::small_model::{memory, on_ranks, tensors, view};
 use crate::support::{block_on, put};
@@ -20,9 +22,9 @@ fn replicas(n: u32) -> Vec<Arc<dyn Collective>> {
     group.into_iter().map(|collective| Arc::new(collective) as _).collect()
 }
 
-fn shared(group: Arc<dyn Collective>, replicas: &Arc<dyn Collective>) -> LoadOptions {
+fn shared(group: Arc<dyn Collective>, replicas: &Arc<dyn Collective>) -> MegatronLoadOptions {
     let replicas = Arc::clone(replicas);
-    LoadOptions::new()
+    MegatronLoadOptions::new()
         .group(group)
         .reader(move |inner| Arc::new(ParallelReader::new(inner, Arc::clone(&replicas))))
 }
@@ -37,7 +39,7 @@ fn weight(rank: u64, byte: u8) -> ShardedStateDict {
 #[test]
 fn memory_that_cannot_be_cleared_on_one_rank_ends_the_load_on_all() {
     let storage = memory();
-    block_on(save(&weight(0, 1), &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&weight(0, 1), &storage, &MegatronSaveOptions::new())).unwrap();
     let replicas = replicas(2);
     on_ranks(2, |rank, group| {
         let memory = HostMemory::zeroed(24);
@@ -65,7 +67,7 @@ fn memory_that_cannot_be_cleared_on_one_rank_ends_the_load_on_all() {
 fn what_opens_a_checkpoint_is_read_by_one_rank() {
     for form in [MegatronForm::CommonFile, MegatronForm::CommonInside] {
         let storage = memory();
-        let options = SaveOptions::new().form(form);
+        let options = MegatronSaveOptions::new().form(form);
         block_on(save(&weight(0, 1), &storage, &options)).unwrap();
         let counts = |ranks: u32| {
             let counted = Arc::new(CountingStorage::new(Arc::clone(&storage)));
@@ -92,13 +94,14 @@ fn what_opens_a_checkpoint_is_read_by_one_rank() {
 fn a_rank_that_sees_other_files_reads_them_itself() {
     let places = [1, 2].map(|_| {
         let storage = memory();
-        block_on(save(&weight(0, 1), &storage, &SaveOptions::new())).unwrap();
+        block_on(save(&weight(0, 1), &storage, &MegatronSaveOptions::new())).unwrap();
         let counted = Arc::new(CountingStorage::new(storage));
         (Arc::clone(&counted) as Arc<dyn Storage>, counted)
     });
     on_ranks(2, |rank, group| {
         let (storage, _) = &places[usize::try_from(rank).unwrap()];
-        let loaded = block_on(load(&weight(rank, 0), storage, &LoadOptions::new().group(group)));
+        let loaded =
+            block_on(load(&weight(rank, 0), storage, &MegatronLoadOptions::new().group(group)));
         assert_eq!(tensors(&loaded.unwrap().state)[0].1, [1; 16]);
     });
     let index = Key::new(".metadata").unwrap();
@@ -110,7 +113,7 @@ fn a_rank_that_sees_other_files_reads_them_itself() {
 #[test]
 fn all_ranks_are_told_why_the_one_that_reads_cannot() {
     let storage = memory();
-    block_on(save(&weight(0, 1), &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&weight(0, 1), &storage, &MegatronSaveOptions::new())).unwrap();
     put(&*storage, ".metadata", b"none at all".to_vec());
     let replicas = replicas(3);
     on_ranks(3, |rank, group| {

@@ -8,7 +8,9 @@ use dcp_megatron::sharded::{
     LocalNonpersistentObject, LocalTensor, ObjectKey, ShardedObject, ShardedStateDict,
     ShardedTensor, ShardedValue, named_split, swiglu,
 };
-use dcp_megatron::{LoadOptions, Loaded, MegatronError, SaveOptions, StrictHandling, load, save};
+use dcp_megatron::{
+    Loaded, MegatronError, MegatronLoadOptions, MegatronSaveOptions, StrictHandling, load, save,
+};
 
 use crate::small_model::{elements, memory, on_ranks, tensors, view};
 use crate::support::block_on;
@@ -40,7 +42,7 @@ fn stored() -> Arc<dyn Storage> {
     .collect::<Vec<(&str, ShardedValue)>>()
     .into_iter()
     .collect();
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     storage
 }
 
@@ -48,7 +50,7 @@ fn stored() -> Arc<dyn Storage> {
 fn ask(storage: &Arc<dyn Storage>, strict: StrictHandling) -> Result<Loaded, MegatronError> {
     let request =
         ShardedStateDict::from([("a", described("a", &[4])), ("c", described("c", &[4]))]);
-    block_on(load(&request, storage, &LoadOptions::new().strict(strict)))
+    block_on(load(&request, storage, &MegatronLoadOptions::new().strict(strict)))
 }
 
 fn set(keys: &[&str]) -> BTreeSet<Arc<str>> {
@@ -105,7 +107,7 @@ fn missing_is_what_no_rank_asks_for_and_unexpected_is_this_rank_s() {
             _ => request.insert("b", described("b", &[2, 3])),
         };
         request.insert("own", described(&format!("own{rank}"), &[1]));
-        let options = LoadOptions::new().group(group).strict(StrictHandling::ReturnAll);
+        let options = MegatronLoadOptions::new().group(group).strict(StrictHandling::ReturnAll);
         let loaded = block_on(load(&request, &storage, &options)).unwrap();
         (loaded.missing.unwrap(), loaded.unexpected.unwrap())
     });
@@ -117,7 +119,8 @@ fn missing_is_what_no_rank_asks_for_and_unexpected_is_this_rank_s() {
         if rank == 1 {
             request.insert("c", described("c", &[4]));
         }
-        let options = LoadOptions::new().group(group).strict(StrictHandling::RaiseUnexpected);
+        let options =
+            MegatronLoadOptions::new().group(group).strict(StrictHandling::RaiseUnexpected);
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
     assert_eq!(raised[0], raised[1], "what one rank must not ask for fails all");
@@ -129,7 +132,7 @@ fn trap_16_an_object_of_another_grid_is_unexpected() {
     let storage = stored();
     let object = |grid: u64| ShardedObject::request(ObjectKey::new("rng", [grid], [0]).unwrap());
     let request = ShardedStateDict::from([("rng", object(4))]);
-    let options = LoadOptions::new().validate_access_integrity(false);
+    let options = MegatronLoadOptions::new().validate_access_integrity(false);
     let returned = options.clone().strict(StrictHandling::ReturnUnexpected);
     let loaded = block_on(load(&request, &storage, &returned)).unwrap();
     assert_eq!(loaded.unexpected, Some(set(&["rng"])));
@@ -158,13 +161,13 @@ fn trap_14_the_same_object_twice_and_parts_of_stacked_tensors_are_loaded() {
     };
     let mut state = layers(0, 3);
     state.insert("rng", ShardedObject::single("rng", 9).unwrap());
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
 
     let object = ShardedObject::request(ObjectKey::new("rng", [1], [0]).unwrap());
     let mut request = layers(1, 1);
     request.insert("once", object.clone());
     request.insert("again", object);
-    let options = LoadOptions::new().validate_access_integrity(false);
+    let options = MegatronLoadOptions::new().validate_access_integrity(false);
     let loaded = block_on(load(&request, &storage, &options)).unwrap();
     for name in ["once", "again"] {
         assert_eq!(loaded.state.get(name).unwrap().as_int(), Some(9));
@@ -183,18 +186,18 @@ fn trap_15_casts_and_other_shapes_are_reported() {
         ("f", whole("f", floats.unwrap())),
         ("m", whole("m", counting(&[3, 4]))),
     ]);
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
 
     let request =
         ShardedStateDict::from([("f", whole("f", LocalTensor::described(DType::BFloat16, [3])))]);
-    let loaded = block_on(load(&request, &storage, &LoadOptions::new())).unwrap();
+    let loaded = block_on(load(&request, &storage, &MegatronLoadOptions::new())).unwrap();
     assert_eq!(tensors(&loaded.state)[0].1, [0xc0, 0x3f, 0x00, 0xc0, 0x50, 0x40]);
     assert_eq!(loaded.casts, [(Arc::from("f"), DType::Float32, DType::BFloat16)]);
-    let refused = LoadOptions::new().cast(false);
+    let refused = MegatronLoadOptions::new().cast(false);
     let error = block_on(load(&request, &storage, &refused)).unwrap_err().to_string();
     assert!(error.contains("float32") && error.contains("bfloat16"), "{error}");
     let truncated = ShardedStateDict::from([("f", described("f", &[3]))]);
-    assert!(block_on(load(&truncated, &storage, &LoadOptions::new())).is_err());
+    assert!(block_on(load(&truncated, &storage, &MegatronLoadOptions::new())).is_err());
 
     // Larger on one axis, smaller on the other, in memory that held something else.
     let old = view(&[5, 2], vec![0xff; 40]);
@@ -202,10 +205,10 @@ fn trap_15_casts_and_other_shapes_are_reported() {
         let shard = ShardedTensor::from_rank_offsets("m", old.clone()).allow_shape_mismatch(allow);
         ShardedStateDict::from([("m", shard.build().unwrap())])
     };
-    let error = block_on(load(&other(false), &storage, &LoadOptions::new())).unwrap_err();
+    let error = block_on(load(&other(false), &storage, &MegatronLoadOptions::new())).unwrap_err();
     assert!(error.to_string().contains("stored [3, 4], wanted [5, 2]"), "{error}");
     assert_eq!(old.payload().unwrap().to_bytes()[..], [0xff; 40], "nothing was touched");
-    let loaded = block_on(load(&other(true), &storage, &LoadOptions::new())).unwrap();
+    let loaded = block_on(load(&other(true), &storage, &MegatronLoadOptions::new())).unwrap();
     let expected: Vec<u8> =
         [0, 1, 4, 5, 8, 9, 0, 0, 0, 0].iter().flat_map(|n: &i32| n.to_le_bytes()).collect();
     assert_eq!(tensors(&loaded.state)[0].1, expected);
@@ -216,14 +219,14 @@ fn trap_15_casts_and_other_shapes_are_reported() {
 fn a_shard_wholly_outside_of_what_is_stored_is_zero() {
     let storage = memory();
     let state = ShardedStateDict::from([("v", whole("v", counting(&[4])))]);
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     let loaded = on_ranks(3, |rank, group| {
         let shard = ShardedTensor::from_rank_offsets("v", view(&[3], vec![7; 12]))
             .offset(0, rank, 3)
             .allow_shape_mismatch(true)
             .build();
         let request = ShardedStateDict::from([("v", shard.unwrap())]);
-        let loaded = block_on(load(&request, &storage, &LoadOptions::new().group(group)));
+        let loaded = block_on(load(&request, &storage, &MegatronLoadOptions::new().group(group)));
         tensors(&loaded.unwrap().state)[0].1.clone()
     });
     let ints = |ints: [i32; 3]| ints.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>();
@@ -238,20 +241,21 @@ fn ranks_that_cast_other_tensors_see_the_same_checkpoint() {
         whole(key, TensorView::contiguous(memory, DType::Float32, [2], 0).unwrap())
     };
     let state = ShardedStateDict::from([("p", floats("p")), ("q", floats("q"))]);
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     on_ranks(2, |rank, group| {
         let key = ["p", "q"][usize::try_from(rank).unwrap()];
         let dtype = [DType::BFloat16, DType::Float32][usize::try_from(rank).unwrap()];
         let request =
             ShardedStateDict::from([("w", whole(key, LocalTensor::described(dtype, [2])))]);
-        let loaded = block_on(load(&request, &storage, &LoadOptions::new().group(group))).unwrap();
+        let loaded =
+            block_on(load(&request, &storage, &MegatronLoadOptions::new().group(group))).unwrap();
         assert_eq!(loaded.casts.len(), usize::from(rank == 0));
     });
     let errors = on_ranks(2, |rank, group| {
         let dtype = [DType::BFloat16, DType::Float16][usize::try_from(rank).unwrap()];
         let request =
             ShardedStateDict::from([("w", whole("p", LocalTensor::described(dtype, [2])))]);
-        let options = LoadOptions::new().group(group).validate_access_integrity(false);
+        let options = MegatronLoadOptions::new().group(group).validate_access_integrity(false);
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
     assert!(
@@ -268,9 +272,9 @@ fn what_all_ranks_ask_for_must_make_whole_tensors() {
         ShardedTensor::from_rank_offsets("a", local).offset(0, 1, 2).build().unwrap()
     };
     let request = ShardedStateDict::from([("a", half())]);
-    let error = block_on(load(&request, &storage, &LoadOptions::new())).unwrap_err();
+    let error = block_on(load(&request, &storage, &MegatronLoadOptions::new())).unwrap_err();
     assert!(matches!(&error, MegatronError::Integrity(_)), "{error}");
-    let options = LoadOptions::new().validate_access_integrity(false);
+    let options = MegatronLoadOptions::new().validate_access_integrity(false);
     let loaded = block_on(load(&request, &storage, &options)).unwrap();
     assert_eq!(tensors(&loaded.state)[0].1, [2, 0, 0, 0, 3, 0, 0, 0]);
 }
@@ -283,7 +287,7 @@ fn parts_stored() -> Arc<dyn Storage> {
         ("kept", whole("kept", counting(&[4, 3]))),
         ("other", whole("other", view(&[4, 3], vec![7; 48]))),
     ]);
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     storage
 }
 
@@ -291,7 +295,7 @@ fn parts_stored() -> Arc<dyn Storage> {
 fn a_factory_goes_as_a_whole_when_a_part_is_not_stored() {
     let storage = parts_stored();
     let factory = || named_split(&described("b", &[4, 3]), &[("x", 1), ("y", 3)]).unwrap();
-    let options = LoadOptions::new().strict(StrictHandling::ReturnUnexpected);
+    let options = MegatronLoadOptions::new().strict(StrictHandling::ReturnUnexpected);
     let request: ShardedStateDict = [("b", factory())].into_iter().collect();
     let loaded = block_on(load(&request, &storage, &options)).unwrap();
     assert_eq!(loaded.unexpected, Some(set(&["b.y"])));
@@ -318,7 +322,7 @@ fn bytes_of(shape: &[u64]) -> Vec<u8> {
 #[test]
 fn a_factory_in_a_list_merges_its_own_parts_when_others_are_left_out() {
     let storage = parts_stored();
-    let options = LoadOptions::new().strict(StrictHandling::ReturnUnexpected);
+    let options = MegatronLoadOptions::new().strict(StrictHandling::ReturnUnexpected);
     let absent = || ShardedValue::from(swiglu(&described("absent", &[4, 3])).unwrap());
     let mine = view(&[4, 3], vec![0xff; 48]);
     let kept = || ShardedValue::from(swiglu(&whole("kept", mine.clone())).unwrap());
@@ -357,7 +361,7 @@ fn local_objects_in_lists_go_back_to_their_places_or_are_refused_before_the_save
     let tensor = || ShardedValue::from(whole("t", counting(&[4])));
     let with = |list: Vec<ShardedValue>| ShardedStateDict::from([("l", ShardedValue::from(list))]);
     for list in [vec![local(), tensor()], vec![local(), Value::Int(5).into()]] {
-        let error = block_on(save(&with(list), &storage, &SaveOptions::new())).unwrap_err();
+        let error = block_on(save(&with(list), &storage, &MegatronSaveOptions::new())).unwrap_err();
         let MegatronError::MixedLists { paths } = &error else { panic!("{error}") };
         assert_eq!(*paths, ["l"]);
     }
@@ -371,15 +375,15 @@ fn local_objects_in_lists_go_back_to_their_places_or_are_refused_before_the_save
     };
     let mut state = with(vec![group(1), group(2)]);
     state.insert("t", tensor());
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
-    let loaded = block_on(load(&state, &storage, &LoadOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
+    let loaded = block_on(load(&state, &storage, &MegatronLoadOptions::new())).unwrap();
     let Some(Value::List(groups)) = loaded.state.get("l") else { panic!() };
     let group = groups[1].as_dict().unwrap();
     assert_eq!(group.get("params").unwrap().as_int(), Some(3));
     assert_eq!(group.get("lr").unwrap().as_int(), Some(2));
     // The other entries of a tensor's dict come back with it.
     let beside = ShardedStateDict::from([("m", ShardedValue::from(vec![local(), tensor()]))]);
-    let loaded = block_on(load(&beside, &storage, &LoadOptions::new())).unwrap();
+    let loaded = block_on(load(&beside, &storage, &MegatronLoadOptions::new())).unwrap();
     let Some(Value::List(list)) = loaded.state.get("m") else { panic!() };
     assert_eq!(list[0].as_int(), Some(3));
     assert_eq!(tensors(&loaded.state), [(".m.1".to_owned(), bytes_of(&[4]))]);
@@ -390,12 +394,12 @@ fn types_of_other_ranks_count_where_one_of_them_is_the_stored_one() {
     let storage = memory();
     let half = TensorView::contiguous(HostMemory::zeroed(4), DType::BFloat16, [2], 0).unwrap();
     let state = ShardedStateDict::from([("w", whole("p", half))]);
-    block_on(save(&state, &storage, &SaveOptions::new())).unwrap();
+    block_on(save(&state, &storage, &MegatronSaveOptions::new())).unwrap();
     let errors = on_ranks(2, |rank, group| {
         let dtype = [DType::BFloat16, DType::Float32][usize::try_from(rank).unwrap()];
         let request =
             ShardedStateDict::from([("w", whole("p", LocalTensor::described(dtype, [2])))]);
-        let options = LoadOptions::new().group(group).validate_access_integrity(false);
+        let options = MegatronLoadOptions::new().group(group).validate_access_integrity(false);
         block_on(load(&request, &storage, &options)).unwrap_err().to_string()
     });
     assert!(
@@ -411,7 +415,7 @@ fn a_misspelled_key_is_said_before_what_it_makes_of_the_request() {
     let half = ShardedTensor::from_rank_offsets("aa", local).offset(0, 1, 2).build().unwrap();
     let request = ShardedStateDict::from([("a", half)]);
     for strict in [StrictHandling::RaiseAll, StrictHandling::RaiseUnexpected] {
-        let options = LoadOptions::new().strict(strict);
+        let options = MegatronLoadOptions::new().strict(strict);
         let error = block_on(load(&request, &storage, &options)).unwrap_err();
         let MegatronError::Keys(keys) = &error else { panic!("{error}") };
         assert_eq!(keys.unexpected, set(&["aa"]));

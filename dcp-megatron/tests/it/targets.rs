@@ -13,7 +13,7 @@ use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 use dcp_megatron::disk::{CheckpointingConfig, Manifest};
 use dcp_megatron::parallel::CachedDistribution;
 use dcp_megatron::sharded::{ObjectKey, RankShards, validate_sharding_integrity};
-use dcp_megatron::{MegatronCheckpoint, OpenOptions, Tracked};
+use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, Tracked};
 use futures_util::FutureExt as _;
 use sha2::{Digest as _, Sha256};
 
@@ -113,6 +113,6 @@ fn opened<const N: usize>(files: [(&str, Bytes); N]) -> Option<MegatronCheckpoin
         storage.put(&key, bytes.into(), PutMode::Create).now_or_never().unwrap().unwrap();
     }
     let storage: Arc<dyn Storage> = Arc::new(storage);
-    let options = OpenOptions::default().with_tolerant(true);
+    let options = MegatronOpenOptions::default().with_tolerant(true);
     MegatronCheckpoint::open(&storage, &options).now_or_never().unwrap().ok()
 }

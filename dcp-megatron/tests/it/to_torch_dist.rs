@@ -15,7 +15,8 @@ use dcp_megatron::disk::CommonPlace;
 use dcp_megatron::jobs::to_torch_dist;
 use dcp_megatron::partition::ParallelLayout;
 use dcp_megatron::{
-    MegatronCheckpoint, MegatronError, MegatronForm, MegatronFormat, MegatronWriter, OpenOptions,
+    MegatronCheckpoint, MegatronError, MegatronForm, MegatronOpenOptions, MegatronWriter,
+    StoredFormat,
 };
 
 use crate::expected;
@@ -23,7 +24,7 @@ use crate::fixtures::{OPENED, objects, tensors};
 use crate::support::{block_on, expected_json, get, names, put, stored};
 
 fn open(storage: &Arc<dyn Storage>) -> MegatronCheckpoint {
-    block_on(MegatronCheckpoint::open(storage, &OpenOptions::default())).unwrap()
+    block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default())).unwrap()
 }
 
 /// The layout that a fixture was saved with.
@@ -64,7 +65,7 @@ fn equals(name: &str, storage: &Arc<dyn Storage>) {
     assert_eq!(checkpoint.warnings(), [""; 0], "{name}");
     tensors(name, checkpoint.source());
     let mut common = expected_json(name)["common"].clone();
-    if *checkpoint.format() == (MegatronFormat::TorchDist { common: CommonPlace::File }) {
+    if *checkpoint.format() == (StoredFormat::TorchDist { common: CommonPlace::File }) {
         with_plain_args(&mut common);
     }
     objects(name, &common, checkpoint.source());
@@ -83,7 +84,7 @@ fn every_fixture_goes_through_both_forms() {
         let inside = inside.unwrap_or_else(|error| panic!("{name}: {error:?}"));
         assert_eq!(
             *open(&inside).format(),
-            MegatronFormat::TorchDist { common: CommonPlace::Inside },
+            StoredFormat::TorchDist { common: CommonPlace::Inside },
             "{name}"
         );
         equals(name, &inside);
@@ -184,7 +185,7 @@ fn trap_04_the_grids_of_real_models_are_those_of_the_rules() {
         let original = open(&stored(name));
         let layout = layout_of(name, &original);
         let form = match original.format() {
-            MegatronFormat::TorchDist { common: CommonPlace::Inside } => MegatronForm::CommonInside,
+            StoredFormat::TorchDist { common: CommonPlace::Inside } => MegatronForm::CommonInside,
             _ => MegatronForm::CommonFile,
         };
         let again = convert(original.source(), form, layout).unwrap();
@@ -265,7 +266,7 @@ fn flat_optimizer_state_stays_with_its_layout() {
 fn a_dry_run_writes_nothing_and_says_everything() {
     let source = open(&stored("gpt_tp2pp2_swiglu"));
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
-    let options = JobOptions::default().as_dry_run(true);
+    let options = JobOptions::default().with_dry_run(true);
     let writer = MegatronWriter::builder(Arc::clone(&storage));
     let layout = ParallelLayout::new(4, 2);
     let report = block_on(to_torch_dist(source.source(), writer, layout, &options)).unwrap();

@@ -7,8 +7,9 @@ use dcp_core::{CheckpointError, DType, HostMemory, Storage, TensorView};
 use dcp_megatron::parallel::{Exchange, ParallelReader, ParallelSave, ShareRule};
 use dcp_megatron::sharded::{ShardedStateDict, ShardedTensor};
 use dcp_megatron::{
-    AsyncCallsQueue, AsyncRequest, LoadOptions, MegatronBackgroundSaver, MegatronError,
-    MegatronRun, SaveOptions, StrictHandling, Tracked, async_save, load, save, write_tracker,
+    AsyncCallsQueue, AsyncRequest, MegatronBackgroundSaver, MegatronError, MegatronLoadOptions,
+    MegatronRun, MegatronSaveOptions, StrictHandling, Tracked, async_save, load, save,
+    write_tracker,
 };
 
 use crate::ranks::{Mesh, on_mesh};
@@ -24,7 +25,7 @@ fn load_together(storage: &Arc<dyn Storage>, exchange: Exchange) -> Vec<u64> {
     on_mesh(2, 2, |mesh| {
         let request = model(at(&mesh), Fill::Zeros);
         let (rank, replicas) = (mesh.rank, Arc::clone(&mesh.replicas));
-        let options = LoadOptions::new()
+        let options = MegatronLoadOptions::new()
             .group(Arc::clone(&mesh.world))
             .strict(StrictHandling::RaiseUnexpected)
             .reader(move |inner| {
@@ -43,7 +44,7 @@ fn load_together(storage: &Arc<dyn Storage>, exchange: Exchange) -> Vec<u64> {
 fn load_alone(storage: &Arc<dyn Storage>) -> u64 {
     let read = on_mesh(2, 1, |mesh| {
         let request = model(at(&mesh), Fill::Nothing);
-        let options = LoadOptions::new().group(mesh.world.clone());
+        let options = MegatronLoadOptions::new().group(mesh.world.clone());
         block_on(load(&request, storage, &options)).unwrap().read.bytes_read
     });
     read.into_iter().sum()
@@ -57,7 +58,7 @@ fn replicas_share_the_work_of_a_save_and_of_a_load() {
             let mut state = model(at(&mesh), Fill::Model);
             state.insert("rng_state", rng(at(&mesh)));
             let share = ParallelSave::new(mesh.replicas.clone()).world_rank(mesh.rank).rule(rule);
-            let options = SaveOptions::new()
+            let options = MegatronSaveOptions::new()
                 .group(mesh.world.clone())
                 .overwrite(true)
                 .distribution(Arc::new(share));
@@ -89,7 +90,7 @@ fn replicas_share_the_work_of_a_save_and_of_a_load() {
 fn a_replica_that_cannot_read_fails_the_load_on_all_ranks() {
     let storage = memory();
     on_mesh(2, 1, |mesh| {
-        let options = SaveOptions::new().group(mesh.world.clone());
+        let options = MegatronSaveOptions::new().group(mesh.world.clone());
         block_on(save(&model(at(&mesh), Fill::Model), &storage, &options)).unwrap();
     });
     for operations in 0.. {
@@ -99,9 +100,10 @@ fn a_replica_that_cannot_read_fails_the_load_on_all_ranks() {
                 _ => Arc::clone(&storage),
             };
             let (rank, replicas) = (mesh.rank, Arc::clone(&mesh.replicas));
-            let options = LoadOptions::new().group(mesh.world.clone()).reader(move |inner| {
-                Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
-            });
+            let options =
+                MegatronLoadOptions::new().group(mesh.world.clone()).reader(move |inner| {
+                    Arc::new(ParallelReader::new(inner, Arc::clone(&replicas)).world_rank(rank))
+                });
             let request = model(at(&mesh), Fill::Zeros);
             block_on(load(&request, &mine, &options)).map(|_| ())
         });
@@ -137,7 +139,7 @@ fn a_save_beside_training_shares_the_work_and_moves_the_tracker_last() {
             let mut queue = AsyncCallsQueue::new(Some(Arc::clone(&queues[rank])));
             let share = ParallelSave::new(mesh.replicas.clone()).world_rank(mesh.rank);
             let options =
-                SaveOptions::new().group(mesh.world.clone()).distribution(Arc::new(share));
+                MegatronSaveOptions::new().group(mesh.world.clone()).distribution(Arc::new(share));
             let pending = async_save(&state, &folder, &options, &background).await.unwrap();
             let mut request = AsyncRequest::started(pending);
             if rank == 0 {
@@ -153,7 +155,7 @@ fn a_save_beside_training_shares_the_work_and_moves_the_tracker_last() {
     // The folder of the run: what its tracker names is opened.
     let alone = on_mesh(2, 1, |mesh| {
         let request = model(at(&mesh), Fill::Nothing);
-        let options = LoadOptions::new().group(mesh.world.clone());
+        let options = MegatronLoadOptions::new().group(mesh.world.clone());
         let loaded = block_on(load(&request, &run, &options)).unwrap();
         tensors(&loaded.state) == held(&model(at(&mesh), Fill::Model))
     });
@@ -175,7 +177,7 @@ fn a_rank_that_cannot_copy_its_state_fails_the_background_save_on_all() {
             .build()
             .unwrap();
         let state = ShardedStateDict::from([("w", weight)]);
-        let options = SaveOptions::new().group(mesh.world.clone());
+        let options = MegatronSaveOptions::new().group(mesh.world.clone());
         let writer = Arc::clone(&writers[mesh.rank as usize]);
         block_on(async {
             let background = MegatronBackgroundSaver::new(Some(writer));

@@ -15,14 +15,14 @@ use dcp_formats::pickle::Writer;
 use dcp_formats::torch_zip::{ArchiveEncoder, RecordSet};
 use dcp_megatron::parallel::{DistributionOrigin, ParallelSave};
 use dcp_megatron::sharded::{LocalTensor, ObjectKey, ShardedObject, ShardedTensor};
-use dcp_megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions};
+use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, MegatronWriter};
 
 use crate::fixtures::{OPENED, tensors};
 use crate::ranks::on_boxed_ranks;
 use crate::support::{block_on, copy, expected_json, get, names, put, stored};
 
 fn open(storage: &Arc<dyn Storage>) -> MegatronCheckpoint {
-    block_on(MegatronCheckpoint::open(storage, &OpenOptions::default())).unwrap()
+    block_on(MegatronCheckpoint::open(storage, &MegatronOpenOptions::default())).unwrap()
 }
 
 fn save_again(checkpoint: &MegatronCheckpoint) -> Arc<dyn Storage> {

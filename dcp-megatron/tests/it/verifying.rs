@@ -5,7 +5,7 @@ use std::sync::Arc;
 use dcp_convert::JobOptions;
 use dcp_convert::jobs::verify::VerifyReport;
 use dcp_core::Storage;
-use dcp_megatron::{MegatronCheckpoint, OpenOptions, verify};
+use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions, verify};
 
 use crate::support::{block_on, get, put, remove, stored};
 
@@ -103,7 +103,7 @@ fn an_optimizer_that_one_rank_of_the_old_format_has_lost_is_a_problem() {
     remove(&*storage, "iter_0000010/mp_rank_01/distrib_optim.pt");
     let found = messages(&report(&storage, false)).join("\n");
     assert!(found.contains("mp_rank_01") && found.contains("no distrib_optim.pt"), "{found}");
-    let strict = OpenOptions::default();
+    let strict = MegatronOpenOptions::default();
     let error = block_on(MegatronCheckpoint::open(&storage, &strict)).unwrap_err();
     assert!(error.to_string().contains("mp_rank_01"), "{error}");
     remove(&*storage, "iter_0000010/mp_rank_00/distrib_optim.pt");

@@ -142,7 +142,7 @@ fn a_save_that_fails_puts_back_what_was_there() {
         for n in 1.. {
             let inner = copy(&*place);
             let storage =
-                FaultStorage::new(inner.clone()).with_fault(n, Fault::Fail(StorageErrorKind::Full));
+                FaultStorage::new(inner.clone()).fault(n, Fault::Fail(StorageErrorKind::Full));
             let saved = save(&other_source(), &integrity(Arc::new(storage.clone()), to, 2));
             let when = format!("{from:?} to {to:?}, failed at operation {n}");
             if saved.is_err() {
@@ -198,8 +198,8 @@ fn a_full_disk_changes_nothing_of_what_was_there() {
 fn a_storage_that_breaks_leaves_no_mix() {
     let faults: [fn(FaultStorage, u64) -> FaultStorage; 3] = [
         |storage, n| storage.read_only_after(n - 1),
-        |storage, n| storage.with_fault(n, Fault::FailAfterwards),
-        |storage, n| storage.with_fault(n, Fault::Fail(StorageErrorKind::Transient)),
+        |storage, n| storage.fault(n, Fault::FailAfterwards),
+        |storage, n| storage.fault(n, Fault::Fail(StorageErrorKind::Transient)),
     ];
     for (from, to) in FORMS.iter().flat_map(|from| FORMS.map(|to| (*from, to))) {
         let place = Arc::new(MemoryStorage::new());
@@ -250,7 +250,7 @@ fn a_lost_reply_never_makes_a_mix() {
         let old = load(&place).unwrap();
         for n in 1.. {
             let inner = copy(&*place);
-            let storage = FaultStorage::new(inner.clone()).with_fault(n, Fault::LoseReply);
+            let storage = FaultStorage::new(inner.clone()).fault(n, Fault::LoseReply);
             let saved = save(&other_source(), &writer(Arc::new(storage.clone()), to, 2));
             let found = load(&inner).unwrap();
             assert_eq!(saved.is_ok(), found != old, "lost at operation {n}: {saved:?}");

@@ -6,7 +6,7 @@ use dcp_convert::jobs::get::Found;
 use dcp_convert::{Source, find};
 use dcp_core::Storage;
 use dcp_formats::zarr::ZarrReader;
-use dcp_megatron::{MegatronCheckpoint, OpenOptions};
+use dcp_megatron::{MegatronCheckpoint, MegatronOpenOptions};
 use proptest::prelude::*;
 
 use crate::support::{block_on, in_memory, put, stored};
@@ -98,7 +98,8 @@ fn folders_of_locks_are_no_tensors() {
     let storage = stored("v09_zarr");
     put(&*storage, "row.weight.sync/.zarray", Vec::new());
     put(&*storage, "row.weight.sync/0.0", Vec::new());
-    let checkpoint = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
+    let checkpoint =
+        block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default())).unwrap();
     let metadata = block_on(checkpoint.source().metadata()).unwrap();
     assert!(metadata.get("row.weight").is_some() && metadata.get("row.weight.sync").is_none());
 }
@@ -108,7 +109,8 @@ fn folders_of_locks_are_no_tensors() {
 fn objects_are_written_again_as_they_are() {
     let folder = crate::support::fixture("v06_zarr").join("ckpt");
     let storage: Arc<dyn Storage> = in_memory(&folder);
-    let checkpoint = block_on(MegatronCheckpoint::open(&storage, &OpenOptions::default())).unwrap();
+    let checkpoint =
+        block_on(MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default())).unwrap();
     let value = dcp_convert::read::read_object(checkpoint.source(), "rng_state/shard_0.1_1.2");
     let value = block_on(value).unwrap();
     let blob = dcp_formats::torch_object::encode_object(&value).unwrap();

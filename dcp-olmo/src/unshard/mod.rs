@@ -89,17 +89,16 @@ impl UnshardFormat {
 
 /// How a checkpoint is unsharded.
 #[derive(Clone, Copy, Debug, Default)]
-#[non_exhaustive]
 pub struct UnshardOptions {
     /// How it is divided into files.
-    pub strategy: UnshardStrategy,
+    pub(crate) strategy: UnshardStrategy,
     /// Their format.
-    pub format: UnshardFormat,
+    pub(crate) format: UnshardFormat,
     /// Whether the optimizer is written as well. OLMo-core (3.0) can only in one file of
     /// `torch.save`.
-    pub optim: bool,
+    pub(crate) optim: bool,
     /// Whether files that are there are replaced.
-    pub save_overwrite: bool,
+    pub(crate) save_overwrite: bool,
 }
 
 impl UnshardOptions {
@@ -407,7 +406,7 @@ impl Writing<'_> {
         let view = Source::derived(Arc::new(view), std::slice::from_ref(&self.source));
         let view = view.unwrap_or_else(|| Source::clone(&self.source));
         let target = Target::new(Arc::clone(self.target), file.key);
-        let target = target.overwriting(self.options.save_overwrite);
+        let target = target.overwrite(self.options.save_overwrite);
         let mut job = self.job.clone();
         job.progress = job.progress.map(|all| Arc::new(OfMany(all)) as Arc<dyn JobProgress>);
         let written = self.options.format.write(&view, &target, &job).await?;
@@ -439,7 +438,7 @@ impl Writing<'_> {
         let len = content.len() as u64;
         if !self.job.dry_run {
             let target = Target::new(Arc::clone(self.target), key.clone());
-            let target = target.overwriting(self.options.save_overwrite);
+            let target = target.overwrite(self.options.save_overwrite);
             let read = CheckedSource::new(&self.source, self.job);
             target.put(content.into(), read.finish().await?).await?;
         }

@@ -6,7 +6,7 @@ use dcp_conformance::CountingStorage;
 use dcp_convert::{JobOptions, Source, reshard, verify};
 use dcp_core::{Storage, StorageReader, Value};
 use dcp_formats::dcp::DcpWriter;
-use dcp_olmo::{OptimizerLayout, SaveOptions, source_with_layout, with_layout};
+use dcp_olmo::{OlmoSaveOptions, OptimizerLayout, source_with_layout, with_layout};
 
 use crate::support::{
     ANY, FLAT, MODEL_ONLY, NESTED, assert_same, block_on, everything, fixture, memory, path, reader,
@@ -79,7 +79,7 @@ fn groups_are_parameters_with_the_same_settings() {
             ]
         })
         .collect();
-    let (saver, options) = (dcp_engine::Saver::new(), SaveOptions::default());
+    let (saver, options) = (dcp_engine::Saver::new(), OlmoSaveOptions::default());
     let save =
         dcp_olmo::save_model_and_optim_state(&saver, &storage, &model, Some(&optim), &options);
     block_on(save).unwrap();

@@ -8,7 +8,7 @@ use dcp_core::{CheckpointError, DType, StateDict, Storage, Tensor, Value};
 use dcp_engine::{BackgroundSaver, Loader, Saver};
 use dcp_formats::metadata::Profile;
 use dcp_olmo::{
-    KeyMapping, LoadOptions, LoadedState, OptimizerLayout, SaveOptions,
+    KeyMapping, LoadedState, OlmoLoadOptions, OlmoSaveOptions, OptimizerLayout,
     async_save_model_and_optim_state, flatten_optim, get_checkpoint_metadata,
     load_model_and_optim_state, save_model_and_optim_state,
 };
@@ -22,7 +22,7 @@ fn load(
     storage: &Arc<dyn Storage>,
     model: &mut StateDict,
     optim: Option<&mut StateDict>,
-    options: &LoadOptions,
+    options: &OlmoLoadOptions,
 ) -> Result<LoadedState, CheckpointError> {
     let loader = Loader::new();
     block_on(load_model_and_optim_state(&loader, reader(storage), model, optim, options))
@@ -36,7 +36,7 @@ fn whatever_the_file_has_the_target_gets_its_layout() {
         for optim in [&nested, &flat] {
             let (mut new_model, mut new_optim) = (blank(&model), blank(optim));
             let storage = fixture(file);
-            let options = LoadOptions::default();
+            let options = OlmoLoadOptions::default();
             let loaded = load(&storage, &mut new_model, Some(&mut new_optim), &options).unwrap();
             assert_eq!(loaded.stored_layout, Some(stored));
             assert!(loaded.report.is_complete() && loaded.report.unexpected.is_empty(), "{file}");
@@ -54,7 +54,8 @@ fn saved_and_loaded_again_in_every_combination() {
     for flatten in [false, true] {
         for profile in [Profile::Compat, Profile::Olmo] {
             let storage = memory();
-            let options = SaveOptions::default().flatten_optimizer_state(flatten).profile(profile);
+            let options =
+                OlmoSaveOptions::default().flatten_optimizer_state(flatten).profile(profile);
             let options = options.thread_count(3.try_into().unwrap());
             let saver = Saver::new();
             let save =
@@ -81,11 +82,11 @@ fn what_is_missing_is_all_named_or_left_alone() {
     for n in 0..20 {
         wanted.insert(format!("new.{n}"), Tensor::zeros(DType::Float32, [2]).unwrap());
     }
-    let error = load(&storage, &mut wanted.clone(), None, &LoadOptions::default()).unwrap_err();
+    let error = load(&storage, &mut wanted.clone(), None, &OlmoLoadOptions::default()).unwrap_err();
     let text = error.to_string();
     assert!((0..20).all(|n| text.contains(&format!("\"model.new.{n}\""))), "{text}");
 
-    let options = LoadOptions::default().strict(false);
+    let options = OlmoLoadOptions::default().strict(false);
     let loaded = load(&storage, &mut wanted, None, &options).unwrap();
     assert_eq!(loaded.report.missing.len(), 20);
     assert_eq!(loaded.report.unexpected.len(), 39 + 24, "the optimizer was not asked for");
@@ -94,7 +95,7 @@ fn what_is_missing_is_all_named_or_left_alone() {
     let bare = fixture(MODEL_ONLY);
     let (model, _) = states(&bare);
     let (mut model, mut optim) = (blank(&model), blank(&optim));
-    let error = load(&bare, &mut model, Some(&mut optim), &LoadOptions::default()).unwrap_err();
+    let error = load(&bare, &mut model, Some(&mut optim), &OlmoLoadOptions::default()).unwrap_err();
     assert!(error.to_string().contains("optim.state.tiny.exp_avg"), "{error}");
 }
 
@@ -107,9 +108,9 @@ fn other_dtypes_are_cast_only_if_asked() {
         Tensor::zeros(DType::Float32, tensor.shape().clone()).unwrap()
     };
     let mut wide: Dict = model.iter().map(|(key, value)| (key.clone(), float(value))).collect();
-    let error = load(&storage, &mut wide, None, &LoadOptions::default()).unwrap_err();
+    let error = load(&storage, &mut wide, None, &OlmoLoadOptions::default()).unwrap_err();
     assert!(error.to_string().contains("bfloat16"), "{error}");
-    load(&storage, &mut wide, None, &LoadOptions::default().cast(true)).unwrap();
+    load(&storage, &mut wide, None, &OlmoLoadOptions::default().cast(true)).unwrap();
     let bytes = |state: &StateDict| state.get("tiny").unwrap().as_tensor().unwrap().to_vec();
     let (narrow, wide) = (bytes(&model).unwrap(), bytes(&wide).unwrap());
     let widened: Vec<u8> = narrow.chunks(2).flat_map(|half| [0, 0, half[0], half[1]]).collect();
@@ -145,11 +146,11 @@ fn key_mapping_renames_model_state_and_groups_in_both_layouts() {
         let (model, optim) = states(&storage);
         let (model, optim) = renamed(&model, &optim);
         let (mut new_model, mut new_optim) = (blank(&model), blank(&optim));
-        let plain = LoadOptions::default();
+        let plain = OlmoLoadOptions::default();
         let error = load(&storage, &mut new_model, Some(&mut new_optim), &plain).unwrap_err();
         assert!(error.to_string().contains("\"model.small\""), "{error}");
         let mapping: KeyMapping = [("small".to_owned(), "tiny".to_owned())].into();
-        let options = LoadOptions::default().key_mapping(mapping);
+        let options = OlmoLoadOptions::default().key_mapping(mapping);
         load(&storage, &mut new_model, Some(&mut new_optim), &options).unwrap();
         assert!(same_dict(&new_model, &model), "{file}");
         assert!(same_dict(&new_optim, &optim), "{file}: {new_optim:?}");
@@ -163,7 +164,7 @@ fn wrong_mappings_are_reported() {
     let mapping = |pairs: &[(&str, &str)]| -> KeyMapping {
         pairs.iter().map(|(now, then)| ((*now).to_owned(), (*then).to_owned())).collect()
     };
-    let options = LoadOptions::default();
+    let options = OlmoLoadOptions::default();
     let absent = options.clone().key_mapping(mapping(&[("tiny", "nope"), ("freqs", "neither")]));
     let error = load(&storage, &mut blank(&model), None, &absent).unwrap_err().to_string();
     assert!(error.contains("nope") && error.contains("neither"), "{error}");
@@ -205,7 +206,7 @@ fn groups_that_disagree_are_refused() {
     };
     params.extend(more);
     let mut model = blank(&model);
-    let error = load(&storage, &mut model, Some(&mut optim), &LoadOptions::default());
+    let error = load(&storage, &mut model, Some(&mut optim), &OlmoLoadOptions::default());
     let error = error.unwrap_err().to_string();
     assert!(error.contains("optim.param_groups.0") && error.contains("weight_decay"), "{error}");
 }
@@ -226,7 +227,7 @@ fn what_one_rank_finds_wrong_ends_the_load_on_all() {
                 let loader = Loader::new().group(Arc::new(group));
                 let then = if rank == 0 { "tiny" } else { "nope" };
                 let mapping: KeyMapping = [("tiny".to_owned(), then.to_owned())].into();
-                let options = LoadOptions::default().key_mapping(mapping);
+                let options = OlmoLoadOptions::default().key_mapping(mapping);
                 let reader = reader(&storage);
                 let loaded =
                     load_model_and_optim_state(&loader, reader, &mut model, None, &options).await;
@@ -247,7 +248,7 @@ fn background_saves_copy_first() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let saver = BackgroundSaver::new(Saver::new());
-        let options = SaveOptions::default().flatten_optimizer_state(true);
+        let options = OlmoSaveOptions::default().flatten_optimizer_state(true);
         let pending =
             async_save_model_and_optim_state(&saver, &storage, &model, Some(&optim), &options);
         pending.unwrap().wait().await.unwrap();

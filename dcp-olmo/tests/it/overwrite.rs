@@ -75,7 +75,7 @@ fn old_and_new_files_never_look_like_one_model() {
         for operation in 1.. {
             let place = memory();
             unshard(NESTED, &place, options).unwrap();
-            let faulty = FaultStorage::new(Arc::clone(&place)).with_fault(operation, fault);
+            let faulty = FaultStorage::new(Arc::clone(&place)).fault(operation, fault);
             let target: Arc<dyn Storage> = Arc::new(faulty.clone());
             let result = unshard(MODEL_ONLY, &target, options);
             let found = files(&place);
@@ -102,7 +102,7 @@ fn a_model_never_has_the_optimizer_of_another() {
         let place = memory();
         unshard(NESTED, &place, options).unwrap();
         let old = files(&place);
-        let faulty = FaultStorage::new(Arc::clone(&place)).with_fault(operation, Fault::Tear);
+        let faulty = FaultStorage::new(Arc::clone(&place)).fault(operation, Fault::Tear);
         let target: Arc<dyn Storage> = Arc::new(faulty.clone());
         let result = unshard(crate::support::ANY, &target, options);
         if faulty.operations() < operation {

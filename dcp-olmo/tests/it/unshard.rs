@@ -107,10 +107,10 @@ fn stored(name: &str) -> BTreeMap<String, Value> {
 
 /// Compares every file with what `expected-unshard.json` says of it: the same files, the same
 /// keys in each, the same dtypes and shapes; and the bytes with those of the checkpoint.
-fn compare(fixture_name: &str, strategy: &str, options: UnshardOptions) {
+fn compare(fixture_name: &str, strategy: &str, format: UnshardFormat, options: UnshardOptions) {
     let text = std::fs::read(fixtures().join(fixture_name).join("expected-unshard.json")).unwrap();
     let expected: Json = serde_json::from_slice(&text).unwrap();
-    let ending = if options.format == TORCH_SAVE { "pt" } else { "safetensors" };
+    let ending = if format == TORCH_SAVE { "pt" } else { "safetensors" };
     let expected = expected[format!("{strategy}-{ending}")]["files"].as_object().unwrap().clone();
     assert!(!expected.is_empty());
     let target = memory();
@@ -145,14 +145,19 @@ fn files_keys_and_contents_are_those_of_olmo_core() {
         let options = UnshardOptions::default().format(format);
         for (name, optim) in [(NESTED, true), (MODEL_ONLY, false), (ANY, true)] {
             // OLMo-core writes the optimizer into one file of torch.save only.
-            compare(name, "one_file", options.optim(optim && format == TORCH_SAVE));
+            compare(name, "one_file", format, options.optim(optim && format == TORCH_SAVE));
             for (strategy, bytes) in
                 [("chunks_2000", 2000), ("chunks_1", 1), ("chunks_1e9", 1_000_000_000)]
             {
-                compare(name, strategy, options.strategy(chunks(bytes)));
+                compare(name, strategy, format, options.strategy(chunks(bytes)));
             }
             if name != ANY {
-                compare(name, "per_tensor", options.strategy(UnshardStrategy::OneFilePerTensor));
+                compare(
+                    name,
+                    "per_tensor",
+                    format,
+                    options.strategy(UnshardStrategy::OneFilePerTensor),
+                );
             }
         }
     }
@@ -260,7 +265,7 @@ fn a_failure_leaves_nothing() {
     let fault = Fault::Fail(StorageErrorKind::Full);
     for operation in 1.. {
         let place = memory();
-        let faulty = FaultStorage::new(Arc::clone(&place)).with_fault(operation, fault);
+        let faulty = FaultStorage::new(Arc::clone(&place)).fault(operation, fault);
         let target: Arc<dyn Storage> = Arc::new(faulty.clone());
         let result = unshard(NESTED, &target, UnshardOptions::default().strategy(chunks(1000)));
         if faulty.operations() < operation {
@@ -288,7 +293,7 @@ fn a_dry_run_tells_what_would_be_written() {
         let options = UnshardOptions::default().format(format).optim(true).strategy(chunks(3000));
         let (told, target) = (memory(), memory());
         let source = Source::dcp(fixture(FLAT), false);
-        let dry = JobOptions::default().as_dry_run(true);
+        let dry = JobOptions::default().with_dry_run(true);
         let plan = block_on(unshard_checkpoint(&source, &told, &options, &dry)).unwrap();
         assert!(names(&told).is_empty() && plan.dry_run);
         let done = unshard(FLAT, &target, options).unwrap();

@@ -66,7 +66,7 @@ impl DefaultSavePlanner {
 
     /// The same with another policy for replicas.
     #[must_use]
-    pub fn with_dedup(mut self, dedup: DedupPolicy) -> Self {
+    pub fn dedup(mut self, dedup: DedupPolicy) -> Self {
         self.dedup = dedup;
         self
     }
@@ -75,7 +75,7 @@ impl DefaultSavePlanner {
     /// contradict each other are refused in any case, and a saver checks the plan again
     /// ([`GlobalPlan::check_against`]).
     #[must_use]
-    pub fn with_validation(mut self, validate: bool) -> Self {
+    pub fn validate(mut self, validate: bool) -> Self {
         self.validate = validate;
         self
     }

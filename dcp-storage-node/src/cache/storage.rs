@@ -35,7 +35,7 @@ const ATTEMPTS: u32 = 16;
 ///
 /// # fn example(storages: StorageRegistry) -> Result<StorageRegistry, StorageError> {
 /// let folder = CacheFolder::new("/scratch/dcp").open()?;
-/// Ok(storages.with_layer(cache_layer(folder)))
+/// Ok(storages.layer(cache_layer(folder)))
 /// # }
 /// ```
 pub fn cache_layer(
@@ -236,7 +236,7 @@ impl Shared {
         };
         let buffer = Buffer::try_zeroed(len).ok_or_else(too_long)?;
         let request = ReadRequest::new(vec![ReadInto { byte_offset: range.start, buffer }])
-            .if_version(Some(seen.version.clone()));
+            .with_if_version(Some(seen.version.clone()));
         let mut outcome = self.inner.read(key, request).await?;
         let bytes = outcome.buffers.pop().map(Buffer::freeze).unwrap_or_default();
         self.from_storage.fetch_add(len as u64, Ordering::Relaxed);
@@ -336,7 +336,7 @@ impl Storage for CachedStorage {
         loop {
             let Some(seen) = self.0.version(key, if_version.as_ref()).await.map_err(in_read)?
             else {
-                let request = ReadRequest::new(ranges).if_version(if_version);
+                let request = ReadRequest::new(ranges).with_if_version(if_version);
                 return self.0.inner.read(key, request).await;
             };
             match self.0.read(key, &seen, &mut ranges).await {

@@ -73,7 +73,7 @@ fn a_replaced_object_is_read_anew() {
     // The old version is not served even though its blocks are still there.
     let request = |buffer| {
         let read = ReadInto { byte_offset: 0, buffer };
-        ReadRequest::new(vec![read]).if_version(old.clone())
+        ReadRequest::new(vec![read]).with_if_version(old.clone())
     };
     let error = block_on(storage.read(&key("a"), request(Buffer::zeroed(10)))).unwrap_err();
     assert_eq!(error.kind(), StorageErrorKind::Changed);

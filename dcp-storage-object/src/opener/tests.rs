@@ -3,7 +3,7 @@
 use super::*;
 
 fn open(url: &str, options: StorageOptions) -> Result<ObjectStorage, StorageError> {
-    let request = OpenRequest::new(url, Access::Write).options(options);
+    let request = OpenRequest::new(url, Access::Write).with_options(options);
     ObjectOpener::new().open_now(&request)
 }
 
@@ -53,7 +53,7 @@ fn settings_are_not_shown() {
         .with("aws_access_key_id", "name")
         .with("aws_endpoint", "http://user:5ec7e7@127.0.0.1:1");
     let opener = ObjectOpener::new();
-    let request = OpenRequest::new("s3://bucket/run", Access::Read).options(options);
+    let request = OpenRequest::new("s3://bucket/run", Access::Read).with_options(options);
     let storage = opener.open_now(&request).unwrap();
     let shown = format!("{storage:?} {opener:?} {request:?}");
     assert!(!shown.contains("5ec7e7"), "{shown}");
@@ -65,7 +65,7 @@ fn one_bucket_and_settings_have_one_client() {
     let opener = ObjectOpener::new();
     let open = |url: &str, region: &str| {
         let options = StorageOptions::new().with("aws_region", region);
-        opener.open_now(&OpenRequest::new(url, Access::Read).options(options)).unwrap()
+        opener.open_now(&OpenRequest::new(url, Access::Read).with_options(options)).unwrap()
     };
     let one = open("s3://bucket/a", "x");
     let same = open("s3a://bucket/b", "x");

@@ -33,7 +33,7 @@ impl Served {
         let mut storages = StorageRegistry::empty();
         dcp_storage_object::register(&mut storages);
         let options = options.iter().copied().collect();
-        storages.with_options(options).open(&self.url, Access::Read).await.unwrap()
+        storages.options(options).open(&self.url, Access::Read).await.unwrap()
     }
 }
 
@@ -64,7 +64,7 @@ async fn read_ranges(served: Served) {
     let spans = [(2_999_000, 1000), (0, 1), (5, 700), (1_000_000, 1_500_000), (10, 0)];
     let ranges =
         spans.map(|(byte_offset, len)| ReadInto { byte_offset, buffer: Buffer::zeroed(len) });
-    let request = ReadRequest::new(ranges.into()).if_version(meta.version.clone());
+    let request = ReadRequest::new(ranges.into()).with_if_version(meta.version.clone());
     let read = storage.read(&key(), request).await.unwrap();
     assert_eq!(read.version, meta.version);
     for ((start, len), buffer) in spans.into_iter().zip(&read.buffers) {
@@ -82,7 +82,7 @@ async fn read_ranges(served: Served) {
     let later = std::time::SystemTime::now() + std::time::Duration::from_secs(10);
     std::fs::File::options().write(true).open(path).unwrap().set_modified(later).unwrap();
     let range = ReadInto { byte_offset: 0, buffer: Buffer::zeroed(8) };
-    let request = ReadRequest::new(vec![range]).if_version(meta.version);
+    let request = ReadRequest::new(vec![range]).with_if_version(meta.version);
     let error = storage.read(&key(), request).await.unwrap_err();
     assert_eq!(error.kind(), Kind::Changed, "{error}");
 }

@@ -109,6 +109,6 @@ pub(crate) fn open(url: &str, endpoint: &str) -> Arc<dyn Storage> {
         .with("timeout", "1 second")
         .with("stall_timeout", "1")
         .with("deadline", "20");
-    let request = OpenRequest::new(url, Access::Write).options(options);
+    let request = OpenRequest::new(url, Access::Write).with_options(options);
     block_on(ObjectOpener::new().open(&request)).unwrap()
 }

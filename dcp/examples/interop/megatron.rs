@@ -15,8 +15,8 @@ use dcp::megatron::disk::COMMON_STATE;
 use dcp::megatron::parallel::{ParallelReader, ParallelSave};
 use dcp::megatron::sharded::ObjectKey;
 use dcp::megatron::{
-    LoadOptions, MegatronCheckpoint, MegatronForm, OpenOptions, SaveOptions, StrictHandling, load,
-    save,
+    MegatronCheckpoint, MegatronForm, MegatronLoadOptions, MegatronOpenOptions,
+    MegatronSaveOptions, StrictHandling, load, save,
 };
 use dcp::{Collective, Region, Value};
 use description::{Description, Spec};
@@ -75,7 +75,7 @@ impl Job {
     /// Loads strictly into this layout, and compares.
     async fn load(&self, from: &str, tied: bool) -> Result {
         let part = self.description.part(self.place, false, tied)?;
-        let options = LoadOptions::new().group(Arc::clone(&self.group));
+        let options = MegatronLoadOptions::new().group(Arc::clone(&self.group));
         let mut options = options.strict(StrictHandling::ReturnAll);
         if self.place.is_replicated() {
             let group = Arc::clone(&self.group);
@@ -102,7 +102,8 @@ impl Job {
     async fn save(&self, form_name: &str, to: &str) -> Result {
         let mut part = self.description.part(self.place, true, true)?;
         part.merge(&self.description.made()?)?;
-        let options = SaveOptions::new().group(Arc::clone(&self.group)).form(form(form_name)?);
+        let options =
+            MegatronSaveOptions::new().group(Arc::clone(&self.group)).form(form(form_name)?);
         let options = options.content_metadata(self.description.content_to_save()?);
         let options = if self.place.is_replicated() {
             options.distribution(Arc::new(ParallelSave::new(Arc::clone(&self.group))))
@@ -126,7 +127,7 @@ fn form(name: &str) -> Result<MegatronForm> {
 /// state with the description.
 async fn open(description: &Description, checkpoint: &str) -> Result {
     let storage = storage(checkpoint, Access::Read).await?;
-    let opened = MegatronCheckpoint::open(&storage, &OpenOptions::default()).await?;
+    let opened = MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default()).await?;
     let mut common = opened.common().clone();
     let content = common.remove("content_metadata").ok_or("no content metadata")?;
     if !expected::matches(content.view(), description.content()) {

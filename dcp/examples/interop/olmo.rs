@@ -9,7 +9,7 @@ use dcp::engine::{Loader, Saver};
 use dcp::formats::dcp::DcpReader;
 use dcp::formats::metadata::Profile;
 use dcp::olmo::{
-    LoadOptions, OptimizerLayout, SaveOptions, load_keys, load_model_and_optim_state,
+    OlmoLoadOptions, OlmoSaveOptions, OptimizerLayout, load_keys, load_model_and_optim_state,
     save_model_and_optim_state, with_layout,
 };
 use dcp::{Collective, Value};
@@ -37,10 +37,10 @@ pub(crate) async fn resave(
     let (mut model, mut optim) = (next()?, next()?);
 
     let loader = Loader::new().group(Arc::clone(group));
-    let options = LoadOptions::default();
+    let options = OlmoLoadOptions::default();
     load_model_and_optim_state(&loader, reader, &mut model, Some(&mut optim), &options).await?;
     let saver = Saver::new().group(Arc::clone(group));
-    let options = SaveOptions::default().profile(Profile::Olmo);
+    let options = OlmoSaveOptions::default().profile(Profile::Olmo);
     let options = options.flatten_optimizer_state(layout == "flat");
     let target = storage(to, Access::Write).await?;
     save_model_and_optim_state(&saver, &target, &model, Some(&optim), &options).await?;

@@ -66,7 +66,7 @@ pub(crate) fn stopping(storage: Arc<dyn Storage>) -> Arc<dyn Storage> {
 }
 
 fn save_once(place: &str) {
-    let storages = dcp::default_storages().with_layer(|storage, _| stopping(storage));
+    let storages = dcp::default_storages().layer(|storage, _| stopping(storage));
     let checkpointer = Checkpointer::new().storages(storages);
     checkpointer.save(&state(STEP, 0, 1), place).blocking().unwrap();
     say("saved");
@@ -77,7 +77,7 @@ fn save_as_a_rank(place: &str) {
     let group = Arc::new(config.connect().unwrap());
     let (rank, world) = (dcp::Collective::rank(&*group), dcp::Collective::world_size(&*group));
     let opened = AtomicU8::new(0);
-    let storages = dcp::default_storages().with_layer(move |storage, _| {
+    let storages = dcp::default_storages().layer(move |storage, _| {
         let step = opened.fetch_add(1, Ordering::Relaxed) + 1;
         if step == STEP { stopping(storage) } else { storage }
     });

@@ -15,7 +15,7 @@ use dcp::mapping::{
 };
 use dcp::megatron::jobs::to_torch_dist;
 use dcp::megatron::partition::ParallelLayout;
-use dcp::megatron::{MegatronCheckpoint, MegatronWriter, OpenOptions};
+use dcp::megatron::{MegatronCheckpoint, MegatronOpenOptions, MegatronWriter};
 use dcp_testing::key;
 use serde_json::{Value, json};
 
@@ -161,7 +161,8 @@ async fn there_and_back(latent: bool, layout: ParallelLayout) {
     let writer = MegatronWriter::builder(Arc::clone(&megatron));
     to_torch_dist(&there.source, writer, layout, &job).await.unwrap();
 
-    let opened = MegatronCheckpoint::open(&megatron, &OpenOptions::default()).await.unwrap();
+    let opened =
+        MegatronCheckpoint::open(&megatron, &MegatronOpenOptions::default()).await.unwrap();
     let args = opened.args().unwrap();
     assert_eq!((args.num_layers(), args.num_experts()), (Some(4), Some(4)));
     assert_eq!((args.vocab_size(), args.padded_vocab_size()), (Some(50), Some(128)));

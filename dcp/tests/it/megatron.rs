@@ -10,7 +10,8 @@ use dcp::core::registry::Access;
 use dcp::megatron::disk::METADATA_JSON;
 use dcp::megatron::sharded::{LocalTensor, ShardedObject, ShardedStateDict, ShardedTensor};
 use dcp::megatron::{
-    LoadOptions, MegatronRun, SaveOptions, Tracked, load, save, verify, write_tracker,
+    MegatronLoadOptions, MegatronRun, MegatronSaveOptions, Tracked, load, save, verify,
+    write_tracker,
 };
 use dcp::{DType, Storage, Tensor, Value};
 
@@ -51,7 +52,7 @@ pub(crate) fn save_as_a_rank(place: &str) {
     let config = TcpConfig::from_env().unwrap().deadline(Duration::from_secs(120));
     let group = config.connect().unwrap();
     let (rank, world) = (dcp::Collective::rank(&group), dcp::Collective::world_size(&group));
-    let options = SaveOptions::new().group(Arc::new(group));
+    let options = MegatronSaveOptions::new().group(Arc::new(group));
     let run = open(place, Access::Write);
     let stop_in = std::env::var(STOP_IN).unwrap_or_default();
     let opened = |storage: Arc<dyn Storage>, step, what: &str| {
@@ -110,7 +111,7 @@ fn assert_whole(run: &str, step: u8) {
     let whole = LocalTensor::described(DType::UInt8, [3 * ROWS, COLUMNS]);
     let whole = ShardedTensor::from_rank_offsets("weight", whole).build().unwrap();
     let request = ShardedStateDict::from([("weight", whole)]);
-    let loaded = block_on(load(&request, &storage, &LoadOptions::new())).unwrap().state;
+    let loaded = block_on(load(&request, &storage, &MegatronLoadOptions::new())).unwrap().state;
     assert_eq!(loaded.get("iteration").and_then(Value::as_int), Some(step.into()));
     let weight = loaded.get("weight").and_then(Value::as_tensor).and_then(Tensor::to_vec);
     assert!(weight.unwrap().iter().all(|byte| *byte == step), "parts of another save");

@@ -89,8 +89,7 @@ fn a_disk_that_fills_up_on_one_rank_is_a_full_disk_on_every_rank() {
         let (rank, world) = (group.rank(), group.world_size());
         let mut storages = checkpointer_storages(&storage);
         if rank == 1 {
-            storages =
-                storages.with_layer(|inner, _| Arc::new(FaultStorage::new(inner).full_after(0)));
+            storages = storages.layer(|inner, _| Arc::new(FaultStorage::new(inner).full_after(0)));
         }
         let checkpointer = Checkpointer::new().group(group).storages(storages);
         checkpointer.save(&state(2, rank, world), "mem://run").blocking().unwrap_err().kind()

@@ -59,7 +59,7 @@ fn at_every_operation(
 fn t02_a_save_that_dies_leaves_the_old_checkpoint() {
     let old = place_of_an_old_one();
     let kill = |storage: FaultStorage, n| storage.dying_after(n - 1);
-    let tear = |storage: FaultStorage, n| storage.with_fault(n, Fault::Tear);
+    let tear = |storage: FaultStorage, n| storage.fault(n, Fault::Tear);
     let check = |inner: &Arc<MemoryStorage>, saved: bool, when: &str| {
         let found = whole(inner);
         if saved {
@@ -89,8 +89,7 @@ fn t03_a_first_save_that_dies_is_no_checkpoint_or_a_whole_one() {
 fn a_save_that_fails_removes_what_it_wrote() {
     let old = place_of_an_old_one();
     let before = names(&*old);
-    let fail =
-        |storage: FaultStorage, n| storage.with_fault(n, Fault::Fail(StorageErrorKind::Full));
+    let fail = |storage: FaultStorage, n| storage.fault(n, Fault::Fail(StorageErrorKind::Full));
     at_every_operation(Some(&old), fail, |inner, saved, when| {
         if saved {
             assert!(whole(inner).same(&state(2).loaded()), "{when}");
@@ -108,7 +107,7 @@ fn a_save_that_fails_removes_what_it_wrote() {
 #[test]
 fn a_lost_reply_never_makes_a_mix() {
     let old = place_of_an_old_one();
-    let lose = |storage: FaultStorage, n| storage.with_fault(n, Fault::LoseReply);
+    let lose = |storage: FaultStorage, n| storage.fault(n, Fault::LoseReply);
     at_every_operation(Some(&old), lose, |inner, saved, when| {
         let found = whole(inner);
         let old = !saved && found.same(&state(1).loaded());

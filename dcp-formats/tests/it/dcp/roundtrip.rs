@@ -150,7 +150,7 @@ fn without_overwrite_a_checkpoint_is_safe() {
 
 #[test]
 fn two_savers_never_mix() {
-    let storage = Arc::new(MemoryStorage::new().with_conditional_claims());
+    let storage = Arc::new(MemoryStorage::new().conditional_claims());
     let (first, second) = (DcpWriter::new(storage.clone()), DcpWriter::new(storage.clone()));
     block_on(async {
         let session = first.begin().await.unwrap();
@@ -174,7 +174,7 @@ fn two_savers_never_mix() {
 
 #[test]
 fn a_commit_that_was_overtaken_fails() {
-    let storage = Arc::new(MemoryStorage::new().with_conditional_claims());
+    let storage = Arc::new(MemoryStorage::new().conditional_claims());
     let late = DcpWriter::new(storage.clone());
     block_on(async {
         let session = late.begin().await.unwrap();
@@ -299,7 +299,7 @@ fn progress_of_a_load_is_what_was_needed() {
     save(&DcpWriter::new(storage.clone()), &state).unwrap();
     let seen = Arc::new(Mutex::new(0));
     let sum = Arc::clone(&seen);
-    let progress: dcp_formats::Progress = Arc::new(move |bytes| *sum.lock().unwrap() += bytes);
+    let progress: dcp_formats::ByteProgress = Arc::new(move |bytes| *sum.lock().unwrap() += bytes);
     let reader = DcpReader::builder(storage).progress(progress).build();
     let loaded = crate::harness::load_with(&reader).unwrap();
     assert!(loaded.same(&state.loaded()));

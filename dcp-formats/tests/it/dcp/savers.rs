@@ -145,7 +145,7 @@ fn meet(memory: &Arc<MemoryStorage>, stops: [u64; 2]) -> Option<Outcomes> {
 #[test]
 fn of_two_savers_stopped_at_every_step_one_wins_and_its_checkpoint_is_whole() {
     let locking = MemoryStorage::new;
-    let conditional = || MemoryStorage::new().with_conditional_claims();
+    let conditional = || MemoryStorage::new().conditional_claims();
     for (mode, storage) in
         [("locking", &locking as &dyn Fn() -> MemoryStorage), ("conditional", &conditional)]
     {

@@ -387,12 +387,12 @@ fn of_one_model(most: u64, files: usize) {
     let bare = |storage: &Arc<MemoryStorage>| drop(write(storage, 7, false).unwrap());
     let faults: [(&str, Break); 7] = [
         ("dead", |storage, n| storage.dying_after(n - 1)),
-        ("torn", |storage, n| storage.with_fault(n, Fault::Tear)),
+        ("torn", |storage, n| storage.fault(n, Fault::Tear)),
         ("full", |storage, n| storage.full_after(n - 1)),
         ("read-only", |storage, n| storage.read_only_after(n - 1)),
-        ("failed", |storage, n| storage.with_fault(n, Fault::Fail(StorageErrorKind::Other))),
-        ("done and failed", |storage, n| storage.with_fault(n, Fault::FailAfterwards)),
-        ("lost", |storage, n| storage.with_fault(n, Fault::LoseReply)),
+        ("failed", |storage, n| storage.fault(n, Fault::Fail(StorageErrorKind::Other))),
+        ("done and failed", |storage, n| storage.fault(n, Fault::FailAfterwards)),
+        ("lost", |storage, n| storage.fault(n, Fault::LoseReply)),
     ];
     let bare_single =
         |storage: &Arc<MemoryStorage>| drop(write_in(storage, 7, false, ALL).unwrap());

@@ -487,8 +487,8 @@ fn what_was_flat_is_written_for_ranks_of_another_layout() {
     let writer = MegatronWriter::builder(Arc::clone(&storage));
     let layout = ParallelLayout::new(2, 1);
     block_on(to_torch_dist(&shown.source, writer, layout, &job)).unwrap();
-    let opened = MegatronCheckpoint::open(&storage, &MegatronOpenOptions::default());
-    let written = block_on(opened).unwrap();
+    let open = MegatronOpenOptions::default();
+    let written = block_on(MegatronCheckpoint::open(&storage, &open)).unwrap();
     let found = tensors(written.source(), |_| true);
     assert_eq!(found, expected_tensors("head020_fully_reshardable_multibucket"));
     let verdict = verdict(written.source(), written.common(), CheckDepth::Full);

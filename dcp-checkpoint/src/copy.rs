@@ -1,6 +1,5 @@
 //! Copying checkpoints between storages, file by file.
 
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -13,6 +12,7 @@ use futures_util::TryStreamExt;
 
 use crate::absent_storage::AbsentStorage;
 use crate::error::{Error, ErrorKind};
+use crate::index_files::split_indices;
 use crate::opener::Opener;
 use crate::overlap_guard::keep_urls_apart;
 
@@ -169,15 +169,7 @@ async fn indexed(
 /// Files in the order of a copy: all that carry data, then those that make a checkpoint visible, in
 /// the deepest folders first, so that the tracker of a run comes last.
 fn batches(opener: &Opener, files: Vec<ObjectMeta>) -> Vec<Vec<ObjectMeta>> {
-    let infos: Vec<_> = opener.formats.formats().iter().map(|format| format.info()).collect();
-    let is_index = |file: &ObjectMeta| {
-        let name = file.key.file_name();
-        infos.iter().any(|info| info.landmarks.contains(&name))
-    };
-    let (mut indices, data): (Vec<_>, Vec<_>) = files.into_iter().partition(is_index);
-    let depth = |file: &ObjectMeta| file.key.as_str().matches('/').count();
-    // `.metadata` sorts before `metadata.json` of Megatron-Core, which is written after it.
-    indices.sort_by_cached_key(|file| (Reverse(depth(file)), file.key.clone()));
+    let (data, indices) = split_indices(&opener.formats, files);
     let mut batches = vec![data];
     batches.extend(indices.into_iter().map(|file| vec![file]));
     batches

@@ -63,10 +63,16 @@ impl Tracked {
     ///
     /// Never; every such name is a key.
     pub fn folder(self) -> Result<Key, StorageError> {
-        Ok(match self {
-            Self::Iteration(iteration) => Key::new(format!("iter_{iteration:07}"))?,
-            Self::Release => Key::new("release")?,
-        })
+        Ok(Key::new(self.folder_name())?)
+    }
+
+    /// The name of that folder.
+    #[must_use]
+    pub fn folder_name(self) -> String {
+        match self {
+            Self::Iteration(iteration) => format!("iter_{iteration:07}"),
+            Self::Release => "release".to_owned(),
+        }
     }
 }
 

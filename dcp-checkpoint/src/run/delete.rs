@@ -1,0 +1,267 @@
+//! Deletes one checkpoint of a run: makes it invisible, then removes its files.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use dcp_core::format::{Evidence, Folder, FolderMatch, FormatRegistry, Listing, ListingEntry};
+use dcp_core::storage::{Claim, ObjectMeta};
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
+use futures_util::TryStreamExt;
+
+use super::retention::duration_text;
+use super::sidecar::{DELETING, Mark, PIN, mark_deleting};
+use crate::index_files::split_indices;
+
+/// Files of one request.
+const BATCH: usize = 1000;
+/// Files of one checkpoint that are tried as the one that is removed first.
+const INDICES_MAX: usize = 8;
+
+/// Why a folder is deleted, which decides what is looked at before.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Doomed {
+    /// A complete checkpoint.
+    Complete,
+    /// A checkpoint whose deletion did not end.
+    Deleting,
+    /// The rest of a save, whose last file is at least so old.
+    Incomplete { min_age: Duration, now: SystemTime },
+}
+
+/// What became of the folder.
+#[derive(Debug)]
+pub(super) enum Outcome {
+    Deleted {
+        files: u64,
+        bytes: u64,
+    },
+    /// It stays, for this reason.
+    Kept(String),
+}
+
+/// The run that a folder is deleted from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Deletion<'a> {
+    pub(super) storage: &'a Arc<dyn Storage>,
+    pub(super) formats: &'a FormatRegistry,
+    pub(super) url: &'a str,
+}
+
+impl Deletion<'_> {
+    /// Deletes the folder `name`: marks it, removes the files that make it visible, the last written
+    /// first, then all others, then the mark. Stopped anywhere, the folder is the whole checkpoint,
+    /// or an incomplete one that the next call removes.
+    pub(super) async fn run(&self, name: &str, why: Doomed) -> Result<Outcome, StorageError> {
+        let storage = &**self.storage;
+        let folder = Key::new(name)?;
+        let mut files = Vec::new();
+        let mut listed = storage.list(Some(&folder));
+        while let Some(meta) = listed.try_next().await? {
+            if files.len() >= Listing::OBJECTS_MAX {
+                let most = Listing::OBJECTS_MAX;
+                return Ok(Outcome::Kept(format!("it has more than {most} files")));
+            }
+            files.push(meta);
+        }
+        drop(listed);
+        if files.is_empty() {
+            remove_empty(self.url, vec![name.to_owned()]);
+            return Ok(Outcome::Deleted { files: 0, bytes: 0 });
+        }
+        if let Some(reason) = self.objection(name, &files, why).await? {
+            return Ok(Outcome::Kept(reason));
+        }
+        let folders = folders_of(&folder, &files);
+        let count = files.len() as u64;
+        let bytes = files.iter().fold(0, |sum: u64, file| sum.saturating_add(file.byte_len));
+        let held = match self.claims(name, &files).await {
+            Ok(held) => held,
+            Err(error) if error.kind() == StorageErrorKind::Conflict => {
+                return Ok(Outcome::Kept(format!("a save has it: {error}")));
+            }
+            Err(error) => return Err(error),
+        };
+        let mark = folder.join(DELETING)?;
+        // Another mark would hide that something was written since the first one.
+        if !matches!(why, Doomed::Deleting) {
+            let format = self.classify(name, &files).map_or("", |found| found.format.info().name);
+            mark_deleting(storage, &folder, format).await?;
+        }
+        for index in self.index_order(name, &files).unwrap_or_default() {
+            storage.delete(&[index]).await?;
+        }
+        let (data, indices) = split_indices(self.formats, files);
+        let data = data.into_iter().chain(indices).map(|file| file.key);
+        let data: Vec<Key> = data.filter(|key| *key != mark).collect();
+        for batch in data.chunks(BATCH) {
+            storage.delete(batch).await?;
+        }
+        storage.delete(&[mark]).await?;
+        drop(held);
+        remove_empty(self.url, folders);
+        Ok(Outcome::Deleted { files: count, bytes })
+    }
+
+    /// Why the folder stays, as its files are now.
+    async fn objection(
+        &self,
+        name: &str,
+        files: &[ObjectMeta],
+        why: Doomed,
+    ) -> Result<Option<String>, StorageError> {
+        let listing = Listing::new(files.iter().cloned());
+        let root = listing.root();
+        let Some(folder) = root.folder(name) else { return Ok(None) };
+        if folder.has(PIN) {
+            return Ok(Some("it is pinned".to_owned()));
+        }
+        let whole = self.formats.classify(&folder).filter(is_whole);
+        Ok(match (why, whole) {
+            (Doomed::Complete, None) => Some("it is no longer complete".to_owned()),
+            (Doomed::Complete, Some(found)) => match self.index_order(name, files) {
+                Some(_) => None,
+                None => Some(format!(
+                    "half deleted, this checkpoint ({}) would seem complete: it has no index that \
+                     is removed first; remove the folder with the tools of the storage",
+                    found.format.info().title
+                )),
+            },
+            (Doomed::Deleting, whole) => match folder.file(DELETING) {
+                None => Some("nothing shows that its deletion began".to_owned()),
+                Some(meta) => {
+                    let mark = Mark::read(&**self.storage, meta).await?;
+                    match whole {
+                        Some(found) if mark.spares(found.format.info().name) => {
+                            Some("it is complete".to_owned())
+                        }
+                        _ => saved_again(&folder, &mark),
+                    }
+                }
+            },
+            (Doomed::Incomplete { .. }, Some(_)) => Some("it is complete by now".to_owned()),
+            (Doomed::Incomplete { min_age, now }, None) => {
+                let age = folder.modified().and_then(|last| now.duration_since(last).ok());
+                let is_old = age.is_some_and(|age| age >= min_age);
+                let min = duration_text(min_age);
+                (!is_old).then(|| format!("a file of it is younger than {min}"))
+            }
+        })
+    }
+
+    fn classify(&self, name: &str, files: &[ObjectMeta]) -> Option<FolderMatch> {
+        let listing = Listing::new(files.iter().cloned());
+        self.formats.classify(&listing.root().folder(name)?)
+    }
+
+    /// The files that make the checkpoint visible, in an order of which the first removal makes it
+    /// incomplete, and no later one complete again, for every format. `None` where there is no such
+    /// order, as for a format without an index.
+    fn index_order(&self, name: &str, files: &[ObjectMeta]) -> Option<Vec<Key>> {
+        let (data, mut indices) = split_indices(self.formats, files.to_vec());
+        // The last written goes first where that will do.
+        indices.reverse();
+        // Files that only have the name of an index may be many.
+        let first = (0..indices.len().min(INDICES_MAX)).find(|first| {
+            let mut order = indices.clone();
+            let chosen = order.remove(*first);
+            order.insert(0, chosen);
+            (1..=order.len().min(INDICES_MAX)).all(|gone| {
+                let rest = order.iter().skip(gone).chain(&data);
+                let rest: Vec<_> = rest.cloned().collect();
+                !self.seems_whole(name, &rest, files)
+            })
+        })?;
+        let chosen = indices.remove(first);
+        indices.insert(0, chosen);
+        Some(indices.into_iter().map(|file| file.key).collect())
+    }
+
+    /// Whether the rest of a checkpoint seems complete. Loose files, such as those of torch.save
+    /// beside a model, are no rest of it.
+    fn seems_whole(&self, name: &str, rest: &[ObjectMeta], all: &[ObjectMeta]) -> bool {
+        let was = self.classify(name, all);
+        self.classify(name, rest).is_some_and(|found| {
+            let is_same = was.is_some_and(|was| was.format.info().name == found.format.info().name);
+            is_whole(&found) && (is_same || found.found.evidence == Evidence::Index)
+        })
+    }
+
+    /// The claims that savers take, where these are locks: a second claim fails while one is held.
+    async fn claims(
+        &self,
+        name: &str,
+        files: &[ObjectMeta],
+    ) -> Result<Vec<Arc<dyn Claim>>, StorageError> {
+        let capabilities = self.storage.capabilities();
+        if !capabilities.claims || capabilities.conditional_put {
+            return Ok(Vec::new());
+        }
+        let listing = Listing::new(files.iter().cloned());
+        let root = listing.root();
+        let Some(folder) = root.folder(name) else { return Ok(Vec::new()) };
+        let formats = self.formats.formats().iter();
+        let formats = formats.filter(|format| format.recognize(&folder).is_some());
+        let names: BTreeSet<_> = formats.flat_map(|format| format.info().landmarks).collect();
+        let mut held = Vec::new();
+        for landmark in names {
+            let is_there =
+                landmark.rsplit_once('/').is_none_or(|(parent, _)| folder.folder(parent).is_some());
+            if let (true, Some(key)) = (is_there, folder.key(landmark)) {
+                held.push(self.storage.claim(&key).await?);
+            }
+        }
+        Ok(held)
+    }
+}
+
+fn is_whole(found: &FolderMatch) -> bool {
+    found.found.problem.is_none()
+}
+
+/// Whether a save has written into a folder since its deletion began.
+fn saved_again(folder: &Folder<'_>, mark: &Mark) -> Option<String> {
+    let mut others = folder.entries().filter_map(|entry| match entry {
+        ListingEntry::File(DELETING, _) => None,
+        ListingEntry::File(_, meta) => Some(meta.modified),
+        ListingEntry::Folder(below) => Some(below.modified()),
+    });
+    let is_newer = others.any(|modified| match (modified, mark.modified) {
+        (Some(file), Some(mark)) => file > mark,
+        _ => true,
+    });
+    is_newer.then(|| "a save has written into it since its deletion began".to_owned())
+}
+
+/// The folders that lose files, the innermost first.
+fn folders_of(folder: &Key, files: &[ObjectMeta]) -> Vec<String> {
+    let mut folders = BTreeSet::from([folder.as_str().to_owned()]);
+    for file in files {
+        let mut path = file.key.as_str();
+        while let Some((parent, _)) = path.rsplit_once('/') {
+            if parent.len() < folder.as_str().len() || !folders.insert(parent.to_owned()) {
+                break;
+            }
+            path = parent;
+        }
+    }
+    let mut folders: Vec<_> = folders.into_iter().collect();
+    folders.sort_by_key(|folder| std::cmp::Reverse(folder.matches('/').count()));
+    folders
+}
+
+/// Removes folders of a file system that are empty now; other storages have no empty folders.
+fn remove_empty(url: &str, folders: Vec<String>) {
+    let root = match url.split_once("://") {
+        Some(("file", path)) => path,
+        Some(_) => return,
+        None => url,
+    };
+    for folder in folders {
+        let path: PathBuf = Path::new(root).join(folder);
+        // One that has something in it is not to be removed, and neither is a link.
+        drop(fs::remove_dir(path));
+    }
+}

@@ -1,0 +1,74 @@
+//! Runs on a file system.
+
+use std::fs;
+#[cfg(unix)]
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::sync::Arc;
+
+use dcp_checkpoint::Opener;
+use dcp_checkpoint::run::{KeepLast, Run};
+use dcp_core::Storage;
+use dcp_core::registry::StorageRegistry;
+use dcp_storage_fs::FsStorage;
+use dcp_testing::{fixture, key};
+
+fn on_disk(root: &Path) -> Run {
+    let mut storages = StorageRegistry::empty();
+    storages.register("file", |request| Ok(Arc::new(FsStorage::open(&request.url)?)));
+    Opener::new(storages).run(root.display().to_string())
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn nothing_outside_of_the_run_is_deleted_and_no_empty_folder_stays() {
+    let place = tempfile::tempdir().unwrap();
+    let (root, outside) = (place.path().join("run"), place.path().join("outside"));
+    let from = fixture("pytorch/t21_plain");
+    for step in [2, 3] {
+        dcp_testing::copy_folder(&from, &root.join(format!("step-{step}")));
+    }
+    dcp_testing::copy_folder(&from, &outside);
+    // A step that is a link, a link in a step to a folder and to a file, and a link to another step.
+    symlink(&outside, root.join("step-1")).unwrap();
+    symlink(&outside, root.join("step-2/more")).unwrap();
+    symlink(outside.join(".metadata"), root.join("step-2/linked")).unwrap();
+    symlink("step-3", root.join("step-0")).unwrap();
+    fs::create_dir_all(root.join("step-2/empty")).unwrap();
+    let count = |folder: &Path| fs::read_dir(folder).unwrap().count();
+    let before = (count(&outside), count(&root.join("step-3")));
+    let run = on_disk(&root);
+    let report = run.prune().policy(KeepLast(1)).run().await.unwrap();
+    let deleted: Vec<_> = report.deleted.iter().map(|one| one.step).collect();
+    assert_eq!(deleted, [2], "{report:?}");
+    assert_eq!((count(&outside), count(&root.join("step-3"))), before);
+    assert!(root.join("step-1").is_symlink() && root.join("step-0").is_symlink());
+    assert!(!root.join("step-2/.metadata").exists());
+
+    // Without such links, the folder goes, too.
+    dcp_testing::copy_folder(&from, &root.join("step-2"));
+    fs::remove_file(root.join("step-2/more")).unwrap();
+    fs::remove_file(root.join("step-2/linked")).ok();
+    fs::remove_dir(root.join("step-2/empty")).unwrap();
+    run.prune().policy(KeepLast(1)).run().await.unwrap();
+    assert!(!root.join("step-2").exists());
+}
+
+#[tokio::test]
+async fn a_checkpoint_that_a_saver_holds_stays() {
+    let place = tempfile::tempdir().unwrap();
+    let from = fixture("pytorch/t21_plain");
+    for step in [1, 2] {
+        dcp_testing::copy_folder(&from, &place.path().join(format!("step-{step}")));
+    }
+    let storage = FsStorage::open(place.path()).unwrap();
+    let held = storage.claim(&key("step-1/.metadata")).await.unwrap();
+    let run = on_disk(place.path());
+    let report = run.prune().policy(KeepLast(1)).run().await.unwrap();
+    assert!(report.deleted.is_empty(), "{report:?}");
+    assert!(report.not_deleted[0].reason.starts_with("a save has it"), "{report:?}");
+    drop(held);
+    let report = run.prune().policy(KeepLast(1)).run().await.unwrap();
+    assert_eq!(report.deleted.len(), 1);
+    assert!(!place.path().join("step-1").exists());
+}

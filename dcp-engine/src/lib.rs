@@ -7,14 +7,16 @@
 //! reads. Whatever fails anywhere, every rank of the group returns, with the same error.
 //!
 //! [`Saver`] and [`Loader`] are the whole protocol; [`AppState`] expands things with a state of
-//! their own; [`BackgroundSaver`] saves a copy while training goes on; [`BroadcastReader`] lets one
-//! rank read for all, [`ParallelReader`] lets each read a share for all.
+//! their own; [`BackgroundSaver`] saves a copy that a [`Stager`] makes, while training goes on;
+//! [`CheckpointObserver`] receives the steps of all of them; [`BroadcastReader`] lets one rank read
+//! for all, [`ParallelReader`] lets each read a share for all.
 
 mod background;
 mod broadcast;
 mod cast;
 mod disjoint;
 mod division;
+pub mod event;
 mod exchange_message;
 mod group;
 mod load;
@@ -26,14 +28,19 @@ mod receiver;
 mod save;
 mod sink;
 mod source;
+pub mod stage;
 mod stateful;
+mod summary;
 
-pub use background::{BackgroundSaver, PendingSave, StagedState};
+pub use background::{BackgroundSaver, SaveHandle, SaveProgress, SaveStage, WhenBusy};
 pub use broadcast::BroadcastReader;
 pub use cast::Casts;
 pub use dcp_cast::{CastCounts, CastReport, TensorCast};
+pub use event::{CheckpointEvent, CheckpointObserver};
 pub use group::Group;
 pub use load::{LoadMode, LoadSummary, Loader};
 pub use parallel::{Exchange, ParallelReader};
-pub use save::{SaveSummary, Saver};
+pub use save::Saver;
+pub use stage::{StagedState, Stager};
 pub use stateful::AppState;
+pub use summary::{SaveSummary, SaveTimings, WriteTimes};

@@ -2,13 +2,14 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Instant;
 
 use dcp_core::checkpoint::ReadReport;
 use dcp_core::error::FailureKind;
 use dcp_core::error::Phase;
 use dcp_core::metadata::Entry;
 use dcp_core::path::StatePath;
-use dcp_core::plan::{LoadPlan, LoadReport};
+use dcp_core::plan::{LoadPlan, LoadReport, ReadKind};
 use dcp_core::planner::LoadPlanner;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, Collective, Rank, StateDict, Stateful, StorageErrorKind,
@@ -16,8 +17,11 @@ use dcp_core::{
 };
 use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_of, set_at_path};
 use serde::{Deserialize, Serialize};
+use tracing::Instrument;
 
+use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
 use crate::group::Group;
+use crate::planned::tensor_dtype;
 use crate::sink::StateSink;
 
 /// Loads checkpoints into state dicts, in place.
@@ -32,6 +36,7 @@ pub struct Loader {
     coordinator: Rank,
     rule: Option<FlattenRule>,
     mode: LoadMode,
+    observers: Observers,
 }
 
 /// How closely a checkpoint must fit the state dict.
@@ -100,6 +105,7 @@ impl Loader {
             coordinator: 0,
             rule: None,
             mode: LoadMode::Strict,
+            observers: Observers::default(),
         }
     }
 
@@ -128,6 +134,13 @@ impl Loader {
     #[must_use]
     pub fn mode(mut self, mode: LoadMode) -> Self {
         self.mode = mode;
+        self
+    }
+
+    /// Reports the steps of every load to `observer` too.
+    #[must_use]
+    pub fn observer(mut self, observer: Arc<dyn CheckpointObserver>) -> Self {
+        self.observers.add(observer);
         self
     }
 
@@ -207,6 +220,20 @@ impl Loader {
         state: &mut StateDict,
         reader: &dyn StorageReader,
     ) -> Result<LoadSummary, CheckpointError> {
+        let observers = self.observers.of_rank(group.context().rank);
+        let span = tracing::info_span!("dcp_load", rank = group.context().rank);
+        let loaded = self.load_in(group, state, reader, &observers).instrument(span).await;
+        observers.watch(Operation::Load, loaded)
+    }
+
+    async fn load_in(
+        &self,
+        group: &Group,
+        state: &mut StateDict,
+        reader: &dyn StorageReader,
+        observers: &Observers,
+    ) -> Result<LoadSummary, CheckpointError> {
+        let started = Instant::now();
         let prepared = match reader.metadata().await {
             Ok(metadata) => self.prepare(state, metadata, group),
             Err(error) => Err(error),
@@ -215,13 +242,26 @@ impl Loader {
         let (sights, prepared) = group.all_gather_with(Phase::Plan, seen).await?;
         let Prepared { metadata, plan, report, sink, places } = prepared;
         same_sight(&sights)?;
-        tracing::debug!(items = plan.items.len(), "planned");
+        observers.send(&CheckpointEvent::Planned {
+            operation: Operation::Load,
+            items: plan.items.len() as u64,
+            bytes: plan_bytes(&metadata, &plan),
+            reused: false,
+            duration: started.elapsed(),
+        });
 
-        let read = reader.read(&metadata, &plan, Arc::clone(&sink) as _).await;
+        let started = Instant::now();
+        let span = tracing::info_span!("read");
+        let read = reader.read(&metadata, &plan, Arc::clone(&sink) as _).instrument(span).await;
         // Objects go into a copy first, so that no rank takes any before all have everything.
         let done = read.and_then(|read| Ok((read, with_objects(state, &places, &sink)?)));
         let (read, loaded) = group.all_succeed(Phase::Read, done).await?;
         *state = loaded;
+        observers.send(&CheckpointEvent::Read {
+            bytes_needed: read.bytes_needed,
+            bytes_read: read.bytes_read,
+            duration: started.elapsed(),
+        });
         Ok(LoadSummary { report, read, metadata })
     }
 
@@ -261,6 +301,16 @@ impl Loader {
             .collect();
         Ok(Prepared { metadata, plan, report, sink: Arc::new(StateSink::new(leaves)), places })
     }
+}
+
+/// Bytes of the tensors that a plan reads.
+fn plan_bytes(metadata: &CheckpointMetadata, plan: &LoadPlan) -> u64 {
+    let bytes = plan.items.iter().filter_map(|item| {
+        let ReadKind::Tensor { region, .. } = &item.kind else { return None };
+        let dtype = tensor_dtype(metadata, item.entry).ok()?;
+        Some(region.volume().saturating_mul(dtype.size() as u64))
+    });
+    bytes.fold(0, u64::saturating_add)
 }
 
 /// The state with the objects that were read; tensors share their memory with it.

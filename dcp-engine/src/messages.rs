@@ -1,11 +1,14 @@
 //! Messages between the ranks of a save.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use dcp_cast::CastCounts;
 use dcp_core::checkpoint::WriteReport;
 use dcp_core::{Key, PlanError, Rank, StorageError};
 use serde::{Deserialize, Serialize};
+
+use crate::summary::WriteTimes;
 
 /// The first message of a rank to the coordinator: its structure, and the plan that it remembers.
 #[derive(Debug, Serialize, Deserialize)]
@@ -31,7 +34,23 @@ pub(crate) struct Totals {
     pub(crate) bytes_written: u64,
     pub(crate) files: u64,
     pub(crate) reused_plan: bool,
+    pub(crate) write_times: WriteTimes,
     pub(crate) cast: CastCounts,
+}
+
+/// What a rank wrote, and how long it took.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct RankReport {
+    pub(crate) lines: Vec<Line>,
+    pub(crate) cast: CastCounts,
+    pub(crate) duration: Duration,
+}
+
+impl RankReport {
+    /// Bytes in data files.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.lines.iter().map(|(_, len, _)| len).sum()
+    }
 }
 
 /// A hash of everything that a plan depends on.

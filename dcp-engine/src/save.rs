@@ -1,28 +1,30 @@
 //! The save protocol: plan, merge, write, commit.
 
+mod coordinator;
+
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use dcp_cast::{CastCounts, CastReport};
 use dcp_core::checkpoint::DataSource;
 use dcp_core::error::{Phase, Standing};
-use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
+use dcp_core::plan::{SavePlan, WritePlan};
 use dcp_core::planner::SavePlanner;
-use dcp_core::save_run::{RankWrite, SaveRun};
-use dcp_core::{
-    CheckpointError, CheckpointMetadata, Collective, PlanError, Rank, StateDict, StorageWriter,
-    Value,
-};
+use dcp_core::save_run::RankWrite;
+use dcp_core::{CheckpointError, Collective, PlanError, Rank, StateDict, StorageWriter, Value};
 use dcp_planner::{DefaultSavePlanner, FlattenRule, flatten, index_of};
+use tracing::Instrument;
 
+use self::coordinator::{Lead, commit};
 use crate::cast::Casts;
+use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
 use crate::group::Group;
 use crate::memory::{Memory, Remembered};
-use crate::messages::{Decision, Line, Offer, Totals, lines, plan_id, report, same_save};
+use crate::messages::{Decision, Offer, RankReport, Totals, lines};
 use crate::source::{Leaf, StateSource};
+use crate::summary::{SaveSummary, SaveTimings};
 
 /// Saves state dicts, one after the other.
 ///
@@ -41,35 +43,9 @@ pub struct Saver {
     rule: FlattenRule,
     casts: Option<Casts>,
     memory: Option<Arc<Memory>>,
+    observers: Observers,
     /// How many saves have begun, so that ranks notice when they are at different ones.
     begun: Arc<AtomicU64>,
-}
-
-/// The outcome of a save: the same on every rank, except the metadata and what was cast.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct SaveSummary {
-    /// Tensors and objects in the checkpoint.
-    pub entries: u64,
-    /// Bytes that all ranks wrote to data files.
-    pub bytes_written: u64,
-    /// Data files of all ranks.
-    pub files: u64,
-    /// Whether the save reused the plan of an earlier one.
-    pub reused_plan: bool,
-    /// What [`Saver::cast`] did to the tensors of which this rank wrote anything.
-    pub cast: CastReport,
-    /// The same of all ranks together.
-    pub cast_total: CastCounts,
-    plan: Option<Arc<GlobalPlan>>,
-}
-
-impl SaveSummary {
-    /// The index of the new checkpoint; on the coordinator only.
-    #[must_use]
-    pub fn metadata(&self) -> Option<&CheckpointMetadata> {
-        self.plan.as_ref().map(|plan| &plan.metadata)
-    }
 }
 
 /// This rank's state, ready to be planned and written.
@@ -90,16 +66,6 @@ struct Planned<'a> {
     reused: bool,
 }
 
-/// What the coordinator knows until the commit.
-#[derive(Debug)]
-struct Lead<'a> {
-    run: Option<SaveRun<'a>>,
-    /// What the plan depends on: fingerprints and layout.
-    key: Vec<u128>,
-    /// The plan with its places.
-    plan: Option<Arc<GlobalPlan>>,
-}
-
 impl Default for Saver {
     fn default() -> Self {
         Self::new()
@@ -117,6 +83,7 @@ impl Saver {
             rule: FlattenRule::default(),
             casts: None,
             memory: Some(Arc::default()),
+            observers: Observers::default(),
             begun: Arc::default(),
         }
     }
@@ -165,6 +132,13 @@ impl Saver {
         self
     }
 
+    /// Reports the steps of every save to `observer` too.
+    #[must_use]
+    pub fn observer(mut self, observer: Arc<dyn CheckpointObserver>) -> Self {
+        self.observers.add(observer);
+        self
+    }
+
     /// Forgets what was remembered under other settings, which a clone may still have.
     fn afresh(mut self) -> Self {
         self.memory = self.memory.map(|_| Arc::default());
@@ -192,11 +166,15 @@ impl Saver {
         writer: &dyn StorageWriter,
     ) -> Result<SaveSummary, CheckpointError> {
         let group = Group::new(self.group.clone(), self.coordinator)?;
+        let rank = group.context().rank;
+        let observers = self.observers.of_rank(rank);
         let saved = group.run(async |group| {
-            let prepared = self.prepare(state, writer, group);
-            self.run(group, prepared, writer).await
+            let started = Instant::now();
+            let prepared = self.prepare(state, writer, group, &observers);
+            self.run(group, prepared, writer, &observers, started.elapsed()).await
         });
-        saved.await
+        let span = tracing::info_span!("dcp_save", rank);
+        observers.watch(Operation::Save, saved.instrument(span).await)
     }
 
     /// Takes part in a save with an error in place of a state: one that occurred before
@@ -226,6 +204,16 @@ impl Saver {
         self.group.as_ref().map_or(0, |group| group.rank())
     }
 
+    /// The number of processes in the group.
+    pub(crate) fn world_size(&self) -> u32 {
+        self.group.as_ref().map_or(1, |group| group.world_size())
+    }
+
+    /// Reports an event of this process to the observers.
+    pub(crate) fn observe(&self, event: &CheckpointEvent) {
+        self.observers.of_rank(self.rank()).send(event);
+    }
+
     /// Aborts the group of a save that this rank does not take part in.
     pub(crate) fn leave(&self, why: &str) {
         if let Some(group) = &self.group {
@@ -238,9 +226,14 @@ impl Saver {
         group: &Group,
         prepared: Result<Prepared, CheckpointError>,
         writer: &dyn StorageWriter,
+        observers: &Observers,
+        prepare: Duration,
     ) -> Result<SaveSummary, CheckpointError> {
+        let mut timings = SaveTimings { prepare, ..SaveTimings::default() };
+        let started = Instant::now();
         let Planned { prepared, plan, mut lead, reused } = self
             .plan(group, prepared, writer)
+            .instrument(tracing::info_span!("plan"))
             .await
             .map_err(|error| standing_at(error, Standing::NotCommitted))?;
         // The coordinator has not begun to commit while it waits for the others to write.
@@ -248,16 +241,34 @@ impl Saver {
             true => Standing::NotCommitted,
             false => Standing::MayBeCommitted,
         };
-        tracing::debug!(items = plan.orders.len(), "planned");
+        timings.plan = started.elapsed();
+        let mine = plan.orders.iter().filter_map(|order| prepared.plan.item(order.item as usize));
+        let bytes = mine.map(|item| item.byte_len).sum();
+        observers.send(&CheckpointEvent::Planned {
+            operation: Operation::Save,
+            items: plan.orders.len() as u64,
+            bytes,
+            reused,
+            duration: timings.plan,
+        });
 
+        let started = Instant::now();
         let mine = RankWrite::new(writer, plan);
         let written = {
             let source: Arc<dyn DataSource> = Arc::clone(&prepared.source) as _;
-            mine.write(&prepared.plan, source).await
+            let span = tracing::info_span!("write", bytes);
+            mine.write(&prepared.plan, source).instrument(span).await
         };
+        let duration = started.elapsed();
         let cast = prepared.source.cast_report();
+        let reported = written.map(|report| RankReport {
+            lines: lines(&report),
+            cast: cast.total(),
+            duration,
+        });
+        let bytes = reported.as_ref().map_or(0, RankReport::bytes);
         let reports = group
-            .gather_results(Phase::Write, written.map(|report| (lines(&report), cast.total())))
+            .gather_results(Phase::Write, reported)
             .await
             .map_err(|error| standing_at(error, written_at))?;
         let reports = reports.map(|reports| reports.map(|reports| ((), reports)));
@@ -272,11 +283,17 @@ impl Saver {
                 return Err(standing_at(error, written_at));
             }
         };
+        timings.write = started.elapsed();
+        observers.send(&CheckpointEvent::Written { bytes, duration, all_ranks: timings.write });
 
         // From here on nothing is removed after a failure: the commit may have become visible
         // although it could not say so.
+        let started = Instant::now();
         let committed = match (&mut lead, reports) {
-            (Some(lead), Some(reports)) => Some(commit(lead, mine, reused, reports).await),
+            (Some(lead), Some(reports)) => {
+                let span = tracing::info_span!("commit");
+                Some(commit(lead, mine, reused, reports).instrument(span).await)
+            }
             _ => None,
         };
         let standing = match &committed {
@@ -285,11 +302,15 @@ impl Saver {
         };
         let sent = group.broadcast_result(Phase::Commit, committed).await;
         let (totals, _): (Totals, _) = sent.map_err(|error| standing_at(error, standing))?;
+        timings.commit = started.elapsed();
+        observers.send(&CheckpointEvent::Committed { duration: timings.commit });
         Ok(SaveSummary {
             entries: totals.entries,
             bytes_written: totals.bytes_written,
             files: totals.files,
             reused_plan: totals.reused_plan,
+            timings,
+            write_times: totals.write_times,
             cast,
             cast_total: totals.cast,
             plan: lead.and_then(|lead| lead.plan),
@@ -302,6 +323,7 @@ impl Saver {
         state: &StateDict,
         writer: &dyn StorageWriter,
         group: &Group,
+        observers: &Observers,
     ) -> Result<Prepared, CheckpointError> {
         let flat = flatten(state, self.rule)?;
         let mut objects = HashMap::new();
@@ -324,7 +346,7 @@ impl Saver {
         }
         let mut plan = self.planner.local_plan(&index, &group.context())?;
         plan.check_against(&index, &self.planner_name())?;
-        let source = Arc::new(StateSource::new(&plan, &leaves)?);
+        let source = Arc::new(StateSource::new(&plan, &leaves, observers.clone())?);
         Ok(Prepared { fingerprint: plan.fingerprint(), plan, source })
     }
 
@@ -386,59 +408,6 @@ impl Saver {
         let name = shown.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("");
         if name.is_empty() { "without a name".into() } else { name.into() }
     }
-
-    /// On the coordinator: looks at the place, and at how much of the last plan serves again.
-    async fn open<'a>(
-        &self,
-        offers: &[Offer],
-        writer: &'a dyn StorageWriter,
-    ) -> Result<(Decision, Lead<'a>), CheckpointError> {
-        same_save(offers)?;
-        let run = SaveRun::begin(writer).await?;
-        let session = run.session();
-        let fingerprints = offers
-            .iter()
-            .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1));
-        let key: Vec<u128> = fingerprints.chain([session.layout.into()]).collect();
-        let plan_id = plan_id(&key);
-        let plan = self
-            .memory
-            .as_ref()
-            .filter(|_| offers.iter().all(|offer| offer.remembers == Some(plan_id)))
-            .and_then(|memory| memory.plans.get(&key));
-        let generation = session.generation;
-        let Some(plan) = plan else {
-            return Ok((Decision::Plan { plan_id }, Lead { run: Some(run), key, plan: None }));
-        };
-        let mut plan = GlobalPlan::clone(&plan);
-        plan.metadata.rename_files(|file| writer.renamed(file, generation))?;
-        let plan = Some(Arc::new(plan));
-        Ok((Decision::Repeat { generation }, Lead { run: Some(run), key, plan }))
-    }
-
-    /// On the coordinator: one plan for all, with a place for every byte.
-    fn place<'a>(
-        &self,
-        mut lead: Lead<'a>,
-        plans: &[Bytes],
-    ) -> Result<(Vec<Bytes>, Lead<'a>), CheckpointError> {
-        let locals = plans
-            .iter()
-            .map(|plan| SavePlan::from_wire(plan))
-            .collect::<Result<Vec<_>, PlanError>>()?;
-        let mut global = self.planner.global_plan(&locals)?;
-        global.check_against(&locals, &self.planner_name())?;
-        let run = lead.run.as_ref().ok_or_else(no_plan)?;
-        let write_plans = run.place(&locals, &mut global)?;
-        // What each rank writes is in its write plan; later only the index is needed.
-        global.selections = Vec::new();
-        let global = Arc::new(global);
-        if let Some(memory) = &self.memory {
-            memory.plans.insert(lead.key.clone(), Arc::clone(&global));
-        }
-        lead.plan = Some(global);
-        Ok((write_plans.iter().map(WritePlan::to_wire).collect(), lead))
-    }
 }
 
 /// A loss of the group in a save, with what became of the checkpoint, unless that was said before.
@@ -456,29 +425,4 @@ fn no_plan() -> CheckpointError {
         problem: "the coordinator refers to a plan that this rank does not have".into(),
     }
     .into()
-}
-
-/// The session and its claim end before any rank receives the outcome.
-async fn commit(
-    lead: &mut Lead<'_>,
-    mine: RankWrite<'_>,
-    reused: bool,
-    reports: Vec<(Vec<Line>, CastCounts)>,
-) -> Result<(Totals, ()), CheckpointError> {
-    let plan = lead.plan.as_ref().ok_or_else(no_plan)?;
-    let mut cast = CastCounts::default();
-    reports.iter().for_each(|(_, counts)| cast.add(counts));
-    let all = reports.iter().flat_map(|(lines, _)| lines);
-    let totals = Totals {
-        entries: plan.metadata.len() as u64,
-        bytes_written: all.clone().map(|(_, len, _)| *len).sum(),
-        files: all.count() as u64,
-        reused_plan: reused,
-        cast,
-    };
-    let reports =
-        reports.into_iter().map(|(lines, _)| report(lines)).collect::<Result<Vec<_>, _>>()?;
-    let run = lead.run.take().ok_or_else(no_plan)?;
-    run.commit(vec![mine], &plan.metadata, reports).await?;
-    Ok((totals, ()))
 }

@@ -11,12 +11,14 @@ use dcp_core::plan::SavePlan;
 use dcp_core::{CheckpointError, Payload, PlanError, Region, Tensor, TensorView};
 
 use crate::cast::{Cast, SEGMENT, report};
+use crate::event::{CheckpointEvent, Observers};
 
 /// A [`DataSource`] over host tensors and encoded objects, without a copy of contiguous data.
 #[derive(Debug)]
 pub(crate) struct StateSource {
     items: Vec<(Box<str>, Data)>,
     casts: Vec<Cast>,
+    observers: Observers,
 }
 
 #[derive(Debug)]
@@ -40,6 +42,7 @@ impl StateSource {
     pub(crate) fn new(
         plan: &SavePlan,
         leaves: &HashMap<&str, Leaf>,
+        observers: Observers,
     ) -> Result<Self, CheckpointError> {
         let items = plan
             .items()
@@ -71,7 +74,7 @@ impl StateSource {
             Leaf::Tensor(_, cast) => cast.clone(),
             Leaf::Object(_) => None,
         });
-        Ok(Self { items, casts: casts.collect() })
+        Ok(Self { items, casts: casts.collect(), observers })
     }
 
     /// What was cast so far, and what that lost.
@@ -106,13 +109,17 @@ impl DataSource for StateSource {
         let payload = match data {
             Data::Cast(view, cast) => {
                 let range = byte_range.start..byte_range.end.min(cast.byte_len(view));
-                return Ok(cast.bytes(&lent(view)?, range));
+                let payload = cast.bytes(&lent(view)?, range);
+                self.observers.send(&CheckpointEvent::Progress { bytes: payload.len() });
+                return Ok(payload);
             }
             Data::Object(bytes) => Payload::from(bytes.clone()),
             Data::View(view) => lent(view)?,
         };
         let whole = byte_range.start == 0 && byte_range.end == payload.len();
-        Ok(if whole { payload } else { payload.slice(byte_range) })
+        let payload = if whole { payload } else { payload.slice(byte_range) };
+        self.observers.send(&CheckpointEvent::Progress { bytes: payload.len() });
+        Ok(payload)
     }
 
     fn segment_bytes(&self) -> u64 {

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use dcp_core::{CheckpointError, StateDict, Storage};
-use dcp_engine::{BackgroundSaver, PendingSave, SaveSummary, Saver};
+use dcp_engine::{BackgroundSaver, SaveHandle, SaveSummary, Saver};
 use dcp_formats::dcp::{DcpWriter, FileLayout};
 use dcp_formats::metadata::Profile;
 
@@ -125,14 +125,14 @@ pub async fn save_model_and_optim_state(
 ///
 /// # Errors
 ///
-/// When the state cannot be copied; what fails later is reported by [`PendingSave::wait`].
+/// When the state cannot be copied; what fails later is reported by [`SaveHandle::wait`].
 pub fn async_save_model_and_optim_state(
     saver: &BackgroundSaver,
     storage: &Arc<dyn Storage>,
     model: &StateDict,
     optim: Option<&StateDict>,
     options: &OlmoSaveOptions,
-) -> Result<PendingSave, CheckpointError> {
+) -> Result<SaveHandle, CheckpointError> {
     let state = options.state(model, optim)?;
     saver.start(&state, Arc::new(options.writer(Arc::clone(storage))))
 }

@@ -11,7 +11,8 @@ use dcp_core::{
     CheckpointError, Collective, Rank, StateDict, Stateful, Storage, StorageReader, StorageWriter,
 };
 use dcp_engine::{
-    BackgroundSaver, Casts, LoadMode, LoadSummary, Loader, PendingSave, SaveSummary, Saver,
+    BackgroundSaver, Casts, CheckpointObserver, LoadMode, LoadSummary, Loader, SaveHandle,
+    SaveSummary, Saver, Stager, WhenBusy,
 };
 use dcp_formats::dcp::{DcpReader, DcpWriter};
 use dcp_planner::FlattenRule;
@@ -60,6 +61,8 @@ pub struct Checkpointer {
     saver: Saver,
     loader: Loader,
     background: BackgroundSaver,
+    stager: Option<Arc<dyn Stager>>,
+    decisions: Option<Arc<dyn Collective>>,
     writer: Arc<MakeWriter>,
     reader: Arc<MakeReader>,
 }
@@ -79,6 +82,8 @@ impl Checkpointer {
         Self {
             storages: crate::default_storages(),
             background: BackgroundSaver::new(saver.clone()),
+            stager: None,
+            decisions: None,
             saver,
             loader: Loader::new(),
             writer: Arc::new(|storage| Arc::new(DcpWriter::new(storage))),
@@ -148,6 +153,31 @@ impl Checkpointer {
         self.with_saver(saver)
     }
 
+    /// Copies the state of [background](Save::background) saves by `stager`; by default with a
+    /// [`BlockingStager`](dcp_engine::stage::BlockingStager), which keeps its memory for the next save.
+    #[must_use]
+    #[doc(alias = "async_stager")]
+    pub fn stager(self, stager: Arc<dyn Stager>) -> Self {
+        let background = self.background.clone().stager(Arc::clone(&stager));
+        Self { background, stager: Some(stager), ..self }
+    }
+
+    /// The group in which ranks agree to skip a background save, on the thread that starts it; see
+    /// [`Save::background_when`].
+    #[must_use]
+    pub fn decision_group(self, group: Arc<dyn Collective>) -> Self {
+        let background = self.background.clone().decision_group(Arc::clone(&group));
+        Self { background, decisions: Some(group), ..self }
+    }
+
+    /// Reports the steps of every save and load to `observer` too, for progress bars and metrics.
+    #[must_use]
+    pub fn observer(self, observer: Arc<dyn CheckpointObserver>) -> Self {
+        let loader = self.loader.clone().observer(Arc::clone(&observer));
+        let saver = self.saver.clone().observer(observer);
+        Self { loader, ..self.with_saver(saver) }
+    }
+
     /// Writes through another [`StorageWriter`], such as a `DcpWriter` with options or one of
     /// another format.
     ///
@@ -206,7 +236,14 @@ impl Checkpointer {
 
     /// What was remembered under other settings is of no use under these.
     fn with_saver(self, saver: Saver) -> Self {
-        Self { background: BackgroundSaver::new(saver.clone()), saver, ..self }
+        let mut background = BackgroundSaver::new(saver.clone());
+        if let Some(stager) = &self.stager {
+            background = background.stager(Arc::clone(stager));
+        }
+        if let Some(group) = &self.decisions {
+            background = background.decision_group(Arc::clone(group));
+        }
+        Self { background, saver, ..self }
     }
 }
 
@@ -224,7 +261,7 @@ impl fmt::Debug for Checkpointer {
 /// [`background`](Self::background); from [`save`](crate::save) or [`Checkpointer::save`].
 ///
 /// After an error the place holds what it held before; see [`Saver::save`]. It returns the error of an
-/// earlier background save whose [`PendingSave`] was dropped, and saves nothing then. In a group, every rank
+/// earlier background save whose [`SaveHandle`] was dropped, and saves nothing then. In a group, every rank
 /// returns the same error, also when one rank has no state or cannot open the storage.
 #[derive(Debug)]
 #[must_use = "a save does nothing until it is awaited"]
@@ -245,26 +282,42 @@ impl Save {
         crate::block_on(self.into_future())?
     }
 
-    /// Copies the state, then saves the copy on another thread while training goes on.
+    /// Copies the state, then saves the copy on another thread while training goes on. Waits first
+    /// for an earlier background save of this [`Checkpointer`].
     ///
-    /// Saves of one [`Checkpointer`] happen one after the other, in the order of the calls. Dropping
-    /// the last owner waits for them. The next save of any kind returns an error whose
-    /// [`PendingSave`] was dropped.
+    /// Dropping the last owner waits for the save. The next save of any kind returns an error whose
+    /// [`SaveHandle`] was dropped.
     ///
     /// # Errors
     ///
-    /// When the state cannot be copied, or an earlier background save failed and its [`PendingSave`]
-    /// was dropped. What fails later is returned by [`PendingSave::wait`].
+    /// When the state cannot be copied, or an earlier background save failed and its [`SaveHandle`]
+    /// was dropped. What fails later is returned by [`SaveHandle::wait`].
     #[doc(alias = "async_save")]
-    pub fn background(self) -> Result<PendingSave, CheckpointError> {
-        let Self { with, state, url } = self;
-        let state = match state {
-            Ok(state) => state,
-            Err(error) => return Ok(with.background.fail(error)),
-        };
-        let (storages, writer) = (with.storages.clone(), Arc::clone(&with.writer));
-        let open = async move { Ok(writer(storages.open(&url, Access::Write).await?)) };
-        with.background.start_opening(&state, open)
+    pub fn background(self) -> Result<SaveHandle, CheckpointError> {
+        match self.state {
+            Ok(state) => {
+                let open = self.with.clone().open_later(self.url);
+                self.with.background.start_opening(&state, open)
+            }
+            Err(error) => Ok(self.with.background.fail(error)),
+        }
+    }
+
+    /// As [`background`](Self::background), with a choice of what happens while an earlier background
+    /// save is under way. Returns `None` for a save that is skipped.
+    ///
+    /// # Errors
+    ///
+    /// As [`background`](Self::background), and when the ranks of a group cannot agree to skip: they
+    /// need a [`decision_group`](Checkpointer::decision_group).
+    pub fn background_when(self, busy: WhenBusy) -> Result<Option<SaveHandle>, CheckpointError> {
+        match self.state {
+            Ok(state) => {
+                let open = self.with.clone().open_later(self.url);
+                self.with.background.start_when(busy, &state, open)
+            }
+            Err(error) => Ok(Some(self.with.background.fail(error))),
+        }
     }
 }
 
@@ -340,6 +393,16 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
 impl Checkpointer {
     async fn open_writer(&self, url: &str) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
         Ok((self.writer)(self.storages.open(url, Access::Write).await?))
+    }
+
+    /// Opens the writer, without keeping the background saver that runs this alive.
+    fn open_later(
+        self,
+        url: String,
+    ) -> impl Future<Output = Result<Arc<dyn StorageWriter>, CheckpointError>> + Send + 'static
+    {
+        let Self { storages, writer, .. } = self;
+        async move { Ok(writer(storages.open(&url, Access::Write).await?)) }
     }
 
     async fn open_reader(&self, url: &str) -> Result<Arc<dyn StorageReader>, CheckpointError> {

@@ -6,6 +6,7 @@ mod background;
 mod broadcast;
 mod casts;
 mod copies;
+mod events;
 mod faults;
 mod harness;
 mod modes;

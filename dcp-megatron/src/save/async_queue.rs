@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dcp_core::error::{Phase, RankFailure};
 use dcp_core::{CheckpointError, Collective, Rank, StateDict, StorageWriter};
-use dcp_engine::{BackgroundSaver, Group, PendingSave, StagedState};
+use dcp_engine::{BackgroundSaver, Group, SaveHandle, StagedState};
 use futures_util::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use tokio::task::JoinHandle;
@@ -98,7 +98,7 @@ struct Call {
 }
 
 enum Work {
-    Save(PendingSave),
+    Save(SaveHandle),
     Task(JoinHandle<Result<(), CheckpointError>>),
 }
 
@@ -147,7 +147,7 @@ impl AsyncRequest {
     /// To follow a save that has been started, as [`async_save`](crate::async_save) does. When it
     /// cannot be scheduled it is aborted, for nothing would wait for it or finalize it.
     #[must_use]
-    pub fn started(save: PendingSave) -> Self {
+    pub fn started(save: SaveHandle) -> Self {
         Self::new(Box::new(move || Ok(Begin::Begun(Work::Save(save)))))
     }
 
@@ -438,7 +438,7 @@ impl Work {
 
     fn abort(&self) {
         match self {
-            Self::Save(save) => save.abort(),
+            Self::Save(save) => save.cancel(),
             Self::Task(task) => task.abort(),
         }
     }

@@ -15,7 +15,8 @@ use dcp_core::value::Dict;
 use dcp_core::{
     CheckpointError, Collective, PlanError, Rank, StateDict, Storage, StorageWriter, Value,
 };
-use dcp_engine::{BackgroundSaver, Group, PendingSave, SaveSummary, StagedState};
+use dcp_engine::stage::BlockingStager;
+use dcp_engine::{BackgroundSaver, Group, SaveHandle, SaveSummary, StagedState};
 use serde::{Deserialize, Serialize};
 
 use crate::agreement;
@@ -84,23 +85,23 @@ pub async fn save(
 ///
 /// The last thing that the background save does, on rank 0, is to write `metadata.json`; whatever
 /// is to be done when the checkpoint is complete, such as writing the tracker of the run, is done
-/// after [`PendingSave::wait`] returned on all ranks, which an
+/// after [`SaveHandle::wait`] returned on all ranks, which an
 /// [`AsyncCallsQueue`](crate::AsyncCallsQueue) sees to. Megatron-Core guarantees the same order of
 /// finalization.
 ///
 /// # Errors
 ///
 /// As [`save`], and on all ranks when one cannot copy its state or has a background saver of other
-/// ranks ([`MegatronError::OtherGroup`]); what goes wrong later [`PendingSave::wait`] reports.
+/// ranks ([`MegatronError::OtherGroup`]); what goes wrong later [`SaveHandle::wait`] reports.
 #[doc(alias = "async_sharded_save")]
 pub async fn async_save(
     state: &ShardedStateDict,
     storage: &Arc<dyn Storage>,
     options: &MegatronSaveOptions,
     background: &MegatronBackgroundSaver,
-) -> Result<PendingSave, MegatronError> {
+) -> Result<SaveHandle, MegatronError> {
     let Ready { flat, staged, writer } = ready(state, storage, options, Some(background)).await?;
-    let staged = staged.map_or_else(|| StagedState::of(&flat), Ok)?;
+    let staged = staged.map_or_else(|| background.stager.copy(&flat), Ok)?;
     Ok(background.saver.start_staged(staged, writer))
 }
 
@@ -108,6 +109,8 @@ pub async fn async_save(
 #[derive(Clone, Debug)]
 pub struct MegatronBackgroundSaver {
     saver: BackgroundSaver,
+    /// Keeps the memory of a copy for the next save.
+    stager: BlockingStager,
     rank: Rank,
     world_size: u32,
 }
@@ -122,7 +125,8 @@ impl MegatronBackgroundSaver {
             Some(group) => saver().group(group),
             None => saver(),
         };
-        Self { saver: BackgroundSaver::new(saver), rank, world_size }
+        let stager = BlockingStager::new();
+        Self { saver: BackgroundSaver::new(saver), stager, rank, world_size }
     }
 
     /// Ranks that commit in other groups than they agreed in would each commit a part.
@@ -191,7 +195,8 @@ async fn agreed(
             redistribute(&mut prepared.sharded, &**distribution).await.map(|()| prepared)
         }
     };
-    let own = prepared.and_then(|prepared| options.own(prepared, storage, background.is_some()));
+    let stager = background.map(|background| &background.stager);
+    let own = prepared.and_then(|prepared| options.own(prepared, storage, stager));
     let offer = own.map(|own| (own.offer.clone(), own));
     let (offers, own) = agreement::offers(group, Phase::Plan, offer).await?;
     let found = offers.map(|offers| judge(&offers, options.validate));
@@ -264,7 +269,7 @@ impl MegatronSaveOptions {
         &self,
         prepared: ToSave,
         storage: &Arc<dyn Storage>,
-        background: bool,
+        stager: Option<&BlockingStager>,
     ) -> Result<Own, MegatronError> {
         let ToSave { sharded, mut common } = prepared;
         let compared = match &self.preprocess {
@@ -282,15 +287,15 @@ impl MegatronSaveOptions {
         };
         let flat = prepare::flat(&sharded);
         // Before the ranks agree, so that none begins to write when one has no copy.
-        let staged = match &flat {
-            Ok(flat) if background => Some(StagedState::of(flat)?),
+        let staged = match (&flat, stager) {
+            (Ok(flat), Some(stager)) => Some(stager.copy(flat)?),
             _ => None,
         };
         // A shard that cannot be saved by itself may be one that all ranks together explain better.
         let problem = flat.as_ref().err().map_or_else(String::new, |error| error_chain(error));
         let len = (problem.len() as u64).to_le_bytes();
         let offer = Bytes::from([&digest[..], &len, problem.as_bytes(), &description].concat());
-        if background {
+        if stager.is_some() {
             // Tensors of the common state are encoded later than this returns.
             let copy = Value::from_wire(&Value::from(common.clone()).to_wire()?)?;
             if let Value::Dict(copy) = copy {

@@ -1,0 +1,104 @@
+//! The coordinator's part of a save.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use dcp_cast::CastCounts;
+use dcp_core::plan::{GlobalPlan, SavePlan, WritePlan};
+use dcp_core::save_run::{RankWrite, SaveRun};
+use dcp_core::{CheckpointError, PlanError, StorageWriter};
+
+use super::{Saver, no_plan};
+use crate::messages::{Decision, Offer, RankReport, Totals, plan_id, report, same_save};
+use crate::summary::WriteTimes;
+
+/// The coordinator's state until the commit.
+#[derive(Debug)]
+pub(super) struct Lead<'a> {
+    run: Option<SaveRun<'a>>,
+    /// What the plan depends on: fingerprints and layout.
+    key: Vec<u128>,
+    /// The plan with its places.
+    pub(super) plan: Option<Arc<GlobalPlan>>,
+}
+
+impl Saver {
+    /// On the coordinator: looks at the place, and at how much of the last plan serves again.
+    pub(super) async fn open<'a>(
+        &self,
+        offers: &[Offer],
+        writer: &'a dyn StorageWriter,
+    ) -> Result<(Decision, Lead<'a>), CheckpointError> {
+        same_save(offers)?;
+        let run = SaveRun::begin(writer).await?;
+        let session = run.session();
+        let fingerprints = offers
+            .iter()
+            .map(|offer| u128::from(offer.fingerprint.0) << 64 | u128::from(offer.fingerprint.1));
+        let key: Vec<u128> = fingerprints.chain([session.layout.into()]).collect();
+        let plan_id = plan_id(&key);
+        let plan = self
+            .memory
+            .as_ref()
+            .filter(|_| offers.iter().all(|offer| offer.remembers == Some(plan_id)))
+            .and_then(|memory| memory.plans.get(&key));
+        let generation = session.generation;
+        let Some(plan) = plan else {
+            return Ok((Decision::Plan { plan_id }, Lead { run: Some(run), key, plan: None }));
+        };
+        let mut plan = GlobalPlan::clone(&plan);
+        plan.metadata.rename_files(|file| writer.renamed(file, generation))?;
+        let plan = Some(Arc::new(plan));
+        Ok((Decision::Repeat { generation }, Lead { run: Some(run), key, plan }))
+    }
+
+    /// On the coordinator: one plan for all, with a place for every byte.
+    pub(super) fn place<'a>(
+        &self,
+        mut lead: Lead<'a>,
+        plans: &[Bytes],
+    ) -> Result<(Vec<Bytes>, Lead<'a>), CheckpointError> {
+        let locals = plans
+            .iter()
+            .map(|plan| SavePlan::from_wire(plan))
+            .collect::<Result<Vec<_>, PlanError>>()?;
+        let mut global = self.planner.global_plan(&locals)?;
+        global.check_against(&locals, &self.planner_name())?;
+        let run = lead.run.as_ref().ok_or_else(no_plan)?;
+        let write_plans = run.place(&locals, &mut global)?;
+        // What each rank writes is in its write plan; later only the index is needed.
+        global.selections = Vec::new();
+        let global = Arc::new(global);
+        if let Some(memory) = &self.memory {
+            memory.plans.insert(lead.key.clone(), Arc::clone(&global));
+        }
+        lead.plan = Some(global);
+        Ok((write_plans.iter().map(WritePlan::to_wire).collect(), lead))
+    }
+}
+
+/// The session and its claim end before any rank receives the outcome.
+pub(super) async fn commit(
+    lead: &mut Lead<'_>,
+    mine: RankWrite<'_>,
+    reused: bool,
+    reports: Vec<RankReport>,
+) -> Result<(Totals, ()), CheckpointError> {
+    let plan = lead.plan.as_ref().ok_or_else(no_plan)?;
+    let mut cast = CastCounts::default();
+    reports.iter().for_each(|report| cast.add(&report.cast));
+    let all = reports.iter().flat_map(|report| &report.lines);
+    let totals = Totals {
+        entries: plan.metadata.len() as u64,
+        bytes_written: all.clone().map(|(_, len, _)| *len).sum(),
+        files: all.count() as u64,
+        reused_plan: reused,
+        write_times: WriteTimes::of(reports.iter().map(|report| (report.duration, report.bytes()))),
+        cast,
+    };
+    let reports =
+        reports.into_iter().map(|rank| report(rank.lines)).collect::<Result<Vec<_>, _>>()?;
+    let run = lead.run.take().ok_or_else(no_plan)?;
+    run.commit(vec![mine], &plan.metadata, reports).await?;
+    Ok((totals, ()))
+}

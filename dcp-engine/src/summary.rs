@@ -1,0 +1,89 @@
+//! The outcome of a save.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dcp_cast::{CastCounts, CastReport};
+use dcp_core::plan::GlobalPlan;
+use dcp_core::{CheckpointMetadata, Rank};
+use serde::{Deserialize, Serialize};
+
+/// The outcome of a save: the same on every rank, except the metadata, the timings, and what was cast.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct SaveSummary {
+    /// Tensors and objects in the checkpoint.
+    pub entries: u64,
+    /// Bytes that all ranks wrote to data files.
+    pub bytes_written: u64,
+    /// Data files of all ranks.
+    pub files: u64,
+    /// Whether the save reused the plan of an earlier one.
+    pub reused_plan: bool,
+    /// The duration of each step on this rank.
+    pub timings: SaveTimings,
+    /// How long the ranks wrote.
+    pub write_times: WriteTimes,
+    /// What [`Saver::cast`](crate::Saver::cast) did to the tensors of which this rank wrote anything.
+    pub cast: CastReport,
+    /// The same of all ranks together.
+    pub cast_total: CastCounts,
+    pub(crate) plan: Option<Arc<GlobalPlan>>,
+}
+
+impl SaveSummary {
+    /// The index of the new checkpoint; on the coordinator only.
+    #[must_use]
+    pub fn metadata(&self) -> Option<&CheckpointMetadata> {
+        self.plan.as_ref().map(|plan| &plan.metadata)
+    }
+}
+
+/// The duration of each step of a save on one rank, with the wait for other ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SaveTimings {
+    /// Flattening the state and encoding its objects.
+    pub prepare: Duration,
+    /// Agreeing on a plan.
+    pub plan: Duration,
+    /// Writing the items, until all ranks have written theirs.
+    pub write: Duration,
+    /// Making the checkpoint visible.
+    pub commit: Duration,
+}
+
+/// How long the ranks of a save wrote, each without the wait for the others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct WriteTimes {
+    /// The rank that wrote longest.
+    pub slowest_rank: Rank,
+    /// How long it wrote.
+    pub slowest: Duration,
+    /// Bytes that it wrote.
+    pub slowest_bytes: u64,
+    /// The mean of all ranks.
+    pub mean: Duration,
+}
+
+impl WriteTimes {
+    /// Summarizes the durations and bytes of all ranks, in rank order.
+    pub(crate) fn of(ranks: impl Iterator<Item = (Duration, u64)> + Clone) -> Self {
+        let slowest =
+            (0..).zip(ranks.clone()).max_by_key(|(rank, (time, _))| (*time, u32::MAX - rank));
+        let Some((slowest_rank, (slowest, slowest_bytes))) = slowest else {
+            return Self::default();
+        };
+        let (sum, count) = ranks.fold((Duration::ZERO, 0_u32), |(sum, count), (time, _)| {
+            (sum.saturating_add(time), count + 1)
+        });
+        Self { slowest_rank, slowest, slowest_bytes, mean: sum / count.max(1) }
+    }
+
+    /// The slowest rank's duration, by the mean: 1 if all ranks wrote equally long.
+    #[must_use]
+    pub fn imbalance(&self) -> f64 {
+        if self.mean.is_zero() { 1.0 } else { self.slowest.as_secs_f64() / self.mean.as_secs_f64() }
+    }
+}

@@ -42,6 +42,7 @@ Examples:
   dcp convert runs/step_1000 model.safetensors --to safetensors
   dcp reshard runs/step_1000 resharded --ranks 8
   dcp copy runs/step_1000 s3://models/step_1000   to another storage, unchanged
+  dcp prune runs --keep-last 3 --dry-run           which checkpoints would be deleted, and why
   dcp report runs/step_1000 -o report.html       a page to look around in, for any browser
 
 URIs:
@@ -78,6 +79,7 @@ pub(crate) enum Command {
     Reshard(command::Reshard),
     Average(command::Average),
     Merge(command::Merge),
+    Prune(command::Prune),
     Unshard(command::Unshard),
     RewriteMetadata(command::RewriteMetadata),
     Report(command::Report),

@@ -64,6 +64,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Reshard(args) => command::reshard(&args, &session),
         Command::Average(args) => command::average(&args, &session),
         Command::Merge(args) => command::merge(&args, &session),
+        Command::Prune(args) => command::prune(&args, &session),
         Command::Unshard(args) => command::unshard(&args, &session),
         Command::RewriteMetadata(args) => command::rewrite_metadata(&args, &session),
         Command::Report(args) => command::report(&args, &session),

@@ -15,6 +15,8 @@ pub(crate) struct Session {
     pub(crate) out: Output,
     /// Removes what the command has created so far.
     pub(crate) rollback: Rollback,
+    /// Whether links out of a checkpoint are followed.
+    pub(crate) follow_links: bool,
     opener: Opener,
 }
 
@@ -27,7 +29,7 @@ impl Session {
         }
         let opener = Opener::new(storages).rank(global.rank).variant(global.variant.clone());
         let out = Output::new(global.color, global.quiet);
-        Ok(Self { out, rollback: Rollback::new(), opener })
+        Ok(Self { out, rollback: Rollback::new(), follow_links: global.follow_links, opener })
     }
 
     /// Opens checkpoints as the input options say; notes go to stderr.

@@ -45,6 +45,7 @@ const ROWS: &[(&str, &str, &[&str])] = &[
     ("`diff`", SOURCE, &["diff", "SRC", "SRC", "--json"]),
     ("`report`", SOURCE, &["report", "SRC", "-o", "FILE.html"]),
     ("`ls`", "", &["ls", "SRC", "--json"]),
+    ("`prune`", "", &["prune", "SRC", "--keep-last=1", "--incomplete", "--yes", "--json"]),
     ("`convert` from it", SOURCE, &["convert", "SRC", "FILE.safetensors", "--everything"]),
     (
         "`--cache-dir`",
@@ -137,21 +138,23 @@ impl Place {
     fn source(&self, row: usize, fixture: &str) -> Result<String, Failed> {
         let base = self.base.as_deref().unwrap_or_default();
         let from = dcp_testing::fixture(fixture);
-        // The folder of a run for `ls`: one checkpoint in it.
+        // The folder of a run for `ls` and `prune`: two checkpoints in it.
         let (from, below) = match fixture {
-            "" => (dcp_testing::fixture(SOURCE), "run/step1"),
-            _ => (from, "checkpoint"),
+            "" => (dcp_testing::fixture(SOURCE), &["run/step1", "run/step2"][..]),
+            _ => (from, &["checkpoint"][..]),
         };
-        let folder = format!("{row}/{below}");
-        match &self.served {
-            Some(root) => dcp_testing::copy_folder(&from, &root.join(&folder)),
-            None => {
-                let url = format!("{base}/{folder}");
-                let copied = vec!["copy".to_owned(), from.display().to_string(), url];
-                drop(self.dcp(&copied)?);
+        for below in below {
+            let folder = format!("{row}/{below}");
+            match &self.served {
+                Some(root) => dcp_testing::copy_folder(&from, &root.join(&folder)),
+                None => {
+                    let url = format!("{base}/{folder}");
+                    let copied = vec!["copy".to_owned(), from.display().to_string(), url];
+                    drop(self.dcp(&copied)?);
+                }
             }
         }
-        let opened = if fixture.is_empty() { "run" } else { below };
+        let opened = if fixture.is_empty() { "run" } else { "checkpoint" };
         Ok(format!("{base}/{row}/{opened}"))
     }
 
@@ -167,6 +170,10 @@ impl Place {
         let printed = self.dcp(&args)?;
         if args[0] == "ls" {
             assert!(printed.contains("step1"), "{printed}");
+        }
+        if args[0] == "prune" {
+            let listed = self.dcp(&["ls".to_owned(), source.clone(), "--json".to_owned()])?;
+            assert!(!listed.contains("step1") && listed.contains("step2"), "{printed}{listed}");
         }
         let made =
             args.iter().skip(2).find(|arg| arg.starts_with(&target) || arg.starts_with(&file));
@@ -214,7 +221,8 @@ impl Place {
     /// listing.
     fn has(&self, row: usize) -> bool {
         let (name, _, args) = ROWS[row];
-        let writes = args.iter().any(|arg| arg.starts_with("OUT")) || name == "`rewrite-metadata`";
+        let writes = args.iter().any(|arg| arg.starts_with("OUT"))
+            || ["`rewrite-metadata`", "`prune`"].contains(&name);
         self.name != "HTTP" || !(writes || name == "`ls`" || name.contains("run of"))
     }
 }

@@ -14,6 +14,6 @@ pub(crate) use global::Global;
 pub(crate) use keys::{KeyOptions, OptimizerKeys, parse_rename};
 pub(crate) use mapping::Arch;
 pub(crate) use optimizer::{CorruptOptimizer, MegatronOptimizer};
-pub(crate) use parse::{parse_bytes, parse_dtype};
+pub(crate) use parse::{parse_bytes, parse_dtype, parse_duration};
 pub(crate) use torch_dist::TorchDist;
 pub(crate) use writing::{AllowCallable, Writing};

@@ -1,5 +1,7 @@
 //! Values of options: dtypes, numbers of bytes.
 
+use std::time::Duration;
+
 use dcp::DType;
 use dcp::checkpoint::text::float_dtype;
 
@@ -30,9 +32,46 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     if bytes < 9e15 { Ok(bytes as u64) } else { Err(format!("{text:?} is too many bytes")) }
 }
 
+/// Reads a duration: `30d`, `12h`, `90min`, `45s`, `2w`.
+pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let seconds: u64 = match unit.trim() {
+        "s" => 1,
+        "m" | "min" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        "w" => 7 * 86_400,
+        _ => return Err(format!("{text:?} has no unit; write 30d, 12h, 90min or 45s")),
+    };
+    let number: Option<u64> = number.parse().ok();
+    let seconds = number.and_then(|number| number.checked_mul(seconds));
+    seconds.map(Duration::from_secs).ok_or_else(|| format!("{text:?} is no duration"))
+}
+
 #[cfg(test)]
 mod tests {
-    use super::parse_bytes;
+    use std::time::Duration;
+
+    use super::{parse_bytes, parse_duration};
+
+    #[test]
+    fn durations_have_units() {
+        for (text, seconds) in [
+            ("45s", 45),
+            ("90min", 5400),
+            ("90m", 5400),
+            ("12h", 43_200),
+            ("30d", 2_592_000),
+            ("2 w", 1_209_600),
+            ("0d", 0),
+        ] {
+            assert_eq!(parse_duration(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in ["", "30", "d", "-1d", "1.5h", "1y", "99999999999999999999d"] {
+            assert!(parse_duration(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn bytes_are_written_in_many_ways() {

@@ -8,6 +8,7 @@ pub(crate) mod megatron;
 mod nest;
 mod number;
 pub(crate) mod problems;
+pub(crate) mod prune;
 pub(crate) mod run;
 pub(crate) mod shards;
 mod spark;

@@ -81,7 +81,7 @@ fn notes(entry: &RunEntry, is_latest: bool) -> impl Iterator<Item = &'static str
 }
 
 /// How long ago that is, in the largest unit of which there is more than one.
-fn age(seconds: u64) -> String {
+pub(super) fn age(seconds: u64) -> String {
     const UNITS: [(u64, &str); 4] = [(86_400, "d"), (3600, "h"), (60, "min"), (1, "s")];
     let unit = UNITS.iter().find(|(unit, _)| seconds >= 2 * unit);
     let (unit, name) = unit.copied().unwrap_or((1, "s"));

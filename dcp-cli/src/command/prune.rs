@@ -1,0 +1,261 @@
+//! `dcp prune`.
+
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+use clap::Args;
+use dcp::checkpoint::run::{
+    AnyOf, KeepBest, KeepEvery, KeepLast, KeepYoungerThan, Prune as Deletion, PrunePlan,
+    PruneReport,
+};
+use dcp::checkpoint::text::count;
+use dcp::core::text::Message;
+use serde_json::json;
+
+use crate::failure::{Exit, Failure};
+use crate::options::parse_duration;
+use crate::output::Output;
+use crate::output::render::prune;
+use crate::output::style::{printable, size};
+use crate::session::Session;
+
+/// Delete checkpoints of a run: keep the last, every so many steps, or the best.
+///
+/// A checkpoint stays if one of the options keeps it. Whatever the options, these stay: the newest
+/// complete checkpoint, pinned ones, the one that the tracker of a Megatron-LM run names, those that
+/// a saver holds, files, and folders that are not named after a step (step-40, step_40, step40,
+/// iter_0000040, checkpoint-40, global_step40).
+///
+/// The files that make a checkpoint visible go first, so a deletion that is stopped leaves no half
+/// checkpoint that seems complete. The next prune finishes it.
+#[derive(Args, Debug)]
+#[command(after_long_help = "\
+Examples:
+  dcp prune runs/llama --keep-last 3 --dry-run
+  dcp prune runs/llama --keep-last 3 --keep-every 10000 --yes
+  dcp prune s3://models/llama --keep-best 2 --metric eval_loss --lowest --keep-last 1
+  dcp prune runs/llama --older-than 30d --verify --yes
+  dcp prune runs/llama --pin 40000                        keep this step in every later prune
+  dcp prune runs/llama --incomplete --dry-run             what killed saves left
+
+  A trainer records metrics when it saves (`CheckpointManager`). Another program writes them into the
+  folder of a checkpoint, as .dcp-metrics.json: {\"metrics\": {\"eval_loss\": 2.31}}
+
+JSON:
+  {\"dry_run\", \"steps\": [STEP, …], \"skipped\": [{\"name\", \"step\", \"problem\"}, …],
+   \"deleted\": [{\"name\", \"step\", \"files\", \"bytes\"}, …], \"files\", \"bytes\", \"leftovers\",
+   \"not_deleted\": [{\"name\", \"step\", \"reason\", \"failed\"}, …]}
+  STEP is {\"name\", \"step\", \"format\", \"complete\", \"problem\", \"files\", \"bytes\", \"modified\",
+           \"metrics\", \"pinned\", \"tracked\", \"deleting\", \"delete\", \"reason\"}; skipped are
+           checkpoints newer than the newest valid one, with --verify. In a dry run deleted is empty,
+           and files and bytes are what would be freed.")]
+pub(crate) struct Prune {
+    /// The folder of a run.
+    run: String,
+
+    /// Keep the last K checkpoints.
+    #[arg(long, value_name = "K", help_heading = "What is kept")]
+    keep_last: Option<usize>,
+
+    /// Keep the checkpoints of every N-th step.
+    #[arg(long, value_name = "N", help_heading = "What is kept", value_parser = clap::value_parser!(u64).range(1..))]
+    keep_every: Option<u64>,
+
+    /// Keep the K checkpoints with the highest value of a metric.
+    #[arg(long, value_name = "K", requires = "metric", help_heading = "What is kept")]
+    keep_best: Option<usize>,
+
+    /// The metric of --keep-best.
+    #[arg(long, value_name = "NAME", requires = "keep_best", help_heading = "What is kept")]
+    metric: Option<String>,
+
+    /// The lowest values of the metric are the best, as of a loss.
+    #[arg(long, requires = "keep_best", help_heading = "What is kept")]
+    lowest: bool,
+
+    /// Delete only checkpoints that were written longer ago than this, such as 30d, 12h or 90min.
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration, help_heading = "What is kept")]
+    older_than: Option<Duration>,
+
+    /// Pin the checkpoint of this step: no prune and no trainer deletes it. Can be given several times.
+    #[arg(long, value_name = "STEP", conflicts_with = "dry_run", help_heading = "What is kept")]
+    pin: Vec<u64>,
+
+    /// End the pin of the checkpoint of this step.
+    #[arg(long, value_name = "STEP", conflicts_with = "dry_run", help_heading = "What is kept")]
+    unpin: Vec<u64>,
+
+    /// Delete what killed saves left: incomplete checkpoints, temporary files, open uploads.
+    #[arg(long)]
+    incomplete: bool,
+
+    /// The age from which --incomplete deletes; a younger save may go on.
+    #[arg(long, value_name = "DURATION", default_value = "1d", value_parser = parse_duration)]
+    min_age: Duration,
+
+    /// Delete only when a checkpoint of the run verifies, and keep the newest one that does.
+    #[arg(long)]
+    verify: bool,
+
+    /// The same, comparing every byte with its checksum.
+    #[arg(long)]
+    deep: bool,
+
+    /// Print what would be deleted and why, and delete nothing.
+    #[arg(long)]
+    dry_run: bool,
+
+    /// Delete without asking. Without a terminal nothing is deleted otherwise.
+    #[arg(short, long, conflicts_with = "dry_run")]
+    yes: bool,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Prune {
+    /// What is kept, where an option says so.
+    fn policy(&self) -> AnyOf {
+        let mut policy = AnyOf::new();
+        if let Some(last) = self.keep_last {
+            policy = policy.or(KeepLast(last));
+        }
+        if let Some(every) = self.keep_every {
+            policy = policy.or(KeepEvery(every));
+        }
+        if let (Some(best), Some(metric)) = (self.keep_best, &self.metric) {
+            policy = policy.or(match self.lowest {
+                true => KeepBest::lowest(best, metric),
+                false => KeepBest::highest(best, metric),
+            });
+        }
+        if let Some(age) = self.older_than {
+            policy = policy.or(KeepYoungerThan(age));
+        }
+        policy
+    }
+
+    fn deletion(&self, session: &Session) -> Deletion {
+        let mut deletion = session.opener().run(&self.run).prune();
+        let policy = self.policy();
+        if !policy.is_empty() {
+            deletion = deletion.policy(policy);
+        }
+        if self.incomplete {
+            deletion = deletion.incomplete(self.min_age);
+        }
+        if self.verify || self.deep {
+            deletion = deletion.verify(self.deep);
+        }
+        deletion
+    }
+}
+
+pub(crate) fn prune(args: &Prune, session: &Session) -> Result<(), Failure> {
+    let out = &session.out;
+    if session.follow_links {
+        return Err(Failure::new(Exit::Usage, "prune follows no links out of a run")
+            .hint("leave out --follow-links; name the folder that a link leads to"));
+    }
+    let has_pins = !args.pin.is_empty() || !args.unpin.is_empty();
+    if args.policy().is_empty() && !args.incomplete && !has_pins {
+        return Err(Failure::new(Exit::Usage, "no option says which checkpoints are kept").hint(
+            "--keep-last 3 keeps the last three; `dcp prune --help` lists all options. --dry-run \
+             shows what they delete",
+        ));
+    }
+    if has_pins {
+        pin(args, session)?;
+        if args.policy().is_empty() && !args.incomplete {
+            return Ok(());
+        }
+    }
+    let deletion = args.deletion(session);
+    let plan = session.run(true, async { Ok(deletion.plan().await?) })?;
+    let report = match args.dry_run || !(args.yes || is_confirmed(args, &plan, out)?) {
+        true => None,
+        false => Some(session.run(true, async { Ok(deletion.apply(&plan).await?) })?),
+    };
+    if args.json {
+        out.json(&in_json(&plan, report.as_ref()))?;
+    } else if let Some(report) = &report {
+        if !out.quiet {
+            out.write(&prune::report(&args.run, report, out))?;
+        }
+    } else if args.dry_run {
+        out.write(&prune::plan(&args.run, &plan, out))?;
+    }
+    let Some(report) = report else { return Ok(()) };
+    let failed: Vec<_> = report.not_deleted.iter().filter(|one| one.failed).collect();
+    for kept in report.not_deleted.iter().filter(|one| !one.failed) {
+        out.note(&format!("{} stays: {}", kept.name, kept.reason));
+    }
+    if failed.is_empty() {
+        return Ok(());
+    }
+    let what = count(failed.len(), "checkpoint");
+    let reasons = failed.iter().map(|one| format!("{}: {}", one.name, one.reason)).collect();
+    Err(Failure::new(Exit::Io, format!("{what} could not be deleted"))
+        .because(reasons)
+        .hint("run the same command again: it finishes what was begun"))
+}
+
+fn pin(args: &Prune, session: &Session) -> Result<(), Failure> {
+    session.run(false, async {
+        let run = session.opener().run(&args.run);
+        for step in &args.unpin {
+            run.unpin(*step).await?;
+            session.out.note(&format!("step {step} is no longer pinned"));
+        }
+        for step in &args.pin {
+            run.pin(*step).await?;
+            session.out.note(&format!("step {step} is pinned"));
+        }
+        Ok(())
+    })
+}
+
+/// Asks on a terminal whether the plan is carried out.
+fn is_confirmed(args: &Prune, plan: &PrunePlan, out: &Output) -> Result<bool, Failure> {
+    let steps = plan.deleted().count();
+    if steps == 0 && !args.incomplete {
+        return Ok(true);
+    }
+    let bytes = plan.deleted().map(|step| step.bytes).fold(0, u64::saturating_add);
+    let what = format!("{} ({})", count(steps, "checkpoint"), size(bytes));
+    if args.json || !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+        let message = format!("{what} of {} would be deleted", Message(&printable(&args.run)));
+        return Err(Failure::new(Exit::Usage, message)
+            .hint("--yes deletes without asking; --dry-run shows which, and why"));
+    }
+    out.write(&prune::plan(&args.run, plan, out))?;
+    let mut stderr = std::io::stderr();
+    write!(stderr, "delete {what}? [y/N] ")?;
+    stderr.flush()?;
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer)?;
+    let yes = matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes");
+    if !yes {
+        out.note("nothing was deleted");
+    }
+    Ok(yes)
+}
+
+fn in_json(plan: &PrunePlan, report: Option<&PruneReport>) -> serde_json::Value {
+    let planned = |of: fn(&dcp::checkpoint::run::RunStep) -> u64| {
+        plan.deleted().map(of).fold(0, u64::saturating_add)
+    };
+    let nothing = PruneReport::default();
+    let done = report.unwrap_or(&nothing);
+    json!({
+        "dry_run": report.is_none(),
+        "steps": plan.steps,
+        "skipped": plan.skipped,
+        "deleted": done.deleted,
+        "not_deleted": done.not_deleted,
+        "files": report.map_or_else(|| planned(|step| step.files), |report| report.files),
+        "bytes": report.map_or_else(|| planned(|step| step.bytes), |report| report.bytes),
+        "leftovers": done.leftovers,
+    })
+}

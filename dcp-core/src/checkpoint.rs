@@ -5,6 +5,8 @@
 //! [`DataSource`] provides the bytes of an item to write, [`DataSink`] the memory for an item to
 //! read.
 
+mod pointers;
+
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -48,8 +50,7 @@ pub type StateDict = Dict;
 ///
 ///     fn load_state_dict(&mut self, state: StateDict) -> Result<(), CheckpointError> {
 ///         let lr = state.get("lr").and_then(Value::as_float);
-///         let summary = "\"lr\" is not a float".to_owned();
-///         self.lr = lr.ok_or(CheckpointError::Mismatch { summary })?;
+///         self.lr = lr.ok_or_else(|| CheckpointError::application("\"lr\" is not a float"))?;
 ///         Ok(())
 ///     }
 /// }

@@ -88,6 +88,20 @@ impl<const N: usize> From<[u64; N]> for Dims {
     }
 }
 
+/// Sizes as other libraries have them: `ndarray`'s and `candle`'s shapes.
+impl From<&[usize]> for Dims {
+    fn from(sizes: &[usize]) -> Self {
+        sizes.iter().map(|size| *size as u64).collect()
+    }
+}
+
+/// By reference: an array of plain numbers, such as `[4, 8]`, is one of `u64`.
+impl<const N: usize> From<&[usize; N]> for Dims {
+    fn from(sizes: &[usize; N]) -> Self {
+        Self::from(&sizes[..])
+    }
+}
+
 impl FromIterator<u64> for Dims {
     fn from_iter<I: IntoIterator<Item = u64>>(sizes: I) -> Self {
         Self(SmallVec::from_iter(sizes))

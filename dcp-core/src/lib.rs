@@ -59,6 +59,8 @@ pub mod text;
 pub mod value;
 pub mod wire;
 
+/// The crate of [`Payload`]'s pieces and of [`HostMemory::from_bytes`].
+pub use bytes;
 pub use checkpoint::{StateDict, Stateful, StorageReader, StorageWriter};
 pub use collective::Collective;
 pub use dims::Dims;
@@ -67,7 +69,7 @@ pub use error::{
     CheckpointError, CollectiveError, FormatError, PlanError, Rank, StorageError, StorageErrorKind,
 };
 pub use key::Key;
-pub use memory::{Buffer, HostMemory};
+pub use memory::{Buffer, Element, HostMemory};
 pub use metadata::CheckpointMetadata;
 pub use payload::Payload;
 pub use region::Region;

@@ -17,8 +17,18 @@
 //!    mutex; it grants an exclusive range only when no shared loan is out and no exclusive range
 //!    overlaps, and a shared loan only when no exclusive one is out.
 //! 3. A loan is returned exactly once, by `Drop`.
+//! 4. Memory that a [`scope`] borrows is valid until the scope ends. Its end revokes the allocation
+//!    and waits until no loan is out; a revoked allocation grants none.
+//! 5. Elements of every [`Element`] type are bytes without padding, and every byte pattern is an
+//!    element of every [`Number`] type.
 
 #![allow(unsafe_code, reason = "the leaf module that proves its loans sound, see above")]
+
+pub(crate) mod element;
+mod elements;
+mod scope;
+#[cfg(test)]
+mod tests;
 
 use std::alloc::{Layout, alloc_zeroed};
 use std::any::Any;
@@ -26,9 +36,13 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use bytes::Bytes;
+
+pub use self::element::{Element, Number};
+pub use self::elements::Elements;
+pub use self::scope::{Scope, scope};
 
 /// Bytes in host memory, owned or foreign, that are lent for reading or, by ranges, for writing.
 /// Clones share the memory.
@@ -52,6 +66,8 @@ struct Allocation {
     len: usize,
     read_only: bool,
     book: Mutex<Book>,
+    /// Notified when a loan of revoked memory ends.
+    returned: Condvar,
     /// Keeps `ptr` valid; never accessed.
     _owner: Box<dyn Any + Send + Sync>,
 }
@@ -67,6 +83,8 @@ struct Book {
     shared: usize,
     /// Lent exclusive ranges, start to end; disjoint.
     exclusive: BTreeMap<usize, usize>,
+    /// The scope that borrowed the memory has ended.
+    revoked: bool,
 }
 
 /// The reason why memory cannot be lent.
@@ -94,6 +112,9 @@ pub enum LoanError {
     /// The memory wraps immutable bytes.
     #[error("the memory is read-only")]
     ReadOnly,
+    /// The [`scope`] that borrowed the memory has ended.
+    #[error("the memory was borrowed in a scope that has ended")]
+    Revoked,
 }
 
 impl HostMemory {
@@ -121,14 +142,29 @@ impl HostMemory {
     /// Takes ownership of a vector.
     #[must_use]
     pub fn from_vec(bytes: Vec<u8>) -> Self {
-        let len = bytes.len();
-        let raw = Box::into_raw(bytes.into_boxed_slice());
+        Self::from_elements(bytes)
+    }
+
+    /// Takes ownership of a vector of numbers, without a copy.
+    #[must_use]
+    pub fn from_elements<T: Number>(elements: Vec<T>) -> Self {
+        let len = size_of_val(&*elements);
+        let raw = Box::into_raw(elements.into_boxed_slice());
         // SAFETY: the box was just turned into this pointer; `OwnedBox` frees it once, on drop.
         let owner = unsafe { OwnedBox::new(raw) };
         let ptr = NonNull::new(raw.cast::<u8>()).unwrap_or(NonNull::dangling());
-        // SAFETY: `ptr` points to the `len` bytes that `owner` frees on drop, and nothing else
-        // refers to them.
+        // SAFETY: `ptr` points to the `len` bytes that `owner` frees on drop, nothing else refers
+        // to them, and any bytes are valid numbers (invariant 5).
         unsafe { Self::from_raw_parts(ptr, len, owner) }
+    }
+
+    /// Wraps the immutable elements of another library's buffer, such as an `Arc<[u8]>` or an
+    /// `Arc<Vec<f32>>`, without a copy. They can be read but not lent for writing.
+    ///
+    /// `owner` is dropped when the memory and every loan of it are gone.
+    #[must_use]
+    pub fn from_owner<T: Element>(owner: impl AsRef<[T]> + Send + Sync + 'static) -> Self {
+        Self::from_bytes(elements::bytes_of_owner(owner))
     }
 
     /// Wraps immutable bytes, which can be read but not lent for writing.
@@ -136,13 +172,7 @@ impl HostMemory {
     pub fn from_bytes(bytes: Bytes) -> Self {
         let ptr = NonNull::new(bytes.as_ptr().cast_mut()).unwrap_or(NonNull::dangling());
         let len = bytes.len();
-        Self(Arc::new(Allocation {
-            ptr,
-            len,
-            read_only: true,
-            book: Mutex::default(),
-            _owner: Box::new(bytes),
-        }))
+        Self::new(ptr, len, true, Box::new(bytes))
     }
 
     /// Wraps foreign memory: a mapping, a pinned buffer, an array of another framework.
@@ -159,13 +189,17 @@ impl HostMemory {
         len: usize,
         owner: impl Any + Send + Sync,
     ) -> Self {
-        Self(Arc::new(Allocation {
-            ptr,
-            len,
-            read_only: false,
-            book: Mutex::default(),
-            _owner: Box::new(owner),
-        }))
+        Self::new(ptr, len, false, Box::new(owner))
+    }
+
+    fn new(
+        ptr: NonNull<u8>,
+        len: usize,
+        read_only: bool,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Self {
+        let (book, returned) = Default::default();
+        Self(Arc::new(Allocation { ptr, len, read_only, book, returned, _owner: owner }))
     }
 
     /// Whether both are the same memory; equal bytes do not suffice.
@@ -197,12 +231,16 @@ impl HostMemory {
     ///
     /// # Errors
     ///
-    /// [`LoanError::InUse`] while a range is lent for writing.
+    /// [`LoanError::InUse`] while a range is lent for writing, [`LoanError::Revoked`] after the end
+    /// of the memory's [`scope`].
     pub fn read(&self) -> Result<Bytes, LoanError> {
         if self.0.len == 0 {
             return Ok(Bytes::new());
         }
         let mut book = self.0.book();
+        if book.revoked {
+            return Err(LoanError::Revoked);
+        }
         if let Some((&start, &end)) = book.exclusive.first_key_value() {
             return Err(LoanError::InUse { start, end });
         }
@@ -215,8 +253,8 @@ impl HostMemory {
     ///
     /// # Errors
     ///
-    /// When the range exceeds the memory, the memory is read-only, or a loan of any of the bytes
-    /// exists.
+    /// When the range exceeds the memory, the memory is read-only or its [`scope`] has ended, or a
+    /// loan of any of the bytes exists.
     pub fn lend(&self, range: Range<usize>) -> Result<Buffer, LoanError> {
         let Range { start, end } = range;
         if start > end || end > self.0.len {
@@ -227,6 +265,9 @@ impl HostMemory {
         }
         if start < end {
             let mut book = self.0.book();
+            if book.revoked {
+                return Err(LoanError::Revoked);
+            }
             let before = book.exclusive.range(..end).next_back();
             if book.shared > 0 || before.is_some_and(|(_, &other_end)| other_end > start) {
                 return Err(LoanError::InUse { start, end });
@@ -250,6 +291,24 @@ impl Allocation {
     fn book(&self) -> std::sync::MutexGuard<'_, Book> {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Ends a loan, by `how`.
+    fn give_back(&self, how: impl FnOnce(&mut Book)) {
+        let mut book = self.book();
+        how(&mut book);
+        if book.revoked {
+            self.returned.notify_all();
+        }
+    }
+
+    /// Grants no more loans, and waits until the last one has ended.
+    fn revoke(&self) {
+        let mut book = self.book();
+        book.revoked = true;
+        while book.shared > 0 || !book.exclusive.is_empty() {
+            book = self.returned.wait(book).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
 }
 
 impl From<Vec<u8>> for HostMemory {
@@ -264,30 +323,30 @@ impl fmt::Debug for HostMemory {
     }
 }
 
-/// Frees a boxed slice on drop and never accesses its bytes before, so that pointers derived from
-/// it stay valid.
-struct OwnedBox(*mut [u8]);
+/// Frees a boxed slice on drop and never accesses its elements before, so that pointers derived
+/// from it stay valid.
+struct OwnedBox<T>(*mut [T]);
 
-impl OwnedBox {
+impl<T> OwnedBox<T> {
     /// # Safety
     ///
     /// `raw` must come from `Box::into_raw` and be freed by nobody else.
-    unsafe fn new(raw: *mut [u8]) -> Self {
+    unsafe fn new(raw: *mut [T]) -> Self {
         Self(raw)
     }
 }
 
-impl Drop for OwnedBox {
+impl<T> Drop for OwnedBox<T> {
     fn drop(&mut self) {
         // SAFETY: by the promise of `new`, and `drop` runs once.
         drop(unsafe { Box::from_raw(self.0) });
     }
 }
 
-// SAFETY: a boxed slice of bytes may be sent to and shared with other threads.
-unsafe impl Send for OwnedBox {}
+// SAFETY: a boxed slice of elements may be sent to and shared with other threads as they may.
+unsafe impl<T: Send> Send for OwnedBox<T> {}
 // SAFETY: as above.
-unsafe impl Sync for OwnedBox {}
+unsafe impl<T: Sync> Sync for OwnedBox<T> {}
 
 /// The owner behind the `Bytes` of a shared loan.
 struct SharedLoan(Arc<Allocation>);
@@ -302,7 +361,7 @@ impl AsRef<[u8]> for SharedLoan {
 
 impl Drop for SharedLoan {
     fn drop(&mut self) {
-        self.0.book().shared -= 1;
+        self.0.give_back(|book| book.shared -= 1);
     }
 }
 
@@ -380,8 +439,12 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
+        // No loan of an empty range is recorded, so its allocation may be gone.
+        if self.start == self.end {
+            return &[];
+        }
         // SAFETY: the range lies within the allocation, is valid by invariant 1, and no other
-        // loan of it is out by invariant 2. `start` may equal `len` only for an empty range.
+        // loan of it is out by invariant 2.
         unsafe {
             std::slice::from_raw_parts(
                 self.memory.ptr.as_ptr().add(self.start),
@@ -393,6 +456,9 @@ impl Deref for Buffer {
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
+        if self.start == self.end {
+            return &mut [];
+        }
         // SAFETY: as in `deref`, and `&mut self` excludes other references through this buffer.
         unsafe {
             std::slice::from_raw_parts_mut(
@@ -412,7 +478,9 @@ impl AsRef<[u8]> for Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if self.start < self.end {
-            self.memory.book().exclusive.remove(&self.start);
+            self.memory.give_back(|book| {
+                book.exclusive.remove(&self.start);
+            });
         }
     }
 }
@@ -420,75 +488,5 @@ impl Drop for Buffer {
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Buffer").field("len", &self.len()).finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn disjoint_ranges_are_lent_at_once() {
-        let memory = HostMemory::zeroed(10);
-        let mut a = memory.lend(0..4).unwrap();
-        let mut b = memory.lend(4..10).unwrap();
-        a.fill(1);
-        b.fill(2);
-        assert_eq!(memory.lend(3..5).unwrap_err(), LoanError::InUse { start: 3, end: 5 });
-        assert!(memory.read().is_err());
-        drop((a, b));
-        assert_eq!(memory.to_vec().unwrap(), [1, 1, 1, 1, 2, 2, 2, 2, 2, 2]);
-    }
-
-    #[test]
-    fn clones_are_the_same_memory_and_copies_are_not() {
-        let memory = HostMemory::zeroed(4);
-        assert!(memory.is_same(&memory.clone()));
-        assert!(!memory.is_same(&HostMemory::zeroed(4)));
-    }
-
-    #[test]
-    fn readers_exclude_writers() {
-        let memory = HostMemory::from_vec(vec![7; 4]);
-        let bytes = memory.read().unwrap();
-        let slice = bytes.slice(1..2);
-        drop(bytes);
-        assert!(memory.lend(0..1).is_err(), "a slice of the loan is still out");
-        drop(slice);
-        assert!(memory.lend(0..1).is_ok());
-    }
-
-    #[test]
-    fn split_buffers_return_their_own_ranges() {
-        let memory = HostMemory::zeroed(6);
-        let mut rest = memory.lend(0..6).unwrap();
-        let front = rest.split_to(2);
-        assert_eq!((front.len(), rest.len()), (2, 4));
-        drop(front);
-        assert!(memory.lend(0..2).is_ok());
-        assert!(memory.lend(2..3).is_err());
-        let empty = rest.split_to(0);
-        drop((empty, rest));
-        assert!(memory.lend(0..6).is_ok());
-    }
-
-    #[test]
-    fn loans_outlive_the_memory() {
-        let memory = HostMemory::from_vec(vec![1, 2, 3]);
-        let mut buffer = memory.lend(1..3).unwrap();
-        drop(memory);
-        buffer[0] = 9;
-        assert_eq!(buffer.freeze(), [9, 3][..]);
-    }
-
-    #[test]
-    fn immutable_and_empty_memory() {
-        let memory = HostMemory::from_bytes(Bytes::from_static(b"abc"));
-        assert_eq!(memory.lend(0..1).unwrap_err(), LoanError::ReadOnly);
-        assert_eq!(memory.read().unwrap(), b"abc"[..]);
-        let empty = HostMemory::zeroed(0);
-        let _reader = empty.read().unwrap();
-        assert!(empty.lend(0..0).is_ok());
-        assert!(empty.lend(0..1).is_err());
     }
 }

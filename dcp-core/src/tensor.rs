@@ -3,7 +3,7 @@
 use crate::dims::Dims;
 use crate::dtype::DType;
 use crate::error::PlanError;
-use crate::memory::HostMemory;
+use crate::memory::{Element, Elements, HostMemory, Number, element};
 use crate::region::Region;
 use crate::tensor_view::{TensorView, full};
 
@@ -40,6 +40,43 @@ impl Tensor {
         let region = full(&shape)?;
         let shard = Shard::new(dtype, region, memory)?;
         Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
+    }
+
+    /// A replicated tensor of copied elements.
+    ///
+    /// ```
+    /// use dcp_core::Tensor;
+    ///
+    /// let tensor = Tensor::from_slice(&[1.0_f32, 2.0, 3.0, 4.0], [2, 2])?;
+    /// assert_eq!(tensor.dtype(), dcp_core::DType::Float32);
+    /// assert_eq!(tensor.elements::<f32>()?[2], 3.0);
+    /// # Ok::<(), dcp_core::PlanError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// When the shape has another number of elements.
+    pub fn from_slice<T: Element>(
+        elements: &[T],
+        shape: impl Into<Dims>,
+    ) -> Result<Self, PlanError> {
+        Self::replicated(T::DTYPE, shape, element::to_bytes(elements))
+    }
+
+    /// A replicated tensor in the memory of a vector, without a copy on little-endian machines.
+    ///
+    /// # Errors
+    ///
+    /// When the shape has another number of elements.
+    pub fn from_vec<T: Number>(
+        elements: Vec<T>,
+        shape: impl Into<Dims>,
+    ) -> Result<Self, PlanError> {
+        if cfg!(target_endian = "little") {
+            Self::replicated(T::DTYPE, shape, HostMemory::from_elements(elements))
+        } else {
+            Self::from_slice(&elements, shape)
+        }
     }
 
     /// A tensor that every rank holds whole, with the layout of `view`.
@@ -148,6 +185,41 @@ impl Tensor {
         }
     }
 
+    /// All elements in row-major order, if one shard holds the whole tensor: those in memory where
+    /// they are contiguous and aligned there, a copy otherwise.
+    ///
+    /// # Errors
+    ///
+    /// When the tensor has another dtype, is in several shards or in none, or its memory is lent for
+    /// writing.
+    #[doc(alias = "as_slice")]
+    pub fn elements<T: Element>(&self) -> Result<Elements<T>, PlanError> {
+        let refuse = |problem: String| PlanError::InvalidTensor { problem };
+        if self.dtype != T::DTYPE {
+            let problem = format!("a {} tensor has no elements of {}", self.dtype, T::DTYPE);
+            return Err(refuse(problem));
+        }
+        let [shard] = &*self.shards else {
+            let problem = format!("{} shards are not one tensor of elements", self.shards.len());
+            return Err(refuse(problem));
+        };
+        if shard.region.sizes() != &self.shape {
+            let problem = format!("shard {} is a part of shape {}", shard.region, self.shape);
+            return Err(refuse(problem));
+        }
+        let payload = shard.view.payload().map_err(|error| refuse(error.to_string()))?;
+        Ok(Elements::of(payload.to_bytes()))
+    }
+
+    /// All elements in row-major order, copied.
+    ///
+    /// # Errors
+    ///
+    /// As [`elements`](Self::elements).
+    pub fn to_vec_of<T: Element>(&self) -> Result<Vec<T>, PlanError> {
+        Ok(self.elements::<T>()?.to_vec())
+    }
+
     /// Whether dtype, shape, shards and bytes are equal.
     #[must_use]
     pub fn same(&self, other: &Tensor) -> bool {
@@ -233,6 +305,48 @@ fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, PlanError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn round_trip<T: Element + PartialEq + std::fmt::Debug>(elements: &[T]) {
+        let tensor = Tensor::from_slice(elements, &[elements.len()]).unwrap();
+        assert_eq!(tensor.dtype().size(), size_of::<T>());
+        assert_eq!(&*tensor.elements::<T>().unwrap(), elements);
+        assert_eq!(tensor.to_vec_of::<T>().unwrap(), elements);
+        assert!(Tensor::from_slice(elements, [3]).is_err());
+    }
+
+    #[test]
+    fn elements_of_every_type_of_rust_round_trip() {
+        round_trip(&[f64::MIN, 0.1]);
+        round_trip(&[f32::NEG_INFINITY, 0.1]);
+        round_trip(&[i64::MIN, 1]);
+        round_trip(&[i32::MIN, 1]);
+        round_trip(&[i16::MIN, 1]);
+        round_trip(&[i8::MIN, 1]);
+        round_trip(&[u64::MAX, 1]);
+        round_trip(&[u32::MAX, 1]);
+        round_trip(&[u16::MAX, 1]);
+        round_trip(&[u8::MAX, 1]);
+        round_trip(&[true, false]);
+        round_trip::<f32>(&[]);
+    }
+
+    #[test]
+    fn elements_are_those_of_a_whole_tensor_of_that_dtype() {
+        let tensor = Tensor::from_vec(vec![1_u32, 2, 3, 4], [2, 2]).unwrap();
+        assert!(tensor.elements::<u32>().unwrap().is_lent());
+        let error = tensor.elements::<f32>().unwrap_err().to_string();
+        assert!(error.contains("uint32") && error.contains("float32"), "{error}");
+        let memory = tensor.shards()[0].view().memory().clone();
+        let transposed = TensorView::strided(memory, DType::UInt32, [2, 2], vec![1, 2], 0).unwrap();
+        let transposed = Tensor::from_view(transposed).unwrap();
+        assert_eq!(transposed.to_vec_of::<u32>().unwrap(), [1, 3, 2, 4]);
+        let part = Region::new([0], [1]).unwrap();
+        let part = Tensor::zeros_sharded(DType::UInt8, [2], [part]).unwrap();
+        assert!(part.elements::<u8>().is_err());
+        let lent = tensor.shards()[0].view().lend().unwrap();
+        assert!(tensor.elements::<u32>().is_err());
+        drop(lent);
+    }
 
     #[test]
     fn memory_that_cannot_be_had_is_an_error() {

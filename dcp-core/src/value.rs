@@ -345,18 +345,48 @@ macro_rules! from {
 
 from! {
     bool => |x| Value::Bool(x);
+    () => |_x| Value::None;
     i64 => |x| Value::Int(x);
     i32 => |x| Value::Int(x.into());
+    i16 => |x| Value::Int(x.into());
+    i8 => |x| Value::Int(x.into());
+    u64 => |x| i64::try_from(x).map_or_else(|_| Value::BigInt(x.into()), Value::Int);
+    usize => |x| Value::from(x as u64);
     u32 => |x| Value::Int(x.into());
+    u16 => |x| Value::Int(x.into());
+    u8 => |x| Value::Int(x.into());
     f64 => |x| Value::Float(x);
+    f32 => |x| Value::Float(x.into());
     &str => |x| Value::Str(x.into());
     String => |x| Value::Str(x.into());
     Arc<str> => |x| Value::Str(x);
     Bytes => |x| Value::Bytes(x);
-    Vec<Value> => |x| Value::List(x);
     Dict => |x| Value::Dict(x);
     Tensor => |x| Value::Tensor(x);
     Object => |x| Value::Object(Box::new(x));
+}
+
+/// A list.
+impl<T: Into<Value>> From<Vec<T>> for Value {
+    fn from(items: Vec<T>) -> Self {
+        Self::List(items.into_iter().map(Into::into).collect())
+    }
+}
+
+/// `None`, or the value.
+impl<T: Into<Value>> From<Option<T>> for Value {
+    fn from(value: Option<T>) -> Self {
+        value.map_or(Self::None, Into::into)
+    }
+}
+
+impl From<u64> for BigInt {
+    fn from(n: u64) -> Self {
+        let mut bytes = n.to_le_bytes().to_vec();
+        // The sign.
+        bytes.push(0);
+        Self::from_le_bytes(bytes)
+    }
 }
 
 #[cfg(test)]
@@ -372,6 +402,39 @@ mod tests {
         let minus_one = BigInt::from_le_bytes(vec![0xff, 0xff, 0xff]);
         assert_eq!((minus_one.to_string().as_str(), minus_one.to_i64()), ("-1", Some(-1)));
         assert_eq!(BigInt::from_le_bytes(vec![0, 0x80]).to_string(), "-32768");
+    }
+
+    #[test]
+    fn dotted_paths_find_what_flattening_names() {
+        let mut inner = Dict::from([("a.b", 1), ("a", 2)]);
+        inner.insert(7, 3);
+        let items = Value::from(vec![Value::from(inner.clone()), Value::from(vec![4])]);
+        let mut state = Dict::from([("model", items), ("a", Value::from(inner))]);
+        let found = |state: &Dict, name: &str| state.at(name).and_then(Value::as_int);
+        assert_eq!(found(&state, "model.0.a.b"), Some(1));
+        assert_eq!(found(&state, "model.0.a"), Some(2));
+        assert_eq!(found(&state, "model.0.7"), Some(3));
+        assert_eq!(found(&state, "model.1.0"), Some(4));
+        assert_eq!(found(&state, "a.a.b"), Some(1));
+        for absent in ["", "model.00.a", "model.2", "model.0.", "model.0.a.b.c", ".model", "a.+7"] {
+            assert!(state.at(absent).is_none(), "{absent}");
+        }
+        *state.at_mut("model.1.0").unwrap() = 5.into();
+        assert_eq!(found(&state, "model.1.0"), Some(5));
+    }
+
+    #[test]
+    fn values_of_rust_lose_nothing() {
+        assert!(Value::from(7_usize).same(&Value::Int(7)));
+        assert!(Value::from(i64::MAX as u64).same(&Value::Int(i64::MAX)));
+        assert_eq!(format!("{:?}", Value::from(u64::MAX)), "BigInt(18446744073709551615)");
+        assert!(Value::from(0.1_f32).same(&Value::Float(f64::from(0.1_f32))));
+        assert!(Value::from(()).same(&Value::None));
+        assert!(Value::from(None::<i8>).same(&Value::None));
+        assert!(Value::from(Some("a")).same(&Value::from("a")));
+        let list = Value::List(vec![Value::Int(1), Value::Int(2)]);
+        assert!(Value::from(vec![1_u8, 2]).same(&list));
+        assert!(Value::from(vec![vec![1_i16, 2]]).same(&Value::List(vec![list])));
     }
 
     #[test]

@@ -106,12 +106,32 @@ pub enum CheckpointError {
     /// The error of a plug-in, such as a format; [`downcast_ref`](std::error::Error) tells its type.
     #[error(transparent)]
     Plugin(Box<dyn std::error::Error + Send + Sync>),
+    /// A failure of the application itself, such as of a [`Stateful`](crate::Stateful) value;
+    /// [`application`](Self::application) makes it of any error.
+    #[error(transparent)]
+    Application {
+        /// The application's error; [`downcast_ref`](std::error::Error) tells its type.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The caller canceled the operation.
     #[error("canceled")]
     Canceled,
 }
 
 impl CheckpointError {
+    /// An application's own failure: its error, or a message.
+    ///
+    /// ```
+    /// use dcp_core::CheckpointError;
+    ///
+    /// let error = CheckpointError::application("the scheduler has no state before its first step");
+    /// assert!(matches!(error, CheckpointError::Application { .. }));
+    /// ```
+    #[must_use]
+    pub fn application(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Application { source: error.into() }
+    }
+
     /// What kind of failure it is, for a program to act on. Of several ranks, it is the first kind
     /// that is not [retryable](FailureKind::is_retryable), or the first.
     #[must_use]
@@ -131,7 +151,7 @@ impl CheckpointError {
                 let stops = failures.iter().find(|failure| !failure.kind.is_retryable());
                 stops.or(failures.first()).map_or(FailureKind::Other, |failure| failure.kind)
             }
-            Self::Plugin(error) => FailureKind::of(&**error),
+            Self::Plugin(error) | Self::Application { source: error } => FailureKind::of(&**error),
             Self::Canceled => FailureKind::Canceled,
         }
     }

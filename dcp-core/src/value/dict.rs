@@ -5,7 +5,7 @@ use std::hash::{Hash, Hasher};
 
 use indexmap::{Equivalent, IndexMap};
 
-use super::Value;
+use super::{Value, python_str};
 
 /// A dict in insertion order, like Python's.
 #[derive(Clone, Default)]
@@ -64,6 +64,50 @@ impl Dict {
         self.0.get_mut(&DictKey(key.clone()))
     }
 
+    /// The value at a dotted path through dicts and lists: the name that flattening gives it.
+    ///
+    /// Steps have no escapes, so a key may have dots of its own. Of several paths with this name,
+    /// which a save refuses, the first one counts.
+    ///
+    /// ```
+    /// use dcp_core::{StateDict, Value};
+    ///
+    /// let layer = StateDict::from([("mlp.weight", 1)]);
+    /// let state = StateDict::from([("layers", Value::from(vec![layer]))]);
+    /// assert_eq!(state.at("layers.0.mlp.weight").and_then(Value::as_int), Some(1));
+    /// assert!(state.at("layers.1").is_none());
+    /// ```
+    #[must_use]
+    pub fn at(&self, fqn: &str) -> Option<&Value> {
+        let path = positions(self, fqn, 0)?;
+        let (first, rest) = path.split_last()?;
+        let mut value = self.0.get_index(*first)?.1;
+        for position in rest.iter().rev() {
+            value = match value {
+                Value::Dict(dict) => dict.0.get_index(*position)?.1,
+                Value::List(items) => items.get(*position)?,
+                _ => return None,
+            };
+        }
+        Some(value)
+    }
+
+    /// The value at a dotted path, mutable; see [`at`](Self::at).
+    #[must_use]
+    pub fn at_mut(&mut self, fqn: &str) -> Option<&mut Value> {
+        let path = positions(self, fqn, 0)?;
+        let (first, rest) = path.split_last()?;
+        let mut value = self.0.get_index_mut(*first)?.1;
+        for position in rest.iter().rev() {
+            value = match value {
+                Value::Dict(dict) => dict.0.get_index_mut(*position)?.1,
+                Value::List(items) => items.get_mut(*position)?,
+                _ => return None,
+            };
+        }
+        Some(value)
+    }
+
     /// Removes a string key and keeps the order of the rest.
     pub fn remove(&mut self, key: &str) -> Option<Value> {
         self.0.shift_remove(&StrKey(key))
@@ -78,6 +122,39 @@ impl Dict {
     pub fn iter_mut(&mut self) -> impl ExactSizeIterator<Item = (&Value, &mut Value)> {
         self.0.iter_mut().map(|(key, value)| (&key.0, value))
     }
+}
+
+/// The maximum nesting depth of a value that a dotted path leads to, as in flattening.
+const MAX_DEPTH: usize = 512;
+
+/// The positions of the steps to the value of a name, innermost first.
+fn positions(dict: &Dict, name: &str, depth: usize) -> Option<Vec<usize>> {
+    dict.0.iter().enumerate().find_map(|(position, (key, value))| {
+        let rest = match &key.0 {
+            Value::Str(text) => name.strip_prefix(&**text)?,
+            other => name.strip_prefix(&*python_str(other)?)?,
+        };
+        steps_below(position, value, rest, depth)
+    })
+}
+
+/// The positions from a value at `position` to the one with the rest of the name.
+fn steps_below(position: usize, value: &Value, rest: &str, depth: usize) -> Option<Vec<usize>> {
+    if rest.is_empty() {
+        return Some(vec![position]);
+    }
+    let rest = rest.strip_prefix('.').filter(|_| depth < MAX_DEPTH)?;
+    let mut path = match value {
+        Value::Dict(dict) => positions(dict, rest, depth + 1)?,
+        Value::List(items) => {
+            let step = rest.split('.').next()?;
+            let index = step.parse().ok().filter(|index: &usize| index.to_string() == step)?;
+            steps_below(index, items.get(index)?, &rest[step.len()..], depth + 1)?
+        }
+        _ => return None,
+    };
+    path.push(position);
+    Some(path)
 }
 
 impl fmt::Debug for Dict {

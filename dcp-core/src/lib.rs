@@ -9,7 +9,8 @@
 //! | a way for ranks to talk | [`Collective`] |
 //! | a checkpoint format | [`format::CheckpointFormat`], [`StorageReader`], [`StorageWriter`] |
 //! | a policy that assigns writes to ranks | [`SavePlanner`](planner::SavePlanner), [`LoadPlanner`](planner::LoadPlanner) |
-//! | tensors of your own | [`DataSource`](checkpoint::DataSource), [`DataSink`](checkpoint::DataSink) |
+//! | tensors on a device | [`DeviceMemory`](device::DeviceMemory) |
+//! | other sources and destinations of tensors | [`DataSource`](checkpoint::DataSource), [`DataSink`](checkpoint::DataSink) |
 //! | something with state | [`Stateful`] |
 //!
 //! Traits here have no default methods, so an implementation or decorator cannot forget a new one.
@@ -24,7 +25,7 @@
 //! | [`planner`], [`plan`] | the contract of planners, and plans |
 //! | [`metadata`] | the index of a checkpoint |
 //! | [`value`], [`path`] | plain data of a state dict, and its nesting |
-//! | [`tensor`], [`memory`], [`region`], [`dims`], [`dtype`] | tensors, their memory and their geometry |
+//! | [`tensor`], [`memory`], [`device`], [`region`], [`dims`], [`dtype`] | tensors, their memory and their geometry |
 //! | [`error`], [`text`] | errors, and untrusted text in messages |
 //! | [`mod@format`] | formats as plug-ins |
 //! | [`wire`] | messages between ranks |
@@ -34,6 +35,7 @@
 
 pub mod checkpoint;
 mod collective;
+pub mod device;
 pub mod dims;
 pub mod dtype;
 pub mod error;
@@ -69,7 +71,7 @@ pub use error::{
     CheckpointError, CollectiveError, FormatError, PlanError, Rank, StorageError, StorageErrorKind,
 };
 pub use key::Key;
-pub use memory::{Buffer, Element, HostMemory};
+pub use memory::{Buffer, HostMemory};
 pub use metadata::CheckpointMetadata;
 pub use payload::Payload;
 pub use region::Region;

@@ -19,13 +19,14 @@
 //! 3. A loan is returned exactly once, by `Drop`.
 //! 4. Memory that a [`scope`] borrows is valid until the scope ends. Its end revokes the allocation
 //!    and waits until no loan is out; a revoked allocation grants none.
-//! 5. Elements of every [`Element`] type are bytes without padding, and every byte pattern is an
-//!    element of every [`Number`] type.
+//! 5. Elements of every [`TensorElement`] type are bytes without padding, and every byte pattern is an
+//!    element of every [`NumericElement`] type.
 
 #![allow(unsafe_code, reason = "the leaf module that proves its loans sound, see above")]
 
 pub(crate) mod element;
 mod elements;
+mod owned_box;
 mod scope;
 #[cfg(test)]
 mod tests;
@@ -40,8 +41,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use bytes::Bytes;
 
-pub use self::element::{Element, Number};
+pub use self::element::{NumericElement, TensorElement};
 pub use self::elements::Elements;
+use self::owned_box::OwnedBox;
 pub use self::scope::{Scope, scope};
 
 /// Bytes in host memory, owned or foreign, that are lent for reading or, by ranges, for writing.
@@ -65,6 +67,8 @@ struct Allocation {
     ptr: NonNull<u8>,
     len: usize,
     read_only: bool,
+    /// By a scope, which revokes it.
+    borrowed: bool,
     book: Mutex<Book>,
     /// Notified when a loan of revoked memory ends.
     returned: Condvar,
@@ -147,7 +151,7 @@ impl HostMemory {
 
     /// Takes ownership of a vector of numbers, without a copy.
     #[must_use]
-    pub fn from_elements<T: Number>(elements: Vec<T>) -> Self {
+    pub fn from_elements<T: NumericElement>(elements: Vec<T>) -> Self {
         let len = size_of_val(&*elements);
         let raw = Box::into_raw(elements.into_boxed_slice());
         // SAFETY: the box was just turned into this pointer; `OwnedBox` frees it once, on drop.
@@ -158,12 +162,15 @@ impl HostMemory {
         unsafe { Self::from_raw_parts(ptr, len, owner) }
     }
 
-    /// Wraps the immutable elements of another library's buffer, such as an `Arc<[u8]>` or an
-    /// `Arc<Vec<f32>>`, without a copy. They can be read but not lent for writing.
+    /// Wraps the immutable elements behind a pointer of another library, such as an `Arc<[u8]>`, an
+    /// `Arc<Vec<f32>>` or an `Arc` of any type with `AsRef<[f32]>`, without a copy. They can be read
+    /// but not lent for writing.
     ///
     /// `owner` is dropped when the memory and every loan of it are gone.
     #[must_use]
-    pub fn from_owner<T: Element>(owner: impl AsRef<[T]> + Send + Sync + 'static) -> Self {
+    pub fn from_owner<T: TensorElement>(
+        owner: impl Deref<Target: AsRef<[T]>> + Send + Sync + 'static,
+    ) -> Self {
         Self::from_bytes(elements::bytes_of_owner(owner))
     }
 
@@ -198,8 +205,15 @@ impl HostMemory {
         read_only: bool,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Self {
+        let (borrowed, book, returned) = Default::default();
+        Self(Arc::new(Allocation { ptr, len, read_only, borrowed, book, returned, _owner: owner }))
+    }
+
+    /// Memory that a scope keeps valid until it revokes it.
+    fn borrowed(ptr: NonNull<u8>, len: usize, read_only: bool) -> Self {
         let (book, returned) = Default::default();
-        Self(Arc::new(Allocation { ptr, len, read_only, book, returned, _owner: owner }))
+        let (borrowed, owner) = (true, Box::new(()));
+        Self(Arc::new(Allocation { ptr, len, read_only, borrowed, book, returned, _owner: owner }))
     }
 
     /// Whether both are the same memory; equal bytes do not suffice.
@@ -224,6 +238,12 @@ impl HostMemory {
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.0.read_only
+    }
+
+    /// Whether a [`scope`] borrowed the memory, at whose end it is revoked.
+    #[must_use]
+    pub fn is_borrowed(&self) -> bool {
+        self.0.borrowed
     }
 
     /// Borrows all bytes for reading, without a copy, until the result and all slices of it are
@@ -322,31 +342,6 @@ impl fmt::Debug for HostMemory {
         f.debug_struct("HostMemory").field("len", &self.0.len).finish_non_exhaustive()
     }
 }
-
-/// Frees a boxed slice on drop and never accesses its elements before, so that pointers derived
-/// from it stay valid.
-struct OwnedBox<T>(*mut [T]);
-
-impl<T> OwnedBox<T> {
-    /// # Safety
-    ///
-    /// `raw` must come from `Box::into_raw` and be freed by nobody else.
-    unsafe fn new(raw: *mut [T]) -> Self {
-        Self(raw)
-    }
-}
-
-impl<T> Drop for OwnedBox<T> {
-    fn drop(&mut self) {
-        // SAFETY: by the promise of `new`, and `drop` runs once.
-        drop(unsafe { Box::from_raw(self.0) });
-    }
-}
-
-// SAFETY: a boxed slice of elements may be sent to and shared with other threads as they may.
-unsafe impl<T: Send> Send for OwnedBox<T> {}
-// SAFETY: as above.
-unsafe impl<T: Sync> Sync for OwnedBox<T> {}
 
 /// The owner behind the `Bytes` of a shared loan.
 struct SharedLoan(Arc<Allocation>);

@@ -277,6 +277,24 @@ impl Iterator for Runs {
         }
         Some((start, self.run))
     }
+
+    /// In constant time.
+    fn nth(&mut self, n: usize) -> Option<(u64, u64)> {
+        let skipped = n as u64;
+        if skipped >= self.left {
+            self.left = 0;
+            return None;
+        }
+        self.left -= skipped;
+        // The index of the run, as a number whose digits are the indices of the axes.
+        let mut carry = skipped;
+        for ((size, stride), index) in self.outer.iter().zip(&mut self.index).rev() {
+            let at = *index + carry;
+            self.next = self.next - *index * stride + at % size * stride;
+            (*index, carry) = (at % size, at / size);
+        }
+        self.next()
+    }
 }
 
 #[cfg(test)]
@@ -327,6 +345,19 @@ mod tests {
         }
         let ran: Vec<u64> = inner.runs_in(&shape).flat_map(|(at, n)| at..at + n).collect();
         assert_eq!(ran, walked);
+    }
+
+    #[test]
+    fn skipped_runs_are_those_of_a_walk() {
+        let inner = region(&[1, 0, 1, 1], &[2, 3, 2, 2]);
+        let all: Vec<_> = inner.runs_in(&[3, 4, 4, 3]).collect();
+        for first in 0..=all.len() + 1 {
+            for second in 0..=all.len() {
+                let mut runs = inner.runs_in(&[3, 4, 4, 3]);
+                assert_eq!(runs.nth(first), all.get(first).copied());
+                assert_eq!(runs.nth(second), all.get(first + 1 + second).copied());
+            }
+        }
     }
 
     #[test]

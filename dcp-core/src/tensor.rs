@@ -1,9 +1,12 @@
-//! Tensors as a rank holds them: shards of a global tensor in host memory.
+//! Tensors as a rank holds them: shards of a global tensor, in host memory or on a device.
 
+use std::sync::Arc;
+
+use crate::device::DeviceMemory;
 use crate::dims::Dims;
 use crate::dtype::DType;
 use crate::error::PlanError;
-use crate::memory::{Element, Elements, HostMemory, Number, element};
+use crate::memory::{Elements, HostMemory, NumericElement, TensorElement, element};
 use crate::region::Region;
 use crate::tensor_view::{TensorView, full};
 
@@ -22,7 +25,18 @@ pub struct Tensor {
 #[derive(Clone, Debug)]
 pub struct Shard {
     region: Region,
-    view: TensorView,
+    dtype: DType,
+    data: ShardData,
+}
+
+/// Where the elements of a [`Shard`] are.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum ShardData {
+    /// In host memory.
+    Host(TensorView),
+    /// On a device, row-major in all of its memory.
+    Device(Arc<dyn DeviceMemory>),
 }
 
 impl Tensor {
@@ -56,7 +70,7 @@ impl Tensor {
     /// # Errors
     ///
     /// When the shape has another number of elements.
-    pub fn from_slice<T: Element>(
+    pub fn from_slice<T: TensorElement>(
         elements: &[T],
         shape: impl Into<Dims>,
     ) -> Result<Self, PlanError> {
@@ -68,7 +82,7 @@ impl Tensor {
     /// # Errors
     ///
     /// When the shape has another number of elements.
-    pub fn from_vec<T: Number>(
+    pub fn from_vec<T: NumericElement>(
         elements: Vec<T>,
         shape: impl Into<Dims>,
     ) -> Result<Self, PlanError> {
@@ -86,7 +100,22 @@ impl Tensor {
     /// When the number of elements exceeds `u64`.
     pub fn from_view(view: TensorView) -> Result<Self, PlanError> {
         let (dtype, shape) = (view.dtype(), view.shape().clone());
-        let shard = Shard { region: full(&shape)?, view };
+        let shard = Shard::with_view(full(&shape)?, view)?;
+        Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
+    }
+
+    /// A tensor that every rank holds whole, on a device.
+    ///
+    /// # Errors
+    ///
+    /// When the memory does not have exactly the size of dtype and shape.
+    pub fn on_device(
+        dtype: DType,
+        shape: impl Into<Dims>,
+        memory: Arc<dyn DeviceMemory>,
+    ) -> Result<Self, PlanError> {
+        let shape = shape.into();
+        let shard = Shard::on_device(dtype, full(&shape)?, memory)?;
         Ok(Self { dtype, shape, sharded: false, shards: vec![shard] })
     }
 
@@ -107,9 +136,9 @@ impl Tensor {
                 let problem = format!("shard {} lies outside of shape {shape}", shard.region);
                 return Err(PlanError::InvalidTensor { problem });
             }
-            if shard.view.dtype() != dtype {
+            if shard.dtype != dtype {
                 return Err(PlanError::InvalidTensor {
-                    problem: format!("a {} shard in a {dtype} tensor", shard.view.dtype()),
+                    problem: format!("a {} shard in a {dtype} tensor", shard.dtype),
                 });
             }
         }
@@ -174,12 +203,12 @@ impl Tensor {
         &self.shards
     }
 
-    /// All bytes in row-major order, if one shard holds the whole tensor.
+    /// All bytes in row-major order, if one shard in host memory holds the whole tensor.
     #[must_use]
     pub fn to_vec(&self) -> Option<Vec<u8>> {
         match &*self.shards {
             [shard] if shard.region.sizes() == &self.shape => {
-                Some(shard.view.payload().ok()?.to_bytes().to_vec())
+                Some(shard.view()?.payload().ok()?.to_bytes().to_vec())
             }
             _ => None,
         }
@@ -190,10 +219,10 @@ impl Tensor {
     ///
     /// # Errors
     ///
-    /// When the tensor has another dtype, is in several shards or in none, or its memory is lent for
-    /// writing.
+    /// When the tensor has another dtype, is in several shards or in none, is on a device, or its
+    /// memory is lent for writing.
     #[doc(alias = "as_slice")]
-    pub fn elements<T: Element>(&self) -> Result<Elements<T>, PlanError> {
+    pub fn elements<T: TensorElement>(&self) -> Result<Elements<T>, PlanError> {
         let refuse = |problem: String| PlanError::InvalidTensor { problem };
         if self.dtype != T::DTYPE {
             let problem = format!("a {} tensor has no elements of {}", self.dtype, T::DTYPE);
@@ -207,7 +236,13 @@ impl Tensor {
             let problem = format!("shard {} is a part of shape {}", shard.region, self.shape);
             return Err(refuse(problem));
         }
-        let payload = shard.view.payload().map_err(|error| refuse(error.to_string()))?;
+        let view = match &shard.data {
+            ShardData::Host(view) => view,
+            ShardData::Device(memory) => {
+                return Err(refuse(format!("its elements are on {}", memory.device())));
+            }
+        };
+        let payload = view.payload().map_err(|error| refuse(error.to_string()))?;
         Ok(Elements::of(payload.to_bytes()))
     }
 
@@ -216,20 +251,22 @@ impl Tensor {
     /// # Errors
     ///
     /// As [`elements`](Self::elements).
-    pub fn to_vec_of<T: Element>(&self) -> Result<Vec<T>, PlanError> {
+    pub fn to_vec_of<T: TensorElement>(&self) -> Result<Vec<T>, PlanError> {
         Ok(self.elements::<T>()?.to_vec())
     }
 
-    /// Whether dtype, shape, shards and bytes are equal.
+    /// Whether dtype, shape, shards and bytes are equal. Those on a device are equal if they are the
+    /// same memory.
     #[must_use]
     pub fn same(&self, other: &Tensor) -> bool {
         self.dtype == other.dtype
             && self.shape == other.shape
             && self.shards.len() == other.shards.len()
-            && self.shards.iter().zip(&other.shards).all(|(a, b)| {
-                let bytes = |shard: &Shard| shard.view.payload().map(|p| p.to_bytes());
-                a.region == b.region && bytes(a).is_ok_and(|a| Ok(a) == bytes(b))
-            })
+            && self
+                .shards
+                .iter()
+                .zip(&other.shards)
+                .all(|(a, b)| a.region == b.region && a.data.same(&b.data))
     }
 }
 
@@ -253,7 +290,32 @@ impl Shard {
             return Err(PlanError::InvalidTensor { problem });
         }
         let view = TensorView::contiguous(memory, dtype, region.sizes().clone(), 0)?;
-        Ok(Self { region, view })
+        Ok(Self { region, dtype, data: ShardData::Host(view) })
+    }
+
+    /// The part `region` of a tensor, row-major in all of a device's `memory`. Saves and loads copy
+    /// it in pieces.
+    ///
+    /// # Errors
+    ///
+    /// When the memory does not have exactly the size of dtype and region.
+    pub fn on_device(
+        dtype: DType,
+        region: Region,
+        memory: Arc<dyn DeviceMemory>,
+    ) -> Result<Self, PlanError> {
+        let expected = region.volume().checked_mul(dtype.size() as u64);
+        let found = memory.byte_len();
+        if expected != Some(found) {
+            let problem = format!(
+                "{dtype} {region} needs {} bytes, its memory on {} has {found}",
+                expected
+                    .map_or_else(|| "more than 2^64".to_owned(), |expected| expected.to_string()),
+                memory.device()
+            );
+            return Err(PlanError::InvalidTensor { problem });
+        }
+        Ok(Self { region, dtype, data: ShardData::Device(memory) })
     }
 
     /// The part `region` of a tensor, with the layout of `view`: inside a padded or flattened
@@ -268,7 +330,7 @@ impl Shard {
                 problem: format!("region {region} over a view of shape {}", view.shape()),
             });
         }
-        Ok(Self { region, view })
+        Ok(Self { region, dtype: view.dtype(), data: ShardData::Host(view) })
     }
 
     /// The region of the part in the whole tensor.
@@ -277,10 +339,56 @@ impl Shard {
         &self.region
     }
 
-    /// The layout of the part in memory.
+    /// The element type.
     #[must_use]
-    pub fn view(&self) -> &TensorView {
-        &self.view
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The size of all elements in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.region.volume() * self.dtype.size() as u64
+    }
+
+    /// Where the elements are.
+    #[must_use]
+    pub fn data(&self) -> &ShardData {
+        &self.data
+    }
+
+    /// The layout of the part in host memory; `None` if it is on a device.
+    #[must_use]
+    pub fn view(&self) -> Option<&TensorView> {
+        if let ShardData::Host(view) = &self.data { Some(view) } else { None }
+    }
+
+    /// The layout of the part in host memory, for code that needs it there. `fqn` is the tensor's
+    /// name.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError::OnDevice`] if it is on a device.
+    pub fn host_view(&self, fqn: &str) -> Result<&TensorView, PlanError> {
+        match &self.data {
+            ShardData::Host(view) => Ok(view),
+            ShardData::Device(memory) => {
+                Err(PlanError::OnDevice { fqn: fqn.to_owned(), device: memory.device().to_owned() })
+            }
+        }
+    }
+}
+
+impl ShardData {
+    fn same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Host(a), Self::Host(b)) => {
+                let bytes = |view: &TensorView| view.payload().map(|payload| payload.to_bytes());
+                bytes(a).is_ok_and(|a| Ok(a) == bytes(b))
+            }
+            (Self::Device(a), Self::Device(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        }
     }
 }
 
@@ -306,7 +414,7 @@ fn byte_len(dtype: DType, sizes: &Dims) -> Result<usize, PlanError> {
 mod tests {
     use super::*;
 
-    fn round_trip<T: Element + PartialEq + std::fmt::Debug>(elements: &[T]) {
+    fn round_trip<T: TensorElement + PartialEq + std::fmt::Debug>(elements: &[T]) {
         let tensor = Tensor::from_slice(elements, &[elements.len()]).unwrap();
         assert_eq!(tensor.dtype().size(), size_of::<T>());
         assert_eq!(&*tensor.elements::<T>().unwrap(), elements);
@@ -336,14 +444,14 @@ mod tests {
         assert!(tensor.elements::<u32>().unwrap().is_lent());
         let error = tensor.elements::<f32>().unwrap_err().to_string();
         assert!(error.contains("uint32") && error.contains("float32"), "{error}");
-        let memory = tensor.shards()[0].view().memory().clone();
+        let memory = tensor.shards()[0].view().unwrap().memory().clone();
         let transposed = TensorView::strided(memory, DType::UInt32, [2, 2], vec![1, 2], 0).unwrap();
         let transposed = Tensor::from_view(transposed).unwrap();
         assert_eq!(transposed.to_vec_of::<u32>().unwrap(), [1, 3, 2, 4]);
         let part = Region::new([0], [1]).unwrap();
         let part = Tensor::zeros_sharded(DType::UInt8, [2], [part]).unwrap();
         assert!(part.elements::<u8>().is_err());
-        let lent = tensor.shards()[0].view().lend().unwrap();
+        let lent = tensor.shards()[0].view().unwrap().lend().unwrap();
         assert!(tensor.elements::<u32>().is_err());
         drop(lent);
     }

@@ -1,10 +1,11 @@
 //! Saving tensors in another dtype than they have in memory.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use dcp_cast::{CastCounts, CastOptions, CastReport, Caster, TensorCast, is_exact};
 use dcp_core::plan::{LeafKind, StateIndex};
-use dcp_core::{DType, Payload, PlanError, TensorView};
+use dcp_core::{DType, Payload, PlanError};
 use dcp_planner::KeyFilter;
 
 /// Bytes of a tensor in its new dtype to make at a time.
@@ -91,24 +92,48 @@ pub(crate) struct Cast {
 }
 
 impl Cast {
-    /// The bytes `range` of the elements of `view` in their new dtype.
-    pub(crate) fn bytes(&self, elements: &Payload, range: std::ops::Range<u64>) -> Payload {
-        let (from, to) = (self.caster.from().size() as u64, self.caster.to().size() as u64);
-        // A part of an element is cut from the whole one.
-        let (first, last) = (range.start / to, range.end.div_ceil(to));
-        let source = elements.slice(first * from..last * from).to_bytes();
+    /// The bytes of the elements, in the dtype that they have in memory, of which bytes `range` in
+    /// their new dtype are made. A part of an element is cut from the whole one.
+    pub(crate) fn source_of(&self, range: &Range<u64>) -> Range<u64> {
+        let (from, to) = self.sizes();
+        range.start / to * from..range.end.div_ceil(to) * from
+    }
+
+    /// Divides bytes of elements in their new dtype so that each part is made of at most `most`
+    /// bytes, or of one element.
+    pub(crate) fn parts(
+        &self,
+        range: Range<u64>,
+        most: u64,
+    ) -> impl Iterator<Item = Range<u64>> + use<> {
+        let (from, to) = self.sizes();
+        let step = (most / from).max(1).saturating_mul(to);
+        let first = range.start / to * to;
+        let starts = (first..range.end).step_by(usize::try_from(step).unwrap_or(usize::MAX));
+        starts.map(move |at| at.max(range.start)..range.end.min(at.saturating_add(step)))
+    }
+
+    /// The sizes of an element in memory and in its new dtype.
+    fn sizes(&self) -> (u64, u64) {
+        (self.caster.from().size() as u64, self.caster.to().size() as u64)
+    }
+
+    /// The bytes `range` of elements in their new dtype, from their [`source_of`](Self::source_of).
+    pub(crate) fn cast(&self, source: &[u8], range: Range<u64>) -> Payload {
+        let to = self.caster.to().size() as u64;
         let mut target =
             vec![0; source.len() / self.caster.from().size() * self.caster.to().size()];
         let mut lost = CastCounts::default();
-        self.caster.cast(&source, &mut target, &mut lost);
+        self.caster.cast(source, &mut target, &mut lost);
         self.lost.lock().unwrap_or_else(PoisonError::into_inner).add(&lost);
-        let start = range.start - first * to;
+        let start = range.start % to;
         Payload::from(target).slice(start..start + (range.end - range.start))
     }
 
-    /// The bytes of all elements of `view` in their new dtype.
-    pub(crate) fn byte_len(&self, view: &TensorView) -> u64 {
-        view.byte_len() / self.caster.from().size() as u64 * self.caster.to().size() as u64
+    /// The bytes of elements in their new dtype, of which there are `byte_len` bytes in memory.
+    pub(crate) fn byte_len(&self, byte_len: u64) -> u64 {
+        let (from, to) = self.sizes();
+        byte_len / from * to
     }
 }
 
@@ -172,22 +197,32 @@ mod tests {
         assert!(error.to_string().contains("\"w\""), "{error}");
     }
 
+    fn bytes(cast: &Cast, elements: &Payload, range: Range<u64>) -> Payload {
+        cast.cast(&elements.slice(cast.source_of(&range)).to_bytes(), range)
+    }
+
     #[test]
     fn any_ranges_of_the_new_bytes_are_those_of_the_whole() {
         let numbers: Vec<u8> = (0..300_u16).flat_map(|n| f32::from(n).to_le_bytes()).collect();
         let tensor = Tensor::replicated(DType::Float32, [300], numbers).unwrap();
-        let elements = tensor.shards()[0].view().payload().unwrap();
+        let elements = tensor.shards()[0].view().unwrap().payload().unwrap();
         for to in [DType::BFloat16, DType::Float64, DType::Float8E4M3Fn] {
             let cast = cast_of(&Casts::to(to), "w", DType::Float32).unwrap();
-            let len = cast.byte_len(tensor.shards()[0].view());
+            let len = cast.byte_len(tensor.shards()[0].byte_len());
             assert_eq!(len, 300 * to.size() as u64);
-            let whole = cast.bytes(&elements, 0..len).to_bytes();
+            let whole = bytes(&cast, &elements, 0..len).to_bytes();
             assert_eq!(report([&cast].into_iter()).total().elements, 300);
             for step in [1, 7, 16, 1000] {
                 let ranges = (0..len).step_by(step as usize);
-                let parts = ranges.map(|at| cast.bytes(&elements, at..len.min(at + step)));
+                let parts = ranges.map(|at| bytes(&cast, &elements, at..len.min(at + step)));
                 let joined: Vec<u8> = parts.flat_map(|part| part.to_bytes().to_vec()).collect();
                 assert!(joined == whole, "{to} by {step}");
+                let parts = cast.parts(3..len, step).map(|part| {
+                    let source = cast.source_of(&part);
+                    assert!(source.end - source.start <= step.max(4), "{source:?} by {step}");
+                    bytes(&cast, &elements, part).to_bytes().to_vec()
+                });
+                assert!(parts.collect::<Vec<_>>().concat() == whole[3..], "{to} by {step}");
             }
         }
     }

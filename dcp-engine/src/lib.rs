@@ -14,6 +14,7 @@
 mod background;
 mod broadcast;
 mod cast;
+mod device;
 mod disjoint;
 mod division;
 pub mod event;
@@ -25,6 +26,7 @@ mod messages;
 mod parallel;
 mod planned;
 mod receiver;
+mod rounds;
 mod save;
 mod sink;
 mod source;

@@ -19,9 +19,11 @@ use dcp_planner::{DefaultLoadPlanner, FlattenRule, choose_rule, flatten, index_o
 use serde::{Deserialize, Serialize};
 use tracing::Instrument;
 
+use crate::device::{STAGING_BYTES, piece_bytes};
 use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
 use crate::group::Group;
 use crate::planned::tensor_dtype;
+use crate::rounds;
 use crate::sink::StateSink;
 
 /// Loads checkpoints into state dicts, in place.
@@ -37,6 +39,7 @@ pub struct Loader {
     rule: Option<FlattenRule>,
     mode: LoadMode,
     observers: Observers,
+    staging_bytes: u64,
 }
 
 /// How closely a checkpoint must fit the state dict.
@@ -69,7 +72,7 @@ pub struct LoadSummary {
 #[derive(Debug)]
 struct Prepared {
     metadata: Arc<CheckpointMetadata>,
-    plan: LoadPlan,
+    rounds: Vec<LoadPlan>,
     report: LoadReport,
     sink: Arc<StateSink>,
     places: Vec<Place>,
@@ -87,6 +90,14 @@ enum Place {
 struct Sight {
     entries: u64,
     digest: u64,
+    /// How often this rank reads.
+    rounds: u64,
+}
+
+impl Sight {
+    fn shows_the_same_as(&self, other: &Self) -> bool {
+        (self.entries, self.digest) == (other.entries, other.digest)
+    }
 }
 
 impl Default for Loader {
@@ -106,6 +117,7 @@ impl Loader {
             rule: None,
             mode: LoadMode::Strict,
             observers: Observers::default(),
+            staging_bytes: STAGING_BYTES,
         }
     }
 
@@ -141,6 +153,15 @@ impl Loader {
     #[must_use]
     pub fn observer(mut self, observer: Arc<dyn CheckpointObserver>) -> Self {
         self.observers.add(observer);
+        self
+    }
+
+    /// The host memory through which elements go to devices
+    /// ([`DeviceMemory`](dcp_core::device::DeviceMemory)), in copies of at most a quarter of it; 64 MiB by
+    /// default.
+    #[must_use]
+    pub fn staging_bytes(mut self, bytes: u64) -> Self {
+        self.staging_bytes = bytes;
         self
     }
 
@@ -238,21 +259,22 @@ impl Loader {
             Ok(metadata) => self.prepare(state, metadata, group),
             Err(error) => Err(error),
         };
-        let seen = prepared.map(|mine| (sight(&mine.metadata), mine));
+        let seen = prepared.map(|mine| (sight(&mine.metadata, mine.rounds.len() as u64), mine));
         let (sights, prepared) = group.all_gather_with(Phase::Plan, seen).await?;
-        let Prepared { metadata, plan, report, sink, places } = prepared;
+        let Prepared { metadata, rounds, report, sink, places } = prepared;
         same_sight(&sights)?;
         observers.send(&CheckpointEvent::Planned {
             operation: Operation::Load,
-            items: plan.items.len() as u64,
-            bytes: plan_bytes(&metadata, &plan),
+            items: rounds.iter().map(|plan| plan.items.len() as u64).sum(),
+            bytes: rounds.iter().map(|plan| plan_bytes(&metadata, plan)).sum(),
             reused: false,
             duration: started.elapsed(),
         });
 
         let started = Instant::now();
         let span = tracing::info_span!("read");
-        let read = reader.read(&metadata, &plan, Arc::clone(&sink) as _).instrument(span).await;
+        let count = sights.iter().map(|sight| sight.rounds).max().unwrap_or(1);
+        let read = rounds::read(reader, &metadata, rounds, count, &sink).instrument(span).await;
         // Objects go into a copy first, so that no rank takes any before all have everything.
         let done = read.and_then(|read| Ok((read, with_objects(state, &places, &sink)?)));
         let (read, loaded) = group.all_succeed(Phase::Read, done).await?;
@@ -299,7 +321,9 @@ impl Loader {
                 None => Place::TopLevel(Arc::clone(&entry.fqn)),
             })
             .collect();
-        Ok(Prepared { metadata, plan, report, sink: Arc::new(StateSink::new(leaves)), places })
+        let sink = Arc::new(StateSink::new(leaves, piece_bytes(self.staging_bytes)));
+        let rounds = rounds::rounds(plan, &sink, self.staging_bytes);
+        Ok(Prepared { metadata, rounds, report, sink, places })
     }
 }
 
@@ -334,7 +358,7 @@ fn with_objects(
 
 /// A few bytes that differ when two ranks see different checkpoints, as on a network file system
 /// that lags behind.
-fn sight(metadata: &CheckpointMetadata) -> Sight {
+fn sight(metadata: &CheckpointMetadata, rounds: u64) -> Sight {
     let mut digest = Digest::new();
     for (fqn, entry) in metadata.iter() {
         digest.bytes(fqn.as_bytes());
@@ -351,7 +375,7 @@ fn sight(metadata: &CheckpointMetadata) -> Sight {
             _ => {}
         }
     }
-    Sight { entries: metadata.len() as u64, digest: digest.0 }
+    Sight { entries: metadata.len() as u64, digest: digest.0, rounds }
 }
 
 struct Digest(u64);
@@ -390,7 +414,8 @@ impl Digest {
 }
 
 fn same_sight(sights: &[Sight]) -> Result<(), CheckpointError> {
-    let differs = sights.iter().position(|sight| Some(sight) != sights.first());
+    let Some(first) = sights.first() else { return Ok(()) };
+    let differs = sights.iter().position(|sight| !sight.shows_the_same_as(first));
     let Some(rank) = differs else { return Ok(()) };
     // Every rank sees the same list, so every rank returns this.
     Err(CheckpointError::Ranks {

@@ -19,6 +19,7 @@ use tracing::Instrument;
 
 use self::coordinator::{Lead, commit};
 use crate::cast::Casts;
+use crate::device::STAGING_BYTES;
 use crate::event::{CheckpointEvent, CheckpointObserver, Observers, Operation};
 use crate::group::Group;
 use crate::memory::{Memory, Remembered};
@@ -42,6 +43,7 @@ pub struct Saver {
     coordinator: Rank,
     rule: FlattenRule,
     casts: Option<Casts>,
+    staging_bytes: u64,
     memory: Option<Arc<Memory>>,
     observers: Observers,
     /// How many saves have begun, so that ranks notice when they are at different ones.
@@ -82,6 +84,7 @@ impl Saver {
             coordinator: 0,
             rule: FlattenRule::default(),
             casts: None,
+            staging_bytes: STAGING_BYTES,
             memory: Some(Arc::default()),
             observers: Observers::default(),
             begun: Arc::default(),
@@ -123,6 +126,14 @@ impl Saver {
     pub fn cast(mut self, casts: impl Into<Casts>) -> Self {
         self.casts = Some(casts.into());
         self.afresh()
+    }
+
+    /// The host memory through which elements on devices ([`DeviceMemory`](dcp_core::device::DeviceMemory))
+    /// are copied, in segments of at most a quarter of it; 64 MiB by default.
+    #[must_use]
+    pub fn staging_bytes(mut self, bytes: u64) -> Self {
+        self.staging_bytes = bytes;
+        self
     }
 
     /// Whether to remember plans between saves. On by default; may differ between ranks.
@@ -346,7 +357,8 @@ impl Saver {
         }
         let mut plan = self.planner.local_plan(&index, &group.context())?;
         plan.check_against(&index, &self.planner_name())?;
-        let source = Arc::new(StateSource::new(&plan, &leaves, observers.clone())?);
+        let staging = self.staging_bytes;
+        let source = Arc::new(StateSource::new(&plan, &leaves, staging, observers.clone())?);
         Ok(Prepared { fingerprint: plan.fingerprint(), plan, source })
     }
 

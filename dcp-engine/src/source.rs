@@ -2,30 +2,42 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_cast::CastReport;
 use dcp_core::checkpoint::DataSource;
 use dcp_core::plan::SavePlan;
+use dcp_core::tensor::ShardData;
 use dcp_core::{CheckpointError, Payload, PlanError, Region, Tensor, TensorView};
 
 use crate::cast::{Cast, SEGMENT, report};
+use crate::device::{DeviceElements, piece_bytes};
 use crate::event::{CheckpointEvent, Observers};
 
-/// A [`DataSource`] over host tensors and encoded objects, without a copy of contiguous data.
+/// A [`DataSource`] over tensors and encoded objects, without a copy of contiguous data in host
+/// memory.
 #[derive(Debug)]
 pub(crate) struct StateSource {
     items: Vec<(Box<str>, Data)>,
     casts: Vec<Cast>,
+    segment_bytes: u64,
+    piece_bytes: u64,
     observers: Observers,
 }
 
 #[derive(Debug)]
 enum Data {
-    View(TensorView),
-    Cast(TensorView, Cast),
+    Tensor(Elements, Option<Cast>),
     Object(Bytes),
+}
+
+/// The elements of an item.
+#[derive(Debug)]
+enum Elements {
+    Host(TensorView),
+    Device(DeviceElements),
 }
 
 /// One leaf's data.
@@ -38,12 +50,16 @@ pub(crate) enum Leaf {
 
 impl StateSource {
     /// Finds the data of every item of `plan` in `leaves`, by FQN and region. A planner may have
-    /// divided a shard: an item may be any part of one.
+    /// divided a shard: an item may be any part of one. Elements on devices are copied through
+    /// `staging_bytes` of host memory.
     pub(crate) fn new(
         plan: &SavePlan,
         leaves: &HashMap<&str, Leaf>,
+        staging_bytes: u64,
         observers: Observers,
     ) -> Result<Self, CheckpointError> {
+        let piece_bytes = piece_bytes(staging_bytes);
+        let mut segment_bytes = u64::MAX;
         let items = plan
             .items()
             .map(|item| {
@@ -57,13 +73,18 @@ impl StateSource {
                     Some(Leaf::Tensor(tensor, cast)) if item.is_tensor() => {
                         let region = Region::new(item.offsets, item.sizes)
                             .map_err(|error| unsupported(&error.to_string()))?;
-                        let view = find(tensor, &region).ok_or_else(|| {
+                        let elements = find(tensor, &region, piece_bytes).ok_or_else(|| {
                             unsupported("the planner asks for a part that this rank does not hold")
                         })??;
-                        match cast {
-                            Some(cast) => Data::Cast(view, cast.clone()),
-                            None => Data::View(view),
+                        // Host memory is there anyway; what is cast or copied takes more of it.
+                        match (&elements, cast) {
+                            (Elements::Device(_), _) => {
+                                segment_bytes = segment_bytes.min(piece_bytes);
+                            }
+                            (_, Some(_)) => segment_bytes = segment_bytes.min(SEGMENT),
+                            (Elements::Host(_), None) => {}
                         }
+                        Data::Tensor(elements, cast.clone())
                     }
                     _ => return Err(unsupported("the planner made it up").into()),
                 };
@@ -74,7 +95,8 @@ impl StateSource {
             Leaf::Tensor(_, cast) => cast.clone(),
             Leaf::Object(_) => None,
         });
-        Ok(Self { items, casts: casts.collect(), observers })
+        let casts = casts.collect();
+        Ok(Self { items, casts, segment_bytes, piece_bytes, observers })
     }
 
     /// What was cast so far, and what that lost.
@@ -85,11 +107,42 @@ impl StateSource {
     }
 }
 
-fn find(tensor: &Tensor, region: &Region) -> Option<Result<TensorView, PlanError>> {
+fn find(tensor: &Tensor, region: &Region, piece_bytes: u64) -> Option<Result<Elements, PlanError>> {
     let exact = tensor.shards().iter().find(|shard| shard.region() == region);
     let shard = exact.or_else(|| tensor.shards().iter().find(|s| s.region().contains(region)))?;
     let inner = region.relative_to(shard.region().offsets())?;
-    Some(shard.view().narrow(&inner))
+    Some(match shard.data() {
+        ShardData::Host(view) => view.narrow(&inner).map(Elements::Host),
+        ShardData::Device(memory) => Ok(Elements::Device(DeviceElements::new(
+            Arc::clone(memory),
+            shard.dtype(),
+            &inner,
+            shard.region().sizes(),
+            piece_bytes,
+        ))),
+        _ => return None,
+    })
+}
+
+impl Elements {
+    fn byte_len(&self) -> u64 {
+        match self {
+            Self::Host(view) => view.byte_len(),
+            Self::Device(elements) => elements.byte_len(),
+        }
+    }
+
+    async fn read(&self, fqn: &str, range: Range<u64>) -> Result<Payload, CheckpointError> {
+        match self {
+            Self::Device(elements) => Ok(elements.read(fqn, range).await?.into()),
+            Self::Host(view) => {
+                let failed = |source| CheckpointError::Memory { fqn: fqn.to_owned(), source };
+                let payload = view.payload().map_err(failed)?;
+                let whole = range.start == 0 && range.end == payload.len();
+                Ok(if whole { payload } else { payload.slice(range) })
+            }
+        }
+    }
 }
 
 #[async_trait]
@@ -102,28 +155,28 @@ impl DataSource for StateSource {
         let (fqn, data) = self.items.get(item).ok_or_else(|| PlanError::Wire {
             problem: format!("item {item} of a plan of {}", self.items.len()),
         })?;
-        let lent = |view: &TensorView| {
-            let failed = |source| CheckpointError::Memory { fqn: fqn.to_string(), source };
-            view.payload().map_err(failed)
-        };
         let payload = match data {
-            Data::Cast(view, cast) => {
-                let range = byte_range.start..byte_range.end.min(cast.byte_len(view));
-                let payload = cast.bytes(&lent(view)?, range);
-                self.observers.send(&CheckpointEvent::Progress { bytes: payload.len() });
-                return Ok(payload);
+            Data::Object(bytes) => Payload::from(bytes.clone()).slice(byte_range),
+            Data::Tensor(elements, None) => elements.read(fqn, byte_range).await?,
+            Data::Tensor(elements, Some(cast)) => {
+                let end = byte_range.end.min(cast.byte_len(elements.byte_len()));
+                let most = match elements {
+                    Elements::Host(_) => u64::MAX,
+                    Elements::Device(_) => self.piece_bytes,
+                };
+                let mut made = Vec::new();
+                for part in cast.parts(byte_range.start..end, most) {
+                    let source = elements.read(fqn, cast.source_of(&part)).await?;
+                    made.extend_from_slice(cast.cast(&source.to_bytes(), part).pieces());
+                }
+                made.into()
             }
-            Data::Object(bytes) => Payload::from(bytes.clone()),
-            Data::View(view) => lent(view)?,
         };
-        let whole = byte_range.start == 0 && byte_range.end == payload.len();
-        let payload = if whole { payload } else { payload.slice(byte_range) };
         self.observers.send(&CheckpointEvent::Progress { bytes: payload.len() });
         Ok(payload)
     }
 
     fn segment_bytes(&self) -> u64 {
-        // What is cast takes memory; all else is there anyway.
-        if self.casts.is_empty() { u64::MAX } else { SEGMENT }
+        self.segment_bytes
     }
 }

@@ -234,7 +234,7 @@ mod tests {
 
     fn address(state: &StateDict, key: &str) -> usize {
         let tensor = state.get(key).and_then(Value::as_tensor).unwrap();
-        let payload = tensor.shards()[0].view().payload().unwrap();
+        let payload = tensor.shards()[0].view().unwrap().payload().unwrap();
         payload.pieces()[0].as_ptr().addr()
     }
 
@@ -268,6 +268,7 @@ mod tests {
         let first = stager.copy(&state).unwrap();
         let loan = first.state().get("w").and_then(Value::as_tensor).unwrap().shards()[0]
             .view()
+            .unwrap()
             .payload()
             .unwrap();
         drop(first);
@@ -294,6 +295,19 @@ mod tests {
         let head = StateDict::from([("head", head[0].clone())]);
         assert_eq!(address(staged.state(), "embedding"), address(&head, "head"));
         assert_ne!(address(staged.state(), "embedding"), address(&state, "embedding"));
+    }
+
+    #[test]
+    fn borrowed_memory_is_copied_because_its_scope_ends() {
+        let borrowed = [7_u8; 5000];
+        let staged = dcp_core::memory::scope(|scope| {
+            let memory = scope.borrow(&borrowed);
+            let tensor = Tensor::replicated(DType::UInt8, [5000], memory).unwrap();
+            let state = StateDict::from([("w", Value::from(tensor))]);
+            BlockingStager::new().copy(&state).unwrap()
+        });
+        let copied = staged.state().at("w").and_then(Value::as_tensor).unwrap();
+        assert_eq!(*copied.elements::<u8>().unwrap(), borrowed);
     }
 
     #[test]
@@ -324,7 +338,7 @@ mod tests {
     #[test]
     fn memory_that_is_lent_for_writing_is_an_error_with_the_name() {
         let tensor = tensor(vec![1; 10]);
-        let loan = tensor.shards()[0].view().memory().lend(0..1).unwrap();
+        let loan = tensor.shards()[0].view().unwrap().memory().lend(0..1).unwrap();
         let state = StateDict::from([(
             "optimizer",
             Value::from(StateDict::from([("momentum", Value::from(tensor))])),

@@ -71,7 +71,8 @@ impl TensorSink for Storages {
         if tensor.dtype().is_quantized() {
             return Err(bad("a quantized tensor needs its scale, which is not known here"));
         }
-        let bytes = tensor.to_vec().ok_or_else(|| bad("not all of the tensor is here"))?;
+        let bytes =
+            tensor.to_vec().ok_or_else(|| bad("not all of the tensor is in host memory"))?;
         TensorLayout::contiguous(tensor.dtype(), tensor.shape().clone())?
             .with_storage_key(self.0.len().to_string())
             .write(writer);

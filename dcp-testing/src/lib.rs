@@ -5,11 +5,13 @@
 //! [`block_on`]: it is compiled apart from the crate that this one depends on.
 #![allow(clippy::unwrap_used, reason = "tests fail loudly")]
 
+mod device;
 mod folders;
 mod loopback;
 mod ranks;
 mod stored;
 
+pub use device::{FakeDevice, Traffic};
 pub use folders::{copy_folder, fixture, fixtures};
 pub use loopback::{listener, loopback};
 pub use ranks::{on_boxed_ranks, on_each, on_ranks};

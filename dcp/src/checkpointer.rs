@@ -146,6 +146,15 @@ impl Checkpointer {
         Self { loader, ..self.with_saver(saver) }
     }
 
+    /// The host memory through which elements on devices
+    /// ([`DeviceMemory`](dcp_core::device::DeviceMemory)) are copied; 64 MiB by default.
+    #[must_use]
+    pub fn staging_bytes(self, bytes: u64) -> Self {
+        let loader = self.loader.clone().staging_bytes(bytes);
+        let saver = self.saver.clone().staging_bytes(bytes);
+        Self { loader, ..self.with_saver(saver) }
+    }
+
     /// Whether plans are remembered between saves; they are by default.
     #[must_use]
     pub fn remember_plans(self, remember: bool) -> Self {

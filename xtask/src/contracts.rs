@@ -8,6 +8,7 @@ use crate::tidy::{lines_before_tests, rust_sources};
 const CONTRACTS: &[&str] = &[
     "dcp-core/src/checkpoint.rs",
     "dcp-core/src/collective.rs",
+    "dcp-core/src/device.rs",
     "dcp-core/src/plan.rs",
     "dcp-core/src/storage.rs",
     "dcp-megatron/src/open/strategy.rs",

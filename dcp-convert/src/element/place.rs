@@ -33,7 +33,7 @@ impl Place {
     /// The place of a contiguous tensor.
     pub(crate) fn of_tensor(tensor: &Tensor) -> Option<Self> {
         let [shard] = tensor.shards() else { return None };
-        let payload = shard.view().payload().ok()?;
+        let payload = shard.view()?.payload().ok()?;
         let [piece] = payload.pieces() else { return None };
         Self::new(piece, || Kind::Tensor(tensor.dtype(), tensor.shape().clone()))
     }

@@ -129,8 +129,7 @@ fn weight(value: &Value) -> u64 {
     match value {
         Value::Opaque(opaque) => (opaque.encoded.len() as u64).saturating_add(weight(&opaque.view)),
         Value::Tensor(tensor) => {
-            let bytes = |shard: &Shard| shard.view().byte_len();
-            tensor.shards().iter().map(bytes).fold(0, u64::saturating_add)
+            tensor.shards().iter().map(Shard::byte_len).fold(0, u64::saturating_add)
         }
         Value::List(items) | Value::Tuple(items) => {
             items.iter().map(weight).fold(0, u64::saturating_add)

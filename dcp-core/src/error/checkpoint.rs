@@ -6,6 +6,7 @@ use super::kind::{kind_of_group, kind_of_plan};
 use super::{
     CollectiveError, FailureKind, FormatError, PlanError, Rank, StorageError, error_chain,
 };
+use crate::device::DeviceError;
 use crate::memory::LoanError;
 use crate::region::RegionError;
 use crate::text::{Message, Quoted};
@@ -89,6 +90,19 @@ pub enum CheckpointError {
         #[source]
         source: LoanError,
     },
+    /// A tensor cannot be copied from or to its device.
+    #[error("cannot copy {fqn} {}", direction(.device, *.saving), fqn = Quoted(.fqn))]
+    Device {
+        /// The tensor.
+        fqn: String,
+        /// The device, as it calls itself.
+        device: String,
+        /// Whether the copy was from the device, not to it.
+        saving: bool,
+        /// The device's error.
+        #[source]
+        source: DeviceError,
+    },
     /// There is no checkpoint here.
     #[error("{message}", message = Message(.message))]
     NotACheckpoint {
@@ -146,6 +160,7 @@ impl CheckpointError {
             }
             Self::Mismatch { .. } => FailureKind::Mismatch,
             Self::Memory { .. } => FailureKind::MemoryInUse,
+            Self::Device { source, .. } => FailureKind::of(&**source),
             Self::NotACheckpoint { .. } => FailureKind::NotACheckpoint,
             Self::Ranks { failures, .. } => {
                 let stops = failures.iter().find(|failure| !failure.kind.is_retryable());
@@ -195,6 +210,10 @@ impl fmt::Display for Standing {
             Self::Committed => "; the checkpoint was committed",
         })
     }
+}
+
+fn direction(device: &str, saving: bool) -> String {
+    format!("{} {}", if saving { "from" } else { "to" }, Message(device))
 }
 
 fn in_step(phase: &Phase) -> &'static str {

@@ -118,6 +118,14 @@ pub enum PlanError {
         /// Bytes there are.
         found: u64,
     },
+    /// Elements are needed in host memory and are on a device.
+    #[error("{fqn} is in the memory of {device} and needed in host memory; copy it there first", fqn = Quoted(.fqn), device = Message(.device))]
+    OnDevice {
+        /// The tensor.
+        fqn: String,
+        /// The device.
+        device: String,
+    },
     /// Dtype, shape, region and memory of a tensor do not fit together.
     #[error("invalid tensor: {problem}", problem = Message(.problem))]
     InvalidTensor {

@@ -6,13 +6,13 @@ use crate::dtype::DType;
 ///
 /// No other crate implements it. Dtypes without a type of Rust, such as bfloat16, have their bytes
 /// alone.
-pub trait Element: Copy + Send + Sync + 'static + sealed::Sealed {
+pub trait TensorElement: Copy + Send + Sync + 'static + sealed::Sealed {
     /// The element type of such tensors.
     const DTYPE: DType;
 }
 
-/// An [`Element`] of which every pattern of bits is a value: all but `bool`.
-pub trait Number: Element {}
+/// A [`TensorElement`] of which every pattern of bits is a value: all but `bool`.
+pub trait NumericElement: TensorElement {}
 
 pub(super) mod sealed {
     /// The bytes of an element, in the order of the formats.
@@ -30,11 +30,11 @@ pub(super) mod sealed {
 
 macro_rules! numbers {
     ($($number:ty => $dtype:ident;)*) => {$(
-        impl Element for $number {
+        impl TensorElement for $number {
             const DTYPE: DType = DType::$dtype;
         }
 
-        impl Number for $number {}
+        impl NumericElement for $number {}
 
         impl sealed::Sealed for $number {
             fn put(self, bytes: &mut [u8]) {
@@ -65,7 +65,7 @@ numbers! {
     u8 => UInt8;
 }
 
-impl Element for bool {
+impl TensorElement for bool {
     const DTYPE: DType = DType::Bool;
 }
 
@@ -83,7 +83,7 @@ impl sealed::Sealed for bool {
 }
 
 /// The bytes of elements, copied.
-pub(crate) fn to_bytes<T: Element>(elements: &[T]) -> Vec<u8> {
+pub(crate) fn to_bytes<T: TensorElement>(elements: &[T]) -> Vec<u8> {
     let mut bytes = vec![0; size_of_val(elements)];
     for (bytes, element) in bytes.chunks_exact_mut(size_of::<T>()).zip(elements) {
         element.put(bytes);
@@ -92,6 +92,6 @@ pub(crate) fn to_bytes<T: Element>(elements: &[T]) -> Vec<u8> {
 }
 
 /// The elements of bytes, copied; what is left of the last element is dropped.
-pub(crate) fn from_bytes<T: Element>(bytes: &[u8]) -> Vec<T> {
+pub(crate) fn from_bytes<T: TensorElement>(bytes: &[u8]) -> Vec<T> {
     bytes.chunks_exact(size_of::<T>()).map(T::get).collect()
 }

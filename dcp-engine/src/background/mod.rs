@@ -49,7 +49,7 @@ use crate::summary::SaveSummary;
 /// let saving = saver.start(&state, writer)?;
 /// // The state is copied, so training may change it.
 /// assert!(saving.stage() >= SaveStage::Staged);
-/// weight.shards()[0].view().lend().unwrap().fill(1);
+/// weight.shards()[0].view().unwrap().lend().unwrap().fill(1);
 /// assert_eq!(saving.wait().await?.entries, 1);
 /// # Ok(())
 /// # }

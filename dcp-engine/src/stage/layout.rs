@@ -1,13 +1,16 @@
 //! The layout of a staged state in one arena.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::vec;
 
 use bytes::Bytes;
+use dcp_core::tensor::ShardData;
 use dcp_core::value::{Dict, Object};
 use dcp_core::{CheckpointError, HostMemory, PlanError, Shard, Tensor, TensorView, Value};
 
 use super::copy::{CopyJob, copy_all};
+use crate::device::{DeviceElements, wait_for};
 
 /// Copies go to multiples of this many bytes, as wide loads and direct I/O like it.
 const ALIGNMENT: u64 = 64;
@@ -16,10 +19,27 @@ const ALIGNMENT: u64 = 64;
 #[derive(Default)]
 pub(super) struct Layout {
     places: Vec<Place>,
-    copies: Vec<(u64, TensorView, Bytes)>,
+    copies: Vec<(u64, Original)>,
     /// Byte offsets of the copies of contiguous elements, by address and length of the elements.
     offsets: HashMap<(usize, u64), u64>,
+    /// The same of elements on devices, by address of the device's memory.
+    device_offsets: HashMap<(usize, u64), u64>,
     len: u64,
+}
+
+/// What is copied.
+enum Original {
+    Host(TensorView, Bytes),
+    Device(DeviceElements, String),
+}
+
+impl Original {
+    fn byte_len(&self) -> u64 {
+        match self {
+            Self::Host(view, _) => view.byte_len(),
+            Self::Device(elements, _) => elements.byte_len(),
+        }
+    }
 }
 
 /// The memory of a shard in a staged state.
@@ -85,12 +105,33 @@ impl Layout {
     }
 
     fn shard(&mut self, shard: &Shard, path: &str) -> Result<(), CheckpointError> {
-        let view = shard.view();
-        if view.memory().is_read_only() || view.byte_len() == 0 {
+        let fqn = || path.trim_start_matches('.').to_owned();
+        if shard.byte_len() == 0 {
             self.places.push(Place::Shared);
             return Ok(());
         }
-        let fqn = || path.trim_start_matches('.').to_owned();
+        let view = match shard.data() {
+            ShardData::Device(memory) => {
+                let address = Arc::as_ptr(memory).addr();
+                let elements = (address, shard.byte_len());
+                let start = match self.device_offsets.get(&elements) {
+                    Some(start) => *start,
+                    None => {
+                        let original = DeviceElements::of_shard(shard, memory);
+                        self.copy(Original::Device(original, fqn()))
+                    }
+                };
+                self.device_offsets.insert(elements, start);
+                self.places.push(Place::Copied(start));
+                return Ok(());
+            }
+            _ => shard.host_view(&fqn())?,
+        };
+        // What a scope borrowed does not outlive it.
+        if view.memory().is_read_only() && !view.memory().is_borrowed() {
+            self.places.push(Place::Shared);
+            return Ok(());
+        }
         let failed = |source| CheckpointError::Memory { fqn: fqn(), source };
         let bytes = view.memory().read().map_err(failed)?;
         let elements = view.is_contiguous().then(|| {
@@ -101,14 +142,20 @@ impl Layout {
             self.places.push(Place::Copied(*start));
             return Ok(());
         }
-        let start = self.len;
-        // Saturation is refused by the allocation.
-        let end = start.saturating_add(view.byte_len());
-        self.len = end.div_ceil(ALIGNMENT).saturating_mul(ALIGNMENT);
-        self.copies.push((start, view.clone(), bytes));
+        let start = self.copy(Original::Host(view.clone(), bytes));
         self.offsets.extend(elements.map(|elements| (elements, start)));
         self.places.push(Place::Copied(start));
         Ok(())
+    }
+
+    /// Adds a copy, and returns its place in the arena.
+    fn copy(&mut self, original: Original) -> u64 {
+        let start = self.len;
+        // Saturation is refused by the allocation.
+        let end = start.saturating_add(original.byte_len());
+        self.len = end.div_ceil(ALIGNMENT).saturating_mul(ALIGNMENT);
+        self.copies.push((start, original));
+        start
     }
 
     /// Copies all elements to their places in `arena`.
@@ -123,16 +170,28 @@ impl Layout {
         let mut rest: &mut [u8] = &mut target;
         let mut at = 0;
         let mut jobs = Vec::with_capacity(self.copies.len());
-        for (start, view, bytes) in self.copies.drain(..) {
+        let mut from_devices = Vec::new();
+        for (start, original) in self.copies.drain(..) {
             // Both are within the arena, whose length is a `usize`.
-            let (gap, len) = ((start - at) as usize, view.byte_len() as usize);
+            let (gap, len) = ((start - at) as usize, original.byte_len() as usize);
             let (copy, after) = rest.split_at_mut(gap).1.split_at_mut(len);
             rest = after;
-            at = start + view.byte_len();
-            jobs.push(CopyJob::new(view, bytes, copy));
+            at = start + original.byte_len();
+            match original {
+                Original::Host(view, bytes) => jobs.push(CopyJob::new(view, bytes, copy)),
+                Original::Device(elements, fqn) => from_devices.push((elements, fqn, copy)),
+            }
         }
         copy_all(jobs, threads);
-        Ok(())
+        if from_devices.is_empty() {
+            return Ok(());
+        }
+        wait_for(async move {
+            for (elements, fqn, copy) in from_devices {
+                elements.read_into(&fqn, copy).await?;
+            }
+            Ok(())
+        })
     }
 }
 
@@ -181,7 +240,11 @@ impl Copied<'_> {
         let shards = tensor.shards().iter().map(|shard| self.shard(shard));
         let shards = shards.collect::<Result<Vec<_>, PlanError>>()?;
         let copied = match &*shards {
-            [shard] if !tensor.is_sharded() => Tensor::from_view(shard.view().clone()),
+            [shard] if !tensor.is_sharded() => match shard.view() {
+                Some(view) => Tensor::from_view(view.clone()),
+                // Without elements, on a device.
+                None => return Ok(tensor.clone()),
+            },
             _ => Tensor::sharded(tensor.dtype(), tensor.shape().clone(), shards),
         };
         Ok(copied?)
@@ -190,7 +253,7 @@ impl Copied<'_> {
     fn shard(&mut self, shard: &Shard) -> Result<Shard, PlanError> {
         match (self.places.next(), self.arena) {
             (Some(Place::Copied(start)), Some(arena)) => {
-                let (dtype, shape) = (shard.view().dtype(), shard.view().shape().clone());
+                let (dtype, shape) = (shard.dtype(), shard.region().sizes().clone());
                 // The copy is within the arena, whose length is a `usize`.
                 let view =
                     TensorView::contiguous(HostMemory::clone(arena), dtype, shape, start as usize)?;

@@ -172,7 +172,7 @@ fn values_are_those_at_the_call() {
     let model = state.get("model").and_then(Value::as_dict).unwrap();
     for (_, tensor) in model.iter() {
         for shard in tensor.as_tensor().unwrap().shards() {
-            shard.view().lend().unwrap().fill(0xee);
+            shard.view().unwrap().lend().unwrap().fill(0xee);
         }
     }
     stalled.resume();

@@ -169,7 +169,7 @@ fn a_rank_that_cannot_take_its_part_fails_all() {
         let mut state = blank(rank, 3);
         let model = state.get("model").unwrap().as_dict().unwrap().clone();
         let bias = model.get("bias").unwrap().as_tensor().unwrap().clone();
-        let lent = (rank == 2).then(|| bias.shards()[0].view().memory().read().unwrap());
+        let lent = (rank == 2).then(|| bias.shards()[0].view().unwrap().memory().read().unwrap());
         let result = load(group, &mut state, (rank == 0).then(|| reader(&storage)), 0);
         drop(lent);
         result

@@ -16,12 +16,14 @@ use dcp_formats::dcp::{DcpReader, DcpWriter};
 
 use crate::harness::block_on;
 
-/// A storage that notes which memory it is handed.
+/// A storage that notes which memory it is handed, and may hold it for a while.
 #[derive(Clone, Debug)]
-struct Watching {
+pub(crate) struct Watching {
     inner: Arc<dyn Storage>,
     written: Arc<Mutex<Vec<Range<usize>>>>,
     filled: Arc<Mutex<Vec<Range<usize>>>>,
+    /// How often a part lets others run before it is written.
+    yields: u32,
 }
 
 fn addresses(bytes: &[u8]) -> Range<usize> {
@@ -30,6 +32,10 @@ fn addresses(bytes: &[u8]) -> Range<usize> {
 }
 
 impl Watching {
+    pub(crate) fn new(inner: Arc<dyn Storage>, yields: u32) -> Self {
+        Self { inner, written: Arc::default(), filled: Arc::default(), yields }
+    }
+
     fn note(&self, payload: &Payload) {
         let pieces = payload.pieces().iter().map(|piece| addresses(piece));
         self.written.lock().unwrap().extend(pieces);
@@ -110,7 +116,13 @@ struct WatchingUpload {
 impl Upload for WatchingUpload {
     fn put_part(&mut self, part: Payload) -> PartFuture {
         self.storage.note(&part);
-        self.inner.put_part(part)
+        let (part, yields) = (self.inner.put_part(part), self.storage.yields);
+        Box::pin(async move {
+            for _ in 0..yields {
+                tokio::task::yield_now().await;
+            }
+            part.await
+        })
     }
 
     async fn complete(self: Box<Self>) -> Result<ObjectMeta, StorageError> {
@@ -132,21 +144,17 @@ fn covered(memory: &Range<usize>, ranges: &[Range<usize>]) -> usize {
 
 #[test]
 fn contiguous_tensors_are_written_from_and_read_into_their_own_memory() {
-    let storage = Watching {
-        inner: Arc::new(MemoryStorage::new()),
-        written: Arc::default(),
-        filled: Arc::default(),
-    };
+    let storage = Watching::new(Arc::new(MemoryStorage::new()), 0);
     let place: Arc<dyn Storage> = Arc::new(storage.clone());
     // 12 MiB, so that the file is uploaded in parts.
     let shape = [3 << 20];
     let tensor = |fill: u8| {
         let tensor = Tensor::zeros(DType::Float32, shape).unwrap();
-        tensor.shards()[0].view().fill_from(&vec![fill; 12 << 20]).unwrap();
+        tensor.shards()[0].view().unwrap().fill_from(&vec![fill; 12 << 20]).unwrap();
         tensor
     };
     let memory = |tensor: &Tensor| {
-        let memory = tensor.shards()[0].view().memory().read().unwrap();
+        let memory = tensor.shards()[0].view().unwrap().memory().read().unwrap();
         addresses(&memory)
     };
 

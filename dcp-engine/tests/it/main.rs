@@ -6,6 +6,7 @@ mod background;
 mod broadcast;
 mod casts;
 mod copies;
+mod devices;
 mod events;
 mod faults;
 mod harness;

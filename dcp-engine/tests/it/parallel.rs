@@ -226,7 +226,7 @@ impl Boxes {
     fn new(regions: &[Region]) -> Self {
         let memory = |region: &Region| {
             let zeros = Tensor::zeros(DType::Int32, region.sizes().clone()).unwrap();
-            (region.clone(), zeros.shards()[0].view().clone())
+            (region.clone(), zeros.shards()[0].view().unwrap().clone())
         };
         Self(regions.iter().map(memory).collect())
     }
@@ -323,7 +323,8 @@ fn a_rank_that_cannot_take_its_part_fails_all() {
             let mut state = blank(0, 1);
             let model = state.get("model").unwrap().as_dict().unwrap().clone();
             let bias = model.get("bias").unwrap().as_tensor().unwrap().clone();
-            let lent = (rank == 2).then(|| bias.shards()[0].view().memory().read().unwrap());
+            let lent =
+                (rank == 2).then(|| bias.shards()[0].view().unwrap().memory().read().unwrap());
             let result = load(group, &mut state, reader(&storage), exchange);
             drop(lent);
             result

@@ -145,7 +145,7 @@ fn a_strided_shard_is_saved_and_loaded_in_place() {
     let target = view(vec![0; 48]);
     let mut column_major = StateDict::from([("t", target.clone())]);
     block_on(Loader::new().load(&mut column_major, &DcpReader::new(storage))).unwrap();
-    assert_eq!(target.shards()[0].view().memory().to_vec().unwrap(), columns);
+    assert_eq!(target.shards()[0].view().unwrap().memory().to_vec().unwrap(), columns);
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn a_background_save_keeps_the_state_of_its_start() {
         // Training goes on before the save had any chance to run.
         let model = state.get("model").unwrap().as_dict().unwrap();
         let bias = model.get("bias").unwrap().as_tensor().unwrap();
-        bias.shards()[0].view().fill_from(&[0; 20]).unwrap();
+        bias.shards()[0].view().unwrap().fill_from(&[0; 20]).unwrap();
         pending.wait().await.unwrap();
     });
     assert!(holds_sample(&storage, 40));
@@ -201,7 +201,7 @@ fn a_background_save_keeps_tensors_inside_of_any_value() {
     runtime.block_on(async {
         let writer = Arc::new(DcpWriter::new(Arc::clone(&storage)));
         let pending = BackgroundSaver::new(Saver::new()).start(&state, writer).unwrap();
-        tensor.shards()[0].view().fill_from(&[0; 8]).unwrap();
+        tensor.shards()[0].view().unwrap().fill_from(&[0; 8]).unwrap();
         pending.wait().await.unwrap();
         let reader = DcpReader::new(Arc::clone(&storage));
         Loader::new().load(&mut loaded, &reader).await.unwrap();
@@ -234,7 +234,7 @@ fn t14_failed_staging_is_an_error_of_the_call() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let tensor = counting_whole(&[4], 0);
-        let _writer_at_work = tensor.shards()[0].view().lend().unwrap();
+        let _writer_at_work = tensor.shards()[0].view().unwrap().lend().unwrap();
         let state = StateDict::from([("model", StateDict::from([("t", tensor.clone())]))]);
         let writer = Arc::new(DcpWriter::new(memory()));
         let error = BackgroundSaver::new(Saver::new()).start(&state, writer).unwrap_err();
@@ -248,7 +248,8 @@ fn failed_staging_on_one_rank_fails_the_background_save_on_all_ranks() {
     let kinds = on_ranks(2, |rank, group| {
         let saver = BackgroundSaver::new(Saver::new().group(group));
         let tensor = counting_whole(&[4], 0);
-        let _writer_at_work = (rank == 1).then(|| tensor.shards()[0].view().lend().unwrap());
+        let _writer_at_work =
+            (rank == 1).then(|| tensor.shards()[0].view().unwrap().lend().unwrap());
         let state = StateDict::from([("t", tensor.clone())]);
         let writer = Arc::new(DcpWriter::new(Arc::clone(&storage)));
         let saved = saver.start(&state, writer).and_then(|pending| block_on(pending.wait()));

@@ -14,13 +14,13 @@ use crate::harness::{
 
 /// The boxes of a tensor that each rank holds: cuts per axis make a grid, every box goes to some ranks.
 #[derive(Clone, Debug)]
-struct Grid {
-    world: u32,
+pub(crate) struct Grid {
+    pub(crate) world: u32,
     boxes: Vec<(Region, Vec<u32>)>,
 }
 
 impl Grid {
-    fn of(&self, rank: u32) -> Vec<Region> {
+    pub(crate) fn of(&self, rank: u32) -> Vec<Region> {
         let mine = self.boxes.iter().filter(|(_, owners)| owners.contains(&rank));
         mine.map(|(region, _)| region.clone()).collect()
     }
@@ -69,7 +69,7 @@ fn spans(cuts: &[u64]) -> Vec<(u64, u64)> {
     cuts.windows(2).map(|pair| (pair[0], pair[1] - pair[0])).collect()
 }
 
-fn case() -> impl Strategy<Value = (Vec<u64>, Grid, Grid)> {
+pub(crate) fn case() -> impl Strategy<Value = (Vec<u64>, Grid, Grid)> {
     prop::collection::vec(0..=6_u64, 0..=3)
         .prop_flat_map(|shape| (Just(shape.clone()), grid(shape.clone()), grid(shape)))
 }
@@ -101,7 +101,7 @@ proptest! {
             let tensor = state.get("t").unwrap().as_tensor().unwrap();
             let mut needed = 0;
             for shard in tensor.shards() {
-                let bytes = shard.view().payload().unwrap().to_bytes();
+                let bytes = shard.view().unwrap().payload().unwrap().to_bytes();
                 prop_assert_eq!(&bytes[..], &elements(&shape, shard.region(), 7)[..]);
                 needed += bytes.len() as u64;
             }
@@ -154,6 +154,6 @@ fn a_slice_of_a_large_chunk_reads_only_the_slice() {
     assert_eq!(summary.read.bytes_needed, needed);
     assert!(read < needed + needed / 50, "read {read} bytes for {needed}");
     let tensor = state.get("t").unwrap().as_tensor().unwrap();
-    let bytes = tensor.shards()[0].view().payload().unwrap().to_bytes();
+    let bytes = tensor.shards()[0].view().unwrap().payload().unwrap().to_bytes();
     assert_eq!(bytes, elements(&shape, &region, 0));
 }

@@ -47,6 +47,10 @@ pub struct DcpWriter {
     created: Mutex<HashSet<Key>>,
 }
 
+/// The default of [`DcpWriterBuilder::upload_bytes`] for data that is not in memory: with the segments
+/// of which the next part is made, 64 MiB.
+const MADE_BYTES: u64 = 48 << 20;
+
 /// The CRC-32 of the `.metadata` that [`begin`](StorageWriter::begin) found, if there was one.
 struct Replaced(Option<u32>);
 
@@ -150,7 +154,8 @@ impl DcpWriterBuilder {
 
     /// The bytes of parts in flight to the storage, over all files of a rank; two parts of each file
     /// are the minimum. By default as many parts as the storage handles concurrently, in 64 to 256
-    /// MiB: a save lends the memory of its tensors. A job that makes its data needs memory for them.
+    /// MiB: a save lends the memory of its tensors. Data that is made or copied, such as that of casts
+    /// and devices, needs memory for its parts, so by default it has 48 MiB and one file at a time.
     pub fn upload_bytes(mut self, bytes: u64) -> Self {
         self.options.upload_bytes = Some(bytes);
         self
@@ -261,11 +266,20 @@ impl StorageWriter for DcpWriter {
         // Files of earlier saves are settled: committed or removed.
         let own = plan.files.first().and_then(|file| Named::parse(file.as_str()));
         self.created().retain(|key| Named::parse(key.as_str()) == own);
-        let parallelism = usize::from(self.storage.capabilities().parallelism);
+        let mut parallelism = usize::from(self.storage.capabilities().parallelism);
+        // Parts of lent memory cost nothing, others do.
+        let is_lent = data.segment_bytes() == u64::MAX;
+        let in_flight = match self.options.upload_bytes {
+            Some(bytes) => bytes,
+            None if is_lent => upload_bytes(&*self.storage),
+            None => {
+                parallelism = 1;
+                MADE_BYTES
+            }
+        };
         let stop = Stop::new();
         let data = stop.guard(data);
         let at_once = jobs.len().min(parallelism).max(1) as u64;
-        let in_flight = self.options.upload_bytes.unwrap_or_else(|| upload_bytes(&*self.storage));
         let options = FileOptions::new(PutMode::Create).with_upload_bytes(in_flight / at_once);
         let writes = jobs.iter().map(|job| self.write_one(job, &*data, options.clone()));
         let mut files = stop.run(writes, parallelism).await?;

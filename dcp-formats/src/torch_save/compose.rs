@@ -230,7 +230,8 @@ impl TensorSink for Storages {
     fn tensor(&mut self, writer: &mut Writer, tensor: &Tensor) -> Result<(), FormatError> {
         let bad = |problem: &str| FormatError::new("tensor in an object", problem);
         let layout = TensorLayout::contiguous(tensor.dtype(), tensor.shape().clone())?;
-        let bytes = tensor.to_vec().ok_or_else(|| bad("not all of the tensor is here"))?;
+        let bytes =
+            tensor.to_vec().ok_or_else(|| bad("not all of the tensor is in host memory"))?;
         let (byte_len, element) = (bytes.len() as u64, layout.storage_element_size());
         let number = self.push(StorageContent::Bytes(bytes.into()), byte_len, element);
         layout.with_storage_key(self.key(number)).write(writer);

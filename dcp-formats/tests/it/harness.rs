@@ -77,7 +77,7 @@ impl DataSink for Sink {
         let ReadKind::Tensor { shard, region, .. } = &item.kind else { panic!("no tensor") };
         let shard = &tensor.shards()[*shard as usize];
         let inside = region.relative_to(shard.region().offsets()).unwrap();
-        Ok(shard.view().narrow(&inside)?)
+        Ok(shard.view().unwrap().narrow(&inside)?)
     }
 
     fn commit(&self, item: &ReadItem) -> Result<(), CheckpointError> {

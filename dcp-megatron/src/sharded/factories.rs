@@ -352,8 +352,9 @@ fn views(parts: &FactoryParts, loaded: &Value) -> Result<Vec<TensorView>, ShardE
             Ok(nested.collect::<Result<Vec<_>, _>>()?.concat())
         }
         Value::Tensor(tensor) => match tensor.shards() {
-            [shard] if shard.view().dtype() == parts.local.dtype() => {
-                Ok(vec![shard.view().clone()])
+            [shard] if shard.dtype() == parts.local.dtype() => {
+                let view = shard.host_view(&parts.key);
+                Ok(vec![view.map_err(|error| planned(&parts.key, &error))?.clone()])
             }
             _ => Err(failed(&parts.key, "a part is not one tensor of its dtype".to_owned())),
         },

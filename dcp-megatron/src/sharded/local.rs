@@ -85,12 +85,13 @@ impl From<TensorView> for LocalTensor {
 }
 
 impl From<&Tensor> for LocalTensor {
-    /// A tensor that is here in one piece. One in several pieces or none is taken as a
-    /// description.
+    /// A tensor that is here in one piece in host memory. One in several pieces, in none, or on a
+    /// device is a description.
     fn from(tensor: &Tensor) -> Self {
-        match tensor.shards() {
-            [shard] => shard.view().clone().into(),
-            _ => Self::described(tensor.dtype(), tensor.shape().clone()),
+        let view = if let [shard] = tensor.shards() { shard.view() } else { None };
+        match view {
+            Some(view) => view.clone().into(),
+            None => Self::described(tensor.dtype(), tensor.shape().clone()),
         }
     }
 }

@@ -152,7 +152,7 @@ fn a_save_is_of_the_state_when_it_was_scheduled_and_the_tracker_comes_last() {
             queue.schedule_async_request(save).await.unwrap();
             // Training goes on.
             let weight = state.get("weight").unwrap().as_tensor().unwrap();
-            weight.shards()[0].view().fill_from(&[9; 24]).unwrap();
+            weight.shards()[0].view().unwrap().fill_from(&[9; 24]).unwrap();
             assert_eq!(queue.maybe_finalize(false).await.unwrap(), [0; 0]);
             assert!(!run.contains(&Key::new(TRACKER).unwrap()).await.unwrap());
             assert_eq!(queue.close().await.unwrap(), [1]);
@@ -165,7 +165,7 @@ fn a_save_is_of_the_state_when_it_was_scheduled_and_the_tracker_comes_last() {
     block_on(Loader::new().load(&mut state, &*opened.source().reader)).unwrap();
     let expected: Vec<u8> =
         [10, 11, 12, 10, 11, 12_i64].iter().flat_map(|n| n.to_le_bytes()).collect();
-    assert_eq!(weight.shards()[0].view().memory().read().unwrap(), expected);
+    assert_eq!(weight.shards()[0].view().unwrap().memory().read().unwrap(), expected);
     let files = names(&*run);
     for file in [".metadata", "metadata.json", "integrity.json", "common.pt"] {
         assert!(files.contains(&format!("iter_0000010/{file}")), "{files:?}");
@@ -429,7 +429,7 @@ fn a_rank_that_cannot_copy_its_state_fails_the_call_on_all() {
             let weight = state.get("weight").unwrap().as_tensor().unwrap().clone();
             let saver = BackgroundSaver::new(Saver::new().group(world));
             let mut queue = AsyncCallsQueue::new(Some(replicas));
-            let memory = weight.shards()[0].view().memory().clone();
+            let memory = weight.shards()[0].view().unwrap().memory().clone();
             let lent = (rank == 1).then(|| memory.lend(0..24).unwrap());
             let save = request(&saver, state.clone(), &run, 10, rank);
             let error = queue.schedule_async_request(save).await.unwrap_err();

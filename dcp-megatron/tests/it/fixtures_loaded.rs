@@ -108,7 +108,7 @@ fn every_fixture_is_saved_again_by_three_ranks() {
                         return None;
                     };
                     let loaded = loaded.state.get_value(key)?.as_tensor()?;
-                    let data = loaded.shards()[0].view().clone();
+                    let data = loaded.shards()[0].view().unwrap().clone();
                     Some((key.clone(), shard.clone().with_data(data).unwrap()))
                 })
                 .collect();

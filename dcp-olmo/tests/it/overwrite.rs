@@ -169,11 +169,7 @@ fn tied() -> Source {
     let item = |name: &str, same_as| TorchSaveItem {
         name: format!("model.{name}").into(),
         path: Some([PathItem::Key("model".into()), PathItem::Key(name.into())].into()),
-        content: TorchSaveContent::Tensor {
-            dtype: DType::Float32,
-            shape: [4].as_slice().into(),
-            same_as,
-        },
+        content: TorchSaveContent::Tensor { dtype: DType::Float32, shape: [4].into(), same_as },
     };
     let items = [item("a", None), item("b", Some(0))];
     let plan = TorchSavePlan::new(&key("tied.pt"), &items, &TorchSaveOptions::default()).unwrap();

@@ -75,7 +75,7 @@ fn a_torch_save_file_is_loaded_straight_into_a_sharded_state_dict() {
                 for (fqn, info) in header.tensors() {
                     let tensor = state.get(fqn).unwrap().as_tensor().unwrap();
                     let shard = &tensor.shards()[0];
-                    let found = shard.view().payload().unwrap().to_bytes();
+                    let found = shard.view().unwrap().payload().unwrap().to_bytes();
                     assert_eq!(found, elements(info, data, shard.region()), "{file} {fqn}");
                 }
                 assert_eq!(state.get("epoch").unwrap().as_int(), Some(3));

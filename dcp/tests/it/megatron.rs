@@ -34,7 +34,7 @@ fn open(place: &str, access: Access) -> Arc<dyn Storage> {
 fn state(step: u8, rank: u32, world: u32) -> ShardedStateDict {
     let bytes = vec![step; usize::try_from(ROWS * COLUMNS).unwrap()];
     let tensor = Tensor::replicated(DType::UInt8, [ROWS, COLUMNS], bytes).unwrap();
-    let view = tensor.shards()[0].view().clone();
+    let view = tensor.shards()[0].view().unwrap().clone();
     let weight = ShardedTensor::from_rank_offsets("weight", view)
         .offset(0, rank.into(), world.into())
         .build()

@@ -11,7 +11,11 @@ pub(crate) fn state(step: u8, rank: u32, world: u32) -> StateDict {
     for (_, value) in state.iter() {
         if let Value::Tensor(tensor) = value {
             for shard in tensor.shards() {
-                shard.view().fill_from(&vec![step; shard.view().byte_len() as usize]).unwrap();
+                shard
+                    .view()
+                    .unwrap()
+                    .fill_from(&vec![step; shard.view().unwrap().byte_len() as usize])
+                    .unwrap();
             }
         }
     }
@@ -37,7 +41,7 @@ pub(crate) fn step_of(state: &StateDict) -> u8 {
     for name in ["sharded", "replicated"] {
         let tensor = state.get(name).unwrap().as_tensor().unwrap();
         for shard in tensor.shards() {
-            let bytes = shard.view().payload().unwrap().to_bytes();
+            let bytes = shard.view().unwrap().payload().unwrap().to_bytes();
             assert!(bytes.iter().all(|byte| *byte == step), "{name} is from another save");
         }
     }

@@ -58,7 +58,7 @@ fn read_part(storage: Arc<MemoryStorage>, region: Region) -> Result<Vec<u8>, Che
     let plan = LoadPlan { items: vec![ReadItem { entry: 0, leaf: 0, kind }] };
     block_on(reader.read(&metadata, &plan, Arc::clone(&sink) as _))?;
     let shard = &sink.tensors[0].as_ref().unwrap().shards()[0];
-    Ok(shard.view().payload().unwrap().to_bytes().to_vec())
+    Ok(shard.view().unwrap().payload().unwrap().to_bytes().to_vec())
 }
 
 /// The archive of a float tensor over a storage of `values`, with any sizes and strides.

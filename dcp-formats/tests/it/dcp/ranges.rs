@@ -101,7 +101,7 @@ fn t16_parts_of_transposed_tensors_follow_the_strides() {
     let shape = entry.shape.clone();
     let load = |region: Region| {
         let shard = Tensor::zeros_sharded(entry.dtype, shape.clone(), [region.clone()]).unwrap();
-        let view = shard.shards()[0].view().clone();
+        let view = shard.shards()[0].view().unwrap().clone();
         let kind = ReadKind::Tensor { chunk: 0, shard: 0, region };
         let items = vec![ReadItem { entry: index, leaf: 0, kind }];
         let sink = Sink::new(vec![Some(shard)]);

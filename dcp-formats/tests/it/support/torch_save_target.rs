@@ -98,7 +98,7 @@ struct SaveSink {
 
 impl DataSink for SaveSink {
     fn destination(&self, item: &ReadItem) -> Result<TensorView, CheckpointError> {
-        Ok(self.memory[item.leaf as usize].as_ref().unwrap().shards()[0].view().clone())
+        Ok(self.memory[item.leaf as usize].as_ref().unwrap().shards()[0].view().unwrap().clone())
     }
 
     fn commit(&self, _: &ReadItem) -> Result<(), CheckpointError> {

@@ -66,7 +66,7 @@ proptest! {
         let kind = ReadKind::Tensor { chunk: 0, shard: 0, region: region.clone() };
         let plan = LoadPlan { items: vec![ReadItem { entry: 0, leaf: 0, kind }] };
         block_on(reader.read(&metadata, &plan, sink)).unwrap();
-        let found = tensor.shards()[0].view().payload().unwrap().to_bytes();
+        let found = tensor.shards()[0].view().unwrap().payload().unwrap().to_bytes();
         let found: Vec<u64> =
             found.as_chunks::<2>().0.iter().map(|bytes| u16::from_le_bytes(*bytes).into()).collect();
         let mut expected = vec![offset];
@@ -97,7 +97,7 @@ fn a_large_transposed_tensor_is_read_in_bounded_pieces() {
     let report = block_on(reader.read(&metadata, &plan, sink)).unwrap();
     // Rows of 200 bytes, 4000 bytes apart: only these are read.
     assert_eq!((report.bytes_needed, report.bytes_read), (600_000, 600_000));
-    let bytes = tensor.shards()[0].view().payload().unwrap().to_bytes();
+    let bytes = tensor.shards()[0].view().unwrap().payload().unwrap().to_bytes();
     let at = |row: usize, column: usize| {
         let at = 2 * (row * 3000 + column);
         u16::from_le_bytes([bytes[at], bytes[at + 1]])

@@ -57,7 +57,8 @@ impl Checkpoint {
         limits: &ReportLimits,
         job: &JobOptions,
     ) -> Result<Report, Error> {
-        let mut report = dcp_convert::report::report(&self.source, &self.uri, job, limits).await?;
+        let name = dcp_core::text::without_secrets(&self.uri);
+        let mut report = dcp_convert::report::report(&self.source, &name, job, limits).await?;
         if stats {
             let stats = self.stats().job(job.clone()).run().await?;
             report.add_stats(&stats, limits);

@@ -4,7 +4,7 @@ use dcp::StorageRegistry;
 use dcp::checkpoint::{Checkpoint, Need, Opener, Rollback};
 use dcp::node::{CacheFolder, cache_layer};
 
-use crate::failure::Failure;
+use crate::failure::{Exit, Failure};
 use crate::interrupt;
 use crate::options::Global;
 use crate::output::Output;
@@ -23,6 +23,8 @@ pub(crate) struct Session {
 impl Session {
     pub(crate) fn new(global: Global) -> Result<Self, Failure> {
         let mut storages = storages(&global);
+        let known = storages.check_options();
+        known.map_err(|error| Failure::from(error).instead_of(Exit::Io, Exit::Usage))?;
         if let Some(folder) = &global.cache_dir {
             let folder = CacheFolder::new(folder).max_bytes(global.cache_size).open()?;
             storages = storages.layer(cache_layer(folder));

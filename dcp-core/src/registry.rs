@@ -9,6 +9,7 @@ use async_trait::async_trait;
 use crate::error::{StorageError, StorageErrorKind, StorageOp};
 use crate::location::Location;
 use crate::storage::Storage;
+use crate::text::Quoted;
 
 /// The purpose of opening a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +22,7 @@ pub enum Access {
 }
 
 type Locate = dyn Fn(&str) -> Vec<Location> + Send + Sync;
+type KnowsOption = dyn Fn(&str) -> Result<(), Vec<&'static str>> + Send + Sync;
 type Layer = dyn Fn(Arc<dyn Storage>, &OpenRequest) -> Arc<dyn Storage> + Send + Sync;
 
 /// Settings of storages, such as credentials and endpoints, by name.
@@ -149,6 +151,7 @@ pub struct StorageRegistry {
     openers: BTreeMap<String, Arc<dyn StorageOpener>>,
     locators: BTreeMap<String, Arc<Locate>>,
     options: StorageOptions,
+    known_options: Vec<Arc<KnowsOption>>,
     /// Layers, innermost first.
     layers: Vec<Arc<Layer>>,
 }
@@ -161,6 +164,7 @@ impl StorageRegistry {
             openers: BTreeMap::new(),
             locators: BTreeMap::new(),
             options: StorageOptions::new(),
+            known_options: Vec::new(),
             layers: Vec::new(),
         }
     }
@@ -184,6 +188,47 @@ impl StorageRegistry {
     pub fn options(mut self, options: StorageOptions) -> Self {
         self.options = options;
         self
+    }
+
+    /// Lets `knows` say which settings the openers of a crate know: for others, it returns names of
+    /// its own that a mistyped one may mean. From then on, [`open`](Self::open) refuses a setting that
+    /// no crate knows, whatever the URL.
+    ///
+    /// ```
+    /// # use dcp_core::registry::StorageRegistry;
+    /// # let mut storages = StorageRegistry::empty();
+    /// storages.register_options(|name| match name {
+    ///     "tape_drive" => Ok(()),
+    ///     _ => Err(vec!["tape_drive"]),
+    /// });
+    /// ```
+    pub fn register_options<F>(&mut self, knows: F)
+    where
+        F: Fn(&str) -> Result<(), Vec<&'static str>> + Send + Sync + 'static,
+    {
+        self.known_options.push(Arc::new(knows));
+    }
+
+    /// Refuses a setting that no opener knows, as [`open`](Self::open) does.
+    ///
+    /// # Errors
+    ///
+    /// [`Invalid`](StorageErrorKind::Invalid) for such a setting.
+    pub fn check_options(&self) -> Result<(), StorageError> {
+        if self.known_options.is_empty() {
+            return Ok(());
+        }
+        for (name, _) in self.options.iter() {
+            let known: Result<Vec<_>, ()> =
+                self.known_options.iter().map(|knows| knows(name).err().ok_or(())).collect();
+            let Ok(near) = known else { continue };
+            let near = near.concat().join(", ");
+            let near = if near.is_empty() { near } else { format!("; near names: {near}") };
+            let message = format!("there is no storage option {}{near}", Quoted(name));
+            return Err(StorageError::new(StorageErrorKind::Invalid, StorageOp::Open, None)
+                .with_message(message));
+        }
+        Ok(())
     }
 
     /// Lets `locator` say which places a URL of `scheme` names, so that a job refuses to write into
@@ -233,9 +278,11 @@ impl StorageRegistry {
     ///
     /// # Errors
     ///
-    /// [`Unsupported`](StorageErrorKind::Unsupported) for an unregistered scheme; errors of the
-    /// opener.
+    /// [`Unsupported`](StorageErrorKind::Unsupported) for an unregistered scheme;
+    /// [`Invalid`](StorageErrorKind::Invalid) for a setting that no opener knows, where openers
+    /// have said what they know; errors of the opener.
     pub async fn open(&self, url: &str, access: Access) -> Result<Arc<dyn Storage>, StorageError> {
+        self.check_options()?;
         let scheme = url.split_once("://").map_or("file", |(scheme, _)| scheme);
         let opener = self.openers.get(scheme).ok_or_else(|| {
             let known = self.openers.keys().map(String::as_str).collect::<Vec<_>>().join(", ");

@@ -50,6 +50,9 @@ const CODES: &[(Kind, &[&str])] = &[
     (Kind::Denied, &["AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"]),
 ];
 
+/// What this crate says of a list that is no XML.
+pub(crate) const INVALID_LIST: &str = "the list of uploads is not valid";
+
 /// Hosts that only credentials come from.
 const CREDENTIAL_HOSTS: &[&str] = &[
     "169.254.169.254",
@@ -167,7 +170,7 @@ fn kind_of(
                 Some(412) => Kind::Conflict,
                 Some(408 | 425 | 429 | 500..) => Kind::Transient,
                 Some(_) => Kind::Other,
-                None if is_transport(error) => Kind::Transient,
+                None if is_transport(error) || is_cut_list(text) => Kind::Transient,
                 None => Kind::Other,
             })
         }
@@ -188,6 +191,11 @@ fn is_transport(error: &Error) -> bool {
         next = error.source();
     }
     false
+}
+
+/// Whether a list ended too early, with a length that agrees with what is left of it.
+fn is_cut_list(text: &str) -> bool {
+    text.contains("invalid list response") || text.contains(INVALID_LIST)
 }
 
 fn status_in(text: &str) -> Option<u16> {

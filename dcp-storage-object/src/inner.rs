@@ -32,6 +32,8 @@ pub(crate) struct Inner {
     pub(crate) request_bytes: u64,
     pub(crate) retry: RetryPolicy,
     pub(crate) stall: Duration,
+    /// How long a read waits before it makes a request again; `None` if it does not.
+    pub(crate) hedge: Option<Duration>,
     /// One permit for each [`PERMIT_BYTES`] in flight.
     pub(crate) permits: Semaphore,
     pub(crate) permits_max: u32,

@@ -5,9 +5,13 @@ use std::sync::atomic::Ordering;
 
 use dcp_core::error::StorageOp as Op;
 use dcp_core::storage::{FolderEntry, FolderStream, ObjectStream};
+use dcp_core::text::Quoted;
 use dcp_core::{Key, StorageError, StorageErrorKind as Kind};
+use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt, TryFutureExt, TryStreamExt, future, stream};
+use object_store::ObjectMeta;
 use object_store::path::Path;
+use tokio::time::timeout;
 
 use crate::error::Failure;
 use crate::inner::Inner;
@@ -20,17 +24,97 @@ pub(crate) fn list(inner: &Arc<Inner>, folder: Option<&Key>) -> ObjectStream {
         Err(error) => return stream::once(future::ready(Err(error))).boxed(),
     };
     let (inner, folder) = (Arc::clone(inner), folder.cloned());
-    let listed = inner.store.list(not_root(&path));
-    listed
-        .map_err(move |error| {
-            Failure::of(Op::List, &error).into_error(Op::List, folder.as_ref(), "")
-        })
-        .try_filter_map(move |object| {
+    let listing =
+        Listing { inner, folder, path, answers: None, last: None, in_order: true, resumed: false };
+    let objects = stream::try_unfold(listing, |mut listing| async move {
+        while let Some(object) = listing.next().await? {
+            let inner = &listing.inner;
             inner.bucket_seen.store(true, Ordering::Relaxed);
-            let key = inner.prefix.key(&object.location);
-            future::ready(Ok(key.map(|key| inner.meta(&key, object))))
-        })
-        .boxed()
+            if let Some(key) = inner.prefix.key(&object.location) {
+                let meta = inner.meta(&key, object);
+                return Ok(Some((meta, listing)));
+            }
+        }
+        Ok(None)
+    });
+    objects.boxed()
+}
+
+/// A listing under way.
+struct Listing {
+    inner: Arc<Inner>,
+    folder: Option<Key>,
+    path: Path,
+    answers: Option<BoxStream<'static, object_store::Result<ObjectMeta>>>,
+    /// The last object that was returned.
+    last: Option<Path>,
+    /// Whether all objects came in the order of their paths, so that the listing can continue behind
+    /// the last one.
+    in_order: bool,
+    resumed: bool,
+}
+
+impl Listing {
+    /// The next object. After an answer that breaks off or cannot be read, the listing continues
+    /// behind the last object.
+    async fn next(&mut self) -> Result<Option<ObjectMeta>, StorageError> {
+        let mut attempts = Attempts::new(self.inner.retry);
+        loop {
+            let answers = self.answers.get_or_insert_with(|| {
+                let path = not_root(&self.path);
+                match &self.last {
+                    Some(last) => self.inner.store.list_with_offset(path, last),
+                    None => self.inner.store.list(path),
+                }
+            });
+            let stall = self.inner.stall;
+            let answer = timeout(stall, attempts.request(Op::List, answers.try_next())).await;
+            let answer = answer.unwrap_or_else(|_| {
+                Err(Failure::new(Kind::Transient, format!("the store sent nothing for {stall:?}")))
+            });
+            let failure = match answer {
+                Ok(Some(object)) => {
+                    let is_behind = self.last.as_ref().is_none_or(|last| *last < object.location);
+                    if !is_behind && self.resumed {
+                        // The store ignores where a listing begins.
+                        continue;
+                    }
+                    self.in_order &= is_behind;
+                    self.last = Some(object.location.clone());
+                    return Ok(Some(object));
+                }
+                Ok(None) => return Ok(None),
+                Err(failure) => failure,
+            };
+            let paused = match self.in_order {
+                true => attempts.pause(failure).await,
+                false => Err(failure),
+            };
+            if let Err(failure) = paused {
+                return Err(failed(failure, self.folder.as_ref(), &self.path, &attempts));
+            }
+            (self.answers, self.resumed) = (None, true);
+        }
+    }
+}
+
+/// The error of a listing, with the prefix that the store was asked for.
+fn failed(
+    failure: Failure,
+    folder: Option<&Key>,
+    path: &Path,
+    attempts: &Attempts,
+) -> StorageError {
+    let mut doing = match not_root(path) {
+        Some(path) => format!("the prefix is {}", Quoted(&format!("{path}/"))),
+        None => "the prefix is empty".to_owned(),
+    };
+    let summary = attempts.summary();
+    if !summary.is_empty() {
+        doing.push_str(", ");
+        doing.push_str(&summary);
+    }
+    failure.into_error(Op::List, folder, &doing)
 }
 
 /// The objects and folders directly in a folder.
@@ -56,7 +140,7 @@ async fn entries(
             Ok(listed) => break listed,
             Err(failure) => {
                 if let Err(failure) = attempts.pause(failure).await {
-                    return Err(failure.into_error(Op::List, folder, &attempts.summary()));
+                    return Err(failed(failure, folder, path, &attempts));
                 }
             }
         }

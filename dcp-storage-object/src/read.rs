@@ -1,15 +1,19 @@
 //! Reading ranges: one request for each run, whose answer goes straight to the memory.
 
+use std::pin::pin;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 
+use bytes::Bytes;
 use dcp_core::error::StorageOp as Op;
 use dcp_core::storage::{ReadOutcome, ReadRequest, Version, WholeObject};
 use dcp_core::{Buffer, Key, StorageError, StorageErrorKind as Kind};
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::future::{Either, select};
+use futures_util::stream::{self, BoxStream};
+use futures_util::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{GetOptions, GetResult};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use crate::error::Failure;
 use crate::inner::{Inner, MODIFIED};
@@ -18,6 +22,17 @@ use crate::runs::{Part, Run, runs};
 
 /// How many bytes before a range are read and dropped when a web server ignores ranges.
 const SKIPPED_MAX: u64 = 64 << 20;
+
+/// The body of an answer.
+type Pieces = BoxStream<'static, object_store::Result<Bytes>>;
+
+/// What a read gets next.
+enum Next {
+    /// A piece of the answer that is being read, or its end.
+    Piece(Option<object_store::Result<Bytes>>),
+    /// Another answer, for the bytes that are missing.
+    Answer(Box<GetResult>),
+}
 
 /// The reading of one object in one version.
 struct Reading<'a> {
@@ -158,16 +173,63 @@ impl<'a> Reading<'a> {
         loop {
             let answer = match first.take() {
                 Some(answer) => Ok(answer),
-                None => self.request(next, end, &mut attempts).await,
+                None => self.hedged_request(next, end, &mut attempts).await,
             };
             let result = match answer {
-                Ok(answer) => self.consume(answer, &mut run, &mut next).await,
+                Ok(answer) => self.consume(answer, &mut run, &mut next, &mut attempts).await,
                 Err(failure) => Err(failure),
             };
             let Err(failure) = result else { return Ok(()) };
             if let Err(failure) = attempts.pause(failure).await {
                 return Err(self.error(failure, &format!("bytes {start}..{end}"), &attempts));
             }
+        }
+    }
+
+    /// Requests the bytes `start..end`, and again when no answer comes. The first answer counts.
+    async fn hedged_request(
+        &self,
+        start: u64,
+        end: u64,
+        attempts: &mut Attempts,
+    ) -> Result<GetResult, Failure> {
+        let Some(hedge) = self.inner.hedge else { return self.request(start, end, attempts).await };
+        let mut more = attempts.clone();
+        let first = pin!(self.request(start, end, attempts));
+        let first = match select(first, pin!(sleep(hedge))).await {
+            Either::Left((answer, _)) => return answer,
+            Either::Right(((), first)) => first,
+        };
+        tracing::debug!(key = %self.key, start, end, "a request is made again, as no answer came");
+        match select(first, pin!(self.request(start, end, &mut more))).await {
+            Either::Left((Err(_), other)) => other.await,
+            Either::Right((Err(_), other)) => other.await,
+            Either::Left((answer, _)) | Either::Right((answer, _)) => answer,
+        }
+    }
+
+    /// The next piece of an answer, or another answer for the bytes `start..end` where none came.
+    async fn next(
+        &self,
+        stream: &mut Pieces,
+        start: u64,
+        end: u64,
+        attempts: &mut Attempts,
+    ) -> Next {
+        let Some(hedge) = self.inner.hedge else { return Next::Piece(stream.next().await) };
+        let mut piece = stream.next();
+        // The caller ends this after the longest stall.
+        loop {
+            piece = match select(piece, pin!(sleep(hedge))).await {
+                Either::Left((piece, _)) => return Next::Piece(piece),
+                Either::Right(((), piece)) => piece,
+            };
+            tracing::debug!(key = %self.key, start, end, "a request is made again for the rest");
+            piece = match select(piece, pin!(self.request(start, end, attempts))).await {
+                Either::Left((piece, _)) => return Next::Piece(piece),
+                Either::Right((Ok(answer), _)) => return Next::Answer(Box::new(answer)),
+                Either::Right((Err(_), piece)) => piece,
+            };
         }
     }
 
@@ -234,24 +296,33 @@ impl<'a> Reading<'a> {
         answer: GetResult,
         run: &mut Run<'_>,
         next: &mut u64,
+        attempts: &mut Attempts,
     ) -> Result<(), Failure> {
         let broken = |cause: String| Failure::new(Kind::Transient, cause);
         let mut at = answer.range.start;
         let mut stream = answer.into_stream();
         while *next < run.end {
-            let piece = timeout(self.inner.stall, stream.next()).await.map_err(|_| {
+            let piece = self.next(&mut stream, *next, run.end, attempts);
+            let piece = timeout(self.inner.stall, piece).await.map_err(|_| {
                 broken(format!("the answer sent nothing for {:?}", self.inner.stall))
             })?;
             let piece = match piece {
-                Some(Ok(piece)) => piece,
-                Some(Err(error)) => {
+                Next::Answer(answer) => {
+                    at = answer.range.start;
+                    stream = answer.into_stream();
+                    continue;
+                }
+                Next::Piece(Some(Ok(piece))) => piece,
+                Next::Piece(Some(Err(error))) => {
                     let mut failure = Failure::of(Op::Read, &error);
                     if failure.kind == Kind::Other {
                         failure.kind = Kind::Transient;
                     }
                     return Err(failure);
                 }
-                None => return Err(broken(format!("the answer ended before byte {}", run.end))),
+                Next::Piece(None) => {
+                    return Err(broken(format!("the answer ended before byte {}", run.end)));
+                }
             };
             // Bytes before the range come from a server without ranges.
             let skipped = next.saturating_sub(at).min(piece.len() as u64) as usize;

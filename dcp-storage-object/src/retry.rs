@@ -21,7 +21,7 @@ pub(crate) fn random() -> u64 {
 }
 
 /// The attempts at one request: exponential backoff with jitter, until a deadline.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Attempts {
     deadline: Instant,
     limit: Duration,

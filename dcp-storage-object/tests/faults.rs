@@ -6,12 +6,13 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use dcp_core::storage::{PutMode, ReadInto, ReadRequest, StorageExt, UploadOptions};
 use dcp_core::{Buffer, Key, Payload, Storage, StorageErrorKind as Kind};
-use dcp_storage_object::{ObjectStorage, Provider};
+use dcp_storage_object::{ObjectStorage, ObjectStorageBuilder, Provider};
 use futures_util::future::join_all;
 use futures_util::stream::{self, BoxStream};
 use futures_util::{StreamExt, TryStreamExt};
@@ -43,9 +44,13 @@ impl Faulty {
         Arc::new(Self { store: InMemory::new(), random, rate, gets: AtomicU64::new(0) })
     }
 
-    fn storage(self: &Arc<Self>) -> ObjectStorage {
+    fn builder(self: &Arc<Self>) -> ObjectStorageBuilder {
         let builder = ObjectStorage::builder(Arc::clone(self) as _).provider(Provider::Memory);
-        builder.request_bytes(100).coalesce_gap(10).attempts_max(30).build().unwrap()
+        builder.request_bytes(100).coalesce_gap(10).attempts_max(30)
+    }
+
+    fn storage(self: &Arc<Self>) -> ObjectStorage {
+        self.builder().build().unwrap()
     }
 
     fn number(&self, below: u64) -> u64 {
@@ -134,8 +139,15 @@ impl ObjectStore for Faulty {
         self.store.delete_stream(paths)
     }
 
+    /// Breaks off after some objects, or goes on for ever without one.
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.store.list(prefix)
+        let listed = self.store.list(prefix);
+        let passed = self.number(5) as usize;
+        match self.number(2) {
+            _ if !self.goes_wrong() => listed,
+            0 => listed.take(passed).chain(stream::iter([self.fault()])).boxed(),
+            _ => listed.take(passed).chain(stream::pending()).boxed(),
+        }
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
@@ -167,7 +179,12 @@ async fn reads_return_the_right_bytes_or_an_error_that_names_the_range() {
         let faulty = Faulty::new(seed, seed % 5);
         let bytes = pattern(seed, 1000);
         put_directly(&faulty.store, &bytes).await;
-        let storage = faulty.storage();
+        // A hedge is earlier than the end of a stall, which is earlier than the deadline.
+        let hedge = Duration::from_secs(1);
+        let storage = match seed.is_multiple_of(2) {
+            true => faulty.builder().hedge_after(hedge).build().unwrap(),
+            false => faulty.storage(),
+        };
         let spans = (0..5).map(|_| {
             let start = faulty.number(1000);
             (start, faulty.number(1001 - start) as usize)
@@ -269,13 +286,61 @@ async fn uploads_are_whole_or_absent() {
             (Err(_), Ok(found)) => assert!(found.bytes().await.unwrap() == bytes, "seed {seed}"),
             (Err(error), Err(_)) => assert_eq!(error.kind(), Kind::Transient, "{error}"),
         }
-        let listed = storage.list(None).try_collect::<Vec<_>>().await.unwrap();
+        let listed = storage.list(None).try_collect::<Vec<_>>().await;
+        let listed = listed.unwrap_or_default();
         assert!(listed.iter().all(|meta| meta.key == key()), "{listed:?}");
-        let removed = storage.remove_leftovers(None, std::time::Duration::ZERO).await;
+        let removed = storage.remove_leftovers(None, Duration::ZERO).await;
         if removed.is_ok() {
             let left = faulty.store.list(None).try_collect::<Vec<_>>().await.unwrap();
             assert!(left.iter().all(|object| object.location == path), "seed {seed}: {left:?}");
         }
+    }
+}
+
+/// A listing is continued behind the last object, and has each once.
+#[tokio::test(start_paused = true)]
+async fn listings_that_break_off_are_continued() {
+    let mut failed = 0;
+    for seed in 0..200 {
+        let faulty = Faulty::new(seed, seed % 6);
+        let mut names = Vec::new();
+        for number in 0..seed % 9 {
+            let name = format!("run/step{}/{number}", number % 3);
+            let path = Path::parse(&name).unwrap();
+            faulty.store.put_opts(&path, "x".into(), PutOptions::default()).await.unwrap();
+            names.push(name);
+        }
+        names.sort();
+        let folder = Key::new("run").unwrap();
+        match faulty.storage().list(Some(&folder)).try_collect::<Vec<_>>().await {
+            Ok(listed) => {
+                let mut listed: Vec<_> = listed.iter().map(|meta| meta.key.to_string()).collect();
+                listed.sort();
+                assert_eq!(listed, names, "seed {seed}");
+            }
+            Err(error) => {
+                failed += 1;
+                assert_eq!(error.kind(), Kind::Transient, "seed {seed}: {error}");
+                assert!(error.to_string().contains("the prefix is \"run/\", after"), "{error}");
+            }
+        }
+    }
+    assert!(failed < 20, "{failed} of 200 listings failed");
+}
+
+/// A read that gets no answer is requested again, and one that gets a part of it for the rest.
+#[tokio::test(start_paused = true)]
+async fn a_hedged_read_does_not_wait_for_a_stall() {
+    for seed in 0..100 {
+        let faulty = Faulty::new(seed, 4);
+        put_directly(&faulty.store, &pattern(seed, 1000)).await;
+        let forever = Duration::from_secs(u32::MAX.into());
+        let hedged = faulty.builder().stall_timeout(forever).deadline(forever);
+        let storage = hedged.hedge_after(Duration::from_secs(1)).build().unwrap();
+        let start = tokio::time::Instant::now();
+        let read = storage.read_range(&key(), 100..200).await;
+        assert!(read.is_err() || read.unwrap() == pattern(seed, 1000)[100..200]);
+        assert!(start.elapsed() < forever, "seed {seed}");
     }
 }
 

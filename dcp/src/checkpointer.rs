@@ -58,6 +58,8 @@ type MakeReader = dyn Fn(Arc<dyn Storage>) -> Arc<dyn StorageReader> + Send + Sy
 #[derive(Clone)]
 pub struct Checkpointer {
     storages: StorageRegistry,
+    #[cfg(all(feature = "node", unix))]
+    upload_slots: Option<dcp_storage_node::UploadSlots>,
     saver: Saver,
     loader: Loader,
     background: BackgroundSaver,
@@ -81,6 +83,8 @@ impl Checkpointer {
         let saver = Saver::new();
         Self {
             storages: crate::default_storages(),
+            #[cfg(all(feature = "node", unix))]
+            upload_slots: None,
             background: BackgroundSaver::new(saver.clone()),
             stager: None,
             decisions: None,
@@ -114,6 +118,29 @@ impl Checkpointer {
     #[must_use]
     pub fn storages(self, storages: StorageRegistry) -> Self {
         Self { storages, ..self }
+    }
+
+    /// Lets only some of the processes of a node upload at a time, so that they do not share its
+    /// network among too many: a process that is done lets the next one begin, without a barrier.
+    /// Files below 1 MiB, the commit among them, wait for nobody.
+    ///
+    /// ```
+    /// use dcp::Checkpointer;
+    /// use dcp::node::UploadSlots;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let node = tempfile::tempdir()?;
+    /// # let folder = node.path().join("uploads");
+    /// // Every process of the node names the same folder, on its local disk, and the same number.
+    /// let checkpointer = Checkpointer::new().throttle_uploads(UploadSlots::open(folder, 2)?);
+    /// # drop(checkpointer);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[cfg(all(feature = "node", unix))]
+    #[must_use]
+    pub fn throttle_uploads(self, slots: dcp_storage_node::UploadSlots) -> Self {
+        Self { upload_slots: Some(slots), ..self }
     }
 
     /// Plans saves with another policy.
@@ -401,7 +428,19 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
 
 impl Checkpointer {
     async fn open_writer(&self, url: &str) -> Result<Arc<dyn StorageWriter>, CheckpointError> {
-        Ok((self.writer)(self.storages.open(url, Access::Write).await?))
+        Ok((self.writer)(self.target_storages().open(url, Access::Write).await?))
+    }
+
+    /// The storages of saves.
+    fn target_storages(&self) -> StorageRegistry {
+        let storages = self.storages.clone();
+        #[cfg(all(feature = "node", unix))]
+        if let Some(slots) = self.upload_slots.clone() {
+            return storages.layer(move |storage, _| {
+                Arc::new(dcp_storage_node::ThrottledStorage::new(storage, slots.clone()))
+            });
+        }
+        storages
     }
 
     /// Opens the writer, without keeping the background saver that runs this alive.
@@ -410,7 +449,7 @@ impl Checkpointer {
         url: String,
     ) -> impl Future<Output = Result<Arc<dyn StorageWriter>, CheckpointError>> + Send + 'static
     {
-        let Self { storages, writer, .. } = self;
+        let (storages, writer) = (self.target_storages(), self.writer);
         async move { Ok(writer(storages.open(&url, Access::Write).await?)) }
     }
 

@@ -239,6 +239,68 @@ fn what_an_index_names_must_be_there() {
     assert_eq!(listing.latest.as_deref(), Some("step2"));
 }
 
+/// Of checkpoints whose files have the same names and lengths one index is read.
+#[test]
+fn a_run_of_a_hundred_steps_is_listed_with_few_requests() {
+    let megatron = "megatron/gpt_dp2_dp_reshardable/ckpt";
+    let olmo = "olmo/fsdp2-2rank-flat/ckpt";
+    let hf = "hf/rank0_index/ckpt";
+    for (fixture, inner, reads) in [
+        ("pytorch/fsdp2_adam_2r", "", 1),
+        (megatron, "", 2),
+        (hf, "", 1),
+        // A note of each step that is examined.
+        (olmo, "/model_and_optim", 65),
+    ] {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+        for step in 1..=100 {
+            put_fixture(&storage, &format!("step{step}{inner}"), fixture, &[]);
+            if !inner.is_empty() {
+                let (note, rank) = (format!("step{step}/.metadata.json"), "x".repeat(step % 7));
+                fill(&storage, &[(&*note, NOTE), (&*format!("step{step}/train/rank0.pt"), &*rank)]);
+            }
+        }
+        let counting = CountingStorage::new(storage);
+        let listing = list_run(&(Arc::new(counting.clone()) as _));
+        assert_eq!(listing.entries.len(), 100);
+        assert!(listing.entries.iter().all(|entry| entry.complete == Some(true)), "{fixture}");
+        let counts = counting.counts();
+        assert_eq!((counts.lists, counts.folder_lists, counts.stats), (1, 0, 0), "{fixture}");
+        assert_eq!(counts.reads + counts.whole_reads, reads, "{fixture}: {counts:?}");
+    }
+}
+
+/// What is examined for others is only what they have, too.
+#[test]
+fn a_step_with_other_files_is_examined_itself() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new());
+    let (dcp, olmo) = ("pytorch/fsdp2_adam_2r", "olmo/fsdp2-2rank-flat/ckpt");
+    for step in 1..=5 {
+        let without: &[&str] = if step == 3 { &["__1_0.distcp"] } else { &[] };
+        put_fixture(&storage, &format!("step{step}"), dcp, without);
+        put_fixture(&storage, &format!("olmo{step}/model_and_optim"), olmo, without);
+        let (note, rank) =
+            (format!("olmo{step}/.metadata.json"), format!("olmo{step}/train/rank0.pt"));
+        fill(&storage, &[(&*note, NOTE), (&*rank, "")]);
+    }
+    let key = Key::new("step4/__0_0.distcp").unwrap();
+    block_on(storage.put(&key, vec![0; 100].into(), PutMode::Overwrite)).unwrap();
+    let listing = list_run(&storage);
+    let bad = listing.entries.iter().filter(|entry| entry.complete != Some(true));
+    let bad: Vec<_> = bad.map(|entry| (&*entry.name, entry.problem.as_deref().unwrap())).collect();
+    let [(a, of_a), (b, of_b), (c, of_c)] = *bad else { panic!("{bad:?}") };
+    assert_eq!((a, b, c), ("olmo3", "step3", "step4"));
+    assert!(of_a.contains("__1_0.distcp is missing") && of_b.contains("__1_0.distcp is missing"));
+    assert!(of_c.contains("has 100 bytes"), "{of_c}");
+    assert!(
+        listing
+            .entries
+            .iter()
+            .filter(|one| one.name.starts_with("olmo"))
+            .all(|one| { one.ephemeral == Some(true) })
+    );
+}
+
 /// What lies in folders of a checkpoint is compared with its own index.
 #[test]
 fn the_folders_of_a_checkpoint_are_examined() {

@@ -1,4 +1,5 @@
-"""interop_olmo.py save DIR: OLMo-core saves a small model in both layouts, DIR/nested and DIR/flat.
+"""interop_olmo.py save DIR [URL]: OLMo-core saves a small model in both layouts, DIR/nested and
+DIR/flat, and the same below a URL of S3, whose store is that of AWS_ENDPOINT_URL.
 interop_olmo.py load nested|flat CHECKPOINT DIR: OLMo-core loads it, and finds what it saved.
 interop_olmo.py unsharded CHECKPOINT DIR: DIR holds what unshard_checkpoint would have written.
 interop_olmo.py torch CHECKPOINT DIR: PyTorch alone reads it, and finds what is in DIR."""
@@ -59,24 +60,25 @@ def build(seed, shard):
     return model, optim
 
 
-def save_rank(rank, folder, rendezvous):
+def save_rank(rank, places, rendezvous):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS),
                       LOCAL_WORLD_SIZE=str(RANKS), NUM_NODES="1")
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{rendezvous}")
     from olmo_core.distributed.checkpoint import save_model_and_optim_state
 
     model, optim = build(1, shard=True)
-    for layout in ("nested", "flat"):
-        save_model_and_optim_state(os.path.join(folder, layout), model, optim,
-                                   flatten_optimizer_state=layout == "flat", thread_count=3)
+    for place in places:
+        for layout in ("nested", "flat"):
+            save_model_and_optim_state(f"{place}/{layout}", model, optim,
+                                       flatten_optimizer_state=layout == "flat", thread_count=3)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def save(folder):
+def save(folder, *urls):
     os.makedirs(folder)
     with tempfile.TemporaryDirectory() as scratch:
-        mp.spawn(save_rank, (folder, os.path.join(scratch, "rendezvous")), nprocs=RANKS)
+        mp.spawn(save_rank, ((folder, *urls), os.path.join(scratch, "rendezvous")), nprocs=RANKS)
 
 
 def state(model, optim):

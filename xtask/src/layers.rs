@@ -293,7 +293,12 @@ fn chains_of_our_crates_stay_short() {
 
 #[test]
 fn sources_do_not_name_what_belongs_elsewhere() {
-    let wrong = named_in_sources(|package| layer(package).map_or(&[], |layer| layer.never_named));
+    /// Files that may, with the reason.
+    const EXCEPT: [(&str, &str); 1] =
+        [("dcp-storage-object/src/opener/aws_profile.rs", "keys of a user are in two files")];
+    let mut wrong =
+        named_in_sources(|package| layer(package).map_or(&[], |layer| layer.never_named));
+    wrong.retain(|found| !EXCEPT.iter().any(|(file, _)| found.starts_with(file)));
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 

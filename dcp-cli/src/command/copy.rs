@@ -10,7 +10,7 @@ use crate::failure::Failure;
 use crate::options::parse_bytes;
 use crate::output::Output;
 use crate::output::progress::Bar;
-use crate::output::style::size;
+use crate::output::style::{shown, size};
 use crate::session::Session;
 
 /// Copy a checkpoint or a run, file by file, from any storage to any other.
@@ -96,5 +96,5 @@ fn summary(args: &Copy, report: CopyReport, out: &Output) -> Result<(), Failure>
         0 => String::new(),
         _ => format!("; {} ({}) there already", count(kept_files, "file"), size(kept_bytes)),
     };
-    out.write(&format!("{}: {would}{files}, {}{kept}\n", args.target, size(copied_bytes)))
+    out.write(&format!("{}: {would}{files}, {}{kept}\n", shown(&args.target), size(copied_bytes)))
 }

@@ -15,7 +15,7 @@ use crate::failure::{Exit, Failure};
 use crate::options::{AllowCallable, parse_dtype};
 use crate::output::progress::Bar;
 use crate::output::render::value::python;
-use crate::output::style::{printable, size};
+use crate::output::style::{printable, shown, size};
 use crate::output::summary::cast_notes;
 use crate::session::Session;
 
@@ -112,6 +112,7 @@ async fn save(args: &Get, item: &Item<'_>, path: &str, session: &Session) -> Res
     let job: JobOptions = bar.options().with_callables(args.callables.filter());
     let saved = item.save(path, &options, &job).await?;
     drop(bar);
+    let path = shown(path);
     let Found::Tensor(tensor) = item.found() else {
         if args.json {
             let bytes = saved.bytes;

@@ -6,7 +6,7 @@ use dcp::convert::write::{IndexReader, ProfileChoice};
 use dcp::formats::metadata::Profile;
 
 use crate::failure::Failure;
-use crate::output::style::size;
+use crate::output::style::{shown, size};
 use crate::session::Session;
 
 /// Rewrite a checkpoint's index for PyTorch or OLMo-core, not its data.
@@ -98,7 +98,7 @@ pub(crate) fn rewrite_metadata(args: &RewriteMetadata, session: &Session) -> Res
     if out.quiet {
         return Ok(());
     }
-    let (uri, from, to) = (&args.uri, report.from, report.to);
+    let (uri, from, to) = (shown(&args.uri), report.from, report.to);
     if !report.changed {
         return out.write(&format!("{uri}: the metadata is {to} already\n"));
     }

@@ -10,7 +10,7 @@ use dcp::olmo::{UnshardFormat, UnshardOptions, UnshardStrategy};
 use crate::failure::{Exit, Failure};
 use crate::options::{Writing, parse_bytes};
 use crate::output::progress::Bar;
-use crate::output::style::size;
+use crate::output::style::{shown, size};
 use crate::session::Session;
 
 /// Write the model of a checkpoint as plain files, as OLMo-core's unshard_checkpoint does.
@@ -122,7 +122,7 @@ pub(crate) fn unshard(args: &Unshard, session: &Session) -> Result<(), Failure> 
     let verb = if report.dry_run { "would get" } else { "has" };
     let mut text = format!(
         "{}: {verb} {} in {}, {}\n",
-        args.target,
+        shown(&args.target),
         count(report.tensors, "tensor"),
         count(report.files.len(), "file"),
         size(report.bytes)

@@ -1,9 +1,12 @@
 //! Options of every command.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::TypedValueParser;
+use clap::error::ErrorKind;
 
 use super::parse::parse_bytes;
 use crate::output::style::ColorChoice;
@@ -42,14 +45,15 @@ pub(crate) struct Global {
     /// The names are those of the environment variables of the provider in lower case, such as
     /// aws_endpoint, google_service_account or azure_storage_account_name, and coalesce_gap,
     /// request_bytes, parallelism, bytes_in_flight, part_bytes, deadline, attempts_max and
-    /// stall_timeout, in bytes and seconds. Secrets are better given by environment variables,
-    /// which other users do not see.
+    /// stall_timeout, in bytes and seconds, and hedge_after_ms: a read that got nothing for so many
+    /// milliseconds is requested again. Secrets are better given by environment variables, which
+    /// other users do not see.
     #[arg(
         long = "storage-option",
         global = true,
         hide_short_help = true,
         value_name = "NAME=VALUE",
-        value_parser = storage_option,
+        value_parser = StorageOptionParser,
         help_heading = "Input"
     )]
     pub(crate) storage_options: Vec<StorageOption>,
@@ -109,11 +113,27 @@ impl fmt::Debug for StorageOption {
     }
 }
 
-fn storage_option(text: &str) -> Result<StorageOption, String> {
-    match text.split_once('=') {
-        Some((name, value)) if !name.is_empty() => {
-            Ok(StorageOption { name: name.to_owned(), value: value.to_owned() })
+/// Reads a setting. Its errors do not repeat it, as those of clap would: all of it may be a secret.
+#[derive(Clone, Copy, Debug)]
+struct StorageOptionParser;
+
+impl TypedValueParser for StorageOptionParser {
+    type Value = StorageOption;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        _: Option<&clap::Arg>,
+        text: &OsStr,
+    ) -> Result<StorageOption, clap::Error> {
+        match text.to_str().and_then(|text| text.split_once('=')) {
+            Some((name, value)) if !name.is_empty() => {
+                Ok(StorageOption { name: name.to_owned(), value: value.to_owned() })
+            }
+            _ => {
+                let message = "the value of --storage-option has the form NAME=VALUE\n";
+                Err(clap::Error::raw(ErrorKind::ValueValidation, message).with_cmd(command))
+            }
         }
-        _ => Err("it has the form NAME=VALUE".to_owned()),
     }
 }

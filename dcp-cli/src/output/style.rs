@@ -143,6 +143,11 @@ pub(crate) fn printable(name: &str) -> String {
     escaped(&shorten(&without_secrets(name), NAME_MAX)).into_owned()
 }
 
+/// A place that an argument names, without the secrets of a URL.
+pub(crate) fn shown(uri: &str) -> Cow<'_, str> {
+    without_secrets(uri)
+}
+
 /// Output in which nothing but line breaks, and the colors of [`Style`] where there are some, can
 /// act on a terminal. Names are escaped where they are rendered; this holds where one was
 /// forgotten.

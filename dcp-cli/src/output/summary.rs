@@ -9,7 +9,7 @@ use dcp::convert::keys::UnmatchedPattern;
 
 use crate::failure::Failure;
 use crate::output::Output;
-use crate::output::style::{columns, left, printable, right, shorten, size};
+use crate::output::style::{columns, left, printable, right, shorten, shown, size};
 
 /// Prints what was written, or would be.
 pub(crate) fn write_summary(
@@ -39,6 +39,7 @@ pub(crate) fn write_summary(
     }
     parts.push(size(report.bytes));
     let would = if report.dry_run { "would be written: " } else { "" };
+    let target = shown(target);
     out.write(&format!("{target}: {would}{}\n", parts.join(", ")))?;
     notes(report, out);
     Ok(())

@@ -32,6 +32,7 @@ mod report;
 mod reshard;
 mod rewrite_metadata;
 mod run_directory;
+mod secrets;
 mod shells;
 mod stats;
 mod support;

@@ -8,12 +8,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use dcp_core::error::error_chain;
 use dcp_core::format::{
-    CheckpointFormat, Folder, FolderMatch, FormatRegistry, Listing, ListingEntry, Place,
+    CheckpointFormat, Examined, Folder, FolderMatch, FormatRegistry, Listing, ListingEntry, Place,
     RunTracker, natural,
 };
 use dcp_core::storage::{ObjectMeta, StorageExt};
 use dcp_core::{Key, Storage, StorageError};
-use futures_util::{StreamExt, stream};
+use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
 
 /// Entries of the directory that are listed one by one.
@@ -172,9 +172,11 @@ fn entry(
 }
 
 /// Lists the checkpoints in the directory of `storage`, of all `formats`: the steps of a run, each
-/// with whether it is whole. The directory is listed once. The last 64 checkpoints are examined:
+/// with whether it is whole. The directory is listed once, with everything below it: a bucket returns
+/// the names of a thousand files at a time, of whatever folders. The last 64 checkpoints are examined:
 /// small indexes (below 1 MiB) are compared with the lengths of the files that they name, and notes
-/// of trainers are read; no tensor is read.
+/// of trainers are read; no tensor is read. Of checkpoints whose files have the same names and
+/// lengths, as those of a run mostly have, one index is read.
 ///
 /// # Errors
 ///
@@ -274,18 +276,30 @@ async fn list_files(
     files: Vec<(&str, &ObjectMeta)>,
     listed: &mut Vec<Listed>,
 ) -> Result<usize, StorageError> {
-    let (mut other, mut opened) = (0, 0);
-    for (name, meta) in files {
-        let ends = |format: &&Arc<dyn CheckpointFormat>| {
-            format.info().file_endings.iter().any(|ending| name.ends_with(ending))
-        };
-        let mut format = formats.formats().iter().find(ends);
-        if format.is_some() && opened < OPENED_MAX {
-            opened += 1;
-            let head = storage.read_range(&meta.key, 0..meta.byte_len.min(HEAD_BYTES)).await?;
-            let mut formats = formats.formats().iter();
-            format = formats.find(|format| format.recognize_file(name, &head));
-        }
+    let mut opened = 0;
+    let recognized: Vec<_> = files
+        .into_iter()
+        .map(|(name, meta)| {
+            let ends = |format: &&Arc<dyn CheckpointFormat>| {
+                format.info().file_endings.iter().any(|ending| name.ends_with(ending))
+            };
+            let by_name = formats.formats().iter().find(ends);
+            let is_opened = by_name.is_some() && opened < OPENED_MAX;
+            opened += usize::from(is_opened);
+            async move {
+                if !is_opened {
+                    return Ok::<_, StorageError>((name, meta, by_name));
+                }
+                let head = storage.read_range(&meta.key, 0..meta.byte_len.min(HEAD_BYTES)).await?;
+                let mut formats = formats.formats().iter();
+                Ok((name, meta, formats.find(|format| format.recognize_file(name, &head))))
+            }
+        })
+        .collect();
+    let parallelism = usize::from(storage.capabilities().parallelism.max(1));
+    let mut recognized = stream::iter(recognized).buffered(parallelism);
+    let mut other = 0;
+    while let Some((name, meta, format)) = recognized.try_next().await? {
         match format {
             Some(format) => listed.push(Listed::file(name, meta, Arc::clone(format))),
             None => other += 1,
@@ -299,42 +313,84 @@ async fn examine(place: &Place, listed: &mut [Listed]) {
     let mut last: Vec<_> = listed.iter_mut().collect();
     last.sort_by_key(|one| Reverse((one.entry.step, one.entry.modified)));
     last.truncate(EXAMINED_MAX);
-    let examined = last.into_iter().map(|one| async move {
-        let Listed { entry, format } = one;
-        let place = match entry.kind.is_file {
-            true => Key::new(&entry.name)
-                .map(|file| Place::file_of(place.storage(), file))
-                .map_err(StorageError::from),
-            false => place.below(&entry.name),
-        };
-        let found = match place {
-            Ok(place) => format.examine(&place).await,
+    // The first of those with the same files is examined for all.
+    let mut firsts: Vec<&mut Listed> = Vec::new();
+    let mut others = Vec::new();
+    for one in last {
+        match firsts.iter().position(|first| same_files(place, &first.entry, &one.entry)) {
+            Some(of) => others.push((of, one)),
+            None => firsts.push(one),
+        }
+    }
+    let whole = examine_each(place, firsts.into_iter().map(|one| (one, false))).await;
+    let is_whole = |of: usize| whole.get(of).copied().unwrap_or(false);
+    examine_each(place, others.into_iter().map(|(of, one)| (one, is_whole(of)))).await;
+}
+
+/// Whether two folders are checkpoints of one format with files of the same names and lengths.
+fn same_files(place: &Place, one: &RunEntry, other: &RunEntry) -> bool {
+    let root = place.listing().root();
+    let folder = |entry: &RunEntry| root.folder(entry.checkpoint.as_deref()?);
+    let is_alike = one.kind == other.kind && !one.kind.is_file() && below(one) == below(other);
+    is_alike
+        && folder(one).zip(folder(other)).is_some_and(|(one, other)| one.has_same_files(&other))
+}
+
+/// The folder of what is read of an entry, as a path from the entry.
+fn below(entry: &RunEntry) -> Option<&str> {
+    let inner = entry.checkpoint.as_deref()?.strip_prefix(&*entry.name)?;
+    Some(if inner.is_empty() { "." } else { inner.strip_prefix('/')? })
+}
+
+/// Examines checkpoints, each with whether another one of the same files was found whole. Returns
+/// for each whether it is.
+async fn examine_each(
+    place: &Place,
+    listed: impl Iterator<Item = (&mut Listed, bool)>,
+) -> Vec<bool> {
+    let examined = listed.map(|(one, known)| async move {
+        let found = match place_of(place, &one.entry, known) {
+            Ok(place) => one.format.examine(&place).await,
             Err(error) => Err(error),
         };
-        (entry, found)
+        note(&mut one.entry, found);
+        one.entry.complete == Some(true)
     });
     let parallelism = usize::from(place.storage().capabilities().parallelism.max(1));
     let examined: Vec<_> = examined.collect();
-    let mut examined = stream::iter(examined).buffer_unordered(parallelism);
-    while let Some((entry, found)) = examined.next().await {
-        match found {
-            Ok(found) => {
-                entry.ephemeral = found.ephemeral;
-                entry.version = found.version;
-                if let Some(problem) = found.problem
-                    && entry.complete == Some(true)
-                {
-                    entry.complete = Some(false);
-                    entry.problem = Some(problem);
-                }
+    stream::iter(examined).buffered(parallelism).collect().await
+}
+
+fn place_of(place: &Place, entry: &RunEntry, known: bool) -> Result<Place, StorageError> {
+    if entry.kind.is_file {
+        return Ok(Place::file_of(place.storage(), Key::new(&entry.name)?));
+    }
+    let place = place.below(&entry.name)?;
+    Ok(match below(entry) {
+        Some(inner) if known => place.with_known_files(inner),
+        _ => place,
+    })
+}
+
+/// Notes what a look at a checkpoint has found.
+fn note(entry: &mut RunEntry, found: Result<Examined, StorageError>) {
+    match found {
+        Ok(found) => {
+            entry.ephemeral = found.ephemeral;
+            entry.version = found.version;
+            if let Some(problem) = found.problem
+                && entry.complete == Some(true)
+            {
+                entry.complete = Some(false);
+                entry.problem = Some(problem);
             }
-            // One that may not be read does not keep the others from being listed.
-            Err(error) if entry.complete == Some(true) => {
-                entry.complete = None;
-                entry.problem = Some(error_chain(&error));
-            }
-            Err(_) => {}
         }
+        // One that may not be read does not keep the others from being listed.
+        Err(error) if entry.complete == Some(true) => {
+            entry.complete = None;
+            entry.problem = Some(error_chain(&error));
+        }
+        Err(_) => {}
     }
 }
 

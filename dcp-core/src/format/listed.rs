@@ -14,7 +14,7 @@ use crate::storage::{
     Capabilities, Claim, FolderEntry, FolderStream, ObjectMeta, ObjectStream, PutMode, ReadInto,
     ReadOutcome, ReadRequest, Storage, Upload, UploadOptions, Version, WholeObject,
 };
-use crate::streams::Known;
+use crate::streams::{FilterMap, Known};
 
 /// A storage to read, whose names and lengths are those of a [`Listing`]: asking for one costs no
 /// request, and neither do small files that were read whole to recognize the folder. Where the
@@ -22,7 +22,7 @@ use crate::streams::Known;
 /// listed.
 ///
 /// Every object has one version for as long as this storage exists, where `inner` has versions: the
-/// one that was listed, or that of the first read. Later reads of an object that was replaced fail
+/// one that was listed, here or by [`Storage::list_folder`], or that of the first read. Later reads of an object that was replaced fail
 /// with [`Changed`](StorageErrorKind::Changed), unless it was written through this storage.
 ///
 /// What is written goes to the storage, and the listing does not change with it.
@@ -32,14 +32,20 @@ pub struct ListedStorage {
     listing: Arc<Listing>,
     /// Versions of objects that the listing has no version of; `None` for an object that was written
     /// through this storage.
-    seen: Mutex<BTreeMap<Key, Option<Version>>>,
+    seen: Arc<Mutex<Seen>>,
+}
+
+type Seen = BTreeMap<Key, Option<Version>>;
+
+fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
+    seen.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ListedStorage {
     /// `inner`, which was listed.
     #[must_use]
     pub fn new(inner: Arc<dyn Storage>, listing: Arc<Listing>) -> Self {
-        Self { inner, listing, seen: Mutex::default() }
+        Self { inner, listing, seen: Arc::default() }
     }
 
     /// `inner` without a listing: only the versions of its objects are kept.
@@ -48,8 +54,8 @@ impl ListedStorage {
         Self::new(inner, Arc::default())
     }
 
-    fn seen(&self) -> MutexGuard<'_, BTreeMap<Key, Option<Version>>> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        lock(&self.seen)
     }
 
     /// The version that reads of an object require.
@@ -66,6 +72,22 @@ impl ListedStorage {
         if let (false, Some(version)) = (is_listed, version) {
             self.seen().entry(key.clone()).or_insert_with(|| Some(version.clone()));
         }
+    }
+
+    /// A listing of `inner`, whose versions are remembered as those of a first read are.
+    fn remembered(&self, entries: FolderStream) -> FolderStream {
+        let (seen, listing) = (Arc::clone(&self.seen), Arc::clone(&self.listing));
+        Box::pin(FilterMap::new(entries, move |entry| {
+            if let FolderEntry::Object(ObjectMeta { key, version: Some(version), .. }) = &entry
+                && listing.get(key).is_none_or(|listed| listed.version.is_none())
+            {
+                let mut seen = lock(&seen);
+                if seen.len() < Listing::OBJECTS_MAX {
+                    seen.entry(key.clone()).or_insert_with(|| Some(version.clone()));
+                }
+            }
+            Some(entry)
+        }))
     }
 
     /// Requires no version of an object from now on.
@@ -185,7 +207,7 @@ impl Storage for ListedStorage {
 
     fn list_folder(&self, folder: Option<&Key>) -> FolderStream {
         if self.listing.is_truncated() || !self.listing.is_listed() {
-            return self.inner.list_folder(folder);
+            return self.remembered(self.inner.list_folder(folder));
         }
         let found = match folder {
             Some(folder) => self.listing.root().folder(folder.as_str()),

@@ -323,6 +323,14 @@ impl<'a> Folder<'a> {
         })
     }
 
+    /// Whether the files in it and below it have the names and lengths of those of another folder.
+    #[must_use]
+    pub fn has_same_files(&self, other: &Folder<'_>) -> bool {
+        let one = self.objects.iter().map(|meta| (self.relative(meta), meta.byte_len));
+        let others = other.objects.iter().map(|meta| (other.relative(meta), meta.byte_len));
+        self.objects.len() == other.objects.len() && one.eq(others)
+    }
+
     /// Files in it and below it.
     #[must_use]
     pub fn file_count(&self) -> usize {
@@ -376,6 +384,8 @@ mod tests {
         let a = root.folder("a").unwrap();
         assert_eq!((a.path(), a.file_count(), names(a)), ("a", 2, vec!["x".to_owned()]));
         assert!(a.has("y/z") && !a.has("y") && root.has("a/y/z"));
+        assert!(a.has_same_files(&listing(&["b/x", "b/y/z"]).root().folder("b").unwrap()));
+        assert!(!a.has_same_files(&root));
         let y = root.folder("a/y").unwrap();
         assert_eq!((y.name(), y.path(), names(y)), ("y", "a/y", vec!["z".to_owned()]));
         assert_eq!(a.folder("y").unwrap().key("z"), Key::new("a/y/z").ok());

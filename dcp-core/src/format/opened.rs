@@ -57,6 +57,8 @@ pub struct Place {
     storage: Arc<dyn Storage>,
     listing: Arc<Listing>,
     file: Option<Key>,
+    /// The folder of [`with_known_files`](Self::with_known_files).
+    known: Option<String>,
 }
 
 impl Place {
@@ -65,7 +67,7 @@ impl Place {
     pub fn folder(storage: &Arc<dyn Storage>, listing: Listing) -> Self {
         let listing = Arc::new(listing);
         let storage = ListedStorage::new(Arc::clone(storage), Arc::clone(&listing));
-        Self { storage: Arc::new(storage), listing, file: None }
+        Self { storage: Arc::new(storage), listing, file: None, known: None }
     }
 
     /// The name of the folder, where it is known.
@@ -85,7 +87,8 @@ impl Place {
     #[must_use]
     pub fn file_of(storage: &Arc<dyn Storage>, file: Key) -> Self {
         let storage = ListedStorage::unlisted(Arc::clone(storage));
-        Self { storage: Arc::new(storage), listing: Arc::default(), file: Some(file) }
+        let storage = Arc::new(storage);
+        Self { storage, listing: Arc::default(), file: Some(file), known: None }
     }
 
     /// The folder `folder` in this one.
@@ -99,7 +102,25 @@ impl Place {
         }
         let storage = Subfolder::new(Arc::clone(&self.storage), Key::new(folder)?);
         let listing = Arc::new(self.listing.below(folder));
-        Ok(Self { storage: Arc::new(storage), listing, file: None })
+        let known = self.known.as_deref().and_then(|known| match known.strip_prefix(folder)? {
+            "" => Some(".".to_owned()),
+            rest => Some(rest.strip_prefix('/')?.to_owned()),
+        });
+        Ok(Self { storage: Arc::new(storage), listing, file: None, known })
+    }
+
+    /// The same, where the checkpoint in `folder` (a path from this one; `.` for itself) has files
+    /// of the same names and lengths as another one, which was examined and found whole.
+    #[must_use]
+    pub fn with_known_files(self, folder: impl Into<String>) -> Self {
+        Self { known: Some(folder.into()), ..self }
+    }
+
+    /// Whether the files of the checkpoint in this folder need no comparison with its index; see
+    /// [`with_known_files`](Self::with_known_files).
+    #[must_use]
+    pub fn has_known_files(&self) -> bool {
+        self.known.as_deref() == Some(".")
     }
 
     /// The folder's files; lengths are those of the listing.

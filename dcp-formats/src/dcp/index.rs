@@ -1,7 +1,7 @@
 //! Reads a checkpoint's index: one `.metadata`, or the merged metadata of all ranks. Corrects known
 //! errors of PyTorch in it, and checks it against the files.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -49,7 +49,6 @@ pub(super) async fn load(
     let (mut original_shapes, mut foreign_names) = (HashMap::new(), Vec::new());
     let (mut metadata, crc32) = match read_if_there(&**storage, METADATA).await? {
         Some(bytes) => {
-            warn_of_others(&**storage, &mut warnings).await?;
             let decoded = decode(METADATA, &bytes)?;
             original_shapes = decoded.original_shapes;
             foreign_names = decoded.foreign_names;
@@ -61,13 +60,17 @@ pub(super) async fn load(
             (merged.metadata, None)
         }
     };
+    let listed = ListedFiles::read(&**storage, &metadata).await?;
+    if crc32.is_some() {
+        listed.warn_of_others(&mut warnings);
+    }
     warnings.extend(rank_warnings.iter().cloned());
     let checked = check_geometry(&metadata, crc32.is_some(), tolerant, &mut warnings);
     checked.map_err(|error| match &stale {
         Some(stale) => FormatError::new(error.what(), format!("{}; {stale}", error.problem())),
         None => error,
     })?;
-    let file_lens = stat_files(&**storage, &metadata).await?;
+    let file_lens = listed.byte_lens(&**storage, &metadata).await?;
     safetensors_files::locate(&**storage, &mut metadata, &file_lens).await?;
     match check_placements(&metadata, &file_lens) {
         Err(damage) if tolerant => warnings.push(damage.to_string()),
@@ -108,41 +111,88 @@ pub(super) fn decode(file: &str, bytes: &Bytes) -> Result<Decoded, FormatError> 
     crate::metadata::decode_all(bytes).map_err(|error| error.in_file(file, 0))
 }
 
-/// Warns of rank-local metadata, which PyTorch (2.15) ignores while there is a `.metadata`, even a
-/// stale one, and of a Hugging Face model in the same folder.
-async fn warn_of_others(
-    storage: &dyn Storage,
-    warnings: &mut Vec<String>,
-) -> Result<(), CheckpointError> {
-    let (mut ranks, mut model) = (false, false);
-    let mut objects = storage.list_files(None);
-    while let Some(meta) = objects.next().await {
-        let key = match meta {
-            Ok(meta) => meta.key,
-            Err(error) if error.kind() == StorageErrorKind::Unsupported => break,
-            Err(error) => return Err(error.into()),
-        };
-        ranks |= matches!(Named::parse(key.as_str()), Some(Named::RankMetadata { .. }));
-        model |= key.as_str().ends_with(INDEX_ENDING);
-        if ranks && model {
-            break;
+/// What one listing of the folder shows.
+#[derive(Default)]
+struct ListedFiles {
+    /// The lengths of the files of the index.
+    byte_lens: HashMap<Key, u64>,
+    /// Whether a file of this folder that was not listed is not there.
+    complete: bool,
+    /// Whether ranks have metadata of their own.
+    by_rank: bool,
+    /// Whether there is the index of a Hugging Face model.
+    model: bool,
+}
+
+impl ListedFiles {
+    async fn read(
+        storage: &dyn Storage,
+        metadata: &CheckpointMetadata,
+    ) -> Result<Self, CheckpointError> {
+        let of_index: HashSet<&Key> = metadata.files().iter().collect();
+        let mut listed =
+            Self { complete: storage.capabilities().complete_listing, ..Self::default() };
+        let mut objects = storage.list_files(None);
+        while let Some(meta) = objects.next().await {
+            let meta = match meta {
+                Ok(meta) => meta,
+                Err(error) if error.kind() == StorageErrorKind::Unsupported => {
+                    return Ok(Self::default());
+                }
+                Err(error) => return Err(error.into()),
+            };
+            let name = meta.key.as_str();
+            listed.by_rank |= matches!(Named::parse(name), Some(Named::RankMetadata { .. }));
+            listed.model |= name.ends_with(INDEX_ENDING);
+            if of_index.contains(&meta.key) {
+                listed.byte_lens.insert(meta.key, meta.byte_len);
+            }
+        }
+        Ok(listed)
+    }
+
+    /// Warns of rank-local metadata, which PyTorch (2.15) ignores while there is a `.metadata`, even
+    /// a stale one, and of a Hugging Face model in the same folder.
+    fn warn_of_others(&self, warnings: &mut Vec<String>) {
+        if self.by_rank {
+            warnings.push(
+                "there are both a .metadata, which is used, and the __*.metadata of a save \
+                 without collectives: one of the two is of another save"
+                    .into(),
+            );
+        }
+        if self.model {
+            warnings.push(
+                "there are both a .metadata, which is used, and the index of a Hugging Face \
+                 model, which is another checkpoint"
+                    .into(),
+            );
         }
     }
-    if ranks {
-        warnings.push(
-            "there are both a .metadata, which is used, and the __*.metadata of a save without \
-             collectives: one of the two is of another save"
-                .into(),
-        );
+
+    /// The length of each file; `None` for a missing one. Files in folders below, and those that a
+    /// listing may lack, are asked for one by one.
+    async fn byte_lens(
+        &self,
+        storage: &dyn Storage,
+        metadata: &CheckpointMetadata,
+    ) -> Result<Vec<Option<u64>>, CheckpointError> {
+        let lens = metadata.files().iter().map(|key| async move {
+            if let Some(len) = self.byte_lens.get(key) {
+                return Ok(Some(*len));
+            }
+            if self.complete && !key.as_str().contains('/') {
+                return Ok(None);
+            }
+            match storage.stat(key).await {
+                Ok(meta) => Ok(Some(meta.byte_len)),
+                Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
+                Err(error) => Err(CheckpointError::from(error)),
+            }
+        });
+        let lens = lens.collect::<Vec<_>>();
+        stream::iter(lens).buffered(parallelism(storage)).try_collect().await
     }
-    if model {
-        warnings.push(
-            "there are both a .metadata, which is used, and the index of a Hugging Face model, \
-             which is another checkpoint"
-                .into(),
-        );
-    }
-    Ok(())
 }
 
 /// `one_file` is false for merged metadata.
@@ -171,25 +221,6 @@ fn check_geometry(
         }
     }
     Ok(())
-}
-
-/// The length of each file; `None` for a missing one.
-async fn stat_files(
-    storage: &dyn Storage,
-    metadata: &CheckpointMetadata,
-) -> Result<Vec<Option<u64>>, CheckpointError> {
-    let stats = metadata
-        .files()
-        .iter()
-        .map(|key| async move {
-            match storage.stat(key).await {
-                Ok(meta) => Ok(Some(meta.byte_len)),
-                Err(error) if error.kind() == StorageErrorKind::NotFound => Ok(None),
-                Err(error) => Err(CheckpointError::from(error)),
-            }
-        })
-        .collect::<Vec<_>>();
-    stream::iter(stats).buffered(parallelism(storage)).try_collect().await
 }
 
 /// Every placement of every entry, with the entry's FQN.

@@ -144,6 +144,9 @@ impl CheckpointFormat for HuggingFaceFormat {
     }
 
     async fn examine(&self, place: &Place) -> Result<Examined, StorageError> {
+        if place.has_known_files() {
+            return Ok(Examined::default());
+        }
         let folder = place.listing().root();
         // Loaders read the single file, whatever an index says.
         let index = folder

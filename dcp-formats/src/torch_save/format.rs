@@ -99,16 +99,15 @@ impl CheckpointFormat for TorchSaveFormat {
         let Some(file) = place.file() else { return Ok(Examined::default()) };
         let storage = place.storage();
         let byte_len = storage.stat(file).await?.byte_len;
-        let head = storage.read_range(file, 0..byte_len.min(4)).await?;
-        // A stream from before PyTorch 1.6 has no mark of completeness. An archive is written front
-        // to back, with its directory at the end.
-        if head != b"PK\x03\x04"[..] {
+        // An archive is written front to back, with its directory at the end.
+        let tail = storage.read_range(file, byte_len.saturating_sub(TAIL_BYTES)..byte_len).await?;
+        if tail.windows(4).any(|window| window == b"PK\x05\x06") {
             return Ok(Examined::default());
         }
-        let tail = storage.read_range(file, byte_len.saturating_sub(TAIL_BYTES)..byte_len).await?;
-        let ends = tail.windows(4).any(|window| window == b"PK\x05\x06");
+        // A stream from before PyTorch 1.6 has no mark of completeness.
+        let head = storage.read_range(file, 0..byte_len.min(4)).await?;
         let problem = "the end of the file is missing: the save did not finish";
-        Ok(Examined::new((!ends).then(|| problem.to_owned())))
+        Ok(Examined::new((head == b"PK\x03\x04"[..]).then(|| problem.to_owned())))
     }
 
     async fn tracker(&self, _run: &Place) -> Result<Option<RunTracker>, StorageError> {

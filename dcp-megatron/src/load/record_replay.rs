@@ -6,7 +6,7 @@
 //! the files says that they are the same; otherwise it reads what it sees, and the load finds out
 //! that ranks see different checkpoints.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -111,12 +111,14 @@ impl Notes {
     /// Whether the files that were read are what this rank sees, too, as far as length, age and
     /// version tell.
     async fn hold(&self, storage: &dyn Storage) -> bool {
+        let listed = self.listed();
         let same = |key: &Key| {
-            let noted = self.stats.get(key).cloned().flatten();
+            let noted = self.stats.get(key).and_then(Option::as_ref);
+            let noted = noted.or_else(|| listed.get(key).copied()).cloned();
             let key = key.clone();
             async move {
-                let noted = noted.filter(|noted| noted.modified.is_some());
-                noted.is_some() && storage.stat(&key).await.ok() == noted
+                let Some(noted) = noted else { return false };
+                storage.stat(&key).await.is_ok_and(|seen| is_same(&noted, &seen))
             }
         };
         let parallelism = storage.capabilities().parallelism.max(1);
@@ -127,6 +129,16 @@ impl Notes {
             }
         }
         true
+    }
+
+    /// The objects of noted listings.
+    fn listed(&self) -> HashMap<&Key, &ObjectMeta> {
+        let in_folders = self.folders.values().flatten().filter_map(|entry| match entry {
+            FolderEntry::Object(meta) => Some(meta),
+            _ => None,
+        });
+        let all = self.lists.values().flatten().chain(in_folders);
+        all.map(|meta| (&meta.key, meta)).collect()
     }
 
     /// The bytes of an object that were noted.
@@ -217,6 +229,20 @@ impl Notes {
         }
         Ok(notes)
     }
+}
+
+/// Whether two descriptions are of one object. Ages in listings of a store have milliseconds, those
+/// in its other answers whole seconds.
+fn is_same(noted: &ObjectMeta, seen: &ObjectMeta) -> bool {
+    let age = |meta: &ObjectMeta| meta.modified?.duration_since(SystemTime::UNIX_EPOCH).ok();
+    let same_age = match (age(noted), age(seen)) {
+        (Some(a), Some(b)) => {
+            let is_rounded = a.subsec_nanos() == 0 || b.subsec_nanos() == 0;
+            a == b || (is_rounded && a.as_secs() == b.as_secs())
+        }
+        _ => false,
+    };
+    same_age && noted.byte_len == seen.byte_len && noted.version == seen.version
 }
 
 fn object(meta: &ObjectMeta) -> Object {

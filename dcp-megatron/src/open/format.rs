@@ -306,7 +306,8 @@ impl CheckpointTarget for MegatronCoreFormat {
 /// Compares the index and the common state of one checkpoint with its files.
 async fn examine_one(place: &Place) -> Result<Examined, StorageError> {
     let folder = place.listing().root();
-    let Some(config) = folder.file(METADATA_JSON) else { return Ok(Examined::default()) };
+    let config = folder.file(METADATA_JSON).filter(|_| !place.has_known_files());
+    let Some(config) = config else { return Ok(Examined::default()) };
     if config.byte_len <= Peek::BYTES_MAX {
         let json = place.storage().read_range(&config.key, 0..config.byte_len).await?;
         let json = serde_json::from_slice::<serde_json::Value>(&json);

@@ -1,11 +1,15 @@
 //! Opens storages by URL.
 
+#[cfg(feature = "s3")]
+mod aws_profile;
 #[cfg(feature = "azure")]
 mod azure;
 #[cfg(feature = "gcs")]
 mod gcs;
 #[cfg(feature = "http")]
 mod http;
+#[cfg(feature = "s3")]
+mod ini;
 mod options;
 #[cfg(feature = "s3")]
 mod s3;
@@ -54,8 +58,9 @@ const SCHEMES: &[(&str, Provider)] = &[
 /// Registers the URL schemes of the providers that this build has.
 ///
 /// All have one opener, which keeps the connections of each bucket for as long as the registry
-/// lives.
+/// lives. Settings that no provider and no other crate knows are refused from then on.
 pub fn register(storages: &mut StorageRegistry) {
+    storages.register_options(options::knows);
     let opener: Arc<dyn StorageOpener> = Arc::new(ObjectOpener::new());
     for (scheme, _) in SCHEMES {
         storages.register_opener(*scheme, Arc::clone(&opener));
@@ -120,7 +125,6 @@ impl ObjectOpener {
 
     fn open_now(&self, request: &OpenRequest) -> Result<ObjectStorage, StorageError> {
         let place = Place::parse(&request.url)?;
-        options::check(&request.options)?;
         let settings = request.options.iter();
         let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
         let entry = self.opened.entry((place.provider, place.root.clone(), settings));

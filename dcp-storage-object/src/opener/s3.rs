@@ -18,7 +18,9 @@ use object_store::signer::{SignedUrlOptions, Signer};
 use object_store::{Error, MultipartUpload, PutResult, Result};
 use serde::Deserialize;
 
-use super::{Opened, cannot_connect, options};
+use super::aws_profile::{self, Profile, Surroundings};
+use super::{Opened, cannot_connect, invalid, options};
+use crate::error::INVALID_LIST;
 use crate::native::{Completion, OpenUploads};
 use crate::service::{Condition, Connector, with_condition};
 
@@ -29,6 +31,7 @@ pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened,
     let mut builder = AmazonS3Builder::new();
     let mut client = options::client();
     options::configure!(builder, client, S3Key, "AWS_", settings);
+    let builder = with_profile(builder, settings, &Surroundings::of_process())?;
     let endpoint = [S3Key::S3Endpoint, S3Key::Endpoint];
     let endpoint = endpoint.iter().find_map(|key| builder.get_config_value(key));
     if endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")) {
@@ -56,6 +59,55 @@ pub(super) fn connect(bucket: &str, settings: &StorageOptions) -> Result<Opened,
         open_uploads: Some(open_uploads),
         conditional_writes,
     })
+}
+
+/// Adds what variables and settings do not say from the profile of AWS's programs. A profile that a
+/// setting names has precedence over keys in variables.
+fn with_profile(
+    mut builder: AmazonS3Builder,
+    settings: &StorageOptions,
+    around: &Surroundings<'_>,
+) -> Result<AmazonS3Builder, StorageError> {
+    let named = settings.get(aws_profile::OPTION);
+    let has = |builder: &AmazonS3Builder, keys: &[S3Key]| {
+        keys.iter().any(|key| builder.get_config_value(key).is_some())
+    };
+    let is_anonymous = builder.get_config_value(&S3Key::SkipSignature);
+    let is_anonymous = is_anonymous.is_some_and(|skip| skip.eq_ignore_ascii_case("true"));
+    let is_key = |name: &str| {
+        matches!(name.parse(), Ok(S3Key::AccessKeyId | S3Key::SecretAccessKey | S3Key::Token))
+    };
+    let by_settings = settings.iter().any(|(name, _)| is_key(name));
+    let has_keys = by_settings
+        || is_anonymous
+        || (named.is_none() && has(&builder, &[S3Key::AccessKeyId, S3Key::SecretAccessKey]));
+    let has_region = has(&builder, &[S3Key::Region, S3Key::DefaultRegion]);
+    let has_endpoint = has(&builder, &[S3Key::Endpoint, S3Key::S3Endpoint]);
+    if has_keys && has_region && has_endpoint {
+        return Ok(builder);
+    }
+    let Some(profile) = Profile::find(named, around)? else { return Ok(builder) };
+    if let Some(keys) = (!has_keys).then(|| profile.keys()).transpose()?.flatten() {
+        builder = builder.with_access_key_id(keys.id).with_secret_access_key(keys.secret);
+        builder = match keys.token {
+            Some(token) => builder.with_token(token),
+            None if has(&builder, &[S3Key::Token]) => {
+                let message =
+                    "AWS_SESSION_TOKEN does not belong to the keys of the profile: unset it";
+                return Err(invalid(message));
+            }
+            None => builder,
+        };
+    }
+    if let Some(region) = profile.region().filter(|_| !has_region) {
+        builder = builder.with_region(region);
+    }
+    let ignored = (around.variable)("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS");
+    let is_ignored = ignored.is_some_and(|ignored| ignored.eq_ignore_ascii_case("true"));
+    if let Some(endpoint) = profile.endpoint().filter(|_| !has_endpoint && !is_ignored) {
+        builder = builder.with_endpoint(endpoint);
+    }
+    Ok(builder)
 }
 
 /// The completion of a multipart upload with `If-None-Match` or `If-Match`, which the signature
@@ -143,8 +195,7 @@ impl S3Uploads {
             // In the form of the errors of `object_store`.
             return Err(failed(format!("status code: {status}: {body}")));
         }
-        quick_xml::de::from_str(&body)
-            .map_err(|error| failed(format!("the list of uploads is not valid: {error}")))
+        quick_xml::de::from_str(&body).map_err(|error| failed(format!("{INVALID_LIST}: {error}")))
     }
 }
 
@@ -188,6 +239,34 @@ fn failed(message: impl Into<String>) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_profile_adds_what_nothing_else_says() {
+        let file = b"[default]\naws_access_key_id=ID\naws_secret_access_key=5ec7e7\nregion=r\n\
+            [x]\naws_access_key_id=X\naws_secret_access_key=5ec7e7\nendpoint_url=http://x\n";
+        let variable = |name: &str| (name == "HOME").then(|| "/home".to_owned());
+        let around = Surroundings { variable: &variable, file: &|_| Ok(Some(file.to_vec())) };
+        let with = |builder: AmazonS3Builder, options: StorageOptions| {
+            let found = with_profile(builder, &options, &around).unwrap();
+            [S3Key::AccessKeyId, S3Key::Region, S3Key::Endpoint]
+                .map(|key| found.get_config_value(&key).unwrap_or_default())
+        };
+        let none = StorageOptions::new;
+        let keys = |builder: AmazonS3Builder| {
+            builder.with_access_key_id("ENV").with_secret_access_key("5ec7e7")
+        };
+        let new = AmazonS3Builder::new;
+        assert_eq!(with(new(), none()), ["ID", "r", ""]);
+        assert_eq!(with(keys(new()), none()), ["ENV", "r", ""]);
+        let named = none().with("aws_profile", "x");
+        assert_eq!(with(keys(new()).with_region("e"), named.clone()), ["X", "e", "http://x"]);
+        let given = named.with("aws_access_key_id", "ENV").with("aws_secret_access_key", "5ec7e7");
+        assert_eq!(with(keys(new()).with_endpoint("http://e"), given), ["ENV", "", "http://e"]);
+        assert_eq!(with(new().with_skip_signature(true), none()), ["", "r", ""]);
+        let named = none().with("aws_profile", "x");
+        let error = with_profile(new().with_token("5ec7e7"), &named, &around).unwrap_err();
+        assert!(error.to_string().contains("AWS_SESSION_TOKEN"), "{error}");
+    }
 
     #[test]
     fn a_list_of_uploads_is_read() {

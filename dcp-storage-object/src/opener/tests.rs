@@ -64,7 +64,9 @@ fn settings_are_not_shown() {
 fn one_bucket_and_settings_have_one_client() {
     let opener = ObjectOpener::new();
     let open = |url: &str, region: &str| {
+        // Not those of a profile of whoever runs the test.
         let options = StorageOptions::new().with("aws_region", region);
+        let options = options.with("aws_access_key_id", "x").with("aws_secret_access_key", "x");
         opener.open_now(&OpenRequest::new(url, Access::Read).with_options(options)).unwrap()
     };
     let one = open("s3://bucket/a", "x");
@@ -81,4 +83,26 @@ fn urls_of_one_bucket_are_one_place() {
     assert_eq!(locate("s3://bucket/a/b/"), locate("s3a://bucket/a/b"));
     assert!(locate("s3://bucket/a/b").is_in(&locate("s3://bucket/a")));
     assert!(!locate("s3://other/a/b").is_in(&locate("s3://bucket/a")));
+}
+
+/// Whatever the URL: a job that reads from a disk may have a setting for where it writes.
+#[cfg(feature = "memory")]
+#[tokio::test]
+async fn a_setting_that_nobody_knows_is_refused_without_its_value() {
+    let mut storages = StorageRegistry::empty();
+    register(&mut storages);
+    storages.register("file", |_| Err(invalid("opened")));
+    let with = |name: &str| storages.clone().options(StorageOptions::new().with(name, "5ec7e7"));
+    for url in ["/plain/path", "memory://x"] {
+        let error = with("coalesce_gab").open(url, Access::Read).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid);
+        let text = format!("{error:?} {error}");
+        assert!(text.contains("coalesce_gap") && !text.contains("5ec7e7"), "{text}");
+    }
+    let error = with("part_bytes").open("/plain/path", Access::Read).await.unwrap_err();
+    assert!(error.to_string().contains("opened"), "{error}");
+    // Those of another crate.
+    storages.register_options(|name| if name == "tape_drive" { Ok(()) } else { Err(vec![]) });
+    let tape = storages.clone().options(StorageOptions::new().with("tape_drive", "1"));
+    tape.open("memory://x", Access::Read).await.unwrap();
 }

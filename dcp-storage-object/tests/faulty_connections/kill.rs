@@ -6,10 +6,11 @@ use std::time::Duration;
 use dcp_conformance::http::{FaultRule, HttpFault};
 
 use crate::checkpoint::{loaded, save_on_one};
-use crate::place::{Place, block_on, open};
+use crate::place::{Place, Store, block_on};
 
 const URL: &str = "DCP_TEST_CHILD_URL";
 const ENDPOINT: &str = "DCP_TEST_CHILD_ENDPOINT";
+const STORE: &str = "DCP_TEST_CHILD_STORE";
 
 pub(crate) fn is_child() -> bool {
     std::env::var_os(URL).is_some()
@@ -17,26 +18,28 @@ pub(crate) fn is_child() -> bool {
 
 /// Saves step 2.
 pub(crate) fn save_as_child() {
-    let storage = open(&std::env::var(URL).unwrap(), &std::env::var(ENDPOINT).unwrap());
+    let [url, endpoint, store] = [URL, ENDPOINT, STORE].map(|name| std::env::var(name).unwrap());
+    let storage = Store::named(&store).open(&url, &endpoint);
     save_on_one(&storage, 2).unwrap();
 }
 
 /// The process stops in each of its requests in turn, which the store has answered, and is killed
 /// there.
-pub(crate) fn killed_saves(_: &Place) {
-    let place = Place::new();
+pub(crate) fn killed_saves(place: &Place) {
+    let store = place.store;
     save_on_one(&place.storage(), 1).unwrap();
     place.proxy.clear();
     save_on_one(&place.storage(), 2).unwrap();
     let requests = place.proxy.traffic().requests;
     let mut loaded_before = 1;
     for request in 0..requests {
-        let place = Place::new();
+        let place = Place::new(store);
         save_on_one(&place.storage(), 1).unwrap();
         place.proxy.add(FaultRule::new(HttpFault::Stall).after(request));
         let (url, endpoint) = place.address();
         let mut child = Command::new(std::env::current_exe().unwrap())
             .envs([(URL, url), (ENDPOINT, endpoint)])
+            .env(STORE, store.name())
             .stdin(Stdio::null())
             .spawn()
             .unwrap();

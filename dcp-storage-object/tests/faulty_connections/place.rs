@@ -14,8 +14,77 @@ use dcp_testing::key;
 use futures_util::TryStreamExt as _;
 use tokio::runtime::Runtime;
 
-const ENDPOINT: &str = "DCP_TEST_S3_ENDPOINT";
-const BUCKET: &str = "DCP_TEST_S3_BUCKET";
+/// An object store on this machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Store {
+    S3,
+    Azure,
+    Gcs,
+}
+
+impl Store {
+    pub(crate) const ALL: [Self; 3] = [Self::S3, Self::Azure, Self::Gcs];
+
+    pub(crate) fn name(self) -> &'static str {
+        ["s3", "azure", "gcs"][self as usize]
+    }
+
+    pub(crate) fn named(name: &str) -> Self {
+        Self::ALL.into_iter().find(|store| store.name() == name).unwrap()
+    }
+
+    fn variable(self, name: &str) -> Option<String> {
+        let name = format!("DCP_TEST_{}_{name}", self.name().to_uppercase());
+        std::env::var(name).ok().filter(|value| !value.is_empty())
+    }
+
+    fn bucket(self) -> Option<String> {
+        self.variable(if self == Self::Azure { "CONTAINER" } else { "BUCKET" })
+    }
+
+    /// Whether it runs.
+    pub(crate) fn is_there(self) -> bool {
+        self.variable("ENDPOINT").is_some() && self.bucket().is_some()
+    }
+
+    fn url(self, bucket: &str, prefix: &str) -> String {
+        let scheme = ["s3", "az", "gs"][self as usize];
+        format!("{scheme}://{bucket}/{prefix}")
+    }
+
+    fn options(self, endpoint: &str) -> StorageOptions {
+        let variable = |name: &str| std::env::var(name).unwrap();
+        let options = StorageOptions::new();
+        match self {
+            Self::S3 => options
+                .with("aws_endpoint", endpoint)
+                .with("aws_region", "us-east-1")
+                .with("aws_access_key_id", "test")
+                .with("aws_secret_access_key", "test"),
+            Self::Azure => {
+                let account = variable("AZURE_STORAGE_ACCOUNT_NAME");
+                options
+                    .with("azure_endpoint", format!("{endpoint}/{account}"))
+                    .with("azure_storage_account_key", variable("AZURE_STORAGE_ACCOUNT_KEY"))
+                    .with("azure_storage_account_name", account)
+            }
+            Self::Gcs => {
+                options.with("google_base_url", endpoint).with("google_skip_signature", "true")
+            }
+        }
+    }
+
+    /// A storage that gives up early, so that stalled requests cost little.
+    pub(crate) fn open(self, url: &str, endpoint: &str) -> Arc<dyn Storage> {
+        let options = self
+            .options(endpoint)
+            .with("timeout", "1 second")
+            .with("stall_timeout", "1")
+            .with("deadline", "20");
+        let request = OpenRequest::new(url, Access::Write).with_options(options);
+        block_on(ObjectOpener::new().open(&request)).unwrap()
+    }
+}
 
 /// Runs a future on the one runtime of this process, which its connections need.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
@@ -39,49 +108,44 @@ pub(crate) fn read(storage: &Arc<dyn Storage>, name: &str) -> Result<String, Sto
 
 pub(crate) struct Place {
     pub(crate) proxy: FaultProxy,
+    pub(crate) store: Store,
     prefix: String,
 }
 
 impl Place {
-    /// Whether there is an emulator.
-    pub(crate) fn has_store() -> bool {
-        [ENDPOINT, BUCKET].iter().all(|name| std::env::var(name).is_ok())
-    }
-
     /// A folder whose name no other has.
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(store: Store) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos();
-        Self::named(format!("faults-{now:x}-{}", NEXT.fetch_add(1, Ordering::Relaxed)))
+        Self::named(store, format!("faults-{now:x}-{}", NEXT.fetch_add(1, Ordering::Relaxed)))
     }
 
     /// An empty folder whose name is the same in every run: faults follow from the names of objects.
-    pub(crate) fn of_seed(seed: u64) -> Self {
-        let place = Self::named(format!("faults-of-seed-{seed}"));
+    pub(crate) fn of_seed(store: Store, seed: u64) -> Self {
+        let place = Self::named(store, format!("faults-of-seed-{seed}"));
         let keys: Vec<_> = place.names().iter().map(|name| key(name)).collect();
         block_on(place.storage().delete(&keys)).unwrap();
         place
     }
 
-    fn named(prefix: String) -> Self {
-        let proxy = FaultProxy::start(&std::env::var(ENDPOINT).unwrap()).unwrap();
-        Self { proxy, prefix }
+    fn named(store: Store, prefix: String) -> Self {
+        let proxy = FaultProxy::start(&store.variable("ENDPOINT").unwrap()).unwrap();
+        Self { proxy, store, prefix }
     }
 
-    /// The URL that [`open`] takes, and the address of the proxy.
+    /// The URL that [`Store::open`] takes, and the address of the proxy.
     pub(crate) fn address(&self) -> (String, String) {
-        let bucket = std::env::var(BUCKET).unwrap();
-        (format!("s3://{bucket}/{}", self.prefix), self.proxy.endpoint())
+        (self.store.url(&self.store.bucket().unwrap(), &self.prefix), self.proxy.endpoint())
     }
 
     /// A storage with connections of its own, as a process has them.
     pub(crate) fn storage(&self) -> Arc<dyn Storage> {
         let (url, endpoint) = self.address();
-        open(&url, &endpoint)
+        self.store.open(&url, &endpoint)
     }
 
     pub(crate) fn in_bucket(&self, bucket: &str) -> Arc<dyn Storage> {
-        open(&format!("s3://{bucket}/{}", self.prefix), &self.proxy.endpoint())
+        self.store.open(&self.store.url(bucket, &self.prefix), &self.proxy.endpoint())
     }
 
     /// The names of all objects, sorted.
@@ -97,18 +161,4 @@ impl Place {
     pub(crate) fn is_named_in(&self, message: &str) -> bool {
         [".metadata", ".distcp", ".dcp", "cannot list"].iter().any(|name| message.contains(name))
     }
-}
-
-/// A storage that gives up early, so that stalled requests cost little.
-pub(crate) fn open(url: &str, endpoint: &str) -> Arc<dyn Storage> {
-    let options = StorageOptions::new()
-        .with("aws_endpoint", endpoint)
-        .with("aws_region", "us-east-1")
-        .with("aws_access_key_id", "test")
-        .with("aws_secret_access_key", "test")
-        .with("timeout", "1 second")
-        .with("stall_timeout", "1")
-        .with("deadline", "20");
-    let request = OpenRequest::new(url, Access::Write).with_options(options);
-    block_on(ObjectOpener::new().open(&request)).unwrap()
 }

@@ -15,4 +15,6 @@ mod ranks;
 mod sockets;
 #[path = "../support/state.rs"]
 mod state;
+#[cfg(all(feature = "node", unix))]
+mod throttled;
 mod urls;

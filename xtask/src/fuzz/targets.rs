@@ -14,6 +14,11 @@ pub(super) struct Target {
 
 pub(super) const TARGETS: &[Target] = &[
     Target {
+        name: "aws_profile",
+        seeds: &["dcp-storage-object/tests/corpus/aws_profile"],
+        parsers: &["dcp-storage-object/ini.rs"],
+    },
+    Target {
         name: "cached_distribution",
         seeds: &["dcp-megatron/tests/corpus/cached_distribution"],
         parsers: &["dcp-megatron/cache.rs"],
@@ -134,6 +139,7 @@ mod tests {
         "dcp-mapping/src/",
         "dcp-megatron/src/",
         "dcp-olmo/src/",
+        "dcp-storage-object/src/",
     ];
 
     /// Files with a function of a parser's form that no target needs to reach by itself. A file

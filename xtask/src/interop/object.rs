@@ -1,11 +1,11 @@
 //! Both directions through S3: PyTorch writes and reads with fsspec and s3fs, and s3torchconnector
-//! writes.
+//! and OLMo-core write.
 
 use std::process::Command;
 
 use crate::interop::Run;
 use crate::process::run;
-use crate::{Result, emulators};
+use crate::{Result, emulators, venv};
 
 /// What `interop_object.py` saves.
 const SAVED: &[&str] = &["dtensors", "sharded_tensors", "plain", "fsdp2", "s3torchconnector"];
@@ -30,6 +30,20 @@ impl Run<'_> {
             with_store(rust);
             rust.arg("load-from").arg(&url).arg(&expected).args(SAVED)
         })?;
+
+        println!("OLMo-core → S3 → Rust");
+        let (url, saved) = (format!("s3://{bucket}/olmo"), self.folder.join("olmo"));
+        let mut save = Self::script_of(&venv::olmo()?, "interop_olmo.py");
+        with_store(&mut save);
+        run(save.arg("save").arg(&saved).arg(&url))?;
+        for layout in ["nested", "flat"] {
+            let url = format!("{url}/{layout}");
+            let (mut verify, mut diff) = (self.dcp(), self.dcp());
+            with_store(&mut verify);
+            with_store(&mut diff);
+            run(verify.args(["verify", "--deep", &url]))?;
+            run(diff.arg("diff").arg(saved.join(layout)).arg(&url))?;
+        }
 
         let (url, state) = (format!("s3://{bucket}/rust"), self.folder.join("state.json"));
         run(self.script("interop_state.py").arg(&state))?;

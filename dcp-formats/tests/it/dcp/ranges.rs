@@ -68,6 +68,19 @@ fn a_row_slice_costs_what_it_has() {
     assert!(index < 2000, "{index} bytes of metadata");
 }
 
+/// One request for the index, and one for all names and lengths, however many files there are.
+#[test]
+fn a_checkpoint_of_many_files_opens_with_two_requests() {
+    let storage = Arc::new(MemoryStorage::new());
+    let state = State::new(12).rows("w", DType::Float32, &[48, 4], 5);
+    save(&DcpWriter::new(storage.clone()), &state).unwrap();
+    let counting = CountingStorage::new(storage);
+    let metadata = block_on(DcpReader::new(Arc::new(counting.clone())).metadata()).unwrap();
+    assert_eq!(metadata.files().len(), 12);
+    let counts = counting.counts();
+    assert_eq!((counts.whole_reads, counts.folder_lists, counts.operations()), (1, 1, 2));
+}
+
 #[test]
 fn a_column_slice_skips_what_is_worth_skipping() {
     let shape = [256, 65_536];

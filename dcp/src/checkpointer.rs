@@ -65,6 +65,8 @@ pub struct Checkpointer {
     background: BackgroundSaver,
     stager: Option<Arc<dyn Stager>>,
     decisions: Option<Arc<dyn Collective>>,
+    group: Option<Arc<dyn Collective>>,
+    coordinator: Rank,
     writer: Arc<MakeWriter>,
     reader: Arc<MakeReader>,
 }
@@ -88,6 +90,8 @@ impl Checkpointer {
             background: BackgroundSaver::new(saver.clone()),
             stager: None,
             decisions: None,
+            group: None,
+            coordinator: 0,
             saver,
             loader: Loader::new(),
             writer: Arc::new(|storage| Arc::new(DcpWriter::new(storage))),
@@ -100,8 +104,8 @@ impl Checkpointer {
     #[doc(alias = "process_group")]
     pub fn group(self, group: Arc<dyn Collective>) -> Self {
         let loader = self.loader.clone().group(Arc::clone(&group));
-        let saver = self.saver.clone().group(group);
-        Self { loader, ..self.with_saver(saver) }
+        let saver = self.saver.clone().group(Arc::clone(&group));
+        Self { loader, group: Some(group), ..self.with_saver(saver) }
     }
 
     /// The rank that merges plans and commits; 0 by default.
@@ -110,7 +114,7 @@ impl Checkpointer {
     pub fn coordinator(self, rank: Rank) -> Self {
         let loader = self.loader.clone().coordinator(rank);
         let saver = self.saver.clone().coordinator(rank);
-        Self { loader, ..self.with_saver(saver) }
+        Self { loader, coordinator: rank, ..self.with_saver(saver) }
     }
 
     /// The storages that serve URLs; those of [`default_storages`](crate::default_storages) by
@@ -287,6 +291,8 @@ impl fmt::Debug for Checkpointer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Checkpointer")
             .field("storages", &self.storages)
+            .field("group", &self.group)
+            .field("coordinator", &self.coordinator)
             .field("saver", &self.saver)
             .field("loader", &self.loader)
             .finish_non_exhaustive()
@@ -423,6 +429,32 @@ impl<'a, S: Stateful + Send + ?Sized> IntoFuture for Load<'a, S> {
                 Err(error) => Err(loader.fail(error).await),
             }
         })
+    }
+}
+
+#[cfg(feature = "checkpoint")]
+impl Checkpointer {
+    pub(crate) fn storage_registry(&self) -> &StorageRegistry {
+        &self.storages
+    }
+
+    /// Whether this rank decides for the group.
+    pub(crate) fn is_coordinator(&self) -> bool {
+        self.group.as_ref().is_none_or(|group| group.rank() == self.coordinator)
+    }
+
+    /// The group of the saves, when no background save uses it, and its coordinator.
+    pub(crate) async fn settled_group(&self) -> (Option<Arc<dyn Collective>>, Rank) {
+        self.background.settled().await;
+        (self.group.clone(), self.coordinator)
+    }
+
+    /// The group in which ranks decide while background saves go on, or that of the saves.
+    pub(crate) async fn decisive_group(&self) -> (Option<Arc<dyn Collective>>, Rank) {
+        match &self.decisions {
+            Some(group) => (Some(Arc::clone(group)), self.coordinator),
+            None => self.settled_group().await,
+        }
     }
 }
 

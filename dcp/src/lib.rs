@@ -65,6 +65,8 @@
 mod block_on;
 pub mod checkpointer;
 mod default_formats;
+#[cfg(feature = "checkpoint")]
+pub mod manager;
 mod storages;
 
 #[cfg(feature = "checkpoint")]

@@ -8,6 +8,7 @@
 mod delete;
 mod prune;
 mod retention;
+mod schedule;
 mod sidecar;
 mod step_name;
 
@@ -20,7 +21,7 @@ use dcp_convert::open::RunEntry;
 use dcp_core::format::{Listing, Place};
 use dcp_core::registry::Access;
 use dcp_core::storage::{FolderEntry, ObjectMeta};
-use dcp_core::{Key, Storage, StorageError};
+use dcp_core::{Key, Storage, StorageError, StorageErrorKind};
 use dcp_megatron::{Tracked, write_tracker};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Serialize;
@@ -34,6 +35,7 @@ pub use retention::{
     AllOf, AnyOf, Decision, KeepBest, KeepEvery, KeepLast, KeepSteps, KeepYoungerThan, Retention,
     StepFacts, decide,
 };
+pub use schedule::SaveSchedule;
 pub use step_name::StepNaming;
 
 use sidecar::Sidecars;
@@ -76,6 +78,8 @@ pub struct RunStep {
     pub name: String,
     /// The training step.
     pub step: u64,
+    /// What to open to read it, relative to the run; `None` where nothing can be read.
+    pub checkpoint: Option<String>,
     /// The name of its format; empty where only files that belong to no format are left.
     pub format: &'static str,
     /// Whether all is there that its format needs; `None` where that is unknown.
@@ -122,7 +126,7 @@ impl RunStep {
 }
 
 /// The newest valid checkpoint of a run, from [`Run::latest_valid`].
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LatestValid {
     /// The checkpoint; `None` where the run has no valid one.
@@ -143,6 +147,14 @@ pub struct SkippedStep {
     pub problem: String,
 }
 
+impl SkippedStep {
+    /// A checkpoint with a problem.
+    #[must_use]
+    pub fn new(name: impl Into<String>, step: u64, problem: impl Into<String>) -> Self {
+        Self { name: name.into(), step, problem: problem.into() }
+    }
+}
+
 impl Run {
     /// The URL of its folder.
     #[must_use]
@@ -161,7 +173,8 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// When the folder cannot be opened or listed.
+    /// [`NotFound`](ErrorKind::NotFound) where the folder does not exist, and when it cannot be opened
+    /// or listed.
     pub async fn steps(&self) -> Result<Vec<RunStep>, Error> {
         let storage = self.open(Access::Read).await?;
         self.look(&storage).await.map_err(|error| self.cannot_read(error))
@@ -266,15 +279,23 @@ impl Run {
         Ok(())
     }
 
-    /// Makes the tracker file of the run name a step, where the naming has one: a reader sees the
-    /// old name or the new one.
+    /// Notes a save that was committed: its metrics, in place of those of an earlier save of the step,
+    /// and in the tracker file of the run, where the naming has one, the step. A reader of the tracker
+    /// sees the old step or the new one. Nothing is listed.
     ///
     /// # Errors
     ///
     /// When the storage fails.
-    pub async fn track(&self, naming: StepNaming, step: u64) -> Result<(), Error> {
+    pub async fn note_save(
+        &self,
+        naming: StepNaming,
+        step: u64,
+        metrics: &BTreeMap<String, f64>,
+    ) -> Result<(), Error> {
+        let storage = self.open(Access::Write).await?;
+        let folder = Key::new(naming.folder(step)).map_err(StorageError::from)?;
+        sidecar::write_metrics(&*storage, &folder, metrics).await?;
         if naming == StepNaming::Iteration {
-            let storage = self.open(Access::Write).await?;
             write_tracker(&*storage, Tracked::Iteration(step)).await?;
         }
         Ok(())
@@ -297,7 +318,13 @@ impl Run {
 
     async fn open(&self, access: Access) -> Result<Arc<dyn Storage>, Error> {
         let opened = self.opener.storages().open(&self.url, access).await;
-        opened.map_err(|error| Error::from(error).context(format!("cannot open {:?}", self.url)))
+        opened.map_err(|error| match error.kind() {
+            StorageErrorKind::NotFound => {
+                let message = format!("there is no run at {:?}", self.url);
+                Error::new(ErrorKind::NotFound, message).because(error)
+            }
+            _ => Error::from(error).context(format!("cannot open {:?}", self.url)),
+        })
     }
 
     fn cannot_read(&self, error: StorageError) -> Error {
@@ -397,6 +424,7 @@ fn run_step(
     Some(RunStep {
         name: name.to_owned(),
         step,
+        checkpoint: entry.and_then(|entry| entry.checkpoint.clone()),
         format: entry.map_or("", |entry| entry.kind.format()),
         complete,
         problem,
@@ -408,4 +436,27 @@ fn run_step(
         tracked,
         deleting,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is_send<T: Send>(_: T) {}
+
+    /// A trainer runs these on a runtime of several threads.
+    #[test]
+    fn what_a_run_does_can_be_spawned() {
+        let run = Opener::new(dcp_core::registry::StorageRegistry::empty()).run("run");
+        is_send(run.steps());
+        is_send(run.latest_valid(true));
+        is_send(run.note_save(StepNaming::Dash, 1, &BTreeMap::new()));
+        is_send(run.prune().run());
+        is_send(run.prune().apply(&PrunePlan::default()));
+    }
+
+    #[expect(dead_code, reason = "that it compiles is the test")]
+    fn a_verification_can_be_spawned(checkpoint: &crate::Checkpoint) {
+        is_send(checkpoint.verify().deep(true).run());
+    }
 }

@@ -109,7 +109,8 @@ impl Sidecars {
     }
 }
 
-/// Writes the metrics of a checkpoint. Values that are no numbers are left out.
+/// Writes the metrics of a checkpoint, or removes them where there are none. Values that are no
+/// numbers are left out.
 pub(super) async fn write_metrics(
     storage: &dyn Storage,
     folder: &Key,
@@ -119,6 +120,9 @@ pub(super) async fn write_metrics(
     let file =
         MetricsFile { metrics: finite.map(|(name, value)| (name.clone(), *value)).collect() };
     let key = folder.join(METRICS)?;
+    if file.metrics.is_empty() {
+        return storage.delete(&[key]).await;
+    }
     let json = serde_json::to_vec_pretty(&file).map_err(|error| {
         StorageError::new(StorageErrorKind::Invalid, StorageOp::Put, Some(key.clone()))
             .with_message(error.to_string())

@@ -196,6 +196,8 @@ async fn file_sizes(
             Err(error) => Err(CheckpointError::from(error)),
         }
     });
+    // A stream over the closure itself would not be `Send`.
+    let stats: Vec<_> = stats.collect();
     stream::iter(stats).buffered(options.parallelism.max(1)).try_collect().await
 }
 

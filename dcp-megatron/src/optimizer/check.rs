@@ -211,14 +211,16 @@ pub async fn check_optimizer(
     let format = OptimizerFormat::of(&metadata, common);
     let (pairs, not_compared) = pairs(&source, &metadata)?;
     let sampled = depth == CheckDepth::Sampled;
-    let found: Vec<Option<Wrong<'_>>> = stream::iter(&pairs)
-        .map(|pair| async move {
-            let chunks = tiles(pair.master_reader.tensor()?)?;
-            if sampled && !pair.differs_in_samples(&chunks).await? {
-                return Ok(None);
-            }
-            pair.compare(chunks).await
-        })
+    let comparisons = pairs.iter().map(|pair| async move {
+        let chunks = tiles(pair.master_reader.tensor()?)?;
+        if sampled && !pair.differs_in_samples(&chunks).await? {
+            return Ok(None);
+        }
+        pair.compare(chunks).await
+    });
+    // A stream over the closure itself would not be `Send`.
+    let comparisons: Vec<_> = comparisons.collect();
+    let found: Vec<Option<Wrong<'_>>> = stream::iter(comparisons)
         .buffered(job.parallelism.max(1))
         .try_collect()
         .await

@@ -7,6 +7,7 @@ mod borrowed;
 mod broadcast;
 mod child;
 mod kills;
+mod manager;
 #[cfg(all(feature = "megatron", feature = "mapping"))]
 mod mapping;
 #[cfg(feature = "megatron")]

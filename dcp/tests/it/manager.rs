@@ -1,0 +1,206 @@
+//! A trainer's checkpoints of one run.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use dcp::checkpoint::run::{AnyOf, KeepBest, KeepEvery, KeepLast, SaveSchedule, StepNaming};
+use dcp::collectives::LocalGroup;
+use dcp::manager::{CheckpointManager, Preemption, SaveReason};
+use dcp::{CheckpointError, Checkpointer, Collective, DType, Region, StateDict, Tensor};
+
+fn state(step: u64) -> StateDict {
+    let mut state = StateDict::new();
+    let bytes: Vec<u8> = (0..64).flat_map(|at| (at as f32 + step as f32).to_le_bytes()).collect();
+    state.insert("weight", Tensor::replicated(DType::Float32, [8, 8], bytes).unwrap());
+    state.insert("step", i64::try_from(step).unwrap());
+    state
+}
+
+fn step_of(state: &StateDict) -> i64 {
+    match state.get("step") {
+        Some(dcp::Value::Int(step)) => *step,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn run_in(folder: &tempfile::TempDir) -> String {
+    folder.path().join("run").display().to_string()
+}
+
+fn steps(manager: &CheckpointManager) -> Vec<u64> {
+    let steps = dcp::block_on(manager.run().steps()).unwrap().unwrap();
+    steps.iter().filter(|one| one.is_complete()).map(|one| one.step).collect()
+}
+
+fn flip_a_byte(file: &Path) {
+    let mut bytes = fs::read(file).unwrap();
+    let at = bytes.len() / 2;
+    bytes[at] ^= 1;
+    fs::write(file, bytes).unwrap();
+}
+
+#[test]
+fn a_trainer_resumes_from_the_newest_valid_checkpoint_and_hears_what_was_skipped() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = run_in(&folder);
+    let manager = CheckpointManager::new(&url).deep_resume(true);
+    let mut mine = state(0);
+    assert!(manager.resume(&mut mine).blocking().unwrap().is_none());
+    for step in [10, 20, 30, 40] {
+        manager.save(step, &state(step)).blocking().unwrap();
+    }
+    fs::remove_file(Path::new(&url).join("step-40/.metadata")).unwrap();
+    flip_a_byte(&Path::new(&url).join("step-30/__0_0.distcp"));
+    let resumed = manager.resume(&mut mine).blocking().unwrap().unwrap();
+    assert_eq!((resumed.step, step_of(&mine)), (20, 20));
+    let skipped: Vec<_> = resumed.skipped.iter().map(|one| one.step).collect();
+    assert_eq!(skipped, [40, 30]);
+    // The next saves replace them.
+    manager.save(30, &state(30)).blocking().unwrap();
+    manager.save(40, &state(40)).blocking().unwrap();
+    assert_eq!(manager.resume(&mut mine).blocking().unwrap().unwrap().step, 40);
+}
+
+#[test]
+fn a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = run_in(&folder);
+    let manager = CheckpointManager::new(&url).deep_resume(true);
+    manager.save(10, &state(10)).blocking().unwrap();
+    flip_a_byte(&Path::new(&url).join("step-10/__0_0.distcp"));
+    let mut mine = state(0);
+    let error = manager.resume(&mut mine).blocking().unwrap_err();
+    assert!(error.to_string().contains("no checkpoint of the run"), "{error}");
+    assert_eq!(step_of(&mine), 0);
+}
+
+#[test]
+fn after_each_save_the_policy_decides_what_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let policy = AnyOf::new().or(KeepLast(1)).or(KeepEvery(30)).or(KeepBest::lowest(1, "loss"));
+    let manager =
+        CheckpointManager::new(run_in(&folder)).keep(policy).verify_before_deletion(false);
+    for (step, loss) in [(10, 3.0), (20, 0.5), (30, 2.0), (40, 1.0), (50, 4.0)] {
+        let saved = manager.save(step, &state(step)).metric("loss", loss).blocking().unwrap();
+        assert!(saved.problem.is_none(), "{:?}", saved.problem);
+    }
+    assert_eq!(steps(&manager), [20, 30, 50]);
+    let pending = manager.save(60, &state(60)).metric("loss", 0.1).background().unwrap();
+    let saved = pending.wait().blocking().unwrap();
+    let deleted: Vec<_> = saved.pruned.unwrap().deleted.iter().map(|one| one.step).collect();
+    assert_eq!(deleted, [20, 50]);
+    // A save without the metric takes away that of the earlier save of the step.
+    manager.save(60, &state(60)).blocking().unwrap();
+    let found = dcp::block_on(manager.run().steps()).unwrap().unwrap();
+    assert!(found.iter().all(|one| one.step != 60 || one.metrics.is_empty()), "{found:?}");
+}
+
+#[test]
+fn iterations_have_a_tracker_that_names_the_last_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = run_in(&folder);
+    let manager = CheckpointManager::new(&url).naming(StepNaming::Iteration).keep(KeepLast(1));
+    manager.save(10, &state(10)).blocking().unwrap();
+    manager.save(20, &state(20)).blocking().unwrap();
+    let tracker = Path::new(&url).join("latest_checkpointed_iteration.txt");
+    assert_eq!(fs::read_to_string(tracker).unwrap(), "20");
+    assert!(Path::new(&url).join("iter_0000020/.metadata").exists());
+    assert!(!Path::new(&url).join("iter_0000010").exists());
+}
+
+/// Rank `rank` of 2 holds its rows.
+fn shard(rank: u32, step: u64) -> Result<StateDict, CheckpointError> {
+    let rows = Region::new([u64::from(rank) * 2, 0], [2, 8])?;
+    let mut state = StateDict::new();
+    state.insert("weight", Tensor::zeros_sharded(DType::Float32, [6, 8], [rows])?);
+    state.insert("step", i64::try_from(step).unwrap());
+    Ok(state)
+}
+
+#[test]
+fn all_ranks_save_at_the_same_steps_for_the_same_reasons() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = run_in(&folder);
+    let preemptions: Vec<_> = (0..3).map(|_| Preemption::new()).collect();
+    let clock = Arc::new(AtomicU64::new(0));
+    let answers = LocalGroup::new(3).run(|group| {
+        let rank = group.rank();
+        // The clocks of the ranks differ; that of the coordinator counts.
+        let now = Arc::clone(&clock);
+        let ahead = Duration::from_secs(u64::from(rank) * 1000);
+        let checkpointer = Checkpointer::new().group(Arc::new(group));
+        let manager = CheckpointManager::new(&url)
+            .checkpointer(checkpointer)
+            .schedule(SaveSchedule::new().every_steps(10).every(Duration::from_secs(60)))
+            .keep(KeepLast(1))
+            .preemption(preemptions[rank as usize].clone())
+            .clock(move || {
+                SystemTime::UNIX_EPOCH + ahead + Duration::from_secs(now.load(Ordering::SeqCst))
+            });
+        let mut answers = Vec::new();
+        for step in 1..=25 {
+            if rank == 0 && step == 15 {
+                clock.store(60, Ordering::SeqCst);
+            }
+            if rank == 2 && step == 22 {
+                preemptions[2].request();
+            }
+            let reason = manager.should_save(step).blocking()?;
+            if let Some(reason) = reason {
+                manager.save(step, &shard(rank, step)?).blocking()?;
+                answers.push((step, reason));
+            }
+        }
+        let mut mine = shard(rank, 0)?;
+        let resumed = manager.resume(&mut mine).blocking()?.map(|resumed| resumed.step);
+        Ok::<_, CheckpointError>((answers, resumed, step_of(&mine)))
+    });
+    let answers: Vec<_> = answers.into_iter().collect::<Result<_, _>>().unwrap();
+    let reasons = [
+        (10, SaveReason::Step),
+        (15, SaveReason::Time),
+        (20, SaveReason::Step),
+        (22, SaveReason::Preemption),
+    ];
+    for answer in answers {
+        assert_eq!(answer, (reasons.to_vec(), Some(22), 22));
+    }
+    assert_eq!(steps(&CheckpointManager::new(&url)), [22]);
+}
+
+#[test]
+fn between_checks_nothing_is_exchanged_and_a_preemption_waits_for_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let preemption = Preemption::new();
+    let manager = CheckpointManager::new(run_in(&folder))
+        .schedule(SaveSchedule::new().every_steps(7))
+        .preemption(preemption.clone())
+        .check_every(5);
+    preemption.request();
+    let answers: Vec<_> = (1..=16)
+        .filter_map(|step| Some((step, manager.should_save(step).blocking().unwrap()?)))
+        .collect();
+    let (step, preempted) = (SaveReason::Step, SaveReason::Preemption);
+    assert_eq!(answers, [(5, preempted), (7, step), (14, step)]);
+}
+
+#[test]
+fn a_coordinator_that_cannot_list_the_run_fails_all_ranks_alike() {
+    let folder = tempfile::tempdir().unwrap();
+    // A file in place of the folder.
+    let url = run_in(&folder);
+    fs::write(&url, "no folder").unwrap();
+    let errors = LocalGroup::new(2).run(|group| {
+        let rank = group.rank();
+        let checkpointer = Checkpointer::new().group(Arc::new(group));
+        let manager = CheckpointManager::new(&url).checkpointer(checkpointer);
+        let mut mine = shard(rank, 0).unwrap();
+        Ok::<_, CheckpointError>(manager.resume(&mut mine).blocking().unwrap_err().to_string())
+    });
+    let errors: Vec<_> = errors.into_iter().collect::<Result<_, _>>().unwrap();
+    assert_eq!(errors[0], errors[1]);
+    assert!(errors[0].contains("rank 0"), "{errors:?}");
+}

@@ -20,6 +20,7 @@
 
 mod crc_parts;
 pub mod dcp;
+mod folder_contents;
 mod formats;
 mod headed_file;
 pub mod hf;
@@ -27,6 +28,7 @@ mod leftovers;
 pub mod metadata;
 mod missing_files;
 pub mod pickle;
+mod placed_reads;
 pub mod safetensors;
 mod staged;
 mod stop;

@@ -11,8 +11,8 @@ use dcp_core::{CheckpointError, CheckpointMetadata, StorageErrorKind, StorageRea
 
 use super::names::METADATA;
 use super::reader::DcpReader;
-use crate::hf::INDEX_ENDING;
 use crate::leftovers::Leftovers;
+use crate::safetensors::INDEX_ENDING;
 
 /// Whether a file is of a save, whichever one: its data, or an index that was not renamed.
 fn is_data(meta: &ObjectMeta) -> bool {

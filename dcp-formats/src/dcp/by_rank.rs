@@ -15,9 +15,8 @@ use super::index::{decode, parallelism};
 use super::merge::{Copies, Merged, Merger, Unlike};
 use super::names::Named;
 use super::replica_equality::Content;
-use crate::hf::HuggingFaceFormat;
+use crate::folder_contents::files_in;
 use crate::metadata::check_chunks;
-use crate::torch_save::TorchSaveFormat;
 
 /// The number of names in a warning.
 const SHOWN: usize = 5;
@@ -126,11 +125,10 @@ async fn list(storage: &Arc<dyn Storage>) -> Result<Vec<(u32, Key)>, CheckpointE
         }
     }
     if ranks.is_empty() {
-        let formats = FormatRegistry::empty()
-            .with(Arc::new(TorchSaveFormat))
-            .with(Arc::new(HuggingFaceFormat))
-            .with(Arc::new(DcpFormat));
-        let message = formats.explain(&Listing::read(&**storage, &[]).await?.root());
+        let listing = Listing::read(&**storage, &[]).await?;
+        let folder = listing.root();
+        let formats = FormatRegistry::empty().with(Arc::new(DcpFormat));
+        let message = format!("{}{}", formats.explain(&folder), files_in(&folder));
         return Err(CheckpointError::NotACheckpoint { message });
     }
     ranks.sort_unstable();

@@ -17,9 +17,9 @@ use futures_util::{StreamExt as _, TryStreamExt as _};
 use super::by_rank::{self, Differing};
 use super::names::{METADATA, Named};
 use super::{safetensors_files, wrapped};
-use crate::hf::INDEX_ENDING;
 use crate::metadata::{Decoded, check_chunks};
 use crate::pickle::ForeignName;
+use crate::safetensors::INDEX_ENDING;
 
 /// A checked index.
 #[derive(Clone, Debug)]

@@ -4,24 +4,18 @@
 //! [`Storage`](dcp_core::Storage), in both directions with PyTorch 2.1 to 2.15.
 
 mod audit;
-mod blobs;
 mod by_rank;
 mod commit;
-mod direct;
 mod format;
 mod index;
 mod merge;
 pub(crate) mod names;
-mod pieces;
 mod place;
-pub(crate) mod read;
 mod reader;
 mod replica_equality;
 mod safetensors_files;
 mod sidecar;
 mod split;
-mod transform;
-mod whole;
 mod wrapped;
 mod write;
 mod writer;
@@ -30,7 +24,6 @@ pub use by_rank::Differing;
 pub use commit::{claim, remove_unreferenced, replace_metadata, sidecar_of};
 pub use format::{DcpFiles, DcpFormat, EXAMINED_INDEX_MAX};
 pub use names::data_file;
-pub(crate) use read::PlacedReads;
 pub use reader::{DcpReader, DcpReaderBuilder};
 pub use sidecar::{Sidecar, SidecarFile};
 pub use split::FileLayout;

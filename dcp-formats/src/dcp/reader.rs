@@ -16,12 +16,11 @@ use dcp_core::{
 use futures_util::lock::Mutex;
 
 use super::by_rank::Differing;
-use super::direct::KnownArchives;
 use super::index::{Index, load};
 use super::names::sidecar;
-use super::read::{Context, SCRATCH_BYTES, run};
 use super::sidecar::Sidecar;
 use crate::pickle::ForeignName;
+use crate::placed_reads::{Context, KnownArchives, SCRATCH_BYTES, run};
 use crate::upload::ByteProgress;
 
 /// Reads PyTorch DCP checkpoints: those of `FileSystemWriter` since PyTorch 2.1 in all variants

@@ -8,9 +8,9 @@ use dcp_core::{CheckpointError, Key, Storage, StorageError};
 
 use super::ENDING;
 use super::finding::{Finding, FindingKind};
-use super::index_file::INDEX_ENDING;
 use super::layout::SINGLE_NAME;
 use super::sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
+use crate::safetensors::INDEX_ENDING;
 
 /// A file that exists while a writer writes files whose names do not count each other. With it and
 /// without an index, the model is incomplete.

@@ -14,12 +14,13 @@ use dcp_core::text::counted;
 use dcp_core::{CheckpointError, CheckpointMetadata, Key, StorageError, StorageReader as _};
 
 use super::complete::UNFINISHED_NAME;
-use super::index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
+use super::index_file::{INDEX_NAME, IndexFile};
 use super::layout::SINGLE_NAME;
 use super::reader::HfReader;
 use super::sidecar_files::{CONFIG_ASIDE, CONFIG_NAME};
 use crate::dcp::EXAMINED_INDEX_MAX;
 use crate::missing_files::MissingFiles;
+use crate::safetensors::INDEX_ENDING;
 use crate::torch_save::is_torch_save;
 
 /// Series of shards (`model-00001-of-00004.safetensors`) that are distinguished in one folder.

@@ -11,8 +11,6 @@ use crate::unique::UniqueMap;
 
 /// The name that Hugging Face's libraries search for.
 pub const INDEX_NAME: &str = "model.safetensors.index.json";
-/// The ending of all index file names.
-pub const INDEX_ENDING: &str = ".safetensors.index.json";
 
 /// The maximum size of an index file in bytes.
 pub(super) const INDEX_MAX: u64 = 256 << 20;

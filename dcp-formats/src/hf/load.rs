@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dcp_core::format::{FormatRegistry, Listing};
+use dcp_core::format::Listing;
 use dcp_core::storage::StorageExt as _;
 use dcp_core::{
     CheckpointError, CheckpointMetadata, FormatError, Key, Storage, StorageError, StorageErrorKind,
@@ -12,12 +12,12 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use super::ENDING;
 use super::complete::{Names, replacement, unfinished};
 use super::finding::{Finding, FindingKind};
-use super::format::HuggingFaceFormat;
-use super::index_file::{INDEX_ENDING, INDEX_MAX, INDEX_NAME, IndexFile};
+use super::index_file::{INDEX_MAX, INDEX_NAME, IndexFile};
 use super::layout::SINGLE_NAME;
 use super::merge::{FileHeader, merge};
 use super::variants::{target_of, without_variants};
-use crate::dcp::DcpFormat;
+use crate::folder_contents::files_in;
+use crate::safetensors::INDEX_ENDING;
 use crate::safetensors::read_image;
 
 /// What to read.
@@ -178,8 +178,8 @@ async fn files(storage: &Arc<dyn Storage>, target: &Target) -> Result<Files, Che
         let message = match folder {
             None => {
                 let listing = Listing::read(&**storage, &[]).await?;
-                let formats = FormatRegistry::empty().with(Arc::new(HuggingFaceFormat));
-                formats.with(Arc::new(DcpFormat)).explain(&listing.root())
+                let found = files_in(&listing.root());
+                format!("not a checkpoint: the directory has no safetensors files{found}")
             }
             Some(folder) => format!("there are no safetensors files in {folder:?}"),
         };

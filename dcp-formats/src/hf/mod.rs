@@ -24,10 +24,11 @@ mod single;
 mod variants;
 mod write;
 
+pub use crate::safetensors::INDEX_ENDING;
 pub use complete::UNFINISHED_NAME;
 pub use finding::{Finding, FindingKind};
 pub use format::HuggingFaceFormat;
-pub use index_file::{INDEX_ENDING, INDEX_NAME, IndexFile};
+pub use index_file::{INDEX_NAME, IndexFile};
 pub use layout::{HfFile, HfLayout, HfPart, HfPlan, MAX_FILE_BYTES, SINGLE_NAME};
 pub use quantized::{
     BLOCK, E2M1, QuantScheme, Quantized, config_without_quantization, configured_block,

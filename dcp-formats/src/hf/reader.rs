@@ -12,7 +12,7 @@ use futures_util::lock::Mutex;
 
 use super::finding::Finding;
 use super::load::{Loaded, Target, load};
-use crate::dcp::read::{Context, run};
+use crate::placed_reads::{Context, run};
 use crate::upload::ByteProgress;
 
 const SCRATCH_BYTES: u64 = 64 << 20;

@@ -23,3 +23,6 @@ pub use sharding::{SHARDING, SHARDING_VERSION, SHARDING_VERSION_WRITTEN, Shardin
 pub use tied::{TIED, ties_of};
 pub(crate) use write::send;
 pub use write::{prepare, write};
+
+/// The ending of the names of index files, which list the tensors of several files.
+pub const INDEX_ENDING: &str = ".safetensors.index.json";

@@ -25,8 +25,8 @@ use super::rewrite::TorchSaveRewrite;
 use super::strided::{self, Place};
 use super::structure;
 use super::write::TorchSaveOptions;
-use crate::dcp::PlacedReads;
 use crate::pickle::ForeignName;
+use crate::placed_reads::PlacedReads;
 use crate::torch_tensor::TensorLayout;
 use crate::torch_zip::{Method, Record};
 

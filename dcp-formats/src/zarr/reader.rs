@@ -16,7 +16,7 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 
 use super::arrays::{ArrayFiles, Names, without_header};
 use super::header::{ArrayHeader, HEADER_FILE};
-use crate::dcp::PlacedReads;
+use crate::placed_reads::PlacedReads;
 
 /// The maximum size of a header, in bytes.
 const HEADER_BYTES_MAX: u64 = 1 << 20;

@@ -1,4 +1,11 @@
-//! Executes a load plan: divides it into requests with bounded memory.
+//! Executes a load plan by the placements in the metadata: divides it into requests with bounded
+//! memory. Serves every format that stores chunks unencoded or in archives of their own.
+
+mod blobs;
+mod direct;
+mod pieces;
+mod transform;
+mod whole;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,14 +21,16 @@ use dcp_core::{Buffer, CheckpointError, CheckpointMetadata, Key, Storage, Storag
 use futures_util::stream;
 use futures_util::{StreamExt as _, TryStreamExt as _};
 
-use super::blobs::{Blob, Content, group};
-use super::direct::{KnownArchives, Requests, execute, prepare};
-use super::whole::read_span;
+use blobs::{Blob, Content, group};
+pub(crate) use direct::KnownArchives;
+use direct::{Requests, execute, prepare};
+use whole::read_span;
+
 use crate::torch_zip::{Method, Record};
 use crate::upload::ByteProgress;
 
 /// The default memory for what cannot be read straight into place, in bytes.
-pub(super) const SCRATCH_BYTES: u64 = 64 << 20;
+pub(crate) const SCRATCH_BYTES: u64 = 64 << 20;
 /// Blobs up to this length are read whole, together with their neighbors.
 const SMALL_BLOB: u64 = 64 << 10;
 /// The scratch memory of one request, in bytes.
@@ -72,7 +81,7 @@ pub(crate) struct Context {
     progress: Option<ByteProgress>,
     checksums: Checksums,
     /// Archives that earlier reads located, if the reader caches them.
-    pub(super) archives: Option<Arc<KnownArchives>>,
+    pub(crate) archives: Option<Arc<KnownArchives>>,
     parallelism: usize,
     pub(super) scratch: u64,
     bytes_read: AtomicU64,

@@ -12,9 +12,9 @@ use dcp_core::storage::ReadInto;
 use dcp_core::text::Quoted;
 use dcp_core::{Buffer, CheckpointError, FormatError, Key, PlanError, TensorView};
 
+use super::Context;
 use super::blobs::{Blob, Content, Target};
 use super::pieces::{Fetch, Fetches, Piece, Span, scatter};
-use super::read::Context;
 use crate::crc_parts::CrcParts;
 use crate::torch_tensor::TensorBlob;
 use crate::torch_zip::{PartialBlob, Record};
@@ -158,7 +158,7 @@ async fn read_parts(
 
 /// Archives whose tensors are located, so that a chunk that is read in parts is located once.
 #[derive(Debug, Default)]
-pub(super) struct KnownArchives(Mutex<VecDeque<(Place, TensorBlob)>>);
+pub(crate) struct KnownArchives(Mutex<VecDeque<(Place, TensorBlob)>>);
 
 /// File, offset and length.
 type Place = (Key, u64, u64);

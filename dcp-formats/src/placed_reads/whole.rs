@@ -6,9 +6,9 @@ use bytes::Bytes;
 use dcp_core::metadata::Layout;
 use dcp_core::{CheckpointError, FormatError};
 
+use super::Context;
 use super::blobs::{Blob, Content};
 use super::pieces::{Pieces, ScatterError, fill, scatter};
-use super::read::Context;
 use super::transform::undo;
 use crate::torch_object::decode_object;
 use crate::torch_tensor::{ByteOrder, TensorBlob, TensorLayout};

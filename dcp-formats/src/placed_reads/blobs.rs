@@ -10,7 +10,6 @@ use dcp_core::{
     StorageError, StorageErrorKind, TensorView,
 };
 
-use super::names::METADATA;
 use super::pieces::ScatterError;
 use crate::torch_tensor::TensorLayout;
 
@@ -101,10 +100,10 @@ impl Blob {
         });
         let Some((placement, key, encoding)) = known else {
             let problem = format!(
-                "{fqn:?} is listed, but where its bytes are is not: the save that made this \
+                "the index lists {fqn:?} without the place of its bytes: the save that made this \
                  checkpoint lost them"
             );
-            return Err(FormatError::new("checkpoint", problem).in_file(METADATA, 0).into());
+            return Err(FormatError::new("checkpoint", problem).into());
         };
         Ok(Self {
             fqn: Arc::clone(fqn),
